@@ -1,0 +1,15 @@
+"""The one exception that a user is meant to read."""
+
+
+class UserError(Exception):
+    """Bad input, told in one line of three parts; the command line prints it and exits with 2.
+
+    Args:
+        what: what is wrong ("unknown key").
+        where: the place with its value ("train.lerning_rate in recipes/tiny.yaml").
+        do: what to do about it ("did you mean train.learning_rate?").
+    """
+
+    def __init__(self, what: str, where: str, do: str) -> None:
+        self.what, self.where, self.do = what, where, do
+        super().__init__(" ".join(f"{what}: {where}; {do}".split()))

@@ -1,0 +1,150 @@
+"""Files and folders are absent or whole: written under a temporary name, then renamed."""
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from polybasic.chain.errors import UserError
+
+_READ_BYTES = 1 << 20
+
+
+def partial_path(path: Path) -> Path:
+    """The temporary name under which `path` is written; one name, so that leftovers are found."""
+    return path.with_name(f".{path.name}.partial")
+
+
+@contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """Tell a full, read-only or forbidden disk in one line.
+
+    Raises:
+        UserError: for ENOSPC, EDQUOT, EROFS, EACCES and EPERM while writing `path`.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            free_bytes = shutil.disk_usage(_existing_parent(path)).free
+            raise UserError(
+                "disk full",
+                f"{path} ({free_bytes / 1e6:.0f} MB free)",
+                "free some space and run the same command again; what was whole is kept",
+            ) from error
+        if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
+            raise UserError(
+                "cannot write", f"{path} ({error.strerror})", "choose another folder with --out"
+            ) from error
+        raise
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """Yield a temporary path; when the block ends without an exception it becomes `path`.
+
+    Raises:
+        UserError: the disk is full or not writable.
+    """
+    partial = partial_path(path)
+    with disk_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            yield partial
+            with partial.open("rb") as written:
+                os.fsync(written.fileno())
+            partial.replace(path)
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
+
+
+@contextmanager
+def whole_folder(path: Path, keep_partial: bool = False) -> Iterator[Path]:
+    """Yield a temporary folder; when the block ends without an exception it replaces `path`.
+
+    Args:
+        path: the folder to write; an older one of this name is replaced in the last step.
+        keep_partial: start from what an interrupted run left, and leave it for the next one on
+            failure (for stages that resume); otherwise leftovers are removed.
+
+    Raises:
+        UserError: the disk is full or not writable.
+    """
+    partial = partial_path(path)
+    with disk_errors(path):
+        if not keep_partial:
+            shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True, exist_ok=True)
+        try:
+            yield partial
+            if path.exists():
+                replaced = path.with_name(f".{path.name}.replaced")
+                shutil.rmtree(replaced, ignore_errors=True)
+                path.rename(replaced)
+                partial.rename(path)
+                shutil.rmtree(replaced)
+            else:
+                partial.rename(path)
+        except BaseException:
+            if not keep_partial:
+                shutil.rmtree(partial, ignore_errors=True)
+            raise
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write `content` as indented JSON, whole.
+
+    Raises:
+        UserError: the disk is full or not writable.
+    """
+    with whole_file(path) as partial:
+        partial.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", "utf-8")
+
+
+def read_json(path: Path, what: str) -> Any:
+    """Read JSON from `path`; `what` names the thing in errors ("manifest").
+
+    Raises:
+        UserError: the file is missing or no JSON (line and column are named).
+    """
+    try:
+        return json.loads(path.read_text("utf-8"))
+    except FileNotFoundError as error:
+        raise UserError(f"{what} not found", str(path), "check the path") from error
+    except IsADirectoryError as error:
+        raise UserError(f"{what} is a folder", str(path), "name the file itself") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{what} is not UTF-8 text", str(path), "write it again") from error
+    except json.JSONDecodeError as error:
+        raise UserError(
+            f"{what} is not JSON",
+            f"{path} line {error.lineno} column {error.colno} ({error.msg})",
+            "repair it or write it again",
+        ) from error
+
+
+def sha256_of_file(path: Path) -> str:
+    """Hex SHA-256 of a file's bytes."""
+    digest = hashlib.sha256()
+    with path.open("rb") as content:
+        while chunk := content.read(_READ_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def sha256_of_object(content: Any) -> str:
+    """Hex SHA-256 of `content` as canonical JSON (sorted keys, no white space)."""
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return hashlib.sha256(text.encode("utf-8")).hexdigest()
+
+
+def _existing_parent(path: Path) -> Path:
+    while not path.exists():
+        path = path.parent
+    return path

@@ -1,0 +1,1 @@
+"""The runtime: caches, trees, verification, stages, benchmark. Reads chains."""

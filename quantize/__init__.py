@@ -1,0 +1,1 @@
+"""Calibration to AWQ to a 4-bit checkpoint. Writes intermediates."""

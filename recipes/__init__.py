@@ -1,0 +1,1 @@
+"""Recipe schema, pipeline, command line, and the recipes themselves."""

@@ -1,0 +1,1 @@
+"""Conversations to features to draft heads. Writes heads."""

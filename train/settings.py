@@ -1,0 +1,69 @@
+"""The tunable fields of data, of targets trained from scratch and of draft heads."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from polybasic.chain.settings import Settings
+
+
+class DataSettings(Settings):
+    """Where conversations come from and how they are split."""
+
+    conversations: str = Field(
+        "embedded",
+        description="'embedded' (generated), a ShareGPT file (.json, .jsonl, .gz, .zst) or a hub id",
+    )
+    limit: int | None = Field(None, ge=1, description="read at most this many conversations")
+    num_heldout: int = Field(
+        48, ge=1, description="conversations never trained on, chosen by hash of their first turn"
+    )
+    max_tokens: int = Field(512, ge=16, description="longer conversations are cut here")
+
+
+class ScratchSettings(Settings):
+    """A small Llama trained from scratch on the recipe's conversations."""
+
+    num_embedded_conversations: int = Field(
+        12_000, ge=60, description="how many conversations the embedded generator writes"
+    )
+    vocab_size: int = Field(4096, ge=512, description="of the BPE tokenizer trained beside it")
+    num_layers: int = Field(12, ge=1)
+    hidden_size: int = Field(384, ge=128, multiple_of=128)
+    intermediate_size: int = Field(1024, ge=128, multiple_of=128)
+    num_heads: int = Field(6, ge=1)
+    num_kv_heads: int = Field(2, ge=1)
+    context_tokens: int = Field(2048, ge=64, description="positions the model is declared for")
+    num_steps: int = Field(400, ge=1)
+    batch_tokens: int = Field(4096, ge=64, description="tokens of one optimizer step")
+    learning_rate: float = Field(2e-3, gt=0)
+    warmup_steps: int = Field(30, ge=0)
+
+
+class HeadSettings(Settings):
+    """An EAGLE-2 draft head. Objective and defaults as in EAGLE-2's own training code."""
+
+    num_steps: int = Field(400, ge=1, description="optimizer steps")
+    batch_size: int = Field(8, ge=1, description="conversations of one step")
+    learning_rate: float = Field(3e-5, gt=0)
+    warmup_steps: int = Field(2000, ge=0)
+    adam_betas: tuple[float, float] = (0.9, 0.95)
+    clip_grad_norm: float = Field(0.5, gt=0)
+    feature_noise: float = Field(
+        0.1, ge=0, description="uniform noise of this half-width on the features"
+    )
+    unroll_steps: int = Field(
+        3, ge=1, le=8, description="steps over the head's own features; 1 is EAGLE-2's own training"
+    )
+    feature_loss_weight: float = Field(1.0, ge=0, description="smooth-L1 between features")
+    token_loss_weight: float = Field(0.1, ge=0, description="soft cross-entropy through lm_head")
+    dtype: Literal["bfloat16", "float32"] = Field(
+        "bfloat16", description="of the head's passes; master weights stay float32"
+    )
+    zero_stage: Literal[0, 1, 2, 3] = Field(1, description="DeepSpeed ZeRO stage")
+    eval_every_steps: int = Field(100, ge=1)
+    save_every_steps: int = Field(100, ge=1)
+    log: Literal["none", "wandb"] = Field(
+        "none", description="beside metrics.jsonl, which is always written"
+    )
+    intermediate_size: int | None = Field(None, description="of the head's MLP; default: target's")
