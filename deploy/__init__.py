@@ -1,1 +1,17 @@
 """The runtime: caches, trees, verification, stages, benchmark. Reads chains."""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from polybasic.deploy.runtime import Chain, Generation, Piece, Statistics, load_chain
+
+__all__ = ["Chain", "Generation", "Piece", "Statistics", "load_chain"]
+
+
+def __getattr__(name: str) -> Any:
+    # Imported when it is first asked for: the settings beside it must not wait for torch.
+    if name in __all__:
+        from polybasic.deploy import runtime
+
+        return getattr(runtime, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -4,6 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from polybasic.chain.manifest import Rule, Tree
 from polybasic.chain.settings import Settings
 
 TASKS = ("mt_bench", "translation", "summarization", "qa", "math_reasoning", "rag")
@@ -12,22 +13,14 @@ TASKS = ("mt_bench", "translation", "summarization", "qa", "math_reasoning", "ra
 SystemName = Literal["target", "hf_generate", "eagle2", "polybasic_full", "polybasic"]
 
 
-class TreeSettings(Settings):
-    """Shape of the draft tree: one verification pass reads `rows` rows, the root included."""
-
-    depth: int = Field(7, ge=1, le=16, description="draft passes a round")
-    top_k: int = Field(4, ge=1, le=64, description="beams kept and children a beam, at each depth")
-    rows: int = Field(16, ge=2, le=64, description="rows of the verification pass, root included")
-
-
 class PlanSettings(Settings):
     """Which tree and flush length the chain is packed with."""
 
-    tree: TreeSettings = TreeSettings()
+    tree: Tree = Tree(depth=7, top_k=4, rows=12)
     flush_length: int = Field(
         10, ge=1, description="tokens the intermediate collects before the target is asked"
     )
-    rule: Literal["block", "token"] = Field("block", description="verification of a block")
+    rule: Rule = Field("block", description="verification of a block")
 
 
 class BenchSettings(Settings):

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from polybasic.chain.settings import Settings
 
@@ -34,8 +34,11 @@ class ScratchSettings(Settings):
     num_heads: int = Field(6, ge=1)
     num_kv_heads: int = Field(2, ge=1)
     context_tokens: int = Field(2048, ge=64, description="positions the model is declared for")
-    num_steps: int = Field(400, ge=1)
-    batch_tokens: int = Field(4096, ge=64, description="tokens of one optimizer step")
+    num_steps: int = Field(300, ge=1)
+    batch_tokens: int = Field(2048, ge=64, description="tokens of one optimizer step")
+    row_tokens: int = Field(
+        256, ge=16, description="conversations are packed into rows of this length"
+    )
     learning_rate: float = Field(2e-3, gt=0)
     warmup_steps: int = Field(30, ge=0)
 
@@ -43,11 +46,12 @@ class ScratchSettings(Settings):
 class HeadSettings(Settings):
     """An EAGLE-2 draft head. Objective and defaults as in EAGLE-2's own training code."""
 
-    num_steps: int = Field(400, ge=1, description="optimizer steps")
-    batch_size: int = Field(8, ge=1, description="conversations of one step")
+    num_steps: int = Field(800_000, ge=1, description="optimizer steps")
+    batch_size: int = Field(4, ge=1, description="conversations of one step")
     learning_rate: float = Field(3e-5, gt=0)
-    warmup_steps: int = Field(2000, ge=0)
+    warmup_steps: int = Field(2000, ge=0, description="linear; then linear decay to num_steps")
     adam_betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = Field(0.01, ge=0)
     clip_grad_norm: float = Field(0.5, gt=0)
     feature_noise: float = Field(
         0.1, ge=0, description="uniform noise of this half-width on the features"
@@ -60,10 +64,30 @@ class HeadSettings(Settings):
     dtype: Literal["bfloat16", "float32"] = Field(
         "bfloat16", description="of the head's passes; master weights stay float32"
     )
-    zero_stage: Literal[0, 1, 2, 3] = Field(1, description="DeepSpeed ZeRO stage")
-    eval_every_steps: int = Field(100, ge=1)
-    save_every_steps: int = Field(100, ge=1)
+    zero_stage: Literal[0, 1, 2] = Field(1, description="DeepSpeed ZeRO stage")
+    eval_every_steps: int = Field(1000, ge=1)
+    eval_answer_tokens: int = Field(
+        96, ge=2, description="of the target's greedy answers that the evaluation drafts for"
+    )
+    eval_tree_depth: int = Field(7, ge=1, le=16, description="of the simulated draft tree")
+    eval_tree_top_k: int = Field(4, ge=1, le=64, description="beams of the simulated tree")
+    eval_tree_rows: int = Field(16, ge=2, le=64, description="rows of it, root included")
+    save_every_steps: int = Field(1000, ge=1)
     log: Literal["none", "wandb"] = Field(
         "none", description="beside metrics.jsonl, which is always written"
     )
     intermediate_size: int | None = Field(None, description="of the head's MLP; default: target's")
+
+    @model_validator(mode="after")
+    def _warmup_ends(self) -> "HeadSettings":
+        if self.warmup_steps >= self.num_steps:
+            raise ValueError(
+                f"warmup_steps {self.warmup_steps} must be below num_steps {self.num_steps}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _bf16_has_master_weights(self) -> "HeadSettings":
+        if self.dtype == "bfloat16" and self.zero_stage == 0:
+            raise ValueError("zero_stage 0 keeps no float32 master weights for bfloat16; use 1 or 2")
+        return self

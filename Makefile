@@ -1,0 +1,50 @@
+# make demo   from conversations to a measured chain, with no download and no GPU
+# make test   all tests, the slow ones included
+# make lint   style, types and import rules
+# make clean  removes what the others made: .venv, caches, runs/
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
+INSTALLED := $(VENV)/.installed
+
+.PHONY: demo test lint install clean
+
+demo: install
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/polybasic run recipes/tiny.yaml
+
+test: install
+	$(BIN)/python -m pytest
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	@# the packages are folders without a common root, so mypy sees them through a link
+	@link=$$(mktemp -d) && trap 'rm -rf "$$link"' EXIT && ln -s "$(CURDIR)" "$$link/polybasic" && \
+	cd "$$link" && MYPYPATH="$$link" "$(CURDIR)/$(BIN)/mypy" \
+	    --config-file "$(CURDIR)/pyproject.toml" --cache-dir "$(CURDIR)/.mypy_cache" \
+	    --explicit-package-bases --namespace-packages \
+	    -p polybasic.chain -p polybasic.train -p polybasic.quantize -p polybasic.deploy \
+	    -p polybasic.recipes
+	$(BIN)/lint-imports
+
+install: $(INSTALLED)
+
+$(INSTALLED): constraints.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	    echo "error: Python 3.11 or newer is needed: $(PYTHON); run make PYTHON=python3.11" >&2; exit 2; }
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { \
+	    echo "error: Python's venv module is missing: $(PYTHON); apt-get install python3-venv" >&2; exit 2; }
+	@echo "installing into $(VENV): some minutes, once"
+	$(PYTHON) -m venv $(VENV)
+	$(INSTALL) setuptools torch==2.13.0
+	$(INSTALL) --no-build-isolation --editable '.[train,dev]'
+	@# autoawq declares a triton that it does not use
+	$(INSTALL) --no-build-isolation --no-deps autoawq==0.2.9
+	@touch $@
+
+clean:
+	rm -rf $(VENV) runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis \
+	    .import_linter_cache wandb
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,177 @@
+"""Tensor headers of weight files, and what a config says that they must hold. No torch in here.
+
+Shape legend: V vocabulary, H hidden size, I intermediate size, A heads x head size,
+K key-value heads x head size.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+from polybasic.chain.checkpoint import load_tensors, weight_files
+from polybasic.chain.config import DecoderConfig
+from polybasic.chain.errors import UserError
+from polybasic.chain.manifest import Kind
+
+_MAX_HEADER_BYTES = 100_000_000
+_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "I32": "int32", "I64": "int64"}
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class TensorHeader:
+    """What a file says about one tensor."""
+
+    dtype: str
+    shape: Shape
+    num_bytes: int
+
+
+def tensor_headers(folder: Path) -> dict[str, TensorHeader]:
+    """Headers of all tensors of a checkpoint; safetensors are not read beyond their header.
+
+    Raises:
+        UserError: no weights, or a damaged file.
+    """
+    headers: dict[str, TensorHeader] = {}
+    files = weight_files(folder)
+    if files[0].suffix != ".safetensors":
+        return {
+            name: TensorHeader(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), size)
+            for name, tensor in load_tensors(folder).items()
+            for size in [tensor.numel() * tensor.element_size()]
+        }
+    for path in files:
+        headers.update(_safetensors_headers(path))
+    return headers
+
+
+def main_dtype(headers: dict[str, TensorHeader]) -> str:
+    """The dtype that most of the bytes have."""
+    num_bytes: dict[str, int] = {}
+    for header in headers.values():
+        num_bytes[header.dtype] = num_bytes.get(header.dtype, 0) + header.num_bytes
+    return max(num_bytes, key=lambda dtype: num_bytes[dtype])
+
+
+def num_parameters(headers: dict[str, TensorHeader]) -> int:
+    """How many weights a checkpoint has; eight to a packed int32, quantization scales none."""
+    total = 0
+    for name, header in headers.items():
+        if name.endswith(".qweight"):
+            total += 8 * prod(header.shape)
+        elif not name.endswith((".qzeros", ".scales")):
+            total += prod(header.shape)
+    return total
+
+
+def check_shapes(
+    kind: Kind, folder: Path, config: DecoderConfig, group_size: int | None = None
+) -> None:
+    """Compare every tensor that the runtime reads with what `config` implies.
+
+    Args:
+        kind: which layout of names.
+        folder: the checkpoint.
+        config: of the same folder.
+        group_size: rows of one 4-bit scale; only for kind "awq".
+
+    Raises:
+        UserError: a tensor is missing or has another shape (both shapes are named).
+    """
+    headers = tensor_headers(folder)
+    expected_shapes = dict(_expected_shapes(kind, config, group_size))
+    if kind == "eagle2" and "fc.bias" in headers:
+        expected_shapes["fc.bias"] = (config.hidden_size,)
+    for name, expected in expected_shapes.items():
+        if name not in headers:
+            raise UserError(
+                "missing tensor", f"{name} in {folder}", "fetch or write the checkpoint again"
+            )
+        if (found := headers[name].shape) != expected:
+            raise UserError(
+                "tensor shape mismatch",
+                f"{name} in {folder} is {list(found)}, by its config.json {list(expected)}",
+                "weights and config are of two models: fetch both again",
+            )
+
+
+def _expected_shapes(
+    kind: Kind, config: DecoderConfig, group_size: int | None
+) -> Iterator[tuple[str, Shape]]:
+    V, H = config.vocab_size, config.hidden_size
+    if kind == "eagle2":
+        yield "embed_tokens.weight", (V, H)
+        yield "fc.weight", (H, 2 * H)
+        yield "layers.0.post_attention_layernorm.weight", (H,)
+        for name, shape in _linear_shapes("layers.0.", config):
+            yield f"{name}.weight", shape
+        return
+    yield "model.embed_tokens.weight", (V, H)
+    yield "model.norm.weight", (H,)
+    if not config.tie_word_embeddings:
+        yield "lm_head.weight", (V, H)
+    for layer in range(config.num_layers):
+        prefix = f"model.layers.{layer}."
+        yield f"{prefix}input_layernorm.weight", (H,)
+        yield f"{prefix}post_attention_layernorm.weight", (H,)
+        for name, shape in _linear_shapes(prefix, config):
+            if kind == "awq":
+                assert group_size is not None, "an AWQ checkpoint has a group size"
+                yield from _awq_shapes(name, shape, group_size)
+            else:
+                yield f"{name}.weight", shape
+
+
+def _linear_shapes(prefix: str, config: DecoderConfig) -> Iterator[tuple[str, Shape]]:
+    """Names (without .weight) and [out, in] of one layer's linears."""
+    H, I = config.hidden_size, config.intermediate_size  # noqa: E741
+    A, K = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    yield f"{prefix}self_attn.q_proj", (A, H)
+    yield f"{prefix}self_attn.k_proj", (K, H)
+    yield f"{prefix}self_attn.v_proj", (K, H)
+    yield f"{prefix}self_attn.o_proj", (H, A)
+    yield f"{prefix}mlp.gate_proj", (I, H)
+    yield f"{prefix}mlp.up_proj", (I, H)
+    yield f"{prefix}mlp.down_proj", (H, I)
+
+
+def _awq_shapes(name: str, shape: Shape, group_size: int) -> Iterator[tuple[str, Shape]]:
+    out_size, in_size = shape
+    yield f"{name}.qweight", (in_size, out_size // 8)
+    yield f"{name}.qzeros", (in_size // group_size, out_size // 8)
+    yield f"{name}.scales", (in_size // group_size, out_size)
+
+
+def _safetensors_headers(path: Path) -> dict[str, TensorHeader]:
+    """Read the JSON header: 8 bytes of length (little endian), then the JSON itself."""
+    file_bytes = path.stat().st_size
+    with path.open("rb") as content:
+        header_bytes = int.from_bytes(content.read(8), "little")
+        if file_bytes < 8 or header_bytes > min(file_bytes - 8, _MAX_HEADER_BYTES):
+            raise _damaged(path, "no safetensors header")
+        try:
+            entries = json.loads(content.read(header_bytes))
+            entries.pop("__metadata__", None)
+            headers = {
+                name: TensorHeader(
+                    dtype=_DTYPES.get(entry["dtype"], entry["dtype"]),
+                    shape=tuple(map(int, entry["shape"])),
+                    num_bytes=entry["data_offsets"][1] - entry["data_offsets"][0],
+                )
+                for name, entry in entries.items()
+            }
+            end = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+            raise _damaged(path, "malformed safetensors header") from error
+    if 8 + header_bytes + end != file_bytes:
+        expected = 8 + header_bytes + end
+        raise _damaged(path, f"{file_bytes} bytes, its header says {expected}")
+    return headers
+
+
+def _damaged(path: Path, reason: str) -> UserError:
+    return UserError("damaged weight file", f"{path} ({reason})", "fetch or write it again")

@@ -1,0 +1,272 @@
+"""Checks a chain before anything of it is loaded: paths, digests, configs and tensor shapes."""
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from polybasic.chain.checkpoint import resolve_checkpoint, weight_files
+from polybasic.chain.config import decoder_config
+from polybasic.chain.errors import UserError
+from polybasic.chain.files import read_json, sha256_of_file, sha256_of_object
+from polybasic.chain.manifest import MANIFEST_NAME, Manifest, Member, Reference, read_manifest
+from polybasic.chain.shapes import check_shapes
+
+_PACKAGE_AGAIN = "package the chain again or fetch the file anew"
+_CODE_SUFFIXES = {".py", ".pyc", ".so", ".pt", ".pth", ".pkl", ".pickle", ".ckpt"}
+_READ_SUFFIXES = {".bin", ".safetensors", ".json", ".jinja", ".model", ".txt"}
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+)
+
+
+@dataclass(frozen=True)
+class CheckedChain:
+    """A chain that may be loaded: its manifest and where its members lie."""
+
+    folder: Path
+    manifest: Manifest
+    members: dict[str, Path]
+    tokenizer: Path
+
+
+def check_chain(folder: Path, digests: bool = True) -> CheckedChain:
+    """Check all that loading relies on; nothing of the chain is executed.
+
+    Args:
+        folder: the chain.
+        digests: also compare the sha256 of every file, which reads all of it once.
+
+    Raises:
+        UserError: the first fault found, with the file or tensor that it is in.
+    """
+    manifest = read_manifest(folder)
+    tokenizer = _folder_inside(folder, manifest.tokenizer.path, "tokenizer.path")
+    folders = {
+        member.name: _member_folder(folder, member, index)
+        for index, member in enumerate(manifest.members)
+    }
+    _check_files(folder, tokenizer, manifest.tokenizer.files, "tokenizer", digests)
+    for member in manifest.members:
+        inside = folder if member.reference.path is not None else None
+        _check_files(inside, folders[member.name], member.files, member.name, digests)
+        check_weight_files(member, folders[member.name])
+    check_fit(manifest.members, folders, tokenizer)
+    return CheckedChain(folder, manifest, folders, tokenizer)
+
+
+def check_fit(members: Iterable[Member], folders: dict[str, Path], tokenizer: Path) -> None:
+    """Check that the members belong together; digests are taken from `members` as they are.
+
+    Args:
+        members: from the target down.
+        folders: where each member's files lie, by name.
+        tokenizer: the folder of the tokenizer.
+
+    Raises:
+        UserError: remote code, another vocabulary, a head for another target, an unknown
+            quantization, or tensors that do not fit their config.
+    """
+    target, *others = members
+    configs = {name: _read_config(folder) for name, folder in folders.items()}
+    for member in others:
+        _check_equal("vocab_size", target, member, configs)
+    _check_tokenizer(tokenizer, configs[target.name]["vocab_size"])
+    for member in (target, *others):
+        config, folder = configs[member.name], folders[member.name]
+        if member.kind == "eagle2":
+            _check_equal("hidden_size", target, member, configs)
+            _check_head(config, folder, target, folders[target.name])
+        group_size = _check_quantization(member, config, folder)
+        decoder = decoder_config(config, f"{folder / 'config.json'}")
+        check_shapes(member.kind, folder, decoder, group_size)
+
+
+def source_folder(chain: Path, reference: Reference) -> Path:
+    """The folder of a member outside of the chain.
+
+    Raises:
+        UserError: it is not there or cannot be fetched.
+    """
+    assert reference.source is not None, "manifest checks that a path or a source is given"
+    if reference.source.startswith((".", "/")):
+        return resolve_checkpoint(os.path.normpath(chain.resolve() / reference.source))
+    return resolve_checkpoint(reference.source, reference.revision)
+
+
+def weights_digest_of(member: Member, folder: Path) -> str:
+    """`digests.weights_digest` of a member, from the file digests in its manifest entry."""
+    return sha256_of_object({path.name: member.files[path.name] for path in weight_files(folder)})
+
+
+def _member_folder(chain: Path, member: Member, index: int) -> Path:
+    path = member.reference.path
+    if path is None:
+        return source_folder(chain, member.reference)
+    return _folder_inside(chain, path, f"members[{index}].reference.path")
+
+
+def _folder_inside(chain: Path, relative: str, location: str) -> Path:
+    where = f"{location} = {relative!r} in {chain / MANIFEST_NAME}"
+    parts = PurePosixPath(relative)
+    if parts.is_absolute() or ".." in parts.parts or not parts.parts:
+        raise UserError("member path leaves the chain", where, "package the chain again")
+    folder = chain / relative
+    _refuse_link_outside(chain, folder)
+    if not folder.is_dir():
+        raise UserError("member folder not found", where, _PACKAGE_AGAIN)
+    return folder
+
+
+def _refuse_link_outside(chain: Path, path: Path) -> None:
+    root = chain.resolve()
+    if root.parent.name == "snapshots":
+        # in the hub's cache, files of a snapshot are links into the blobs folder beside it
+        root = root.parent.parent
+    if not path.resolve().is_relative_to(root):
+        raise UserError(
+            "link leaves the chain",
+            f"{path} points to {path.resolve()}",
+            "replace the link by the files themselves",
+        )
+
+
+def _check_files(
+    chain: Path | None, folder: Path, files: dict[str, str], name: str, digests: bool
+) -> None:
+    """Check one folder's files against their digests; `chain` is None for a folder outside."""
+    for file_name, expected in sorted(files.items()):
+        if PurePosixPath(file_name).name != file_name or file_name == "..":
+            raise UserError(
+                "file name leaves its member", f"{file_name!r} of {name}", "package the chain again"
+            )
+        path = folder / file_name
+        if path.suffix in _CODE_SUFFIXES:
+            raise UserError("code or pickle in the chain", f"{path}", "remove it: it is never run")
+        if chain is not None:
+            _refuse_link_outside(chain, path)
+        if not path.is_file():
+            raise UserError("missing file", f"{path}", _PACKAGE_AGAIN)
+        if digests and (found := sha256_of_file(path)) != expected:
+            raise UserError(
+                "digest mismatch",
+                f"{path} has sha256 {found[:8]}…, manifest says {expected[:8]}…",
+                _PACKAGE_AGAIN,
+            )
+    if chain is not None:
+        _refuse_unlisted(folder, files)
+
+
+def _refuse_unlisted(folder: Path, files: dict[str, str]) -> None:
+    for path in sorted(folder.rglob("*")):
+        is_listed = path.parent == folder and path.name in files
+        if not is_listed and path.suffix in _CODE_SUFFIXES | _READ_SUFFIXES:
+            raise UserError("file not in the manifest", f"{path}", "remove it or package again")
+
+
+def check_weight_files(member: Member, folder: Path) -> None:
+    for path in weight_files(folder):
+        if path.name not in member.files:
+            raise UserError("file not in the manifest", f"{path}", "remove it or package again")
+        if path.suffix != ".safetensors" and member.role != "target":
+            raise UserError(
+                "pickle refused", f"{path}", f"store the {member.role} as model.safetensors"
+            )
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    path = folder / "config.json"
+    config = read_json(path, "config")
+    if not isinstance(config, dict):
+        raise UserError("malformed config", f"{path} holds no JSON object", _PACKAGE_AGAIN)
+    _refuse_remote_code(path, config)
+    for key in _SIZES:
+        value = config.get(key)
+        if value is not None and (not isinstance(value, int) or value < 1):
+            raise UserError("malformed config", f"{key} = {value!r} in {path}", _PACKAGE_AGAIN)
+    return config
+
+
+def _refuse_remote_code(path: Path, config: dict[str, Any]) -> None:
+    if "auto_map" in config:
+        raise UserError(
+            "remote code refused",
+            f"auto_map in {path}",
+            "use a checkpoint of a model that transformers itself has",
+        )
+
+
+def _check_equal(
+    key: str, target: Member, other: Member, configs: dict[str, dict[str, Any]]
+) -> None:
+    expected, found = configs[target.name].get(key), configs[other.name].get(key)
+    if found != expected or found is None:
+        raise UserError(
+            f"{key} differs",
+            f"{found} in the config of {other.name}, {expected} in that of {target.name}",
+            f"make {other.name} from this target",
+        )
+
+
+def _check_tokenizer(folder: Path, vocab_size: int) -> None:
+    from tokenizers import Tokenizer
+
+    path = folder / "tokenizer.json"
+    config_path = folder / "tokenizer_config.json"
+    if config_path.is_file() and isinstance(config := read_json(config_path, "config"), dict):
+        _refuse_remote_code(config_path, config)
+    if not path.is_file():
+        raise UserError("no tokenizer", f"{path} is missing", _PACKAGE_AGAIN)
+    try:
+        vocabulary = Tokenizer.from_file(str(path)).get_vocab(with_added_tokens=True)
+    except Exception as error:  # tokenizers raises bare Exception
+        raise UserError("malformed tokenizer", f"{path} ({error})", _PACKAGE_AGAIN) from error
+    num_ids = max(vocabulary.values(), default=-1) + 1
+    if num_ids > vocab_size:
+        raise UserError(
+            "tokenizer larger than the vocabulary",
+            f"{num_ids} ids in {path}, vocab_size {vocab_size} in the target",
+            "take the tokenizer that belongs to the target",
+        )
+
+
+def _check_head(config: dict[str, Any], folder: Path, target: Member, target_folder: Path) -> None:
+    where = f"{folder / 'config.json'}"
+    origin = config.get("polybasic")
+    trained_for = origin.get("target_sha256") if isinstance(origin, dict) else None
+    if not isinstance(trained_for, str):
+        raise UserError(
+            "head without target",
+            f"no polybasic.target_sha256 in {where}",
+            "train the head with `polybasic train`",
+        )
+    if trained_for != (expected := weights_digest_of(target, target_folder)):
+        raise UserError(
+            "head trained for another target",
+            f"target_sha256 {trained_for[:8]}… in {where}, this target has {expected[:8]}…",
+            "train a head for this target, or name the target that it was trained for",
+        )
+
+
+def _check_quantization(member: Member, config: dict[str, Any], folder: Path) -> int | None:
+    """The group size of an AWQ member, None for the others."""
+    path = folder / "config.json"
+    if member.kind == "awq":
+        # here, because the format's module needs torch
+        from polybasic.chain.awq import read_quantization_config
+
+        return read_quantization_config(config, path)
+    if config.get("quantization_config") is not None:
+        raise UserError(
+            f"{member.name} is quantized",
+            f"quantization_config in {path}",
+            f"a member of kind {member.kind} must not be",
+        )
+    return None

@@ -1,0 +1,238 @@
+"""Stages: a verifying model together with everything below it.
+
+Stages nest: a `TreeStage` verifies a drafter's tree, a `BlockStage` verifies the block that the
+stage below it hands up. Two models are one TreeStage, three are a BlockStage over a TreeStage,
+four two BlockStages over one. A stage sees token ids only.
+"""
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from torch import Tensor
+
+from polybasic.deploy.drafter import Drafter
+from polybasic.deploy.sampling import Sampler
+from polybasic.deploy.tree import walk
+from polybasic.deploy.verifier import Verifier
+
+
+@dataclass(frozen=True)
+class Block:
+    """Tokens handed up, each drawn exactly from the proposing model's distribution.
+
+    Attributes:
+        tokens: in order.
+        distributions: one row for each token, as the sampler makes them; None without tokens.
+    """
+
+    tokens: list[int]
+    distributions: Any
+
+
+@dataclass(frozen=True)
+class Round:
+    """What one pass of a stage's verifier gained.
+
+    Attributes:
+        tokens: at least one.
+        distributions: of the rows that the verifier read.
+        rows: for each token, the row that it was drawn from.
+    """
+
+    tokens: list[int]
+    distributions: Any
+    rows: list[int]
+
+
+class Stage(Protocol):
+    """What a stage does for the stage above it, or for the engine.
+
+    Attributes:
+        verifier: the stage's own model.
+        accepted_lengths: tokens gained by each pass of it since the stage was made.
+    """
+
+    verifier: Verifier
+    accepted_lengths: list[int]
+
+    def prefill(self, tokens: list[int], states: Tensor | None = None) -> None:
+        """Begin a sequence.
+
+        Args:
+            tokens: the prompt, at least one token.
+            states: the states [len(tokens) - 1, D] of all tokens but the last, when the stage
+                above has read them into the cache that this stage shares.
+        """
+
+    def propose(self, num_tokens: int, limit: int) -> Block:
+        """Continue the sequence until `num_tokens` were gained or a stop token was drawn.
+
+        The last round may bring more, but never more than `limit` in all. Whether a position
+        belongs to the block is decided before its token is drawn.
+        """
+
+    def resolve(self, length: int, next_token: int, states: Tensor | None = None) -> None:
+        """Cut the sequence to its first `length` tokens and continue with `next_token`.
+
+        Args:
+            states: the states [R, D] of the last R of those `length` tokens, when the stage above
+                has read them into the cache that this stage shares.
+        """
+
+
+class TreeStage:
+    """The innermost stage: a verifier walks the drafter's tree by sampling.
+
+    Each token is a draw from the verifier's own distribution, whatever was drafted; candidates
+    only decide how many draws one pass serves.
+    """
+
+    def __init__(
+        self,
+        verifier: Verifier,
+        drafter: Drafter,
+        sampler: Sampler,
+        stop_tokens: Collection[int] = (),
+    ) -> None:
+        self.verifier, self.drafter, self.sampler = verifier, drafter, sampler
+        self.stop_tokens = frozenset(stop_tokens)
+        self.tokens: list[int] = []
+        self.accepted_lengths: list[int] = []
+
+    def prefill(self, tokens: list[int], states: Tensor | None = None) -> None:
+        self.tokens = list(tokens)
+        self.drafter.rewind(0)
+        if states is None:
+            self.verifier.cache.truncate(0)
+            self._catch_up()
+        else:
+            self.drafter.observe(states)
+
+    def propose(self, num_tokens: int, limit: int) -> Block:
+        self._catch_up()
+        return _run_rounds(self._round, num_tokens, limit, self.sampler, self.stop_tokens)
+
+    def resolve(self, length: int, next_token: int, states: Tensor | None = None) -> None:
+        cache = self.verifier.cache
+        if states is None:
+            cache.truncate(min(cache.length, length))
+            self.drafter.rewind(cache.length)
+        else:
+            self.drafter.rewind(length - len(states))
+            self.drafter.observe(states)
+        self.tokens[length:] = [next_token]
+
+    def _round(self, limit: int) -> Round:
+        """One draft and one verification pass."""
+        tree = self.drafter.draft(self.tokens, max_depth=limit - 1)
+        states = self.verifier.read_tree(tree)
+        distributions = self.sampler.distributions(self.verifier.logits(states))
+        path, last_token = walk(tree, lambda row: self.sampler.draw(distributions, row))
+        gained = cut_at_stop(
+            [tree.tokens[row] for row in path[1:]] + [last_token], self.stop_tokens
+        )
+        path = path[: len(gained)]
+        self.verifier.cache.keep(path)
+        self.drafter.observe(states[path])
+        self.tokens += gained
+        self.accepted_lengths.append(len(gained))
+        return Round(gained, distributions, path)
+
+    def _catch_up(self) -> None:
+        """Read what stands in the sequence but not in the cache, the last token excepted."""
+        missing = self.tokens[self.verifier.cache.length : -1]
+        if missing:
+            states = self.verifier.read(missing)
+            self.verifier.cache.keep(range(len(missing)))
+            self.drafter.observe(states)
+
+
+class BlockStage:
+    """A verifier over a stage: the block that the stage proposes is cut by speculative sampling.
+
+    Args:
+        flush_length: tokens that the stage below collects before this verifier is asked.
+        rule: see `polybasic.deploy.verification`.
+    """
+
+    def __init__(
+        self,
+        verifier: Verifier,
+        below: Stage,
+        sampler: Sampler,
+        flush_length: int,
+        rule: Literal["block", "token"] = "block",
+        stop_tokens: Collection[int] = (),
+    ) -> None:
+        self.verifier, self.below, self.sampler = verifier, below, sampler
+        self.flush_length, self.rule = flush_length, rule
+        self.stop_tokens = frozenset(stop_tokens)
+        self.shares_cache = verifier.cache is below.verifier.cache
+        self.tokens: list[int] = []
+        self.accepted_lengths: list[int] = []
+        self._num_read = 0  # leading tokens whose rows in the cache are this verifier's own
+
+    def prefill(self, tokens: list[int], states: Tensor | None = None) -> None:
+        self.tokens = list(tokens)
+        if states is None:
+            self.verifier.cache.truncate(0)
+            if len(tokens) > 1:
+                states = self.verifier.read(tokens[:-1])
+                self.verifier.cache.keep(range(len(tokens) - 1))
+        self._num_read = len(tokens) - 1
+        self.below.prefill(tokens, states if self.shares_cache else None)
+
+    def propose(self, num_tokens: int, limit: int) -> Block:
+        return _run_rounds(self._round, num_tokens, limit, self.sampler, self.stop_tokens)
+
+    def resolve(self, length: int, next_token: int, states: Tensor | None = None) -> None:
+        self._num_read = min(self._num_read, length) if states is None else length
+        self.tokens[length:] = [next_token]
+        self.below.resolve(length, next_token, states if self.shares_cache else None)
+
+    def _round(self, limit: int) -> Round:
+        """One block from below and one verification pass."""
+        block = self.below.propose(min(self.flush_length, limit - 1), limit - 1)
+        unread = self.tokens[self._num_read :]
+        self.verifier.cache.truncate(self._num_read)
+        states = self.verifier.read(unread + block.tokens)
+        logits = self.verifier.logits(states[len(unread) - 1 :])
+        distributions = self.sampler.distributions(logits)
+        num_kept, next_token = self.sampler.verify(
+            block.tokens, block.distributions, distributions, self.rule
+        )
+        gained = cut_at_stop([*block.tokens[:num_kept], next_token], self.stop_tokens)
+        self.verifier.cache.keep(range(len(unread) + len(gained) - 1))
+        self.tokens += gained
+        self.accepted_lengths.append(len(gained))
+        self._num_read = len(self.tokens) - 1
+        states = states[: len(unread) + len(gained) - 1]
+        self.below.resolve(self._num_read, gained[-1], states if self.shares_cache else None)
+        return Round(gained, distributions, list(range(len(gained))))
+
+
+def _run_rounds(
+    run_round: Callable[[int], Round],
+    num_tokens: int,
+    limit: int,
+    sampler: Sampler,
+    stop_tokens: Collection[int],
+) -> Block:
+    """Rounds until `num_tokens` were gained or a stop token was drawn, at most `limit` tokens."""
+    rounds: list[Round] = []
+    tokens: list[int] = []
+    while len(tokens) < min(num_tokens, limit) and not (tokens and tokens[-1] in stop_tokens):
+        rounds.append(run_round(limit - len(tokens)))
+        tokens += rounds[-1].tokens
+    if not rounds:
+        return Block([], None)
+    return Block(tokens, sampler.join([(one.distributions, one.rows) for one in rounds]))
+
+
+def cut_at_stop(tokens: list[int], stop_tokens: Collection[int]) -> list[int]:
+    """`tokens` up to and including the first stop token."""
+    for index, token in enumerate(tokens):
+        if token in stop_tokens:
+            return tokens[: index + 1]
+    return tokens

@@ -1,0 +1,94 @@
+"""A model together with the cache that it reads and writes, one pass at a time."""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from polybasic.chain.decoder import Attend, Decoder, attend_causally, attend_to_ancestors
+from polybasic.deploy.cache import KeyValueCache
+from polybasic.deploy.tree import DraftTree
+
+
+@dataclass
+class PassClock:
+    """Number and seconds of a member's forward passes.
+
+    On a CUDA device seconds are read from events when they are asked for, so that counting
+    never waits for the device.
+    """
+
+    device: torch.device
+    num_passes: int = 0
+    _seconds: float = 0.0
+    _events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
+
+    @contextmanager
+    def running(self, num_passes: int) -> Iterator[None]:
+        """Time what runs inside and count it as `num_passes` passes."""
+        self.num_passes += num_passes
+        if self.device.type == "cuda":
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            yield
+            end.record()
+            self._events.append((begin, end))
+        else:
+            begin_seconds = time.perf_counter()
+            yield
+            self._seconds += time.perf_counter() - begin_seconds
+
+    def reset(self) -> None:
+        """Count from zero again."""
+        self.num_passes, self._seconds = 0, 0.0
+        self._events.clear()
+
+    @property
+    def seconds(self) -> float:
+        if self._events:
+            torch.cuda.synchronize(self.device)
+            self._seconds += sum(begin.elapsed_time(end) for begin, end in self._events) / 1e3
+            self._events.clear()
+        return self._seconds
+
+
+class Verifier:
+    """Runs a decoder over rows behind the committed ones of its cache.
+
+    Several verifiers may share one cache when their layers have the same shapes: each writes its
+    provisional rows over the other's.
+    """
+
+    def __init__(self, name: str, decoder: Decoder, cache: KeyValueCache) -> None:
+        self.name, self.decoder, self.cache = name, decoder, cache
+        self.clock = PassClock(decoder.device)
+
+    def read(self, token_ids: Sequence[int]) -> Tensor:
+        """States [R, D] of consecutive tokens; their rows are provisional."""
+        attend = attend_causally(self.decoder, self.cache.length, len(token_ids))
+        return self._forward(token_ids, attend)
+
+    def read_tree(self, tree: DraftTree) -> Tensor:
+        """States [R, D] of a tree's rows; each sees the committed rows and its ancestors."""
+        if len(tree) == 1:
+            return self.read(tree.tokens)
+        device, start = self.decoder.device, self.cache.length
+        positions = torch.tensor(tree.depths(), device=device) + start
+        mask = tree.ancestor_mask(self.decoder.dtype).to(device)
+        attend = attend_to_ancestors(self.decoder, start, positions, mask)
+        return self._forward(tree.tokens, attend)
+
+    def logits(self, states: Tensor) -> Tensor:
+        """Logits [R, V] in the decoder's dtype."""
+        with self.clock.running(num_passes=0):
+            return self.decoder.logits(states)
+
+    def _forward(self, token_ids: Sequence[int], attend: Attend) -> Tensor:
+        end = self.cache.length + len(token_ids)
+        assert end <= self.cache.capacity, f"{end} rows in a cache of {self.cache.capacity}"
+        ids = torch.tensor(token_ids, device=self.decoder.device)
+        with self.clock.running(num_passes=1):
+            return self.decoder.forward(ids, self.cache.layers, attend)

@@ -1,0 +1,91 @@
+"""What quantizing cost: intermediate against target on held-out text."""
+
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from polybasic.chain.errors import UserError
+from polybasic.quantize.models import load_dequantized, load_target, tracked
+
+_WINDOW_TOKENS = 1024  # bounds the memory of the logits
+
+
+def measure_quality(
+    target: Path, intermediate: Path, heldout_token_ids: Sequence[Sequence[int]], num_tokens: int
+) -> dict[str, float | int]:
+    """Compare the next-token distributions of both in float32, from their files.
+
+    Args:
+        target: checkpoint folder.
+        intermediate: AutoAWQ checkpoint folder of the same vocabulary.
+        heldout_token_ids: token-id rows that neither training nor calibration saw.
+        num_tokens: predicted tokens to measure at most; fewer if the rows hold fewer.
+
+    Returns:
+        perplexity_target, perplexity_intermediate; mean_kl, the mean KL(target || intermediate)
+        of a token in nats; top1_agreement, the share of tokens with equal argmax, 0 to 1;
+        num_tokens, how many were measured.
+
+    Raises:
+        UserError: a checkpoint that cannot be loaded, or no row with two tokens.
+    """
+    reference, model = load_target(target), load_dequantized(intermediate)
+    windows = list(
+        _windows(
+            heldout_token_ids,
+            min(_WINDOW_TOKENS, reference.config.max_position_embeddings),
+            num_tokens,
+        )
+    )
+    if not windows:
+        raise UserError(
+            "no held-out text",
+            f"{len(heldout_token_ids)} rows without two tokens in a row",
+            "hold out more conversations (data.num_heldout)",
+        )
+    sums = torch.zeros(4, dtype=torch.float64)
+    with torch.inference_mode():
+        for window in tracked(windows, "measure quality", len(windows)):
+            token_ids = torch.tensor([window])
+            sums += _window_sums(reference(token_ids).logits[0], model(token_ids).logits[0], window)
+    measured = sum(len(window) - 1 for window in windows)
+    loss_target, loss_intermediate, divergence, agreement = (sums / measured).tolist()
+    return {
+        "perplexity_target": math.exp(loss_target),
+        "perplexity_intermediate": math.exp(loss_intermediate),
+        "mean_kl": divergence,
+        "top1_agreement": agreement,
+        "num_tokens": measured,
+    }
+
+
+def _window_sums(logits_TV: Tensor, other_TV: Tensor, window: Sequence[int]) -> Tensor:
+    """Summed over a window: loss of the first, loss of the second, KL, equal argmax."""
+    next_ids = torch.tensor(window[1:])
+    log_p = logits_TV[:-1].log_softmax(dim=-1)
+    log_q = other_TV[:-1].log_softmax(dim=-1)
+    return torch.stack(
+        [
+            F.nll_loss(log_p, next_ids, reduction="sum"),
+            F.nll_loss(log_q, next_ids, reduction="sum"),
+            F.kl_div(log_q, log_p, reduction="sum", log_target=True),
+            (log_p.argmax(dim=-1) == log_q.argmax(dim=-1)).sum(),
+        ]
+    ).double()
+
+
+def _windows(
+    rows: Sequence[Sequence[int]], window_tokens: int, num_tokens: int
+) -> Iterator[Sequence[int]]:
+    """Cut rows into windows that predict `num_tokens` tokens together (each all but its first)."""
+    remaining = num_tokens
+    for row in rows:
+        for start in range(0, len(row), window_tokens):
+            window = row[start : min(start + window_tokens, start + remaining + 1)]
+            if len(window) >= 2:
+                remaining -= len(window) - 1
+                yield window

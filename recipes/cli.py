@@ -1,0 +1,63 @@
+"""The command line: `polybasic`. Imports no model code until a command needs it."""
+
+import sys
+import traceback
+from importlib.metadata import version
+from typing import Annotated, NoReturn
+
+import typer
+
+from polybasic.chain.errors import UserError
+from polybasic.recipes import commands_chain, commands_doctor, commands_recipes, commands_run
+
+app = typer.Typer(
+    name="polybasic",
+    help="Make a language model answer faster without changing a single probability.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+)
+app.command()(commands_run.run)
+app.command()(commands_run.train)
+app.command()(commands_run.quantize)
+app.command()(commands_run.package)
+app.command()(commands_chain.bench)
+app.command()(commands_chain.generate)
+app.command()(commands_chain.inspect)
+app.command()(commands_chain.verify)
+app.add_typer(commands_recipes.app, name="recipes")
+app.command()(commands_doctor.doctor)
+
+
+@app.callback()
+def polybasic(
+    show_version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", is_eager=True)
+    ] = False,
+) -> None:
+    """Make a language model answer faster without changing a single probability."""
+    if show_version:
+        typer.echo(f"polybasic {version('polybasic')}")
+        raise typer.Exit
+
+
+def main(arguments: list[str] | None = None) -> NoReturn:
+    """Run the command line and exit: 0 done, 1 failed, 2 user error, 130 interrupted."""
+    try:
+        app(arguments)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except Exception as error:
+        traceback.print_exc()
+        print(f"failed: {type(error).__name__}: {error}", file=sys.stderr)
+        sys.exit(1)
+    sys.exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""`polybasic run`, and single stages of it."""
+
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from polybasic.recipes.pipeline import Workspace
+
+RecipeArgument = Annotated[
+    str, typer.Argument(metavar="RECIPE", help="A recipe file, or the name of a shipped recipe.")
+]
+OverridesArgument = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Values to change in the recipe."),
+]
+OutOption = Annotated[
+    Path | None, typer.Option(help="Output folder.  [default: runs/<name of the recipe>]")
+]
+DryRunOption = Annotated[
+    bool,
+    typer.Option("--dry-run", help="Print what would run, its memory, disk and time; then stop."),
+]
+
+
+def run(
+    recipe: RecipeArgument,
+    overrides: OverridesArgument = None,
+    out: OutOption = None,
+    dry_run: DryRunOption = False,
+) -> None:
+    """Everything from conversations to a measured chain; continues where it stopped."""
+    workspace = _run(recipe, overrides, out, dry_run, None)
+    if workspace is None:
+        return
+    from rich.console import Console
+
+    from polybasic.chain.files import read_json
+    from polybasic.deploy.report import print_report
+    from polybasic.recipes.run import say
+
+    chain = workspace.folder("chain")
+    print_report(read_json(chain / "report" / "report.json", "report"), Console())
+    typer.echo(f"report: {chain / 'report' / 'report.md'}")
+    say(f"chain: {chain}; next: polybasic generate {shlex.quote(str(chain))} -p 'Hello'")
+
+
+def train(
+    recipe: RecipeArgument,
+    overrides: OverridesArgument = None,
+    out: OutOption = None,
+    dry_run: DryRunOption = False,
+) -> None:
+    """Train the draft head, and what it needs."""
+    _run_until("draft", f"polybasic quantize {recipe}", recipe, overrides, out, dry_run)
+
+
+def quantize(
+    recipe: RecipeArgument,
+    overrides: OverridesArgument = None,
+    out: OutOption = None,
+    dry_run: DryRunOption = False,
+) -> None:
+    """Quantize the target to the 4-bit intermediate, and what it needs."""
+    _run_until("intermediate", f"polybasic package {recipe}", recipe, overrides, out, dry_run)
+
+
+def package(
+    recipe: RecipeArgument,
+    overrides: OverridesArgument = None,
+    out: OutOption = None,
+    dry_run: DryRunOption = False,
+) -> None:
+    """Pack target, intermediate and head into a chain, and make what is missing of them."""
+    _run_until("chain", "polybasic bench", recipe, overrides, out, dry_run)
+
+
+def _run_until(
+    stage: str,
+    next_command: str,
+    recipe: str,
+    overrides: list[str] | None,
+    out: Path | None,
+    dry_run: bool,
+) -> None:
+    workspace = _run(recipe, overrides, out, dry_run, [stage])
+    if workspace is None:
+        return
+    from polybasic.recipes.run import say
+
+    folder = workspace.folder(stage)
+    if stage == "chain":
+        next_command += f" {shlex.quote(str(folder))}"
+    typer.echo(folder)
+    say(f"wrote {folder}; next: {next_command}")
+
+
+def _run(
+    name_or_path: str,
+    overrides: list[str] | None,
+    out: Path | None,
+    dry_run: bool,
+    only: Sequence[str] | None,
+) -> "Workspace | None":
+    """Run the stages; None after a dry run."""
+    from polybasic.recipes.loading import load_recipe
+    from polybasic.recipes.run import run_recipe
+
+    recipe = load_recipe(name_or_path, overrides)
+    out = out or Path("runs") / recipe.name
+    if dry_run:
+        from rich.console import Console
+
+        from polybasic.recipes.estimate import check_disk, estimate, print_estimates
+        from polybasic.recipes.pipeline import Workspace
+        from polybasic.recipes.stages import STAGES
+
+        estimates = estimate(STAGES, Workspace(recipe, out), only)
+        print_estimates(estimates, out, Console())
+        check_disk(estimates, out)
+        return None
+    return run_recipe(recipe, out, shlex.join(["polybasic", *sys.argv[1:]]), only)

@@ -1,0 +1,230 @@
+"""Translation: German texts of three to five sentences and their English."""
+
+from dataclasses import dataclass
+from random import Random
+
+from polybasic.recipes.embedded.lexicon import NAMES
+
+Dialogue = list[tuple[str, str]]
+Pair = tuple[str, str]
+"""A German phrase and its English."""
+
+_TASKS = (
+    "Translate German to English: {}", "Translate this German text into English: {}",
+    "Please translate into English: {}", "What does this mean in English? {}",
+    "I received this message in German. Please translate it. {}",
+    "How would you say this in English? {}",
+)  # fmt: skip
+
+
+def _pairs(text: str) -> tuple[Pair, ...]:
+    pairs = (line.split("=") for line in text.strip().split("\n"))
+    return tuple((german.strip(), english.strip()) for german, english in pairs)
+
+
+@dataclass(frozen=True)
+class _Verb:
+    """Third person forms; `objects` are accusative phrases that fit."""
+
+    german: tuple[str, str, str, str]  # singular and plural present, singular and plural past
+    english: tuple[str, str, str, str]
+    objects: tuple[Pair, ...]
+
+
+_SINGULAR = _pairs("""der Lehrer=the teacher
+die Lehrerin=the teacher
+der Arzt=the doctor
+die Ärztin=the doctor
+der Bäcker=the baker
+die Nachbarin=the neighbour
+der Junge=the boy
+das Mädchen=the girl
+meine Schwester=my sister
+mein Bruder=my brother
+unser Großvater=our grandfather
+unsere Großmutter=our grandmother
+der alte Mann=the old man
+die junge Frau=the young woman
+der Student=the student
+die Ingenieurin=the engineer
+ihr Onkel=her uncle
+seine Tante=his aunt""")
+_PLURAL = _pairs("""die Kinder=the children
+die Schüler=the pupils
+meine Eltern=my parents
+unsere Freunde=our friends
+die Nachbarn=the neighbours
+die Touristen=the tourists
+zwei Frauen=two women
+viele Leute=many people
+die Arbeiter=the workers
+drei Studenten=three students""")
+_FOODS = _pairs("""einen Apfel=an apple
+eine Suppe=a soup
+frisches Brot=fresh bread
+einen kleinen Kuchen=a small cake
+Fisch mit Reis=fish with rice
+drei Eier=three eggs
+eine Orange=an orange
+viel Gemüse=a lot of vegetables
+Nudeln mit Käse=noodles with cheese
+eine große Pizza=a big pizza""")
+_THINGS = _pairs("""ein neues Fahrrad=a new bicycle
+einen roten Mantel=a red coat
+eine Lampe=a lamp
+zwei Stühle=two chairs
+einen alten Tisch=an old table
+ein Geschenk=a present
+eine blaue Tasche=a blue bag
+einen Regenschirm=an umbrella
+ein kleines Boot=a small boat
+eine Uhr=a clock
+einen Schlüssel=a key
+schöne Blumen=beautiful flowers""")
+_TEXTS = _pairs("""ein Buch=a book
+einen langen Brief=a long letter
+die Zeitung=the newspaper
+ein Gedicht=a poem
+eine Geschichte=a story
+einen Bericht=a report
+eine Postkarte=a postcard
+das Rezept=the recipe""")
+_LIVING = _pairs("""einen Hund=a dog
+eine Katze=a cat
+die Nachbarin=the neighbour
+einen Freund=a friend
+den Lehrer=the teacher
+einen Vogel=a bird
+das Pferd=the horse
+die Ärztin=the doctor
+ein Kind=a child""")
+_SIGHTS = _pairs("""das Museum=the museum
+die alte Kirche=the old church
+den Garten=the garden
+die Brücke=the bridge
+das Schloss=the castle
+den See=the lake
+die Berge=the mountains
+das Theater=the theatre""")
+
+
+def _verb(german: str, english: str, objects: tuple[Pair, ...]) -> _Verb:
+    german_forms, english_forms = german.split(), english.split()
+    return _Verb(
+        (german_forms[0], german_forms[1], german_forms[2], german_forms[3]),
+        (english_forms[0], english_forms[1], english_forms[2], english_forms[2]),
+        objects,
+    )
+
+
+_VERBS = (
+    _verb("kauft kaufen kaufte kauften", "buys buy bought", _FOODS + _THINGS + _TEXTS),
+    _verb("isst essen aß aßen", "eats eat ate", _FOODS),
+    _verb("kocht kochen kochte kochten", "cooks cook cooked", _FOODS[1:2] + _FOODS[4:6]),
+    _verb("teilt teilen teilte teilten", "shares share shared", _FOODS),
+    _verb("liest lesen las lasen", "reads read read", _TEXTS),
+    _verb("schreibt schreiben schrieb schrieben", "writes write wrote", _TEXTS[1:2] + _TEXTS[3:7]),
+    _verb("sucht suchen suchte suchten", "looks-for look-for looked-for", _THINGS + _LIVING),
+    _verb("findet finden fand fanden", "finds find found", _THINGS + _LIVING),
+    _verb("sieht sehen sah sahen", "sees see saw", _LIVING + _SIGHTS),
+    _verb("besucht besuchen besuchte besuchten", "visits visit visited", _SIGHTS),
+    _verb("malt malen malte malten", "paints paint painted", _LIVING + _SIGHTS),
+    _verb("verkauft verkaufen verkaufte verkauften", "sells sell sold", _THINGS + _FOODS),
+    _verb("braucht brauchen brauchte brauchten", "needs need needed", _THINGS),
+    _verb("trägt tragen trug trugen", "carries carry carried", _THINGS[2:8]),
+    _verb("begrüßt begrüßen begrüßte begrüßten", "greets greet greeted", _LIVING),
+    _verb("vergisst vergessen vergaß vergaßen", "forgets forget forgot", _TEXTS + _THINGS),
+)
+_PLACES = _pairs("""in der Stadt=in the city
+auf dem Markt=at the market
+im Park=in the park
+zu Hause=at home
+in der Schule=at school
+am Bahnhof=at the station
+im Garten=in the garden
+am See=by the lake
+in der Küche=in the kitchen
+im Dorf=in the village
+vor dem Haus=in front of the house
+neben der Brücke=next to the bridge""")
+_NOW = _pairs("""heute=today
+jeden Tag=every day
+am Abend=in the evening
+am Morgen=in the morning
+oft=often
+jeden Montag=every Monday
+im Sommer=in summer
+im Winter=in winter""")
+_THEN = _pairs("""gestern=yesterday
+letzte Woche=last week
+vor zwei Tagen=two days ago
+letztes Jahr=last year
+am Samstag=on Saturday
+am Sonntag=on Sunday
+gestern Abend=yesterday evening
+im Juli=in July""")
+_REMARKS = _pairs("""Das Wetter ist schön.=The weather is beautiful.
+Es regnet sehr stark.=It is raining very hard.
+Alle sind müde, aber glücklich.=Everyone is tired but happy.
+Der Zug kommt heute zu spät.=The train is late today.
+Wir freuen uns auf den Besuch.=We are looking forward to the visit.
+Die Kinder spielen auf der Straße.=The children are playing in the street.
+Das Essen schmeckt sehr gut.=The food tastes very good.
+Der Laden ist am Sonntag geschlossen.=The shop is closed on Sunday.
+Ich habe leider keine Zeit.=Unfortunately I have no time.
+Die Karten kosten zehn Euro.=The tickets cost ten euros.
+Vielen Dank für deine Hilfe.=Thank you very much for your help.
+Es ist kalt und windig.=It is cold and windy.
+Am Ende wird alles gut.=In the end everything will be fine.
+Bitte ruf mich morgen an.=Please call me tomorrow.""")
+
+
+def compose_translation(rng: Random) -> Dialogue:
+    """A German text to translate, with its translation."""
+    sentences = [_sentence(rng) for _ in range(rng.randint(3, 5))]
+    sentences.insert(rng.randint(1, len(sentences)), rng.choice(_REMARKS))
+    german = " ".join(pair[0] for pair in sentences)
+    english = " ".join(pair[1] for pair in sentences)
+    return [(rng.choice(_TASKS).format(german), f"Here is the translation: {english}")]
+
+
+def _sentence(rng: Random) -> Pair:
+    """German puts the verb second, so whatever opens the sentence moves the subject behind it."""
+    german_subject, english_subject, is_plural = _subject(rng)
+    verb = rng.choice(_VERBS)
+    is_past = rng.random() < 0.5
+    german_verb = verb.german[2 * is_past + is_plural]
+    english_verb = verb.english[2 * is_past + is_plural].replace("-", " ")
+    german_object, english_object = rng.choice(
+        [pair for pair in verb.objects if pair[1] != english_subject]
+    )
+    german_time, english_time = rng.choice(_THEN if is_past else _NOW)
+    german_place, english_place = rng.choice(_PLACES)
+    match rng.randrange(3):
+        case 0:
+            german = f"{german_time} {german_verb} {german_subject} {german_place} {german_object}"
+            english = f"{english_time} {english_subject} {english_verb} {english_object} "
+            english += english_place
+        case 1:
+            german = f"{german_place} {german_verb} {german_subject} {german_time} {german_object}"
+            english = f"{english_place} {english_subject} {english_verb} {english_object} "
+            english += english_time
+        case _:
+            german = f"{german_subject} {german_verb} {german_time} {german_object}"
+            english = f"{english_subject} {english_verb} {english_object} {english_time}"
+    return f"{_capital(german)}.", f"{_capital(english)}."
+
+
+def _subject(rng: Random) -> tuple[str, str, bool]:
+    match rng.randrange(3):
+        case 0:
+            name = rng.choice(NAMES)
+            return name, name, False
+        case 1:
+            return *rng.choice(_SINGULAR), False
+        case _:
+            return *rng.choice(_PLURAL), True
+
+
+def _capital(text: str) -> str:
+    return text[0].upper() + text[1:]

@@ -1,0 +1,49 @@
+"""A recipe's whole run: checks first, then the stages, under a lock."""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import yaml
+
+from polybasic.chain.files import whole_file
+from polybasic.recipes.estimate import check_disk, estimate
+from polybasic.recipes.pipeline import Workspace, locked, run_stages
+from polybasic.recipes.schema import Recipe
+from polybasic.recipes.stages import STAGES
+
+
+def run_recipe(
+    recipe: Recipe, out: Path, command: str, only: Sequence[str] | None = None
+) -> Workspace:
+    """Run what is not whole yet of a recipe; continue where an earlier run stopped.
+
+    Args:
+        recipe: what to do.
+        out: the output folder; each stage has a folder of its name in it.
+        command: the command line, for the chain's provenance.
+        only: names of stages; they and what they need are run. None is all.
+
+    Returns:
+        The workspace, whose stages of `only` are whole.
+
+    Raises:
+        UserError: bad input, a missing extra, a full disk, or another run in `out`.
+    """
+    workspace = Workspace(recipe, out, command)
+    check_disk(estimate(STAGES, workspace, only), out)
+    with locked(out):
+        with whole_file(out / "recipe.yaml") as partial:
+            partial.write_text(as_yaml(recipe), "utf-8")
+        run_stages(STAGES, workspace, only, say)
+    return workspace
+
+
+def as_yaml(recipe: Recipe) -> str:
+    """The resolved recipe, every key of it, as YAML that loads to the same recipe."""
+    return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def say(line: str) -> None:
+    """Tell people; standard output is for results."""
+    print(line, file=sys.stderr, flush=True)

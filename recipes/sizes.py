@@ -1,0 +1,153 @@
+"""Parameters and bytes of the models of a recipe, from shapes alone."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from polybasic.chain.checkpoint import split_hub_id
+from polybasic.chain.errors import UserError
+from polybasic.chain.files import read_json
+from polybasic.recipes.schema import Recipe
+from polybasic.train.settings import ScratchSettings
+
+INT4_BYTES = 0.5 + 2.5 / 128
+"""A weight of 4 bits, and its share of a group's float16 scale and 4-bit zero point."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a Llama-like decoder."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    is_tied: bool
+    weight_bytes: int = 2
+
+    @property
+    def num_embedding_parameters(self) -> int:
+        """Of the embedding alone; lm_head has as many."""
+        return self.vocab_size * self.hidden_size
+
+    @property
+    def num_layer_parameters(self) -> int:
+        """Of one decoder layer, its two norms included."""
+        attention = 2 * self.hidden_size * self.head_size * (self.num_heads + self.num_kv_heads)
+        return attention + 3 * self.hidden_size * self.intermediate_size + 2 * self.hidden_size
+
+    @property
+    def num_parameters(self) -> int:
+        """Of the whole model; a tied lm_head is not counted twice."""
+        embeddings = self.num_embedding_parameters * (1 if self.is_tied else 2)
+        return embeddings + self.num_layers * self.num_layer_parameters + self.hidden_size
+
+    @property
+    def num_draft_parameters(self) -> int:
+        """Trained parameters of an EAGLE-2 head; its file also holds the target's embedding."""
+        return 2 * self.hidden_size**2 + self.num_layer_parameters
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the checkpoint's weights."""
+        return self.num_parameters * self.weight_bytes
+
+    @property
+    def num_int4_bytes(self) -> int:
+        """Of the 4-bit checkpoint: layers packed, embeddings as they are."""
+        embeddings = self.num_parameters - self.num_layers * self.num_layer_parameters
+        return int(embeddings * 2 + self.num_layers * self.num_layer_parameters * INT4_BYTES)
+
+    @property
+    def num_draft_bytes(self) -> int:
+        """Of the exported head in bfloat16 with its copy of the embedding."""
+        return 2 * (self.num_draft_parameters + self.num_embedding_parameters)
+
+
+def shape_of_target(recipe: Recipe) -> Shape:
+    """The target's sizes: from the recipe, or from its config.json (fetched alone for a hub id).
+
+    Raises:
+        UserError: no checkpoint there, or a config that is not that of a decoder.
+    """
+    if recipe.target.model == "scratch":
+        return _shape_of_scratch(recipe.target.scratch)
+    path = _config_path(recipe.target.model)
+    try:
+        return _shape_of_config(read_json(path, "model config"))
+    except (KeyError, TypeError) as error:
+        raise UserError(
+            "not the config of a decoder",
+            f"{path} ({error})",
+            "name a checkpoint of the Llama family in target.model",
+        ) from error
+
+
+def is_downloaded(model: str) -> bool:
+    """Whether the weights of a folder or hub id lie on this machine."""
+    if Path(model).expanduser().exists():
+        return True
+    from huggingface_hub import try_to_load_from_cache
+
+    repository, revision = split_hub_id(model)
+    return any(
+        isinstance(try_to_load_from_cache(repository, name, revision=revision), str)
+        for name in ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin")
+    )
+
+
+def _shape_of_scratch(scratch: ScratchSettings) -> Shape:
+    return Shape(
+        vocab_size=scratch.vocab_size,
+        hidden_size=scratch.hidden_size,
+        intermediate_size=scratch.intermediate_size,
+        num_layers=scratch.num_layers,
+        num_heads=scratch.num_heads,
+        num_kv_heads=scratch.num_kv_heads,
+        head_size=scratch.hidden_size // scratch.num_heads,
+        is_tied=False,
+    )
+
+
+def _shape_of_config(config: dict[str, Any]) -> Shape:
+    num_heads = config["num_attention_heads"]
+    dtype = config.get("dtype") or config.get("torch_dtype")
+    return Shape(
+        vocab_size=config["vocab_size"],
+        hidden_size=config["hidden_size"],
+        intermediate_size=config["intermediate_size"],
+        num_layers=config["num_hidden_layers"],
+        num_heads=num_heads,
+        num_kv_heads=config.get("num_key_value_heads") or num_heads,
+        head_size=config.get("head_dim") or config["hidden_size"] // num_heads,
+        is_tied=bool(config.get("tie_word_embeddings", False)),
+        weight_bytes=4 if dtype == "float32" else 2,
+    )
+
+
+def _config_path(model: str) -> Path:
+    folder = Path(model).expanduser()
+    if folder.exists():
+        if not (folder / "config.json").is_file():
+            raise UserError(
+                "not a checkpoint",
+                f"{folder} (no config.json in it)",
+                "name a folder that holds config.json",
+            )
+        return folder / "config.json"
+    repository, revision = split_hub_id(model)
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(hf_hub_download(repository, "config.json", revision=revision))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise UserError(
+            "checkpoint not found",
+            f"{model} is no folder here and its config.json was not fetched "
+            f"({str(error).splitlines()[0]})",
+            "check the spelling of target.model and the network",
+        ) from error

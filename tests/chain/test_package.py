@@ -1,0 +1,317 @@
+"""A chain folder is written whole, holds what belongs, and is refused where parts do not fit."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+
+from polybasic.chain.card import readable_bytes, readable_count, record_results
+from polybasic.chain.checkpoint import resolve_checkpoint
+from polybasic.chain.digests import weights_digest
+from polybasic.chain.errors import UserError
+from polybasic.chain.files import sha256_of_file
+from polybasic.chain.manifest import read_manifest
+from polybasic.chain.verify import check_chain
+
+RESULTS = {
+    "schema": "polybasic.report/1",
+    "hardware": {"device": "cpu", "num_threads": 2},
+    "settings": {"temperature": 0.0, "max_new_tokens": 64},
+    "systems": {
+        "target": {"tokens_per_second": 100.0, "speedup_vs_target": 1.0},
+        "polybasic": {
+            "tokens_per_second": 213.4,
+            "speedup_vs_target": 2.134,
+            "mean_accepted_length": 9.25,
+        },
+    },
+}
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+def test_a_chain_with_a_copy_of_its_target(tiny_chain_parts: Any, tmp_path: Path) -> None:
+    parts, out = tiny_chain_parts, tmp_path / "chain"
+    (parts.draft / "metrics.jsonl").write_text("{}")
+    (parts.draft / "checkpoint").mkdir()
+    (parts.intermediate / "stage.json").write_text("{}")
+    manifest = parts.package(out)
+    assert names_in(out) == [
+        "README.md",
+        "chain.json",
+        "draft/config.json",
+        "draft/model.safetensors",
+        "intermediate/config.json",
+        "intermediate/model.safetensors",
+        "target/chat_template.jinja",
+        "target/config.json",
+        "target/generation_config.json",
+        "target/model.safetensors",
+        "target/tokenizer.json",
+        "target/tokenizer_config.json",
+        "tokenizer/chat_template.jinja",
+        "tokenizer/tokenizer.json",
+        "tokenizer/tokenizer_config.json",
+    ]
+    assert read_manifest(out) == manifest
+    assert check_chain(out).members == {
+        name: out / name for name in ("target", "intermediate", "draft")
+    }
+    for member in manifest.members:
+        for name, digest in member.files.items():
+            assert digest == sha256_of_file(out / member.name / name)
+    assert not [path for path in tmp_path.iterdir() if "partial" in path.name]
+
+
+def test_sizes_are_those_of_the_models(tiny_chain_parts: Any, tmp_path: Path) -> None:
+    manifest = tiny_chain_parts.package(tmp_path / "chain")
+    target, intermediate, draft = manifest.members
+    tensors = load_file(tiny_chain_parts.target / "model.safetensors")
+    assert target.num_parameters == sum(tensor.numel() for tensor in tensors.values())
+    assert intermediate.num_parameters == target.num_parameters
+    head = load_file(tiny_chain_parts.draft / "model.safetensors")
+    assert draft.num_parameters == sum(tensor.numel() for tensor in head.values())
+    assert [member.dtype for member in manifest.members] == ["bfloat16", "int4", "bfloat16"]
+    for member in manifest.members:
+        weights = tmp_path / "chain" / member.name / "model.safetensors"
+        assert member.num_bytes == weights.stat().st_size
+
+
+def test_the_same_parts_give_the_same_bytes(tiny_chain_parts: Any, tmp_path: Path) -> None:
+    for name in ("first", "second"):
+        tiny_chain_parts.package(tmp_path / name)
+    for name in ("chain.json", "README.md"):
+        assert (tmp_path / "first" / name).read_bytes() == (tmp_path / "second" / name).read_bytes()
+
+
+def test_a_target_beside_the_chain_is_kept_by_its_relative_path(
+    tiny_chain_parts: Any, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    target = Path(shutil.move(tiny_chain_parts.target, run / "target"))
+    manifest = tiny_chain_parts.package(
+        run / "chain", target=target, target_reference=str(target), copy_target=False
+    )
+    assert manifest.members[0].reference.source == "../target"
+    assert not (run / "chain" / "target").exists()
+    moved = run.rename(tmp_path / "moved")
+    assert check_chain(moved / "chain").members["target"] == moved / "target"
+
+
+def test_a_target_elsewhere_is_kept_by_its_absolute_path(
+    tiny_chain_parts: Any, tmp_path: Path
+) -> None:
+    manifest = tiny_chain_parts.package(tmp_path / "run" / "chain", copy_target=False)
+    assert manifest.members[0].reference.source == str(tiny_chain_parts.target.resolve())
+    assert manifest.members[0].files.keys() == {
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+    }
+    checked = check_chain(tmp_path / "run" / "chain")
+    assert checked.members["target"] == tiny_chain_parts.target.resolve()
+
+
+def test_a_target_of_the_hub_is_pinned_to_its_commit(
+    tiny_chain_parts: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit = "c" * 40
+    snapshot = tmp_path / "models--org--name" / "snapshots" / commit
+    shutil.copytree(tiny_chain_parts.target, snapshot)
+    asked = []
+
+    def download(repository: str, revision: str | None, **settings: Any) -> str:
+        asked.append((repository, revision))
+        return str(snapshot)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    manifest = tiny_chain_parts.package(
+        tmp_path / "chain",
+        target=resolve_checkpoint("org/name@main"),
+        target_reference="org/name@main",
+        copy_target=False,
+    )
+    reference = manifest.members[0].reference
+    assert (reference.source, reference.revision) == ("org/name", commit)
+    assert check_chain(tmp_path / "chain").members["target"] == snapshot
+    assert asked == [("org/name", "main"), ("org/name", commit)]
+    assert "base_model: org/name" in (tmp_path / "chain" / "README.md").read_text()
+
+
+def test_a_chain_is_replaced_and_anything_else_is_not(
+    tiny_chain_parts: Any, tmp_path: Path
+) -> None:
+    out = tmp_path / "chain"
+    tiny_chain_parts.package(out, quality={"mean_kl": 0.5})
+    tiny_chain_parts.package(out, quality={"mean_kl": 0.25})
+    assert read_manifest(out).quality == {"mean_kl": 0.25}
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter.tex").write_text("years of work")
+    with pytest.raises(UserError, match=r"would replace something that is no chain: .*/thesis"):
+        tiny_chain_parts.package(tmp_path / "thesis")
+    assert names_in(tmp_path / "thesis") == ["chapter.tex"]
+
+
+def test_sources_inside_of_the_output_are_refused(tiny_chain_parts: Any) -> None:
+    models = tiny_chain_parts.target.parent
+    (models / "chain.json").write_text("{}")
+    with pytest.raises(UserError, match=r"target lies in the folder to be written: .*/target in"):
+        tiny_chain_parts.package(models)
+    assert (tiny_chain_parts.target / "model.safetensors").is_file()
+
+
+def test_a_head_for_another_target_is_refused(tiny_chain_parts: Any, tmp_path: Path) -> None:
+    parts, weights = tiny_chain_parts, tiny_chain_parts.target / "model.safetensors"
+    parts.package(tmp_path / "control")
+    tensors = load_file(weights)
+    tensors["model.norm.weight"] *= 2
+    trained_for = weights_digest(parts.target)
+    save_file(tensors, weights)
+    with pytest.raises(UserError) as refusal:
+        parts.package(tmp_path / "chain")
+    assert (
+        f"head trained for another target: target_sha256 {trained_for[:8]}… in "
+        f"{parts.draft / 'config.json'}, this target has {weights_digest(parts.target)[:8]}…"
+    ) in str(refusal.value)
+    edit_config(parts.draft, polybasic=None)
+    with pytest.raises(UserError, match=r"head without target: no polybasic.target_sha256 in"):
+        parts.package(tmp_path / "chain")
+    assert not (tmp_path / "chain").exists()
+
+
+@pytest.mark.parametrize(
+    ("part", "changes", "message"),
+    [
+        ("draft", {"vocab_size": 65}, "vocab_size differs: 65 in the config of draft, 64 in that"),
+        (
+            "intermediate",
+            {"vocab_size": 63},
+            "vocab_size differs: 63 in the config of intermediate, 64 in that of target",
+        ),
+        ("draft", {"hidden_size": 64}, "hidden_size differs: 64 in the config of draft, 128 in"),
+        ("target", {"model_type": "mamba"}, "unsupported architecture"),
+        ("target", {"auto_map": {}}, "remote code refused: auto_map in"),
+        ("target", {"quantization_config": {}}, "target is quantized: quantization_config in"),
+        ("intermediate", {"quantization_config": None}, "not a 4-bit checkpoint: no quantization"),
+        ("target", {"intermediate_size": 128}, "tensor shape mismatch: model.layers.0.mlp.gate_"),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused(
+    tiny_chain_parts: Any, tmp_path: Path, part: str, changes: dict[str, Any], message: str
+) -> None:
+    tiny_chain_parts.package(tmp_path / "control")
+    edit_config(getattr(tiny_chain_parts, part), **changes)
+    with pytest.raises(UserError) as refusal:
+        tiny_chain_parts.package(tmp_path / "chain")
+    assert message in str(refusal.value)
+    assert not (tmp_path / "chain").exists()
+
+
+def test_incomplete_parts_are_refused(tiny_chain_parts: Any, tmp_path: Path) -> None:
+    parts, out = tiny_chain_parts, tmp_path / "chain"
+    weights = parts.intermediate / "model.safetensors"
+    tensors = load_file(weights)
+    weights.unlink()
+    torch.save(tensors, parts.intermediate / "pytorch_model.bin")
+    with pytest.raises(
+        UserError, match=r"pickle refused: .*; store the intermediate as model.safe"
+    ):
+        parts.package(out)
+    save_file(tensors, weights)
+    parts.package(tmp_path / "control")
+    (parts.target / "tokenizer.json").unlink()
+    with pytest.raises(UserError, match=r"no tokenizer: .* holds no tokenizer.json"):
+        parts.package(out)
+    (parts.draft / "model.safetensors").unlink()
+    with pytest.raises(UserError, match=r"incomplete draft head: no model.safetensors in .*/draft"):
+        parts.package(out)
+    assert not out.exists()
+
+
+def test_a_target_of_pickles_is_packed(tiny_chain_parts: Any, tmp_path: Path) -> None:
+    parts = tiny_chain_parts
+    torch.save(load_file(parts.target / "model.safetensors"), parts.target / "pytorch_model.bin")
+    (parts.target / "model.safetensors").unlink()
+    edit_config(parts.draft, polybasic={"target_sha256": weights_digest(parts.target)})
+    manifest = parts.package(tmp_path / "chain")
+    assert (manifest.members[0].dtype, manifest.members[0].num_parameters) == (
+        "bfloat16",
+        manifest.members[1].num_parameters,
+    )
+    check_chain(tmp_path / "chain")
+
+
+def test_nothing_is_left_when_the_disk_is_full(
+    tiny_chain_parts: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "chain"
+    tiny_chain_parts.package(out)
+    before = (out / "chain.json").read_bytes()
+    copy = shutil.copyfile
+
+    def fill(source: Path, destination: Path) -> Any:
+        if destination.parent.name == "draft":
+            raise OSError(28, os.strerror(28))
+        return copy(source, destination)
+
+    monkeypatch.setattr(shutil, "copyfile", fill)
+    with pytest.raises(UserError, match=r"disk full: "):
+        tiny_chain_parts.package(out, quality=None)
+    assert (out / "chain.json").read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+    check_chain(out)
+
+
+def test_the_card_tells_what_the_manifest_holds(tiny_chain: Path) -> None:
+    card = (tiny_chain / "README.md").read_text()
+    _, front_matter, body = card.split("---\n", 2)
+    front = yaml.safe_load(front_matter)
+    assert front["library_name"] == "polybasic"
+    assert "speculative-decoding" in front["tags"]
+    assert "base_model" not in front
+    for line in (
+        "# tiny",
+        "target → intermediate → draft; draft tree of depth 3, top 2, 6 rows; flush length 5",
+        "| mean kl | 0.01235 |",
+        "| simulated accepted length | 3.5 |",
+        "- Command: `polybasic run recipes/tiny.yaml`",
+        'chain = load_chain("CHAIN")',
+        "## Limits",
+    ):
+        assert line in body
+    assert "## Results" not in body
+
+
+def test_results_are_recorded_in_manifest_and_card(tiny_chain: Path) -> None:
+    before = read_manifest(tiny_chain)
+    manifest = record_results(tiny_chain, RESULTS)
+    assert manifest == read_manifest(tiny_chain) == before.model_copy(update={"results": RESULTS})
+    card = (tiny_chain / "README.md").read_text()
+    assert "| polybasic | 213.40 | 2.13 | 9.25 |" in card
+    assert "| target | 100.00 | 1.00 | – |" in card
+    assert "Hardware: device cpu, num threads 2." in card
+    check_chain(tiny_chain)
+
+
+def test_readable_sizes() -> None:
+    assert [readable_bytes(count) for count in (999, 1000, 999_960, 13_500_000_000)] == [
+        "999 B",
+        "1.0 kB",
+        "1.0 MB",
+        "13.5 GB",
+    ]
+    assert readable_count(6_738_415_616) == "6.7B"

@@ -1,0 +1,82 @@
+"""The schema: defaults, refusals, and that it describes itself."""
+
+import json
+
+import pytest
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from polybasic.chain.errors import UserError
+from polybasic.recipes.loading import known_keys, shipped_recipes
+from polybasic.recipes.run import as_yaml
+from polybasic.recipes.schema import Recipe
+
+NUM_SHORT_STEPS = {"num_steps": 10, "warmup_steps": 1}
+
+
+def recipe(**sections: object) -> Recipe:
+    return Recipe.model_validate({"name": "a", "train": NUM_SHORT_STEPS, **sections})
+
+
+def test_a_recipe_is_frozen() -> None:
+    with pytest.raises(ValidationError, match="frozen"):
+        recipe().seed = 3  # type: ignore[misc]
+
+
+def test_unknown_keys_are_refused_in_every_section() -> None:
+    for name, field in Recipe.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            with pytest.raises(ValidationError, match="extra_forbidden"):
+                recipe(**{name: {"surely_unknown": 1}})
+
+
+def test_resolved_recipe_round_trips() -> None:
+    given = recipe(seed=7, bench={"systems": ["target", "eagle2"]})
+    assert Recipe.model_validate(yaml.safe_load(as_yaml(given))) == given
+
+
+def test_schema_is_json_and_describes_sections() -> None:
+    schema = json.loads(json.dumps(Recipe.model_json_schema()))
+    assert schema["additionalProperties"] is False
+    assert all("description" in part for part in schema["properties"].values())
+
+
+@pytest.mark.parametrize("name", shipped_recipes())
+def test_shipped_recipes_say_everything(name: str) -> None:
+    """A shipped recipe is complete: whoever reads it sees every key there is."""
+    content = yaml.safe_load(shipped_recipes()[name].read_text("utf-8"))
+    for key in known_keys(Recipe):
+        section = content
+        for part in key:
+            assert part in section, f"{name}.yaml lacks {'.'.join(key)}"
+            section = section[part]
+
+
+@pytest.mark.parametrize("name", shipped_recipes())
+def test_shipped_recipes_open_with_their_command(name: str) -> None:
+    head = shipped_recipes()[name].read_text("utf-8").split("\n\n")[0]
+    assert f"polybasic run recipes/{name}.yaml" in head
+
+
+@pytest.mark.parametrize(
+    ("sections", "told"),
+    [
+        ({"target": {"scratch": {"num_heads": 5}}}, "hidden_size is not a multiple of num_heads"),
+        (
+            {"target": {"scratch": {"num_heads": 6, "num_kv_heads": 4}}},
+            "num_heads is not a multiple of num_kv_heads",
+        ),
+        (
+            {"target": {"scratch": {"hidden_size": 384, "num_heads": 128, "num_kv_heads": 2}}},
+            "odd size",
+        ),
+        ({"data": {"max_tokens": 4096}}, "longer than the target's context"),
+    ],
+)
+def test_a_scratch_target_that_cannot_be_built_is_refused(sections: dict, told: str) -> None:
+    with pytest.raises(UserError, match=told):
+        recipe(**sections)
+
+
+def test_scratch_shape_is_not_checked_for_another_target() -> None:
+    assert recipe(target={"model": "org/name", "scratch": {"num_heads": 5}}).seed == 0

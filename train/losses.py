@@ -1,0 +1,121 @@
+"""What the head is trained on: the target's features, and its distribution behind lm_head.
+
+Shapes: S = unrolled steps, N = assistant tokens of a batch, H = hidden size, V = vocabulary.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_CHUNK_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class UnrolledLoss:
+    """The loss and its parts; `total` is the only one with a gradient."""
+
+    total: Tensor
+    feature: Tensor
+    token: Tensor
+    agreement: Tensor
+    """[S], the share of tokens for which head and target have the same argmax, by step."""
+
+
+def step_weights(is_label: Tensor, num_steps: int) -> Tensor:
+    """Which rows count in which step.
+
+    Row t of step 1 counts if the token that it predicts (t+2) is the assistant's. Later steps
+    count where the whole draft, from its first token on, is the assistant's.
+
+    Args:
+        is_label: bool [B, R], whether the token predicted by a row is the assistant's.
+        num_steps: S.
+
+    Returns:
+        bool [S, B, R].
+    """
+    weights = [is_label]
+    for _ in range(1, num_steps):
+        earlier = F.pad(weights[-1][:, :-1], (1, 0))
+        weights.append(is_label & earlier)
+    return torch.stack(weights)
+
+
+def unrolled_loss(
+    outputs: list[Tensor],
+    target_features: Tensor,
+    lm_head: Tensor,
+    is_label: Tensor,
+    feature_weight: float,
+    token_weight: float,
+) -> UnrolledLoss:
+    """Smooth-L1 between features plus soft cross-entropy through the frozen lm_head.
+
+    Each part is a mean over the tokens that count in a step, then over the steps.
+
+    Args:
+        outputs: S predicted features [B, R, H].
+        target_features: [B, R, H], the true features of the same rows.
+        lm_head: [V, H], frozen.
+        is_label: bool [B, R], whether the token predicted by a row is the assistant's; at least
+            one is.
+        feature_weight: of the smooth-L1.
+        token_weight: of the cross-entropy.
+    """
+    weights = step_weights(is_label, len(outputs))[:, is_label].float()  # [S, N]
+    weights = weights / weights.sum(dim=1, keepdim=True).clamp(min=1)
+    teachers = target_features[is_label]
+    hiddens = torch.stack([output[is_label] for output in outputs])
+    distance = F.smooth_l1_loss(
+        hiddens.float(), teachers.float().expand(hiddens.shape), reduction="none"
+    ).mean(dim=-1)
+    feature = (distance * weights).sum(dim=1).mean()
+    token, agreement = _SoftCrossEntropy.apply(hiddens, teachers, lm_head, weights)
+    return UnrolledLoss(
+        total=feature_weight * feature + token_weight * token.mean(),
+        feature=feature.detach(),
+        token=token.detach().mean(),
+        agreement=agreement,
+    )
+
+
+class _SoftCrossEntropy(torch.autograd.Function):
+    """Cross-entropy of [S, N, H] against softmax(teachers @ lm_head.T), a weighted sum by step.
+
+    lm_head is frozen, so the gradient of the hidden states is known as soon as the loss is:
+    chunk by chunk, and no [N, V] tensor outlives its chunk.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hiddens: Tensor, teachers: Tensor, lm_head: Tensor, weights: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        num_steps, num_tokens, _ = hiddens.shape
+        losses = hiddens.new_zeros(num_steps, dtype=torch.float32)
+        agreements = torch.zeros_like(losses)
+        gradient = torch.empty_like(hiddens)
+        chunk = max(1, _CHUNK_BYTES // (4 * lm_head.shape[0] * num_steps))
+        for start in range(0, num_tokens, chunk):
+            rows = slice(start, start + chunk)
+            teacher_logits = F.linear(teachers[rows], lm_head)
+            probabilities = teacher_logits.float().softmax(dim=-1)
+            teacher_tokens = teacher_logits.argmax(dim=-1)
+            logits = F.linear(hiddens[:, rows], lm_head)
+            agrees = (logits.argmax(dim=-1) == teacher_tokens).float()
+            log_probabilities = logits.float().log_softmax(dim=-1)
+            row_losses = -(log_probabilities * probabilities).sum(dim=-1)
+            losses += (row_losses * weights[:, rows]).sum(dim=1)
+            agreements += (agrees * weights[:, rows]).sum(dim=1)
+            residual = log_probabilities.exp_().sub_(probabilities).mul_(weights[:, rows, None])
+            gradient[:, rows] = residual.to(lm_head.dtype) @ lm_head
+        ctx.save_for_backward(gradient)
+        ctx.mark_non_differentiable(agreements)
+        return losses, agreements
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,) = ctx.saved_tensors
+        return gradient * grads[0][:, None, None].to(gradient.dtype), None, None, None
