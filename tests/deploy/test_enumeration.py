@@ -268,7 +268,7 @@ def target_itself(p_row: Any, q_row: Any, weight: Any) -> Any:
 def test_wrong_residuals_are_detected(
     wrong_residual: Callable[[Any, Any, Any], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    case = Case(("block",), 2, 3, vocab_size=3)
+    case = Case(("block",), 3, 4, vocab_size=3)
     monkeypatch.setattr(verification, "residual", wrong_residual)
     assert output_law(case) != target_law(case)
 
