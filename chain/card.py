@@ -37,10 +37,15 @@ def write_card(folder: Path, manifest: Manifest) -> None:
 def record_results(folder: Path, results: dict[str, Any]) -> Manifest:
     """Put measured results (a report of schema polybasic.report/1) into manifest and card.
 
+    The members that the report found fastest (`plan.members`) become the chain's plan.
+
     Raises:
         UserError: `folder` is no chain; the disk is full or not writable.
     """
-    manifest = read_manifest(folder).model_copy(update={"results": results})
+    manifest = read_manifest(folder)
+    members = tuple(results.get("plan", {}).get("members", manifest.plan.members))
+    plan = manifest.plan.model_copy(update={"members": members})
+    manifest = manifest.model_copy(update={"results": results, "plan": plan})
     write_manifest(folder, manifest)
     write_card(folder, manifest)
     return manifest

@@ -39,7 +39,9 @@ class _Weights:
             return dense_linear(torch.cat([self.dense(f"{name}.weight") for name in names]))
         parts = [
             QuantizedWeight.unpack(
-                *(self.stored(f"{name}.{part}") for part in ("qweight", "qzeros", "scales")),
+                self.stored(f"{name}.qweight"),
+                self.stored(f"{name}.qzeros"),
+                self.stored(f"{name}.scales"),
                 name=name,
             )
             for name in names
@@ -62,7 +64,7 @@ def load_decoder(
     raw_config = read_json(path, "model config")
     config = decoder_config(raw_config, str(path))
     if raw_config.get("quantization_config"):
-        read_quantization_config(raw_config["quantization_config"], str(path))
+        read_quantization_config(raw_config, str(path))
     weights = _Weights(folder, dtype, device)
     rotary = RotaryTable(config, num_positions, dtype, device)
     layers = [

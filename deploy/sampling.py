@@ -176,7 +176,7 @@ def warp(logits: Tensor, sampling: Sampling) -> Tensor:
         logits = logits.masked_fill(logits < threshold, float("-inf"))
     probabilities = logits.softmax(-1)
     if sampling.top_p is not None and sampling.top_p < 1:
-        ordered, order = probabilities.sort(-1, descending=True, stable=True)
+        ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)
         is_beyond = ordered.cumsum(-1) - ordered >= sampling.top_p
         dropped = torch.zeros_like(is_beyond).scatter(-1, order, is_beyond)
         probabilities = probabilities.masked_fill(dropped, 0.0)

@@ -44,7 +44,7 @@ SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "phi3")
 """Families whose layers autoawq and transformers 5 agree on; the tests quantize each."""
 
 _VALUE_PROJECTIONS = ("v_proj", "qkv_proj")
-_SEARCH_TOKENS = 4096  # enough to tell 20 grid points apart; the channel means use all samples
+_SEARCH_TOKENS = 2048  # enough to tell 20 grid points apart; the channel means use all samples
 _CLIP_ROWS = 1024  # output features at a time, bounds the memory of the clip search
 _FILE_MODE = 0o644
 _SHARD_SIZE = "5GB"
@@ -94,6 +94,7 @@ class _Quantizer(autoawq.AwqQuantizer):  # type: ignore[misc, name-defined]
         """autoawq's own capture of the first layer's inputs [samples, tokens, hidden size]."""
         layers, layer_arguments, inputs = super().init_quant(**limits)
         assert inputs.shape[:2] == (self.max_calib_samples, self.max_calib_seq_len)
+        assert layer_arguments.get("past_key_values") is None
         # captured from the first layer and for all samples: valid for each layer and any subset
         # only if it is the plain causal mask, for which transformers passes none
         if layer_arguments.get("attention_mask") is not None:
@@ -117,8 +118,9 @@ class _Quantizer(autoawq.AwqQuantizer):  # type: ignore[misc, name-defined]
         """autoawq's grid search, over every n-th sample."""
         num_samples, num_tokens = x.shape[:2]
         step = min(num_samples, max(1, num_samples * num_tokens // _SEARCH_TOKENS))
+        some_x, some_output = x[::step].contiguous(), fp16_output[::step].contiguous()
         return super()._compute_best_scale(
-            x[::step], w_mean, x_mean, module2inspect, linears2scale, fp16_output[::step], kwargs
+            some_x, w_mean, x_mean, module2inspect, linears2scale, some_output, kwargs
         )
 
     @torch.no_grad()
@@ -156,6 +158,8 @@ def _search_and_round(model: PreTrainedModel, rows: list[list[int]]) -> None:
     model_type = model.config.model_type
     family = _keeping_values(AWQ_CAUSAL_LM_MODEL_MAP[model_type])
     wrapper = family(model, model_type, False, model.config, AwqConfig(), None)
+    # a cache captured with the first layer's arguments would grow with every search step
+    model.config.use_cache = False
     expected = _last_layer_output(model, family.get_model_layers(model)[-1], rows[0])
     autoawq.tqdm = _layer_bar
     wrapper.quantize(
@@ -209,7 +213,7 @@ def _layer_bar(layers: Iterable[int], desc: str) -> Iterator[int]:
 def _last_layer_output(model: PreTrainedModel, layer: nn.Module, row: list[int]) -> Tensor:
     outputs: list[Any] = []
     handle = layer.register_forward_hook(lambda module, inputs, output: outputs.append(output))
-    model(torch.tensor([row]), use_cache=False)
+    model(torch.tensor([row]))
     handle.remove()
     output = outputs[0]
     return output[0][0] if isinstance(output, tuple) else output[0]

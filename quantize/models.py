@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from rich.console import Console
@@ -24,12 +24,21 @@ def load_target(folder: Path) -> PreTrainedModel:
     """Load a checkpoint with transformers.
 
     Raises:
-        UserError: no config or weights, or a weight that the model needs is missing or of
-            another shape.
+        UserError: no config or weights, or a weight that the model needs is missing.
     """
     read_json(folder / "config.json", "model config")
     weight_files(folder)
-    return _load(folder, folder, None)
+    with _without_loading_bar():
+        model, report = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=torch.float32,
+            attn_implementation="sdpa",
+            local_files_only=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
+    _require_all_weights(report["missing_keys"], folder)
+    return model.eval()
 
 
 def load_dequantized(folder: Path) -> PreTrainedModel:
@@ -41,7 +50,13 @@ def load_dequantized(folder: Path) -> PreTrainedModel:
     config = read_json(folder / "config.json", "model config")
     read_quantization_config(config, folder / "config.json")
     del config["quantization_config"]
-    return _load(folder, None, config, _dequantized_tensors(load_tensors(folder)))
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(**config), dtype=torch.float32, attn_implementation="sdpa"
+    )
+    tensors = _dequantized_tensors(load_tensors(folder))
+    missing = set(model.load_state_dict(tensors, strict=False).missing_keys)
+    _require_all_weights(missing - set(model.all_tied_weights_keys), folder)
+    return model.eval()
 
 
 def tracked(items: Iterable[Item], description: str, total: int) -> Iterator[Item]:
@@ -62,32 +77,10 @@ def _dequantized_tensors(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return dense
 
 
-def _load(
-    where: Path,
-    folder: Path | None,
-    config: dict[str, Any] | None,
-    tensors: dict[str, Tensor] | None = None,
-) -> PreTrainedModel:
-    with _without_loading_bar():
-        model, report = AutoModelForCausalLM.from_pretrained(
-            folder,
-            config=None if config is None else AutoConfig.for_model(**config),
-            state_dict=tensors,
-            dtype=torch.float32,
-            attn_implementation="sdpa",
-            local_files_only=True,
-            trust_remote_code=False,
-            output_loading_info=True,
-        )
+def _require_all_weights(missing: Iterable[str], folder: Path) -> None:
     # transformers would go on with random weights in their place
-    unusable = sorted({*report["missing_keys"], *(key[0] for key in report["mismatched_keys"])})
-    if unusable:
-        raise UserError(
-            "weight missing or of another shape",
-            f"{unusable[0]} in {where} ({len(unusable)} in all)",
-            "write or fetch the checkpoint again",
-        )
-    return model.eval()
+    for name in sorted(missing):
+        raise UserError("weight missing", f"{name} in {folder}", "write the checkpoint again")
 
 
 @contextmanager

@@ -31,22 +31,28 @@ app.add_typer(commands_recipes.app, name="recipes")
 app.command()(commands_doctor.doctor)
 
 
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(f"polybasic {version('polybasic')}")
+        raise typer.Exit
+
+
 @app.callback()
 def polybasic(
     show_version: Annotated[
-        bool, typer.Option("--version", help="Print the version and exit.", is_eager=True)
+        bool,
+        typer.Option(
+            "--version", help="Print the version and exit.", callback=_print_version, is_eager=True
+        ),
     ] = False,
 ) -> None:
     """Make a language model answer faster without changing a single probability."""
-    if show_version:
-        typer.echo(f"polybasic {version('polybasic')}")
-        raise typer.Exit
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
     """Run the command line and exit: 0 done, 1 failed, 2 user error, 130 interrupted."""
     try:
-        app(arguments)
+        app(arguments, prog_name="polybasic")
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

@@ -31,7 +31,7 @@ def bench(
     systems: Annotated[str | None, typer.Option(help="Names, separated by commas.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure the chain's systems side by side; writes report.json and report.md into it."""
+    """Measure the chain's systems side by side; writes its report."""
     from rich.console import Console
 
     from polybasic.chain.checkpoint import resolve_chain
@@ -79,7 +79,7 @@ def generate(
     as_json: JsonOption = False,
     no_stream: Annotated[bool, typer.Option("--no-stream", help="Print the answer whole.")] = False,
 ) -> None:
-    """Answer one prompt: text on stdout as it comes, statistics on stderr."""
+    """Answer a prompt: text on stdout, statistics on stderr."""
     from polybasic.deploy import load_chain
 
     loaded = load_chain(chain, dtype=dtype)
@@ -103,7 +103,7 @@ def generate(
 
 
 def inspect(chain: ChainArgument, as_json: JsonOption = False) -> None:
-    """Print what a chain consists of, its plan, where it came from and what was measured."""
+    """Print members, plan, origin and results of a chain."""
     from rich.console import Console
 
     from polybasic.chain.checkpoint import resolve_chain
@@ -117,7 +117,7 @@ def inspect(chain: ChainArgument, as_json: JsonOption = False) -> None:
 
 
 def verify(chain: ChainArgument) -> None:
-    """Check every file of a chain against its manifest, and that its members fit together."""
+    """Check every file of a chain against its manifest."""
     from polybasic.chain.checkpoint import resolve_chain
     from polybasic.chain.verify import check_chain
 

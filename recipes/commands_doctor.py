@@ -32,7 +32,7 @@ _CPU_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16")
 
 
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
-    """Print versions, device, threads, installed extras and free disk."""
+    """Print versions, device, threads, extras and free disk."""
     findings = _findings()
     if as_json:
         typer.echo(json.dumps(findings, indent=2))

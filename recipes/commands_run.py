@@ -1,7 +1,6 @@
 """`polybasic run`, and single stages of it."""
 
 import shlex
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -33,8 +32,8 @@ def run(
     out: OutOption = None,
     dry_run: DryRunOption = False,
 ) -> None:
-    """Everything from conversations to a measured chain; continues where it stopped."""
-    workspace = _run(recipe, overrides, out, dry_run, None)
+    """Run a whole recipe; continues where it was stopped."""
+    workspace = _run("run", recipe, overrides, out, dry_run, None)
     if workspace is None:
         return
     from rich.console import Console
@@ -55,8 +54,8 @@ def train(
     out: OutOption = None,
     dry_run: DryRunOption = False,
 ) -> None:
-    """Train the draft head, and what it needs."""
-    _run_until("draft", f"polybasic quantize {recipe}", recipe, overrides, out, dry_run)
+    """Train the draft head, and make what that needs."""
+    _run_until("train", "draft", f"polybasic quantize {recipe}", recipe, overrides, out, dry_run)
 
 
 def quantize(
@@ -65,8 +64,10 @@ def quantize(
     out: OutOption = None,
     dry_run: DryRunOption = False,
 ) -> None:
-    """Quantize the target to the 4-bit intermediate, and what it needs."""
-    _run_until("intermediate", f"polybasic package {recipe}", recipe, overrides, out, dry_run)
+    """Quantize the target to 4 bits, and make what that needs."""
+    _run_until(
+        "quantize", "intermediate", f"polybasic package {recipe}", recipe, overrides, out, dry_run
+    )
 
 
 def package(
@@ -75,11 +76,12 @@ def package(
     out: OutOption = None,
     dry_run: DryRunOption = False,
 ) -> None:
-    """Pack target, intermediate and head into a chain, and make what is missing of them."""
-    _run_until("chain", "polybasic bench", recipe, overrides, out, dry_run)
+    """Pack the chain, and make what that needs."""
+    _run_until("package", "chain", "polybasic bench", recipe, overrides, out, dry_run)
 
 
 def _run_until(
+    command: str,
     stage: str,
     next_command: str,
     recipe: str,
@@ -87,7 +89,7 @@ def _run_until(
     out: Path | None,
     dry_run: bool,
 ) -> None:
-    workspace = _run(recipe, overrides, out, dry_run, [stage])
+    workspace = _run(command, recipe, overrides, out, dry_run, [stage])
     if workspace is None:
         return
     from polybasic.recipes.run import say
@@ -100,6 +102,7 @@ def _run_until(
 
 
 def _run(
+    command: str,
     name_or_path: str,
     overrides: list[str] | None,
     out: Path | None,
@@ -111,7 +114,11 @@ def _run(
     from polybasic.recipes.run import run_recipe
 
     recipe = load_recipe(name_or_path, overrides)
-    out = out or Path("runs") / recipe.name
+    words = ["polybasic", command, name_or_path, *(overrides or [])]
+    if out is None:
+        out = Path("runs") / recipe.name
+    else:
+        words += ["--out", str(out)]
     if dry_run:
         from rich.console import Console
 
@@ -123,4 +130,4 @@ def _run(
         print_estimates(estimates, out, Console())
         check_disk(estimates, out)
         return None
-    return run_recipe(recipe, out, shlex.join(["polybasic", *sys.argv[1:]]), only)
+    return run_recipe(recipe, out, shlex.join(words), only)

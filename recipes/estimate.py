@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from polybasic.chain.errors import UserError
+from polybasic.deploy.prompts import read_questions
 from polybasic.recipes.costs import StageEstimate, estimate_stage
 from polybasic.recipes.disk import check_free, free_bytes
 from polybasic.recipes.pipeline import Stage, StageState, Workspace, closure, state_of
@@ -27,13 +28,13 @@ def check_inputs(recipe: Recipe, stages: Sequence[Stage]) -> None:
     """Refuse a run whose inputs or packages are missing, before anything is written.
 
     Raises:
-        UserError: a file or an extra is missing.
+        UserError: a file or an extra is missing, or the prompts are malformed.
     """
     conversations, prompts = recipe.data.conversations, recipe.bench.prompts
     if conversations.endswith(_FILE_SUFFIXES):
-        _check_file(conversations, "data.conversations", "conversation file not found")
+        _check_file(Path(conversations))
     if prompts != "embedded":
-        _check_file(prompts, "bench.prompts", "prompts file not found")
+        read_questions(Path(prompts))
     for stage in stages:
         extra, modules = _MODULES.get(stage.name, ("", ()))
         for module in modules:
@@ -118,9 +119,13 @@ def _must_be_downloaded(recipe: Recipe) -> bool:
     return recipe.target.model != "scratch" and not is_downloaded(recipe.target.model)
 
 
-def _check_file(path: str, key: str, what: str) -> None:
-    if not Path(path).is_file():
-        raise UserError(what, f"{key} = {path}", "check the path, relative to this directory")
+def _check_file(path: Path) -> None:
+    if not path.is_file():
+        raise UserError(
+            "conversation file not found",
+            f"data.conversations = {path}",
+            f"check the path; it starts from {Path.cwd()}",
+        )
 
 
 def _size(num_bytes: float) -> str:

@@ -51,6 +51,12 @@ class Recipe(Settings):
 
     @model_validator(mode="after")
     def _sections_agree(self) -> Self:
+        if "target" not in self.bench.systems:
+            raise UserError(
+                "no baseline",
+                f"bench.systems = {', '.join(self.bench.systems) or 'empty'}",
+                "add target, over which speedups are counted",
+            )
         if self.target.model == "scratch":
             self._scratch_target_can_be_built()
         return self
@@ -79,6 +85,13 @@ class Recipe(Settings):
             raise UserError(
                 "conversations are longer than the target's context",
                 f"data.max_tokens = {self.data.max_tokens}, "
+                f"{where}.context_tokens = {scratch.context_tokens}",
+                "lower the first or raise the second",
+            )
+        if self.bench.max_new_tokens >= scratch.context_tokens:
+            raise UserError(
+                "answers are longer than the target's context",
+                f"bench.max_new_tokens = {self.bench.max_new_tokens}, "
                 f"{where}.context_tokens = {scratch.context_tokens}",
                 "lower the first or raise the second",
             )

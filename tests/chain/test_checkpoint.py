@@ -128,7 +128,7 @@ def _shard(folder: Path, suffix: str) -> dict[str, torch.Tensor]:
     tensors = load_file(single)
     single.unlink()
     stem = "model" if suffix == "safetensors" else "pytorch_model"
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for number, names in enumerate((sorted(tensors)[::2], sorted(tensors)[1::2]), 1):
         file_name = f"{stem}-0000{number}-of-00002.{suffix}"
         weight_map |= dict.fromkeys(names, file_name)

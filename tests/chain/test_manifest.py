@@ -46,7 +46,7 @@ def test_what_was_written_is_read(tiny_chain: Path, tmp_path: Path) -> None:
 def test_a_manifest_is_frozen(tiny_chain: Path) -> None:
     manifest = read_manifest(tiny_chain)
     with pytest.raises(ValidationError, match=r"frozen"):
-        manifest.results = {}  # type: ignore[misc]
+        manifest.results = {}
 
 
 def test_a_folder_without_manifest_is_no_chain(tmp_path: Path) -> None:
@@ -113,6 +113,10 @@ def _planned_without_drafter(content: Content) -> None:
     content["plan"]["members"] = ["target", "intermediate"]
 
 
+def _planned_without_target(content: Content) -> None:
+    content["plan"]["members"] = ["intermediate", "draft"]
+
+
 def _planned_backwards(content: Content) -> None:
     content["plan"]["members"] = ["draft", "target"]
 
@@ -134,6 +138,7 @@ def _flush(content: Content) -> None:
         (_names, "(member names repeat: target, target, draft)"),
         (_planned_stranger, "(plan.members target, oracle must be among target, intermediate, d"),
         (_planned_without_drafter, "(plan.members must begin with target and, unless alone, end"),
+        (_planned_without_target, "(plan.members must begin with target and, unless alone, end"),
         (_planned_backwards, "(plan.members draft, target must be among"),
         (_flush, "malformed manifest: plan.flush_length = 0 in"),
     ],

@@ -227,9 +227,7 @@ def test_incomplete_parts_are_refused(tiny_chain_parts: Any, tmp_path: Path) -> 
     tensors = load_file(weights)
     weights.unlink()
     torch.save(tensors, parts.intermediate / "pytorch_model.bin")
-    with pytest.raises(
-        UserError, match=r"pickle refused: .*; store the intermediate as model.safe"
-    ):
+    with pytest.raises(UserError, match=r"pickle refused: .*; store the intermediate as"):
         parts.package(out)
     save_file(tensors, weights)
     parts.package(tmp_path / "control")
@@ -305,6 +303,14 @@ def test_results_are_recorded_in_manifest_and_card(tiny_chain: Path) -> None:
     assert "| target | 100.00 | 1.00 | – |" in card
     assert "Hardware: device cpu, num threads 2." in card
     check_chain(tiny_chain)
+
+
+def test_the_fastest_members_become_the_plan(tiny_chain: Path) -> None:
+    before = read_manifest(tiny_chain).plan
+    manifest = record_results(tiny_chain, RESULTS | {"plan": {"members": ["target", "draft"]}})
+    assert manifest.plan == before.model_copy(update={"members": ("target", "draft")})
+    assert check_chain(tiny_chain).manifest == manifest
+    assert "target → draft; draft tree of depth 3" in (tiny_chain / "README.md").read_text()
 
 
 def test_readable_sizes() -> None:

@@ -28,7 +28,7 @@ def refusal_of(chain: Path, digests: bool = True) -> str:
     return message
 
 
-def edit_manifest(chain: Path, edit: Callable[[dict[str, Any]], None]) -> None:
+def edit_manifest(chain: Path, edit: Callable[[dict[str, Any]], object]) -> None:
     path = chain / "chain.json"
     content = json.loads(path.read_text())
     edit(content)

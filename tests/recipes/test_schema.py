@@ -70,10 +70,12 @@ def test_shipped_recipes_open_with_their_command(name: str) -> None:
             {"target": {"scratch": {"hidden_size": 384, "num_heads": 128, "num_kv_heads": 2}}},
             "odd size",
         ),
-        ({"data": {"max_tokens": 4096}}, "longer than the target's context"),
+        ({"data": {"max_tokens": 4096}}, "conversations are longer than the target's context"),
+        ({"bench": {"max_new_tokens": 2048}}, "answers are longer than the target's context"),
+        ({"bench": {"systems": ["eagle2"]}}, "no baseline: bench.systems = eagle2"),
     ],
 )
-def test_a_scratch_target_that_cannot_be_built_is_refused(sections: dict, told: str) -> None:
+def test_sections_that_contradict_each_other_are_refused(sections: dict, told: str) -> None:
     with pytest.raises(UserError, match=told):
         recipe(**sections)
 

@@ -1,0 +1,84 @@
+"""Benchmark prompts in Spec-Bench's question format."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from polybasic.chain.errors import UserError
+from polybasic.deploy.settings import TASKS
+
+MT_BENCH_CATEGORIES = (
+    "writing",
+    "roleplay",
+    "reasoning",
+    "math",
+    "coding",
+    "extraction",
+    "stem",
+    "humanities",
+)
+"""What Spec-Bench calls the questions that it took from MT-bench."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """One row of the file: user turns of a conversation, and the task group that it counts to."""
+
+    question_id: str
+    task: str
+    turns: tuple[str, ...]
+
+
+def read_questions(path: Path) -> list[Question]:
+    """Read a question file: a JSON object a line, with question_id, category and turns.
+
+    Raises:
+        UserError: a missing or empty file, or a malformed line, which is named.
+    """
+    try:
+        lines = path.read_text("utf-8").splitlines()
+    except FileNotFoundError as error:
+        raise UserError("prompts not found", str(path), "check bench.prompts") from error
+    except (IsADirectoryError, UnicodeDecodeError) as error:
+        raise UserError("prompts are no text file", str(path), "check bench.prompts") from error
+    questions = [
+        _question(line, f"{path} line {number}")
+        for number, line in enumerate(lines, 1)
+        if line.strip()
+    ]
+    if not questions:
+        raise UserError("prompts are empty", str(path), "give at least one question")
+    return questions
+
+
+def choose_questions(questions: list[Question], num_per_task: int) -> list[Question]:
+    """At most `num_per_task` of each task, spread evenly over the file, in the tasks' order."""
+    chosen: list[Question] = []
+    for task in sorted({one.task for one in questions}, key=_task_order):
+        of_task = [one for one in questions if one.task == task]
+        num = min(num_per_task, len(of_task))
+        chosen += [of_task[index * len(of_task) // num] for index in range(num)]
+    return chosen
+
+
+def _question(line: str, where: str) -> Question:
+    do = 'write {"question_id": ..., "category": ..., "turns": [...]} on each line'
+    try:
+        row: Any = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise UserError("prompt is not JSON", f"{where} ({error.msg})", do) from error
+    if not isinstance(row, dict):
+        raise UserError("prompt is not an object", where, do)
+    for key in ("question_id", "category", "turns"):
+        if key not in row:
+            raise UserError(f"prompt without {key}", where, do)
+    turns, category = row["turns"], row["category"]
+    if not isinstance(turns, list) or not turns or not all(isinstance(t, str) for t in turns):
+        raise UserError("prompt without turns", f"{where} turns={turns!r}"[:200], do)
+    task = "mt_bench" if category in MT_BENCH_CATEGORIES else str(category)
+    return Question(str(row["question_id"]), task, tuple(turns))
+
+
+def _task_order(task: str) -> tuple[int, str]:
+    return (TASKS.index(task) if task in TASKS else len(TASKS), task)

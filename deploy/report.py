@@ -1,0 +1,174 @@
+"""A benchmark's report as tables, for the terminal and as Markdown."""
+
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from polybasic.chain.files import whole_file
+
+Rows = list[list[str]]
+
+
+def print_report(report: dict[str, Any], console: Console) -> None:
+    """Print the systems and their speedups by task, with the machine and the plan."""
+    for title, rows in ((_title(report), system_rows(report)), ("by task", task_rows(report))):
+        table = Table(title=title, title_justify="left")
+        for index, name in enumerate(rows[0]):
+            table.add_column(name, justify="left" if index == 0 else "right")
+        for row in rows[1:]:
+            table.add_row(*row)
+        console.print(table)
+    console.print(f"plan: {plan_line(report)}")
+
+
+def write_markdown(path: Path, report: dict[str, Any]) -> None:
+    """Write the report as Markdown, whole."""
+    settings, hardware = report["settings"], report["hardware"]
+    versions = ", ".join(f"{name} {number}" for name, number in report["versions"].items())
+    lines = [
+        "# Speedup over the source target",
+        "",
+        *_markdown_table(system_rows(report)),
+        "",
+        "Speedup: total tokens over total seconds, prefill included, against `target`, which is",
+        "this runtime running the target alone. Systems took turns prompt by prompt. Tokens a",
+        "pass: mean number of tokens gained by one forward pass of the target.",
+        "Identical: greedy outputs equal to `target`'s token for token; a near tie parts at two",
+        "tokens whose logits differ by less than their measured rounding.",
+        "",
+        "## By task",
+        "",
+        *_markdown_table(task_rows(report)),
+        "",
+        "Each cell: speedup over `target`, and tokens a pass of the target.",
+        "",
+        "## Forward passes and seconds, by member",
+        "",
+        *_markdown_table(member_rows(report)),
+        "",
+        "## Setting",
+        "",
+        f"- plan: {plan_line(report)}",
+        f"- {settings_line(settings)}",
+        f"- machine: {hardware_line(hardware)}",
+        f"- versions: {versions}",
+        f"- prompts: sha256 {settings['prompts_sha256'][:16]}…",
+        "",
+    ]
+    with whole_file(path) as partial:
+        partial.write_text("\n".join(lines), "utf-8")
+
+
+def system_rows(report: dict[str, Any]) -> Rows:
+    """Header and a row for each system."""
+    rows = [["system", "tokens/s", "speedup", "vs hf_generate", "tokens a pass", "identical"]]
+    systems = report["systems"]
+    library = systems.get("hf_generate")
+    for name, system in systems.items():
+        rate = system["tokens_per_second"]
+        over_library = f"{rate / library['tokens_per_second']:.2f}x" if library else "-"
+        rows.append(
+            [
+                name,
+                f"{rate:.0f}",
+                f"{system['speedup_vs_target']:.2f}x",
+                over_library,
+                f"{system['mean_accepted_length']:.2f}",
+                _identical(system.get("identical_to_target")),
+            ]
+        )
+    return rows
+
+
+def task_rows(report: dict[str, Any]) -> Rows:
+    """Header and a row for each task: speedup and tokens a pass of each system."""
+    systems = {name: one for name, one in report["systems"].items() if name != "target"}
+    rows = [["task", *systems]]
+    tasks = next(iter(report["systems"].values()))["tasks"]
+    for task in tasks:
+        of_task = [system["tasks"][task] for system in systems.values()]
+        cells = [
+            f"{one['speedup_vs_target']:.2f}x ({one['mean_accepted_length']:.1f})"
+            for one in of_task
+        ]
+        rows.append([task, *cells])
+    return rows
+
+
+def member_rows(report: dict[str, Any]) -> Rows:
+    """Header and a row for each member of each system."""
+    rows = [["system", "member", "passes", "seconds", "ms a pass", "tokens a pass"]]
+    for name, system in report["systems"].items():
+        for member, num_passes in system["forward_passes"].items():
+            seconds = system["seconds_by_member"][member]
+            gained = system["mean_accepted_length_by_member"].get(member)
+            rows.append(
+                [
+                    name,
+                    member,
+                    f"{num_passes:.0f}",
+                    f"{seconds:.2f}",
+                    f"{1e3 * seconds / num_passes:.2f}" if num_passes else "-",
+                    "-" if gained is None else f"{gained:.2f}",
+                ]
+            )
+    return rows
+
+
+def plan_line(report: dict[str, Any]) -> str:
+    """The plan that `polybasic` ran, in a line."""
+    plan, tree = report["plan"], report["plan"]["tree"]
+    line = f"{' -> '.join(plan['members'])}, tree of {tree['rows']} rows, depth {tree['depth']}"
+    if len(plan["members"]) > 2:
+        line += f", flush length {plan['flush_length']}, {plan['rule']} verification"
+    left_out = [name for name in _all_members(report) if name not in plan["members"]]
+    if left_out:
+        line += f" ({', '.join(left_out)} left out: slower with it on this machine)"
+    return line
+
+
+def settings_line(settings: dict[str, Any]) -> str:
+    """What was run, in a line."""
+    line = (
+        f"{settings['num_prompts']} prompts, {settings['repeats']} repeats, at most "
+        f"{settings['max_new_tokens']} new tokens, temperature {settings['temperature']:g}, "
+        f"{settings['dtype']}"
+    )
+    if num := settings["num_questions_left_out_as_too_long"]:
+        line += f"; {num} questions are longer than the context and were not drawn from"
+    return line
+
+
+def hardware_line(hardware: dict[str, Any]) -> str:
+    """The machine, in a line."""
+    line = (
+        f"{hardware['processor']}, {hardware['cores']} cores, {hardware['threads']} threads, "
+        f"{hardware['memory_bytes'] / 2**30:.0f} GiB"
+    )
+    return f"{hardware['accelerator']}; {line}" if "accelerator" in hardware else line
+
+
+def _title(report: dict[str, Any]) -> str:
+    return f"{settings_line(report['settings'])}\n{hardware_line(report['hardware'])}"
+
+
+def _identical(agreement: dict[str, int] | None) -> str:
+    if agreement is None:
+        return "-"
+    text = f"{agreement['identical']}/{agreement['prompts']}"
+    if agreement["near_ties"]:
+        text += f" + {agreement['near_ties']} near ties"
+    return text
+
+
+def _all_members(report: dict[str, Any]) -> list[str]:
+    full = report["systems"].get("polybasic_full")
+    return list(full["forward_passes"]) if full else report["plan"]["members"]
+
+
+def _markdown_table(rows: Rows) -> list[str]:
+    header, *body = rows
+    rule = ["---", *["---:"] * (len(header) - 1)]
+    return [f"| {' | '.join(row)} |" for row in (header, rule, *body)]

@@ -1,0 +1,257 @@
+"""The command line: exit codes, what goes to which stream, and every refusal."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from polybasic.recipes import cli
+from polybasic.recipes.loading import load_recipe
+
+
+def call(capsys, *arguments: str) -> tuple[int, str, str]:
+    """`polybasic ARGUMENTS` in this process: exit code, stdout, stderr."""
+    with pytest.raises(SystemExit) as caught:
+        cli.main(list(arguments))
+    captured = capsys.readouterr()
+    return int(caught.value.code or 0), captured.out, captured.err
+
+
+def refusal(capsys, *arguments: str) -> str:
+    """The one line of a user error; libraries may have warned before it."""
+    code, out, err = call(capsys, *arguments)
+    assert code == 2, err
+    assert out == ""
+    *before, line = err.strip().splitlines()
+    assert line.startswith("error: ")
+    assert not any(other.startswith(("error: ", "Traceback")) for other in before)
+    return line
+
+
+def test_version_and_help(capsys) -> None:
+    code, out, _ = call(capsys, "--version")
+    assert (code, out) == (0, "polybasic 0.1.0\n")
+    for command in ("run", "train", "bench", "generate", "recipes"):
+        code, out, _ = call(capsys, command, "--help")
+        assert code == 0
+        assert out.startswith("Usage: polybasic")
+
+
+@pytest.mark.parametrize(
+    "arguments", [["rnu", "tiny"], ["run"], ["run", "tiny", "--surely-unknown"], ["generate", "x"]]
+)
+def test_usage_errors_exit_with_2(arguments: list[str], capsys) -> None:
+    assert call(capsys, *arguments)[0] == 2
+
+
+def test_unexpected_errors_exit_with_1_and_a_traceback(capsys, monkeypatch) -> None:
+    def fail(name: str) -> None:
+        raise ZeroDivisionError("division by zero")
+
+    monkeypatch.setattr("polybasic.recipes.loading.find_recipe", fail)
+    code, out, err = call(capsys, "recipes", "show", "tiny")
+    assert (code, out) == (1, "")
+    assert err.splitlines()[-1] == "failed: ZeroDivisionError: division by zero"
+    assert "Traceback" in err
+
+
+def test_interrupt_exits_with_130(capsys, monkeypatch) -> None:
+    def interrupt(name: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("polybasic.recipes.loading.find_recipe", interrupt)
+    assert call(capsys, "recipes", "show", "tiny")[0] == 130
+
+
+def test_recipes_commands(capsys, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert "tiny" in json.loads(call(capsys, "recipes", "ls", "--json")[1])
+    shown = call(capsys, "recipes", "show", "tiny")[1]
+    code, out, err = call(capsys, "recipes", "cp", "tiny")
+    assert (code, out) == (0, "tiny.yaml\n")
+    assert "next: polybasic run tiny.yaml" in err
+    assert Path("tiny.yaml").read_text("utf-8") == shown
+    assert "file exists" in refusal(capsys, "recipes", "cp", "tiny")
+    assert call(capsys, "recipes", "cp", "tiny", "--force")[0] == 0
+    assert call(capsys, "recipes", "validate", "tiny.yaml", "seed=3")[0] == 0
+    assert json.loads(call(capsys, "recipes", "schema")[1])["title"] == "Recipe"
+
+
+def test_a_typo_is_refused_with_the_nearest_name(capsys, tmp_path) -> None:
+    path = tmp_path / "typo.yaml"
+    path.write_text("name: typo\ntrain:\n  lerning_rate: 1\n", "utf-8")
+    for command in (["run"], ["train"], ["recipes", "validate"]):
+        assert refusal(capsys, *command, str(path)) == (
+            f"error: unknown key: train.lerning_rate ({path} line 3); "
+            "did you mean train.learning_rate?"
+        )
+
+
+def test_a_dry_run_prints_the_plan_and_writes_nothing(capsys, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, out, _ = call(capsys, "run", "tiny", "--dry-run")
+    assert code == 0
+    for word in (
+        "data",
+        "target",
+        "draft",
+        "intermediate",
+        "chain",
+        "report",
+        "22.0 M",
+        "estimate",
+    ):
+        assert word in out
+    assert list(tmp_path.iterdir()) == []
+    out = call(capsys, "quantize", "tiny", "--dry-run")[1]
+    assert "intermediate" in out
+    assert "draft" not in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["run", "no.yaml"], "recipe not found: no.yaml"),
+        (["run", "tiny", "data.conversations=no.jsonl"], "data.conversations = no.jsonl"),
+        (["run", "tiny", "data.conversations=no.jsonl", "--dry-run"], "data.conversations"),
+        (["run", "tiny", "bench.prompts=no.jsonl"], "prompts not found: no.jsonl"),
+        (["run", "tiny", "target.model=nowhere"], "neither a folder nor a hub id"),
+        (["run", "tiny", "bench.repeats=0"], "bench.repeats = 0"),
+        (["bench", "nowhere"], "nowhere"),
+        (["bench", "nowhere", "--dtype", "int3"], "dtype = 'int3'"),
+        (["bench", "nowhere", "--systems", "a"], "systems.0 = 'a'"),
+        (["generate", "nowhere", "-p", "Hello"], "nowhere"),
+        (["inspect", "nowhere"], "nowhere"),
+        (["verify", "."], "not a chain"),
+    ],
+)
+def test_refusals(arguments: list[str], told: str, capsys, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert told in refusal(capsys, *arguments)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ("", "empty conversation file"),
+        ('{"conversations": []}\nnot json\n', "line 2"),
+        ('{"id": "a"}\n', "line 1"),
+    ],
+)
+def test_bad_conversations_are_told_in_the_first_stage(content, told, capsys, tmp_path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(content, "utf-8")
+    out = tmp_path / "out"
+    code, _, err = call(
+        capsys, "run", "tiny", f"data.conversations={path}", "data.num_heldout=1", "--out", str(out)
+    )
+    assert code == 2
+    assert told in err.splitlines()[-1]
+    assert str(path) in err.splitlines()[-1]
+    assert [path.name for path in out.iterdir() if path.is_dir()] == []
+
+
+def test_malformed_prompts_are_told_before_anything_runs(capsys, tmp_path) -> None:
+    path, out = tmp_path / "prompts.jsonl", tmp_path / "out"
+    path.write_text('{"question_id": 1, "category": "qa", "turns": ["a"]}\n{\n', "utf-8")
+    line = refusal(capsys, "run", "tiny", f"bench.prompts={path}", "--out", str(out))
+    assert f"{path} line 2" in line
+    assert not out.exists()
+
+
+def test_a_full_disk_is_told_before_the_start(capsys, tmp_path, monkeypatch) -> None:
+    full = shutil.disk_usage(tmp_path)._replace(free=1_000_000)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: full)
+    line = refusal(capsys, "run", "tiny", "--out", str(tmp_path / "out"))
+    assert line.startswith("error: not enough disk: ")
+    assert not (tmp_path / "out").exists()
+
+
+def test_ctrl_c_stops_a_run_with_130_and_keeps_what_is_whole(micro_recipe, tmp_path) -> None:
+    command = [sys.executable, "-m", "polybasic.recipes.cli", "run", micro_recipe, "--out", "out"]
+    with subprocess.Popen(
+        command, cwd=tmp_path, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as running:
+        assert running.stderr is not None
+        for line in running.stderr:
+            if line.startswith("target: runs"):
+                os.kill(running.pid, signal.SIGINT)
+                break
+        running.communicate(timeout=60)
+    assert running.returncode == 130
+    assert (tmp_path / "out" / "data" / "stage.json").is_file()
+    assert not (tmp_path / "out" / "target").exists()
+
+
+def test_doctor_names_what_matters(capsys) -> None:
+    found = json.loads(call(capsys, "doctor", "--json")[1])
+    assert found["packages"]["torch"].startswith("2.13.0")
+    assert set(found["extras"]) == {"train", "quantize", "dev"}
+    assert "GB" in found["free disk"]
+
+
+@pytest.mark.slow
+def test_commands_on_a_chain(capsys, micro_run: Path, tmp_path: Path) -> None:
+    chain = str(micro_run / "chain")
+    asked = ["-p", "What is two and two?", "--max-new-tokens", "8", "--dtype", "float32"]
+    code, streamed, err = call(capsys, "generate", chain, *asked)
+    assert code == 0
+    assert "tokens per target pass" in err.splitlines()[-1]
+    assert call(capsys, "generate", chain, *asked, "--no-stream")[1] == streamed
+    answer = json.loads(call(capsys, "generate", chain, *asked, "--json")[1])
+    assert answer["text"] == streamed.rstrip("\n")
+    assert answer["statistics"]["num_tokens"] == len(answer["token_ids"]) <= 8
+    assert sum(answer["statistics"]["forward_passes"].values()) > 0
+
+    sampled = [*asked, "--temperature", "1", "--seed", "5", "--json"]
+    drawn = [json.loads(call(capsys, "generate", chain, *sampled)[1]) for _ in range(2)]
+    assert drawn[0]["token_ids"] == drawn[1]["token_ids"]
+
+    too_long = refusal(capsys, "generate", chain, "-p", "a b c " * 2000)
+    assert "prompt does not fit the context" in too_long
+    assert "top_p" in refusal(capsys, "generate", chain, *asked, "--top-p", "2")
+
+    description = json.loads(call(capsys, "inspect", chain, "--json")[1])
+    assert [member["name"] for member in description["members"]] == [
+        "target",
+        "intermediate",
+        "draft",
+    ]
+    assert "made by: " in call(capsys, "inspect", chain)[1]
+    assert call(capsys, "verify", chain)[0] == 0
+
+
+@pytest.mark.slow
+def test_one_flipped_byte_is_found(capsys, micro_run: Path, tmp_path: Path) -> None:
+    shutil.copytree(micro_run, tmp_path / "out")
+    weights = tmp_path / "out" / "chain" / "draft" / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    for command in (["verify"], ["generate", "-p", "Hello"]):
+        line = refusal(capsys, *command, str(tmp_path / "out" / "chain"))
+        assert "digest mismatch" in line
+        assert str(weights) in line
+
+
+@pytest.mark.slow
+def test_bench_measures_again_with_other_settings(capsys, micro_run: Path, tmp_path: Path) -> None:
+    shutil.copytree(micro_run, tmp_path / "out")
+    chain = tmp_path / "out" / "chain"
+    options = ["--max-new-tokens", "4", "--repeats", "1", "--num-prompts-per-task", "1"]
+    systems = ["--systems", "target,eagle2", "--dtype", "float32"]
+    code, out, err = call(capsys, "bench", str(chain), *options, *systems, "--json")
+    assert code == 0, err
+    report = json.loads(out)
+    assert set(report["systems"]) == {"target", "eagle2"}
+    assert report["settings"]["max_new_tokens"] == 4
+    assert json.loads((chain / "report" / "report.json").read_text("utf-8")) == report
+    assert "report.md" in err.splitlines()[-1]
+    recipe = load_recipe(str(micro_run / "recipe.yaml"))
+    assert recipe.bench.max_new_tokens == 16

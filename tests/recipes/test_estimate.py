@@ -1,0 +1,130 @@
+"""What a dry run says, and the checks that come before anything is written."""
+
+import json
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+
+from polybasic.chain.errors import UserError
+from polybasic.recipes import estimate as estimates
+from polybasic.recipes.estimate import check_disk, check_inputs, estimate, foresee
+from polybasic.recipes.loading import load_recipe
+from polybasic.recipes.pipeline import Stage, Workspace, run_stages
+from polybasic.recipes.sizes import Shape, shape_of_target
+from polybasic.recipes.stages import STAGES
+
+Usage = namedtuple("Usage", "total used free")
+
+
+def test_parameters_equal_those_of_a_real_model() -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    shape = shape_of_target(load_recipe("tiny"))
+    scratch = load_recipe("tiny").target.scratch
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=scratch.vocab_size,
+            hidden_size=scratch.hidden_size,
+            intermediate_size=scratch.intermediate_size,
+            num_hidden_layers=scratch.num_layers,
+            num_attention_heads=scratch.num_heads,
+            num_key_value_heads=scratch.num_kv_heads,
+            tie_word_embeddings=False,
+        )
+    )
+    assert shape.num_parameters == sum(weight.numel() for weight in model.parameters())
+
+
+def test_sizes_of_vicuna_7b_are_the_known_ones() -> None:
+    shape = Shape(32000, 4096, 11008, 32, 32, 32, 128, is_tied=False)
+    assert shape.num_parameters == 6_738_415_616
+    assert shape.num_int4_bytes == pytest.approx(3.9e9, rel=0.02)
+
+
+def test_a_folder_is_sized_from_its_config(tmp_path: Path) -> None:
+    config = {
+        "vocab_size": 512,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "tie_word_embeddings": True,
+        "dtype": "float32",
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    shape = shape_of_target(load_recipe("tiny", [f"target.model={tmp_path}"]))
+    assert (shape.num_kv_heads, shape.head_size, shape.weight_bytes) == (2, 64, 4)
+    assert shape.num_parameters == 512 * 128 + 2 * (4 * 128**2 + 3 * 128 * 256 + 256) + 128
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(UserError, match="not the config of a decoder"):
+        shape_of_target(load_recipe("tiny", [f"target.model={tmp_path}"]))
+
+
+def test_every_stage_has_an_estimate(tmp_path: Path) -> None:
+    rows = estimate(STAGES, Workspace(load_recipe("tiny"), tmp_path / "out"), None)
+    assert [row.name for row in rows] == [stage.name for stage in STAGES]
+    assert all(row.memory_bytes > 0 and row.seconds > 0 for row in rows)
+    assert rows[1].num_parameters > rows[2].num_parameters > 0
+    assert not (tmp_path / "out").exists()
+
+
+def test_more_steps_take_longer(tmp_path: Path) -> None:
+    def seconds(*overrides: str) -> float:
+        workspace = Workspace(load_recipe("tiny", list(overrides)), tmp_path)
+        return sum(row.seconds for row in estimate(STAGES, workspace, None))
+
+    assert seconds("train.num_steps=10000") > 2 * seconds()
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("data.conversations=no.jsonl", "conversation file not found: data.conversations = no."),
+        ("bench.prompts=no.jsonl", "prompts not found: no.jsonl"),
+        ("target.model=no/where/here", "checkpoint not found"),
+        ("target.model=./", "not a checkpoint"),
+    ],
+)
+def test_missing_inputs_are_told_before_anything_runs(override, told, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=told):
+        estimate(STAGES, Workspace(load_recipe("tiny", [override]), tmp_path), None)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_missing_extra_is_named(monkeypatch) -> None:
+    known = estimates.importlib.util.find_spec
+    monkeypatch.setattr(
+        estimates.importlib.util,
+        "find_spec",
+        lambda name: None if name == "awq" else known(name),
+    )
+    recipe = load_recipe("tiny")
+    check_inputs(recipe, [stage for stage in STAGES if stage.name != "intermediate"])
+    with pytest.raises(UserError, match=r"pip install 'polybasic\[quantize\]'"):
+        check_inputs(recipe, STAGES)
+
+
+def test_a_disk_that_is_too_small_is_refused(tmp_path: Path, monkeypatch) -> None:
+    rows = estimate(STAGES, Workspace(load_recipe("tiny"), tmp_path), None)
+    check_disk(rows, tmp_path)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: Usage(1e12, 1e12, 100e6))
+    with pytest.raises(UserError, match=r"not enough disk: .* \(100 MB free, about"):
+        check_disk(rows, tmp_path)
+
+
+def test_foreseen_states_skip_what_is_whole(tmp_path: Path) -> None:
+    def counting(name: str, *needs: str, value: int = 0) -> Stage:
+        return Stage(name, needs, lambda w: {"value": value}, lambda w, f: {}, lambda w, f: {})
+
+    stages = [counting("a"), counting("b", "a"), counting("c", "a", "b")]
+    workspace = Workspace(load_recipe("tiny"), tmp_path)
+    actions = {name: state.action for name, state in foresee(stages, workspace).items()}
+    assert actions == {"a": "run", "b": "run", "c": "run"}
+    run_stages(stages, workspace, None, lambda line: None)
+    changed = [stages[0], counting("b", "a", value=1), stages[2]]
+    states = foresee(changed, workspace)
+    assert [states[name].action for name in "abc"] == ["skip", "run", "run"]
+    assert states["b"].reason == "changed: value"
+    assert states["c"].reason == "after b"

@@ -1,0 +1,73 @@
+"""Who may import whom, and what must answer without torch."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+HEAVY = ("torch", "transformers", "datasets", "deepspeed", "awq", "numpy")
+LIGHT_MODULES = (
+    "polybasic.chain.settings",
+    "polybasic.chain.manifest",
+    "polybasic.train.settings",
+    "polybasic.quantize.settings",
+    "polybasic.deploy",
+    "polybasic.deploy.settings",
+    "polybasic.recipes.schema",
+    "polybasic.recipes.loading",
+    "polybasic.recipes.estimate",
+    "polybasic.recipes.stages",
+    "polybasic.recipes.cli",
+)
+
+
+def heavy_imports_of(module: str) -> list[str]:
+    code = f"import sys, {module}; print(*(name for name in {HEAVY} if name in sys.modules))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    return done.stdout.split()
+
+
+@pytest.mark.parametrize("module", LIGHT_MODULES)
+def test_light_modules_import_nothing_heavy(module: str) -> None:
+    assert heavy_imports_of(module) == []
+
+
+def test_a_module_that_imports_torch_is_noticed() -> None:
+    assert "torch" in heavy_imports_of("polybasic.chain.decoder")
+
+
+def test_help_answers_within_a_third_of_a_second() -> None:
+    """The best of five, so that a busy machine does not decide."""
+    seconds = []
+    for _ in range(5):
+        started = time.perf_counter()
+        command = [sys.executable, "-m", "polybasic.recipes.cli", "--help"]
+        subprocess.run(command, check=True, capture_output=True)
+        seconds.append(time.perf_counter() - started)
+    assert min(seconds) < 0.3
+
+
+def lint_imports(folder: Path) -> subprocess.CompletedProcess:
+    command = [Path(sys.executable).with_name("lint-imports"), "--no-cache"]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+
+
+def test_import_rules_hold() -> None:
+    done = lint_imports(ROOT)
+    assert done.returncode == 0, done.stdout
+
+
+def test_a_broken_import_rule_is_noticed(tmp_path: Path) -> None:
+    rules = (ROOT / "pyproject.toml").read_text("utf-8")
+    turned = rules.replace(
+        '"polybasic.recipes", "polybasic.train | polybasic.quantize | polybasic.deploy"',
+        '"polybasic.train | polybasic.quantize | polybasic.deploy", "polybasic.recipes"',
+    )
+    assert turned != rules
+    (tmp_path / "pyproject.toml").write_text(turned, "utf-8")
+    assert lint_imports(tmp_path).returncode == 1

@@ -1,0 +1,67 @@
+"""The wheel holds what the tree holds: a subpackage that nobody listed would be missing."""
+
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = ("chain", "train", "quantize", "deploy", "recipes")
+BUILD = "import setuptools.build_meta as build; print(build.build_wheel('dist'))"
+
+
+def copy_of_the_tree(folder: Path) -> Path:
+    for name in PACKAGES:
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / name, folder / name, ignore=ignored)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, folder / name)
+    return folder
+
+
+def wheel_names(folder: Path) -> set[str]:
+    built = subprocess.run(
+        [sys.executable, "-c", BUILD], cwd=folder, capture_output=True, text=True, check=False
+    )
+    assert built.returncode == 0, built.stderr
+    [wheel] = (folder / "dist").glob("*.whl")
+    return set(zipfile.ZipFile(wheel).namelist())
+
+
+def tree_names(folder: Path) -> set[str]:
+    return {
+        f"polybasic/{path.relative_to(folder)}"
+        for name in PACKAGES
+        for path in (folder / name).rglob("*")
+        if path.suffix in {".py", ".yaml"}
+    }
+
+
+def package_names(names: set[str]) -> set[str]:
+    return {name for name in names if name.startswith("polybasic/")}
+
+
+@pytest.fixture(scope="module")
+def names(tmp_path_factory) -> set[str]:
+    return wheel_names(copy_of_the_tree(tmp_path_factory.mktemp("wheel")))
+
+
+def test_the_wheel_holds_the_tree(names: set[str]) -> None:
+    assert package_names(names) == tree_names(ROOT)
+
+
+def test_licence_and_command_are_in_the_wheel(names: set[str]) -> None:
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+    assert any(name.endswith("entry_points.txt") for name in names)
+
+
+def test_an_unlisted_subpackage_is_noticed(tmp_path: Path) -> None:
+    folder = copy_of_the_tree(tmp_path)
+    (folder / "chain" / "forgotten").mkdir()
+    (folder / "chain" / "forgotten" / "__init__.py").write_text("")
+    assert tree_names(folder) - package_names(wheel_names(folder)) == {
+        "polybasic/chain/forgotten/__init__.py"
+    }

@@ -1,0 +1,323 @@
+"""Whole training runs of a tiny head, each in seconds."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import PreTrainedTokenizerFast as FastTokenizer
+
+from polybasic.chain.digests import weights_digest
+from polybasic.chain.errors import UserError
+from polybasic.train.batches import BatchStream
+from polybasic.train.conversations import load_conversations
+from polybasic.train.engine import learning_rate_factor
+from polybasic.train.head_training import train_head
+from polybasic.train.settings import DataSettings, HeadSettings
+
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
+    "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}"
+    "{% else %}{{ m.content }}<|im_end|>{% endif %}{{ '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+DATA = DataSettings(num_heldout=4, max_tokens=64)
+SETTINGS = HeadSettings(
+    num_steps=12,
+    warmup_steps=2,
+    batch_size=4,
+    learning_rate=5e-3,
+    token_loss_weight=1.0,
+    eval_every_steps=4,
+    save_every_steps=3,
+    eval_answer_tokens=12,
+    eval_tree_depth=3,
+)
+RUN = """
+import sys
+from pathlib import Path
+from polybasic.train.head_training import train_head
+from polybasic.train.settings import DataSettings, HeadSettings
+target, conversations, data, settings, out = sys.argv[1:]
+train_head(
+    Path(target), conversations, DataSettings.model_validate_json(data),
+    HeadSettings.model_validate_json(settings), 0, Path(out),
+)
+"""
+
+
+@pytest.fixture(scope="module")
+def conversations(tmp_path_factory):
+    rows = [
+        {
+            "id": str(index),
+            "conversations": [
+                {"from": "human", "value": f"Count on from {index}."},
+                {"from": "gpt", "value": " ".join(map(str, range(index, index + 4 + index % 5)))},
+            ],
+        }
+        for index in range(40)
+    ]
+    path = tmp_path_factory.mktemp("data") / "counting.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models") / "target"
+    inner = Tokenizer(models.BPE())
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    inner.train_from_iterator(["Count on from 12.", "user assistant"], trainer)
+    tokenizer = FastTokenizer(tokenizer_object=inner, eos_token="<|im_end|>")
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        bos_token_id=None,
+        eos_token_id=2,
+        max_position_embeddings=128,
+        rope_theta=1234.0,
+    )
+    LlamaForCausalLM(config).bfloat16().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trained(target, conversations, tmp_path_factory):
+    out = tmp_path_factory.mktemp("runs") / "whole"
+    return out, train_head(target, conversations, DATA, SETTINGS, 0, out)
+
+
+def metrics(out):
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_writes_a_head_in_eagles_layout(trained, target):
+    out, summary = trained
+    assert sorted(path.name for path in out.iterdir()) == [
+        "config.json",
+        "metrics.jsonl",
+        "model.safetensors",
+        "training.json",
+    ]
+    weights = load_file(out / "model.safetensors")
+    assert set(weights) == {
+        "embed_tokens.weight",
+        "fc.weight",
+        "fc.bias",
+        *(f"layers.0.self_attn.{each}_proj.weight" for each in "qkvo"),
+        *(f"layers.0.mlp.{each}_proj.weight" for each in ("gate", "up", "down")),
+        "layers.0.post_attention_layernorm.weight",
+    }
+    assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
+    assert not weights["fc.bias"].any()
+    model = LlamaForCausalLM.from_pretrained(target, dtype="auto")
+    assert torch.equal(weights["embed_tokens.weight"], model.get_input_embeddings().weight)
+    config = json.loads((out / "config.json").read_text())
+    assert config["polybasic"] == {"target_sha256": weights_digest(target)}
+    assert (config["num_hidden_layers"], config["rope_theta"]) == (1, 1234.0)
+    record = json.loads((out / "training.json").read_text())
+    assert record["summary"] == summary
+    assert record["settings"] == SETTINGS.model_dump(mode="json")
+    assert record["target_sha256"] == weights_digest(target)
+    assert record["versions"]["torch"] == torch.__version__
+
+
+def test_metrics_of_every_step_and_evaluation(trained):
+    out, summary = trained
+    lines = metrics(out)
+    steps = [line for line in lines if "loss" in line]
+    assert [line["step"] for line in steps] == list(range(1, 13))
+    assert all(len(line["agreement"]) == 3 for line in steps)
+    assert steps[0]["learning_rate"] == pytest.approx(SETTINGS.learning_rate / 2)
+    assert steps[-1]["feature_loss"] < 0.9 * steps[0]["feature_loss"]
+    evaluations = {
+        line["step"]: line["simulated_accepted_length"]
+        for line in lines
+        if "simulated_accepted_length" in line
+    }
+    assert list(evaluations) == [4, 8, 12]
+    assert max(evaluations.values()) == evaluations[summary["best_step"]]
+    assert summary["simulated_accepted_length"] == pytest.approx(max(evaluations.values()), abs=1e-4)
+
+
+def test_finished_run_is_not_repeated(trained, target, conversations, capsys):
+    out, summary = trained
+    before = (out / "model.safetensors").stat().st_mtime_ns
+    assert train_head(target, conversations, DATA, SETTINGS, 0, out) == summary
+    assert "already trained" in capsys.readouterr().err
+    assert (out / "model.safetensors").stat().st_mtime_ns == before
+
+
+def start(target, conversations, settings, out):
+    environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
+    environment.pop("DS_ACCELERATOR", None)
+    arguments = [target, conversations, DATA.model_dump_json(), settings.model_dump_json(), out]
+    return subprocess.Popen(
+        [sys.executable, "-c", RUN, *map(str, arguments)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def kill_after(process, out, num_steps):
+    path, deadline = out / "metrics.jsonl", time.monotonic() + 60
+    while not (path.exists() and path.read_text().count('"loss"') >= num_steps):
+        assert process.poll() is None, process.stderr.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_killed_run_continues_to_the_same_bits(target, conversations, tmp_path, dtype):
+    settings = SETTINGS.model_copy(update={"dtype": dtype, "num_steps": 40})
+    train_head(target, conversations, DATA, settings, 0, tmp_path / "whole")
+    out = tmp_path / "killed"
+    kill_after(start(target, conversations, settings, out), out, 10)
+    assert not (out / "model.safetensors").exists()
+    (checkpoint,) = (out / "checkpoints").glob("step-*")
+    again = start(target, conversations, settings, out)
+    stdout, stderr = again.communicate(timeout=120)
+    assert again.returncode == 0, stderr
+    assert stdout == "", "results go there, not DeepSpeed's chatter"
+    assert "[WARNING]" not in stderr
+    assert "[INFO]" not in stderr
+    assert f"continuing from {checkpoint}" in "".join(stderr.split("\n"))
+    first, second = tmp_path / "whole" / "model.safetensors", out / "model.safetensors"
+    assert first.read_bytes() == second.read_bytes()
+
+    def numbers(folder):
+        return [
+            {name: value for name, value in line.items() if name != "tokens_per_second"}
+            for line in metrics(folder)
+        ]
+
+    assert numbers(out) == numbers(tmp_path / "whole")
+
+
+def test_other_settings_do_not_continue_an_interrupted_run(target, conversations, tmp_path):
+    out = tmp_path / "run"
+    long = SETTINGS.model_copy(update={"num_steps": 400})
+    kill_after(start(target, conversations, long, out), out, 5)
+    kept = list((out / "checkpoints").iterdir())
+    with pytest.raises(UserError, match="interrupted training with other settings"):
+        train_head(target, conversations, DATA, SETTINGS, 0, out)
+    assert list((out / "checkpoints").iterdir()) == kept
+
+
+def test_loss_that_is_not_finite_names_step_and_last_good_checkpoint(
+    target, conversations, tmp_path
+):
+    settings = SETTINGS.model_copy(update={"learning_rate": 1e30, "save_every_steps": 1})
+    with pytest.raises(UserError, match=r"not finite: step \d+: .*checkpoint: \S+step-\d{8};"):
+        train_head(target, conversations, DATA, settings, 0, tmp_path / "run")
+    assert not (tmp_path / "run" / "model.safetensors").exists()
+
+
+def test_wandb_offline_gets_the_run(target, conversations, tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    settings = SETTINGS.model_copy(update={"num_steps": 3, "log": "wandb"})
+    train_head(target, conversations, DATA, settings, 0, tmp_path / "run")
+    (recorded,) = (tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb")
+    assert recorded.stat().st_size > 0
+    assert len(metrics(tmp_path / "run")) == 4
+
+
+def test_other_architectures_are_refused(target, conversations, tmp_path):
+    config = GPT2Config(vocab_size=300, n_embd=32, n_layer=1, n_head=2)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
+    FastTokenizer.from_pretrained(target).save_pretrained(tmp_path / "gpt2")
+    with pytest.raises(UserError, match=r"without the Llama family's layout: .*gpt2"):
+        train_head(tmp_path / "gpt2", conversations, DATA, SETTINGS, 0, tmp_path / "run")
+
+
+def test_folder_without_weights_is_refused(conversations, tmp_path):
+    with pytest.raises(UserError, match="model folder not found"):
+        train_head(tmp_path / "none", conversations, DATA, SETTINGS, 0, tmp_path / "run")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match="no weights"):
+        train_head(tmp_path / "empty", conversations, DATA, SETTINGS, 0, tmp_path / "run")
+
+
+def test_several_processes_are_refused(target, conversations, tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="training runs in one process: WORLD_SIZE = 2"):
+        train_head(target, conversations, DATA, SETTINGS, 0, tmp_path / "run")
+
+
+def test_batches_are_a_function_of_seed_and_step(target, conversations):
+    dataset = load_conversations(conversations)
+    tokenizer = FastTokenizer.from_pretrained(target)
+
+    def stream(seed):
+        return BatchStream(dataset, tokenizer, 4, 64, seed)
+
+    forward, jumping = stream(0), stream(0)
+    batches = [forward.batch(step) for step in range(20)]
+    for step in (19, 3, 11):
+        assert torch.equal(jumping.batch(step).token_ids, batches[step].token_ids)
+    assert not torch.equal(
+        stream(1).batch(0).token_ids[:, :20], batches[0].token_ids[:, :20]
+    )
+    # forty conversations make ten batches of four: an epoch has each of them once
+    epoch = [row for batch in batches[:10] for row in batch.token_ids[:, :40].tolist()]
+    texts = [tokenizer.decode(row) for row in epoch]
+    assert sum("user" in text for text in texts) == 40
+    spread = [int(batch.is_assistant.any(0).sum()) for batch in batches[:8]]
+    assert spread != sorted(spread), "batches sorted by length are shuffled again"
+
+
+def test_batches_without_assistant_tokens_are_refused(target, conversations):
+    dataset = load_conversations(conversations)
+    stream = BatchStream(dataset, FastTokenizer.from_pretrained(target), 4, 10, 0)
+    with pytest.raises(UserError, match="no assistant tokens to train on"):
+        stream.batch(0)
+
+
+def test_learning_rate_rises_then_falls_to_zero():
+    factor = learning_rate_factor(4, 10)
+    assert [factor(step) for step in range(4)] == [0.25, 0.5, 0.75, 1.0]
+    assert factor(4) == 1.0
+    assert factor(9) == pytest.approx(1 / 6)
+    assert factor(10) == 0
+
+
+def test_settings_that_cannot_work_are_refused():
+    with pytest.raises(ValueError, match="warmup_steps 2000 must be below num_steps 10"):
+        HeadSettings(num_steps=10)
+    with pytest.raises(ValueError, match="zero_stage 0 keeps no float32 master weights"):
+        HeadSettings(zero_stage=0)
+    assert HeadSettings(zero_stage=0, dtype="float32").num_steps == 800_000
+
+
+def test_settings_and_digests_import_no_torch():
+    code = (
+        "import sys, polybasic.train.settings, polybasic.chain.digests;"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
