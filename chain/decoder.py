@@ -202,12 +202,10 @@ def attend_to_ancestors(
 
     Args:
         positions: int64 [R].
-        among_rows: [R, rows of the tree in the cache and in this pass], 0 where a row sees
-            another (its ancestors and itself), -inf elsewhere.
+        among_rows: [R, R], 0 where a row sees another (its ancestors and itself), else -inf.
     """
     mask = folded_mask(among_rows, start, model.config.query_groups)
-    tree_start = start + among_rows.shape[1] - among_rows.shape[0]
-    return Attend(tree_start, model.rotary.at(positions), mask)
+    return Attend(start, model.rotary.at(positions), mask)
 
 
 def folded_mask(among_rows: Tensor, start: int, query_groups: int) -> Tensor:

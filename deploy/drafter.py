@@ -5,7 +5,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from polybasic.chain.decoder import attend_causally, attend_to_ancestors
+from polybasic.chain.decoder import Attend, attend_causally
 from polybasic.chain.eagle import EagleHead
 from polybasic.chain.linear import Linear
 from polybasic.chain.manifest import Tree
@@ -66,8 +66,8 @@ class EagleDrafter:
             capacity, head.config.hidden_size, dtype=head.dtype, device=head.device
         )
         self._num_observed = 0
-        hidden = torch.full((tree.top_k, tree.depth * tree.top_k), float("-inf"))
-        self._hidden = hidden.to(head.device, head.dtype)
+        groups = head.config.query_groups
+        self._mask = _Mask(tree, groups, capacity, head.dtype, head.device)
 
     def observe(self, states: Tensor) -> None:
         end = self._num_observed + len(states)
@@ -101,52 +101,106 @@ class EagleDrafter:
         return features[-1:]
 
     def _expand(self, tokens_so_far: list[int], depth: int) -> DraftTree:
-        top_k, device = self.tree.top_k, self.head.device
+        top_k = self.tree.top_k
         features = self._read_observed(tokens_so_far)
         start = self.cache.length
-        scores, tokens = self._log_probabilities(features).topk(top_k)
-        beam_scores, beam_tokens = scores[0], tokens[0]
-        beam_nodes = torch.arange(top_k, device=device)
-        # Candidates in the order in which they are numbered, parents before children.
-        all_scores, all_tokens = [beam_scores], [beam_tokens]
-        all_parents = [torch.full((top_k,), -1, device=device)]
+        log_probabilities, tokens = self._log_probabilities(features).topk(top_k)
+        beam_scores, beam_tokens = log_probabilities[0], tokens[0]
+        # Candidates of each level, flat; those of a level hang below that level's beam, whose
+        # members are numbered as candidates of the level above.
+        level_scores, level_tokens, beams = [beam_scores], [beam_tokens], []
+        beam = torch.arange(top_k, device=self.head.device)
         features = features.expand(top_k, -1)
-        among_rows = self._hidden[:, :0]
-        num_nodes = top_k
+        mask = self._mask.begin(start)
         for level in range(depth - 1):
-            among_rows = torch.cat([among_rows, self._hidden[:, :top_k]], 1)
-            among_rows[:, -top_k:].fill_diagonal_(0)
-            positions = torch.full((top_k,), start + level, device=device)
-            attend = attend_to_ancestors(self.head, start, positions, among_rows)
+            attend = Attend(
+                start + level * top_k,
+                self.head.rotary.between(start + level, start + level + 1),
+                mask.of_level(level),
+            )
             features = self.head.forward(beam_tokens, features, self.cache.layers[0], attend)
             log_probabilities, tokens = self._log_probabilities(features).topk(top_k)
             scores = (beam_scores[:, None] + log_probabilities).flatten()
             tokens = tokens.flatten()
-            all_scores.append(scores)
-            all_tokens.append(tokens)
-            all_parents.append(beam_nodes.repeat_interleave(top_k))
-            beam_scores, chosen = scores.topk(top_k)
-            beam_tokens, beam_nodes = tokens[chosen], num_nodes + chosen
-            expanded = chosen // top_k
-            features, among_rows = features[expanded], among_rows[expanded]
-            num_nodes += top_k * top_k
-        return self._keep_best(
-            tokens_so_far[-1],
-            torch.cat(all_scores),
-            torch.cat(all_tokens),
-            torch.cat(all_parents),
-        )
+            level_scores.append(scores)
+            level_tokens.append(tokens)
+            beams.append(beam)
+            beam_scores, beam = scores.topk(top_k)
+            beam_tokens, parents = tokens[beam], beam // top_k
+            features = features[parents]
+            mask.select(parents)
+        return self._keep_best(tokens_so_far[-1], level_scores, level_tokens, beams)
 
     def _log_probabilities(self, features: Tensor) -> Tensor:
         return self.lm_head(features).log_softmax(-1, dtype=torch.float32)
 
-    def _keep_best(self, root: int, scores: Tensor, tokens: Tensor, parents: Tensor) -> DraftTree:
+    def _keep_best(
+        self, root: int, scores: list[Tensor], tokens: list[Tensor], beams: list[Tensor]
+    ) -> DraftTree:
+        """The best `rows - 1` candidates of all levels."""
+        top_k = self.tree.top_k
         # The stable sort puts a parent before a child of equal score.
-        best = scores.sort(descending=True, stable=True).indices[: self.tree.rows - 1]
-        best = best.sort().values
-        table = torch.stack([best, tokens[best], parents[best]]).tolist()
-        row_of = {-1: 0} | {node: row for row, node in enumerate(table[0], 1)}
-        return DraftTree([root, *table[1]], [-1, *(row_of[parent] for parent in table[2])])
+        best = torch.cat(scores).sort(descending=True, stable=True).indices
+        best = best[: self.tree.rows - 1].sort().values
+        chosen, chosen_tokens = torch.stack([best, torch.cat(tokens)[best]]).tolist()
+        beam_members = torch.stack(beams).tolist() if beams else []
+        row_of, parents = {-1: 0}, [-1]
+        for row, candidate in enumerate(chosen, 1):
+            row_of[candidate] = row
+            parents.append(row_of[_parent_candidate(candidate, top_k, beam_members)])
+        return DraftTree([root, *chosen_tokens], parents)
+
+
+class _Mask:
+    """Which rows the candidates of a draft see: what was read before, their ancestors, themselves.
+
+    One row for each beam member and query head, one column for each row of the head's cache.
+    """
+
+    def __init__(
+        self,
+        tree: Tree,
+        query_groups: int,
+        capacity: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.top_k, self.query_groups = tree.top_k, query_groups
+        self._num_columns = draft_rows(tree)
+        shape = (tree.top_k, query_groups, capacity)
+        self._buffer = torch.zeros(shape, dtype=dtype, device=device)
+        itself = torch.full((tree.top_k, tree.top_k), float("-inf")).fill_diagonal_(0)
+        self._itself = itself[:, None].expand(-1, query_groups, -1).to(device, dtype)
+        self._start = 0
+
+    def begin(self, start: int) -> "_Mask":
+        """A draft behind `start` rows, all of which are seen."""
+        self._buffer[..., self._start : self._start + self._num_columns] = 0
+        self._start = start
+        return self
+
+    def of_level(self, level: int) -> Tensor:
+        """Mask [top_k * query groups, start + (level + 1) * top_k] of a level's beam."""
+        first = self._start + level * self.top_k
+        self._buffer[..., first : first + self.top_k] = self._itself
+        return self._buffer[..., : first + self.top_k].flatten(0, 1)
+
+    def select(self, parents: Tensor) -> None:
+        """The next beam: each member sees what its parent saw."""
+        columns = slice(self._start, self._start + self._num_columns)
+        self._buffer[..., columns] = self._buffer[parents, :, columns]
+
+
+def _parent_candidate(candidate: int, top_k: int, beam_members: list[list[int]]) -> int:
+    """Number of the candidate that this one hangs below; -1 is the root.
+
+    The first level has `top_k` candidates, every other one `top_k` for each member of its beam.
+    """
+    if candidate < top_k:
+        return -1
+    level, place = divmod(candidate - top_k, top_k * top_k)
+    above = 0 if level == 0 else top_k + (level - 1) * top_k * top_k
+    return above + beam_members[level][place // top_k]
 
 
 def draft_rows(tree: Tree) -> int:
