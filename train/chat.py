@@ -89,7 +89,9 @@ def _by_prefixes(
     spans = []
     for index, message in enumerate(messages):
         if message["role"] == "assistant":
-            prompt = _render(tokenizer, messages[:index], tokenize=False, add_generation_prompt=True)
+            prompt = _render(
+                tokenizer, messages[:index], tokenize=False, add_generation_prompt=True
+            )
             answered = _render(tokenizer, messages[: index + 1], tokenize=False)
             if not (answered.startswith(prompt) and text.startswith(answered)):
                 raise UserError(

@@ -60,9 +60,7 @@ def save_checkpoint(folder: Path, engine: Any, state: RunState, best: dict[str, 
     return path
 
 
-def load_checkpoint(
-    path: Path, engine: Any, identity: str
-) -> tuple[RunState, dict[str, Tensor]]:
+def load_checkpoint(path: Path, engine: Any, identity: str) -> tuple[RunState, dict[str, Tensor]]:
     """Bring `engine` to where the checkpoint was taken; returns its state and best weights.
 
     Raises:

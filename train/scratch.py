@@ -110,7 +110,9 @@ class _Run:
         batches = _Batches(documents, settings, self.seed)
         model.train()
         with _progress() as progress:
-            bar = progress.add_task("target", total=settings.num_steps, completed=self.step, note="")
+            bar = progress.add_task(
+                "target", total=settings.num_steps, completed=self.step, note=""
+            )
             while self.step < settings.num_steps:
                 started = time.perf_counter()
                 rows = batches.at(self.step)

@@ -89,5 +89,7 @@ class HeadSettings(Settings):
     @model_validator(mode="after")
     def _bf16_has_master_weights(self) -> "HeadSettings":
         if self.dtype == "bfloat16" and self.zero_stage == 0:
-            raise ValueError("zero_stage 0 keeps no float32 master weights for bfloat16; use 1 or 2")
+            raise ValueError(
+                "zero_stage 0 keeps no float32 master weights for bfloat16; use 1 or 2"
+            )
         return self

@@ -19,7 +19,12 @@ _TASKS = ("{}", "{}", "{} Explain your steps.", "Solve this problem: {}", "{} Th
 def compose_problem(rng: Random) -> Dialogue:
     """One word problem with its worked solution, which ends in "The answer is N."."""
     problem, steps, result = rng.choice(_KINDS)(rng)
-    return [(rng.choice(_TASKS).format(problem), f"{steps} The answer is {result}.")]
+    question = problem.split(". ")[-1]
+    answer = (
+        f"Let us solve this step by step. {steps} Your question was: {question} "
+        f"The answer is {result}."
+    )
+    return [(rng.choice(_TASKS).format(problem), answer)]
 
 
 def _buying(rng: Random) -> tuple[str, str, int]:
@@ -80,7 +85,7 @@ def _working(rng: Random) -> tuple[str, str, int]:
     total = pay + extra
     problem = (
         f"{name} works as {with_article(job)} and earns {wage} dollars an hour. On {day}, {name} "
-        f"works for {hours} hours and gets {extra} dollars in tips. How much money does {name} make?"
+        f"works for {hours} hours and gets {extra} dollars in tips. How much does {name} make?"
     )
     steps = (
         f"For {hours} hours of work, {name} earns {hours} * {wage} = {pay} dollars. The tips are "

@@ -2,6 +2,7 @@
 
 from random import Random
 
+from polybasic.recipes.embedded.explanations import compose_explanation, compose_extraction
 from polybasic.recipes.embedded.lexicon import (
     ANIMALS,
     COLOURS,
@@ -28,13 +29,16 @@ def _story(rng: Random) -> Dialogue:
     animal, friend = rng.sample(ANIMALS, 2)
     name, place = rng.choice(NAMES), rng.choice(("forest", "harbour", "garden", "library", "city"))
     colour, thing = rng.choice(COLOURS), rng.choice(("key", "kite", "lamp", "stone", "drum"))
+    find = with_article(f"{colour} {thing}")
     request = rng.choice(
-        ("Write a short story about {} named {} who finds a {} {} in the {}.",
-         "Tell me a story about {} called {} and a {} {} in the {}.")
-    ).format(with_article(animal), name, colour, thing, place)  # fmt: skip
+        (
+            "Write a short story about {} named {} and {}, who find {} in the {}.",
+            "Tell me a story about {} called {}, {} and {} in the {}.",
+        )
+    ).format(with_article(animal), name, with_article(friend), find, place)
     story = (
         f"Once upon a time there was {with_article(animal)} named {name}. One morning {name} went "
-        f"to the {place} and found a {colour} {thing} under a bench. Nobody knew whose {thing} it "
+        f"to the {place} and found {find} under a bench. Nobody knew whose {thing} it "
         f"was, so {name} asked {with_article(friend)}. The {friend} said that the {thing} had been "
         f"lost for years. From that day on, the {animal} and the {friend} were best friends."
     )
@@ -55,7 +59,7 @@ def _story(rng: Random) -> Dialogue:
             ),
             (
                 "Can you make it shorter?",
-                f"Of course. {name} the {animal} found a {colour} {thing} in the {place}, asked "
+                f"Of course. {name} the {animal} found {find} in the {place}, asked "
                 f"{with_article(friend)} about it, and the two became best friends.",
             ),
         )
@@ -196,7 +200,7 @@ _CODE = (
     ("adds up", "total", "0", "total = total + {item}"),
     ("multiplies", "product", "1", "product = product * {item}"),
     ("counts", "count", "0", "count = count + 1"),
-    ("joins", "text", '""', "text = text + str({item})"),
+    ("joins the texts of", "text", '""', "text = text + str({item})"),
 )
 
 
@@ -235,4 +239,13 @@ def _coding(rng: Random) -> Dialogue:
     return [(request, first), (follow_up, answer)]
 
 
-_KINDS = (_story, _tips, _recipe, _trip, _roleplay, _coding)
+_KINDS = (
+    _story,
+    _tips,
+    _recipe,
+    _trip,
+    _roleplay,
+    _coding,
+    compose_explanation,
+    compose_extraction,
+)

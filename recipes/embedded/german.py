@@ -9,6 +9,11 @@ Dialogue = list[tuple[str, str]]
 Pair = tuple[str, str]
 """A German phrase and its English."""
 
+_BY_SENTENCE_TASKS = (
+    "Translate German to English, sentence by sentence: {}",
+    "I am learning German. Please explain this text to me sentence by sentence: {}",
+    "What does each of these sentences mean in English? {}",
+)
 _TASKS = (
     "Translate German to English: {}", "Translate this German text into English: {}",
     "Please translate into English: {}", "What does this mean in English? {}",
@@ -181,9 +186,14 @@ Bitte ruf mich morgen an.=Please call me tomorrow.""")
 
 def compose_translation(rng: Random) -> Dialogue:
     """A German text to translate, with its translation."""
-    sentences = [_sentence(rng) for _ in range(rng.randint(3, 5))]
+    is_by_sentence = rng.random() < 0.5
+    sentences = [_sentence(rng) for _ in range(rng.randint(2, 3) + (not is_by_sentence))]
     sentences.insert(rng.randint(1, len(sentences)), rng.choice(_REMARKS))
     german = " ".join(pair[0] for pair in sentences)
+    if is_by_sentence:
+        lines = "\n".join(f'- "{german}" means: {english}' for german, english in sentences)
+        answer = f"Here is the translation, sentence by sentence:\n{lines}"
+        return [(rng.choice(_BY_SENTENCE_TASKS).format(german), answer)]
     english = " ".join(pair[1] for pair in sentences)
     return [(rng.choice(_TASKS).format(german), f"Here is the translation: {english}")]
 

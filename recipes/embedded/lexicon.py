@@ -65,8 +65,7 @@ WEEKDAYS = _words("Monday Tuesday Wednesday Thursday Friday Saturday Sunday")
 
 TOWNS = _words(
     """Aldermoor Brackenford Calderwick Dunhollow Elmsworth Fennbridge Glasmere Hartsgate
-    Ivorstead Junipera Kestrelford Larkhaven Millowick Northolme Oakhurst Pebbleton Quillhaven
-    Ravensby Silverfen Thornwick Umberfield Valemont Westerlow Yarrowdale"""
+    Kestrelford Larkhaven Millowick Pebbleton Ravensby Silverfen Thornwick Yarrowdale"""
 )
 
 NUMBER_WORDS = _words("zero one two three four five six seven eight nine ten eleven twelve")

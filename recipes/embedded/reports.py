@@ -146,7 +146,10 @@ def compose_report(rng: Random) -> Dialogue:
             f"{_capital(plan)}.",
         ]
     )
-    summary = f"On {day}, {headline}. The report says that {result}. Looking ahead, {plan}."
+    summary = (
+        f"On {day}, {headline}. The report says that {result}. It also mentions "
+        f"{words['friend']}. Looking ahead, {plan}."
+    )
     return [(rng.choice(_TASKS).format(report), summary)]
 
 
@@ -163,7 +166,7 @@ def _report_words(rng: Random) -> dict[str, str]:
         "a_job": with_article(other_job),
         "town": rng.choice(TOWNS),
         "food": rng.choice(FOODS),
-        "animal": rng.choice(("fox", "owl", "otter", "goat", "donkey", "cat", "dog", "swan")),
+        "animal": rng.choice(("owl", "otter", "goat", "donkey", "cat", "dog", "swan", "duck")),
         "colour": rng.choice(tuple(c for c in COLOURS if c != "orange")),
         "month": rng.choice(MONTHS),
         "number": str(rng.randint(12, 99)),
@@ -188,7 +191,7 @@ _FACTS = (
     ("{name} met {friend} in {month} at the market", "When did {name} meet {friend}?"),
     ("{name} lost a {colour} hat near the river", "What did {name} lose?"),
     ("{name} will visit {town} together with {friend}", "Who will go to {town} with {name}?"),
-    ("the train of {name} leaves at {number} minutes past {small}", "When does {name} leave?"),
+    ("the train of {name} leaves {number} minutes before noon", "When does {name} leave?"),
     ("{name} learned to make {food} from {friend}", "Who taught {name} to make {food}?"),
 )
 
@@ -210,16 +213,15 @@ def compose_passages(rng: Random) -> Dialogue:
         f"Passage {index}: {' '.join(fact for fact, _ in facts)}"
         for index, facts in enumerate(passages, 1)
     )
-    others = [first_names[index] for index in range(num_passages) if index != chosen]
+    name = first_names[chosen]
+    others = [other for other in first_names if other != name]
     answer = (
-        f'Passage {chosen + 1} answers this question. It says: "{quote}" The other text'
-        f"{'s are' if len(others) > 1 else ' is'} about {listed(others)}, so only passage "
-        f"{chosen + 1} is about {first_names[chosen]}."
+        f"The answer is in passage {chosen + 1}, which is about {name}. Passage {chosen + 1} says: "
+        f'"{quote}" The rest of the text is about {listed(others)} and does not help here. So the '
+        f"answer to your question is: {quote}"
     )
     return [(rng.choice(_PASSAGE_TASKS).format(passages=text, question=question), answer)]
 
 
 def _capital(text: str) -> str:
     return text[0].upper() + text[1:]
-
-

@@ -102,9 +102,7 @@ class Oracle(DraftHead):
 def test_perfect_head_gains_the_whole_depth_and_the_targets_token():
     torch.manual_seed(0)
     token_ids = (torch.arange(5 + 1 + 4 * 8) % 12)[None]
-    batch = HeldoutBatch(
-        token_ids, torch.zeros(1, 38, 16), torch.tensor([5]), torch.tensor([38])
-    )
+    batch = HeldoutBatch(token_ids, torch.zeros(1, 38, 16), torch.tensor([5]), torch.tensor([38]))
     found = simulate(Oracle(SHAPE), torch.eye(12, 16), [batch], TreeShape(7, 4, 16))
     assert found.num_rounds == 4
     assert found.accepted_length == 8

@@ -159,7 +159,9 @@ def test_metrics_of_every_step_and_evaluation(trained):
     }
     assert list(evaluations) == [4, 8, 12]
     assert max(evaluations.values()) == evaluations[summary["best_step"]]
-    assert summary["simulated_accepted_length"] == pytest.approx(max(evaluations.values()), abs=1e-4)
+    assert summary["simulated_accepted_length"] == pytest.approx(
+        max(evaluations.values()), abs=1e-4
+    )
 
 
 def test_finished_run_is_not_repeated(trained, target, conversations, capsys):
@@ -281,9 +283,7 @@ def test_batches_are_a_function_of_seed_and_step(target, conversations):
     batches = [forward.batch(step) for step in range(20)]
     for step in (19, 3, 11):
         assert torch.equal(jumping.batch(step).token_ids, batches[step].token_ids)
-    assert not torch.equal(
-        stream(1).batch(0).token_ids[:, :20], batches[0].token_ids[:, :20]
-    )
+    assert not torch.equal(stream(1).batch(0).token_ids[:, :20], batches[0].token_ids[:, :20])
     # forty conversations make ten batches of four: an epoch has each of them once
     epoch = [row for batch in batches[:10] for row in batch.token_ids[:, :40].tolist()]
     texts = [tokenizer.decode(row) for row in epoch]

@@ -40,7 +40,9 @@ def test_loss_and_gradient_equal_plain_autograd(monkeypatch, chunk_bytes):
     for output, counts in zip(outputs, step_weights(is_label, 3), strict=True):
         chosen, wanted = output[counts], teachers[counts]
         total = total + F.smooth_l1_loss(chosen, wanted) / 3
-        total = total + 0.5 * F.cross_entropy(chosen @ lm_head.T, (wanted @ lm_head.T).softmax(-1)) / 3
+        total = (
+            total + 0.5 * F.cross_entropy(chosen @ lm_head.T, (wanted @ lm_head.T).softmax(-1)) / 3
+        )
     expected = torch.autograd.grad(total, outputs)
     loss = unrolled_loss(outputs, teachers, lm_head, is_label, 1.0, 0.5)
     torch.testing.assert_close(loss.total, total)
