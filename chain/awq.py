@@ -58,6 +58,7 @@ class QuantizedWeight:
         qweight: Tensor,
         qzeros: Tensor,
         scales: Tensor,
+        *,
         group_size: int = GROUP_SIZE,
         name: str = "linear",
     ) -> "QuantizedWeight":

@@ -1,10 +1,14 @@
 """The target in 4 bits: AWQ with autoawq, written as an ordinary AutoAWQ checkpoint.
 
 autoawq 0.2.9 is archived and stays behind this module. Under transformers 5 and on a CPU it needs:
-its import kept from turning on every DeprecationWarning of the process; models loaded by us (its
-own loader trusts remote code); its tqdm bar replaced by ours; its clip search as a matrix product
-(a broadcast product there, ten times slower, and it stops at out features that are no multiple of
-64); and its folder written by us (it writes mode 0600). The rounding to 4 bits is its own.
+- its import kept from turning on every DeprecationWarning of the process;
+- models loaded by us, without a cache (its own loader trusts remote code);
+- its tqdm bar replaced by ours;
+- its clip search as a matrix product: the broadcast product there is thirty times slower and stops
+  at out features that are no multiple of 64;
+- its scale search over fewer tokens;
+- its folder written by us (it writes mode 0600).
+The rounding to 4 bits is its own.
 """
 
 import warnings
@@ -17,7 +21,7 @@ from huggingface_hub import save_torch_state_dict
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from polybasic.chain.awq import CODES_PER_WORD, GROUP_SIZE, QUANTIZATION_CONFIG
+from polybasic.chain.awq import GROUP_SIZE, QUANTIZATION_CONFIG
 from polybasic.chain.checkpoint import checkpoint_files, copy_files, model_files
 from polybasic.chain.errors import UserError
 from polybasic.chain.files import read_json, whole_folder, write_json
@@ -43,6 +47,7 @@ for _warning in _import_warnings:
 SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "phi3")
 """Families whose layers autoawq and transformers 5 agree on; the tests quantize each."""
 
+_PACKED_OUT_MULTIPLE = 32  # autoawq packs so; the format itself needs a multiple of 8
 _VALUE_PROJECTIONS = ("v_proj", "qkv_proj")
 _SEARCH_TOKENS = 2048  # enough to tell 20 grid points apart; the channel means use all samples
 _CLIP_ROWS = 1024  # output features at a time, bounds the memory of the clip search
@@ -76,10 +81,10 @@ def quantize_target(
     """
     config = read_json(target / "config.json", "model config")
     _check_config(config, settings, target)
+    _check_token_ids(samples, config["vocab_size"], target)
     rows = calibration_samples(
         samples, settings.num_calibration_samples, settings.calibration_tokens, seed
     )
-    _check_token_ids(rows, config["vocab_size"], target)
     model = load_target(target)
     _check_shapes(model, target)
     _search_and_round(model, rows)
@@ -87,7 +92,7 @@ def quantize_target(
         _write_checkpoint(model, config, target, folder)
 
 
-class _Quantizer(autoawq.AwqQuantizer):  # type: ignore[misc, name-defined]
+class _Quantizer(autoawq.AwqQuantizer):
     """autoawq's search with its two slow loops shortened, and with its inputs checked."""
 
     def init_quant(self, **limits: int) -> tuple[list[nn.Module], dict[str, Any], Tensor]:
@@ -133,7 +138,7 @@ class _Quantizer(autoawq.AwqQuantizer):  # type: ignore[misc, name-defined]
         n_sample_token: int = 512,
     ) -> Tensor:
         """autoawq's search for the best clipping bound [O, G, 1] of each group of w [O, I]."""
-        x_TI = input_feat.reshape(-1, input_feat.shape[-1])
+        x_TI = input_feat.reshape(-1, input_feat.shape[-1]).to(w.device)
         x_TI = x_TI[:: max(1, len(x_TI) // n_sample_token)]
         x_GTg = x_TI.unflatten(1, (-1, self.group_size)).transpose(0, 1)
         bounds = []
@@ -171,7 +176,7 @@ def _search_and_round(model: PreTrainedModel, rows: list[list[int]]) -> None:
     )
     # autoawq walks the layers itself: a transformers that calls them otherwise (a mask or a rotary
     # table that it misses) would calibrate on wrong activations without a word
-    deviation = (wrapper.quantizer.inps[0] - expected).norm() / expected.norm()
+    deviation = (wrapper.quantizer.inps[0].cpu() - expected).norm() / expected.norm()
     if not deviation < 1e-3:
         raise UserError(
             "autoawq misreads this model",
@@ -180,7 +185,7 @@ def _search_and_round(model: PreTrainedModel, rows: list[list[int]]) -> None:
         )
 
 
-def _keeping_values(family: type) -> Any:
+def _keeping_values(family: Any) -> Any:
     """autoawq's class of a model family, without scalings that change the values in the cache."""
 
     class KeepingValues(family):
@@ -237,9 +242,8 @@ def _write_checkpoint(
     dtype_key = "dtype" if "dtype" in config else "torch_dtype"
     quantized = {**config, dtype_key: "float16", "quantization_config": QUANTIZATION_CONFIG}
     write_json(folder / "config.json", quantized)
-    others = {*checkpoint_files(target), "generation_config.json"} - set(model_files(target))
-    names = sorted(name for name in others if (target / name).is_file())
-    copy_files(target, folder, names)
+    copied = {*checkpoint_files(target)} - {*model_files(target)} | {"generation_config.json"}
+    copy_files(target, folder, [name for name in copied if (target / name).is_file()])
     for path in folder.iterdir():
         path.chmod(_FILE_MODE)
 
@@ -268,23 +272,24 @@ def _check_config(config: dict[str, Any], settings: QuantizeSettings, target: Pa
         )
 
 
-def _check_token_ids(rows: list[list[int]], vocab_size: int, target: Path) -> None:
-    largest, smallest = max(map(max, rows)), min(map(min, rows))
-    if smallest < 0 or largest >= vocab_size:
-        raise UserError(
-            "token id outside of the vocabulary",
-            f"{smallest if smallest < 0 else largest}, {target} has {vocab_size} tokens",
-            "encode the conversations with the target's own tokenizer",
-        )
+def _check_token_ids(rows: Sequence[Sequence[int]], vocab_size: int, target: Path) -> None:
+    for row in rows:
+        for token_id in row:
+            if not 0 <= token_id < vocab_size:
+                raise UserError(
+                    "token id outside of the vocabulary",
+                    f"{token_id}, {target} has {vocab_size} tokens",
+                    "encode the conversations with the target's own tokenizer",
+                )
 
 
 def _check_shapes(model: PreTrainedModel, target: Path) -> None:
     for name, module in model.model.layers.named_modules(prefix="model.layers"):
         if isinstance(module, nn.Linear) and (
-            module.in_features % GROUP_SIZE or module.out_features % CODES_PER_WORD
+            module.in_features % GROUP_SIZE or module.out_features % _PACKED_OUT_MULTIPLE
         ):
             raise UserError(
                 "linear does not divide into groups",
                 f"{name}.weight [{module.out_features}, {module.in_features}] in {target}",
-                f"4 bits need out % {CODES_PER_WORD} = 0 and in % {GROUP_SIZE} = 0",
+                f"out must be a multiple of {_PACKED_OUT_MULTIPLE} and in of {GROUP_SIZE}",
             )

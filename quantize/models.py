@@ -1,9 +1,9 @@
 """Target and intermediate as transformers models in float32, for calibration and measurement."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from rich.console import Console
@@ -28,8 +28,9 @@ def load_target(folder: Path) -> PreTrainedModel:
     """
     read_json(folder / "config.json", "model config")
     weight_files(folder)
+    load: Callable[..., Any] = AutoModelForCausalLM.from_pretrained
     with _without_loading_bar():
-        model, report = AutoModelForCausalLM.from_pretrained(
+        model, report = load(
             folder,
             dtype=torch.float32,
             attn_implementation="sdpa",

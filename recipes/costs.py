@@ -9,18 +9,17 @@ from polybasic.recipes.pipeline import StageState
 from polybasic.recipes.schema import Recipe
 from polybasic.recipes.sizes import Shape
 
-TRAIN_FLOPS = 2.0e11
-"""Operations a second of a training step, forward and backward."""
-QUANTIZE_FLOPS = 2.0e11
+FLOPS = 2.1e11
+"""Operations a second of training, of the 4-bit search and of evaluations."""
 READ_BYTES_PER_SECOND = 12e9
 """Weights that a decoding pass reads."""
 LAYER_SECONDS = 0.3e-3
 """What a decoder layer costs in an eager pass, whatever its size."""
 
-_CONVERSATION_BYTES = 900
-_CONVERSATION_TOKENS = 160
+_CONVERSATION_BYTES = 620
+_CONVERSATION_TOKENS = 115
 _PROCESS_BYTES = 700e6
-_SEARCH_PASSES = 60
+_SEARCH_PASSES = 8
 """AWQ's grid of scales and clips, in forward passes over the calibration tokens."""
 _ADAM_BYTES = 16
 """Of one trained parameter: float32 weight, gradient and two moments."""
@@ -52,7 +51,7 @@ _Costs = tuple[int, float, float, float]
 def _data(recipe: Recipe, shape: Shape) -> _Costs:
     is_embedded = recipe.data.conversations == "embedded"
     num = recipe.target.scratch.num_embedded_conversations if is_embedded else 0
-    return 0, 4.0 * num * _CONVERSATION_BYTES, 1.0 * num * _CONVERSATION_BYTES, 5 + num * 5e-4
+    return 0, 4.0 * num * _CONVERSATION_BYTES, 1.0 * num * _CONVERSATION_BYTES, 1 + num * 1e-4
 
 
 def _target(recipe: Recipe, shape: Shape) -> _Costs:
@@ -63,22 +62,33 @@ def _target(recipe: Recipe, shape: Shape) -> _Costs:
     activations = (
         4
         * scratch.batch_tokens
-        * (20 * shape.num_layers * shape.hidden_size + 3 * shape.vocab_size)
+        * (30 * shape.num_layers * shape.hidden_size + 3 * shape.vocab_size)
     )
     operations = 6 * num * scratch.num_steps * scratch.batch_tokens
-    return num, num * _ADAM_BYTES + activations, num * 14, 30 + operations / TRAIN_FLOPS
+    return num, num * _ADAM_BYTES + activations, num * 14, 10 + operations / FLOPS
 
 
 def _draft(recipe: Recipe, shape: Shape) -> _Costs:
     train, num = recipe.train, shape.num_draft_parameters
     step_tokens = train.batch_size * _row_tokens(recipe)
     logits = train.batch_size * recipe.data.max_tokens * shape.vocab_size * 4
-    passes = 2 * shape.num_parameters + train.unroll_steps * (
-        6 * num + 4 * shape.num_embedding_parameters
+    step_operations = step_tokens * (
+        2 * shape.num_parameters
+        + train.unroll_steps * (6 * num + 4 * shape.num_embedding_parameters)
     )
+    evaluation_operations = (
+        recipe.data.num_heldout
+        * train.eval_answer_tokens
+        * train.eval_tree_depth
+        * train.eval_tree_top_k
+        * 2
+        * (num + shape.num_embedding_parameters)
+    )
+    num_evaluations = 1 + train.num_steps // train.eval_every_steps
+    operations = train.num_steps * step_operations + num_evaluations * evaluation_operations
     memory = shape.num_bytes + num * _ADAM_BYTES + 4 * logits
     disk = shape.num_draft_bytes + num * 2 * _ADAM_BYTES
-    return num, memory, disk, 30 + train.num_steps * step_tokens * passes / TRAIN_FLOPS
+    return num, memory, disk, 15 + operations / FLOPS
 
 
 def _intermediate(recipe: Recipe, shape: Shape) -> _Costs:
@@ -88,7 +98,7 @@ def _intermediate(recipe: Recipe, shape: Shape) -> _Costs:
         2 * shape.num_parameters * (tokens * _SEARCH_PASSES + 2 * quantize.num_quality_tokens)
     )
     memory = 3 * shape.num_bytes + 40 * tokens * shape.hidden_size
-    seconds = 20 + operations / QUANTIZE_FLOPS
+    seconds = 5 + operations / FLOPS
     return shape.num_parameters, memory, shape.num_int4_bytes, seconds
 
 

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from polybasic.chain.checkpoint import split_hub_id
+from polybasic.chain.config import decoder_config
 from polybasic.chain.errors import UserError
 from polybasic.chain.files import read_json
 from polybasic.recipes.schema import Recipe
@@ -71,19 +71,11 @@ def shape_of_target(recipe: Recipe) -> Shape:
     """The target's sizes: from the recipe, or from its config.json (fetched alone for a hub id).
 
     Raises:
-        UserError: no checkpoint there, or a config that is not that of a decoder.
+        UserError: no checkpoint there, or an architecture that the runtime does not compute.
     """
     if recipe.target.model == "scratch":
         return _shape_of_scratch(recipe.target.scratch)
-    path = _config_path(recipe.target.model)
-    try:
-        return _shape_of_config(read_json(path, "model config"))
-    except (KeyError, TypeError) as error:
-        raise UserError(
-            "not the config of a decoder",
-            f"{path} ({error})",
-            "name a checkpoint of the Llama family in target.model",
-        ) from error
+    return _shape_of_config(_config_path(recipe.target.model))
 
 
 def is_downloaded(model: str) -> bool:
@@ -112,18 +104,19 @@ def _shape_of_scratch(scratch: ScratchSettings) -> Shape:
     )
 
 
-def _shape_of_config(config: dict[str, Any]) -> Shape:
-    num_heads = config["num_attention_heads"]
-    dtype = config.get("dtype") or config.get("torch_dtype")
+def _shape_of_config(path: Path) -> Shape:
+    content = read_json(path, "model config")
+    decoder = decoder_config(content, str(path))
+    dtype = content.get("dtype") or content.get("torch_dtype")
     return Shape(
-        vocab_size=config["vocab_size"],
-        hidden_size=config["hidden_size"],
-        intermediate_size=config["intermediate_size"],
-        num_layers=config["num_hidden_layers"],
-        num_heads=num_heads,
-        num_kv_heads=config.get("num_key_value_heads") or num_heads,
-        head_size=config.get("head_dim") or config["hidden_size"] // num_heads,
-        is_tied=bool(config.get("tie_word_embeddings", False)),
+        vocab_size=decoder.vocab_size,
+        hidden_size=decoder.hidden_size,
+        intermediate_size=decoder.intermediate_size,
+        num_layers=decoder.num_layers,
+        num_heads=decoder.num_heads,
+        num_kv_heads=decoder.num_kv_heads,
+        head_size=decoder.head_dim,
+        is_tied=decoder.tie_word_embeddings,
         weight_bytes=4 if dtype == "float32" else 2,
     )
 

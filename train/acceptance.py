@@ -221,7 +221,8 @@ def _answered(target: Target, prompts: list[list[int]], answer_tokens: int) -> H
         mask[row, width - len(prompt) :] = 1
     ends = target.model.generation_config.eos_token_id
     ends = ends if isinstance(ends, list) else [ends]
-    generated = target.model.generate(
+    model: Any = target.model  # its generate is typed as a tensor
+    generated = model.generate(
         input_ids=padded.to(device),
         attention_mask=mask.to(device),
         max_new_tokens=answer_tokens,

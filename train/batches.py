@@ -1,5 +1,6 @@
 """Training batches: a pure function of the seed and the step, so that nothing must be saved."""
 
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -75,7 +76,7 @@ class BatchStream:
             )
         usable.sort(key=lambda each: len(each.input_ids))
         cuts = [len(usable) * number // WINDOW_BATCHES for number in range(WINDOW_BATCHES + 1)]
-        batches = [usable[a:b] for a, b in zip(cuts, cuts[1:], strict=False) if a < b]
+        batches = [usable[a:b] for a, b in itertools.pairwise(cuts) if a < b]
         return [batches[number] for number in self._permutation(len(batches), index, "window")]
 
     def _row(self, position: int) -> int:

@@ -4,19 +4,14 @@ A row is {"id", "task", "messages": [{"role", "content"}, ...]}: an optional sys
 user and assistant in turns, the assistant last.
 """
 
-import gzip
 import hashlib
-import io
-import json
 import re
 import sys
-import zlib
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-import zstandard
 from datasets import Dataset, Features, Value, load_dataset
 from datasets.exceptions import DatasetNotFoundError
 from huggingface_hub import HfApi
@@ -24,6 +19,7 @@ from huggingface_hub.errors import HfHubHTTPError
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.files import sha256_of_file, sha256_of_object
+from polybasic.train.conversation_files import FILE_NAME, check_file, read_file
 
 ROLES = {
     "human": "user",
@@ -41,7 +37,6 @@ FEATURES = Features(
         "messages": [{"role": Value("string"), "content": Value("string")}],
     }
 )
-_FILE_NAME = re.compile(r"\.jsonl?(\.gz|\.zst)?$")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
@@ -62,7 +57,7 @@ def load_conversations(source: str, limit: int | None = None) -> Dataset:
             usable in it.
     """
     rows, skipped = [], Counter[str]()
-    raw_rows = _read_file(Path(source)) if _is_file(source) else _read_hub(source)
+    raw_rows = read_file(Path(source)) if _is_file(source) else _read_hub(source)
     for number, (raw, where) in enumerate(raw_rows):
         row = _normalise(raw, where, number)
         if isinstance(row, str):
@@ -124,7 +119,7 @@ def data_digest(source: str) -> str:
         UserError: the file or the hub dataset does not exist.
     """
     if _is_file(source):
-        _check_file(Path(source))
+        check_file(Path(source))
         return sha256_of_file(Path(source))
     name, revision = _hub_id(source)
     if revision is None or not _COMMIT.fullmatch(revision):
@@ -136,101 +131,7 @@ def data_digest(source: str) -> str:
 
 
 def _is_file(source: str) -> bool:
-    return bool(_FILE_NAME.search(source)) or Path(source).exists()
-
-
-def _check_file(path: Path) -> None:
-    if not path.exists():
-        raise UserError("conversation file not found", str(path), "check data.conversations")
-    if not path.is_file() or not _FILE_NAME.search(path.name):
-        raise UserError(
-            "not a conversation file",
-            str(path),
-            "give a .json or .jsonl file, which may be compressed to .gz or .zst",
-        )
-
-
-def _read_file(path: Path) -> Iterator[tuple[Any, str]]:
-    """Yield (row, "FILE line N") for each row of a JSON list or of JSON lines."""
-    _check_file(path)
-    try:
-        with _open_text(path) as text:
-            start = text.readline()
-            while start and not start.strip():
-                start = text.readline()
-            text.seek(0)
-            if not start:
-                raise UserError("empty conversation file", str(path), "give one with content")
-            yield from _list_rows(text, path) if start.lstrip()[0] == "[" else _lines(text, path)
-    except (gzip.BadGzipFile, zlib.error, zstandard.ZstdError, EOFError) as error:
-        raise UserError("corrupt compressed file", f"{path} ({error})", "fetch it again") from error
-    except UnicodeDecodeError as error:
-        raise UserError(
-            "conversation file is not UTF-8 text", f"{path} ({error.reason})", "convert it"
-        ) from error
-
-
-def _open_text(path: Path) -> IO[str]:
-    if path.suffix == ".gz":
-        return gzip.open(path, "rt", encoding="utf-8-sig")
-    if path.suffix == ".zst":
-        with path.open("rb") as packed, zstandard.ZstdDecompressor().stream_reader(packed) as plain:
-            content = plain.read()
-        if not content and path.stat().st_size == 0:
-            raise UserError("empty conversation file", str(path), "give one with content")
-        return io.TextIOWrapper(io.BytesIO(content), encoding="utf-8-sig")
-    return path.open(encoding="utf-8-sig")
-
-
-def _lines(text: IO[str], path: Path) -> Iterator[tuple[Any, str]]:
-    for number, line in enumerate(text, start=1):
-        if line.strip():
-            where = f"{path} line {number}"
-            try:
-                yield json.loads(line), where
-            except json.JSONDecodeError as error:
-                raise _not_json(where, error) from error
-
-
-def _list_rows(text: IO[str], path: Path) -> Iterator[tuple[Any, str]]:
-    """Decode a JSON list element by element, so that each row knows its line."""
-    content = text.read()
-    decode = json.JSONDecoder().raw_decode
-    line, counted = 1, 0
-    position = _skip_blank(content, content.index("[") + 1)
-    closed = content[position : position + 1] == "]"
-    while not closed:
-        line += content.count("\n", counted, position)
-        counted = position
-        where = f"{path} line {line}"
-        try:
-            row, position = decode(content, position)
-        except json.JSONDecodeError as error:
-            raise _not_json(f"{path} line {error.lineno}", error) from error
-        yield row, where
-        position = _skip_blank(content, position)
-        mark = content[position : position + 1]
-        closed = mark == "]"
-        if not closed:
-            if mark != ",":
-                line = content.count("\n", 0, position) + 1
-                error = json.JSONDecodeError("Expecting ',' or ']'", content, position)
-                raise _not_json(f"{path} line {line}", error)
-            position = _skip_blank(content, position + 1)
-    if content[position + 1 :].strip():
-        line = content.count("\n", 0, position) + 1
-        error = json.JSONDecodeError("Extra data after the list", content, position + 1)
-        raise _not_json(f"{path} line {line}", error)
-
-
-def _skip_blank(content: str, position: int) -> int:
-    while content[position : position + 1].isspace():
-        position += 1
-    return position
-
-
-def _not_json(where: str, error: json.JSONDecodeError) -> UserError:
-    return UserError("not JSON", f"{where} ({error.msg})", "repair the line or remove it")
+    return bool(FILE_NAME.search(source)) or Path(source).exists()
 
 
 def _hub_id(source: str) -> tuple[str, str | None]:

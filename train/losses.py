@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_CHUNK_BYTES = 64 << 20
+_CHUNK_BYTES = 16 << 20  # of logits at a time: what a CPU's cache holds
+_CHUNK_TOKENS = 128  # but not less, for a GPU's sake
 
 
 @dataclass(frozen=True)
@@ -97,20 +98,23 @@ class _SoftCrossEntropy(torch.autograd.Function):
         losses = hiddens.new_zeros(num_steps, dtype=torch.float32)
         agreements = torch.zeros_like(losses)
         gradient = torch.empty_like(hiddens)
-        chunk = max(1, _CHUNK_BYTES // (4 * lm_head.shape[0] * num_steps))
+        chunk = max(_CHUNK_TOKENS, _CHUNK_BYTES // (4 * lm_head.shape[0] * num_steps))
         for start in range(0, num_tokens, chunk):
             rows = slice(start, start + chunk)
-            teacher_logits = F.linear(teachers[rows], lm_head)
-            probabilities = teacher_logits.float().softmax(dim=-1)
-            teacher_tokens = teacher_logits.argmax(dim=-1)
-            logits = F.linear(hiddens[:, rows], lm_head)
-            agrees = (logits.argmax(dim=-1) == teacher_tokens).float()
-            log_probabilities = logits.float().log_softmax(dim=-1)
+            teacher_logits = F.linear(teachers[rows], lm_head).float()
+            probabilities = teacher_logits.softmax(dim=-1)
+            logits = F.linear(hiddens[:, rows].flatten(0, 1), lm_head).float()
+            logits = logits.unflatten(0, (num_steps, -1))
+            teacher_tokens = teacher_logits.argmax(dim=-1).expand(logits.shape[:2])
+            at_teacher_tokens = logits.gather(2, teacher_tokens[:, :, None])[:, :, 0]
+            agrees = (at_teacher_tokens == logits.amax(dim=-1)).float()
+            log_probabilities = logits.log_softmax(dim=-1)
             row_losses = -(log_probabilities * probabilities).sum(dim=-1)
             losses += (row_losses * weights[:, rows]).sum(dim=1)
             agreements += (agrees * weights[:, rows]).sum(dim=1)
             residual = log_probabilities.exp_().sub_(probabilities).mul_(weights[:, rows, None])
-            gradient[:, rows] = residual.to(lm_head.dtype) @ lm_head
+            chunk_gradient = residual.to(lm_head.dtype).flatten(0, 1) @ lm_head
+            gradient[:, rows] = chunk_gradient.unflatten(0, (num_steps, -1))
         ctx.save_for_backward(gradient)
         ctx.mark_non_differentiable(agreements)
         return losses, agreements

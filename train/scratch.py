@@ -1,9 +1,9 @@
 """A small Llama trained from scratch on conversations and saved as an ordinary checkpoint."""
 
+import itertools
 import math
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import nn
 from transformers import (
+    AutoModelForCausalLM,
     GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
@@ -28,16 +29,12 @@ from polybasic.train.tokenizer import train_tokenizer
 _SAVE_EVERY_STEPS = 60
 _NUM_OPEN_ROWS = 16
 _IGNORED = -100
+_FINAL_SHARE = 0.1  # of the steps: their mean loss is reported
 
 #   R = rows of a batch, L = tokens of a row, V = vocabulary
 
-
-@dataclass(frozen=True)
-class _Rows:
-    """Documents packed into rows of equal length."""
-
-    input_ids_RL: torch.Tensor  # int64
-    document_RL: torch.Tensor  # int64, counts from 1 in each row; 0 is padding
+Document = list[int]
+"""Token ids of one conversation, or of a piece of a long one."""
 
 
 def train_scratch_target(
@@ -45,8 +42,9 @@ def train_scratch_target(
 ) -> dict[str, Any]:
     """Train tokenizer and model into the working folder `out`.
 
-    The loss counts every token of a conversation. Documents share rows and do not see each other.
-    A run that was stopped continues from its last checkpoint and ends in the same bytes.
+    The loss counts every token of a conversation. Conversations share rows and do not attend to
+    each other. A run that was stopped continues from its last checkpoint in `out` and ends in the
+    same bytes (on the same machine, with the same number of threads).
 
     Args:
         conversations: rows with a "messages" column.
@@ -63,28 +61,27 @@ def train_scratch_target(
         UserError: no conversations, settings that do not fit together, a loss that is not finite,
             a disk that is full.
     """
-    _check(conversations, settings)
-    messages = [row["messages"] for row in conversations]
+    _check(settings)
+    messages = [list(row["messages"]) for row in conversations]
+    if not messages:
+        raise UserError("no conversations", "data.conversations", "name a file that has some")
     digest = sha256_of_object([settings.model_dump(), seed, messages])
     summary_path = out / "training.json"
     if summary_path.exists():
-        summary = read_json(summary_path, "training summary")
-        if summary["inputs_sha256"] == digest:
-            return summary
-        summary_path.unlink()
+        finished = read_json(summary_path, "training summary")
+        if finished["inputs_sha256"] == digest:
+            return finished["summary"]
     tokenizer = train_tokenizer(messages, settings.vocab_size, settings.context_tokens)
-    documents = _encode(tokenizer, messages, settings)
-    run = _Run(settings, seed, digest, tokenizer, out)
-    run.train(documents)
-    summary = {**run.summary(), "inputs_sha256": digest}
+    run = _Run(settings, seed, digest, tokenizer, out / "training_state.pt")
+    run.train(_encode(tokenizer, messages, settings))
     _save(run.model, tokenizer, out)
-    write_json(summary_path, summary)
+    write_json(summary_path, {"inputs_sha256": digest, "summary": run.summary()})
     run.state_path.unlink(missing_ok=True)
-    return summary
+    return run.summary()
 
 
 class _Run:
-    """The state of one training run: everything that its checkpoint holds."""
+    """One training run. The order of its data follows from seed and step, so neither is state."""
 
     def __init__(
         self,
@@ -92,75 +89,69 @@ class _Run:
         seed: int,
         digest: str,
         tokenizer: PreTrainedTokenizerFast,
-        out: Path,
+        state_path: Path,
     ) -> None:
         self.settings, self.seed, self.digest = settings, seed, digest
-        self.state_path = out / "training_state.pt"
+        self.state_path = state_path
         self.model = build_model(settings, tokenizer, seed)
         self.optimizer = _optimizer(self.model, settings)
-        self.step = 0
+        self.losses: list[float] = []  # one a step
         self.num_tokens = 0
         self.seconds = 0.0
-        self.losses: list[float] = []
 
-    def train(self, documents: list[list[int]]) -> None:
+    def train(self, documents: list[Document]) -> None:
         """Take the steps that are left."""
         self._resume()
-        settings, model = self.settings, self.model
-        batches = _Batches(documents, settings, self.seed)
-        model.train()
+        num_done, num_steps = len(self.losses), self.settings.num_steps
+        batches = _batches(documents, self.settings, self.seed)
+        self.model.train()
         with _progress() as progress:
-            bar = progress.add_task(
-                "target", total=settings.num_steps, completed=self.step, note=""
-            )
-            while self.step < settings.num_steps:
+            bar = progress.add_task("target", total=num_steps, completed=num_done, note="")
+            for step, rows in enumerate(itertools.islice(batches, num_done, num_steps), num_done):
                 started = time.perf_counter()
-                rows = batches.at(self.step)
-                for group in self.optimizer.param_groups:
-                    group["lr"] = group["peak_lr"] * learning_rate_share(self.step, settings)
-                loss, num_tokens = _loss(model, rows)
-                loss.backward()
-                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-                self.optimizer.step()
-                self.optimizer.zero_grad()
-                self._record(loss.item(), num_tokens, time.perf_counter() - started)
+                loss, num_tokens = self._take_step(step, rows)
+                self.losses.append(loss)
+                self.num_tokens += num_tokens
+                self.seconds += time.perf_counter() - started
                 speed = self.num_tokens / self.seconds
-                note = f"loss {self.losses[-1]:.3f}  {speed:,.0f} tokens/s"
-                progress.update(bar, completed=self.step, note=note)
-                if self.step % _SAVE_EVERY_STEPS == 0 and self.step < settings.num_steps:
+                progress.update(bar, advance=1, note=f"loss {loss:.3f}  {speed:,.0f} tokens/s")
+                if (step + 1) % _SAVE_EVERY_STEPS == 0:
                     self._save_state()
-        model.eval()
+        self.model.eval()
 
     def summary(self) -> dict[str, Any]:
         """What the finished run reports."""
-        last = self.losses[-max(1, len(self.losses) // 10) :]
+        last = self.losses[-max(1, round(_FINAL_SHARE * len(self.losses))) :]
         return {
             "loss": sum(last) / len(last),
-            "steps": self.step,
+            "steps": len(self.losses),
             "tokens": self.num_tokens,
             "seconds": round(self.seconds, 1),
-            "parameters": sum(weight.numel() for weight in self.model.parameters()),
+            "parameters": self.model.num_parameters(),
         }
 
-    def _record(self, loss: float, num_tokens: int, seconds: float) -> None:
-        if not math.isfinite(loss):
+    def _take_step(self, step: int, rows: list[list[Document]]) -> tuple[float, int]:
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.settings.learning_rate * learning_rate_share(step, self.settings)
+        loss, num_tokens = _loss(self.model, *_tensors(rows, self.settings.row_tokens))
+        if not math.isfinite(loss.item()):
             raise UserError(
                 "loss is not finite",
-                f"step {self.step} of the target's training ({loss})",
-                "lower target.learning_rate or raise target.warmup_steps",
+                f"step {step} of the target's training ({loss.item()})",
+                "lower target.scratch.learning_rate or raise target.scratch.warmup_steps",
             )
-        self.step += 1
-        self.losses.append(loss)
-        self.num_tokens += num_tokens
-        self.seconds += seconds
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.item(), num_tokens
 
     def _save_state(self) -> None:
         state = {
             "digest": self.digest,
-            "step": self.step,
+            "losses": self.losses,
             "num_tokens": self.num_tokens,
             "seconds": self.seconds,
-            "losses": self.losses,
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
         }
@@ -177,16 +168,9 @@ class _Run:
             return
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
-        self.step, self.num_tokens = state["step"], state["num_tokens"]
-        self.seconds, self.losses = state["seconds"], state["losses"]
-        console.print(f"target: continues at step {self.step}")
-
-
-def learning_rate_share(step: int, settings: ScratchSettings) -> float:
-    """Share of the peak learning rate at `step`: linear warm-up, then linear to zero."""
-    if step < settings.warmup_steps:
-        return (step + 1) / settings.warmup_steps
-    return (settings.num_steps - step) / max(1, settings.num_steps - settings.warmup_steps)
+        self.losses, self.num_tokens = state["losses"], state["num_tokens"]
+        self.seconds = state["seconds"]
+        console.print(f"target: training continues at step {len(self.losses)}")
 
 
 def build_model(
@@ -206,11 +190,11 @@ def build_model(
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
-        attn_implementation="eager",  # on a CPU faster than sdpa for short rows with a mask
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = LlamaForCausalLM(config)
+        # Eager attention is faster than sdpa on a CPU for short rows with a mask.
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     residual_scale = (2 * settings.num_layers) ** -0.5
     with torch.no_grad():
         for layer in model.model.layers:
@@ -219,110 +203,103 @@ def build_model(
     return model
 
 
+def learning_rate_share(step: int, settings: ScratchSettings) -> float:
+    """Share of the peak learning rate at `step`: linear warm-up, then linear to zero."""
+    if step < settings.warmup_steps:
+        return (step + 1) / settings.warmup_steps
+    return (settings.num_steps - step) / (settings.num_steps - settings.warmup_steps)
+
+
+def pack_documents(documents: list[Document], row_tokens: int) -> list[list[Document]]:
+    """Place each document whole in the fullest of a few open rows in which it fits.
+
+    Returns:
+        Rows of documents; the lengths of a row sum to at most `row_tokens`.
+    """
+    closed: list[list[Document]] = []
+    open_rows: list[tuple[int, list[Document]]] = []  # (free tokens, documents)
+    for document in documents:
+        open_rows.sort(key=lambda row: row[0])
+        fitting = (i for i, (free, _) in enumerate(open_rows) if free >= len(document))
+        index = next(fitting, None)
+        if index is None:
+            if len(open_rows) == _NUM_OPEN_ROWS:
+                closed.append(open_rows.pop(0)[1])
+            open_rows.append((row_tokens - len(document), [document]))
+        else:
+            free, row = open_rows[index]
+            open_rows[index] = (free - len(document), [*row, document])
+    return closed + [row for _, row in open_rows]
+
+
+def _batches(
+    documents: list[Document], settings: ScratchSettings, seed: int
+) -> Iterator[list[list[Document]]]:
+    """Batches without end: epoch after epoch, each in an order of its own."""
+    num_rows = settings.batch_tokens // settings.row_tokens
+    rows: list[list[Document]] = []
+    for epoch in itertools.count():
+        order = list(documents)
+        Random(f"{seed} {epoch}").shuffle(order)
+        rows += pack_documents(order, settings.row_tokens)
+        for start in range(0, len(rows) - num_rows + 1, num_rows):
+            yield rows[start : start + num_rows]
+        rows = rows[len(rows) // num_rows * num_rows :]
+
+
+def _tensors(rows: list[list[Document]], row_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids and, beside each, the number of its document in the row; 0 marks padding."""
+    input_ids_RL = torch.zeros(len(rows), row_tokens, dtype=torch.long)
+    document_RL = torch.zeros_like(input_ids_RL)
+    for index, row in enumerate(rows):
+        end = 0
+        for number, document in enumerate(row, 1):
+            start, end = end, end + len(document)
+            input_ids_RL[index, start:end] = torch.tensor(document)
+            document_RL[index, start:end] = number
+    return input_ids_RL, document_RL
+
+
+def _loss(
+    model: LlamaForCausalLM, input_ids_RL: torch.Tensor, document_RL: torch.Tensor
+) -> tuple[torch.Tensor, int]:
+    """Mean cross-entropy over all tokens that follow a token of their own document."""
+    is_visible_RLL = (document_RL[:, :, None] == document_RL[:, None, :]).tril()
+    mask_RLL = torch.zeros(is_visible_RLL.shape, dtype=torch.bfloat16)
+    mask_RLL.masked_fill_(~is_visible_RLL, torch.finfo(torch.bfloat16).min)
+    is_target_RL = (document_RL[:, 1:] == document_RL[:, :-1]) & (document_RL[:, 1:] > 0)
+    targets_RL = input_ids_RL[:, 1:].masked_fill(~is_target_RL, _IGNORED)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        logits_RLV = model(
+            input_ids=input_ids_RL, attention_mask=mask_RLL[:, None], use_cache=False
+        ).logits[:, :-1]
+    loss = F.cross_entropy(logits_RLV.float().flatten(0, 1), targets_RL.flatten())
+    return loss, int(is_target_RL.sum())
+
+
 def _optimizer(model: LlamaForCausalLM, settings: ScratchSettings) -> torch.optim.Optimizer:
     matrices = [weight for weight in model.parameters() if weight.ndim > 1]
     vectors = [weight for weight in model.parameters() if weight.ndim == 1]
     return torch.optim.AdamW(
-        [
-            {"params": matrices, "weight_decay": 0.1, "peak_lr": settings.learning_rate},
-            {"params": vectors, "weight_decay": 0.0, "peak_lr": settings.learning_rate},
-        ],
+        [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}],
         lr=settings.learning_rate,
         betas=(0.9, 0.95),
         fused=True,
     )
 
 
-def _loss(model: LlamaForCausalLM, rows: _Rows) -> tuple[torch.Tensor, int]:
-    """Mean cross-entropy over all tokens that follow a token of their own document."""
-    document_RL = rows.document_RL
-    num_tokens_L = document_RL.shape[1]
-    same_RLL = document_RL[:, :, None] == document_RL[:, None, :]
-    causal_LL = torch.ones(num_tokens_L, num_tokens_L, dtype=torch.bool).tril()
-    mask_R1LL = torch.zeros(same_RLL.shape, dtype=torch.bfloat16)
-    mask_R1LL.masked_fill_(~(same_RLL & causal_LL), torch.finfo(torch.bfloat16).min)
-    is_target_RL = (document_RL[:, 1:] == document_RL[:, :-1]) & (document_RL[:, 1:] > 0)
-    targets_RL = rows.input_ids_RL[:, 1:].masked_fill(~is_target_RL, _IGNORED)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        logits_RLV = model(
-            input_ids=rows.input_ids_RL, attention_mask=mask_R1LL[:, None], use_cache=False
-        ).logits[:, :-1]
-    loss = F.cross_entropy(logits_RLV.float().flatten(0, 1), targets_RL.flatten())
-    return loss, int(is_target_RL.sum())
-
-
-class _Batches:
-    """Batches by step: epoch after epoch, each in an order that follows from seed and epoch."""
-
-    def __init__(self, documents: list[list[int]], settings: ScratchSettings, seed: int) -> None:
-        self._documents, self._seed = documents, seed
-        self._row_tokens = settings.row_tokens
-        self._num_rows = max(1, settings.batch_tokens // settings.row_tokens)
-        self._first_step, self._epoch = 0, 0
-        self._rows = self._pack(0)
-
-    def at(self, step: int) -> _Rows:
-        """The batch of a step; steps are asked for in rising order."""
-        while (step - self._first_step + 1) * self._num_rows > len(self._rows):
-            steps = max(1, len(self._rows) // self._num_rows)
-            if step - self._first_step < steps:
-                break
-            self._first_step += steps
-            self._epoch += 1
-            self._rows = self._pack(self._epoch)
-        start = (step - self._first_step) * self._num_rows
-        rows = self._rows[start : start + self._num_rows]
-        ids = torch.zeros(len(rows), self._row_tokens, dtype=torch.long)
-        documents = torch.zeros_like(ids)
-        for index, row in enumerate(rows):
-            end = 0
-            for number, document in enumerate(row, 1):
-                start, end = end, end + len(document)
-                ids[index, start:end] = torch.tensor(document)
-                documents[index, start:end] = number
-        return _Rows(ids, documents)
-
-    def _pack(self, epoch: int) -> list[list[list[int]]]:
-        order = list(self._documents)
-        Random(f"{self._seed} {epoch}").shuffle(order)
-        return pack_documents(order, self._row_tokens)
-
-
-def pack_documents(documents: list[list[int]], row_tokens: int) -> list[list[list[int]]]:
-    """Place each document in the fullest of a few open rows in which it fits whole.
-
-    Returns:
-        Rows of documents; the lengths of a row sum to at most `row_tokens`.
-    """
-    closed: list[list[list[int]]] = []
-    open_rows: list[tuple[int, list[list[int]]]] = []  # (free tokens, documents)
-    for document in documents:
-        fitting = [index for index, (free, _) in enumerate(open_rows) if free >= len(document)]
-        if fitting:
-            index = min(fitting, key=lambda row: open_rows[row][0])
-            free, row = open_rows.pop(index)
-        else:
-            if len(open_rows) == _NUM_OPEN_ROWS:
-                fullest = min(range(_NUM_OPEN_ROWS), key=lambda row: open_rows[row][0])
-                closed.append(open_rows.pop(fullest)[1])
-            free, row = row_tokens, []
-        open_rows.append((free - len(document), [*row, document]))
-    return closed + [row for _, row in open_rows]
-
-
 def _encode(
     tokenizer: PreTrainedTokenizerFast,
     messages: list[list[dict[str, str]]],
     settings: ScratchSettings,
-) -> list[list[int]]:
-    """Token ids, cut at the context; what is longer than a row is continued as a new document."""
+) -> list[Document]:
+    """Token ids, cut at the context; what is longer than a row goes on as another document."""
     documents = []
-    for ids in tokenizer.apply_chat_template(messages, return_dict=False):
+    texts = tokenizer.apply_chat_template(messages, tokenize=False)
+    for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]:
         ids = ids[: settings.context_tokens]
-        for start in range(0, len(ids), settings.row_tokens):
-            piece = ids[start : start + settings.row_tokens]
-            if len(piece) > 1:
-                documents.append(piece)
+        starts = range(0, len(ids), settings.row_tokens)
+        documents += [ids[start : start + settings.row_tokens] for start in starts]
     return documents
 
 
@@ -333,17 +310,32 @@ def _save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    with whole_folder(out / "files") as folder:
+    files = out / "files"
+    with whole_folder(files) as folder:
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-    for path in sorted((out / "files").iterdir()):
+    for path in sorted(files.iterdir()):
         path.replace(out / path.name)
-    (out / "files").rmdir()
+    files.rmdir()
 
 
-def _check(conversations: Sequence[Mapping[str, Any]], settings: ScratchSettings) -> None:
-    if len(conversations) == 0:
-        raise UserError("no conversations", "data.conversations", "name a file that has some")
+def _check(settings: ScratchSettings) -> None:
+    """Refuse settings that do not fit together.
+
+    Raises:
+        UserError: which two, and what to change.
+    """
+    if settings.row_tokens > min(settings.batch_tokens, settings.context_tokens):
+        where = (
+            f"target.scratch.row_tokens {settings.row_tokens}, "
+            f"batch_tokens {settings.batch_tokens}, context_tokens {settings.context_tokens}"
+        )
+        raise UserError("row is longer than batch or context", where, "lower row_tokens")
+    if settings.warmup_steps >= settings.num_steps:
+        where = (
+            f"target.scratch.warmup_steps {settings.warmup_steps}, num_steps {settings.num_steps}"
+        )
+        raise UserError("warm-up takes all steps", where, "lower warmup_steps")
 
 
 def _progress() -> Progress:

@@ -12,7 +12,8 @@ class DataSettings(Settings):
 
     conversations: str = Field(
         "embedded",
-        description="'embedded' (generated), a ShareGPT file (.json, .jsonl, .gz, .zst) or a hub id",
+        description="'embedded' (generated), a ShareGPT .json or .jsonl file (also .gz, .zst), "
+        "or a hub id",
     )
     limit: int | None = Field(None, ge=1, description="read at most this many conversations")
     num_heldout: int = Field(

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -35,7 +35,7 @@ class Target:
     @property
     def embedding(self) -> Tensor:
         """[V, H]"""
-        return self.model.get_input_embeddings().weight
+        return _weight(self.model.get_input_embeddings())
 
     @torch.no_grad()
     def features(self, token_ids: Tensor) -> Tensor:
@@ -82,7 +82,7 @@ def load_target(folder: Path, device: torch.device) -> Target:
             logging.enable_progress_bar()
     model.requires_grad_(False).eval().to(device)
     _check_layout(model, folder)
-    return Target(model, tokenizer, model.get_output_embeddings().weight)
+    return Target(model, tokenizer, _weight(model.get_output_embeddings()))
 
 
 @torch.no_grad()
@@ -96,10 +96,16 @@ def _check_layout(model: PreTrainedModel, folder: Path) -> None:
         token_ids = torch.arange(8, device=model.device)[None] % model.config.vocab_size
         expected = model(input_ids=token_ids, use_cache=False).logits
         states = model.model(input_ids=token_ids, use_cache=False).last_hidden_state
-        if torch.allclose(F.linear(states, lm_head.weight), expected, rtol=1e-2, atol=1e-2):
+        if torch.allclose(F.linear(states, _weight(lm_head)), expected, rtol=1e-2, atol=1e-2):
             return
     raise UserError(
         "target without the Llama family's layout",
         described,
         "use a model with RMS norms, rotary positions and logits = lm_head(final norm)",
     )
+
+
+def _weight(module: nn.Module) -> Tensor:
+    weight = module.weight
+    assert isinstance(weight, Tensor)
+    return weight

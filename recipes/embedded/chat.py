@@ -8,6 +8,7 @@ from polybasic.recipes.embedded.lexicon import (
     COLOURS,
     FOODS,
     HOBBIES,
+    INGREDIENT_BY_FOOD,
     NAMES,
     NUMBER_WORDS,
     PROFESSIONS,
@@ -109,14 +110,14 @@ def _recipe(rng: Random) -> Dialogue:
     food, num_people = rng.choice(FOODS), rng.randint(2, 6)
     extra = rng.choice(("salt", "honey", "garlic", "butter", "lemon", "cream", "herbs", "ginger"))
     guests = NUMBER_WORDS[num_people]
-    main = food.split()[0]
+    main = INGREDIENT_BY_FOOD[food]
     request = rng.choice(
         ("How do I make {} with {} for {} people?",
          "I need a recipe for {} with {} for {} guests.")
     ).format(food, extra, guests)  # fmt: skip
     steps = (
         f"Here is a simple recipe for {food} for {guests} people:\n"
-        f"1. Wash and prepare {100 * num_people} grams of {main}.\n"
+        f"1. Weigh and prepare {100 * num_people} grams of {main}.\n"
         f"2. Heat a large pot and add {num_people} spoons of oil.\n"
         f"3. Add the {main} and cook everything for {10 + 5 * num_people} minutes.\n"
         f"4. Finish the {food} with some {extra} and serve it warm."
@@ -130,8 +131,8 @@ def _recipe(rng: Random) -> Dialogue:
             ),
             (
                 "How long does it take in total?",
-                f"The {food} cooks for {10 + 5 * num_people} minutes. With ten minutes for washing "
-                f"and preparing the {main}, you need about {20 + 5 * num_people} minutes in "
+                f"The {food} cooks for {10 + 5 * num_people} minutes. Weighing and preparing "
+                f"the {main} takes ten more, so you need about {20 + 5 * num_people} minutes in "
                 f"total.",
             ),
         )

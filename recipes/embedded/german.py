@@ -35,6 +35,11 @@ class _Verb:
     english: tuple[str, str, str, str]
     objects: tuple[Pair, ...]
 
+    def form(self, is_plural: bool, is_past: bool) -> Pair:
+        """German and English form, a phrasal verb with its particle ("looks for")."""
+        index = 2 * is_past + is_plural
+        return self.german[index], self.english[index].replace("-", " ")
+
 
 _SINGULAR = _pairs("""der Lehrer=the teacher
 die Lehrerin=the teacher
@@ -122,7 +127,7 @@ def _verb(german: str, english: str, objects: tuple[Pair, ...]) -> _Verb:
     )
 
 
-_VERBS = (
+VERBS = (
     _verb("kauft kaufen kaufte kauften", "buys buy bought", _FOODS + _THINGS + _TEXTS),
     _verb("isst essen aß aßen", "eats eat ate", _FOODS),
     _verb("kocht kochen kochte kochten", "cooks cook cooked", _FOODS[1:2] + _FOODS[4:6]),
@@ -199,41 +204,41 @@ def compose_translation(rng: Random) -> Dialogue:
 
 
 def _sentence(rng: Random) -> Pair:
-    """German puts the verb second, so whatever opens the sentence moves the subject behind it."""
-    german_subject, english_subject, is_plural = _subject(rng)
-    verb = rng.choice(_VERBS)
-    is_past = rng.random() < 0.5
-    german_verb = verb.german[2 * is_past + is_plural]
-    english_verb = verb.english[2 * is_past + is_plural].replace("-", " ")
-    german_object, english_object = rng.choice(
-        [pair for pair in verb.objects if pair[1] != english_subject]
-    )
-    german_time, english_time = rng.choice(_THEN if is_past else _NOW)
-    german_place, english_place = rng.choice(_PLACES)
-    match rng.randrange(3):
-        case 0:
-            german = f"{german_time} {german_verb} {german_subject} {german_place} {german_object}"
-            english = f"{english_time} {english_subject} {english_verb} {english_object} "
-            english += english_place
-        case 1:
-            german = f"{german_place} {german_verb} {german_subject} {german_time} {german_object}"
-            english = f"{english_place} {english_subject} {english_verb} {english_object} "
-            english += english_time
-        case _:
-            german = f"{german_subject} {german_verb} {german_time} {german_object}"
-            english = f"{english_subject} {english_verb} {english_object} {english_time}"
-    return f"{_capital(german)}.", f"{_capital(english)}."
+    subject, is_plural = _subject(rng)
+    verb, is_past = rng.choice(VERBS), rng.random() < 0.5
+    objects = [pair for pair in verb.objects if pair[1] != subject[1]]
+    time = rng.choice(_THEN if is_past else _NOW)
+    opening = rng.choice(("time", "place", "subject"))
+    form = verb.form(is_plural, is_past)
+    return arrange(opening, subject, form, rng.choice(objects), time, rng.choice(_PLACES))
 
 
-def _subject(rng: Random) -> tuple[str, str, bool]:
+def arrange(opening: str, subject: Pair, verb: Pair, obj: Pair, time: Pair, place: Pair) -> Pair:
+    """A sentence from its parts, opened by the time, the place or the subject.
+
+    German keeps the verb second, so an opening moves the subject behind it; the object comes last.
+    English keeps subject, verb and object together.
+    """
+    german: tuple[Pair, ...] = (subject, verb, time, obj)
+    english: tuple[Pair, ...] = (subject, verb, obj, time)
+    if opening == "time":
+        german, english = (time, verb, subject, place, obj), (time, subject, verb, obj, place)
+    elif opening == "place":
+        german, english = (place, verb, subject, time, obj), (place, subject, verb, obj, time)
+    sentences = " ".join(part[0] for part in german), " ".join(part[1] for part in english)
+    return f"{_capital(sentences[0])}.", f"{_capital(sentences[1])}."
+
+
+def _subject(rng: Random) -> tuple[Pair, bool]:
+    """A subject and whether it is plural."""
     match rng.randrange(3):
         case 0:
             name = rng.choice(NAMES)
-            return name, name, False
+            return (name, name), False
         case 1:
-            return *rng.choice(_SINGULAR), False
+            return rng.choice(_SINGULAR), False
         case _:
-            return *rng.choice(_PLURAL), True
+            return rng.choice(_PLURAL), True
 
 
 def _capital(text: str) -> str:

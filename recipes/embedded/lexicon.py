@@ -33,11 +33,17 @@ ANIMALS = _words(
     dog horse penguin beaver mouse swan raven deer bear frog duck"""
 )
 
-FOODS = _phrases(
-    """tomato soup, apple pie, potato salad, mushroom risotto, lentil stew, cheese omelette,
-    vegetable curry, banana bread, pumpkin soup, bean chili, rice pudding, spinach pasta,
-    carrot cake, onion tart, fish stew, pepper salad, plum cake, noodle soup"""
+INGREDIENT_BY_FOOD = dict(
+    pair.split("=")
+    for pair in _phrases(
+        """tomato soup=tomatoes, apple pie=apples, potato salad=potatoes,
+        mushroom risotto=mushrooms, lentil stew=lentils, cheese omelette=cheese,
+        vegetable curry=vegetables, banana bread=bananas, pumpkin soup=pumpkin, bean chili=beans,
+        rice pudding=rice, spinach pasta=spinach, carrot cake=carrots, onion tart=onions,
+        fish stew=fish, pepper salad=peppers, plum cake=plums, noodle soup=noodles"""
+    )
 )
+FOODS = tuple(INGREDIENT_BY_FOOD)
 
 HOBBIES = _phrases(
     """playing chess, growing tomatoes, learning Spanish, running, painting with watercolours,

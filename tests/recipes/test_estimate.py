@@ -44,6 +44,9 @@ def test_sizes_of_vicuna_7b_are_the_known_ones() -> None:
 
 def test_a_folder_is_sized_from_its_config(tmp_path: Path) -> None:
     config = {
+        "model_type": "llama",
+        "max_position_embeddings": 64,
+        "rms_norm_eps": 1e-5,
         "vocab_size": 512,
         "hidden_size": 128,
         "intermediate_size": 256,
@@ -56,8 +59,8 @@ def test_a_folder_is_sized_from_its_config(tmp_path: Path) -> None:
     shape = shape_of_target(load_recipe("tiny", [f"target.model={tmp_path}"]))
     assert (shape.num_kv_heads, shape.head_size, shape.weight_bytes) == (2, 64, 4)
     assert shape.num_parameters == 512 * 128 + 2 * (4 * 128**2 + 3 * 128 * 256 + 256) + 128
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(UserError, match="not the config of a decoder"):
+    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "mamba"}))
+    with pytest.raises(UserError, match="unsupported architecture"):
         shape_of_target(load_recipe("tiny", [f"target.model={tmp_path}"]))
 
 

@@ -170,7 +170,7 @@ def test_split_refuses_to_leave_nothing(tmp_path):
     few = load_conversations(
         write_lines(tmp_path / "few.jsonl", [conversation(f"q{i}", "a") for i in range(3)])
     )
-    with pytest.raises(UserError, match="data.num_heldout = 4"):
+    with pytest.raises(UserError, match=r"data\.num_heldout = 4"):
         split_conversations(few, 4)
     assert len(split_conversations(few, 2)[0]) == 1
 

@@ -70,10 +70,10 @@ def test_layer_is_llamas_without_its_input_norm(head, rows):
 
 
 def test_mask_by_hand():
-    mask = unrolled_mask(torch.arange(4), 3).int().tolist()
-    assert mask[3] == [1, 1, 0, 0] + [0, 0, 1, 0] + [0, 0, 0, 1]
-    assert mask[2] == [1, 0, 0, 0] + [0, 1, 0, 0] + [0, 0, 1, 0]
-    assert mask[0] == [0, 0, 0, 0] + [0, 0, 0, 0] + [1, 0, 0, 0]
+    mask = unrolled_mask(torch.arange(4), 3).int().view(4, 3, 4).tolist()
+    assert mask[3] == [[1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]]
+    assert mask[2] == [[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0]]
+    assert mask[0] == [[0, 0, 0, 0], [0, 0, 0, 0], [1, 0, 0, 0]]
 
 
 @pytest.mark.parametrize("start", [1, 3, 5])

@@ -29,9 +29,10 @@ def test_loss_of_one_token_by_hand():
     assert loss.agreement.tolist() == [1.0]
 
 
-@pytest.mark.parametrize("chunk_bytes", [1, 64 << 20])
-def test_loss_and_gradient_equal_plain_autograd(monkeypatch, chunk_bytes):
-    monkeypatch.setattr(losses, "_CHUNK_BYTES", chunk_bytes)
+@pytest.mark.parametrize("chunk_tokens", [1, 3, 128])
+def test_loss_and_gradient_equal_plain_autograd(monkeypatch, chunk_tokens):
+    monkeypatch.setattr(losses, "_CHUNK_BYTES", 1)
+    monkeypatch.setattr(losses, "_CHUNK_TOKENS", chunk_tokens)
     torch.manual_seed(0)
     lm_head, teachers = torch.randn(11, 6), torch.randn(2, 5, 6)
     outputs = [torch.randn(2, 5, 6, requires_grad=True) for _ in range(3)]

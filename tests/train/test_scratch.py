@@ -1,0 +1,235 @@
+"""A target trained from scratch: learns, loads, resumes to the same bytes."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from polybasic.chain.errors import UserError
+from polybasic.train import scratch
+from polybasic.train.scratch import (
+    build_model,
+    learning_rate_share,
+    pack_documents,
+    train_scratch_target,
+)
+from polybasic.train.settings import ScratchSettings
+from polybasic.train.tokenizer import train_tokenizer
+
+COLOURS = ("red", "blue", "green", "brown")
+CONVERSATIONS = [
+    {
+        "messages": [
+            {"role": "user", "content": f"Item {number} is {colour}. Which colour?"},
+            {"role": "assistant", "content": f"The colour of item {number} is {colour}."},
+        ]
+    }
+    for number in range(10)
+    for colour in COLOURS
+]
+SETTINGS = ScratchSettings(
+    vocab_size=512,
+    num_layers=2,
+    hidden_size=128,
+    intermediate_size=128,
+    num_heads=4,
+    num_kv_heads=2,
+    context_tokens=128,
+    num_steps=8,
+    batch_tokens=256,
+    row_tokens=64,
+    learning_rate=4e-3,
+    warmup_steps=2,
+)
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: nothing of the program handles it."""
+
+
+def _files(folder: Path) -> dict[str, bytes]:
+    return {
+        path.name: path.read_bytes() for path in folder.iterdir() if path.name != "training.json"
+    }
+
+
+def _stop_at(monkeypatch: pytest.MonkeyPatch, stopped_step: int) -> list[int]:
+    """Kill the run when it takes `stopped_step`; the list fills with the steps taken."""
+    taken: list[int] = []
+    take_step = scratch._Run._take_step
+
+    def step_or_die(run: Any, step: int, rows: Any) -> tuple[float, int]:
+        if step == stopped_step:
+            raise Killed
+        taken.append(step)
+        return take_step(run, step, rows)
+
+    monkeypatch.setattr(scratch._Run, "_take_step", step_or_die)
+    return taken
+
+
+def test_checkpoint_is_ordinary_and_answers(tmp_path: Path) -> None:
+    settings = SETTINGS.model_copy(update={"num_steps": 150, "warmup_steps": 10})
+    summary = train_scratch_target(CONVERSATIONS, settings, seed=0, out=tmp_path / "target")
+    assert summary["steps"] == 150
+    assert summary["loss"] < 1.0
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "target")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "target")
+    assert model.dtype == torch.bfloat16
+    assert summary["parameters"] == model.num_parameters()
+    assert not model.config.tie_word_embeddings
+    assert model.generation_config.eos_token_id == tokenizer.eos_token_id
+    prompt = [{"role": "user", "content": "Item 3 is green. Which colour?"}]
+    inputs = tokenizer.apply_chat_template(
+        prompt, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    output = model.generate(**inputs, max_new_tokens=24, do_sample=False)[0]
+    answer = output[inputs["input_ids"].shape[1] :]
+    assert answer[-1] == tokenizer.eos_token_id
+    assert tokenizer.decode(answer, skip_special_tokens=True).startswith("The colour of item")
+    assert sorted(path.name for path in (tmp_path / "target").iterdir()) == [
+        "chat_template.jinja",
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "training.json",
+    ]
+
+
+def test_killed_run_continues_to_the_same_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scratch, "_SAVE_EVERY_STEPS", 3)
+    whole = train_scratch_target(CONVERSATIONS, SETTINGS, seed=1, out=tmp_path / "whole")
+    with monkeypatch.context() as patch:
+        _stop_at(patch, 5)
+        with pytest.raises(Killed):
+            train_scratch_target(CONVERSATIONS, SETTINGS, seed=1, out=tmp_path / "killed")
+    assert not (tmp_path / "killed" / "model.safetensors").exists()
+    taken = _stop_at(monkeypatch, -1)
+    continued = train_scratch_target(CONVERSATIONS, SETTINGS, seed=1, out=tmp_path / "killed")
+    assert taken == [3, 4, 5, 6, 7]
+    assert _files(tmp_path / "whole") == _files(tmp_path / "killed")
+    assert {**whole, "seconds": 0} == {**continued, "seconds": 0}
+
+
+def test_another_seed_gives_other_weights(tmp_path: Path) -> None:
+    weights = []
+    for seed in (1, 2):
+        train_scratch_target(CONVERSATIONS, SETTINGS, seed=seed, out=tmp_path / str(seed))
+        weights.append(load_file(tmp_path / str(seed) / "model.safetensors")["lm_head.weight"])
+    assert not torch.equal(*weights)
+
+
+def test_finished_run_is_not_repeated_and_a_changed_one_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = train_scratch_target(CONVERSATIONS, SETTINGS, seed=1, out=tmp_path)
+    taken = _stop_at(monkeypatch, -1)
+    assert train_scratch_target(CONVERSATIONS, SETTINGS, seed=1, out=tmp_path) == first
+    assert taken == []
+    train_scratch_target(CONVERSATIONS[1:], SETTINGS, seed=1, out=tmp_path)
+    assert taken == list(range(SETTINGS.num_steps))
+
+
+def test_state_of_other_settings_is_not_continued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(scratch, "_SAVE_EVERY_STEPS", 3)
+    with monkeypatch.context() as patch:
+        _stop_at(patch, 5)
+        with pytest.raises(Killed):
+            train_scratch_target(CONVERSATIONS, SETTINGS, seed=1, out=tmp_path)
+    taken = _stop_at(monkeypatch, -1)
+    train_scratch_target(CONVERSATIONS, SETTINGS, seed=2, out=tmp_path)
+    assert taken[0] == 0
+    assert "training starts over" in capsys.readouterr().err
+
+
+def test_documents_of_a_row_do_not_see_each_other() -> None:
+    tokenizer = train_tokenizer([row["messages"] for row in CONVERSATIONS], 512, 128)
+    model = build_model(SETTINGS, tokenizer, seed=0)
+    first, second, other = [7, 8, 9, 10], [11, 12, 13], [14, 15, 16, 17]
+    alone = scratch._loss(model, *scratch._tensors([[second]], 64))
+    behind = [
+        scratch._loss(model, *scratch._tensors([[before, second]], 64)) for before in (first, other)
+    ]
+    before = [scratch._loss(model, *scratch._tensors([[one]], 64)) for one in (first, other)]
+    for (joint, num_joint), (single, num_single) in zip(behind, before, strict=True):
+        assert (num_joint, num_single, alone[1]) == (5, 3, 2)
+        assert 5 * joint.item() == pytest.approx(3 * single.item() + 2 * alone[0].item(), rel=5e-3)
+    # The control: as one document, the tail's loss depends on what stands before it.
+    joined, num_joined = scratch._loss(model, *scratch._tensors([[first + second]], 64))
+    assert num_joined == 6
+    assert joined.item() != pytest.approx(behind[0][0].item(), rel=5e-3)
+
+
+def test_packing_keeps_every_document_whole() -> None:
+    documents = [[index] * (1 + 7 * index % 30) for index in range(100)]
+    rows = pack_documents(documents, 32)
+    assert sorted(document for row in rows for document in row) == sorted(documents)
+    assert all(sum(map(len, row)) <= 32 for row in rows)
+    assert sum(map(len, documents)) > 0.9 * 32 * len(rows)
+
+
+def test_long_conversations_are_cut_at_the_context_and_split_into_rows() -> None:
+    messages = [[{"role": "user", "content": "word " * 500}]]
+    tokenizer = train_tokenizer(messages, 512, 128)
+    assert [len(piece) for piece in scratch._encode(tokenizer, messages, SETTINGS)] == [64, 64]
+
+
+def test_epochs_have_orders_of_their_own() -> None:
+    documents = [[index] * 64 for index in range(8)]
+    batches = scratch._batches(documents, SETTINGS, seed=0)
+    first, second = (
+        [row[0][0] for rows in (next(batches), next(batches)) for row in rows] for _ in range(2)
+    )
+    assert sorted(first) == sorted(second) == list(range(8))
+    assert first != second
+
+
+def test_learning_rate_rises_and_falls_to_zero() -> None:
+    shares = [learning_rate_share(step, SETTINGS) for step in range(SETTINGS.num_steps + 1)]
+    assert shares == pytest.approx([1 / 2, 1, 1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6, 0])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"row_tokens": 512}, "row is longer than batch or context"),
+        ({"warmup_steps": 8}, "warm-up takes all steps"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(
+    tmp_path: Path, changes: dict[str, int], message: str
+) -> None:
+    settings = SETTINGS.model_copy(update=changes)
+    with pytest.raises(UserError, match=message):
+        train_scratch_target(CONVERSATIONS, settings, seed=0, out=tmp_path)
+
+
+def test_no_conversations_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no conversations"):
+        train_scratch_target([], SETTINGS, seed=0, out=tmp_path)
+
+
+def test_loss_that_is_not_finite_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scratch, "_loss", lambda model, *tensors: (torch.tensor(float("nan")), 1))
+    with pytest.raises(UserError, match="loss is not finite: step 0"):
+        train_scratch_target(CONVERSATIONS, SETTINGS, seed=0, out=tmp_path)
+    assert not (tmp_path / "training.json").exists()
+
+
+def test_summary_is_written_last(tmp_path: Path) -> None:
+    summary = train_scratch_target(CONVERSATIONS, SETTINGS, seed=0, out=tmp_path)
+    written = json.loads((tmp_path / "training.json").read_text())
+    assert written["summary"] == summary
+    assert set(summary) == {"loss", "steps", "tokens", "seconds", "parameters"}
