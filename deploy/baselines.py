@@ -57,6 +57,12 @@ class TransformersBaseline:
         new_tokens = output[0, len(token_ids) :].tolist()
         return new_tokens, time.perf_counter() - begin
 
+    @torch.inference_mode()
+    def logits(self, token_ids: list[int]) -> torch.Tensor:
+        """Float32 logits [V] behind `token_ids`, read in one pass."""
+        ids = torch.tensor([token_ids], device=self.model.device)
+        return self.model(ids, use_cache=False).logits[0, -1].float()
+
 
 def _sampling_options(sampling: Sampling) -> dict[str, Any]:
     if sampling.temperature == 0:

@@ -15,7 +15,7 @@ from polybasic.chain.errors import UserError
 from polybasic.chain.files import write_json
 from polybasic.chain.verify import check_chain
 from polybasic.deploy.baselines import TransformersBaseline
-from polybasic.deploy.exactness import Agreement
+from polybasic.deploy.exactness import Agreement, OtherWay
 from polybasic.deploy.hardware import describe_hardware
 from polybasic.deploy.prompts import Question, choose_questions, read_questions
 from polybasic.deploy.report import write_markdown
@@ -101,7 +101,7 @@ def bench_chain(folder: Path, settings: BenchSettings) -> dict[str, Any]:
             "num_questions_left_out_as_too_long": num_too_long,
             "prompts_sha256": hashlib.sha256(Path(settings.prompts).read_bytes()).hexdigest(),
         },
-        "systems": _summaries(chain, systems, prompts, settings),
+        "systems": _summaries(chain, baseline, systems, prompts, settings),
         "plan": _plan_summary(chain, plan_members, systems),
     }
     write_json(folder / "report" / "report.json", report)
@@ -242,7 +242,11 @@ def _answer(chain: Chain, members: tuple[str, ...], prompt: Prompt, settings: Be
 
 
 def _summaries(
-    chain: Chain, systems: list[System], prompts: list[Prompt], settings: BenchSettings
+    chain: Chain,
+    baseline: TransformersBaseline | None,
+    systems: list[System],
+    prompts: list[Prompt],
+    settings: BenchSettings,
 ) -> dict[str, Any]:
     target = next(system for system in systems if system.name == "target")
     tasks = list(dict.fromkeys(prompt.task for prompt in prompts))
@@ -257,7 +261,8 @@ def _summaries(
             [run.seconds_by_member for _, run in system.runs], settings.repeats
         )
         if settings.temperature == 0:
-            summary["identical_to_target"] = _agreement(chain, target, system, prompts)
+            other_way = baseline.logits if baseline and system.members is None else None
+            summary["identical_to_target"] = _agreement(chain, target, system, prompts, other_way)
         summary["tasks"] = {
             task: _totals(
                 [one for one in system.runs if one[0] == task],
@@ -299,13 +304,17 @@ def _sum_by_name(parts: list[dict[str, Any]], repeats: int) -> dict[str, Any]:
 
 
 def _agreement(
-    chain: Chain, target: System, system: System, prompts: list[Prompt]
+    chain: Chain,
+    target: System,
+    system: System,
+    prompts: list[Prompt],
+    other_way: OtherWay | None,
 ) -> dict[str, int]:
     agreement = Agreement()
     verifier = chain.engine.verifiers[chain.plan.members[0]]
     pairs = zip(prompts, target.runs, system.runs, strict=False)
     for prompt, (_, expected), (_, found) in pairs:
-        agreement.count(verifier, prompt.token_ids, expected.token_ids, found.token_ids)
+        agreement.count(verifier, prompt.token_ids, expected.token_ids, found.token_ids, other_way)
     return vars(agreement)
 
 

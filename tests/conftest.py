@@ -6,7 +6,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
-# ruff: noqa: E402 (the environment is set before torch and transformers read it)
+
 import json
 import shutil
 from dataclasses import dataclass

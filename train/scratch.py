@@ -94,7 +94,7 @@ class _Run:
         self.settings, self.seed, self.digest = settings, seed, digest
         self.state_path = state_path
         self.model = build_model(settings, tokenizer, seed)
-        self.optimizer = _optimizer(self.model, settings)
+        self.optimizers = _optimizers(self.model, settings)
         self.losses: list[float] = []  # one a step
         self.num_tokens = 0
         self.seconds = 0.0
@@ -131,8 +131,10 @@ class _Run:
         }
 
     def _take_step(self, step: int, rows: list[list[Document]]) -> tuple[float, int]:
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.settings.learning_rate * learning_rate_share(step, self.settings)
+        share = learning_rate_share(step, self.settings)
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = group["peak"] * share
         loss, num_tokens = _loss(self.model, *_tensors(rows, self.settings.row_tokens))
         if not math.isfinite(loss.item()):
             raise UserError(
@@ -142,8 +144,9 @@ class _Run:
             )
         loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
         return loss.item(), num_tokens
 
     def _save_state(self) -> None:
@@ -153,7 +156,7 @@ class _Run:
             "num_tokens": self.num_tokens,
             "seconds": self.seconds,
             "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
         }
         with whole_file(self.state_path) as partial:
             torch.save(state, partial)
@@ -167,7 +170,8 @@ class _Run:
             console.print("target: settings or conversations changed, training starts over")
             return
         self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
         self.losses, self.num_tokens = state["losses"], state["num_tokens"]
         self.seconds = state["seconds"]
         console.print(f"target: training continues at step {len(self.losses)}")
@@ -277,15 +281,31 @@ def _loss(
     return loss, int(is_target_RL.sum())
 
 
-def _optimizer(model: LlamaForCausalLM, settings: ScratchSettings) -> torch.optim.Optimizer:
-    matrices = [weight for weight in model.parameters() if weight.ndim > 1]
-    vectors = [weight for weight in model.parameters() if weight.ndim == 1]
-    return torch.optim.AdamW(
-        [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}],
-        lr=settings.learning_rate,
-        betas=(0.9, 0.95),
-        fused=True,
-    )
+def _optimizers(model: LlamaForCausalLM, settings: ScratchSettings) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices of the layers, AdamW for embedding, output projection and norms.
+
+    Muon (Jordan et al., 2024) learns to copy from the prompt in a fraction of AdamW's steps.
+    """
+    layers = list(model.model.layers.parameters())
+    matrices = [weight for weight in layers if weight.ndim == 2]
+    in_layers = {id(weight) for weight in matrices}
+    others = [weight for weight in model.parameters() if id(weight) not in in_layers]
+    optimizers = [
+        torch.optim.Muon(
+            matrices,
+            lr=settings.matrix_learning_rate,
+            momentum=0.95,
+            weight_decay=0.01,
+            ns_steps=settings.muon_iterations,
+        ),
+        torch.optim.AdamW(
+            others, lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True
+        ),
+    ]
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["peak"] = group["lr"]
+    return optimizers
 
 
 def _encode(

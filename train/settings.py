@@ -29,19 +29,21 @@ class ScratchSettings(Settings):
         12_000, ge=60, description="how many conversations the embedded generator writes"
     )
     vocab_size: int = Field(4096, ge=512, description="of the BPE tokenizer trained beside it")
-    num_layers: int = Field(12, ge=1)
-    hidden_size: int = Field(384, ge=128, multiple_of=128)
-    intermediate_size: int = Field(1024, ge=128, multiple_of=128)
-    num_heads: int = Field(6, ge=1)
+    num_layers: int = Field(24, ge=1)
+    hidden_size: int = Field(256, ge=128, multiple_of=128)
+    intermediate_size: int = Field(768, ge=128, multiple_of=128)
+    num_heads: int = Field(4, ge=1)
     num_kv_heads: int = Field(2, ge=1)
     context_tokens: int = Field(2048, ge=64, description="positions the model is declared for")
-    num_steps: int = Field(300, ge=1)
-    batch_tokens: int = Field(2048, ge=64, description="tokens of one optimizer step")
+    num_steps: int = Field(320, ge=1)
+    batch_tokens: int = Field(1024, ge=64, description="tokens of one optimizer step")
     row_tokens: int = Field(
         256, ge=16, description="conversations are packed into rows of this length"
     )
-    learning_rate: float = Field(2e-3, gt=0)
-    warmup_steps: int = Field(30, ge=0)
+    learning_rate: float = Field(2e-3, gt=0, description="of embeddings and norms (AdamW)")
+    matrix_learning_rate: float = Field(0.02, gt=0, description="of the layers' matrices (Muon)")
+    muon_iterations: int = Field(3, ge=1, description="Newton-Schulz iterations of a Muon step")
+    warmup_steps: int = Field(20, ge=0)
 
 
 class HeadSettings(Settings):

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from rich.console import Console
 
 from polybasic.chain.errors import UserError
@@ -13,7 +12,7 @@ from polybasic.chain.manifest import read_manifest
 from polybasic.chain.verify import check_chain
 from polybasic.deploy import load_chain
 from polybasic.deploy.benchmark import bench_chain
-from polybasic.deploy.exactness import is_near_tie, position_logits
+from polybasic.deploy.exactness import BLOCK_ROWS, is_near_tie, position_logits, spread
 from polybasic.deploy.prompts import Question, choose_questions, read_questions
 from polybasic.deploy.report import print_report
 from polybasic.deploy.settings import BenchSettings
@@ -100,30 +99,32 @@ def test_sampling_needs_no_identical_outputs(tiny_chain: Path, prompts: Path) ->
 
 
 def test_near_ties_need_a_gap_below_the_rounding(tiny_chain: Path) -> None:
-    chain = load_chain(tiny_chain, dtype="bfloat16")
-    verifier = chain.engine.verifiers["target"]
-    prompt = list(range(1, 30))
-    one_by_one, in_blocks = position_logits(verifier, prompt)
-    rounding = max(float((block - one_by_one).abs().max()) for block in in_blocks)
-    assert 0 < rounding < 0.1 * float(one_by_one.abs().max())
+    verifier = load_chain(tiny_chain, dtype="bfloat16").engine.verifiers["target"]
+    prompt, answer = list(range(1, 10)), list(range(20, 45))
+    one_by_one = position_logits(verifier, prompt, answer, rows=1)
+    ways = [position_logits(verifier, prompt, answer, rows) for rows in BLOCK_ROWS]
+    rounding = max(spread(way - one_by_one) for way in ways)
+    assert 0 < rounding < 0.2 * float(one_by_one.abs().max())
     ordered = one_by_one.argsort(descending=True).tolist()
-    best, worst = ordered[0], ordered[-1]
-    assert not is_near_tie(verifier, prompt, [best], [worst])
+    best = ordered[0]
     for other in ordered[1:]:
         gap = float(one_by_one[best] - one_by_one[other])
-        assert is_near_tie(verifier, prompt, [best], [other]) == (gap < rounding)
-    assert not is_near_tie(verifier, prompt, [best], [best, 3]), "a missing token is no tie"
+        found = is_near_tie(verifier, prompt, [*answer, best], [*answer, other])
+        assert found == (gap < rounding)
+    assert not is_near_tie(verifier, prompt, [*answer, best], [*answer, ordered[-1]])
+    assert not is_near_tie(verifier, prompt, answer, [*answer, 3]), "a missing token is no tie"
 
 
-def test_near_ties_do_not_excuse_float32(tiny_chain: Path) -> None:
-    chain = load_chain(tiny_chain, dtype="float32")
-    verifier = chain.engine.verifiers["target"]
-    prompt = list(range(1, 30))
-    logits = position_logits(verifier, prompt)[0]
-    best, second = logits.topk(2).indices.tolist()
-    assert float(logits[best] - logits[second]) > 1e-3
-    assert not is_near_tie(verifier, prompt, [best], [second])
-    assert torch.isfinite(logits).all()
+def test_ways_of_reading_agree_in_float32(tiny_chain: Path) -> None:
+    verifier = load_chain(tiny_chain, dtype="float32").engine.verifiers["target"]
+    prompt, answer = list(range(1, 10)), list(range(20, 45))
+    one_by_one = position_logits(verifier, prompt, answer, rows=1)
+    for rows in (*BLOCK_ROWS, 25, 40):
+        assert spread(position_logits(verifier, prompt, answer, rows) - one_by_one) < 1e-4
+    best, second = one_by_one.topk(2).indices.tolist()
+    assert float(one_by_one[best] - one_by_one[second]) > 1e-3
+    assert not is_near_tie(verifier, prompt, [*answer, best], [*answer, second])
+    assert spread(position_logits(verifier, prompt[:1], [], rows=1) - one_by_one) > 1
 
 
 def test_questions_are_spread_over_the_file() -> None:
