@@ -159,11 +159,13 @@ def _lineage(manifest: Manifest) -> str:
 
 def _plan(manifest: Manifest) -> str:
     plan = manifest.plan
-    return (
+    line = (
         f"{' → '.join(plan.members)}; draft tree of depth {plan.tree.depth}, "
-        f"top {plan.tree.top_k}, {plan.tree.rows} rows; flush length {plan.flush_length} tokens; "
-        f"{plan.rule} verification."
+        f"top {plan.tree.top_k}, {plan.tree.rows} rows"
     )
+    if len(plan.members) > 2:
+        line += f"; flush length {plan.flush_length} tokens; {plan.rule} verification"
+    return f"{line}."
 
 
 def _results(results: dict[str, Any]) -> str:

@@ -83,6 +83,7 @@ def whole_folder(path: Path, keep_partial: bool = False) -> Iterator[Path]:
         partial.mkdir(parents=True, exist_ok=True)
         try:
             yield partial
+            _open_to_readers(partial)
             if path.exists():
                 replaced = path.with_name(f".{path.name}.replaced")
                 shutil.rmtree(replaced, ignore_errors=True)
@@ -142,6 +143,15 @@ def sha256_of_object(content: Any) -> str:
     """Hex SHA-256 of `content` as canonical JSON (sorted keys, no white space)."""
     text = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return hashlib.sha256(text.encode("utf-8")).hexdigest()
+
+
+def _open_to_readers(folder: Path) -> None:
+    """Give every file the mode of a file that was opened for writing; some writers use 0600."""
+    umask = os.umask(0)
+    os.umask(umask)
+    for path in folder.rglob("*"):
+        if path.is_file():
+            path.chmod(0o666 & ~umask)
 
 
 def _existing_parent(path: Path) -> Path:

@@ -5,7 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import GenerationConfig
 
+from polybasic.chain.reference_model import load_reference_model
 from polybasic.deploy.sampling import Sampling
 
 
@@ -24,20 +26,13 @@ class TransformersBaseline:
         device: torch.device,
         stop_tokens: frozenset[int],
     ) -> None:
-        from transformers import AutoModelForCausalLM
-
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            target, dtype=dtype, trust_remote_code=False
-        )
-        self.model = model.eval().to(device)
+        self.model: Any = load_reference_model(target, dtype).to(device)
         self.stop_tokens = stop_tokens
 
     def generate(
         self, token_ids: list[int], max_new_tokens: int, sampling: Sampling
     ) -> tuple[list[int], float]:
         """New token ids, a stop token included, and seconds."""
-        from transformers import GenerationConfig
-
         ids = torch.tensor([token_ids], device=self.model.device)
         stop = sorted(self.stop_tokens)
         config = GenerationConfig(

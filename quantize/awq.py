@@ -51,7 +51,6 @@ _PACKED_OUT_MULTIPLE = 32  # autoawq packs so; the format itself needs a multipl
 _VALUE_PROJECTIONS = ("v_proj", "qkv_proj")
 _SEARCH_TOKENS = 2048  # enough to tell 20 grid points apart; the channel means use all samples
 _CLIP_ROWS = 1024  # output features at a time, bounds the memory of the clip search
-_FILE_MODE = 0o644
 _SHARD_SIZE = "5GB"
 
 
@@ -244,8 +243,6 @@ def _write_checkpoint(
     write_json(folder / "config.json", quantized)
     copied = {*checkpoint_files(target)} - {*model_files(target)} | {"generation_config.json"}
     copy_files(target, folder, [name for name in copied if (target / name).is_file()])
-    for path in folder.iterdir():
-        path.chmod(_FILE_MODE)
 
 
 def _check_config(config: dict[str, Any], settings: QuantizeSettings, target: Path) -> None:

@@ -9,12 +9,12 @@ from polybasic.recipes.pipeline import StageState
 from polybasic.recipes.schema import Recipe
 from polybasic.recipes.sizes import Shape
 
-FLOPS = 2.1e11
+FLOPS = 2.5e11
 """Operations a second of training, of the 4-bit search and of evaluations."""
-READ_BYTES_PER_SECOND = 12e9
+READ_BYTES_PER_SECOND = 27e9
 """Weights that a decoding pass reads."""
-LAYER_SECONDS = 0.3e-3
-"""What a decoder layer costs in an eager pass, whatever its size."""
+LAYER_SECONDS = 0.15e-3
+"""What a decoder layer costs a token beside that, averaged over the systems of a report."""
 
 _CONVERSATION_BYTES = 620
 _CONVERSATION_TOKENS = 115

@@ -23,6 +23,7 @@ from transformers import (
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.files import read_json, sha256_of_object, whole_file, whole_folder, write_json
+from polybasic.chain.reference_model import quiet_transformers
 from polybasic.train.settings import ScratchSettings
 from polybasic.train.tokenizer import train_tokenizer
 
@@ -331,7 +332,7 @@ def _save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path
         pad_token_id=tokenizer.pad_token_id,
     )
     files = out / "files"
-    with whole_folder(files) as folder:
+    with whole_folder(files) as folder, quiet_transformers():
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
     for path in sorted(files.iterdir()):

@@ -35,7 +35,7 @@ class ScratchSettings(Settings):
     num_heads: int = Field(4, ge=1)
     num_kv_heads: int = Field(2, ge=1)
     context_tokens: int = Field(2048, ge=64, description="positions the model is declared for")
-    num_steps: int = Field(320, ge=1)
+    num_steps: int = Field(380, ge=1)
     batch_tokens: int = Field(1024, ge=64, description="tokens of one optimizer step")
     row_tokens: int = Field(
         256, ge=16, description="conversations are packed into rows of this length"

@@ -6,15 +6,10 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
-from transformers.utils import logging
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from polybasic.chain.errors import UserError
+from polybasic.chain.reference_model import load_reference_model
 from polybasic.train.head import HeadShape
 
 
@@ -66,21 +61,16 @@ def load_target(folder: Path, device: torch.device) -> Target:
         UserError: the folder is no causal language model, or its logits are not
             lm_head(final norm(hidden state)) as in the Llama family.
     """
-    shows_bars = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
+    model = load_reference_model(folder, "auto")
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise UserError(
-            "cannot load the target",
+            "cannot load the target's tokenizer",
             f"{folder} ({str(error).strip().splitlines()[0]})",
-            "name a folder that transformers' AutoModelForCausalLM loads",
+            "name a folder that transformers' AutoTokenizer loads",
         ) from error
-    finally:
-        if shows_bars:
-            logging.enable_progress_bar()
-    model.requires_grad_(False).eval().to(device)
+    model.requires_grad_(False).to(device)
     _check_layout(model, folder)
     return Target(model, tokenizer, _weight(model.get_output_embeddings()))
 

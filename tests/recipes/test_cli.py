@@ -103,7 +103,7 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(capsys, tmp_path, monkeypa
         "intermediate",
         "chain",
         "report",
-        "22.0 M",
+        "21.0 M",
         "estimate",
     ):
         assert word in out

@@ -63,7 +63,7 @@ def test_shipped_recipes_open_with_their_command(name: str) -> None:
     [
         ({"target": {"scratch": {"num_heads": 5}}}, "hidden_size is not a multiple of num_heads"),
         (
-            {"target": {"scratch": {"num_heads": 6, "num_kv_heads": 4}}},
+            {"target": {"scratch": {"num_heads": 4, "num_kv_heads": 3}}},
             "num_heads is not a multiple of num_kv_heads",
         ),
         (
