@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -16,7 +17,7 @@ def print_report(report: dict[str, Any], console: Console) -> None:
     console.print(f"\n{settings_line(report['settings'])}\n{hardware_line(report['hardware'])}")
     by_task = "speedup by task (tokens gained by a pass of the target)"
     for title, rows in ((None, system_rows(report)), (by_task, task_rows(report))):
-        table = Table(title=title, title_justify="left")
+        table = Table(title=title, title_justify="left", box=box.SIMPLE)
         for index, name in enumerate(rows[0]):
             table.add_column(name, justify="left" if index == 0 else "right", no_wrap=True)
         for row in rows[1:]:
@@ -38,7 +39,7 @@ def write_markdown(path: Path, report: dict[str, Any]) -> None:
         "this runtime running the target alone; `vs hf`: against `hf_generate`. Systems took turns",
         "prompt by prompt. Tokens/pass: mean number of tokens gained by one forward pass of the",
         "target.",
-        "Identical: greedy outputs equal to `target`'s token for token; a near tie parts at two",
+        "Identical: greedy outputs equal to `target`'s token for token; a tie parts at two",
         "tokens whose logits differ by less than their measured rounding.",
         "",
         "## By task",
@@ -66,7 +67,7 @@ def write_markdown(path: Path, report: dict[str, Any]) -> None:
 
 def system_rows(report: dict[str, Any]) -> Rows:
     """Header and a row for each system."""
-    rows = [["system", "tokens/s", "speedup", "vs hf", "tokens/pass", "identical", "near ties"]]
+    rows = [["system", "tokens/s", "speedup", "vs hf", "tokens/pass", "identical"]]
     systems = report["systems"]
     library = systems.get("hf_generate")
     for name, system in systems.items():
@@ -79,7 +80,7 @@ def system_rows(report: dict[str, Any]) -> Rows:
                 f"{system['speedup_vs_target']:.2f}x",
                 over_library,
                 f"{system['mean_accepted_length']:.2f}",
-                *_identical(system.get("identical_to_target")),
+                _identical(system.get("identical_to_target")),
             ]
         )
     return rows
@@ -157,10 +158,11 @@ def hardware_line(hardware: dict[str, Any]) -> str:
     return f"{hardware['accelerator']}; {line}" if "accelerator" in hardware else line
 
 
-def _identical(agreement: dict[str, int] | None) -> tuple[str, str]:
+def _identical(agreement: dict[str, int] | None) -> str:
     if agreement is None:
-        return "-", "-"
-    return f"{agreement['identical']}/{agreement['prompts']}", str(agreement["near_ties"])
+        return "-"
+    text = f"{agreement['identical']}/{agreement['prompts']}"
+    return f"{text} +{ties} ties" if (ties := agreement["near_ties"]) else text
 
 
 def _all_members(report: dict[str, Any]) -> list[str]:

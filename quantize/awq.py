@@ -13,6 +13,7 @@ The rounding to 4 bits is its own.
 
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -123,9 +124,10 @@ class _Quantizer(autoawq.AwqQuantizer):
         num_samples, num_tokens = x.shape[:2]
         step = min(num_samples, max(1, num_samples * num_tokens // _SEARCH_TOKENS))
         some_x, some_output = x[::step].contiguous(), fp16_output[::step].contiguous()
-        return super()._compute_best_scale(
-            some_x, w_mean, x_mean, module2inspect, linears2scale, some_output, kwargs
-        )
+        with _state_dict_of_copies(module2inspect):
+            return super()._compute_best_scale(
+                some_x, w_mean, x_mean, module2inspect, linears2scale, some_output, kwargs
+            )
 
     @torch.no_grad()
     def _compute_best_clip(
@@ -155,6 +157,23 @@ class _Quantizer(autoawq.AwqQuantizer):
                 best = torch.where(is_better, bound, best)
             bounds.append(best)
         return torch.cat(bounds)
+
+
+@contextmanager
+def _state_dict_of_copies(module: nn.Module) -> Iterator[None]:
+    """Let `module.state_dict()` return copies.
+
+    autoawq's search keeps the weights by `state_dict()` and `.cpu()`, which on a CPU are views,
+    then scales the weights in place: what it restores would be the first scales' weights.
+    """
+    state_dict = module.state_dict
+    module.state_dict = lambda: {  # type: ignore[method-assign, misc, assignment]
+        name: tensor.clone() for name, tensor in state_dict().items()
+    }
+    try:
+        yield
+    finally:
+        del module.state_dict
 
 
 def _search_and_round(model: PreTrainedModel, rows: list[list[int]]) -> None:

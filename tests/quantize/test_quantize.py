@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from awq.quantize.quantizer import AwqQuantizer
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -15,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 from polybasic.chain.awq import QUANTIZATION_CONFIG
 from polybasic.chain.errors import UserError
 from polybasic.quantize import awq as quantizing
-from polybasic.quantize.awq import SUPPORTED_MODEL_TYPES, quantize_target
+from polybasic.quantize.awq import SUPPORTED_MODEL_TYPES, _Quantizer, quantize_target
 from polybasic.quantize.models import load_dequantized, load_target
 from polybasic.quantize.quality import measure_quality
 from polybasic.quantize.settings import QuantizeSettings
@@ -325,3 +326,19 @@ def test_autoawq_not_installed_is_told(monkeypatch):
     monkeypatch.setitem(sys.modules, "awq.models._config", None)
     with pytest.raises(UserError, match=r"autoawq cannot be imported: .*polybasic\[quantize\]"):
         runpy.run_path(quantizing.__file__)
+
+
+@pytest.mark.parametrize("quantizer", [_Quantizer, AwqQuantizer], ids=["ours", "autoawq's"])
+def test_the_search_for_scales_leaves_the_weights_alone(quantizer: type) -> None:
+    """The control shows that autoawq's own search on a CPU leaves scaled weights behind."""
+    torch.manual_seed(0)
+    linear = torch.nn.Linear(256, 64, bias=False)
+    linear.weight.data *= torch.rand(256) + 0.1
+    before, x = linear.weight.detach().clone(), torch.randn(2, 32, 256)
+    search = quantizer.__new__(quantizer)
+    search.duo_scaling, search.w_bit, search.group_size, search.zero_point = True, 4, 128, True
+    search.max_chunk_memory, search.n_parallel_calib_samples = 1 << 30, None
+    with torch.no_grad():
+        scales = search._search_best_scale(linear, linear, [linear], x)[2]
+    assert scales.shape == (256,)
+    assert torch.equal(linear.weight, before) == (quantizer is _Quantizer)
