@@ -88,7 +88,7 @@ def bench_chain(folder: Path, settings: BenchSettings) -> dict[str, Any]:
     chosen, num_too_long = _fitting(chain, questions, settings)
     prompts = _prompts(chain, chosen, settings)
     plan_members = _faster_plan(chain, prompts, settings)
-    systems = _systems(chain, folder, settings, plan_members)
+    systems = _systems(chain, settings, plan_members)
     baseline = _baseline(chain, folder, settings)
     _run_in_turns(chain, baseline, systems, prompts, settings)
     report = {
@@ -165,9 +165,7 @@ def _faster_plan(chain: Chain, prompts: list[Prompt], settings: BenchSettings) -
     return candidates[min(seconds_per_token, key=seconds_per_token.__getitem__)]
 
 
-def _systems(
-    chain: Chain, folder: Path, settings: BenchSettings, plan_members: tuple[str, ...]
-) -> list[System]:
+def _systems(chain: Chain, settings: BenchSettings, plan_members: tuple[str, ...]) -> list[System]:
     sets = _member_sets(chain) | {"polybasic": plan_members}
     described = {
         "target": "this runtime, the target alone",

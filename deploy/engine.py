@@ -64,7 +64,7 @@ class Models:
 
     decoders: dict[str, Decoder]
     head: tuple[str, EagleHead] | None = None
-    tokens_of_context: int = CONTEXT_TOKENS_BY_DEFAULT
+    context_tokens: int = CONTEXT_TOKENS_BY_DEFAULT
 
     @property
     def target(self) -> Decoder:
@@ -101,7 +101,7 @@ class Engine:
 
     def __init__(self, models: Models, plan: Plan) -> None:
         self.models, self.plan = models, plan
-        self.context_tokens = models.tokens_of_context
+        self.context_tokens = models.context_tokens
         # A tree's rows lie behind the last token that fits the context.
         capacity = self.context_tokens + plan.tree.rows
         self.verifiers: dict[str, Verifier] = {}

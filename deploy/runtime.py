@@ -143,8 +143,12 @@ class Chain:
                 "the chain's tokenizer",
                 "give a text, or package a target whose tokenizer has a template",
             )
+        # The engine refuses what is too long; transformers would only warn.
         encoded = self.tokenizer.apply_chat_template(
-            list(prompt), add_generation_prompt=True, return_dict=True
+            list(prompt),
+            add_generation_prompt=True,
+            return_dict=True,
+            tokenizer_kwargs={"verbose": False},
         )
         return list(encoded["input_ids"])
 
