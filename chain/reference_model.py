@@ -15,11 +15,14 @@ from polybasic.chain.errors import UserError
 from polybasic.chain.files import read_json
 
 
-def load_reference_model(folder: Path, dtype: torch.dtype | str) -> PreTrainedModel:
+def load_reference_model(
+    folder: Path, dtype: torch.dtype | str, device: torch.device | None = None
+) -> PreTrainedModel:
     """Load a causal language model; code in the folder is never run.
 
     Args:
         dtype: of the weights; "auto" keeps them as they are stored.
+        device: default: the CPU.
 
     Raises:
         UserError: no config or weights, a weight that the model needs is missing, or what
@@ -45,7 +48,7 @@ def load_reference_model(folder: Path, dtype: torch.dtype | str) -> PreTrainedMo
             "name a folder that transformers' AutoModelForCausalLM loads",
         ) from error
     require_all_weights(report["missing_keys"], folder)
-    return model.eval()
+    return model.eval() if device is None else model.eval().to(device)
 
 
 def require_all_weights(missing: Iterable[str], folder: Path) -> None:

@@ -26,7 +26,7 @@ class TransformersBaseline:
         device: torch.device,
         stop_tokens: frozenset[int],
     ) -> None:
-        self.model: Any = load_reference_model(target, dtype).to(device)
+        self.model: Any = load_reference_model(target, dtype, device)
         self.stop_tokens = stop_tokens
 
     def generate(

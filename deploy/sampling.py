@@ -120,7 +120,7 @@ class RandomSampler:
     def verify(
         self, tokens: list[int], proposed: Probabilities, own: Probabilities, rule: str
     ) -> tuple[int, int]:
-        p, q = own.values, proposed.values if tokens else None
+        p, q = own.values, proposed.values if tokens else own.values[:0]
         num_kept, weight = self._cut(tokens, p, q, rule)
         if num_kept == len(tokens):
             following = p[num_kept]

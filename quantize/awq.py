@@ -167,7 +167,7 @@ def _state_dict_of_copies(module: nn.Module) -> Iterator[None]:
     then scales the weights in place: what it restores would be the first scales' weights.
     """
     state_dict = module.state_dict
-    module.state_dict = lambda: {  # type: ignore[method-assign, misc, assignment]
+    module.state_dict = lambda: {  # type: ignore[method-assign, assignment]
         name: tensor.clone() for name, tensor in state_dict().items()
     }
     try:

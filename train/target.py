@@ -61,7 +61,7 @@ def load_target(folder: Path, device: torch.device) -> Target:
         UserError: the folder is no causal language model, or its logits are not
             lm_head(final norm(hidden state)) as in the Llama family.
     """
-    model = load_reference_model(folder, "auto")
+    model = load_reference_model(folder, "auto", device)
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
@@ -70,7 +70,7 @@ def load_target(folder: Path, device: torch.device) -> Target:
             f"{folder} ({str(error).strip().splitlines()[0]})",
             "name a folder that transformers' AutoTokenizer loads",
         ) from error
-    model.requires_grad_(False).to(device)
+    model.requires_grad_(False)
     _check_layout(model, folder)
     return Target(model, tokenizer, _weight(model.get_output_embeddings()))
 
