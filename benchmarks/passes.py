@@ -14,7 +14,6 @@ from pathlib import Path
 
 import torch
 
-from polybasic.chain.decoder import attend_causally
 from polybasic.chain.files import write_json
 from polybasic.chain.manifest import Plan, Tree
 from polybasic.deploy import Chain, load_chain
@@ -97,7 +96,6 @@ def main() -> None:
     }
     print(f"{record['hardware']}\ntorch {torch.__version__}, context {arguments.context}")
     with torch.inference_mode():
-        attend_causally(target, 0, 1)
         passes: dict[str, dict[str, float]] = {}
         for rows in ROWS:
             runs = {

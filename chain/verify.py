@@ -36,6 +36,11 @@ class CheckedChain:
     members: dict[str, Path]
     tokenizer: Path
 
+    @property
+    def target(self) -> Path:
+        """Where the first member lies."""
+        return self.members[self.manifest.members[0].name]
+
 
 def check_chain(folder: Path, digests: bool = True) -> CheckedChain:
     """Check all that loading relies on; nothing of the chain is executed.

@@ -13,7 +13,6 @@ from rich.progress import Progress
 from polybasic.chain.card import record_results
 from polybasic.chain.errors import UserError
 from polybasic.chain.files import write_json
-from polybasic.chain.verify import check_chain
 from polybasic.deploy.baselines import TransformersBaseline
 from polybasic.deploy.exactness import Agreement, OtherWay
 from polybasic.deploy.hardware import describe_hardware
@@ -89,7 +88,7 @@ def bench_chain(folder: Path, settings: BenchSettings) -> dict[str, Any]:
     prompts = _prompts(chain, chosen, settings)
     plan_members = _faster_plan(chain, prompts, settings)
     systems = _systems(chain, settings, plan_members)
-    baseline = _baseline(chain, folder, settings)
+    baseline = _baseline(chain, settings)
     _run_in_turns(chain, baseline, systems, prompts, settings)
     report = {
         "schema": SCHEMA,
@@ -177,12 +176,11 @@ def _systems(chain: Chain, settings: BenchSettings, plan_members: tuple[str, ...
     return [System(name, described[name], sets.get(name)) for name in settings.systems]
 
 
-def _baseline(chain: Chain, folder: Path, settings: BenchSettings) -> TransformersBaseline | None:
+def _baseline(chain: Chain, settings: BenchSettings) -> TransformersBaseline | None:
     if "hf_generate" not in settings.systems:
         return None
     target = chain.engine.models.target
-    folder = check_chain(folder, digests=False).members["target"]
-    return TransformersBaseline(folder, target.dtype, target.device, chain.stop_tokens)
+    return TransformersBaseline(chain.target_folder, target.dtype, target.device, chain.stop_tokens)
 
 
 def _run_in_turns(

@@ -30,10 +30,6 @@ class KeyValueCache:
         self.layers = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
         self.capacity, self.length = capacity, 0
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(layer.nbytes for layer in self.layers)
-
     def keep(self, rows: Sequence[int]) -> None:
         """Commit provisional rows, given as offsets from `length` in ascending order."""
         moved = [(row, place) for place, row in enumerate(rows) if row != place]

@@ -12,7 +12,7 @@ from polybasic.chain.checkpoint import resolve_chain
 from polybasic.chain.errors import UserError
 from polybasic.chain.files import read_json
 from polybasic.chain.loading import load_decoder, load_head
-from polybasic.chain.manifest import Manifest, Plan
+from polybasic.chain.manifest import Plan
 from polybasic.chain.verify import CheckedChain, check_chain
 from polybasic.deploy.drafter import draft_rows
 from polybasic.deploy.engine import (
@@ -55,14 +55,16 @@ class Chain:
 
     Attributes:
         manifest: the content of chain.json.
+        target_folder: where the target's checkpoint lies.
         plan: which members run by default, with tree, flush length and rule.
         last_statistics: of the last finished generation.
     """
 
     def __init__(
-        self, manifest: Manifest, tokenizer: Any, engine: Engine, stop_tokens: frozenset[int]
+        self, checked: CheckedChain, tokenizer: Any, engine: Engine, stop_tokens: frozenset[int]
     ) -> None:
-        self.manifest, self.plan = manifest, engine.plan
+        self.manifest, self.plan = checked.manifest, engine.plan
+        self.target_folder = checked.target
         self.tokenizer, self.engine, self.stop_tokens = tokenizer, engine, stop_tokens
         self.last_statistics: Statistics | None = None
 
@@ -177,16 +179,15 @@ def load_chain(
         UserError: whatever `check_chain` finds, or a context longer than the target's.
     """
     checked = check_chain(resolve_chain(str(path)), digests=digests)
-    manifest = checked.manifest
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    compute_dtype = _dtype(dtype, checked.members["target"])
-    plan = plan or manifest.plan
+    compute_dtype = _dtype(dtype, checked.target)
+    plan = plan or checked.manifest.plan
     models = _load_models(checked, plan, where, compute_dtype, context_tokens)
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(checked.tokenizer, trust_remote_code=False)
-    stop_tokens = read_stop_tokens(checked.members["target"], tokenizer.eos_token_id)
-    return Chain(manifest, tokenizer, Engine(models, plan), stop_tokens)
+    stop_tokens = read_stop_tokens(checked.target, tokenizer.eos_token_id)
+    return Chain(checked, tokenizer, Engine(models, plan), stop_tokens)
 
 
 def read_stop_tokens(target: Path, eos_token_id: int | None) -> frozenset[int]:
@@ -208,7 +209,7 @@ def _load_models(
     dtype: torch.dtype,
     context_tokens: int | None,
 ) -> Models:
-    declared = read_json(checked.members["target"] / "config.json", "model config")
+    declared = read_json(checked.target / "config.json", "model config")
     longest = declared["max_position_embeddings"]
     context_tokens = context_tokens or min(longest, CONTEXT_TOKENS_BY_DEFAULT)
     if context_tokens > longest:
@@ -218,18 +219,14 @@ def _load_models(
             f"the target is declared for {longest}",
         )
     num_positions = context_tokens + max(plan.tree.rows, draft_rows(plan.tree))
+    *verifying, drafter = checked.manifest.members
     decoders = {
         member.name: load_decoder(checked.members[member.name], dtype, device, num_positions)
-        for member in checked.manifest.members
-        if member.role != "drafter"
+        for member in verifying
     }
-    head = None
-    last = checked.manifest.members[-1]
-    if last.role == "drafter":
-        target = decoders[checked.manifest.members[0].name]
-        folder = checked.members[last.name]
-        head = (last.name, load_head(folder, target, num_positions))
-    return Models(decoders, head, context_tokens)
+    target = decoders[verifying[0].name]
+    head = load_head(checked.members[drafter.name], target, num_positions)
+    return Models(decoders, (drafter.name, head), context_tokens)
 
 
 def _dtype(name: str | None, target: Path) -> torch.dtype:
