@@ -6,16 +6,23 @@ from typing import Any
 
 import yaml
 
+from polybasic.chain.errors import UserError
 from polybasic.chain.files import whole_file
-from polybasic.chain.manifest import Manifest, Member, read_manifest, write_manifest
+from polybasic.chain.manifest import (
+    Flush,
+    Manifest,
+    MeasuredPlan,
+    Member,
+    Plan,
+    Tree,
+    check_plan,
+    read_manifest,
+    write_manifest,
+)
+from polybasic.chain.readable import readable_bytes, readable_count
 
 CARD_NAME = "README.md"
 
-_HOW = {
-    "decoder": "the model whose distribution is kept",
-    "awq": "the target in 4 bits (AWQ, GEMM layout): verifies drafts, proposes to the target",
-    "eagle2": "EAGLE-2 head: drafts trees from the target's features",
-}
 _LIMITS = """\
 - The output distribution is the target's own, whatever the members below it propose; their
   quality decides the speed alone.
@@ -37,18 +44,29 @@ def write_card(folder: Path, manifest: Manifest) -> None:
 def record_results(folder: Path, results: dict[str, Any]) -> Manifest:
     """Put measured results (a report of schema polybasic.report/1) into manifest and card.
 
-    The members that the report found fastest (`plan.members`) become the chain's plan.
-
     Raises:
         UserError: `folder` is no chain; the disk is full or not writable.
     """
+    return _record(folder, read_manifest(folder).model_copy(update={"results": results}))
+
+
+def record_plan(folder: Path, measured: MeasuredPlan) -> Manifest:
+    """Put a measured plan into manifest and card; it replaces the one of the same hardware.
+
+    Raises:
+        UserError: `folder` is no chain, or one whose members cannot run so; the disk is full or
+            not writable.
+    """
     manifest = read_manifest(folder)
-    members = tuple(results.get("plan", {}).get("members", manifest.plan.members))
-    plan = manifest.plan.model_copy(update={"members": members})
-    manifest = manifest.model_copy(update={"results": results, "plan": plan})
-    write_manifest(folder, manifest)
-    write_card(folder, manifest)
-    return manifest
+    try:
+        for predicted in (measured, *measured.others):
+            check_plan(predicted.plan, manifest.members)
+    except ValueError as error:
+        raise UserError(
+            "plan does not fit the chain", f"{folder} ({error})", "plan with its own members"
+        ) from error
+    others = (plan for plan in manifest.plans if plan.hardware != measured.hardware)
+    return _record(folder, manifest.model_copy(update={"plans": (*others, measured)}))
 
 
 def render_card(manifest: Manifest) -> str:
@@ -61,26 +79,19 @@ def render_card(manifest: Manifest) -> str:
         _use(),
         "## Members\n\n" + _members(manifest),
         "## Lineage\n\n" + _lineage(manifest),
-        "## Plan\n\n" + _plan(manifest),
+        "## Plan\n\n" + _plans(manifest),
     ]
     if manifest.results is not None:
         sections.append("## Results\n\n" + _results(manifest.results))
-    if manifest.quality is not None:
-        sections.append("## Quality of the intermediate\n\n" + _pairs(manifest.quality))
-    if manifest.training is not None:
-        sections.append("## Training of the draft head\n\n" + _pairs(manifest.training))
+    for title, records in (
+        ("Quality of the intermediates", manifest.quality),
+        ("Training of the draft heads", manifest.training),
+    ):
+        if records:
+            tables = (f"### {name}\n\n{_pairs(content)}" for name, content in records.items())
+            sections.append(f"## {title}\n\n" + "\n\n".join(tables))
     sections.append("## Limits\n\n" + _LIMITS)
     return "\n\n".join(sections) + "\n"
-
-
-def readable_bytes(num_bytes: int) -> str:
-    """12_345_678 -> "12.3 MB"."""
-    return _scaled(num_bytes, ("B", "kB", "MB", "GB", "TB"), " ")
-
-
-def readable_count(count: int) -> str:
-    """12_345_678 -> "12.3M"."""
-    return _scaled(count, ("", "k", "M", "B", "T"), "")
 
 
 def member_source(member: Member) -> str:
@@ -91,11 +102,39 @@ def member_source(member: Member) -> str:
     return f"{reference.source}" + (f"@{reference.revision}" if reference.revision else "")
 
 
-def _scaled(value: float, units: tuple[str, ...], space: str) -> str:
-    exponent = 0
-    while value >= 999.95 and exponent < len(units) - 1:
-        value, exponent = value / 1000, exponent + 1
-    return f"{value:.1f}{space}{units[exponent]}" if exponent else f"{value:.0f}{space}{units[0]}"
+def shown_members(plan: Plan, verifying: Iterable[str]) -> str:
+    """A plan's members for people: "target → intermediate → draft + n-grams".
+
+    Args:
+        plan: any plan of the chain.
+        verifying: names of the chain's verifying members.
+    """
+    shown = " → ".join(plan.members)
+    if plan.ngram is None:
+        return shown
+    return f"{shown} {'→' if plan.members[-1] in verifying else '+'} n-grams"
+
+
+def shown_tree(tree: Tree) -> str:
+    """A draft tree for people: "depth 7, top 4, 12 rows"."""
+    return f"depth {tree.depth}, top {tree.top_k}, {tree.rows} rows"
+
+
+def shown_flush(plan: Plan, verifying: Iterable[str]) -> str:
+    """When a plan's verifying members are asked, for people; as `shown_members`."""
+    above = [name for name in plan.members if name in verifying][:-1]
+    return "; ".join(f"{name} {_flush(plan.flush[name])}" for name in above) or "–"
+
+
+def _flush(flush: Flush) -> str:
+    length = f"{flush.length} tokens{' at most, adaptive' if flush.adaptive else ''}"
+    return f"after {length}, {flush.rule} rule"
+
+
+def _record(folder: Path, manifest: Manifest) -> Manifest:
+    write_manifest(folder, manifest)
+    write_card(folder, manifest)
+    return manifest
 
 
 def _hub_id(manifest: Manifest) -> str | None:
@@ -133,7 +172,7 @@ def _members(manifest: Manifest) -> str:
     rows = [
         (
             member.name,
-            _HOW[member.kind],
+            _what_it_is(member),
             member_source(member),
             member.dtype,
             readable_count(member.num_parameters),
@@ -157,15 +196,43 @@ def _lineage(manifest: Manifest) -> str:
     return "\n".join(lines)
 
 
-def _plan(manifest: Manifest) -> str:
+def _what_it_is(member: Member) -> str:
+    if member.role == "target":
+        return "the model whose distribution is kept"
+    if member.role == "intermediate":
+        bits = "model in 4 bits (AWQ, GEMM layout)" if member.kind == "awq" else "smaller model"
+        return f"{bits}: verifies drafts, proposes to the member above it"
+    if member.kind == "eagle2":
+        return f"EAGLE-2 head: drafts trees from the features of {' or '.join(member.drafts_for)}"
+    bits = "small model in 4 bits" if member.kind == "awq" else "small model"
+    return f"{bits}: drafts trees for {' or '.join(member.drafts_for)}"
+
+
+def _plans(manifest: Manifest) -> str:
+    verifying = [member.name for member in manifest.verifying]
     plan = manifest.plan
-    line = (
-        f"{' → '.join(plan.members)}; draft tree of depth {plan.tree.depth}, "
-        f"top {plan.tree.top_k}, {plan.tree.rows} rows"
-    )
-    if len(plan.members) > 2:
-        line += f"; flush length {plan.flush_length} tokens; {plan.rule} verification"
-    return f"{line}."
+    parts = [
+        f"{shown_members(plan, verifying)}; draft tree of {shown_tree(plan.tree)}; flush: "
+        f"{shown_flush(plan, verifying)}."
+    ]
+    if manifest.plans:
+        header = ("hardware", "members", "tree", "flush", "predicted ms a token")
+        rows = [
+            (
+                f"{measured.hardware}, {measured.dtype}, temperature {measured.temperature:g}",
+                shown_members(measured.plan, verifying),
+                shown_tree(measured.plan.tree),
+                shown_flush(measured.plan, verifying),
+                f"{1000 * measured.seconds_per_token:.2f}",
+            )
+            for measured in manifest.plans
+        ]
+        parts = [
+            "Chosen by measurement, one for each kind of machine:",
+            _table(header, rows),
+            f"Elsewhere: {parts[0]}",
+        ]
+    return "\n\n".join(parts)
 
 
 def _results(results: dict[str, Any]) -> str:

@@ -155,9 +155,13 @@ class Decoder:
         return self.embedding.dtype
 
     @property
-    def cache_shape(self) -> tuple[int, int, int]:
-        """Layers, key/value heads and head size: decoders that agree in it can share a cache."""
-        return self.config.num_layers, self.config.num_kv_heads, self.config.head_dim
+    def cache_shape(self) -> tuple[int, ...]:
+        """Layers, key/value heads, head size and width of the states.
+
+        Decoders that agree in it can share a cache, and one's states serve a head of the other.
+        """
+        config = self.config
+        return config.num_layers, config.num_kv_heads, config.head_dim, config.hidden_size
 
     def forward(self, token_ids: Tensor, cache: list[Tensor], attend: Attend) -> Tensor:
         """States [R, D] after the final norm: what the output projection and a draft head read.

@@ -1,5 +1,6 @@
 """chain.json: what a chain consists of, where it came from and how it runs. No torch in here."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -9,7 +10,7 @@ from polybasic.chain.errors import UserError
 from polybasic.chain.files import read_json, write_json
 from polybasic.chain.settings import Settings
 
-SCHEMA = "polybasic.chain/1"
+SCHEMA = "polybasic.chain/2"
 MANIFEST_NAME = "chain.json"
 
 Role = Literal["target", "intermediate", "drafter"]
@@ -21,8 +22,10 @@ Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 _KINDS_OF_ROLE: dict[Role, tuple[Kind, ...]] = {
     "target": ("decoder",),
     "intermediate": ("awq", "decoder"),
-    "drafter": ("eagle2",),
+    "drafter": ("eagle2", "awq", "decoder"),
 }
+NUM_PROBABILITY_BINS = 8
+"""Bins of the adaptive flush: the proposing model's probability of a token, by its square."""
 
 
 class Reference(Settings):
@@ -56,12 +59,17 @@ class Member(Settings):
     num_parameters: int = Field(ge=0, description="packed 4-bit weights count one each")
     num_bytes: int = Field(ge=0, description="of its weight files")
     files: dict[str, Sha256] = Field(min_length=1, description="file name -> sha256")
+    drafts_for: tuple[Name, ...] = Field(
+        default=(), description="of a drafter: the verifying members that it can draft for"
+    )
 
     @model_validator(mode="after")
     def _kind_fits_role(self) -> "Member":
         kinds = _KINDS_OF_ROLE[self.role]
         if self.kind not in kinds:
             raise ValueError(f"kind of a {self.role} must be {' or '.join(kinds)}")
+        if (self.role == "drafter") != bool(self.drafts_for):
+            raise ValueError("drafts_for names verifying members for a drafter, and for no other")
         return self
 
 
@@ -80,15 +88,69 @@ class Tree(Settings):
     rows: int = Field(ge=2, description="rows of the verification pass, root included")
 
 
+class AdaptiveFlush(Settings):
+    """Lets a stage hand its block up before the flush length: see `polybasic.deploy.flushing`."""
+
+    break_even: float = Field(
+        gt=0, lt=1, description="probability of the whole block below which no round is added"
+    )
+    acceptance: tuple[float, ...] = Field(
+        min_length=NUM_PROBABILITY_BINS,
+        max_length=NUM_PROBABILITY_BINS,
+        description="share of tokens kept, by bin of the proposing model's probability of them",
+    )
+
+
+class Flush(Settings):
+    """When and how a verifying member is asked about the block that is collected below it."""
+
+    length: int = Field(ge=1, description="tokens collected before the member is asked")
+    rule: Rule = Field(default="block", description="verification of the block")
+    adaptive: AdaptiveFlush | None = Field(
+        default=None, description="stops earlier where one more round would not pay"
+    )
+
+
+class Ngram(Settings):
+    """Drafts copied from prompt and output: see `polybasic.deploy.ngram`."""
+
+    min_match: int = Field(default=2, ge=1, description="tokens that must repeat before a copy")
+    num_tokens: int = Field(default=8, ge=1, description="tokens of a copy at most")
+    capacity: int = Field(default=65536, ge=1, description="entries kept, the latest used ones")
+
+
 class Plan(Settings):
     """Which members run and how."""
 
-    members: tuple[Name, ...] = Field(min_length=1, description="names from the target down")
-    tree: Tree
-    flush_length: int = Field(
-        ge=1, description="tokens the intermediate collects before the target is asked"
+    members: tuple[Name, ...] = Field(
+        min_length=1, description="names from the target down; at most one drafter, at the end"
     )
-    rule: Rule = Field(default="block", description="verification of a block")
+    tree: Tree
+    flush: dict[Name, Flush] = Field(
+        default={}, description="of each verifying member but the innermost, by name"
+    )
+    ngram: Ngram | None = Field(
+        default=None, description="drafts by n-grams, alone or beside the drafter"
+    )
+
+
+class PredictedPlan(Settings):
+    """A plan and what it is expected to cost."""
+
+    plan: Plan
+    seconds_per_token: float = Field(gt=0, description="behind the prefill")
+
+
+class MeasuredPlan(PredictedPlan):
+    """A plan that was chosen by measurement, and the machine that it holds for."""
+
+    hardware: str = Field(description="as `polybasic.deploy.hardware.hardware_name` gives it")
+    dtype: str
+    temperature: float
+    others: tuple[PredictedPlan, ...] = Field(
+        default=(), description="the best plan of each other set of members, the fastest first"
+    )
+    explanation: dict[str, Any] = Field(default={}, description="what `polybasic plan` prints")
 
 
 class Provenance(Settings):
@@ -106,10 +168,15 @@ class Manifest(Settings):
 
     members: tuple[Member, ...] = Field(min_length=2, description="from the target down")
     tokenizer: TokenizerFiles
-    plan: Plan
+    plan: Plan = Field(description="runs where `plans` has none for the machine")
+    plans: tuple[MeasuredPlan, ...] = Field(default=(), description="one for each machine")
     provenance: Provenance
-    quality: dict[str, Any] | None = Field(default=None, description="intermediate against target")
-    training: dict[str, Any] | None = Field(default=None, description="of the head, in numbers")
+    quality: dict[Name, dict[str, Any]] = Field(
+        default={}, description="of intermediates, against the model that they were made from"
+    )
+    training: dict[Name, dict[str, Any]] = Field(
+        default={}, description="of draft heads, in numbers"
+    )
     results: dict[str, Any] | None = Field(default=None, description="the last report.json")
 
     @model_validator(mode="after")
@@ -117,31 +184,77 @@ class Manifest(Settings):
         names = [member.name for member in self.members]
         if len(set(names)) < len(names):
             raise ValueError(f"member names repeat: {', '.join(names)}")
-        expected = ["target", *["intermediate"] * (len(names) - 2), "drafter"]
         roles = [member.role for member in self.members]
-        if roles != expected:
+        order = sorted(roles, key=("target", "intermediate", "drafter").index)
+        if roles != order or roles.count("target") != 1:
             raise ValueError(
-                f"members must go from the target over intermediates to the drafter, not "
+                f"members must be one target, then intermediates, then drafters, not "
                 f"{', '.join(roles)}"
             )
         return self
 
     @model_validator(mode="after")
-    def _plan_names_members(self) -> "Manifest":
-        planned, names = self.plan.members, [member.name for member in self.members]
-        if planned != tuple(name for name in names if name in planned):
-            raise ValueError(
-                f"plan.members {', '.join(planned)} must be among {', '.join(names)}, in that order"
-            )
-        if planned[0] != names[0] or (len(planned) > 1 and planned[-1] != names[-1]):
-            raise ValueError(
-                f"plan.members must begin with {names[0]} and, unless alone, end with {names[-1]}"
-            )
+    def _drafters_have_verifiers(self) -> "Manifest":
+        for drafter in self.drafters:
+            for name in drafter.drafts_for:
+                if name not in {member.name for member in self.verifying}:
+                    raise ValueError(f"{drafter.name} drafts for {name}, which is no member")
         return self
+
+    @model_validator(mode="after")
+    def _plans_can_run(self) -> "Manifest":
+        check_plan(self.plan, self.members)
+        for measured in self.plans:
+            for predicted in (measured, *measured.others):
+                check_plan(predicted.plan, self.members)
+        return self
+
+    @property
+    def verifying(self) -> tuple[Member, ...]:
+        """Target and intermediates, from the target down."""
+        return tuple(member for member in self.members if member.role != "drafter")
+
+    @property
+    def drafters(self) -> tuple[Member, ...]:
+        """Members that draft."""
+        return tuple(member for member in self.members if member.role == "drafter")
+
+    def plan_for(self, hardware: str) -> MeasuredPlan | None:
+        """The plan that was measured on this kind of machine."""
+        return {measured.hardware: measured for measured in self.plans}.get(hardware)
 
     def member(self, name: str) -> Member:
         """The member of this name; KeyError if there is none."""
         return {member.name: member for member in self.members}[name]
+
+
+def check_plan(plan: Plan, members: Sequence[Member]) -> None:
+    """Check that a plan names members of a chain in an order in which they can run.
+
+    Raises:
+        ValueError: unknown or misplaced members, a drafter that does not draft for the innermost
+            verifying one, or no flush length for a verifying one.
+    """
+    by_name = {member.name: member for member in members}
+    if plan.members != tuple(name for name in by_name if name in plan.members):
+        raise ValueError(
+            f"plan.members {', '.join(plan.members)} must be among {', '.join(by_name)}, in that "
+            "order"
+        )
+    verifying = [name for name in plan.members if by_name[name].role != "drafter"]
+    drafters = plan.members[len(verifying) :]
+    if verifying[:1] != [members[0].name]:
+        raise ValueError(f"plan.members must begin with {members[0].name}")
+    if len(drafters) > 1:
+        raise ValueError(f"plan.members has {len(drafters)} drafters, {', '.join(drafters)}")
+    for name in drafters:
+        if verifying[-1] not in by_name[name].drafts_for:
+            raise ValueError(
+                f"{name} drafts for {', '.join(by_name[name].drafts_for)}, not for {verifying[-1]}"
+            )
+    for name in verifying[:-1]:
+        if name not in plan.flush:
+            raise ValueError(f"plan.flush lacks {name}, above {verifying[-1]}")
 
 
 def read_manifest(folder: Path) -> Manifest:

@@ -1,8 +1,13 @@
-"""Packs a target, an intermediate and a draft head into one chain folder."""
+"""Packs a target and any number of other members into one chain folder."""
 
 import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from pydantic import ValidationError
 
 from polybasic.chain.card import write_card
 from polybasic.chain.checkpoint import (
@@ -15,6 +20,7 @@ from polybasic.chain.checkpoint import (
 )
 from polybasic.chain.errors import UserError
 from polybasic.chain.files import sha256_of_file, whole_folder
+from polybasic.chain.lineage import find_drafts_for, verifier_of
 from polybasic.chain.manifest import (
     MANIFEST_NAME,
     Kind,
@@ -28,9 +34,29 @@ from polybasic.chain.manifest import (
     write_manifest,
 )
 from polybasic.chain.shapes import main_dtype, num_parameters, tensor_headers
-from polybasic.chain.verify import check_fit, check_weight_files
+from polybasic.chain.verify import check_fit, check_weight_files, read_config, size_warnings
 
-_DRAFT_FILES = ["config.json", "model.safetensors"]
+TARGET_NAME = "target"
+_TOKENIZER_FOLDER = "tokenizer"
+_OTHER_FOLDERS = (TARGET_NAME, _TOKENIZER_FOLDER, "report")
+_HEAD_FILES = ["config.json", "model.safetensors"]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A member that goes into the chain folder.
+
+    Attributes:
+        name: of the member, and of its folder in the chain.
+        role: intermediates verify, drafters draft.
+        kind: "awq" (4 bits), "decoder" (a whole model as it is) or "eagle2" (a head).
+        folder: its checkpoint.
+    """
+
+    name: str
+    role: Role
+    kind: Kind
+    folder: Path
 
 
 def package_chain(
@@ -38,58 +64,45 @@ def package_chain(
     target: Path,
     target_reference: str,
     copy_target: bool,
-    intermediate: Path,
-    draft: Path,
+    parts: Sequence[Part],
     plan: Plan,
     provenance: Provenance,
-    quality: dict[str, Any] | None,
-    training: dict[str, Any] | None,
+    quality: dict[str, dict[str, Any]],
+    training: dict[str, dict[str, Any]],
 ) -> Manifest:
     """Write the chain folder `out`, whole; an older chain there is replaced.
 
+    A member that is larger than the one above it is told on stderr.
+
     Args:
         out: the chain folder (or the caller's own `.partial` folder of one).
-        target: the target's folder.
+        target: the target's folder; the member is called "target".
         target_reference: how the user named it, a folder or `org/name[@revision]`; kept as the
             reference, with the commit when `target` is a snapshot of the hub's cache.
         copy_target: put a copy into the chain instead of referring to it.
-        intermediate: an AWQ checkpoint.
-        draft: a folder with config.json and model.safetensors of an EAGLE-2 head.
-        plan: how the chain runs; its members are named target, intermediate and draft.
+        parts: the other members in order: intermediates from the target down, then drafters.
+        plan: how the chain runs until a plan is measured.
         provenance: how the members were made.
-        quality: record of `measure_quality`.
-        training: summary of `train_head`.
+        quality: records of `measure_quality`, by name of the intermediate.
+        training: summaries of `train_head`, by name of the head.
 
     Raises:
         UserError: the members do not belong together, `out` holds something else or one of the
             sources, or the disk is full.
     """
-    sources = {"target": target, "intermediate": intermediate, "draft": draft}
+    sources = {TARGET_NAME: target} | {part.name: part.folder for part in parts}
+    _check_names(parts)
     _refuse_replacing(out, sources)
-    _require(draft, _DRAFT_FILES)
     reference = _target_reference(out, target, target_reference, copy_target)
-    files = {
-        "target": checkpoint_files(target) if copy_target else model_files(target),
-        "intermediate": checkpoint_files(intermediate),
-        "draft": _DRAFT_FILES,
-    }
-    members = (
-        _member("target", "target", "decoder", reference, target, files["target"]),
-        _member(
-            "intermediate",
-            "intermediate",
-            "awq",
-            Reference(path="intermediate"),
-            intermediate,
-            files["intermediate"],
-        ),
-        _member("draft", "drafter", "eagle2", Reference(path="draft"), draft, files["draft"]),
+    files = {TARGET_NAME: checkpoint_files(target) if copy_target else model_files(target)}
+    files |= {part.name: _files_of(part) for part in parts}
+    target_member = _member(Part(TARGET_NAME, "target", "decoder", target), reference, files)
+    members = (target_member, *_members_of(parts, target_member, target, files))
+    tokenizer = TokenizerFiles(
+        path=_TOKENIZER_FOLDER, files=_digests(target, tokenizer_files(target))
     )
-    for member in members:
-        check_weight_files(member, sources[member.name])
-    tokenizer = TokenizerFiles(path="tokenizer", files=_digests(target, tokenizer_files(target)))
     check_fit(members, sources, target)
-    manifest = Manifest(
+    manifest = _manifest(
         members=members,
         tokenizer=tokenizer,
         plan=plan,
@@ -97,6 +110,8 @@ def package_chain(
         quality=quality,
         training=training,
     )
+    for warning in size_warnings(members):
+        print(f"warning: {warning}", file=sys.stderr)
     with whole_folder(out) as partial:
         for member in members:
             if member.reference.path is not None:
@@ -108,20 +123,81 @@ def package_chain(
     return manifest
 
 
+def _members_of(
+    parts: Sequence[Part], target_member: Member, target: Path, files: dict[str, list[str]]
+) -> list[Member]:
+    """The parts' members; drafters are made last, so that each finds what it drafts for."""
+    configs = {part.name: read_config(part.folder) for part in parts}
+    members: dict[str, Member] = {}
+    verifiers = [verifier_of(target_member, read_config(target), target)]
+    for part in parts:
+        if part.role != "drafter":
+            member = _member(part, Reference(path=part.name), files)
+            verifiers.append(verifier_of(member, configs[part.name], part.folder))
+            members[part.name] = member
+    for part in parts:
+        if part.role == "drafter":
+            drafts_for = find_drafts_for(
+                part.name, part.kind, configs[part.name], part.folder, verifiers
+            )
+            members[part.name] = _member(part, Reference(path=part.name), files, drafts_for)
+    return [members[part.name] for part in parts]
+
+
 def _member(
-    name: str, role: Role, kind: Kind, reference: Reference, folder: Path, files: list[str]
+    part: Part,
+    reference: Reference,
+    files: dict[str, list[str]],
+    drafts_for: tuple[str, ...] = (),
 ) -> Member:
-    headers = tensor_headers(folder)
-    return Member(
-        name=name,
-        role=role,
-        kind=kind,
+    headers = tensor_headers(part.folder)
+    member = Member(
+        name=part.name,
+        role=part.role,
+        kind=part.kind,
         reference=reference,
-        dtype="int4" if kind == "awq" else main_dtype(headers),
+        dtype="int4" if part.kind == "awq" else main_dtype(headers),
         num_parameters=num_parameters(headers),
-        num_bytes=sum(path.stat().st_size for path in weight_files(folder)),
-        files=_digests(folder, files),
+        num_bytes=sum(path.stat().st_size for path in weight_files(part.folder)),
+        files=_digests(part.folder, files[part.name]),
+        drafts_for=drafts_for,
     )
+    check_weight_files(member, part.folder)
+    return member
+
+
+def _manifest(**content: Any) -> Manifest:
+    try:
+        return Manifest(**content)
+    except ValidationError as error:
+        reason = error.errors()[0]["msg"].removeprefix("Value error, ")
+        names = ", ".join(member.name for member in content["members"])
+        raise UserError(
+            "members and plan do not fit", f"{names} ({reason})", "change the parts or the plan"
+        ) from error
+
+
+def _check_names(parts: Sequence[Part]) -> None:
+    for part in parts:
+        if part.name in _OTHER_FOLDERS:
+            raise UserError(
+                "member name is taken",
+                f"{part.name} ({part.folder})",
+                f"choose another than {', '.join(_OTHER_FOLDERS)}",
+            )
+
+
+def _files_of(part: Part) -> list[str]:
+    if part.kind != "eagle2":
+        return checkpoint_files(part.folder)
+    for name in _HEAD_FILES:
+        if not (part.folder / name).is_file():
+            raise UserError(
+                "incomplete draft head",
+                f"no {name} in {part.folder}",
+                "train it with `polybasic train`",
+            )
+    return _HEAD_FILES
 
 
 def _digests(folder: Path, names: list[str]) -> dict[str, str]:
@@ -163,11 +239,3 @@ def _refuse_replacing(out: Path, sources: dict[str, Path]) -> None:
 
 def _is_chain(folder: Path) -> bool:
     return (folder / MANIFEST_NAME).is_file()
-
-
-def _require(folder: Path, names: list[str]) -> None:
-    for name in names:
-        if not (folder / name).is_file():
-            raise UserError(
-                "incomplete draft head", f"no {name} in {folder}", "train it with `polybasic train`"
-            )

@@ -1,17 +1,21 @@
 """Checks a chain before anything of it is loaded: paths, digests, configs and tensor shapes."""
 
 import os
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from polybasic.chain.checkpoint import resolve_checkpoint, weight_files
 from polybasic.chain.config import decoder_config
 from polybasic.chain.errors import UserError
-from polybasic.chain.files import read_json, sha256_of_file, sha256_of_object
+from polybasic.chain.files import read_json, sha256_of_file
+from polybasic.chain.lineage import find_drafts_for, verifier_of
 from polybasic.chain.manifest import MANIFEST_NAME, Manifest, Member, Reference, read_manifest
+from polybasic.chain.readable import readable_bytes
 from polybasic.chain.shapes import check_shapes
+from polybasic.chain.vocabulary import TOKENIZER_NAME, check_same_vocabulary, read_vocabulary
 
 _PACKAGE_AGAIN = "package the chain again or fetch the file anew"
 _CODE_SUFFIXES = {".py", ".pyc", ".so", ".pt", ".pth", ".pkl", ".pickle", ".ckpt"}
@@ -29,12 +33,17 @@ _SIZES = (
 
 @dataclass(frozen=True)
 class CheckedChain:
-    """A chain that may be loaded: its manifest and where its members lie."""
+    """A chain that may be loaded: its manifest and where its members lie.
+
+    Attributes:
+        warnings: one line each, of what is allowed and costs speed.
+    """
 
     folder: Path
     manifest: Manifest
     members: dict[str, Path]
     tokenizer: Path
+    warnings: tuple[str, ...] = ()
 
     @property
     def target(self) -> Path:
@@ -64,11 +73,13 @@ def check_chain(folder: Path, digests: bool = True) -> CheckedChain:
         _check_files(inside, folders[member.name], member.files, member.name, digests)
         check_weight_files(member, folders[member.name])
     check_fit(manifest.members, folders, tokenizer)
-    return CheckedChain(folder, manifest, folders, tokenizer)
+    return CheckedChain(folder, manifest, folders, tokenizer, size_warnings(manifest.members))
 
 
-def check_fit(members: Iterable[Member], folders: dict[str, Path], tokenizer: Path) -> None:
+def check_fit(members: Sequence[Member], folders: dict[str, Path], tokenizer: Path) -> None:
     """Check that the members belong together; digests are taken from `members` as they are.
+
+    Depth and width may differ from member to member; vocabulary and tokenizer may not.
 
     Args:
         members: from the target down.
@@ -76,22 +87,42 @@ def check_fit(members: Iterable[Member], folders: dict[str, Path], tokenizer: Pa
         tokenizer: the folder of the tokenizer.
 
     Raises:
-        UserError: remote code, another vocabulary, a head for another target, an unknown
-            quantization, or tensors that do not fit their config.
+        UserError: remote code, another vocabulary or tokenizer, a head whose model is not among
+            the members, a wrong `drafts_for`, an unknown quantization, or tensors that do not fit
+            their config.
     """
     target, *others = members
-    configs = {name: _read_config(folder) for name, folder in folders.items()}
+    configs = {member.name: read_config(folders[member.name]) for member in members}
     for member in others:
-        _check_equal("vocab_size", target, member, configs)
-    _check_tokenizer(tokenizer, configs[target.name]["vocab_size"])
-    for member in (target, *others):
+        _check_vocab_size(target, member, configs)
+    vocabulary = _check_tokenizer(tokenizer, configs[target.name]["vocab_size"])
+    for member in others:
+        _check_same_tokenizer(member, folders[member.name], tokenizer, vocabulary)
+    _check_drafts_for(members, folders, configs)
+    for member in members:
         config, folder = configs[member.name], folders[member.name]
-        if member.kind == "eagle2":
-            _check_equal("hidden_size", target, member, configs)
-            _check_head(config, folder, target, folders[target.name])
         group_size = _check_quantization(member, config, folder)
         decoder = decoder_config(config, f"{folder / 'config.json'}")
         check_shapes(member.kind, folder, decoder, group_size)
+
+
+def size_warnings(members: Sequence[Member]) -> tuple[str, ...]:
+    """One line for each verifying member that is larger than the one above it, with its cost.
+
+    Such a chain runs, and it is exact. It is slow: decoding reads all weights at each pass.
+
+    Args:
+        members: from the target down.
+    """
+    verifying = [member for member in members if member.role != "drafter"]
+    return tuple(
+        f"{below.name} is larger than {above.name} above it: a pass of {below.name} reads "
+        f"{readable_bytes(below.num_bytes)}, one of {above.name} "
+        f"{readable_bytes(above.num_bytes)}; leave {below.name} out of the plan, or use a "
+        "smaller model"
+        for above, below in pairwise(verifying)
+        if below.num_bytes > above.num_bytes
+    )
 
 
 def source_folder(chain: Path, reference: Reference) -> Path:
@@ -104,11 +135,6 @@ def source_folder(chain: Path, reference: Reference) -> Path:
     if reference.source.startswith((".", "/")):
         return resolve_checkpoint(os.path.normpath(chain.resolve() / reference.source))
     return resolve_checkpoint(reference.source, reference.revision)
-
-
-def weights_digest_of(member: Member, folder: Path) -> str:
-    """`digests.weights_digest` of a member, from the file digests in its manifest entry."""
-    return sha256_of_object({path.name: member.files[path.name] for path in weight_files(folder)})
 
 
 def _member_folder(chain: Path, member: Member, index: int) -> Path:
@@ -177,6 +203,11 @@ def _refuse_unlisted(folder: Path, files: dict[str, str]) -> None:
 
 
 def check_weight_files(member: Member, folder: Path) -> None:
+    """Check that the manifest lists the weights that loading would read.
+
+    Raises:
+        UserError: a file that it does not list, or a pickle of another member than the target.
+    """
     for path in weight_files(folder):
         if path.name not in member.files:
             raise UserError("file not in the manifest", f"{path}", "remove it or package again")
@@ -186,7 +217,12 @@ def check_weight_files(member: Member, folder: Path) -> None:
             )
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
+def read_config(folder: Path) -> dict[str, Any]:
+    """Read the config.json of a member.
+
+    Raises:
+        UserError: no JSON object, remote code, or a size that is no positive integer.
+    """
     path = folder / "config.json"
     config = read_json(path, "config")
     if not isinstance(config, dict):
@@ -208,31 +244,25 @@ def _refuse_remote_code(path: Path, config: dict[str, Any]) -> None:
         )
 
 
-def _check_equal(
-    key: str, target: Member, other: Member, configs: dict[str, dict[str, Any]]
-) -> None:
-    expected, found = configs[target.name].get(key), configs[other.name].get(key)
+def _check_vocab_size(target: Member, other: Member, configs: dict[str, dict[str, Any]]) -> None:
+    expected, found = (configs[member.name].get("vocab_size") for member in (target, other))
     if found != expected or found is None:
         raise UserError(
-            f"{key} differs",
+            "vocab_size differs",
             f"{found} in the config of {other.name}, {expected} in that of {target.name}",
-            f"make {other.name} from this target",
+            "all members of a chain share the target's vocabulary",
         )
 
 
-def _check_tokenizer(folder: Path, vocab_size: int) -> None:
-    from tokenizers import Tokenizer
-
-    path = folder / "tokenizer.json"
+def _check_tokenizer(folder: Path, vocab_size: int) -> dict[str, int]:
+    """The chain's vocabulary: token -> id."""
+    path = folder / TOKENIZER_NAME
     config_path = folder / "tokenizer_config.json"
     if config_path.is_file() and isinstance(config := read_json(config_path, "config"), dict):
         _refuse_remote_code(config_path, config)
     if not path.is_file():
         raise UserError("no tokenizer", f"{path} is missing", _PACKAGE_AGAIN)
-    try:
-        vocabulary = Tokenizer.from_file(str(path)).get_vocab(with_added_tokens=True)
-    except Exception as error:  # tokenizers raises bare Exception
-        raise UserError("malformed tokenizer", f"{path} ({error})", _PACKAGE_AGAIN) from error
+    vocabulary = read_vocabulary(path)
     num_ids = max(vocabulary.values(), default=-1) + 1
     if num_ids > vocab_size:
         raise UserError(
@@ -240,24 +270,39 @@ def _check_tokenizer(folder: Path, vocab_size: int) -> None:
             f"{num_ids} ids in {path}, vocab_size {vocab_size} in the target",
             "take the tokenizer that belongs to the target",
         )
+    return vocabulary
 
 
-def _check_head(config: dict[str, Any], folder: Path, target: Member, target_folder: Path) -> None:
-    where = f"{folder / 'config.json'}"
-    origin = config.get("polybasic")
-    trained_for = origin.get("target_sha256") if isinstance(origin, dict) else None
-    if not isinstance(trained_for, str):
-        raise UserError(
-            "head without target",
-            f"no polybasic.target_sha256 in {where}",
-            "train the head with `polybasic train`",
-        )
-    if trained_for != (expected := weights_digest_of(target, target_folder)):
-        raise UserError(
-            "head trained for another target",
-            f"target_sha256 {trained_for[:8]}… in {where}, this target has {expected[:8]}…",
-            "train a head for this target, or name the target that it was trained for",
-        )
+def _check_same_tokenizer(
+    member: Member, folder: Path, tokenizer: Path, vocabulary: dict[str, int]
+) -> None:
+    path, expected = folder / TOKENIZER_NAME, tokenizer / TOKENIZER_NAME
+    # large vocabularies take seconds to parse; members of one target carry the same bytes
+    if not path.is_file() or sha256_of_file(path) == sha256_of_file(expected):
+        return
+    check_same_vocabulary(read_vocabulary(path), vocabulary, member.name, path, expected)
+
+
+def _check_drafts_for(
+    members: Sequence[Member], folders: dict[str, Path], configs: dict[str, dict[str, Any]]
+) -> None:
+    verifiers = [
+        verifier_of(member, configs[member.name], folders[member.name])
+        for member in members
+        if member.role != "drafter"
+    ]
+    for member in members:
+        if member.role != "drafter":
+            continue
+        config, folder = configs[member.name], folders[member.name]
+        found = find_drafts_for(member.name, member.kind, config, folder, verifiers)
+        if member.drafts_for != found:
+            raise UserError(
+                "manifest and configs disagree",
+                f"drafts_for of {member.name} is {', '.join(member.drafts_for)}, by the digests "
+                f"in the configs {', '.join(found)}",
+                "package the chain again",
+            )
 
 
 def _check_quantization(member: Member, config: dict[str, Any], folder: Path) -> int | None:

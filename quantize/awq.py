@@ -24,8 +24,10 @@ from transformers import PreTrainedModel
 
 from polybasic.chain.awq import GROUP_SIZE, QUANTIZATION_CONFIG
 from polybasic.chain.checkpoint import checkpoint_files, copy_files, model_files
+from polybasic.chain.digests import weights_digest
 from polybasic.chain.errors import UserError
 from polybasic.chain.files import read_json, whole_folder, write_json
+from polybasic.chain.lineage import ORIGIN_KEY, QUANTIZED_FROM_KEY
 from polybasic.quantize.calibration import calibration_samples
 from polybasic.quantize.models import load_target, tracked
 from polybasic.quantize.settings import QuantizeSettings
@@ -66,7 +68,8 @@ def quantize_target(
 
     Keys and values stay on the target's scale, so that both can share one cache: AWQ's scaling
     between v_proj and o_proj is left out. The scales of the other linears are folded into norms
-    and up projections. Linears of the decoder layers are quantized, all else is float16.
+    and up projections. Linears of the decoder layers are quantized, all else is float16. The config
+    records the digest of the weights that the copy was made from.
 
     Args:
         target: checkpoint folder.
@@ -258,7 +261,12 @@ def _write_checkpoint(
         del tensors["lm_head.weight"]
     save_torch_state_dict(tensors, folder, max_shard_size=_SHARD_SIZE)
     dtype_key = "dtype" if "dtype" in config else "torch_dtype"
-    quantized = {**config, dtype_key: "float16", "quantization_config": QUANTIZATION_CONFIG}
+    quantized = {
+        **config,
+        dtype_key: "float16",
+        "quantization_config": QUANTIZATION_CONFIG,
+        ORIGIN_KEY: {QUANTIZED_FROM_KEY: weights_digest(target)},
+    }
     write_json(folder / "config.json", quantized)
     copied = {*checkpoint_files(target)} - {*model_files(target)} | {"generation_config.json"}
     copy_files(target, folder, [name for name in copied if (target / name).is_file()])

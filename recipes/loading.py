@@ -7,7 +7,7 @@ import difflib
 from collections.abc import Iterator, Mapping
 from importlib import resources
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -24,7 +24,7 @@ Model = TypeVar("Model", bound=BaseModel)
 def shipped_recipes() -> dict[str, Path]:
     """Name -> path of the recipes that come with the package."""
     folder = Path(str(resources.files("polybasic.recipes")))
-    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+    return {path.stem: path for path in sorted(folder.glob("*.yaml"), key=lambda path: path.stem)}
 
 
 def find_recipe(name_or_path: str) -> Path:
@@ -121,8 +121,10 @@ def known_keys(model: type[BaseModel], prefix: Key = ()) -> Iterator[Key]:
     """Every key that `model` and its sections know, sections before what they hold."""
     for name, field in model.model_fields.items():
         yield (*prefix, name)
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            yield from known_keys(field.annotation, (*prefix, name))
+        # a section that may be left out is annotated `Section | None`
+        for part in (field.annotation, *get_args(field.annotation)):
+            if isinstance(part, type) and issubclass(part, BaseModel):
+                yield from known_keys(part, (*prefix, name))
 
 
 def _keys(mapping: yaml.MappingNode, prefix: Key) -> Iterator[tuple[Key, int]]:

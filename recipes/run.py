@@ -10,7 +10,7 @@ from polybasic.chain.files import whole_file
 from polybasic.recipes.estimate import check_disk, estimate
 from polybasic.recipes.pipeline import Workspace, locked, run_stages
 from polybasic.recipes.schema import Recipe
-from polybasic.recipes.stages import STAGES
+from polybasic.recipes.stages import stages_of
 
 
 def run_recipe(
@@ -31,11 +31,12 @@ def run_recipe(
         UserError: bad input, a missing extra, a full disk, or another run in `out`.
     """
     workspace = Workspace(recipe, out, command)
-    check_disk(estimate(STAGES, workspace, only), out)
+    stages = stages_of(recipe)
+    check_disk(estimate(stages, workspace, only), out)
     with locked(out):
         with whole_file(out / "recipe.yaml") as partial:
             partial.write_text(as_yaml(recipe), "utf-8")
-        run_stages(STAGES, workspace, only, say)
+        run_stages(stages, workspace, only, say)
     return workspace
 
 

@@ -1,6 +1,6 @@
 """What a recipe may say: the one schema behind files, overrides, docs and `recipes schema`."""
 
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -8,7 +8,12 @@ from polybasic.chain.errors import UserError
 from polybasic.chain.settings import Settings
 from polybasic.deploy.settings import BenchSettings, PlanSettings
 from polybasic.quantize.settings import QuantizeSettings
-from polybasic.train.settings import DataSettings, HeadSettings, ScratchSettings
+from polybasic.train.settings import (
+    DataSettings,
+    HeadSettings,
+    ScratchModelSettings,
+    ScratchSettings,
+)
 
 
 class TargetSettings(Settings):
@@ -21,6 +26,43 @@ class TargetSettings(Settings):
     scratch: ScratchSettings = Field(
         ScratchSettings(), description="shape and training of a 'scratch' target"
     )
+
+
+class SmallScratchSettings(ScratchModelSettings):
+    """As for a target, with the defaults of a model that is much cheaper than one."""
+
+    num_layers: int = Field(4, ge=1)
+    hidden_size: int = Field(384, ge=128, multiple_of=128)
+    intermediate_size: int = Field(1024, ge=128, multiple_of=128)
+    num_heads: int = Field(6, ge=1)
+
+
+class SmallSettings(Settings):
+    """A smaller model of the target's vocabulary, at the lower end of the chain."""
+
+    model: str = Field(
+        "scratch",
+        description="'scratch' (trained from the conversations, with the target's tokenizer), a "
+        "folder or a hub id[@revision]",
+    )
+    scratch: SmallScratchSettings = Field(
+        SmallScratchSettings(), description="shape and training of a 'scratch' model"
+    )
+    role: Literal["intermediate", "drafter"] = Field(
+        "intermediate",
+        description="an intermediate verifies drafts and proposes to the member above it; a "
+        "drafter drafts for every model of the chain, without a head",
+    )
+    quantize: bool = Field(True, description="to 4 bits, by the settings of section quantize")
+    train_head: bool = Field(
+        True,
+        description="of an intermediate: a draft head of its own, by the settings of section train",
+    )
+
+    @property
+    def has_head(self) -> bool:
+        """Whether a draft head is trained for this model."""
+        return self.role == "intermediate" and self.train_head
 
 
 class PackageSettings(Settings):
@@ -41,6 +83,9 @@ class Recipe(Settings):
     seed: int = Field(0, ge=0, lt=2**32, description="of everything that is drawn at random")
     target: TargetSettings = Field(TargetSettings(), description="the model to accelerate")
     data: DataSettings = Field(DataSettings(), description="conversations to learn from")
+    small: SmallSettings | None = Field(
+        None, description="a smaller model below the 4-bit intermediate; null leaves it out"
+    )
     train: HeadSettings = Field(HeadSettings(), description="the draft head")
     quantize: QuantizeSettings = Field(
         QuantizeSettings(), description="the 4-bit intermediate, made from the target"
@@ -58,11 +103,14 @@ class Recipe(Settings):
                 "add target, over which speedups are counted",
             )
         if self.target.model == "scratch":
-            self._scratch_target_can_be_built()
+            self._scratch_can_be_built("target", self.target.scratch)
+        if self.small is not None and self.small.model == "scratch":
+            self._scratch_can_be_built("small", self.small.scratch)
         return self
 
-    def _scratch_target_can_be_built(self) -> None:
-        scratch, where = self.target.scratch, "target.scratch"
+    def _scratch_can_be_built(self, section: str, scratch: ScratchModelSettings) -> None:
+        where = f"{section}.scratch"
+        owner = "the target's" if section == "target" else "the smaller model's"
         for divided, divisor in (
             ("hidden_size", "num_heads"),
             ("num_heads", "num_kv_heads"),
@@ -83,14 +131,14 @@ class Recipe(Settings):
             )
         if self.data.max_tokens > scratch.context_tokens:
             raise UserError(
-                "conversations are longer than the target's context",
+                f"conversations are longer than {owner} context",
                 f"data.max_tokens = {self.data.max_tokens}, "
                 f"{where}.context_tokens = {scratch.context_tokens}",
                 "lower the first or raise the second",
             )
         if self.bench.max_new_tokens >= scratch.context_tokens:
             raise UserError(
-                "answers are longer than the target's context",
+                f"answers are longer than {owner} context",
                 f"bench.max_new_tokens = {self.bench.max_new_tokens}, "
                 f"{where}.context_tokens = {scratch.context_tokens}",
                 "lower the first or raise the second",

@@ -8,7 +8,7 @@ from polybasic.chain.config import decoder_config
 from polybasic.chain.errors import UserError
 from polybasic.chain.files import read_json
 from polybasic.recipes.schema import Recipe
-from polybasic.train.settings import ScratchSettings
+from polybasic.train.settings import ScratchModelSettings
 
 INT4_BYTES = 0.5 + 2.5 / 128
 """A weight of 4 bits, and its share of a group's float16 scale and 4-bit zero point."""
@@ -74,8 +74,17 @@ def shape_of_target(recipe: Recipe) -> Shape:
         UserError: no checkpoint there, or an architecture that the runtime does not compute.
     """
     if recipe.target.model == "scratch":
-        return _shape_of_scratch(recipe.target.scratch)
-    return _shape_of_config(_config_path(recipe.target.model))
+        return _shape_of_scratch(recipe.target.scratch, recipe.target.scratch.vocab_size)
+    return _shape_of_config(_config_path(recipe.target.model, "target.model"))
+
+
+def shape_of_small(recipe: Recipe, target: Shape) -> Shape | None:
+    """The smaller model's sizes, as `shape_of_target`; None for a recipe without one."""
+    if recipe.small is None:
+        return None
+    if recipe.small.model == "scratch":
+        return _shape_of_scratch(recipe.small.scratch, target.vocab_size)
+    return _shape_of_config(_config_path(recipe.small.model, "small.model"))
 
 
 def is_downloaded(model: str) -> bool:
@@ -91,9 +100,9 @@ def is_downloaded(model: str) -> bool:
     )
 
 
-def _shape_of_scratch(scratch: ScratchSettings) -> Shape:
+def _shape_of_scratch(scratch: ScratchModelSettings, vocab_size: int) -> Shape:
     return Shape(
-        vocab_size=scratch.vocab_size,
+        vocab_size=vocab_size,
         hidden_size=scratch.hidden_size,
         intermediate_size=scratch.intermediate_size,
         num_layers=scratch.num_layers,
@@ -121,7 +130,7 @@ def _shape_of_config(path: Path) -> Shape:
     )
 
 
-def _config_path(model: str) -> Path:
+def _config_path(model: str, key: str) -> Path:
     folder = Path(model).expanduser()
     if folder.exists():
         if not (folder / "config.json").is_file():
@@ -142,5 +151,5 @@ def _config_path(model: str) -> Path:
             "checkpoint not found",
             f"{model} is no folder here and its config.json was not fetched "
             f"({str(error).splitlines()[0]})",
-            "check the spelling of target.model and the network",
+            f"check the spelling of {key} and the network",
         ) from error

@@ -6,9 +6,12 @@ from typing import Any
 
 from polybasic.chain.files import sha256_of_file, sha256_of_object
 from polybasic.recipes.pipeline import Workspace
+from polybasic.recipes.schema import Recipe
 
 CONVERSATIONS_NAME = "conversations.jsonl"
 PROMPTS_NAME = "prompts.jsonl"
+SOURCE_STAGES = ("target", "small_target")
+"""Stages that give the models that all others are made from."""
 _MODEL_PATTERNS = ("*.safetensors", "*.bin", "config.json", "tokenizer*.json", "*.jinja")
 
 
@@ -28,11 +31,24 @@ def prompts_of(workspace: Workspace) -> Path:
     return Path(prompts)
 
 
-def target_of(workspace: Workspace) -> Path:
-    """The folder of the target's checkpoint; the target stage must be whole."""
-    if workspace.recipe.target.model == "scratch":
-        return workspace.folder("target")
-    return Path(workspace.identity("target")["folder"])
+def model_named(recipe: Recipe, stage: str) -> str:
+    """What the recipe says of a model that it starts from: 'scratch', a folder or a hub id.
+
+    Args:
+        recipe: the recipe; it has a section `small` where that model is asked for.
+        stage: one of SOURCE_STAGES.
+    """
+    if stage == "target":
+        return recipe.target.model
+    assert recipe.small is not None, f"no stage {stage} without section small"
+    return recipe.small.model
+
+
+def checkpoint_of(workspace: Workspace, stage: str) -> Path:
+    """The folder of the checkpoint that one of SOURCE_STAGES gave; the stage must be whole."""
+    if model_named(workspace.recipe, stage) == "scratch":
+        return workspace.folder(stage)
+    return Path(workspace.identity(stage)["folder"])
 
 
 def source_digest(source: str) -> str:

@@ -19,15 +19,20 @@ from safetensors.torch import load_file, save_file
 
 from polybasic.chain.awq import QUANTIZATION_CONFIG, QuantizedWeight
 from polybasic.chain.digests import weights_digest
-from polybasic.chain.manifest import Manifest, Plan, Provenance, Tree
-from polybasic.chain.package import package_chain
+from polybasic.chain.manifest import Flush, Manifest, Plan, Provenance, Tree
+from polybasic.chain.package import Part, package_chain
 
 VOCAB_SIZE, HIDDEN_SIZE, INTERMEDIATE_SIZE, NUM_LAYERS = 64, 128, 256, 2
 NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE, GROUP_SIZE = 4, 2, 32, 128
 PLAN = Plan(
     members=("target", "intermediate", "draft"),
     tree=Tree(depth=3, top_k=2, rows=6),
-    flush_length=5,
+    flush={"target": Flush(length=5)},
+)
+FOUR_MEMBER_PLAN = Plan(
+    members=("target", "intermediate", "small", "small_draft"),
+    tree=Tree(depth=3, top_k=2, rows=6),
+    flush={"target": Flush(length=6), "intermediate": Flush(length=3)},
 )
 PROVENANCE = Provenance(
     recipe={"name": "tiny", "seed": 0},
@@ -39,11 +44,19 @@ PROVENANCE = Provenance(
 
 @dataclass(frozen=True)
 class ChainParts:
-    """Folders of the three models, free to be changed by a test."""
+    """Folders of the models of a chain, free to be changed by a test."""
 
     target: Path
     intermediate: Path
     draft: Path
+
+    @property
+    def parts(self) -> list[Part]:
+        """All but the target, in order."""
+        return [
+            Part("intermediate", "intermediate", "awq", self.intermediate),
+            Part("draft", "drafter", "eagle2", self.draft),
+        ]
 
     def package(self, out: Path, **changes: Any) -> Manifest:
         """`package_chain` with everything named."""
@@ -51,31 +64,68 @@ class ChainParts:
             "target": self.target,
             "target_reference": str(self.target),
             "copy_target": True,
-            "intermediate": self.intermediate,
-            "draft": self.draft,
+            "parts": self.parts,
             "plan": PLAN,
             "provenance": PROVENANCE,
-            "quality": {"mean_kl": 0.012345, "top1_agreement": 0.97},
-            "training": {"simulated_accepted_length": 3.5, "steps": 10},
+            "quality": {"intermediate": {"mean_kl": 0.012345, "top1_agreement": 0.97}},
+            "training": {"draft": {"simulated_accepted_length": 3.5, "steps": 10}},
         }
         return package_chain(out, **(arguments | changes))
 
 
-def write_target(folder: Path) -> None:
-    """A random bfloat16 Llama and its tokenizer, written by transformers."""
+@dataclass(frozen=True)
+class FourChainParts(ChainParts):
+    """As `ChainParts`, with a smaller model in 4 bits that has a head of its own.
+
+    Attributes:
+        small_target: the smaller model before it was quantized; no member of the chain.
+    """
+
+    small_target: Path
+    small: Path
+    small_draft: Path
+
+    @property
+    def parts(self) -> list[Part]:
+        """All but the target, in order."""
+        intermediate, draft = super().parts
+        small = Part("small", "intermediate", "awq", self.small)
+        return [
+            intermediate,
+            small,
+            draft,
+            Part("small_draft", "drafter", "eagle2", self.small_draft),
+        ]
+
+    def package(self, out: Path, **changes: Any) -> Manifest:
+        """`package_chain` with everything named."""
+        return super().package(out, **({"plan": FOUR_MEMBER_PLAN} | changes))
+
+
+def write_target(folder: Path, seed: int = 0, **changes: Any) -> None:
+    """A random bfloat16 Llama and its tokenizer, written by transformers.
+
+    Args:
+        folder: to write.
+        seed: of the weights.
+        changes: of the shape, as LlamaConfig names it.
+    """
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
+    shape = {
+        "hidden_size": HIDDEN_SIZE,
+        "intermediate_size": INTERMEDIATE_SIZE,
+        "num_hidden_layers": NUM_LAYERS,
+        "num_attention_heads": NUM_HEADS,
+        "num_key_value_heads": NUM_KV_HEADS,
+    }
     config = LlamaConfig(
         vocab_size=VOCAB_SIZE,
-        hidden_size=HIDDEN_SIZE,
-        intermediate_size=INTERMEDIATE_SIZE,
-        num_hidden_layers=NUM_LAYERS,
-        num_attention_heads=NUM_HEADS,
-        num_key_value_heads=NUM_KV_HEADS,
         max_position_embeddings=128,
         initializer_range=0.2,
+        **(shape | changes),
     )
     LlamaForCausalLM(config).bfloat16().save_pretrained(folder)
     words = {f"w{index}": index for index in range(VOCAB_SIZE - 2)}
@@ -91,7 +141,7 @@ def write_target(folder: Path) -> None:
 
 
 def write_intermediate(folder: Path, target: Path) -> None:
-    """The target in 4 bits by rounding to the nearest, in AutoAWQ's GEMM layout."""
+    """A model in 4 bits by rounding to the nearest, in AutoAWQ's GEMM layout."""
     tensors: dict[str, torch.Tensor] = {}
     for name, tensor in load_file(target / "model.safetensors").items():
         if not name.endswith("_proj.weight"):
@@ -103,33 +153,34 @@ def write_intermediate(folder: Path, target: Path) -> None:
     folder.mkdir()
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     config = json.loads((target / "config.json").read_text())
-    (folder / "config.json").write_text(
-        json.dumps(config | {"quantization_config": QUANTIZATION_CONFIG})
-    )
+    config["quantization_config"] = QUANTIZATION_CONFIG
+    config["polybasic"] = {"quantized_from_sha256": weights_digest(target)}
+    (folder / "config.json").write_text(json.dumps(config))
 
 
 def write_draft(folder: Path, target: Path) -> None:
-    """A random EAGLE-2 head that says it was trained for `target`."""
+    """A random EAGLE-2 head that says it was trained for `target`, of the same shape."""
     torch.manual_seed(2)
-    key_size = NUM_KV_HEADS * HEAD_SIZE
+    config = json.loads((target / "config.json").read_text())
+    hidden_size, intermediate_size = config["hidden_size"], config["intermediate_size"]
+    key_size = config["num_key_value_heads"] * config["head_dim"]
     shapes = {
-        "embed_tokens.weight": (VOCAB_SIZE, HIDDEN_SIZE),
-        "fc.weight": (HIDDEN_SIZE, 2 * HIDDEN_SIZE),
-        "fc.bias": (HIDDEN_SIZE,),
-        "layers.0.self_attn.q_proj.weight": (HIDDEN_SIZE, HIDDEN_SIZE),
-        "layers.0.self_attn.k_proj.weight": (key_size, HIDDEN_SIZE),
-        "layers.0.self_attn.v_proj.weight": (key_size, HIDDEN_SIZE),
-        "layers.0.self_attn.o_proj.weight": (HIDDEN_SIZE, HIDDEN_SIZE),
-        "layers.0.mlp.gate_proj.weight": (INTERMEDIATE_SIZE, HIDDEN_SIZE),
-        "layers.0.mlp.up_proj.weight": (INTERMEDIATE_SIZE, HIDDEN_SIZE),
-        "layers.0.mlp.down_proj.weight": (HIDDEN_SIZE, INTERMEDIATE_SIZE),
-        "layers.0.post_attention_layernorm.weight": (HIDDEN_SIZE,),
+        "embed_tokens.weight": (VOCAB_SIZE, hidden_size),
+        "fc.weight": (hidden_size, 2 * hidden_size),
+        "fc.bias": (hidden_size,),
+        "layers.0.self_attn.q_proj.weight": (hidden_size, hidden_size),
+        "layers.0.self_attn.k_proj.weight": (key_size, hidden_size),
+        "layers.0.self_attn.v_proj.weight": (key_size, hidden_size),
+        "layers.0.self_attn.o_proj.weight": (hidden_size, hidden_size),
+        "layers.0.mlp.gate_proj.weight": (intermediate_size, hidden_size),
+        "layers.0.mlp.up_proj.weight": (intermediate_size, hidden_size),
+        "layers.0.mlp.down_proj.weight": (hidden_size, intermediate_size),
+        "layers.0.post_attention_layernorm.weight": (hidden_size,),
     }
     folder.mkdir()
     tensors = {name: torch.randn(shape).bfloat16() for name, shape in shapes.items()}
     tensors["fc.bias"].zero_()
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    config = json.loads((target / "config.json").read_text())
     config |= {"num_hidden_layers": 1, "polybasic": {"target_sha256": weights_digest(target)}}
     (folder / "config.json").write_text(json.dumps(config))
 
@@ -153,6 +204,27 @@ def _tiny_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def _tiny_four_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    # four bits need widths that are multiples of 128: the target is the wider of the two models
+    folder = tmp_path_factory.mktemp("four_models")
+    write_target(folder / "target", hidden_size=2 * HIDDEN_SIZE)
+    write_target(
+        folder / "small_target",
+        seed=1,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+    )
+    for model, copy, head in (
+        ("target", "intermediate", "draft"),
+        ("small_target", "small", "small_draft"),
+    ):
+        write_intermediate(folder / copy, folder / model)
+        write_draft(folder / head, folder / model)
+    return folder
+
+
 @pytest.fixture
 def tiny_target(_tiny_models: Path, tmp_path: Path) -> Path:
     """A random Llama checkpoint with its tokenizer, the test's own copy."""
@@ -171,3 +243,23 @@ def tiny_chain(tiny_chain_parts: ChainParts, tmp_path: Path) -> Path:
     """A packed chain that holds its own target."""
     tiny_chain_parts.package(tmp_path / "chain")
     return tmp_path / "chain"
+
+
+@pytest.fixture
+def tiny_four_chain_parts(_tiny_four_models: Path, tmp_path: Path) -> FourChainParts:
+    """The models of `tiny_four_chain`, the test's own copies."""
+    models = Path(shutil.copytree(_tiny_four_models, tmp_path / "four_models"))
+    names = ("target", "intermediate", "draft", "small_target", "small", "small_draft")
+    return FourChainParts(*(models / name for name in names))
+
+
+@pytest.fixture
+def tiny_four_chain(tiny_four_chain_parts: FourChainParts, tmp_path: Path) -> Path:
+    """A packed chain that holds its own target.
+
+    Members: target (2 layers of width 256), intermediate (the target in 4 bits), small (1 layer of
+    width 128, in 4 bits), draft (head of target and intermediate), small_draft (head of small).
+    The plan runs target, intermediate, small, small_draft.
+    """
+    tiny_four_chain_parts.package(tmp_path / "four_chain")
+    return tmp_path / "four_chain"

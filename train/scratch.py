@@ -3,7 +3,8 @@
 import itertools
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -21,10 +22,18 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from polybasic.chain.checkpoint import copy_files, tokenizer_files
 from polybasic.chain.errors import UserError
-from polybasic.chain.files import read_json, sha256_of_object, whole_file, whole_folder, write_json
+from polybasic.chain.files import (
+    read_json,
+    sha256_of_file,
+    sha256_of_object,
+    whole_file,
+    whole_folder,
+    write_json,
+)
 from polybasic.chain.reference_model import quiet_transformers
-from polybasic.train.settings import ScratchSettings
+from polybasic.train.settings import ScratchModelSettings, ScratchSettings
 from polybasic.train.tokenizer import train_tokenizer
 
 _SAVE_EVERY_STEPS = 60
@@ -62,20 +71,79 @@ def train_scratch_target(
         UserError: no conversations, settings that do not fit together, a loss that is not finite,
             a disk that is full.
     """
-    _check(settings)
+
+    def make_vocabulary(messages: list[list[dict[str, str]]]) -> _Vocabulary:
+        tokenizer = train_tokenizer(messages, settings.vocab_size, settings.context_tokens)
+        return _Vocabulary(tokenizer, settings.vocab_size, tokenizer.save_pretrained)
+
+    origin = [settings.model_dump(), seed]
+    return _train("target", conversations, settings, seed, out, origin, make_vocabulary)
+
+
+def train_scratch_small(
+    conversations: Sequence[Mapping[str, Any]],
+    settings: ScratchModelSettings,
+    target: Path,
+    seed: int,
+    out: Path,
+) -> dict[str, Any]:
+    """Train a model of the target's vocabulary; as `train_scratch_target` in all else.
+
+    Args:
+        conversations: as there, as are settings, seed and out.
+        target: checkpoint whose tokenizer is used and copied, byte by byte.
+
+    Raises:
+        UserError: as there, or a target without a fast tokenizer.
+    """
+    names = tokenizer_files(target)
+
+    def make_vocabulary(_: list[list[dict[str, str]]]) -> _Vocabulary:
+        vocab_size = read_json(target / "config.json", "model config")["vocab_size"]
+        return _Vocabulary(
+            PreTrainedTokenizerFast.from_pretrained(target),
+            vocab_size,
+            lambda folder: copy_files(target, folder, names),
+        )
+
+    digests = {name: sha256_of_file(target / name) for name in names}
+    origin = [settings.model_dump(), seed, digests]
+    return _train("small", conversations, settings, seed, out, origin, make_vocabulary)
+
+
+@dataclass(frozen=True)
+class _Vocabulary:
+    """A tokenizer, how many rows its embedding has, and what writes its files to a folder."""
+
+    tokenizer: PreTrainedTokenizerFast
+    size: int
+    save: Callable[[Path], object]
+
+
+def _train(
+    section: str,
+    conversations: Sequence[Mapping[str, Any]],
+    settings: ScratchModelSettings,
+    seed: int,
+    out: Path,
+    origin: list[Any],
+    make_vocabulary: Callable[[list[list[dict[str, str]]]], _Vocabulary],
+) -> dict[str, Any]:
+    """Train a model; `section` of the recipe names it, `origin` is what its bytes follow from."""
+    _check(settings, section)
     messages = [list(row["messages"]) for row in conversations]
     if not messages:
         raise UserError("no conversations", "data.conversations", "name a file that has some")
-    digest = sha256_of_object([settings.model_dump(), seed, messages])
+    digest = sha256_of_object([*origin, messages])
     summary_path = out / "training.json"
     if summary_path.exists():
         finished = read_json(summary_path, "training summary")
         if finished["inputs_sha256"] == digest:
             return finished["summary"]
-    tokenizer = train_tokenizer(messages, settings.vocab_size, settings.context_tokens)
-    run = _Run(settings, seed, digest, tokenizer, out / "training_state.pt")
-    run.train(_encode(tokenizer, messages, settings))
-    _save(run.model, tokenizer, out)
+    vocabulary = make_vocabulary(messages)
+    run = _Run(section, settings, seed, digest, vocabulary, out / "training_state.pt")
+    run.train(_encode(vocabulary.tokenizer, messages, settings))
+    _save(run.model, vocabulary, out)
     write_json(summary_path, {"inputs_sha256": digest, "summary": run.summary()})
     run.state_path.unlink(missing_ok=True)
     return run.summary()
@@ -86,15 +154,16 @@ class _Run:
 
     def __init__(
         self,
-        settings: ScratchSettings,
+        section: str,
+        settings: ScratchModelSettings,
         seed: int,
         digest: str,
-        tokenizer: PreTrainedTokenizerFast,
+        vocabulary: _Vocabulary,
         state_path: Path,
     ) -> None:
-        self.settings, self.seed, self.digest = settings, seed, digest
+        self.section, self.settings, self.seed, self.digest = section, settings, seed, digest
         self.state_path = state_path
-        self.model = build_model(settings, tokenizer, seed)
+        self.model = build_model(settings, vocabulary.tokenizer, vocabulary.size, seed)
         self.optimizers = _optimizers(self.model, settings)
         self.losses: list[float] = []  # one a step
         self.num_tokens = 0
@@ -107,7 +176,7 @@ class _Run:
         batches = _batches(documents, self.settings, self.seed)
         self.model.train()
         with _progress() as progress:
-            bar = progress.add_task("target", total=num_steps, completed=num_done, note="")
+            bar = progress.add_task(self.section, total=num_steps, completed=num_done, note="")
             for step, rows in enumerate(itertools.islice(batches, num_done, num_steps), num_done):
                 started = time.perf_counter()
                 loss, num_tokens = self._take_step(step, rows)
@@ -140,8 +209,9 @@ class _Run:
         if not math.isfinite(loss.item()):
             raise UserError(
                 "loss is not finite",
-                f"step {step} of the target's training ({loss.item()})",
-                "lower target.scratch.learning_rate or raise target.scratch.warmup_steps",
+                f"step {step} of the {self.section} model's training ({loss.item()})",
+                f"lower {self.section}.scratch.learning_rate or raise "
+                f"{self.section}.scratch.warmup_steps",
             )
         loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
@@ -168,22 +238,27 @@ class _Run:
         state = torch.load(self.state_path, weights_only=True)
         console = Console(stderr=True)
         if state["digest"] != self.digest:
-            console.print("target: settings or conversations changed, training starts over")
+            console.print(
+                f"{self.section}: settings or conversations changed, training starts over"
+            )
             return
         self.model.load_state_dict(state["model"])
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
         self.losses, self.num_tokens = state["losses"], state["num_tokens"]
         self.seconds = state["seconds"]
-        console.print(f"target: training continues at step {len(self.losses)}")
+        console.print(f"{self.section}: training continues at step {len(self.losses)}")
 
 
 def build_model(
-    settings: ScratchSettings, tokenizer: PreTrainedTokenizerFast, seed: int
+    settings: ScratchModelSettings,
+    tokenizer: PreTrainedTokenizerFast,
+    vocab_size: int,
+    seed: int,
 ) -> LlamaForCausalLM:
     """A Llama of the settings' shape with fresh float32 weights."""
     config = LlamaConfig(
-        vocab_size=settings.vocab_size,
+        vocab_size=vocab_size,
         hidden_size=settings.hidden_size,
         intermediate_size=settings.intermediate_size,
         num_hidden_layers=settings.num_layers,
@@ -208,7 +283,7 @@ def build_model(
     return model
 
 
-def learning_rate_share(step: int, settings: ScratchSettings) -> float:
+def learning_rate_share(step: int, settings: ScratchModelSettings) -> float:
     """Share of the peak learning rate at `step`: linear warm-up, then linear to zero."""
     if step < settings.warmup_steps:
         return (step + 1) / settings.warmup_steps
@@ -238,7 +313,7 @@ def pack_documents(documents: list[Document], row_tokens: int) -> list[list[Docu
 
 
 def _batches(
-    documents: list[Document], settings: ScratchSettings, seed: int
+    documents: list[Document], settings: ScratchModelSettings, seed: int
 ) -> Iterator[list[list[Document]]]:
     """Batches without end: epoch after epoch, each in an order of its own."""
     num_rows = settings.batch_tokens // settings.row_tokens
@@ -282,7 +357,9 @@ def _loss(
     return loss, int(is_target_RL.sum())
 
 
-def _optimizers(model: LlamaForCausalLM, settings: ScratchSettings) -> list[torch.optim.Optimizer]:
+def _optimizers(
+    model: LlamaForCausalLM, settings: ScratchModelSettings
+) -> list[torch.optim.Optimizer]:
     """Muon for the matrices of the layers, AdamW for embedding, output projection and norms.
 
     Muon (Jordan et al., 2024) learns to copy from the prompt in a fraction of AdamW's steps.
@@ -312,7 +389,7 @@ def _optimizers(model: LlamaForCausalLM, settings: ScratchSettings) -> list[torc
 def _encode(
     tokenizer: PreTrainedTokenizerFast,
     messages: list[list[dict[str, str]]],
-    settings: ScratchSettings,
+    settings: ScratchModelSettings,
 ) -> list[Document]:
     """Token ids, cut at the context; what is longer than a row goes on as another document."""
     documents = []
@@ -324,8 +401,9 @@ def _encode(
     return documents
 
 
-def _save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
+def _save(model: LlamaForCausalLM, vocabulary: _Vocabulary, out: Path) -> None:
     model.bfloat16()
+    tokenizer = vocabulary.tokenizer
     model.generation_config = GenerationConfig(
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
@@ -334,13 +412,13 @@ def _save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path
     files = out / "files"
     with whole_folder(files) as folder, quiet_transformers():
         model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
+        vocabulary.save(folder)
     for path in sorted(files.iterdir()):
         path.replace(out / path.name)
     files.rmdir()
 
 
-def _check(settings: ScratchSettings) -> None:
+def _check(settings: ScratchModelSettings, section: str) -> None:
     """Refuse settings that do not fit together.
 
     Raises:
@@ -348,13 +426,14 @@ def _check(settings: ScratchSettings) -> None:
     """
     if settings.row_tokens > min(settings.batch_tokens, settings.context_tokens):
         where = (
-            f"target.scratch.row_tokens {settings.row_tokens}, "
+            f"{section}.scratch.row_tokens {settings.row_tokens}, "
             f"batch_tokens {settings.batch_tokens}, context_tokens {settings.context_tokens}"
         )
         raise UserError("row is longer than batch or context", where, "lower row_tokens")
     if settings.warmup_steps >= settings.num_steps:
         where = (
-            f"target.scratch.warmup_steps {settings.warmup_steps}, num_steps {settings.num_steps}"
+            f"{section}.scratch.warmup_steps {settings.warmup_steps}, "
+            f"num_steps {settings.num_steps}"
         )
         raise UserError("warm-up takes all steps", where, "lower warmup_steps")
 

@@ -22,13 +22,9 @@ class DataSettings(Settings):
     max_tokens: int = Field(512, ge=16, description="longer conversations are cut here")
 
 
-class ScratchSettings(Settings):
-    """A small Llama trained from scratch on the recipe's conversations."""
+class ScratchModelSettings(Settings):
+    """Shape and training of a small Llama; vocabulary and conversations are given."""
 
-    num_embedded_conversations: int = Field(
-        12_000, ge=60, description="how many conversations the embedded generator writes"
-    )
-    vocab_size: int = Field(4096, ge=512, description="of the BPE tokenizer trained beside it")
     num_layers: int = Field(24, ge=1)
     hidden_size: int = Field(256, ge=128, multiple_of=128)
     intermediate_size: int = Field(768, ge=128, multiple_of=128)
@@ -44,6 +40,15 @@ class ScratchSettings(Settings):
     matrix_learning_rate: float = Field(0.02, gt=0, description="of the layers' matrices (Muon)")
     muon_iterations: int = Field(3, ge=1, description="Newton-Schulz iterations of a Muon step")
     warmup_steps: int = Field(20, ge=0)
+
+
+class ScratchSettings(ScratchModelSettings):
+    """A small Llama and its tokenizer, trained from scratch on the recipe's conversations."""
+
+    num_embedded_conversations: int = Field(
+        12_000, ge=60, description="how many conversations the embedded generator writes"
+    )
+    vocab_size: int = Field(4096, ge=512, description="of the BPE tokenizer trained beside it")
 
 
 class HeadSettings(Settings):

@@ -37,8 +37,8 @@ def test_what_was_written_is_read(tiny_chain: Path, tmp_path: Path) -> None:
         {
             "members": ["target", "intermediate", "draft"],
             "tree": {"depth": 3, "top_k": 2, "rows": 6},
-            "flush_length": 5,
-            "rule": "block",
+            "flush": {"target": {"length": 5, "rule": "block", "adaptive": None}},
+            "ngram": None,
         }
     )
 
@@ -57,15 +57,15 @@ def test_a_folder_without_manifest_is_no_chain(tmp_path: Path) -> None:
 
 
 def test_broken_json_is_located(tmp_path: Path) -> None:
-    (tmp_path / "chain.json").write_text('{"schema": "polybasic.chain/1",\n "members": [}')
+    (tmp_path / "chain.json").write_text('{"schema": "polybasic.chain/2",\n "members": [}')
     with pytest.raises(UserError, match=r"manifest is not JSON: .* line 2 column 14"):
         read_manifest(tmp_path)
 
 
 def test_versions(content: Content, tmp_path: Path) -> None:
     read_changed(tmp_path / "control", content)
-    with pytest.raises(UserError, match=r"unknown manifest version: schema = 'polybasic.chain/2'"):
-        read_changed(tmp_path / "newer", content | {"schema": "polybasic.chain/2"})
+    with pytest.raises(UserError, match=r"unknown manifest version: schema = 'polybasic.chain/1'"):
+        read_changed(tmp_path / "older", content | {"schema": "polybasic.chain/1"})
     del content["schema"]
     with pytest.raises(UserError, match=r"manifest without version: no schema in"):
         read_changed(tmp_path / "without", content)
@@ -90,7 +90,7 @@ def _role(content: Content) -> None:
 
 
 def _kind(content: Content) -> None:
-    content["members"][2]["kind"] = "awq"
+    content["members"][1]["kind"] = "eagle2"
 
 
 def _nowhere(content: Content) -> None:
@@ -109,8 +109,20 @@ def _planned_stranger(content: Content) -> None:
     content["plan"]["members"] = ["target", "oracle"]
 
 
-def _planned_without_drafter(content: Content) -> None:
-    content["plan"]["members"] = ["target", "intermediate"]
+def _drafts_for_nobody(content: Content) -> None:
+    content["members"][2]["drafts_for"] = []
+
+
+def _drafting_target(content: Content) -> None:
+    content["members"][0]["drafts_for"] = ["target"]
+
+
+def _drafts_for_stranger(content: Content) -> None:
+    content["members"][2]["drafts_for"] = ["target", "oracle"]
+
+
+def _drafts_for_another(content: Content) -> None:
+    content["members"][2]["drafts_for"] = ["target"]
 
 
 def _planned_without_target(content: Content) -> None:
@@ -122,7 +134,29 @@ def _planned_backwards(content: Content) -> None:
 
 
 def _flush(content: Content) -> None:
-    content["plan"]["flush_length"] = 0
+    content["plan"]["flush"]["target"]["length"] = 0
+
+
+def _no_flush(content: Content) -> None:
+    content["plan"]["flush"] = {}
+
+
+def _adaptive(content: Content) -> None:
+    content["plan"]["flush"]["target"]["adaptive"] = {"break_even": 0.5, "acceptance": [0.5] * 7}
+
+
+def _broken_measured_plan(content: Content) -> None:
+    plan = content["plan"] | {"members": ["target", "oracle"]}
+    content["plans"] = [
+        {
+            "hardware": "a",
+            "dtype": "bfloat16",
+            "temperature": 0.0,
+            "plan": plan,
+            "seconds_per_token": 1.0,
+            "explanation": {},
+        }
+    ]
 
 
 @pytest.mark.parametrize(
@@ -132,15 +166,27 @@ def _flush(content: Content) -> None:
         (_rename, "unknown key: members[2].dtypes in"),
         (_digest, "malformed manifest: members[2].files.config.json = 'abc' in"),
         (_role, "malformed manifest: members[2].role = 'prophet' in"),
-        (_kind, "(kind of a drafter must be eagle2)"),
+        (_kind, "(kind of a intermediate must be awq or decoder)"),
+        (
+            _drafts_for_nobody,
+            "(drafts_for names verifying members for a drafter, and for no other)",
+        ),
+        (_drafting_target, "(drafts_for names verifying members for a drafter, and for no other)"),
+        (_drafts_for_stranger, "(draft drafts for oracle, which is no member)"),
+        (_drafts_for_another, "(draft drafts for target, not for intermediate)"),
         (_nowhere, "members[0].reference = {} in"),
         (_order, "not drafter, intermediate, target)"),
         (_names, "(member names repeat: target, target, draft)"),
         (_planned_stranger, "(plan.members target, oracle must be among target, intermediate, d"),
-        (_planned_without_drafter, "(plan.members must begin with target and, unless alone, end"),
-        (_planned_without_target, "(plan.members must begin with target and, unless alone, end"),
+        (_planned_without_target, "(plan.members must begin with target)"),
         (_planned_backwards, "(plan.members draft, target must be among"),
-        (_flush, "malformed manifest: plan.flush_length = 0 in"),
+        (_flush, "malformed manifest: plan.flush.target.length = 0 in"),
+        (_no_flush, "(plan.flush lacks target, above intermediate)"),
+        (_adaptive, "malformed manifest: plan.flush.target.adaptive.acceptance = "),
+        (
+            _broken_measured_plan,
+            "(plan.members target, oracle must be among target, intermediate, d",
+        ),
     ],
 )
 def test_malformed_manifests_are_located(
@@ -155,7 +201,13 @@ def test_malformed_manifests_are_located(
 
 
 @pytest.mark.parametrize(
-    "members", [["target"], ["target", "draft"], ["target", "intermediate", "draft"]]
+    "members",
+    [
+        ["target"],
+        ["target", "draft"],
+        ["target", "intermediate"],
+        ["target", "intermediate", "draft"],
+    ],
 )
 def test_plans_may_leave_members_out(content: Content, tmp_path: Path, members: list[str]) -> None:
     content["plan"]["members"] = members

@@ -11,12 +11,22 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
-from polybasic.chain.card import readable_bytes, readable_count, record_results
+from polybasic.chain.card import record_plan, record_results
 from polybasic.chain.checkpoint import resolve_checkpoint
 from polybasic.chain.digests import weights_digest
 from polybasic.chain.errors import UserError
 from polybasic.chain.files import sha256_of_file
-from polybasic.chain.manifest import read_manifest
+from polybasic.chain.manifest import (
+    NUM_PROBABILITY_BINS,
+    AdaptiveFlush,
+    Flush,
+    MeasuredPlan,
+    Ngram,
+    Plan,
+    Tree,
+    read_manifest,
+)
+from polybasic.chain.readable import readable_bytes, readable_count
 from polybasic.chain.verify import check_chain
 
 RESULTS = {
@@ -156,9 +166,9 @@ def test_a_chain_is_replaced_and_anything_else_is_not(
     tiny_chain_parts: Any, tmp_path: Path
 ) -> None:
     out = tmp_path / "chain"
-    tiny_chain_parts.package(out, quality={"mean_kl": 0.5})
-    tiny_chain_parts.package(out, quality={"mean_kl": 0.25})
-    assert read_manifest(out).quality == {"mean_kl": 0.25}
+    tiny_chain_parts.package(out, quality={"intermediate": {"mean_kl": 0.5}})
+    tiny_chain_parts.package(out, quality={"intermediate": {"mean_kl": 0.25}})
+    assert read_manifest(out).quality == {"intermediate": {"mean_kl": 0.25}}
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "chapter.tex").write_text("years of work")
     with pytest.raises(UserError, match=r"would replace something that is no chain: .*/thesis"):
@@ -172,25 +182,6 @@ def test_sources_inside_of_the_output_are_refused(tiny_chain_parts: Any) -> None
     with pytest.raises(UserError, match=r"target lies in the folder to be written: .*/target in"):
         tiny_chain_parts.package(models)
     assert (tiny_chain_parts.target / "model.safetensors").is_file()
-
-
-def test_a_head_for_another_target_is_refused(tiny_chain_parts: Any, tmp_path: Path) -> None:
-    parts, weights = tiny_chain_parts, tiny_chain_parts.target / "model.safetensors"
-    parts.package(tmp_path / "control")
-    tensors = load_file(weights)
-    tensors["model.norm.weight"] *= 2
-    trained_for = weights_digest(parts.target)
-    save_file(tensors, weights)
-    with pytest.raises(UserError) as refusal:
-        parts.package(tmp_path / "chain")
-    assert (
-        f"head trained for another target: target_sha256 {trained_for[:8]}… in "
-        f"{parts.draft / 'config.json'}, this target has {weights_digest(parts.target)[:8]}…"
-    ) in str(refusal.value)
-    edit_config(parts.draft, polybasic=None)
-    with pytest.raises(UserError, match=r"head without target: no polybasic.target_sha256 in"):
-        parts.package(tmp_path / "chain")
-    assert not (tmp_path / "chain").exists()
 
 
 @pytest.mark.parametrize(
@@ -244,7 +235,9 @@ def test_a_target_of_pickles_is_packed(tiny_chain_parts: Any, tmp_path: Path) ->
     parts = tiny_chain_parts
     torch.save(load_file(parts.target / "model.safetensors"), parts.target / "pytorch_model.bin")
     (parts.target / "model.safetensors").unlink()
-    edit_config(parts.draft, polybasic={"target_sha256": weights_digest(parts.target)})
+    digest = weights_digest(parts.target)
+    edit_config(parts.draft, polybasic={"target_sha256": digest})
+    edit_config(parts.intermediate, polybasic={"quantized_from_sha256": digest})
     manifest = parts.package(tmp_path / "chain")
     assert (manifest.members[0].dtype, manifest.members[0].num_parameters) == (
         "bfloat16",
@@ -268,7 +261,7 @@ def test_nothing_is_left_when_the_disk_is_full(
 
     monkeypatch.setattr(shutil, "copyfile", fill)
     with pytest.raises(UserError, match=r"disk full: "):
-        tiny_chain_parts.package(out, quality=None)
+        tiny_chain_parts.package(out, quality={})
     assert (out / "chain.json").read_bytes() == before
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
     check_chain(out)
@@ -283,7 +276,11 @@ def test_the_card_tells_what_the_manifest_holds(tiny_chain: Path) -> None:
     assert "base_model" not in front
     for line in (
         "# tiny",
-        "target → intermediate → draft; draft tree of depth 3, top 2, 6 rows; flush length 5",
+        "target → intermediate → draft; draft tree of depth 3, top 2, 6 rows; flush: target after "
+        "5 tokens, block rule.",
+        "EAGLE-2 head: drafts trees from the features of target or intermediate |",
+        "## Quality of the intermediates\n\n### intermediate\n",
+        "## Training of the draft heads\n\n### draft\n",
         "| mean kl | 0.01235 |",
         "| simulated accepted length | 3.5 |",
         "- Command: `polybasic run recipes/tiny.yaml`",
@@ -305,12 +302,65 @@ def test_results_are_recorded_in_manifest_and_card(tiny_chain: Path) -> None:
     check_chain(tiny_chain)
 
 
-def test_the_fastest_members_become_the_plan(tiny_chain: Path) -> None:
-    before = read_manifest(tiny_chain).plan
-    manifest = record_results(tiny_chain, RESULTS | {"plan": {"members": ["target", "draft"]}})
-    assert manifest.plan == before.model_copy(update={"members": ("target", "draft")})
-    assert check_chain(tiny_chain).manifest == manifest
-    assert "target → draft; draft tree of depth 3" in (tiny_chain / "README.md").read_text()
+def measured_plan(hardware: str, **changes: Any) -> MeasuredPlan:
+    content: dict[str, Any] = {
+        "hardware": hardware,
+        "dtype": "bfloat16",
+        "temperature": 0.0,
+        "plan": Plan(members=("target", "draft"), tree=Tree(depth=2, top_k=2, rows=4)),
+        "seconds_per_token": 0.00512,
+        "explanation": {"chosen": "it is faster"},
+    }
+    return MeasuredPlan(**(content | changes))
+
+
+def test_measured_plans_are_recorded_by_hardware(tiny_chain: Path) -> None:
+    before = read_manifest(tiny_chain)
+    results = RESULTS | {"plan": {"members": ["target", "draft"]}}
+    assert record_results(tiny_chain, results).plan == before.plan
+    record_plan(tiny_chain, measured_plan("Device A"))
+    record_plan(tiny_chain, measured_plan("Device B"))
+    renewed = measured_plan("Device A", seconds_per_token=0.004)
+    manifest = record_plan(tiny_chain, renewed)
+    assert manifest == read_manifest(tiny_chain) == check_chain(tiny_chain).manifest
+    assert manifest.plans == (measured_plan("Device B"), renewed)
+    assert manifest.plan_for("Device A") == renewed
+    assert manifest.plan_for("Device C") is None
+    assert (manifest.plan, manifest.results) == (before.plan, results)
+    card = (tiny_chain / "README.md").read_text()
+    row = "bfloat16, temperature 0 | target → draft | depth 2, top 2, 4 rows | – |"
+    assert f"| Device A, {row} 4.00 |" in card
+    assert f"| Device B, {row} 5.12 |" in card
+    assert "Elsewhere: target → intermediate → draft; draft tree of depth 3" in card
+
+
+def test_flush_and_ngrams_of_a_plan_are_told(tiny_four_chain: Path) -> None:
+    adaptive = AdaptiveFlush(break_even=0.5, acceptance=(0.5,) * NUM_PROBABILITY_BINS)
+    tree = Tree(depth=2, top_k=2, rows=4)
+    flush = {
+        "target": Flush(length=9, rule="token", adaptive=adaptive),
+        "intermediate": Flush(length=4),
+    }
+    plan = Plan(members=("target", "intermediate", "small"), tree=tree, flush=flush, ngram=Ngram())
+    record_plan(tiny_four_chain, measured_plan("A", plan=plan))
+    beside = Plan(members=("target", "draft"), tree=tree, flush=flush, ngram=Ngram())
+    record_plan(tiny_four_chain, measured_plan("B", plan=beside))
+    card = (tiny_four_chain / "README.md").read_text()
+    told = "target after 9 tokens at most, adaptive, token rule; intermediate after 4 tokens, block"
+    assert (
+        f"| target → intermediate → small → n-grams | depth 2, top 2, 4 rows | {told} rule" in card
+    )
+    assert "| target → draft + n-grams | depth 2, top 2, 4 rows | – |" in card
+
+
+def test_a_plan_for_other_members_is_refused(tiny_chain: Path) -> None:
+    before = (tiny_chain / "chain.json").read_bytes()
+    plan = Plan(members=("target", "small"), tree=Tree(depth=2, top_k=2, rows=4))
+    with pytest.raises(
+        UserError, match=r"plan does not fit the chain: .* \(plan.members target, s"
+    ):
+        record_plan(tiny_chain, measured_plan("Device A", plan=plan))
+    assert (tiny_chain / "chain.json").read_bytes() == before
 
 
 def test_readable_sizes() -> None:

@@ -17,6 +17,7 @@ from polybasic.chain.card import record_results
 from polybasic.chain.describe import describe_chain, print_chain
 from polybasic.chain.errors import UserError
 from polybasic.chain.files import sha256_of_file
+from polybasic.chain.manifest import Plan, Tree
 from polybasic.chain.verify import check_chain
 
 
@@ -251,7 +252,8 @@ def test_weights_that_would_shadow_the_listed_ones(tiny_chain_parts: Any, tmp_pa
     config = json.loads((draft / "config.json").read_text())
     config["polybasic"]["target_sha256"] = weights_digest(target)
     (draft / "config.json").write_text(json.dumps(config))
-    tiny_chain_parts.package(tmp_path / "chain", copy_target=False)
+    plan = Plan(members=("target", "draft"), tree=Tree(depth=3, top_k=2, rows=6))
+    tiny_chain_parts.package(tmp_path / "chain", copy_target=False, plan=plan)
     check_chain(tmp_path / "chain")
     shadow.write_bytes(content)
     assert f"file not in the manifest: {shadow};" in refusal_of(tmp_path / "chain")
@@ -269,7 +271,7 @@ def test_weights_that_would_shadow_the_listed_ones(tiny_chain_parts: Any, tmp_pa
         (
             "draft",
             {"polybasic": {"target_sha256": "f" * 64}},
-            "head trained for another target: target_sha256 ffffffff… in",
+            "config.json was trained for weights ffffffff…, the chain has target ",
         ),
         ("target", {"auto_map": {"AutoModel": "x.Y"}}, "remote code refused: auto_map in"),
         ("intermediate", {"auto_map": {}}, "remote code refused: auto_map in"),
@@ -345,7 +347,11 @@ def test_a_head_may_lack_its_bias(tiny_chain: Path) -> None:
 def test_another_target_of_the_same_shape(tiny_chain: Path) -> None:
     norm = load_file(tiny_chain / "target" / "model.safetensors")["model.norm.weight"]
     edit_tensors(tiny_chain, "target", **{"model.norm.weight": norm * 2})
-    assert "head trained for another target: target_sha256" in refusal_of(tiny_chain)
+    # the 4-bit copy is still one of the weights that the head was trained for
+    assert (
+        "manifest and configs disagree: drafts_for of draft is target, intermediate, by the "
+        in (refusal_of(tiny_chain))
+    )
     sign_head_for_target(tiny_chain)
     check_chain(tiny_chain)
 
@@ -353,7 +359,9 @@ def test_another_target_of_the_same_shape(tiny_chain: Path) -> None:
 def sign_head_for_target(chain: Path) -> None:
     from polybasic.chain.digests import weights_digest
 
-    edit_config(chain, "draft", polybasic={"target_sha256": weights_digest(chain / "target")})
+    digest = weights_digest(chain / "target")
+    edit_config(chain, "draft", polybasic={"target_sha256": digest})
+    edit_config(chain, "intermediate", polybasic={"quantized_from_sha256": digest})
 
 
 def test_tokenizers(tiny_chain: Path) -> None:
@@ -404,7 +412,16 @@ def test_measured_chains_show_their_results(tiny_chain: Path) -> None:
     assert describe_chain(tiny_chain)["results"] == {"polybasic": measured}
     printed = _printed(tiny_chain)
     assert "not measured" not in printed
-    for shown in ("eagle2", "12.50", "2.25", "9.00", "target → intermediate → draft"):
+    for shown in (
+        "eagle2",
+        "12.50",
+        "2.25",
+        "9.00",
+        "plan: target → intermediate → draft, tree of depth 3, top 2, 6 rows, flush: target after "
+        "5 tokens, block rule",
+        "quality of intermediate: mean_kl 0.01235",
+        "training of draft: simulated_accepted_length 3.5, steps 10",
+    ):
         assert shown in printed
 
 

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer, models
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from polybasic.chain.awq import QUANTIZATION_CONFIG
+from polybasic.chain.digests import weights_digest
 from polybasic.chain.errors import UserError
 from polybasic.quantize import awq as quantizing
 from polybasic.quantize.awq import SUPPORTED_MODEL_TYPES, _Quantizer, quantize_target
@@ -77,6 +78,7 @@ def test_checkpoint_is_autoawqs(target, intermediate):
     config = json.loads((intermediate / "config.json").read_text())
     assert config.pop("quantization_config") == QUANTIZATION_CONFIG
     assert config.pop("dtype") == "float16"
+    assert config.pop("polybasic") == {"quantized_from_sha256": weights_digest(target)}
     original = json.loads((target / "config.json").read_text())
     assert config == {key: value for key, value in original.items() if key != "dtype"}
 

@@ -9,15 +9,17 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from polybasic.chain.checkpoint import tokenizer_files
 from polybasic.chain.errors import UserError
 from polybasic.train import scratch
 from polybasic.train.scratch import (
     build_model,
     learning_rate_share,
     pack_documents,
+    train_scratch_small,
     train_scratch_target,
 )
-from polybasic.train.settings import ScratchSettings
+from polybasic.train.settings import ScratchModelSettings, ScratchSettings
 from polybasic.train.tokenizer import train_tokenizer
 
 COLOURS = ("red", "blue", "green", "brown")
@@ -154,7 +156,7 @@ def test_state_of_other_settings_is_not_continued(
 
 def test_documents_of_a_row_do_not_see_each_other() -> None:
     tokenizer = train_tokenizer([row["messages"] for row in CONVERSATIONS], 512, 128)
-    model = build_model(SETTINGS, tokenizer, seed=0)
+    model = build_model(SETTINGS, tokenizer, SETTINGS.vocab_size, seed=0)
     first, second, other = [7, 8, 9, 10], [11, 12, 13], [14, 15, 16, 17]
     alone = scratch._loss(model, *scratch._tensors([[second]], 64))
     behind = [
@@ -233,3 +235,30 @@ def test_summary_is_written_last(tmp_path: Path) -> None:
     written = json.loads((tmp_path / "training.json").read_text())
     assert written["summary"] == summary
     assert set(summary) == {"loss", "steps", "tokens", "seconds", "parameters"}
+
+
+def test_a_smaller_model_has_the_targets_vocabulary(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, out = tmp_path / "target", tmp_path / "small"
+    train_scratch_target(CONVERSATIONS, SETTINGS, seed=0, out=target)
+    settings = ScratchModelSettings(
+        **SETTINGS.model_dump(exclude={"vocab_size", "num_embedded_conversations"})
+        | {"num_layers": 1, "hidden_size": 256}
+    )
+    with monkeypatch.context() as forbidden:
+        forbidden.delattr(scratch, "train_tokenizer")
+        train_scratch_small(CONVERSATIONS, settings, target, seed=0, out=out)
+    config = json.loads((out / "config.json").read_text())
+    assert (config["vocab_size"], config["hidden_size"]) == (512, 256)
+    for name in tokenizer_files(target):
+        assert (out / name).read_bytes() == (target / name).read_bytes()
+    assert "tokenizer.json" in tokenizer_files(target)
+    taken = _stop_at(monkeypatch, stopped_step=-1)
+    train_scratch_small(CONVERSATIONS, settings, target, seed=0, out=out)
+    assert taken == []
+    (target / "tokenizer_config.json").write_text(
+        (target / "tokenizer_config.json").read_text() + "\n"
+    )
+    train_scratch_small(CONVERSATIONS, settings, target, seed=0, out=out)
+    assert len(taken) == SETTINGS.num_steps

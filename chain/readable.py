@@ -1,0 +1,18 @@
+"""Numbers for people."""
+
+
+def readable_bytes(num_bytes: int) -> str:
+    """12_345_678 -> "12.3 MB"."""
+    return _scaled(num_bytes, ("B", "kB", "MB", "GB", "TB"), " ")
+
+
+def readable_count(count: int) -> str:
+    """12_345_678 -> "12.3M"."""
+    return _scaled(count, ("", "k", "M", "B", "T"), "")
+
+
+def _scaled(value: float, units: tuple[str, ...], space: str) -> str:
+    exponent = 0
+    while value >= 999.95 and exponent < len(units) - 1:
+        value, exponent = value / 1000, exponent + 1
+    return f"{value:.1f}{space}{units[exponent]}" if exponent else f"{value:.0f}{space}{units[0]}"

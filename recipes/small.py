@@ -1,0 +1,48 @@
+"""Whether a ready-made checkpoint can be the smaller model of a chain."""
+
+from pathlib import Path
+
+from polybasic.chain.checkpoint import resolve_checkpoint, tokenizer_files
+from polybasic.chain.errors import UserError
+from polybasic.chain.files import read_json
+from polybasic.chain.vocabulary import TOKENIZER_NAME, check_same_vocabulary, read_vocabulary
+from polybasic.recipes.schema import SmallSettings
+
+
+def check_small(small: SmallSettings, target: Path) -> None:
+    """Check the checkpoint that `small.model` names, before anything is made of it.
+
+    Args:
+        small: the recipe's section; its model is a folder or a hub id.
+        target: folder of the target.
+
+    Raises:
+        UserError: another vocabulary than the target's, no tokenizer where one is needed, or 4-bit
+            weights where unquantized ones are needed.
+    """
+    folder = resolve_checkpoint(small.model)
+    path = folder / "config.json"
+    config = read_json(path, "model config")
+    vocab_size, expected = (
+        content.get("vocab_size")
+        for content in (config, read_json(target / "config.json", "model config"))
+    )
+    if vocab_size != expected:
+        raise UserError(
+            "small.model has another vocabulary",
+            f"vocab_size {vocab_size} in {path}, the target has {expected}",
+            "use a model of the target's family",
+        )
+    if config.get("quantization_config"):
+        for key, is_on in (("quantize", small.quantize), ("train_head", small.has_head)):
+            if is_on:
+                raise UserError(
+                    "small.model is quantized already",
+                    f"quantization_config in {path}, small.{key} = true",
+                    f"set small.{key}=false, or name the unquantized checkpoint",
+                )
+    if small.quantize or small.has_head:
+        tokenizer_files(folder)
+    found, own = folder / TOKENIZER_NAME, target / TOKENIZER_NAME
+    if found.is_file():
+        check_same_vocabulary(read_vocabulary(found), read_vocabulary(own), "small", found, own)
