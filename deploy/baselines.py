@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
+from polybasic.chain.errors import UserError
 from polybasic.chain.reference_model import load_reference_model
 from polybasic.deploy.sampling import Sampling
 
@@ -27,20 +28,25 @@ class TransformersBaseline:
         stop_tokens: frozenset[int],
     ) -> None:
         self.model: Any = load_reference_model(target, dtype, device)
+        # Else what the checkpoint sets and a request does not would be merged into the request.
+        self.model.generation_config = GenerationConfig()
         self.stop_tokens = stop_tokens
 
     def generate(
         self, token_ids: list[int], max_new_tokens: int, sampling: Sampling
     ) -> tuple[list[int], float]:
-        """New token ids, a stop token included, and seconds."""
+        """New token ids, a stop token included, and seconds.
+
+        Raises:
+            UserError: a setting that transformers' loop does not have.
+        """
         ids = torch.tensor([token_ids], device=self.model.device)
         stop = sorted(self.stop_tokens)
         config = GenerationConfig(
             max_new_tokens=max_new_tokens,
-            do_sample=sampling.temperature > 0,
             eos_token_id=stop or None,
             pad_token_id=stop[0] if stop else 0,
-            **_sampling_options(sampling),
+            **_options(sampling),
         )
         if sampling.seed is not None:
             torch.manual_seed(sampling.seed)
@@ -59,11 +65,32 @@ class TransformersBaseline:
         return self.model(ids, use_cache=False).logits[0, -1].float()
 
 
-def _sampling_options(sampling: Sampling) -> dict[str, Any]:
-    if sampling.temperature == 0:
-        return {}
-    return {
-        "temperature": sampling.temperature,
-        "top_k": sampling.top_k or 0,
-        "top_p": 1.0 if sampling.top_p is None else sampling.top_p,
+def _options(sampling: Sampling) -> dict[str, Any]:
+    """Every setting by its name in transformers, the neutral value where it is off.
+
+    Raises:
+        UserError: a setting that transformers' loop does not have.
+    """
+    for name in ("presence_penalty", "frequency_penalty"):
+        if value := getattr(sampling, name):
+            raise UserError(
+                "setting unknown to transformers",
+                f"{name}={value}",
+                "compare without it, or without hf_generate",
+            )
+    options: dict[str, Any] = {
+        "do_sample": not sampling.is_greedy,
+        "repetition_penalty": float(sampling.repetition_penalty),
     }
+    if sampling.logit_bias:
+        options["sequence_bias"] = {
+            (token,): float(bias) for token, bias in sampling.logit_bias.items()
+        }
+    if not sampling.is_greedy:
+        options |= {
+            "temperature": float(sampling.temperature),
+            "top_k": sampling.top_k or 0,
+            "top_p": 1.0 if sampling.top_p is None else float(sampling.top_p),
+            "min_p": sampling.min_p,
+        }
+    return options

@@ -1,7 +1,8 @@
-"""How tokens are drawn: the warped distributions, the random numbers, and the two samplers.
+"""How tokens are drawn: the random numbers and the two samplers.
 
-Stages know a sampler only by four verbs: `distributions` turns logits into what tokens are drawn
-from, `draw` draws, `join` collects rows into a block's distributions, `verify` cuts a block.
+Stages know a sampler only by five verbs: `distributions` turns logits into what tokens are drawn
+from, `draw` draws, `join` collects rows into a block's distributions, `verify` cuts a block,
+`probabilities` tells how sure the proposing model was.
 """
 
 from dataclasses import dataclass, field
@@ -10,45 +11,30 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from polybasic.chain.errors import UserError
 from polybasic.deploy import verification
+from polybasic.deploy.warping import Prefixes, Sampling, process_logits, warp
 
-
-@dataclass(frozen=True)
-class Sampling:
-    """What a user may set, with the meaning that transformers gives it.
-
-    Attributes:
-        temperature: 0 is greedy.
-        top_k: keep the k most probable tokens; None keeps all.
-        top_p: keep the smallest set of most probable tokens whose mass reaches top_p.
-        seed: of the random numbers; None draws one.
-
-    Raises:
-        UserError: a value out of range.
-    """
-
-    temperature: float = 0.0
-    top_k: int | None = None
-    top_p: float | None = None
-    seed: int | None = None
-
-    def __post_init__(self) -> None:
-        for name, is_valid, bound in (
-            ("temperature", self.temperature >= 0, "0 or more"),
-            ("top_k", self.top_k is None or self.top_k >= 1, "1 or more"),
-            ("top_p", self.top_p is None or 0 < self.top_p <= 1, "above 0, at most 1"),
-        ):
-            if not is_valid:
-                value = getattr(self, name)
-                raise UserError("sampling setting out of range", f"{name}={value}", f"use {bound}")
+__all__ = [
+    "GreedyRows",
+    "GreedySampler",
+    "Prefixes",
+    "Probabilities",
+    "RandomSampler",
+    "Sampler",
+    "Sampling",
+    "make_sampler",
+]
 
 
 class Sampler(Protocol):
     """Draws tokens and cuts blocks, exactly from the distributions that it makes of logits."""
 
-    def distributions(self, logits: Tensor) -> Any:
-        """What tokens are drawn from, one row for each row of `logits` [R, V]."""
+    def distributions(self, logits: Tensor, prefixes: Prefixes) -> Any:
+        """What tokens are drawn from, one row for each row of `logits` [R, V].
+
+        Args:
+            prefixes: what stands before each row's draw.
+        """
 
     def draw(self, rows: Any, row: int) -> int:
         """A token from one row; each row is drawn from at most once."""
@@ -64,26 +50,59 @@ class Sampler(Protocol):
             own: the verifier's K + 1 rows.
         """
 
+    def probabilities(self, rows: Any, chosen: list[int], tokens: list[int]) -> list[float]:
+        """What the model of `rows` itself gave to tokens that were drawn from chosen rows.
+
+        A sampler of random numbers answers with the probabilities that it drew with, the greedy
+        one with the softmax of its logits, in float32.
+        """
+
+
+@dataclass(frozen=True)
+class GreedyRows:
+    """The most probable token of each row, and the row's logits [V] after the penalties."""
+
+    tokens: list[int]
+    logits: list[Tensor]
+
 
 class GreedySampler:
-    """Temperature 0: a distribution is its most probable token."""
+    """Temperature 0: a distribution is its most probable token.
 
-    def distributions(self, logits: Tensor) -> list[int]:
-        return logits.argmax(-1).tolist()
+    Args:
+        sampling: of which bias and penalties count; the truncations keep the argmax.
+        num_prompt_tokens: leading tokens of every prefix that are no output.
+    """
 
-    def draw(self, rows: list[int], row: int) -> int:
-        return rows[row]
+    def __init__(self, sampling: Sampling, num_prompt_tokens: int) -> None:
+        self.sampling, self.num_prompt_tokens = sampling, num_prompt_tokens
 
-    def join(self, parts: list[tuple[list[int], list[int]]]) -> list[int]:
-        return [rows[row] for rows, chosen in parts for row in chosen]
+    def distributions(self, logits: Tensor, prefixes: Prefixes) -> GreedyRows:
+        logits = process_logits(logits, self.sampling, prefixes, self.num_prompt_tokens)
+        return GreedyRows(logits.argmax(-1).tolist(), list(logits.unbind()))
+
+    def draw(self, rows: GreedyRows, row: int) -> int:
+        return rows.tokens[row]
+
+    def join(self, parts: list[tuple[GreedyRows, list[int]]]) -> GreedyRows:
+        return GreedyRows(
+            [rows.tokens[row] for rows, chosen in parts for row in chosen],
+            [rows.logits[row] for rows, chosen in parts for row in chosen],
+        )
 
     def verify(
-        self, tokens: list[int], proposed: list[int], own: list[int], rule: str
+        self, tokens: list[int], proposed: GreedyRows, own: GreedyRows, rule: str
     ) -> tuple[int, int]:
         num_kept = 0
-        while num_kept < len(tokens) and tokens[num_kept] == own[num_kept]:
+        while num_kept < len(tokens) and tokens[num_kept] == own.tokens[num_kept]:
             num_kept += 1
-        return num_kept, own[num_kept]
+        return num_kept, own.tokens[num_kept]
+
+    def probabilities(self, rows: GreedyRows, chosen: list[int], tokens: list[int]) -> list[float]:
+        if not chosen:
+            return []
+        values = torch.stack([rows.logits[row] for row in chosen]).float().softmax(-1)
+        return list(values[list(range(len(tokens))), tokens].tolist())
 
 
 @dataclass
@@ -95,18 +114,22 @@ class Probabilities:
 
 
 class RandomSampler:
-    """Draws from the softmax of the warped logits, in float32, on the logits' device."""
+    """Draws from the softmax of the warped logits, in float32, on the logits' device.
 
-    def __init__(self, sampling: Sampling, device: torch.device) -> None:
-        self.sampling = sampling
+    Args:
+        num_prompt_tokens: leading tokens of every prefix that are no output.
+    """
+
+    def __init__(self, sampling: Sampling, device: torch.device, num_prompt_tokens: int) -> None:
+        self.sampling, self.num_prompt_tokens = sampling, num_prompt_tokens
         self.generator = torch.Generator(device)
         if sampling.seed is None:
             self.generator.seed()
         else:
             self.generator.manual_seed(sampling.seed)
 
-    def distributions(self, logits: Tensor) -> Probabilities:
-        return Probabilities(warp(logits, self.sampling))
+    def distributions(self, logits: Tensor, prefixes: Prefixes) -> Probabilities:
+        return Probabilities(warp(logits, self.sampling, prefixes, self.num_prompt_tokens))
 
     def draw(self, rows: Probabilities, row: int) -> int:
         if rows.drawn is None:
@@ -127,6 +150,11 @@ class RandomSampler:
         else:
             following = verification.residual(p[num_kept], q[num_kept], weight)
         return num_kept, self._categorical(following[None])[0]
+
+    def probabilities(
+        self, rows: Probabilities, chosen: list[int], tokens: list[int]
+    ) -> list[float]:
+        return list(rows.values[chosen, tokens].tolist()) if chosen else []
 
     def _cut(self, tokens: list[int], p: Any, q: Any, rule: str) -> tuple[int, Any]:
         """Number of kept tokens, and the weight of p in the residual behind them."""
@@ -160,25 +188,12 @@ class RandomSampler:
         return torch.minimum(drawn, last).squeeze(1).tolist()
 
 
-def make_sampler(sampling: Sampling, device: torch.device) -> Sampler:
-    """The sampler for these settings."""
-    return GreedySampler() if sampling.temperature == 0 else RandomSampler(sampling, device)
+def make_sampler(sampling: Sampling, device: torch.device, num_prompt_tokens: int) -> Sampler:
+    """The sampler for these settings.
 
-
-def warp(logits: Tensor, sampling: Sampling) -> Tensor:
-    """Probabilities [R, V] in float32 after temperature, top-k and top-p, in this order.
-
-    Every model of a chain warps its logits in this one way; what is verified is what was drawn.
+    Args:
+        num_prompt_tokens: leading tokens of every prefix that are no output.
     """
-    logits = logits.float() / sampling.temperature
-    if sampling.top_k is not None and sampling.top_k < logits.shape[-1]:
-        threshold = logits.topk(sampling.top_k, -1).values[:, -1:]
-        logits = logits.masked_fill(logits < threshold, float("-inf"))
-    probabilities = logits.softmax(-1)
-    if sampling.top_p is not None and sampling.top_p < 1:
-        ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)
-        is_beyond = ordered.cumsum(-1) - ordered >= sampling.top_p
-        dropped = torch.zeros_like(is_beyond).scatter(-1, order, is_beyond)
-        probabilities = probabilities.masked_fill(dropped, 0.0)
-        probabilities /= probabilities.sum(-1, keepdim=True)
-    return probabilities
+    if sampling.is_greedy:
+        return GreedySampler(sampling, num_prompt_tokens)
+    return RandomSampler(sampling, device, num_prompt_tokens)

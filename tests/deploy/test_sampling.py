@@ -1,41 +1,30 @@
-"""Warping against transformers' own, and draws against hand-worked probabilities."""
+"""Draws against hand-worked probabilities, and the two samplers' other verbs."""
 
 from collections import Counter
 
 import pytest
 import torch
-from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from polybasic.deploy.sampling import GreedySampler, Probabilities, RandomSampler, Sampling, warp
+from polybasic.deploy.sampling import (
+    GreedyRows,
+    GreedySampler,
+    Prefixes,
+    Probabilities,
+    RandomSampler,
+    Sampling,
+    make_sampler,
+)
 
 CPU = torch.device("cpu")
+LOG = torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.1, 0.8]]).log()
 
 
-@pytest.mark.parametrize("temperature", [0.3, 1.0, 2.0])
-@pytest.mark.parametrize("top_k", [None, 1, 5, 500])
-@pytest.mark.parametrize("top_p", [None, 0.2, 0.9, 1.0])
-def test_warping_is_transformers(
-    temperature: float, top_k: int | None, top_p: float | None
-) -> None:
-    torch.manual_seed(0)
-    logits = torch.randn(6, 100) * 3
-    expected = TemperatureLogitsWarper(temperature)(None, logits)
-    if top_k is not None:
-        expected = TopKLogitsWarper(top_k)(None, expected)
-    if top_p is not None and top_p < 1:
-        expected = TopPLogitsWarper(top_p)(None, expected)
-    found = warp(logits, Sampling(temperature, top_k, top_p))
-    assert torch.allclose(found, expected.softmax(-1), atol=1e-6)
-    assert ((found > 0) == (expected > float("-inf"))).all()
-
-
-def test_equal_probabilities_are_cut_to_the_mass_and_no_further() -> None:
-    found = warp(torch.zeros(1, 4), Sampling(1.0, top_p=0.5))
-    assert sorted(found[0].tolist()) == [0.0, 0.0, 0.5, 0.5]
+def greedy_rows(*tokens: int) -> GreedyRows:
+    return GreedyRows(list(tokens), [torch.zeros(10) for _ in tokens])
 
 
 def test_draws_follow_the_probabilities() -> None:
-    sampler = RandomSampler(Sampling(1.0, seed=0), CPU)
+    sampler = RandomSampler(Sampling(1.0, seed=0), CPU, 0)
     row = torch.tensor([[0.0, 0.5, 0.0, 0.3, 0.2, 0.0]])
     drawn = Counter(sampler.draw(Probabilities(row), 0) for _ in range(4000))
     assert set(drawn) == {1, 3, 4}
@@ -45,7 +34,7 @@ def test_draws_follow_the_probabilities() -> None:
 
 
 def test_impossible_tokens_are_never_drawn_at_the_edges(monkeypatch: pytest.MonkeyPatch) -> None:
-    sampler = RandomSampler(Sampling(1.0, seed=0), CPU)
+    sampler = RandomSampler(Sampling(1.0, seed=0), CPU, 0)
     row = torch.tensor([[0.0, 0.7, 0.3, 0.0]])
     for uniform, token in ((0.0, 1), (0.69, 1), (0.71, 2), (1.0, 2)):
         monkeypatch.setattr(torch, "rand", lambda *size, u=uniform, **_: torch.full(size, u))
@@ -53,7 +42,80 @@ def test_impossible_tokens_are_never_drawn_at_the_edges(monkeypatch: pytest.Monk
 
 
 def test_greedy_verification_keeps_the_common_prefix() -> None:
-    sampler = GreedySampler()
-    assert sampler.verify([4, 5, 6], [4, 5, 6], [4, 5, 7, 8], "block") == (2, 7)
-    assert sampler.verify([4, 5, 6], [4, 5, 6], [4, 5, 6, 8], "block") == (3, 8)
-    assert sampler.verify([], None, [3], "block") == (0, 3)
+    sampler = GreedySampler(Sampling(), 0)
+    tokens, proposed = [4, 5, 6], greedy_rows(4, 5, 6)
+    assert sampler.verify(tokens, proposed, greedy_rows(4, 5, 7, 8), "block") == (2, 7)
+    assert sampler.verify(tokens, proposed, greedy_rows(4, 5, 6, 8), "block") == (3, 8)
+    assert sampler.verify([], greedy_rows(), greedy_rows(3), "block") == (0, 3)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_same_prefix_gives_the_same_row_wherever_it_is_cut(temperature: float) -> None:
+    """A tree's row, a block's row and a single one must agree, or verification is of another q."""
+    sampling = Sampling(temperature, repetition_penalty=1.5, frequency_penalty=0.7, seed=0)
+    torch.manual_seed(0)
+    logits = torch.randn(3, 20)
+    sampler = make_sampler(sampling, CPU, num_prompt_tokens=2)
+    tree = sampler.distributions(logits, Prefixes([1, 2, 3], [[], [4], [4, 3]]))
+    for row, prefix in enumerate(([1, 2, 3], [1, 2, 3, 4], [1, 2, 3, 4, 3])):
+        alone = sampler.distributions(logits[row : row + 1], Prefixes(prefix, [[]]))
+        joined = sampler.join([(alone, [0]), (tree, [row])])
+        one, other = sampler.probabilities(joined, [0, 1], [3, 3])
+        assert one == other
+        (unlike,) = sampler.probabilities(
+            sampler.distributions(logits[row : row + 1], Prefixes([1, 2], [[]])), [0], [3]
+        )
+        assert unlike != one
+
+
+def test_greedy_takes_bias_and_penalties_into_account() -> None:
+    def most_probable(**settings: object) -> list[int]:
+        sampler = make_sampler(Sampling(**settings), CPU, 1)  # type: ignore[arg-type]
+        rows = sampler.distributions(logits, Prefixes([7, 2], [[], [2]]))
+        return [sampler.draw(rows, 0), sampler.draw(rows, 1)]
+
+    logits = torch.tensor([[0.0, 1.0, 2.0, 1.5]]).repeat(2, 1)
+    logits = torch.cat([logits, torch.zeros(2, 6)], 1)
+    assert most_probable() == [2, 2]
+    assert most_probable(frequency_penalty=0.4) == [2, 3]  # 2 - 0.4, 2 - 0.8 against 1.5
+    assert most_probable(presence_penalty=0.6) == [3, 3]
+    assert most_probable(repetition_penalty=2) == [3, 3]
+    assert most_probable(logit_bias={1: 1.1}) == [1, 1]
+
+
+def test_greedy_ignores_what_keeps_the_argmax() -> None:
+    sampler = make_sampler(Sampling(0.0, top_k=1, top_p=0.1, min_p=0.9), CPU, 0)
+    rows = sampler.distributions(LOG, Prefixes([0], [[], []]))
+    assert [sampler.draw(rows, 0), sampler.draw(rows, 1)] == [0, 2]
+    found = sampler.probabilities(rows, [1, 0], [2, 1])
+    assert found == pytest.approx([0.8, 0.3])
+
+
+def test_probabilities_are_those_that_were_drawn_with() -> None:
+    sampler = make_sampler(Sampling(1.0, top_k=2, seed=0), CPU, 0)
+    rows = sampler.distributions(LOG, Prefixes([0], [[], []]))
+    assert sampler.probabilities(rows, [0, 0], [0, 1]) == pytest.approx([0.625, 0.375])
+    assert sampler.probabilities(rows, [1, 0], [2, 2]) == pytest.approx([0.8, 0.0])
+    for one in (sampler, make_sampler(Sampling(), CPU, 0)):
+        assert one.probabilities(one.distributions(LOG, Prefixes([], [[], []])), [], []) == []
+
+
+def test_joined_rows_keep_their_probabilities() -> None:
+    for sampling in (Sampling(), Sampling(1.0, seed=0)):
+        sampler = make_sampler(sampling, CPU, 0)
+        one, other = (
+            sampler.distributions(logits, Prefixes([0], [[], []])) for logits in (LOG, LOG.flip(0))
+        )
+        joined = sampler.join([(one, [0, 1]), (other, [0])])
+        assert sampler.probabilities(joined, [0, 1, 2], [0, 2, 2]) == pytest.approx([0.5, 0.8, 0.8])
+
+
+def test_seeds_decide_the_draws() -> None:
+    def drawn(seed: int | None) -> list[int]:
+        sampler = make_sampler(Sampling(1.0, seed=seed), CPU, 0)
+        rows = sampler.distributions(torch.zeros(64, 1000), Prefixes([], [[]] * 64))
+        return [sampler.draw(rows, row) for row in range(64)]
+
+    assert drawn(1) == drawn(1) != drawn(2)
+    assert drawn(None) != drawn(None)
+    assert drawn((1 << 64) - 1) == drawn((1 << 64) - 1)

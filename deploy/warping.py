@@ -1,0 +1,228 @@
+"""From logits to what tokens are drawn from: biases, penalties, temperature and truncation.
+
+Every model of a chain processes its logits in this one way, for the prefix at hand; therefore what
+is verified is what was drawn. The order is that of transformers 5.23, `_get_logits_processor` in
+generation/utils.py, and of vLLM's sampler where transformers has no such setting:
+
+1. logit bias (transformers' `sequence_bias` of single tokens),
+2. repetition penalty (Keskar et al., "CTRL", 2019), over prompt and output,
+3. frequency and presence penalty (OpenAI, vLLM), over the output only,
+4. temperature, 5. top-k, 6. top-p, 7. min-p.
+
+At temperature 0 the argmax is taken behind step 3; the later steps would not change it.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polybasic.chain.errors import UserError
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """What a user may set; the values that come without asking change nothing but the argmax.
+
+    Attributes:
+        temperature: 0 is greedy.
+        top_k: keep the k most probable tokens, and what ties with the last; None and 0 keep all.
+        top_p: keep the smallest set of most probable tokens whose mass reaches top_p.
+        min_p: keep tokens of at least min_p times the probability of the most probable one.
+        repetition_penalty: logits of tokens in prompt and output are divided by it if positive,
+            else multiplied; 1 is off.
+        presence_penalty: subtracted from the logit of each token in the output.
+        frequency_penalty: subtracted once for each time that the token is in the output.
+        logit_bias: token id -> what is added to its logit.
+        seed: of the random numbers; None draws one.
+
+    Raises:
+        UserError: a value out of range.
+    """
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        # Upper and lower bounds keep float32 logits finite behind every step.
+        for name, is_valid, bound in (
+            (
+                "temperature",
+                self.temperature == 0 or _lies_within(self.temperature, 1e-6, math.inf),
+                "0 for greedy, or 1e-6 or more",
+            ),
+            ("top_k", self.top_k is None or _is_whole(self.top_k), "1 or more, or 0 for all"),
+            (
+                "top_p",
+                self.top_p is None or (_lies_within(self.top_p, 0, 1) and self.top_p > 0),
+                "above 0, at most 1",
+            ),
+            ("min_p", self.min_p is None or _lies_within(self.min_p, 0, 1), "0 to 1"),
+            (
+                "repetition_penalty",
+                _lies_within(self.repetition_penalty, 0.01, 100),
+                "0.01 to 100; 1 is off",
+            ),
+            ("presence_penalty", _lies_within(self.presence_penalty, -2, 2), "-2 to 2"),
+            ("frequency_penalty", _lies_within(self.frequency_penalty, -2, 2), "-2 to 2"),
+            (
+                "seed",
+                self.seed is None or (_is_whole(self.seed) and self.seed < 1 << 64),
+                "a whole number from 0 to 2**64 - 1",
+            ),
+        ):
+            if not is_valid:
+                raise _out_of_range(f"{name}={getattr(self, name)}", f"use {bound}")
+        for token, bias in self.logit_bias.items():
+            if not _is_whole(token):
+                raise _out_of_range(f"logit_bias of {token!r}", "name tokens by id, from 0")
+            if not _lies_within(bias, -100, 100):
+                raise _out_of_range(f"logit_bias of token {token} = {bias}", "use -100 to 100")
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0
+
+    @property
+    def in_effect(self) -> dict[str, Any]:
+        """What shapes the law of the draws, by name; nothing for plain greedy."""
+        values: dict[str, Any] = {
+            "repetition_penalty": self.repetition_penalty if self.repetition_penalty != 1 else None,
+            "presence_penalty": self.presence_penalty,
+            "frequency_penalty": self.frequency_penalty,
+            "logit_bias": self.logit_bias,
+        }
+        if not self.is_greedy:
+            values |= {
+                "temperature": self.temperature,
+                "top_k": self.top_k,
+                "top_p": self.top_p if self.top_p != 1 else None,
+                "min_p": self.min_p,
+            }
+        return {name: value for name, value in values.items() if value}
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Check that the logit bias names tokens of a vocabulary.
+
+        Raises:
+            UserError: it names another.
+        """
+        for token in self.logit_bias:
+            if token >= vocab_size:
+                raise UserError(
+                    "token outside of the vocabulary",
+                    f"logit_bias of id {token} of {vocab_size}",
+                    "name ids of the chain's tokenizer",
+                )
+
+
+@dataclass(frozen=True)
+class Prefixes:
+    """What stands before each row's draw.
+
+    Attributes:
+        sequence: shared by all rows: prompt and answer so far.
+        suffixes: of each row, what follows the sequence; may be empty lists.
+    """
+
+    sequence: list[int]
+    suffixes: list[list[int]]
+
+
+def process_logits(
+    logits: Tensor, sampling: Sampling, prefixes: Prefixes, num_prompt_tokens: int
+) -> Tensor:
+    """Logits [R, V] after bias and penalties; in float32, or as they are where none is set.
+
+    Args:
+        prefixes: one suffix for each row.
+        num_prompt_tokens: leading tokens of the sequence that are no output.
+    """
+    if sampling.logit_bias:
+        tokens = torch.tensor(list(sampling.logit_bias), device=logits.device)
+        biases = torch.tensor(list(sampling.logit_bias.values()), device=logits.device)
+        logits = logits.float().index_add(-1, tokens, biases.float().expand(len(logits), -1))
+    if sampling.repetition_penalty != 1:
+        tokens, counts = _count(prefixes, 0, logits.device)
+        own, penalty = logits.float()[:, tokens], sampling.repetition_penalty
+        penalised = torch.where(own > 0, own / penalty, own * penalty)
+        penalised = torch.where(counts > 0, penalised, own)
+        logits = logits.float().index_copy(-1, tokens, penalised)
+    if sampling.presence_penalty != 0 or sampling.frequency_penalty != 0:
+        tokens, counts = _count(prefixes, num_prompt_tokens, logits.device)
+        penalties = sampling.frequency_penalty * counts + sampling.presence_penalty * (counts > 0)
+        logits = logits.float().index_add(-1, tokens, penalties, alpha=-1)
+    return logits
+
+
+def warp(logits: Tensor, sampling: Sampling, prefixes: Prefixes, num_prompt_tokens: int) -> Tensor:
+    """Probabilities [R, V] in float32 after all steps, in the order above; temperature > 0."""
+    logits = process_logits(logits, sampling, prefixes, num_prompt_tokens).float()
+    logits = logits / sampling.temperature
+    if sampling.top_k and sampling.top_k < logits.shape[-1]:
+        threshold = logits.topk(sampling.top_k, -1).values[:, -1:]
+        logits = logits.masked_fill(logits < threshold, float("-inf"))
+    probabilities = logits.softmax(-1)
+    if sampling.top_p is not None and sampling.top_p < 1:
+        ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)
+        is_beyond = ordered.cumsum(-1) - ordered >= sampling.top_p
+        dropped = torch.zeros_like(is_beyond).scatter(-1, order, is_beyond)
+        probabilities = _without(probabilities, dropped)
+    if sampling.min_p:
+        least = sampling.min_p * probabilities.amax(-1, keepdim=True)
+        probabilities = _without(probabilities, probabilities < least)
+    return probabilities
+
+
+def _without(probabilities: Tensor, dropped: Tensor) -> Tensor:
+    kept = probabilities.masked_fill(dropped, 0.0)
+    return kept / kept.sum(-1, keepdim=True)
+
+
+def _count(prefixes: Prefixes, begin: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Token ids [T] that stand before any row, and how often [R, T] before each, in float32.
+
+    Args:
+        begin: leading tokens of the sequence that are not counted.
+    """
+    shared = Counter(prefixes.sequence[begin:])
+    tokens = list(dict.fromkeys(_flat([shared, *prefixes.suffixes])))
+    columns = {token: column for column, token in enumerate(tokens)}
+    counts = torch.tensor([float(shared[token]) for token in tokens])
+    counts = counts.repeat(len(prefixes.suffixes), 1)
+    rows = [row for row, suffix in enumerate(prefixes.suffixes) for _ in suffix]
+    if rows:
+        cells = torch.tensor([columns[token] for token in _flat(prefixes.suffixes)])
+        ones = torch.ones(len(rows))
+        counts.index_put_((torch.tensor(rows), cells), ones, accumulate=True)
+    return torch.tensor(tokens, dtype=torch.long, device=device), counts.to(device)
+
+
+def _flat(groups: Iterable[Iterable[int]]) -> Iterable[int]:
+    return (token for group in groups for token in group)
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _lies_within(value: Any, low: float, high: float) -> bool:
+    """Whether it is a finite number between the bounds, both included."""
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    return is_number and math.isfinite(value) and low <= value <= high
+
+
+def _out_of_range(where: str, do: str) -> UserError:
+    return UserError("sampling setting out of range", where, do)
