@@ -1,0 +1,255 @@
+"""EAGLE-2's dynamic tree: expand the most probable candidates, then keep the best of all.
+
+At each depth the `top_k` candidates with the highest cumulative log-probability are expanded by
+`top_k` tokens each; in the end the best `rows - 1` of all candidates are kept. A child never
+scores above its parent, so they form a tree (Li et al., EAGLE-2, 2024).
+
+#   K = top_k, L = levels, N = K + (L - 1) * K * K candidates, D = hidden size
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from polybasic.chain.decoder import Attend, Attending
+from polybasic.chain.errors import UserError
+from polybasic.chain.linear import Linear
+from polybasic.chain.manifest import Tree
+from polybasic.deploy.measurements import ABSENT, Counts
+from polybasic.deploy.tree import DraftTree
+
+Forward = Callable[[Tensor, Tensor, Attend], Tensor]
+"""Tokens [K], the states [K, D] of the rows that they hang below and where the pass writes and
+looks -> the tokens' own states [K, D]. A model that reads tokens alone ignores the states."""
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """All candidates of an expansion, before the best are kept; numbered level by level.
+
+    The first level has K candidates, which hang below the root. Every other level has K * K: K
+    for each member of its beam, which are the best K candidates of the level above, best first.
+    Beams do not depend on how deep the expansion goes: the first d levels are those of an
+    expansion to depth d.
+
+    Attributes:
+        top_k: K.
+        tokens: int64 [N].
+        scores: float32 [N], cumulative log-probabilities.
+        beams: int64 [L - 1, K], for each level but the first the members of its beam, as places
+            in the level above: the candidate at place c hangs below the one at beams[.., c // K].
+    """
+
+    top_k: int
+    tokens: Tensor
+    scores: Tensor
+    beams: Tensor
+
+    @property
+    def num_levels(self) -> int:
+        return len(self.beams) + 1
+
+    def keep_best(self, root: int, rows: int) -> DraftTree:
+        """The tree of the best `rows - 1` candidates below the token `root`."""
+        # The stable sort puts a parent before a child of equal score.
+        best = self.scores.sort(descending=True, stable=True).indices
+        best = best[: rows - 1].sort().values
+        numbers = torch.cat([best, self.tokens[best], self.beams.flatten()]).tolist()
+        chosen, tokens = numbers[: len(best)], numbers[len(best) : 2 * len(best)]
+        beams = numbers[2 * len(best) :]
+        row_of, parents = {-1: 0}, [-1]
+        for row, candidate in enumerate(chosen, 1):
+            row_of[candidate] = row
+            parents.append(row_of[self._parent(candidate, beams)])
+        return DraftTree([root, *tokens], parents)
+
+    def ranks(self, continuation: list[int]) -> Counts:
+        """Where the tokens that followed in truth stand among the candidates.
+
+        The tree that `keep_best` makes of the first d levels with so many rows holds the
+        candidate of rank r if r <= rows - 1. Ranks grow along a path, hence the tree gains as many
+        of the tokens as `ranks(continuation)[d - 1]` has ranks up to rows - 1.
+
+        Args:
+            continuation: tokens behind the root, in order.
+
+        Returns:
+            int64 [L, L]: at [d - 1, l - 1], for l <= d, the rank (from 1, in the order of
+            `keep_best`) of the continuation's l-th token among all candidates of the first d
+            levels; `ABSENT` where it is not among them, and where the continuation has ended.
+        """
+        # One transfer; float64 holds scores and token ids exactly.
+        parts = (self.scores, self.tokens, self.beams.flatten())
+        values = torch.cat([part.double() for part in parts]).cpu().numpy()
+        scores, tokens, beams = np.split(values, [len(self.tokens), 2 * len(self.tokens)])
+        path = self._path(continuation, tokens, beams.reshape(-1, self.top_k))
+        numbers, own_numbers = np.arange(len(scores)), np.array(path, np.int64)[:, None]
+        own_scores = scores[own_numbers]
+        is_before = (scores > own_scores) | ((scores == own_scores) & (numbers < own_numbers))
+        level_starts = [self._first(level) for level in range(self.num_levels)]
+        num_before = np.add.reduceat(is_before, level_starts, axis=1, dtype=np.int64)
+        ranks = np.full((self.num_levels, self.num_levels), ABSENT)
+        ranks[:, : len(path)] = 1 + num_before.cumsum(1).T
+        ranks[np.triu_indices(self.num_levels, 1)] = ABSENT
+        return ranks
+
+    def _path(self, continuation: list[int], tokens: Any, beams: Any) -> list[int]:
+        """Numbers of the candidates along a continuation, as far as they go."""
+        path: list[int] = []
+        begin = 0
+        for level, token in enumerate(continuation[: self.num_levels]):
+            if level > 0:
+                places = np.flatnonzero(beams[level - 1] == path[-1] - self._first(level - 1))
+                if not len(places):
+                    break
+                begin = self._first(level) + int(places[0]) * self.top_k
+            found = np.flatnonzero(tokens[begin : begin + self.top_k] == token)
+            if not len(found):
+                break
+            path.append(begin + int(found[0]))
+        return path
+
+    def _first(self, level: int) -> int:
+        """Number of the first candidate of a level; here levels count from 0."""
+        return 0 if level == 0 else self.top_k + (level - 1) * self.top_k**2
+
+    def _parent(self, candidate: int, beams: list[int]) -> int:
+        """Number of the candidate that this one hangs below; -1 is the root."""
+        if candidate < self.top_k:
+            return -1
+        level, place = divmod(candidate - self.top_k, self.top_k**2)
+        return self._first(level) + beams[level * self.top_k + place // self.top_k]
+
+
+class Expandable(Attending, Protocol):
+    """What is expanded: a `Decoder` or an `EagleHead`."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+
+class Expansion:
+    """Expands a model's candidates behind the committed rows of its cache.
+
+    The rows that it writes stay provisional, so the next pass writes over them.
+
+    Args:
+        model: gives shapes and positions.
+        forward: runs the model over the beam of one level.
+        lm_head: D -> vocabulary.
+        tree: shape of the drafts.
+        capacity: rows of the model's cache.
+
+    Raises:
+        UserError: a tree that is wider than the vocabulary, here or when `tree` is set.
+    """
+
+    def __init__(
+        self, model: Expandable, forward: Forward, lm_head: Linear, tree: Tree, capacity: int
+    ) -> None:
+        self.model, self.forward, self.lm_head = model, forward, lm_head
+        self.capacity = capacity
+        self._mask = _Mask(tree.top_k, model, capacity)
+        self.tree = tree
+
+    @property
+    def tree(self) -> Tree:
+        """Shape of the next drafts."""
+        return self._tree
+
+    @tree.setter
+    def tree(self, tree: Tree) -> None:
+        if tree.top_k > self.model.config.vocab_size:
+            raise UserError(
+                "draft tree wider than the vocabulary",
+                f"top_k {tree.top_k}, {self.model.config.vocab_size} tokens",
+                "use a smaller top_k",
+            )
+        self._tree = tree
+        if self._mask.top_k != tree.top_k:
+            self._mask = _Mask(tree.top_k, self.model, self.capacity)
+
+    def expand(self, state: Tensor, start: int, depth: int) -> Candidates:
+        """All candidates behind a state.
+
+        Args:
+            state: [1, D], of which `lm_head` makes the distribution of the first level.
+            start: committed rows of the cache; the position of the first level.
+            depth: levels, at least one; the tree's own depth does not matter here.
+        """
+        top_k, mask = self._tree.top_k, self._mask
+        assert start + (depth - 1) * top_k <= self.capacity, f"depth {depth} behind {start} rows"
+        scores, tokens = self._best(state)
+        scores, tokens = scores[0], tokens[0]
+        all_scores, all_tokens, beams = [scores], [tokens], []
+        beam_scores, beam_tokens = scores, tokens
+        beam = torch.arange(top_k, device=self.model.device)
+        states = state.expand(top_k, -1)
+        mask.begin(start, depth * top_k)
+        for level in range(depth - 1):
+            if level > 0:
+                beam_scores, beam = scores.topk(top_k)
+                parents = beam // top_k
+                beam_tokens, states = tokens[beam], states[parents]
+                mask.select(parents)
+            attend = Attend(
+                start + level * top_k,
+                self.model.rotary.between(start + level, start + level + 1),
+                mask.of_level(level),
+            )
+            states = self.forward(beam_tokens, states, attend)
+            log_probabilities, tokens = self._best(states)
+            scores = (beam_scores[:, None] + log_probabilities).flatten()
+            tokens = tokens.flatten()
+            all_scores.append(scores)
+            all_tokens.append(tokens)
+            beams.append(beam)
+        return Candidates(
+            top_k,
+            torch.cat(all_tokens),
+            torch.cat(all_scores),
+            torch.stack(beams) if beams else beam.new_empty(0, top_k),
+        )
+
+    def _best(self, states: Tensor) -> Any:
+        """Log-probabilities and tokens, each [R, K], of the best behind each state."""
+        logits = self.lm_head(states)
+        return logits.log_softmax(-1, dtype=torch.float32).topk(self._tree.top_k)
+
+
+class _Mask:
+    """Which rows the candidates of a draft see: what was read before, their ancestors, themselves.
+
+    One row for each beam member and query head, one column for each row of the model's cache.
+    """
+
+    def __init__(self, top_k: int, model: Expandable, capacity: int) -> None:
+        self.top_k = top_k
+        groups, dtype, device = model.config.query_groups, model.dtype, model.device
+        self._buffer = torch.zeros((top_k, groups, capacity), dtype=dtype, device=device)
+        itself = torch.full((top_k, top_k), float("-inf")).fill_diagonal_(0)
+        self._itself = itself[:, None].expand(-1, groups, -1).to(device, dtype)
+        self._start = 0
+        self._columns = slice(0, 0)
+
+    def begin(self, start: int, num_columns: int) -> None:
+        """A draft of so many rows behind `start` rows, all of which are seen."""
+        self._buffer[..., self._columns] = 0
+        self._start, self._columns = start, slice(start, start + num_columns)
+
+    def of_level(self, level: int) -> Tensor:
+        """Mask [top_k * query groups, start + (level + 1) * top_k] of a level's beam."""
+        first = self._start + level * self.top_k
+        self._buffer[..., first : first + self.top_k] = self._itself
+        return self._buffer[..., : first + self.top_k].flatten(0, 1)
+
+    def select(self, parents: Tensor) -> None:
+        """The next beam: each member sees what its parent saw."""
+        self._buffer[..., self._columns] = self._buffer[parents, :, self._columns]

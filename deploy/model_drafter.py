@@ -1,0 +1,79 @@
+"""Drafts of an independent small model, dense or in 4 bits."""
+
+import torch
+from torch import Tensor
+
+from polybasic.chain.decoder import Attend, Decoder, attend_causally
+from polybasic.chain.manifest import Tree
+from polybasic.deploy.cache import KeyValueCache
+from polybasic.deploy.expansion import Candidates, Expansion
+from polybasic.deploy.tree import DraftTree
+from polybasic.deploy.verifier import PassClock
+
+
+class ModelDrafter:
+    """Drafts by a decoder: the first level reads the unread tokens, every other `top_k` rows.
+
+    A draft is decided by the tokens alone; the verifier's states are only counted.
+
+    Args:
+        decoder: shares the verifier's token ids.
+        tree: shape of the drafts.
+        capacity: rows of the decoder's own cache, those of a draft included.
+    """
+
+    def __init__(self, decoder: Decoder, tree: Tree, capacity: int) -> None:
+        self.decoder = decoder
+        self.cache = KeyValueCache(
+            decoder.config, decoder.config.num_layers, capacity, decoder.dtype, decoder.device
+        )
+        self.clock = PassClock(decoder.device)
+        self._num_observed = 0
+        self._expansion = Expansion(decoder, self._forward, decoder.logits, tree, capacity)
+
+    @property
+    def tree(self) -> Tree:
+        """Shape of the next drafts."""
+        return self._expansion.tree
+
+    @tree.setter
+    def tree(self, tree: Tree) -> None:
+        self._expansion.tree = tree
+
+    def observe(self, states: Tensor) -> None:
+        self._num_observed += len(states)
+
+    def rewind(self, num_observed: int) -> None:
+        assert num_observed <= self._num_observed
+        self._num_observed = num_observed
+        self.cache.truncate(min(self.cache.length, num_observed))
+
+    def draft(self, tokens: list[int], max_depth: int) -> DraftTree:
+        depth = min(max_depth, self.tree.depth)
+        if depth == 0:
+            return DraftTree.of_root(tokens[-1])
+        with self.clock.running(num_passes=depth):
+            return self.candidates(tokens, depth).keep_best(tokens[-1], self.tree.rows)
+
+    def candidates(self, tokens: list[int], depth: int) -> Candidates:
+        """All candidates behind the sequence `tokens`.
+
+        Args:
+            depth: levels, which may be more than the tree has.
+        """
+        state = self._read_unread(tokens)
+        return self._expansion.expand(state, self.cache.length, depth)
+
+    def _read_unread(self, tokens: list[int]) -> Tensor:
+        """Read the tokens not yet read, at least the last one, whose state [1, D] is returned."""
+        assert self._num_observed == len(tokens) - 1
+        start = min(self.cache.length, len(tokens) - 1)
+        self.cache.truncate(start)
+        unread = torch.tensor(tokens[start:], device=self.decoder.device)
+        attend = attend_causally(self.decoder, start, len(unread))
+        states = self.decoder.forward(unread, self.cache.layers, attend)
+        self.cache.keep(range(len(unread)))
+        return states[-1:]
+
+    def _forward(self, tokens: Tensor, states: Tensor, attend: Attend) -> Tensor:
+        return self.decoder.forward(tokens, self.cache.layers, attend)
