@@ -3,9 +3,17 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from polybasic.deploy.runtime import Chain, Generation, Piece, Statistics, load_chain
+    from polybasic.deploy.runtime import (
+        Chain,
+        Generation,
+        Options,
+        Piece,
+        Sampling,
+        Statistics,
+        load_chain,
+    )
 
-__all__ = ["Chain", "Generation", "Piece", "Statistics", "load_chain"]
+__all__ = ["Chain", "Generation", "Options", "Piece", "Sampling", "Statistics", "load_chain"]
 
 
 def __getattr__(name: str) -> Any:

@@ -10,9 +10,10 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress
 
-from polybasic.chain.card import record_results
+from polybasic.chain.card import record_results, shown_flush, shown_members, shown_tree
 from polybasic.chain.errors import UserError
 from polybasic.chain.files import write_json
+from polybasic.chain.manifest import Kind, Ngram, Plan
 from polybasic.deploy.baselines import TransformersBaseline
 from polybasic.deploy.exactness import Agreement, OtherWay
 from polybasic.deploy.hardware import describe_hardware
@@ -20,10 +21,9 @@ from polybasic.deploy.prompts import Question, choose_questions, read_questions
 from polybasic.deploy.report import write_markdown
 from polybasic.deploy.runtime import Chain, load_chain
 from polybasic.deploy.sampling import Sampling
-from polybasic.deploy.settings import BenchSettings
+from polybasic.deploy.settings import BenchSettings, SystemName
 
 SCHEMA = "polybasic.report/1"
-MIN_PROMPTS_TO_CHOOSE = 6
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,7 @@ class Run:
 
     token_ids: list[int]
     seconds: float
+    prefill_seconds: float = 0.0
     forward_passes: dict[str, int] = field(default_factory=dict)
     seconds_by_member: dict[str, float] = field(default_factory=dict)
     accepted_lengths: dict[str, list[int]] = field(default_factory=dict)
@@ -50,20 +51,21 @@ class System:
     """One way of answering, with all of its answers so far: task -> runs.
 
     Attributes:
-        members: of the chain, that run; None is transformers' own loop.
+        plan: that the chain runs; None is transformers' own loop.
     """
 
     name: str
     description: str
-    members: tuple[str, ...] | None
+    plan: Plan | None
     runs: list[tuple[str, Run]] = field(default_factory=list)
 
 
 def bench_chain(folder: Path, settings: BenchSettings) -> dict[str, Any]:
     """Run the systems of `settings` in turns and write `folder`/report/report.{json,md}.
 
-    The faster of eagle2 and polybasic_full becomes the chain's plan, and the results are entered
-    into its manifest and card.
+    Each system runs the plan that was measured as the best of its members on this machine, where
+    there is one, else the chain's own tree and flush length with these members. The results are
+    entered into the chain's manifest and card.
 
     Args:
         folder: a chain.
@@ -73,8 +75,9 @@ def bench_chain(folder: Path, settings: BenchSettings) -> dict[str, Any]:
         The content of report.json (polybasic.report/1).
 
     Raises:
-        UserError: whatever loading refuses, prompts that are malformed or all too long, or
-            systems without the target, over which speedups are counted.
+        UserError: whatever loading refuses, prompts that are malformed or all too long, systems
+            without the target, over which speedups are counted, or one that the chain has no
+            members for.
     """
     if "target" not in settings.systems:
         raise UserError(
@@ -85,9 +88,8 @@ def bench_chain(folder: Path, settings: BenchSettings) -> dict[str, Any]:
     questions = read_questions(Path(settings.prompts))
     chain = load_chain(folder, dtype=settings.dtype)
     chosen, num_too_long = _fitting(chain, questions, settings)
+    systems = _systems(chain, settings)
     prompts = _prompts(chain, chosen, settings)
-    plan_members = _faster_plan(chain, prompts, settings)
-    systems = _systems(chain, settings, plan_members)
     baseline = _baseline(chain, settings)
     _run_in_turns(chain, baseline, systems, prompts, settings)
     report = {
@@ -101,7 +103,7 @@ def bench_chain(folder: Path, settings: BenchSettings) -> dict[str, Any]:
             "prompts_sha256": hashlib.sha256(Path(settings.prompts).read_bytes()).hexdigest(),
         },
         "systems": _summaries(chain, baseline, systems, prompts, settings),
-        "plan": _plan_summary(chain, plan_members, systems),
+        "plan": _plan_summary(chain, systems),
     }
     write_json(folder / "report" / "report.json", report)
     write_markdown(folder / "report" / "report.md", report)
@@ -133,7 +135,7 @@ def _fitting(
 def _prompts(chain: Chain, questions: list[Question], settings: BenchSettings) -> list[Prompt]:
     """One prompt a turn; earlier turns are answered by the target, for all systems alike."""
     prompts: list[Prompt] = []
-    target = chain.plan.members[:1]
+    target = [chain.manifest.members[0].name]
     for question in questions:
         messages: list[dict[str, str]] = []
         for index, turn in enumerate(question.turns, 1):
@@ -141,39 +143,64 @@ def _prompts(chain: Chain, questions: list[Question], settings: BenchSettings) -
             prompts.append(Prompt(question.task, chain.encode(messages)))
             if index < len(question.turns):
                 answer = chain.generate(
-                    messages, max_new_tokens=settings.max_new_tokens, members=target
+                    messages,
+                    max_new_tokens=settings.max_new_tokens,
+                    temperature=0.0,
+                    members=target,
                 )
                 messages.append({"role": "assistant", "content": answer.text})
     return prompts
 
 
-def _member_sets(chain: Chain) -> dict[str, tuple[str, ...]]:
-    names = tuple(member.name for member in chain.manifest.members)
-    return {"target": names[:1], "eagle2": (names[0], names[-1]), "polybasic_full": names}
+def _systems(chain: Chain, settings: BenchSettings) -> list[System]:
+    return [
+        System("hf_generate", "transformers generate() on the source target", None)
+        if name == "hf_generate"
+        else _system(name, chain)
+        for name in settings.systems
+    ]
 
 
-def _faster_plan(chain: Chain, prompts: list[Prompt], settings: BenchSettings) -> tuple[str, ...]:
-    """Members of the faster of eagle2 and polybasic_full, over a sample of the prompts."""
-    candidates = {name: _member_sets(chain)[name] for name in ("eagle2", "polybasic_full")}
-    step = max(len(prompts) // MIN_PROMPTS_TO_CHOOSE, 1)
-    seconds_per_token = {}
-    for name in (*candidates, *candidates):  # the first turn warms up
-        runs = [_answer(chain, candidates[name], one, settings) for one in prompts[::step]]
-        total = sum(run.seconds for run in runs)
-        seconds_per_token[name] = total / sum(len(run.token_ids) for run in runs)
-    return candidates[min(seconds_per_token, key=seconds_per_token.__getitem__)]
+def _system(name: SystemName, chain: Chain) -> System:
+    """A way of running the chain's own members.
+
+    Raises:
+        UserError: the chain has none of the members that it takes.
+    """
+    verifying = [member.name for member in chain.manifest.verifying]
+    target = verifying[0]
+    if name == "target":
+        return System(name, "this runtime, the target alone", chain.plan_of([target]))
+    if name == "polybasic":
+        described = f"the chain's plan: {', '.join(chain.plan.members)}"
+        return System(name, described, chain.plan)
+    if name == "ngram":
+        plan = chain.plan_of([target]).model_copy(update={"ngram": Ngram()})
+        return System(name, "the target with drafts copied from prompt and output", plan)
+    if name == "polybasic_full":
+        drafters = _drafters_of(verifying[-1], chain, ("eagle2", "awq", "decoder"))
+        members = [*verifying, *drafters[:1]]
+        return System(name, f"all {len(members)} models", chain.plan_of(members))
+    kinds: dict[str, tuple[Kind, ...]] = {"eagle2": ("eagle2",), "draft_model": ("awq", "decoder")}
+    what = {"eagle2": "draft head", "draft_model": "independent draft model"}[name]
+    drafters = _drafters_of(target, chain, kinds[name])
+    if not drafters:
+        raise UserError(
+            "system without members",
+            f"{name} in bench.systems; {chain.folder} has no {what} for {target}",
+            "leave it out",
+        )
+    described = f"two models: target and {what}"
+    return System(name, described, chain.plan_of([target, drafters[0]]))
 
 
-def _systems(chain: Chain, settings: BenchSettings, plan_members: tuple[str, ...]) -> list[System]:
-    sets = _member_sets(chain) | {"polybasic": plan_members}
-    described = {
-        "target": "this runtime, the target alone",
-        "hf_generate": "transformers generate() on the source target",
-        "eagle2": "two models: target and draft head",
-        "polybasic_full": f"all {len(sets['polybasic_full'])} models",
-        "polybasic": f"the faster plan, by measurement: {', '.join(plan_members)}",
-    }
-    return [System(name, described[name], sets.get(name)) for name in settings.systems]
+def _drafters_of(verifying: str, chain: Chain, kinds: tuple[Kind, ...]) -> list[str]:
+    return [
+        member.name
+        for kind in kinds
+        for member in chain.manifest.drafters
+        if member.kind == kind and verifying in member.drafts_for
+    ]
 
 
 def _baseline(chain: Chain, settings: BenchSettings) -> TransformersBaseline | None:
@@ -213,24 +240,25 @@ def _answer_with(
     prompt: Prompt,
     settings: BenchSettings,
 ) -> Run:
-    if system.members is not None:
-        return _answer(chain, system.members, prompt, settings)
+    if system.plan is not None:
+        return _answer(chain, system.plan, prompt, settings)
     assert baseline is not None
     sampling = Sampling(settings.temperature, seed=settings.seed)
     token_ids, seconds = baseline.generate(prompt.token_ids, settings.max_new_tokens, sampling)
     return Run(token_ids, seconds)
 
 
-def _answer(chain: Chain, members: tuple[str, ...], prompt: Prompt, settings: BenchSettings) -> Run:
+def _answer(chain: Chain, plan: Plan, prompt: Prompt, settings: BenchSettings) -> Run:
     sampling = Sampling(settings.temperature, seed=settings.seed)
     token_ids: list[int] = []
-    for new in chain.stream_ids(prompt.token_ids, settings.max_new_tokens, sampling, members):
+    for new in chain.stream_ids(prompt.token_ids, settings.max_new_tokens, sampling, plan):
         token_ids += new
     statistics = chain.last_statistics
     assert statistics is not None
     return Run(
         token_ids,
         statistics.seconds,
+        statistics.prefill_seconds,
         statistics.forward_passes,
         statistics.seconds_by_member,
         statistics.accepted_lengths,
@@ -249,6 +277,10 @@ def _summaries(
     summaries = {}
     for system in systems:
         summary: dict[str, Any] = {"description": system.description}
+        if system.plan is not None:
+            summary["plan"] = system.plan.model_dump(mode="json")
+            summary["shown_plan"] = _shown(system.plan, chain)
+            summary["seconds_per_token"] = _seconds_per_token(chain, system)
         summary |= _totals(system.runs, target.runs)
         summary["forward_passes"] = _sum_by_name(
             [run.forward_passes for _, run in system.runs], settings.repeats
@@ -257,7 +289,7 @@ def _summaries(
             [run.seconds_by_member for _, run in system.runs], settings.repeats
         )
         if settings.temperature == 0:
-            other_way = baseline.logits if baseline and system.members is None else None
+            other_way = baseline.logits if baseline and system.plan is None else None
             summary["identical_to_target"] = _agreement(chain, target, system, prompts, other_way)
         summary["tasks"] = {
             task: _totals(
@@ -307,23 +339,46 @@ def _agreement(
     other_way: OtherWay | None,
 ) -> dict[str, int]:
     agreement = Agreement()
-    verifier = chain.engine.verifiers[chain.plan.members[0]]
+    verifier = next(iter(chain.engine.verifiers.values()))
     pairs = zip(prompts, target.runs, system.runs, strict=False)
     for prompt, (_, expected), (_, found) in pairs:
         agreement.count(verifier, prompt.token_ids, expected.token_ids, found.token_ids, other_way)
     return vars(agreement)
 
 
-def _plan_summary(chain: Chain, members: tuple[str, ...], systems: list[System]) -> dict[str, Any]:
-    measured = {system.name: _tokens_and_seconds(system.runs) for system in systems}
-    tokens, seconds = measured.get("polybasic", (0, 0.0))
+def _seconds_per_token(chain: Chain, system: System) -> dict[str, float | None]:
+    """What the plan was expected to need behind the prefill, and what it needed."""
+    tokens, seconds = _tokens_and_seconds(system.runs)
+    seconds -= sum(run.prefill_seconds for _, run in system.runs)
+    predicted = chain.predicted_seconds_per_token(system.plan) if system.plan else None
+    return {"predicted": predicted, "measured": seconds / tokens}
+
+
+def _plan_summary(chain: Chain, systems: list[System]) -> dict[str, Any]:
+    """The chain's plan, what it was expected to cost, and why it was chosen."""
+    measured = chain.measured_plan
+    seconds = next(
+        (_seconds_per_token(chain, one)["measured"] for one in systems if one.name == "polybasic"),
+        None,
+    )
     return {
-        "members": list(members),
-        "tree": chain.plan.tree.model_dump(),
-        "flush_length": chain.plan.flush_length,
-        "rule": chain.plan.rule,
-        "measured_seconds_per_token": seconds / tokens if tokens else None,
+        **chain.plan.model_dump(mode="json"),
+        "shown": _shown(chain.plan, chain),
+        "predicted_seconds_per_token": measured and measured.seconds_per_token,
+        "measured_seconds_per_token": seconds,
+        "explanation": measured and measured.explanation,
     }
+
+
+def _shown(plan: Plan, chain: Chain) -> str:
+    """A plan for people."""
+    verifying = [member.name for member in chain.manifest.verifying]
+    parts = [shown_members(plan, verifying)]
+    if plan.members[-1] not in verifying or plan.ngram is not None:
+        parts.append(f"tree of {shown_tree(plan.tree)}")
+    if sum(name in verifying for name in plan.members) > 1:
+        parts.append(f"flush {shown_flush(plan, verifying)}")
+    return "; ".join(parts)
 
 
 def _versions() -> dict[str, str]:

@@ -1,7 +1,7 @@
 """Runs a chain's models over token ids, one sequence at a time."""
 
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -9,12 +9,15 @@ import torch
 from polybasic.chain.decoder import Decoder
 from polybasic.chain.eagle import EagleHead
 from polybasic.chain.errors import UserError
-from polybasic.chain.manifest import Plan
+from polybasic.chain.manifest import Member, Plan, Tree, check_plan
 from polybasic.deploy.cache import KeyValueCache
-from polybasic.deploy.drafter import Drafter, EagleDrafter, NoDrafter, draft_rows
+from polybasic.deploy.drafter import Drafter, NoDrafter
+from polybasic.deploy.eagle_drafter import EagleDrafter
+from polybasic.deploy.model_drafter import ModelDrafter
+from polybasic.deploy.ngram import NgramDrafter
 from polybasic.deploy.sampling import Sampling, make_sampler
 from polybasic.deploy.stages import BlockStage, Stage, TreeStage
-from polybasic.deploy.verifier import PassClock, Verifier
+from polybasic.deploy.verifier import SPARE_ROWS, Verifier
 
 CONTEXT_TOKENS_BY_DEFAULT = 8192
 
@@ -31,7 +34,7 @@ class Statistics:
         forward_passes: of each member, by name, without the prefill.
         seconds_by_member: of their passes, without the prefill.
         accepted_lengths: of each verifying member, tokens gained by each of its passes.
-        stopped_by: "stop" (a stop token was drawn) or "length".
+        stopped_by: "stop" (a stop token was drawn), "stop_string" or "length".
     """
 
     num_prompt_tokens: int
@@ -55,15 +58,18 @@ class Statistics:
 
 @dataclass
 class Models:
-    """The loaded members of a chain, from the target down.
+    """The loaded members of a chain.
 
     Attributes:
-        decoders: target first, then intermediates, by name.
-        head: the draft head and its name, if the chain has one.
+        decoders: verifying members by name, the target first.
+        drafters: heads and independent draft models, by name.
+        members: all of them as the manifest names them.
+        context_tokens: prompt and answer together.
     """
 
     decoders: dict[str, Decoder]
-    head: tuple[str, EagleHead] | None = None
+    drafters: dict[str, EagleHead | Decoder]
+    members: tuple[Member, ...]
     context_tokens: int = CONTEXT_TOKENS_BY_DEFAULT
 
     @property
@@ -77,58 +83,66 @@ class Request:
 
     Attributes:
         token_ids: the prompt, at least one token.
-        members: names of the members that run, from the target down; alone, it runs itself.
+        plan: which members run and how.
+        cut: is told each batch of new tokens, and answers how many of them to keep where the
+            answer ends among them, else None.
     """
 
     token_ids: list[int]
     max_new_tokens: int
     sampling: Sampling
     stop_tokens: Collection[int]
-    members: tuple[str, ...]
+    plan: Plan
+    cut: Callable[[list[int]], int | None] | None = None
     statistics: Statistics | None = field(default=None)
 
 
 class Engine:
     """Caches and stages over a chain's models. Knows token ids, not text.
 
-    Caches are allocated once: the target's is shared by every intermediate whose layers have the
-    same shapes.
+    Caches are allocated once: an intermediate whose layers have the shapes of the model right
+    above it shares that model's.
 
     Args:
         models: the loaded members.
-        plan: tree, flush length and rule.
     """
 
-    def __init__(self, models: Models, plan: Plan) -> None:
-        self.models, self.plan = models, plan
+    def __init__(self, models: Models) -> None:
+        self.models = models
         self.context_tokens = models.context_tokens
-        # A tree's rows lie behind the last token that fits the context.
-        capacity = self.context_tokens + plan.tree.rows
+        capacity = self.context_tokens + SPARE_ROWS
         self.verifiers: dict[str, Verifier] = {}
         for name, decoder in models.decoders.items():
-            cache = self._shared_cache(decoder) or KeyValueCache(
-                decoder.config, decoder.config.num_layers, capacity, decoder.dtype, decoder.device
-            )
+            above = next(reversed(self.verifiers.values()), None)
+            if above is not None and above.decoder.cache_shape == decoder.cache_shape:
+                cache = above.cache
+            else:
+                cache = KeyValueCache(
+                    decoder.config,
+                    decoder.config.num_layers,
+                    capacity,
+                    decoder.dtype,
+                    decoder.device,
+                )
             self.verifiers[name] = Verifier(name, decoder, cache)
-        self.drafter: EagleDrafter | None = None
-        if models.head is not None:
-            capacity = self.context_tokens + draft_rows(plan.tree)
-            lm_head = models.target.lm_head
-            self.drafter = EagleDrafter(models.head[1], lm_head, plan.tree, capacity)
+        self.drafters = Drafters(models, capacity)
 
     def run(self, request: Request) -> Iterator[list[int]]:
         """Yield new tokens as they are gained; `request.statistics` is set at the end.
 
         Raises:
             UserError: an empty prompt, one that does not fit the context with its new tokens, a
-                token id outside of the vocabulary, or members that are not a chain.
+                token id outside of the vocabulary, or a plan that these members cannot run.
         """
         self._check(request)
         begin = time.perf_counter()
-        root, stages = self._stages(request)
+        stages, drafter = self.stages(request)
+        root = stages[0]
         with torch.inference_mode():
             root.prefill(request.token_ids)
-        clocks = self._clocks(request.members)
+        clocks = {stage.verifier.name: stage.verifier.clock for stage in stages}
+        if drafter.clock is not None:
+            clocks[request.plan.members[-1]] = drafter.clock
         for clock in clocks.values():
             clock.reset()
         prefill_seconds = time.perf_counter() - begin
@@ -136,12 +150,16 @@ class Engine:
         while num_tokens < request.max_new_tokens:
             with torch.inference_mode():
                 block = root.propose(1, request.max_new_tokens - num_tokens)
-            num_tokens += len(block.tokens)
-            has_stopped = block.tokens[-1] in request.stop_tokens
-            seconds = time.perf_counter() - begin
-            yield block.tokens
-            if has_stopped:
+            new_tokens = block.tokens
+            kept = request.cut(new_tokens) if request.cut is not None else None
+            if kept is not None:
+                new_tokens, stopped_by = new_tokens[:kept], "stop_string"
+            elif new_tokens[-1] in request.stop_tokens:
                 stopped_by = "stop"
+            num_tokens += len(new_tokens)
+            seconds = time.perf_counter() - begin
+            yield new_tokens
+            if stopped_by != "length":
                 break
         request.statistics = Statistics(
             num_prompt_tokens=len(request.token_ids),
@@ -154,34 +172,19 @@ class Engine:
             stopped_by=stopped_by,
         )
 
-    def _shared_cache(self, decoder: Decoder) -> KeyValueCache | None:
-        for other in self.verifiers.values():
-            if other.decoder.cache_shape == decoder.cache_shape:
-                return other.cache
-        return None
-
-    def _stages(self, request: Request) -> tuple[Stage, list[Stage]]:
-        """The root stage, and all stages from it down."""
-        names = [name for name in request.members if name in self.verifiers]
-        has_drafter = len(names) < len(request.members)
-        drafter: Drafter = self.drafter if has_drafter and self.drafter else NoDrafter()
-        sampler = make_sampler(request.sampling, self.models.target.device)
+    def stages(self, request: Request) -> tuple[list[Stage], Drafter]:
+        """The stages of a request, from the root down, and the drafter below them."""
+        plan = request.plan
+        names = [name for name in plan.members if name in self.verifiers]
+        drafter = self.drafters.of(plan)
+        sampler = make_sampler(request.sampling, self.models.target.device, len(request.token_ids))
         stop = request.stop_tokens
-        stage: Stage = TreeStage(self.verifiers[names[-1]], drafter, sampler, stop)
-        stages = [stage]
+        stages: list[Stage] = [TreeStage(self.verifiers[names[-1]], drafter, sampler, stop)]
         for name in reversed(names[:-1]):
-            plan = self.plan
-            stage = BlockStage(
-                self.verifiers[name], stage, sampler, plan.flush_length, plan.rule, stop
+            stages.insert(
+                0, BlockStage(self.verifiers[name], stages[0], sampler, plan.flush[name], stop)
             )
-            stages.insert(0, stage)
-        return stage, stages
-
-    def _clocks(self, members: tuple[str, ...]) -> dict[str, PassClock]:
-        clocks = {name: verifier.clock for name, verifier in self.verifiers.items()}
-        if self.drafter is not None and self.models.head is not None:
-            clocks[self.models.head[0]] = self.drafter.clock
-        return {name: clocks[name] for name in members}
+        return stages, drafter
 
     def _check(self, request: Request) -> None:
         token_ids, vocab_size = request.token_ids, self.models.target.config.vocab_size
@@ -206,11 +209,53 @@ class Engine:
                 f"context of {self.context_tokens}",
                 "shorten the prompt or ask for fewer new tokens",
             )
-        known = [*self.verifiers, *([self.models.head[0]] if self.models.head else [])]
-        in_order = [name for name in known if name in request.members]
-        if list(request.members) != in_order or in_order[:1] != known[:1]:
+        try:
+            check_plan(request.plan, self.models.members)
+        except ValueError as error:
             raise UserError(
-                "members are not a chain",
-                ", ".join(request.members) or "none",
-                f"name some of {', '.join(known)}, in this order, the target first",
+                "plan cannot run", str(error), f"members: {_names(self.models.members)}"
+            ) from error
+        tree = request.plan.tree
+        if max(tree.rows, tree.depth * tree.top_k) > SPARE_ROWS:
+            raise UserError(
+                "draft tree too large",
+                f"{tree.rows} rows, {tree.depth} levels of {tree.top_k}",
+                f"use at most {SPARE_ROWS} rows, and as many candidates over all levels",
             )
+
+
+class Drafters:
+    """Drafters over a chain's draft models, each made once."""
+
+    def __init__(self, models: Models, capacity: int) -> None:
+        self.models, self.capacity = models, capacity
+        self._made: dict[str, EagleDrafter | ModelDrafter] = {}
+
+    def of(self, plan: Plan) -> Drafter:
+        """The plan's drafter."""
+        drafter: Drafter | None = None
+        if plan.members[-1] in self.models.drafters:
+            drafter = self.named(plan.members[-1], plan.tree)
+        if plan.ngram is not None:
+            return NgramDrafter(plan.ngram, plan.tree, beside=drafter)
+        return drafter or NoDrafter()
+
+    def named(self, name: str, tree: Tree) -> EagleDrafter | ModelDrafter:
+        """The drafter over the draft model of this name, with trees of this shape."""
+        if name not in self._made:
+            model = self.models.drafters[name]
+            if isinstance(model, EagleHead):
+                lm_head = self._verifier_of(name).lm_head
+                self._made[name] = EagleDrafter(model, lm_head, tree, self.capacity)
+            else:
+                self._made[name] = ModelDrafter(model, tree, self.capacity)
+        self._made[name].tree = tree
+        return self._made[name]
+
+    def _verifier_of(self, name: str) -> Decoder:
+        (member,) = (member for member in self.models.members if member.name == name)
+        return self.models.decoders[member.drafts_for[0]]
+
+
+def _names(members: tuple[Member, ...]) -> str:
+    return ", ".join(member.name for member in members)

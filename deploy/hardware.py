@@ -27,6 +27,13 @@ def describe_hardware(device: torch.device) -> dict[str, Any]:
     return description
 
 
+def hardware_name(device: torch.device) -> str:
+    """What a measured plan holds for: the accelerator, or the processor and torch's threads."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{_processor()}, {torch.get_num_threads()} threads"
+
+
 def _processor() -> str:
     described = Path("/proc/cpuinfo")
     if described.exists():

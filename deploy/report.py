@@ -52,6 +52,13 @@ def write_markdown(path: Path, report: dict[str, Any]) -> None:
         "",
         *_markdown_table(member_rows(report)),
         "",
+        "## Plans",
+        "",
+        *_markdown_table(plan_rows(report)),
+        "",
+        "Milliseconds a token behind the prefill; predictions are those of `polybasic plan`, made",
+        "on other prompts.",
+        "",
         "## Setting",
         "",
         f"- plan: {plan_line(report)}",
@@ -127,14 +134,29 @@ def member_rows(report: dict[str, Any]) -> Rows:
 
 def plan_line(report: dict[str, Any]) -> str:
     """The plan that `polybasic` ran, in a line."""
-    plan, tree = report["plan"], report["plan"]["tree"]
-    line = f"{' -> '.join(plan['members'])}, tree of {tree['rows']} rows, depth {tree['depth']}"
-    if len(plan["members"]) > 2:
-        line += f", flush length {plan['flush_length']}, {plan['rule']} verification"
-    left_out = [name for name in _all_members(report) if name not in plan["members"]]
-    if left_out:
-        line += f" ({', '.join(left_out)} left out: slower with it on this machine)"
+    plan = report["plan"]
+    seconds = plan["measured_seconds_per_token"]
+    line = plan["shown"]
+    if seconds is not None:
+        line += f"; {1e3 * seconds:.2f} ms a token behind the prefill"
+        if (predicted := plan["predicted_seconds_per_token"]) is not None:
+            line += f", predicted {1e3 * predicted:.2f}"
+    if plan["explanation"] is None:
+        line += "; as packed, not measured on this machine: polybasic plan"
     return line
+
+
+def plan_rows(report: dict[str, Any]) -> Rows:
+    """Header and a row for each system of this runtime: its plan, prediction and measurement."""
+    rows = [["system", "plan", "predicted ms a token", "measured", "off by"]]
+    for name, system in report["systems"].items():
+        if "plan" not in system:
+            continue
+        predicted, measured = system["seconds_per_token"].values()
+        off = "-" if predicted is None else f"{100 * (predicted / measured - 1):+.0f}%"
+        shown = "-" if predicted is None else f"{1e3 * predicted:.2f}"
+        rows.append([name, system["shown_plan"], shown, f"{1e3 * measured:.2f}", off])
+    return rows
 
 
 def settings_line(settings: dict[str, Any]) -> str:
@@ -163,11 +185,6 @@ def _identical(agreement: dict[str, int] | None) -> str:
         return "-"
     text = f"{agreement['identical']}/{agreement['prompts']}"
     return f"{text} +{ties} ties" if (ties := agreement["near_ties"]) else text
-
-
-def _all_members(report: dict[str, Any]) -> list[str]:
-    full = report["systems"].get("polybasic_full")
-    return list(full["forward_passes"]) if full else report["plan"]["members"]
 
 
 def _markdown_table(rows: Rows) -> list[str]:

@@ -1,20 +1,23 @@
 """A chain, loaded: text in, text out, with what it cost."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import torch
-from tokenizers.decoders import DecodeStream
 
 from polybasic.chain.checkpoint import resolve_chain
+from polybasic.chain.config import read_decoder_config
+from polybasic.chain.decoder import Decoder
+from polybasic.chain.eagle import EagleHead
 from polybasic.chain.errors import UserError
 from polybasic.chain.files import read_json
 from polybasic.chain.loading import load_decoder, load_head
-from polybasic.chain.manifest import Plan
+from polybasic.chain.manifest import MeasuredPlan, Plan, PredictedPlan, check_plan
 from polybasic.chain.verify import CheckedChain, check_chain
-from polybasic.deploy.drafter import draft_rows
+from polybasic.deploy.defaults import read_default_sampling, read_stop_tokens
 from polybasic.deploy.engine import (
     CONTEXT_TOKENS_BY_DEFAULT,
     Engine,
@@ -22,9 +25,42 @@ from polybasic.deploy.engine import (
     Request,
     Statistics,
 )
+from polybasic.deploy.hardware import hardware_name
 from polybasic.deploy.sampling import Sampling
+from polybasic.deploy.stop_strings import AnswerText
+from polybasic.deploy.verifier import SPARE_ROWS
 
 Messages = Sequence[dict[str, str]]
+
+_log = logging.getLogger(__name__)
+
+
+class Options(TypedDict, total=False):
+    """What `Chain.generate` and `Chain.stream` may be told; None is the checkpoint's default.
+
+    Attributes:
+        max_new_tokens: of the answer at most; 256 by default.
+        stop: strings that end the answer, which then ends before them.
+        members: which members run, from the target down; by default the plan's.
+        plan: run by this one and not by the chain's.
+
+    The others are the settings of `polybasic.deploy.sampling.Sampling`, to be switched off by
+    their neutral values: top_k=0, top_p=1, min_p=0, repetition_penalty=1.
+    """
+
+    max_new_tokens: int
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    repetition_penalty: float | None
+    presence_penalty: float | None
+    frequency_penalty: float | None
+    logit_bias: Mapping[int, float] | None
+    seed: int | None
+    stop: str | Sequence[str]
+    members: Sequence[str] | None
+    plan: Plan | None
 
 
 @dataclass(frozen=True)
@@ -32,8 +68,8 @@ class Generation:
     """A finished answer.
 
     Attributes:
-        text: without special tokens.
-        token_ids: the new tokens, a stop token included.
+        text: without special tokens, and without the stop string that ended it.
+        token_ids: the new tokens, with the stop token or the tokens of the stop string.
         statistics: what it cost.
     """
 
@@ -44,7 +80,11 @@ class Generation:
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of an answer while it is made; `text` may be empty in the middle of a character."""
+    """A part of an answer while it is made.
+
+    `text` may be empty: in the middle of a character, or where a stop string may have begun. What
+    was held back comes with a last piece, which has no tokens.
+    """
 
     text: str
     token_ids: list[int]
@@ -54,80 +94,111 @@ class Chain:
     """A loaded chain; made by `load_chain`.
 
     Attributes:
-        manifest: the content of chain.json.
+        folder: where chain.json lies.
+        manifest: its content.
         target_folder: where the target's checkpoint lies.
-        plan: which members run by default, with tree, flush length and rule.
+        plan: which members run by default, and how.
+        measured_plan: where the plan comes from, if it was measured on this kind of machine.
+        default_sampling: of the target's generation_config.json.
+        stop_tokens: ids that end an answer.
         last_statistics: of the last finished generation.
     """
 
     def __init__(
-        self, checked: CheckedChain, tokenizer: Any, engine: Engine, stop_tokens: frozenset[int]
+        self,
+        checked: CheckedChain,
+        tokenizer: Any,
+        engine: Engine,
+        plan: Plan | MeasuredPlan,
+        stop_tokens: frozenset[int],
+        default_sampling: Sampling,
     ) -> None:
-        self.manifest, self.plan = checked.manifest, engine.plan
+        self.folder, self.manifest = checked.folder, checked.manifest
         self.target_folder = checked.target
-        self.tokenizer, self.engine, self.stop_tokens = tokenizer, engine, stop_tokens
+        self.measured_plan = plan if isinstance(plan, MeasuredPlan) else None
+        self.plan: Plan = plan.plan if isinstance(plan, MeasuredPlan) else plan
+        self.tokenizer, self.engine = tokenizer, engine
+        self.stop_tokens, self.default_sampling = stop_tokens, default_sampling
         self.last_statistics: Statistics | None = None
 
-    def generate(
-        self,
-        prompt: str | Messages,
-        *,
-        max_new_tokens: int = 256,
-        temperature: float = 0.0,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        seed: int | None = None,
-        members: Sequence[str] | None = None,
-    ) -> Generation:
+    def generate(self, prompt: str | Messages, **options: Unpack[Options]) -> Generation:
         """Answer a prompt, with the target's own distribution whatever members run.
 
         Args:
             prompt: messages ({"role", "content"}), or a text, which is one user message where
                 the tokenizer has a chat template and is continued as it is where it has none.
-            temperature: 0 is greedy.
-            members: which members run, from the target down; default: the plan's.
+            options: max_new_tokens, temperature, seed, stop, members and others: see `Options`.
 
         Raises:
-            UserError: a setting out of range, or what does not fit the context.
+            UserError: a setting out of range, members that cannot run, or what does not fit the
+                context.
         """
-        sampling = Sampling(temperature, top_k, top_p, seed)
-        token_ids: list[int] = []
-        for new_tokens in self.stream_ids(self.encode(prompt), max_new_tokens, sampling, members):
-            token_ids += new_tokens
+        pieces = list(self.stream(prompt, **options))
         assert self.last_statistics is not None
-        text = self.tokenizer.decode(token_ids, skip_special_tokens=True)
-        return Generation(text, token_ids, self.last_statistics)
+        return Generation(
+            "".join(piece.text for piece in pieces),
+            [token for piece in pieces for token in piece.token_ids],
+            self.last_statistics,
+        )
 
-    def stream(
-        self,
-        prompt: str | Messages,
-        *,
-        max_new_tokens: int = 256,
-        temperature: float = 0.0,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        seed: int | None = None,
-        members: Sequence[str] | None = None,
-    ) -> Iterator[Piece]:
-        """As `generate`, yielding a piece for each pass of the target."""
-        sampling = Sampling(temperature, top_k, top_p, seed)
-        decode = DecodeStream(skip_special_tokens=True)
-        for new_tokens in self.stream_ids(self.encode(prompt), max_new_tokens, sampling, members):
-            parts = [decode.step(self.tokenizer.backend_tokenizer, token) for token in new_tokens]
-            yield Piece("".join(part for part in parts if part), new_tokens)
+    def stream(self, prompt: str | Messages, **options: Unpack[Options]) -> Iterator[Piece]:
+        """As `generate`, yielding a piece for each pass of the target.
+
+        Options are checked before the first piece is asked for.
+        """
+        return self._pieces(*self._answer(prompt, **options))
 
     def stream_ids(
         self,
         token_ids: list[int],
         max_new_tokens: int,
         sampling: Sampling,
-        members: Sequence[str] | None = None,
+        plan: Plan | None = None,
+        stop: str | Sequence[str] = (),
     ) -> Iterator[list[int]]:
-        """Continue token ids; yields the new ones as the target confirms them."""
-        chosen = tuple(members or self.plan.members)
-        request = Request(token_ids, max_new_tokens, sampling, self.stop_tokens, chosen)
-        yield from self.engine.run(request)
-        self.last_statistics = request.statistics
+        """Continue token ids; yields the new ones as the target confirms them.
+
+        Args:
+            sampling: as it is, without the checkpoint's defaults.
+            plan: default: the chain's.
+        """
+        # Text costs time, and is made only to be searched.
+        text = AnswerText(self.tokenizer.backend_tokenizer, _strings(stop)) if stop else None
+        plan = plan or self.plan
+        return self._run(self._request(token_ids, max_new_tokens, sampling, plan, text))
+
+    def sampling(self, **settings: Any) -> Sampling:
+        """The checkpoint's default sampling with other settings, but for those that are None.
+
+        Raises:
+            UserError: a setting out of range.
+        """
+        given = {name: value for name, value in settings.items() if value is not None}
+        return replace(self.default_sampling, **given)
+
+    def plan_of(self, members: Sequence[str]) -> Plan:
+        """The best known plan in which exactly these members run, hence without n-grams.
+
+        It was measured on this machine or packed with them, or else is the chain's plan with
+        other members. Whether they can run is checked with each request.
+        """
+        chosen = tuple(members)
+        chosen_here = [self.plan, *(other.plan for other in self._measured_plans())]
+        # Shapes that were chosen beside n-grams are the second best without them.
+        chosen_here.sort(key=lambda plan: plan.ngram is not None)
+        for plan in (*chosen_here, self.manifest.plan):
+            if plan.members == chosen:
+                return plan.model_copy(update={"ngram": None})
+        flush = {**self.manifest.plan.flush, **self.plan.flush}
+        update = {"members": chosen, "flush": flush, "ngram": None}
+        return self.plan.model_copy(update=update)
+
+    def predicted_seconds_per_token(self, plan: Plan) -> float | None:
+        """What was expected of a plan when plans were measured on this kind of machine."""
+        for measured in self._measured_plans():
+            if measured.plan == plan:
+                return measured.seconds_per_token
+        return None
 
     def encode(self, prompt: str | Messages) -> list[int]:
         """Token ids of a prompt, by the tokenizer's own chat template.
@@ -154,6 +225,61 @@ class Chain:
         )
         return list(encoded["input_ids"])
 
+    def _answer(
+        self,
+        prompt: str | Messages,
+        *,
+        max_new_tokens: int = 256,
+        stop: str | Sequence[str] = (),
+        members: Sequence[str] | None = None,
+        plan: Plan | None = None,
+        **settings: Any,
+    ) -> tuple[AnswerText, Request]:
+        if plan is None:
+            plan = self.plan
+            if members is not None and tuple(members) != plan.members:
+                plan = self.plan_of(members)
+        elif members is not None and tuple(members) != plan.members:
+            raise UserError(
+                "members differ from the plan's",
+                f"{', '.join(members)} beside a plan of {', '.join(plan.members)}",
+                "give one of the two",
+            )
+        text = AnswerText(self.tokenizer.backend_tokenizer, _strings(stop))
+        sampling = self.sampling(**settings)
+        return text, self._request(self.encode(prompt), max_new_tokens, sampling, plan, text)
+
+    def _request(
+        self,
+        token_ids: list[int],
+        max_new_tokens: int,
+        sampling: Sampling,
+        plan: Plan,
+        text: AnswerText | None,
+    ) -> Request:
+        sampling.check_vocabulary(self.engine.models.target.config.vocab_size)
+        stop_tokens = self.stop_tokens
+        if text is None:
+            return Request(token_ids, max_new_tokens, sampling, stop_tokens, plan)
+        # A special token has no text in which a stop string could be found.
+        special_tokens = self.tokenizer.backend_tokenizer.get_added_tokens_decoder()
+        stop_tokens |= {id for id, token in special_tokens.items() if token.content in text.stop}
+        return Request(token_ids, max_new_tokens, sampling, stop_tokens, plan, text.cut)
+
+    def _measured_plans(self) -> list[PredictedPlan]:
+        measured = self.measured_plan
+        return [measured, *measured.others] if measured is not None else []
+
+    def _pieces(self, text: AnswerText, request: Request) -> Iterator[Piece]:
+        for new_tokens in self._run(request):
+            yield Piece(text.take(), new_tokens)
+        if rest := text.finish():
+            yield Piece(rest, [])
+
+    def _run(self, request: Request) -> Iterator[list[int]]:
+        yield from self.engine.run(request)
+        self.last_statistics = request.statistics
+
 
 def load_chain(
     path: str | Path,
@@ -171,62 +297,94 @@ def load_chain(
         device: default: cuda if there is one, else cpu.
         dtype: "bfloat16", "float16" or "float32"; default: as the target is stored.
         context_tokens: prompt and answer together; caches are allocated for this many. Default:
-            what the target is declared for, at most 8192.
-        plan: run by this one and not by the manifest's.
+            what all members are declared for, at most 8192.
+        plan: run by this one, not by the manifest's: the one that was measured on this kind of
+            machine, or else the one that the chain was packed with.
         digests: compare the sha256 of every file first.
 
     Raises:
-        UserError: whatever `check_chain` finds, or a context longer than the target's.
+        UserError: whatever `check_chain` finds, a plan that the members cannot run, or a context
+            longer than a member's.
     """
     checked = check_chain(resolve_chain(str(path)), digests=digests)
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     compute_dtype = _dtype(dtype, checked.target)
-    plan = plan or checked.manifest.plan
-    models = _load_models(checked, plan, where, compute_dtype, context_tokens)
+    for warning in checked.warnings:
+        _log.warning("%s", warning)
+    default_sampling = read_default_sampling(checked.target)
+    chosen = _plan(checked, plan, hardware_name(where), str(path))
+    models = _load_models(checked, where, compute_dtype, _context_tokens(checked, context_tokens))
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(checked.tokenizer, trust_remote_code=False)
     stop_tokens = read_stop_tokens(checked.target, tokenizer.eos_token_id)
-    return Chain(checked, tokenizer, Engine(models, plan), stop_tokens)
+    return Chain(checked, tokenizer, Engine(models), chosen, stop_tokens, default_sampling)
 
 
-def read_stop_tokens(target: Path, eos_token_id: int | None) -> frozenset[int]:
-    """End-of-sequence ids: of generation_config.json, or config.json, and the tokenizer's."""
-    found: list[int] = [] if eos_token_id is None else [eos_token_id]
-    for name in ("generation_config.json", "config.json"):
-        path = target / name
-        ids = read_json(path, name).get("eos_token_id") if path.is_file() else None
-        if ids is not None:
-            found += ids if isinstance(ids, list) else [ids]
-            break
-    return frozenset(found)
+def _plan(
+    checked: CheckedChain, given: Plan | None, hardware: str, path: str
+) -> Plan | MeasuredPlan:
+    """The plan that runs on this hardware."""
+    manifest = checked.manifest
+    if given is not None:
+        try:
+            check_plan(given, manifest.members)
+        except ValueError as error:
+            names = ", ".join(member.name for member in manifest.members)
+            raise UserError("plan cannot run", str(error), f"members: {names}") from error
+        return given
+    if (measured := manifest.plan_for(hardware)) is not None:
+        return measured
+    if manifest.plans:
+        _log.warning(
+            "the chain's plans were measured on %s, not on %s; it runs as it was packed; "
+            "measure here: polybasic plan %s",
+            " and ".join(measured.hardware for measured in manifest.plans),
+            hardware,
+            path,
+        )
+    return manifest.plan
+
+
+def _context_tokens(checked: CheckedChain, given: int | None) -> int:
+    """Prompt and answer together: as given, or as much as all members are declared for."""
+    declared = {
+        name: read_decoder_config(folder).context_tokens for name, folder in checked.members.items()
+    }
+    shortest = min(declared, key=lambda name: declared[name])
+    if given is None:
+        return min(declared[shortest], CONTEXT_TOKENS_BY_DEFAULT)
+    if not 1 <= given <= declared[shortest]:
+        raise UserError(
+            "context out of range",
+            f"context_tokens={given}",
+            f"use 1 to {declared[shortest]}, for which {shortest} is declared",
+        )
+    return given
 
 
 def _load_models(
-    checked: CheckedChain,
-    plan: Plan,
-    device: torch.device,
-    dtype: torch.dtype,
-    context_tokens: int | None,
+    checked: CheckedChain, device: torch.device, dtype: torch.dtype, context_tokens: int
 ) -> Models:
-    declared = read_json(checked.target / "config.json", "model config")
-    longest = declared["max_position_embeddings"]
-    context_tokens = context_tokens or min(longest, CONTEXT_TOKENS_BY_DEFAULT)
-    if context_tokens > longest:
-        raise UserError(
-            "context longer than the target's",
-            f"context_tokens={context_tokens}",
-            f"the target is declared for {longest}",
-        )
-    num_positions = context_tokens + max(plan.tree.rows, draft_rows(plan.tree))
-    *verifying, drafter = checked.manifest.members
-    decoders = {
-        member.name: load_decoder(checked.members[member.name], dtype, device, num_positions)
-        for member in verifying
-    }
-    target = decoders[verifying[0].name]
-    head = load_head(checked.members[drafter.name], target, num_positions)
-    return Models(decoders, (drafter.name, head), context_tokens)
+    manifest, num_positions = checked.manifest, context_tokens + SPARE_ROWS
+
+    def decoder(name: str) -> Decoder:
+        return load_decoder(checked.members[name], dtype, device, num_positions)
+
+    decoders = {member.name: decoder(member.name) for member in manifest.verifying}
+    drafters: dict[str, EagleHead | Decoder] = {}
+    for member in manifest.drafters:
+        if member.kind == "eagle2":
+            verifier = decoders[member.drafts_for[0]]
+            head = load_head(checked.members[member.name], verifier, num_positions)
+            drafters[member.name] = head
+        else:
+            drafters[member.name] = decoder(member.name)
+    return Models(decoders, drafters, manifest.members, context_tokens)
+
+
+def _strings(stop: str | Sequence[str]) -> tuple[str, ...]:
+    return (stop,) if isinstance(stop, str) else tuple(stop)
 
 
 def _dtype(name: str | None, target: Path) -> torch.dtype:

@@ -10,17 +10,46 @@ from polybasic.chain.settings import Settings
 TASKS = ("mt_bench", "translation", "summarization", "qa", "math_reasoning", "rag")
 """Spec-Bench's six task groups, in the order in which reports list them."""
 
-SystemName = Literal["target", "hf_generate", "eagle2", "polybasic_full", "polybasic"]
+SystemName = Literal[
+    "target", "hf_generate", "ngram", "draft_model", "eagle2", "polybasic_full", "polybasic"
+]
+
+
+Dtype = Literal["bfloat16", "float16", "float32"]
+
+
+class PlanGrid(Settings):
+    """What a planner chooses among, beside the sets of members."""
+
+    depths: tuple[int, ...] = Field((2, 3, 4, 5, 6, 7, 8, 10), min_length=1)
+    top_ks: tuple[int, ...] = Field((2, 4, 6), min_length=1)
+    rows: tuple[int, ...] = Field((4, 6, 8, 12, 16, 24, 32), min_length=1)
+    flush_lengths: tuple[int, ...] = Field((2, 4, 6, 8, 10, 12, 16, 20, 24, 32), min_length=1)
+    ngram_matches: tuple[int, ...] = Field(
+        (2, 4), description="shortest match of an n-gram draft; empty: no n-gram drafts"
+    )
+    ngram_tokens: int = Field(8, ge=1, description="tokens of an n-gram draft at most")
 
 
 class PlanSettings(Settings):
-    """Which tree and flush length the chain is packed with."""
+    """Which tree and flush length the chain is packed with, and how `polybasic plan` measures."""
 
     tree: Tree = Tree(depth=7, top_k=4, rows=12)
     flush_length: int = Field(
         10, ge=1, description="tokens the intermediate collects before the target is asked"
     )
     rule: Rule = Field("block", description="verification of a block")
+    prompts: str = Field(
+        "embedded",
+        description="to measure on: 'embedded' (generated, others than the bench's) or a "
+        "Spec-Bench question file",
+    )
+    num_prompts_per_task: int = Field(4, ge=1)
+    max_new_tokens: int = Field(96, ge=2)
+    temperature: float = Field(0.0, ge=0, description="that the plan is chosen for")
+    seed: int = 0
+    dtype: Dtype = "bfloat16"
+    grid: PlanGrid = PlanGrid()
 
 
 class BenchSettings(Settings):
@@ -34,7 +63,7 @@ class BenchSettings(Settings):
     temperature: float = Field(0.0, ge=0)
     seed: int = 0
     repeats: int = Field(2, ge=1, description="the systems take turns this many times")
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    dtype: Dtype = "bfloat16"
     systems: tuple[SystemName, ...] = (
         "target",
         "hf_generate",

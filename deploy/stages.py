@@ -7,12 +7,14 @@ four two BlockStages over one. A stage sees token ids only.
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
+from polybasic.chain.manifest import Flush
 from polybasic.deploy.drafter import Drafter
-from polybasic.deploy.sampling import Sampler
+from polybasic.deploy.flushing import AdaptiveFlushing
+from polybasic.deploy.sampling import Prefixes, Sampler
 from polybasic.deploy.tree import walk
 from polybasic.deploy.verifier import Verifier
 
@@ -65,11 +67,14 @@ class Stage(Protocol):
                 above has read them into the cache that this stage shares.
         """
 
-    def propose(self, num_tokens: int, limit: int) -> Block:
+    def propose(
+        self, num_tokens: int, limit: int, flushing: AdaptiveFlushing | None = None
+    ) -> Block:
         """Continue the sequence until `num_tokens` were gained or a stop token was drawn.
 
-        The last round may bring more, but never more than `limit` in all. Whether a position
-        belongs to the block is decided before its token is drawn.
+        The last round may bring more, but never more than `limit` in all; with `flushing` fewer
+        rounds may be enough. Whether a position belongs to the block is decided before its token
+        is drawn.
         """
 
     def resolve(self, length: int, next_token: int, states: Tensor | None = None) -> None:
@@ -97,6 +102,7 @@ class TreeStage:
     ) -> None:
         self.verifier, self.drafter, self.sampler = verifier, drafter, sampler
         self.stop_tokens = frozenset(stop_tokens)
+        self._rounds = _Rounds(self._round, sampler, self.stop_tokens)
         self.tokens: list[int] = []
         self.accepted_lengths: list[int] = []
 
@@ -109,9 +115,11 @@ class TreeStage:
         else:
             self.drafter.observe(states)
 
-    def propose(self, num_tokens: int, limit: int) -> Block:
+    def propose(
+        self, num_tokens: int, limit: int, flushing: AdaptiveFlushing | None = None
+    ) -> Block:
         self._catch_up()
-        return _run_rounds(self._round, num_tokens, limit, self.sampler, self.stop_tokens)
+        return self._rounds.run(num_tokens, limit, flushing)
 
     def resolve(self, length: int, next_token: int, states: Tensor | None = None) -> None:
         cache = self.verifier.cache
@@ -127,7 +135,9 @@ class TreeStage:
         """One draft and one verification pass."""
         tree = self.drafter.draft(self.tokens, max_depth=limit - 1)
         states = self.verifier.read_tree(tree)
-        distributions = self.sampler.distributions(self.verifier.logits(states))
+        distributions = self.sampler.distributions(
+            self.verifier.logits(states), Prefixes(self.tokens, tree.paths())
+        )
         path, last_token = walk(tree, lambda row: self.sampler.draw(distributions, row))
         gained = cut_at_stop(
             [tree.tokens[row] for row in path[1:]] + [last_token], self.stop_tokens
@@ -152,8 +162,8 @@ class BlockStage:
     """A verifier over a stage: the block that the stage proposes is cut by speculative sampling.
 
     Args:
-        flush_length: tokens that the stage below collects before this verifier is asked.
-        rule: see `polybasic.deploy.verification`.
+        flush: how many tokens the stage below collects before this verifier is asked, and the
+            rule of `polybasic.deploy.verification` by which it answers.
     """
 
     def __init__(
@@ -161,13 +171,13 @@ class BlockStage:
         verifier: Verifier,
         below: Stage,
         sampler: Sampler,
-        flush_length: int,
-        rule: Literal["block", "token"] = "block",
+        flush: Flush,
         stop_tokens: Collection[int] = (),
     ) -> None:
-        self.verifier, self.below, self.sampler = verifier, below, sampler
-        self.flush_length, self.rule = flush_length, rule
+        self.verifier, self.below, self.sampler, self.flush = verifier, below, sampler, flush
         self.stop_tokens = frozenset(stop_tokens)
+        self._rounds = _Rounds(self._round, sampler, self.stop_tokens)
+        self._flushing = AdaptiveFlushing(flush.adaptive) if flush.adaptive else None
         self.shares_cache = verifier.cache is below.verifier.cache
         self.tokens: list[int] = []
         self.accepted_lengths: list[int] = []
@@ -183,8 +193,10 @@ class BlockStage:
         self._num_read = len(tokens) - 1
         self.below.prefill(tokens, states if self.shares_cache else None)
 
-    def propose(self, num_tokens: int, limit: int) -> Block:
-        return _run_rounds(self._round, num_tokens, limit, self.sampler, self.stop_tokens)
+    def propose(
+        self, num_tokens: int, limit: int, flushing: AdaptiveFlushing | None = None
+    ) -> Block:
+        return self._rounds.run(num_tokens, limit, flushing)
 
     def resolve(self, length: int, next_token: int, states: Tensor | None = None) -> None:
         self._num_read = min(self._num_read, length) if states is None else length
@@ -193,15 +205,22 @@ class BlockStage:
 
     def _round(self, limit: int) -> Round:
         """One block from below and one verification pass."""
-        block = self.below.propose(min(self.flush_length, limit - 1), limit - 1)
+        if self._flushing is not None:
+            self._flushing.begin_block()
+        block = self.below.propose(min(self.flush.length, limit - 1), limit - 1, self._flushing)
         unread = self.tokens[self._num_read :]
         self.verifier.cache.truncate(self._num_read)
         states = self.verifier.read(unread + block.tokens)
         logits = self.verifier.logits(states[len(unread) - 1 :])
-        distributions = self.sampler.distributions(logits)
-        num_kept, next_token = self.sampler.verify(
-            block.tokens, block.distributions, distributions, self.rule
+        prefixes = Prefixes(
+            self.tokens, [block.tokens[:length] for length in range(len(block.tokens) + 1)]
         )
+        distributions = self.sampler.distributions(logits, prefixes)
+        num_kept, next_token = self.sampler.verify(
+            block.tokens, block.distributions, distributions, self.flush.rule
+        )
+        if self._flushing is not None:
+            self._flushing.learn(num_kept)
         gained = cut_at_stop([*block.tokens[:num_kept], next_token], self.stop_tokens)
         self.verifier.cache.keep(range(len(unread) + len(gained) - 1))
         self.tokens += gained
@@ -212,22 +231,35 @@ class BlockStage:
         return Round(gained, distributions, list(range(len(gained))))
 
 
-def _run_rounds(
-    run_round: Callable[[int], Round],
-    num_tokens: int,
-    limit: int,
-    sampler: Sampler,
-    stop_tokens: Collection[int],
-) -> Block:
-    """Rounds until `num_tokens` were gained or a stop token was drawn, at most `limit` tokens."""
-    rounds: list[Round] = []
-    tokens: list[int] = []
-    while len(tokens) < min(num_tokens, limit) and not (tokens and tokens[-1] in stop_tokens):
-        rounds.append(run_round(limit - len(tokens)))
-        tokens += rounds[-1].tokens
-    if not rounds:
-        return Block([], None)
-    return Block(tokens, sampler.join([(one.distributions, one.rows) for one in rounds]))
+@dataclass(frozen=True)
+class _Rounds:
+    """Runs a stage's rounds until they make a block.
+
+    Attributes:
+        run_round: limit -> a round that gains at most so many tokens.
+    """
+
+    run_round: Callable[[int], Round]
+    sampler: Sampler
+    stop_tokens: frozenset[int]
+
+    def run(self, num_tokens: int, limit: int, flushing: AdaptiveFlushing | None) -> Block:
+        """See `Stage.propose`."""
+        rounds: list[Round] = []
+        tokens: list[int] = []
+        while len(tokens) < min(num_tokens, limit):
+            one = self.run_round(limit - len(tokens))
+            rounds.append(one)
+            tokens += one.tokens
+            if tokens[-1] in self.stop_tokens:
+                break
+            if flushing is not None and not flushing.wants_more(
+                self.sampler.probabilities(one.distributions, one.rows, one.tokens)
+            ):
+                break
+        if not rounds:
+            return Block([], None)
+        return Block(tokens, self.sampler.join([(one.distributions, one.rows) for one in rounds]))
 
 
 def cut_at_stop(tokens: list[int], stop_tokens: Collection[int]) -> list[int]:

@@ -47,6 +47,13 @@ class DraftTree:
                 children[parent][self.tokens[row]] = row
         return children
 
+    def paths(self) -> list[list[int]]:
+        """For each row, the tokens behind the root down to it; the root's is empty."""
+        paths: list[list[int]] = [[]]
+        for row in range(1, len(self)):
+            paths.append([*paths[self.parents[row]], self.tokens[row]])
+        return paths
+
     def ancestor_mask(self, dtype: torch.dtype) -> Tensor:
         """[rows, rows] on the CPU: 0 where a row sees another (ancestors, itself), else -inf."""
         visible = [[False] * len(self) for _ in self.tokens]

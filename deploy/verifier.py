@@ -12,6 +12,9 @@ from polybasic.chain.decoder import Attend, Decoder, attend_causally, attend_to_
 from polybasic.deploy.cache import KeyValueCache
 from polybasic.deploy.tree import DraftTree
 
+SPARE_ROWS = 256
+"""Rows of every cache beyond the context: a draft's or a tree's lie behind the last token."""
+
 
 @dataclass
 class PassClock:
@@ -65,6 +68,7 @@ class Verifier:
     def __init__(self, name: str, decoder: Decoder, cache: KeyValueCache) -> None:
         self.name, self.decoder, self.cache = name, decoder, cache
         self.clock = PassClock(decoder.device)
+        self.num_rows = 0
 
     def read(self, token_ids: Sequence[int]) -> Tensor:
         """States [R, D] of consecutive tokens; their rows are provisional."""
@@ -90,5 +94,6 @@ class Verifier:
         end = self.cache.length + len(token_ids)
         assert end <= self.cache.capacity, f"{end} rows in a cache of {self.cache.capacity}"
         ids = torch.tensor(token_ids, device=self.decoder.device)
+        self.num_rows += len(token_ids)
         with self.clock.running(num_passes=1):
             return self.decoder.forward(ids, self.cache.layers, attend)

@@ -1,252 +1,125 @@
-"""The stages that serve, run on tables of fractions through every outcome of every draw.
+"""The output law of chains of tables, through every outcome, equals the target's in every entry.
 
-The models are tables of rational probabilities, the caches hold token ids, and the sampler's
-random events are enumerated instead of drawn. The joint law of the output must equal the target's
-in every entry, exactly.
+Exact, in fractions; `tests/deploy/tables.py` tells how. Each negative control breaks one thing
+and must be seen.
 """
 
-import hashlib
+import dataclasses
 import itertools
-from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from polybasic.deploy import verification
-from polybasic.deploy.sampling import Probabilities, RandomSampler
-from polybasic.deploy.stages import BlockStage, Stage, TreeStage
-from polybasic.deploy.tree import DraftTree
+from polybasic.chain.manifest import AdaptiveFlush, Flush, Rule
+from polybasic.deploy import stages, verification
+from polybasic.deploy.flushing import AdaptiveFlushing
+from polybasic.deploy.sampling import Prefixes, Probabilities, Sampling, make_sampler
+from polybasic.deploy.stages import Block, TreeStage
+from polybasic.deploy.warping import process_logits
+from tests.deploy.tables import (
+    Case,
+    EnumeratingSampler,
+    Outcomes,
+    TableVerifier,
+    Wiring,
+    build,
+    generate,
+    output_law,
+    rational,
+    rows_of,
+    target_law,
+)
 
-PROMPT = [0, 1]
-
-
-def table(model: str, prefix: tuple[int, ...], vocab_size: int) -> list[Fraction]:
-    """A model: for every prefix a distribution, with a zero now and then."""
-    digest = hashlib.sha256(repr((model, prefix)).encode()).digest()
-    weights = [byte % 5 for byte in digest[:vocab_size]]
-    weights[digest[-1] % vocab_size] += 1
-    return [Fraction(weight, sum(weights)) for weight in weights]
-
-
-class TokenCache:
-    """Rows are (token, writer); committed up to `length`, provisional behind."""
-
-    def __init__(self) -> None:
-        self.rows: list[tuple[int, str]] = []
-        self.length = 0
-
-    def keep(self, rows: Any) -> None:
-        self.rows[self.length :] = [self.rows[self.length + row] for row in rows]
-        self.length = len(self.rows)
-
-    def truncate(self, length: int) -> None:
-        assert length <= self.length
-        self.length = length
+RULES: tuple[Rule, ...] = ("block", "token")
+ADAPTIVE = AdaptiveFlush(break_even=0.5, acceptance=(0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9))
+PENALTIES = Sampling(
+    1.0, repetition_penalty=1.6, presence_penalty=0.9, frequency_penalty=0.8, logit_bias={0: 0.5}
+)
 
 
-class TableVerifier:
-    """States are numbers of prefixes; a prefix is read from the cache, not from the stage."""
-
-    def __init__(self, name: str, cache: TokenCache, vocab_size: int) -> None:
-        self.name, self.cache, self.vocab_size = name, cache, vocab_size
-        self.prefixes: list[tuple[int, ...]] = []
-
-    def read(self, tokens: list[int]) -> torch.Tensor:
-        return self._read(tokens, list(range(-1, len(tokens) - 1)))
-
-    def read_tree(self, tree: DraftTree) -> torch.Tensor:
-        return self._read(tree.tokens, tree.parents)
-
-    def logits(self, states: torch.Tensor) -> Any:
-        rows = [
-            table(self.name, self.prefixes[int(state)], self.vocab_size) for state in states[:, 0]
-        ]
-        return np.array(rows, dtype=object)
-
-    def _read(self, tokens: list[int], parents: list[int]) -> torch.Tensor:
-        committed = tuple(token for token, _ in self.cache.rows[: self.cache.length])
-        self.cache.rows[self.cache.length :] = [(token, self.name) for token in tokens]
-        first = len(self.prefixes)
-        for token, parent in zip(tokens, parents, strict=True):
-            before = committed if parent < 0 else self.prefixes[first + parent]
-            self.prefixes.append((*before, token))
-        return torch.arange(first, len(self.prefixes))[:, None]
+def flush(length: int, rule: Rule, adaptive: AdaptiveFlush | None = None) -> Flush:
+    return Flush(length=length, rule=rule, adaptive=adaptive)
 
 
-class TableDrafter:
-    """A small tree that depends on the prefix, to exercise branches and misses."""
-
-    def __init__(self, vocab_size: int) -> None:
-        self.vocab_size, self.num_observed = vocab_size, 0
-
-    def observe(self, states: torch.Tensor) -> None:
-        self.num_observed += len(states)
-
-    def rewind(self, num_observed: int) -> None:
-        assert num_observed <= self.num_observed
-        self.num_observed = num_observed
-
-    def draft(self, tokens: list[int], max_depth: int) -> DraftTree:
-        assert self.num_observed == len(tokens) - 1
-        first = sum(tokens) % self.vocab_size
-        second = (first + 1) % self.vocab_size
-        drafted, parents = [tokens[-1]], [-1]
-        if max_depth >= 1:
-            drafted, parents = [*drafted, first, second], [*parents, 0, 0]
-        if max_depth >= 2:
-            drafted, parents = [*drafted, second, first], [*parents, 2, 1]
-        return DraftTree(drafted, parents)
+def case(*flushes: Flush, num_tokens: int, **others: Any) -> Case:
+    """Tables that agree now and then."""
+    return Case(flushes, num_tokens, **{"seed": 5, "likeness": 2, **others})
 
 
-@dataclass
-class Outcomes:
-    """Replays a run once for every sequence of outcomes of its random events."""
-
-    script: list[tuple[int, int]] = field(default_factory=list)
-    position: int = 0
-    probability: Fraction = Fraction(1)
-
-    def choose(self, probabilities: list[Fraction]) -> int:
-        possible = [index for index, p in enumerate(probabilities) if p > 0]
-        if self.position == len(self.script):
-            self.script.append((0, len(possible)))
-        index = possible[self.script[self.position][0]]
-        self.position += 1
-        self.probability *= probabilities[index]
-        return index
-
-    def runs(self) -> Iterator[None]:
-        while True:
-            self.position, self.probability = 0, Fraction(1)
-            yield
-            while self.script and self.script[-1][0] + 1 == self.script[-1][1]:
-                self.script.pop()
-            if not self.script:
-                return
-            index, count = self.script.pop()
-            self.script.append((index + 1, count))
-
-
-class EnumeratingSampler(RandomSampler):
-    """The sampler that serves, with its two random events enumerated."""
-
-    def __init__(self, outcomes: Outcomes) -> None:
-        self.outcomes = outcomes
-
-    def distributions(self, logits: Any) -> Probabilities:
-        return Probabilities(logits)
-
-    def draw(self, rows: Probabilities, row: int) -> int:
-        return self._categorical(rows.values[row : row + 1])[0]
-
-    def join(self, parts: list[tuple[Probabilities, list[int]]]) -> Probabilities:
-        return Probabilities(np.concatenate([rows.values[chosen] for rows, chosen in parts]))
-
-    def _happens(self, probabilities: list[Any]) -> list[bool]:
-        return [self.outcomes.choose([1 - Fraction(p), Fraction(p)]) == 1 for p in probabilities]
-
-    def _categorical(self, rows: Any) -> list[int]:
-        return [self.outcomes.choose(list(row)) for row in rows]
-
-
-@dataclass(frozen=True)
-class Case:
-    """A chain of tables: rules from the target down, one less than there are verifiers."""
-
-    rules: tuple[str, ...]
-    flush_length: int
-    num_tokens: int
-    vocab_size: int = 2
-    shares_cache: bool = True
-    stop_tokens: frozenset[int] = frozenset()
-
-
-def build(case: Case, sampler: RandomSampler) -> tuple[Stage, TokenCache]:
-    caches = [TokenCache() for _ in range(len(case.rules) + 1)]
-    if case.shares_cache:
-        caches = [caches[0]] * len(caches)
-    verifiers: list[Any] = [
-        TableVerifier(f"model {index}", cache, case.vocab_size)
-        for index, cache in enumerate(caches)
-    ]
-    drafter = TableDrafter(case.vocab_size)
-    stage: Stage = TreeStage(verifiers[-1], drafter, sampler, case.stop_tokens)
-    for verifier, rule in zip(reversed(verifiers[:-1]), reversed(case.rules), strict=True):
-        stage = BlockStage(verifier, stage, sampler, case.flush_length, rule, case.stop_tokens)  # type: ignore[arg-type]
-    return stage, caches[0]
-
-
-def output_law(case: Case) -> Counter[tuple[int, ...]]:
-    """Joint law of the first `num_tokens` tokens (fewer behind a stop token)."""
-    outcomes, law = Outcomes(), Counter[tuple[int, ...]]()
-    for _ in outcomes.runs():
-        root, cache = build(case, EnumeratingSampler(outcomes))
-        root.prefill(PROMPT)
-        tokens: list[int] = []
-        while len(tokens) < case.num_tokens and not (tokens and tokens[-1] in case.stop_tokens):
-            tokens += root.propose(1, case.num_tokens - len(tokens)).tokens
-            committed = cache.rows[: cache.length]
-            assert [token for token, _ in committed] == (PROMPT + tokens)[:-1]
-            assert {writer for _, writer in committed} == {"model 0"}
-        law[tuple(tokens)] += outcomes.probability  # type: ignore[assignment]
-    return law
-
-
-def target_law(case: Case) -> Counter[tuple[int, ...]]:
-    law: Counter[tuple[int, ...]] = Counter()
-    for tokens in itertools.product(range(case.vocab_size), repeat=case.num_tokens):
-        ends = [index + 1 for index, token in enumerate(tokens) if token in case.stop_tokens]
-        probability = Fraction(1)
-        for index, token in enumerate(tokens):
-            row = table("model 0", (*PROMPT, *tokens[:index]), case.vocab_size)
-            probability *= row[token]
-        law[tokens[: ends[0]] if ends else tokens] += probability  # type: ignore[assignment]
-    return +law
-
-
+ONE_LEVEL = [case(num_tokens=5), case(num_tokens=4, vocab_size=3)]
 TWO_LEVELS = [
-    Case((rule,), flush_length, 4, shares_cache=shares_cache)
-    for rule in ("block", "token")
-    for flush_length in (1, 2, 3)
-    for shares_cache in (True, False)
+    case(flush(length, rule), num_tokens=5, caches=caches)
+    for rule in RULES
+    for length in (1, 2, 4)
+    for caches in (None, (0, 1))
 ]
 THREE_LEVELS = [
-    Case(rules, flush_length, 3, shares_cache=shares_cache)
-    for rules in itertools.product(("block", "token"), repeat=2)
-    for flush_length in (1, 2)
-    for shares_cache in (True, False)
+    case(flush(length, rules[0]), flush(2, rules[1]), num_tokens=4, caches=caches)
+    for rules in itertools.product(RULES, repeat=2)
+    for length in (1, 3)
+    for caches in (None, (0, 1, 2), (0, 0, 1), (0, 1, 1))
+]
+FOUR_LEVELS = [
+    case(flush(4, "block"), flush(2, "token"), flush(1, "block"), num_tokens=4),
+    case(
+        flush(3, "token"), flush(2, "block"), flush(1, "token"), num_tokens=4, caches=(0, 0, 1, 1)
+    ),
+    case(
+        flush(2, "block"), flush(2, "block"), flush(2, "token"), num_tokens=4, caches=(0, 1, 1, 2)
+    ),
 ]
 OTHERS = [
-    Case((), 1, 4),
-    Case(("block",), 2, 3, vocab_size=3),
-    Case(("token",), 2, 3, vocab_size=3, shares_cache=False),
-    Case(("block",), 2, 4, stop_tokens=frozenset({1})),
-    Case(("block", "block"), 2, 3, stop_tokens=frozenset({1}), shares_cache=False),
-    Case(("block", "token", "block"), 1, 3),
-]
+    case(flush(2, "block"), num_tokens=4, vocab_size=3),
+    case(flush(2, "token"), num_tokens=4, vocab_size=3, caches=(0, 1)),
+    case(flush(2, "block"), num_tokens=5, stop_tokens=frozenset({1})),
+    case(flush(3, "token"), num_tokens=5, stop_tokens=frozenset({0}), caches=(0, 1)),
+    case(
+        flush(3, "block"),
+        flush(2, "block"),
+        num_tokens=4,
+        vocab_size=3,
+        stop_tokens=frozenset({0, 2}),
+        caches=(0, 1, 2),
+    ),
+    case(
+        flush(3, "token"), flush(2, "block"), num_tokens=5, stop_tokens=frozenset({1}), seed=1,
+        caches=(0, 0, 1),
+    ),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", [*TWO_LEVELS, *THREE_LEVELS, *OTHERS], ids=str)
+@pytest.mark.parametrize(
+    "case", [*ONE_LEVEL, *TWO_LEVELS, *THREE_LEVELS, *FOUR_LEVELS, *OTHERS], ids=str
+)
 def test_output_law_is_the_targets(case: Case) -> None:
     assert output_law(case) == target_law(case)
 
 
+@pytest.mark.parametrize("caches", [(0, 1, 0), (0, 1, 1, 0)])
+def test_cache_shared_past_a_model_between_is_detected(caches: tuple[int, ...]) -> None:
+    # The model between does not see that its neighbours' rows are overwritten.
+    flushes = [flush(2, "block")] * (len(caches) - 1)
+    with pytest.raises(AssertionError):
+        output_law(case(*flushes, num_tokens=5, caches=caches))
+
+
 def test_block_rule_accepts_more_than_token_rule() -> None:
-    def expected_tokens(rule: str) -> Fraction:
-        case, outcomes = Case((rule,), 3, 4), Outcomes()
-        expected = Fraction(0)
+    def expected_tokens(rule: Rule) -> Fraction:
+        outcomes, expected = Outcomes(), Fraction(0)
+        one = Case((flush(3, rule),), 4)
         for _ in outcomes.runs():
-            root, _ = build(case, EnumeratingSampler(outcomes))
-            root.prefill(PROMPT)
-            expected += outcomes.probability * len(root.propose(1, case.num_tokens).tokens)
+            root, _ = build(one, EnumeratingSampler(outcomes, one))
+            root.prefill(list(one.prompt))
+            expected += outcomes.probability * len(root.propose(1, one.num_tokens).tokens)
         return expected
 
     assert expected_tokens("block") > expected_tokens("token")
+
+
+# What is wrong between the models
 
 
 def bonus_from_below(p_row: Any, q_row: Any, weight: Any) -> Any:
@@ -268,18 +141,204 @@ def target_itself(p_row: Any, q_row: Any, weight: Any) -> Any:
 def test_wrong_residuals_are_detected(
     wrong_residual: Callable[[Any, Any, Any], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    case = Case(("block",), 3, 4, vocab_size=3)
+    one = Case((flush(2, "block"),), 4, vocab_size=3, seed=1)
     monkeypatch.setattr(verification, "residual", wrong_residual)
-    assert output_law(case) != target_law(case)
+    assert output_law(one) != target_law(one)
 
 
-def test_wrong_proposal_distribution_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    join = EnumeratingSampler.join
+class BonusFromBelow(TableVerifier):
+    """A target whose last row, from which the token behind a whole block is drawn, is another's."""
 
-    def flattened(self: Any, parts: Any) -> Probabilities:
-        rows = join(self, parts).values
+    def logits(self, states: torch.Tensor) -> Any:
+        rows = super().logits(states)
+        rows[-1] = rows_of(self.case, 1, [self.prefixes[int(states[-1, 0])]])[0]
+        return rows
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_bonus_token_from_the_intermediate_is_detected(rule: Rule) -> None:
+    one = case(flush(2, rule), num_tokens=4)
+    assert output_law(one, Wiring(target=BonusFromBelow)) != target_law(one)
+
+
+class FlattenedProposals(EnumeratingSampler):
+    """Hands up other distributions than the block was drawn from."""
+
+    def join(self, parts: Any) -> Probabilities:
+        rows = super().join(parts).values
         return Probabilities(rows / 2 + Fraction(1, 2 * rows.shape[1]))
 
-    case = Case(("block",), 2, 3)
-    monkeypatch.setattr(EnumeratingSampler, "join", flattened)
-    assert output_law(case) != target_law(case)
+
+@pytest.mark.parametrize("rule", RULES)
+def test_wrong_proposal_distribution_is_detected(rule: Rule) -> None:
+    one = Case((flush(2, rule),), 3)
+    assert output_law(one, Wiring(FlattenedProposals)) != target_law(one)
+
+
+# Warping
+
+WARPERS = {
+    "temperature": Sampling(0.6),
+    "top_k": Sampling(1.0, top_k=2),
+    "top_p": Sampling(1.0, top_p=0.7),
+    "min_p": Sampling(1.0, min_p=0.3),
+    "repetition": Sampling(1.0, repetition_penalty=1.6),
+    "presence": Sampling(1.0, presence_penalty=1.2),
+    "frequency": Sampling(1.0, frequency_penalty=0.9),
+    "bias": Sampling(1.0, logit_bias={0: -1.0, 2: 1.5}),
+    "all": Sampling(
+        0.8,
+        top_k=2,
+        top_p=0.9,
+        min_p=0.1,
+        repetition_penalty=1.3,
+        presence_penalty=0.5,
+        frequency_penalty=-0.4,
+        logit_bias={1: 0.7},
+    ),
+}
+WARPED = [
+    case(num_tokens=4, vocab_size=3),
+    case(flush(2, "block"), num_tokens=3, vocab_size=3, stop_tokens=frozenset({2})),
+    case(flush(2, "token"), num_tokens=3, vocab_size=3, caches=(0, 1)),
+    case(flush(2, "token"), flush(1, "block"), num_tokens=3, vocab_size=3, caches=(0, 0, 1)),
+]
+
+
+@pytest.mark.parametrize("one", WARPED, ids=str)
+@pytest.mark.parametrize("warper", WARPERS)
+def test_output_law_is_the_warped_targets(warper: str, one: Case) -> None:
+    warped = dataclasses.replace(one, sampling=WARPERS[warper])
+    law = target_law(warped)
+    assert law != target_law(dataclasses.replace(one, sampling=Sampling(1.0)))
+    assert output_law(warped) == law
+
+
+class ShiftedPrefixes(EnumeratingSampler):
+    """The last token before each draw is overlooked."""
+
+    def distributions(self, logits: Any, prefixes: Prefixes) -> Probabilities:
+        whole = [[*prefixes.sequence, *suffix] for suffix in prefixes.suffixes]
+        return super().distributions(logits, Prefixes([], [tokens[:-1] for tokens in whole]))
+
+
+class OtherRows(EnumeratingSampler):
+    """Rows get the suffixes of others."""
+
+    def distributions(self, logits: Any, prefixes: Prefixes) -> Probabilities:
+        turned = [*prefixes.suffixes[1:], prefixes.suffixes[0]]
+        return super().distributions(logits, Prefixes(prefixes.sequence, turned))
+
+
+class SequenceAlone(EnumeratingSampler):
+    """What was proposed since the last round is overlooked."""
+
+    def distributions(self, logits: Any, prefixes: Prefixes) -> Probabilities:
+        without = Prefixes(prefixes.sequence, [[] for _ in prefixes.suffixes])
+        return super().distributions(logits, without)
+
+
+class PromptIsLonger(EnumeratingSampler):
+    """The first token of the answer counts as prompt."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.num_prompt_tokens += 1
+
+
+@pytest.mark.parametrize("sampler", [ShiftedPrefixes, OtherRows, SequenceAlone, PromptIsLonger])
+@pytest.mark.parametrize("one", WARPED, ids=str)
+def test_wrong_prefixes_are_detected(one: Case, sampler: type[EnumeratingSampler]) -> None:
+    penalised = dataclasses.replace(one, sampling=PENALTIES)
+    assert output_law(penalised, Wiring(sampler)) != target_law(penalised)
+
+
+class UnwarpedProposals(EnumeratingSampler):
+    """Verifies a block as if it had been drawn from distributions without warping."""
+
+    def distributions(self, logits: Any, prefixes: Prefixes) -> Probabilities:
+        rows = super().distributions(logits, prefixes)
+        rows.unwarped = rational(logits.softmax(-1))  # type: ignore[attr-defined]
+        return rows
+
+    def join(self, parts: Any) -> Probabilities:
+        return super().join([(Probabilities(rows.unwarped), chosen) for rows, chosen in parts])
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("warper", ["temperature", "top_k", "repetition", "all"])
+def test_unwarped_proposal_distribution_is_detected(warper: str, rule: Rule) -> None:
+    one = case(flush(2, rule), num_tokens=3, vocab_size=3, sampling=WARPERS[warper])
+    assert output_law(one, Wiring(UnwarpedProposals)) != target_law(one)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    "flushes",
+    [(), (flush(3, "block"),), (flush(4, "token", ADAPTIVE), flush(2, "block"))],
+    ids=len,
+)
+def test_greedy_answer_is_the_targets(flushes: tuple[Flush, ...], seed: int) -> None:
+    sampling = dataclasses.replace(PENALTIES, temperature=0.0)
+    one = case(*flushes, num_tokens=9, vocab_size=3, seed=seed, sampling=sampling)
+    expected: list[int] = []
+    for _ in range(one.num_tokens):
+        tokens = [*one.prompt, *expected]
+        logits = rows_of(one, 0, [tuple(tokens)])
+        logits = process_logits(logits, sampling, Prefixes(tokens, [[]]), len(one.prompt))
+        expected.append(int(logits.argmax()))
+    assert generate(one, make_sampler(sampling, torch.device("cpu"), len(one.prompt))) == expected
+
+
+# Adaptive flushing
+
+ADAPTED = [
+    case(flush(3, "block", ADAPTIVE), num_tokens=5),
+    case(flush(3, "token", ADAPTIVE), num_tokens=5, caches=(0, 1)),
+    case(flush(4, "block", ADAPTIVE), num_tokens=5, vocab_size=2, stop_tokens=frozenset({1})),
+    case(flush(3, "block", ADAPTIVE), flush(2, "token", ADAPTIVE), num_tokens=4),
+    case(flush(3, "token", ADAPTIVE), flush(2, "block"), num_tokens=4, caches=(0, 1, 1)),
+    case(flush(3, "block", ADAPTIVE), num_tokens=4, vocab_size=3, sampling=WARPERS["all"]),
+]
+
+
+@pytest.mark.parametrize("case", ADAPTED, ids=str)
+def test_output_law_with_adaptive_flushing_is_the_targets(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decisions: set[bool] = set()
+
+    class Recorded(AdaptiveFlushing):
+        """Keeps the decisions on blocks that may still grow."""
+
+        def begin_block(self) -> None:
+            self.num_tokens = 0
+            super().begin_block()
+
+        def wants_more(self, probabilities: list[float]) -> bool:
+            self.num_tokens += len(probabilities)
+            decision = super().wants_more(probabilities)
+            if self.num_tokens < case.flushes[0].length:
+                decisions.add(decision)
+            return decision
+
+    monkeypatch.setattr(stages, "AdaptiveFlushing", Recorded)
+    assert output_law(case) == target_law(case)
+    assert decisions == {True, False}
+
+
+class PeekingTreeStage(TreeStage):
+    """Ends its block before a token that it finds unlikely: that token decides on itself."""
+
+    def propose(self, *arguments: Any) -> Block:
+        block = super().propose(*arguments)
+        last = len(block.tokens) - 1
+        if last < 0 or block.distributions.values[last, block.tokens[last]] >= Fraction(1, 2):
+            return block
+        return Block(block.tokens[:last], Probabilities(block.distributions.values[:last]))
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_block_that_ends_by_the_token_behind_it_is_detected(rule: Rule) -> None:
+    one = case(flush(2, rule), num_tokens=4, caches=(0, 1))
+    assert output_law(one, Wiring(tree_stage=PeekingTreeStage)) != target_law(one)

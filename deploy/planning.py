@@ -1,0 +1,89 @@
+"""From a chain to the plan that is fastest on this machine: measure, simulate, choose, record."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from polybasic.chain.card import record_plan
+from polybasic.chain.errors import UserError
+from polybasic.chain.manifest import MeasuredPlan, PredictedPlan
+from polybasic.deploy.calibration import calibrate
+from polybasic.deploy.explanation import explain
+from polybasic.deploy.measurements import Measurements
+from polybasic.deploy.planner import choose_plan
+from polybasic.deploy.prompts import Question, choose_questions, read_questions
+from polybasic.deploy.runtime import Chain, load_chain
+from polybasic.deploy.sampling import Sampling
+from polybasic.deploy.settings import PlanSettings
+
+
+@dataclass(frozen=True)
+class Planning:
+    """A chosen plan and what it was chosen from."""
+
+    measured: MeasuredPlan
+    measurements: Measurements
+
+
+def plan_chain(folder: Path, settings: PlanSettings, say: Callable[[str], None]) -> Planning:
+    """Choose the fastest plan on this machine and write it into the chain's manifest.
+
+    Args:
+        folder: a chain.
+        settings: `prompts` names a Spec-Bench question file.
+        say: takes one line for people.
+
+    Raises:
+        UserError: whatever loading refuses, or prompts that are malformed or all too long.
+    """
+    planning = plan_loaded(load_chain(folder, dtype=settings.dtype), settings, say)
+    record_plan(folder, planning.measured)
+    return planning
+
+
+def plan_loaded(chain: Chain, settings: PlanSettings, say: Callable[[str], None]) -> Planning:
+    """As `plan_chain`, on a chain that is loaded; writes nothing."""
+    measurements = calibrate(
+        chain.engine,
+        _prompts(chain, settings),
+        chain.stop_tokens,
+        settings.max_new_tokens,
+        Sampling(settings.temperature, seed=settings.seed),
+        settings.grid,
+        say,
+    )
+    say("plan: simulates rounds of every plan")
+    choice = choose_plan(measurements, settings.grid)
+    best = choice.best
+    others = [one for one in choice.by_members if one is not best]
+    measured = MeasuredPlan(
+        plan=best.plan,
+        seconds_per_token=best.seconds_per_token,
+        hardware=measurements.hardware,
+        dtype=measurements.dtype,
+        temperature=measurements.temperature,
+        others=tuple(
+            PredictedPlan(plan=one.plan, seconds_per_token=one.seconds_per_token) for one in others
+        ),
+        explanation=explain(choice, measurements),
+    )
+    return Planning(measured, measurements)
+
+
+def _prompts(chain: Chain, settings: PlanSettings) -> list[tuple[str, list[int]]]:
+    """First turns that leave room for an answer, by task."""
+    questions = read_questions(Path(settings.prompts))
+    room = chain.engine.context_tokens - settings.max_new_tokens
+
+    def first_turn(question: Question) -> list[int]:
+        return chain.encode([{"role": "user", "content": question.turns[0]}])
+
+    fitting = [question for question in questions if len(first_turn(question)) <= room]
+    if not fitting:
+        raise UserError(
+            "no prompt fits the context",
+            f"{settings.prompts} ({len(questions)} questions, room for {room} tokens)",
+            "use shorter prompts or a smaller plan.max_new_tokens",
+        )
+    chosen = choose_questions(fitting, settings.num_prompts_per_task)
+    return [(question.task, first_turn(question)) for question in chosen]

@@ -1,0 +1,292 @@
+"""What rounds cost on this machine, timed in real answers.
+
+Rounds are timed in place and not as passes in a loop: which weights lie in the caches of a
+processor depends on the models that ran before, and a round does more than its pass.
+"""
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations, cycle
+from statistics import mean
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from polybasic.chain.manifest import Flush, Ngram, Plan, Tree
+from polybasic.deploy.drafter import Drafter, NoDrafter
+from polybasic.deploy.engine import Engine, Request
+from polybasic.deploy.flushing import AdaptiveFlushing
+from polybasic.deploy.measurements import DraftCosts, PassCosts, StageOverhead
+from polybasic.deploy.ngram import NgramDrafter
+from polybasic.deploy.sampling import Sampling, make_sampler
+from polybasic.deploy.settings import PlanGrid
+from polybasic.deploy.stages import Block, BlockStage, Round, TreeStage
+from polybasic.deploy.tree import DraftTree
+from polybasic.deploy.verifier import PassClock
+
+MIN_SAMPLES = 5
+"""Rounds of a row count from which its cost is taken."""
+NUM_TURNS = 2
+"""Times that every shape is run, in turns, so that drift hits all alike."""
+COST_TOKENS = 48
+"""Tokens of an answer that is only timed."""
+
+
+def measure_costs(
+    engine: Engine,
+    prompts: Sequence[list[int]],
+    stop_tokens: frozenset[int],
+    sampling: Sampling,
+    grid: PlanGrid,
+) -> "RoundCosts":
+    """Time the rounds of every set of members that can run, over the shapes of the grid.
+
+    Args:
+        prompts: answered in turns, one for each shape.
+    """
+    costs, in_turns = RoundCosts(), cycle(prompts)
+    plans = list(_plans_to_time(engine, grid))
+    for _ in range(NUM_TURNS):
+        for plan in plans:
+            request = Request(next(in_turns), COST_TOKENS, sampling, stop_tokens, plan)
+            _time_rounds(engine, request, costs)
+    return costs
+
+
+def _plans_to_time(engine: Engine, grid: PlanGrid) -> Iterator[Plan]:
+    target, *intermediates = engine.verifiers
+    drafters = [member for member in engine.models.members if member.drafts_for]
+    flushes = cycle(_spread(grid.flush_lengths))
+    least = Tree(depth=1, top_k=1, rows=2)
+    for num in range(len(intermediates) + 1):
+        for chosen in combinations(intermediates, num):
+            verifying = (target, *chosen)
+            flush = {name: Flush(length=next(flushes)) for name in verifying[:-1]}
+            yield Plan(members=verifying, tree=least, flush=flush)
+            for drafter in drafters:
+                if verifying[-1] not in drafter.drafts_for:
+                    continue
+                for tree in _trees_to_time(grid):
+                    flush = {name: Flush(length=next(flushes)) for name in verifying[:-1]}
+                    yield Plan(members=(*verifying, drafter.name), tree=tree, flush=flush)
+    if grid.ngram_matches:
+        tree = Tree(depth=1, top_k=1, rows=grid.ngram_tokens + 1)
+        ngram = Ngram(min_match=min(grid.ngram_matches), num_tokens=grid.ngram_tokens)
+        yield Plan(members=(target,), tree=tree, ngram=ngram)
+
+
+def _trees_to_time(grid: PlanGrid) -> list[Tree]:
+    """Every top_k at the smallest, a middle and the largest depth, and every number of rows."""
+    shapes = [(depth, top_k) for depth in _spread(grid.depths) for top_k in grid.top_ks]
+    num = max(len(shapes), len(grid.rows))
+    return [
+        Tree(depth=depth, top_k=top_k, rows=rows)
+        for (depth, top_k), rows, _ in zip(cycle(shapes), cycle(grid.rows), range(num))
+    ]
+
+
+def _spread(values: Sequence[int]) -> list[int]:
+    """The smallest, a middle and the largest."""
+    ordered = sorted(values)
+    return sorted({ordered[0], ordered[len(ordered) // 2], ordered[-1]})
+
+
+@torch.inference_mode()
+def _time_rounds(engine: Engine, request: Request, costs: "RoundCosts") -> None:
+    """Answer once with stages that time their rounds."""
+    device = engine.models.target.device
+
+    def now() -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    plan = request.plan
+    verifiers = [engine.verifiers[name] for name in plan.members if name in engine.verifiers]
+    drafter = _TimedDrafter(plan.members[-1], engine.drafters.of(plan), costs, now)
+    sampler = make_sampler(request.sampling, device, len(request.token_ids))
+    stop = request.stop_tokens
+    stage: _TimedTreeStage | _TimedBlockStage
+    stage = _TimedTreeStage(verifiers[-1], drafter, sampler, stop)
+    for verifier in reversed(verifiers[:-1]):
+        stage = _TimedBlockStage(verifier, stage, sampler, plan.flush[verifier.name], stop)
+        stage.costs, stage.now = costs, now
+    stage.prefill(request.token_ids)
+    num_tokens, last = 0, -1
+    while num_tokens < request.max_new_tokens and last not in stop:
+        tokens = stage.propose(1, request.max_new_tokens - num_tokens).tokens
+        num_tokens, last = num_tokens + len(tokens), tokens[-1]
+
+
+@dataclass
+class RoundCosts:
+    """Seconds of real rounds, of which means are given; see `_mean`.
+
+    Attributes:
+        trees: (verifying member, rows) -> seconds of its tree rounds, without the draft.
+        blocks: the same of its block rounds, without what ran below.
+        levels: (drafter, top_k, depth) -> seconds of a draft.
+        copies: seconds of n-gram drafts.
+    """
+
+    trees: dict[tuple[str, int], list[float]] = field(default_factory=lambda: defaultdict(list))
+    blocks: dict[tuple[str, int], list[float]] = field(default_factory=lambda: defaultdict(list))
+    levels: dict[tuple[str, int, int], list[float]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
+    copies: list[float] = field(default_factory=list)
+
+    def passes(self) -> dict[str, PassCosts]:
+        """Mean seconds of a tree round by its rows."""
+        found: dict[str, dict[int, float]] = defaultdict(dict)
+        for (name, rows), seconds in sorted(self.trees.items()):
+            if len(seconds) >= MIN_SAMPLES:
+                found[name][rows] = _mean(seconds)
+        return {
+            name: PassCosts(tuple(by_rows), tuple(by_rows.values()))
+            for name, by_rows in found.items()
+        }
+
+    def overheads(self) -> dict[str, StageOverhead]:
+        """What a block round costs beyond a tree round over as many rows."""
+        passes = self.passes()
+        beyond: dict[str, list[float]] = defaultdict(list)
+        for (name, rows), seconds in self.blocks.items():
+            beyond[name] += [one - passes[name].at(rows) for one in seconds]
+        return {
+            name: StageOverhead(0.0, _mean(beyond[name]) if name in beyond else 0.0)
+            for name in passes
+        }
+
+    def drafts(self) -> dict[str, DraftCosts]:
+        """A line through the mean seconds of drafts over their depths, for each top_k."""
+        means: dict[str, dict[int, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
+        for (name, top_k, depth), seconds in self.levels.items():
+            if len(seconds) >= MIN_SAMPLES:
+                means[name][top_k][depth] = _mean(seconds)
+        return {
+            name: DraftCosts({top_k: _line(by_depth) for top_k, by_depth in by_top_k.items()})
+            for name, by_top_k in means.items()
+        }
+
+    def ngram_seconds(self) -> float:
+        return _mean(self.copies) if self.copies else 0.0
+
+
+def _mean(values: list[float]) -> float:
+    """The mean without the largest and smallest twentieth.
+
+    A plan takes the sum over all of its rounds, hence no median; but what else runs on the machine
+    is left out.
+    """
+    ordered = sorted(values)
+    cut = len(ordered) // 20
+    return mean(ordered[cut : len(ordered) - cut])
+
+
+def _line(by_depth: dict[int, float]) -> tuple[float, float]:
+    """Seconds of the first level and of each further one.
+
+    Where one depth was measured, or noise would make one of the two negative, all levels are
+    taken to cost the same.
+    """
+    depths = np.array(sorted(by_depth))
+    seconds = np.array([by_depth[depth] for depth in depths])
+    if len(depths) > 1:
+        each, first = np.polyfit(depths - 1, seconds, 1)
+        if each >= 0 and first > 0:
+            return float(first), float(each)
+    level = float(np.median(seconds / depths))
+    return level, level
+
+
+class _TimedDrafter:
+    """Times a drafter's drafts."""
+
+    def __init__(
+        self, name: str, drafter: Drafter, costs: RoundCosts, now: Callable[[], float]
+    ) -> None:
+        self.name, self.drafter, self.costs, self.now = name, drafter, costs, now
+        self.seconds = 0.0
+
+    @property
+    def tree(self) -> Tree:
+        return self.drafter.tree
+
+    @tree.setter
+    def tree(self, tree: Tree) -> None:
+        self.drafter.tree = tree
+
+    @property
+    def clock(self) -> PassClock | None:
+        return self.drafter.clock
+
+    def observe(self, states: Tensor) -> None:
+        self.drafter.observe(states)
+
+    def rewind(self, num_observed: int) -> None:
+        self.drafter.rewind(num_observed)
+
+    def draft(self, tokens: list[int], max_depth: int) -> DraftTree:
+        begin = self.now()
+        tree = self.drafter.draft(tokens, max_depth)
+        seconds = self.now() - begin
+        self.seconds += seconds
+        if isinstance(self.drafter, NgramDrafter):
+            self.costs.copies.append(seconds)
+        elif not isinstance(self.drafter, NoDrafter) and max_depth >= self.tree.depth:
+            self.costs.levels[self.name, self.tree.top_k, self.tree.depth].append(seconds)
+        return tree
+
+
+class _TimedTreeStage(TreeStage):
+    """Times its rounds, the draft apart."""
+
+    drafter: _TimedDrafter
+    seconds = 0.0
+
+    def propose(
+        self, num_tokens: int, limit: int, flushing: AdaptiveFlushing | None = None
+    ) -> Block:
+        begin = self.drafter.now()
+        block = super().propose(num_tokens, limit, flushing)
+        self.seconds += self.drafter.now() - begin
+        return block
+
+    def _round(self, limit: int) -> Round:
+        begin, drafting = self.drafter.now(), self.drafter.seconds
+        rows = self.verifier.num_rows
+        one = super()._round(limit)
+        seconds = self.drafter.now() - begin - (self.drafter.seconds - drafting)
+        rows = self.verifier.num_rows - rows
+        self.drafter.costs.trees[self.verifier.name, rows].append(seconds)
+        return one
+
+
+class _TimedBlockStage(BlockStage):
+    """Times its rounds, what runs below apart."""
+
+    below: "_TimedTreeStage | _TimedBlockStage"
+    seconds = 0.0
+    costs: RoundCosts
+    now: Callable[[], float]
+
+    def propose(
+        self, num_tokens: int, limit: int, flushing: AdaptiveFlushing | None = None
+    ) -> Block:
+        begin = self.now()
+        block = super().propose(num_tokens, limit, flushing)
+        self.seconds += self.now() - begin
+        return block
+
+    def _round(self, limit: int) -> Round:
+        begin, below = self.now(), self.below.seconds
+        rows = self.verifier.num_rows
+        one = super()._round(limit)
+        seconds = self.now() - begin - (self.below.seconds - below)
+        rows = self.verifier.num_rows - rows
+        self.costs.blocks[self.verifier.name, rows].append(seconds)
+        return one

@@ -1,0 +1,332 @@
+"""Chains of small real models with random weights, and a memory of their passes.
+
+A law by counting takes some hundred thousand answers. Of three tokens there are few prefixes, so
+each pass, each warped distribution and each draft is computed once, by the verifier, the sampler
+and the drafter that serve, and looked up from then on. All else runs for real in every answer:
+stages, caches' bookkeeping, walks, verification and draws.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from polybasic.chain.config import DecoderConfig
+from polybasic.chain.decoder import Decoder, DecoderLayer, RotaryTable
+from polybasic.chain.eagle import EagleHead
+from polybasic.chain.linear import dense_linear
+from polybasic.chain.manifest import Member, Plan, Reference
+from polybasic.deploy.drafter import Drafter
+from polybasic.deploy.engine import Engine, Models, Request
+from polybasic.deploy.sampling import Prefixes, Probabilities, RandomSampler, Sampling
+from polybasic.deploy.stages import BlockStage, Stage, TreeStage
+from polybasic.deploy.tree import DraftTree
+from polybasic.deploy.verifier import Verifier
+
+VOCAB_SIZE = 6
+CPU = torch.device("cpu")
+CONTEXT_TOKENS = 16
+NUM_POSITIONS = 300
+
+
+def small_config(num_layers: int, hidden_size: int) -> DecoderConfig:
+    return DecoderConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=hidden_size,
+        intermediate_size=2 * hidden_size,
+        num_layers=num_layers,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=hidden_size // 4,
+        rms_norm_eps=1e-5,
+        context_tokens=NUM_POSITIONS,
+        tie_word_embeddings=False,
+        rope={"rope_type": "default", "rope_theta": 10000.0},
+    )
+
+
+@dataclass
+class Weights:
+    """Random weights in the order in which they are asked for.
+
+    Attributes:
+        noise: share of a second, different set of weights.
+    """
+
+    seed: int
+    noise: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._first = torch.Generator().manual_seed(self.seed)
+        self._second = torch.Generator().manual_seed(self.seed + 1000)
+
+    def normal(self, *shape: int) -> Tensor:
+        first = torch.randn(*shape, generator=self._first)
+        second = torch.randn(*shape, generator=self._second)
+        return ((1 - self.noise**2) ** 0.5 * first + self.noise * second) / shape[-1] ** 0.5
+
+    def layer(self, config: DecoderConfig, has_input_norm: bool) -> DecoderLayer:
+        width, inner = config.hidden_size, config.intermediate_size
+        rows = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+        return DecoderLayer(
+            config,
+            torch.ones(width) if has_input_norm else None,
+            dense_linear(2 * self.normal(rows, width)),
+            dense_linear(2 * self.normal(width, width)),
+            torch.ones(width),
+            dense_linear(2 * self.normal(2 * inner, width)),
+            dense_linear(2 * self.normal(width, inner)),
+        )
+
+    def decoder(self, config: DecoderConfig) -> Decoder:
+        return Decoder(
+            config,
+            self.normal(VOCAB_SIZE, config.hidden_size) * config.hidden_size**0.5,
+            [self.layer(config, has_input_norm=True) for _ in range(config.num_layers)],
+            torch.ones(config.hidden_size),
+            dense_linear(1.2 * self.normal(VOCAB_SIZE, config.hidden_size)),
+            RotaryTable(config, NUM_POSITIONS, torch.float32, CPU),
+        )
+
+    def head(self, decoder: Decoder) -> EagleHead:
+        """Of a random layer behind a mean of embedding and feature."""
+        width = decoder.config.hidden_size
+        config = small_config(1, width)
+        mean = torch.cat([torch.eye(width), torch.eye(width)], -1) / 2
+        return EagleHead(
+            config,
+            decoder.embedding,
+            dense_linear(mean + self.normal(width, 2 * width) / 2),
+            self.layer(config, has_input_norm=False),
+            RotaryTable(config, NUM_POSITIONS, torch.float32, CPU),
+        )
+
+
+def member(name: str, role: Any, drafts_for: tuple[str, ...] = ()) -> Member:
+    return Member(
+        name=name,
+        role=role,
+        kind="eagle2" if role == "drafter" else "decoder",
+        reference=Reference(path=name),
+        dtype="float32",
+        num_parameters=1,
+        num_bytes=1,
+        files={"model.safetensors": "0" * 64},
+        drafts_for=drafts_for,
+    )
+
+
+@dataclass(frozen=True)
+class SmallChain:
+    """An engine over small models, and what it is asked.
+
+    Attributes:
+        num_tokens: that may be generated.
+        num_counted: first tokens of an answer that are looked at.
+    """
+
+    engine: Engine
+    plan: Plan
+    sampling: Sampling
+    prompt: list[int]
+    num_tokens: int
+    num_counted: int
+
+    def answer(self, seed: int) -> tuple[int, ...]:
+        """The counted tokens, by the engine itself."""
+        sampling = Sampling(**{**vars(self.sampling), "seed": seed})
+        request = Request(self.prompt, self.num_tokens, sampling, (), self.plan)
+        tokens: list[int] = []
+        for batch in self.engine.run(request):
+            tokens += batch
+            if len(tokens) >= self.num_counted:
+                break
+        return tuple(tokens[: self.num_counted])
+
+
+def small_chain(
+    decoders: dict[str, Decoder],
+    head: EagleHead,
+    plan: Plan,
+    sampling: Sampling,
+    prompt: list[int],
+    num_tokens: int = 4,
+) -> SmallChain:
+    """A chain whose head drafts for the last of the decoders."""
+    target, *intermediates = decoders
+    members = [member(target, "target")]
+    members += [member(name, "intermediate") for name in intermediates]
+    members.append(member(plan.members[-1], "drafter", (plan.members[-2],)))
+    models = Models(decoders, {plan.members[-1]: head}, tuple(members), CONTEXT_TOKENS)
+    return SmallChain(Engine(models), plan, sampling, prompt, num_tokens, num_counted=3)
+
+
+# The memory
+
+
+@dataclass
+class Memory:
+    """Rows that were computed once.
+
+    A row is a token read by a model behind the rows that it saw, each known by its number.
+
+    Attributes:
+        numbers: (model, rows seen, token) -> the row's number.
+        cached: by number, keys and values [2K, H] of each layer.
+        states: by number, [D].
+        logits: by number, [V].
+        warped: (rows, what stands before each) -> their distributions.
+    """
+
+    numbers: dict[tuple[str, tuple[int, ...], int], int] = field(default_factory=dict)
+    cached: list[list[Tensor]] = field(default_factory=list)
+    states: list[Tensor] = field(default_factory=list)
+    logits: list[Tensor] = field(default_factory=list)
+    warped: dict[Any, Tensor] = field(default_factory=dict)
+
+
+class RememberedCache:
+    """Row numbers in the place of keys and values."""
+
+    def __init__(self) -> None:
+        self.rows: list[int] = []
+        self.length = 0
+
+    def keep(self, rows: Sequence[int]) -> None:
+        self.rows[self.length :] = [self.rows[self.length + row] for row in rows]
+        self.length = len(self.rows)
+
+    def truncate(self, length: int) -> None:
+        assert 0 <= length <= self.length
+        self.length = length
+
+
+class RememberedVerifier:
+    """Runs the real verifier over what it has not read before; states are arrays of numbers."""
+
+    def __init__(self, real: Verifier, cache: RememberedCache, memory: Memory) -> None:
+        self.name, self.real, self.cache, self.memory = real.name, real, cache, memory
+        self._passes: dict[Any, list[int]] = {}
+
+    def read(self, tokens: list[int]) -> Any:
+        return self._read(tokens, None)
+
+    def read_tree(self, tree: DraftTree) -> Any:
+        return self._read(tree.tokens, tree)
+
+    def logits(self, states: Any) -> Any:
+        return states
+
+    def number_of(self, seen: tuple[int, ...], token: int) -> int:
+        """The number of a token's row behind the rows that it sees."""
+        return self._pass(seen, [token], None)[0]
+
+    def _read(self, tokens: list[int], tree: DraftTree | None) -> Any:
+        numbers = self._pass(tuple(self.cache.rows[: self.cache.length]), tokens, tree)
+        self.cache.rows[self.cache.length :] = numbers
+        return np.array(numbers)
+
+    def _pass(self, seen: tuple[int, ...], tokens: list[int], tree: DraftTree | None) -> list[int]:
+        key = (seen, tuple(tokens), None if tree is None else tuple(tree.parents))
+        numbers = self._passes.get(key)
+        if numbers is None:
+            numbers = self._passes[key] = self._compute(seen, tokens, tree)
+        return numbers
+
+    def _compute(
+        self, seen: tuple[int, ...], tokens: list[int], tree: DraftTree | None
+    ) -> list[int]:
+        memory, cache = self.memory, self.real.cache
+        for place, number in enumerate(seen):
+            for layer, cached in zip(cache.layers, memory.cached[number], strict=True):
+                layer[:, place] = cached
+        cache.length = len(seen)
+        states = self.real.read(tokens) if tree is None else self.real.read_tree(tree)
+        logits = self.real.logits(states)
+        parents = range(-1, len(tokens) - 1) if tree is None else tree.parents
+        rows_seen: list[tuple[int, ...]] = []
+        numbers: list[int] = []
+        for row, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
+            rows_seen.append(seen if parent < 0 else (*rows_seen[parent], numbers[parent]))
+            number = memory.numbers.setdefault(
+                (self.name, rows_seen[row], token), len(memory.states)
+            )
+            if number == len(memory.states):
+                memory.cached.append([layer[:, len(seen) + row].clone() for layer in cache.layers])
+                memory.states.append(states[row])
+                memory.logits.append(logits[row])
+            numbers.append(number)
+        return numbers
+
+
+class RememberedDrafter:
+    """Asks the real drafter what it was not asked before."""
+
+    clock = None
+
+    def __init__(self, real: Drafter, memory: Memory) -> None:
+        self.real, self.memory, self.tree = real, memory, real.tree
+        self._observed: list[int] = []
+        self._drafts: dict[Any, DraftTree] = {}
+
+    def observe(self, states: Any) -> None:
+        self._observed += states.tolist()
+
+    def rewind(self, num_observed: int) -> None:
+        assert 0 <= num_observed <= len(self._observed)
+        del self._observed[num_observed:]
+
+    def draft(self, tokens: list[int], max_depth: int) -> DraftTree:
+        key = (tuple(self._observed), tuple(tokens), max_depth)
+        if key not in self._drafts:
+            self.real.rewind(0)
+            self.real.observe(torch.stack([self.memory.states[row] for row in self._observed]))
+            self._drafts[key] = self.real.draft(tokens, max_depth)
+        return self._drafts[key]
+
+
+class RememberingSampler(RandomSampler):
+    """Warps each row once for each prefix."""
+
+    def __init__(self, chain: SmallChain, memory: Memory, seed: int) -> None:
+        sampling = Sampling(**{**vars(chain.sampling), "seed": seed})
+        super().__init__(sampling, CPU, len(chain.prompt))
+        self.memory = memory
+
+    def distributions(self, logits: Any, prefixes: Prefixes) -> Probabilities:
+        suffixes = tuple(map(tuple, prefixes.suffixes))
+        key = (logits.tobytes(), tuple(prefixes.sequence), suffixes)
+        values = self.memory.warped.get(key)
+        if values is None:
+            rows = torch.stack([self.memory.logits[row] for row in logits.tolist()])
+            values = self.memory.warped[key] = super().distributions(rows, prefixes).values
+        return Probabilities(values)
+
+
+class RememberedChain:
+    """The stages of a chain's plan over remembered models."""
+
+    def __init__(self, chain: SmallChain) -> None:
+        self.chain, self.memory = chain, Memory()
+        caches: dict[int, RememberedCache] = {}
+        self.verifiers: list[Any] = []
+        for name in chain.plan.members[:-1]:
+            real = chain.engine.verifiers[name]
+            cache = caches.setdefault(id(real.cache), RememberedCache())
+            self.verifiers.append(RememberedVerifier(real, cache, self.memory))
+        self.drafter: Any = RememberedDrafter(chain.engine.drafters.of(chain.plan), self.memory)
+
+    def answer(self, sampler: RandomSampler) -> tuple[int, ...]:
+        """As `SmallChain.answer`."""
+        chain = self.chain
+        stage: Stage = TreeStage(self.verifiers[-1], self.drafter, sampler)
+        for verifier in reversed(self.verifiers[:-1]):
+            stage = BlockStage(verifier, stage, sampler, chain.plan.flush[verifier.name])
+        stage.prefill(chain.prompt)
+        tokens: list[int] = []
+        while len(tokens) < chain.num_counted:
+            tokens += stage.propose(1, chain.num_tokens - len(tokens)).tokens
+        return tuple(tokens[: chain.num_counted])
