@@ -39,7 +39,7 @@ $(INSTALLED): constraints.txt pyproject.toml
 	@echo "installing into $(VENV): some minutes, once"
 	$(PYTHON) -m venv $(VENV)
 	$(INSTALL) setuptools torch==2.13.0
-	$(INSTALL) --no-build-isolation --editable '.[train,dev]'
+	$(INSTALL) --no-build-isolation --editable '.[train,report,dev]'
 	@# autoawq declares a triton that it does not use
 	$(INSTALL) --no-build-isolation --no-deps autoawq==0.2.9
 	@touch $@

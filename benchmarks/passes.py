@@ -14,10 +14,11 @@ from pathlib import Path
 
 import torch
 
+from polybasic.chain.eagle import EagleHead
 from polybasic.chain.files import write_json
-from polybasic.chain.manifest import Plan, Tree
+from polybasic.chain.manifest import Tree
 from polybasic.deploy import Chain, load_chain
-from polybasic.deploy.drafter import EagleDrafter
+from polybasic.deploy.eagle_drafter import EagleDrafter
 from polybasic.deploy.hardware import describe_hardware
 
 ROWS = (1, 2, 4, 8, 12, 16, 24, 32)
@@ -53,8 +54,9 @@ def member_pass(chain: Chain, name: str, context: int, rows: int) -> Callable[[]
 
 def draft(chain: Chain, depth: int, top_k: int, context: int) -> Callable[[], object]:
     """A whole draft behind `context` tokens, four of them new."""
-    assert chain.engine.models.head is not None
-    head = chain.engine.models.head[1]
+    (head, *_) = (
+        model for model in chain.engine.models.drafters.values() if isinstance(model, EagleHead)
+    )
     tree = Tree(depth=depth, top_k=top_k, rows=2)
     drafter = EagleDrafter(head, chain.engine.models.target.lm_head, tree, context + 200)
     tokens = torch.randint(0, head.config.vocab_size, (context + 1,)).tolist()
@@ -85,8 +87,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=60)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    plan = Plan(members=("target",), tree=Tree(depth=1, top_k=1, rows=max(ROWS)), flush_length=1)
-    chain = load_chain(arguments.chain, dtype=arguments.dtype, plan=plan)
+    chain = load_chain(arguments.chain, dtype=arguments.dtype)
     target = chain.engine.models.target
     record: dict[str, object] = {
         "hardware": describe_hardware(target.device),

@@ -8,7 +8,13 @@ from typing import Annotated, NoReturn
 import typer
 
 from polybasic.chain.errors import UserError
-from polybasic.recipes import commands_chain, commands_doctor, commands_recipes, commands_run
+from polybasic.recipes import (
+    commands_chain,
+    commands_doctor,
+    commands_measure,
+    commands_recipes,
+    commands_run,
+)
 
 app = typer.Typer(
     name="polybasic",
@@ -23,7 +29,8 @@ app.command()(commands_run.run)
 app.command()(commands_run.train)
 app.command()(commands_run.quantize)
 app.command()(commands_run.package)
-app.command()(commands_chain.bench)
+app.command()(commands_measure.plan)
+app.command()(commands_measure.bench)
 app.command()(commands_chain.generate)
 app.command()(commands_chain.inspect)
 app.command()(commands_chain.verify)

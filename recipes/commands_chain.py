@@ -1,9 +1,8 @@
-"""Commands on a finished chain: bench, generate, inspect, verify."""
+"""Commands on a finished chain: generate, inspect, verify."""
 
 import json
 import sys
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -17,61 +16,40 @@ ChainArgument = Annotated[
 JsonOption = Annotated[bool, typer.Option("--json", help="Print only JSON on stdout.")]
 
 
-def bench(
-    chain: ChainArgument,
-    prompts: Annotated[
-        str | None,
-        typer.Option(help="A Spec-Bench question file.  [default: embedded, held-out prompts]"),
-    ] = None,
-    num_prompts_per_task: Annotated[int | None, typer.Option(help="Prompts of each task.")] = None,
-    max_new_tokens: Annotated[int | None, typer.Option(help="Tokens of one answer.")] = None,
-    temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
-    repeats: Annotated[int | None, typer.Option(help="Turns that each system takes.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="bfloat16 or float32.")] = None,
-    systems: Annotated[str | None, typer.Option(help="Names, separated by commas.")] = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Measure the chain's systems side by side; writes its report."""
-    from rich.console import Console
-
-    from polybasic.chain.checkpoint import resolve_chain
-    from polybasic.deploy.settings import BenchSettings
-    from polybasic.recipes.loading import validated
-
-    given: dict[str, Any] = {
-        "prompts": prompts,
-        "num_prompts_per_task": num_prompts_per_task,
-        "max_new_tokens": max_new_tokens,
-        "temperature": temperature,
-        "repeats": repeats,
-        "dtype": dtype,
-        "systems": systems.split(",") if systems else None,
-    }
-    given = {key: value for key, value in given.items() if value is not None}
-    settings = validated(BenchSettings, given, {}, "on the command line")
-    folder = resolve_chain(chain)
-    if settings.prompts == "embedded":
-        path = _embedded_prompts(folder, settings.num_prompts_per_task)
-        settings = settings.model_copy(update={"prompts": str(path)})
-    from polybasic.deploy.benchmark import bench_chain
-    from polybasic.deploy.report import print_report
-
-    report = bench_chain(folder, settings)
-    if as_json:
-        typer.echo(json.dumps(report, ensure_ascii=False))
-    else:
-        print_report(report, Console())
-    _note(f"wrote {folder / 'report' / 'report.md'}; next: polybasic inspect {chain}")
-
-
 def generate(
     chain: ChainArgument,
     prompt: Annotated[str, typer.Option("-p", "--prompt", help="What the user says.")],
     max_new_tokens: Annotated[int, typer.Option(help="Tokens of the answer at most.")] = 256,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    top_k: Annotated[int | None, typer.Option(help="Sample among so many tokens.")] = None,
+    temperature: Annotated[
+        float | None,
+        typer.Option(help="0 is greedy.  [default: this and others: the checkpoint's own]"),
+    ] = None,
+    top_k: Annotated[int | None, typer.Option(help="Sample among so many tokens; 0: all.")] = None,
     top_p: Annotated[float | None, typer.Option(help="Sample within so much probability.")] = None,
+    min_p: Annotated[
+        float | None, typer.Option(help="Least probability, over that of the likeliest token.")
+    ] = None,
+    repetition_penalty: Annotated[
+        float | None, typer.Option(help="Divides logits of tokens in prompt and answer; 1: off.")
+    ] = None,
+    presence_penalty: Annotated[
+        float | None, typer.Option(help="Taken from logits of tokens in the answer.")
+    ] = None,
+    frequency_penalty: Annotated[
+        float | None, typer.Option(help="The same, for each time that they are in it.")
+    ] = None,
+    logit_bias: Annotated[
+        list[str] | None,
+        typer.Option(metavar="ID=VALUE", help="Added to a token's logit; may be repeated."),
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="Of the sampling.  [default: drawn]")] = None,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(metavar="TEXT", help="Text that ends the answer; may be repeated."),
+    ] = None,
+    members: Annotated[
+        str | None, typer.Option(help="Names, separated by commas.  [default: the plan's]")
+    ] = None,
     dtype: Annotated[
         str | None,
         typer.Option(help="bfloat16, float16 or float32.  [default: as the target is stored]"),
@@ -81,14 +59,27 @@ def generate(
 ) -> None:
     """Answer a prompt: text on stdout, statistics on stderr."""
     from polybasic.deploy import load_chain
+    from polybasic.deploy.sampling import Sampling
 
-    loaded = load_chain(chain, dtype=dtype)
-    options: dict[str, Any] = {
-        "max_new_tokens": max_new_tokens,
+    settings: dict[str, Any] = {
         "temperature": temperature,
         "top_k": top_k,
         "top_p": top_p,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+        "presence_penalty": presence_penalty,
+        "frequency_penalty": frequency_penalty,
+        "logit_bias": _logit_bias(logit_bias or []) or None,
         "seed": seed,
+    }
+    settings = {name: value for name, value in settings.items() if value is not None}
+    Sampling(**settings)  # told before anything is loaded
+    loaded = load_chain(chain, dtype=dtype)
+    options: dict[str, Any] = {
+        **settings,
+        "max_new_tokens": max_new_tokens,
+        "stop": stop or (),
+        "members": members.split(",") if members is not None else None,
     }
     if as_json or no_stream:
         answer = loaded.generate(prompt, **options)
@@ -99,7 +90,12 @@ def generate(
             print(piece.text, end="", flush=True)
         print()
     assert loaded.last_statistics is not None
-    _note(_statistics_line(loaded.last_statistics))
+    defaults = {
+        name: value
+        for name, value in loaded.sampling(**settings).in_effect.items()
+        if name not in settings
+    }
+    note(_statistics_line(loaded.last_statistics) + _shown_defaults(defaults))
 
 
 def inspect(chain: ChainArgument, as_json: JsonOption = False) -> None:
@@ -122,12 +118,14 @@ def verify(chain: ChainArgument) -> None:
     from polybasic.chain.verify import check_chain
 
     checked = check_chain(resolve_chain(chain))
+    for warning in checked.warnings:
+        note(f"warning: {warning}")
     num_files = sum(len(member.files) for member in checked.manifest.members)
     typer.echo(
         f"{checked.folder}: whole; {len(checked.manifest.members)} members, "
         f"{num_files + len(checked.manifest.tokenizer.files)} files checked"
     )
-    _note(f"next: polybasic generate {chain} -p 'Hello'")
+    note(f"next: polybasic generate {chain} -p 'Hello'")
 
 
 def _as_json(answer: "Generation") -> dict[str, Any]:
@@ -151,16 +149,33 @@ def _statistics_line(statistics: "Statistics") -> str:
     )
 
 
-def _embedded_prompts(folder: Path, num_per_task: int) -> Path:
-    """Held-out prompts as the chain's own recipe draws them."""
-    from polybasic.chain.manifest import read_manifest
-    from polybasic.recipes.embedded.conversations import write_prompts
-
-    path = folder / "report" / "prompts.jsonl"
-    seed = read_manifest(folder).provenance.recipe.get("seed", 0)
-    write_prompts(path, num_per_task, seed)
-    return path
+def _shown_defaults(defaults: dict[str, Any]) -> str:
+    if not defaults:
+        return ""
+    shown = ", ".join(f"{name} {value}" for name, value in defaults.items())
+    return f"; by the checkpoint's generation_config.json: {shown}"
 
 
-def _note(line: str) -> None:
+def _logit_bias(given: list[str]) -> dict[int, float]:
+    """["42=-5"] -> {42: -5.0}."""
+    from polybasic.chain.errors import UserError
+
+    biases: dict[int, float] = {}
+    for one in given:
+        token, _, bias = one.partition("=")
+        try:
+            biases[int(token)] = float(bias)
+        except ValueError as error:
+            raise UserError(
+                "malformed logit bias", f"--logit-bias {one}", "write ID=VALUE, as in 42=-5"
+            ) from error
+    if len(biases) < len(given):
+        raise UserError(
+            "token named twice", f"--logit-bias {' '.join(given)}", "give one value for each id"
+        )
+    return biases
+
+
+def note(line: str) -> None:
+    """A line for people, on stderr."""
     print(line, file=sys.stderr, flush=True)

@@ -54,8 +54,9 @@ def train(
     out: OutOption = None,
     dry_run: DryRunOption = False,
 ) -> None:
-    """Train the draft head, and make what that needs."""
-    _run_until("train", "draft", f"polybasic quantize {recipe}", recipe, overrides, out, dry_run)
+    """Train the draft heads, and make what that needs."""
+    stages = ("draft", "small_draft")
+    _run_until("train", stages, f"polybasic quantize {recipe}", recipe, overrides, out, dry_run)
 
 
 def quantize(
@@ -64,10 +65,9 @@ def quantize(
     out: OutOption = None,
     dry_run: DryRunOption = False,
 ) -> None:
-    """Quantize the target to 4 bits, and make what that needs."""
-    _run_until(
-        "quantize", "intermediate", f"polybasic package {recipe}", recipe, overrides, out, dry_run
-    )
+    """Quantize the recipe's models to 4 bits, and make what that needs."""
+    stages = ("intermediate", "small")
+    _run_until("quantize", stages, f"polybasic package {recipe}", recipe, overrides, out, dry_run)
 
 
 def package(
@@ -77,28 +77,31 @@ def package(
     dry_run: DryRunOption = False,
 ) -> None:
     """Pack the chain, and make what that needs."""
-    _run_until("package", "chain", "polybasic bench", recipe, overrides, out, dry_run)
+    _run_until("package", ("chain",), "polybasic bench", recipe, overrides, out, dry_run)
 
 
 def _run_until(
     command: str,
-    stage: str,
+    stages: Sequence[str],
     next_command: str,
     recipe: str,
     overrides: list[str] | None,
     out: Path | None,
     dry_run: bool,
 ) -> None:
-    workspace = _run(command, recipe, overrides, out, dry_run, [stage])
+    workspace = _run(command, recipe, overrides, out, dry_run, stages)
     if workspace is None:
         return
     from polybasic.recipes.run import say
+    from polybasic.recipes.stages import stages_of
 
-    folder = workspace.folder(stage)
-    if stage == "chain":
-        next_command += f" {shlex.quote(str(folder))}"
-    typer.echo(folder)
-    say(f"wrote {folder}; next: {next_command}")
+    names = [stage.name for stage in stages_of(workspace.recipe) if stage.name in stages]
+    folders = [workspace.folder(name) for name in names]
+    if names == ["chain"]:
+        next_command += f" {shlex.quote(str(folders[0]))}"
+    for folder in folders:
+        typer.echo(folder)
+    say(f"wrote {', '.join(map(str, folders))}; next: {next_command}")
 
 
 def _run(
@@ -109,7 +112,7 @@ def _run(
     dry_run: bool,
     only: Sequence[str] | None,
 ) -> "Workspace | None":
-    """Run the stages; None after a dry run."""
+    """Run those stages of `only` that the recipe has; None after a dry run."""
     from polybasic.recipes.loading import load_recipe
     from polybasic.recipes.run import run_recipe
 
@@ -124,9 +127,9 @@ def _run(
 
         from polybasic.recipes.estimate import check_disk, estimate, print_estimates
         from polybasic.recipes.pipeline import Workspace
-        from polybasic.recipes.stages import STAGES
+        from polybasic.recipes.stages import stages_of
 
-        estimates = estimate(STAGES, Workspace(recipe, out), only)
+        estimates = estimate(stages_of(recipe), Workspace(recipe, out), only)
         print_estimates(estimates, out, Console())
         check_disk(estimates, out)
         return None

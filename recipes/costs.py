@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from polybasic.recipes.pipeline import StageState
 from polybasic.recipes.schema import Recipe
 from polybasic.recipes.sizes import Shape
+from polybasic.train.settings import ScratchModelSettings
 
 FLOPS = 2.5e11
 """Operations a second of training, of the 4-bit search and of evaluations."""
@@ -37,9 +38,17 @@ class StageEstimate:
     seconds: float
 
 
-def estimate_stage(name: str, state: StageState, recipe: Recipe, shape: Shape) -> StageEstimate:
+@dataclass(frozen=True)
+class Shapes:
+    """Of the models that a recipe starts from; it may have no smaller one."""
+
+    target: Shape
+    small: Shape | None
+
+
+def estimate_stage(name: str, state: StageState, recipe: Recipe, shapes: Shapes) -> StageEstimate:
     """The estimate of one stage of the pipeline."""
-    num_parameters, memory_bytes, disk_bytes, seconds = _ESTIMATORS[name](recipe, shape)
+    num_parameters, memory_bytes, disk_bytes, seconds = _costs(name, recipe, shapes)
     return StageEstimate(
         name, state, num_parameters, _PROCESS_BYTES + memory_bytes, disk_bytes, seconds
     )
@@ -48,17 +57,48 @@ def estimate_stage(name: str, state: StageState, recipe: Recipe, shape: Shape) -
 _Costs = tuple[int, float, float, float]
 
 
-def _data(recipe: Recipe, shape: Shape) -> _Costs:
+def _costs(name: str, recipe: Recipe, shapes: Shapes) -> _Costs:
+    target, small = shapes.target, shapes.small
+    match name:
+        case "data":
+            return _data(recipe)
+        case "target":
+            is_scratch = recipe.target.model == "scratch"
+            return _source(target, recipe.target.scratch if is_scratch else None)
+        case "draft":
+            return _draft(recipe, target)
+        case "intermediate":
+            return _quantized(recipe, target)
+        case "chain":
+            return _chain(recipe, shapes)
+        case "plan":
+            return _plan(recipe, shapes)
+        case "report":
+            return _report(recipe, shapes)
+    assert small is not None, f"stage {name} without section small"
+    assert recipe.small is not None
+    match name:
+        case "small_target":
+            is_scratch = recipe.small.model == "scratch"
+            return _source(small, recipe.small.scratch if is_scratch else None)
+        case "small":
+            return _quantized(recipe, small)
+        case "small_draft":
+            return _draft(recipe, small)
+    raise AssertionError(f"no estimate for stage {name}")
+
+
+def _data(recipe: Recipe) -> _Costs:
     is_embedded = recipe.data.conversations == "embedded"
     num = recipe.target.scratch.num_embedded_conversations if is_embedded else 0
     return 0, 4.0 * num * _CONVERSATION_BYTES, 1.0 * num * _CONVERSATION_BYTES, 1 + num * 1e-4
 
 
-def _target(recipe: Recipe, shape: Shape) -> _Costs:
+def _source(shape: Shape, scratch: ScratchModelSettings | None) -> _Costs:
+    """A model that is trained, or taken as it is."""
     num = shape.num_parameters
-    if recipe.target.model != "scratch":
+    if scratch is None:
         return num, 0, 0, 0
-    scratch = recipe.target.scratch
     activations = (
         4
         * scratch.batch_tokens
@@ -91,7 +131,7 @@ def _draft(recipe: Recipe, shape: Shape) -> _Costs:
     return num, memory, disk, 15 + operations / FLOPS
 
 
-def _intermediate(recipe: Recipe, shape: Shape) -> _Costs:
+def _quantized(recipe: Recipe, shape: Shape) -> _Costs:
     quantize = recipe.quantize
     tokens = quantize.num_calibration_samples * quantize.calibration_tokens
     operations = (
@@ -102,30 +142,45 @@ def _intermediate(recipe: Recipe, shape: Shape) -> _Costs:
     return shape.num_parameters, memory, shape.num_int4_bytes, seconds
 
 
-def _chain(recipe: Recipe, shape: Shape) -> _Costs:
-    disk = shape.num_int4_bytes + shape.num_draft_bytes
+def _chain(recipe: Recipe, shapes: Shapes) -> _Costs:
+    disk = float(_packed_bytes(recipe, shapes))
     if recipe.package.copy_target:
-        disk += shape.num_bytes
+        disk += shapes.target.num_bytes
     return 0, 0, disk, 1 + 2 * disk / 1e9
 
 
-def _report(recipe: Recipe, shape: Shape) -> _Costs:
-    bench = recipe.bench
+def _plan(recipe: Recipe, shapes: Shapes) -> _Costs:
+    plan = recipe.plan
+    answers = 6 * plan.num_prompts_per_task
+    # Each position is drafted for once a top_k; each shape is timed on an answer, twice.
+    drafts = answers * plan.max_new_tokens * len(plan.grid.top_ks)
+    timed = 2 * (3 * len(plan.grid.top_ks) + len(plan.grid.rows)) * plan.max_new_tokens
+    tokens = answers * plan.max_new_tokens + drafts + timed
+    memory = shapes.target.num_bytes + _packed_bytes(recipe, shapes)
+    return 0, memory * 1.5, 1e7, 20 + tokens * _token_seconds(shapes.target)
+
+
+def _token_seconds(target: Shape) -> float:
+    return target.num_bytes / READ_BYTES_PER_SECOND + target.num_layers * LAYER_SECONDS
+
+
+def _report(recipe: Recipe, shapes: Shapes) -> _Costs:
+    bench, target = recipe.bench, shapes.target
     tokens = 6 * bench.num_prompts_per_task * bench.max_new_tokens
-    token_seconds = shape.num_bytes / READ_BYTES_PER_SECOND + shape.num_layers * LAYER_SECONDS
-    memory = shape.num_bytes + shape.num_int4_bytes + shape.num_draft_bytes
+    token_seconds = _token_seconds(target)
+    memory = target.num_bytes + _packed_bytes(recipe, shapes)
     seconds = 20 + tokens * token_seconds * len(bench.systems) * bench.repeats
     return 0, memory * 1.5, 1e6, seconds
 
 
-_ESTIMATORS = {
-    "data": _data,
-    "target": _target,
-    "draft": _draft,
-    "intermediate": _intermediate,
-    "chain": _chain,
-    "report": _report,
-}
+def _packed_bytes(recipe: Recipe, shapes: Shapes) -> int:
+    """Of all members but the target."""
+    total = shapes.target.num_int4_bytes + shapes.target.num_draft_bytes
+    if recipe.small is not None and shapes.small is not None:
+        is_int4, has_head = recipe.small.quantize, recipe.small.has_head
+        total += shapes.small.num_int4_bytes if is_int4 else shapes.small.num_bytes
+        total += shapes.small.num_draft_bytes if has_head else 0
+    return total
 
 
 def _row_tokens(recipe: Recipe) -> float:

@@ -9,17 +9,21 @@ from rich.table import Table
 
 from polybasic.chain.errors import UserError
 from polybasic.deploy.prompts import read_questions
-from polybasic.recipes.costs import StageEstimate, estimate_stage
+from polybasic.recipes.costs import Shapes, StageEstimate, estimate_stage
 from polybasic.recipes.disk import check_free, free_bytes
 from polybasic.recipes.pipeline import Stage, StageState, Workspace, closure, state_of
 from polybasic.recipes.schema import Recipe
-from polybasic.recipes.sizes import is_downloaded, shape_of_target
+from polybasic.recipes.sizes import is_downloaded, shape_of_small, shape_of_target
+from polybasic.recipes.sources import SOURCE_STAGES, model_named
 
 _MODULES = {
     "data": ("train", ("datasets", "zstandard")),
     "target": ("train", ("datasets",)),
     "draft": ("train", ("datasets", "deepspeed")),
     "intermediate": ("quantize", ("awq",)),
+    "small_target": ("train", ("datasets",)),
+    "small": ("quantize", ("awq",)),
+    "small_draft": ("train", ("datasets", "deepspeed")),
 }
 _FILE_SUFFIXES = (".json", ".jsonl", ".gz", ".zst")
 
@@ -30,11 +34,12 @@ def check_inputs(recipe: Recipe, stages: Sequence[Stage]) -> None:
     Raises:
         UserError: a file or an extra is missing, or the prompts are malformed.
     """
-    conversations, prompts = recipe.data.conversations, recipe.bench.prompts
+    conversations = recipe.data.conversations
     if conversations.endswith(_FILE_SUFFIXES):
         _check_file(Path(conversations))
-    if prompts != "embedded":
-        read_questions(Path(prompts))
+    for prompts in (recipe.plan.prompts, recipe.bench.prompts):
+        if prompts != "embedded":
+            read_questions(Path(prompts))
     for stage in stages:
         extra, modules = _MODULES.get(stage.name, ("", ()))
         for module in modules:
@@ -57,7 +62,7 @@ def foresee(stages: Sequence[Stage], workspace: Workspace) -> dict[str, StageSta
         waits_for = [need for need in stage.needs if states[need].action != "skip"]
         if waits_for:
             states[stage.name] = StageState("run", f"after {', '.join(waits_for)}")
-        elif stage.name == "target" and _must_be_downloaded(workspace.recipe):
+        elif stage.name in SOURCE_STAGES and _must_be_downloaded(workspace.recipe, stage.name):
             states[stage.name] = StageState("run", "to be downloaded")
         else:
             states[stage.name] = state_of(stage, workspace)
@@ -70,13 +75,14 @@ def estimate(
     """One row for each stage of `only` and what it needs.
 
     Raises:
-        UserError: an input is missing, or the target's config cannot be read.
+        UserError: an input is missing, or the config of a model cannot be read.
     """
     recipe, wanted = workspace.recipe, closure(stages, only)
     check_inputs(recipe, wanted)
-    shape = shape_of_target(recipe)
+    target = shape_of_target(recipe)
+    shapes = Shapes(target, shape_of_small(recipe, target))
     states = foresee(wanted, workspace)
-    return [estimate_stage(stage.name, states[stage.name], recipe, shape) for stage in wanted]
+    return [estimate_stage(stage.name, states[stage.name], recipe, shapes) for stage in wanted]
 
 
 def check_disk(estimates: Sequence[StageEstimate], out: Path) -> None:
@@ -115,8 +121,9 @@ def print_estimates(estimates: Sequence[StageEstimate], out: Path, console: Cons
     console.print("times are estimates for two AVX-512 cores, from counted operations")
 
 
-def _must_be_downloaded(recipe: Recipe) -> bool:
-    return recipe.target.model != "scratch" and not is_downloaded(recipe.target.model)
+def _must_be_downloaded(recipe: Recipe, stage: str) -> bool:
+    model = model_named(recipe, stage)
+    return model != "scratch" and not is_downloaded(model)
 
 
 def _check_file(path: Path) -> None:

@@ -1,29 +1,50 @@
-"""The six stages from conversations to a measured chain: what each depends on and does.
+"""The pipeline from conversations to a measured chain: which stages a recipe has, and their order.
 
 Heavy modules are imported where they run, so that a run with nothing to do answers at once.
 """
 
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from polybasic.chain.files import sha256_of_file, write_json
+from polybasic.chain.manifest import SCHEMA, Kind, Provenance
+from polybasic.chain.package import Part, package_chain
+from polybasic.recipes.members import model_stages, packed_plan, parts_of
+from polybasic.recipes.model_stages import (
+    DRAFT,
+    INTERMEDIATE,
+    SMALL,
+    SMALL_DRAFT,
+    SMALL_TARGET,
+    TARGET,
+)
 from polybasic.recipes.pipeline import Stage, Workspace
 from polybasic.recipes.provenance import git_commit, package_versions
 from polybasic.recipes.schema import Recipe
 from polybasic.recipes.sources import (
     CONVERSATIONS_NAME,
     PROMPTS_NAME,
-    checkpoint_stamp,
-    conversations_of,
+    checkpoint_of,
     generator_digest,
-    model_digests,
     prompts_of,
     source_digest,
-    target_of,
 )
-from polybasic.train.settings import DataSettings
 
-QUALITY_NAME = "quality.json"
+CALIBRATION_NAME = "calibration.jsonl"
+MEASUREMENTS_NAME = "measurements.json"
+
+
+def stages_of(recipe: Recipe) -> tuple[Stage, ...]:
+    """The stages of a recipe in order; those of the smaller model only where it has one."""
+    stages = [DATA, TARGET, DRAFT, INTERMEDIATE]
+    if recipe.small is not None:
+        stages.append(SMALL_TARGET)
+        stages += [SMALL] if recipe.small.quantize else []
+        stages += [SMALL_DRAFT] if recipe.small.has_head else []
+    chain = Stage("chain", model_stages(recipe), _chain_inputs, _run_chain, _identify_chain)
+    return (*stages, chain, PLAN, REPORT)
 
 
 def _data_inputs(workspace: Workspace) -> dict[str, Any]:
@@ -78,119 +99,30 @@ def _identify_data(workspace: Workspace, folder: Path) -> dict[str, Any]:
     return {"conversations": conversations_sha256, "prompts": sha256_of_file(prompts)}
 
 
-def _target_inputs(workspace: Workspace) -> dict[str, Any]:
-    recipe = workspace.recipe
-    if recipe.target.model != "scratch":
-        return {"model": recipe.target.model, **checkpoint_stamp(recipe.target.model)}
-    return {
-        "scratch": recipe.target.scratch.model_dump(exclude={"num_embedded_conversations"}),
-        "data": recipe.data.model_dump(include={"limit", "num_heldout"}),
-        "seed": recipe.seed,
-        "conversations": workspace.identity("data")["conversations"],
-    }
-
-
-def _run_target(workspace: Workspace, folder: Path) -> dict[str, Any]:
-    recipe = workspace.recipe
-    if recipe.target.model != "scratch":
-        return {"model": recipe.target.model}
-    from polybasic.train.scratch import train_scratch_target
-
-    training, _ = _split(workspace)
-    train_scratch_target(training, recipe.target.scratch, recipe.seed, folder)
-    return {"model": "scratch"}
-
-
-def _identify_target(workspace: Workspace, folder: Path) -> dict[str, Any]:
-    if workspace.recipe.target.model != "scratch":
-        return checkpoint_stamp(workspace.recipe.target.model)
-    return model_digests(folder)
-
-
-def _draft_inputs(workspace: Workspace) -> dict[str, Any]:
-    recipe = workspace.recipe
-    return {
-        "train": recipe.train.model_dump(mode="json", exclude={"save_every_steps", "log"}),
-        **_learned_from(workspace, recipe),
-    }
-
-
-def _run_draft(workspace: Workspace, folder: Path) -> dict[str, Any]:
-    from polybasic.train.head_training import train_head
-
-    recipe = workspace.recipe
-    return train_head(
-        target=target_of(workspace),
-        conversations=conversations_of(workspace),
-        data=recipe.data,
-        settings=recipe.train,
-        seed=recipe.seed,
-        out=folder,
-    )
-
-
-def _intermediate_inputs(workspace: Workspace) -> dict[str, Any]:
-    recipe = workspace.recipe
-    return {
-        "quantize": recipe.quantize.model_dump(mode="json"),
-        **_learned_from(workspace, recipe),
-    }
-
-
-def _run_intermediate(workspace: Workspace, folder: Path) -> dict[str, Any]:
-    from transformers import AutoTokenizer
-
-    from polybasic.quantize.awq import quantize_target
-    from polybasic.quantize.quality import measure_quality
-
-    recipe, target = workspace.recipe, target_of(workspace)
-    tokenizer = AutoTokenizer.from_pretrained(target)
-    training, heldout = _split(workspace)
-    samples = _token_ids(tokenizer, training, recipe.data)
-    quantize_target(target, samples, recipe.quantize, recipe.seed, folder)
-    quality = measure_quality(
-        target,
-        folder,
-        _token_ids(tokenizer, heldout, recipe.data),
-        recipe.quantize.num_quality_tokens,
-    )
-    write_json(folder / QUALITY_NAME, quality)
-    return quality
-
-
 def _chain_inputs(workspace: Workspace) -> dict[str, Any]:
     recipe = workspace.recipe
+    inputs: dict[str, Any] = {stage: workspace.identity(stage) for stage in model_stages(recipe)}
+    if recipe.small is not None:
+        inputs["role_of_small"] = recipe.small.role
     return {
-        "target": workspace.identity("target"),
-        "draft": workspace.identity("draft"),
-        "intermediate": workspace.identity("intermediate"),
-        "plan": recipe.plan.model_dump(mode="json"),
+        **inputs,
+        "schema": SCHEMA,
+        "plan": recipe.plan.model_dump(mode="json", include={"tree", "flush_length", "rule"}),
         "package": recipe.package.model_dump(mode="json"),
     }
 
 
 def _run_chain(workspace: Workspace, folder: Path) -> dict[str, Any]:
-    from polybasic.chain.manifest import Plan, Provenance
-    from polybasic.chain.package import package_chain
-
-    recipe, target = workspace.recipe, target_of(workspace)
+    recipe, target = workspace.recipe, checkpoint_of(workspace, "target")
     is_scratch = recipe.target.model == "scratch"
-    draft, intermediate = workspace.record("draft"), workspace.record("intermediate")
-    assert draft is not None
-    assert intermediate is not None
+    parts = parts_of(workspace)
     manifest = package_chain(
         out=folder,
         target=target,
         target_reference=str(target) if is_scratch else recipe.target.model,
         copy_target=recipe.package.copy_target,
-        intermediate=workspace.folder("intermediate"),
-        draft=workspace.folder("draft"),
-        plan=Plan(
-            members=("target", "intermediate", "draft"),
-            tree=recipe.plan.tree,
-            flush_length=recipe.plan.flush_length,
-            rule=recipe.plan.rule,
-        ),
+        parts=parts,
+        plan=packed_plan(recipe.plan, parts),
         provenance=Provenance(
             recipe=recipe.model_dump(mode="json"),
             command=workspace.command,
@@ -198,8 +130,8 @@ def _run_chain(workspace: Workspace, folder: Path) -> dict[str, Any]:
             package_versions=package_versions(),
             data_digests=workspace.identity("data"),
         ),
-        quality=intermediate.summary,
-        training=draft.summary,
+        quality=_summaries(workspace, parts, "awq"),
+        training=_summaries(workspace, parts, "eagle2"),
     )
     return {
         "num_parameters": {member.name: member.num_parameters for member in manifest.members},
@@ -212,10 +144,62 @@ def _identify_chain(workspace: Workspace, folder: Path) -> dict[str, Any]:
     return {"chain": sha256_of_file(folder / "chain.json")}
 
 
+def _summaries(workspace: Workspace, parts: Sequence[Part], kind: Kind) -> dict[str, Any]:
+    """Summaries of the stages that made members of this kind, by member."""
+    summaries = {}
+    for part in parts:
+        if part.kind == kind and part.folder == workspace.folder(part.name):
+            record = workspace.record(part.name)
+            assert record is not None, f"{part.name} is packed and not whole"
+            summaries[part.name] = record.summary
+    return summaries
+
+
+def _plan_inputs(workspace: Workspace) -> dict[str, Any]:
+    settings = workspace.recipe.plan
+    inputs = {
+        "plan": settings.model_dump(mode="json", exclude={"prompts"}),
+        "chain": workspace.identity("chain"),
+        "seed": workspace.recipe.seed,
+    }
+    if settings.prompts == "embedded":
+        return {**inputs, "generator": generator_digest()}
+    return {**inputs, "prompts": sha256_of_file(Path(settings.prompts))}
+
+
+def _run_plan(workspace: Workspace, folder: Path) -> dict[str, Any]:
+    from polybasic.deploy.planning import plan_chain
+    from polybasic.recipes.embedded.conversations import write_prompts
+
+    settings = workspace.recipe.plan
+    if settings.prompts == "embedded":
+        prompts = folder / CALIBRATION_NAME
+        # The report's prompts are others: a plan is not judged on what it was chosen by.
+        write_prompts(prompts, settings.num_prompts_per_task, workspace.recipe.seed + 1)
+        settings = settings.model_copy(update={"prompts": str(prompts)})
+
+    def say(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    planning = plan_chain(workspace.folder("chain"), settings, say)
+    measured = planning.measured
+    write_json(folder / MEASUREMENTS_NAME, planning.measurements.to_json())
+    return {
+        "hardware": measured.hardware,
+        "seconds_per_token": measured.seconds_per_token,
+        "plan": measured.plan.model_dump(mode="json"),
+    }
+
+
+def _identify_plan(workspace: Workspace, folder: Path) -> dict[str, Any]:
+    return {"measurements": sha256_of_file(folder / MEASUREMENTS_NAME)}
+
+
 def _report_inputs(workspace: Workspace) -> dict[str, Any]:
     return {
         "bench": workspace.recipe.bench.model_dump(mode="json", exclude={"prompts"}),
         "chain": workspace.identity("chain"),
+        "plan": workspace.identity("plan"),
         "prompts": workspace.identity("data")["prompts"],
     }
 
@@ -237,46 +221,6 @@ def _identify_report(workspace: Workspace, folder: Path) -> dict[str, Any]:
     return {"report": sha256_of_file(workspace.folder("chain") / "report" / "report.json")}
 
 
-def _identify_model(workspace: Workspace, folder: Path) -> dict[str, Any]:
-    return model_digests(folder)
-
-
-STAGES = (
-    Stage("data", (), _data_inputs, _run_data, _identify_data),
-    Stage("target", ("data",), _target_inputs, _run_target, _identify_target, resumes=True),
-    Stage("draft", ("data", "target"), _draft_inputs, _run_draft, _identify_model, resumes=True),
-    Stage(
-        "intermediate",
-        ("data", "target"),
-        _intermediate_inputs,
-        _run_intermediate,
-        _identify_model,
-    ),
-    Stage("chain", ("target", "draft", "intermediate"), _chain_inputs, _run_chain, _identify_chain),
-    Stage("report", ("data", "chain"), _report_inputs, _run_report, _identify_report),
-)
-
-
-def _learned_from(workspace: Workspace, recipe: Recipe) -> dict[str, Any]:
-    return {
-        "data": recipe.data.model_dump(exclude={"conversations"}),
-        "seed": recipe.seed,
-        "conversations": workspace.identity("data")["conversations"],
-        "target": workspace.identity("target"),
-    }
-
-
-def _split(workspace: Workspace) -> tuple[Any, Any]:
-    from polybasic.train.conversations import load_conversations, split_conversations
-
-    data = workspace.recipe.data
-    dataset = load_conversations(conversations_of(workspace), data.limit)
-    return split_conversations(dataset, data.num_heldout)
-
-
-def _token_ids(tokenizer: Any, rows: Any, data: DataSettings) -> list[list[int]]:
-    from polybasic.train.chat import encode_conversation
-
-    return [
-        encode_conversation(tokenizer, row["messages"], data.max_tokens).input_ids for row in rows
-    ]
+DATA = Stage("data", (), _data_inputs, _run_data, _identify_data)
+PLAN = Stage("plan", ("chain",), _plan_inputs, _run_plan, _identify_plan)
+REPORT = Stage("report", ("data", "chain", "plan"), _report_inputs, _run_report, _identify_report)

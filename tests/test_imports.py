@@ -16,6 +16,7 @@ LIGHT_MODULES = (
     "polybasic.quantize.settings",
     "polybasic.deploy",
     "polybasic.deploy.settings",
+    "polybasic.deploy.theory",
     "polybasic.recipes.schema",
     "polybasic.recipes.loading",
     "polybasic.recipes.estimate",

@@ -35,7 +35,12 @@ train:
   eval_answer_tokens: 16
   save_every_steps: 3
 quantize: {num_calibration_samples: 4, calibration_tokens: 64, num_quality_tokens: 256}
-plan: {tree: {depth: 3, top_k: 2, rows: 6}, flush_length: 4}
+plan:
+  tree: {depth: 3, top_k: 2, rows: 6}
+  flush_length: 4
+  num_prompts_per_task: 1
+  max_new_tokens: 16
+  grid: {depths: [2, 3], top_ks: [2], rows: [4, 6], flush_lengths: [2, 4], ngram_matches: []}
 bench: {num_prompts_per_task: 1, max_new_tokens: 16, repeats: 1}
 """
 
@@ -72,6 +77,12 @@ def polybasic(tmp_path: Path) -> Polybasic:
         return run_polybasic(arguments, tmp_path)
 
     return run
+
+
+@pytest.fixture(scope="session")
+def polybasic_in() -> Polybasic:
+    """Run the command line with (arguments, folder), for fixtures of more than one test."""
+    return run_polybasic
 
 
 @pytest.fixture(scope="session")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from polybasic.deploy import hardware, load_chain
 from polybasic.recipes import cli
 from polybasic.recipes.loading import load_recipe
 
@@ -36,7 +37,7 @@ def refusal(capsys, *arguments: str) -> str:
 def test_version_and_help(capsys) -> None:
     code, out, _ = call(capsys, "--version")
     assert (code, out) == (0, "polybasic 0.1.0\n")
-    for command in ("run", "train", "bench", "generate", "recipes"):
+    for command in ("run", "train", "plan", "bench", "generate", "recipes"):
         code, out, _ = call(capsys, command, "--help")
         assert code == 0
         assert out.startswith("Usage: polybasic")
@@ -126,6 +127,15 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(capsys, tmp_path, monkeypa
         (["bench", "nowhere", "--dtype", "int3"], "dtype = 'int3'"),
         (["bench", "nowhere", "--systems", "a"], "systems.0 = 'a'"),
         (["generate", "nowhere", "-p", "Hello"], "nowhere"),
+        (["generate", "nowhere", "-p", "Hello", "--min-p", "2"], "min_p=2.0; use 0 to 1"),
+        (["generate", "nowhere", "-p", "Hello", "--temperature", "-1"], "temperature=-1.0"),
+        (["generate", "nowhere", "-p", "Hello", "--logit-bias", "42"], "write ID=VALUE"),
+        (["generate", "nowhere", "-p", "Hello", "--logit-bias", "x=1"], "--logit-bias x=1"),
+        (
+            ["generate", "nowhere", "-p", "Hello", "--logit-bias", "4=1", "--logit-bias", "4=2"],
+            "token named twice: --logit-bias 4=1 4=2",
+        ),
+        (["generate", "nowhere", "-p", "Hello", "--logit-bias", "4=101"], "use -100 to 100"),
         (["inspect", "nowhere"], "nowhere"),
         (["verify", "."], "not a chain"),
     ],
@@ -196,6 +206,73 @@ def test_doctor_names_what_matters(capsys) -> None:
     assert "GB" in found["free disk"]
 
 
+def test_generate_has_an_option_for_every_setting(capsys, tiny_chain: Path) -> None:
+    asked = ["generate", str(tiny_chain), "-p", "w5 w9 w2", "--dtype", "float32"]
+    asked += ["--max-new-tokens", "30", "--json"]
+    chain = load_chain(tiny_chain, dtype="float32")
+    plain = chain.generate("w5 w9 w2", max_new_tokens=30).token_ids
+    for options, settings in (
+        (["--temperature", "0.9", "--top-k", "7", "--seed", "3"], {"top_k": 7}),
+        (["--temperature", "0.9", "--top-p", "0.8", "--seed", "3"], {"top_p": 0.8}),
+        (["--temperature", "0.9", "--min-p", "0.2", "--seed", "3"], {"min_p": 0.2}),
+        (["--repetition-penalty", "1.5"], {"repetition_penalty": 1.5}),
+        (["--presence-penalty", "2"], {"presence_penalty": 2.0}),
+        (["--frequency-penalty", "2"], {"frequency_penalty": 2.0}),
+        (
+            ["--logit-bias", "11=9", "--logit-bias", "4=8.5", "--logit-bias", "63=-100"],
+            {"logit_bias": {11: 9.0, 4: 8.5, 63: -100.0}},
+        ),
+    ):
+        sampled = {"temperature": 0.9, "seed": 3} if "--seed" in options else {}
+        code, out, err = call(capsys, *asked, *options)
+        assert code == 0, err
+        answer = json.loads(out)
+        expected = chain.generate("w5 w9 w2", max_new_tokens=30, **settings, **sampled)
+        assert answer["token_ids"] == expected.token_ids != plain
+        assert answer["text"] == expected.text
+        assert "generation_config.json" not in err
+    stop = chain.tokenizer.decode(plain[5])
+    out = call(capsys, *asked, "--stop", "never", "--stop", f" {stop}", "--members", "target")[1]
+    answer = json.loads(out)
+    assert answer["statistics"]["stopped_by"] == "stop_string"
+    assert set(answer["statistics"]["forward_passes"]) == {"target"}
+    assert answer["token_ids"] == plain[: plain.index(plain[5]) + 1]
+
+
+def test_generate_says_what_the_checkpoint_decided(
+    capsys, tiny_chain_parts, tmp_path: Path
+) -> None:
+    path = tiny_chain_parts.target / "generation_config.json"
+    defaults = {"do_sample": True, "temperature": 0.6, "top_k": 5, "repetition_penalty": 1.1}
+    path.write_text(json.dumps(json.loads(path.read_text("utf-8")) | defaults), "utf-8")
+    tiny_chain_parts.package(tmp_path / "chain")
+    asked = ["generate", str(tmp_path / "chain"), "-p", "w5", "--max-new-tokens", "4"]
+
+    def said(*options: str) -> str:
+        code, _, err = call(capsys, *asked, *options)
+        assert code == 0, err
+        line = err.splitlines()[-1]
+        return line.partition("; by the checkpoint's generation_config.json: ")[2]
+
+    assert said() == "repetition_penalty 1.1, temperature 0.6, top_k 5"
+    assert said("--top-k", "0", "--repetition-penalty", "1") == "temperature 0.6"
+    assert said("--temperature", "0") == "repetition_penalty 1.1"
+    assert said("--temperature", "0", "--repetition-penalty", "1") == ""
+
+
+def test_a_plan_for_another_machine_is_told_on_stderr(tiny_chain: Path, polybasic) -> None:
+    manifest = json.loads((tiny_chain / "chain.json").read_text("utf-8"))
+    plan = {"hardware": "an abacus", "dtype": "float32", "temperature": 0, "seconds_per_token": 1}
+    manifest["plans"] = [{**plan, "plan": manifest["plan"]}]
+    (tiny_chain / "chain.json").write_text(json.dumps(manifest), "utf-8")
+    done = polybasic("generate", tiny_chain, "-p", "w5", "--max-new-tokens", "4")
+    assert done.returncode == 0, done.stderr
+    told = [line for line in done.stderr.splitlines() if "an abacus" in line]
+    assert len(told) == 1
+    assert told[0].startswith("the chain's plans were measured on an abacus, not on ")
+    assert told[0].endswith(f"; measure here: polybasic plan {tiny_chain}")
+
+
 @pytest.mark.slow
 def test_commands_on_a_chain(capsys, micro_run: Path, tmp_path: Path) -> None:
     chain = str(micro_run / "chain")
@@ -238,6 +315,46 @@ def test_one_flipped_byte_is_found(capsys, micro_run: Path, tmp_path: Path) -> N
         line = refusal(capsys, *command, str(tmp_path / "out" / "chain"))
         assert "digest mismatch" in line
         assert str(weights) in line
+
+
+@pytest.mark.slow
+def test_plan_measures_writes_and_explains(capsys, micro_run: Path, tmp_path: Path) -> None:
+    shutil.copytree(micro_run, tmp_path / "out")
+    chain = tmp_path / "out" / "chain"
+    options = ["--num-prompts-per-task", "1", "--max-new-tokens", "6", "--temperature", "1"]
+    measurements = tmp_path / "measurements.json"
+    code, out, err = call(
+        capsys, "plan", str(chain), *options, "--measurements", str(measurements), "--json"
+    )
+    assert code == 0, err
+    planned = json.loads(out)
+    assert planned["temperature"] == 1
+    manifest = json.loads((chain / "chain.json").read_text("utf-8"))
+    assert planned in manifest["plans"]
+    assert len(json.loads(measurements.read_text("utf-8"))["traces"]) == 6
+    assert f"next: polybasic bench {chain}" in err.splitlines()[-1]
+    code, out, _ = call(capsys, "plan", str(chain), *options)
+    assert code == 0
+    assert "best plan of each set of members" in out
+    assert "decision: run target" in " ".join(out.split())
+    shown = " ".join(call(capsys, "inspect", str(chain))[1].split())
+    assert f"plan for {planned['hardware']}: target" in shown
+    assert "temperature" in refusal(capsys, "plan", str(chain), "--temperature=-1")
+    assert "checkpoint not found" in refusal(capsys, "plan", str(tmp_path / "nothing"))
+
+
+@pytest.mark.slow
+def test_bench_plans_first_on_another_machine(
+    capsys, micro_run: Path, tmp_path: Path, monkeypatch
+) -> None:
+    shutil.copytree(micro_run, tmp_path / "out")
+    chain = tmp_path / "out" / "chain"
+    monkeypatch.setattr(hardware, "hardware_name", lambda device: "another machine")
+    options = ["--max-new-tokens", "4", "--repeats", "1", "--num-prompts-per-task", "1"]
+    code, _, err = call(capsys, "bench", str(chain), *options, "--systems", "target,polybasic")
+    assert code == 0
+    told = "has no plan that was measured on this machine: measuring it first"
+    assert err.index(told) < err.index("plan: costs of rounds")
 
 
 @pytest.mark.slow

@@ -11,9 +11,10 @@ from polybasic.recipes import estimate as estimates
 from polybasic.recipes.estimate import check_disk, check_inputs, estimate, foresee
 from polybasic.recipes.loading import load_recipe
 from polybasic.recipes.pipeline import Stage, Workspace, run_stages
-from polybasic.recipes.sizes import Shape, shape_of_target
-from polybasic.recipes.stages import STAGES
+from polybasic.recipes.sizes import Shape, shape_of_small, shape_of_target
+from polybasic.recipes.stages import stages_of
 
+STAGES = stages_of(load_recipe("tiny"))
 Usage = namedtuple("Usage", "total used free")
 
 
@@ -64,12 +65,42 @@ def test_a_folder_is_sized_from_its_config(tmp_path: Path) -> None:
         shape_of_target(load_recipe("tiny", [f"target.model={tmp_path}"]))
 
 
-def test_every_stage_has_an_estimate(tmp_path: Path) -> None:
-    rows = estimate(STAGES, Workspace(load_recipe("tiny"), tmp_path / "out"), None)
-    assert [row.name for row in rows] == [stage.name for stage in STAGES]
+@pytest.mark.parametrize("name", ["tiny", "tiny-four"])
+def test_every_stage_has_an_estimate(name: str, tmp_path: Path) -> None:
+    recipe = load_recipe(name)
+    rows = estimate(stages_of(recipe), Workspace(recipe, tmp_path / "out"), None)
+    assert [row.name for row in rows] == [stage.name for stage in stages_of(recipe)]
     assert all(row.memory_bytes > 0 and row.seconds > 0 for row in rows)
     assert rows[1].num_parameters > rows[2].num_parameters > 0
     assert not (tmp_path / "out").exists()
+
+
+def test_the_smaller_model_is_estimated_by_its_own_shape(tmp_path: Path) -> None:
+    def rows(*overrides: str) -> dict:
+        recipe = load_recipe("tiny-four", list(overrides))
+        return {
+            row.name: row for row in estimate(stages_of(recipe), Workspace(recipe, tmp_path), None)
+        }
+
+    recipe = load_recipe("tiny-four")
+    small = shape_of_small(recipe, shape_of_target(recipe))
+    assert small is not None
+    assert (small.vocab_size, small.num_layers, small.hidden_size) == (4096, 4, 256)
+    assert shape_of_small(load_recipe("tiny"), small) is None
+    whole, shorter = rows(), rows("small.scratch.num_steps=100")
+    assert whole["small"].num_parameters == small.num_parameters
+    assert whole["small_draft"].num_parameters == small.num_draft_parameters
+    assert shorter["small_target"].seconds < whole["small_target"].seconds
+    assert shorter["target"] == whole["target"]
+    packed = rows("small.role=drafter")["chain"].disk_bytes
+    assert whole["chain"].disk_bytes - packed == small.num_draft_bytes
+
+
+def test_a_smaller_model_that_is_missing_is_told(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    recipe = load_recipe("tiny", ["small.model=no/where/here"])
+    with pytest.raises(UserError, match="checkpoint not found"):
+        estimate(stages_of(recipe), Workspace(recipe, tmp_path), None)
 
 
 def test_more_steps_take_longer(tmp_path: Path) -> None:

@@ -1,0 +1,138 @@
+"""Commands that measure a chain on the machine at hand: plan, bench."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from polybasic.recipes.commands_chain import ChainArgument, JsonOption, note
+
+PromptsOption = Annotated[
+    str | None,
+    typer.Option(help="A Spec-Bench question file.  [default: embedded, held-out prompts]"),
+]
+NumPromptsOption = Annotated[int | None, typer.Option(help="Prompts of each task.")]
+NewTokensOption = Annotated[int | None, typer.Option(help="Tokens of one answer.")]
+TemperatureOption = Annotated[float | None, typer.Option(help="0 is greedy.")]
+DtypeOption = Annotated[str | None, typer.Option(help="bfloat16, float16 or float32.")]
+
+
+def plan(
+    chain: ChainArgument,
+    prompts: PromptsOption = None,
+    num_prompts_per_task: NumPromptsOption = None,
+    max_new_tokens: NewTokensOption = None,
+    temperature: TemperatureOption = None,
+    dtype: DtypeOption = None,
+    measurements: Annotated[
+        Path | None, typer.Option(help="Also write what was measured there, as JSON.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure costs and acceptance, choose members, tree and flush lengths, and explain."""
+    from rich.console import Console
+
+    from polybasic.chain.checkpoint import resolve_chain
+    from polybasic.chain.files import write_json
+    from polybasic.deploy.settings import PlanSettings
+    from polybasic.recipes.loading import validated
+
+    given = {
+        "prompts": prompts,
+        "num_prompts_per_task": num_prompts_per_task,
+        "max_new_tokens": max_new_tokens,
+        "temperature": temperature,
+        "dtype": dtype,
+    }
+    given = {key: value for key, value in given.items() if value is not None}
+    settings = validated(PlanSettings, given, {}, "on the command line")
+    folder = resolve_chain(chain)
+    planning = _plan(folder, settings)
+    if measurements is not None:
+        write_json(measurements, planning.measurements.to_json())
+        note(f"wrote {measurements}")
+    if as_json:
+        typer.echo(json.dumps(planning.measured.model_dump(mode="json"), ensure_ascii=False))
+    else:
+        from polybasic.deploy.explanation import print_explanation
+
+        print_explanation(planning.measured.explanation, Console())
+    note(f"wrote the plan into {folder / 'chain.json'}; next: polybasic bench {chain}")
+
+
+def bench(
+    chain: ChainArgument,
+    prompts: PromptsOption = None,
+    num_prompts_per_task: NumPromptsOption = None,
+    max_new_tokens: NewTokensOption = None,
+    temperature: TemperatureOption = None,
+    repeats: Annotated[int | None, typer.Option(help="Turns that each system takes.")] = None,
+    dtype: DtypeOption = None,
+    systems: Annotated[str | None, typer.Option(help="Names, separated by commas.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure the chain's systems side by side; writes its report."""
+    from rich.console import Console
+
+    from polybasic.chain.checkpoint import resolve_chain
+    from polybasic.deploy.settings import BenchSettings, PlanSettings
+    from polybasic.recipes.loading import validated
+
+    given: dict[str, Any] = {
+        "prompts": prompts,
+        "num_prompts_per_task": num_prompts_per_task,
+        "max_new_tokens": max_new_tokens,
+        "temperature": temperature,
+        "repeats": repeats,
+        "dtype": dtype,
+        "systems": systems.split(",") if systems else None,
+    }
+    given = {key: value for key, value in given.items() if value is not None}
+    settings = validated(BenchSettings, given, {}, "on the command line")
+    folder = resolve_chain(chain)
+    if not _has_plan(folder):
+        note(f"{chain} has no plan that was measured on this machine: measuring it first")
+        _plan(folder, PlanSettings(temperature=settings.temperature, dtype=settings.dtype))
+    if settings.prompts == "embedded":
+        path = _embedded_prompts(folder, "prompts", settings.num_prompts_per_task)
+        settings = settings.model_copy(update={"prompts": str(path)})
+    from polybasic.deploy.benchmark import bench_chain
+    from polybasic.deploy.report import print_report
+
+    report = bench_chain(folder, settings)
+    if as_json:
+        typer.echo(json.dumps(report, ensure_ascii=False))
+    else:
+        print_report(report, Console())
+    note(f"wrote {folder / 'report' / 'report.md'}; next: polybasic inspect {chain}")
+
+
+def _plan(folder: Path, settings: Any) -> Any:
+    from polybasic.deploy.planning import plan_chain
+
+    if settings.prompts == "embedded":
+        path = _embedded_prompts(folder, "calibration", settings.num_prompts_per_task)
+        settings = settings.model_copy(update={"prompts": str(path)})
+    return plan_chain(folder, settings, note)
+
+
+def _has_plan(folder: Path) -> bool:
+    import torch
+
+    from polybasic.chain.manifest import read_manifest
+    from polybasic.deploy.hardware import hardware_name
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return read_manifest(folder).plan_for(hardware_name(device)) is not None
+
+
+def _embedded_prompts(folder: Path, name: str, num_per_task: int) -> Path:
+    """Held-out prompts as the chain's own recipe draws them; other ones for each name."""
+    from polybasic.chain.manifest import read_manifest
+    from polybasic.recipes.embedded.conversations import write_prompts
+
+    path = folder / "report" / f"{name}.jsonl"
+    seed = read_manifest(folder).provenance.recipe.get("seed", 0)
+    write_prompts(path, num_per_task, seed + (name == "calibration"))
+    return path
