@@ -67,7 +67,7 @@ class Member(Settings):
     def _kind_fits_role(self) -> "Member":
         kinds = _KINDS_OF_ROLE[self.role]
         if self.kind not in kinds:
-            raise ValueError(f"kind of a {self.role} must be {' or '.join(kinds)}")
+            raise ValueError(f"kind of the {self.role} must be {' or '.join(kinds)}")
         if (self.role == "drafter") != bool(self.drafts_for):
             raise ValueError("drafts_for names verifying members for a drafter, and for no other")
         return self
@@ -255,6 +255,9 @@ def check_plan(plan: Plan, members: Sequence[Member]) -> None:
     for name in verifying[:-1]:
         if name not in plan.flush:
             raise ValueError(f"plan.flush lacks {name}, above {verifying[-1]}")
+    for name in plan.flush:
+        if name not in by_name or by_name[name].role == "drafter":
+            raise ValueError(f"plan.flush names {name}, which verifies nothing")
 
 
 def read_manifest(folder: Path) -> Manifest:

@@ -92,6 +92,7 @@ def bench_chain(folder: Path, settings: BenchSettings) -> dict[str, Any]:
     prompts = _prompts(chain, chosen, settings)
     baseline = _baseline(chain, settings)
     _run_in_turns(chain, baseline, systems, prompts, settings)
+    summaries = _summaries(chain, baseline, systems, prompts, settings)
     report = {
         "schema": SCHEMA,
         "hardware": describe_hardware(chain.engine.models.target.device),
@@ -102,8 +103,8 @@ def bench_chain(folder: Path, settings: BenchSettings) -> dict[str, Any]:
             "num_questions_left_out_as_too_long": num_too_long,
             "prompts_sha256": hashlib.sha256(Path(settings.prompts).read_bytes()).hexdigest(),
         },
-        "systems": _summaries(chain, baseline, systems, prompts, settings),
-        "plan": _plan_summary(chain, systems),
+        "systems": summaries,
+        "plan": _plan_summary(chain, summaries),
     }
     write_json(folder / "report" / "report.json", report)
     write_markdown(folder / "report" / "report.md", report)
@@ -280,7 +281,7 @@ def _summaries(
         if system.plan is not None:
             summary["plan"] = system.plan.model_dump(mode="json")
             summary["shown_plan"] = _shown(system.plan, chain)
-            summary["seconds_per_token"] = _seconds_per_token(chain, system)
+            summary["seconds_per_token"] = _seconds_per_token(chain, system, settings)
         summary |= _totals(system.runs, target.runs)
         summary["forward_passes"] = _sum_by_name(
             [run.forward_passes for _, run in system.runs], settings.repeats
@@ -346,26 +347,34 @@ def _agreement(
     return vars(agreement)
 
 
-def _seconds_per_token(chain: Chain, system: System) -> dict[str, float | None]:
-    """What the plan was expected to need behind the prefill, and what it needed."""
+def _seconds_per_token(
+    chain: Chain, system: System, settings: BenchSettings
+) -> dict[str, float | None]:
+    """What the plan was expected to need behind the prefill, and what it needed.
+
+    Nothing is expected at another temperature, or in another dtype, than the plan was made for.
+    """
     tokens, seconds = _tokens_and_seconds(system.runs)
     seconds -= sum(run.prefill_seconds for _, run in system.runs)
-    predicted = chain.predicted_seconds_per_token(system.plan) if system.plan else None
+    measured, predicted = chain.measured_plan, None
+    if (
+        system.plan is not None
+        and measured is not None
+        and (measured.temperature, measured.dtype) == (settings.temperature, settings.dtype)
+    ):
+        predicted = chain.predicted_seconds_per_token(system.plan)
     return {"predicted": predicted, "measured": seconds / tokens}
 
 
-def _plan_summary(chain: Chain, systems: list[System]) -> dict[str, Any]:
+def _plan_summary(chain: Chain, summaries: dict[str, Any]) -> dict[str, Any]:
     """The chain's plan, what it was expected to cost, and why it was chosen."""
+    seconds = summaries.get("polybasic", {}).get("seconds_per_token", {})
     measured = chain.measured_plan
-    seconds = next(
-        (_seconds_per_token(chain, one)["measured"] for one in systems if one.name == "polybasic"),
-        None,
-    )
     return {
         **chain.plan.model_dump(mode="json"),
         "shown": _shown(chain.plan, chain),
-        "predicted_seconds_per_token": measured and measured.seconds_per_token,
-        "measured_seconds_per_token": seconds,
+        "predicted_seconds_per_token": seconds.get("predicted"),
+        "measured_seconds_per_token": seconds.get("measured"),
         "explanation": measured and measured.explanation,
     }
 

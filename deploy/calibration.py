@@ -6,7 +6,7 @@ drafts behind each of their tokens.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, product
 
 import numpy as np
 import torch
@@ -26,9 +26,11 @@ from polybasic.deploy.tree import DraftTree
 
 BLOCK_TOKENS = 16
 """Tokens that a model which shares its cache reads behind the rows of the model above."""
-OWN_ANSWER_TREE = Tree(depth=5, top_k=2, rows=8)
-OWN_ANSWERS_EVERY = 3
-"""Every which prompt intermediates answer themselves."""
+OWN_TEXT_TREE = Tree(depth=5, top_k=2, rows=8)
+"""Drafts for what intermediates write where they leave the answer."""
+
+RanksByDrafter = dict[tuple[str, str], dict[int, np.ndarray]]
+"""Drafter and its verifier -> top_k -> ranks, see `polybasic.deploy.measurements.Trace`."""
 
 
 @dataclass(frozen=True)
@@ -68,10 +70,7 @@ def calibrate(
         if len(answer := _answer(engine, prompt, stop_tokens, max_new_tokens, sampling)) > 1
     ]
     say("plan: acceptance along the answers")
-    traces = [
-        _trace(engine, one, max_new_tokens, sampling, grid, index % OWN_ANSWERS_EVERY == 0)
-        for index, one in enumerate(answered)
-    ]
+    traces = [_trace(engine, one, max_new_tokens, sampling, grid) for one in answered]
     say("plan: costs of rounds")
     costs = measure_costs(engine, [one.prompt for one in answered], stop_tokens, sampling, grid)
     return Measurements(
@@ -113,11 +112,10 @@ def _trace(
     max_new_tokens: int,
     sampling: Sampling,
     grid: PlanGrid,
-    reads_own: bool,
 ) -> Trace:
-    """What every model says along one answer; `reads_own` asks for answers of its own, too."""
+    """What every model says along one answer."""
     prompt, answer = one.prompt, one.answer
-    probability, confidence, own_confidence = {}, {}, {}
+    probability, confidence, own_confidence, drawn = {}, {}, {}, {}
     states = _states(engine, one)
     prefixes = Prefixes(prompt, [answer[:length] for length in range(len(answer))])
     places = list(range(len(answer)))
@@ -126,29 +124,35 @@ def _trace(
         with torch.inference_mode():
             logits = verifier.logits(states[name][len(prompt) - 1 :])
         rows = sampler.distributions(logits, prefixes)
-        drawn = [sampler.draw(rows, place) for place in places]
+        drawn[name] = [sampler.draw(rows, place) for place in places]
         confidence[name] = np.array(sampler.probabilities(rows, places, answer))
-        own_confidence[name] = np.array(sampler.probabilities(rows, places, drawn))
+        own_confidence[name] = np.array(sampler.probabilities(rows, places, drawn[name]))
         is_random = sampling.temperature > 0
-        probability[name] = confidence[name] if is_random else np.equal(drawn, answer) * 1.0
+        probability[name] = confidence[name] if is_random else np.equal(drawn[name], answer) * 1.0
+    target = next(iter(engine.verifiers))
     if sampling.temperature == 0:
         # Where passes of other lengths round to another token, the answer is right all the same.
-        probability[next(iter(probability))][:] = 1.0
-    ranks = {
-        (member.name, name): {
-            top_k: _ranks(engine, member.name, top_k, states[name], one, grid)
-            for top_k in grid.top_ks
-        }
-        for member in engine.models.members
-        for name in member.drafts_for
-    }
+        probability[target][:] = 1.0
+    ranks: RanksByDrafter = {}
+    own_ranks: RanksByDrafter = {}
+    for name in engine.verifiers:
+        drafters = [member.name for member in engine.models.members if name in member.drafts_for]
+        texts = [[answer[place:] for place in places]]
+        if drafters and name != target:
+            depth = max(grid.depths)
+            texts.append(_continuations(engine, name, one, drawn[name], sampling, depth))
+        for drafter, top_k in product(drafters, grid.top_ks):
+            found = _ranks(engine, drafter, top_k, states[name], one, texts, grid)
+            ranks.setdefault((drafter, name), {})[top_k] = found[0]
+            if name != target:
+                own_ranks.setdefault((drafter, name), {})[top_k] = found[1]
     return Trace(
         task=one.task,
         probability=probability,
         confidence=confidence,
         own_confidence=own_confidence,
         ranks=ranks,
-        own_ranks=_own_ranks(engine, one, max_new_tokens, sampling, grid) if reads_own else {},
+        own_ranks=own_ranks,
         ngram={m: _copied(prompt, answer, m, grid) for m in grid.ngram_matches} or None,
         max_tokens=max_new_tokens,
     )
@@ -188,53 +192,64 @@ def _ranks(
     top_k: int,
     states: Tensor,
     one: CalibrationPrompt,
+    texts: Sequence[Sequence[list[int]]],
     grid: PlanGrid,
-) -> np.ndarray:
-    """Ranks [N, D, D] of the answer's tokens among the candidates drafted at each position."""
+) -> list[np.ndarray]:
+    """Ranks [N, D, D] of texts among the candidates drafted at each position of the answer.
+
+    Args:
+        name: of the drafter.
+        states: of its verifier, over prompt and answer.
+        texts: for each result, and each position, the tokens from there on.
+    """
     prompt, answer, depth = one.prompt, one.answer, max(grid.depths)
-    tree = Tree(depth=depth, top_k=top_k, rows=2)
-    drafter = engine.drafters.named(name, tree)
+    drafter = engine.drafters.named(name, Tree(depth=depth, top_k=top_k, rows=2))
     drafter.rewind(0)
     drafter.observe(states[: len(prompt) - 1])
-    ranks = np.full((len(answer), depth, depth), ABSENT, dtype=np.int64)
+    found = [np.full((len(answer), depth, depth), ABSENT, dtype=np.int64) for _ in texts]
     for place in range(len(answer)):
         if place:
             drafter.observe(states[len(prompt) + place - 2 : len(prompt) + place - 1])
         if len(prompt) + place == 1 and isinstance(drafter, EagleDrafter):
             continue  # a head reads states, and none stands before the first token
         candidates = drafter.candidates([*prompt, *answer[:place]], depth)
-        ranks[place] = candidates.ranks(answer[place : place + depth])
-    return ranks
+        for ranks, text in zip(found, texts, strict=True):
+            ranks[place] = candidates.ranks(text[place][:depth])
+    return found
 
 
 @torch.inference_mode()
-def _own_ranks(
+def _continuations(
     engine: Engine,
+    name: str,
     one: CalibrationPrompt,
-    max_new_tokens: int,
+    drawn: list[int],
     sampling: Sampling,
-    grid: PlanGrid,
-) -> dict[tuple[str, str], dict[int, np.ndarray]]:
-    """Ranks along answers that intermediates with a drafter give by themselves."""
-    prompt, found = one.prompt, {}
-    for member in engine.models.members:
-        for name in member.drafts_for:
-            if name == next(iter(engine.verifiers)):
-                continue
-            verifier = engine.verifiers[name]
-            sampler = make_sampler(sampling, engine.models.target.device, len(prompt))
-            drafter = engine.drafters.named(member.name, OWN_ANSWER_TREE)
-            stage = TreeStage(verifier, drafter, sampler)
-            stage.prefill(prompt)
-            answer = stage.propose(len(one.answer), max_new_tokens).tokens
-            verifier.cache.truncate(0)
-            states = verifier.read([*prompt, *answer[:-1]])
-            own = CalibrationPrompt(one.task, prompt, answer)
-            found[member.name, name] = {
-                top_k: _ranks(engine, member.name, top_k, states, own, grid)
-                for top_k in grid.top_ks
-            }
-    return found
+    depth: int,
+) -> list[list[int]]:
+    """What a model itself draws from each position of the answer on, `depth` tokens or more.
+
+    That is the answer up to where the model leaves it, and its own text from there.
+
+    Args:
+        drawn: the model's own draw at each position.
+    """
+    prompt, answer = one.prompt, one.answer
+    sampler = make_sampler(sampling, engine.models.target.device, len(prompt))
+    drafter = next(m.name for m in engine.models.members if name in m.drafts_for)
+    stage = TreeStage(
+        engine.verifiers[name], engine.drafters.named(drafter, OWN_TEXT_TREE), sampler
+    )
+    continuations: list[list[int]] = []
+    following: list[int] = []
+    for place in reversed(range(len(answer))):
+        if drawn[place] == answer[place]:
+            following = [answer[place], *following]
+        else:
+            stage.prefill([*prompt, *answer[:place], drawn[place]])
+            following = [drawn[place], *stage.propose(depth, depth + OWN_TEXT_TREE.depth).tokens]
+        continuations.insert(0, following)
+    return continuations
 
 
 def _copied(prompt: list[int], answer: list[int], min_match: int, grid: PlanGrid) -> np.ndarray:

@@ -120,9 +120,8 @@ class Trace:
             of depth d and r rows accepts as many consecutive l = 1..d as have a rank <= r - 1.
         ngram: by min_match, [N]: how many tokens of y the copy proposed at t gets right, -1 where
             none is proposed (then the drafter drafts); None if it was not measured.
-        own_ranks: the same as `ranks` along an answer of the verifying member itself to the same
-            prompt, [M, D, D]: how far a draft carries where the member has left y. Empty where it
-            was not measured.
+        own_ranks: of drafters with an intermediate, as `ranks` of the tokens that the intermediate
+            itself draws from position t on, which are y's up to where it leaves y.
         max_tokens: that the answer might have had: where it has fewer, its last is a stop token,
             which nothing that drafts can foresee. None: as many as it has.
     """

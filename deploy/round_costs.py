@@ -29,7 +29,7 @@ from polybasic.deploy.verifier import PassClock
 
 MIN_SAMPLES = 5
 """Rounds of a row count from which its cost is taken."""
-NUM_TURNS = 2
+NUM_TURNS = 3
 """Times that every shape is run, in turns, so that drift hits all alike."""
 COST_TOKENS = 48
 """Tokens of an answer that is only timed."""

@@ -22,7 +22,7 @@ class PlanGrid(Settings):
     """What a planner chooses among, beside the sets of members."""
 
     depths: tuple[int, ...] = Field((2, 3, 4, 5, 6, 7, 8, 10), min_length=1)
-    top_ks: tuple[int, ...] = Field((2, 4, 6), min_length=1)
+    top_ks: tuple[int, ...] = Field((2, 4), min_length=1)
     rows: tuple[int, ...] = Field((4, 6, 8, 12, 16, 24, 32), min_length=1)
     flush_lengths: tuple[int, ...] = Field((2, 4, 6, 8, 10, 12, 16, 20, 24, 32), min_length=1)
     ngram_matches: tuple[int, ...] = Field(
@@ -44,7 +44,7 @@ class PlanSettings(Settings):
         description="to measure on: 'embedded' (generated, others than the bench's) or a "
         "Spec-Bench question file",
     )
-    num_prompts_per_task: int = Field(4, ge=1)
+    num_prompts_per_task: int = Field(6, ge=1)
     max_new_tokens: int = Field(96, ge=2)
     temperature: float = Field(0.0, ge=0, description="that the plan is chosen for")
     seed: int = 0

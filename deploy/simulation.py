@@ -13,10 +13,10 @@ has followed y for that many tokens, and wherever it follows y the same holds be
 stage below it, with its probabilities of y in p's place. At temperature 0 all of this is exact.
 
 Exact, too, are the innermost walks on y, limits, and what is read again into caches of their own.
-Approximated is what lies behind the parting in a block, which is refused: walks gain there what
-they gain along answers of the innermost model's own, and blocks between upper models are played as
-if y went on. There, where the upper model does not draw y_k, the lower one counts as agreeing with
-it if it does not draw y_k either. A copied draft counts the rows of one copy.
+Approximated is what lies behind the parting in a block, which is refused: it is played as if y
+went on and the innermost model parted from it as it does elsewhere. There, where the upper model
+does not draw y_k, the lower one counts as agreeing with it if it does not draw y_k either. A copied
+draft counts the rows of one copy.
 
 The uniforms belong to positions: two plans meet the same luck at the same place.
 """
@@ -155,39 +155,37 @@ class Simulator:
         room = np.maximum(self._limits - positions - level - 1, 0)
         depths = np.zeros_like(room)
         accepted, rows = np.zeros_like(room), np.ones_like(room)
+        own_accepted = accepted
         if drafter is not None:
             depths = np.minimum(room, tree.depth)
-            ranks = self._ranks(drafter, name, tree)
+            ranks = self._ranks("ranks", drafter, name, tree)
             by_depth = [num_candidates(depth, tree.top_k) for depth in range(tree.depth + 1)]
             rows = np.minimum(tree.rows, 1 + np.array(by_depth)[depths])
-            for depth in range(1, tree.depth + 1):
-                at = np.flatnonzero(depths == depth)
-                is_kept = ranks[at, depth - 1, :depth] <= tree.rows - 1
-                accepted[at] = np.logical_and.accumulate(is_kept, axis=1).sum(1)
+            accepted = own_accepted = _accepted(ranks, depths, tree)
+            if (drafter, name) in self.measurements.traces[0].own_ranks:
+                own_ranks = self._ranks("own_ranks", drafter, name, tree)
+                own_accepted = _accepted(own_ranks, depths, tree)
         if ngram is not None:
             copied = self._copied(ngram.min_match)
             copy_tokens = np.minimum(room, min(ngram.num_tokens, tree.rows - 1))
             is_copied = copied >= 0
             depths = np.where(is_copied, 0, depths)
             rows = np.where(is_copied, 1 + copy_tokens, rows)
-            accepted = np.where(is_copied, np.minimum(copied, copy_tokens), accepted)
+            copied = np.minimum(copied, copy_tokens)
+            accepted = np.where(is_copied, copied, accepted)
+            own_accepted = np.where(is_copied, copied, own_accepted)
         draft_seconds = np.zeros(len(room))
         if drafter is not None:
             costs = self.measurements.drafts[drafter]
             by_depth_seconds = [costs.at(depth, tree.top_k) for depth in range(tree.depth + 1)]
             draft_seconds = np.array(by_depth_seconds)[depths]
         most = np.minimum(room + 1, self._ends - positions)
-        gains = np.minimum(accepted + 1, most)
-        own_gains = gains
-        if drafter is not None and len(own_ranks := self._own_ranks(drafter, name, tree)):
-            is_kept = own_ranks[:, tree.depth - 1, : tree.depth] <= tree.rows - 1
-            own_gains = np.logical_and.accumulate(is_kept, axis=1).sum(1) + 1
-            own_gains = np.minimum(np.resize(own_gains, len(positions)), most)
+        gains, own_gains = (np.minimum(one + 1, most) for one in (accepted, own_accepted))
         return _TreeRounds(
             gains.tolist(), own_gains.tolist(), rows, depths, draft_seconds, ngram is not None
         )
 
-    def _ranks(self, drafter: str, name: str, tree: Tree) -> Counts:
+    def _ranks(self, what: str, drafter: str, name: str, tree: Tree) -> Counts:
         deepest = self.measurements.measured_depths(drafter, name)
         if tree.depth > deepest.get(tree.top_k, 0):
             measured = ", ".join(f"top_k {one} to depth {depth}" for one, depth in deepest.items())
@@ -197,22 +195,13 @@ class Simulator:
                 f"measured: {measured or 'none'}",
             )
         return self._memo(
-            ("ranks", drafter, name, tree.top_k),
+            (what, drafter, name, tree.top_k),
             lambda: np.concatenate(
-                [trace.ranks[drafter, name][tree.top_k] for trace in self.measurements.traces]
+                [
+                    getattr(trace, what)[drafter, name][tree.top_k]
+                    for trace in self.measurements.traces
+                ]
             ),
-        )
-
-    def _own_ranks(self, drafter: str, name: str, tree: Tree) -> Counts:
-        """Ranks along the member's own answers, one behind the other; none if not measured."""
-        parts = [
-            by_top_k[tree.top_k]
-            for trace in self.measurements.traces
-            if (by_top_k := trace.own_ranks.get((drafter, name))) is not None
-        ]
-        return self._memo(
-            ("own ranks", drafter, name, tree.top_k),
-            lambda: np.concatenate(parts) if parts else np.empty((0, 0, 0), np.int64),
         )
 
     def _copied(self, min_match: int) -> Counts:
@@ -315,6 +304,16 @@ class Simulator:
         return made
 
 
+def _accepted(ranks: Counts, depths: Counts, tree: Tree) -> Counts:
+    """Drafted tokens that a walk accepts, by position, of trees that are `depths` deep there."""
+    accepted = np.zeros_like(depths)
+    for depth in range(1, tree.depth + 1):
+        at = np.flatnonzero(depths == depth)
+        is_kept = ranks[at, depth - 1, :depth] <= tree.rows - 1
+        accepted[at] = np.logical_and.accumulate(is_kept, axis=1).sum(1)
+    return accepted
+
+
 def log_ratios(proposer: Values, verifier: Values) -> Values:
     """log(q/p) of each position; where p is 0, 0 if q is 0 too, else never kept."""
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -328,8 +327,8 @@ class _TreeRounds:
     """Rounds of the innermost stage, by the position where they begin.
 
     Attributes:
-        gains: tokens gained where the model follows y.
-        own_gains: tokens gained where it does not.
+        gains: tokens gained where the walk stays on y.
+        own_gains: tokens gained where it leaves y.
         rows: of the verification pass.
         depths: passes of the drafter.
         draft_seconds: of these.
@@ -372,7 +371,7 @@ class _TreeStage:
             visited.append(position)
             begun, gain = position, gains[position]
             if position + gain > parting:
-                # The walk leaves y at the parting, with a token of the model's own.
+                # The walk leaves y at the parting and goes on along the model's own tokens.
                 gain = max(parting + 1 - position, own_gains[position])
             position += gain
             self._num_gained += gain

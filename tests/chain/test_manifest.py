@@ -166,7 +166,7 @@ def _broken_measured_plan(content: Content) -> None:
         (_rename, "unknown key: members[2].dtypes in"),
         (_digest, "malformed manifest: members[2].files.config.json = 'abc' in"),
         (_role, "malformed manifest: members[2].role = 'prophet' in"),
-        (_kind, "(kind of a intermediate must be awq or decoder)"),
+        (_kind, "(kind of the intermediate must be awq or decoder)"),
         (
             _drafts_for_nobody,
             "(drafts_for names verifying members for a drafter, and for no other)",
