@@ -98,14 +98,14 @@ def whole_folder(path: Path, keep_partial: bool = False) -> Iterator[Path]:
             raise
 
 
-def write_json(path: Path, content: Any) -> None:
-    """Write `content` as indented JSON, whole.
+def write_json(path: Path, content: Any, indent: int | None = 2) -> None:
+    """Write `content` as JSON, whole; indented unless `indent` is None.
 
     Raises:
         UserError: the disk is full or not writable.
     """
     with whole_file(path) as partial:
-        partial.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", "utf-8")
+        partial.write_text(json.dumps(content, indent=indent, ensure_ascii=False) + "\n", "utf-8")
 
 
 def read_json(path: Path, what: str) -> Any:

@@ -24,6 +24,8 @@ _KINDS_OF_ROLE: dict[Role, tuple[Kind, ...]] = {
     "intermediate": ("awq", "decoder"),
     "drafter": ("eagle2", "awq", "decoder"),
 }
+MAX_TREE_ROWS = 256
+"""Of a verification pass, and of a draft over all of its levels; caches hold so many more."""
 NUM_PROBABILITY_BINS = 8
 """Bins of the adaptive flush: the proposing model's probability of a token, by its square."""
 
@@ -85,7 +87,15 @@ class Tree(Settings):
 
     depth: int = Field(ge=1, description="draft passes a round")
     top_k: int = Field(ge=1, description="beams kept and children a beam, at each depth")
-    rows: int = Field(ge=2, description="rows of the verification pass, root included")
+    rows: int = Field(
+        ge=2, le=MAX_TREE_ROWS, description="rows of the verification pass, root included"
+    )
+
+    @model_validator(mode="after")
+    def _drafts_fit_the_cache(self) -> "Tree":
+        if self.depth * self.top_k > MAX_TREE_ROWS:
+            raise ValueError(f"depth * top_k must be at most {MAX_TREE_ROWS}")
+        return self
 
 
 class AdaptiveFlush(Settings):

@@ -215,13 +215,6 @@ class Engine:
             raise UserError(
                 "plan cannot run", str(error), f"members: {_names(self.models.members)}"
             ) from error
-        tree = request.plan.tree
-        if max(tree.rows, tree.depth * tree.top_k) > SPARE_ROWS:
-            raise UserError(
-                "draft tree too large",
-                f"{tree.rows} rows, {tree.depth} levels of {tree.top_k}",
-                f"use at most {SPARE_ROWS} rows, and as many candidates over all levels",
-            )
 
 
 class Drafters:

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, PositiveInt, model_validator
 
 from polybasic.chain.manifest import Rule, Tree
 from polybasic.chain.settings import Settings
@@ -21,14 +21,22 @@ Dtype = Literal["bfloat16", "float16", "float32"]
 class PlanGrid(Settings):
     """What a planner chooses among, beside the sets of members."""
 
-    depths: tuple[int, ...] = Field((2, 3, 4, 5, 6, 7, 8, 10), min_length=1)
-    top_ks: tuple[int, ...] = Field((2, 4), min_length=1)
-    rows: tuple[int, ...] = Field((4, 6, 8, 12, 16, 24, 32), min_length=1)
-    flush_lengths: tuple[int, ...] = Field((2, 4, 6, 8, 10, 12, 16, 20, 24, 32), min_length=1)
-    ngram_matches: tuple[int, ...] = Field(
+    depths: tuple[PositiveInt, ...] = Field((2, 3, 4, 5, 6, 7, 8, 10), min_length=1)
+    top_ks: tuple[PositiveInt, ...] = Field((2, 4), min_length=1)
+    rows: tuple[PositiveInt, ...] = Field((4, 6, 8, 12, 16, 24, 32), min_length=1)
+    flush_lengths: tuple[PositiveInt, ...] = Field(
+        (2, 4, 6, 8, 10, 12, 16, 20, 24, 32), min_length=1
+    )
+    ngram_matches: tuple[PositiveInt, ...] = Field(
         (2, 4), description="shortest match of an n-gram draft; empty: no n-gram drafts"
     )
     ngram_tokens: int = Field(8, ge=1, description="tokens of an n-gram draft at most")
+
+    @model_validator(mode="after")
+    def _trees_can_run(self) -> "PlanGrid":
+        for rows in self.rows:
+            Tree(depth=max(self.depths), top_k=max(self.top_ks), rows=rows)
+        return self
 
 
 class PlanSettings(Settings):

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from polybasic.chain.decoder import Attend, Decoder, attend_causally, attend_to_ancestors
+from polybasic.chain.manifest import MAX_TREE_ROWS
 from polybasic.deploy.cache import KeyValueCache
 from polybasic.deploy.tree import DraftTree
 
-SPARE_ROWS = 256
+SPARE_ROWS = MAX_TREE_ROWS
 """Rows of every cache beyond the context: a draft's or a tree's lie behind the last token."""
 
 

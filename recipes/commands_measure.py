@@ -50,7 +50,7 @@ def plan(
     folder = resolve_chain(chain)
     planning = _plan(folder, settings)
     if measurements is not None:
-        write_json(measurements, planning.measurements.to_json())
+        write_json(measurements, planning.measurements.to_json(), indent=None)
         note(f"wrote {measurements}")
     if as_json:
         typer.echo(json.dumps(planning.measured.model_dump(mode="json"), ensure_ascii=False))

@@ -33,7 +33,7 @@ from polybasic.recipes.sources import (
 )
 
 CALIBRATION_NAME = "calibration.jsonl"
-MEASUREMENTS_NAME = "measurements.json"
+PLAN_NAME = "plan.json"
 
 
 def stages_of(recipe: Recipe) -> tuple[Stage, ...]:
@@ -181,9 +181,9 @@ def _run_plan(workspace: Workspace, folder: Path) -> dict[str, Any]:
     def say(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
-    planning = plan_chain(workspace.folder("chain"), settings, say)
-    measured = planning.measured
-    write_json(folder / MEASUREMENTS_NAME, planning.measurements.to_json())
+    measured = plan_chain(workspace.folder("chain"), settings, say).measured
+    say(f"plan: {measured.explanation['decision']}")
+    write_json(folder / PLAN_NAME, measured.model_dump(mode="json"))
     return {
         "hardware": measured.hardware,
         "seconds_per_token": measured.seconds_per_token,
@@ -192,7 +192,7 @@ def _run_plan(workspace: Workspace, folder: Path) -> dict[str, Any]:
 
 
 def _identify_plan(workspace: Workspace, folder: Path) -> dict[str, Any]:
-    return {"measurements": sha256_of_file(folder / MEASUREMENTS_NAME)}
+    return {"plan": sha256_of_file(folder / PLAN_NAME)}
 
 
 def _report_inputs(workspace: Workspace) -> dict[str, Any]:

@@ -141,6 +141,14 @@ def _no_flush(content: Content) -> None:
     content["plan"]["flush"] = {}
 
 
+def _flush_of_a_drafter(content: Content) -> None:
+    content["plan"]["flush"]["draft"] = {"length": 3}
+
+
+def _deep_and_wide(content: Content) -> None:
+    content["plan"]["tree"] |= {"depth": 33, "top_k": 8}
+
+
 def _adaptive(content: Content) -> None:
     content["plan"]["flush"]["target"]["adaptive"] = {"break_even": 0.5, "acceptance": [0.5] * 7}
 
@@ -181,6 +189,8 @@ def _broken_measured_plan(content: Content) -> None:
         (_planned_without_target, "(plan.members must begin with target)"),
         (_planned_backwards, "(plan.members draft, target must be among"),
         (_flush, "malformed manifest: plan.flush.target.length = 0 in"),
+        (_flush_of_a_drafter, "(plan.flush names draft, which verifies nothing)"),
+        (_deep_and_wide, "(depth * top_k must be at most 256)"),
         (_no_flush, "(plan.flush lacks target, above intermediate)"),
         (_adaptive, "malformed manifest: plan.flush.target.adaptive.acceptance = "),
         (

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from pydantic import ValidationError
 from rich.console import Console
 
 from polybasic.chain.errors import UserError
@@ -43,6 +44,15 @@ GRID = PlanGrid(
 SMALL_GRID = PlanGrid(
     depths=(2, 4), top_ks=(2,), rows=(4, 8), flush_lengths=(2, 4, 8), ngram_matches=()
 )
+
+
+@pytest.mark.parametrize(
+    "grid", [{"depths": (65,)}, {"rows": (12, 1)}, {"rows": (257,)}, {"flush_lengths": (0,)}]
+)
+def test_grids_of_what_cannot_run_are_refused(grid: dict[str, tuple[int, ...]]) -> None:
+    PlanGrid(depths=(64,), top_ks=(4,), rows=(2, 256))
+    with pytest.raises(ValidationError):
+        PlanGrid(**grid)
 
 
 def make_ranks(chance: np.random.Generator, num: int, hit: float, top_k: int) -> np.ndarray:
