@@ -150,6 +150,12 @@ def sweep(
     }
 
 
+def command_line(written: Path) -> str:
+    """As it was called, but for where the record went."""
+    words = ["FILE" if word == str(written) else word for word in sys.argv]
+    return shlex.join(["python", *words])
+
+
 def print_to_stderr(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
@@ -199,7 +205,7 @@ def main() -> None:
         )
     if arguments.json:
         record = {
-            "command": shlex.join(["python", *sys.argv]),
+            "command": command_line(arguments.json),
             "hardware": describe_hardware(chain.engine.models.target.device),
             "versions": package_versions(),
             "num_prompts": len(prompts),
