@@ -195,7 +195,7 @@ def test_plans_of_the_grid() -> None:
 
 def test_only_what_was_measured_is_planned() -> None:
     grid = PlanGrid(
-        depths=(2, 99), top_ks=(3, 4), rows=(4,), flush_lengths=(2,), ngram_matches=(2,)
+        depths=(2, 60), top_ks=(3, 4), rows=(4,), flush_lengths=(2,), ngram_matches=(2,)
     )
     measured = make_measurements(0, {"a": 1}, {}, num_traces=1)
     trees = {(one.tree.depth, one.tree.top_k) for one in candidate_plans(measured, grid)}
