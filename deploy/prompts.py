@@ -39,9 +39,13 @@ def read_questions(path: Path) -> list[Question]:
     try:
         lines = path.read_text("utf-8").splitlines()
     except FileNotFoundError as error:
-        raise UserError("prompts not found", str(path), "check bench.prompts") from error
+        raise UserError(
+            "prompts not found", str(path), "name a Spec-Bench question file"
+        ) from error
     except (IsADirectoryError, UnicodeDecodeError) as error:
-        raise UserError("prompts are no text file", str(path), "check bench.prompts") from error
+        raise UserError(
+            "prompts are no text file", str(path), "name a Spec-Bench question file"
+        ) from error
     questions = [
         _question(line, f"{path} line {number}")
         for number, line in enumerate(lines, 1)
