@@ -37,6 +37,7 @@ from polybasic.deploy.settings import PlanGrid, PlanSettings
 from polybasic.deploy.simulation import simulate
 from polybasic.recipes.embedded.conversations import write_prompts
 from polybasic.recipes.provenance import package_versions
+from polybasic.recipes.sources import write_calibration_prompts
 
 SWEEP_GRID = PlanGrid(
     depths=(4, 7), top_ks=(4,), rows=(8, 12, 20), flush_lengths=(6, 12, 20), ngram_matches=()
@@ -175,7 +176,7 @@ def main() -> None:
     chain = load_chain(arguments.chain, dtype=arguments.dtype)
     with tempfile.TemporaryDirectory() as folder:
         calibration = Path(folder) / "calibration.jsonl"
-        write_prompts(calibration, PlanSettings().num_prompts_per_task, seed=1)
+        write_calibration_prompts(calibration, PlanSettings().num_prompts_per_task, seed=0)
         judged = arguments.prompts or Path(folder) / "prompts.jsonl"
         if arguments.prompts is None:
             write_prompts(judged, arguments.num_prompts_per_task, seed=0)

@@ -17,7 +17,7 @@ from polybasic.chain.manifest import Kind, Ngram, Plan
 from polybasic.deploy.baselines import TransformersBaseline
 from polybasic.deploy.exactness import Agreement, OtherWay
 from polybasic.deploy.hardware import describe_hardware
-from polybasic.deploy.prompts import Question, choose_questions, read_questions
+from polybasic.deploy.prompts import Question, choose_fitting, read_questions
 from polybasic.deploy.report import write_markdown
 from polybasic.deploy.runtime import Chain, load_chain
 from polybasic.deploy.sampling import Sampling
@@ -116,21 +116,13 @@ def _fitting(
     chain: Chain, questions: list[Question], settings: BenchSettings
 ) -> tuple[list[Question], int]:
     """Questions chosen from those that fit the context, and how many do not."""
-    room = chain.engine.context_tokens - settings.max_new_tokens
 
     def num_tokens(question: Question) -> int:
         messages = [{"role": "user", "content": "\n".join(question.turns)}]
         answers = (len(question.turns) - 1) * (settings.max_new_tokens + 16)
         return len(chain.encode(messages)) + answers
 
-    fitting = [one for one in questions if num_tokens(one) <= room]
-    if not fitting:
-        raise UserError(
-            "no prompt fits the context",
-            f"{settings.prompts} ({len(questions)} questions, room for {room} tokens)",
-            "use shorter prompts or a smaller bench.max_new_tokens",
-        )
-    return choose_questions(fitting, settings.num_prompts_per_task), len(questions) - len(fitting)
+    return choose_fitting(questions, num_tokens, chain.engine.context_tokens, settings, "bench")
 
 
 def _prompts(chain: Chain, questions: list[Question], settings: BenchSettings) -> list[Prompt]:

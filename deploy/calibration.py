@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from polybasic.chain.manifest import Ngram, Plan, Tree
-from polybasic.deploy.eagle_drafter import EagleDrafter
 from polybasic.deploy.engine import Engine, Request
 from polybasic.deploy.hardware import hardware_name
 from polybasic.deploy.measurements import ABSENT, Measurements, Trace
@@ -210,8 +209,8 @@ def _ranks(
     for place in range(len(answer)):
         if place:
             drafter.observe(states[len(prompt) + place - 2 : len(prompt) + place - 1])
-        if len(prompt) + place == 1 and isinstance(drafter, EagleDrafter):
-            continue  # a head reads states, and none stands before the first token
+        if len(prompt) + place < drafter.least_tokens:
+            continue
         candidates = drafter.candidates([*prompt, *answer[:place]], depth)
         for ranks, text in zip(found, texts, strict=True):
             ranks[place] = candidates.ranks(text[place][:depth])

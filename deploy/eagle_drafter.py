@@ -8,12 +8,10 @@ from polybasic.chain.eagle import EagleHead
 from polybasic.chain.linear import Linear
 from polybasic.chain.manifest import Tree
 from polybasic.deploy.cache import KeyValueCache
-from polybasic.deploy.expansion import Candidates, Expansion
-from polybasic.deploy.tree import DraftTree
-from polybasic.deploy.verifier import PassClock
+from polybasic.deploy.expansion import Candidates, ExpandingDrafter, Expansion
 
 
-class EagleDrafter:
+class EagleDrafter(ExpandingDrafter):
     """Drafts by a head: the first level reads what was observed, every other one `top_k` rows.
 
     A draft is decided by the tokens and the states that were observed.
@@ -28,22 +26,13 @@ class EagleDrafter:
     def __init__(self, head: EagleHead, lm_head: Linear, tree: Tree, capacity: int) -> None:
         self.head = head
         self.cache = KeyValueCache(head.config, 1, capacity, head.dtype, head.device)
-        self.clock = PassClock(head.device)
         # Features by position, so that any row of the cache can be read again.
         self._features = torch.zeros(
             capacity, head.config.hidden_size, dtype=head.dtype, device=head.device
         )
         self._num_observed = 0
-        self._expansion = Expansion(head, self._forward, lm_head, tree, capacity)
-
-    @property
-    def tree(self) -> Tree:
-        """Shape of the next drafts."""
-        return self._expansion.tree
-
-    @tree.setter
-    def tree(self, tree: Tree) -> None:
-        self._expansion.tree = tree
+        # A row reads the state of one token and the token behind it.
+        super().__init__(Expansion(head, self._forward, lm_head, tree, capacity), least_tokens=2)
 
     def observe(self, states: Tensor) -> None:
         end = self._num_observed + len(states)
@@ -56,21 +45,9 @@ class EagleDrafter:
         # Row t also holds token t + 1, so the last row is read again.
         self.cache.truncate(min(self.cache.length, max(num_observed - 1, 0)))
 
-    def draft(self, tokens: list[int], max_depth: int) -> DraftTree:
-        depth = min(max_depth, self.tree.depth)
-        if depth == 0 or len(tokens) == 1:
-            return DraftTree.of_root(tokens[-1])
-        with self.clock.running(num_passes=depth):
-            return self.candidates(tokens, depth).keep_best(tokens[-1], self.tree.rows)
-
     def candidates(self, tokens: list[int], depth: int) -> Candidates:
-        """All candidates behind the sequence `tokens`, of which at least two stand.
-
-        Args:
-            depth: levels, which may be more than the tree has.
-        """
         feature = self._read_observed(tokens)
-        return self._expansion.expand(feature, self.cache.length, depth)
+        return self.expansion.expand(feature, self.cache.length, depth)
 
     def _read_observed(self, tokens: list[int]) -> Tensor:
         """Read the states not yet read; the guessed feature [1, D] behind the last of them."""

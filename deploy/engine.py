@@ -172,17 +172,27 @@ class Engine:
             stopped_by=stopped_by,
         )
 
-    def stages(self, request: Request) -> tuple[list[Stage], Drafter]:
-        """The stages of a request, from the root down, and the drafter below them."""
+    def stages(
+        self,
+        request: Request,
+        tree_stage: Callable[..., Stage] = TreeStage,
+        block_stage: Callable[..., Stage] = BlockStage,
+    ) -> tuple[list[Stage], Drafter]:
+        """The stages of a request, from the root down, and the drafter below them.
+
+        Args:
+            tree_stage: makes the innermost stage, with `TreeStage`'s arguments.
+            block_stage: makes each stage above, with `BlockStage`'s.
+        """
         plan = request.plan
         names = [name for name in plan.members if name in self.verifiers]
         drafter = self.drafters.of(plan)
         sampler = make_sampler(request.sampling, self.models.target.device, len(request.token_ids))
         stop = request.stop_tokens
-        stages: list[Stage] = [TreeStage(self.verifiers[names[-1]], drafter, sampler, stop)]
+        stages: list[Stage] = [tree_stage(self.verifiers[names[-1]], drafter, sampler, stop)]
         for name in reversed(names[:-1]):
             stages.insert(
-                0, BlockStage(self.verifiers[name], stages[0], sampler, plan.flush[name], stop)
+                0, block_stage(self.verifiers[name], stages[0], sampler, plan.flush[name], stop)
             )
         return stages, drafter
 

@@ -7,6 +7,7 @@ scores above its parent, so they form a tree (Li et al., EAGLE-2, 2024).
 #   K = top_k, L = levels, N = K + (L - 1) * K * K candidates, D = hidden size
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -21,6 +22,7 @@ from polybasic.chain.linear import Linear
 from polybasic.chain.manifest import Tree
 from polybasic.deploy.measurements import ABSENT, Counts
 from polybasic.deploy.tree import DraftTree
+from polybasic.deploy.verifier import PassClock
 
 Forward = Callable[[Tensor, Tensor, Attend], Tensor]
 """Tokens [K], the states [K, D] of the rows that they hang below and where the pass writes and
@@ -222,6 +224,44 @@ class Expansion:
         """Log-probabilities and tokens, each [R, K], of the best behind each state."""
         logits = self.lm_head(states)
         return logits.log_softmax(-1, dtype=torch.float32).topk(self._tree.top_k)
+
+
+class ExpandingDrafter(ABC):
+    """What drafters that expand a model have in common: a tree's shape, and how it is drafted.
+
+    Args:
+        expansion: of the model.
+        least_tokens: tokens that must stand before a draft.
+    """
+
+    def __init__(self, expansion: Expansion, least_tokens: int) -> None:
+        self.expansion, self.least_tokens = expansion, least_tokens
+        self.clock = PassClock(expansion.model.device)
+
+    @property
+    def tree(self) -> Tree:
+        """Shape of the next drafts."""
+        return self.expansion.tree
+
+    @tree.setter
+    def tree(self, tree: Tree) -> None:
+        self.expansion.tree = tree
+
+    def draft(self, tokens: list[int], max_depth: int) -> DraftTree:
+        """See `polybasic.deploy.drafter.Drafter`."""
+        depth = min(max_depth, self.tree.depth)
+        if depth == 0 or len(tokens) < self.least_tokens:
+            return DraftTree.of_root(tokens[-1])
+        with self.clock.running(num_passes=depth):
+            return self.candidates(tokens, depth).keep_best(tokens[-1], self.tree.rows)
+
+    @abstractmethod
+    def candidates(self, tokens: list[int], depth: int) -> Candidates:
+        """All candidates behind the sequence `tokens`, of which `least_tokens` stand.
+
+        Args:
+            depth: levels, which may be more than the tree has.
+        """
 
 
 class _Mask:

@@ -6,12 +6,10 @@ from torch import Tensor
 from polybasic.chain.decoder import Attend, Decoder, attend_causally
 from polybasic.chain.manifest import Tree
 from polybasic.deploy.cache import KeyValueCache
-from polybasic.deploy.expansion import Candidates, Expansion
-from polybasic.deploy.tree import DraftTree
-from polybasic.deploy.verifier import PassClock
+from polybasic.deploy.expansion import Candidates, ExpandingDrafter, Expansion
 
 
-class ModelDrafter:
+class ModelDrafter(ExpandingDrafter):
     """Drafts by a decoder: the first level reads the unread tokens, every other `top_k` rows.
 
     A draft is decided by the tokens alone; the verifier's states are only counted.
@@ -27,18 +25,10 @@ class ModelDrafter:
         self.cache = KeyValueCache(
             decoder.config, decoder.config.num_layers, capacity, decoder.dtype, decoder.device
         )
-        self.clock = PassClock(decoder.device)
         self._num_observed = 0
-        self._expansion = Expansion(decoder, self._forward, decoder.logits, tree, capacity)
-
-    @property
-    def tree(self) -> Tree:
-        """Shape of the next drafts."""
-        return self._expansion.tree
-
-    @tree.setter
-    def tree(self, tree: Tree) -> None:
-        self._expansion.tree = tree
+        super().__init__(
+            Expansion(decoder, self._forward, decoder.logits, tree, capacity), least_tokens=1
+        )
 
     def observe(self, states: Tensor) -> None:
         self._num_observed += len(states)
@@ -48,21 +38,9 @@ class ModelDrafter:
         self._num_observed = num_observed
         self.cache.truncate(min(self.cache.length, num_observed))
 
-    def draft(self, tokens: list[int], max_depth: int) -> DraftTree:
-        depth = min(max_depth, self.tree.depth)
-        if depth == 0:
-            return DraftTree.of_root(tokens[-1])
-        with self.clock.running(num_passes=depth):
-            return self.candidates(tokens, depth).keep_best(tokens[-1], self.tree.rows)
-
     def candidates(self, tokens: list[int], depth: int) -> Candidates:
-        """All candidates behind the sequence `tokens`.
-
-        Args:
-            depth: levels, which may be more than the tree has.
-        """
         state = self._read_unread(tokens)
-        return self._expansion.expand(state, self.cache.length, depth)
+        return self.expansion.expand(state, self.cache.length, depth)
 
     def _read_unread(self, tokens: list[int]) -> Tensor:
         """Read the tokens not yet read, at least the last one, whose state [1, D] is returned."""

@@ -5,13 +5,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from polybasic.chain.card import record_plan
-from polybasic.chain.errors import UserError
 from polybasic.chain.manifest import MeasuredPlan, PredictedPlan
 from polybasic.deploy.calibration import calibrate
 from polybasic.deploy.explanation import explain
 from polybasic.deploy.measurements import Measurements
 from polybasic.deploy.planner import choose_plan
-from polybasic.deploy.prompts import Question, choose_questions, read_questions
+from polybasic.deploy.prompts import Question, choose_fitting, read_questions
 from polybasic.deploy.runtime import Chain, load_chain
 from polybasic.deploy.sampling import Sampling
 from polybasic.deploy.settings import PlanSettings
@@ -72,18 +71,15 @@ def plan_loaded(chain: Chain, settings: PlanSettings, say: Callable[[str], None]
 
 def _prompts(chain: Chain, settings: PlanSettings) -> list[tuple[str, list[int]]]:
     """First turns that leave room for an answer, by task."""
-    questions = read_questions(Path(settings.prompts))
-    room = chain.engine.context_tokens - settings.max_new_tokens
 
     def first_turn(question: Question) -> list[int]:
         return chain.encode([{"role": "user", "content": question.turns[0]}])
 
-    fitting = [question for question in questions if len(first_turn(question)) <= room]
-    if not fitting:
-        raise UserError(
-            "no prompt fits the context",
-            f"{settings.prompts} ({len(questions)} questions, room for {room} tokens)",
-            "use shorter prompts or a smaller plan.max_new_tokens",
-        )
-    chosen = choose_questions(fitting, settings.num_prompts_per_task)
+    chosen, _ = choose_fitting(
+        read_questions(Path(settings.prompts)),
+        lambda question: len(first_turn(question)),
+        chain.engine.context_tokens,
+        settings,
+        "plan",
+    )
     return [(question.task, first_turn(question)) for question in chosen]

@@ -1,12 +1,13 @@
 """Benchmark prompts in Spec-Bench's question format."""
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from polybasic.chain.errors import UserError
-from polybasic.deploy.settings import TASKS
+from polybasic.deploy.settings import TASKS, BenchSettings, PlanSettings
 
 MT_BENCH_CATEGORIES = (
     "writing",
@@ -64,6 +65,36 @@ def choose_questions(questions: list[Question], num_per_task: int) -> list[Quest
         num = min(num_per_task, len(of_task))
         chosen += [of_task[index * len(of_task) // num] for index in range(num)]
     return chosen
+
+
+def choose_fitting(
+    questions: list[Question],
+    num_tokens: Callable[[Question], int],
+    room: int,
+    settings: PlanSettings | BenchSettings,
+    section: str,
+) -> tuple[list[Question], int]:
+    """Questions chosen from those that fit the context, and how many do not.
+
+    Args:
+        questions: of the file `settings.prompts`.
+        num_tokens: of a question, as it is asked.
+        room: tokens of the context, those of an answer included.
+        section: of a recipe that the settings are, for the error.
+
+    Raises:
+        UserError: none fits.
+    """
+    room -= settings.max_new_tokens
+    fitting = [question for question in questions if num_tokens(question) <= room]
+    if not fitting:
+        raise UserError(
+            "no prompt fits the context",
+            f"{settings.prompts} ({len(questions)} questions, room for {room} tokens)",
+            f"use shorter prompts or a smaller {section}.max_new_tokens",
+        )
+    chosen = choose_questions(fitting, settings.num_prompts_per_task)
+    return chosen, len(questions) - len(fitting)
 
 
 def _question(line: str, where: str) -> Question:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations, cycle
 from statistics import mean
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,11 +22,11 @@ from polybasic.deploy.engine import Engine, Request
 from polybasic.deploy.flushing import AdaptiveFlushing
 from polybasic.deploy.measurements import DraftCosts, PassCosts, StageOverhead
 from polybasic.deploy.ngram import NgramDrafter
-from polybasic.deploy.sampling import Sampling, make_sampler
+from polybasic.deploy.sampling import Sampling
 from polybasic.deploy.settings import PlanGrid
-from polybasic.deploy.stages import Block, BlockStage, Round, TreeStage
+from polybasic.deploy.stages import Block, BlockStage, Round, Stage, TreeStage
 from polybasic.deploy.tree import DraftTree
-from polybasic.deploy.verifier import PassClock
+from polybasic.deploy.verifier import PassClock, Verifier
 
 MIN_SAMPLES = 5
 """Rounds of a row count from which its cost is taken."""
@@ -104,20 +105,20 @@ def _time_rounds(engine: Engine, request: Request, costs: "RoundCosts") -> None:
             torch.cuda.synchronize(device)
         return time.perf_counter()
 
-    plan = request.plan
-    verifiers = [engine.verifiers[name] for name in plan.members if name in engine.verifiers]
-    drafter = _TimedDrafter(plan.members[-1], engine.drafters.of(plan), costs, now)
-    sampler = make_sampler(request.sampling, device, len(request.token_ids))
-    stop = request.stop_tokens
-    stage: _TimedTreeStage | _TimedBlockStage
-    stage = _TimedTreeStage(verifiers[-1], drafter, sampler, stop)
-    for verifier in reversed(verifiers[:-1]):
-        stage = _TimedBlockStage(verifier, stage, sampler, plan.flush[verifier.name], stop)
+    def tree_stage(verifier: Verifier, drafter: Drafter, *others: Any) -> Stage:
+        timed = _TimedDrafter(request.plan.members[-1], drafter, costs, now)
+        return _TimedTreeStage(verifier, timed, *others)
+
+    def block_stage(*arguments: Any) -> Stage:
+        stage = _TimedBlockStage(*arguments)
         stage.costs, stage.now = costs, now
-    stage.prefill(request.token_ids)
+        return stage
+
+    (root, *_), _ = engine.stages(request, tree_stage, block_stage)
+    root.prefill(request.token_ids)
     num_tokens, last = 0, -1
-    while num_tokens < request.max_new_tokens and last not in stop:
-        tokens = stage.propose(1, request.max_new_tokens - num_tokens).tokens
+    while num_tokens < request.max_new_tokens and last not in request.stop_tokens:
+        tokens = root.propose(1, request.max_new_tokens - num_tokens).tokens
         num_tokens, last = num_tokens + len(tokens), tokens[-1]
 
 

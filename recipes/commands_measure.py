@@ -95,7 +95,10 @@ def bench(
         note(f"{chain} has no plan that was measured on this machine: measuring it first")
         _plan(folder, PlanSettings(temperature=settings.temperature, dtype=settings.dtype))
     if settings.prompts == "embedded":
-        path = _embedded_prompts(folder, "prompts", settings.num_prompts_per_task)
+        from polybasic.recipes.embedded.conversations import write_prompts
+
+        path = folder / "report" / "prompts.jsonl"
+        write_prompts(path, settings.num_prompts_per_task, _seed(folder))
         settings = settings.model_copy(update={"prompts": str(path)})
     from polybasic.deploy.benchmark import bench_chain
     from polybasic.deploy.report import print_report
@@ -110,9 +113,11 @@ def bench(
 
 def _plan(folder: Path, settings: Any) -> Any:
     from polybasic.deploy.planning import plan_chain
+    from polybasic.recipes.sources import write_calibration_prompts
 
     if settings.prompts == "embedded":
-        path = _embedded_prompts(folder, "calibration", settings.num_prompts_per_task)
+        path = folder / "report" / "calibration.jsonl"
+        write_calibration_prompts(path, settings.num_prompts_per_task, _seed(folder))
         settings = settings.model_copy(update={"prompts": str(path)})
     return plan_chain(folder, settings, note)
 
@@ -127,12 +132,9 @@ def _has_plan(folder: Path) -> bool:
     return read_manifest(folder).plan_for(hardware_name(device)) is not None
 
 
-def _embedded_prompts(folder: Path, name: str, num_per_task: int) -> Path:
-    """Held-out prompts as the chain's own recipe draws them; other ones for each name."""
+def _seed(folder: Path) -> int:
+    """Of the recipe that the chain was made by: its prompts were held out."""
     from polybasic.chain.manifest import read_manifest
-    from polybasic.recipes.embedded.conversations import write_prompts
 
-    path = folder / "report" / f"{name}.jsonl"
-    seed = read_manifest(folder).provenance.recipe.get("seed", 0)
-    write_prompts(path, num_per_task, seed + (name == "calibration"))
-    return path
+    seed: int = read_manifest(folder).provenance.recipe.get("seed", 0)
+    return seed

@@ -31,6 +31,16 @@ def prompts_of(workspace: Workspace) -> Path:
     return Path(prompts)
 
 
+def write_calibration_prompts(path: Path, num_per_task: int, seed: int) -> None:
+    """Write embedded prompts to plan on, others than those of a report with the same seed.
+
+    A plan is not judged on what it was chosen by.
+    """
+    from polybasic.recipes.embedded.conversations import write_prompts
+
+    write_prompts(path, num_per_task, seed + 1)
+
+
 def model_named(recipe: Recipe, stage: str) -> str:
     """What the recipe says of a model that it starts from: 'scratch', a folder or a hub id.
 

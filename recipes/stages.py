@@ -30,6 +30,7 @@ from polybasic.recipes.sources import (
     generator_digest,
     prompts_of,
     source_digest,
+    write_calibration_prompts,
 )
 
 CALIBRATION_NAME = "calibration.jsonl"
@@ -169,13 +170,11 @@ def _plan_inputs(workspace: Workspace) -> dict[str, Any]:
 
 def _run_plan(workspace: Workspace, folder: Path) -> dict[str, Any]:
     from polybasic.deploy.planning import plan_chain
-    from polybasic.recipes.embedded.conversations import write_prompts
 
     settings = workspace.recipe.plan
     if settings.prompts == "embedded":
         prompts = folder / CALIBRATION_NAME
-        # The report's prompts are others: a plan is not judged on what it was chosen by.
-        write_prompts(prompts, settings.num_prompts_per_task, workspace.recipe.seed + 1)
+        write_calibration_prompts(prompts, settings.num_prompts_per_task, workspace.recipe.seed)
         settings = settings.model_copy(update={"prompts": str(prompts)})
 
     def say(line: str) -> None:
