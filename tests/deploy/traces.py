@@ -1,0 +1,69 @@
+"""Hand-made traces and costs for tests of the simulation."""
+
+from typing import Any
+
+import numpy as np
+
+from polybasic.chain.manifest import Tree
+from polybasic.deploy.measurements import (
+    ABSENT,
+    DraftCosts,
+    Measurements,
+    PassCosts,
+    StageOverhead,
+    Trace,
+)
+
+LEAST = Tree(depth=1, top_k=1, rows=2)
+LINE = PassCosts((1, 2), (10.0, 11.0))  # 9 + rows
+
+
+def chain_ranks(accepted: list[int], depth: int) -> np.ndarray:
+    """Of a drafter that drafts one chain, right for so many tokens."""
+    ranks = np.full((len(accepted), depth, depth), ABSENT)
+    for place, num in enumerate(accepted):
+        for level in range(min(num, depth)):
+            ranks[place, :, level] = level + 1
+    return ranks
+
+
+def make_trace(
+    probability: dict[str, list[float]],
+    accepted: dict[str, list[int]] | None = None,
+    depth: int = 4,
+    ngram: dict[int, list[int]] | None = None,
+    confidence: dict[str, list[float]] | None = None,
+) -> Trace:
+    values = {name: np.array(one, dtype=float) for name, one in probability.items()}
+    seen = values if confidence is None else {n: np.array(one) for n, one in confidence.items()}
+    return Trace(
+        "task",
+        values,
+        seen,
+        seen,
+        {("draft", name): {1: chain_ranks(one, depth)} for name, one in (accepted or {}).items()},
+        None if ngram is None else {key: np.array(one) for key, one in ngram.items()},
+    )
+
+
+def make_measurements(*traces: Trace, **changes: Any) -> Measurements:
+    """Passes of 9 + rows seconds for the target, a tenth of it for the model below, and so on."""
+    names = tuple(traces[0].probability)
+    shares = {names[0]: names[0]} | dict.fromkeys(names[1:], names[0])
+    arguments: dict[str, Any] = {
+        "hardware": "test",
+        "dtype": "float32",
+        "temperature": 0.0,
+        "verifying": names,
+        "drafters": {"draft": names},
+        "passes": {
+            name: PassCosts(LINE.rows, tuple(one / 10**place for one in LINE.seconds))
+            for place, name in enumerate(names)
+        },
+        "drafts": {"draft": DraftCosts({1: (0.5, 0.25)})},
+        "shares_cache": shares,
+        "round_overhead_seconds": {name: StageOverhead(0.0, 0.0) for name in names},
+        "ngram_seconds": 0.0,
+        "traces": list(traces),
+    }
+    return Measurements(**(arguments | changes))
