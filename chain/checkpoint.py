@@ -3,12 +3,15 @@
 import re
 import shutil
 import zipfile
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.files import disk_errors, read_json
+from polybasic.chain.hub import snapshot
 from polybasic.chain.manifest import MANIFEST_NAME
 
 if TYPE_CHECKING:
@@ -30,11 +33,52 @@ _CONFIG_FILES = ("config.json", "generation_config.json", "quantize_config.json"
 _LICENSE_PATTERNS = ("LICENSE*", "NOTICE*", "USE_POLICY*")
 
 _HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
-_SAFETENSORS_PATTERNS = ["model*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "LICENSE*"]
-_PICKLE_PATTERNS = ["pytorch_model*.bin", "pytorch_model.bin.index.json"]
+_PICKLES = ("pytorch_model*.bin", "pytorch_model.bin.index.json")
 _SINGLE_THEN_SHARDED = (
     ("model.safetensors", "model.safetensors.index.json"),
     ("pytorch_model.bin", "pytorch_model.bin.index.json"),
+)
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """What is fetched of one kind of repository; nothing else, and nothing of its folders.
+
+    Attributes:
+        config: the file that every such folder has.
+        otherwise: what a folder without it is called.
+        files: patterns of what is fetched in any case.
+        safetensors: pattern of the weights.
+        pickles: patterns of the weights where there are no safetensors.
+    """
+
+    config: str
+    otherwise: str
+    files: tuple[str, ...]
+    safetensors: str
+    pickles: tuple[str, ...]
+
+
+_CHECKPOINT = _Layout(
+    "config.json",
+    "not a checkpoint",
+    ("*.json", "*.jinja", "*.txt", "*.model", *_LICENSE_PATTERNS),
+    "model*.safetensors",
+    _PICKLES,
+)
+_ADAPTER = _Layout(
+    "adapter_config.json",
+    "not an adapter",
+    ("adapter_config.json", *TOKENIZER_FILES, *_LICENSE_PATTERNS),
+    "adapter_model.safetensors",
+    ("adapter_model.bin",),
+)
+_HEAD = _Layout(
+    "config.json",
+    "not a draft head",
+    ("config.json", *_LICENSE_PATTERNS),
+    "model*.safetensors",
+    _PICKLES,
 )
 
 
@@ -49,13 +93,31 @@ def resolve_checkpoint(reference: str, revision: str | None = None) -> Path:
     Raises:
         UserError: no such folder or repository, no config.json, gated, offline, disk full.
     """
-    folder = Path(reference).expanduser()
-    if folder.exists():
-        return _folder_with(folder, "config.json", "not a checkpoint")
-    folder = _snapshot(reference, revision, _SAFETENSORS_PATTERNS)
-    if not list(folder.glob("*.safetensors")):
-        folder = _snapshot(reference, revision, _SAFETENSORS_PATTERNS + _PICKLE_PATTERNS)
-    return _folder_with(folder, "config.json", "not a checkpoint")
+    return _resolved(_CHECKPOINT, reference, revision)
+
+
+def resolve_adapter(reference: str, revision: str | None = None) -> Path:
+    """The folder of a peft adapter, given as a folder or as a hub id `org/name[@revision]`.
+
+    Raises:
+        UserError: as `resolve_checkpoint`, for a missing adapter_config.json; no weights.
+    """
+    folder = _resolved(_ADAPTER, reference, revision)
+    names = (_ADAPTER.safetensors, *_ADAPTER.pickles)
+    if not any((folder / name).is_file() for name in names):
+        raise UserError("no weights", f"{folder} holds no {' or '.join(names)}", "fetch it again")
+    return folder
+
+
+def resolve_head(reference: str, revision: str | None = None) -> Path:
+    """The folder of a draft head in EAGLE's layout, given as a folder or as a hub id.
+
+    Raises:
+        UserError: as `resolve_checkpoint`, or as `weight_files`.
+    """
+    folder = _resolved(_HEAD, reference, revision)
+    weight_files(folder)
+    return folder
 
 
 def resolve_chain(reference: str, revision: str | None = None) -> Path:
@@ -66,7 +128,7 @@ def resolve_chain(reference: str, revision: str | None = None) -> Path:
     """
     folder = Path(reference).expanduser()
     if not folder.exists():
-        folder = _snapshot(reference, revision, None)
+        folder = snapshot(*split_hub_id(reference, revision), None)
     return _folder_with(folder, MANIFEST_NAME, "not a chain")
 
 
@@ -168,27 +230,64 @@ def load_tensors(folder: Path) -> "dict[str, torch.Tensor]":
     """All tensors of a checkpoint by name, memory-mapped on the CPU.
 
     Raises:
-        UserError: no weights, a damaged file, a pickle that holds more than tensors, or a tensor
-            that two files hold.
+        UserError: as `tensor_files`.
     """
     tensors: dict[str, torch.Tensor] = {}
-    for path in weight_files(folder):
-        read = _read_safetensors if path.suffix == ".safetensors" else _read_pickle
-        for name, tensor in read(path).items():
-            if name in tensors:
-                raise UserError(
-                    "tensor in two files", f"{name} in {path}", "download the checkpoint again"
-                )
-            tensors[name] = tensor
+    for path in sorted(set(tensor_files(folder).values())):
+        tensors |= read_tensors(path)
     return tensors
 
 
-def _read_safetensors(path: Path) -> "dict[str, torch.Tensor]":
+def tensor_files(folder: Path) -> dict[str, Path]:
+    """The file that holds each tensor of a checkpoint, by the tensor's name.
+
+    Raises:
+        UserError: no weights, a damaged file, a pickle that holds more than tensors, or a tensor
+            that two files hold.
+    """
+    files: dict[str, Path] = {}
+    for path in weight_files(folder):
+        for name in _tensor_names(path):
+            if name in files:
+                raise UserError(
+                    "tensor in two files", f"{name} in {path}", "download the checkpoint again"
+                )
+            files[name] = path
+    return files
+
+
+def read_tensors(path: Path, names: Sequence[str] | None = None) -> "dict[str, torch.Tensor]":
+    """Tensors of one weight file, all of them or `names`, on the CPU.
+
+    They are views of a mapping of the file that lives as long as any of them. A pickle written by a
+    torch older than 1.6 cannot be mapped and is read whole.
+
+    Raises:
+        UserError: a damaged file, or a pickle that holds more than tensors.
+    """
+    if path.suffix != ".safetensors":
+        content = _read_pickle(path)
+        return content if names is None else {name: content[name] for name in names}
+    with _opened_safetensors(path) as opened:
+        return {
+            name: opened.get_tensor(name) for name in (opened.keys() if names is None else names)
+        }
+
+
+def _tensor_names(path: Path) -> list[str]:
+    if path.suffix != ".safetensors":
+        return list(_read_pickle(path))
+    with _opened_safetensors(path) as opened:
+        return list(opened.keys())
+
+
+@contextmanager
+def _opened_safetensors(path: Path) -> Iterator[Any]:
     from safetensors import SafetensorError, safe_open
 
     try:
-        with safe_open(path, framework="pt") as content:
-            return {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118
+        with safe_open(path, framework="pt") as opened:
+            yield opened
     except SafetensorError as error:
         raise _damaged(path, str(error)) from error
 
@@ -251,53 +350,19 @@ def _shards(index: Path) -> list[Path]:
     return [index.parent / name for name in names]
 
 
+def _resolved(layout: _Layout, reference: str, revision: str | None) -> Path:
+    folder = Path(reference).expanduser()
+    if not folder.exists():
+        repository, revision = split_hub_id(reference, revision)
+        patterns = (*layout.files, layout.safetensors)
+        folder = snapshot(repository, revision, patterns)
+        if not list(folder.glob(layout.safetensors)):
+            folder = snapshot(repository, revision, patterns + layout.pickles)
+    return _folder_with(folder, layout.config, layout.otherwise)
+
+
 def _folder_with(folder: Path, name: str, otherwise: str) -> Path:
     if not (folder / name).is_file():
         found = f"no {name} in it" if folder.is_dir() else "no folder"
         raise UserError(otherwise, f"{folder} ({found})", f"name a folder that holds {name}")
     return folder
-
-
-def _snapshot(reference: str, revision: str | None, patterns: list[str] | None) -> Path:
-    """Download `patterns` of a repository (top folder only; all of it for None)."""
-    repository, revision = split_hub_id(reference, revision)
-    from huggingface_hub import constants, errors, snapshot_download
-
-    where = repository if revision is None else f"{repository}@{revision}"
-    page = f"https://huggingface.co/{repository}"
-    download: Callable[..., str] = snapshot_download
-    try:
-        with disk_errors(Path(constants.HF_HUB_CACHE)):
-            return Path(
-                download(
-                    repository,
-                    revision=revision,
-                    allow_patterns=patterns,
-                    ignore_patterns=None if patterns is None else ["*/*"],
-                )
-            )
-    except errors.GatedRepoError as error:
-        raise UserError(
-            "gated checkpoint", where, f"accept its terms at {page}, then `hf auth login`"
-        ) from error
-    except errors.RepositoryNotFoundError as error:
-        raise UserError(
-            "checkpoint not found",
-            f"{where} is neither a folder here nor a repository that you may read",
-            "check the spelling; for a private one `hf auth login`",
-        ) from error
-    except errors.RevisionNotFoundError as error:
-        raise UserError(
-            "revision not found", where, f"see {page}/commits for what exists"
-        ) from error
-    except errors.HFValidationError as error:
-        raise UserError("not a hub id", where, "name a folder or org/name[@revision]") from error
-    except errors.LocalEntryNotFoundError as error:
-        raise UserError(
-            "hub not reached",
-            f"{where} is no folder here and not whole in the hub's cache",
-            "connect (unset HF_HUB_OFFLINE) and run again, or name a folder",
-        ) from error
-    except (errors.HTTPError, ConnectionError) as error:
-        reason = str(error).splitlines()[0]
-        raise UserError("download failed", f"{where} ({reason})", "run again to resume") from error

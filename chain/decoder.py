@@ -1,70 +1,48 @@
-"""A lean decoder in the Llama family's layout: one sequence, a few rows a pass, a cache of keys
-and values that the caller owns.
+"""A lean decoder for Llama and its relatives: one sequence, a few rows a pass, a cache of keys and
+values that the caller owns.
 
 #   R = rows (tokens of one pass), S = rows in the cache, T = S + R, D = hidden size
 #   K = key/value heads, G = query heads that read one of them, H = head size, V = vocabulary
 """
 
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from polybasic.chain.attend import Attend, View
 from polybasic.chain.config import DecoderConfig
 from polybasic.chain.linear import Linear
+from polybasic.chain.rotary import RotaryTable
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+}
 
 
-class RotaryTable:
-    """Cosines and signed sines of every position, in the compute dtype.
-
-    Rotating x is x * cos + roll(x, H/2) * sin, with the sign of the rotated half kept in `sin`.
-    """
-
-    def __init__(
-        self, config: DecoderConfig, num_positions: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        inverse_frequency, scaling = _inverse_frequency(config)
-        angle = torch.outer(torch.arange(num_positions).float(), inverse_frequency)
-        sin, cos = angle.sin() * scaling, angle.cos() * scaling
-        self.cos = torch.cat([cos, cos], -1).unsqueeze(1).to(device, dtype)  # [positions, 1, H]
-        self.sin = torch.cat([-sin, sin], -1).unsqueeze(1).to(device, dtype)
-
-    def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [R, 1, H] of `positions` [R]."""
-        return self.cos[positions], self.sin[positions]
-
-    def between(self, first: int, end: int) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [end - first, 1, H] of consecutive positions, without a copy."""
-        return self.cos[first:end], self.sin[first:end]
-
-
-@dataclass
-class Attend:
-    """How the rows of one pass look at the cache.
-
-    Attributes:
-        start: rows already in the cache; this pass writes behind them.
-        rotary: cosines and sines of the rows' positions, each [R, 1, H].
-        mask: [R * G, T] added to the scores (0 or -inf), each row repeated for its G query heads;
-            None where every row sees all T, or where `is_causal` says the rest.
-        is_causal: an empty cache, read from left to right (only with start 0).
-    """
-
-    start: int
-    rotary: tuple[Tensor, Tensor]
-    mask: Tensor | None = None
-    is_causal: bool = False
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Root-mean-square norm over the last dimension, computed in the weight's dtype."""
+    if weight.dtype == x.dtype:
+        return F.rms_norm(x, weight.shape, weight, eps)
+    return F.rms_norm(x.to(weight.dtype), weight.shape, weight, eps).to(x.dtype)
 
 
 class DecoderLayer:
     """One layer: attention over the cache, then the gated MLP; residuals around both.
 
+    Weights of norms are in the compute dtype, or in float32 where the norm is computed in it.
+
     Args:
         input_norm: weight [D] of the norm before attention; an EAGLE head has none.
         qkv: D -> (K*G + K + K) * H, queries first, then keys, then values.
         gate_up: D -> 2 * intermediate size, gate first.
+        kind: place in `config.kinds`.
+        query_norm: weight [H] of the norm of each query; comes with `key_norm`.
+        attention_post_norm: weight [D] of the norm of what attention adds.
+        mlp_post_norm: weight [D] of the norm of what the MLP adds.
     """
 
     def __init__(
@@ -76,52 +54,84 @@ class DecoderLayer:
         mlp_norm: Tensor,
         gate_up: Linear,
         down: Linear,
+        *,
+        kind: int = 0,
+        query_norm: Tensor | None = None,
+        key_norm: Tensor | None = None,
+        attention_post_norm: Tensor | None = None,
+        mlp_post_norm: Tensor | None = None,
     ) -> None:
-        self.config = config
+        self.kind, self.eps = kind, config.rms_norm_eps
+        self.scale, self.softcap = config.attention_scale, config.attention_softcap
         self.input_norm, self.mlp_norm = input_norm, mlp_norm
+        self.attention_post_norm, self.mlp_post_norm = attention_post_norm, mlp_post_norm
         self.qkv, self.out, self.gate_up, self.down = qkv, out, gate_up, down
+        self.activation = _ACTIVATIONS[config.activation]
         self.num_kv_heads, self.query_groups = config.num_kv_heads, config.query_groups
         self.head_dim = config.head_dim
         self.num_rotated = config.num_heads + config.num_kv_heads
+        self.head_norms: Tensor | None = None
+        if query_norm is not None and key_norm is not None:
+            queries, keys = (config.num_heads, -1), (config.num_kv_heads, -1)
+            self.head_norms = torch.cat([query_norm.expand(*queries), key_norm.expand(*keys)])
 
     def forward(self, x_RD: Tensor, cache: Tensor, attend: Attend) -> Tensor:
         """Read `x_RD` and write its keys and values into `cache` [2K, capacity, H]."""
-        normed = x_RD if self.input_norm is None else self.norm(x_RD, self.input_norm)
-        x_RD = x_RD + self.out(self._attention(normed, cache, attend))
-        gate, up = self.gate_up(self.norm(x_RD, self.mlp_norm)).chunk(2, -1)
-        return x_RD + self.down(F.silu(gate).mul_(up))
+        normed = x_RD if self.input_norm is None else rms_norm(x_RD, self.input_norm, self.eps)
+        attended = self.out(self._attention(normed, cache, attend.start, attend.views[self.kind]))
+        if self.attention_post_norm is not None:
+            attended = rms_norm(attended, self.attention_post_norm, self.eps)
+        x_RD = x_RD + attended
+        gate, up = self.gate_up(rms_norm(x_RD, self.mlp_norm, self.eps)).chunk(2, -1)
+        added = self.down(self.activation(gate).mul_(up))
+        if self.mlp_post_norm is not None:
+            added = rms_norm(added, self.mlp_post_norm, self.eps)
+        return x_RD + added
 
-    def norm(self, x_RD: Tensor, weight: Tensor) -> Tensor:
-        """Root-mean-square norm."""
-        return F.rms_norm(x_RD, weight.shape, weight, self.config.rms_norm_eps)
-
-    def _attention(self, x_RD: Tensor, cache: Tensor, attend: Attend) -> Tensor:
-        rows, end = x_RD.shape[0], attend.start + x_RD.shape[0]
+    def _attention(self, x_RD: Tensor, cache: Tensor, start: int, view: View) -> Tensor:
+        rows, end = x_RD.shape[0], start + x_RD.shape[0]
         K, G, H = self.num_kv_heads, self.query_groups, self.head_dim
         qkv = self.qkv(x_RD).view(rows, -1, H)
-        cos, sin = attend.rotary
+        cos, sin = view.rotation
         rotated = qkv[:, : self.num_rotated]
+        if self.head_norms is not None:
+            rotated = self._normed_heads(rotated, self.head_norms)
         rotated = (rotated * cos).addcmul_(rotated.roll(H // 2, -1), sin)
-        cache[:K, attend.start : end].copy_(rotated[:, K * G :].transpose(0, 1))
-        cache[K:, attend.start : end].copy_(qkv[:, self.num_rotated :].transpose(0, 1))
+        cache[:K, start:end].copy_(rotated[:, K * G :].transpose(0, 1))
+        cache[K:, start:end].copy_(qkv[:, self.num_rotated :].transpose(0, 1))
         queries = rotated[:, : K * G].view(rows, K, G, H)
-        if attend.is_causal:
+        keys, values = cache[None, :K, view.first : end], cache[None, K:, view.first : end]
+        if view.is_prompt:
+            if view.mask is not None and G > 1:
+                # CUDA has no fused kernel for a mask with fewer key heads than query heads
+                keys, values = keys.repeat_interleave(G, 1), values.repeat_interleave(G, 1)
             attended = F.scaled_dot_product_attention(
                 queries.reshape(rows, K * G, H).transpose(0, 1)[None],
-                cache[None, :K, :end],
-                cache[None, K:, :end],
-                is_causal=True,
-                enable_gqa=G > 1,
+                keys,
+                values,
+                attn_mask=view.mask,
+                is_causal=view.mask is None,
+                scale=self.scale,
+                enable_gqa=G > 1 and view.mask is None,
             )
             return attended[0].transpose(0, 1).reshape(rows, -1)
         # Rows and query groups are folded into one dimension: each key/value head is read once.
-        attended = F.scaled_dot_product_attention(
-            queries.transpose(0, 1).reshape(1, K, rows * G, H),
-            cache[None, :K, :end],
-            cache[None, K:, :end],
-            attn_mask=attend.mask,
-        )
+        queries = queries.transpose(0, 1).reshape(1, K, rows * G, H)
+        if self.softcap is None:
+            attended = F.scaled_dot_product_attention(
+                queries, keys, values, attn_mask=view.mask, scale=self.scale
+            )
+        else:
+            attended = _softcapped_attention(
+                queries, keys, values, view.mask, self.scale, self.softcap
+            )
         return attended.view(K, rows, G, H).transpose(0, 1).reshape(rows, -1)
+
+    def _normed_heads(self, heads: Tensor, weight: Tensor) -> Tensor:
+        """Norm of queries and keys [R, K*G + K, H], each head with its own weights."""
+        wide = heads.to(weight.dtype)
+        normed = F.rms_norm(wide, wide.shape[-1:], None, self.eps)
+        return (normed * weight).to(heads.dtype)
 
 
 class Decoder:
@@ -130,7 +140,10 @@ class Decoder:
     Args:
         embedding: [V, D] in the compute dtype.
         final_norm: [D].
-        lm_head: D -> V.
+        lm_head: D -> V, before soft-capping.
+
+    Attributes:
+        lm_head: D -> V with the soft-capping that the config asks for: for drafters, too.
     """
 
     def __init__(
@@ -145,6 +158,11 @@ class Decoder:
         self.config, self.rotary = config, rotary
         self.embedding, self.layers, self.final_norm = embedding, layers, final_norm
         self.lm_head = lm_head
+        if (softcap := config.logit_softcap) is not None:
+            self.lm_head = lambda states: _softcapped(lm_head(states), softcap)
+        # transformers rounds the factor to the dtype of the weights
+        scale = config.embedding_scale
+        self.embedding_scale = None if scale is None else embedding.new_tensor(scale).item()
 
     @property
     def device(self) -> torch.device:
@@ -155,13 +173,14 @@ class Decoder:
         return self.embedding.dtype
 
     @property
-    def cache_shape(self) -> tuple[int, ...]:
-        """Layers, key/value heads, head size and width of the states.
+    def cache_shape(self) -> tuple[object, ...]:
+        """Layers with their kinds, key/value heads, head size and width of the states.
 
         Decoders that agree in it can share a cache, and one's states serve a head of the other.
         """
         config = self.config
-        return config.num_layers, config.num_kv_heads, config.head_dim, config.hidden_size
+        kinds = [config.kinds[layer.kind] for layer in self.layers]
+        return kinds, config.num_kv_heads, config.head_dim, config.hidden_size
 
     def forward(self, token_ids: Tensor, cache: list[Tensor], attend: Attend) -> Tensor:
         """States [R, D] after the final norm: what the output projection and a draft head read.
@@ -171,67 +190,32 @@ class Decoder:
             cache: one [2K, capacity, H] a layer, keys first; rows start..T are written.
         """
         x_RD = F.embedding(token_ids, self.embedding)
+        if self.embedding_scale is not None:
+            x_RD = x_RD * self.embedding_scale
         for layer, layer_cache in zip(self.layers, cache, strict=True):
             x_RD = layer.forward(x_RD, layer_cache, attend)
-        return F.rms_norm(x_RD, self.final_norm.shape, self.final_norm, self.config.rms_norm_eps)
+        return rms_norm(x_RD, self.final_norm, self.config.rms_norm_eps)
 
     def logits(self, states: Tensor) -> Tensor:
         """Logits [R, V] of `states` [R, D]."""
         return self.lm_head(states)
 
 
-class Attending(Protocol):
-    """What `Attend` is made for: a `Decoder` or an `EagleHead`."""
-
-    config: DecoderConfig
-    rotary: RotaryTable
-
-
-def attend_causally(model: Attending, start: int, rows: int) -> Attend:
-    """`rows` consecutive tokens behind `start` cached ones."""
-    rotary = model.rotary.between(start, start + rows)
-    if rows == 1:
-        return Attend(start, rotary)
-    if start == 0:
-        return Attend(start, rotary, is_causal=True)
-    cos = rotary[0]
-    future = torch.full((rows, rows), float("-inf"), dtype=cos.dtype, device=cos.device).triu_(1)
-    return Attend(start, rotary, folded_mask(future, start, model.config.query_groups))
+def _softcapped_attention(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    scale: float | None,
+    softcap: float,
+) -> Tensor:
+    scores = queries @ keys.mT * (queries.shape[-1] ** -0.5 if scale is None else scale)
+    scores = _softcapped(scores, softcap)
+    if mask is not None:
+        scores = scores + mask
+    return scores.softmax(-1, dtype=torch.float32).to(values.dtype) @ values
 
 
-def attend_to_ancestors(
-    model: Attending, start: int, positions: Tensor, among_rows: Tensor
-) -> Attend:
-    """Rows of a tree behind `start` cached tokens, all of which they see.
-
-    Args:
-        positions: int64 [R].
-        among_rows: [R, R], 0 where a row sees another (its ancestors and itself), else -inf.
-    """
-    mask = folded_mask(among_rows, start, model.config.query_groups)
-    return Attend(start, model.rotary.at(positions), mask)
-
-
-def folded_mask(among_rows: Tensor, start: int, query_groups: int) -> Tensor:
-    """Mask [R * G, start + columns]: `start` visible columns before those of `among_rows`."""
-    mask = F.pad(among_rows, (start, 0))
-    return mask.repeat_interleave(query_groups, 0) if query_groups > 1 else mask
-
-
-def _inverse_frequency(config: DecoderConfig) -> tuple[Tensor, float]:
-    """Rotary frequencies [H/2] and attention scaling, as transformers computes them."""
-    from transformers import LlamaConfig
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    rope_type = config.rope["rope_type"]
-    if rope_type == "default":
-        exponent = torch.arange(0, config.head_dim, 2).float() / config.head_dim
-        return config.rope["rope_theta"] ** -exponent, 1.0
-    described = LlamaConfig(
-        hidden_size=config.hidden_size,
-        num_attention_heads=config.num_heads,
-        head_dim=config.head_dim,
-        max_position_embeddings=config.context_tokens,
-        rope_parameters=config.rope,
-    )
-    return ROPE_INIT_FUNCTIONS[rope_type](described, torch.device("cpu"))
+def _softcapped(x: Tensor, softcap: float) -> Tensor:
+    """`x`, kept between -softcap and softcap."""
+    return (x / softcap).tanh() * softcap

@@ -7,9 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from polybasic.chain.attend import Attend
 from polybasic.chain.config import DecoderConfig
-from polybasic.chain.decoder import Attend, DecoderLayer, RotaryTable
+from polybasic.chain.decoder import DecoderLayer
 from polybasic.chain.linear import Linear
+from polybasic.chain.rotary import RotaryTable
 
 
 class EagleHead:
@@ -21,7 +23,7 @@ class EagleHead:
 
     Args:
         config: of the head's single layer.
-        embedding: the target's, [V, D].
+        embedding: the target's, [V, D], as it is stored: no family's factor is applied.
         fc: 2D -> D.
     """
 

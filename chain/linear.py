@@ -18,30 +18,43 @@ CPU_INT4_MAX_ROWS = 4
 """Beyond this many rows PyTorch's int4 kernel for the CPU loses to prepacked bfloat16 weights
 (benchmarks/kernels.py)."""
 
+_DEQUANTIZED_AT_ONCE = 1 << 22
 
-def dense_linear(weight: Tensor) -> Linear:
-    """A product with `weight` [O, I] on its device and in its dtype.
+
+def dense_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
+    """A product with `weight` [O, I] on its device and in its dtype, plus `bias` [O].
 
     On a CPU the weight is laid out once for oneDNN, which reads it at 1.3x to 2x the rate of
-    `F.linear` over few rows; the given tensor is not kept.
+    `F.linear` over few rows; the given tensor is then not kept.
     """
-    if weight.device.type == "cpu" and torch.backends.mkldnn.is_available():
+    if is_laid_out_anew(weight.device, weight.dtype):
         packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
         product = torch.ops.mkldnn._linear_pointwise
-        return lambda x_RI: product(x_RI, packed, None, "none", [], "")
-    return lambda x_RI: F.linear(x_RI, weight)
+        return lambda x_RI: product(x_RI, packed, bias, "none", [], "")
+    return lambda x_RI: F.linear(x_RI, weight, bias)
 
 
-def int4_linear(weight: QuantizedWeight, dtype: torch.dtype, device: torch.device) -> Linear:
+def is_laid_out_anew(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether `dense_linear` copies such a weight into oneDNN's layout instead of keeping it."""
+    if device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return False
+    # oneDNN multiplies float16 on the newest CPUs only
+    return dtype != torch.float16 or torch.ops.mkldnn._is_mkldnn_fp16_supported()
+
+
+def int4_linear(
+    weight: QuantizedWeight, dtype: torch.dtype, device: torch.device, bias: Tensor | None = None
+) -> Linear:
     """A product with a 4-bit weight; activations are rounded to bfloat16 for the int4 kernel.
 
     On a CPU, passes of up to `CPU_INT4_MAX_ROWS` rows read the 4-bit codes and longer ones a
-    dequantized copy in bfloat16; elsewhere a dequantized copy in `dtype` is read.
+    dequantized copy in bfloat16; elsewhere a dequantized copy in `dtype` is read. `bias` [O] is in
+    `dtype` and on the device.
     """
     if device.type != "cpu":
-        return dense_linear(dequantize(weight).to(device, dtype))
+        return dense_linear(_dequantized(weight, dtype, device), bias)
     packed, scales_and_zeros = cpu_int4_weight(weight)
-    dense = dense_linear(dequantize(weight).bfloat16())
+    dense = dense_linear(_dequantized(weight, torch.bfloat16, device))
     group_size = weight.group_size
     product = torch.ops.aten._weight_int4pack_mm_for_cpu
 
@@ -51,4 +64,15 @@ def int4_linear(weight: QuantizedWeight, dtype: torch.dtype, device: torch.devic
             return dense(x_RI).to(dtype)
         return product(x_RI, packed, group_size, scales_and_zeros).to(dtype)
 
-    return multiply
+    return multiply if bias is None else lambda x_RI: multiply(x_RI) + bias
+
+
+def _dequantized(weight: QuantizedWeight, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """`dequantize` some rows at a time; in float32 all of them would be larger than the copy."""
+    dense = torch.empty(weight.codes.shape, dtype=dtype, device=device)
+    num_rows = max(1, _DEQUANTIZED_AT_ONCE // dense.shape[1])
+    for first in range(0, dense.shape[0], num_rows):
+        rows = slice(first, first + num_rows)
+        parts = (weight.codes[rows], weight.zeros[rows], weight.scales[rows])
+        dense[rows] = dequantize(QuantizedWeight(*(part.to(device) for part in parts)))
+    return dense

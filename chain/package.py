@@ -69,6 +69,7 @@ def package_chain(
     provenance: Provenance,
     quality: dict[str, dict[str, Any]],
     training: dict[str, dict[str, Any]],
+    tokenizer: Path | None = None,
 ) -> Manifest:
     """Write the chain folder `out`, whole; an older chain there is replaced.
 
@@ -85,26 +86,26 @@ def package_chain(
         provenance: how the members were made.
         quality: records of `measure_quality`, by name of the intermediate.
         training: summaries of `train_head`, by name of the head.
+        tokenizer: folder of the chain's tokenizer; None for the target's own.
 
     Raises:
         UserError: the members do not belong together, `out` holds something else or one of the
             sources, or the disk is full.
     """
     sources = {TARGET_NAME: target} | {part.name: part.folder for part in parts}
+    tokenizer = tokenizer or target
     _check_names(parts)
-    _refuse_replacing(out, sources)
+    refuse_replacing(out, sources | {_TOKENIZER_FOLDER: tokenizer})
     reference = _target_reference(out, target, target_reference, copy_target)
     files = {TARGET_NAME: checkpoint_files(target) if copy_target else model_files(target)}
     files |= {part.name: _files_of(part) for part in parts}
     target_member = _member(Part(TARGET_NAME, "target", "decoder", target), reference, files)
     members = (target_member, *_members_of(parts, target_member, target, files))
-    tokenizer = TokenizerFiles(
-        path=_TOKENIZER_FOLDER, files=_digests(target, tokenizer_files(target))
-    )
-    check_fit(members, sources, target)
+    tokenizer_digests = _digests(tokenizer, _tokenizer_files(tokenizer))
+    check_fit(members, sources, tokenizer)
     manifest = _manifest(
         members=members,
-        tokenizer=tokenizer,
+        tokenizer=TokenizerFiles(path=_TOKENIZER_FOLDER, files=tokenizer_digests),
         plan=plan,
         provenance=provenance,
         quality=quality,
@@ -117,7 +118,7 @@ def package_chain(
             if member.reference.path is not None:
                 destination = partial / member.reference.path
                 copy_files(sources[member.name], destination, files[member.name])
-        copy_files(target, partial / tokenizer.path, list(tokenizer.files))
+        copy_files(tokenizer, partial / _TOKENIZER_FOLDER, list(tokenizer_digests))
         write_manifest(partial, manifest)
         write_card(partial, manifest)
     return manifest
@@ -200,6 +201,12 @@ def _files_of(part: Part) -> list[str]:
     return _HEAD_FILES
 
 
+def _tokenizer_files(folder: Path) -> list[str]:
+    names = tokenizer_files(folder)
+    # transformers chooses the tokenizer's class by the model's type too
+    return [*names, "config.json"] if (folder / "config.json").is_file() else names
+
+
 def _digests(folder: Path, names: list[str]) -> dict[str, str]:
     return {name: sha256_of_file(folder / name) for name in sorted(names)}
 
@@ -220,7 +227,16 @@ def _target_reference(out: Path, target: Path, written: str, copy_target: bool) 
     return Reference(source=str(folder))
 
 
-def _refuse_replacing(out: Path, sources: dict[str, Path]) -> None:
+def refuse_replacing(out: Path, sources: dict[str, Path]) -> None:
+    """Refuse to write a chain over something else, or over what it is made of.
+
+    Args:
+        out: the chain folder to be written.
+        sources: folders that it is made of, by what they are.
+
+    Raises:
+        UserError: `out` holds a source, or something that is no chain.
+    """
     for name, source in sources.items():
         if source.resolve().is_relative_to(out.resolve()):
             raise UserError(

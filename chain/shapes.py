@@ -1,7 +1,6 @@
 """Tensor headers of weight files, and what a config says that they must hold. No torch in here.
 
-Shape legend: V vocabulary, H hidden size, I intermediate size, A heads x head size,
-K key-value heads x head size.
+Shape legend: V vocabulary, H hidden size.
 """
 
 import json
@@ -13,12 +12,11 @@ from pathlib import Path
 from polybasic.chain.checkpoint import load_tensors, weight_files
 from polybasic.chain.config import DecoderConfig
 from polybasic.chain.errors import UserError
+from polybasic.chain.layout import Shape, layer_linears, layer_norms, required_biases
 from polybasic.chain.manifest import Kind
 
 _MAX_HEADER_BYTES = 100_000_000
 _DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "I32": "int32", "I64": "int64"}
-
-Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -83,9 +81,8 @@ def check_shapes(
         UserError: a tensor is missing or has another shape (both shapes are named).
     """
     headers = tensor_headers(folder)
-    expected_shapes = dict(_expected_shapes(kind, config, group_size))
-    if kind == "eagle2" and "fc.bias" in headers:
-        expected_shapes["fc.bias"] = (config.hidden_size,)
+    assert (kind == "awq") == (group_size is not None), "4-bit checkpoints have a group size"
+    expected_shapes = dict(_expected_shapes(kind, config, group_size, set(headers)))
     for name, expected in expected_shapes.items():
         if name not in headers:
             raise UserError(
@@ -100,50 +97,42 @@ def check_shapes(
 
 
 def _expected_shapes(
-    kind: Kind, config: DecoderConfig, group_size: int | None
+    kind: Kind, config: DecoderConfig, group_size: int | None, stored: set[str]
 ) -> Iterator[tuple[str, Shape]]:
     V, H = config.vocab_size, config.hidden_size
-    if kind == "eagle2":
+    is_head = kind == "eagle2"
+    if is_head:
         yield "embed_tokens.weight", (V, H)
-        yield "fc.weight", (H, 2 * H)
-        yield "layers.0.post_attention_layernorm.weight", (H,)
-        for name, shape in _linear_shapes("layers.0.", config):
-            yield f"{name}.weight", shape
-        return
-    yield "model.embed_tokens.weight", (V, H)
-    yield "model.norm.weight", (H,)
-    if not config.tie_word_embeddings:
-        yield "lm_head.weight", (V, H)
-    for layer in range(config.num_layers):
-        prefix = f"model.layers.{layer}."
-        yield f"{prefix}input_layernorm.weight", (H,)
-        yield f"{prefix}post_attention_layernorm.weight", (H,)
-        for name, shape in _linear_shapes(prefix, config):
-            if kind == "awq":
-                assert group_size is not None, "an AWQ checkpoint has a group size"
-                yield from _awq_shapes(name, shape, group_size)
-            else:
-                yield f"{name}.weight", shape
+        yield from _linear_shapes("fc", (H, 2 * H), None, "fc.bias" in stored)
+    else:
+        yield "model.embed_tokens.weight", (V, H)
+        yield "model.norm.weight", (H,)
+        if not config.tie_word_embeddings:
+            yield "lm_head.weight", (V, H)
+    required = () if is_head else required_biases(config)
+    for index in range(1 if is_head else config.num_layers):
+        prefix = f"layers.{index}." if is_head else f"model.layers.{index}."
+        for name, shape in layer_norms(config, is_head).values():
+            yield f"{prefix}{name}.weight", shape
+        for group in layer_linears(config).values():
+            for name, shape in group.items():
+                has_bias = name in required or f"{prefix}{name}.bias" in stored
+                yield from _linear_shapes(f"{prefix}{name}", shape, group_size, has_bias)
 
 
-def _linear_shapes(prefix: str, config: DecoderConfig) -> Iterator[tuple[str, Shape]]:
-    """Names (without .weight) and [out, in] of one layer's linears."""
-    H, I = config.hidden_size, config.intermediate_size  # noqa: E741
-    A, K = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    yield f"{prefix}self_attn.q_proj", (A, H)
-    yield f"{prefix}self_attn.k_proj", (K, H)
-    yield f"{prefix}self_attn.v_proj", (K, H)
-    yield f"{prefix}self_attn.o_proj", (H, A)
-    yield f"{prefix}mlp.gate_proj", (I, H)
-    yield f"{prefix}mlp.up_proj", (I, H)
-    yield f"{prefix}mlp.down_proj", (H, I)
-
-
-def _awq_shapes(name: str, shape: Shape, group_size: int) -> Iterator[tuple[str, Shape]]:
+def _linear_shapes(
+    name: str, shape: Shape, group_size: int | None, has_bias: bool
+) -> Iterator[tuple[str, Shape]]:
+    """Tensors of one linear, in 4 bits with so many rows a scale, dense for None."""
     out_size, in_size = shape
-    yield f"{name}.qweight", (in_size, out_size // 8)
-    yield f"{name}.qzeros", (in_size // group_size, out_size // 8)
-    yield f"{name}.scales", (in_size // group_size, out_size)
+    if group_size is None:
+        yield f"{name}.weight", shape
+    else:
+        yield f"{name}.qweight", (in_size, out_size // 8)
+        yield f"{name}.qzeros", (in_size // group_size, out_size // 8)
+        yield f"{name}.scales", (in_size // group_size, out_size)
+    if has_bias:
+        yield f"{name}.bias", (out_size,)
 
 
 def _safetensors_headers(path: Path) -> dict[str, TensorHeader]:

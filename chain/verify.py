@@ -8,7 +8,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from polybasic.chain.checkpoint import resolve_checkpoint, weight_files
-from polybasic.chain.config import decoder_config
+from polybasic.chain.config import SUPPORTED_MODEL_TYPES, decoder_config, head_config
 from polybasic.chain.errors import UserError
 from polybasic.chain.files import read_json, sha256_of_file
 from polybasic.chain.lineage import find_drafts_for, verifier_of
@@ -102,8 +102,8 @@ def check_fit(members: Sequence[Member], folders: dict[str, Path], tokenizer: Pa
     for member in members:
         config, folder = configs[member.name], folders[member.name]
         group_size = _check_quantization(member, config, folder)
-        decoder = decoder_config(config, f"{folder / 'config.json'}")
-        check_shapes(member.kind, folder, decoder, group_size)
+        read = head_config if member.kind == "eagle2" else decoder_config
+        check_shapes(member.kind, folder, read(config, f"{folder / 'config.json'}"), group_size)
 
 
 def size_warnings(members: Sequence[Member]) -> tuple[str, ...]:
@@ -221,13 +221,16 @@ def read_config(folder: Path) -> dict[str, Any]:
     """Read the config.json of a member.
 
     Raises:
-        UserError: no JSON object, remote code, or a size that is no positive integer.
+        UserError: no JSON object, remote code in place of a supported architecture, or a size that
+            is no positive integer.
     """
     path = folder / "config.json"
     config = read_json(path, "config")
     if not isinstance(config, dict):
         raise UserError("malformed config", f"{path} holds no JSON object", _PACKAGE_AGAIN)
-    _refuse_remote_code(path, config)
+    if config.get("model_type") not in SUPPORTED_MODEL_TYPES:
+        # Phi-3's checkpoints still name the code that they were published with
+        refuse_remote_code(path, config)
     for key in _SIZES:
         value = config.get(key)
         if value is not None and (not isinstance(value, int) or value < 1):
@@ -235,7 +238,12 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def _refuse_remote_code(path: Path, config: dict[str, Any]) -> None:
+def refuse_remote_code(path: Path, config: dict[str, Any]) -> None:
+    """Refuse a config that names code of its own.
+
+    Raises:
+        UserError: it has an auto_map.
+    """
     if "auto_map" in config:
         raise UserError(
             "remote code refused",
@@ -259,7 +267,7 @@ def _check_tokenizer(folder: Path, vocab_size: int) -> dict[str, int]:
     path = folder / TOKENIZER_NAME
     config_path = folder / "tokenizer_config.json"
     if config_path.is_file() and isinstance(config := read_json(config_path, "config"), dict):
-        _refuse_remote_code(config_path, config)
+        refuse_remote_code(config_path, config)
     if not path.is_file():
         raise UserError("no tokenizer", f"{path} is missing", _PACKAGE_AGAIN)
     vocabulary = read_vocabulary(path)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from polybasic.chain.decoder import Attend, attend_causally
+from polybasic.chain.attend import Attend, attend_causally
 from polybasic.chain.eagle import EagleHead
 from polybasic.chain.linear import Linear
 from polybasic.chain.manifest import Tree

@@ -16,7 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from polybasic.chain.decoder import Attend, Attending
+from polybasic.chain.attend import Attend, Attending, View
+from polybasic.chain.config import LayerKind
 from polybasic.chain.errors import UserError
 from polybasic.chain.linear import Linear
 from polybasic.chain.manifest import Tree
@@ -201,12 +202,7 @@ class Expansion:
                 parents = beam // top_k
                 beam_tokens, states = tokens[beam], states[parents]
                 mask.select(parents)
-            attend = Attend(
-                start + level * top_k,
-                self.model.rotary.between(start + level, start + level + 1),
-                mask.of_level(level),
-            )
-            states = self.forward(beam_tokens, states, attend)
+            states = self.forward(beam_tokens, states, self._attend(start, level))
             log_probabilities, tokens = self._best(states)
             scores = (beam_scores[:, None] + log_probabilities).flatten()
             tokens = tokens.flatten()
@@ -219,6 +215,22 @@ class Expansion:
             torch.cat(all_scores),
             torch.stack(beams) if beams else beam.new_empty(0, top_k),
         )
+
+    def _attend(self, start: int, level: int) -> Attend:
+        """How the beam of a level looks at the cache: all its rows have one position."""
+        position, mask = start + level, self._mask.of_level(level)
+        rotations = self.model.rotary.between(position, position + 1)
+        views = []
+        for kind, rotation in zip(self.model.config.kinds, rotations, strict=True):
+            first = self._first_column(kind, start, position)
+            views.append(View(rotation, mask[:, first:], first))
+        return Attend(start + level * self._tree.top_k, views)
+
+    def _first_column(self, kind: LayerKind, start: int, position: int) -> int:
+        """The first row of the cache that layers of a kind see from `position`."""
+        first = kind.first_seen(position)
+        # behind `start` there are top_k rows for each position
+        return min(first, start) + max(first - start, 0) * self._tree.top_k
 
     def _best(self, states: Tensor) -> Any:
         """Log-probabilities and tokens, each [R, K], of the best behind each state."""

@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from polybasic.chain.decoder import Attend, Decoder, attend_causally
+from polybasic.chain.attend import Attend, attend_causally
+from polybasic.chain.decoder import Decoder
 from polybasic.chain.manifest import Tree
 from polybasic.deploy.cache import KeyValueCache
 from polybasic.deploy.expansion import Candidates, ExpandingDrafter, Expansion

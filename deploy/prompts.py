@@ -1,12 +1,13 @@
 """Benchmark prompts in Spec-Bench's question format."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from polybasic.chain.errors import UserError
+from polybasic.chain.files import whole_file
 from polybasic.deploy.settings import TASKS, BenchSettings, PlanSettings
 
 MT_BENCH_CATEGORIES = (
@@ -20,6 +21,8 @@ MT_BENCH_CATEGORIES = (
     "humanities",
 )
 """What Spec-Bench calls the questions that it took from MT-bench."""
+HELDOUT_TASK = "heldout"
+"""Of questions that are held-out conversations' first turns."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,26 @@ def read_questions(path: Path) -> list[Question]:
     if not questions:
         raise UserError("prompts are empty", str(path), "give at least one question")
     return questions
+
+
+def write_first_turns(path: Path, conversations: Iterable[Sequence[dict[str, str]]]) -> None:
+    """Write the first user turn of each conversation as a question of task `heldout`, each once.
+
+    Args:
+        path: file to write, whole.
+        conversations: messages with role and content.
+
+    Raises:
+        UserError: the disk is full or not writable.
+    """
+    firsts = dict.fromkeys(
+        next(message["content"] for message in messages if message["role"] == "user")
+        for messages in conversations
+    )
+    with whole_file(path) as partial, partial.open("w", encoding="utf-8") as written:
+        for number, turn in enumerate(firsts):
+            row = {"question_id": number, "category": HELDOUT_TASK, "turns": [turn]}
+            written.write(json.dumps(row, ensure_ascii=False) + "\n")
 
 
 def choose_questions(questions: list[Question], num_per_task: int) -> list[Question]:

@@ -6,14 +6,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
+import jinja2
 import torch
 
 from polybasic.chain.checkpoint import resolve_chain
-from polybasic.chain.config import read_decoder_config
+from polybasic.chain.config import read_decoder_config, read_head_config
 from polybasic.chain.decoder import Decoder
 from polybasic.chain.eagle import EagleHead
 from polybasic.chain.errors import UserError
 from polybasic.chain.files import read_json
+from polybasic.chain.linear import is_laid_out_anew
 from polybasic.chain.loading import load_decoder, load_head
 from polybasic.chain.manifest import MeasuredPlan, Plan, PredictedPlan, check_plan
 from polybasic.chain.verify import CheckedChain, check_chain
@@ -217,12 +219,19 @@ class Chain:
                 "give a text, or package a target whose tokenizer has a template",
             )
         # The engine refuses what is too long; transformers would only warn.
-        encoded = self.tokenizer.apply_chat_template(
-            list(prompt),
-            add_generation_prompt=True,
-            return_dict=True,
-            tokenizer_kwargs={"verbose": False},
-        )
+        try:
+            encoded = self.tokenizer.apply_chat_template(
+                list(prompt),
+                add_generation_prompt=True,
+                return_dict=True,
+                tokenizer_kwargs={"verbose": False},
+            )
+        except jinja2.TemplateError as error:
+            raise UserError(
+                "chat template rejects the messages",
+                f"the chain's tokenizer ({error})",
+                "change the roles or their order",
+            ) from error
         return list(encoded["input_ids"])
 
     def _answer(
@@ -311,6 +320,8 @@ def load_chain(
     compute_dtype = _dtype(dtype, checked.target)
     for warning in checked.warnings:
         _log.warning("%s", warning)
+    if where.type == "cpu" and not is_laid_out_anew(where, compute_dtype):
+        _log.warning("this CPU multiplies no float16: dtype bfloat16 is about 3 times as fast")
     default_sampling = read_default_sampling(checked.target)
     chosen = _plan(checked, plan, hardware_name(where), str(path))
     models = _load_models(checked, where, compute_dtype, _context_tokens(checked, context_tokens))
@@ -348,9 +359,10 @@ def _plan(
 
 def _context_tokens(checked: CheckedChain, given: int | None) -> int:
     """Prompt and answer together: as given, or as much as all members are declared for."""
-    declared = {
-        name: read_decoder_config(folder).context_tokens for name, folder in checked.members.items()
-    }
+    declared = {}
+    for member in checked.manifest.members:
+        read = read_head_config if member.kind == "eagle2" else read_decoder_config
+        declared[member.name] = read(checked.members[member.name]).context_tokens
     shortest = min(declared, key=lambda name: declared[name])
     if given is None:
         return min(declared[shortest], CONTEXT_TOKENS_BY_DEFAULT)

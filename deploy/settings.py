@@ -49,8 +49,8 @@ class PlanSettings(Settings):
     rule: Rule = Field("block", description="verification of a block")
     prompts: str = Field(
         "embedded",
-        description="to measure on: 'embedded' (generated, others than the bench's) or a "
-        "Spec-Bench question file",
+        description="to measure on: 'embedded' (generated, others than the bench's), 'heldout' (in "
+        "a recipe: first turns of held-out conversations), a Spec-Bench question file or its URL",
     )
     num_prompts_per_task: int = Field(6, ge=1)
     max_new_tokens: int = Field(96, ge=2)
@@ -64,7 +64,8 @@ class BenchSettings(Settings):
     """What `polybasic bench` runs."""
 
     prompts: str = Field(
-        "embedded", description="'embedded' (held out, generated) or a Spec-Bench question file"
+        "embedded",
+        description="'embedded' (held out, generated), or a Spec-Bench question file or its URL",
     )
     num_prompts_per_task: int = Field(4, ge=1)
     max_new_tokens: int = Field(96, ge=1)

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from polybasic.chain.decoder import Attend, Decoder, attend_causally, attend_to_ancestors
+from polybasic.chain.attend import Attend, attend_causally, attend_to_ancestors
+from polybasic.chain.decoder import Decoder
 from polybasic.chain.manifest import MAX_TREE_ROWS
 from polybasic.deploy.cache import KeyValueCache
 from polybasic.deploy.tree import DraftTree

@@ -24,10 +24,11 @@ from polybasic.chain.checkpoint import (
     weight_files,
 )
 from polybasic.chain.errors import UserError
+from polybasic.chain.reference_model import load_reference_model
 
 
 def test_modules_of_files_import_no_torch() -> None:
-    modules = ("card", "checkpoint", "describe", "digests", "manifest", "package", "verify")
+    modules = ("card", "checkpoint", "describe", "digests", "hub", "manifest", "package", "verify")
     imports = "; ".join(f"import polybasic.chain.{module}" for module in modules)
     code = f"{imports}; import sys; print('torch' in sys.modules, 'transformers' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -70,10 +71,10 @@ def _hub_error(kind: type[errors.HfHubHTTPError]) -> errors.HfHubHTTPError:
 @pytest.mark.parametrize(
     ("error", "message"),
     [
-        (_hub_error(errors.GatedRepoError), "gated checkpoint: org/name; accept its terms at"),
+        (_hub_error(errors.GatedRepoError), "gated repository: org/name; accept its terms at"),
         (
             _hub_error(errors.RepositoryNotFoundError),
-            "checkpoint not found: org/name is neither a folder here nor",
+            "repository not found: org/name is neither a folder here nor",
         ),
         (_hub_error(errors.RevisionNotFoundError), "revision not found: org/name; see"),
         (_hub_error(errors.HfHubHTTPError), "download failed: org/name (said the hub"),
@@ -248,3 +249,35 @@ def test_a_copy_holds_what_belongs_and_is_readable(tiny_target: Path, tmp_path: 
     umask = os.umask(0)
     os.umask(umask)
     assert (tmp_path / "copy" / "model.safetensors").stat().st_mode & 0o777 == 0o666 & ~umask
+
+
+def test_a_reference_model_has_the_weights_in_the_dtype_and_runs_no_code(
+    tiny_target: Path, tmp_path: Path
+) -> None:
+    stored, trace = load_file(tiny_target / "model.safetensors"), tmp_path / "was_run"
+    (tiny_target / "modeling_own.py").write_text(f"import os; os.mkdir({str(trace)!r})")
+    config = json.loads((tiny_target / "config.json").read_text())
+    config["auto_map"] = {"AutoModelForCausalLM": "modeling_own.Own"}
+    (tiny_target / "config.json").write_text(json.dumps(config))
+    for dtype, expected in ((torch.float32, torch.float32), ("auto", torch.bfloat16)):
+        model = load_reference_model(tiny_target, dtype, torch.device("cpu"))
+        assert not model.training
+        for name, parameter in model.named_parameters():
+            assert parameter.dtype == expected
+            assert parameter.equal(stored[name].to(expected))
+    assert not trace.exists()
+
+
+def test_a_reference_model_needs_all_of_its_weights(tiny_target: Path) -> None:
+    path = tiny_target / "model.safetensors"
+    tensors = load_file(path)
+    del tensors["model.norm.weight"]
+    save_file(tensors, path, {"format": "pt"})
+    with pytest.raises(UserError, match=r"^weight missing: model.norm.weight in .*; write"):
+        load_reference_model(tiny_target, "auto")
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(UserError, match=r"^damaged weight file: .*model.safetensors"):
+        load_reference_model(tiny_target, "auto")
+    path.unlink()
+    with pytest.raises(UserError, match=r"^no weights: "):
+        load_reference_model(tiny_target, "auto")

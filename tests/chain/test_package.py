@@ -10,6 +10,7 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer, LlamaTokenizer
 
 from polybasic.chain.card import record_plan, record_results
 from polybasic.chain.checkpoint import resolve_checkpoint
@@ -27,6 +28,7 @@ from polybasic.chain.manifest import (
     read_manifest,
 )
 from polybasic.chain.readable import readable_bytes, readable_count
+from polybasic.chain.tokenizer import prepare_tokenizer
 from polybasic.chain.verify import check_chain
 
 RESULTS = {
@@ -73,6 +75,7 @@ def test_a_chain_with_a_copy_of_its_target(tiny_chain_parts: Any, tmp_path: Path
         "target/tokenizer.json",
         "target/tokenizer_config.json",
         "tokenizer/chat_template.jinja",
+        "tokenizer/config.json",
         "tokenizer/tokenizer.json",
         "tokenizer/tokenizer_config.json",
     ]
@@ -195,7 +198,7 @@ def test_sources_inside_of_the_output_are_refused(tiny_chain_parts: Any) -> None
         ),
         ("draft", {"hidden_size": 64}, "hidden_size differs: 64 in the config of draft, 128 in"),
         ("target", {"model_type": "mamba"}, "unsupported architecture"),
-        ("target", {"auto_map": {}}, "remote code refused: auto_map in"),
+        ("target", {"auto_map": {}, "model_type": "x"}, "remote code refused: auto_map in"),
         ("target", {"quantization_config": {}}, "target is quantized: quantization_config in"),
         ("intermediate", {"quantization_config": None}, "not a 4-bit checkpoint: no quantization"),
         ("target", {"intermediate_size": 128}, "tensor shape mismatch: model.layers.0.mlp.gate_"),
@@ -229,6 +232,63 @@ def test_incomplete_parts_are_refused(tiny_chain_parts: Any, tmp_path: Path) -> 
     with pytest.raises(UserError, match=r"incomplete draft head: no model.safetensors in .*/draft"):
         parts.package(out)
     assert not out.exists()
+
+
+def test_a_tokenizer_of_its_own(tiny_chain_parts: Any, tmp_path: Path) -> None:
+    parts, prepared, out = tiny_chain_parts, tmp_path / "prepared", tmp_path / "chain"
+    template = "{{ messages[0].content }}"
+    prepare_tokenizer(parts.target, template, prepared)
+    for name in ("tokenizer.json", "chat_template.jinja"):
+        (parts.target / name).unlink()
+    (prepared / "notes.txt").write_text("not the tokenizer's")
+    manifest = parts.package(out, tokenizer=prepared)
+    expected = ["chat_template.jinja", "tokenizer.json", "tokenizer_config.json"]
+    assert sorted(manifest.tokenizer.files) == names_in(out / "tokenizer") == expected
+    assert (out / "tokenizer" / "chat_template.jinja").read_text() == template
+    check_chain(out)
+
+
+def test_a_tokenizer_of_another_vocabulary_is_refused(
+    tiny_chain_parts: Any, tmp_path: Path
+) -> None:
+    prepared = tmp_path / "prepared"
+    prepare_tokenizer(tiny_chain_parts.target, None, prepared)
+    tiny_chain_parts.package(tmp_path / "control", tokenizer=prepared)
+    path = prepared / "tokenizer.json"
+    content = json.loads(path.read_text())
+    content["model"]["vocab"]["one_more"] = 64
+    path.write_text(json.dumps(content))
+    with pytest.raises(UserError, match=rf"tokenizer larger than the vocabulary: 65 ids in {path}"):
+        tiny_chain_parts.package(tmp_path / "chain", tokenizer=prepared)
+
+
+def test_the_tokenizer_is_not_replaced_by_the_chain(tiny_chain_parts: Any, tmp_path: Path) -> None:
+    out = tmp_path / "chain"
+    tiny_chain_parts.package(out)
+    with pytest.raises(UserError, match=r"tokenizer lies in the folder to be written: .*/tokenize"):
+        tiny_chain_parts.package(out, tokenizer=out / "tokenizer")
+    check_chain(out)
+
+
+def test_a_tokenizer_keeps_the_class_that_it_has_beside_its_model(
+    tiny_chain_parts: Any, tmp_path: Path
+) -> None:
+    """transformers takes Mistral's tokenizer.json as it is, and builds a Llama's from its words."""
+    folder, out, text = tmp_path / "mistral", tmp_path / "chain", "</s>t"
+    tokenizer = LlamaTokenizer(vocab={"<unk>": 0, "<s>": 1, "</s>": 2, "▁": 3, "t": 4}, merges=[])
+    tokenizer.save_pretrained(folder)
+    content = json.loads((folder / "tokenizer.json").read_text())
+    content["pre_tokenizer"]["prepend_scheme"] = "always"
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    (folder / "config.json").write_text(json.dumps({"model_type": "mistral"}))
+    expected = AutoTokenizer.from_pretrained(folder).encode(text, add_special_tokens=False)
+    assert expected == [2, 3, 4]
+    tiny_chain_parts.package(out, tokenizer=folder)
+    found = AutoTokenizer.from_pretrained(out / "tokenizer")
+    assert found.encode(text, add_special_tokens=False) == expected
+    (out / "tokenizer" / "config.json").unlink()
+    alone = AutoTokenizer.from_pretrained(out / "tokenizer")
+    assert alone.encode(text, add_special_tokens=False) == [2, 4]
 
 
 def test_a_target_of_pickles_is_packed(tiny_chain_parts: Any, tmp_path: Path) -> None:

@@ -273,8 +273,12 @@ def test_weights_that_would_shadow_the_listed_ones(tiny_chain_parts: Any, tmp_pa
             {"polybasic": {"target_sha256": "f" * 64}},
             "config.json was trained for weights ffffffff…, the chain has target ",
         ),
-        ("target", {"auto_map": {"AutoModel": "x.Y"}}, "remote code refused: auto_map in"),
-        ("intermediate", {"auto_map": {}}, "remote code refused: auto_map in"),
+        (
+            "target",
+            {"auto_map": {"AutoModel": "x.Y"}, "model_type": "x"},
+            "remote code refused: auto_map in",
+        ),
+        ("intermediate", {"auto_map": {}, "model_type": None}, "remote code refused: auto_map in"),
         ("target", {"model_type": "t5"}, "unsupported architecture: "),
         ("target", {"quantization_config": {"bits": 8}}, "target is quantized: quantization_con"),
         ("draft", {"quantization_config": {"bits": 8}}, "draft is quantized: quantization_con"),
@@ -387,6 +391,11 @@ def test_a_tokenizer_with_remote_code(tiny_chain: Path) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | {"auto_map": {}}))
     sign(tiny_chain, "tokenizer", "tokenizer_config.json")
     assert f"remote code refused: auto_map in {path};" in refusal_of(tiny_chain)
+
+
+def test_code_beside_a_model_that_needs_none_is_left_alone(tiny_chain: Path) -> None:
+    edit_config(tiny_chain, "target", auto_map={"AutoModelForCausalLM": "modeling.Mine"})
+    check_chain(tiny_chain)
 
 
 def test_a_chain_is_described(tiny_chain: Path) -> None:

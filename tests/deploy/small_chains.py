@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from polybasic.chain.config import DecoderConfig
-from polybasic.chain.decoder import Decoder, DecoderLayer, RotaryTable
+from polybasic.chain.decoder import Decoder, DecoderLayer
 from polybasic.chain.eagle import EagleHead
 from polybasic.chain.linear import dense_linear
 from polybasic.chain.manifest import Member, Plan, Reference
+from polybasic.chain.rotary import RotaryTable
 from polybasic.deploy.drafter import Drafter
 from polybasic.deploy.engine import Engine, Models, Request
 from polybasic.deploy.sampling import Prefixes, Probabilities, RandomSampler, Sampling

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from polybasic.chain.decoder import Attend
+from polybasic.chain.attend import Attend
+from polybasic.chain.config import LayerKind
 from polybasic.chain.errors import UserError
 from polybasic.chain.manifest import Tree
 from polybasic.deploy.expansion import Candidates, Expansion
@@ -26,8 +27,10 @@ class TableModel:
     """
 
     def __init__(self, seed: int, vocab_size: int) -> None:
-        self.config: Any = SimpleNamespace(vocab_size=vocab_size, query_groups=GROUPS)
-        self.rotary: Any = SimpleNamespace(between=lambda first, end: (first, end))
+        self.config: Any = SimpleNamespace(
+            vocab_size=vocab_size, query_groups=GROUPS, kinds=(LayerKind({}),)
+        )
+        self.rotary: Any = SimpleNamespace(between=lambda first, end: [(first, end)])
         self.device, self.dtype = torch.device("cpu"), torch.float32
         self.seed = seed
         self.begin(START)
@@ -41,15 +44,16 @@ class TableModel:
     def forward(self, tokens: Tensor, states: Tensor, attend: Attend) -> Tensor:
         end, first = attend.start + len(tokens), len(self.prefixes)
         self.rows[attend.start : end] = tokens.tolist()
-        assert attend.mask is not None
-        assert attend.mask.shape == (len(tokens) * GROUPS, end)
-        is_visible = (attend.mask == 0).view(len(tokens), GROUPS, end)
+        (view,) = attend.views
+        assert view.mask is not None
+        assert view.mask.shape == (len(tokens) * GROUPS, end)
+        is_visible = (view.mask == 0).view(len(tokens), GROUPS, end)
         assert torch.equal(is_visible[:, 0], is_visible[:, 1])
         for visible, above in zip(is_visible[:, 0].tolist(), states[:, 0].tolist(), strict=True):
             assert all(visible[: self.start])
             prefix = tuple(self.rows[row] for row in range(self.start, end) if visible[row])
             assert prefix[:-1] == self.prefixes[int(above)]
-            assert attend.rotary == (self.start + len(prefix) - 1, self.start + len(prefix))  # type: ignore[comparison-overlap]
+            assert view.rotation == (self.start + len(prefix) - 1, self.start + len(prefix))  # type: ignore[comparison-overlap]
             self.prefixes.append(prefix)
         return torch.arange(first, len(self.prefixes), dtype=torch.float32)[:, None]
 

@@ -26,7 +26,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from polybasic.chain.decoder import Decoder, attend_causally
+from polybasic.chain.attend import attend_causally
+from polybasic.chain.decoder import Decoder
 from polybasic.chain.manifest import AdaptiveFlush, Flush, Plan, Tree
 from polybasic.deploy import verification
 from polybasic.deploy.cache import KeyValueCache

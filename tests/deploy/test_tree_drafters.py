@@ -10,7 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from polybasic.chain.decoder import Decoder, attend_causally
+from polybasic.chain.attend import attend_causally
+from polybasic.chain.decoder import Decoder
 from polybasic.chain.eagle import EagleHead
 from polybasic.chain.loading import load_decoder, load_head
 from polybasic.chain.manifest import Tree

@@ -1,0 +1,62 @@
+"""Names and shapes of a layer's tensors, as the checkpoints of its family store them.
+
+Shape legend: H hidden size, I intermediate size, A heads x head size, K key-value heads x head
+size.
+"""
+
+from polybasic.chain.config import DecoderConfig
+
+Shape = tuple[int, ...]
+
+
+def layer_linears(config: DecoderConfig) -> dict[str, dict[str, Shape]]:
+    """[out, in] of a layer's linears by name, grouped as a `DecoderLayer` multiplies them.
+
+    The members of a group lie side by side in their outputs, in this order.
+    """
+    H, I = config.hidden_size, config.intermediate_size  # noqa: E741
+    A, K = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    qkv: dict[str, Shape] = {
+        "self_attn.q_proj": (A, H),
+        "self_attn.k_proj": (K, H),
+        "self_attn.v_proj": (K, H),
+    }
+    gate_up: dict[str, Shape] = {"mlp.gate_proj": (I, H), "mlp.up_proj": (I, H)}
+    if config.has_fused_projections:
+        qkv, gate_up = {"self_attn.qkv_proj": (A + 2 * K, H)}, {"mlp.gate_up_proj": (2 * I, H)}
+    return {
+        "qkv": qkv,
+        "out": {"self_attn.o_proj": (H, A)},
+        "gate_up": gate_up,
+        "down": {"mlp.down_proj": (H, I)},
+    }
+
+
+def required_biases(config: DecoderConfig) -> list[str]:
+    """Names of a layer's linears whose biases must be stored; others may be."""
+    groups = layer_linears(config).values()
+    return [name for group in groups for name in group if name.rpartition(".")[2] in config.biased]
+
+
+def layer_norms(config: DecoderConfig, is_head: bool = False) -> dict[str, tuple[str, Shape]]:
+    """Name and shape of a layer's norms by their part in a `DecoderLayer`.
+
+    Args:
+        is_head: the layer is an EAGLE-2 head's.
+    """
+    H = (config.hidden_size,)
+    if is_head:
+        return {"mlp_norm": ("post_attention_layernorm", H)}
+    norms: dict[str, tuple[str, Shape]] = {
+        "input_norm": ("input_layernorm", H),
+        "mlp_norm": ("post_attention_layernorm", H),
+    }
+    if config.has_post_norms:
+        # the name that others give to the norm before the MLP stands for the one after attention
+        norms["attention_post_norm"] = ("post_attention_layernorm", H)
+        norms["mlp_norm"] = ("pre_feedforward_layernorm", H)
+        norms["mlp_post_norm"] = ("post_feedforward_layernorm", H)
+    if config.has_head_norms:
+        norms["query_norm"] = ("self_attn.q_norm", (config.head_dim,))
+        norms["key_norm"] = ("self_attn.k_norm", (config.head_dim,))
+    return norms
