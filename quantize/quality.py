@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from polybasic.chain.errors import UserError
 from polybasic.quantize.models import load_dequantized, load_target, tracked
@@ -26,46 +27,69 @@ def measure_quality(
         num_tokens: predicted tokens to measure at most; fewer if the rows hold fewer.
 
     Returns:
-        perplexity_target, perplexity_intermediate; mean_kl, the mean KL(target || intermediate)
-        of a token in nats; top1_agreement, the share of tokens with equal argmax, 0 to 1;
-        num_tokens, how many were measured.
+        As `compare_models`.
 
     Raises:
         UserError: a checkpoint that cannot be loaded, or no row with two tokens.
     """
-    reference, model = load_target(target), load_dequantized(intermediate)
-    windows = list(
-        _windows(
-            heldout_token_ids,
-            min(_WINDOW_TOKENS, reference.config.max_position_embeddings),
-            num_tokens,
-        )
+    return compare_models(
+        load_target(target), load_dequantized(intermediate), heldout_token_ids, num_tokens
     )
+
+
+def compare_models(
+    reference: PreTrainedModel,
+    model: PreTrainedModel,
+    heldout_token_ids: Sequence[Sequence[int]],
+    num_tokens: int,
+) -> dict[str, float | int]:
+    """Compare the next-token distributions of the target and of a model in its place.
+
+    Args:
+        reference: the target.
+        model: the intermediate, on the target's device.
+        heldout_token_ids: token-id rows.
+        num_tokens: predicted tokens to measure at most.
+
+    Returns:
+        perplexity_target, perplexity_intermediate; mean_kl, the mean KL(target || intermediate)
+        of a token in nats; top1_agreement, the share of tokens with equal argmax, 0 to 1;
+        acceptance, the mean chance of a token that the intermediate draws to be kept by the target,
+        sum of min(p, q) over the vocabulary, 0 to 1; num_tokens, how many were measured.
+
+    Raises:
+        UserError: no row with two tokens.
+    """
+    window_tokens = min(_WINDOW_TOKENS, reference.config.max_position_embeddings)
+    windows = list(_windows(heldout_token_ids, window_tokens, num_tokens))
     if not windows:
         raise UserError(
             "no held-out text",
             f"{len(heldout_token_ids)} rows without two tokens in a row",
             "hold out more conversations (data.num_heldout)",
         )
-    sums = torch.zeros(4, dtype=torch.float64)
+    sums = torch.zeros(5, dtype=torch.float64)
     with torch.inference_mode():
         for window in tracked(windows, "measure quality", len(windows)):
-            token_ids = torch.tensor([window])
-            sums += _window_sums(reference(token_ids).logits[0], model(token_ids).logits[0], window)
+            token_ids = torch.tensor([window], device=reference.device)
+            logits = reference(token_ids, use_cache=False).logits[0]
+            other = model(token_ids, use_cache=False).logits[0]
+            sums += _window_sums(logits, other, token_ids[0]).cpu()
     measured = sum(len(window) - 1 for window in windows)
-    loss_target, loss_intermediate, divergence, agreement = (sums / measured).tolist()
+    loss_target, loss_intermediate, divergence, agreement, kept = (sums / measured).tolist()
     return {
         "perplexity_target": math.exp(loss_target),
         "perplexity_intermediate": math.exp(loss_intermediate),
         "mean_kl": divergence,
         "top1_agreement": agreement,
+        "acceptance": kept,
         "num_tokens": measured,
     }
 
 
-def _window_sums(logits_TV: Tensor, other_TV: Tensor, window: Sequence[int]) -> Tensor:
-    """Summed over a window: loss of the first, loss of the second, KL, equal argmax."""
-    next_ids = torch.tensor(window[1:])
+def _window_sums(logits_TV: Tensor, other_TV: Tensor, token_ids: Tensor) -> Tensor:
+    """Summed over a window: loss of the first, of the second, KL, equal argmax, overlap."""
+    next_ids = token_ids[1:]
     log_p = logits_TV[:-1].log_softmax(dim=-1)
     log_q = other_TV[:-1].log_softmax(dim=-1)
     return torch.stack(
@@ -74,6 +98,7 @@ def _window_sums(logits_TV: Tensor, other_TV: Tensor, window: Sequence[int]) -> 
             F.nll_loss(log_q, next_ids, reduction="sum"),
             F.kl_div(log_q, log_p, reduction="sum", log_target=True),
             (log_p.argmax(dim=-1) == log_q.argmax(dim=-1)).sum(),
+            torch.minimum(log_p, log_q).exp().sum(),
         ]
     ).double()
 

@@ -2,9 +2,35 @@
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from polybasic.chain.settings import Settings
+
+
+class DistillSettings(Settings):
+    """A short distillation of the intermediate towards its target, with the rounding in the loop.
+
+    A LoRA (peft) moves weights on their 4-bit grid; what it moved is merged and packed.
+    """
+
+    num_steps: int = Field(200, ge=1, description="optimizer steps")
+    batch_tokens: int = Field(2048, ge=2, description="tokens of one optimizer step")
+    row_tokens: int = Field(256, ge=2, description="conversations are packed into rows so long")
+    learning_rate: float = Field(5e-3, ge=0, description="AdamW, falling linearly to 0")
+    max_gradient_norm: float = Field(1.0, gt=0)
+    lora_rank: int = Field(16, ge=1)
+    lora_alpha: float = Field(16.0, gt=0, description="weights move by alpha / rank x (B A) steps")
+    recompute_layers: bool = Field(
+        False, description="run layers again in the backward pass: less memory, a third more time"
+    )
+
+    @model_validator(mode="after")
+    def _check_rows(self) -> "DistillSettings":
+        if self.row_tokens > self.batch_tokens:
+            raise ValueError(
+                f"row_tokens {self.row_tokens} exceeds batch_tokens {self.batch_tokens}"
+            )
+        return self
 
 
 class QuantizeSettings(Settings):
@@ -16,4 +42,7 @@ class QuantizeSettings(Settings):
     calibration_tokens: int = Field(256, ge=16, description="tokens of one calibration sample")
     num_quality_tokens: int = Field(
         4096, ge=64, description="held-out tokens of the quality record"
+    )
+    distill: DistillSettings | None = Field(
+        None, description="bring the copy closer to its target before it is used; kept if it pays"
     )
