@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from transformers import GenerationConfig
 
 from polybasic.chain.errors import UserError
-from polybasic.train.chat import encode_prompt
+from polybasic.train.chat import RefusedConversation, encode_prompt
 from polybasic.train.head import DraftHead, KeysValues
-from polybasic.train.target import Target
+from polybasic.train.target import LmHead, Target
 
 _BATCH = 16
 
@@ -94,26 +94,27 @@ def heldout_batches(
 
 @torch.no_grad()
 def simulate(
-    head: DraftHead, lm_head: Tensor, batches: Sequence[HeldoutBatch], tree: TreeShape
+    head: DraftHead, lm_head: LmHead, batches: Sequence[HeldoutBatch], tree: TreeShape
 ) -> Acceptance:
     """Play every round of every held-out answer; deterministic.
 
     Args:
         head: in any dtype.
-        lm_head: [V, H], the target's.
+        lm_head: the target's.
         batches: from `heldout_batches`.
         tree: as it will be served.
     """
     num_rounds, num_tokens = 0, 0
     by_depth = torch.zeros(tree.depth, dtype=torch.long)
     dtype = head.fc.weight.dtype
+    lm_head = lm_head.to(dtype)
     for batch in batches:
         features = batch.features.to(dtype)
         positions = torch.arange(features.shape[1] - 1, device=features.device)
         outputs, cache = head(batch.token_ids[:, 1:], features[:, :-1], positions)
         last = batch.prompt_lengths.clone()  # the newest token, which no pass has read yet
         while bool((active := last < batch.lengths - 1).any()):
-            drafted = _draft(head, lm_head.to(dtype), outputs, cache, last, tree)
+            drafted = _draft(head, lm_head, outputs, cache, last, tree)
             accepted = _walk(drafted, batch.token_ids, last, tree)
             accepted = torch.minimum(accepted, batch.lengths - 1 - last)
             gained = torch.minimum(accepted + 1, batch.lengths - 1 - last)
@@ -138,7 +139,7 @@ class _Pool:
 
 def _draft(
     head: DraftHead,
-    lm_head: Tensor,
+    lm_head: LmHead,
     outputs: Tensor,
     cache: KeysValues,
     last: Tensor,
@@ -196,8 +197,8 @@ def _walk(pool: _Pool, token_ids: Tensor, last: Tensor, tree: TreeShape) -> Tens
     return accepted
 
 
-def _log_probabilities(features: Tensor, lm_head: Tensor) -> Tensor:
-    return F.linear(features, lm_head).float().log_softmax(dim=-1)
+def _log_probabilities(features: Tensor, lm_head: LmHead) -> Tensor:
+    return lm_head(features).float().log_softmax(dim=-1)
 
 
 def _longest_prompt(
@@ -205,7 +206,10 @@ def _longest_prompt(
 ) -> list[int] | None:
     for index in range(len(messages) - 1, 0, -1):
         if messages[index]["role"] == "assistant":
-            prompt = encode_prompt(target.tokenizer, messages[:index])
+            try:
+                prompt = encode_prompt(target.tokenizer, messages[:index])
+            except RefusedConversation:
+                continue  # counted by `heldout_batches`, which refuses to have none
             if len(prompt) <= max_tokens:
                 return prompt
     return None
@@ -219,20 +223,19 @@ def _answered(target: Target, prompts: list[list[int]], answer_tokens: int) -> H
     for row, prompt in enumerate(prompts):
         padded[row, width - len(prompt) :] = torch.tensor(prompt)
         mask[row, width - len(prompt) :] = 1
-    ends = target.model.generation_config.eos_token_id
-    ends = ends if isinstance(ends, list) else [ends]
+    ends = _stop_tokens(target)
     model: Any = target.model  # its generate is typed as a tensor
+    # what the checkpoint would add of its own: sampling, penalties, suppressed tokens
+    own_defaults, model.generation_config = model.generation_config, GenerationConfig()
     generated = model.generate(
         input_ids=padded.to(device),
         attention_mask=mask.to(device),
         max_new_tokens=answer_tokens,
         do_sample=False,
-        num_beams=1,
-        temperature=None,
-        top_k=None,
-        top_p=None,
-        pad_token_id=0 if ends[0] is None else ends[0],
+        eos_token_id=ends or None,
+        pad_token_id=0,
     )[:, width:].tolist()
+    model.generation_config = own_defaults
     sequences = [
         prompt + _cut(answer, ends) for prompt, answer in zip(prompts, generated, strict=True)
     ]
@@ -248,7 +251,16 @@ def _answered(target: Target, prompts: list[list[int]], answer_tokens: int) -> H
     )
 
 
-def _cut(answer: list[int], ends: list[int | None]) -> list[int]:
+def _stop_tokens(target: Target) -> list[int]:
+    """As when serving: of the generation config, or the model's, and the tokenizer's."""
+    found = target.model.generation_config.eos_token_id
+    if found is None:
+        found = getattr(target.model.config, "eos_token_id", None)
+    ends = found if isinstance(found, list) else [found]
+    return sorted({each for each in (*ends, target.tokenizer.eos_token_id) if each is not None})
+
+
+def _cut(answer: list[int], ends: list[int]) -> list[int]:
     """The answer up to its first end-of-sequence token, which it keeps."""
     for position, token_id in enumerate(answer):
         if token_id in ends:

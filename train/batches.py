@@ -1,6 +1,7 @@
 """Training batches: a pure function of the seed and the step, so that nothing must be saved."""
 
 import itertools
+import sys
 from dataclasses import dataclass
 
 import torch
@@ -9,10 +10,26 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from polybasic.chain.errors import UserError
-from polybasic.train.chat import EncodedConversation, encode_conversation
+from polybasic.train.chat import EncodedConversation, RefusedConversation, encode_accepted
+from polybasic.train.processes import is_first_process
 
 WINDOW_BATCHES = 8
 MIN_TOKENS = 3  # the first row reads tokens 0 and 1 and predicts token 2
+
+
+@dataclass(frozen=True)
+class Share:
+    """The conversations of a batch that one process trains on, padded as the whole batch is.
+
+    Attributes:
+        token_ids: [B, T].
+        is_assistant: bool [B, T].
+        rows: B places in the whole batch.
+    """
+
+    token_ids: Tensor
+    is_assistant: Tensor
+    rows: range
 
 
 @dataclass(frozen=True)
@@ -22,6 +39,19 @@ class Batch:
     token_ids: Tensor
     is_assistant: Tensor
     num_tokens: int
+
+    def share(self, index: int, count: int, device: torch.device | str = "cpu") -> Share:
+        """Each `count`-th conversation from `index` on.
+
+        Where none is left for a process it gets the first one without an assistant's token, so
+        that it takes part in what all processes do together and adds nothing.
+        """
+        rows = range(index, len(self.token_ids), count)
+        is_assistant = self.is_assistant
+        if not rows:
+            rows, is_assistant = range(1), torch.zeros_like(is_assistant)
+        picked = slice(rows.start, rows.stop, rows.step)
+        return Share(self.token_ids[picked].to(device), is_assistant[picked].to(device), rows)
 
 
 class BatchStream:
@@ -48,12 +78,14 @@ class BatchStream:
         self._window: list[list[EncodedConversation]] = []
         self._epoch = -1
         self._order: list[int] = []
+        self._has_told = False
 
     def batch(self, step: int) -> Batch:
         """The batch of a step, counted from 0.
 
         Raises:
-            UserError: no conversation of the window has an assistant's token to train on.
+            UserError: no conversation of the window has an assistant's token to train on, or the
+                chat template refuses them all.
         """
         index, offset = divmod(step, WINDOW_BATCHES)
         if index != self._window_index:
@@ -63,13 +95,14 @@ class BatchStream:
     def _encode_window(self, index: int) -> list[list[EncodedConversation]]:
         size = WINDOW_BATCHES * self._batch_size
         rows = [self._row(position) for position in range(index * size, (index + 1) * size)]
-        encoded = [
-            encode_conversation(self._tokenizer, row["messages"], self._max_tokens)
-            for row in self._conversations.select(rows)
-        ]
+        encoded, refusal = encode_accepted(
+            self._tokenizer, self._conversations.select(rows)["messages"], self._max_tokens
+        )
+        if refusal is not None:
+            self._tell(refusal)
         usable = [each for each in encoded if any(each.is_assistant[MIN_TOKENS - 1 :])]
         if not usable:
-            raise UserError(
+            raise refusal or UserError(
                 "no assistant tokens to train on",
                 f"{size} conversations cut at data.max_tokens = {self._max_tokens}",
                 "raise data.max_tokens, or check that the chat template keeps the answers",
@@ -78,6 +111,15 @@ class BatchStream:
         cuts = [len(usable) * number // WINDOW_BATCHES for number in range(WINDOW_BATCHES + 1)]
         batches = [usable[a:b] for a, b in itertools.pairwise(cuts) if a < b]
         return [batches[number] for number in self._permutation(len(batches), index, "window")]
+
+    def _tell(self, refusal: RefusedConversation) -> None:
+        """Say once that conversations are left out."""
+        if not self._has_told and is_first_process():
+            print(
+                f"conversations that the chat template refuses are left out, as: {refusal}",
+                file=sys.stderr,
+            )
+        self._has_told = True
 
     def _row(self, position: int) -> int:
         """The conversation at a position of the endless stream of epochs."""
@@ -100,6 +142,14 @@ def step_generator(
     for value in (index, *purpose.encode("ascii")):
         mixed = (mixed * 6364136223846793005 + value + 1442695040888963407) % 2**63
     return torch.Generator(device).manual_seed(mixed)
+
+
+def row_noise(shape: torch.Size, rows: range, seed: int, step: int, device: torch.device) -> Tensor:
+    """Uniform numbers in [-1, 1), float32 [B, R, H]; a row's depend on its place in the batch."""
+    noise = torch.empty(shape, device=device)
+    for place, row in zip(noise, rows, strict=True):
+        place.uniform_(-1, 1, generator=step_generator(seed, step, f"noise {row}", device))
+    return noise
 
 
 def collate(conversations: list[EncodedConversation]) -> Batch:

@@ -1,15 +1,27 @@
 """A conversation as token ids, and which of them the assistant wrote."""
 
+import bisect
+import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jinja2
 from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from polybasic.chain.errors import UserError
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_STAND_IN = "\ue000"  # of the private use area
+_PROBE = [
+    {"role": role, "content": f"{role} {number}"}
+    for number in ("one", "two")
+    for role in ("user", "assistant")
+]
+
+Messages = Sequence[dict[str, str]]
+Span = tuple[int, int]
 
 
 class EncodedConversation(NamedTuple):
@@ -19,49 +31,67 @@ class EncodedConversation(NamedTuple):
     is_assistant: list[bool]
 
 
+class RefusedConversation(UserError):
+    """What is wrong with one conversation under a chat template that suits others."""
+
+
 def encode_conversation(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, str]], max_tokens: int
+    tokenizer: PreTrainedTokenizerBase, messages: Messages, max_tokens: int
 ) -> EncodedConversation:
     """Encode by the tokenizer's own chat template, cut to `max_tokens`.
 
-    The assistant's tokens are those between `{% generation %}` and `{% endgeneration %}` where
-    the template has them. Otherwise they are the text that each answer adds to the prompt
-    before it, which is refused where a prompt is not a prefix of what follows.
+    The assistant's text is what stands between `{% generation %}` and `{% endgeneration %}` where
+    the template has them. Otherwise it is found by rendering parts of the conversation: each turn
+    goes from the end of its prompt to the end of turn behind its content. A token that is only in
+    part the assistant's counts as the prompt's.
 
     Raises:
-        UserError: no chat template, one that rejects the messages or that rewrites earlier turns,
-            or a tokenizer without character offsets.
+        UserError: no chat template, or a tokenizer without character offsets.
+        RefusedConversation: the template rejects the messages, or it renders them so that the
+            assistant's text cannot be told for sure.
     """
-    template = chat_template(tokenizer)
     if not tokenizer.is_fast:
         raise UserError(
             "tokenizer without character offsets",
             tokenizer.name_or_path,
             "save it as a fast tokenizer (tokenizer.json)",
         )
-    if _GENERATION.search(template):
-        encoded = _render(
-            tokenizer, messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
-        )
-        input_ids, mask = encoded["input_ids"], encoded["assistant_masks"]
-    else:
-        input_ids, mask = _by_prefixes(tokenizer, list(messages))
-    return EncodedConversation(
-        list(input_ids[:max_tokens]), [bool(value) for value in mask[:max_tokens]]
-    )
+    text, spans = _text_and_spans(tokenizer, messages)
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    offsets = encoded["offset_mapping"][:max_tokens]
+    return EncodedConversation(list(encoded["input_ids"][:max_tokens]), _inside(offsets, spans))
 
 
-def encode_prompt(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, str]]
-) -> list[int]:
+def encode_accepted(
+    tokenizer: PreTrainedTokenizerBase, conversations: Iterable[Messages], max_tokens: int
+) -> tuple[list[EncodedConversation], RefusedConversation | None]:
+    """Encode the conversations that the chat template accepts.
+
+    Returns:
+        Them in order, and the refusal of the last one that was left out.
+
+    Raises:
+        UserError: as `encode_conversation`, where it is not about one conversation alone.
+    """
+    encoded, refusal = [], None
+    for messages in conversations:
+        try:
+            encoded.append(encode_conversation(tokenizer, messages, max_tokens))
+        except RefusedConversation as error:
+            refusal = error
+    return encoded, refusal
+
+
+def encode_prompt(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> list[int]:
     """Token ids of `messages` with the template's opening of the assistant's next turn.
 
     Raises:
-        UserError: no chat template, or one that rejects the messages.
+        UserError: no chat template.
+        RefusedConversation: the template rejects the messages.
     """
     chat_template(tokenizer)
-    text = _render(tokenizer, messages, tokenize=False, add_generation_prompt=True)
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    text = _render(tokenizer, messages, add_generation_prompt=True)
+    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
 def chat_template(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -77,45 +107,162 @@ def chat_template(tokenizer: PreTrainedTokenizerBase) -> str:
         raise UserError(
             "tokenizer without a chat template",
             tokenizer.name_or_path or type(tokenizer).__name__,
-            "add chat_template.jinja to the target's folder, or use a chat model",
+            "set target.chat_template, add chat_template.jinja to the target's folder, or use a "
+            "chat model",
         )
     return template
 
 
-def _by_prefixes(
-    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]
-) -> tuple[list[int], list[bool]]:
-    text = _render(tokenizer, messages, tokenize=False)
-    spans = []
-    for index, message in enumerate(messages):
-        if message["role"] == "assistant":
-            prompt = _render(
-                tokenizer, messages[:index], tokenize=False, add_generation_prompt=True
+def check_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Find the assistant's text in two rounds of plain words: a template that fails suits nothing.
+
+    Raises:
+        UserError: as `encode_conversation`, or the template marks other text than the assistant's.
+    """
+    text, spans = _text_and_spans(tokenizer, _PROBE)
+    found = [text[start:end] for start, end in spans]
+    for message in _PROBE:
+        is_found = any(message["content"] in part for part in found)
+        if is_found != (message["role"] == "assistant"):
+            raise UserError(
+                "chat template marks other text than the assistant's",
+                f"{tokenizer.name_or_path} ({found})",
+                "put {% generation %} around the assistant's text in the template, or nowhere",
             )
-            answered = _render(tokenizer, messages[: index + 1], tokenize=False)
-            if not (answered.startswith(prompt) and text.startswith(answered)):
-                raise UserError(
-                    "chat template rewrites earlier turns",
-                    f"{tokenizer.name_or_path}, message {index + 1} of {len(messages)}",
-                    "mark the assistant's text with {% generation %} in the template",
-                )
-            spans.append((len(prompt), len(answered)))
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    mask = [
-        any(start <= first and last <= end and first < last for start, end in spans)
-        for first, last in encoded["offset_mapping"]
-    ]
-    return encoded["input_ids"], mask
+
+
+def _text_and_spans(
+    tokenizer: PreTrainedTokenizerBase, messages: Messages
+) -> tuple[str, list[Span]]:
+    """The whole conversation as text, and where in it the assistant's turns lie."""
+    template = chat_template(tokenizer)
+    if _GENERATION.search(template):
+        return _marked_spans(tokenizer, template, messages)
+    return _unmarked_spans(tokenizer, messages)
+
+
+def _marked_spans(
+    tokenizer: PreTrainedTokenizerBase, template: str, messages: Messages
+) -> tuple[str, list[Span]]:
+    """The whole text, and what lies between the template's marks."""
+    render: Any = render_jinja_template  # declared to return a text alone
+    try:
+        [text], [spans] = render(
+            [list(messages)],
+            chat_template=template,
+            return_assistant_tokens_mask=True,
+            **tokenizer.special_tokens_map,
+        )
+    except jinja2.TemplateError as error:
+        raise _rejection(tokenizer, str(error)) from error
+    return text, spans
+
+
+def _unmarked_spans(
+    tokenizer: PreTrainedTokenizerBase, messages: Messages
+) -> tuple[str, list[Span]]:
+    """The whole text, and where the assistant's turns lie in it by what else is rendered."""
+    text = _render(tokenizer, messages)
+    indices = [index for index, each in enumerate(messages) if each["role"] == "assistant"]
+    spans = [_turn(tokenizer, messages, index, text) for index in indices]
+    for index, (before, after) in zip(indices[1:], itertools.pairwise(spans), strict=True):
+        if after[0] < before[1]:
+            raise _unclear(tokenizer, messages, index, "its prompt lacks the turn before")
+    return text, spans
+
+
+def _turn(tokenizer: PreTrainedTokenizerBase, messages: Messages, index: int, text: str) -> Span:
+    """Where the assistant's message `index` lies in `text`, the rendering of all messages.
+
+    A stand-in for its content shows what follows that, and what would follow if it were the last.
+    """
+    content = messages[index]["content"]
+    prompt = _render(tokenizer, messages[:index], add_generation_prompt=True)
+    if not text.startswith(prompt):
+        raise _unclear(tokenizer, messages, index, "the text before it differs from its prompt")
+    stand_in = _STAND_IN
+    while stand_in in text:
+        stand_in += _STAND_IN
+    cut = [*messages[:index], {"role": "assistant", "content": stand_in}]
+    rest = messages[index + 1 :]
+    after = _text_after(tokenizer, [*cut, *rest], stand_in)
+    if_last = _text_after(tokenizer, cut, stand_in) if rest else after
+    if after is None or if_last is None or not text.endswith(after):
+        raise _unclear(tokenizer, messages, index, "its content changes what follows")
+    start, content_end = len(prompt), len(text) - len(after)
+    answer = text[start:content_end]
+    if content_end < start or not answer.rstrip().endswith(content.strip()):
+        raise _unclear(tokenizer, messages, index, "its content is rewritten")
+    num_ending = _end_of_turn(tokenizer, after, if_last)
+    if num_ending is None:
+        raise _unclear(tokenizer, messages, index, "its end depends on what follows")
+    return start, content_end + num_ending
+
+
+def _text_after(
+    tokenizer: PreTrainedTokenizerBase, messages: Messages, stand_in: str
+) -> str | None:
+    _, *after = _render(tokenizer, messages).split(stand_in)
+    return after[0] if len(after) == 1 else None
+
+
+def _end_of_turn(tokenizer: PreTrainedTokenizerBase, after: str, if_last: str) -> int | None:
+    """How many characters of `after` end the turn, None if that cannot be told.
+
+    That is all that follows an answer which is the last one. Some templates (Phi-3's) end the whole
+    conversation there too; then it is up to the last control token that both texts have, with the
+    white space behind it.
+    """
+    if after.startswith(if_last):
+        return len(if_last)
+    pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(after, if_last, strict=False))
+    common = "".join(character for character, _ in pairs)
+    controls = [token for token in tokenizer.get_added_vocab() if token in common]
+    if not controls:
+        return None
+    end = max(common.rindex(token) + len(token) for token in controls)
+    return len(common) - len(common[end:].lstrip())
+
+
+def _inside(places: list[Span], spans: list[Span]) -> list[bool]:
+    """For each of `places` whether it lies in one of `spans`, which are in order."""
+    ends = [end for _, end in spans]
+    found = []
+    for first, last in places:
+        index = bisect.bisect_left(ends, last)
+        start, end = spans[index] if index < len(spans) else (last, last)
+        # some tokenizers give white space no width
+        found.append(start <= first < last or start < first == last < end)
+    return found
 
 
 def _render(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, str]], **options: Any
-) -> Any:
+    tokenizer: PreTrainedTokenizerBase, messages: Messages, add_generation_prompt: bool = False
+) -> str:
+    if not messages:
+        raise _rejection(tokenizer, "no message before the assistant's")
     try:
-        return tokenizer.apply_chat_template(list(messages), **options)
+        text = tokenizer.apply_chat_template(
+            list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
+        )
     except jinja2.TemplateError as error:
-        raise UserError(
-            "chat template rejects the messages",
-            f"{tokenizer.name_or_path} ({error})",
-            "leave such conversations out, or mend the template",
-        ) from error
+        raise _rejection(tokenizer, str(error)) from error
+    return str(text)
+
+
+def _rejection(tokenizer: PreTrainedTokenizerBase, reason: str) -> RefusedConversation:
+    return RefusedConversation(
+        "chat template rejects the messages",
+        f"{tokenizer.name_or_path} ({reason})",
+        "leave such conversations out, or mend the template",
+    )
+
+
+def _unclear(
+    tokenizer: PreTrainedTokenizerBase, messages: Messages, index: int, reason: str
+) -> RefusedConversation:
+    return RefusedConversation(
+        "chat template does not tell the assistant's text",
+        f"{tokenizer.name_or_path}, message {index + 1} of {len(messages)} ({reason})",
+        "leave such conversations out, or mark that text with {% generation %} in the template",
+    )

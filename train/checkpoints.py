@@ -1,16 +1,18 @@
 """Checkpoints of a training run: whole folders named by step, the newest of which is resumed."""
 
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.files import read_json, whole_folder, write_json
+from polybasic.chain.files import disk_errors, partial_path, read_json, whole_folder, write_json
+from polybasic.train.processes import is_first_process, num_processes, wait_for_all
 
 _PREFIX = "step-"
 _TAG = "engine"
@@ -25,6 +27,7 @@ class RunState:
     """
 
     identity: str
+    num_processes: int = 1
     step: int = 0
     num_tokens: int = 0
     seconds: float = 0.0
@@ -32,6 +35,7 @@ class RunState:
     best_step: int = 0
     best_accepted_length: float = 0.0
     best_accepted_by_depth: tuple[float, ...] = ()
+    initial_accepted_length: float | None = None
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
@@ -41,32 +45,58 @@ def latest_checkpoint(folder: Path) -> Path | None:
 
 
 def save_checkpoint(folder: Path, engine: Any, state: RunState, best: dict[str, Tensor]) -> Path:
-    """Write a checkpoint whole, then remove the older ones.
+    """Write a checkpoint whole, then remove the older ones; all processes call this.
+
+    State and best weights are the first process's.
 
     Raises:
         UserError: the disk is full; the older checkpoint is still there.
     """
     path = folder / f"{_PREFIX}{state.step:08d}"
-    with whole_folder(path) as partial:
+    with _folder_of_all(path) as partial:
         engine.save_checkpoint(
             str(partial), tag=_TAG, save_latest=False, exclude_frozen_parameters=True
         )
-        if best:
-            save_file(best, partial / "best.safetensors")
-        write_json(partial / "state.json", asdict(state))
-    for other in folder.glob(f"{_PREFIX}*"):
-        if other != path:
-            shutil.rmtree(other)
+        if is_first_process():
+            if best:
+                save_file(best, partial / "best.safetensors")
+            write_json(partial / "state.json", asdict(state))
+    if is_first_process():
+        for other in folder.glob(f"{_PREFIX}*"):
+            if other != path:
+                shutil.rmtree(other)
     return path
+
+
+@contextmanager
+def _folder_of_all(path: Path) -> Iterator[Path]:
+    """`whole_folder` for all processes: the first one makes it, and renames it after the last."""
+    if is_first_process():
+        with whole_folder(path) as partial:
+            wait_for_all()
+            yield partial
+            wait_for_all()
+    else:
+        wait_for_all()
+        with disk_errors(path):
+            yield partial_path(path)
+        wait_for_all()
 
 
 def load_checkpoint(path: Path, engine: Any, identity: str) -> tuple[RunState, dict[str, Tensor]]:
     """Bring `engine` to where the checkpoint was taken; returns its state and best weights.
 
     Raises:
-        UserError: the checkpoint is of another run (settings, data, target or seed differ).
+        UserError: the checkpoint is of another run (settings, data, target or seed differ), or
+            of another number of processes.
     """
     state = RunState(**read_json(path / "state.json", "checkpoint state"))
+    if state.num_processes != num_processes():
+        raise UserError(
+            f"interrupted training in another number of processes than {num_processes()}",
+            f"{path} (num_processes {state.num_processes})",
+            f"restore it to continue, or remove {path.parent} to start anew",
+        )
     if state.identity != identity:
         raise UserError(
             "interrupted training with other settings, data, target or seed",
@@ -78,12 +108,3 @@ def load_checkpoint(path: Path, engine: Any, identity: str) -> tuple[RunState, d
         raise UserError("checkpoint is not complete", str(path), "remove it and run again")
     best = path / "best.safetensors"
     return state, load_file(best) if best.exists() else {}
-
-
-def head_weights(module: torch.nn.Module) -> dict[str, Tensor]:
-    """A copy on the CPU of what is trained (the frozen embedding is left out)."""
-    return {
-        name: parameter.detach().to("cpu", copy=True).contiguous()
-        for name, parameter in module.named_parameters()
-        if parameter.requires_grad
-    }

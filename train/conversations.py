@@ -12,14 +12,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jinja2
 from datasets import Dataset, Features, Value, load_dataset
 from datasets.exceptions import DatasetNotFoundError
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError
+from transformers import PreTrainedTokenizerBase
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.files import sha256_of_file, sha256_of_object
-from polybasic.train.conversation_files import FILE_NAME, check_file, read_file
+from polybasic.train.chat import chat_template
+from polybasic.train.conversation_files import check_file, read_file
+from polybasic.train.conversation_sources import HubData, fetch_file, hub_error, parse_source
 
 ROLES = {
     "human": "user",
@@ -28,6 +32,7 @@ ROLES = {
     "assistant": "assistant",
     "chatgpt": "assistant",
     "bing": "assistant",
+    "bard": "assistant",
     "system": "system",
 }
 FEATURES = Features(
@@ -37,7 +42,7 @@ FEATURES = Features(
         "messages": [{"role": Value("string"), "content": Value("string")}],
     }
 )
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
+_SYSTEM_PROBE = [{"role": role, "content": "text"} for role in ("system", "user", "assistant")]
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
@@ -45,11 +50,12 @@ def load_conversations(source: str, limit: int | None = None) -> Dataset:
     """Read conversations into a dataset with the columns id, task and messages.
 
     Leading assistant turns and trailing user turns are dropped. Rows that cannot be used are
-    counted on stderr; rows that are no conversations at all are an error.
+    counted on stderr, so that a few bad ones among tens of thousands stop nobody; rows that are no
+    conversations at all are an error.
 
     Args:
-        source: a ShareGPT file (`.json`, `.jsonl`, each also `.gz` or `.zst`) or a hub id, with
-            `@revision` where wanted.
+        source: a ShareGPT file (`.json`, `.jsonl`, each also `.gz` or `.zst`), a hub id with
+            `@revision` where wanted, or such a file of a hub data set (`org/name:path/file.json`).
         limit: stop after so many usable conversations.
 
     Raises:
@@ -57,8 +63,7 @@ def load_conversations(source: str, limit: int | None = None) -> Dataset:
             usable in it.
     """
     rows, skipped = [], Counter[str]()
-    raw_rows = read_file(Path(source)) if _is_file(source) else _read_hub(source)
-    for number, (raw, where) in enumerate(raw_rows):
+    for number, (raw, where) in enumerate(_raw_rows(parse_source(source))):
         row = _normalise(raw, where, number)
         if isinstance(row, str):
             skipped[row] += 1
@@ -112,62 +117,72 @@ def split_conversations(dataset: Dataset, num_heldout: int) -> tuple[Dataset, Da
     return dataset.select(kept), dataset.select(sorted(heldout))
 
 
+def fit_to_template(dataset: Dataset, tokenizer: PreTrainedTokenizerBase) -> Dataset:
+    """Drop system turns, and say so, where the tokenizer's chat template refuses them.
+
+    Raises:
+        UserError: no chat template.
+    """
+    if _takes_system_turns(tokenizer):
+        return dataset
+    has_system = [messages[0]["role"] == "system" for messages in dataset["messages"]]
+    if not any(has_system):
+        return dataset
+    print(
+        f"the chat template takes no system turns: dropped those of {sum(has_system):,} of "
+        f"{len(dataset):,} conversations",
+        file=sys.stderr,
+    )
+    return dataset.map(_without_system_turn, features=FEATURES, load_from_cache_file=False)
+
+
 def data_digest(source: str) -> str:
     """Hex SHA-256 that names the data: of a file's bytes, or of the hub id with its commit.
 
     Raises:
         UserError: the file or the hub dataset does not exist.
     """
-    if _is_file(source):
-        check_file(Path(source))
-        return sha256_of_file(Path(source))
-    name, revision = _hub_id(source)
-    if revision is None or not _COMMIT.fullmatch(revision):
-        try:
-            revision = HfApi().dataset_info(name, revision=revision).sha
-        except (HfHubHTTPError, OSError) as error:
-            raise _hub_error(source, error) from error
-    return sha256_of_object(f"{name}@{revision}")
+    data = parse_source(source)
+    if isinstance(data, HubData) and data.path is None:
+        return sha256_of_object(f"{data.repository}@{_commit(data)}")
+    path = _file_of(data)
+    check_file(path)
+    return sha256_of_file(path)
 
 
-def _is_file(source: str) -> bool:
-    return bool(FILE_NAME.search(source)) or Path(source).exists()
-
-
-def _hub_id(source: str) -> tuple[str, str | None]:
-    if not _HUB_ID.fullmatch(source):
-        raise UserError(
-            "conversations not found",
-            f"data.conversations = {source!r}",
-            "give a ShareGPT file (.json, .jsonl, .gz, .zst) or a hub id org/name[@revision]",
-        )
-    name, _, revision = source.partition("@")
-    return name, revision or None
-
-
-def _hub_error(source: str, error: Exception) -> UserError:
-    return UserError(
-        "cannot load the hub dataset",
-        f"{source} ({type(error).__name__}: {str(error).splitlines()[0]})",
-        "check the id, the network and that it has a train split; or give a local file",
-    )
-
-
-def _read_hub(source: str) -> Iterator[tuple[Any, str]]:
-    name, revision = _hub_id(source)
+def _commit(data: HubData) -> str | None:
+    if data.revision is not None and _COMMIT.fullmatch(data.revision):
+        return data.revision
     try:
-        dataset = load_dataset(name, revision=revision, split="train")
+        return HfApi().dataset_info(data.repository, revision=data.revision).sha
+    except (HfHubHTTPError, OSError) as error:
+        raise hub_error(data, error) from error
+
+
+def _file_of(data: Path | HubData) -> Path:
+    return fetch_file(data) if isinstance(data, HubData) else data
+
+
+def _raw_rows(data: Path | HubData) -> Iterator[tuple[Any, str]]:
+    if isinstance(data, HubData) and data.path is None:
+        return _read_split(data)
+    return read_file(_file_of(data))
+
+
+def _read_split(data: HubData) -> Iterator[tuple[Any, str]]:
+    try:
+        dataset = load_dataset(data.repository, revision=data.revision, split="train")
     except (DatasetNotFoundError, HfHubHTTPError, OSError, ValueError) as error:
-        raise _hub_error(source, error) from error
+        raise hub_error(data, error) from error
     for number, row in enumerate(dataset):
-        yield row, f"{source} row {number}"
+        yield row, f"{data} row {number}"
 
 
 def _normalise(raw: Any, where: str, number: int) -> dict[str, Any] | str:
     """Return the row in our columns, or the reason for which it is skipped.
 
     Raises:
-        UserError: the row is no conversation.
+        UserError: the row is of another format.
     """
     turns = raw.get("conversations") if isinstance(raw, dict) else None
     if not isinstance(turns, list):
@@ -175,18 +190,14 @@ def _normalise(raw: Any, where: str, number: int) -> dict[str, Any] | str:
             "row without a 'conversations' list", where, "give ShareGPT rows, or remove this one"
         )
     messages = []
-    for position, turn in enumerate(turns):
+    for turn in turns:
         sender = turn.get("from") if isinstance(turn, dict) else None
         content = turn.get("value") if isinstance(turn, dict) else None
         if not isinstance(sender, str) or not isinstance(content, str):
-            raise UserError(
-                "turn without 'from' and 'value' text",
-                f"{where}, turn {position + 1}",
-                "repair the row or remove it",
-            )
-        if sender not in ROLES:
+            return "turn without 'from' and 'value' text"
+        if sender.lower() not in ROLES:
             return f"unknown role {sender!r}"
-        messages.append({"role": ROLES[sender], "content": content})
+        messages.append({"role": ROLES[sender.lower()], "content": content})
     messages = _trimmed(messages)
     roles = [message["role"] for message in messages if message["role"] != "system"]
     if len(roles) < 2:
@@ -215,6 +226,20 @@ def _trimmed(messages: list[dict[str, str]]) -> list[dict[str, str]]:
     if turns and turns[-1]["role"] == "user":
         turns = turns[:-1]
     return system + turns
+
+
+def _takes_system_turns(tokenizer: PreTrainedTokenizerBase) -> bool:
+    chat_template(tokenizer)
+    try:
+        tokenizer.apply_chat_template(_SYSTEM_PROBE, tokenize=False)
+    except jinja2.TemplateError:
+        return False
+    return True
+
+
+def _without_system_turn(row: dict[str, Any]) -> dict[str, Any]:
+    messages = row["messages"]
+    return {"messages": messages[1:] if messages[0]["role"] == "system" else messages}
 
 
 def _listing(skipped: Counter[str]) -> str:

@@ -1,73 +1,30 @@
-"""The DeepSpeed engine around a draft head, in one process on a CPU or one GPU."""
+"""The DeepSpeed engine around a draft head, in each of the processes that train it."""
 
 import logging
-import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
-from polybasic.chain.errors import UserError
+from polybasic.train.processes import num_processes
 from polybasic.train.settings import HeadSettings
 
-_SINGLE_PROCESS = {
-    "RANK": "0",
-    "LOCAL_RANK": "0",
-    "WORLD_SIZE": "1",
-    "MASTER_ADDR": "127.0.0.1",
-    "GLOO_SOCKET_IFNAME": "lo",
-}
-
-
-@contextmanager
-def single_process() -> Iterator[None]:
-    """A process group of one without a launcher; no port is opened, the environment is restored.
-
-    Raises:
-        UserError: a launcher has started several processes.
-    """
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise UserError(
-            "training runs in one process",
-            f"WORLD_SIZE = {os.environ['WORLD_SIZE']}",
-            "start it without a launcher",
-        )
-    wanted = dict(_SINGLE_PROCESS)
-    if not torch.cuda.is_available():
-        wanted["DS_ACCELERATOR"] = "cpu"
-    before = {name: os.environ.get(name) for name in wanted}
-    os.environ.update(wanted)
-    try:
-        if not torch.distributed.is_initialized():
-            torch.distributed.init_process_group(
-                "nccl" if torch.cuda.is_available() else "gloo",
-                store=torch.distributed.HashStore(),
-                rank=0,
-                world_size=1,
-            )
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+_HEAD_ZERO_STAGE = 2
+"""The highest: a head is small beside its target, and evaluations need it whole."""
 
 
 def start_engine(module: nn.Module, settings: HeadSettings) -> Any:
     """Wrap `module` into a DeepSpeed engine with AdamW, clipping and the learning rate's schedule.
 
-    The module is converted to the settings' dtype in place. Call inside `single_process`.
+    The module is converted to the settings' dtype in place. Gradients are averaged over the
+    processes. Stage 3 of ZeRO is the target's (`load_sharded_target`); the head has stage 2 then.
+    Call inside `process_group`.
     """
-    import deepspeed
-
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    # one process shares memory with nobody, and building this takes a compiler and a minute
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed = quiet_deepspeed()
     config = {
-        "train_micro_batch_size_per_gpu": settings.batch_size,
+        "train_micro_batch_size_per_gpu": settings.batch_size // num_processes(),
         "gradient_accumulation_steps": 1,
         "gradient_clipping": settings.clip_grad_norm,
         "optimizer": {
@@ -80,7 +37,7 @@ def start_engine(module: nn.Module, settings: HeadSettings) -> Any:
             },
         },
         "bf16": {"enabled": settings.dtype == "bfloat16"},
-        "zero_optimization": {"stage": settings.zero_stage},
+        "zero_optimization": {"stage": min(settings.zero_stage, _HEAD_ZERO_STAGE)},
         "steps_per_print": None,
     }
     factor = learning_rate_factor(settings.warmup_steps, settings.num_steps)
@@ -92,6 +49,18 @@ def start_engine(module: nn.Module, settings: HeadSettings) -> Any:
         dist_init_required=False,
     )
     return engine
+
+
+def quiet_deepspeed() -> Any:
+    """The package, told to say nothing below errors and to compile nothing."""
+    import deepspeed
+
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    # it calls what torch is about to rename
+    warnings.filterwarnings("ignore", r"`torch\.distributed", FutureWarning)
+    # gloo does without this on a CPU, and building it takes a compiler and a minute
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    return deepspeed
 
 
 def learning_rate_factor(warmup_steps: int, num_steps: int) -> Callable[[int], float]:

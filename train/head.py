@@ -8,16 +8,25 @@ Shapes: B = batch, R = rows, C = rows in the cache, H = hidden size, D = head si
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from polybasic.chain.rotary import inverse_frequency
+
 
 @dataclass(frozen=True)
 class HeadShape:
-    """Sizes of a head; all but `intermediate_size` are the target's."""
+    """Sizes of a head; a random one has the target's, all but `intermediate_size`.
+
+    Attributes:
+        rope: rotary parameters as transformers names them (rope_type, rope_theta, factor, ...).
+        context_tokens: positions that the target is declared for.
+        has_fc_bias: heads of others may have one.
+        has_qkv_bias: on queries, keys and values; heads of others may have them.
+    """
 
     vocab_size: int
     hidden_size: int
@@ -26,8 +35,10 @@ class HeadShape:
     num_kv_heads: int
     head_dim: int
     rms_norm_eps: float
-    rope_theta: float
+    rope: dict[str, Any]
     context_tokens: int
+    has_fc_bias: bool = False
+    has_qkv_bias: bool = False
 
 
 class KeysValues(NamedTuple):
@@ -59,17 +70,21 @@ class Attention(nn.Module):
         super().__init__()
         self.shape = shape
         q_size, kv_size = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-        self.q_proj = nn.Linear(shape.hidden_size, q_size, bias=False)
-        self.k_proj = nn.Linear(shape.hidden_size, kv_size, bias=False)
-        self.v_proj = nn.Linear(shape.hidden_size, kv_size, bias=False)
+        self.q_proj = nn.Linear(shape.hidden_size, q_size, bias=shape.has_qkv_bias)
+        self.k_proj = nn.Linear(shape.hidden_size, kv_size, bias=shape.has_qkv_bias)
+        self.v_proj = nn.Linear(shape.hidden_size, kv_size, bias=shape.has_qkv_bias)
         self.o_proj = nn.Linear(q_size, shape.hidden_size, bias=False)
+        # no buffer: frequencies stay float32 whatever the weights are converted to
+        self._frequencies, self._rotary_scale = inverse_frequency(
+            shape.rope, shape.head_dim, shape.context_tokens
+        )
 
     def forward(
         self, x: Tensor, positions: Tensor, past: KeysValues | None, mask: Tensor | None
     ) -> tuple[Tensor, KeysValues]:
         """See `DraftHead.forward`."""
         batch, rows, _ = x.shape
-        cos, sin = _rotary(positions, self.shape, x.dtype)
+        cos, sin = self._rotary(positions, x.dtype)
         split = (batch, rows, -1, self.shape.head_dim)
         queries = _rotate(self.q_proj(x).view(split).transpose(1, 2), cos, sin)
         keys = _rotate(self.k_proj(x).view(split).transpose(1, 2), cos, sin)
@@ -82,6 +97,14 @@ class Attention(nn.Module):
         )
         merged = attended.transpose(1, 2).reshape(batch, rows, -1)
         return self.o_proj(merged), KeysValues(keys, values)
+
+    def _rotary(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [..., 1, R, D], computed in float32 at each call."""
+        angles = positions[..., None].float() * self._frequencies.to(positions.device)
+        angles = torch.cat((angles, angles), dim=-1)
+        angles = angles if positions.dim() == 1 else angles[:, None]
+        scale = self._rotary_scale
+        return (angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype)
 
 
 class Mlp(nn.Module):
@@ -117,14 +140,20 @@ class DraftLayer(nn.Module):
 
 
 class DraftHead(nn.Module):
-    """EAGLE-2's head; parameter names are those of its checkpoints. The embedding is frozen."""
+    """EAGLE-2's head; parameter names are those of its checkpoints. The embedding is frozen.
 
-    def __init__(self, shape: HeadShape) -> None:
+    Args:
+        shape: of the head.
+        embedding: [V, H], kept as it is, not copied; default: random.
+    """
+
+    def __init__(self, shape: HeadShape, embedding: Tensor | None = None) -> None:
         super().__init__()
         self.shape = shape
-        self.embed_tokens = nn.Embedding(shape.vocab_size, shape.hidden_size)
-        self.embed_tokens.weight.requires_grad_(False)
-        self.fc = nn.Linear(2 * shape.hidden_size, shape.hidden_size, bias=False)
+        if embedding is None:
+            embedding = torch.randn(shape.vocab_size, shape.hidden_size)
+        self.embed_tokens = nn.Embedding.from_pretrained(embedding, freeze=True)
+        self.fc = nn.Linear(2 * shape.hidden_size, shape.hidden_size, bias=shape.has_fc_bias)
         self.layers = nn.ModuleList([DraftLayer(shape)])
 
     def forward(
@@ -194,15 +223,6 @@ def unrolled_mask(positions: Tensor, step: int) -> Tensor:
     committed = back >= step - 1
     drafted = [back == step - earlier for earlier in range(2, step + 1)]
     return torch.cat((committed, *drafted), dim=1)
-
-
-def _rotary(positions: Tensor, shape: HeadShape, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [..., 1, R, D]; computed in float32 at each call, whatever the weights."""
-    exponents = torch.arange(0, shape.head_dim, 2, device=positions.device) / shape.head_dim
-    angles = positions[..., None].float() * shape.rope_theta**-exponents
-    angles = torch.cat((angles, angles), dim=-1)
-    angles = angles if positions.dim() == 1 else angles[:, None]
-    return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

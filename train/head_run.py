@@ -13,24 +13,31 @@ from torch import Tensor, nn
 from polybasic.chain.errors import UserError
 from polybasic.chain.files import whole_file
 from polybasic.train.acceptance import HeldoutBatch, TreeShape, simulate
-from polybasic.train.batches import Batch, BatchStream, step_generator
+from polybasic.train.batches import Batch, BatchStream, Share, row_noise
 from polybasic.train.checkpoints import (
     RunState,
-    head_weights,
     latest_checkpoint,
     load_checkpoint,
     save_checkpoint,
 )
 from polybasic.train.engine import start_engine
 from polybasic.train.head import DraftHead
-from polybasic.train.losses import UnrolledLoss, unrolled_loss
+from polybasic.train.head_start import new_head, trained_weights
+from polybasic.train.losses import UnrolledLoss, step_weights, unrolled_loss
 from polybasic.train.metrics import MetricsLog, TrainingBar, start_wandb
-from polybasic.train.settings import HeadSettings
-from polybasic.train.target import Target
+from polybasic.train.processes import (
+    is_first_process,
+    num_processes,
+    process_index,
+    sum_over_processes,
+    wait_for_all,
+)
+from polybasic.train.settings import HeadSettings, LoraSettings
+from polybasic.train.target import LmHead, Target
 
 
 class LossModule(nn.Module):
-    """What the engine runs: from a batch's features to the loss."""
+    """What the engine runs: from the features of a share of a batch to the loss."""
 
     def __init__(self, head: DraftHead, settings: HeadSettings) -> None:
         super().__init__()
@@ -38,28 +45,38 @@ class LossModule(nn.Module):
         self._settings = settings
 
     def forward(
-        self, batch: Batch, features: Tensor, lm_head: Tensor, generator: torch.Generator
+        self, share: Share, features: Tensor, lm_head: LmHead, noise: Tensor, token_counts: Tensor
     ) -> UnrolledLoss:
-        """Rows 0 .. T-3 are read: the last one predicts the last token."""
+        """Rows 0 .. T-3 are read: the last one predicts the last token.
+
+        Args:
+            share: B conversations.
+            features: [B, T, H], the target's.
+            lm_head: the target's.
+            noise: [B, T - 2, H], added to what is read.
+            token_counts: [S], over how many tokens each step's mean is taken.
+        """
         settings, dtype = self._settings, self.head.fc.weight.dtype
         features = features.to(dtype)
-        inputs = features[:, :-2]
-        if settings.feature_noise:
-            noise = torch.rand(inputs.shape, generator=generator, device=inputs.device)
-            inputs = inputs + ((2 * noise - 1) * settings.feature_noise).to(dtype)
-        outputs = self.head.unroll(batch.token_ids[:, 1:-1], inputs, settings.unroll_steps)
+        inputs = features[:, :-2] + noise.to(dtype)
+        outputs = self.head.unroll(share.token_ids[:, 1:-1], inputs, settings.unroll_steps)
         return unrolled_loss(
             outputs,
             features[:, 1:-1],
             lm_head.to(dtype),
-            batch.is_assistant[:, 2:],
+            share.is_assistant[:, 2:],
             settings.feature_loss_weight,
             settings.token_loss_weight,
+            token_counts,
         )
 
 
 class HeadRun:
-    """One training run: its engine, its state, its best weights so far."""
+    """One training run: its engine, its state, its best weights so far.
+
+    All processes run it together. The first one evaluates and writes, hence knows the best
+    weights; the others wait for it.
+    """
 
     def __init__(
         self,
@@ -70,28 +87,32 @@ class HeadRun:
         seed: int,
         identity: str,
         out: Path,
+        start: Path | None = None,
+        lora: LoraSettings | None = None,
     ) -> None:
-        self._target, self._batches, self._heldout = target, batches, heldout
+        self._target, self._batches = target, batches
+        self._heldout = heldout if is_first_process() else []
         self._settings, self._seed, self._out = settings, seed, out
+        self._is_random_at_first = start is None
         self._checkpoints = out / "checkpoints"
-        self.module = LossModule(_new_head(target, settings, seed), settings).to(target.device)
+        shape = target.head_shape(settings.intermediate_size)
+        head = new_head(shape, target.embedding, settings, seed, start, lora)
+        self.module = LossModule(head, settings).to(target.device)
         self._engine = start_engine(self.module, settings)
-        self._state, self._best = RunState(identity), dict[str, Tensor]()
+        self._state, self._best = RunState(identity, num_processes()), dict[str, Tensor]()
         resumed = latest_checkpoint(self._checkpoints)
         if resumed is not None:
             self._state, self._best = load_checkpoint(resumed, self._engine, identity)
             print(f"continuing from {resumed}", file=sys.stderr)
 
     def train(self) -> dict[str, Any]:
-        """Run the steps that are left; returns the summary."""
+        """Run the steps that are left; returns the summary, of use in the first process."""
         settings, state = self._settings, self._state
-        wandb_run = None
-        if settings.log == "wandb":
-            wandb_run = start_wandb(
-                self._out, state.identity[:16], settings.model_dump(mode="json")
-            )
-        log = MetricsLog(self._out / "metrics.jsonl", state.step, wandb_run)
+        log = self._start_log() if is_first_process() else None
         with TrainingBar("draft head", settings.num_steps, state.step) as bar:
+            if state.step == 0 and not self._is_random_at_first:
+                self._evaluate(log, bar)
+                state.initial_accepted_length = state.best_accepted_length
             while state.step < settings.num_steps:
                 self._step(log, bar)
                 is_last = state.step == settings.num_steps
@@ -99,9 +120,9 @@ class HeadRun:
                     self._evaluate(log, bar)
                 if is_last or state.step % settings.save_every_steps == 0:
                     save_checkpoint(self._checkpoints, self._engine, state, self._best)
-        if wandb_run is not None:
-            wandb_run.finish()
-        return {
+        if log is not None:
+            log.finish()
+        summary = {
             "simulated_accepted_length": round(state.best_accepted_length, 4),
             "accepted_by_depth": list(state.best_accepted_by_depth),
             "best_step": state.best_step,
@@ -111,27 +132,42 @@ class HeadRun:
             "seconds": round(state.seconds, 1),
             "parameters": sum(each.numel() for each in self._best.values()),
         }
+        if state.initial_accepted_length is not None:
+            summary["initial_accepted_length"] = round(state.initial_accepted_length, 4)
+        return summary
 
     def export(self, path: Path) -> None:
-        """Write the best weights under EAGLE's key names, with the embedding and a zero fc.bias."""
-        weights = {name.removeprefix("head."): tensor for name, tensor in self._best.items()}
+        """Write the best weights with the embedding, and a zero fc.bias where they have none.
+
+        Key names are EAGLE's. Call in the first process.
+        """
         embedding = self.module.head.embed_tokens.weight
-        weights["embed_tokens.weight"] = embedding.detach().to("cpu").contiguous()
+        weights = {
+            **self._best,
+            "embed_tokens.weight": embedding.detach().to("cpu").contiguous(),
+        }
         # engines disagree on a missing bias: one leaves it at random values
-        weights["fc.bias"] = torch.zeros_like(weights["fc.weight"][:, 0])
+        weights.setdefault("fc.bias", torch.zeros_like(weights["fc.weight"][:, 0]))
         with whole_file(path) as partial:
             save_file(weights, partial, metadata={"format": "pt"})
 
-    def _step(self, log: MetricsLog, bar: TrainingBar) -> None:
+    def _start_log(self) -> MetricsLog:
+        settings, state = self._settings, self._state
+        wandb_run = None
+        if settings.log == "wandb":
+            wandb_run = start_wandb(
+                self._out, state.identity[:16], settings.model_dump(mode="json")
+            )
+        return MetricsLog(self._out / "metrics.jsonl", state.step, wandb_run)
+
+    def _step(self, log: MetricsLog | None, bar: TrainingBar) -> None:
         started = time.perf_counter()
-        state, device = self._state, self._target.device
+        state = self._state
         batch = self._batches.batch(state.step)
-        batch = Batch(batch.token_ids.to(device), batch.is_assistant.to(device), batch.num_tokens)
-        features = self._target.features(batch.token_ids)
-        noise = step_generator(self._seed, state.step, "noise", device)
-        loss = self._engine(batch, features, self._target.lm_head, noise)
+        loss = self._loss(batch)
         learning_rate = self._engine.get_lr()[0]
-        state.loss = loss.total.item()
+        total, feature, token, *agreement = _over_processes(loss)
+        state.loss = total
         if not math.isfinite(state.loss):
             raise UserError(
                 "loss is not finite",
@@ -145,18 +181,41 @@ class HeadRun:
         state.step += 1
         state.num_tokens += batch.num_tokens
         state.seconds += seconds
-        numbers = {
-            "loss": state.loss,
-            "feature_loss": loss.feature.item(),
-            "token_loss": loss.token.item(),
-            "agreement": [round(value, 4) for value in loss.agreement.tolist()],
-            "learning_rate": learning_rate,
-            "tokens_per_second": round(batch.num_tokens / seconds, 1),
-        }
-        log.write(state.step, numbers)
-        bar.advance(state.loss, numbers["tokens_per_second"])
+        tokens_per_second = round(batch.num_tokens / seconds, 1)
+        if log is not None:
+            log.write(
+                state.step,
+                {
+                    "loss": state.loss,
+                    "feature_loss": feature,
+                    "token_loss": token,
+                    "agreement": [round(value, 4) for value in agreement],
+                    "learning_rate": learning_rate,
+                    "tokens_per_second": tokens_per_second,
+                },
+            )
+        bar.advance(state.loss, tokens_per_second)
 
-    def _evaluate(self, log: MetricsLog, bar: TrainingBar) -> None:
+    def _loss(self, batch: Batch) -> UnrolledLoss:
+        """Of this process's share, in units of which the mean over processes is the batch's."""
+        settings, device = self._settings, self._target.device
+        share = batch.share(process_index(), num_processes(), device)
+        features = self._target.features(share.token_ids)
+        noise = torch.zeros_like(features[:, 2:])
+        if settings.feature_noise:
+            noise = settings.feature_noise * row_noise(
+                noise.shape, share.rows, self._seed, self._state.step, device
+            )
+        counted = step_weights(batch.is_assistant[:, 2:], settings.unroll_steps)
+        token_counts = counted.sum(dim=(1, 2)).to(device) / num_processes()
+        return self._engine(share, features, self._target.lm_head, noise, token_counts)
+
+    def _evaluate(self, log: MetricsLog | None, bar: TrainingBar) -> None:
+        if log is not None:
+            self._simulate(log, bar)
+        wait_for_all()
+
+    def _simulate(self, log: MetricsLog, bar: TrainingBar) -> None:
         started = time.perf_counter()
         settings, state = self._settings, self._state
         tree = TreeShape(
@@ -165,7 +224,7 @@ class HeadRun:
         found = simulate(self.module.head, self._target.lm_head, self._heldout, tree)
         state.seconds += time.perf_counter() - started
         if not self._best or found.accepted_length > state.best_accepted_length:
-            self._best = head_weights(self.module)
+            self._best = trained_weights(self.module.head)
             state.best_step = state.step
             state.best_accepted_length = found.accepted_length
             state.best_accepted_by_depth = tuple(found.accepted_by_depth)
@@ -184,11 +243,8 @@ class HeadRun:
         )
 
 
-def _new_head(target: Target, settings: HeadSettings, seed: int) -> DraftHead:
-    """A head with fresh float32 weights and the target's embedding."""
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        head = DraftHead(target.head_shape(settings.intermediate_size))
-    with torch.no_grad():
-        head.embed_tokens.weight.copy_(target.embedding)
-    return head
+def _over_processes(loss: UnrolledLoss) -> list[float]:
+    """Total, feature and token loss and each step's agreement, all means over the processes."""
+    parts = (loss.total.detach(), loss.feature, loss.token)
+    own = torch.cat((torch.stack(parts).float(), loss.agreement.float()))
+    return (sum_over_processes(own) / num_processes()).tolist()

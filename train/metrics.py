@@ -48,6 +48,11 @@ class MetricsLog:
         if self._wandb_run is not None:
             self._wandb_run.log(numbers, step=step)
 
+    def finish(self) -> None:
+        """No line follows."""
+        if self._wandb_run is not None:
+            self._wandb_run.finish()
+
 
 def start_wandb(folder: Path, run_id: str, settings: dict[str, Any]) -> Any:
     """Start or continue the wandb run of this id; WANDB_MODE and the like apply."""

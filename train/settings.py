@@ -55,7 +55,9 @@ class HeadSettings(Settings):
     """An EAGLE-2 draft head. Objective and defaults as in EAGLE-2's own training code."""
 
     num_steps: int = Field(800_000, ge=1, description="optimizer steps")
-    batch_size: int = Field(4, ge=1, description="conversations of one step")
+    batch_size: int = Field(
+        4, ge=1, description="conversations of one step, those of all processes together"
+    )
     learning_rate: float = Field(3e-5, gt=0)
     warmup_steps: int = Field(2000, ge=0, description="linear; then linear decay to num_steps")
     adam_betas: tuple[float, float] = (0.9, 0.95)
@@ -72,7 +74,12 @@ class HeadSettings(Settings):
     dtype: Literal["bfloat16", "float32"] = Field(
         "bfloat16", description="of the head's passes; master weights stay float32"
     )
-    zero_stage: Literal[0, 1, 2] = Field(1, description="DeepSpeed ZeRO stage")
+    zero_stage: Literal[0, 1, 2, 3] = Field(
+        1,
+        description="DeepSpeed ZeRO stage of the head; 3: stage 2 for the head, and the frozen "
+        "target is partitioned over the processes",
+    )
+    num_processes: int = Field(1, ge=1, description="one a GPU; on a CPU they share the cores")
     eval_every_steps: int = Field(1000, ge=1)
     eval_answer_tokens: int = Field(
         96, ge=2, description="of the target's greedy answers that the evaluation drafts for"
@@ -100,4 +107,46 @@ class HeadSettings(Settings):
             raise ValueError(
                 "zero_stage 0 keeps no float32 master weights for bfloat16; use 1 or 2"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _processes_have_shares(self) -> "HeadSettings":
+        if self.zero_stage == 3 and self.num_processes == 1:
+            raise ValueError(
+                "zero_stage 3 shards the target over several processes; "
+                "raise num_processes or use 1 or 2"
+            )
+        if self.batch_size % self.num_processes:
+            raise ValueError(
+                f"batch_size {self.batch_size} must be a multiple of num_processes "
+                f"{self.num_processes}"
+            )
+        return self
+
+
+class LoraSettings(Settings):
+    """A low-rank adapter on every matrix of a draft head (Hu et al., arXiv 2106.09685)."""
+
+    rank: int = Field(16, ge=1)
+    alpha: float = Field(32.0, gt=0, description="the update is scaled by alpha / rank")
+
+
+class DraftSettings(Settings):
+    """Where the draft head comes from."""
+
+    model: str = Field(
+        "train",
+        min_length=1,
+        description="'train' (from random weights), or a folder or hub id of a head in EAGLE's "
+        "layout, which is taken as it is unless `adapt` says otherwise",
+    )
+    adapt: Literal["none", "lora"] = Field(
+        "none", description="lora: train a LoRA on that head alone, for the target at hand"
+    )
+    lora: LoraSettings = LoraSettings()
+
+    @model_validator(mode="after")
+    def _there_is_a_head_to_adapt(self) -> "DraftSettings":
+        if self.adapt == "lora" and self.model == "train":
+            raise ValueError("adapt: lora needs a ready head; name one in model, or use none")
         return self

@@ -1,12 +1,22 @@
 import gzip
 import json
+from pathlib import Path
 
 import pytest
 import zstandard
 from datasets import Dataset
+from huggingface_hub.errors import LocalEntryNotFoundError
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
 from polybasic.chain.errors import UserError
-from polybasic.train.conversations import data_digest, load_conversations, split_conversations
+from polybasic.train.conversation_sources import HubData, parse_source
+from polybasic.train.conversations import (
+    data_digest,
+    fit_to_template,
+    load_conversations,
+    split_conversations,
+)
 
 
 def turns(*senders_and_values):
@@ -65,13 +75,16 @@ def test_ends_are_trimmed_and_unusable_rows_are_counted(tmp_path, capsys):
         {"conversations": turns(("human", "q"), ("human", "q"), ("gpt", "a"), ("gpt", "a"))},
         {"conversations": turns(("human", "q"), ("tool", "x"), ("gpt", "a"))},
         {"conversations": turns(("human", "q"), ("gpt", " "))},
+        {"conversations": turns(("human", "q"), ("gpt", None))},
+        {"conversations": turns(("human", "q"), ("system", "s"), ("gpt", "a"))},
         {"conversations": []},
     ]
     dataset = load_conversations(write_lines(tmp_path / "real.jsonl", rows))
     assert [each["content"] for each in dataset[0]["messages"]] == ["q", "a"]
     assert capsys.readouterr().err == (
-        "kept 1 of 6 conversations; skipped 5: fewer than two turns (2), "
-        "roles do not alternate (1), unknown role 'tool' (1), empty turn (1)\n"
+        "kept 1 of 8 conversations; skipped 7: fewer than two turns (2), "
+        "roles do not alternate (2), unknown role 'tool' (1), empty turn (1), "
+        "turn without 'from' and 'value' text (1)\n"
     )
 
 
@@ -92,9 +105,9 @@ def test_limit_counts_usable_rows(tmp_path):
         (
             "a.jsonl",
             b'{"conversations": [{"from": "human", "value": "q"}, {"from": "gpt"}]}',
-            r"turn without 'from' and 'value' text: \S+ line 1, turn 2",
+            r"no usable conversation: \S+ \(1 rows: turn without 'from' and 'value' text \(1\)\)",
         ),
-        ("a.jsonl", b'{"conversations": ["hello"]}', r"turn without .* line 1, turn 1"),
+        ("a.jsonl", b'{"conversations": ["hello"]}', r"no usable .*turn without 'from' and"),
         ("a.jsonl", b"", "empty conversation file"),
         ("a.jsonl.zst", b"", "empty conversation file"),
         ("a.jsonl", b"\n \n", "empty conversation file"),
@@ -136,6 +149,66 @@ def test_hub_rows_are_read_like_file_rows(monkeypatch):
     dataset = load_conversations("org/chats@v1.2")
     assert asked == {"name": "org/chats", "revision": "v1.2", "split": "train"}
     assert dataset[0]["messages"][1] == {"role": "assistant", "content": "Because."}
+
+
+@pytest.mark.parametrize("sender", ["gpt", "chatgpt", "bing", "bard", "Assistant"])
+def test_whoever_answers_is_the_assistant(tmp_path, sender):
+    rows = [{"conversations": turns(("user", "q"), (sender, "a"))}]
+    dataset = load_conversations(write_lines(tmp_path / "a.jsonl", rows))
+    assert [message["role"] for message in dataset[0]["messages"]] == ["user", "assistant"]
+
+
+def test_one_file_of_a_hub_dataset_is_fetched_and_read(tmp_path, monkeypatch):
+    asked = []
+
+    def fetch(repository, path, **options):
+        asked.append((repository, path, options))
+        if path != "v1/split.json":
+            raise LocalEntryNotFoundError("offline\nmore")
+        return write_lines(tmp_path / "cached.jsonl", GOOD)
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", fetch)
+    source = "org/chats@main:v1/split.json"
+    assert len(load_conversations(source)) == 2
+    assert asked == [
+        ("org/chats", "v1/split.json", {"repo_type": "dataset", "revision": "main"}),
+    ]
+    # the bytes name the data, wherever they came from
+    assert data_digest(source) == data_digest(str(tmp_path / "cached.jsonl"))
+    with pytest.raises(UserError, match=r"cannot load the hub dataset: org/chats:v2/a.jsonl \(Loc"):
+        load_conversations("org/chats:v2/a.jsonl")
+    with pytest.raises(UserError, match=r"not a conversation file: data\.parquet of"):
+        load_conversations("org/chats:data.parquet")
+
+
+def test_sources_are_told_apart(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "org").mkdir()
+    odd = Path("org") / "chats:split.json"
+    write_lines(odd, GOOD)
+    assert parse_source(str(odd)) == odd
+    assert parse_source("org/chats:other.json") == HubData("org/chats", None, "other.json")
+    assert parse_source("org/chats@v1") == HubData("org/chats", "v1", None)
+    assert parse_source("org/chats.json") == Path("org/chats.json")
+
+
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+REFUSING = "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}" + TEMPLATE
+
+
+@pytest.mark.parametrize(("template", "num_left"), [(TEMPLATE, 1), (REFUSING, 0)])
+def test_system_turns_go_where_the_template_refuses_them(tmp_path, capsys, template, num_left):
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0})))
+    tokenizer.chat_template = template
+    dataset = load_conversations(write_lines(tmp_path / "a.jsonl", GOOD))
+    fitted = fit_to_template(dataset, tokenizer)
+    roles = [message["role"] for row in fitted for message in row["messages"]]
+    assert roles.count("system") == num_left
+    assert [role for role in roles if role != "system"] == ["user", "assistant"] * 2
+    told = "takes no system turns: dropped those of 1 of 2 conversations"
+    assert (told in capsys.readouterr().err) == (num_left == 0)
+    # what splits them is the first user turn, with or without a system turn before it
+    assert split_conversations(fitted, 1)[1]["id"][:] == split_conversations(dataset, 1)[1]["id"][:]
 
 
 def conversation(first, answer):

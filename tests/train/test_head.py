@@ -13,7 +13,7 @@ SHAPE = HeadShape(
     num_kv_heads=2,
     head_dim=8,
     rms_norm_eps=1e-5,
-    rope_theta=500.0,
+    rope={"rope_type": "default", "rope_theta": 500.0},
     context_tokens=64,
 )
 

@@ -1,7 +1,9 @@
 """Whole training runs of a tiny head, each in seconds."""
 
+import itertools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,11 +18,13 @@ from transformers import PreTrainedTokenizerFast as FastTokenizer
 
 from polybasic.chain.digests import weights_digest
 from polybasic.chain.errors import UserError
+from polybasic.train.acceptance import Acceptance
 from polybasic.train.batches import BatchStream
 from polybasic.train.conversations import load_conversations
 from polybasic.train.engine import learning_rate_factor
+from polybasic.train.head_run import HeadRun
 from polybasic.train.head_training import train_head
-from polybasic.train.settings import DataSettings, HeadSettings
+from polybasic.train.settings import DataSettings, DraftSettings, HeadSettings, LoraSettings
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
@@ -172,6 +176,125 @@ def test_finished_run_is_not_repeated(trained, target, conversations, capsys):
     assert (out / "model.safetensors").stat().st_mtime_ns == before
 
 
+def adapted(trained, target, conversations, out, lora, **changes):
+    """A run that starts from the trained head; its record, and its weights beside the start's."""
+    ready, _ = trained
+    settings = SETTINGS.model_copy(update={"num_steps": 4, "dtype": "float32", **changes})
+    summary = train_head(target, conversations, DATA, settings, 0, out, start=ready, lora=lora)
+    assert json.loads((out / "training.json").read_text())["summary"] == summary
+    weights = (load_file(folder / "model.safetensors") for folder in (ready, out))
+    return summary, *weights
+
+
+def test_run_from_a_ready_head_begins_where_that_one_ended(
+    trained, target, conversations, tmp_path
+):
+    summary, before, after = adapted(
+        trained, target, conversations, tmp_path / "more", None, dtype="bfloat16"
+    )
+    assert summary["initial_accepted_length"] == trained[1]["simulated_accepted_length"]
+    assert summary["simulated_accepted_length"] >= summary["initial_accepted_length"]
+    evaluated = [line for line in metrics(tmp_path / "more") if "simulated_accepted_length" in line]
+    assert [line["step"] for line in evaluated] == [0, 4]
+    first, fresh = (
+        next(line["feature_loss"] for line in metrics(folder) if "loss" in line)
+        for folder in (tmp_path / "more", trained[0])
+    )
+    assert first < 0.9 * fresh
+    assert before.keys() == after.keys()
+
+
+@pytest.mark.parametrize(("lora", "dtype"), [(None, "float32"), (LoraSettings(), "bfloat16")])
+def test_start_is_what_is_written_where_training_makes_it_worse(
+    lora, dtype, trained, target, conversations, tmp_path
+):
+    out = tmp_path / "worse"
+    summary, before, after = adapted(
+        trained, target, conversations, out, lora, learning_rate=10.0, dtype=dtype
+    )
+    assert summary["best_step"] == 0
+    assert summary["simulated_accepted_length"] == summary["initial_accepted_length"]
+    assert all(torch.equal(after[name].float(), before[name].float()) for name in before)
+
+
+def test_lora_alone_is_trained_and_is_merged(trained, target, conversations, tmp_path, monkeypatch):
+    # whatever a longer run would find, what counts here is what the last step leaves
+    monkeypatch.setattr("polybasic.train.head_run.simulate", growing_acceptance())
+    summary, before, after = adapted(
+        trained, target, conversations, tmp_path / "lora", LoraSettings(rank=2)
+    )
+    assert summary["best_step"] == 4
+    assert before.keys() == after.keys(), "merged: no key of an adapter is left"
+    for name, tensor in before.items():
+        difference = after[name] - tensor.float()
+        is_matrix = name.endswith("proj.weight") or name == "fc.weight"
+        rank = torch.linalg.matrix_rank(difference, rtol=1e-3) if tensor.dim() == 2 else 0
+        assert rank == (2 if is_matrix else 0), name
+        assert bool(difference.any()) == is_matrix, name
+    config = json.loads((tmp_path / "lora" / "config.json").read_text())
+    assert config["polybasic"] == {"target_sha256": weights_digest(target)}
+
+
+def test_stopped_lora_continues_to_the_same_bits(
+    trained, target, conversations, tmp_path, monkeypatch
+):
+    changes = {"save_every_steps": 1, "eval_every_steps": 1, "dtype": "bfloat16"}
+    lora = LoraSettings(rank=2)
+    whole, *_ = adapted(trained, target, conversations, tmp_path / "whole", lora, **changes)
+    steps = itertools.count(1)
+    take_step = HeadRun._step
+
+    def step_or_stop(*arguments):
+        if next(steps) == 3:
+            raise KeyboardInterrupt
+        take_step(*arguments)
+
+    monkeypatch.setattr(HeadRun, "_step", step_or_stop)
+    out = tmp_path / "stopped"
+    with pytest.raises(KeyboardInterrupt):
+        adapted(trained, target, conversations, out, lora, **changes)
+    stopped, *_ = adapted(trained, target, conversations, out, lora, **changes)
+    assert next(steps) == 6, "steps 3 and 4 are left, the first of them tried twice"
+    assert stopped | {"seconds": 0} == whole | {"seconds": 0}
+    first, second = (folder / "model.safetensors" for folder in (tmp_path / "whole", out))
+    assert first.read_bytes() == second.read_bytes()
+
+
+def growing_acceptance():
+    lengths = itertools.count(1)
+    return lambda *_: Acceptance(float(next(lengths)), 1, [0.0])
+
+
+def test_other_start_or_adapter_is_another_run(trained, target, conversations, tmp_path, capsys):
+    out = tmp_path / "run"
+    told = []
+    for lora in (None, None, LoraSettings(rank=2), LoraSettings(rank=2), LoraSettings(rank=3)):
+        capsys.readouterr()
+        adapted(trained, target, conversations, out, lora, num_steps=3)
+        told.append("already trained" in capsys.readouterr().err)
+    assert told == [False, True, False, True, False]
+
+
+def test_tokenizer_of_another_folder_is_used_and_tells_runs_apart(
+    target, conversations, tmp_path, capsys
+):
+    bare, tokenizer = tmp_path / "bare", tmp_path / "tokenizer"
+    for folder, is_wanted in ((bare, False), (tokenizer, True)):
+        folder.mkdir()
+        for path in target.iterdir():
+            if (path.name.startswith("token") or path.suffix == ".jinja") == is_wanted:
+                shutil.copy(path, folder)
+    settings = SETTINGS.model_copy(update={"num_steps": 3})
+    out = tmp_path / "run"
+    with pytest.raises(UserError, match="cannot load the target's tokenizer"):
+        train_head(bare, conversations, DATA, settings, 0, out)
+    train_head(bare, conversations, DATA, settings, 0, out, tokenizer=tokenizer)
+    (tokenizer / "chat_template.jinja").write_text(TEMPLATE.replace("assistant\n", "helper\n"))
+    capsys.readouterr()
+    train_head(bare, conversations, DATA, settings, 0, out, tokenizer=tokenizer)
+    assert "already trained" not in capsys.readouterr().err
+
+
 def start(target, conversations, settings, out):
     environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
     environment.pop("DS_ACCELERATOR", None)
@@ -313,6 +436,14 @@ def test_settings_that_cannot_work_are_refused():
     with pytest.raises(ValueError, match="zero_stage 0 keeps no float32 master weights"):
         HeadSettings(zero_stage=0)
     assert HeadSettings(zero_stage=0, dtype="float32").num_steps == 800_000
+    with pytest.raises(ValueError, match="zero_stage 3 shards the target over several processes"):
+        HeadSettings(zero_stage=3)
+    assert HeadSettings(zero_stage=3, num_processes=2).batch_size == 4
+    with pytest.raises(ValueError, match="batch_size 4 must be a multiple of num_processes 3"):
+        HeadSettings(num_processes=3)
+    with pytest.raises(ValueError, match="adapt: lora needs a ready head"):
+        DraftSettings(adapt="lora")
+    assert DraftSettings(adapt="lora", model="org/head").lora.rank == 16
 
 
 def test_settings_and_digests_import_no_torch():
