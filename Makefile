@@ -1,15 +1,24 @@
-# make demo   from conversations to a measured chain, with no download and no GPU
-# make test   all tests, the slow ones included
-# make lint   style, types and import rules
-# make clean  removes what the others made: .venv, caches, runs/
+# make demo     from conversations to a measured chain, with no download and no GPU
+# make test     all tests, the slow ones included
+# make lint     style, types and import rules
+# make interop  the 4-bit format against transformers and gptqmodel, in an environment of its own
+# make clean    removes what the others made: .venv, .venv-interop, caches, runs/
 
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 INSTALLED := $(VENV)/.installed
+INTEROP_VENV ?= .venv-interop
+INTEROP_BIN := $(INTEROP_VENV)/bin
+INTEROP_INSTALL := $(INTEROP_BIN)/python -m pip install --quiet --constraint constraints.txt
+INTEROP_INSTALLED := $(INTEROP_VENV)/.installed
+CHECK_PYTHON = $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	    echo "error: Python 3.11 or newer is needed: $(PYTHON); run make PYTHON=python3.11" >&2; exit 2; }; \
+	$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { \
+	    echo "error: Python's venv module is missing: $(PYTHON); apt-get install python3-venv" >&2; exit 2; }
 
-.PHONY: demo test lint install clean
+.PHONY: demo test lint interop install clean
 
 demo: install
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/polybasic run recipes/tiny.yaml
@@ -32,10 +41,7 @@ lint: install
 install: $(INSTALLED)
 
 $(INSTALLED): constraints.txt pyproject.toml
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
-	    echo "error: Python 3.11 or newer is needed: $(PYTHON); run make PYTHON=python3.11" >&2; exit 2; }
-	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { \
-	    echo "error: Python's venv module is missing: $(PYTHON); apt-get install python3-venv" >&2; exit 2; }
+	@$(CHECK_PYTHON)
 	@echo "installing into $(VENV): some minutes, once"
 	$(PYTHON) -m venv $(VENV)
 	$(INSTALL) setuptools torch==2.13.0
@@ -44,7 +50,19 @@ $(INSTALLED): constraints.txt pyproject.toml
 	$(INSTALL) --no-build-isolation --no-deps autoawq==0.2.9
 	@touch $@
 
+interop: $(INTEROP_INSTALLED)
+	PYTHONPATH=tests/interop/stand_ins $(INTEROP_BIN)/python -m pytest tests/interop
+
+$(INTEROP_INSTALLED): constraints.txt pyproject.toml tests/interop/requirements.txt
+	@$(CHECK_PYTHON)
+	@echo "installing into $(INTEROP_VENV): some minutes, once"
+	$(PYTHON) -m venv $(INTEROP_VENV)
+	$(INTEROP_INSTALL) setuptools torch==2.13.0
+	$(INTEROP_INSTALL) --no-build-isolation --editable . datasets pillow psutil pytest requests
+	$(INTEROP_INSTALL) --no-build-isolation --no-deps --requirement tests/interop/requirements.txt
+	@touch $@
+
 clean:
-	rm -rf $(VENV) runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis \
-	    .import_linter_cache wandb
+	rm -rf $(VENV) $(INTEROP_VENV) runs build dist *.egg-info .pytest_cache .mypy_cache \
+	    .ruff_cache .hypothesis .import_linter_cache wandb
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -11,6 +11,7 @@ from polybasic.chain.errors import UserError
 from polybasic.recipes import (
     commands_chain,
     commands_doctor,
+    commands_export,
     commands_measure,
     commands_recipes,
     commands_run,
@@ -34,6 +35,7 @@ app.command()(commands_measure.bench)
 app.command()(commands_chain.generate)
 app.command()(commands_chain.inspect)
 app.command()(commands_chain.verify)
+app.command()(commands_export.export)
 app.add_typer(commands_recipes.app, name="recipes")
 app.command()(commands_doctor.doctor)
 

@@ -1,0 +1,238 @@
+"""Draft heads that others trained, in the layout of EAGLE-1 and EAGLE-2, made ready for a chain.
+
+The layout is that of SafeAILab/EAGLE's own checkpoints (eagle/model/cnets1.py): one fc and one
+Llama layer without an input norm; config.json in Llama style beside the weights.
+
+Shape legend: V vocabulary, H hidden size, I intermediate size, A heads x head size,
+K key-value heads x head size.
+"""
+
+import re
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from polybasic.chain.checkpoint import load_tensors
+from polybasic.chain.config import DecoderConfig, head_config, read_decoder_config
+from polybasic.chain.digests import weights_digest
+from polybasic.chain.errors import UserError
+from polybasic.chain.files import whole_folder, write_json
+from polybasic.chain.lineage import ORIGIN_KEY, TRAINED_FOR_KEY
+from polybasic.chain.verify import read_config
+from polybasic.chain.weights import Weights
+
+IMPORTED_FROM_KEY = "imported_from"
+"""Beside `TRAINED_FOR_KEY` in a head's config.json: where the head came from."""
+EMBEDDING = "embed_tokens.weight"
+FC_BIAS = "fc.bias"
+_ATTENTION, _MLP = "layers.0.self_attn", "layers.0.mlp"
+QKV_BIASES = tuple(f"{_ATTENTION}.{part}_proj.bias" for part in "qkv")
+_WEIGHTS = (
+    "fc.weight",
+    *(f"{_ATTENTION}.{part}_proj.weight" for part in "qkvo"),
+    *(f"{_MLP}.{part}_proj.weight" for part in ("gate", "up", "down")),
+    "layers.0.post_attention_layernorm.weight",
+)
+_IGNORED = re.compile(r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
+_LATER_LAYER = re.compile(r"layers\.[1-9]\d*\.")
+_EAGLE3 = re.compile(r"midlayer\.|(d2t|t2d)$")
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+ROPE_THETA = 10000.0
+"""What EAGLE's code takes where the head's config has none, whatever the target has."""
+_COMPARED_ROWS = 8192
+# A copy of the embedding may have been rounded to bfloat16 (8 bits) or float16 (least step 6e-8).
+_RELATIVE_ROUNDING, _ABSOLUTE_ROUNDING = 2**-8, 2e-7
+_OTHER_HEAD = "name a folder that holds a head in the layout of EAGLE-1 or EAGLE-2"
+
+
+def import_head(
+    source: Path, target: Path, out: Path, trained_for: Path | None = None
+) -> dict[str, Any]:
+    """Make a chain's draft head of one that is stored in EAGLE's layout.
+
+    Its weights are kept bit for bit, in the dtype that they are stored in; a missing `fc.bias` is
+    written as zeros, a missing embedding is the target's.
+
+    Args:
+        source: the head: config.json, and model.safetensors or pytorch_model.bin.
+        target: the model that the head will draft for.
+        out: folder to write, whole; an older one is replaced.
+        trained_for: whose weights the head is declared for; default: `target`.
+
+    Returns:
+        imported_from, parameters (without the embedding), dtype, has_fc_bias and has_qkv_biases
+        (whether they have any effect).
+
+    Raises:
+        UserError: no head in EAGLE's layout, one of another shape or for another model than
+            `target`, or a full disk.
+    """
+    if out.resolve() == source.resolve():
+        raise UserError("head would be replaced", f"{out}", "write to another folder")
+    config, model = read_config(source), read_decoder_config(target)
+    stored = load_tensors(source)
+    tensors = {name: tensor for name, tensor in stored.items() if not _IGNORED.fullmatch(name)}
+    _check_layout(source, config, tensors)
+    completed = _complete(config, tensors, model)
+    where = f"{source / 'config.json'}"
+    head = head_config(completed, where)
+    _check_sizes(where, head, model, target)
+    _check_tensors(source, tensors, head)
+    dtype = tensors["fc.weight"].dtype
+    embedding = Weights(target, dtype, torch.device("cpu")).stored("model.embed_tokens.weight")
+    if EMBEDDING in tensors:
+        _check_embedding(source, target, tensors[EMBEDDING], embedding)
+    else:
+        tensors[EMBEDDING] = embedding.to(dtype)
+    tensors.setdefault(FC_BIAS, torch.zeros(head.hidden_size, dtype=dtype))
+    imported_from = _name(source)
+    completed["torch_dtype"] = str(dtype).removeprefix("torch.")
+    completed[ORIGIN_KEY] = {
+        TRAINED_FOR_KEY: weights_digest(trained_for or target),
+        IMPORTED_FROM_KEY: imported_from,
+    }
+    with whole_folder(out) as partial:
+        write_json(partial / "config.json", completed)
+        # clones: tensors of a pickle may share memory, which safetensors refuses
+        copies = {name: tensor.clone().contiguous() for name, tensor in tensors.items()}
+        save_file(copies, partial / "model.safetensors", {"format": "pt"})
+    return {
+        "imported_from": imported_from,
+        "parameters": sum(prod(each.shape) for name, each in tensors.items() if name != EMBEDDING),
+        "dtype": completed["torch_dtype"],
+        "has_fc_bias": bool(tensors[FC_BIAS].any()),
+        "has_qkv_biases": any(bool(tensors[name].any()) for name in QKV_BIASES if name in tensors),
+    }
+
+
+def _check_layout(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """That all tensors of the layout are there, and no others."""
+    names = sorted(tensors)
+    if found := [name for name in names if _EAGLE3.match(name)]:
+        raise UserError("EAGLE-3 head", f"{found[0]} in {folder}", _OTHER_HEAD)
+    if found := [name for name in names if _LATER_LAYER.match(name)]:
+        raise UserError("head of several layers", f"{found[0]} in {folder}", _OTHER_HEAD)
+    if (num_layers := config.get("num_hidden_layers", 1)) != 1:
+        where = f"num_hidden_layers {num_layers} in {folder / 'config.json'}"
+        raise UserError("head of several layers", where, _OTHER_HEAD)
+    known = {*_WEIGHTS, EMBEDDING, FC_BIAS, *QKV_BIASES}
+    if unknown := [name for name in names if name not in known]:
+        raise UserError("unknown tensor in the head", f"{unknown[0]} in {folder}", _OTHER_HEAD)
+    expected = list(_WEIGHTS)
+    if config.get("bias"):
+        expected.append(FC_BIAS)
+    if config.get("qkv_bias") or tensors.keys() & set(QKV_BIASES):
+        expected += QKV_BIASES
+    if missing := [name for name in expected if name not in tensors]:
+        raise UserError("missing tensor", f"{missing[0]} in {folder}", "download the head again")
+    for key, biases in (("bias", (FC_BIAS,)), ("qkv_bias", QKV_BIASES)):
+        unused = [name for name in biases if name in tensors and tensors[name].any()]
+        if config.get(key) is False and unused:
+            raise UserError(
+                "head and its config disagree",
+                f"{unused[0]} in {folder} is not zero, {key} in its config.json is false",
+                f"set {key} to true if the head was trained with it, else remove the tensor",
+            )
+
+
+def _complete(
+    config: dict[str, Any], tensors: dict[str, Tensor], model: DecoderConfig
+) -> dict[str, Any]:
+    """The head's config.json as this project writes it: what it lacks is read off the weights,
+    else taken from the target."""
+    given = {key: value for key, value in config.items() if value is not None}
+    num_heads = given.get("num_attention_heads", model.num_heads)
+    head_dim = given.get("head_dim", len(tensors[f"{_ATTENTION}.q_proj.weight"]) // num_heads)
+    num_kv_heads = len(tensors[f"{_ATTENTION}.k_proj.weight"]) // max(head_dim, 1)
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "bias": True,
+        "qkv_bias": QKV_BIASES[0] in tensors,
+        "hidden_act": given.get("hidden_act", "silu"),
+        "hidden_size": given.get("hidden_size", len(tensors["fc.weight"])),
+        "intermediate_size": given.get(
+            "intermediate_size", len(tensors[f"{_MLP}.gate_proj.weight"])
+        ),
+        "num_hidden_layers": 1,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": given.get("num_key_value_heads", num_kv_heads),
+        "head_dim": head_dim,
+        "rms_norm_eps": given.get("rms_norm_eps", model.rms_norm_eps),
+        **_rope(given),
+        # heads declare the length that they were trained at; rotary positions go on beyond it
+        "max_position_embeddings": model.context_tokens,
+        "vocab_size": given.get("vocab_size", model.vocab_size),
+        "tie_word_embeddings": False,
+    }
+
+
+def _rope(given: dict[str, Any]) -> dict[str, Any]:
+    if "rope_parameters" in given:
+        return {"rope_parameters": given["rope_parameters"]}
+    rope = {"rope_theta": given.get("rope_theta", ROPE_THETA)}
+    return rope | {key: given[key] for key in ("rope_scaling",) if key in given}
+
+
+def _check_sizes(where: str, head: DecoderConfig, model: DecoderConfig, target: Path) -> None:
+    for key in ("hidden_size", "vocab_size"):
+        found, expected = getattr(head, key), getattr(model, key)
+        if found != expected:
+            raise UserError(
+                "head does not fit its target",
+                f"{key} {found} in {where}, {expected} in {target / 'config.json'}",
+                "name the model that the head was trained for, or a head for this one",
+            )
+
+
+def _check_tensors(folder: Path, tensors: dict[str, Tensor], head: DecoderConfig) -> None:
+    expected = _shapes(head)
+    for name, tensor in tensors.items():
+        if tuple(tensor.shape) != expected[name]:
+            raise UserError(
+                "tensor shape mismatch",
+                f"{name} in {folder} is {list(tensor.shape)}, by its config.json "
+                f"{list(expected[name])}",
+                "weights and config are of two heads: download both again",
+            )
+        if tensor.dtype not in _DTYPES:
+            raise UserError(
+                "unsupported dtype",
+                f"{name} in {folder} is {tensor.dtype}",
+                "store the head in bfloat16, float16 or float32",
+            )
+
+
+def _shapes(head: DecoderConfig) -> dict[str, tuple[int, ...]]:
+    V, H, I = head.vocab_size, head.hidden_size, head.intermediate_size  # noqa: E741
+    A, K = head.num_heads * head.head_dim, head.num_kv_heads * head.head_dim
+    weights = ((H, 2 * H), (A, H), (K, H), (K, H), (H, A), (I, H), (I, H), (H, I), (H,))
+    shapes: dict[str, tuple[int, ...]] = dict(zip(_WEIGHTS, weights, strict=True))
+    shapes |= dict(zip(QKV_BIASES, ((A,), (K,), (K,)), strict=True))
+    return shapes | {EMBEDDING: (V, H), FC_BIAS: (H,)}
+
+
+def _check_embedding(source: Path, target: Path, found: Tensor, expected: Tensor) -> None:
+    """A head keeps a frozen copy of the embedding that it was trained with."""
+    for rows in zip(found.split(_COMPARED_ROWS), expected.split(_COMPARED_ROWS), strict=True):
+        copied, original = (part.float() for part in rows)
+        if not torch.allclose(copied, original, _RELATIVE_ROUNDING, _ABSOLUTE_ROUNDING):
+            difference = (copied - original).abs().max().item()
+            raise UserError(
+                "head of another model",
+                f"{EMBEDDING} in {source} differs from the embedding of {target} by up to "
+                f"{difference:.2g}",
+                "name the model that the head was trained for, or a head for this one",
+            )
+
+
+def _name(folder: Path) -> str:
+    """`org/name@revision` of a snapshot in the hub's cache, else the folder as it was given."""
+    repository = folder.parent.parent.name
+    if folder.parent.name != "snapshots" or not repository.startswith("models--"):
+        return str(folder)
+    return f"{repository.removeprefix('models--').replace('--', '/')}@{folder.name}"
