@@ -10,7 +10,9 @@ from polybasic.recipes.commands_chain import ChainArgument, JsonOption, note
 
 PromptsOption = Annotated[
     str | None,
-    typer.Option(help="A Spec-Bench question file.  [default: embedded, held-out prompts]"),
+    typer.Option(
+        help="A Spec-Bench question file or its URL.  [default: embedded, held-out prompts]"
+    ),
 ]
 NumPromptsOption = Annotated[int | None, typer.Option(help="Prompts of each task.")]
 NewTokensOption = Annotated[int | None, typer.Option(help="Tokens of one answer.")]
@@ -100,6 +102,7 @@ def bench(
         path = folder / "report" / "prompts.jsonl"
         write_prompts(path, settings.num_prompts_per_task, _seed(folder))
         settings = settings.model_copy(update={"prompts": str(path)})
+    settings = _downloaded(settings, folder / "report" / "prompts.jsonl")
     from polybasic.deploy.benchmark import bench_chain
     from polybasic.deploy.report import print_report
 
@@ -119,7 +122,18 @@ def _plan(folder: Path, settings: Any) -> Any:
         path = folder / "report" / "calibration.jsonl"
         write_calibration_prompts(path, settings.num_prompts_per_task, _seed(folder))
         settings = settings.model_copy(update={"prompts": str(path)})
+    settings = _downloaded(settings, folder / "report" / "calibration.jsonl")
     return plan_chain(folder, settings, note)
+
+
+def _downloaded(settings: Any, path: Path) -> Any:
+    """The settings, with prompts that are named by a URL fetched to `path`."""
+    from polybasic.recipes.downloads import fetch, is_url
+
+    if not is_url(settings.prompts):
+        return settings
+    fetch(settings.prompts, path, "--prompts")
+    return settings.model_copy(update={"prompts": str(path)})
 
 
 def _has_plan(folder: Path) -> bool:

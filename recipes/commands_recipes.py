@@ -26,8 +26,9 @@ def list_recipes(
     if as_json:
         typer.echo(json.dumps(descriptions))
         return
+    width = max(map(len, descriptions))
     for name, description in descriptions.items():
-        typer.echo(f"{name:<12} {description}")
+        typer.echo(f"{name:<{width}}  {description}")
 
 
 @app.command()
@@ -66,14 +67,22 @@ def copy(
 
 @app.command()
 def validate(
-    recipe: NameArgument,
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="[SECTION.KEY=VALUE]...")] = None,
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[RECIPE]... [SECTION.KEY=VALUE]...",
+            help="Recipe files or names, and values to change in them.  [default: all shipped]",
+        ),
+    ] = None,
 ) -> None:
-    """Check a recipe's keys and values; nothing is run."""
-    from polybasic.recipes.loading import load_recipe
+    """Check keys and values of recipes; nothing is run."""
+    from polybasic.recipes.loading import load_recipe, shipped_recipes
 
-    load_recipe(recipe, overrides)
-    typer.echo(f"{recipe}: valid")
+    names = [argument for argument in arguments or [] if "=" not in argument]
+    overrides = [argument for argument in arguments or [] if "=" in argument]
+    for name in names or shipped_recipes():
+        load_recipe(name, overrides)
+        typer.echo(f"{name}: valid")
 
 
 @app.command()

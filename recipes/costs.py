@@ -1,117 +1,172 @@
-"""What each stage costs: parameters, peak memory, bytes written and seconds, from counts.
-
-The speeds were measured on two AVX-512 cores with the shipped recipe; other machines differ.
-"""
+"""What each stage costs: parameters, peak memory, bytes written and seconds, from counts."""
 
 from dataclasses import dataclass
 
+from polybasic.recipes.hardware_profiles import Hardware
 from polybasic.recipes.pipeline import StageState
-from polybasic.recipes.schema import Recipe
+from polybasic.recipes.schema import NUM_TASKS, Recipe
 from polybasic.recipes.sizes import Shape
 from polybasic.train.settings import ScratchModelSettings
 
-FLOPS = 2.5e11
-"""Operations a second of training, of the 4-bit search and of evaluations."""
-READ_BYTES_PER_SECOND = 27e9
-"""Weights that a decoding pass reads."""
-LAYER_SECONDS = 0.15e-3
-"""What a decoder layer costs a token beside that, averaged over the systems of a report."""
-
-_CONVERSATION_BYTES = 620
-_CONVERSATION_TOKENS = 115
+_EMBEDDED_BYTES = 620
+_EMBEDDED_TOKENS = 115
+_SHAREGPT_TOKENS = 1500
+"""Of a conversation cut at 2048: EAGLE's hidden states of 68,000 of them, 8 KiB a token, take 0.6
+to 1.1 TB (its README), which is 1,080 to 1,980 tokens each."""
 _PROCESS_BYTES = 700e6
 _SEARCH_PASSES = 8
 """AWQ's grid of scales and clips, in forward passes over the calibration tokens."""
 _ADAM_BYTES = 16
 """Of one trained parameter: float32 weight, gradient and two moments."""
+_DISK_BYTES_PER_SECOND = 1e9
+_SHARD_BYTES = 2 << 30
+"""Of a grown chain's weight files."""
+_SERVING = 1.15
+"""Of the members' bytes: caches, logits and what else a running chain holds."""
 
 
 @dataclass(frozen=True)
 class StageEstimate:
-    """What a stage needs if it runs."""
+    """What a stage needs if it runs.
+
+    Attributes:
+        is_on_host: on a machine with a GPU, the peak of memory is the host's.
+    """
 
     name: str
     state: StageState
     num_parameters: int
     memory_bytes: float
+    is_on_host: bool
     disk_bytes: float
     seconds: float
 
 
 @dataclass(frozen=True)
 class Shapes:
-    """Of the models that a recipe starts from; it may have no smaller one."""
+    """Of the models that a recipe starts from; it may have no smaller one.
+
+    Attributes:
+        grown: of the target, where the chain is grown.
+    """
 
     target: Shape
     small: Shape | None
+    grown: Shape | None = None
 
 
-def estimate_stage(name: str, state: StageState, recipe: Recipe, shapes: Shapes) -> StageEstimate:
-    """The estimate of one stage of the pipeline."""
-    num_parameters, memory_bytes, disk_bytes, seconds = _costs(name, recipe, shapes)
-    return StageEstimate(
-        name, state, num_parameters, _PROCESS_BYTES + memory_bytes, disk_bytes, seconds
-    )
+@dataclass(frozen=True)
+class Case:
+    """What the costs of a stage are counted from."""
+
+    recipe: Recipe
+    shapes: Shapes
+    hardware: Hardware
+
+    @property
+    def measured(self) -> Shape:
+        """Of the target that plan and report run."""
+        return self.shapes.grown or self.shapes.target
 
 
 _Costs = tuple[int, float, float, float]
 
 
-def _costs(name: str, recipe: Recipe, shapes: Shapes) -> _Costs:
-    target, small = shapes.target, shapes.small
+def estimate_stage(name: str, state: StageState, case: Case) -> StageEstimate:
+    """The estimate of one stage of the pipeline."""
+    num_parameters, memory_bytes, disk_bytes, seconds = _costs(name, case)
+    return StageEstimate(
+        name,
+        state,
+        num_parameters,
+        _PROCESS_BYTES + memory_bytes,
+        _is_on_host(name, case.recipe),
+        disk_bytes,
+        seconds,
+    )
+
+
+def _costs(name: str, case: Case) -> _Costs:
+    recipe, target, small = case.recipe, case.shapes.target, case.shapes.small
     match name:
         case "data":
             return _data(recipe)
         case "target":
-            is_scratch = recipe.target.model == "scratch"
-            return _source(target, recipe.target.scratch if is_scratch else None)
+            if recipe.target.model != "scratch":
+                return _ready(target, is_merged=recipe.target.adapter is not None)
+            return _scratch(target, recipe.target.scratch, case.hardware)
+        case "draft" if recipe.draft.model != "train" and recipe.draft.adapt == "none":
+            return _imported(target)
         case "draft":
-            return _draft(recipe, target)
+            return _draft(case, target)
         case "intermediate":
-            return _quantized(recipe, target)
+            return _quantized(case, target)
         case "chain":
-            return _chain(recipe, shapes)
+            return _chain(case)
+        case "grown":
+            return _grown(case)
         case "plan":
-            return _plan(recipe, shapes)
+            return _plan(case)
         case "report":
-            return _report(recipe, shapes)
+            return _report(case)
     assert small is not None, f"stage {name} without section small"
     assert recipe.small is not None
     match name:
         case "small_target":
-            is_scratch = recipe.small.model == "scratch"
-            return _source(small, recipe.small.scratch if is_scratch else None)
+            if recipe.small.model != "scratch":
+                return _ready(small, is_merged=False)
+            return _scratch(small, recipe.small.scratch, case.hardware)
         case "small":
-            return _quantized(recipe, small)
+            return _quantized(case, small)
         case "small_draft":
-            return _draft(recipe, small)
+            return _draft(case, small)
     raise AssertionError(f"no estimate for stage {name}")
+
+
+def _is_on_host(name: str, recipe: Recipe) -> bool:
+    match name:
+        case "target":
+            return recipe.target.model != "scratch"
+        case "intermediate" | "small":
+            return recipe.quantize.distill is None
+        case "draft":
+            return recipe.draft.model != "train" and recipe.draft.adapt == "none"
+    return name in ("data", "chain", "grown")
 
 
 def _data(recipe: Recipe) -> _Costs:
     is_embedded = recipe.data.conversations == "embedded"
     num = recipe.target.scratch.num_embedded_conversations if is_embedded else 0
-    return 0, 4.0 * num * _CONVERSATION_BYTES, 1.0 * num * _CONVERSATION_BYTES, 1 + num * 1e-4
+    return 0, 4.0 * num * _EMBEDDED_BYTES, 1.0 * num * _EMBEDDED_BYTES, 1 + num * 1e-4
 
 
-def _source(shape: Shape, scratch: ScratchModelSettings | None) -> _Costs:
-    """A model that is trained, or taken as it is."""
+def _ready(shape: Shape, is_merged: bool) -> _Costs:
+    """A model that is taken as it is, or with an adapter merged into it."""
+    num_bytes = shape.num_bytes if is_merged else 0
+    return shape.num_parameters, num_bytes, num_bytes, _reading_seconds(2 * num_bytes)
+
+
+def _scratch(shape: Shape, scratch: ScratchModelSettings, hardware: Hardware) -> _Costs:
     num = shape.num_parameters
-    if scratch is None:
-        return num, 0, 0, 0
     activations = (
         4
         * scratch.batch_tokens
         * (30 * shape.num_layers * shape.hidden_size + 3 * shape.vocab_size)
     )
     operations = 6 * num * scratch.num_steps * scratch.batch_tokens
-    return num, num * _ADAM_BYTES + activations, num * 14, 10 + operations / FLOPS
+    memory = num * _ADAM_BYTES + activations
+    return num, memory, num * 14, 10 + operations / hardware.training_flops
 
 
-def _draft(recipe: Recipe, shape: Shape) -> _Costs:
-    train, num = recipe.train, shape.num_draft_parameters
+def _imported(shape: Shape) -> _Costs:
+    num_bytes = shape.num_draft_bytes
+    return shape.num_draft_parameters, 2 * num_bytes, num_bytes, 5 + _reading_seconds(num_bytes)
+
+
+def _draft(case: Case, shape: Shape) -> _Costs:
+    recipe, num = case.recipe, shape.num_draft_parameters
+    train = recipe.train
     step_tokens = train.batch_size * _row_tokens(recipe)
-    logits = train.batch_size * recipe.data.max_tokens * shape.vocab_size * 4
     step_operations = step_tokens * (
         2 * shape.num_parameters
         + train.unroll_steps * (6 * num + 4 * shape.num_embedding_parameters)
@@ -126,56 +181,95 @@ def _draft(recipe: Recipe, shape: Shape) -> _Costs:
     )
     num_evaluations = 1 + train.num_steps // train.eval_every_steps
     operations = train.num_steps * step_operations + num_evaluations * evaluation_operations
-    memory = shape.num_bytes + num * _ADAM_BYTES + 4 * logits
+    seconds = operations / case.hardware.training_flops / train.num_processes
     disk = shape.num_draft_bytes + num * 2 * _ADAM_BYTES
-    return num, memory, disk, 15 + operations / FLOPS
-
-
-def _quantized(recipe: Recipe, shape: Shape) -> _Costs:
-    quantize = recipe.quantize
-    tokens = quantize.num_calibration_samples * quantize.calibration_tokens
-    operations = (
-        2 * shape.num_parameters * (tokens * _SEARCH_PASSES + 2 * quantize.num_quality_tokens)
+    return (
+        num,
+        _draft_memory(recipe, shape),
+        disk,
+        15 + _reading_seconds(shape.num_bytes) + seconds,
     )
-    memory = 3 * shape.num_bytes + 40 * tokens * shape.hidden_size
-    seconds = 5 + operations / FLOPS
-    return shape.num_parameters, memory, shape.num_int4_bytes, seconds
 
 
-def _chain(recipe: Recipe, shapes: Shapes) -> _Costs:
-    disk = float(_packed_bytes(recipe, shapes))
-    if recipe.package.copy_target:
-        disk += shapes.target.num_bytes
-    return 0, 0, disk, 1 + 2 * disk / 1e9
+def _draft_memory(recipe: Recipe, shape: Shape) -> float:
+    """Of one process: the target (a share of it in ZeRO-3), the head's states, activations."""
+    train = recipe.train
+    tokens = train.batch_size * recipe.data.max_tokens / train.num_processes
+    # by the usual count of a layer's bfloat16 activations, once a step
+    layer = 2 * (34 * shape.hidden_size + 6 * shape.intermediate_size)
+    target = shape.num_bytes / (train.num_processes if train.zero_stage == 3 else 1)
+    return target + shape.num_draft_parameters * _ADAM_BYTES + tokens * train.unroll_steps * layer
 
 
-def _plan(recipe: Recipe, shapes: Shapes) -> _Costs:
-    plan = recipe.plan
-    answers = 6 * plan.num_prompts_per_task
+def _quantized(case: Case, shape: Shape) -> _Costs:
+    quantize, hardware = case.recipe.quantize, case.hardware
+    tokens = quantize.num_calibration_samples * quantize.calibration_tokens
+    passes = 2 * shape.num_parameters
+    search = passes * (tokens * _SEARCH_PASSES + 2 * quantize.num_quality_tokens)
+    # target and copy in float32, side by side
+    memory = 2 * 4 * shape.num_parameters + 40.0 * tokens * shape.hidden_size
+    disk, seconds = float(shape.num_int4_bytes), search / hardware.float32_flops
+    if quantize.distill is not None:
+        distill = quantize.distill
+        # target forward; copy forward and backward to activations, through weights made anew
+        distilled = 4 * passes * distill.num_steps * distill.batch_tokens
+        compared = 4 * passes * quantize.num_quality_tokens
+        seconds += (distilled + compared) / hardware.float32_flops
+        memory, disk = 2 * memory, 2 * disk
+    loading = _reading_seconds(4 * shape.num_bytes)
+    return shape.num_parameters, memory, disk, 5 + loading + seconds
+
+
+def _chain(case: Case) -> _Costs:
+    disk = float(_packed_bytes(case, case.shapes.target))
+    if case.recipe.package.copy_target:
+        disk += case.shapes.target.num_bytes
+    hashed = case.shapes.target.num_bytes + disk
+    return 0, 0, disk, 1 + _reading_seconds(hashed + disk)
+
+
+def _grown(case: Case) -> _Costs:
+    shape = case.measured
+    disk = shape.num_bytes + _packed_bytes(case, shape)
+    embeddings = 2 * shape.num_embedding_parameters
+    # of one matrix: random weights, a mask, the result; then a file of several, twice
+    memory = 8 * embeddings + 2 * _SHARD_BYTES
+    # made, written, and read for its digest
+    return shape.num_parameters, memory, disk, 5 + _reading_seconds(3 * disk)
+
+
+def _plan(case: Case) -> _Costs:
+    plan, target = case.recipe.plan, case.measured
+    answers = NUM_TASKS * plan.num_prompts_per_task
     # Each position is drafted for once a top_k; each shape is timed on an answer, twice.
     drafts = answers * plan.max_new_tokens * len(plan.grid.top_ks)
     timed = 2 * (3 * len(plan.grid.top_ks) + len(plan.grid.rows)) * plan.max_new_tokens
     tokens = answers * plan.max_new_tokens + drafts + timed
-    memory = shapes.target.num_bytes + _packed_bytes(recipe, shapes)
-    return 0, memory * 1.5, 1e7, 20 + tokens * _token_seconds(shapes.target)
+    memory = target.num_bytes + _packed_bytes(case, target)
+    seconds = 20 + _reading_seconds(memory) + tokens * _token_seconds(target, case.hardware)
+    return 0, memory * _SERVING, 1e7, seconds
 
 
-def _token_seconds(target: Shape) -> float:
-    return target.num_bytes / READ_BYTES_PER_SECOND + target.num_layers * LAYER_SECONDS
+def _report(case: Case) -> _Costs:
+    bench, target = case.recipe.bench, case.measured
+    tokens = NUM_TASKS * bench.num_prompts_per_task * bench.max_new_tokens
+    # hf_generate has a target of its own
+    num_targets = 2 if "hf_generate" in bench.systems else 1
+    memory = num_targets * target.num_bytes + _packed_bytes(case, target)
+    turns = tokens * len(bench.systems) * bench.repeats
+    seconds = 20 + _reading_seconds(memory) + turns * _token_seconds(target, case.hardware)
+    return 0, memory * _SERVING, 1e6, seconds
 
 
-def _report(recipe: Recipe, shapes: Shapes) -> _Costs:
-    bench, target = recipe.bench, shapes.target
-    tokens = 6 * bench.num_prompts_per_task * bench.max_new_tokens
-    token_seconds = _token_seconds(target)
-    memory = target.num_bytes + _packed_bytes(recipe, shapes)
-    seconds = 20 + tokens * token_seconds * len(bench.systems) * bench.repeats
-    return 0, memory * 1.5, 1e6, seconds
+def _token_seconds(target: Shape, hardware: Hardware) -> float:
+    reading = target.num_bytes / hardware.read_bytes_per_second
+    return reading + target.num_layers * hardware.layer_seconds
 
 
-def _packed_bytes(recipe: Recipe, shapes: Shapes) -> int:
-    """Of all members but the target."""
-    total = shapes.target.num_int4_bytes + shapes.target.num_draft_bytes
+def _packed_bytes(case: Case, target: Shape) -> int:
+    """Of all members but the target, whose shape decides on those that are made of it."""
+    recipe, shapes = case.recipe, case.shapes
+    total = target.num_int4_bytes + target.num_draft_bytes
     if recipe.small is not None and shapes.small is not None:
         is_int4, has_head = recipe.small.quantize, recipe.small.has_head
         total += shapes.small.num_int4_bytes if is_int4 else shapes.small.num_bytes
@@ -184,4 +278,9 @@ def _packed_bytes(recipe: Recipe, shapes: Shapes) -> int:
 
 
 def _row_tokens(recipe: Recipe) -> float:
-    return min(recipe.data.max_tokens, _CONVERSATION_TOKENS)
+    is_embedded = recipe.data.conversations == "embedded"
+    return min(recipe.data.max_tokens, _EMBEDDED_TOKENS if is_embedded else _SHAREGPT_TOKENS)
+
+
+def _reading_seconds(num_bytes: float) -> float:
+    return num_bytes / _DISK_BYTES_PER_SECOND

@@ -1,84 +1,27 @@
-"""The stages that make a chain's models: what each depends on and does.
+"""The stages that make members of a chain from a model: its draft head, and its 4-bit copy.
 
 Heavy modules are imported where they run, so that a run with nothing to do answers at once.
 """
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 from polybasic.chain.files import write_json
+from polybasic.recipes.conversation_rows import encoded_rows, learned_from
 from polybasic.recipes.pipeline import Stage, Workspace
-from polybasic.recipes.small import check_small
+from polybasic.recipes.schema import Recipe
 from polybasic.recipes.sources import (
     checkpoint_of,
-    checkpoint_stamp,
     conversations_of,
+    head_stamp,
     model_digests,
-    model_named,
+    tokenizer_of,
 )
-from polybasic.train.settings import DataSettings
+from polybasic.train.settings import DraftSettings
 
 QUALITY_NAME = "quality.json"
-
-
-def _target_inputs(workspace: Workspace) -> dict[str, Any]:
-    recipe = workspace.recipe
-    if recipe.target.model != "scratch":
-        return {"model": recipe.target.model, **checkpoint_stamp(recipe.target.model)}
-    return {
-        "scratch": recipe.target.scratch.model_dump(exclude={"num_embedded_conversations"}),
-        **_conversations_input(workspace),
-    }
-
-
-def _run_target(workspace: Workspace, folder: Path) -> dict[str, Any]:
-    recipe = workspace.recipe
-    if recipe.target.model != "scratch":
-        return {"model": recipe.target.model}
-    from polybasic.train.scratch import train_scratch_target
-
-    training, _ = _split(workspace)
-    train_scratch_target(training, recipe.target.scratch, recipe.seed, folder)
-    return {"model": "scratch"}
-
-
-def _small_target_inputs(workspace: Workspace) -> dict[str, Any]:
-    small = workspace.recipe.small
-    assert small is not None
-    inputs = {"target": workspace.identity("target")}
-    if small.model != "scratch":
-        # both decide whether a checkpoint is refused
-        settings = small.model_dump(include={"quantize", "role", "train_head"})
-        return {"model": small.model, **checkpoint_stamp(small.model), **settings, **inputs}
-    return {
-        "scratch": small.scratch.model_dump(),
-        **_conversations_input(workspace),
-        **inputs,
-    }
-
-
-def _run_small_target(workspace: Workspace, folder: Path) -> dict[str, Any]:
-    recipe, target = workspace.recipe, checkpoint_of(workspace, "target")
-    assert recipe.small is not None
-    if recipe.small.model != "scratch":
-        check_small(recipe.small, target)
-        return {"model": recipe.small.model}
-    from polybasic.train.scratch import train_scratch_small
-
-    training, _ = _split(workspace)
-    return train_scratch_small(training, recipe.small.scratch, target, recipe.seed, folder)
-
-
-def _identify_target(workspace: Workspace, folder: Path) -> dict[str, Any]:
-    return _identify_source(workspace.recipe.target.model, folder)
-
-
-def _identify_small_target(workspace: Workspace, folder: Path) -> dict[str, Any]:
-    return _identify_source(model_named(workspace.recipe, "small_target"), folder)
-
-
-def _identify_source(model: str, folder: Path) -> dict[str, Any]:
-    return model_digests(folder) if model == "scratch" else checkpoint_stamp(model)
+_IMPORTED_NAME = "imported"
 
 
 def _identify_model(workspace: Workspace, folder: Path) -> dict[str, Any]:
@@ -86,29 +29,64 @@ def _identify_model(workspace: Workspace, folder: Path) -> dict[str, Any]:
 
 
 def _head_stage(name: str, source: str) -> Stage:
-    """Train the draft head of the model that stage `source` gave."""
+    """Train or import the draft head of the model that stage `source` gave."""
 
     def inputs(workspace: Workspace) -> dict[str, Any]:
+        draft = draft_settings(workspace.recipe, name)
         settings = workspace.recipe.train
-        return {
+        training = {
             "train": settings.model_dump(mode="json", exclude={"save_every_steps", "log"}),
-            **_learned_from(workspace, source),
+            **learned_from(workspace, source),
         }
+        if draft.model == "train":
+            return training
+        ready: dict[str, Any] = {"draft": draft.model_dump(mode="json"), **head_stamp(draft.model)}
+        if draft.adapt == "none":
+            return {**ready, source: workspace.identity(source)}
+        return {**ready, **training}
 
     def run(workspace: Workspace, folder: Path) -> dict[str, Any]:
-        from polybasic.train.head_training import train_head
-
-        recipe = workspace.recipe
-        return train_head(
-            target=checkpoint_of(workspace, source),
-            conversations=conversations_of(workspace),
-            data=recipe.data,
-            settings=recipe.train,
-            seed=recipe.seed,
-            out=folder,
-        )
+        draft = draft_settings(workspace.recipe, name)
+        if draft.model == "train":
+            return _train(workspace, source, folder)
+        if draft.adapt == "none":
+            return _import(workspace, source, draft, folder)
+        imported = folder / _IMPORTED_NAME
+        summary = _import(workspace, source, draft, imported)
+        summary |= _train(workspace, source, folder, start=imported, lora=draft.lora)
+        shutil.rmtree(imported)
+        return summary
 
     return Stage(name, ("data", source), inputs, run, _identify_model, resumes=True)
+
+
+def draft_settings(recipe: Recipe, stage: str) -> DraftSettings:
+    """Where the head of a stage comes from; a smaller model's is trained."""
+    return recipe.draft if stage == "draft" else DraftSettings()
+
+
+def _import(workspace: Workspace, source: str, draft: DraftSettings, out: Path) -> dict[str, Any]:
+    from polybasic.chain.checkpoint import resolve_head
+    from polybasic.chain.eagle_import import import_head
+
+    return import_head(resolve_head(draft.model), checkpoint_of(workspace, source), out)
+
+
+def _train(workspace: Workspace, source: str, out: Path, **start: Any) -> dict[str, Any]:
+    from polybasic.train.launch import train_head_in_processes
+
+    recipe = workspace.recipe
+    return train_head_in_processes(
+        recipe.train.num_processes,
+        target=checkpoint_of(workspace, source),
+        conversations=conversations_of(workspace),
+        data=recipe.data,
+        settings=recipe.train,
+        seed=recipe.seed,
+        out=out,
+        tokenizer=tokenizer_of(workspace),
+        **start,
+    )
 
 
 def _quantized_stage(name: str, source: str) -> Stage:
@@ -117,77 +95,44 @@ def _quantized_stage(name: str, source: str) -> Stage:
     def inputs(workspace: Workspace) -> dict[str, Any]:
         return {
             "quantize": workspace.recipe.quantize.model_dump(mode="json"),
-            **_learned_from(workspace, source),
+            **learned_from(workspace, source),
         }
 
     def run(workspace: Workspace, folder: Path) -> dict[str, Any]:
-        from transformers import AutoTokenizer
-
         from polybasic.quantize.awq import quantize_target
         from polybasic.quantize.quality import measure_quality
 
         recipe, model = workspace.recipe, checkpoint_of(workspace, source)
-        tokenizer = AutoTokenizer.from_pretrained(model)
-        training, heldout = _split(workspace)
-        samples = _token_ids(tokenizer, training, recipe.data)
-        quantize_target(model, samples, recipe.quantize, recipe.seed, folder)
-        quality = measure_quality(
-            model,
-            folder,
-            _token_ids(tokenizer, heldout, recipe.data),
-            recipe.quantize.num_quality_tokens,
+        settings = recipe.quantize
+        training, heldout = encoded_rows(workspace)
+        quantize_target(model, training, settings, recipe.seed, folder)
+        gained = {}
+        if settings.distill is not None:
+            from polybasic.quantize.distillation import distill_intermediate
+
+            gained = distill_intermediate(
+                target=model,
+                intermediate=folder,
+                training_token_ids=training,
+                heldout_token_ids=heldout,
+                settings=settings.distill,
+                num_quality_tokens=settings.num_quality_tokens,
+                seed=recipe.seed,
+                out=folder,
+                # the smaller model's copy has another cache than the member above it
+                shares_cache=source == "target",
+            )
+        quality: dict[str, Any] = measure_quality(
+            model, folder, heldout, settings.num_quality_tokens
         )
+        quality |= {f"distillation_{key}": value for key, value in gained.items()}
         write_json(folder / QUALITY_NAME, quality)
         return quality
 
     return Stage(name, ("data", source), inputs, run, _identify_model)
 
 
-TARGET = Stage("target", ("data",), _target_inputs, _run_target, _identify_target, resumes=True)
 DRAFT = _head_stage("draft", "target")
 INTERMEDIATE = _quantized_stage("intermediate", "target")
-SMALL_TARGET = Stage(
-    "small_target",
-    ("data", "target"),
-    _small_target_inputs,
-    _run_small_target,
-    _identify_small_target,
-    resumes=True,
-)
 SMALL = _quantized_stage("small", "small_target")
 SMALL_DRAFT = _head_stage("small_draft", "small_target")
-
-
-def _conversations_input(workspace: Workspace) -> dict[str, Any]:
-    recipe = workspace.recipe
-    return {
-        "data": recipe.data.model_dump(include={"limit", "num_heldout"}),
-        "seed": recipe.seed,
-        "conversations": workspace.identity("data")["conversations"],
-    }
-
-
-def _learned_from(workspace: Workspace, source: str) -> dict[str, Any]:
-    recipe = workspace.recipe
-    return {
-        "data": recipe.data.model_dump(exclude={"conversations"}),
-        "seed": recipe.seed,
-        "conversations": workspace.identity("data")["conversations"],
-        source: workspace.identity(source),
-    }
-
-
-def _split(workspace: Workspace) -> tuple[Any, Any]:
-    from polybasic.train.conversations import load_conversations, split_conversations
-
-    data = workspace.recipe.data
-    dataset = load_conversations(conversations_of(workspace), data.limit)
-    return split_conversations(dataset, data.num_heldout)
-
-
-def _token_ids(tokenizer: Any, rows: Any, data: DataSettings) -> list[list[int]]:
-    from polybasic.train.chat import encode_conversation
-
-    return [
-        encode_conversation(tokenizer, row["messages"], data.max_tokens).input_ids for row in rows
-    ]

@@ -6,14 +6,20 @@ from pydantic import Field, model_validator
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.settings import Settings
-from polybasic.deploy.settings import BenchSettings, PlanSettings
+from polybasic.deploy.settings import TASKS, BenchSettings, PlanSettings
 from polybasic.quantize.settings import QuantizeSettings
 from polybasic.train.settings import (
     DataSettings,
+    DraftSettings,
     HeadSettings,
     ScratchModelSettings,
     ScratchSettings,
 )
+
+NUM_TASKS = len(TASKS)
+
+ShapeName = Literal["cpu-100m", "gpu-7b", "gpu-8b"]
+"""Of `polybasic.chain.grown_shapes.SHAPES`."""
 
 
 class TargetSettings(Settings):
@@ -22,6 +28,18 @@ class TargetSettings(Settings):
     model: str = Field(
         "scratch",
         description="'scratch' (trained from the conversations), a folder or a hub id[@revision]",
+    )
+    adapter: str | None = Field(
+        None,
+        min_length=1,
+        description="folder or hub id[@revision] of a peft LoRA adapter of that model, which is "
+        "merged into it",
+    )
+    chat_template: str | None = Field(
+        None,
+        min_length=1,
+        description="a .jinja file or Jinja text, for a tokenizer without a chat template; it "
+        "replaces the tokenizer's own",
     )
     scratch: ScratchSettings = Field(
         ScratchSettings(), description="shape and training of a 'scratch' target"
@@ -73,6 +91,16 @@ class PackageSettings(Settings):
     )
 
 
+class GrowSettings(Settings):
+    """Shapes that the packed chain is grown to, so that passes cost what a large model's do."""
+
+    shape: ShapeName | None = Field(
+        None,
+        description="the grown chain answers as the small one, and takes the time of these "
+        "shapes; null plans and measures the chain as it was packed",
+    )
+
+
 class Recipe(Settings):
     """Everything that `polybasic run` needs: one section a stage."""
 
@@ -86,11 +114,17 @@ class Recipe(Settings):
     small: SmallSettings | None = Field(
         None, description="a smaller model below the 4-bit intermediate; null leaves it out"
     )
-    train: HeadSettings = Field(HeadSettings(), description="the draft head")
+    draft: DraftSettings = Field(
+        DraftSettings(), description="where the target's draft head comes from"
+    )
+    train: HeadSettings = Field(HeadSettings(), description="training of draft heads")
     quantize: QuantizeSettings = Field(
         QuantizeSettings(), description="the 4-bit intermediate, made from the target"
     )
     package: PackageSettings = Field(PackageSettings(), description="the chain folder")
+    grow: GrowSettings = Field(
+        GrowSettings(), description="growth of the packed chain to the shapes of a large model"
+    )
     plan: PlanSettings = Field(PlanSettings(), description="tree and flush length of the chain")
     bench: BenchSettings = Field(BenchSettings(), description="the report at the end")
 
@@ -102,11 +136,45 @@ class Recipe(Settings):
                 f"bench.systems = {', '.join(self.bench.systems) or 'empty'}",
                 "add target, over which speedups are counted",
             )
+        if self.grow.shape is not None and self.small is not None:
+            raise UserError(
+                "smaller models are not grown",
+                f"grow.shape = {self.grow.shape}, with a section small",
+                "set one of them to null",
+            )
         if self.target.model == "scratch":
+            self._scratch_stands_alone()
             self._scratch_can_be_built("target", self.target.scratch)
         if self.small is not None and self.small.model == "scratch":
             self._scratch_can_be_built("small", self.small.scratch)
         return self
+
+    @model_validator(mode="after")
+    def _heldout_conversations_suffice(self) -> Self:
+        needed = NUM_TASKS * self.plan.num_prompts_per_task
+        if self.plan.prompts == "heldout" and self.data.num_heldout < needed:
+            raise UserError(
+                "too few held-out conversations to plan on",
+                f"data.num_heldout = {self.data.num_heldout}, {needed} prompts "
+                f"({NUM_TASKS} x plan.num_prompts_per_task)",
+                "raise the first or lower plan.num_prompts_per_task",
+            )
+        return self
+
+    def _scratch_stands_alone(self) -> None:
+        for key in ("adapter", "chat_template"):
+            if getattr(self.target, key) is not None:
+                raise UserError(
+                    f"target.{key} without a ready-made model",
+                    "target.model = scratch",
+                    f"name the model that it is for, or set target.{key}=null",
+                )
+        if self.draft.model != "train":
+            raise UserError(
+                "a ready head for a target that is yet to be trained",
+                f"draft.model = {self.draft.model}, target.model = scratch",
+                "set draft.model=train, or name the target that the head was trained for",
+            )
 
     def _scratch_can_be_built(self, section: str, scratch: ScratchModelSettings) -> None:
         where = f"{section}.scratch"

@@ -4,19 +4,35 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from polybasic.chain.checkpoint import split_hub_id
-from polybasic.chain.config import decoder_config
+from polybasic.chain.config import DecoderConfig, decoder_config
 from polybasic.chain.errors import UserError
 from polybasic.chain.files import read_json
+from polybasic.chain.grown_shapes import GrownShape, check_family, check_sizes, shape_named
+from polybasic.chain.hub import snapshot
 from polybasic.recipes.schema import Recipe
 from polybasic.train.settings import ScratchModelSettings
 
+_WEIGHT_NAMES = tuple(
+    f"{stem}.{suffix}{index}"
+    for stem, suffix in (
+        ("model", "safetensors"),
+        ("pytorch_model", "bin"),
+        ("adapter_model", "safetensors"),
+        ("adapter_model", "bin"),
+    )
+    for index in ("", ".index.json")
+)
 INT4_BYTES = 0.5 + 2.5 / 128
 """A weight of 4 bits, and its share of a group's float16 scale and 4-bit zero point."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a Llama-like decoder."""
+    """Sizes of a decoder.
+
+    Attributes:
+        num_layer_vectors: parameters of a layer's biases and norms beyond Llama's two norms.
+    """
 
     vocab_size: int
     hidden_size: int
@@ -27,6 +43,7 @@ class Shape:
     head_size: int
     is_tied: bool
     weight_bytes: int = 2
+    num_layer_vectors: int = 0
 
     @property
     def num_embedding_parameters(self) -> int:
@@ -35,7 +52,11 @@ class Shape:
 
     @property
     def num_layer_parameters(self) -> int:
-        """Of one decoder layer, its two norms included."""
+        """Of one decoder layer, norms and biases included."""
+        return self._num_llama_layer_parameters + self.num_layer_vectors
+
+    @property
+    def _num_llama_layer_parameters(self) -> int:
         attention = 2 * self.hidden_size * self.head_size * (self.num_heads + self.num_kv_heads)
         return attention + 3 * self.hidden_size * self.intermediate_size + 2 * self.hidden_size
 
@@ -48,7 +69,7 @@ class Shape:
     @property
     def num_draft_parameters(self) -> int:
         """Trained parameters of an EAGLE-2 head; its file also holds the target's embedding."""
-        return 2 * self.hidden_size**2 + self.num_layer_parameters
+        return 2 * self.hidden_size**2 + self._num_llama_layer_parameters
 
     @property
     def num_bytes(self) -> int:
@@ -87,16 +108,64 @@ def shape_of_small(recipe: Recipe, target: Shape) -> Shape | None:
     return _shape_of_config(_config_path(recipe.small.model, "small.model"))
 
 
-def is_downloaded(model: str) -> bool:
-    """Whether the weights of a folder or hub id lie on this machine."""
-    if Path(model).expanduser().exists():
-        return True
+def shape_of_grown(recipe: Recipe, target: Shape) -> Shape | None:
+    """The grown target's sizes; None for a recipe that does not grow its chain.
+
+    Raises:
+        UserError: the target does not fit into the shape, or is no plain Llama.
+    """
+    if recipe.grow.shape is None:
+        return None
+    if recipe.target.model != "scratch":
+        path = _config_path(recipe.target.model, "target.model")
+        content = read_json(path, "model config")
+        check_family(content, decoder_config(content, str(path)), str(path))
+    shape = shape_named(recipe.grow.shape)
+    small = GrownShape(
+        target.num_layers,
+        target.hidden_size,
+        target.intermediate_size,
+        target.num_heads,
+        target.num_kv_heads,
+        target.head_size,
+        target.vocab_size,
+    )
+    check_sizes(small, shape)
+    return grown_shape(shape, target.vocab_size, target.weight_bytes)
+
+
+def grown_shape(shape: GrownShape, vocab_size: int, weight_bytes: int = 2) -> Shape:
+    """Sizes of a target that is grown to `shape`.
+
+    Args:
+        shape: to grow to.
+        vocab_size: of the small target.
+        weight_bytes: of one of its parameters.
+    """
+    return Shape(
+        vocab_size=shape.vocab_size or vocab_size,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_layers=shape.num_layers,
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_size=shape.head_dim,
+        is_tied=False,
+        weight_bytes=weight_bytes,
+    )
+
+
+def has_weights(model: str) -> bool:
+    """Whether the weights of a folder or hub id (model, adapter or head) lie on this machine."""
+    folder = Path(model).expanduser()
+    if folder.exists():
+        return any((folder / name).is_file() for name in _WEIGHT_NAMES)
     from huggingface_hub import try_to_load_from_cache
 
     repository, revision = split_hub_id(model)
     return any(
         isinstance(try_to_load_from_cache(repository, name, revision=revision), str)
-        for name in ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin")
+        for name in _WEIGHT_NAMES
     )
 
 
@@ -127,7 +196,25 @@ def _shape_of_config(path: Path) -> Shape:
         head_size=decoder.head_dim,
         is_tied=decoder.tie_word_embeddings,
         weight_bytes=4 if dtype == "float32" else 2,
+        num_layer_vectors=_num_layer_vectors(decoder),
     )
+
+
+def _num_layer_vectors(decoder: DecoderConfig) -> int:
+    queries = decoder.num_heads * decoder.head_dim
+    keys = decoder.num_kv_heads * decoder.head_dim
+    biases = {
+        "q_proj": queries,
+        "k_proj": keys,
+        "v_proj": keys,
+        "o_proj": decoder.hidden_size,
+        "gate_proj": decoder.intermediate_size,
+        "up_proj": decoder.intermediate_size,
+        "down_proj": decoder.hidden_size,
+    }
+    num = sum(biases[name] for name in decoder.biased)
+    num += 2 * decoder.head_dim if decoder.has_head_norms else 0
+    return num + (2 * decoder.hidden_size if decoder.has_post_norms else 0)
 
 
 def _config_path(model: str, key: str) -> Path:
@@ -140,16 +227,9 @@ def _config_path(model: str, key: str) -> Path:
                 "name a folder that holds config.json",
             )
         return folder / "config.json"
-    repository, revision = split_hub_id(model)
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-
-    try:
-        return Path(hf_hub_download(repository, "config.json", revision=revision))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+    path = snapshot(*split_hub_id(model), ["config.json"]) / "config.json"
+    if not path.is_file():
         raise UserError(
-            "checkpoint not found",
-            f"{model} is no folder here and its config.json was not fetched "
-            f"({str(error).splitlines()[0]})",
-            f"check the spelling of {key} and the network",
-        ) from error
+            "not a checkpoint", f"{key} = {model} (no config.json in it)", "name another one"
+        )
+    return path

@@ -2,25 +2,30 @@
 
 from pathlib import Path
 
-from polybasic.chain.checkpoint import resolve_checkpoint, tokenizer_files
+from polybasic.chain.checkpoint import resolve_checkpoint, weight_files
 from polybasic.chain.errors import UserError
 from polybasic.chain.files import read_json
 from polybasic.chain.vocabulary import TOKENIZER_NAME, check_same_vocabulary, read_vocabulary
 from polybasic.recipes.schema import SmallSettings
 
+_TOKENIZER_NAMES = (TOKENIZER_NAME, "tokenizer.model")
 
-def check_small(small: SmallSettings, target: Path) -> None:
+
+def check_small(small: SmallSettings, target: Path, tokenizer: Path, prepared: Path) -> None:
     """Check the checkpoint that `small.model` names, before anything is made of it.
 
     Args:
         small: the recipe's section; its model is a folder or a hub id.
         target: folder of the target.
+        tokenizer: folder of the chain's tokenizer, which holds tokenizer.json.
+        prepared: folder to write the smaller model's tokenizer to where it has no tokenizer.json.
 
     Raises:
-        UserError: another vocabulary than the target's, no tokenizer where one is needed, or 4-bit
-            weights where unquantized ones are needed.
+        UserError: another vocabulary than the target's, no weights, or 4-bit weights where
+            unquantized ones are needed.
     """
     folder = resolve_checkpoint(small.model)
+    weight_files(folder)
     path = folder / "config.json"
     config = read_json(path, "model config")
     vocab_size, expected = (
@@ -41,8 +46,16 @@ def check_small(small: SmallSettings, target: Path) -> None:
                     f"quantization_config in {path}, small.{key} = true",
                     f"set small.{key}=false, or name the unquantized checkpoint",
                 )
-    if small.quantize or small.has_head:
-        tokenizer_files(folder)
-    found, own = folder / TOKENIZER_NAME, target / TOKENIZER_NAME
-    if found.is_file():
+    if any((folder / name).is_file() for name in _TOKENIZER_NAMES):
+        found = _tokenizer_file(folder, prepared)
+        own = tokenizer / TOKENIZER_NAME
         check_same_vocabulary(read_vocabulary(found), read_vocabulary(own), "small", found, own)
+
+
+def _tokenizer_file(folder: Path, prepared: Path) -> Path:
+    from polybasic.chain.tokenizer import needs_preparation, prepare_tokenizer
+
+    if not needs_preparation(folder, None):
+        return folder / TOKENIZER_NAME
+    prepare_tokenizer(folder, None, prepared)
+    return prepared / TOKENIZER_NAME

@@ -4,14 +4,22 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from polybasic.chain.checkpoint import TOKENIZER_FILES
+from polybasic.chain.errors import UserError
 from polybasic.chain.files import sha256_of_file, sha256_of_object
+from polybasic.recipes.downloads import is_url
 from polybasic.recipes.pipeline import Workspace
 from polybasic.recipes.schema import Recipe
 
 CONVERSATIONS_NAME = "conversations.jsonl"
 PROMPTS_NAME = "prompts.jsonl"
+PLAN_PROMPTS_NAME = "plan_prompts.jsonl"
+MERGED_NAME = "merged"
+TOKENIZER_NAME = "tokenizer"
 SOURCE_STAGES = ("target", "small_target")
 """Stages that give the models that all others are made from."""
+GENERATED_PROMPTS = ("embedded", "heldout")
+"""What `plan.prompts` may say beside a file or a URL; `bench.prompts` only the first."""
 _MODEL_PATTERNS = ("*.safetensors", "*.bin", "config.json", "tokenizer*.json", "*.jinja")
 
 
@@ -26,8 +34,17 @@ def conversations_of(workspace: Workspace) -> str:
 def prompts_of(workspace: Workspace) -> Path:
     """The file of benchmark prompts."""
     prompts = workspace.recipe.bench.prompts
-    if prompts == "embedded":
+    if prompts == "embedded" or is_url(prompts):
         return workspace.folder("data") / PROMPTS_NAME
+    return Path(prompts)
+
+
+def plan_prompts_of(workspace: Workspace) -> Path:
+    """The file of calibration prompts that the recipe names; not for GENERATED_PROMPTS."""
+    prompts = workspace.recipe.plan.prompts
+    assert prompts not in GENERATED_PROMPTS, f"plan.prompts = {prompts} is no file"
+    if is_url(prompts):
+        return workspace.folder("data") / PLAN_PROMPTS_NAME
     return Path(prompts)
 
 
@@ -54,11 +71,59 @@ def model_named(recipe: Recipe, stage: str) -> str:
     return recipe.small.model
 
 
+def is_made_here(recipe: Recipe, stage: str) -> bool:
+    """Whether one of SOURCE_STAGES writes a checkpoint, by training or by merging an adapter."""
+    is_scratch = model_named(recipe, stage) == "scratch"
+    return is_scratch or (stage == "target" and recipe.target.adapter is not None)
+
+
 def checkpoint_of(workspace: Workspace, stage: str) -> Path:
     """The folder of the checkpoint that one of SOURCE_STAGES gave; the stage must be whole."""
     if model_named(workspace.recipe, stage) == "scratch":
         return workspace.folder(stage)
+    if is_made_here(workspace.recipe, stage):
+        return workspace.folder(stage) / MERGED_NAME
     return Path(workspace.identity(stage)["folder"])
+
+
+def tokenizer_of(workspace: Workspace) -> Path:
+    """The folder of the chain's tokenizer: as the target stage prepared it, else the target's own.
+
+    A smaller model has the target's vocabulary and learns from what this tokenizer encodes, which
+    is what the runtime asks it with. The target stage must be whole.
+    """
+    prepared = workspace.folder("target") / TOKENIZER_NAME
+    return prepared if prepared.is_dir() else checkpoint_of(workspace, "target")
+
+
+def tokenizer_identity(workspace: Workspace) -> dict[str, Any]:
+    """What tells the chain's tokenizer from another one; the target stage must be whole."""
+    identity = workspace.identity("target")
+    if "tokenizer" in identity:
+        prepared: dict[str, Any] = identity["tokenizer"]
+        return prepared
+    files = identity.get("files", identity)
+    return {name: files[name] for name in TOKENIZER_FILES if name in files}
+
+
+def chat_template_of(recipe: Recipe) -> str | None:
+    """The Jinja text of `target.chat_template`.
+
+    Raises:
+        UserError: it names a file that cannot be read.
+    """
+    named = recipe.target.chat_template
+    if named is None or "{{" in named or "{%" in named:
+        return named
+    try:
+        return Path(named).expanduser().read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise UserError(
+            "chat template not found",
+            f"target.chat_template = {named} ({reason})",
+            "name a .jinja file, or write the Jinja text itself",
+        ) from error
 
 
 def source_digest(source: str) -> str:
@@ -80,7 +145,26 @@ def checkpoint_stamp(model: str) -> dict[str, Any]:
     """
     from polybasic.chain.checkpoint import resolve_checkpoint
 
-    folder = resolve_checkpoint(model).resolve()
+    return folder_stamp(resolve_checkpoint(model))
+
+
+def adapter_stamp(adapter: str) -> dict[str, Any]:
+    """As `checkpoint_stamp`, of a LoRA adapter."""
+    from polybasic.chain.checkpoint import resolve_adapter
+
+    return folder_stamp(resolve_adapter(adapter))
+
+
+def head_stamp(head: str) -> dict[str, Any]:
+    """As `checkpoint_stamp`, of a ready draft head."""
+    from polybasic.chain.checkpoint import resolve_head
+
+    return folder_stamp(resolve_head(head))
+
+
+def folder_stamp(folder: Path) -> dict[str, Any]:
+    """A folder, with sizes and times of the files in it."""
+    folder = folder.resolve()
     files = {path.name: path.stat() for path in sorted(folder.iterdir()) if path.is_file()}
     return {
         "folder": str(folder),

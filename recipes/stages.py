@@ -5,36 +5,41 @@ Heavy modules are imported where they run, so that a run with nothing to do answ
 
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from polybasic.chain.files import sha256_of_file, write_json
-from polybasic.chain.manifest import SCHEMA, Kind, Provenance
+from polybasic.chain.grown_shapes import shape_named
+from polybasic.chain.manifest import SCHEMA, Kind, Manifest, Provenance
 from polybasic.chain.package import Part, package_chain
-from polybasic.recipes.members import model_stages, packed_plan, parts_of
-from polybasic.recipes.model_stages import (
-    DRAFT,
-    INTERMEDIATE,
-    SMALL,
-    SMALL_DRAFT,
-    SMALL_TARGET,
-    TARGET,
-)
+from polybasic.deploy.prompts import read_questions, write_first_turns
+from polybasic.deploy.settings import PlanSettings
+from polybasic.recipes.conversation_rows import conversations_input, split_rows
+from polybasic.recipes.downloads import fetch, is_url
+from polybasic.recipes.members import last_chain, model_stages, packed_plan, parts_of
+from polybasic.recipes.model_stages import DRAFT, INTERMEDIATE, SMALL, SMALL_DRAFT
 from polybasic.recipes.pipeline import Stage, Workspace
 from polybasic.recipes.provenance import git_commit, package_versions
-from polybasic.recipes.schema import Recipe
+from polybasic.recipes.schema import NUM_TASKS, Recipe
+from polybasic.recipes.source_stages import SMALL_TARGET, TARGET
 from polybasic.recipes.sources import (
     CONVERSATIONS_NAME,
+    PLAN_PROMPTS_NAME,
     PROMPTS_NAME,
     checkpoint_of,
     generator_digest,
+    is_made_here,
+    plan_prompts_of,
     prompts_of,
     source_digest,
+    tokenizer_of,
     write_calibration_prompts,
 )
 
 CALIBRATION_NAME = "calibration.jsonl"
 PLAN_NAME = "plan.json"
+_DOWNLOADED_NAMES = {"bench.prompts": PROMPTS_NAME, "plan.prompts": PLAN_PROMPTS_NAME}
 
 
 def stages_of(recipe: Recipe) -> tuple[Stage, ...]:
@@ -44,8 +49,16 @@ def stages_of(recipe: Recipe) -> tuple[Stage, ...]:
         stages.append(SMALL_TARGET)
         stages += [SMALL] if recipe.small.quantize else []
         stages += [SMALL_DRAFT] if recipe.small.has_head else []
-    chain = Stage("chain", model_stages(recipe), _chain_inputs, _run_chain, _identify_chain)
-    return (*stages, chain, PLAN, REPORT)
+    stages.append(
+        Stage("chain", model_stages(recipe), _chain_inputs, _run_chain, _identify_chain)
+    )
+    stages += [GROWN] if recipe.grow.shape is not None else []
+    chain = last_chain(recipe)
+    plan = Stage("plan", ("data", chain), _plan_inputs, _run_plan, _identify_plan)
+    report = Stage(
+        "report", ("data", chain, "plan"), _report_inputs, _run_report, _identify_report
+    )
+    return (*stages, plan, report)
 
 
 def _data_inputs(workspace: Workspace) -> dict[str, Any]:
@@ -65,9 +78,15 @@ def _data_inputs(workspace: Workspace) -> dict[str, Any]:
             "seed": recipe.seed,
             "generator": generator_digest(),
         }
-    else:
+    elif not is_url(recipe.bench.prompts):
         inputs["prompts"] = sha256_of_file(Path(recipe.bench.prompts))
-    return inputs
+    return inputs | _downloads(recipe)
+
+
+def _downloads(recipe: Recipe) -> dict[str, str]:
+    """Prompts that the recipe names by URL."""
+    named = {"bench.prompts": recipe.bench.prompts, "plan.prompts": recipe.plan.prompts}
+    return {key: name for key, name in named.items() if is_url(name)}
 
 
 def _run_data(workspace: Workspace, folder: Path) -> dict[str, Any]:
@@ -82,6 +101,10 @@ def _run_data(workspace: Workspace, folder: Path) -> dict[str, Any]:
         write_conversations(Path(source), num, recipe.seed)
     if recipe.bench.prompts == "embedded":
         write_prompts(folder / PROMPTS_NAME, recipe.bench.num_prompts_per_task, recipe.seed)
+    for key, url in _downloads(recipe).items():
+        path = folder / _DOWNLOADED_NAMES[key]
+        fetch(url, path, key)
+        read_questions(path)
     training, heldout = split_conversations(
         load_conversations(source, recipe.data.limit), recipe.data.num_heldout
     )
@@ -95,9 +118,12 @@ def _identify_data(workspace: Workspace, folder: Path) -> dict[str, Any]:
         conversations_sha256 = source_digest(recipe.data.conversations)
     else:
         conversations_sha256 = sha256_of_file(conversations)
-    if recipe.bench.prompts != "embedded":
+    if recipe.bench.prompts != "embedded" and not is_url(recipe.bench.prompts):
         prompts = Path(recipe.bench.prompts)
-    return {"conversations": conversations_sha256, "prompts": sha256_of_file(prompts)}
+    identity = {"conversations": conversations_sha256, "prompts": sha256_of_file(prompts)}
+    if is_url(recipe.plan.prompts):
+        identity["plan_prompts"] = sha256_of_file(folder / PLAN_PROMPTS_NAME)
+    return identity
 
 
 def _chain_inputs(workspace: Workspace) -> dict[str, Any]:
@@ -115,12 +141,13 @@ def _chain_inputs(workspace: Workspace) -> dict[str, Any]:
 
 def _run_chain(workspace: Workspace, folder: Path) -> dict[str, Any]:
     recipe, target = workspace.recipe, checkpoint_of(workspace, "target")
-    is_scratch = recipe.target.model == "scratch"
+    is_made = is_made_here(recipe, "target")
     parts = parts_of(workspace)
     manifest = package_chain(
         out=folder,
         target=target,
-        target_reference=str(target) if is_scratch else recipe.target.model,
+        target_reference=str(target) if is_made else recipe.target.model,
+        tokenizer=tokenizer_of(workspace),
         copy_target=recipe.package.copy_target,
         parts=parts,
         plan=packed_plan(recipe.plan, parts),
@@ -134,15 +161,37 @@ def _run_chain(workspace: Workspace, folder: Path) -> dict[str, Any]:
         quality=_summaries(workspace, parts, "awq"),
         training=_summaries(workspace, parts, "eagle2"),
     )
-    return {
-        "num_parameters": {member.name: member.num_parameters for member in manifest.members},
-        "num_bytes": {member.name: member.num_bytes for member in manifest.members},
-    }
+    return _sizes(manifest)
 
 
 def _identify_chain(workspace: Workspace, folder: Path) -> dict[str, Any]:
     # the report lies inside the chain: a chain that was packed again must be measured again
     return {"chain": sha256_of_file(folder / "chain.json")}
+
+
+def _grown_inputs(workspace: Workspace) -> dict[str, Any]:
+    name = workspace.recipe.grow.shape
+    assert name is not None, "the stage is there for a shape"
+    return {
+        "schema": SCHEMA,
+        "chain": workspace.identity("chain"),
+        "shape": {"name": name, **asdict(shape_named(name))},
+    }
+
+
+def _run_grown(workspace: Workspace, folder: Path) -> dict[str, Any]:
+    from polybasic.chain.grown_chain import grow_chain
+
+    name = workspace.recipe.grow.shape
+    assert name is not None, "the stage is there for a shape"
+    return _sizes(grow_chain(workspace.folder("chain"), shape_named(name), name, folder))
+
+
+def _sizes(manifest: Manifest) -> dict[str, Any]:
+    return {
+        "num_parameters": {member.name: member.num_parameters for member in manifest.members},
+        "num_bytes": {member.name: member.num_bytes for member in manifest.members},
+    }
 
 
 def _summaries(workspace: Workspace, parts: Sequence[Part], kind: Kind) -> dict[str, Any]:
@@ -160,27 +209,25 @@ def _plan_inputs(workspace: Workspace) -> dict[str, Any]:
     settings = workspace.recipe.plan
     inputs = {
         "plan": settings.model_dump(mode="json", exclude={"prompts"}),
-        "chain": workspace.identity("chain"),
+        "chain": workspace.identity(last_chain(workspace.recipe)),
         "seed": workspace.recipe.seed,
     }
     if settings.prompts == "embedded":
         return {**inputs, "generator": generator_digest()}
-    return {**inputs, "prompts": sha256_of_file(Path(settings.prompts))}
+    if settings.prompts == "heldout":
+        return {**inputs, "heldout": conversations_input(workspace)}
+    return {**inputs, "prompts": sha256_of_file(plan_prompts_of(workspace))}
 
 
 def _run_plan(workspace: Workspace, folder: Path) -> dict[str, Any]:
     from polybasic.deploy.planning import plan_chain
 
-    settings = workspace.recipe.plan
-    if settings.prompts == "embedded":
-        prompts = folder / CALIBRATION_NAME
-        write_calibration_prompts(prompts, settings.num_prompts_per_task, workspace.recipe.seed)
-        settings = settings.model_copy(update={"prompts": str(prompts)})
+    settings = _with_prompts(workspace, folder / CALIBRATION_NAME)
 
     def say(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
-    measured = plan_chain(workspace.folder("chain"), settings, say).measured
+    measured = plan_chain(_last_chain_folder(workspace), settings, say).measured
     say(f"plan: {measured.explanation['decision']}")
     write_json(folder / PLAN_NAME, measured.model_dump(mode="json"))
     return {
@@ -190,6 +237,23 @@ def _run_plan(workspace: Workspace, folder: Path) -> dict[str, Any]:
     }
 
 
+def _with_prompts(workspace: Workspace, path: Path) -> PlanSettings:
+    """The plan's settings with a file of prompts; generated ones are written to `path`."""
+    settings = workspace.recipe.plan
+    match settings.prompts:
+        case "embedded":
+            write_calibration_prompts(path, settings.num_prompts_per_task, workspace.recipe.seed)
+            return settings.model_copy(update={"prompts": str(path)})
+        case "heldout":
+            # one task, whatever the conversations are about: it has the prompts of all six
+            num_prompts = NUM_TASKS * settings.num_prompts_per_task
+            write_first_turns(path, split_rows(workspace)[1]["messages"])
+            return settings.model_copy(
+                update={"prompts": str(path), "num_prompts_per_task": num_prompts}
+            )
+    return settings.model_copy(update={"prompts": str(plan_prompts_of(workspace))})
+
+
 def _identify_plan(workspace: Workspace, folder: Path) -> dict[str, Any]:
     return {"plan": sha256_of_file(folder / PLAN_NAME)}
 
@@ -197,7 +261,7 @@ def _identify_plan(workspace: Workspace, folder: Path) -> dict[str, Any]:
 def _report_inputs(workspace: Workspace) -> dict[str, Any]:
     return {
         "bench": workspace.recipe.bench.model_dump(mode="json", exclude={"prompts"}),
-        "chain": workspace.identity("chain"),
+        "chain": workspace.identity(last_chain(workspace.recipe)),
         "plan": workspace.identity("plan"),
         "prompts": workspace.identity("data")["prompts"],
     }
@@ -208,7 +272,7 @@ def _run_report(workspace: Workspace, folder: Path) -> dict[str, Any]:
 
     prompts = str(prompts_of(workspace))
     settings = workspace.recipe.bench.model_copy(update={"prompts": prompts})
-    report = bench_chain(workspace.folder("chain"), settings)
+    report = bench_chain(_last_chain_folder(workspace), settings)
     return {
         "speedup_vs_target": {
             name: system["speedup_vs_target"] for name, system in report["systems"].items()
@@ -217,9 +281,12 @@ def _run_report(workspace: Workspace, folder: Path) -> dict[str, Any]:
 
 
 def _identify_report(workspace: Workspace, folder: Path) -> dict[str, Any]:
-    return {"report": sha256_of_file(workspace.folder("chain") / "report" / "report.json")}
+    return {"report": sha256_of_file(_last_chain_folder(workspace) / "report" / "report.json")}
+
+
+def _last_chain_folder(workspace: Workspace) -> Path:
+    return workspace.folder(last_chain(workspace.recipe))
 
 
 DATA = Stage("data", (), _data_inputs, _run_data, _identify_data)
-PLAN = Stage("plan", ("chain",), _plan_inputs, _run_plan, _identify_plan)
-REPORT = Stage("report", ("data", "chain", "plan"), _report_inputs, _run_report, _identify_report)
+GROWN = Stage("grown", ("chain",), _grown_inputs, _run_grown, _identify_chain)

@@ -9,10 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from polybasic.deploy import hardware, load_chain
 from polybasic.recipes import cli
-from polybasic.recipes.loading import load_recipe
+from polybasic.recipes.loading import load_recipe, shipped_recipes
+from tests.recipes.serving import served
 
 
 def call(capsys, *arguments: str) -> tuple[int, str, str]:
@@ -79,7 +81,14 @@ def test_recipes_commands(capsys, tmp_path, monkeypatch) -> None:
     assert Path("tiny.yaml").read_text("utf-8") == shown
     assert "file exists" in refusal(capsys, "recipes", "cp", "tiny")
     assert call(capsys, "recipes", "cp", "tiny", "--force")[0] == 0
-    assert call(capsys, "recipes", "validate", "tiny.yaml", "seed=3")[0] == 0
+    assert call(capsys, "recipes", "validate", "tiny.yaml", "seed=3")[:2] == (
+        0,
+        "tiny.yaml: valid\n",
+    )
+    told = call(capsys, "recipes", "validate")[1].splitlines()
+    assert told == [f"{name}: valid" for name in shipped_recipes()]
+    told = call(capsys, "recipes", "validate", "tiny.yaml", "vicuna-7b")[1].splitlines()
+    assert told == ["tiny.yaml: valid", "vicuna-7b: valid"]
     assert json.loads(call(capsys, "recipes", "schema")[1])["title"] == "Recipe"
 
 
@@ -109,6 +118,12 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(capsys, tmp_path, monkeypa
     ):
         assert word in out
     assert list(tmp_path.iterdir()) == []
+    assert " ".join(out.split()).endswith(
+        "two AVX-512 cores (no CUDA device here): estimates from counted operations"
+    )
+    out = call(capsys, "run", "tiny", "--dry-run", "--hardware", "h100-80gb")[1]
+    assert "of device memory" in out
+    assert "times are for h100-80gb, one H100 80 GB (SXM) (by --hardware)" in " ".join(out.split())
     out = call(capsys, "quantize", "tiny", "--dry-run")[1]
     assert "intermediate" in out
     assert "draft" not in out
@@ -121,8 +136,14 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(capsys, tmp_path, monkeypa
         (["run", "tiny", "data.conversations=no.jsonl"], "data.conversations = no.jsonl"),
         (["run", "tiny", "data.conversations=no.jsonl", "--dry-run"], "data.conversations"),
         (["run", "tiny", "bench.prompts=no.jsonl"], "prompts not found: no.jsonl"),
+        (["run", "tiny", "--dry-run", "--hardware", "abacus"], "known: cpu, a100-80gb"),
+        (["run", "tiny", "--hardware", "cpu"], "hardware without --dry-run"),
         (["run", "tiny", "target.model=nowhere"], "neither a folder nor a hub id"),
         (["run", "tiny", "bench.repeats=0"], "bench.repeats = 0"),
+        (
+            ["run", "tiny", "target.model=a/b", "target.chat_template=no.jinja"],
+            "template not found",
+        ),
         (["bench", "nowhere"], "nowhere"),
         (["bench", "nowhere", "--dtype", "int3"], "dtype = 'int3'"),
         (["bench", "nowhere", "--systems", "a"], "systems.0 = 'a'"),
@@ -271,6 +292,35 @@ def test_a_plan_for_another_machine_is_told_on_stderr(tiny_chain: Path, polybasi
     assert len(told) == 1
     assert told[0].startswith("the chain's plans were measured on an abacus, not on ")
     assert told[0].endswith(f"; measure here: polybasic plan {tiny_chain}")
+
+
+def test_prompts_of_a_url_are_fetched_into_the_chain(capsys, tiny_chain: Path, tmp_path) -> None:
+    (tmp_path / "files").mkdir()
+    (tmp_path / "files" / "none.jsonl").write_text("{}\n")
+    for command, name in (("plan", "calibration.jsonl"), ("bench", "prompts.jsonl")):
+        with served(tmp_path / "files") as url:
+            missing = refusal(capsys, command, str(tiny_chain), "--prompts", f"{url}/no.jsonl")
+            assert f"--prompts = {url}/no.jsonl (404" in missing
+            asked = [
+                command,
+                str(tiny_chain),
+                "--dtype",
+                "float32",
+                "--prompts",
+                f"{url}/none.jsonl",
+            ]
+            fetched = tiny_chain / "report" / name
+            assert f"prompt without question_id: {fetched} line 1" in refusal(capsys, *asked)
+        with_plan(tiny_chain)
+
+
+def with_plan(chain: Path) -> None:
+    """Declare the chain's plan as measured here, so that bench does not measure one first."""
+    manifest = json.loads((chain / "chain.json").read_text("utf-8"))
+    name = hardware.hardware_name(torch.device("cpu"))
+    measured = {"hardware": name, "dtype": "float32", "temperature": 0, "seconds_per_token": 1}
+    manifest["plans"] = [{**measured, "plan": manifest["plan"]}]
+    (chain / "chain.json").write_text(json.dumps(manifest), "utf-8")
 
 
 @pytest.mark.slow

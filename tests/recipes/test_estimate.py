@@ -2,17 +2,23 @@
 
 import json
 from collections import namedtuple
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from polybasic.chain.checkpoint import load_tensors
 from polybasic.chain.errors import UserError
 from polybasic.recipes import estimate as estimates
+from polybasic.recipes.costs import StageEstimate
 from polybasic.recipes.estimate import check_disk, check_inputs, estimate, foresee
+from polybasic.recipes.hardware_profiles import PROFILES
 from polybasic.recipes.loading import load_recipe
 from polybasic.recipes.pipeline import Stage, Workspace, run_stages
 from polybasic.recipes.sizes import Shape, shape_of_small, shape_of_target
 from polybasic.recipes.stages import stages_of
+from tests.checkpoints import FAMILIES, write_family
+from tests.recipes.published_configs import write_config
 
 STAGES = stages_of(load_recipe("tiny"))
 Usage = namedtuple("Usage", "total used free")
@@ -35,6 +41,14 @@ def test_parameters_equal_those_of_a_real_model() -> None:
         )
     )
     assert shape.num_parameters == sum(weight.numel() for weight in model.parameters())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_parameters_of_every_family_are_counted(family: str, tmp_path: Path) -> None:
+    write_family(tmp_path, family)
+    shape = shape_of_target(load_recipe("tiny", [f"target.model={tmp_path}"]))
+    tensors = load_tensors(tmp_path)
+    assert shape.num_parameters == sum(tensor.numel() for tensor in tensors.values())
 
 
 def test_sizes_of_vicuna_7b_are_the_known_ones() -> None:
@@ -103,6 +117,75 @@ def test_a_smaller_model_that_is_missing_is_told(tmp_path: Path, monkeypatch) ->
         estimate(stages_of(recipe), Workspace(recipe, tmp_path), None)
 
 
+def rows_of(tmp_path: Path, *overrides: str, hardware: str = "cpu") -> dict[str, StageEstimate]:
+    recipe = load_recipe("tiny", list(overrides))
+    workspace = Workspace(recipe, tmp_path / "out")
+    rows = estimate(stages_of(recipe), workspace, None, PROFILES[hardware])
+    return {row.name: row for row in rows}
+
+
+def test_faster_machines_take_less_time_and_nothing_else() -> None:
+    def seconds(hardware: str) -> dict[str, float]:
+        return {name: row.seconds for name, row in rows_of(Path(), hardware=hardware).items()}
+
+    cpu, a100, h100 = map(seconds, ("cpu", "a100-80gb", "h100-80gb"))
+    assert h100["draft"] < a100["draft"] < cpu["draft"]
+    assert h100["intermediate"] < a100["intermediate"] < cpu["intermediate"]
+    on_cpu, on_h100 = rows_of(Path()), rows_of(Path(), hardware="h100-80gb")
+    for name, row in on_cpu.items():
+        assert replace(row, seconds=0) == replace(on_h100[name], seconds=0)
+
+
+def test_processes_share_the_steps_and_zero3_the_target(tmp_path: Path) -> None:
+    write_config(tmp_path, "lmsys/vicuna-7b-v1.5")
+    given = (f"target.model={tmp_path / 'lmsys--vicuna-7b-v1.5'}", "train.num_steps=20000")
+    one = rows_of(tmp_path, *given)["draft"]
+    four = rows_of(tmp_path, *given, "train.num_processes=4")["draft"]
+    sharded = rows_of(tmp_path, *given, "train.num_processes=4", "train.zero_stage=3")["draft"]
+    assert four.seconds == pytest.approx(one.seconds / 4, rel=0.02)
+    saved = four.memory_bytes - sharded.memory_bytes
+    assert saved == pytest.approx(0.75 * 2 * 6_738_415_616, rel=0.01)
+
+
+def test_what_is_made_of_a_model_is_counted(tmp_path: Path) -> None:
+    model = write_config(tmp_path, "lmsys/vicuna-7b-v1.5")
+    plain = rows_of(tmp_path, f"target.model={model}")
+    (tmp_path / "head").mkdir()
+    (tmp_path / "head" / "config.json").write_text("{}")
+    (tmp_path / "head" / "pytorch_model.bin").write_bytes(b"1")
+    ready = rows_of(tmp_path, f"target.model={model}", f"draft.model={tmp_path / 'head'}")
+    assert ready["draft"].seconds < 10 < plain["draft"].seconds
+    merged = rows_of(tmp_path, f"target.model={model}", "target.adapter=org/adapter")
+    assert plain["target"].disk_bytes == 0
+    assert merged["target"].disk_bytes == pytest.approx(13.5e9, rel=0.01)
+    distilled = rows_of(tmp_path, f"target.model={model}", "quantize.distill={num_steps: 200}")
+    assert distilled["intermediate"].seconds > plain["intermediate"].seconds
+    assert (plain["intermediate"].is_on_host, distilled["intermediate"].is_on_host) == (True, False)
+
+
+def test_a_dry_run_asks_the_hub_for_nothing_but_configs(tmp_path: Path, monkeypatch) -> None:
+    """Folders with config.json are enough; ids of data, adapter and head are only read."""
+
+    def refuse(*arguments: object, **options: object) -> None:
+        raise AssertionError(f"downloads {arguments} {options}")
+
+    for name in ("hf_hub_download", "snapshot_download", "HfApi"):
+        monkeypatch.setattr(f"huggingface_hub.{name}", refuse)
+    monkeypatch.setattr("polybasic.train.conversations.HfApi", refuse)
+    model = write_config(tmp_path, "Qwen/Qwen3-8B")
+    recipe = load_recipe(
+        "qwen3-8b", [f"target.model={model}", "target.adapter=org/adapter", "draft.model=org/head"]
+    )
+    rows = estimate(stages_of(recipe), Workspace(recipe, tmp_path / "out"), None)
+    reasons = {row.name: row.state.reason for row in rows}
+    assert reasons["data"] == "to be downloaded"
+    assert {row.state.action for row in rows} == {"run"}
+    for key in ("target.adapter", "draft.model"):
+        malformed = load_recipe("qwen3-8b", [f"target.model={model}", f"{key}=no-such-folder"])
+        with pytest.raises(UserError, match="no-such-folder is neither a folder nor a hub id"):
+            estimate(stages_of(malformed), Workspace(malformed, tmp_path / "out"), None)
+
+
 def test_more_steps_take_longer(tmp_path: Path) -> None:
     def seconds(*overrides: str) -> float:
         workspace = Workspace(load_recipe("tiny", list(overrides)), tmp_path)
@@ -118,6 +201,8 @@ def test_more_steps_take_longer(tmp_path: Path) -> None:
         ("bench.prompts=no.jsonl", "prompts not found: no.jsonl"),
         ("target.model=no/where/here", "checkpoint not found"),
         ("target.model=./", "not a checkpoint"),
+        ("data.conversations=nonsense", "conversations not found"),
+        ("data.conversations=org/name:a.parquet", "not a conversation file"),
     ],
 )
 def test_missing_inputs_are_told_before_anything_runs(override, told, tmp_path, monkeypatch):

@@ -47,6 +47,8 @@ def test_shipped_recipes_say_everything(name: str) -> None:
     """A shipped recipe is complete: whoever reads it sees every key there is."""
     content = yaml.safe_load(shipped_recipes()[name].read_text("utf-8"))
     for key in known_keys(Recipe):
+        if "scratch" in key and content[key[0]] and content[key[0]]["model"] != "scratch":
+            continue  # says how a model is trained that is ready-made here
         section = content
         for part in key:
             if section is None:
@@ -81,11 +83,27 @@ def test_shipped_recipes_open_with_their_command(name: str) -> None:
             "conversations are longer than the smaller model's context: data.max_tokens = 512",
         ),
         ({"bench": {"systems": ["eagle2"]}}, "no baseline: bench.systems = eagle2"),
+        ({"target": {"adapter": "a/b"}}, "target.adapter without a ready-made model"),
+        ({"target": {"chat_template": "{{ 1 }}"}}, "target.chat_template without a ready-made"),
+        ({"draft": {"model": "a/b"}}, "a ready head for a target that is yet to be trained"),
+        (
+            {"plan": {"prompts": "heldout", "num_prompts_per_task": 9}},
+            r"too few held-out .*: data.num_heldout = 48, 54 prompts \(6 x plan",
+        ),
     ],
 )
 def test_sections_that_contradict_each_other_are_refused(sections: dict, told: str) -> None:
     with pytest.raises(UserError, match=told):
         recipe(**sections)
+
+
+def test_what_belongs_to_a_ready_made_model_is_taken_with_one() -> None:
+    given = recipe(
+        target={"model": "a/b", "adapter": "c/d", "chat_template": "{{ 1 }}"},
+        draft={"model": "e/f", "adapt": "lora"},
+        plan={"prompts": "heldout", "num_prompts_per_task": 8},
+    )
+    assert given.draft.lora.rank == 16
 
 
 def test_scratch_shape_is_not_checked_for_another_target() -> None:

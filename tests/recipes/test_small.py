@@ -109,7 +109,7 @@ def small(tiny_four_chain_parts: Any) -> Path:
 
 def refusal(settings: SmallSettings, target: Path) -> str:
     with pytest.raises(UserError) as refused:
-        check_small(settings, target)
+        check_small(settings, target, target, target.parent / "prepared")
     return str(refused.value)
 
 
@@ -120,7 +120,7 @@ def edit_config(folder: Path, **changes: Any) -> None:
 
 def test_models_of_another_vocabulary_are_refused(small: Path, tiny_four_chain_parts: Any) -> None:
     target, settings = tiny_four_chain_parts.target, SmallSettings(model=str(small))
-    check_small(settings, target)
+    check_small(settings, target, target, target.parent / "prepared")
     tokenizer = small / "tokenizer.json"
     original = tokenizer.read_text()
     tokenizer.write_text(original.replace('"w7"', '"seven"'))
@@ -129,7 +129,7 @@ def test_models_of_another_vocabulary_are_refused(small: Path, tiny_four_chain_p
         f"{target / 'tokenizer.json'} no id (2 tokens differ); "
     )
     tokenizer.write_text(original)
-    check_small(settings, target)
+    check_small(settings, target, target, target.parent / "prepared")
     edit_config(small, vocab_size=65)
     assert refusal(settings, target).startswith(
         f"small.model has another vocabulary: vocab_size 65 in {small / 'config.json'}, the target "
@@ -140,7 +140,7 @@ def test_models_of_another_vocabulary_are_refused(small: Path, tiny_four_chain_p
 def test_four_bits_are_not_quantized_again(tiny_four_chain_parts: Any) -> None:
     parts = tiny_four_chain_parts
     settings = SmallSettings(model=str(parts.small), quantize=False, train_head=False)
-    check_small(settings, parts.target)
+    check_small(settings, parts.target, parts.target, parts.target)
     for key in ("quantize", "train_head"):
         changed = settings.model_copy(update={key: True})
         assert f"small.model is quantized already: quantization_config in {parts.small}" in refusal(
@@ -148,17 +148,25 @@ def test_four_bits_are_not_quantized_again(tiny_four_chain_parts: Any) -> None:
         )
         assert f"set small.{key}=false" in refusal(changed, parts.target)
     as_drafter = settings.model_copy(update={"role": "drafter", "train_head": True})
-    check_small(as_drafter, parts.target)
+    check_small(as_drafter, parts.target, parts.target, parts.target)
 
 
-def test_a_tokenizer_is_needed_to_make_something_of_it(
+def test_the_targets_tokenizer_serves_a_model_without_one(
     small: Path, tiny_four_chain_parts: Any
 ) -> None:
     (small / "tokenizer.json").unlink()
-    settings = SmallSettings(model=str(small))
-    assert "no tokenizer: " in refusal(settings, tiny_four_chain_parts.target)
-    as_it_is = SmallSettings(model=str(small), quantize=False, train_head=False)
-    check_small(as_it_is, tiny_four_chain_parts.target)
+    target = tiny_four_chain_parts.target
+    check_small(SmallSettings(model=str(small)), target, target, target / "prepared")
+    assert not (target / "prepared").exists()
+
+
+def test_a_model_without_weights_is_told_before_training(
+    small: Path, tiny_four_chain_parts: Any
+) -> None:
+    (small / "model.safetensors").unlink()
+    assert refusal(SmallSettings(model=str(small)), tiny_four_chain_parts.target).startswith(
+        f"no weights: {small} "
+    )
 
 
 def test_a_ready_made_model_is_stamped_with_the_target(

@@ -1,0 +1,87 @@
+"""The recipe's conversations as stages take them: split, fitted to the tokenizer, encoded."""
+
+import sys
+from random import Random
+from typing import Any
+
+from polybasic.recipes.pipeline import Workspace
+from polybasic.recipes.sources import conversations_of, tokenizer_identity, tokenizer_of
+
+_MOST_ENCODED = 16_384
+"""Conversations that are enough to calibrate and to distil on, whatever the recipe has."""
+
+
+def conversations_input(workspace: Workspace) -> dict[str, Any]:
+    """What a stage depends on that learns from whole conversations."""
+    recipe = workspace.recipe
+    return {
+        "data": recipe.data.model_dump(include={"limit", "num_heldout"}),
+        "seed": recipe.seed,
+        "conversations": workspace.identity("data")["conversations"],
+    }
+
+
+def learned_from(workspace: Workspace, source: str) -> dict[str, Any]:
+    """What a stage depends on that learns from conversations cut to `data.max_tokens`.
+
+    Args:
+        workspace: the run.
+        source: the stage that gave the model.
+    """
+    recipe = workspace.recipe
+    inputs = {
+        "data": recipe.data.model_dump(exclude={"conversations"}),
+        "seed": recipe.seed,
+        "conversations": workspace.identity("data")["conversations"],
+        source: workspace.identity(source),
+    }
+    # the target's identity holds its tokenizer already
+    return inputs if source == "target" else {**inputs, "tokenizer": tokenizer_identity(workspace)}
+
+
+def split_rows(workspace: Workspace) -> tuple[Any, Any]:
+    """(training, held-out) datasets of the recipe."""
+    from polybasic.train.conversations import load_conversations, split_conversations
+
+    data = workspace.recipe.data
+    dataset = load_conversations(conversations_of(workspace), data.limit)
+    return split_conversations(dataset, data.num_heldout)
+
+
+def encoded_rows(workspace: Workspace) -> tuple[list[list[int]], list[list[int]]]:
+    """(training, held-out) token ids by the chain's tokenizer; the target stage must be whole.
+
+    Conversations that the chat template refuses are left out, and counted on stderr.
+
+    Raises:
+        UserError: no chat template, or one that refuses all of them.
+    """
+    from transformers import AutoTokenizer
+
+    from polybasic.train.conversations import fit_to_template
+
+    recipe = workspace.recipe
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_of(workspace), trust_remote_code=False)
+    training, heldout = split_rows(workspace)
+    if len(training) > _MOST_ENCODED:
+        training = training.select(Random(recipe.seed).sample(range(len(training)), _MOST_ENCODED))
+    encoded = [
+        _encoded(tokenizer, fit_to_template(rows, tokenizer), recipe.data.max_tokens)
+        for rows in (training, heldout)
+    ]
+    return encoded[0], encoded[1]
+
+
+def _encoded(tokenizer: Any, rows: Any, max_tokens: int) -> list[list[int]]:
+    from polybasic.train.chat import encode_accepted
+
+    encoded, refusal = encode_accepted(tokenizer, rows["messages"], max_tokens)
+    if refusal is not None:
+        if not encoded:
+            raise refusal
+        print(
+            f"left out {len(rows) - len(encoded):,} of {len(rows):,} conversations that the chat "
+            f"template refuses, the last: {refusal}",
+            file=sys.stderr,
+        )
+    return [conversation.input_ids for conversation in encoded]

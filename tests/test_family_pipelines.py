@@ -1,0 +1,76 @@
+"""Every family of checkpoints the whole way: trained for, quantized, packed, and run in full.
+
+What is proved of each: `polybasic package` on a folder as users have it gives a chain whose three
+members run together, and whose greedy answer is, in float32, that of transformers token for token.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from polybasic.chain.manifest import read_manifest
+from polybasic.deploy import load_chain
+from polybasic.recipes.loading import load_recipe
+from polybasic.recipes.run import run_recipe
+from tests.checkpoints import FAMILIES, write_family
+
+RECIPE = """\
+name: family
+data: {conversations: embedded, num_heldout: 4, max_tokens: 160}
+target: {scratch: {num_embedded_conversations: 60}}
+train:
+  num_steps: 2
+  batch_size: 2
+  learning_rate: 1e-3
+  warmup_steps: 1
+  eval_every_steps: 2
+  eval_answer_tokens: 8
+  eval_tree_depth: 2
+  eval_tree_top_k: 2
+  eval_tree_rows: 4
+  dtype: float32
+quantize: {num_calibration_samples: 2, calibration_tokens: 24, num_quality_tokens: 64}
+plan: {tree: {depth: 3, top_k: 2, rows: 6}, flush_length: 4}
+"""
+MEMBERS = ("target", "intermediate", "draft")
+NEW_TOKENS = 40
+"""With the prompt more than the families' sliding window of 24."""
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_from_checkpoint_to_answers(family: str, tmp_path: Path) -> None:
+    target, recipe = tmp_path / "target", tmp_path / "recipe.yaml"
+    write_family(target, family)
+    recipe.write_text(RECIPE, "utf-8")
+    out = tmp_path / "out"
+    overrides = [f"target.model={target}"]
+    run_recipe(load_recipe(str(recipe), overrides), out, "polybasic package", only=("chain",))
+
+    manifest = read_manifest(out / "chain")
+    assert tuple(member.name for member in manifest.members) == MEMBERS
+    assert manifest.members[2].drafts_for == ("target", "intermediate")
+    assert manifest.training["draft"]["steps"] == 2
+    assert manifest.quality["intermediate"]["num_tokens"] == 64
+
+    prompt = [{"role": "user", "content": "the rain in the north is as old as the sea"}]
+    chain = load_chain(out / "chain", dtype="float32")
+    answer = chain.generate(prompt, max_new_tokens=NEW_TOKENS, temperature=0.0, members=MEMBERS)
+    assert set(answer.statistics.forward_passes) == set(MEMBERS)
+    assert answer.statistics.forward_passes["target"] < len(answer.token_ids)
+
+    # soft-capped attention is exact in transformers' eager code only
+    model = AutoModelForCausalLM.from_pretrained(
+        target, dtype=torch.float32, attn_implementation="eager"
+    )
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    prompt_ids = tokenizer.apply_chat_template(
+        prompt, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+    )
+    expected = model.generate(
+        **prompt_ids, max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0
+    )[0, prompt_ids["input_ids"].shape[1] :]
+    assert answer.token_ids == expected.tolist()
