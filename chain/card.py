@@ -76,6 +76,7 @@ def render_card(manifest: Manifest) -> str:
         f"# {manifest.provenance.recipe.get('name', 'A polybasic chain')}",
         "A [polybasic](https://arxiv.org/abs/2510.26527) chain: models that speed up one target by "
         "staged speculative sampling without changing any of its probabilities.",
+        *([f"**{grown_note(manifest.grown)}**"] if manifest.grown else []),
         _use(),
         "## Members\n\n" + _members(manifest),
         "## Lineage\n\n" + _lineage(manifest),
@@ -92,6 +93,14 @@ def render_card(manifest: Manifest) -> str:
             sections.append(f"## {title}\n\n" + "\n\n".join(tables))
     sections.append("## Limits\n\n" + _LIMITS)
     return "\n\n".join(sections) + "\n"
+
+
+def grown_note(shape_name: str) -> str:
+    """What must be known of anything that a grown chain gave."""
+    return (
+        f"Grown to the shapes of {shape_name}: a small chain inside the shapes of a large one. "
+        "Answers and acceptance are the small chain's, time and memory the large shape's."
+    )
 
 
 def member_source(member: Member) -> str:

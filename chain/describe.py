@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from polybasic.chain.card import member_source, shown_flush, shown_members, shown_tree
+from polybasic.chain.card import grown_note, member_source, shown_flush, shown_members, shown_tree
 from polybasic.chain.manifest import SCHEMA, Plan, read_manifest
 from polybasic.chain.readable import readable_bytes, readable_count
 
@@ -41,6 +41,7 @@ def describe_chain(folder: Path) -> dict[str, Any]:
     return {
         "chain": str(folder),
         "schema": SCHEMA,
+        "grown": manifest.grown,
         "members": members,
         "num_bytes": sum(member.num_bytes for member in manifest.members),
         "plan": manifest.plan.model_dump(mode="json"),
@@ -66,6 +67,8 @@ def describe_chain(folder: Path) -> dict[str, Any]:
 def print_chain(description: dict[str, Any], console: Console) -> None:
     """Print what `describe_chain` returned as tables."""
     console.print(_members_table(description))
+    if description["grown"]:
+        console.print(grown_note(description["grown"]), markup=False)
     verifying = [member["name"] for member in description["members"] if member["role"] != "drafter"]
     for measured in description["plans"]:
         console.print(

@@ -187,6 +187,11 @@ class Manifest(Settings):
     training: dict[Name, dict[str, Any]] = Field(
         default={}, description="of draft heads, in numbers"
     )
+    grown: str | None = Field(
+        default=None,
+        description="shape that a smaller chain was grown to: acceptance is the smaller one's, "
+        "time the shape's",
+    )
     results: dict[str, Any] | None = Field(default=None, description="the last report.json")
 
     @model_validator(mode="after")

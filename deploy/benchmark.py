@@ -95,6 +95,7 @@ def bench_chain(folder: Path, settings: BenchSettings) -> dict[str, Any]:
     summaries = _summaries(chain, baseline, systems, prompts, settings)
     report = {
         "schema": SCHEMA,
+        "grown": chain.manifest.grown,
         "hardware": describe_hardware(chain.engine.models.target.device),
         "versions": _versions(),
         "settings": {

@@ -7,6 +7,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from polybasic.chain.card import grown_note
 from polybasic.chain.files import whole_file
 
 Rows = list[list[str]]
@@ -15,8 +16,11 @@ Rows = list[list[str]]
 def print_report(report: dict[str, Any], console: Console) -> None:
     """Print the systems and their speedups by task, with the machine and the plan."""
     console.print(f"\n{settings_line(report['settings'])}\n{hardware_line(report['hardware'])}")
+    if grown := report.get("grown"):
+        console.print(grown_note(grown), markup=False)
     by_task = "speedup by task (tokens gained by a pass of the target)"
-    for title, rows in ((None, system_rows(report)), (by_task, task_rows(report))):
+    systems = f"grown to {grown}" if grown else None
+    for title, rows in ((systems, system_rows(report)), (by_task, task_rows(report))):
         table = Table(title=title, title_justify="left", box=box.SIMPLE)
         for index, name in enumerate(rows[0]):
             table.add_column(name, justify="left" if index == 0 else "right", no_wrap=True)
@@ -30,9 +34,11 @@ def write_markdown(path: Path, report: dict[str, Any]) -> None:
     """Write the report as Markdown, whole."""
     settings, hardware = report["settings"], report["hardware"]
     versions = ", ".join(f"{name} {number}" for name, number in report["versions"].items())
+    grown = report.get("grown")
     lines = [
-        "# Speedup over the source target",
+        f"# Speedup over the source target{f', grown to {grown}' if grown else ''}",
         "",
+        *([grown_note(grown), ""] if grown else []),
         *_markdown_table(system_rows(report)),
         "",
         "Speedup: total tokens over total seconds, prefill included, against `target`, which is",

@@ -12,6 +12,7 @@ from polybasic.recipes import (
     commands_chain,
     commands_doctor,
     commands_export,
+    commands_grow,
     commands_measure,
     commands_recipes,
     commands_run,
@@ -36,6 +37,7 @@ app.command()(commands_chain.generate)
 app.command()(commands_chain.inspect)
 app.command()(commands_chain.verify)
 app.command()(commands_export.export)
+app.command()(commands_grow.grow)
 app.add_typer(commands_recipes.app, name="recipes")
 app.command()(commands_doctor.doctor)
 

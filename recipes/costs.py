@@ -231,9 +231,9 @@ def _chain(case: Case) -> _Costs:
 def _grown(case: Case) -> _Costs:
     shape = case.measured
     disk = shape.num_bytes + _packed_bytes(case, shape)
-    embeddings = 2 * shape.num_embedding_parameters
-    # of one matrix: random weights, a mask, the result; then a file of several, twice
-    memory = 8 * embeddings + 2 * _SHARD_BYTES
+    # the output projection with its masks; a layer to copy from; a file of several matrices
+    memory = 8 * shape.num_embedding_parameters + 4 * shape.num_layer_parameters
+    memory += min(_SHARD_BYTES, shape.num_bytes)
     # made, written, and read for its digest
     return shape.num_parameters, memory, disk, 5 + _reading_seconds(3 * disk)
 

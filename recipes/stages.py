@@ -49,15 +49,11 @@ def stages_of(recipe: Recipe) -> tuple[Stage, ...]:
         stages.append(SMALL_TARGET)
         stages += [SMALL] if recipe.small.quantize else []
         stages += [SMALL_DRAFT] if recipe.small.has_head else []
-    stages.append(
-        Stage("chain", model_stages(recipe), _chain_inputs, _run_chain, _identify_chain)
-    )
+    stages.append(Stage("chain", model_stages(recipe), _chain_inputs, _run_chain, _identify_chain))
     stages += [GROWN] if recipe.grow.shape is not None else []
     chain = last_chain(recipe)
     plan = Stage("plan", ("data", chain), _plan_inputs, _run_plan, _identify_plan)
-    report = Stage(
-        "report", ("data", chain, "plan"), _report_inputs, _run_report, _identify_report
-    )
+    report = Stage("report", ("data", chain, "plan"), _report_inputs, _run_report, _identify_report)
     return (*stages, plan, report)
 
 

@@ -16,7 +16,7 @@ from polybasic.recipes.sizes import shape_of_target
 from polybasic.recipes.stages import stages_of
 from tests.recipes.published_configs import CONFIGS, NUM_PARAMETERS, write_config
 
-NAMES = [name for name in shipped_recipes() if not name.startswith("tiny")]
+NAMES = [name for name in shipped_recipes() if load_recipe(name).target.model != "scratch"]
 HEADER = re.compile(
     r"On (?P<hardware>[\w-]+): about (?P<hours>[\d.]+) hours, (?P<device>\d+) GB of device memory"
     r"(?: a GPU)?, (?P<host>\d+) GB of host memory \(to quantize\), (?P<disk>\d+) GB of disk"
