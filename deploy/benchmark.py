@@ -14,6 +14,7 @@ from polybasic.chain.card import record_results, shown_flush, shown_members, sho
 from polybasic.chain.errors import UserError
 from polybasic.chain.files import write_json
 from polybasic.chain.manifest import Kind, Ngram, Plan
+from polybasic.deploy.adaptations import adaptations
 from polybasic.deploy.baselines import TransformersBaseline
 from polybasic.deploy.exactness import Agreement, OtherWay
 from polybasic.deploy.hardware import describe_hardware
@@ -96,6 +97,7 @@ def bench_chain(folder: Path, settings: BenchSettings) -> dict[str, Any]:
     report = {
         "schema": SCHEMA,
         "grown": chain.manifest.grown,
+        "adaptations": adaptations(chain.manifest),
         "hardware": describe_hardware(chain.engine.models.target.device),
         "versions": _versions(),
         "settings": {

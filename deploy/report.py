@@ -27,6 +27,9 @@ def print_report(report: dict[str, Any], console: Console) -> None:
         for row in rows[1:]:
             table.add_row(*row)
         console.print(table)
+    for entry in report.get("adaptations", []):
+        member, measure, before, after, kept = adaptation_rows([entry])[1]
+        console.print(f"adapted {member}: {measure} {before} -> {after}, kept: {kept}")
     console.print(f"plan: {plan_line(report)}")
 
 
@@ -65,6 +68,7 @@ def write_markdown(path: Path, report: dict[str, Any]) -> None:
         "Milliseconds a token behind the prefill; predictions are those of `polybasic plan`, made",
         "on other prompts.",
         "",
+        *_adapted(report.get("adaptations", [])),
         "## Setting",
         "",
         f"- plan: {plan_line(report)}",
@@ -165,6 +169,17 @@ def plan_rows(report: dict[str, Any]) -> Rows:
     return rows
 
 
+def adaptation_rows(entries: list[dict[str, Any]]) -> Rows:
+    """Header and a row for each member that was adapted to its target."""
+    rows = [["member", "measure", "before", "after", "kept"]]
+    for entry in entries:
+        numbers = (f"{entry[name]:.4g}" for name in ("before", "after"))
+        rows.append(
+            [entry["member"], entry["measure"], *numbers, "yes" if entry["is_kept"] else "no"]
+        )
+    return rows
+
+
 def settings_line(settings: dict[str, Any]) -> str:
     """What was run, in a line."""
     line = (
@@ -184,6 +199,19 @@ def hardware_line(hardware: dict[str, Any]) -> str:
         f"{hardware['memory_bytes'] / 2**30:.0f} GiB"
     )
     return f"{hardware['accelerator']}; {line}" if "accelerator" in hardware else line
+
+
+def _adapted(entries: list[dict[str, Any]]) -> list[str]:
+    if not entries:
+        return []
+    return [
+        "## Adapted members",
+        "",
+        *_markdown_table(adaptation_rows(entries)),
+        "",
+        "Of a ready-made head or a 4-bit copy, adapted to this target, on held-out conversations.",
+        "",
+    ]
 
 
 def _identical(agreement: dict[str, int] | None) -> str:

@@ -76,6 +76,8 @@ def test_report_counts_what_was_run(tiny_chain: Path, report: dict[str, Any]) ->
 def test_results_reach_files_and_manifest(tiny_chain: Path, report: dict[str, Any]) -> None:
     assert json.loads((tiny_chain / "report" / "report.json").read_text()) == report
     markdown = (tiny_chain / "report" / "report.md").read_text()
+    assert report["adaptations"] == []
+    assert "Adapted members" not in markdown
     for line in ("# Speedup over the source target", "| polybasic_full |", "| qa |", "- plan: "):
         assert line in markdown
     manifest = read_manifest(tiny_chain)

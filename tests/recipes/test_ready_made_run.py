@@ -151,6 +151,14 @@ def test_adapter_template_ready_head_and_distillation_make_a_chain(tmp_path: Pat
     assert quality["distillation_steps"] == 3
     assert quality == json.loads((out / "intermediate" / "quality.json").read_text())
 
+    report = json.loads((out / "chain" / "report" / "report.json").read_text())
+    head_gain, copy_gain = report["adaptations"]
+    assert (head_gain["member"], copy_gain["member"]) == ("draft", "intermediate")
+    assert head_gain["before"] == training["initial_accepted_length"]
+    assert head_gain["is_kept"] == (training["best_step"] > 0)
+    assert copy_gain["after"] == quality["distillation_acceptance_after"]
+    assert "## Adapted members" in (out / "chain" / "report" / "report.md").read_text()
+
     prompt = [{"role": "user", "content": "the rain in the north"}]
     tokenizer = AutoTokenizer.from_pretrained(out / "chain" / "tokenizer")
     text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
