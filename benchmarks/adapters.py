@@ -68,7 +68,6 @@ def main() -> None:
             "before_fine_tuning": before["simulated_accepted_length"],
             "accepted_length": lengths,
             "seconds": {"lora": adapted["seconds"], "anew": anew["seconds"]},
-            "trained_parameters": {"lora": adapted["parameters"], "anew": anew["parameters"]},
         }
         record["command"] = record["command"].replace(str(arguments.json), "FILE")
         write_json(arguments.json, record)

@@ -245,7 +245,7 @@ def _plan(case: Case) -> _Costs:
     drafts = answers * plan.max_new_tokens * len(plan.grid.top_ks)
     timed = 2 * (3 * len(plan.grid.top_ks) + len(plan.grid.rows)) * plan.max_new_tokens
     tokens = answers * plan.max_new_tokens + drafts + timed
-    memory = target.num_bytes + _packed_bytes(case, target)
+    memory = target.num_bytes + _loaded_bytes(case, target)
     seconds = 20 + _reading_seconds(memory) + tokens * _token_seconds(target, case.hardware)
     return 0, memory * _SERVING, 1e7, seconds
 
@@ -255,7 +255,7 @@ def _report(case: Case) -> _Costs:
     tokens = NUM_TASKS * bench.num_prompts_per_task * bench.max_new_tokens
     # hf_generate has a target of its own
     num_targets = 2 if "hf_generate" in bench.systems else 1
-    memory = num_targets * target.num_bytes + _packed_bytes(case, target)
+    memory = num_targets * target.num_bytes + _loaded_bytes(case, target)
     turns = tokens * len(bench.systems) * bench.repeats
     seconds = 20 + _reading_seconds(memory) + turns * _token_seconds(target, case.hardware)
     return 0, memory * _SERVING, 1e6, seconds
@@ -275,6 +275,16 @@ def _packed_bytes(case: Case, target: Shape) -> int:
         total += shapes.small.num_int4_bytes if is_int4 else shapes.small.num_bytes
         total += shapes.small.num_draft_bytes if has_head else 0
     return total
+
+
+def _loaded_bytes(case: Case, target: Shape) -> int:
+    """Of `_packed_bytes` once loaded: longer passes read a dequantized copy of 4-bit layers."""
+    small = case.shapes.small
+    quantized = [target]
+    if case.recipe.small is not None and case.recipe.small.quantize and small is not None:
+        quantized.append(small)
+    copies = sum(2 * shape.num_layers * shape.num_layer_parameters for shape in quantized)
+    return _packed_bytes(case, target) + copies
 
 
 def _row_tokens(recipe: Recipe) -> float:
