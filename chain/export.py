@@ -18,6 +18,7 @@ from torch import Tensor
 
 from polybasic.chain.checkpoint import load_tensors
 from polybasic.chain.config import DecoderConfig, head_config, read_decoder_config
+from polybasic.chain.eagle_config import eagle_config
 from polybasic.chain.eagle_import import FC_BIAS, QKV_BIASES, ROPE_THETA
 from polybasic.chain.errors import UserError
 from polybasic.chain.files import read_json, whole_folder, write_json
@@ -211,36 +212,19 @@ def _config(to: Engine, shape: DecoderConfig, tensors: dict[str, Tensor]) -> dic
         architecture = "LlamaForCausalLMEagle"
         if has_qkv_bias:
             architecture, model_type = "Qwen2ForCausalLMEagle", "qwen2"
+    dtype = str(tensors["fc.weight"].dtype).removeprefix("torch.")
+    config = eagle_config(shape, has_qkv_bias, dtype)
+    if to == "eagle" and _is_eagle_linear(shape.rope):
+        # its config class takes these two keys and no others
+        config["rope_scaling"] = {"type": "linear", "factor": shape.rope["factor"]}
     return {
+        **config,
         "architectures": [architecture],
         "model_type": model_type,
         "bias": to == "eagle",
-        "qkv_bias": has_qkv_bias,
         "attention_bias": False,
         "hidden_act": shape.activation,
-        "hidden_size": shape.hidden_size,
-        "intermediate_size": shape.intermediate_size,
-        "num_hidden_layers": 1,
-        "num_attention_heads": shape.num_heads,
-        "num_key_value_heads": shape.num_kv_heads,
-        "head_dim": shape.head_dim,
-        "rms_norm_eps": shape.rms_norm_eps,
-        "rope_theta": shape.rope["rope_theta"],
-        "rope_scaling": _rope_scaling(to, shape.rope),
-        "max_position_embeddings": shape.context_tokens,
-        "vocab_size": shape.vocab_size,
-        "tie_word_embeddings": False,
-        "torch_dtype": str(tensors["fc.weight"].dtype).removeprefix("torch."),
     }
-
-
-def _rope_scaling(to: Engine, rope: dict[str, Any]) -> dict[str, Any] | None:
-    if rope["rope_type"] == "default":
-        return None
-    if to == "eagle" and _is_eagle_linear(rope):
-        # its config class takes these two keys and no others
-        return {"type": "linear", "factor": rope["factor"]}
-    return {key: value for key, value in rope.items() if key != "rope_theta"}
 
 
 def _save(to: Engine, folder: Path, tensors: dict[str, Tensor]) -> None:

@@ -10,7 +10,9 @@ from rich.console import Console
 
 from polybasic.chain.checkpoint import TOKENIZER_FILES
 from polybasic.chain.digests import weights_digest
+from polybasic.chain.eagle_config import eagle_config
 from polybasic.chain.files import read_json, sha256_of_file, sha256_of_object, write_json
+from polybasic.chain.lineage import ORIGIN_KEY, TRAINED_FOR_KEY
 from polybasic.train.acceptance import HeldoutBatch, heldout_batches
 from polybasic.train.batches import BatchStream
 from polybasic.train.chat import check_chat_template
@@ -132,29 +134,9 @@ def _prepare(
 
 
 def head_config(shape: HeadShape, target_sha256: str, dtype: str) -> dict[str, Any]:
-    """The head's config.json, in the style of the Llama family as EAGLE's own."""
-    scaling = {name: value for name, value in shape.rope.items() if name != "rope_theta"}
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "bias": True,
-        "qkv_bias": shape.has_qkv_bias,
-        "hidden_act": "silu",
-        "hidden_size": shape.hidden_size,
-        "intermediate_size": shape.intermediate_size,
-        "num_hidden_layers": 1,
-        "num_attention_heads": shape.num_heads,
-        "num_key_value_heads": shape.num_kv_heads,
-        "head_dim": shape.head_dim,
-        "rms_norm_eps": shape.rms_norm_eps,
-        "rope_theta": shape.rope["rope_theta"],
-        "rope_scaling": None if scaling["rope_type"] == "default" else scaling,
-        "max_position_embeddings": shape.context_tokens,
-        "vocab_size": shape.vocab_size,
-        "tie_word_embeddings": False,
-        "torch_dtype": dtype,
-        "polybasic": {"target_sha256": target_sha256},
-    }
+    """The head's config.json: EAGLE's, and the weights that the head was trained for."""
+    origin = {TRAINED_FOR_KEY: target_sha256}
+    return {**eagle_config(shape, shape.has_qkv_bias, dtype), ORIGIN_KEY: origin}
 
 
 def _sources(

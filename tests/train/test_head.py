@@ -3,25 +3,14 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
-from polybasic.train.head import DraftHead, HeadShape, unrolled_mask
-
-SHAPE = HeadShape(
-    vocab_size=50,
-    hidden_size=32,
-    intermediate_size=48,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    rms_norm_eps=1e-5,
-    rope={"rope_type": "default", "rope_theta": 500.0},
-    context_tokens=64,
-)
+from polybasic.train.head import DraftHead, unrolled_mask
+from tests.train.counting import SMALL_SHAPE
 
 
 @pytest.fixture
 def head():
     torch.manual_seed(0)
-    return DraftHead(SHAPE).double()
+    return DraftHead(SMALL_SHAPE).double()
 
 
 @pytest.fixture

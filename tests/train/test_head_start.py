@@ -8,25 +8,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from polybasic.chain.errors import UserError
-from polybasic.train.head import DraftHead, HeadShape
+from polybasic.train.head import DraftHead
 from polybasic.train.head_start import new_head, trained_weights
 from polybasic.train.head_training import head_config
 from polybasic.train.settings import HeadSettings, LoraSettings
+from tests.train.counting import SMALL_SHAPE
 
-SHAPE = HeadShape(
-    vocab_size=50,
-    hidden_size=32,
-    intermediate_size=48,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    rms_norm_eps=1e-5,
-    rope={"rope_type": "default", "rope_theta": 500.0},
-    context_tokens=64,
-)
 LINEAR = {"rope_type": "linear", "rope_theta": 700.0, "factor": 4.0}
 READY = replace(
-    SHAPE,
+    SMALL_SHAPE,
     num_heads=2,
     num_kv_heads=1,
     head_dim=16,
@@ -84,20 +74,20 @@ def run(head, seed=3):
 
 def test_random_head_is_a_function_of_the_seed_and_shares_the_embedding(embedding):
     one, same, other = (
-        new_head(SHAPE, embedding, SETTINGS, seed, None, None) for seed in (0, 0, 1)
+        new_head(SMALL_SHAPE, embedding, SETTINGS, seed, None, None) for seed in (0, 0, 1)
     )
     assert one.embed_tokens.weight.data_ptr() == embedding.data_ptr()
     assert torch.equal(one.fc.weight, same.fc.weight)
     assert not torch.equal(one.fc.weight, other.fc.weight)
     settings = SETTINGS.model_copy(update={"dtype": "bfloat16"})
-    half = new_head(SHAPE, embedding, settings, 0, None, None)
+    half = new_head(SMALL_SHAPE, embedding, settings, 0, None, None)
     assert half.embed_tokens.weight.dtype == torch.bfloat16
     assert half.fc.weight.dtype == torch.float32, "masters are made of these"
     assert set(trained_weights(one)) == {*MATRICES, NORM}
 
 
 def test_ready_head_keeps_its_weights_shape_and_biases(embedding, ready):
-    head = new_head(SHAPE, embedding, SETTINGS, 0, ready, None)
+    head = new_head(SMALL_SHAPE, embedding, SETTINGS, 0, ready, None)
     assert head.shape == READY
     assert torch.equal(head.embed_tokens.weight, embedding), "the target's, not the file's"
     stored = load_file(ready / "model.safetensors")
@@ -116,7 +106,7 @@ def test_ready_head_keeps_its_weights_shape_and_biases(embedding, ready):
 
 def test_biases_of_zeros_are_none(embedding, ready):
     change(ready, **{name: torch.zeros_like(load(ready, name)) for name in BIASES})
-    head = new_head(SHAPE, embedding, SETTINGS, 0, ready, None)
+    head = new_head(SMALL_SHAPE, embedding, SETTINGS, 0, ready, None)
     assert not head.shape.has_fc_bias
     assert not head.shape.has_qkv_bias
     assert set(trained_weights(head)) == {*MATRICES, NORM}
@@ -127,8 +117,8 @@ def load(folder, name):
 
 
 def test_fresh_lora_changes_nothing_and_alone_is_trained(embedding, ready):
-    plain = new_head(SHAPE, embedding, SETTINGS, 0, ready, None)
-    adapted = new_head(SHAPE, embedding, SETTINGS, 0, ready, LORA)
+    plain = new_head(SMALL_SHAPE, embedding, SETTINGS, 0, ready, None)
+    adapted = new_head(SMALL_SHAPE, embedding, SETTINGS, 0, ready, LORA)
     torch.testing.assert_close(run(adapted), run(plain), rtol=0, atol=0)
     trainable = {name for name, each in adapted.named_parameters() if each.requires_grad}
     assert len(trainable) == 2 * len(MATRICES)
@@ -136,12 +126,12 @@ def test_fresh_lora_changes_nothing_and_alone_is_trained(embedding, ready):
     frozen, expected = trained_weights(adapted), trained_weights(plain)
     assert frozen.keys() == expected.keys()
     assert all(torch.equal(frozen[name], expected[name]) for name in expected)
-    again = new_head(SHAPE, embedding, SETTINGS, 0, ready, LORA)
+    again = new_head(SMALL_SHAPE, embedding, SETTINGS, 0, ready, LORA)
     assert torch.equal(again.fc.lora_A["default"].weight, adapted.fc.lora_A["default"].weight)
 
 
 def test_merged_lora_is_the_adapted_head(embedding, ready):
-    adapted = new_head(SHAPE, embedding, SETTINGS, 0, ready, LORA)
+    adapted = new_head(SMALL_SHAPE, embedding, SETTINGS, 0, ready, LORA)
     torch.manual_seed(4)
     with torch.no_grad():
         for parameter in adapted.parameters():
@@ -150,7 +140,7 @@ def test_merged_lora_is_the_adapted_head(embedding, ready):
     merged = DraftHead(READY, embedding)
     merged.load_state_dict(trained_weights(adapted), strict=False)
     torch.testing.assert_close(run(merged), run(adapted), rtol=1e-5, atol=1e-5)
-    plain = new_head(SHAPE, embedding, SETTINGS, 0, ready, None)
+    plain = new_head(SMALL_SHAPE, embedding, SETTINGS, 0, ready, None)
     assert not torch.allclose(run(plain), run(adapted), atol=1e-2)
     for name, tensor in trained_weights(plain).items():
         difference = trained_weights(adapted)[name] - tensor
@@ -168,23 +158,23 @@ def test_merged_lora_is_the_adapted_head(embedding, ready):
 )
 def test_head_for_another_target_is_refused(changes, match, embedding, ready):
     with pytest.raises(UserError, match=match):
-        new_head(replace(SHAPE, **changes), embedding, SETTINGS, 0, ready, None)
+        new_head(replace(SMALL_SHAPE, **changes), embedding, SETTINGS, 0, ready, None)
 
 
 def test_wanted_mlp_size_must_be_the_ready_heads(embedding, ready):
     for size, fits in ((40, True), (48, False)):
         settings = SETTINGS.model_copy(update={"intermediate_size": size})
         if fits:
-            assert new_head(SHAPE, embedding, settings, 0, ready, None).shape == READY
+            assert new_head(SMALL_SHAPE, embedding, settings, 0, ready, None).shape == READY
         else:
             with pytest.raises(UserError, match="intermediate_size 40, wanted 48"):
-                new_head(SHAPE, embedding, settings, 0, ready, None)
+                new_head(SMALL_SHAPE, embedding, settings, 0, ready, None)
 
 
 def test_other_activation_is_refused(embedding, tmp_path):
     folder = write_head(tmp_path / "gelu", READY, hidden_act="gelu_pytorch_tanh")
     with pytest.raises(UserError, match="activation gelu_pytorch_tanh, wanted silu"):
-        new_head(SHAPE, embedding, SETTINGS, 0, folder, None)
+        new_head(SMALL_SHAPE, embedding, SETTINGS, 0, folder, None)
 
 
 @pytest.mark.parametrize(
@@ -199,4 +189,4 @@ def test_other_activation_is_refused(embedding, tmp_path):
 def test_other_weights_are_refused(changed, match, embedding, ready):
     change(ready, **changed)
     with pytest.raises(UserError, match=match):
-        new_head(SHAPE, embedding, SETTINGS, 0, ready, None)
+        new_head(SMALL_SHAPE, embedding, SETTINGS, 0, ready, None)

@@ -25,6 +25,7 @@ from polybasic.train.engine import learning_rate_factor
 from polybasic.train.head_run import HeadRun
 from polybasic.train.head_training import train_head
 from polybasic.train.settings import DataSettings, DraftSettings, HeadSettings, LoraSettings
+from tests.train.counting import write_counting
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
@@ -59,19 +60,8 @@ train_head(
 
 @pytest.fixture(scope="module")
 def conversations(tmp_path_factory):
-    rows = [
-        {
-            "id": str(index),
-            "conversations": [
-                {"from": "human", "value": f"Count on from {index}."},
-                {"from": "gpt", "value": " ".join(map(str, range(index, index + 4 + index % 5)))},
-            ],
-        }
-        for index in range(40)
-    ]
     path = tmp_path_factory.mktemp("data") / "counting.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
-    return str(path)
+    return write_counting(path, "Count on from {}.", 4, 5)
 
 
 @pytest.fixture(scope="module")

@@ -19,6 +19,7 @@ from polybasic.train.losses import step_weights, unrolled_loss
 from polybasic.train.settings import DataSettings, HeadSettings
 from polybasic.train.target import LmHead
 from tests.checkpoints import write_family
+from tests.train.counting import write_counting
 
 DATA = DataSettings(num_heldout=3, max_tokens=64)
 SETTINGS = HeadSettings(
@@ -50,19 +51,8 @@ train_head_in_processes(
 
 @pytest.fixture(scope="module")
 def conversations(tmp_path_factory):
-    rows = [
-        {
-            "id": str(index),
-            "conversations": [
-                {"from": "human", "value": f"On from {index}"},
-                {"from": "gpt", "value": " ".join(map(str, range(index, index + 2 + index % 7)))},
-            ],
-        }
-        for index in range(40)
-    ]
     path = tmp_path_factory.mktemp("data") / "counting.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
-    return str(path)
+    return write_counting(path, "On from {}", 2, 7)
 
 
 @pytest.fixture(scope="module")
