@@ -14,6 +14,7 @@ import torch
 from polybasic.deploy import hardware, load_chain
 from polybasic.recipes import cli
 from polybasic.recipes.loading import load_recipe, shipped_recipes
+from tests.processes import heed_ctrl_c
 from tests.recipes.serving import served
 
 
@@ -207,7 +208,12 @@ def test_a_full_disk_is_told_before_the_start(capsys, tmp_path, monkeypatch) -> 
 def test_ctrl_c_stops_a_run_with_130_and_keeps_what_is_whole(micro_recipe, tmp_path) -> None:
     command = [sys.executable, "-m", "polybasic.recipes.cli", "run", micro_recipe, "--out", "out"]
     with subprocess.Popen(
-        command, cwd=tmp_path, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        command,
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        preexec_fn=heed_ctrl_c,
     ) as running:
         assert running.stderr is not None
         for line in running.stderr:

@@ -19,6 +19,7 @@ from polybasic.train.losses import step_weights, unrolled_loss
 from polybasic.train.settings import DataSettings, HeadSettings
 from polybasic.train.target import LmHead
 from tests.checkpoints import write_family
+from tests.processes import heed_ctrl_c
 from tests.train.counting import write_counting
 
 DATA = DataSettings(num_heldout=3, max_tokens=64)
@@ -156,6 +157,7 @@ def start(target, conversations, settings, out):
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(out.parent)},
+        preexec_fn=heed_ctrl_c,
     )
 
 
