@@ -18,6 +18,7 @@ from polybasic.chain.checkpoint import (
     model_files,
     read_tensors,
 )
+from polybasic.chain.config import read_decoder_config
 from polybasic.chain.digests import weights_digest
 from polybasic.chain.errors import UserError
 from polybasic.chain.files import read_json, sha256_of_file, whole_folder
@@ -100,7 +101,8 @@ def _read_config(base: Path, adapter: Path) -> dict[str, Any]:
             f"{base / 'config.json'} has a quantization_config",
             "name the checkpoint that it was quantized from",
         )
-    if base_config.get("tie_word_embeddings"):
+    # what the file leaves out is the family's default: Gemma ties
+    if read_decoder_config(base).tie_word_embeddings:
         _refuse_one_tied_end(config, path)
     named = str(config.get("base_model_name_or_path") or "").rstrip("/").split("/")[-1]
     if named and not any(part.endswith(named) for part in base.absolute().parts):

@@ -246,6 +246,19 @@ def test_tied_embedding_is_refused(tmp_path):
     torch.testing.assert_close(logits(load(tmp_path / "merged")), expected, rtol=1e-5, atol=1e-5)
 
 
+def test_embedding_that_the_family_ties_is_refused(tmp_path):
+    """Gemma's configs on the hub do not say that the embedding is tied: it is their default."""
+    base = tmp_path / "gemma3"
+    write_family(base, "gemma3", dtype=torch.float32)
+    config = json.loads((base / "config.json").read_text())
+    del config["tie_word_embeddings"]
+    (base / "config.json").write_text(json.dumps(config))
+    adapter = write_adapter(
+        tmp_path / "adapter", base, LoraConfig(r=2, target_modules=["q_proj", "lm_head"])
+    )
+    refused(base, adapter, tmp_path / "merged", "changes a tied embedding: .* lm_head")
+
+
 def test_quantized_base_is_refused(bases, adapters, tmp_path):
     base = shutil.copytree(bases / "llama2", tmp_path / "base")
     edit(base / "config.json", quantization_config={"quant_method": "awq"})
