@@ -46,7 +46,13 @@ def prepare_tokenizer(checkpoint: Path, chat_template: str | None, out: Path) ->
     _refuse_code_of(checkpoint)
     if not (checkpoint / TOKENIZER_NAME).is_file():
         _check_sentencepiece(checkpoint / _SENTENCEPIECE_NAME)
-    tokenizer = _load(checkpoint)
+    tokenizer = load_tokenizer(checkpoint)
+    if not tokenizer.is_fast:
+        raise UserError(
+            "tokenizer without a fast form",
+            f"{type(tokenizer).__name__} in {checkpoint}",
+            f"add a {TOKENIZER_NAME} that was made for this model",
+        )
     if chat_template is not None:
         tokenizer.chat_template = chat_template
         _check_template(tokenizer)
@@ -57,6 +63,29 @@ def prepare_tokenizer(checkpoint: Path, chat_template: str | None, out: Path) ->
         # not saved with it; this one takes tokenizer.json as it is, whatever model is beside it.
         config = read_json(path, "config") | {"tokenizer_class": "PreTrainedTokenizerFast"}
         write_json(path, config)
+
+
+def load_tokenizer(folder: Path, what: str = "tokenizer") -> "PreTrainedTokenizerBase":
+    """The tokenizer in `folder`, by transformers; code of the folder is never run.
+
+    Args:
+        folder: as transformers saves tokenizers.
+        what: names it in the error.
+
+    Raises:
+        UserError: transformers loads none from there.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # tokenizers raises bare Exception, transformers many kinds
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UserError(
+            f"cannot load the {what}",
+            f"{folder} ({reason})",
+            "name a folder that transformers' AutoTokenizer loads",
+        ) from error
 
 
 def _refuse_code_of(checkpoint: Path) -> None:
@@ -87,27 +116,6 @@ def _check_sentencepiece(path: Path) -> None:
         raise UserError(
             "malformed tokenizer", f"{path} is no SentencePiece model", "fetch it anew"
         ) from error
-
-
-def _load(checkpoint: Path) -> "PreTrainedTokenizerBase":
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=False)
-    except Exception as error:  # tokenizers raises bare Exception, transformers many kinds
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise UserError(
-            "cannot load the tokenizer",
-            f"{checkpoint} ({reason})",
-            "name a folder that transformers' AutoTokenizer loads",
-        ) from error
-    if not tokenizer.is_fast:
-        raise UserError(
-            "tokenizer without a fast form",
-            f"{type(tokenizer).__name__} in {checkpoint}",
-            f"add a {TOKENIZER_NAME} that was made for this model",
-        )
-    return tokenizer
 
 
 def _check_template(tokenizer: "PreTrainedTokenizerBase") -> None:

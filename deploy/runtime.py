@@ -18,6 +18,7 @@ from polybasic.chain.files import read_json
 from polybasic.chain.linear import is_laid_out_anew
 from polybasic.chain.loading import load_decoder, load_head
 from polybasic.chain.manifest import MeasuredPlan, Plan, PredictedPlan, check_plan
+from polybasic.chain.tokenizer import load_tokenizer
 from polybasic.chain.verify import CheckedChain, check_chain
 from polybasic.deploy.defaults import read_default_sampling, read_stop_tokens
 from polybasic.deploy.engine import (
@@ -325,9 +326,7 @@ def load_chain(
     default_sampling = read_default_sampling(checked.target)
     chosen = _plan(checked, plan, hardware_name(where), str(path))
     models = _load_models(checked, where, compute_dtype, _context_tokens(checked, context_tokens))
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(checked.tokenizer, trust_remote_code=False)
+    tokenizer = load_tokenizer(checked.tokenizer, "chain's tokenizer")
     stop_tokens = read_stop_tokens(checked.target, tokenizer.eos_token_id)
     return Chain(checked, tokenizer, Engine(models), chosen, stop_tokens, default_sampling)
 

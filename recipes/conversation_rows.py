@@ -30,9 +30,8 @@ def learned_from(workspace: Workspace, source: str) -> dict[str, Any]:
     """
     recipe = workspace.recipe
     inputs = {
+        **conversations_input(workspace),
         "data": recipe.data.model_dump(exclude={"conversations"}),
-        "seed": recipe.seed,
-        "conversations": workspace.identity("data")["conversations"],
         source: workspace.identity(source),
     }
     # the target's identity holds its tokenizer already
@@ -56,12 +55,11 @@ def encoded_rows(workspace: Workspace) -> tuple[list[list[int]], list[list[int]]
     Raises:
         UserError: no chat template, or one that refuses all of them.
     """
-    from transformers import AutoTokenizer
-
+    from polybasic.chain.tokenizer import load_tokenizer
     from polybasic.train.conversations import fit_to_template
 
     recipe = workspace.recipe
-    tokenizer = AutoTokenizer.from_pretrained(tokenizer_of(workspace), trust_remote_code=False)
+    tokenizer = load_tokenizer(tokenizer_of(workspace))
     training, heldout = split_rows(workspace)
     if len(training) > _MOST_ENCODED:
         training = training.select(Random(recipe.seed).sample(range(len(training)), _MOST_ENCODED))

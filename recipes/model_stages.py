@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from polybasic.chain.checkpoint import resolve_head
 from polybasic.chain.files import write_json
 from polybasic.recipes.conversation_rows import encoded_rows, learned_from
 from polybasic.recipes.pipeline import Stage, Workspace
@@ -66,7 +67,6 @@ def draft_settings(recipe: Recipe, stage: str) -> DraftSettings:
 
 
 def _import(workspace: Workspace, source: str, draft: DraftSettings, out: Path) -> dict[str, Any]:
-    from polybasic.chain.checkpoint import resolve_head
     from polybasic.chain.eagle_import import import_head
 
     return import_head(resolve_head(draft.model), checkpoint_of(workspace, source), out)

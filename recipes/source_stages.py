@@ -6,6 +6,7 @@ Heavy modules are imported where they run, so that a run with nothing to do answ
 from pathlib import Path
 from typing import Any
 
+from polybasic.chain.checkpoint import resolve_adapter, resolve_checkpoint, weight_files
 from polybasic.chain.files import sha256_of_file
 from polybasic.recipes.conversation_rows import conversations_input, split_rows
 from polybasic.recipes.pipeline import Stage, Workspace
@@ -47,7 +48,6 @@ def _run_target(workspace: Workspace, folder: Path) -> dict[str, Any]:
         training, _ = split_rows(workspace)
         train_scratch_target(training, recipe.target.scratch, recipe.seed, folder)
         return {"model": "scratch"}
-    from polybasic.chain.checkpoint import resolve_adapter, resolve_checkpoint, weight_files
     from polybasic.chain.tokenizer import needs_preparation, prepare_tokenizer
 
     checkpoint = resolve_checkpoint(recipe.target.model)
@@ -70,11 +70,10 @@ def _run_target(workspace: Workspace, folder: Path) -> dict[str, Any]:
 
 def _check_tokenizer(folder: Path) -> None:
     """Refuse a chat template that is of no use, before hours of training."""
-    from transformers import AutoTokenizer
-
+    from polybasic.chain.tokenizer import load_tokenizer
     from polybasic.train.chat import check_chat_template
 
-    check_chat_template(AutoTokenizer.from_pretrained(folder, trust_remote_code=False))
+    check_chat_template(load_tokenizer(folder))
 
 
 def _identify_target(workspace: Workspace, folder: Path) -> dict[str, Any]:

@@ -4,7 +4,12 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from polybasic.chain.checkpoint import TOKENIZER_FILES
+from polybasic.chain.checkpoint import (
+    TOKENIZER_FILES,
+    resolve_adapter,
+    resolve_checkpoint,
+    resolve_head,
+)
 from polybasic.chain.errors import UserError
 from polybasic.chain.files import sha256_of_file, sha256_of_object
 from polybasic.recipes.downloads import is_url
@@ -143,22 +148,16 @@ def checkpoint_stamp(model: str) -> dict[str, Any]:
     Raises:
         UserError: there is none, or it cannot be downloaded.
     """
-    from polybasic.chain.checkpoint import resolve_checkpoint
-
     return folder_stamp(resolve_checkpoint(model))
 
 
 def adapter_stamp(adapter: str) -> dict[str, Any]:
     """As `checkpoint_stamp`, of a LoRA adapter."""
-    from polybasic.chain.checkpoint import resolve_adapter
-
     return folder_stamp(resolve_adapter(adapter))
 
 
 def head_stamp(head: str) -> dict[str, Any]:
     """As `checkpoint_stamp`, of a ready draft head."""
-    from polybasic.chain.checkpoint import resolve_head
-
     return folder_stamp(resolve_head(head))
 
 

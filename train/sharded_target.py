@@ -11,8 +11,9 @@ from transformers.integrations import HfDeepSpeedConfig
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.reference_model import load_reference_model
+from polybasic.chain.tokenizer import load_tokenizer
 from polybasic.train.engine import quiet_deepspeed
-from polybasic.train.target import Target, checked_target, load_tokenizer
+from polybasic.train.target import Target, checked_target
 
 _WHOLE_BELOW = 10_000
 """Parameters of fewer elements (norms, biases) stay whole in each process."""
@@ -67,7 +68,9 @@ def load_sharded_target(folder: Path, tokenizer: Path | None = None) -> Target:
     # weights keep the dtype that they have, which on a CPU may be one that no engine trains in
     engine, *_ = deepspeed.initialize(model=model.model, config=config, dist_init_required=False)
     model.model.eval()
-    target = checked_target(model, load_tokenizer(tokenizer or folder), folder)
+    target = checked_target(
+        model, load_tokenizer(tokenizer or folder, "target's tokenizer"), folder
+    )
     return ShardedTarget(
         model=model,
         tokenizer=target.tokenizer,

@@ -7,11 +7,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from polybasic.chain.config import SUPPORTED_ROPE_TYPES
 from polybasic.chain.errors import UserError
 from polybasic.chain.reference_model import load_reference_model
+from polybasic.chain.tokenizer import load_tokenizer
 from polybasic.train.head import HeadShape
 
 
@@ -95,7 +96,7 @@ def load_target(folder: Path, device: torch.device, tokenizer: Path | None = Non
             lm_head(final norm(hidden state)), or its rotary scaling is one that heads lack.
     """
     model = load_reference_model(folder, "auto", device)
-    return checked_target(model, load_tokenizer(tokenizer or folder), folder)
+    return checked_target(model, load_tokenizer(tokenizer or folder, "target's tokenizer"), folder)
 
 
 def checked_target(
@@ -113,22 +114,6 @@ def checked_target(
     )
     _check_layout(model, lm_head, folder)
     return Target(model, tokenizer, lm_head, _weight(model.get_input_embeddings()))
-
-
-def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer in `folder`.
-
-    Raises:
-        UserError: transformers loads none from there.
-    """
-    try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(
-            "cannot load the target's tokenizer",
-            f"{folder} ({str(error).strip().splitlines()[0]})",
-            "name a folder that transformers' AutoTokenizer loads",
-        ) from error
 
 
 @torch.no_grad()
