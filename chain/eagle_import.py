@@ -2,9 +2,6 @@
 
 The layout is that of SafeAILab/EAGLE's own checkpoints (eagle/model/cnets1.py): one fc and one
 Llama layer without an input norm; config.json in Llama style beside the weights.
-
-Shape legend: V vocabulary, H hidden size, I intermediate size, A heads x head size,
-K key-value heads x head size.
 """
 
 import re
@@ -22,6 +19,7 @@ from polybasic.chain.digests import weights_digest
 from polybasic.chain.errors import UserError
 from polybasic.chain.files import whole_folder, write_json
 from polybasic.chain.lineage import ORIGIN_KEY, TRAINED_FOR_KEY
+from polybasic.chain.shapes import expected_shapes
 from polybasic.chain.verify import read_config
 from polybasic.chain.weights import Weights
 
@@ -190,7 +188,7 @@ def _check_sizes(where: str, head: DecoderConfig, model: DecoderConfig, target: 
 
 
 def _check_tensors(folder: Path, tensors: dict[str, Tensor], head: DecoderConfig) -> None:
-    expected = _shapes(head)
+    expected = dict(expected_shapes("eagle2", head, None, tensors.keys()))
     for name, tensor in tensors.items():
         if tuple(tensor.shape) != expected[name]:
             raise UserError(
@@ -205,15 +203,6 @@ def _check_tensors(folder: Path, tensors: dict[str, Tensor], head: DecoderConfig
                 f"{name} in {folder} is {tensor.dtype}",
                 "store the head in bfloat16, float16 or float32",
             )
-
-
-def _shapes(head: DecoderConfig) -> dict[str, tuple[int, ...]]:
-    V, H, I = head.vocab_size, head.hidden_size, head.intermediate_size  # noqa: E741
-    A, K = head.num_heads * head.head_dim, head.num_kv_heads * head.head_dim
-    weights = ((H, 2 * H), (A, H), (K, H), (K, H), (H, A), (I, H), (I, H), (H, I), (H,))
-    shapes: dict[str, tuple[int, ...]] = dict(zip(_WEIGHTS, weights, strict=True))
-    shapes |= dict(zip(QKV_BIASES, ((A,), (K,), (K,)), strict=True))
-    return shapes | {EMBEDDING: (V, H), FC_BIAS: (H,)}
 
 
 def _check_embedding(source: Path, target: Path, found: Tensor, expected: Tensor) -> None:

@@ -4,7 +4,7 @@ Shape legend: V vocabulary, H hidden size.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -82,8 +82,7 @@ def check_shapes(
     """
     headers = tensor_headers(folder)
     assert (kind == "awq") == (group_size is not None), "4-bit checkpoints have a group size"
-    expected_shapes = dict(_expected_shapes(kind, config, group_size, set(headers)))
-    for name, expected in expected_shapes.items():
+    for name, expected in expected_shapes(kind, config, group_size, headers.keys()):
         if name not in headers:
             raise UserError(
                 "missing tensor", f"{name} in {folder}", "fetch or write the checkpoint again"
@@ -96,9 +95,15 @@ def check_shapes(
             )
 
 
-def _expected_shapes(
-    kind: Kind, config: DecoderConfig, group_size: int | None, stored: set[str]
+def expected_shapes(
+    kind: Kind, config: DecoderConfig, group_size: int | None, stored: Set[str]
 ) -> Iterator[tuple[str, Shape]]:
+    """Name and shape of every tensor that the runtime reads of a checkpoint.
+
+    Args:
+        kind, config, group_size: as `check_shapes`.
+        stored: names that the checkpoint has; they decide on biases that may be left out.
+    """
     V, H = config.vocab_size, config.hidden_size
     is_head = kind == "eagle2"
     if is_head:
