@@ -4,7 +4,7 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.files import read_json
@@ -101,6 +101,21 @@ class DecoderConfig:
     def kind_of(self, layer: int) -> int:
         """Place of a layer's kind in `kinds`."""
         return self.kinds.index(self.layer_kinds[layer]) if self.layer_kinds else 0
+
+
+class LayerSizes(Protocol):
+    """Sizes of a layer; a `DecoderConfig` has them."""
+
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def intermediate_size(self) -> int: ...
+    @property
+    def num_heads(self) -> int: ...
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
 
 
 def read_decoder_config(folder: Path) -> DecoderConfig:

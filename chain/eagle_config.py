@@ -2,22 +2,14 @@
 
 from typing import Any, Protocol
 
+from polybasic.chain.config import LayerSizes
 
-class HeadSizes(Protocol):
+
+class HeadSizes(LayerSizes, Protocol):
     """What the file says of a head's layer; a `DecoderConfig` says it."""
 
     @property
     def vocab_size(self) -> int: ...
-    @property
-    def hidden_size(self) -> int: ...
-    @property
-    def intermediate_size(self) -> int: ...
-    @property
-    def num_heads(self) -> int: ...
-    @property
-    def num_kv_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
     @property
     def rms_norm_eps(self) -> float: ...
     @property

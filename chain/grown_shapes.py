@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from polybasic.chain.config import DecoderConfig
+from polybasic.chain.config import DecoderConfig, LayerSizes
 from polybasic.chain.errors import UserError
 
 
@@ -29,21 +29,11 @@ SHAPES: Mapping[str, GrownShape] = {
 """For a CPU (85 M parameters and the vocabulary's); Llama-2-7B's and Llama-3-8B's for a GPU."""
 
 
-class Sizes(Protocol):
+class Sizes(LayerSizes, Protocol):
     """What is compared of a small model: a `DecoderConfig`, or a `GrownShape` with a vocabulary."""
 
     @property
     def num_layers(self) -> int: ...
-    @property
-    def hidden_size(self) -> int: ...
-    @property
-    def intermediate_size(self) -> int: ...
-    @property
-    def num_heads(self) -> int: ...
-    @property
-    def num_kv_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
     @property
     def vocab_size(self) -> int | None: ...
 
