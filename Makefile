@@ -51,7 +51,7 @@ $(INSTALLED): constraints.txt pyproject.toml
 	@touch $@
 
 interop: $(INTEROP_INSTALLED)
-	PYTHONPATH=tests/interop/stand_ins $(INTEROP_BIN)/python -m pytest tests/interop
+	PYTHONPATH=tests/interop/stand_ins $(INTEROP_BIN)/python -m pytest -s tests/interop
 
 $(INTEROP_INSTALLED): constraints.txt pyproject.toml tests/interop/requirements.txt
 	@$(CHECK_PYTHON)
