@@ -1,7 +1,8 @@
 # make demo     from conversations to a measured chain, with no download and no GPU
 # make test     all tests, the slow ones included
 # make lint     style, types and import rules
-# make interop  the 4-bit format against transformers and gptqmodel, in an environment of its own
+# make interop  4-bit format and EAGLE-3 heads against gptqmodel and speculators, in an environment
+#               of its own
 # make clean    removes what the others made: .venv, .venv-interop, caches, runs/
 
 PYTHON ?= python3

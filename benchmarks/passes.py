@@ -58,14 +58,16 @@ def draft(chain: Chain, depth: int, top_k: int, context: int) -> Callable[[], ob
         model for model in chain.engine.models.drafters.values() if isinstance(model, EagleHead)
     )
     tree = Tree(depth=depth, top_k=top_k, rows=2)
-    drafter = EagleDrafter(head, chain.engine.models.target.lm_head, tree, context + 200)
+    drafter = EagleDrafter(head, tree, context + 200)
     tokens = torch.randint(0, head.config.vocab_size, (context + 1,)).tolist()
-    drafter.observe(torch.randn(context, head.config.hidden_size).to(head.device, head.dtype))
+    width = chain.engine.models.target.states_width
+    states = torch.randn(context, width).to(head.device, head.dtype)
+    drafter.observe(states)
     drafter.draft(tokens, depth)
 
     def run() -> object:
         drafter.rewind(context - 3)
-        drafter.observe(drafter._features[context - 3 : context].clone())
+        drafter.observe(states[context - 3 : context])
         return drafter.draft(tokens, depth)
 
     return run

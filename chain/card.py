@@ -9,6 +9,7 @@ import yaml
 from polybasic.chain.errors import UserError
 from polybasic.chain.files import whole_file
 from polybasic.chain.manifest import (
+    HEAD_KINDS,
     Flush,
     Manifest,
     MeasuredPlan,
@@ -211,8 +212,9 @@ def _what_it_is(member: Member) -> str:
     if member.role == "intermediate":
         bits = "model in 4 bits (AWQ, GEMM layout)" if member.kind == "awq" else "smaller model"
         return f"{bits}: verifies drafts, proposes to the member above it"
-    if member.kind == "eagle2":
-        return f"EAGLE-2 head: drafts trees from the features of {' or '.join(member.drafts_for)}"
+    if member.kind in HEAD_KINDS:
+        name = f"EAGLE-{member.kind[-1]} head"
+        return f"{name}: drafts trees from the features of {' or '.join(member.drafts_for)}"
     bits = "small model in 4 bits" if member.kind == "awq" else "small model"
     return f"{bits}: drafts trees for {' or '.join(member.drafts_for)}"
 

@@ -1,17 +1,22 @@
 """What a decoder needs to know of a checkpoint's config.json."""
 
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.files import read_json
+from polybasic.chain.manifest import HeadKind
 
 SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3_text")
 SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 SUPPORTED_ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
+EAGLE3_ARCHITECTURE = "LlamaForCausalLMEagle3"
+"""In the config.json of an EAGLE-3 head."""
+NUM_FEATURE_LAYERS = 3
+"""Layers of the verifier that an EAGLE-3 head reads."""
 
 _GEMMAS = ("gemma2", "gemma3_text")
 _SIZES = (
@@ -103,6 +108,30 @@ class DecoderConfig:
         return self.kinds.index(self.layer_kinds[layer]) if self.layer_kinds else 0
 
 
+@dataclass(frozen=True)
+class HeadConfig(DecoderConfig):
+    """Shapes and constants of a draft head's one layer, and what the head reads and drafts.
+
+    Attributes:
+        draft_vocab_size: tokens that it can draft; None where its config says nothing: all.
+        feature_layers: of an EAGLE-3 head: the verifier's layers whose inputs it reads, in the
+            order in which they lie side by side; empty for an EAGLE-2 head.
+    """
+
+    draft_vocab_size: int | None = None
+    feature_layers: tuple[int, ...] = ()
+
+    @property
+    def kind(self) -> HeadKind:
+        """As manifests name it."""
+        return "eagle3" if self.feature_layers else "eagle2"
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Tokens that the head can draft."""
+        return self.vocab_size if self.draft_vocab_size is None else self.draft_vocab_size
+
+
 class LayerSizes(Protocol):
     """Sizes of a layer; a `DecoderConfig` has them."""
 
@@ -129,27 +158,68 @@ def read_decoder_config(folder: Path) -> DecoderConfig:
     return decoder_config(read_json(path, "model config"), str(path))
 
 
-def read_head_config(folder: Path) -> DecoderConfig:
-    """Read `folder/config.json` of an EAGLE-2 head.
+def read_head_config(folder: Path) -> HeadConfig:
+    """Read `folder/config.json` of an EAGLE-2 or EAGLE-3 head.
 
     Raises:
-        UserError: as `read_decoder_config`.
+        UserError: as `head_config`.
     """
     path = folder / "config.json"
     return head_config(read_json(path, "head config"), str(path))
 
 
-def head_config(config: dict[str, Any], where: str) -> DecoderConfig:
+def head_config(config: dict[str, Any], where: str) -> HeadConfig:
     """Translate a head's config.json, whose layer is Llama's whatever its model_type says.
 
-    Biases are read where they are stored; none is required.
+    A config that names an EAGLE-3 architecture or feature layers is an EAGLE-3 head's. Biases are
+    read where they are stored; none is required.
 
     Raises:
-        UserError: as `read_decoder_config`.
+        UserError: as `read_decoder_config`, an EAGLE-3 head without its three feature layers or
+            of another width than its verifier, or more tokens to draft than there are.
     """
     # kinds of layers that were copied from the target's config are those of more than one layer
-    config = {key: value for key, value in config.items() if key != "layer_types"}
-    return replace(decoder_config(config | {"model_type": "llama"}, where), biased=())
+    layer_config = {key: value for key, value in config.items() if key != "layer_types"}
+    decoder = decoder_config(layer_config | {"model_type": "llama"}, where)
+    values = {field.name: getattr(decoder, field.name) for field in fields(DecoderConfig)}
+    num_draft_tokens = config.get("draft_vocab_size")
+    if num_draft_tokens is not None and (
+        not isinstance(num_draft_tokens, int) or not 1 <= num_draft_tokens <= decoder.vocab_size
+    ):
+        raise UserError(
+            "malformed head config",
+            f"{where} draft_vocab_size {num_draft_tokens!r} of {decoder.vocab_size}",
+            "fetch or write it again",
+        )
+    width = config.get("target_hidden_size")
+    if width not in (None, decoder.hidden_size):
+        raise UserError(
+            "unsupported head",
+            f"{where} hidden_size {decoder.hidden_size}, target_hidden_size {width!r}",
+            "supported: heads that are as wide as their model",
+        )
+    return HeadConfig(
+        **values | {"biased": ()},
+        draft_vocab_size=num_draft_tokens,
+        feature_layers=_feature_layers(config, where),
+    )
+
+
+def check_feature_layers(head: HeadConfig, num_layers: int, where: str) -> None:
+    """Check that a verifier of so many layers has those that a head reads.
+
+    Args:
+        where: the head's config, for errors.
+
+    Raises:
+        UserError: it lacks one.
+    """
+    if max(head.feature_layers, default=0) >= num_layers:
+        raise UserError(
+            "head does not fit its target",
+            f"{where} reads layers {', '.join(map(str, head.feature_layers))} of {num_layers}",
+            "train a head for this target",
+        )
 
 
 def decoder_config(config: dict[str, Any], where: str) -> DecoderConfig:
@@ -200,6 +270,25 @@ def decoder_config(config: dict[str, Any], where: str) -> DecoderConfig:
         has_post_norms=is_gemma,
         has_offset_norms=is_gemma,
     )
+
+
+def _feature_layers(config: dict[str, Any], where: str) -> tuple[int, ...]:
+    """Of an EAGLE-3 head's config; none for any other."""
+    section = config.get("eagle_config")
+    layers = section.get("eagle_aux_hidden_state_layer_ids") if isinstance(section, dict) else None
+    if layers is None and EAGLE3_ARCHITECTURE not in (config.get("architectures") or []):
+        return ()
+    if (
+        not isinstance(layers, list)
+        or len(layers) != NUM_FEATURE_LAYERS
+        or not all(isinstance(layer, int) and layer >= 0 for layer in layers)
+    ):
+        raise UserError(
+            "malformed head config",
+            f"{where} eagle_config.eagle_aux_hidden_state_layer_ids {layers}",
+            f"name the {NUM_FEATURE_LAYERS} layers whose inputs the head reads",
+        )
+    return tuple(layers)
 
 
 def _unsupported(where: str, key: str, value: object, supported: tuple[str, ...]) -> UserError:

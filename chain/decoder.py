@@ -3,6 +3,7 @@ values that the caller owns.
 
 #   R = rows (tokens of one pass), S = rows in the cache, T = S + R, D = hidden size
 #   K = key/value heads, G = query heads that read one of them, H = head size, V = vocabulary
+#   W = width of the states: D, and D for each feature layer
 """
 
 from collections.abc import Callable
@@ -36,7 +37,7 @@ class DecoderLayer:
     Weights of norms are in the compute dtype, or in float32 where the norm is computed in it.
 
     Args:
-        input_norm: weight [D] of the norm before attention; an EAGLE head has none.
+        input_norm: weight [D] of the norm before attention; a draft head's layer has none.
         qkv: D -> (K*G + K + K) * H, queries first, then keys, then values.
         gate_up: D -> 2 * intermediate size, gate first.
         kind: place in `config.kinds`.
@@ -75,10 +76,17 @@ class DecoderLayer:
             queries, keys = (config.num_heads, -1), (config.num_kv_heads, -1)
             self.head_norms = torch.cat([query_norm.expand(*queries), key_norm.expand(*keys)])
 
-    def forward(self, x_RD: Tensor, cache: Tensor, attend: Attend) -> Tensor:
-        """Read `x_RD` and write its keys and values into `cache` [2K, capacity, H]."""
-        normed = x_RD if self.input_norm is None else rms_norm(x_RD, self.input_norm, self.eps)
-        attended = self.out(self._attention(normed, cache, attend.start, attend.views[self.kind]))
+    def forward(
+        self, x_RD: Tensor, cache: Tensor, attend: Attend, read: Tensor | None = None
+    ) -> Tensor:
+        """Read `x_RD` and write its keys and values into `cache` [2K, capacity, H].
+
+        Args:
+            read: [R, inputs of `qkv`], what attention reads in the place of the normed `x_RD`.
+        """
+        if read is None:
+            read = x_RD if self.input_norm is None else rms_norm(x_RD, self.input_norm, self.eps)
+        attended = self.out(self._attention(read, cache, attend.start, attend.views[self.kind]))
         if self.attention_post_norm is not None:
             attended = rms_norm(attended, self.attention_post_norm, self.eps)
         x_RD = x_RD + attended
@@ -88,10 +96,10 @@ class DecoderLayer:
             added = rms_norm(added, self.mlp_post_norm, self.eps)
         return x_RD + added
 
-    def _attention(self, x_RD: Tensor, cache: Tensor, start: int, view: View) -> Tensor:
-        rows, end = x_RD.shape[0], start + x_RD.shape[0]
+    def _attention(self, read: Tensor, cache: Tensor, start: int, view: View) -> Tensor:
+        rows, end = read.shape[0], start + read.shape[0]
         K, G, H = self.num_kv_heads, self.query_groups, self.head_dim
-        qkv = self.qkv(x_RD).view(rows, -1, H)
+        qkv = self.qkv(read).view(rows, -1, H)
         cos, sin = view.rotation
         rotated = qkv[:, : self.num_rotated]
         if self.head_norms is not None:
@@ -141,10 +149,14 @@ class Decoder:
         embedding: [V, D] in the compute dtype.
         final_norm: [D].
         lm_head: D -> V, before soft-capping.
+        lm_head_rows: token ids, int64 [V'] -> D -> V', `lm_head` of these tokens alone.
 
     Attributes:
         lm_head: D -> V with the soft-capping that the config asks for: for drafters, too.
+        feature_layers: layers whose inputs are a part of the states: an EAGLE-3 head reads them.
     """
+
+    feature_layers: tuple[int, ...] = ()
 
     def __init__(
         self,
@@ -154,12 +166,12 @@ class Decoder:
         final_norm: Tensor,
         lm_head: Linear,
         rotary: RotaryTable,
+        lm_head_rows: Callable[[Tensor], Linear],
     ) -> None:
         self.config, self.rotary = config, rotary
         self.embedding, self.layers, self.final_norm = embedding, layers, final_norm
-        self.lm_head = lm_head
-        if (softcap := config.logit_softcap) is not None:
-            self.lm_head = lambda states: _softcapped(lm_head(states), softcap)
+        self.lm_head = self._with_softcap(lm_head)
+        self._lm_head_rows = lm_head_rows
         # transformers rounds the factor to the dtype of the weights
         scale = config.embedding_scale
         self.embedding_scale = None if scale is None else embedding.new_tensor(scale).item()
@@ -182,8 +194,16 @@ class Decoder:
         kinds = [config.kinds[layer.kind] for layer in self.layers]
         return kinds, config.num_kv_heads, config.head_dim, config.hidden_size
 
+    @property
+    def states_width(self) -> int:
+        """W of the states."""
+        return (1 + len(self.feature_layers)) * self.config.hidden_size
+
     def forward(self, token_ids: Tensor, cache: list[Tensor], attend: Attend) -> Tensor:
-        """States [R, D] after the final norm: what the output projection and a draft head read.
+        """States [R, W]: what the output projection and a draft head read.
+
+        That is the residual stream after the final norm, and behind it what enters each of
+        `feature_layers`, in their order.
 
         Args:
             token_ids: int64 [R].
@@ -192,13 +212,31 @@ class Decoder:
         x_RD = F.embedding(token_ids, self.embedding)
         if self.embedding_scale is not None:
             x_RD = x_RD * self.embedding_scale
-        for layer, layer_cache in zip(self.layers, cache, strict=True):
+        feature_layers, inputs = self.feature_layers, {}
+        for index, (layer, layer_cache) in enumerate(zip(self.layers, cache, strict=True)):
+            if index in feature_layers:
+                inputs[index] = x_RD
             x_RD = layer.forward(x_RD, layer_cache, attend)
-        return rms_norm(x_RD, self.final_norm, self.config.rms_norm_eps)
+        final = rms_norm(x_RD, self.final_norm, self.config.rms_norm_eps)
+        if not feature_layers:
+            return final
+        return torch.cat([final, *(inputs[index] for index in feature_layers)], -1)
 
     def logits(self, states: Tensor) -> Tensor:
-        """Logits [R, V] of `states` [R, D]."""
+        """Logits [R, V] of `states` [R, W]."""
+        if self.feature_layers:
+            states = states[:, : self.config.hidden_size]
         return self.lm_head(states)
+
+    def lm_head_of(self, token_ids: Tensor) -> Linear:
+        """`lm_head` of these tokens alone, int64 [V'], laid out for itself: D -> V'."""
+        return self._with_softcap(self._lm_head_rows(token_ids))
+
+    def _with_softcap(self, lm_head: Linear) -> Linear:
+        softcap = self.config.logit_softcap
+        if softcap is None:
+            return lm_head
+        return lambda states: _softcapped(lm_head(states), softcap)
 
 
 def _softcapped_attention(

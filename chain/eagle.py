@@ -1,6 +1,6 @@
-"""An EAGLE-2 draft head as the runtime runs it.
+"""Draft heads as the runtime runs them.
 
-#   R = rows (tokens of one pass), D = hidden size of the target
+#   R = rows (tokens of one pass), D = hidden size of the verifier, V = tokens that can be drafted
 """
 
 import torch
@@ -9,23 +9,31 @@ from torch import Tensor
 
 from polybasic.chain.attend import Attend
 from polybasic.chain.config import DecoderConfig
-from polybasic.chain.decoder import DecoderLayer
+from polybasic.chain.decoder import DecoderLayer, rms_norm
 from polybasic.chain.linear import Linear
 from polybasic.chain.rotary import RotaryTable
 
 
 class EagleHead:
-    """One decoder layer that continues the target's features (Li et al., EAGLE-2, 2024).
+    """An EAGLE-2 head: one decoder layer that continues the verifier's features (Li et al., 2024).
 
-    Row t reads the feature of token t (the target's state after its final norm) together with
-    token t+1, and answers with a guess of the feature of token t+1; the target's own output
+    Row t reads the feature of token t (the verifier's state after its final norm) together with
+    token t+1, and answers with a guess of the feature of token t+1; the verifier's own output
     projection turns that into a distribution over token t+2. The row's position is t.
 
     Args:
         config: of the head's single layer.
-        embedding: the target's, [V, D], as it is stored: no family's factor is applied.
+        embedding: the verifier's, [vocabulary, D], as it is stored: no family's factor is applied.
         fc: 2D -> D.
+        lm_head: D -> V, the verifier's: of the whole vocabulary, or of `draft_token_ids` alone.
+        draft_token_ids: int64 [V], the token of each draft id; None where they are the same.
+
+    Attributes:
+        feature_layers: the verifier's layers whose inputs the head reads.
+        read_width: columns of the verifier's states that it reads.
     """
+
+    feature_layers: tuple[int, ...] = ()
 
     def __init__(
         self,
@@ -34,9 +42,13 @@ class EagleHead:
         fc: Linear,
         layer: DecoderLayer,
         rotary: RotaryTable,
+        lm_head: Linear,
+        draft_token_ids: Tensor | None = None,
     ) -> None:
         self.config, self.rotary = config, rotary
         self.embedding, self.fc, self.layer = embedding, fc, layer
+        self.lm_head, self.draft_token_ids = lm_head, draft_token_ids
+        self.read_width = config.hidden_size
 
     @property
     def device(self) -> torch.device:
@@ -45,6 +57,15 @@ class EagleHead:
     @property
     def dtype(self) -> torch.dtype:
         return self.embedding.dtype
+
+    def read_of(self, states: Tensor) -> Tensor:
+        """What the head reads, [R, read_width], of the verifier's states."""
+        # the verifier may have an EAGLE-3 head, too
+        return states if states.shape[-1] == self.read_width else states[:, : self.read_width]
+
+    def features(self, read: Tensor) -> Tensor:
+        """Features [R, D] of what the head reads of the verifier's states."""
+        return read
 
     def forward(self, token_ids: Tensor, features: Tensor, cache: Tensor, attend: Attend) -> Tensor:
         """Guessed features [R, D].
@@ -56,3 +77,62 @@ class EagleHead:
         """
         x_RD = self.fc(torch.cat([F.embedding(token_ids, self.embedding), features], -1))
         return self.layer.forward(x_RD, cache, attend)
+
+    def logits(self, features: Tensor) -> Tensor:
+        """Logits [R, V] of `features` [R, D]."""
+        return self.lm_head(features)
+
+
+class Eagle3Head(EagleHead):
+    """An EAGLE-3 head (Li et al., arXiv 2503.01840): features are fused from three of the
+    verifier's layers, and the head has an output projection of its own.
+
+    Its layer's attention reads the token's embedding and the feature, each normed, side by side;
+    the feature goes on as the residual.
+
+    Args:
+        fc: 3D -> D, of the inputs of the verifier's `feature_layers` side by side.
+        layer: without a norm before attention, which reads 2D.
+        lm_head: D -> V, the head's own.
+        embedding_norm: [D].
+        feature_norm: [D].
+        final_norm: [D], before the output projection.
+
+    The others are those of `EagleHead`.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        embedding: Tensor,
+        fc: Linear,
+        layer: DecoderLayer,
+        rotary: RotaryTable,
+        lm_head: Linear,
+        draft_token_ids: Tensor | None = None,
+        *,
+        feature_layers: tuple[int, ...],
+        embedding_norm: Tensor,
+        feature_norm: Tensor,
+        final_norm: Tensor,
+    ) -> None:
+        super().__init__(config, embedding, fc, layer, rotary, lm_head, draft_token_ids)
+        self.feature_layers = feature_layers
+        self.read_width = len(feature_layers) * config.hidden_size
+        self.embedding_norm, self.feature_norm = embedding_norm, feature_norm
+        self.final_norm = final_norm
+
+    def read_of(self, states: Tensor) -> Tensor:
+        return states[:, self.config.hidden_size :]
+
+    def features(self, read: Tensor) -> Tensor:
+        return self.fc(read)
+
+    def forward(self, token_ids: Tensor, features: Tensor, cache: Tensor, attend: Attend) -> Tensor:
+        eps = self.config.rms_norm_eps
+        embedded = rms_norm(F.embedding(token_ids, self.embedding), self.embedding_norm, eps)
+        read = torch.cat([embedded, rms_norm(features, self.feature_norm, eps)], -1)
+        return self.layer.forward(features, cache, attend, read)
+
+    def logits(self, features: Tensor) -> Tensor:
+        return self.lm_head(rms_norm(features, self.final_norm, self.config.rms_norm_eps))

@@ -1,8 +1,9 @@
-"""The config.json of an EAGLE-2 head, in the style of the Llama family as EAGLE's own."""
+"""The config.json of a draft head, in the style of the Llama family as EAGLE's own."""
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
-from polybasic.chain.config import LayerSizes
+from polybasic.chain.config import EAGLE3_ARCHITECTURE, LayerSizes
 
 
 class HeadSizes(LayerSizes, Protocol):
@@ -18,20 +19,64 @@ class HeadSizes(LayerSizes, Protocol):
     def rope(self) -> dict[str, Any]: ...
 
 
-def eagle_config(sizes: HeadSizes, has_qkv_biases: bool, dtype: str) -> dict[str, Any]:
-    """The content of config.json for a head that is stored with an `fc.bias`.
+def eagle_config(
+    sizes: HeadSizes, has_qkv_biases: bool, dtype: str, draft_vocab_size: int | None = None
+) -> dict[str, Any]:
+    """The content of config.json for an EAGLE-2 head that is stored with an `fc.bias`.
 
     Args:
         sizes: of the head's one layer.
         has_qkv_biases: whether the file holds biases of queries, keys and values.
         dtype: of the weights.
+        draft_vocab_size: tokens that the head can draft; None for all.
     """
+    config = {"architectures": ["LlamaForCausalLM"], "bias": True, "qkv_bias": has_qkv_biases}
+    if draft_vocab_size is not None:
+        config["draft_vocab_size"] = draft_vocab_size
+    return config | _layer_config(sizes, dtype)
+
+
+def eagle3_config(
+    sizes: HeadSizes,
+    has_qkv_biases: bool,
+    dtype: str,
+    feature_layers: Sequence[int],
+    draft_vocab_size: int | None = None,
+) -> dict[str, Any]:
+    """The content of config.json for an EAGLE-3 head, which is as wide as its verifier.
+
+    Args:
+        sizes, has_qkv_biases, dtype, draft_vocab_size: as `eagle_config`.
+        feature_layers: the verifier's layers whose inputs the head reads.
+    """
+    return {
+        "architectures": [EAGLE3_ARCHITECTURE],
+        "bias": False,
+        "qkv_bias": has_qkv_biases,
+        "target_hidden_size": sizes.hidden_size,
+        "draft_vocab_size": sizes.vocab_size if draft_vocab_size is None else draft_vocab_size,
+        "eagle_config": {
+            "use_aux_hidden_state": True,
+            "eagle_aux_hidden_state_layer_ids": list(feature_layers),
+        },
+    } | _layer_config(sizes, dtype)
+
+
+def default_feature_layers(num_layers: int) -> tuple[int, int, int]:
+    """Layers of a verifier whose inputs an EAGLE-3 head reads unless it says otherwise.
+
+    They are EAGLE-3's own (Li et al., 2025): 2, half of them, and the third from the end; where
+    there are few, as near to these as there are, in order.
+    """
+    wanted = (2, num_layers // 2, num_layers - 3)
+    first, middle, last = sorted(min(max(layer, 0), num_layers - 1) for layer in wanted)
+    return first, middle, last
+
+
+def _layer_config(sizes: HeadSizes, dtype: str) -> dict[str, Any]:
     scaling = {name: value for name, value in sizes.rope.items() if name != "rope_theta"}
     return {
-        "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "bias": True,
-        "qkv_bias": has_qkv_biases,
         "hidden_act": "silu",
         "hidden_size": sizes.hidden_size,
         "intermediate_size": sizes.intermediate_size,

@@ -14,10 +14,12 @@ from polybasic.chain.awq import GROUP_SIZE, QuantizedWeight
 from polybasic.chain.card import write_card
 from polybasic.chain.checkpoint import copy_files, model_files, weight_files
 from polybasic.chain.config import DecoderConfig, read_decoder_config, read_head_config
+from polybasic.chain.draft_vocabulary import draft_tables, draft_token_ids
 from polybasic.chain.errors import UserError
 from polybasic.chain.files import sha256_of_file, whole_folder, write_json
 from polybasic.chain.grown_shapes import GrownShape, check_family
 from polybasic.chain.growth import GrownWeights, Growth, Placing
+from polybasic.chain.layout import DRAFT_TABLES
 from polybasic.chain.lineage import (
     ORIGIN_KEY,
     QUANTIZED_FROM_KEY,
@@ -108,6 +110,12 @@ def _check_members(chain: CheckedChain, small: DecoderConfig) -> None:
     digest = verifier_of(target, {}, chain.target).sha256
     for member in chain.manifest.members[1:]:
         folder = chain.members[member.name]
+        if member.kind == "eagle3":
+            raise UserError(
+                "member cannot be grown",
+                f"{member.name} of {chain.folder} is an EAGLE-3 head",
+                "package a chain with an EAGLE-2 head in its place",
+            )
         if member.kind == "eagle2" and target.name in member.drafts_for:
             _check_head(member, folder)
         elif (
@@ -144,7 +152,8 @@ def _grow_member(
             tensors = _head_tensors(weights, grown)
         case "awq":
             tensors = _decoder_tensors(weights, grown, _int4_linear)
-        case "decoder":
+        case kind:
+            assert kind == "decoder", "EAGLE-3 heads are refused before"
             tensors = _decoder_tensors(weights, grown, _dense_linear)
     digests = _write_shards(folder, tensors)
     write_json(folder / "config.json", _grown_config(read_config(source), growth, origin))
@@ -240,6 +249,10 @@ def _head_tensors(weights: Weights, grown: GrownWeights) -> NamedTensors:
         name = f"layers.0.{name}"
         for part, tensor in _dense_linear(weights, name, placing, False):
             yield f"{name}.{part}", tensor
+    tables = {name: weights.stored(name) for name in DRAFT_TABLES if name in weights}
+    if (token_ids := draft_token_ids(tables)) is not None:
+        # tokens of the small vocabulary keep their ids
+        yield from draft_tables(token_ids, grown.growth.vocab_size).items()
 
 
 @dataclass

@@ -5,21 +5,32 @@ size.
 """
 
 from polybasic.chain.config import DecoderConfig
+from polybasic.chain.manifest import HeadKind, Kind
 
 Shape = tuple[int, ...]
 
 
-def layer_linears(config: DecoderConfig) -> dict[str, dict[str, Shape]]:
+DRAFT_TABLES = ("d2t", "t2d")
+"""Tables of a head that can draft a part of the vocabulary: `polybasic.chain.draft_vocabulary`."""
+HEAD_LAYER: dict[HeadKind, str] = {"eagle2": "layers.0", "eagle3": "midlayer"}
+"""What the names of a head's layer begin with."""
+
+
+def layer_linears(config: DecoderConfig, kind: Kind = "decoder") -> dict[str, dict[str, Shape]]:
     """[out, in] of a layer's linears by name, grouped as a `DecoderLayer` multiplies them.
 
     The members of a group lie side by side in their outputs, in this order.
+
+    Args:
+        kind: attention of an EAGLE-3 head's layer reads embedding and feature side by side.
     """
     H, I = config.hidden_size, config.intermediate_size  # noqa: E741
+    read = 2 * H if kind == "eagle3" else H
     A, K = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     qkv: dict[str, Shape] = {
-        "self_attn.q_proj": (A, H),
-        "self_attn.k_proj": (K, H),
-        "self_attn.v_proj": (K, H),
+        "self_attn.q_proj": (A, read),
+        "self_attn.k_proj": (K, read),
+        "self_attn.v_proj": (K, read),
     }
     gate_up: dict[str, Shape] = {"mlp.gate_proj": (I, H), "mlp.up_proj": (I, H)}
     if config.has_fused_projections:
@@ -38,15 +49,22 @@ def required_biases(config: DecoderConfig) -> list[str]:
     return [name for group in groups for name in group if name.rpartition(".")[2] in config.biased]
 
 
-def layer_norms(config: DecoderConfig, is_head: bool = False) -> dict[str, tuple[str, Shape]]:
+def layer_norms(config: DecoderConfig, kind: Kind = "decoder") -> dict[str, tuple[str, Shape]]:
     """Name and shape of a layer's norms by their part in a `DecoderLayer`.
 
     Args:
-        is_head: the layer is an EAGLE-2 head's.
+        kind: the layer of an EAGLE-2 head has no norm before attention; that of an EAGLE-3 head
+            has one of the embedding and one of the feature, which are the head's own parts.
     """
     H = (config.hidden_size,)
-    if is_head:
+    if kind == "eagle2":
         return {"mlp_norm": ("post_attention_layernorm", H)}
+    if kind == "eagle3":
+        return {
+            "embedding_norm": ("input_layernorm", H),
+            "feature_norm": ("hidden_norm", H),
+            "mlp_norm": ("post_attention_layernorm", H),
+        }
     norms: dict[str, tuple[str, Shape]] = {
         "input_norm": ("input_layernorm", H),
         "mlp_norm": ("post_attention_layernorm", H),

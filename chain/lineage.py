@@ -13,7 +13,7 @@ from typing import Any
 from polybasic.chain.checkpoint import weight_files
 from polybasic.chain.errors import UserError
 from polybasic.chain.files import sha256_of_object
-from polybasic.chain.manifest import Kind, Member
+from polybasic.chain.manifest import HEAD_KINDS, Kind, Member
 
 ORIGIN_KEY = "polybasic"
 """The section of a config.json that holds records of ours; other engines ignore it."""
@@ -56,8 +56,8 @@ def find_drafts_for(
 
     Args:
         name: of the drafter.
-        kind: a head ("eagle2") reads the states of its model; any other model stands on its own
-            and drafts for all.
+        kind: a head reads the states of its model; any other model stands on its own and drafts
+            for all.
         config: of the drafter.
         folder: where the drafter lies, for errors.
         verifiers: the verifying members.
@@ -66,7 +66,7 @@ def find_drafts_for(
         UserError: a head that does not say what it was trained for, whose model has no member, or
             that is of another width than its model.
     """
-    if kind != "eagle2":
+    if kind not in HEAD_KINDS:
         return tuple(verifier.name for verifier in verifiers)
     path = folder / "config.json"
     trained_for = _recorded(config, TRAINED_FOR_KEY)

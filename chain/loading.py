@@ -6,13 +6,27 @@ import torch
 from torch import Tensor
 
 from polybasic.chain.awq import read_quantization_config
-from polybasic.chain.config import DecoderConfig, decoder_config, read_head_config
+from polybasic.chain.config import (
+    DecoderConfig,
+    HeadConfig,
+    check_feature_layers,
+    decoder_config,
+    read_head_config,
+)
 from polybasic.chain.decoder import Decoder, DecoderLayer
-from polybasic.chain.eagle import EagleHead
+from polybasic.chain.draft_vocabulary import draft_token_ids
+from polybasic.chain.eagle import Eagle3Head, EagleHead
 from polybasic.chain.errors import UserError
 from polybasic.chain.files import read_json
-from polybasic.chain.layout import layer_linears, layer_norms, required_biases
-from polybasic.chain.linear import dense_linear
+from polybasic.chain.layout import (
+    DRAFT_TABLES,
+    HEAD_LAYER,
+    layer_linears,
+    layer_norms,
+    required_biases,
+)
+from polybasic.chain.linear import Linear, dense_linear
+from polybasic.chain.manifest import Kind
 from polybasic.chain.rotary import RotaryTable
 from polybasic.chain.weights import Weights
 
@@ -38,46 +52,90 @@ def load_decoder(
     # the largest tensors first: converting them takes the most memory, while little else is there
     embedding = weights.dense("model.embed_tokens.weight")
     lm_head = dense_linear(embedding) if config.tie_word_embeddings else weights.linear("lm_head")
-    layers = [
-        _load_layer(config, weights, f"model.layers.{index}", config.kind_of(index))
-        for index in range(config.num_layers)
-    ]
+    layers = []
+    for index in range(config.num_layers):
+        prefix = f"model.layers.{index}"
+        norms = _load_norms(config, weights, prefix)
+        layers.append(_load_layer(config, weights, prefix, norms, config.kind_of(index)))
     final_norm = _load_norm(config, weights, "model.norm")
-    return Decoder(config, embedding, layers, final_norm, lm_head, rotary)
+
+    def lm_head_rows(token_ids: Tensor) -> Linear:
+        if config.tie_word_embeddings:
+            return dense_linear(embedding[token_ids])
+        # the weight itself may be laid out by now, in a way that cannot be read
+        rows = {
+            name: weights.stored(name)[token_ids.cpu()].to(device, dtype)
+            for name in ("lm_head.weight", "lm_head.bias")
+            if name in weights
+        }
+        return dense_linear(rows["lm_head.weight"], rows.get("lm_head.bias"))
+
+    return Decoder(config, embedding, layers, final_norm, lm_head, rotary, lm_head_rows)
 
 
-def load_head(folder: Path, target: Decoder, num_positions: int) -> EagleHead:
-    """Load an EAGLE-2 head that drafts for `target`; the embedding is the target's own.
+def load_head(
+    folder: Path, target: Decoder, num_positions: int, *, trimmed: bool = True
+) -> EagleHead:
+    """Load a head that drafts for `target`; the embedding is the target's own.
+
+    Args:
+        trimmed: False lets an EAGLE-2 head draft all tokens, whatever its draft vocabulary is.
 
     Raises:
-        UserError: shapes that differ from the target's, or a missing weight.
+        UserError: shapes that differ from the target's, a missing weight, or a malformed draft
+            vocabulary.
     """
     config = read_head_config(folder)
-    if config.hidden_size != target.config.hidden_size:
-        raise UserError(
-            "head does not fit its target",
-            f"{folder / 'config.json'} hidden_size {config.hidden_size}, "
-            f"target {target.config.hidden_size}",
-            "train a head for this target",
-        )
-    weights = Weights(folder, target.dtype, target.device)
-    layer = _load_layer(config, weights, "layers.0", kind=0, is_head=True)
+    _check_target(config, target, f"{folder / 'config.json'}")
+    weights, prefix = Weights(folder, target.dtype, target.device), HEAD_LAYER[config.kind]
     rotary = RotaryTable(config, num_positions, target.dtype, target.device)
-    return EagleHead(config, target.embedding, weights.linear("fc"), layer, rotary)
+    norms = _load_norms(config, weights, prefix, config.kind)
+    layer = _load_layer(config, weights, prefix, norms, kind=config.kind)
+    tables = {name: weights.stored(name) for name in DRAFT_TABLES if name in weights}
+    token_ids = draft_token_ids(tables, f"{folder}") if trimmed else None
+    if token_ids is not None:
+        token_ids = token_ids.to(target.device)
+    parts = config, target.embedding, weights.linear("fc"), layer, rotary
+    if config.kind == "eagle2":
+        lm_head = target.lm_head if token_ids is None else target.lm_head_of(token_ids)
+        return EagleHead(*parts, lm_head, token_ids)
+    assert trimmed, "an EAGLE-3 head projects onto its own draft vocabulary alone"
+    return Eagle3Head(
+        *parts,
+        weights.linear("lm_head"),
+        token_ids,
+        feature_layers=config.feature_layers,
+        embedding_norm=norms["embedding_norm"],
+        feature_norm=norms["feature_norm"],
+        final_norm=_load_norm(config, weights, "norm"),
+    )
+
+
+def _check_target(config: HeadConfig, target: Decoder, where: str) -> None:
+    for key in ("hidden_size", "vocab_size"):
+        found, expected = getattr(config, key), getattr(target.config, key)
+        if found != expected:
+            raise UserError(
+                "head does not fit its target",
+                f"{where} {key} {found}, target {expected}",
+                "train a head for this target",
+            )
+    check_feature_layers(config, target.config.num_layers, where)
 
 
 def _load_layer(
-    config: DecoderConfig, weights: Weights, prefix: str, kind: int, is_head: bool = False
+    config: DecoderConfig,
+    weights: Weights,
+    prefix: str,
+    norms: dict[str, Tensor],
+    kind_of_layer: int = 0,
+    kind: Kind = "decoder",
 ) -> DecoderLayer:
     for name in required_biases(config):
         weights.stored(f"{prefix}.{name}.bias")
-    norms = {
-        part: _load_norm(config, weights, f"{prefix}.{name}")
-        for part, (name, _) in layer_norms(config, is_head).items()
-    }
     linears = {
         part: weights.linear(*(f"{prefix}.{name}" for name in names))
-        for part, names in layer_linears(config).items()
+        for part, names in layer_linears(config, kind).items()
     }
     return DecoderLayer(
         config,
@@ -87,12 +145,22 @@ def _load_layer(
         norms["mlp_norm"],
         linears["gate_up"],
         linears["down"],
-        kind=kind,
+        kind=kind_of_layer,
         query_norm=norms.get("query_norm"),
         key_norm=norms.get("key_norm"),
         attention_post_norm=norms.get("attention_post_norm"),
         mlp_post_norm=norms.get("mlp_post_norm"),
     )
+
+
+def _load_norms(
+    config: DecoderConfig, weights: Weights, prefix: str, kind: Kind = "decoder"
+) -> dict[str, Tensor]:
+    """A layer's norms by their parts."""
+    return {
+        part: _load_norm(config, weights, f"{prefix}.{name}")
+        for part, (name, _) in layer_norms(config, kind).items()
+    }
 
 
 def _load_norm(config: DecoderConfig, weights: Weights, name: str) -> Tensor:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, StringConstraints, ValidationError, model_validator
 
@@ -14,7 +14,8 @@ SCHEMA = "polybasic.chain/2"
 MANIFEST_NAME = "chain.json"
 
 Role = Literal["target", "intermediate", "drafter"]
-Kind = Literal["decoder", "awq", "eagle2"]
+HeadKind = Literal["eagle2", "eagle3"]
+Kind = Literal["decoder", "awq", HeadKind]
 Rule = Literal["block", "token"]
 Name = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_]*$")]
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
@@ -22,8 +23,10 @@ Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 _KINDS_OF_ROLE: dict[Role, tuple[Kind, ...]] = {
     "target": ("decoder",),
     "intermediate": ("awq", "decoder"),
-    "drafter": ("eagle2", "awq", "decoder"),
+    "drafter": ("eagle2", "eagle3", "awq", "decoder"),
 }
+HEAD_KINDS: tuple[HeadKind, ...] = get_args(HeadKind)
+"""Draft heads, which read the states of the model that they draft for."""
 MAX_TREE_ROWS = 256
 """Of a verification pass, and of a draft over all of its levels; caches hold so many more."""
 NUM_PROBABILITY_BINS = 8

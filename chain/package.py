@@ -22,6 +22,7 @@ from polybasic.chain.errors import UserError
 from polybasic.chain.files import sha256_of_file, whole_folder
 from polybasic.chain.lineage import find_drafts_for, verifier_of
 from polybasic.chain.manifest import (
+    HEAD_KINDS,
     MANIFEST_NAME,
     Kind,
     Manifest,
@@ -49,7 +50,7 @@ class Part:
     Attributes:
         name: of the member, and of its folder in the chain.
         role: intermediates verify, drafters draft.
-        kind: "awq" (4 bits), "decoder" (a whole model as it is) or "eagle2" (a head).
+        kind: "awq" (4 bits), "decoder" (a whole model as it is), "eagle2" or "eagle3" (a head).
         folder: its checkpoint.
     """
 
@@ -189,7 +190,7 @@ def _check_names(parts: Sequence[Part]) -> None:
 
 
 def _files_of(part: Part) -> list[str]:
-    if part.kind != "eagle2":
+    if part.kind not in HEAD_KINDS:
         return checkpoint_files(part.folder)
     for name in _HEAD_FILES:
         if not (part.folder / name).is_file():

@@ -1,19 +1,26 @@
 """Tensor headers of weight files, and what a config says that they must hold. No torch in here.
 
-Shape legend: V vocabulary, H hidden size.
+Shape legend: V vocabulary, D tokens that a head can draft, H hidden size.
 """
 
 import json
-from collections.abc import Iterator, Set
+from collections.abc import Collection, Iterator, Set
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
 from polybasic.chain.checkpoint import load_tensors, weight_files
-from polybasic.chain.config import DecoderConfig
+from polybasic.chain.config import NUM_FEATURE_LAYERS, DecoderConfig, HeadConfig
 from polybasic.chain.errors import UserError
-from polybasic.chain.layout import Shape, layer_linears, layer_norms, required_biases
-from polybasic.chain.manifest import Kind
+from polybasic.chain.layout import (
+    DRAFT_TABLES,
+    HEAD_LAYER,
+    Shape,
+    layer_linears,
+    layer_norms,
+    required_biases,
+)
+from polybasic.chain.manifest import HeadKind, Kind
 
 _MAX_HEADER_BYTES = 100_000_000
 _DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "I32": "int32", "I64": "int64"}
@@ -56,12 +63,15 @@ def main_dtype(headers: dict[str, TensorHeader]) -> str:
 
 
 def num_parameters(headers: dict[str, TensorHeader]) -> int:
-    """How many weights a checkpoint has; eight to a packed int32, quantization scales none."""
+    """How many weights a checkpoint has; eight to a packed int32.
+
+    Quantization scales and the tables of a draft vocabulary are none.
+    """
     total = 0
     for name, header in headers.items():
         if name.endswith(".qweight"):
             total += 8 * prod(header.shape)
-        elif not name.endswith((".qzeros", ".scales")):
+        elif not name.endswith((".qzeros", ".scales")) and name not in DRAFT_TABLES:
             total += prod(header.shape)
     return total
 
@@ -72,7 +82,7 @@ def check_shapes(
     """Compare every tensor that the runtime reads with what `config` implies.
 
     Args:
-        kind: which layout of names.
+        kind: which layout of names; a head's config is a `HeadConfig`.
         folder: the checkpoint.
         config: of the same folder.
         group_size: rows of one 4-bit scale; only for kind "awq".
@@ -102,27 +112,54 @@ def expected_shapes(
 
     Args:
         kind, config, group_size: as `check_shapes`.
-        stored: names that the checkpoint has; they decide on biases that may be left out.
+        stored: names that the checkpoint has; they decide on biases that may be left out, and on
+            the tables of a draft vocabulary that is a whole one.
     """
+    if kind == "eagle2" or kind == "eagle3":
+        assert isinstance(config, HeadConfig), "a head's config says what it can draft"
+        yield from _head_shapes(kind, config, stored)
+        yield from _layer_shapes(kind, config, f"{HEAD_LAYER[kind]}.", None, (), stored)
+        return
     V, H = config.vocab_size, config.hidden_size
-    is_head = kind == "eagle2"
-    if is_head:
-        yield "embed_tokens.weight", (V, H)
-        yield from _linear_shapes("fc", (H, 2 * H), None, "fc.bias" in stored)
-    else:
-        yield "model.embed_tokens.weight", (V, H)
-        yield "model.norm.weight", (H,)
-        if not config.tie_word_embeddings:
-            yield "lm_head.weight", (V, H)
-    required = () if is_head else required_biases(config)
-    for index in range(1 if is_head else config.num_layers):
-        prefix = f"layers.{index}." if is_head else f"model.layers.{index}."
-        for name, shape in layer_norms(config, is_head).values():
-            yield f"{prefix}{name}.weight", shape
-        for group in layer_linears(config).values():
-            for name, shape in group.items():
-                has_bias = name in required or f"{prefix}{name}.bias" in stored
-                yield from _linear_shapes(f"{prefix}{name}", shape, group_size, has_bias)
+    yield "model.embed_tokens.weight", (V, H)
+    yield "model.norm.weight", (H,)
+    if not config.tie_word_embeddings:
+        yield "lm_head.weight", (V, H)
+    required = required_biases(config)
+    for index in range(config.num_layers):
+        prefix = f"model.layers.{index}."
+        yield from _layer_shapes(kind, config, prefix, group_size, required, stored)
+
+
+def _head_shapes(
+    kind: HeadKind, config: HeadConfig, stored: Set[str]
+) -> Iterator[tuple[str, Shape]]:
+    """All of a head but its layer."""
+    V, D, H = config.vocab_size, config.num_draft_tokens, config.hidden_size
+    yield "embed_tokens.weight", (V, H)
+    num_read = 2 if kind == "eagle2" else NUM_FEATURE_LAYERS
+    yield from _linear_shapes("fc", (H, num_read * H), None, "fc.bias" in stored)
+    if kind == "eagle3":
+        yield "norm.weight", (H,)
+        yield "lm_head.weight", (D, H)
+    if D < V or stored & {*DRAFT_TABLES}:
+        yield from zip(DRAFT_TABLES, ((D,), (V,)), strict=True)
+
+
+def _layer_shapes(
+    kind: Kind,
+    config: DecoderConfig,
+    prefix: str,
+    group_size: int | None,
+    required_biases: Collection[str],
+    stored: Set[str],
+) -> Iterator[tuple[str, Shape]]:
+    for name, shape in layer_norms(config, kind).values():
+        yield f"{prefix}{name}.weight", shape
+    for group in layer_linears(config, kind).values():
+        for name, shape in group.items():
+            has_bias = name in required_biases or f"{prefix}{name}.bias" in stored
+            yield from _linear_shapes(f"{prefix}{name}", shape, group_size, has_bias)
 
 
 def _linear_shapes(

@@ -8,11 +8,24 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from polybasic.chain.checkpoint import resolve_checkpoint, weight_files
-from polybasic.chain.config import SUPPORTED_MODEL_TYPES, decoder_config, head_config
+from polybasic.chain.config import (
+    SUPPORTED_MODEL_TYPES,
+    HeadConfig,
+    check_feature_layers,
+    decoder_config,
+    head_config,
+)
 from polybasic.chain.errors import UserError
 from polybasic.chain.files import read_json, sha256_of_file
 from polybasic.chain.lineage import find_drafts_for, verifier_of
-from polybasic.chain.manifest import MANIFEST_NAME, Manifest, Member, Reference, read_manifest
+from polybasic.chain.manifest import (
+    HEAD_KINDS,
+    MANIFEST_NAME,
+    Manifest,
+    Member,
+    Reference,
+    read_manifest,
+)
 from polybasic.chain.readable import readable_bytes
 from polybasic.chain.shapes import check_shapes
 from polybasic.chain.vocabulary import TOKENIZER_NAME, check_same_vocabulary, read_vocabulary
@@ -28,6 +41,8 @@ _SIZES = (
     "num_attention_heads",
     "num_key_value_heads",
     "head_dim",
+    "draft_vocab_size",
+    "target_hidden_size",
 )
 
 
@@ -88,8 +103,9 @@ def check_fit(members: Sequence[Member], folders: dict[str, Path], tokenizer: Pa
 
     Raises:
         UserError: remote code, another vocabulary or tokenizer, a head whose model is not among
-            the members, a wrong `drafts_for`, an unknown quantization, or tensors that do not fit
-            their config.
+            the members, a wrong `drafts_for`, an unknown quantization, tensors that do not fit
+            their config, heads that read layers which their model does not have, or two heads of
+            one model that read different ones.
     """
     target, *others = members
     configs = {member.name: read_config(folders[member.name]) for member in members}
@@ -102,8 +118,12 @@ def check_fit(members: Sequence[Member], folders: dict[str, Path], tokenizer: Pa
     for member in members:
         config, folder = configs[member.name], folders[member.name]
         group_size = _check_quantization(member, config, folder)
-        read = head_config if member.kind == "eagle2" else decoder_config
-        check_shapes(member.kind, folder, read(config, f"{folder / 'config.json'}"), group_size)
+        if member.kind in HEAD_KINDS:
+            check_shapes(member.kind, folder, _head_config(member, config, folder))
+        else:
+            read = decoder_config(config, f"{folder / 'config.json'}")
+            check_shapes(member.kind, folder, read, group_size)
+    _check_feature_layers(members, folders, configs)
 
 
 def size_warnings(members: Sequence[Member]) -> tuple[str, ...]:
@@ -311,6 +331,43 @@ def _check_drafts_for(
                 f"in the configs {', '.join(found)}",
                 "package the chain again",
             )
+
+
+def _head_config(member: Member, config: dict[str, Any], folder: Path) -> HeadConfig:
+    where = f"{folder / 'config.json'}"
+    head = head_config(config, where)
+    if head.kind != member.kind:
+        raise UserError(
+            "head of another kind",
+            f"{member.name} is {member.kind}, by {where} {head.kind}",
+            "name its kind, or fetch the head again",
+        )
+    return head
+
+
+def _check_feature_layers(
+    members: Sequence[Member], folders: dict[str, Path], configs: dict[str, dict[str, Any]]
+) -> None:
+    """That verifying members have the layers that heads read, and hand out one choice of them."""
+    found: dict[str, HeadConfig] = {}
+    for member in members:
+        if member.kind != "eagle3":
+            continue
+        head = _head_config(member, configs[member.name], folders[member.name])
+        where = f"{folders[member.name] / 'config.json'}"
+        for name in member.drafts_for:
+            check_feature_layers(head, configs[name]["num_hidden_layers"], where)
+            if (layers := found.setdefault(name, head).feature_layers) != head.feature_layers:
+                raise UserError(
+                    "heads of one model read different layers",
+                    f"{where} reads {_shown(head.feature_layers)} of {name}, another head "
+                    f"{_shown(layers)}",
+                    "package a chain with one of these heads",
+                )
+
+
+def _shown(layers: Sequence[int]) -> str:
+    return f"layers {', '.join(map(str, layers))}"
 
 
 def _check_quantization(member: Member, config: dict[str, Any], folder: Path) -> int | None:

@@ -13,9 +13,10 @@ from rich.progress import Progress
 from polybasic.chain.card import record_results, shown_flush, shown_members, shown_tree
 from polybasic.chain.errors import UserError
 from polybasic.chain.files import write_json
-from polybasic.chain.manifest import Kind, Ngram, Plan
+from polybasic.chain.manifest import HEAD_KINDS, Kind, Member, Ngram, Plan
 from polybasic.deploy.adaptations import adaptations
 from polybasic.deploy.baselines import TransformersBaseline
+from polybasic.deploy.draft_vocabulary import draft_vocabularies
 from polybasic.deploy.exactness import Agreement, OtherWay
 from polybasic.deploy.hardware import describe_hardware
 from polybasic.deploy.prompts import Question, choose_fitting, read_questions
@@ -98,6 +99,7 @@ def bench_chain(folder: Path, settings: BenchSettings) -> dict[str, Any]:
         "schema": SCHEMA,
         "grown": chain.manifest.grown,
         "adaptations": adaptations(chain.manifest),
+        "draft_vocabulary": draft_vocabularies(chain, [prompt.token_ids for prompt in prompts]),
         "hardware": describe_hardware(chain.engine.models.target.device),
         "versions": _versions(),
         "settings": {
@@ -158,7 +160,7 @@ def _systems(chain: Chain, settings: BenchSettings) -> list[System]:
 
 
 def _system(name: SystemName, chain: Chain) -> System:
-    """A way of running the chain's own members.
+    """A way of running the chain's own members; a draft head's is named by the head's kind.
 
     Raises:
         UserError: the chain has none of the members that it takes.
@@ -174,10 +176,10 @@ def _system(name: SystemName, chain: Chain) -> System:
         plan = chain.plan_of([target]).model_copy(update={"ngram": Ngram()})
         return System(name, "the target with drafts copied from prompt and output", plan)
     if name == "polybasic_full":
-        drafters = _drafters_of(verifying[-1], chain, ("eagle2", "awq", "decoder"))
-        members = [*verifying, *drafters[:1]]
+        drafters = _drafters_of(verifying[-1], chain, (*HEAD_KINDS, "awq", "decoder"))
+        members = [*verifying, *(member.name for member in drafters[:1])]
         return System(name, f"all {len(members)} models", chain.plan_of(members))
-    kinds: dict[str, tuple[Kind, ...]] = {"eagle2": ("eagle2",), "draft_model": ("awq", "decoder")}
+    kinds: dict[str, tuple[Kind, ...]] = {"eagle2": HEAD_KINDS, "draft_model": ("awq", "decoder")}
     what = {"eagle2": "draft head", "draft_model": "independent draft model"}[name]
     drafters = _drafters_of(target, chain, kinds[name])
     if not drafters:
@@ -186,13 +188,15 @@ def _system(name: SystemName, chain: Chain) -> System:
             f"{name} in bench.systems; {chain.folder} has no {what} for {target}",
             "leave it out",
         )
+    drafter = drafters[0]
+    shown = drafter.kind if name == "eagle2" else name
     described = f"two models: target and {what}"
-    return System(name, described, chain.plan_of([target, drafters[0]]))
+    return System(shown, described, chain.plan_of([target, drafter.name]))
 
 
-def _drafters_of(verifying: str, chain: Chain, kinds: tuple[Kind, ...]) -> list[str]:
+def _drafters_of(verifying: str, chain: Chain, kinds: tuple[Kind, ...]) -> list[Member]:
     return [
-        member.name
+        member
         for kind in kinds
         for member in chain.manifest.drafters
         if member.kind == kind and verifying in member.drafts_for

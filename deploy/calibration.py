@@ -159,7 +159,7 @@ def _trace(
 
 @torch.inference_mode()
 def _states(engine: Engine, one: CalibrationPrompt) -> dict[str, Tensor]:
-    """States [T, D] of each verifying model over prompt and answer, the last token excepted.
+    """States [T, W] of each verifying model over prompt and answer, the last token excepted.
 
     As when a chain runs, a model that shares its cache reads a block behind rows of the model
     above, which then reads the block again.

@@ -1,4 +1,7 @@
-"""What proposes a tree of candidates for the innermost verifier."""
+"""What proposes a tree of candidates for the innermost verifier.
+
+#   R = rows (tokens), W = width of the verifier's states
+"""
 
 from typing import Protocol
 
@@ -27,7 +30,7 @@ class Drafter(Protocol):
         """Counts the passes of the drafter's model; None where there is none."""
 
     def observe(self, states: Tensor) -> None:
-        """Append the verifier's states [R, D] of the next R tokens of the sequence."""
+        """Append the verifier's states [R, W] of the next R tokens of the sequence."""
 
     def rewind(self, num_observed: int) -> None:
         """Forget all but the first `num_observed` states; the tokens behind them may change.

@@ -1,11 +1,10 @@
-"""Drafts of an EAGLE-2 head, which continues the verifier's features."""
+"""Drafts of a head, which continues the verifier's features."""
 
 import torch
 from torch import Tensor
 
 from polybasic.chain.attend import Attend, attend_causally
 from polybasic.chain.eagle import EagleHead
-from polybasic.chain.linear import Linear
 from polybasic.chain.manifest import Tree
 from polybasic.deploy.cache import KeyValueCache
 from polybasic.deploy.expansion import Candidates, ExpandingDrafter, Expansion
@@ -18,25 +17,27 @@ class EagleDrafter(ExpandingDrafter):
 
     Args:
         head: the draft head.
-        lm_head: the verifier's output projection.
         tree: shape of the drafts.
         capacity: rows of the head's cache, those of a draft included.
     """
 
-    def __init__(self, head: EagleHead, lm_head: Linear, tree: Tree, capacity: int) -> None:
+    def __init__(self, head: EagleHead, tree: Tree, capacity: int) -> None:
         self.head = head
         self.cache = KeyValueCache(head.config, 1, capacity, head.dtype, head.device)
-        # Features by position, so that any row of the cache can be read again.
-        self._features = torch.zeros(
-            capacity, head.config.hidden_size, dtype=head.dtype, device=head.device
+        # What was observed by position, so that any row of the cache can be read again.
+        self._observed = torch.zeros(
+            capacity, head.read_width, dtype=head.dtype, device=head.device
         )
         self._num_observed = 0
         # A row reads the state of one token and the token behind it.
-        super().__init__(Expansion(head, self._forward, lm_head, tree, capacity), least_tokens=2)
+        expansion = Expansion(
+            head, self._forward, head.logits, tree, capacity, head.draft_token_ids
+        )
+        super().__init__(expansion, least_tokens=2)
 
     def observe(self, states: Tensor) -> None:
         end = self._num_observed + len(states)
-        self._features[self._num_observed : end] = states
+        self._observed[self._num_observed : end] = self.head.read_of(states)
         self._num_observed = end
 
     def rewind(self, num_observed: int) -> None:
@@ -56,7 +57,7 @@ class EagleDrafter(ExpandingDrafter):
         self.cache.truncate(start)
         features = self.head.forward(
             torch.tensor(tokens[start + 1 :], device=self.head.device),
-            self._features[start:end],
+            self.head.features(self._observed[start:end]),
             self.cache.layers[0],
             attend_causally(self.head, start, end - start),
         )

@@ -125,6 +125,7 @@ class Engine:
                     decoder.device,
                 )
             self.verifiers[name] = Verifier(name, decoder, cache)
+        _hand_out_feature_layers(models, self.verifiers)
         self.drafters = Drafters(models, capacity)
 
     def run(self, request: Request) -> Iterator[list[int]]:
@@ -248,16 +249,34 @@ class Drafters:
         if name not in self._made:
             model = self.models.drafters[name]
             if isinstance(model, EagleHead):
-                lm_head = self._verifier_of(name).lm_head
-                self._made[name] = EagleDrafter(model, lm_head, tree, self.capacity)
+                self._made[name] = EagleDrafter(model, tree, self.capacity)
             else:
                 self._made[name] = ModelDrafter(model, tree, self.capacity)
         self._made[name].tree = tree
         return self._made[name]
 
-    def _verifier_of(self, name: str) -> Decoder:
-        (member,) = (member for member in self.models.members if member.name == name)
-        return self.models.decoders[member.drafts_for[0]]
+
+def _hand_out_feature_layers(models: Models, verifiers: dict[str, Verifier]) -> None:
+    """Let the verifying members' states hold what EAGLE-3 heads read.
+
+    Of members that share a cache, one hands its states to the heads of another.
+    """
+    for member in models.members:
+        head = models.drafters.get(member.name)
+        if not isinstance(head, EagleHead) or not head.feature_layers:
+            continue
+        caches = [verifiers[name].cache for name in member.drafts_for]
+        for verifier in verifiers.values():
+            if not any(verifier.cache is cache for cache in caches):
+                continue
+            if verifier.decoder.feature_layers not in ((), head.feature_layers):
+                raise UserError(
+                    "heads of one model read different layers",
+                    f"{head.feature_layers} by {member.name}, {verifier.decoder.feature_layers} "
+                    f"by another head of {verifier.name} or of a model with the same cache",
+                    "package a chain with one of these heads",
+                )
+            verifier.decoder.feature_layers = head.feature_layers
 
 
 def _names(members: tuple[Member, ...]) -> str:

@@ -5,6 +5,7 @@ At each depth the `top_k` candidates with the highest cumulative log-probability
 scores above its parent, so they form a tree (Li et al., EAGLE-2, 2024).
 
 #   K = top_k, L = levels, N = K + (L - 1) * K * K candidates, D = hidden size
+#   V = tokens that can be drafted
 """
 
 from abc import ABC, abstractmethod
@@ -146,19 +147,28 @@ class Expansion:
     Args:
         model: gives shapes and positions.
         forward: runs the model over the beam of one level.
-        lm_head: D -> vocabulary.
+        lm_head: D -> V.
         tree: shape of the drafts.
         capacity: rows of the model's cache.
+        token_ids: int64 [V], the token of each output of `lm_head`; None where the model drafts
+            the whole vocabulary.
 
     Raises:
         UserError: a tree that is wider than the vocabulary, here or when `tree` is set.
     """
 
     def __init__(
-        self, model: Expandable, forward: Forward, lm_head: Linear, tree: Tree, capacity: int
+        self,
+        model: Expandable,
+        forward: Forward,
+        lm_head: Linear,
+        tree: Tree,
+        capacity: int,
+        token_ids: Tensor | None = None,
     ) -> None:
         self.model, self.forward, self.lm_head = model, forward, lm_head
-        self.capacity = capacity
+        self.capacity, self.token_ids = capacity, token_ids
+        self._num_tokens = model.config.vocab_size if token_ids is None else len(token_ids)
         self._mask = _Mask(tree.top_k, model, capacity)
         self.tree = tree
 
@@ -169,10 +179,10 @@ class Expansion:
 
     @tree.setter
     def tree(self, tree: Tree) -> None:
-        if tree.top_k > self.model.config.vocab_size:
+        if tree.top_k > self._num_tokens:
             raise UserError(
                 "draft tree wider than the vocabulary",
-                f"top_k {tree.top_k}, {self.model.config.vocab_size} tokens",
+                f"top_k {tree.top_k}, {self._num_tokens} tokens",
                 "use a smaller top_k",
             )
         self._tree = tree
@@ -232,10 +242,11 @@ class Expansion:
         # behind `start` there are top_k rows for each position
         return min(first, start) + max(first - start, 0) * self._tree.top_k
 
-    def _best(self, states: Tensor) -> Any:
+    def _best(self, states: Tensor) -> tuple[Tensor, Tensor]:
         """Log-probabilities and tokens, each [R, K], of the best behind each state."""
-        logits = self.lm_head(states)
-        return logits.log_softmax(-1, dtype=torch.float32).topk(self._tree.top_k)
+        log_probabilities = self.lm_head(states).log_softmax(-1, dtype=torch.float32)
+        best, outputs = log_probabilities.topk(self._tree.top_k)
+        return best, outputs if self.token_ids is None else self.token_ids[outputs]
 
 
 class ExpandingDrafter(ABC):

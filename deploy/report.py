@@ -30,6 +30,8 @@ def print_report(report: dict[str, Any], console: Console) -> None:
     for entry in report.get("adaptations", []):
         member, measure, before, after, kept = adaptation_rows([entry])[1]
         console.print(f"adapted {member}: {measure} {before} -> {after}, kept: {kept}")
+    for entry in report.get("draft_vocabulary", []):
+        console.print(draft_vocabulary_line(entry))
     console.print(f"plan: {plan_line(report)}")
 
 
@@ -69,6 +71,7 @@ def write_markdown(path: Path, report: dict[str, Any]) -> None:
         "on other prompts.",
         "",
         *_adapted(report.get("adaptations", [])),
+        *_draft_vocabulary(report.get("draft_vocabulary", [])),
         "## Setting",
         "",
         f"- plan: {plan_line(report)}",
@@ -180,6 +183,34 @@ def adaptation_rows(entries: list[dict[str, Any]]) -> Rows:
     return rows
 
 
+def draft_vocabulary_rows(entries: list[dict[str, Any]]) -> Rows:
+    """Header and two rows for each trimmed head: as it is, and over the whole vocabulary."""
+    rows = [["head", "drafts among", "of the answers' tokens", "tokens a round", "ms a draft pass"]]
+    for entry in entries:
+        part, whole = entry["part"], entry["whole"]
+        share = entry["coverage"]
+        covered = "-" if share is None else f"{100 * share:.1f}%"
+        rows.append(
+            [entry["member"], f"{entry['num_tokens']:,} tokens", covered, *_gain_and_cost(part)]
+        )
+        rows.append(
+            [entry["member"], f"all {entry['vocab_size']:,}", "100%", *_gain_and_cost(whole)]
+        )
+    return rows
+
+
+def draft_vocabulary_line(entry: dict[str, Any]) -> str:
+    """A trimmed head, in a line."""
+    (length, milliseconds), (whole_length, whole_milliseconds) = (
+        _gain_and_cost(entry[name]) for name in ("part", "whole")
+    )
+    return (
+        f"{entry['member']} drafts among {entry['num_tokens']:,} of {entry['vocab_size']:,} "
+        f"tokens: {length} tokens a round ({whole_length} among all), {milliseconds} ms a draft "
+        f"pass ({whole_milliseconds})"
+    )
+
+
 def settings_line(settings: dict[str, Any]) -> str:
     """What was run, in a line."""
     line = (
@@ -211,6 +242,30 @@ def _adapted(entries: list[dict[str, Any]]) -> list[str]:
         "",
         "Of a ready-made head or a 4-bit copy, adapted to this target, on held-out conversations.",
         "",
+    ]
+
+
+def _draft_vocabulary(entries: list[dict[str, Any]]) -> list[str]:
+    if not entries:
+        return []
+    return [
+        "## Draft vocabulary",
+        "",
+        *_markdown_table(draft_vocabulary_rows(entries)),
+        "",
+        "A head that drafts among frequent tokens alone, beside itself over the whole vocabulary,",
+        "where it can draft over that. Of the answers' tokens: the share that it can draft, and",
+        "tokens a round: simulated on held-out conversations when it was trained. Milliseconds:",
+        "medians of drafts behind one of the prompts, both ways in turns.",
+        "",
+    ]
+
+
+def _gain_and_cost(drafting: dict[str, float | None]) -> list[str]:
+    length, seconds = drafting["accepted_length"], drafting["seconds_per_pass"]
+    return [
+        "-" if length is None else f"{length:.2f}",
+        "-" if seconds is None else f"{1e3 * seconds:.3f}",
     ]
 
 

@@ -17,7 +17,13 @@ from polybasic.chain.errors import UserError
 from polybasic.chain.files import read_json
 from polybasic.chain.linear import is_laid_out_anew
 from polybasic.chain.loading import load_decoder, load_head
-from polybasic.chain.manifest import MeasuredPlan, Plan, PredictedPlan, check_plan
+from polybasic.chain.manifest import (
+    HEAD_KINDS,
+    MeasuredPlan,
+    Plan,
+    PredictedPlan,
+    check_plan,
+)
 from polybasic.chain.tokenizer import load_tokenizer
 from polybasic.chain.verify import CheckedChain, check_chain
 from polybasic.deploy.defaults import read_default_sampling, read_stop_tokens
@@ -360,7 +366,7 @@ def _context_tokens(checked: CheckedChain, given: int | None) -> int:
     """Prompt and answer together: as given, or as much as all members are declared for."""
     declared = {}
     for member in checked.manifest.members:
-        read = read_head_config if member.kind == "eagle2" else read_decoder_config
+        read = read_head_config if member.kind in HEAD_KINDS else read_decoder_config
         declared[member.name] = read(checked.members[member.name]).context_tokens
     shortest = min(declared, key=lambda name: declared[name])
     if given is None:
@@ -385,7 +391,7 @@ def _load_models(
     decoders = {member.name: decoder(member.name) for member in manifest.verifying}
     drafters: dict[str, EagleHead | Decoder] = {}
     for member in manifest.drafters:
-        if member.kind == "eagle2":
+        if member.kind in HEAD_KINDS:
             verifier = decoders[member.drafts_for[0]]
             head = load_head(checked.members[member.name], verifier, num_positions)
             drafters[member.name] = head

@@ -73,10 +73,7 @@ class BenchSettings(Settings):
     seed: int = 0
     repeats: int = Field(2, ge=1, description="the systems take turns this many times")
     dtype: Dtype = "bfloat16"
-    systems: tuple[SystemName, ...] = (
-        "target",
-        "hf_generate",
-        "eagle2",
-        "polybasic_full",
-        "polybasic",
+    systems: tuple[SystemName, ...] = Field(
+        ("target", "hf_generate", "eagle2", "polybasic_full", "polybasic"),
+        description="eagle2: target and draft head, reported under the head's own kind",
     )

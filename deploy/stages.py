@@ -3,6 +3,8 @@
 Stages nest: a `TreeStage` verifies a drafter's tree, a `BlockStage` verifies the block that the
 stage below it hands up. Two models are one TreeStage, three are a BlockStage over a TreeStage,
 four two BlockStages over one. A stage sees token ids only.
+
+#   R = rows (tokens), W = width of the verifier's states, which stages only hand on
 """
 
 from collections.abc import Callable, Collection
@@ -63,7 +65,7 @@ class Stage(Protocol):
 
         Args:
             tokens: the prompt, at least one token.
-            states: the states [len(tokens) - 1, D] of all tokens but the last, when the stage
+            states: the states [len(tokens) - 1, W] of all tokens but the last, when the stage
                 above has read them into the cache that this stage shares.
         """
 
@@ -81,7 +83,7 @@ class Stage(Protocol):
         """Cut the sequence to its first `length` tokens and continue with `next_token`.
 
         Args:
-            states: the states [R, D] of the last R of those `length` tokens, when the stage above
+            states: the states [R, W] of the last R of those `length` tokens, when the stage above
                 has read them into the cache that this stage shares.
         """
 

@@ -1,4 +1,7 @@
-"""A model together with the cache that it reads and writes, one pass at a time."""
+"""A model together with the cache that it reads and writes, one pass at a time.
+
+#   R = rows (tokens of one pass), W = width of the model's states, V = vocabulary
+"""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -73,12 +76,12 @@ class Verifier:
         self.num_rows = 0
 
     def read(self, token_ids: Sequence[int]) -> Tensor:
-        """States [R, D] of consecutive tokens; their rows are provisional."""
+        """States [R, W] of consecutive tokens; their rows are provisional."""
         attend = attend_causally(self.decoder, self.cache.length, len(token_ids))
         return self._forward(token_ids, attend)
 
     def read_tree(self, tree: DraftTree) -> Tensor:
-        """States [R, D] of a tree's rows; each sees the committed rows and its ancestors."""
+        """States [R, W] of a tree's rows; each sees the committed rows and its ancestors."""
         if len(tree) == 1:
             return self.read(tree.tokens)
         device, start = self.decoder.device, self.cache.length

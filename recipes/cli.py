@@ -17,6 +17,7 @@ from polybasic.recipes import (
     commands_recipes,
     commands_run,
 )
+from polybasic.train.interruption import Interrupted, sigterm_raises
 
 app = typer.Typer(
     name="polybasic",
@@ -61,12 +62,16 @@ def polybasic(
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
-    """Run the command line and exit: 0 done, 1 failed, 2 user error, 130 interrupted."""
+    """Run the command line and exit: 0 done, 1 failed, 2 user error, 130 or 143 interrupted."""
     try:
-        app(arguments, prog_name="polybasic")
+        with sigterm_raises():
+            app(arguments, prog_name="polybasic")
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+    except Interrupted as interrupted:
+        print(f"interrupted by {interrupted}", file=sys.stderr)
+        sys.exit(interrupted.exit_code)
     except KeyboardInterrupt:
         sys.exit(130)
     except Exception as error:

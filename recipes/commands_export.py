@@ -33,5 +33,5 @@ def export(
     if engine != "eagle":
         for folder in exported.four_bit_copies:
             note(f"{folder}, its 4-bit copy, is an ordinary AWQ model: it can be served instead")
-    command = launch_command(engine, exported.model, exported.folder)
+    command = launch_command(engine, exported)
     note(f"wrote {exported.member} into {exported.folder}; next: {command}")

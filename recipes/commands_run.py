@@ -2,6 +2,7 @@
 
 import shlex
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -34,6 +35,21 @@ HardwareOption = Annotated[
         "h100-80gb, h200, rtx-4090.  [default: the one here]"
     ),
 ]
+NprocOption = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Processes that train a head, one a GPU: sets train.num_processes.  "
+        "[default: the recipe's, or all slots of --hostfile]",
+    ),
+]
+HostfileOption = Annotated[
+    Path | None,
+    typer.Option(
+        help="DeepSpeed hostfile ('host slots=N' a line) of the machines that train a head "
+        "together; they see this output folder."
+    ),
+]
 
 
 def run(
@@ -42,9 +58,12 @@ def run(
     out: OutOption = None,
     dry_run: DryRunOption = False,
     hardware: HardwareOption = None,
+    nproc: NprocOption = None,
+    hostfile: HostfileOption = None,
 ) -> None:
     """Run a whole recipe; continues where it was stopped."""
-    workspace = _run("run", recipe, overrides, out, dry_run, hardware, None)
+    given = _Given("run", recipe, overrides, out, dry_run, hardware, nproc, hostfile)
+    workspace = _run(given, None)
     if workspace is None:
         return
     from rich.console import Console
@@ -66,11 +85,12 @@ def train(
     out: OutOption = None,
     dry_run: DryRunOption = False,
     hardware: HardwareOption = None,
+    nproc: NprocOption = None,
+    hostfile: HostfileOption = None,
 ) -> None:
     """Train the draft heads, and make what that needs."""
-    stages = ("draft", "small_draft")
-    given = (recipe, overrides, out, dry_run, hardware)
-    _run_until("train", stages, f"polybasic quantize {recipe}", *given)
+    given = _Given("train", recipe, overrides, out, dry_run, hardware, nproc, hostfile)
+    _run_until(given, ("draft", "small_draft"), f"polybasic quantize {recipe}")
 
 
 def quantize(
@@ -81,9 +101,8 @@ def quantize(
     hardware: HardwareOption = None,
 ) -> None:
     """Quantize the recipe's models to 4 bits, and make what that needs."""
-    stages = ("intermediate", "small")
-    given = (recipe, overrides, out, dry_run, hardware)
-    _run_until("quantize", stages, f"polybasic package {recipe}", *given)
+    given = _Given("quantize", recipe, overrides, out, dry_run, hardware)
+    _run_until(given, ("intermediate", "small"), f"polybasic package {recipe}")
 
 
 def package(
@@ -94,21 +113,35 @@ def package(
     hardware: HardwareOption = None,
 ) -> None:
     """Pack the chain, grow it where the recipe says so, and make what that needs."""
-    given = (recipe, overrides, out, dry_run, hardware)
-    _run_until("package", ("chain", "grown"), "polybasic bench", *given)
+    given = _Given("package", recipe, overrides, out, dry_run, hardware)
+    _run_until(given, ("chain", "grown"), "polybasic bench")
 
 
-def _run_until(
-    command: str,
-    stages: Sequence[str],
-    next_command: str,
-    recipe: str,
-    overrides: list[str] | None,
-    out: Path | None,
-    dry_run: bool,
-    hardware: str | None,
-) -> None:
-    workspace = _run(command, recipe, overrides, out, dry_run, hardware, stages)
+@dataclass(frozen=True)
+class _Given:
+    """What was given on the command line."""
+
+    command: str
+    recipe: str
+    overrides: list[str] | None
+    out: Path | None
+    dry_run: bool
+    hardware: str | None
+    nproc: int | None = None
+    hostfile: Path | None = None
+
+    @property
+    def words(self) -> list[str]:
+        """The command, to be given again."""
+        words = ["polybasic", self.command, self.recipe, *(self.overrides or [])]
+        options = {"--out": self.out, "--nproc": self.nproc, "--hostfile": self.hostfile}
+        for name, value in options.items():
+            words += [name, str(value)] if value is not None else []
+        return words
+
+
+def _run_until(given: _Given, stages: Sequence[str], next_command: str) -> None:
+    workspace = _run(given, stages)
     if workspace is None:
         return
     from polybasic.recipes.run import say
@@ -123,33 +156,29 @@ def _run_until(
     say(f"wrote {', '.join(map(str, folders))}; next: {next_command}")
 
 
-def _run(
-    command: str,
-    name_or_path: str,
-    overrides: list[str] | None,
-    out: Path | None,
-    dry_run: bool,
-    hardware: str | None,
-    only: Sequence[str] | None,
-) -> "Workspace | None":
+def _run(given: _Given, only: Sequence[str] | None) -> "Workspace | None":
     """Run those stages of `only` that the recipe has; None after a dry run."""
     from polybasic.recipes.loading import load_recipe
     from polybasic.recipes.run import run_recipe
+    from polybasic.train.hosts import read_hostfile
 
-    recipe = load_recipe(name_or_path, overrides)
-    words = ["polybasic", command, name_or_path, *(overrides or [])]
-    if out is None:
-        out = Path("runs") / recipe.name
-    else:
-        words += ["--out", str(out)]
-    if dry_run:
-        _foretell(recipe, out, hardware, only)
+    overrides, nproc = list(given.overrides or []), given.nproc
+    if nproc is None and given.hostfile is not None:
+        nproc = sum(host.slots for host in read_hostfile(given.hostfile))
+    if nproc is not None:
+        overrides.append(f"train.num_processes={nproc}")
+    recipe = load_recipe(given.recipe, overrides)
+    out = given.out or Path("runs") / recipe.name
+    if given.dry_run:
+        _foretell(recipe, out, given.hardware, only)
         return None
-    if hardware is not None:
+    if given.hardware is not None:
         raise UserError(
-            "hardware without --dry-run", f"--hardware {hardware}", "it is for estimates: leave it"
+            "hardware without --dry-run",
+            f"--hardware {given.hardware}",
+            "it is for estimates: leave it",
         )
-    return run_recipe(recipe, out, shlex.join(words), only)
+    return run_recipe(recipe, out, shlex.join(given.words), only, given.hostfile)
 
 
 def _foretell(

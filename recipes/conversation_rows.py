@@ -5,7 +5,14 @@ from random import Random
 from typing import Any
 
 from polybasic.recipes.pipeline import Workspace
-from polybasic.recipes.sources import conversations_of, tokenizer_identity, tokenizer_of
+from polybasic.recipes.schema import Recipe
+from polybasic.recipes.sources import (
+    REGENERATED,
+    answers_of,
+    conversations_of,
+    tokenizer_identity,
+    tokenizer_of,
+)
 
 _MOST_ENCODED = 16_384
 """Conversations that are enough to calibrate and to distil on, whatever the recipe has."""
@@ -21,6 +28,17 @@ def conversations_input(workspace: Workspace) -> dict[str, Any]:
     }
 
 
+def conversation_stages(recipe: Recipe, source: str) -> tuple[str, ...]:
+    """Stages that must be whole before a model of stage `source` is learned from conversations.
+
+    The chain's tokenizer is the target's.
+    """
+    stages = ["data", "target"]
+    stages += [REGENERATED] if recipe.data.regenerate is not None else []
+    stages += [source] if source != "target" else []
+    return tuple(stages)
+
+
 def learned_from(workspace: Workspace, source: str) -> dict[str, Any]:
     """What a stage depends on that learns from conversations cut to `data.max_tokens`.
 
@@ -31,26 +49,32 @@ def learned_from(workspace: Workspace, source: str) -> dict[str, Any]:
     recipe = workspace.recipe
     inputs = {
         **conversations_input(workspace),
-        "data": recipe.data.model_dump(exclude={"conversations"}),
+        "data": recipe.data.model_dump(exclude={"conversations", "regenerate"}),
         source: workspace.identity(source),
     }
+    if recipe.data.regenerate is not None:
+        inputs["answers"] = workspace.identity(REGENERATED)
     # the target's identity holds its tokenizer already
     return inputs if source == "target" else {**inputs, "tokenizer": tokenizer_identity(workspace)}
 
 
 def split_rows(workspace: Workspace) -> tuple[Any, Any]:
-    """(training, held-out) datasets of the recipe."""
+    """(training, held-out) datasets of the recipe, with answers as they are given."""
+    return _split(conversations_of(workspace), workspace)
+
+
+def _split(conversations: str, workspace: Workspace) -> tuple[Any, Any]:
     from polybasic.train.conversations import load_conversations, split_conversations
 
     data = workspace.recipe.data
-    dataset = load_conversations(conversations_of(workspace), data.limit)
-    return split_conversations(dataset, data.num_heldout)
+    return split_conversations(load_conversations(conversations, data.limit), data.num_heldout)
 
 
 def encoded_rows(workspace: Workspace) -> tuple[list[list[int]], list[list[int]]]:
-    """(training, held-out) token ids by the chain's tokenizer; the target stage must be whole.
+    """(training, held-out) token ids by the chain's tokenizer, of what heads and copies learn.
 
-    Conversations that the chat template refuses are left out, and counted on stderr.
+    All of `conversation_stages` must be whole. Conversations that the chat template refuses are
+    left out, and counted on stderr.
 
     Raises:
         UserError: no chat template, or one that refuses all of them.
@@ -60,7 +84,7 @@ def encoded_rows(workspace: Workspace) -> tuple[list[list[int]], list[list[int]]
 
     recipe = workspace.recipe
     tokenizer = load_tokenizer(tokenizer_of(workspace))
-    training, heldout = split_rows(workspace)
+    training, heldout = _split(answers_of(workspace), workspace)
     if len(training) > _MOST_ENCODED:
         training = training.select(Random(recipe.seed).sample(range(len(training)), _MOST_ENCODED))
     encoded = [

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from polybasic.recipes.hardware_profiles import Hardware
 from polybasic.recipes.pipeline import StageState
 from polybasic.recipes.schema import NUM_TASKS, Recipe
-from polybasic.recipes.sizes import Shape
+from polybasic.recipes.sizes import Shape, count_of_head
 from polybasic.train.settings import ScratchModelSettings
 
 _EMBEDDED_BYTES = 620
@@ -13,6 +13,11 @@ _EMBEDDED_TOKENS = 115
 _SHAREGPT_TOKENS = 1500
 """Of a conversation cut at 2048: EAGLE's hidden states of 68,000 of them, 8 KiB a token, take 0.6
 to 1.1 TB (its README), which is 1,080 to 1,980 tokens each."""
+_SHAREGPT_CONVERSATIONS = 68_000
+"""That EAGLE trains on, of ShareGPT's V4.3; a file is not counted before a run."""
+_TOKEN_BYTES = 5
+_ANSWERED = 0.6
+"""Share of a conversation's tokens that the assistant wrote."""
 _PROCESS_BYTES = 700e6
 _SEARCH_PASSES = 8
 """AWQ's grid of scales and clips, in forward passes over the calibration tokens."""
@@ -99,6 +104,8 @@ def _costs(name: str, case: Case) -> _Costs:
             return _imported(target)
         case "draft":
             return _draft(case, target)
+        case "regenerated":
+            return _regenerated(case)
         case "intermediate":
             return _quantized(case, target)
         case "chain":
@@ -164,12 +171,12 @@ def _imported(shape: Shape) -> _Costs:
 
 
 def _draft(case: Case, shape: Shape) -> _Costs:
-    recipe, num = case.recipe, shape.num_draft_parameters
-    train = recipe.train
+    recipe, train, head = case.recipe, case.recipe.train, count_of_head(shape, case.recipe.train)
     step_tokens = train.batch_size * _row_tokens(recipe)
+    # an EAGLE-3 head's projection is among its parameters; through EAGLE-2's frozen one go states
+    projection = 0 if train.kind == "eagle3" else 4 * head.num_projected
     step_operations = step_tokens * (
-        2 * shape.num_parameters
-        + train.unroll_steps * (6 * num + 4 * shape.num_embedding_parameters)
+        2 * shape.num_parameters + train.unroll_steps * (6 * head.num_parameters + projection)
     )
     evaluation_operations = (
         recipe.data.num_heldout
@@ -177,14 +184,19 @@ def _draft(case: Case, shape: Shape) -> _Costs:
         * train.eval_tree_depth
         * train.eval_tree_top_k
         * 2
-        * (num + shape.num_embedding_parameters)
+        * (shape.num_draft_parameters + head.num_projected)
     )
     num_evaluations = 1 + train.num_steps // train.eval_every_steps
     operations = train.num_steps * step_operations + num_evaluations * evaluation_operations
     seconds = operations / case.hardware.training_flops / train.num_processes
-    disk = shape.num_draft_bytes + num * 2 * _ADAM_BYTES
+    disk = head.num_bytes + 2.0 * _ADAM_BYTES * head.num_parameters
+    if train.features == "offline":
+        num = min(train.num_steps * train.batch_size, _num_conversations(recipe))
+        features = num * _row_tokens(recipe) * head.feature_bytes
+        disk += features
+        seconds += _reading_seconds(2 * features)
     return (
-        num,
+        head.num_parameters,
         _draft_memory(recipe, shape),
         disk,
         15 + _reading_seconds(shape.num_bytes) + seconds,
@@ -193,12 +205,24 @@ def _draft(case: Case, shape: Shape) -> _Costs:
 
 def _draft_memory(recipe: Recipe, shape: Shape) -> float:
     """Of one process: the target (a share of it in ZeRO-3), the head's states, activations."""
-    train = recipe.train
+    train, head = recipe.train, count_of_head(shape, recipe.train)
     tokens = train.batch_size * recipe.data.max_tokens / train.num_processes
     # by the usual count of a layer's bfloat16 activations, once a step
     layer = 2 * (34 * shape.hidden_size + 6 * shape.intermediate_size)
     target = shape.num_bytes / (train.num_processes if train.zero_stage == 3 else 1)
-    return target + shape.num_draft_parameters * _ADAM_BYTES + tokens * train.unroll_steps * layer
+    return target + head.num_parameters * _ADAM_BYTES + tokens * train.unroll_steps * layer
+
+
+def _regenerated(case: Case) -> _Costs:
+    """Answers of the target; what a server takes for them is its own affair."""
+    recipe, target = case.recipe, case.shapes.target
+    assert recipe.data.regenerate is not None, "the stage is there for the section"
+    num_tokens = _num_conversations(recipe) * _row_tokens(recipe)
+    disk = 2 * num_tokens * _TOKEN_BYTES
+    if recipe.data.regenerate.endpoint is not None:
+        return 0, 0, disk, 1
+    seconds = 20 + num_tokens * _ANSWERED * _token_seconds(target, case.hardware)
+    return target.num_parameters, target.num_bytes * _SERVING, disk, seconds
 
 
 def _quantized(case: Case, shape: Shape) -> _Costs:
@@ -269,11 +293,12 @@ def _token_seconds(target: Shape, hardware: Hardware) -> float:
 def _packed_bytes(case: Case, target: Shape) -> int:
     """Of all members but the target, whose shape decides on those that are made of it."""
     recipe, shapes = case.recipe, case.shapes
-    total = target.num_int4_bytes + target.num_draft_bytes
+    train = recipe.train
+    total = target.num_int4_bytes + count_of_head(target, train).num_bytes
     if recipe.small is not None and shapes.small is not None:
         is_int4, has_head = recipe.small.quantize, recipe.small.has_head
         total += shapes.small.num_int4_bytes if is_int4 else shapes.small.num_bytes
-        total += shapes.small.num_draft_bytes if has_head else 0
+        total += count_of_head(shapes.small, train).num_bytes if has_head else 0
     return total
 
 
@@ -290,6 +315,14 @@ def _loaded_bytes(case: Case, target: Shape) -> int:
 def _row_tokens(recipe: Recipe) -> float:
     is_embedded = recipe.data.conversations == "embedded"
     return min(recipe.data.max_tokens, _EMBEDDED_TOKENS if is_embedded else _SHAREGPT_TOKENS)
+
+
+def _num_conversations(recipe: Recipe) -> int:
+    if recipe.data.conversations == "embedded":
+        num = recipe.target.scratch.num_embedded_conversations
+    else:
+        num = _SHAREGPT_CONVERSATIONS
+    return min(num, recipe.data.limit or num)
 
 
 def _reading_seconds(num_bytes: float) -> float:

@@ -23,6 +23,7 @@ from polybasic.recipes.sources import GENERATED_PROMPTS, chat_template_of
 _MODULES = {
     "data": ("train", ("datasets", "zstandard")),
     "target": ("train", ("datasets",)),
+    "regenerated": ("train", ("datasets", "httpx")),
     "draft": ("train", ("datasets", "deepspeed")),
     "intermediate": ("quantize", ("awq",)),
     "small_target": ("train", ("datasets",)),

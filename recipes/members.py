@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from polybasic.chain.config import read_head_config
 from polybasic.chain.files import read_json
 from polybasic.chain.manifest import Flush, Kind, Plan
 from polybasic.chain.package import TARGET_NAME, Part
@@ -32,13 +33,12 @@ def parts_of(workspace: Workspace) -> list[Part]:
     """The members beside the target, in order; the stages that made them must be whole."""
     small = workspace.recipe.small
     intermediates = [Part("intermediate", "intermediate", "awq", workspace.folder("intermediate"))]
-    drafters = [Part("draft", "drafter", "eagle2", workspace.folder("draft"))]
+    drafters = [_head_part("draft", workspace)]
     if small is not None:
         part = _small_part(workspace)
         (intermediates if small.role == "intermediate" else drafters).append(part)
         if small.has_head:
-            head = workspace.folder("small_draft")
-            drafters.append(Part("small_draft", "drafter", "eagle2", head))
+            drafters.append(_head_part("small_draft", workspace))
     return intermediates + drafters
 
 
@@ -53,6 +53,11 @@ def packed_plan(settings: PlanSettings, parts: Sequence[Part]) -> Plan:
     return Plan(
         members=DEFAULT_MEMBERS, tree=settings.tree, flush=dict.fromkeys(verifying[:-1], flush)
     )
+
+
+def _head_part(stage: str, workspace: Workspace) -> Part:
+    folder = workspace.folder(stage)
+    return Part(stage, "drafter", read_head_config(folder).kind, folder)
 
 
 def _small_part(workspace: Workspace) -> Part:

@@ -9,12 +9,13 @@ from typing import Any
 
 from polybasic.chain.checkpoint import resolve_head
 from polybasic.chain.files import write_json
-from polybasic.recipes.conversation_rows import encoded_rows, learned_from
+from polybasic.recipes.conversation_rows import conversation_stages, encoded_rows, learned_from
 from polybasic.recipes.pipeline import Stage, Workspace
+from polybasic.recipes.provenance import git_commit, package_versions
 from polybasic.recipes.schema import Recipe
 from polybasic.recipes.sources import (
+    answers_of,
     checkpoint_of,
-    conversations_of,
     head_stamp,
     model_digests,
     tokenizer_of,
@@ -23,22 +24,35 @@ from polybasic.train.settings import DraftSettings
 
 QUALITY_NAME = "quality.json"
 _IMPORTED_NAME = "imported"
+_FEATURES_NAME = "features"
+_WITHOUT_EFFECT = {"save_every_steps", "keep_every_steps", "log", "features_folder"}
 
 
 def _identify_model(workspace: Workspace, folder: Path) -> dict[str, Any]:
     return model_digests(folder)
 
 
-def _head_stage(name: str, source: str) -> Stage:
-    """Train or import the draft head of the model that stage `source` gave."""
+def head_stage(recipe: Recipe, name: str, source: str, copy: str) -> Stage:
+    """Train or import the draft head of the model that stage `source` gave.
+
+    Args:
+        recipe: decides on which stages the head depends.
+        name: of the stage.
+        source: the stage that gave the model.
+        copy: the stage that makes the model's 4-bit copy.
+    """
+    draft = draft_settings(recipe, name)
+    is_trained = draft.model == "train" or draft.adapt != "none"
+    learns_from_copy = is_trained and recipe.train.features_from == "intermediate"
 
     def inputs(workspace: Workspace) -> dict[str, Any]:
-        draft = draft_settings(workspace.recipe, name)
         settings = workspace.recipe.train
         training = {
-            "train": settings.model_dump(mode="json", exclude={"save_every_steps", "log"}),
+            "train": settings.model_dump(mode="json", exclude=_WITHOUT_EFFECT),
             **learned_from(workspace, source),
         }
+        if learns_from_copy:
+            training[copy] = workspace.identity(copy)
         if draft.model == "train":
             return training
         ready: dict[str, Any] = {"draft": draft.model_dump(mode="json"), **head_stamp(draft.model)}
@@ -47,18 +61,21 @@ def _head_stage(name: str, source: str) -> Stage:
         return {**ready, **training}
 
     def run(workspace: Workspace, folder: Path) -> dict[str, Any]:
-        draft = draft_settings(workspace.recipe, name)
+        given: dict[str, Any] = {}
+        if learns_from_copy:
+            given["intermediate"] = workspace.folder(copy)
         if draft.model == "train":
-            return _train(workspace, source, folder)
+            return _train(workspace, source, folder, **given)
         if draft.adapt == "none":
             return _import(workspace, source, draft, folder)
         imported = folder / _IMPORTED_NAME
         summary = _import(workspace, source, draft, imported)
-        summary |= _train(workspace, source, folder, start=imported, lora=draft.lora)
+        summary |= _train(workspace, source, folder, start=imported, lora=draft.lora, **given)
         shutil.rmtree(imported)
         return summary
 
-    return Stage(name, ("data", source), inputs, run, _identify_model, resumes=True)
+    needs = conversation_stages(recipe, source) + ((copy,) if learns_from_copy else ())
+    return Stage(name, needs, inputs, run, _identify_model, resumes=True)
 
 
 def draft_settings(recipe: Recipe, stage: str) -> DraftSettings:
@@ -72,24 +89,35 @@ def _import(workspace: Workspace, source: str, draft: DraftSettings, out: Path) 
     return import_head(resolve_head(draft.model), checkpoint_of(workspace, source), out)
 
 
-def _train(workspace: Workspace, source: str, out: Path, **start: Any) -> dict[str, Any]:
+def _train(workspace: Workspace, source: str, out: Path, **given: Any) -> dict[str, Any]:
     from polybasic.train.launch import train_head_in_processes
 
-    recipe = workspace.recipe
+    recipe, settings = workspace.recipe, workspace.recipe.train
+    if settings.features == "offline" and settings.features_folder is None:
+        # outside of the stage's folder, which is made anew when a setting changes
+        folder = str(workspace.out / _FEATURES_NAME / source)
+        settings = settings.model_copy(update={"features_folder": folder})
     return train_head_in_processes(
         recipe.train.num_processes,
+        hostfile=workspace.hostfile,
         target=checkpoint_of(workspace, source),
-        conversations=conversations_of(workspace),
+        conversations=answers_of(workspace),
         data=recipe.data,
-        settings=recipe.train,
+        settings=settings,
         seed=recipe.seed,
         out=out,
         tokenizer=tokenizer_of(workspace),
-        **start,
+        provenance={
+            "recipe": recipe.model_dump(mode="json"),
+            "command": workspace.command,
+            "git_commit": git_commit(),
+            "package_versions": package_versions(),
+        },
+        **given,
     )
 
 
-def _quantized_stage(name: str, source: str) -> Stage:
+def quantized_stage(recipe: Recipe, name: str, source: str) -> Stage:
     """Make the 4-bit copy of the model that stage `source` gave."""
 
     def inputs(workspace: Workspace) -> dict[str, Any]:
@@ -102,10 +130,9 @@ def _quantized_stage(name: str, source: str) -> Stage:
         from polybasic.quantize.awq import quantize_target
         from polybasic.quantize.quality import measure_quality
 
-        recipe, model = workspace.recipe, checkpoint_of(workspace, source)
-        settings = recipe.quantize
+        model, settings = checkpoint_of(workspace, source), workspace.recipe.quantize
         training, heldout = encoded_rows(workspace)
-        quantize_target(model, training, settings, recipe.seed, folder)
+        quantize_target(model, training, settings, workspace.recipe.seed, folder)
         gained = {}
         if settings.distill is not None:
             from polybasic.quantize.distillation import distill_intermediate
@@ -117,7 +144,7 @@ def _quantized_stage(name: str, source: str) -> Stage:
                 heldout_token_ids=heldout,
                 settings=settings.distill,
                 num_quality_tokens=settings.num_quality_tokens,
-                seed=recipe.seed,
+                seed=workspace.recipe.seed,
                 out=folder,
                 # the smaller model's copy has another cache than the member above it
                 shares_cache=source == "target",
@@ -129,10 +156,4 @@ def _quantized_stage(name: str, source: str) -> Stage:
         write_json(folder / QUALITY_NAME, quality)
         return quality
 
-    return Stage(name, ("data", source), inputs, run, _identify_model)
-
-
-DRAFT = _head_stage("draft", "target")
-INTERMEDIATE = _quantized_stage("intermediate", "target")
-SMALL = _quantized_stage("small", "small_target")
-SMALL_DRAFT = _head_stage("small_draft", "small_target")
+    return Stage(name, conversation_stages(recipe, source), inputs, run, _identify_model)

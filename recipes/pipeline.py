@@ -55,11 +55,17 @@ class Record:
 
 @dataclass(frozen=True)
 class Workspace:
-    """One run's recipe and output folder."""
+    """One run's recipe and output folder.
+
+    Attributes:
+        command: the command line, for records.
+        hostfile: of the machines that train heads together; None is this one alone.
+    """
 
     recipe: Recipe
     out: Path
     command: str = ""
+    hostfile: Path | None = None
 
     def folder(self, stage: str) -> Path:
         """Where the whole result of `stage` lies."""

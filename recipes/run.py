@@ -14,7 +14,11 @@ from polybasic.recipes.stages import stages_of
 
 
 def run_recipe(
-    recipe: Recipe, out: Path, command: str, only: Sequence[str] | None = None
+    recipe: Recipe,
+    out: Path,
+    command: str,
+    only: Sequence[str] | None = None,
+    hostfile: Path | None = None,
 ) -> Workspace:
     """Run what is not whole yet of a recipe; continue where an earlier run stopped.
 
@@ -23,6 +27,7 @@ def run_recipe(
         out: the output folder; each stage has a folder of its name in it.
         command: the command line, for the chain's provenance.
         only: names of stages; they and what they need are run. None is all.
+        hostfile: of the machines that train heads together.
 
     Returns:
         The workspace, whose stages of `only` are whole.
@@ -30,7 +35,7 @@ def run_recipe(
     Raises:
         UserError: bad input, a missing extra, a full disk, or another run in `out`.
     """
-    workspace = Workspace(recipe, out, command)
+    workspace = Workspace(recipe, out, command, hostfile)
     stages = stages_of(recipe)
     check_disk(estimate(stages, workspace, only), out)
     with locked(out):

@@ -142,6 +142,23 @@ class Recipe(Settings):
                 f"grow.shape = {self.grow.shape}, with a section small",
                 "set one of them to null",
             )
+        if self.grow.shape is not None and self.train.kind == "eagle3":
+            raise UserError(
+                "EAGLE-3 heads are not grown",
+                f"grow.shape = {self.grow.shape}, train.kind = eagle3",
+                "set train.kind=eagle2 or grow.shape=null",
+            )
+        if (
+            self.small is not None
+            and self.small.has_head
+            and not self.small.quantize
+            and self.train.features_from == "intermediate"
+        ):
+            raise UserError(
+                "no 4-bit copy of the smaller model to take features from",
+                "train.features_from = intermediate, small.quantize = false",
+                "set one of them to its other value",
+            )
         if self.target.model == "scratch":
             self._scratch_stands_alone()
             self._scratch_can_be_built("target", self.target.scratch)

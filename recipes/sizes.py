@@ -10,7 +10,7 @@ from polybasic.chain.files import read_json
 from polybasic.chain.grown_shapes import GrownShape, check_family, check_sizes, shape_named
 from polybasic.chain.hub import snapshot
 from polybasic.recipes.schema import Recipe
-from polybasic.train.settings import ScratchModelSettings
+from polybasic.train.settings import HeadSettings, ScratchModelSettings
 
 _WEIGHT_NAMES = tuple(
     f"{stem}.{suffix}{index}"
@@ -86,6 +86,45 @@ class Shape:
     def num_draft_bytes(self) -> int:
         """Of the exported head in bfloat16 with its copy of the embedding."""
         return 2 * (self.num_draft_parameters + self.num_embedding_parameters)
+
+    @property
+    def num_layer_inputs_parameters(self) -> int:
+        """What an EAGLE-3 head has more than an EAGLE-2 head: a third layer's input to fuse,
+        attention that reads two states, three norms more, and less a norm that both count."""
+        queries = self.head_size * (self.num_heads + 2 * self.num_kv_heads)
+        return self.hidden_size * (self.hidden_size + queries + 2)
+
+
+@dataclass(frozen=True)
+class HeadCount:
+    """Sizes of a draft head.
+
+    Attributes:
+        num_parameters: that are trained.
+        num_bytes: of the exported head in bfloat16 with its copy of the embedding.
+        num_projected: weights of the output projection that a draft pass reads.
+        feature_bytes: of what a verifier leaves for the head, a token.
+    """
+
+    num_parameters: int
+    num_bytes: int
+    num_projected: int
+    feature_bytes: int
+
+
+def count_of_head(shape: Shape, train: HeadSettings) -> HeadCount:
+    """Sizes of the head that is trained for a model of `shape`."""
+    num_projected = (train.draft_vocab_size or shape.vocab_size) * shape.hidden_size
+    num, num_states = shape.num_draft_parameters, 1
+    if train.kind == "eagle3":
+        num += shape.num_layer_inputs_parameters + num_projected
+        num_states = 4
+    return HeadCount(
+        num_parameters=num,
+        num_bytes=2 * (num + shape.num_embedding_parameters),
+        num_projected=num_projected,
+        feature_bytes=num_states * shape.hidden_size * shape.weight_bytes,
+    )
 
 
 def shape_of_target(recipe: Recipe) -> Shape:

@@ -17,6 +17,8 @@ from polybasic.recipes.pipeline import Workspace
 from polybasic.recipes.schema import Recipe
 
 CONVERSATIONS_NAME = "conversations.jsonl"
+REGENERATED = "regenerated"
+"""The stage in which the target answers the conversations again."""
 PROMPTS_NAME = "prompts.jsonl"
 PLAN_PROMPTS_NAME = "plan_prompts.jsonl"
 MERGED_NAME = "merged"
@@ -34,6 +36,13 @@ def conversations_of(workspace: Workspace) -> str:
     if source == "embedded":
         return str(workspace.folder("data") / CONVERSATIONS_NAME)
     return source
+
+
+def answers_of(workspace: Workspace) -> str:
+    """The source of what heads and 4-bit copies learn: regenerated answers, or those given."""
+    if workspace.recipe.data.regenerate is None:
+        return conversations_of(workspace)
+    return str(workspace.folder(REGENERATED) / CONVERSATIONS_NAME)
 
 
 def prompts_of(workspace: Workspace) -> Path:

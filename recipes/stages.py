@@ -11,16 +11,17 @@ from typing import Any
 
 from polybasic.chain.files import sha256_of_file, write_json
 from polybasic.chain.grown_shapes import shape_named
-from polybasic.chain.manifest import SCHEMA, Kind, Manifest, Provenance
+from polybasic.chain.manifest import HEAD_KINDS, SCHEMA, Kind, Manifest, Provenance
 from polybasic.chain.package import Part, package_chain
 from polybasic.deploy.prompts import read_questions, write_first_turns
 from polybasic.deploy.settings import PlanSettings
 from polybasic.recipes.conversation_rows import conversations_input, split_rows
 from polybasic.recipes.downloads import fetch, is_url
 from polybasic.recipes.members import last_chain, model_stages, packed_plan, parts_of
-from polybasic.recipes.model_stages import DRAFT, INTERMEDIATE, SMALL, SMALL_DRAFT
+from polybasic.recipes.model_stages import head_stage, quantized_stage
 from polybasic.recipes.pipeline import Stage, Workspace
 from polybasic.recipes.provenance import git_commit, package_versions
+from polybasic.recipes.regenerated_stage import REGENERATED_STAGE
 from polybasic.recipes.schema import NUM_TASKS, Recipe
 from polybasic.recipes.source_stages import SMALL_TARGET, TARGET
 from polybasic.recipes.sources import (
@@ -44,11 +45,17 @@ _DOWNLOADED_NAMES = {"bench.prompts": PROMPTS_NAME, "plan.prompts": PLAN_PROMPTS
 
 def stages_of(recipe: Recipe) -> tuple[Stage, ...]:
     """The stages of a recipe in order; those of the smaller model only where it has one."""
-    stages = [DATA, TARGET, DRAFT, INTERMEDIATE]
+    draft = head_stage(recipe, "draft", source="target", copy="intermediate")
+    intermediate = quantized_stage(recipe, "intermediate", source="target")
+    stages = [DATA, TARGET]
+    stages += [REGENERATED_STAGE] if recipe.data.regenerate is not None else []
+    stages += [intermediate, draft] if intermediate.name in draft.needs else [draft, intermediate]
     if recipe.small is not None:
         stages.append(SMALL_TARGET)
-        stages += [SMALL] if recipe.small.quantize else []
-        stages += [SMALL_DRAFT] if recipe.small.has_head else []
+        if recipe.small.quantize:
+            stages.append(quantized_stage(recipe, "small", source="small_target"))
+        if recipe.small.has_head:
+            stages.append(head_stage(recipe, "small_draft", source="small_target", copy="small"))
     stages.append(Stage("chain", model_stages(recipe), _chain_inputs, _run_chain, _identify_chain))
     stages += [GROWN] if recipe.grow.shape is not None else []
     chain = last_chain(recipe)
@@ -154,8 +161,8 @@ def _run_chain(workspace: Workspace, folder: Path) -> dict[str, Any]:
             package_versions=package_versions(),
             data_digests=workspace.identity("data"),
         ),
-        quality=_summaries(workspace, parts, "awq"),
-        training=_summaries(workspace, parts, "eagle2"),
+        quality=_summaries(workspace, parts, ("awq",)),
+        training=_summaries(workspace, parts, HEAD_KINDS),
     )
     return _sizes(manifest)
 
@@ -190,11 +197,13 @@ def _sizes(manifest: Manifest) -> dict[str, Any]:
     }
 
 
-def _summaries(workspace: Workspace, parts: Sequence[Part], kind: Kind) -> dict[str, Any]:
-    """Summaries of the stages that made members of this kind, by member."""
+def _summaries(
+    workspace: Workspace, parts: Sequence[Part], kinds: Sequence[Kind]
+) -> dict[str, Any]:
+    """Summaries of the stages that made members of these kinds, by member."""
     summaries = {}
     for part in parts:
-        if part.kind == kind and part.folder == workspace.folder(part.name):
+        if part.kind in kinds and part.folder == workspace.folder(part.name):
             record = workspace.record(part.name)
             assert record is not None, f"{part.name} is packed and not whole"
             summaries[part.name] = record.summary

@@ -6,14 +6,16 @@ target's path at the first token where they differ. Along this answer rounds are
 runtime plays them: draft a tree from the head's cache of true rows, rank it, keep the best rows,
 walk it along the answer, add the target's own token, start the next round there. No beam or row
 is approximated. What differs from serving: the target's rounding (passes over other numbers of
-rows), and that an intermediate in 4 bits is taken to agree with the target.
+rows), and that an intermediate in 4 bits is taken to agree with the target, or where the answers
+are its own, the target with it.
 
 Shapes: B = conversations, K = beams (top_k), C = committed rows, P = nodes in the pool.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,8 +23,15 @@ from transformers import GenerationConfig
 
 from polybasic.chain.errors import UserError
 from polybasic.train.chat import RefusedConversation, encode_prompt
-from polybasic.train.head import DraftHead, KeysValues
-from polybasic.train.target import LmHead, Target
+from polybasic.train.features import Features
+from polybasic.train.head import DraftHead
+from polybasic.train.head_layers import KeysValues
+from polybasic.train.head_shape import FeatureLayers
+from polybasic.train.lm_head import LmHead
+from polybasic.train.target import Target
+
+NO_TASK = "other"
+"""Stands for the task of a conversation that names none."""
 
 _BATCH = 16
 
@@ -42,12 +51,13 @@ class HeldoutBatch:
 
     token_ids: Tensor
     """[B, T]"""
-    features: Tensor
-    """[B, T, H]"""
+    features: Features
     prompt_lengths: Tensor
     """[B]"""
     lengths: Tensor
     """[B], prompt and answer"""
+    tasks: list[str]
+    """B names of what the conversations are about"""
 
 
 @dataclass(frozen=True)
@@ -59,27 +69,40 @@ class Acceptance:
     num_rounds: int
     accepted_by_depth: list[float]
     """the share of rounds whose first d drafted tokens were accepted, for d = 1 .. depth"""
+    by_task: dict[str, float]
+    """tokens a round, by the task of the conversation, in the order of their names"""
 
 
 def heldout_batches(
-    target: Target, conversations: Iterable[dict[str, Any]], max_tokens: int, answer_tokens: int
+    target: Target,
+    conversations: Iterable[dict[str, Any]],
+    max_tokens: int,
+    answer_tokens: int,
+    feature_layers: FeatureLayers | None = None,
 ) -> list[HeldoutBatch]:
     """Let the target answer held-out prompts greedily; keep its features for all evaluations.
 
     A prompt is a conversation up to its last assistant turn that leaves a prompt of at most
     `max_tokens`. Memory: features of `max_tokens + answer_tokens` states a conversation.
 
+    Args:
+        target: whose answers are drafted for, or the intermediate that verifies the head.
+        conversations: rows with messages and, where they have one, a task.
+        max_tokens: of a prompt.
+        answer_tokens: of an answer, at most.
+        feature_layers: of an EAGLE-3 head.
+
     Raises:
         UserError: no prompt fits, or no answer is longer than one token.
     """
     prompts = [
-        prompt
+        _Prompt(token_ids, row.get("task") or NO_TASK)
         for row in conversations
-        if (prompt := _longest_prompt(target, row["messages"], max_tokens)) is not None
+        if (token_ids := _longest_prompt(target, row["messages"], max_tokens)) is not None
     ]
-    prompts.sort(key=len)
+    prompts.sort(key=lambda prompt: len(prompt.token_ids))
     batches = [
-        _answered(target, prompts[start : start + _BATCH], answer_tokens)
+        _answered(target, prompts[start : start + _BATCH], answer_tokens, feature_layers)
         for start in range(0, len(prompts), _BATCH)
     ]
     if not any(bool((batch.lengths - batch.prompt_lengths > 1).any()) for batch in batches):
@@ -94,37 +117,82 @@ def heldout_batches(
 
 @torch.no_grad()
 def simulate(
-    head: DraftHead, lm_head: LmHead, batches: Sequence[HeldoutBatch], tree: TreeShape
+    head: DraftHead,
+    lm_head: LmHead,
+    batches: Sequence[HeldoutBatch],
+    tree: TreeShape,
+    trimmed: bool = True,
 ) -> Acceptance:
     """Play every round of every held-out answer; deterministic.
 
     Args:
         head: in any dtype.
-        lm_head: the target's.
+        lm_head: the verifier's.
         batches: from `heldout_batches`.
         tree: as it will be served.
+        trimmed: whether a head with a draft vocabulary drafts among it; one of EAGLE-2 can draft
+            among all tokens too.
     """
-    num_rounds, num_tokens = 0, 0
-    by_depth = torch.zeros(tree.depth, dtype=torch.long)
-    dtype = head.fc.weight.dtype
-    lm_head = lm_head.to(dtype)
+    drafter = _Drafter(head, lm_head, trimmed)
+    counts = _Counts(tree.depth)
     for batch in batches:
-        features = batch.features.to(dtype)
+        features = head.read(batch.features)
         positions = torch.arange(features.shape[1] - 1, device=features.device)
         outputs, cache = head(batch.token_ids[:, 1:], features[:, :-1], positions)
         last = batch.prompt_lengths.clone()  # the newest token, which no pass has read yet
         while bool((active := last < batch.lengths - 1).any()):
-            drafted = _draft(head, lm_head, outputs, cache, last, tree)
+            drafted = _draft(drafter, outputs, cache, last, tree)
             accepted = _walk(drafted, batch.token_ids, last, tree)
             accepted = torch.minimum(accepted, batch.lengths - 1 - last)
             gained = torch.minimum(accepted + 1, batch.lengths - 1 - last)
-            num_rounds += int(active.sum())
-            num_tokens += int(gained[active].sum())
-            depths = torch.arange(1, tree.depth + 1, device=last.device)
-            by_depth += (accepted[active, None] >= depths).sum(dim=0).cpu()
+            counts.add(batch.tasks, active, gained, accepted)
             last = torch.where(active, last + gained, last)
-    shares = [round(count / num_rounds, 4) for count in by_depth.tolist()]
-    return Acceptance(num_tokens / num_rounds, num_rounds, shares)
+    return counts.acceptance()
+
+
+class _Counts:
+    """Rounds and what they gained, in all and by task."""
+
+    def __init__(self, depth: int) -> None:
+        self._by_depth = torch.zeros(depth, dtype=torch.long)
+        self._rounds, self._tokens = Counter[str](), Counter[str]()
+
+    def add(self, tasks: list[str], active: Tensor, gained: Tensor, accepted: Tensor) -> None:
+        """Rounds played side by side, those that are `active`; the tensors are [B]."""
+        for task, is_active, num_tokens in zip(
+            tasks, active.tolist(), gained.tolist(), strict=True
+        ):
+            if is_active:
+                self._rounds[task] += 1
+                self._tokens[task] += num_tokens
+        depths = torch.arange(1, len(self._by_depth) + 1, device=accepted.device)
+        self._by_depth += (accepted[active, None] >= depths).sum(dim=0).cpu()
+
+    def acceptance(self) -> Acceptance:
+        num_rounds = self._rounds.total()
+        return Acceptance(
+            self._tokens.total() / num_rounds,
+            num_rounds,
+            [round(count / num_rounds, 4) for count in self._by_depth.tolist()],
+            {task: self._tokens[task] / self._rounds[task] for task in sorted(self._rounds)},
+        )
+
+
+class _Drafter:
+    """A head with the projection that it drafts through."""
+
+    def __init__(self, head: DraftHead, lm_head: LmHead, trimmed: bool) -> None:
+        assert trimmed or head.shape.kind == "eagle2", "an EAGLE-3 head has its own lm_head"
+        self.head = head
+        lm_head = lm_head.to(head.dtype)
+        self._projection = head.projection(lm_head) if trimmed else lm_head
+        self._is_trimmed = trimmed
+
+    def best(self, outputs: Tensor, num: int) -> tuple[Tensor, Tensor]:
+        """Log-probabilities and the target's ids of the best tokens behind [..., H]."""
+        logits = self._projection(self.head.projected(outputs))
+        scores, tokens = logits.float().log_softmax(dim=-1).topk(num)
+        return scores, self.head.target_token_ids(tokens) if self._is_trimmed else tokens
 
 
 @dataclass(frozen=True)
@@ -138,12 +206,7 @@ class _Pool:
 
 
 def _draft(
-    head: DraftHead,
-    lm_head: LmHead,
-    outputs: Tensor,
-    cache: KeysValues,
-    last: Tensor,
-    tree: TreeShape,
+    drafter: _Drafter, outputs: Tensor, cache: KeysValues, last: Tensor, tree: TreeShape
 ) -> _Pool:
     """Draft one tree for each conversation.
 
@@ -155,7 +218,7 @@ def _draft(
     num, device, top_k = len(last), last.device, tree.top_k
     committed = torch.arange(outputs.shape[1], device=device) < last[:, None]  # [B, C]
     feature = outputs[torch.arange(num, device=device), last - 1][:, None]  # [B, 1, H]
-    scores, tokens = _log_probabilities(feature[:, 0], lm_head).topk(top_k)
+    scores, tokens = drafter.best(feature[:, 0], top_k)
     pool = [(tokens, scores, torch.full_like(tokens, -1))]
     beams = torch.arange(top_k, device=device).expand(num, top_k)  # pool index of each beam
     features = feature.expand(num, top_k, -1)
@@ -165,8 +228,8 @@ def _draft(
         ancestors = torch.cat((ancestors, own), dim=2)
         mask = torch.cat((committed[:, None].expand(num, top_k, -1), ancestors), dim=2)
         row_positions = (last + depth - 1)[:, None].expand(num, top_k)
-        states, cache = head(tokens, features, row_positions, cache, mask[:, None])
-        child_scores, child_tokens = _log_probabilities(states, lm_head).topk(top_k)
+        states, cache = drafter.head(tokens, features, row_positions, cache, mask[:, None])
+        child_scores, child_tokens = drafter.best(states, top_k)
         child_scores = (scores[:, :, None] + child_scores).flatten(1)  # [B, K * K]
         child_tokens = child_tokens.flatten(1)
         parents = beams.repeat_interleave(top_k, dim=1)
@@ -197,8 +260,11 @@ def _walk(pool: _Pool, token_ids: Tensor, last: Tensor, tree: TreeShape) -> Tens
     return accepted
 
 
-def _log_probabilities(features: Tensor, lm_head: LmHead) -> Tensor:
-    return lm_head(features).float().log_softmax(dim=-1)
+class _Prompt(NamedTuple):
+    """What a held-out conversation is answered from."""
+
+    token_ids: list[int]
+    task: str
 
 
 def _longest_prompt(
@@ -216,11 +282,16 @@ def _longest_prompt(
 
 
 @torch.no_grad()
-def _answered(target: Target, prompts: list[list[int]], answer_tokens: int) -> HeldoutBatch:
-    device, width = target.device, max(map(len, prompts))
+def _answered(
+    target: Target,
+    prompts: list[_Prompt],
+    answer_tokens: int,
+    feature_layers: FeatureLayers | None,
+) -> HeldoutBatch:
+    device, width = target.device, max(len(prompt.token_ids) for prompt in prompts)
     padded = torch.zeros(len(prompts), width, dtype=torch.long)
     mask = torch.zeros_like(padded)
-    for row, prompt in enumerate(prompts):
+    for row, (prompt, _) in enumerate(prompts):
         padded[row, width - len(prompt) :] = torch.tensor(prompt)
         mask[row, width - len(prompt) :] = 1
     ends = _stop_tokens(target)
@@ -237,7 +308,7 @@ def _answered(target: Target, prompts: list[list[int]], answer_tokens: int) -> H
     )[:, width:].tolist()
     model.generation_config = own_defaults
     sequences = [
-        prompt + _cut(answer, ends) for prompt, answer in zip(prompts, generated, strict=True)
+        prompt + _cut(answer, ends) for (prompt, _), answer in zip(prompts, generated, strict=True)
     ]
     token_ids = torch.zeros(len(prompts), max(map(len, sequences)), dtype=torch.long)
     for row, sequence in enumerate(sequences):
@@ -245,9 +316,10 @@ def _answered(target: Target, prompts: list[list[int]], answer_tokens: int) -> H
     token_ids = token_ids.to(device)
     return HeldoutBatch(
         token_ids=token_ids,
-        features=target.features(token_ids),
-        prompt_lengths=torch.tensor([len(prompt) for prompt in prompts], device=device),
+        features=target.features(token_ids, feature_layers=feature_layers),
+        prompt_lengths=torch.tensor([len(prompt) for prompt, _ in prompts], device=device),
         lengths=torch.tensor([len(sequence) for sequence in sequences], device=device),
+        tasks=[task for _, task in prompts],
     )
 
 

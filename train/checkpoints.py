@@ -3,7 +3,7 @@
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,13 @@ from polybasic.chain.errors import UserError
 from polybasic.chain.files import disk_errors, partial_path, read_json, whole_folder, write_json
 from polybasic.train.processes import is_first_process, num_processes, wait_for_all
 
+RECORD_NAME = "run.json"
+"""What was run, beside every checkpoint."""
+
 _PREFIX = "step-"
 _TAG = "engine"
+_STATE_NAME = "state.json"
+_BEST_NAME = "best.safetensors"
 
 
 @dataclass
@@ -35,6 +40,8 @@ class RunState:
     best_step: int = 0
     best_accepted_length: float = 0.0
     best_accepted_by_depth: tuple[float, ...] = ()
+    best_accepted_by_task: dict[str, float] = field(default_factory=dict)
+    accepted_length: float | None = None
     initial_accepted_length: float | None = None
 
 
@@ -44,10 +51,23 @@ def latest_checkpoint(folder: Path) -> Path | None:
     return found[-1] if found else None
 
 
-def save_checkpoint(folder: Path, engine: Any, state: RunState, best: dict[str, Tensor]) -> Path:
-    """Write a checkpoint whole, then remove the older ones; all processes call this.
+def save_checkpoint(
+    folder: Path,
+    engine: Any,
+    state: RunState,
+    best: dict[str, Tensor],
+    record: dict[str, Any],
+    keep_every_steps: int | None,
+) -> Path:
+    """Write a checkpoint whole, then remove older ones; all processes call this.
 
-    State and best weights are the first process's.
+    Args:
+        folder: of the run's checkpoints.
+        engine: with weights, optimizer and schedule.
+        state: the first process's.
+        best: weights of the best evaluation; the first process's.
+        record: what was run; `run.json` holds it with the step.
+        keep_every_steps: checkpoints of its multiples stay; None: of no other step.
 
     Raises:
         UserError: the disk is full; the older checkpoint is still there.
@@ -59,13 +79,19 @@ def save_checkpoint(folder: Path, engine: Any, state: RunState, best: dict[str, 
         )
         if is_first_process():
             if best:
-                save_file(best, partial / "best.safetensors")
-            write_json(partial / "state.json", asdict(state))
+                save_file(best, partial / _BEST_NAME)
+            write_json(partial / RECORD_NAME, {**record, "step": state.step})
+            write_json(partial / _STATE_NAME, asdict(state))
     if is_first_process():
         for other in folder.glob(f"{_PREFIX}*"):
-            if other != path:
+            if other != path and not _is_kept(other, keep_every_steps):
                 shutil.rmtree(other)
     return path
+
+
+def _is_kept(path: Path, keep_every_steps: int | None) -> bool:
+    step = int(path.name.removeprefix(_PREFIX))
+    return keep_every_steps is not None and step % keep_every_steps == 0
 
 
 @contextmanager
@@ -90,14 +116,14 @@ def load_checkpoint(path: Path, engine: Any, identity: str) -> tuple[RunState, d
         UserError: the checkpoint is of another run (settings, data, target or seed differ), or
             of another number of processes.
     """
-    state = RunState(**read_json(path / "state.json", "checkpoint state"))
-    if state.num_processes != num_processes():
+    stored = read_json(path / _STATE_NAME, "checkpoint state")
+    if stored["num_processes"] != num_processes():
         raise UserError(
             f"interrupted training in another number of processes than {num_processes()}",
-            f"{path} (num_processes {state.num_processes})",
+            f"{path} (num_processes {stored['num_processes']})",
             f"restore it to continue, or remove {path.parent} to start anew",
         )
-    if state.identity != identity:
+    if stored["identity"] != identity:
         raise UserError(
             "interrupted training with other settings, data, target or seed",
             str(path),
@@ -106,5 +132,5 @@ def load_checkpoint(path: Path, engine: Any, identity: str) -> tuple[RunState, d
     loaded, _ = engine.load_checkpoint(str(path), tag=_TAG, load_module_strict=False)
     if loaded is None:
         raise UserError("checkpoint is not complete", str(path), "remove it and run again")
-    best = path / "best.safetensors"
-    return state, load_file(best) if best.exists() else {}
+    best = path / _BEST_NAME
+    return RunState(**stored), load_file(best) if best.exists() else {}

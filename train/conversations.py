@@ -10,7 +10,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jinja2
 from datasets import Dataset, Features, Value, load_dataset
@@ -46,6 +46,13 @@ _SYSTEM_PROBE = [{"role": role, "content": "text"} for role in ("system", "user"
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
+class SkippedRow(NamedTuple):
+    """A row that cannot be used: its id, and why."""
+
+    id: str
+    reason: str
+
+
 def load_conversations(source: str, limit: int | None = None) -> Dataset:
     """Read conversations into a dataset with the columns id, task and messages.
 
@@ -63,14 +70,11 @@ def load_conversations(source: str, limit: int | None = None) -> Dataset:
             usable in it.
     """
     rows, skipped = [], Counter[str]()
-    for number, (raw, where) in enumerate(_raw_rows(parse_source(source))):
-        row = _normalise(raw, where, number)
-        if isinstance(row, str):
-            skipped[row] += 1
+    for row in read_rows(source, limit):
+        if isinstance(row, SkippedRow):
+            skipped[row.reason] += 1
         else:
             rows.append(row)
-        if limit is not None and len(rows) == limit:
-            break
     num_read = len(rows) + skipped.total()
     if not rows:
         reasons = f": {_listing(skipped)}" if skipped else ""
@@ -86,6 +90,28 @@ def load_conversations(source: str, limit: int | None = None) -> Dataset:
             file=sys.stderr,
         )
     return Dataset.from_list(rows, features=FEATURES)
+
+
+def read_rows(source: str, limit: int | None = None) -> Iterator[dict[str, Any] | SkippedRow]:
+    """Yield every row of `source` in order, in our columns or with why it cannot be used.
+
+    Args:
+        source: as `load_conversations` takes it.
+        limit: stop after so many usable rows.
+
+    Raises:
+        UserError: as `load_conversations`, but for a source without a usable row.
+    """
+    num_usable = 0
+    for number, (raw, where) in enumerate(_raw_rows(parse_source(source))):
+        row = _normalise(raw, where, number)
+        if isinstance(row, str):
+            yield SkippedRow(_identity(raw, number), row)
+        else:
+            yield row
+            num_usable += 1
+        if num_usable == limit:
+            return
 
 
 def split_conversations(dataset: Dataset, num_heldout: int) -> tuple[Dataset, Dataset]:
@@ -208,13 +234,17 @@ def _normalise(raw: Any, where: str, number: int) -> dict[str, Any] | str:
         return "roles do not alternate"
     if not all(message["content"].strip() for message in messages):
         return "empty turn"
-    identity = raw.get("id")
     task = raw.get("task")
     return {
-        "id": str(number if identity is None else identity),
+        "id": _identity(raw, number),
         "task": task if isinstance(task, str) else None,
         "messages": messages,
     }
+
+
+def _identity(raw: dict[str, Any], number: int) -> str:
+    identity = raw.get("id")
+    return str(number if identity is None else identity)
 
 
 def _trimmed(messages: list[dict[str, str]]) -> list[dict[str, str]]:

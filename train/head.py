@@ -1,161 +1,73 @@
-"""The draft head in EAGLE-2's layout: one fc and one Llama layer without an input norm.
+"""Draft heads: what both kinds share, and EAGLE-2's.
 
-Row t of the input is [embedding of token t+1, feature t]; its output is the feature t+1, from
-which the target's own lm_head predicts token t+2. A feature is the target's hidden state after
-its final norm. Row t has rotary position t.
+Row t of the input is the embedding of token t+1 and the feature t; its output is the feature t+1,
+which predicts token t+2. Row t has rotary position t.
 
-Shapes: B = batch, R = rows, C = rows in the cache, H = hidden size, D = head size.
+Shapes: B = batch, R = rows, C = rows in the cache, H = hidden size, V = the target's vocabulary,
+V' = the draft vocabulary.
 """
 
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from abc import ABC, abstractmethod
+from dataclasses import replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from polybasic.chain.rotary import inverse_frequency
+from polybasic.train.documents import positions_in_documents
+from polybasic.train.features import Features
+from polybasic.train.head_layers import Attention, KeysValues, Mlp, RMSNorm
+from polybasic.train.head_shape import HeadShape
+from polybasic.train.lm_head import LmHead
 
 
-@dataclass(frozen=True)
-class HeadShape:
-    """Sizes of a head; a random one has the target's, all but `intermediate_size`.
-
-    Attributes:
-        rope: rotary parameters as transformers names them (rope_type, rope_theta, factor, ...).
-        context_tokens: positions that the target is declared for.
-        has_fc_bias: heads of others may have one.
-        has_qkv_bias: on queries, keys and values; heads of others may have them.
-    """
-
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rms_norm_eps: float
-    rope: dict[str, Any]
-    context_tokens: int
-    has_fc_bias: bool = False
-    has_qkv_bias: bool = False
-
-
-class KeysValues(NamedTuple):
-    """Cached attention rows, each [B, num_kv_heads, C, D]."""
-
-    keys: Tensor
-    values: Tensor
-
-
-class RMSNorm(nn.Module):
-    """Root-mean-square norm, computed in float32."""
-
-    def __init__(self, hidden_size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(hidden_size))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., H] -> [..., H]."""
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight * wide.to(x.dtype)
-
-
-class Attention(nn.Module):
-    """Grouped-query attention with rotary positions."""
-
-    def __init__(self, shape: HeadShape) -> None:
-        super().__init__()
-        self.shape = shape
-        q_size, kv_size = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-        self.q_proj = nn.Linear(shape.hidden_size, q_size, bias=shape.has_qkv_bias)
-        self.k_proj = nn.Linear(shape.hidden_size, kv_size, bias=shape.has_qkv_bias)
-        self.v_proj = nn.Linear(shape.hidden_size, kv_size, bias=shape.has_qkv_bias)
-        self.o_proj = nn.Linear(q_size, shape.hidden_size, bias=False)
-        # no buffer: frequencies stay float32 whatever the weights are converted to
-        self._frequencies, self._rotary_scale = inverse_frequency(
-            shape.rope, shape.head_dim, shape.context_tokens
-        )
-
-    def forward(
-        self, x: Tensor, positions: Tensor, past: KeysValues | None, mask: Tensor | None
-    ) -> tuple[Tensor, KeysValues]:
-        """See `DraftHead.forward`."""
-        batch, rows, _ = x.shape
-        cos, sin = self._rotary(positions, x.dtype)
-        split = (batch, rows, -1, self.shape.head_dim)
-        queries = _rotate(self.q_proj(x).view(split).transpose(1, 2), cos, sin)
-        keys = _rotate(self.k_proj(x).view(split).transpose(1, 2), cos, sin)
-        values = self.v_proj(x).view(split).transpose(1, 2)
-        if past is not None:
-            keys = torch.cat((past.keys, keys), dim=2)
-            values = torch.cat((past.values, values), dim=2)
-        attended = F.scaled_dot_product_attention(
-            queries, keys, values, attn_mask=mask, is_causal=mask is None, enable_gqa=True
-        )
-        merged = attended.transpose(1, 2).reshape(batch, rows, -1)
-        return self.o_proj(merged), KeysValues(keys, values)
-
-    def _rotary(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [..., 1, R, D], computed in float32 at each call."""
-        angles = positions[..., None].float() * self._frequencies.to(positions.device)
-        angles = torch.cat((angles, angles), dim=-1)
-        angles = angles if positions.dim() == 1 else angles[:, None]
-        scale = self._rotary_scale
-        return (angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype)
-
-
-class Mlp(nn.Module):
-    """Llama's gated MLP."""
-
-    def __init__(self, hidden_size: int, intermediate_size: int) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
-        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
-        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., H] -> [..., H]."""
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
-class DraftLayer(nn.Module):
-    """A Llama decoder layer whose attention reads its input without a norm."""
-
-    def __init__(self, shape: HeadShape) -> None:
-        super().__init__()
-        self.self_attn = Attention(shape)
-        self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
-        self.mlp = Mlp(shape.hidden_size, shape.intermediate_size)
-
-    def forward(
-        self, x: Tensor, positions: Tensor, past: KeysValues | None, mask: Tensor | None
-    ) -> tuple[Tensor, KeysValues]:
-        """See `DraftHead.forward`."""
-        attended, cache = self.self_attn(x, positions, past, mask)
-        x = x + attended
-        return x + self.mlp(self.post_attention_layernorm(x)), cache
-
-
-class DraftHead(nn.Module):
-    """EAGLE-2's head; parameter names are those of its checkpoints. The embedding is frozen.
+class DraftHead(nn.Module, ABC):
+    """A head; parameter names are those of its kind's checkpoints. The embedding is frozen.
 
     Args:
         shape: of the head.
         embedding: [V, H], kept as it is, not copied; default: random.
+        draft_token_ids: int64 [V'], ascending: the tokens that it drafts among; default: all.
+
+    Attributes:
+        draft_token_ids: as given.
     """
 
-    def __init__(self, shape: HeadShape, embedding: Tensor | None = None) -> None:
+    fc: nn.Linear
+    draft_token_ids: Tensor | None
+
+    def __init__(
+        self,
+        shape: HeadShape,
+        embedding: Tensor | None = None,
+        draft_token_ids: Tensor | None = None,
+    ) -> None:
         super().__init__()
+        num_drafted = None if draft_token_ids is None else len(draft_token_ids)
+        assert shape.draft_vocab_size == num_drafted, "shape and draft vocabulary belong together"
         self.shape = shape
         if embedding is None:
             embedding = torch.randn(shape.vocab_size, shape.hidden_size)
         self.embed_tokens = nn.Embedding.from_pretrained(embedding, freeze=True)
-        self.fc = nn.Linear(2 * shape.hidden_size, shape.hidden_size, bias=shape.has_fc_bias)
-        self.layers = nn.ModuleList([DraftLayer(shape)])
+        self.register_buffer("draft_token_ids", draft_token_ids, persistent=False)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of its matrices, hence of its passes."""
+        return self.fc.weight.dtype
+
+    @abstractmethod
+    def source(self, features: Features) -> Tensor:
+        """What this kind reads of a verifier's pass, [B, T, H] or [B, T, 3H]."""
+
+    @abstractmethod
+    def fuse(self, source: Tensor) -> Tensor:
+        """The features [B, T, H] that rows have, made of what `source` returns."""
+
+    def read(self, features: Features) -> Tensor:
+        """The features [B, T, H] that rows have behind a verifier's pass, in the head's dtype."""
+        return self.fuse(self.source(features).to(self.dtype))
+
+    @abstractmethod
     def forward(
         self,
         token_ids: Tensor,
@@ -177,11 +89,30 @@ class DraftHead(nn.Module):
         Returns:
             The predicted features [B, R, H], and the cache with these rows appended.
         """
-        assert mask is not None or past is None
-        x = self.fc(torch.cat((self.embed_tokens(token_ids), features), dim=-1))
-        return self.layers[0](x, positions, past, mask)
 
-    def unroll(self, token_ids: Tensor, features: Tensor, num_steps: int) -> list[Tensor]:
+    @abstractmethod
+    def projected(self, outputs: Tensor) -> Tensor:
+        """Predicted features [..., H] as `projection` reads them, [..., H]."""
+
+    @abstractmethod
+    def projection(self, lm_head: LmHead) -> LmHead:
+        """From what `projected` returns to the logits of the draft vocabulary, [V', H].
+
+        Args:
+            lm_head: the verifier's.
+        """
+
+    def target_token_ids(self, draft_ids: Tensor) -> Tensor:
+        """The target's ids of the draft vocabulary's, of any shape."""
+        return draft_ids if self.draft_token_ids is None else self.draft_token_ids[draft_ids]
+
+    def unroll(
+        self,
+        token_ids: Tensor,
+        features: Tensor,
+        num_steps: int,
+        document_ids: Tensor | None = None,
+    ) -> list[Tensor]:
         """Predict as in training: one step over true features, the others over its own.
 
         Row t of step s has as its feature the output of row t-1 of step s-1. It attends to what
@@ -191,41 +122,112 @@ class DraftHead(nn.Module):
 
         Args:
             token_ids: [B, R], the true token after each feature.
-            features: [B, R, H], the target's.
+            features: [B, R, H], what `read` makes of the verifier's.
             num_steps: at least 1.
+            document_ids: int64 [B, R], as `positions_in_documents` takes them, of the token of
+                each feature. Rows see their own conversation alone, and positions begin anew with
+                each. None: a row of the batch is one conversation.
 
         Returns:
-            The outputs [B, R, H] of each step; rows t < s-1 of step s have no meaning.
+            The outputs [B, R, H] of each step; rows t < s-1 of step s have no meaning, where t
+            counts from the first row of a conversation.
         """
-        positions = torch.arange(token_ids.shape[1], device=token_ids.device)
-        output, cache = self(token_ids, features, positions)
+        rows = torch.arange(token_ids.shape[1], device=token_ids.device)
+        positions, mask, is_same = rows, None, None
+        if document_ids is not None:
+            positions = positions_in_documents(document_ids)
+            is_same = document_ids[:, None, :, None] == document_ids[:, None, None, :]
+            mask = is_same & (rows[:, None] >= rows)
+        output, cache = self(token_ids, features, positions, mask=mask)
         outputs = [output]
         for step in range(2, num_steps + 1):
             drafted = torch.cat((features[:, :1], output[:, :-1]), dim=1)
-            output, cache = self(
-                token_ids, drafted, positions, cache, unrolled_mask(positions, step)
-            )
+            mask = unrolled_mask(rows, step)
+            if is_same is not None:
+                mask = mask & is_same.repeat(1, 1, 1, step)
+            output, cache = self(token_ids, drafted, positions, cache, mask)
             outputs.append(output)
         return outputs
 
 
-def unrolled_mask(positions: Tensor, step: int) -> Tensor:
+class Eagle2Head(DraftHead):
+    """EAGLE-2's: one fc and one Llama layer without an input norm.
+
+    A feature is the verifier's state after its final norm, hence its lm_head reads what the head
+    predicts.
+    """
+
+    def __init__(
+        self,
+        shape: HeadShape,
+        embedding: Tensor | None = None,
+        draft_token_ids: Tensor | None = None,
+    ) -> None:
+        super().__init__(shape, embedding, draft_token_ids)
+        self.fc = nn.Linear(2 * shape.hidden_size, shape.hidden_size, bias=shape.has_fc_bias)
+        self.layers = nn.ModuleList([_Eagle2Layer(shape)])
+
+    def source(self, features: Features) -> Tensor:
+        """See `DraftHead.source`; the states [B, T, H]."""
+        return features.states
+
+    def fuse(self, source: Tensor) -> Tensor:
+        """See `DraftHead.fuse`."""
+        return source
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        features: Tensor,
+        positions: Tensor,
+        past: KeysValues | None = None,
+        mask: Tensor | None = None,
+    ) -> tuple[Tensor, KeysValues]:
+        """See `DraftHead.forward`."""
+        assert mask is not None or past is None
+        x = self.fc(torch.cat((self.embed_tokens(token_ids), features), dim=-1))
+        return self.layers[0](x, positions, past, mask)
+
+    def projected(self, outputs: Tensor) -> Tensor:
+        """See `DraftHead.projected`."""
+        return outputs
+
+    def projection(self, lm_head: LmHead) -> LmHead:
+        """See `DraftHead.projection`; rows of the verifier's own."""
+        if self.draft_token_ids is None:
+            return lm_head
+        return replace(lm_head, weight=lm_head.weight[self.draft_token_ids])
+
+
+class _Eagle2Layer(nn.Module):
+    """A Llama decoder layer whose attention reads its input without a norm."""
+
+    def __init__(self, shape: HeadShape) -> None:
+        super().__init__()
+        self.self_attn = Attention(shape, shape.hidden_size)
+        self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.mlp = Mlp(shape.hidden_size, shape.intermediate_size)
+
+    def forward(
+        self, x: Tensor, positions: Tensor, past: KeysValues | None, mask: Tensor | None
+    ) -> tuple[Tensor, KeysValues]:
+        """See `DraftHead.forward`."""
+        attended, cache = self.self_attn(x, positions, past, mask)
+        x = x + attended
+        return x + self.mlp(self.post_attention_layernorm(x)), cache
+
+
+def unrolled_mask(rows: Tensor, step: int) -> Tensor:
     """What the rows of one unrolled step attend to, among the rows of all steps so far.
 
     Args:
-        positions: [R], 0 .. R-1.
+        rows: [R], 0 .. R-1.
         step: from 2 on.
 
     Returns:
         bool [R, step * R]; the blocks of R columns are the steps' rows in order.
     """
-    back = positions[:, None] - positions[None, :]  # how far the column lies before the row
+    back = rows[:, None] - rows[None, :]  # how far the column lies before the row
     committed = back >= step - 1
     drafted = [back == step - earlier for earlier in range(2, step + 1)]
     return torch.cat((committed, *drafted), dim=1)
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Llama's rotation of the two halves of [B, heads, R, D]."""
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-second, first), dim=-1) * sin

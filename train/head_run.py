@@ -1,30 +1,38 @@
 """One training run of a head: steps, evaluations, checkpoints, and its best weights."""
 
 import math
+import shutil
 import sys
 import time
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, NoReturn
 
 import torch
-from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.files import whole_file
+from polybasic.chain.files import whole_folder, write_json
 from polybasic.train.acceptance import HeldoutBatch, TreeShape, simulate
-from polybasic.train.batches import Batch, BatchStream, Share, row_noise
+from polybasic.train.batches import Batch, BatchStream, row_noise
 from polybasic.train.checkpoints import (
+    RECORD_NAME,
     RunState,
     latest_checkpoint,
     load_checkpoint,
     save_checkpoint,
 )
 from polybasic.train.engine import start_engine
+from polybasic.train.features import FeatureSource
 from polybasic.train.head import DraftHead
-from polybasic.train.head_start import new_head, trained_weights
-from polybasic.train.losses import UnrolledLoss, step_weights, unrolled_loss
-from polybasic.train.metrics import MetricsLog, TrainingBar, start_wandb
+from polybasic.train.head_files import write_head
+from polybasic.train.head_start import trained_weights
+from polybasic.train.interruption import HEEDED, Heard, Interrupted, heed_signals
+from polybasic.train.lm_head import LmHead
+from polybasic.train.loss_module import LossModule
+from polybasic.train.losses import UnrolledLoss, step_weights
+from polybasic.train.metrics import MetricsLog, start_tracker
 from polybasic.train.processes import (
     is_first_process,
     num_processes,
@@ -32,43 +40,29 @@ from polybasic.train.processes import (
     sum_over_processes,
     wait_for_all,
 )
-from polybasic.train.settings import HeadSettings, LoraSettings
-from polybasic.train.target import LmHead, Target
+from polybasic.train.progress import TrainingBar
+from polybasic.train.settings import HeadSettings
+
+_BEST_NAME = "best"
 
 
-class LossModule(nn.Module):
-    """What the engine runs: from the features of a share of a batch to the loss."""
+@dataclass(frozen=True)
+class Parts:
+    """What a run trains, and on what.
 
-    def __init__(self, head: DraftHead, settings: HeadSettings) -> None:
-        super().__init__()
-        self.head = head
-        self._settings = settings
+    Attributes:
+        head: with its weights of step 0.
+        lm_head: the verifier's, on the device of the run.
+        features: the verifier's, of the batches.
+        batches: by step.
+        heldout: what evaluations draft for; of use in the first process.
+    """
 
-    def forward(
-        self, share: Share, features: Tensor, lm_head: LmHead, noise: Tensor, token_counts: Tensor
-    ) -> UnrolledLoss:
-        """Rows 0 .. T-3 are read: the last one predicts the last token.
-
-        Args:
-            share: B conversations.
-            features: [B, T, H], the target's.
-            lm_head: the target's.
-            noise: [B, T - 2, H], added to what is read.
-            token_counts: [S], over how many tokens each step's mean is taken.
-        """
-        settings, dtype = self._settings, self.head.fc.weight.dtype
-        features = features.to(dtype)
-        inputs = features[:, :-2] + noise.to(dtype)
-        outputs = self.head.unroll(share.token_ids[:, 1:-1], inputs, settings.unroll_steps)
-        return unrolled_loss(
-            outputs,
-            features[:, 1:-1],
-            lm_head.to(dtype),
-            share.is_assistant[:, 2:],
-            settings.feature_loss_weight,
-            settings.token_loss_weight,
-            token_counts,
-        )
+    head: DraftHead
+    lm_head: LmHead
+    features: FeatureSource
+    batches: BatchStream
+    heldout: list[HeldoutBatch]
 
 
 class HeadRun:
@@ -76,29 +70,36 @@ class HeadRun:
 
     All processes run it together. The first one evaluates and writes, hence knows the best
     weights; the others wait for it.
+
+    Args:
+        parts: of the run.
+        settings: of the training.
+        seed: of the noise.
+        record: what is run: `identity`, `target_sha256` and whatever is to lie beside checkpoints.
+        out: the working folder.
+        is_random_at_first: otherwise there is an evaluation before the first step.
     """
 
     def __init__(
         self,
-        target: Target,
-        batches: BatchStream,
-        heldout: list[HeldoutBatch],
+        parts: Parts,
         settings: HeadSettings,
         seed: int,
-        identity: str,
+        record: dict[str, Any],
         out: Path,
-        start: Path | None = None,
-        lora: LoraSettings | None = None,
+        is_random_at_first: bool,
     ) -> None:
-        self._target, self._batches = target, batches
-        self._heldout = heldout if is_first_process() else []
-        self._settings, self._seed, self._out = settings, seed, out
-        self._is_random_at_first = start is None
+        self._parts, self._settings, self._seed = parts, settings, seed
+        self._record, self._out = record, out
+        self._is_random_at_first = is_random_at_first
         self._checkpoints = out / "checkpoints"
-        shape = target.head_shape(settings.intermediate_size)
-        head = new_head(shape, target.embedding, settings, seed, start, lora)
-        self.module = LossModule(head, settings).to(target.device)
-        self._engine = start_engine(self.module, settings)
+        self.tree = TreeShape(
+            settings.eval_tree_depth, settings.eval_tree_top_k, settings.eval_tree_rows
+        )
+        self._device = parts.lm_head.weight.device
+        self._module = LossModule(parts.head, settings).to(self._device)
+        self._engine = start_engine(self._module, settings)
+        identity = record["identity"]
         self._state, self._best = RunState(identity, num_processes()), dict[str, Tensor]()
         resumed = latest_checkpoint(self._checkpoints)
         if resumed is not None:
@@ -106,25 +107,61 @@ class HeadRun:
             print(f"continuing from {resumed}", file=sys.stderr)
 
     def train(self) -> dict[str, Any]:
-        """Run the steps that are left; returns the summary, of use in the first process."""
+        """Run the steps that are left; returns the summary, of use in the first process.
+
+        Raises:
+            UserError: the loss is not finite, or the disk is full.
+            Interrupted: by SIGINT or SIGTERM, after the step under way, which is saved.
+        """
         settings, state = self._settings, self._state
-        log = self._start_log() if is_first_process() else None
-        with TrainingBar("draft head", settings.num_steps, state.step) as bar:
+        saved = latest_checkpoint(self._checkpoints)
+        with ExitStack() as opened:
+            # alone, a second signal ends the process at once; others are ended by their launcher
+            heard = opened.enter_context(heed_signals(is_second_heeded=num_processes() == 1))
+            log = self._start_log() if is_first_process() else None
+            if log is not None:
+                opened.callback(log.finish)
+            bar = opened.enter_context(
+                TrainingBar("draft head", settings.num_steps, state.step, state.accepted_length)
+            )
             if state.step == 0 and not self._is_random_at_first:
                 self._evaluate(log, bar)
                 state.initial_accepted_length = state.best_accepted_length
             while state.step < settings.num_steps:
-                self._step(log, bar)
+                signal_number = self._step(log, bar, heard)
                 is_last = state.step == settings.num_steps
                 if is_last or state.step % settings.eval_every_steps == 0:
                     self._evaluate(log, bar)
-                if is_last or state.step % settings.save_every_steps == 0:
-                    save_checkpoint(self._checkpoints, self._engine, state, self._best)
-        if log is not None:
-            log.finish()
+                if signal_number or is_last or state.step % settings.save_every_steps == 0:
+                    saved = self._save()
+                if signal_number:
+                    self._end(signal_number, saved)
+        if heard.number:
+            self._end(heard.number, saved)
+        return self._summary()
+
+    def export(self) -> None:
+        """Write the best weights as a head into the working folder, in the first process."""
+        self._write_head(self._out)
+
+    def remove_checkpoints(self) -> None:
+        """Remove what a finished run needs no more: all but what `keep_every_steps` keeps."""
+        shutil.rmtree(self._checkpoints / _BEST_NAME, ignore_errors=True)
+        if self._settings.keep_every_steps is None:
+            shutil.rmtree(self._checkpoints)
+
+    def _write_head(self, folder: Path) -> None:
+        target, dtype = self._record["target_sha256"], self._settings.dtype
+        write_head(folder, self._module.head, self._best, target, dtype)
+
+    def _summary(self) -> dict[str, Any]:
+        state = self._state
         summary = {
             "simulated_accepted_length": round(state.best_accepted_length, 4),
             "accepted_by_depth": list(state.best_accepted_by_depth),
+            "accepted_by_task": {
+                task: round(length, 4) for task, length in state.best_accepted_by_task.items()
+            },
             "best_step": state.best_step,
             "loss": state.loss,
             "steps": state.step,
@@ -136,45 +173,28 @@ class HeadRun:
             summary["initial_accepted_length"] = round(state.initial_accepted_length, 4)
         return summary
 
-    def export(self, path: Path) -> None:
-        """Write the best weights with the embedding, and a zero fc.bias where they have none.
-
-        Key names are EAGLE's. Call in the first process.
-        """
-        embedding = self.module.head.embed_tokens.weight
-        weights = {
-            **self._best,
-            "embed_tokens.weight": embedding.detach().to("cpu").contiguous(),
-        }
-        # engines disagree on a missing bias: one leaves it at random values
-        weights.setdefault("fc.bias", torch.zeros_like(weights["fc.weight"][:, 0]))
-        with whole_file(path) as partial:
-            save_file(weights, partial, metadata={"format": "pt"})
-
     def _start_log(self) -> MetricsLog:
         settings, state = self._settings, self._state
-        wandb_run = None
-        if settings.log == "wandb":
-            wandb_run = start_wandb(
-                self._out, state.identity[:16], settings.model_dump(mode="json")
-            )
-        return MetricsLog(self._out / "metrics.jsonl", state.step, wandb_run)
+        tracker = start_tracker(
+            settings.log,
+            self._out,
+            state.identity[:16],
+            settings.model_dump(mode="json"),
+            state.step,
+        )
+        return MetricsLog(self._out / "metrics.jsonl", state.step, tracker)
 
-    def _step(self, log: MetricsLog | None, bar: TrainingBar) -> None:
+    def _step(self, log: MetricsLog | None, bar: TrainingBar, heard: Heard) -> int:
+        """Train on one batch; returns the signal that a process has heard, or 0."""
         started = time.perf_counter()
         state = self._state
-        batch = self._batches.batch(state.step)
+        batch = self._parts.batches.batch(state.step)
         loss = self._loss(batch)
         learning_rate = self._engine.get_lr()[0]
-        total, feature, token, *agreement = _over_processes(loss)
-        state.loss = total
+        means, signal_number = _over_processes(loss, heard)
+        state.loss = means.total
         if not math.isfinite(state.loss):
-            raise UserError(
-                "loss is not finite",
-                f"step {state.step + 1}: {state.loss}; last good checkpoint: "
-                f"{latest_checkpoint(self._checkpoints) or 'none'}",
-                "lower train.learning_rate and start anew",
-            )
+            self._refuse(f"loss is not finite: {state.loss}", state.step + 1, batch)
         self._engine.backward(loss.total)
         self._engine.step()
         seconds = time.perf_counter() - started
@@ -187,28 +207,61 @@ class HeadRun:
                 state.step,
                 {
                     "loss": state.loss,
-                    "feature_loss": feature,
-                    "token_loss": token,
-                    "agreement": [round(value, 4) for value in agreement],
+                    "feature_loss": means.feature,
+                    "token_loss": means.token,
+                    "agreement": [round(value, 4) for value in means.agreement],
+                    "acceptance": [round(value, 4) for value in means.acceptance],
                     "learning_rate": learning_rate,
                     "tokens_per_second": tokens_per_second,
                 },
             )
-        bar.advance(state.loss, tokens_per_second)
+        bar.advance(state.loss, means.agreement, tokens_per_second)
+        return signal_number
 
     def _loss(self, batch: Batch) -> UnrolledLoss:
         """Of this process's share, in units of which the mean over processes is the batch's."""
-        settings, device = self._settings, self._target.device
+        settings, device, step = self._settings, self._device, self._state.step
         share = batch.share(process_index(), num_processes(), device)
-        features = self._target.features(share.token_ids)
-        noise = torch.zeros_like(features[:, 2:])
+        features = self._parts.features.of(step, share)
+        shape = self._module.noise_shape(features)
+        noise = torch.zeros(shape, device=device)
         if settings.feature_noise:
-            noise = settings.feature_noise * row_noise(
-                noise.shape, share.rows, self._seed, self._state.step, device
-            )
+            noise = settings.feature_noise * row_noise(shape, share.rows, self._seed, step, device)
         counted = step_weights(batch.is_assistant[:, 2:], settings.unroll_steps)
         token_counts = counted.sum(dim=(1, 2)).to(device) / num_processes()
-        return self._engine(share, features, self._target.lm_head, noise, token_counts)
+        return self._engine(share, features, self._parts.lm_head, noise, token_counts)
+
+    def _refuse(self, what: str, step: int, batch: Batch) -> NoReturn:
+        names = ", ".join(name for row in batch.conversation_ids for name in row)
+        raise UserError(
+            what,
+            f"step {step}, conversations {names}; last good checkpoint: "
+            f"{latest_checkpoint(self._checkpoints) or 'none'}",
+            "lower train.learning_rate, or leave a broken conversation out, and start anew",
+        )
+
+    def _save(self) -> Path:
+        state, settings = self._state, self._settings
+        trained = [each for each in self._module.parameters() if each.requires_grad]
+        if not all(bool(each.isfinite().all()) for each in trained):
+            batch = self._parts.batches.batch(state.step - 1)
+            self._refuse("weights are not finite", state.step, batch)
+        return save_checkpoint(
+            self._checkpoints,
+            self._engine,
+            state,
+            self._best,
+            self._record,
+            settings.keep_every_steps,
+        )
+
+    def _end(self, signal_number: int, saved: Path | None) -> NoReturn:
+        raise Interrupted(
+            signal_number,
+            f"step {self._state.step} of {self._settings.num_steps} is saved in {saved}; the same "
+            "command goes on from there",
+            is_saved=True,
+        )
 
     def _evaluate(self, log: MetricsLog | None, bar: TrainingBar) -> None:
         if log is not None:
@@ -217,34 +270,58 @@ class HeadRun:
 
     def _simulate(self, log: MetricsLog, bar: TrainingBar) -> None:
         started = time.perf_counter()
-        settings, state = self._settings, self._state
-        tree = TreeShape(
-            settings.eval_tree_depth, settings.eval_tree_top_k, settings.eval_tree_rows
-        )
-        found = simulate(self.module.head, self._target.lm_head, self._heldout, tree)
+        state, parts = self._state, self._parts
+        found = simulate(self._module.head, parts.lm_head, parts.heldout, self.tree)
         state.seconds += time.perf_counter() - started
+        state.accepted_length = found.accepted_length
         if not self._best or found.accepted_length > state.best_accepted_length:
-            self._best = trained_weights(self.module.head)
+            self._best = trained_weights(self._module.head)
             state.best_step = state.step
             state.best_accepted_length = found.accepted_length
             state.best_accepted_by_depth = tuple(found.accepted_by_depth)
+            state.best_accepted_by_task = found.by_task
+            self._write_best()
         log.write(
             state.step,
             {
                 "simulated_accepted_length": found.accepted_length,
                 "accepted_by_depth": found.accepted_by_depth,
+                "accepted_by_task": found.by_task,
                 "rounds": found.num_rounds,
             },
         )
-        bar.say(
+        bar.evaluated(
+            found.accepted_length,
             f"step {state.step}: {found.accepted_length:.2f} tokens a round, simulated over "
             f"{found.num_rounds} rounds (best {state.best_accepted_length:.2f} "
-            f"at step {state.best_step})"
+            f"at step {state.best_step})",
         )
 
+    def _write_best(self) -> None:
+        """Keep the best head where others can load it while the run goes on."""
+        with whole_folder(self._checkpoints / _BEST_NAME) as partial:
+            self._write_head(partial)
+            write_json(partial / RECORD_NAME, {**self._record, "step": self._state.step})
 
-def _over_processes(loss: UnrolledLoss) -> list[float]:
-    """Total, feature and token loss and each step's agreement, all means over the processes."""
-    parts = (loss.total.detach(), loss.feature, loss.token)
-    own = torch.cat((torch.stack(parts).float(), loss.agreement.float()))
-    return (sum_over_processes(own) / num_processes()).tolist()
+
+class _Means(NamedTuple):
+    """Over the processes."""
+
+    total: float
+    feature: float
+    token: float
+    agreement: list[float]
+    acceptance: list[float]
+
+
+def _over_processes(loss: UnrolledLoss, heard: Heard) -> tuple[_Means, int]:
+    """The losses of all, and the signal that any of them has heard, or 0."""
+    is_heard = torch.tensor([float(heard.number == each) for each in HEEDED])
+    parts = torch.stack((loss.total.detach(), loss.feature, loss.token))
+    steps = torch.stack((loss.agreement, loss.acceptance)).flatten()
+    own = torch.cat((parts.float(), steps.float(), is_heard.to(parts.device)))
+    total, feature, token, *found = (sum_over_processes(own) / num_processes()).tolist()
+    num_steps = len(loss.agreement)
+    means = _Means(total, feature, token, found[:num_steps], found[num_steps : 2 * num_steps])
+    signals = [number for number, share in zip(HEEDED, found[-len(HEEDED) :], strict=True) if share]
+    return means, signals[-1] if signals else 0

@@ -1,21 +1,20 @@
-"""Where the numbers of a run go: metrics.jsonl always, wandb when asked, a bar on stderr."""
+"""Where the numbers of a run go: metrics.jsonl always, wandb or tensorboard when asked."""
 
 import json
 from pathlib import Path
-from types import TracebackType
-from typing import Any
-
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeRemainingColumn,
-)
+from typing import Any, Literal, Protocol
 
 from polybasic.chain.files import disk_errors, whole_file
+
+
+class Tracker(Protocol):
+    """What shows numbers elsewhere; a run of wandb is one."""
+
+    def log(self, numbers: dict[str, float], step: int) -> Any:
+        """Take the numbers of a step."""
+
+    def finish(self) -> Any:
+        """No number follows."""
 
 
 class MetricsLog:
@@ -24,10 +23,11 @@ class MetricsLog:
     Args:
         path: the file.
         resume_step: lines up to this step stay; 0 starts anew.
-        wandb_run: a run of wandb, which gets the same numbers.
+        tracker: gets the same numbers, one by one: `agreement/2` is the second of a list,
+            `accepted_by_task/math` the entry of a mapping.
     """
 
-    def __init__(self, path: Path, resume_step: int, wandb_run: Any | None) -> None:
+    def __init__(self, path: Path, resume_step: int, tracker: Tracker | None) -> None:
         kept: list[str] = []
         if resume_step and path.exists():
             lines = path.read_text("utf-8").splitlines()
@@ -35,7 +35,7 @@ class MetricsLog:
         with whole_file(path) as partial:
             partial.write_text("".join(line + "\n" for line in kept), "utf-8")
         self._path = path
-        self._wandb_run = wandb_run
+        self._tracker = tracker
 
     def write(self, step: int, numbers: dict[str, Any]) -> None:
         """Append one line.
@@ -45,65 +45,77 @@ class MetricsLog:
         """
         with disk_errors(self._path), self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step, **numbers}) + "\n")
-        if self._wandb_run is not None:
-            self._wandb_run.log(numbers, step=step)
+        if self._tracker is not None:
+            self._tracker.log(_one_by_one(numbers), step=step)
 
     def finish(self) -> None:
         """No line follows."""
-        if self._wandb_run is not None:
-            self._wandb_run.finish()
+        if self._tracker is not None:
+            self._tracker.finish()
 
 
-def start_wandb(folder: Path, run_id: str, settings: dict[str, Any]) -> Any:
-    """Start or continue the wandb run of this id; WANDB_MODE and the like apply."""
-    import wandb
+def start_tracker(
+    kind: Literal["none", "wandb", "tensorboard"],
+    folder: Path,
+    run_id: str,
+    settings: dict[str, Any],
+    resume_step: int,
+) -> Tracker | None:
+    """Start or continue what `train.log` names.
 
-    return wandb.init(
-        project="polybasic",
-        dir=str(folder),
-        id=run_id,
-        resume="allow",
-        config=settings,
-        settings=wandb.Settings(silent=True, console="off"),
-    )
+    Args:
+        kind: wandb (WANDB_MODE and the like apply), or tensorboard, whose events are written to
+            `tensorboard` in the folder.
+        folder: of the run.
+        run_id: wandb's name of the run, by which it is continued.
+        settings: shown by wandb.
+        resume_step: tensorboard hides what an earlier process told of later steps.
+    """
+    if kind == "wandb":
+        import wandb
 
-
-class TrainingBar:
-    """A progress bar with loss, tokens a second and time left; evaluations get a line each."""
-
-    def __init__(self, description: str, total: int, done: int) -> None:
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[state]}"),
-            TimeRemainingColumn(),
-            console=Console(stderr=True),
+        return wandb.init(
+            project="polybasic",
+            dir=str(folder),
+            id=run_id,
+            resume="allow",
+            config=settings,
+            settings=wandb.Settings(silent=True, console="off"),
         )
-        self._task: TaskID = self._progress.add_task(
-            description, total=total, completed=done, state=""
-        )
+    if kind == "tensorboard":
+        return _Tensorboard(folder / "tensorboard", resume_step)
+    return None
 
-    def advance(self, loss: float, tokens_per_second: float) -> None:
-        """One step is done."""
-        state = f"loss {loss:.3f}  {tokens_per_second:,.0f} tokens/s"
-        self._progress.update(self._task, advance=1, state=state)
 
-    def say(self, line: str) -> None:
-        """Print a line above the bar."""
-        self._progress.console.print(line, highlight=False)
+class _Tensorboard:
+    """A tracker that writes tensorboard's event files."""
 
-    def __enter__(self) -> "TrainingBar":
-        self._progress.start()
-        return self
+    def __init__(self, folder: Path, resume_step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._progress.stop()
+        self._writer = SummaryWriter(str(folder), purge_step=resume_step + 1)
+
+    def log(self, numbers: dict[str, float], step: int) -> None:
+        """See `Tracker`."""
+        for name, value in numbers.items():
+            self._writer.add_scalar(name, value, step)
+
+    def finish(self) -> None:
+        """See `Tracker`."""
+        self._writer.close()
+
+
+def _one_by_one(numbers: dict[str, Any]) -> dict[str, float]:
+    """Lists and mappings as single numbers; a list's are counted from 1."""
+    single: dict[str, float] = {}
+    for name, value in numbers.items():
+        if isinstance(value, dict):
+            single |= {f"{name}/{key}": each for key, each in value.items()}
+        elif isinstance(value, list):
+            single |= {f"{name}/{number}": each for number, each in enumerate(value, 1)}
+        else:
+            single[name] = value
+    return single
 
 
 def _step_of(line: str) -> float:

@@ -7,6 +7,25 @@ from pydantic import Field, model_validator
 from polybasic.chain.settings import Settings
 
 
+class RegenerateSettings(Settings):
+    """Answers of the target in place of the ready-made ones, for heads and 4-bit copies."""
+
+    endpoint: str | None = Field(
+        None,
+        min_length=1,
+        description="base URL of an OpenAI-compatible server of the target, up to /v1; null: "
+        "the target answers through this runtime, one conversation at a time",
+    )
+    model: str | None = Field(
+        None, min_length=1, description="as the server names it; null: the only one that it lists"
+    )
+    num_parallel: int = Field(32, ge=1, description="requests under way at the endpoint")
+    num_retries: int = Field(4, ge=0, description="of a request, each after twice the wait")
+    timeout_seconds: float = Field(600.0, gt=0, description="of one request")
+    max_new_tokens: int = Field(1024, ge=1, description="of one answer")
+    temperature: float = Field(0.0, ge=0, le=2, description="0 is greedy")
+
+
 class DataSettings(Settings):
     """Where conversations come from and how they are split."""
 
@@ -20,6 +39,9 @@ class DataSettings(Settings):
         48, ge=1, description="conversations never trained on, chosen by hash of their first turn"
     )
     max_tokens: int = Field(512, ge=16, description="longer conversations are cut here")
+    regenerate: RegenerateSettings | None = Field(
+        None, description="let the target answer again before heads learn; null: answers as given"
+    )
 
 
 class ScratchModelSettings(Settings):
@@ -52,8 +74,26 @@ class ScratchSettings(ScratchModelSettings):
 
 
 class HeadSettings(Settings):
-    """An EAGLE-2 draft head. Objective and defaults as in EAGLE-2's own training code."""
+    """A draft head. Objective and defaults are those of EAGLE-2's own training code."""
 
+    kind: Literal["eagle2", "eagle3"] = Field(
+        "eagle2",
+        description="eagle2 continues the verifier's last states; eagle3 fuses those of three "
+        "layers and has an output projection of its own",
+    )
+    features_from: Literal["target", "intermediate"] = Field(
+        "target", description="whose states and distribution the head learns; both verify it"
+    )
+    feature_layers: tuple[int, int, int] | None = Field(
+        None,
+        description="of an eagle3 head: the layers whose inputs it reads; null: 2, half of them, "
+        "and the third from the end",
+    )
+    draft_vocab_size: int | None = Field(
+        None,
+        ge=64,
+        description="draft among the most frequent tokens of the target's answers alone; null: all",
+    )
     num_steps: int = Field(800_000, ge=1, description="optimizer steps")
     batch_size: int = Field(
         4, ge=1, description="conversations of one step, those of all processes together"
@@ -69,8 +109,33 @@ class HeadSettings(Settings):
     unroll_steps: int = Field(
         3, ge=1, le=8, description="steps over the head's own features; 1 is EAGLE-2's own training"
     )
-    feature_loss_weight: float = Field(1.0, ge=0, description="smooth-L1 between features")
-    token_loss_weight: float = Field(0.1, ge=0, description="soft cross-entropy through lm_head")
+    step_decay: float = Field(
+        1.0, gt=0, le=1, description="weight of an unrolled step over that of the one before"
+    )
+    feature_loss_weight: float = Field(
+        1.0, ge=0, description="smooth-L1 between features; 0 for an eagle3 head"
+    )
+    token_loss: Literal["cross_entropy", "forward_kl", "reverse_kl", "total_variation"] = Field(
+        "cross_entropy",
+        description="between the head's distribution and the verifier's; total_variation is one "
+        "minus the rate of acceptance",
+    )
+    token_loss_weight: float = Field(0.1, ge=0)
+    features: Literal["online", "offline"] = Field(
+        "online",
+        description="online: taken as the batches come; offline: written to a folder first",
+    )
+    features_folder: str | None = Field(
+        None,
+        min_length=1,
+        description="of offline features, which other runs may share; null: `features` in the "
+        "output folder",
+    )
+    pack: bool = Field(
+        False,
+        description="rows of data.max_tokens tokens with several conversations in each, which do "
+        "not see each other; batch_size then counts rows",
+    )
     dtype: Literal["bfloat16", "float32"] = Field(
         "bfloat16", description="of the head's passes; master weights stay float32"
     )
@@ -87,8 +152,11 @@ class HeadSettings(Settings):
     eval_tree_depth: int = Field(7, ge=1, le=16, description="of the simulated draft tree")
     eval_tree_top_k: int = Field(4, ge=1, le=64, description="beams of the simulated tree")
     eval_tree_rows: int = Field(16, ge=2, le=64, description="rows of it, root included")
-    save_every_steps: int = Field(1000, ge=1)
-    log: Literal["none", "wandb"] = Field(
+    save_every_steps: int = Field(1000, ge=1, description="an interrupted run loses at most these")
+    keep_every_steps: int | None = Field(
+        None, ge=1, description="checkpoints of these steps stay, beside the last one; null: none"
+    )
+    log: Literal["none", "wandb", "tensorboard"] = Field(
         "none", description="beside metrics.jsonl, which is always written"
     )
     intermediate_size: int | None = Field(None, description="of the head's MLP; default: target's")
@@ -99,6 +167,28 @@ class HeadSettings(Settings):
             raise ValueError(
                 f"warmup_steps {self.warmup_steps} must be below num_steps {self.num_steps}"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _kind_has_these_settings(self) -> "HeadSettings":
+        if self.kind == "eagle3" and self.feature_loss_weight:
+            raise ValueError(
+                "an eagle3 head has no feature loss: set feature_loss_weight to 0, not "
+                f"{self.feature_loss_weight}"
+            )
+        if not self.feature_loss_weight and not self.token_loss_weight:
+            raise ValueError(
+                "feature_loss_weight and token_loss_weight are both 0: nothing would be learned"
+            )
+        if self.kind == "eagle2" and self.feature_layers is not None:
+            raise ValueError("feature_layers are read by a head of kind eagle3; leave them null")
+        if self.keep_every_steps is not None and self.keep_every_steps % self.save_every_steps:
+            raise ValueError(
+                f"keep_every_steps {self.keep_every_steps} must be a multiple of "
+                f"save_every_steps {self.save_every_steps}"
+            )
+        if self.features == "online" and self.features_folder is not None:
+            raise ValueError("features_folder is of offline features; leave it null")
         return self
 
     @model_validator(mode="after")

@@ -1,11 +1,15 @@
-"""The frozen target: its features, its lm_head, and what they tell about a head for it."""
+"""The frozen target: its features, its lm_head, and what they tell about a head for it.
 
+Shapes: B = batch, T = tokens, H = hidden size, V = vocabulary.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -13,31 +17,11 @@ from polybasic.chain.config import SUPPORTED_ROPE_TYPES
 from polybasic.chain.errors import UserError
 from polybasic.chain.reference_model import load_reference_model
 from polybasic.chain.tokenizer import load_tokenizer
-from polybasic.train.head import HeadShape
-
-
-@dataclass(frozen=True)
-class LmHead:
-    """The target's output projection with Gemma's soft-capping of logits where it has one.
-
-    Attributes:
-        weight: [V, H], the target's own tensor.
-        softcap: c in c * tanh(logits / c), or None.
-    """
-
-    weight: Tensor
-    softcap: float | None = None
-
-    def __call__(self, states: Tensor) -> Tensor:
-        """States after the final norm [..., H] -> logits [..., V]."""
-        logits = F.linear(states, self.weight)
-        if self.softcap is None:
-            return logits
-        return (logits / self.softcap).tanh() * self.softcap
-
-    def to(self, dtype: torch.dtype) -> "LmHead":
-        """The same in another dtype; no copy where it has it already."""
-        return LmHead(self.weight.to(dtype), self.softcap)
+from polybasic.train.documents import positions_in_documents
+from polybasic.train.features import Features
+from polybasic.train.head_shape import FeatureLayers, HeadShape
+from polybasic.train.lm_head import LmHead
+from polybasic.train.settings import HeadSettings
 
 
 @dataclass(frozen=True)
@@ -62,24 +46,67 @@ class Target:
         return self.lm_head.weight.device
 
     @torch.no_grad()
-    def features(self, token_ids: Tensor) -> Tensor:
-        """Hidden states after the final norm, [B, T, H], of right-padded `token_ids` [B, T]."""
-        return self.model.model(input_ids=token_ids, use_cache=False).last_hidden_state
+    def features(
+        self,
+        token_ids: Tensor,
+        document_ids: Tensor | None = None,
+        feature_layers: FeatureLayers | None = None,
+    ) -> Features:
+        """States behind right-padded token ids.
 
-    def head_shape(self, intermediate_size: int | None) -> HeadShape:
-        """The shape of a head for this target; its MLP's size is the target's unless given."""
+        Args:
+            token_ids: [B, T].
+            document_ids: int64 [B, T], as `positions_in_documents` takes them. Tokens see their
+                own conversation alone, and positions begin anew with each. None: a row is one
+                conversation.
+            feature_layers: of an EAGLE-3 head; None leaves `Features.layers` out.
+        """
+        positions = None if document_ids is None else positions_in_documents(document_ids)
+        with self._inputs_of(feature_layers or ()) as inputs:
+            # positions that begin anew are what transformers tells packed conversations by
+            states = self.model.model(
+                input_ids=token_ids, position_ids=positions, use_cache=False
+            ).last_hidden_state
+        layers = [inputs[layer] for layer in feature_layers or ()]
+        return Features(states, torch.cat(layers, dim=-1) if layers else None)
+
+    @contextmanager
+    def _inputs_of(self, layers: tuple[int, ...]) -> Iterator[dict[int, Tensor]]:
+        """What enters layers [B, T, H], by layer, once a pass has run."""
+        inputs: dict[int, Tensor] = {}
+
+        def keep(layer: int) -> Any:
+            return lambda module, args: inputs.update({layer: args[0]})
+
+        modules: Any = self.model.model.layers if layers else ()
+        hooks = [modules[layer].register_forward_pre_hook(keep(layer)) for layer in set(layers)]
+        try:
+            yield inputs
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def head_shape(self, settings: HeadSettings) -> HeadShape:
+        """The shape of a random head for this target, over its whole vocabulary.
+
+        Raises:
+            UserError: `settings.feature_layers` that it does not have.
+        """
         config = self.model.config
         head_dim = getattr(config, "head_dim", None)
+        num_layers: int = config.num_hidden_layers
         return HeadShape(
             vocab_size=self.embedding.shape[0],
             hidden_size=config.hidden_size,
-            intermediate_size=intermediate_size or config.intermediate_size,
+            intermediate_size=settings.intermediate_size or config.intermediate_size,
             num_heads=config.num_attention_heads,
             num_kv_heads=getattr(config, "num_key_value_heads", config.num_attention_heads),
             head_dim=head_dim or config.hidden_size // config.num_attention_heads,
             rms_norm_eps=config.rms_norm_eps,
             rope=_rope(config),
             context_tokens=config.max_position_embeddings,
+            kind=settings.kind,
+            feature_layers=_feature_layers(settings, num_layers),
         )
 
 
@@ -138,6 +165,25 @@ def _check_layout(model: PreTrainedModel, lm_head: LmHead, folder: Path) -> None
         described,
         "use a model with RMS norms, rotary positions and logits = lm_head(final norm)",
     )
+
+
+def _feature_layers(settings: HeadSettings, num_layers: int) -> FeatureLayers | None:
+    """The layers that a head reads: those wanted, else EAGLE-3's own choice."""
+    if settings.kind != "eagle3":
+        return None
+    if settings.feature_layers is None:
+        if num_layers < 7:  # too few for three of them by the rule below
+            return 0, num_layers // 2, num_layers - 1
+        return 2, num_layers // 2, num_layers - 3
+    if sorted(settings.feature_layers) != list(settings.feature_layers) or not all(
+        0 <= layer < num_layers for layer in settings.feature_layers
+    ):
+        raise UserError(
+            "feature layers that the target does not have in this order",
+            f"train.feature_layers {list(settings.feature_layers)} of {num_layers} layers",
+            f"name three of 0 .. {num_layers - 1}, ascending, or leave it null",
+        )
+    return settings.feature_layers
 
 
 def _full_attention_rope(config: Any) -> dict[str, Any]:

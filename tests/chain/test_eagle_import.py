@@ -142,8 +142,11 @@ def test_weights_are_kept_bit_for_bit(
     num_weights = sum(each.numel() for name, each in expected.items() if "embed" not in name)
     assert summary == {
         "imported_from": str(tmp_path / "eagle"),
+        "kind": "eagle2",
         "parameters": num_weights,
         "dtype": "float16",
+        "draft_vocab_size": None,
+        "feature_layers": [],
         "has_fc_bias": has_fc_bias,
         "has_qkv_biases": False,
     }
@@ -231,8 +234,7 @@ def unchanged(tensors: Tensors) -> None:
 @pytest.mark.parametrize(
     ("change", "config", "told"),
     [
-        (adding("midlayer.hidden_norm.weight", H), {}, "EAGLE-3 head: midlayer.hidden_norm.weight"),
-        (adding("d2t", VOCAB_SIZE), {}, "EAGLE-3 head: d2t in"),
+        (adding("d2t", VOCAB_SIZE), {}, "missing tensor: t2d in"),
         (adding("layers.1.mlp.up_proj.weight", I, H), {}, "head of several layers: layers.1.mlp"),
         (unchanged, {"num_hidden_layers": 2}, "head of several layers: num_hidden_layers 2 in"),
         (adding("lm_head.weight", VOCAB_SIZE, H), {}, "unknown tensor in the head: lm_head.weight"),

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from polybasic.chain.checkpoint import load_tensors
 from polybasic.chain.digests import weights_digest
 from polybasic.chain.eagle_import import import_head
 from polybasic.chain.errors import UserError
-from polybasic.chain.export import ENGINES, Engine, export_head, launch_command
+from polybasic.chain.export import ENGINES, Engine, Exported, export_head, launch_command
 from polybasic.chain.manifest import Plan, Tree
 from polybasic.chain.package import Part, package_chain
 from polybasic.recipes import cli
@@ -358,20 +359,32 @@ def test_only_an_export_is_replaced(tiny_chain: Path, tmp_path: Path) -> None:
 
 
 def test_launch_commands() -> None:
-    head = Path("my heads/draft")
-    assert launch_command("vllm", "org/model", head) == (
+    exported = Exported(Path("my heads/draft"), "draft", "eagle2", "org/model")
+    assert launch_command("vllm", exported) == (
         "vllm serve org/model --speculative-config '"
         '{"method": "eagle", "model": "my heads/draft", "num_speculative_tokens": 5}\''
     )
-    assert launch_command("sglang", "org/model", head) == (
+    sglang = (
         "python -m sglang.launch_server --model-path org/model --speculative-algorithm EAGLE "
         "--speculative-draft-model-path 'my heads/draft' --speculative-num-steps 5 "
         "--speculative-eagle-topk 4 --speculative-num-draft-tokens 16"
     )
-    assert launch_command("eagle", "org/model", head) == (
+    assert launch_command("sglang", exported) == sglang
+    trimmed = replace(exported, hot_tokens=Path("my heads/draft/hot.pt"))
+    assert launch_command("sglang", trimmed) == (
+        f"{sglang} --speculative-token-map 'my heads/draft/hot.pt'"
+    )
+    assert launch_command("eagle", exported) == (
         "EaModel.from_pretrained(base_model_path='org/model', ea_model_path='my heads/draft', "
         "use_eagle3=False)"
     )
+
+
+def test_launch_commands_of_an_eagle3_head() -> None:
+    exported = Exported(Path("head"), "draft", "eagle3", "org/model")
+    assert '"method": "eagle3"' in launch_command("vllm", exported)
+    assert "--speculative-algorithm EAGLE3 " in launch_command("sglang", exported)
+    assert launch_command("eagle", exported).endswith("use_eagle3=True)")
 
 
 @pytest.fixture

@@ -32,6 +32,7 @@ from polybasic.deploy.cache import KeyValueCache
 from polybasic.deploy.verifier import Verifier
 from tests.conftest import VOCAB_SIZE, ChainParts, write_draft, write_target
 from tests.conftest import write_intermediate as write_int4
+from tests.head_kinds import trim, write_eagle3
 
 CPU = torch.device("cpu")
 EPS = 1e-2
@@ -280,6 +281,36 @@ def test_a_head_with_an_mlp_of_its_own_keeps_the_proportion(
     models.package(tmp_path / "chain")
     grow_chain(tmp_path / "chain", GrownShape(2, 256, 1024, 4, 2, 32), "x", tmp_path / "grown")
     assert read_head_config(tmp_path / "grown" / "draft").intermediate_size == 512
+
+
+def test_a_head_over_a_part_of_the_vocabulary_grows(parts: ChainParts, tmp_path: Path) -> None:
+    models = ChainParts(parts.target, parts.intermediate, tmp_path / "draft")
+    shutil.copytree(parts.draft, models.draft)
+    trim(models.draft, token_ids := torch.arange(0, VOCAB_SIZE, 3))
+    models.package(tmp_path / "chain")
+    grow_chain(tmp_path / "chain", ALL, "all", tmp_path / "grown")
+    check_chain(tmp_path / "grown")
+    tensors = load_tensors(tmp_path / "grown" / "draft")
+    assert ALL.vocab_size is not None
+    assert tensors["t2d"].nonzero().flatten().tolist() == token_ids.tolist()
+    assert len(tensors["t2d"]) == ALL.vocab_size > VOCAB_SIZE
+    assert read_head_config(tmp_path / "grown" / "draft").num_draft_tokens == len(token_ids)
+    answers = [
+        load_chain(folder, dtype="float32").generate("w5", max_new_tokens=24, temperature=0.0)
+        for folder in (tmp_path / "chain", tmp_path / "grown")
+    ]
+    assert answers[0].token_ids == answers[1].token_ids
+    assert answers[0].statistics.forward_passes == answers[1].statistics.forward_passes
+
+
+def test_an_eagle3_head_is_not_grown(parts: ChainParts, tmp_path: Path) -> None:
+    write_eagle3(tmp_path / "draft", parts.target)
+    models = ChainParts(parts.target, parts.intermediate, tmp_path / "draft")
+    intermediate, draft = models.parts
+    models.package(tmp_path / "chain", parts=[intermediate, replace(draft, kind="eagle3")])
+    with pytest.raises(UserError, match=r"member cannot be grown: draft of .* an EAGLE-3 head"):
+        grow_chain(tmp_path / "chain", ALL, "all", tmp_path / "grown")
+    assert not (tmp_path / "grown").exists()
 
 
 # What breaks the equality

@@ -83,13 +83,17 @@ class Weights:
         )
 
     def decoder(self, config: DecoderConfig) -> Decoder:
+        embedding = self.normal(VOCAB_SIZE, config.hidden_size) * config.hidden_size**0.5
+        layers = [self.layer(config, has_input_norm=True) for _ in range(config.num_layers)]
+        lm_head = 1.2 * self.normal(VOCAB_SIZE, config.hidden_size)
         return Decoder(
             config,
-            self.normal(VOCAB_SIZE, config.hidden_size) * config.hidden_size**0.5,
-            [self.layer(config, has_input_norm=True) for _ in range(config.num_layers)],
+            embedding,
+            layers,
             torch.ones(config.hidden_size),
-            dense_linear(1.2 * self.normal(VOCAB_SIZE, config.hidden_size)),
+            dense_linear(lm_head),
             RotaryTable(config, NUM_POSITIONS, torch.float32, CPU),
+            lambda token_ids: dense_linear(lm_head[token_ids]),
         )
 
     def head(self, decoder: Decoder) -> EagleHead:
@@ -103,6 +107,7 @@ class Weights:
             dense_linear(mean + self.normal(width, 2 * width) / 2),
             self.layer(config, has_input_norm=False),
             RotaryTable(config, NUM_POSITIONS, torch.float32, CPU),
+            decoder.lm_head,
         )
 
 

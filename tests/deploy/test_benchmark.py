@@ -78,6 +78,8 @@ def test_results_reach_files_and_manifest(tiny_chain: Path, report: dict[str, An
     markdown = (tiny_chain / "report" / "report.md").read_text()
     assert report["adaptations"] == []
     assert "Adapted members" not in markdown
+    assert report["draft_vocabulary"] == []
+    assert "Draft vocabulary" not in markdown
     for line in ("# Speedup over the source target", "| polybasic_full |", "| qa |", "- plan: "):
         assert line in markdown
     manifest = read_manifest(tiny_chain)

@@ -2,12 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 from torch import Tensor
 
 from polybasic.chain.attend import attend_causally
@@ -20,6 +22,8 @@ from polybasic.deploy.eagle_drafter import EagleDrafter
 from polybasic.deploy.model_drafter import ModelDrafter
 from polybasic.deploy.tree import DraftTree, walk
 from polybasic.deploy.verifier import Verifier
+from tests.deploy.plain_eagle3 import PlainEagle3
+from tests.head_kinds import FEATURE_LAYERS, trim, write_eagle3
 
 CPU, CAPACITY, VOCAB_SIZE = torch.device("cpu"), 200, 64
 TREES = [
@@ -28,6 +32,8 @@ TREES = [
     Tree(depth=4, top_k=3, rows=12),
     Tree(depth=3, top_k=4, rows=30),
 ]
+DRAFTED = torch.arange(1, VOCAB_SIZE, 5)
+"""By trimmed heads."""
 AnyDrafter = EagleDrafter | ModelDrafter
 
 
@@ -57,7 +63,7 @@ class Case:
     def states(self, tokens: list[int]) -> Tensor:
         """The target's states [R, D]; [0, D] of no tokens."""
         if not tokens:
-            return torch.zeros(0, self.target.config.hidden_size)
+            return torch.zeros(0, self.target.states_width)
         return Verifier("target", self.target, cache_of(self.target)).read(tokens)
 
 
@@ -75,11 +81,39 @@ def models(tiny_chain_parts: Any) -> Models:
     return Models(target, intermediate, load_head(tiny_chain_parts.draft, target, CAPACITY))
 
 
-@pytest.fixture(params=["head", "model"])
-def case(request: pytest.FixtureRequest, models: Models) -> Case:
-    target, head = models.target, models.head
+def over_all_tokens(log_probabilities: Tensor, token_ids: Tensor) -> Tensor:
+    """[V] of those of some tokens; the others are never drafted."""
+    return torch.full((VOCAB_SIZE,), -torch.inf).index_put((token_ids,), log_probabilities)
 
-    def of_head(states: Tensor, tokens: list[int], path: list[int]) -> Tensor:
+
+def eagle3_case(target: Decoder, folder: Path, target_folder: Path, token_ids: Tensor) -> Case:
+    """A random EAGLE-3 head over these tokens."""
+    is_trimmed = len(token_ids) < VOCAB_SIZE
+    write_eagle3(folder, target_folder, token_ids if is_trimmed else None)
+    target.feature_layers = FEATURE_LAYERS
+    head, config = load_head(folder, target, CAPACITY), target.config
+    weights = {
+        name: tensor.float() for name, tensor in load_file(folder / "model.safetensors").items()
+    }
+    plain = PlainEagle3(weights, target.embedding, config.head_dim, config.rms_norm_eps)
+
+    def of_plain(states: Tensor, tokens: list[int], path: list[int]) -> Tensor:
+        layers = states[:, config.hidden_size :]
+        return over_all_tokens(plain.log_probabilities(layers, tokens[1:], path), token_ids)
+
+    return Case(target, lambda tree: EagleDrafter(head, tree, CAPACITY), of_plain)
+
+
+@pytest.fixture(params=["head", "model", "trimmed head", "eagle3", "trimmed eagle3"])
+def case(
+    request: pytest.FixtureRequest, models: Models, tiny_chain_parts: Any, tmp_path: Path
+) -> Case:
+    target, head = models.target, models.head
+    if request.param.endswith("eagle3"):
+        token_ids = DRAFTED if request.param.startswith("trimmed") else torch.arange(VOCAB_SIZE)
+        return eagle3_case(target, tmp_path / "eagle3", tiny_chain_parts.target, token_ids)
+
+    def of_head_feature(states: Tensor, tokens: list[int], path: list[int]) -> Tensor:
         cache = KeyValueCache(head.config, 1, CAPACITY, torch.float32, CPU)
         rows = [(states, tokens[1:])] + [(None, [token]) for token in path]
         features = states
@@ -88,16 +122,25 @@ def case(request: pytest.FixtureRequest, models: Models) -> Case:
             read = known if known is not None else features[-1:]
             features = head.forward(torch.tensor(next_tokens), read, cache.layers[0], attend)
             cache.keep(range(len(next_tokens)))
-        return target.lm_head(features[-1:])[0].log_softmax(-1)
+        return features[-1:]
+
+    def of_head(states: Tensor, tokens: list[int], path: list[int]) -> Tensor:
+        return target.lm_head(of_head_feature(states, tokens, path))[0].log_softmax(-1)
 
     def of_model(states: Tensor, tokens: list[int], path: list[int]) -> Tensor:
         read = Verifier("target", target, cache_of(target)).read([*tokens, *path])
         return target.logits(read[-1:])[0].log_softmax(-1)
 
+    def of_trimmed(states: Tensor, tokens: list[int], path: list[int]) -> Tensor:
+        of_drafted = target.lm_head(of_head_feature(states, tokens, path))[0, DRAFTED]
+        return over_all_tokens(of_drafted.log_softmax(-1), DRAFTED)
+
+    if request.param == "trimmed head":
+        trim(tiny_chain_parts.draft, DRAFTED)
+        trimmed = load_head(tiny_chain_parts.draft, target, CAPACITY)
+        return Case(target, lambda tree: EagleDrafter(trimmed, tree, CAPACITY), of_trimmed)
     if request.param == "head":
-        return Case(
-            target, lambda tree: EagleDrafter(head, target.lm_head, tree, CAPACITY), of_head
-        )
+        return Case(target, lambda tree: EagleDrafter(head, tree, CAPACITY), of_head)
     return Case(target, lambda tree: ModelDrafter(target, tree, CAPACITY), of_model)
 
 
@@ -152,6 +195,25 @@ def test_tree_is_eagle_2s(case: Case, tree: Tree) -> None:
     assert paths_of(drafted) == expected
     assert len(drafted) == min(tree.rows, 1 + tree.top_k + (tree.depth - 1) * tree.top_k**2)
     assert expected != expected_paths(case, states, [*tokens[:-1], tokens[-1] ^ 1], tree)
+
+
+@torch.inference_mode()
+def test_scores_are_those_of_the_definition(case: Case) -> None:
+    torch.manual_seed(3)
+    tokens = random_tokens(11)
+    states = case.states(tokens[:-1])
+    drafter = case.make(Tree(depth=2, top_k=4, rows=5))
+    drafter.observe(states)
+
+    def defined(tokens: list[int]) -> Tensor:
+        """Of the first level, and of what hangs below its best."""
+        first = case.log_probabilities(states, tokens, []).topk(4)
+        below = case.log_probabilities(states, tokens, [int(first.indices[0])]).topk(4)
+        return torch.cat([first.values, first.values[0] + below.values])
+
+    found = drafter.candidates(tokens, 2).scores[:8]
+    torch.testing.assert_close(found, defined(tokens), rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(found, defined([*tokens[:-1], tokens[-1] ^ 1]), rtol=1e-3, atol=1e-3)
 
 
 @torch.inference_mode()
@@ -242,7 +304,8 @@ def test_a_rewound_drafter_drafts_as_a_fresh_one(
             else:  # the same tokens, states of a model above
                 length = max(0, len(observed) - amount)
                 drafter.rewind(length)
-                observed, added = observed[:length], torch.randn(len(observed) - length, 128)
+                added = torch.randn(len(observed) - length, observed.shape[1])
+                observed = observed[:length]
             drafter.observe(added)
             observed = torch.cat([observed, added])
         fresh = case.make(tree)
@@ -260,7 +323,7 @@ def test_a_rewound_drafter_drafts_as_a_fresh_one(
 @torch.inference_mode()
 def test_a_head_without_a_state_drafts_nothing_and_a_model_does(models: Models) -> None:
     tree = Tree(depth=4, top_k=2, rows=15)
-    head = EagleDrafter(models.head, models.target.lm_head, tree, CAPACITY)
+    head = EagleDrafter(models.head, tree, CAPACITY)
     assert head.draft([9], 4) == DraftTree.of_root(9)
     assert max(ModelDrafter(models.target, tree, CAPACITY).draft([9], 4).depths()) == 4
 

@@ -59,14 +59,27 @@ def test_commands_take_the_smaller_models_stages_with_them() -> None:
     ]
 
 
+def write_head_config(folder: Path, **changes: Any) -> None:
+    """What tells the kind of a head; no weights."""
+    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")
+    folder.mkdir()
+    config = {**dict.fromkeys(sizes, 8), "num_attention_heads": 2, "num_hidden_layers": 1}
+    (folder / "config.json").write_text(json.dumps(config | changes))
+
+
 def test_parts_and_plan_of_four(tmp_path: Path) -> None:
     recipe = load_recipe("tiny-four")
+    write_head_config(tmp_path / "draft")
+    fused = {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [1, 2, 3]}
+    write_head_config(
+        tmp_path / "small_draft", architectures=["LlamaForCausalLMEagle3"], eagle_config=fused
+    )
     parts = parts_of(Workspace(recipe, tmp_path))
     assert parts == [
         Part("intermediate", "intermediate", "awq", tmp_path / "intermediate"),
         Part("small", "intermediate", "awq", tmp_path / "small"),
         Part("draft", "drafter", "eagle2", tmp_path / "draft"),
-        Part("small_draft", "drafter", "eagle2", tmp_path / "small_draft"),
+        Part("small_draft", "drafter", "eagle3", tmp_path / "small_draft"),
     ]
     plan = packed_plan(recipe.plan, parts)
     assert plan.members == ("target", "intermediate", "draft")
@@ -76,6 +89,7 @@ def test_parts_and_plan_of_four(tmp_path: Path) -> None:
 
 def test_parts_with_a_small_drafter(tmp_path: Path) -> None:
     recipe = load_recipe("tiny-four", ["small.role=drafter", "small.quantize=false"])
+    write_head_config(tmp_path / "draft")
     folder = tmp_path / "small_target"
     folder.mkdir()
     for config, kind in (({}, "decoder"), ({"quantization_config": {"bits": 4}}, "awq")):

@@ -48,10 +48,10 @@ def conversations(tmp_path_factory):
     return str(path)
 
 
-def trained(folder, family, conversations, **changes):
+def trained(folder, family, conversations, settings=SETTINGS, **changes):
     write_family(folder / "target", family, dtype=torch.float32, **changes)
     summary = train_head(
-        folder / "target", conversations, DATA, SETTINGS, seed=0, out=folder / "draft"
+        folder / "target", conversations, DATA, settings, seed=0, out=folder / "draft"
     )
     return folder / "target", folder / "draft", summary
 
@@ -59,7 +59,7 @@ def trained(folder, family, conversations, **changes):
 @torch.no_grad()
 def in_training(target_folder, draft, token_ids, features):
     target = load_target(target_folder, CPU)
-    head = new_head(target.head_shape(None), target.embedding, SETTINGS, 0, draft, None)
+    head = new_head(target.head_shape(SETTINGS), target.embedding, SETTINGS, 0, draft, None)
     output, _ = head(token_ids[None], features[None], torch.arange(len(token_ids)))
     return output[0], target.lm_head(output[0])
 
@@ -90,6 +90,52 @@ def test_head_of_a_family_is_the_same_in_training_and_when_served(family, conver
     states, logits = when_served(target, draft, *rows())
     torch.testing.assert_close(states, expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(logits, expected_logits, rtol=1e-5, atol=1e-4)
+
+
+OTHER_KINDS = [
+    ("llama3", "eagle3", None),
+    ("qwen2", "eagle3", 64),
+    ("gemma2", "eagle3", 64),
+    ("gemma3", "eagle3", 64),
+    ("gemma2", "eagle2", 64),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "kind", "size"), OTHER_KINDS)
+def test_other_kinds_are_the_same_in_training_and_when_served(
+    family, kind, size, conversations, tmp_path
+):
+    """From token ids to the draft's logits, through the target's pass on either side."""
+    changes = {"kind": kind, "draft_vocab_size": size}
+    if kind == "eagle3":
+        changes["feature_loss_weight"] = 0.0
+    settings = HeadSettings(**SETTINGS.model_dump() | changes)
+    folder, draft, summary = trained(tmp_path, family, conversations, settings)
+    assert 1 <= summary["simulated_accepted_length"] <= 3
+    token_ids = rows()[0]
+    target = load_target(folder, CPU)
+    shape = target.head_shape(settings)
+    head = new_head(shape, target.embedding, settings, 0, draft, None)
+    features = target.features(token_ids[None, :-1], feature_layers=shape.feature_layers)
+    with torch.no_grad():
+        output, _ = head(token_ids[None, 1:], head.read(features), torch.arange(ROWS - 1))
+        expected = head.projection(target.lm_head)(head.projected(output[0]))
+    decoder = load_decoder(folder, torch.float32, CPU, 256)
+    served = load_head(draft, decoder, 256)
+    decoder.feature_layers = served.feature_layers
+    caches = [torch.zeros(4, 256, decoder.config.head_dim) for _ in decoder.layers]
+    states = decoder.forward(token_ids[:-1], caches, attend_causally(decoder, 0, ROWS - 1))
+    cache = torch.zeros(2 * served.config.num_kv_heads, 256, served.config.head_dim)
+    attend = attend_causally(served, 0, ROWS - 1)
+    read = served.features(served.read_of(states))
+    logits = served.logits(served.forward(token_ids[1:], read, cache, attend))
+    assert logits.shape == (ROWS - 1, size or target.embedding.shape[0])
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+    if size is None:
+        assert served.draft_token_ids is head.draft_token_ids is None
+    else:
+        assert torch.equal(served.draft_token_ids, head.draft_token_ids)
 
 
 @pytest.mark.slow
@@ -125,8 +171,54 @@ def test_features_are_what_lm_head_reads(family, tmp_path):
     token_ids = torch.arange(40).view(2, 20)
     with torch.no_grad():
         expected = target.model(token_ids).logits
-    torch.testing.assert_close(target.lm_head(target.features(token_ids)), expected)
+    features = target.features(token_ids)
+    torch.testing.assert_close(target.lm_head(features.states), expected)
+    assert features.layers is None
     assert (target.lm_head.softcap is not None) == (family == "gemma2")
+
+
+DOCUMENTS = torch.tensor([[0] * 30 + [1] * 30, [0] * 40 + [1] * 12 + [-1] * 8])
+PARTS = [(0, 0, 30), (0, 30, 60), (1, 0, 40), (1, 40, 52)]
+"""Row, first and last place of each conversation, two of them longer than the window of 24."""
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_inputs_of_layers_and_packed_conversations(family, tmp_path):
+    write_family(tmp_path / family, family, dtype=torch.float32)
+    target = load_target(tmp_path / family, CPU)
+    token_ids = torch.randint(250, (2, 60), generator=torch.Generator().manual_seed(0))
+    layers = (0, 1, 2)
+    packed = target.features(token_ids, DOCUMENTS, layers)
+    unaware = target.features(token_ids, feature_layers=layers)
+    for row, start, end in PARTS:
+        conversation = token_ids[row : row + 1, start:end]
+        with torch.no_grad():
+            model = target.model.model(conversation, output_hidden_states=True)
+        alone = target.features(conversation, feature_layers=layers)
+        assert torch.equal(alone.states, model.last_hidden_state)
+        assert torch.equal(alone.layers, torch.cat(model.hidden_states[:3], dim=-1))
+        for name in ("states", "layers"):
+            found, expected = (getattr(each, name) for each in (packed, alone))
+            torch.testing.assert_close(found[row, start:end], expected[0], rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(packed.states[0, 40], unaware.states[0, 40], atol=1e-2)
+
+
+def test_which_layers_an_eagle3_head_reads(tmp_path):
+    def chosen(**changes):
+        settings = HeadSettings(kind="eagle3", feature_loss_weight=0, **changes)
+        return target.head_shape(settings).feature_layers
+
+    write_family(tmp_path / "small", "llama3")
+    target = load_target(tmp_path / "small", CPU)
+    assert chosen() == (0, 1, 2)
+    assert chosen(feature_layers=(0, 0, 2)) == (0, 0, 2)
+    for wrong in ((0, 1, 3), (2, 1, 0), (-1, 0, 1)):
+        with pytest.raises(UserError, match=r"feature_layers \[.*\] of 3 layers; name three of 0"):
+            chosen(feature_layers=wrong)
+    assert target.head_shape(SETTINGS).feature_layers is None
+    for num_layers, expected in ((6, (0, 3, 5)), (7, (2, 3, 4)), (32, (2, 16, 29))):
+        target.model.config.num_hidden_layers = num_layers
+        assert chosen() == expected
 
 
 def edit_config(folder, **changes):

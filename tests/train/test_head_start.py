@@ -7,10 +7,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from polybasic.chain.draft_vocabulary import draft_tables
 from polybasic.chain.errors import UserError
-from polybasic.train.head import DraftHead
+from polybasic.train.eagle3_head import Eagle3Head
+from polybasic.train.head import Eagle2Head
+from polybasic.train.head_files import head_config
 from polybasic.train.head_start import new_head, trained_weights
-from polybasic.train.head_training import head_config
+from polybasic.train.lm_head import LmHead
 from polybasic.train.settings import HeadSettings, LoraSettings
 from tests.train.counting import SMALL_SHAPE
 
@@ -48,13 +51,16 @@ def ready(tmp_path):
     return write_head(tmp_path / "ready", READY)
 
 
-def write_head(folder, shape, **changes):
+def write_head(folder, shape, draft_token_ids=None, **changes):
     torch.manual_seed(2)
-    head = DraftHead(shape)
+    head_class = Eagle3Head if shape.kind == "eagle3" else Eagle2Head
+    head = head_class(shape, draft_token_ids=draft_token_ids)
     folder.mkdir()
     config = head_config(shape, "0" * 64, "float32")
     (folder / "config.json").write_text(json.dumps(config | changes))
     weights = {name: 0.2 * torch.randn_like(each) for name, each in head.state_dict().items()}
+    if draft_token_ids is not None:
+        weights |= draft_tables(draft_token_ids, shape.vocab_size)
     save_file(weights, folder / "model.safetensors")
     return folder
 
@@ -137,7 +143,7 @@ def test_merged_lora_is_the_adapted_head(embedding, ready):
         for parameter in adapted.parameters():
             if parameter.requires_grad:
                 parameter.copy_(torch.randn_like(parameter) * 0.05)
-    merged = DraftHead(READY, embedding)
+    merged = Eagle2Head(READY, embedding)
     merged.load_state_dict(trained_weights(adapted), strict=False)
     torch.testing.assert_close(run(merged), run(adapted), rtol=1e-5, atol=1e-5)
     plain = new_head(SMALL_SHAPE, embedding, SETTINGS, 0, ready, None)
@@ -190,3 +196,86 @@ def test_other_weights_are_refused(changed, match, embedding, ready):
     change(ready, **changed)
     with pytest.raises(UserError, match=match):
         new_head(SMALL_SHAPE, embedding, SETTINGS, 0, ready, None)
+
+
+SHAPE3 = replace(SMALL_SHAPE, kind="eagle3", feature_layers=(0, 2, 3))
+SETTINGS3 = HeadSettings(
+    kind="eagle3", feature_loss_weight=0, num_steps=4, warmup_steps=1, dtype="float32"
+)
+DRAFTED = torch.tensor([0, 3, 7, 20, 49])
+MATRICES3 = {
+    "fc.weight",
+    *(f"midlayer.self_attn.{each}_proj.weight" for each in "qkvo"),
+    *(f"midlayer.mlp.{each}_proj.weight" for each in ("gate", "up", "down")),
+}
+NORMS3 = {
+    "norm.weight",
+    *(f"midlayer.{each}.weight" for each in ("hidden_norm", "input_layernorm")),
+    "midlayer.post_attention_layernorm.weight",
+}
+
+
+def eagle3(start=None, lora=None, embedding=None, **options):
+    embedding = torch.zeros(50, 32) if embedding is None else embedding
+    return new_head(SHAPE3, embedding, SETTINGS3, 0, start, lora, **options)
+
+
+def test_random_eagle3_head_starts_from_the_verifiers_projection():
+    lm_head = LmHead(torch.randn(50, 32))
+    whole = eagle3(lm_head=lm_head)
+    trimmed = eagle3(lm_head=lm_head, draft_token_ids=DRAFTED)
+    assert torch.equal(whole.lm_head.weight, lm_head.weight)
+    assert torch.equal(trimmed.lm_head.weight, lm_head.weight[DRAFTED])
+    assert trimmed.lm_head.weight.requires_grad
+    assert not torch.equal(eagle3().lm_head.weight, lm_head.weight)
+    assert trimmed.shape == replace(SHAPE3, draft_vocab_size=5)
+    assert torch.equal(trimmed.draft_token_ids, DRAFTED)
+    assert set(trained_weights(trimmed)) == {*MATRICES3, *NORMS3, "lm_head.weight"}
+
+
+def test_ready_eagle3_head_keeps_weights_and_draft_vocabulary(embedding, tmp_path):
+    shape = replace(SHAPE3, draft_vocab_size=5, intermediate_size=40, has_qkv_bias=True)
+    ready = write_head(tmp_path / "ready", shape, DRAFTED)
+    head = eagle3(ready, embedding=embedding)
+    assert head.shape == shape
+    assert torch.equal(head.draft_token_ids, DRAFTED)
+    assert torch.equal(head.embed_tokens.weight, embedding)
+    stored, weights = load_file(ready / "model.safetensors"), trained_weights(head)
+    assert weights.keys() == stored.keys() - {"embed_tokens.weight", "d2t", "t2d"}
+    assert all(torch.equal(weights[name], stored[name]) for name in weights)
+    adapted = eagle3(ready, LORA)
+    trainable = [name for name, each in adapted.named_parameters() if each.requires_grad]
+    assert len(trainable) == 2 * len(MATRICES3)
+    assert trained_weights(adapted).keys() == weights.keys()
+
+
+def test_draft_vocabulary_of_a_ready_head(embedding, tmp_path):
+    other = torch.arange(3, 9)
+    settings = {size: SETTINGS.model_copy(update={"draft_vocab_size": size}) for size in (5, 6)}
+    trimmed = write_head(tmp_path / "eagle2", replace(READY, draft_vocab_size=5), DRAFTED)
+    for size, expected in ((5, DRAFTED), (6, other)):
+        head = new_head(
+            SMALL_SHAPE, embedding, settings[size], 0, trimmed, None, draft_token_ids=other[:size]
+        )
+        assert torch.equal(head.draft_token_ids, expected), "its own where it has as many"
+        assert head.shape == replace(READY, draft_vocab_size=size)
+    whole = write_head(tmp_path / "whole", SHAPE3)
+    rows = load_file(whole / "model.safetensors")["lm_head.weight"][other]
+    head = eagle3(whole, draft_token_ids=other)
+    assert torch.equal(head.lm_head.weight, rows)
+    own = write_head(tmp_path / "own", replace(SHAPE3, draft_vocab_size=5), DRAFTED)
+    wanted = SETTINGS3.model_copy(update={"draft_vocab_size": 6})
+    with pytest.raises(UserError, match=r"drafts 5 tokens, train.draft_vocab_size 6; leave"):
+        new_head(SHAPE3, embedding, wanted, 0, own, None, draft_token_ids=other)
+
+
+def test_ready_head_of_another_kind_or_other_layers_is_refused(embedding, ready, tmp_path):
+    with pytest.raises(UserError, match=r"kind eagle2, wanted eagle3; set train.kind"):
+        eagle3(ready)
+    other = write_head(tmp_path / "other", replace(SHAPE3, feature_layers=(1, 2, 3)))
+    with pytest.raises(UserError, match=r"feature_layers \(1, 2, 3\), wanted \(0, 2, 3\); set"):
+        eagle3(other)
+    lacking = write_head(tmp_path / "lacking", SHAPE3)
+    change(lacking, midlayer__hidden_norm__weight=None)
+    with pytest.raises(UserError, match=r"weight missing: midlayer.hidden_norm.weight in"):
+        eagle3(lacking)

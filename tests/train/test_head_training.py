@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -12,6 +13,7 @@ import time
 import pytest
 import torch
 from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 from transformers import PreTrainedTokenizerFast as FastTokenizer
@@ -24,7 +26,9 @@ from polybasic.train.conversations import load_conversations
 from polybasic.train.engine import learning_rate_factor
 from polybasic.train.head_run import HeadRun
 from polybasic.train.head_training import train_head
+from polybasic.train.interruption import Interrupted, heed_signals, sigterm_raises
 from polybasic.train.settings import DataSettings, DraftSettings, HeadSettings, LoraSettings
+from tests.conftest import write_intermediate
 from tests.train.counting import write_counting
 
 TEMPLATE = (
@@ -64,9 +68,7 @@ def conversations(tmp_path_factory):
     return write_counting(path, "Count on from {}.", 4, 5)
 
 
-@pytest.fixture(scope="module")
-def target(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("models") / "target"
+def write_target(folder, hidden_size):
     inner = Tokenizer(models.BPE())
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
@@ -83,8 +85,8 @@ def target(tmp_path_factory):
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
+        hidden_size=hidden_size,
+        intermediate_size=2 * hidden_size,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
@@ -95,6 +97,11 @@ def target(tmp_path_factory):
     )
     LlamaForCausalLM(config).bfloat16().save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    return write_target(tmp_path_factory.mktemp("models") / "target", 32)
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +150,8 @@ def test_metrics_of_every_step_and_evaluation(trained):
     lines = metrics(out)
     steps = [line for line in lines if "loss" in line]
     assert [line["step"] for line in steps] == list(range(1, 13))
-    assert all(len(line["agreement"]) == 3 for line in steps)
+    assert all(len(line["agreement"]) == len(line["acceptance"]) == 3 for line in steps)
+    assert all(0 < each < 1 for line in steps for each in line["acceptance"])
     assert steps[0]["learning_rate"] == pytest.approx(SETTINGS.learning_rate / 2)
     assert steps[-1]["feature_loss"] < 0.9 * steps[0]["feature_loss"]
     evaluations = {
@@ -156,6 +164,7 @@ def test_metrics_of_every_step_and_evaluation(trained):
     assert summary["simulated_accepted_length"] == pytest.approx(
         max(evaluations.values()), abs=1e-4
     )
+    assert summary["accepted_by_task"] == {"other": summary["simulated_accepted_length"]}
 
 
 def test_finished_run_is_not_repeated(trained, target, conversations, capsys):
@@ -225,34 +234,159 @@ def test_lora_alone_is_trained_and_is_merged(trained, target, conversations, tmp
     assert config["polybasic"] == {"target_sha256": weights_digest(target)}
 
 
-def test_stopped_lora_continues_to_the_same_bits(
+def signal_in_step(monkeypatch, number, which):
+    """Let this process get a signal in the midst of a step; returns the steps that were taken."""
+    taken, loss_of = [], HeadRun._loss
+
+    def loss_and_signal(run, batch):
+        taken.append(run._state.step + 1)
+        if len(taken) == number:
+            os.kill(os.getpid(), which)
+        return loss_of(run, batch)
+
+    monkeypatch.setattr(HeadRun, "_loss", loss_and_signal)
+    return taken
+
+
+def test_lora_that_sigterm_stops_continues_to_the_same_bits(
     trained, target, conversations, tmp_path, monkeypatch
 ):
-    changes = {"save_every_steps": 1, "eval_every_steps": 1, "dtype": "bfloat16"}
+    changes = {"eval_every_steps": 1, "dtype": "bfloat16"}
     lora = LoraSettings(rank=2)
     whole, *_ = adapted(trained, target, conversations, tmp_path / "whole", lora, **changes)
-    steps = itertools.count(1)
-    take_step = HeadRun._step
-
-    def step_or_stop(*arguments):
-        if next(steps) == 3:
-            raise KeyboardInterrupt
-        take_step(*arguments)
-
-    monkeypatch.setattr(HeadRun, "_step", step_or_stop)
+    before = signal.getsignal(signal.SIGTERM)
+    steps = signal_in_step(monkeypatch, 2, signal.SIGTERM)
     out = tmp_path / "stopped"
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(
+        Interrupted, match=r"^SIGTERM: step 2 of 4 is saved in \S+/step-\d{8}; "
+    ) as told:
         adapted(trained, target, conversations, out, lora, **changes)
+    assert told.value.exit_code == 143
+    assert signal.getsignal(signal.SIGTERM) is before
     stopped, *_ = adapted(trained, target, conversations, out, lora, **changes)
-    assert next(steps) == 6, "steps 3 and 4 are left, the first of them tried twice"
+    assert steps == [1, 2, 3, 4]
     assert stopped | {"seconds": 0} == whole | {"seconds": 0}
     first, second = (folder / "model.safetensors" for folder in (tmp_path / "whole", out))
     assert first.read_bytes() == second.read_bytes()
 
 
+PACKED = SETTINGS.model_copy(
+    update={
+        "kind": "eagle3",
+        "feature_loss_weight": 0.0,
+        "token_loss": "total_variation",
+        "draft_vocab_size": 64,
+        "features": "offline",
+        "pack": True,
+        "num_steps": 5,
+        "eval_every_steps": 2,
+        "save_every_steps": 1,
+        "keep_every_steps": 2,
+        "log": "tensorboard",
+    }
+)
+"""All that can be asked of a run, but for a head to start from."""
+
+
+def test_second_signal_ends_at_once_where_no_launcher_does_that():
+    which = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.getsignal(each) for each in which]
+
+    def hear(is_second_heeded):
+        with heed_signals(is_second_heeded) as heard:
+            os.kill(os.getpid(), signal.SIGINT)
+            assert heard.number == signal.SIGINT
+            os.kill(os.getpid(), signal.SIGINT)
+
+    hear(is_second_heeded=False)
+    with pytest.raises(KeyboardInterrupt):
+        hear(is_second_heeded=True)
+    with pytest.raises(Interrupted, match=r"^SIGTERM: what was whole is kept"), sigterm_raises():
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert [signal.getsignal(each) for each in which] == before
+
+
+def test_packed_offline_eagle3_that_ctrl_c_stops_continues_to_the_same_bits(
+    target, conversations, tmp_path, monkeypatch
+):
+    def train(out):
+        given = {"command": "polybasic train", "recipe": {"name": "a"}}
+        return train_head(target, conversations, DATA, PACKED, 0, out, provenance=given)
+
+    whole = train(tmp_path / "whole")
+    steps = signal_in_step(monkeypatch, 3, signal.SIGINT)
+    out = tmp_path / "stopped"
+    with pytest.raises(Interrupted, match=r"^SIGINT: step 3 of 5 is saved") as told:
+        train(out)
+    assert told.value.exit_code == 130
+    checkpoints = out / "checkpoints"
+    names = ["best", "step-00000002", "step-00000003"]
+    assert sorted(path.name for path in checkpoints.iterdir()) == names
+    for name, step in zip(names, (2, 2, 3), strict=True):
+        run = json.loads((checkpoints / name / "run.json").read_text())
+        assert (run["step"], run["provenance"]["command"]) == (step, "polybasic train")
+        assert run["settings"] == PACKED.model_dump(mode="json")
+        assert run["versions"]["torch"] == torch.__version__
+    best = load_file(checkpoints / "best" / "model.safetensors")
+    assert train(out) | {"seconds": 0} == whole | {"seconds": 0}
+    assert steps == [1, 2, 3, 4, 5]
+    weights = load_file(out / "model.safetensors")
+    assert weights.keys() == best.keys() >= {"midlayer.hidden_norm.weight", "lm_head.weight", "d2t"}
+    assert (whole["best_step"] == 2) == all(torch.equal(weights[key], best[key]) for key in best)
+    first, second = (folder / "model.safetensors" for folder in (tmp_path / "whole", out))
+    assert first.read_bytes() == second.read_bytes()
+    assert 0 < whole["draft_vocabulary_coverage"] <= 1
+    assert "untrimmed_accepted_length" not in whole
+    kept = sorted(path.name for path in checkpoints.iterdir())
+    assert kept == ["step-00000002", "step-00000004", "step-00000005"]
+    assert not (out / "features").exists(), "features of this run alone go with it"
+    assert scalars(out / "tensorboard", "agreement/3").keys() == {1, 2, 3, 4, 5}
+    assert scalars(out / "tensorboard", "simulated_accepted_length").keys() == {2, 4, 5}
+    told_losses = {line["step"]: line["loss"] for line in metrics(out) if "loss" in line}
+    assert scalars(out / "tensorboard", "loss") == pytest.approx(told_losses)
+
+
+def scalars(folder, name):
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return {event.step: event.value for event in events.Scalars(name)}
+
+
+def test_trimmed_head_is_compared_with_itself_over_all_tokens(target, conversations, tmp_path):
+    changes = {"num_steps": 4, "draft_vocab_size": 64}
+    out = tmp_path / "run"
+    summary = train_head(target, conversations, DATA, SETTINGS.model_copy(update=changes), 0, out)
+    assert int(load_file(out / "model.safetensors")["t2d"].sum()) == 64
+    assert 0 < summary["draft_vocabulary_coverage"] <= 1
+    assert summary["untrimmed_accepted_length"] >= 1
+
+
+def test_head_of_the_intermediate_learns_its_states(conversations, tmp_path):
+    target, intermediate = write_target(tmp_path / "target", 128), tmp_path / "intermediate"
+    write_intermediate(intermediate, target)
+    changes = {"num_steps": 3, "feature_noise": 0.0}
+    losses = {}
+    for source in ("target", "intermediate"):
+        settings = SETTINGS.model_copy(update={**changes, "features_from": source})
+        out = tmp_path / f"of_{source}"
+        train_head(target, conversations, DATA, settings, 0, out, intermediate=intermediate)
+        losses[source] = metrics(out)[0]["loss"]
+    assert losses["target"] == pytest.approx(losses["intermediate"], rel=0.1)
+    assert losses["target"] != losses["intermediate"]
+    record = json.loads((tmp_path / "of_intermediate" / "training.json").read_text())
+    assert record["intermediate_sha256"] == weights_digest(intermediate)
+    config = json.loads((tmp_path / "of_intermediate" / "config.json").read_text())
+    assert config["polybasic"] == {"target_sha256": weights_digest(target)}
+    with pytest.raises(UserError, match="no intermediate to learn from"):
+        train_head(target, conversations, DATA, settings, 0, tmp_path / "without")
+    sharded = settings.model_copy(update={"zero_stage": 3})
+    with pytest.raises(UserError, match=r"features_from = intermediate, train\.zero_stage = 3"):
+        train_head(target, conversations, DATA, sharded, 0, out, intermediate=intermediate)
+
+
 def growing_acceptance():
     lengths = itertools.count(1)
-    return lambda *_: Acceptance(float(next(lengths)), 1, [0.0])
+    return lambda *_: Acceptance(float(next(lengths)), 1, [0.0], {})
 
 
 def test_other_start_or_adapter_is_another_run(trained, target, conversations, tmp_path, capsys):
@@ -308,9 +442,8 @@ def kill_after(process, out, num_steps):
     process.communicate()
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
-def test_killed_run_continues_to_the_same_bits(target, conversations, tmp_path, dtype):
-    settings = SETTINGS.model_copy(update={"dtype": dtype, "num_steps": 40})
+def test_killed_run_continues_to_the_same_bits(target, conversations, tmp_path):
+    settings = SETTINGS.model_copy(update={"num_steps": 40})
     train_head(target, conversations, DATA, settings, 0, tmp_path / "whole")
     out = tmp_path / "killed"
     kill_after(start(target, conversations, settings, out), out, 10)
@@ -335,23 +468,49 @@ def test_killed_run_continues_to_the_same_bits(target, conversations, tmp_path, 
     assert numbers(out) == numbers(tmp_path / "whole")
 
 
-def test_other_settings_do_not_continue_an_interrupted_run(target, conversations, tmp_path):
+def test_other_settings_do_not_continue_an_interrupted_run(
+    target, conversations, tmp_path, monkeypatch
+):
     out = tmp_path / "run"
-    long = SETTINGS.model_copy(update={"num_steps": 400})
-    kill_after(start(target, conversations, long, out), out, 5)
-    kept = list((out / "checkpoints").iterdir())
-    with pytest.raises(UserError, match="interrupted training with other settings"):
+    signal_in_step(monkeypatch, 2, signal.SIGINT)
+    with pytest.raises(Interrupted):
         train_head(target, conversations, DATA, SETTINGS, 0, out)
+    kept = list((out / "checkpoints").iterdir())
+    assert kept
+    with pytest.raises(UserError, match="interrupted training with other settings"):
+        train_head(target, conversations, DATA, SETTINGS, 1, out)
     assert list((out / "checkpoints").iterdir()) == kept
 
 
-def test_loss_that_is_not_finite_names_step_and_last_good_checkpoint(
+def broken(target, conversations, settings, out):
+    with pytest.raises(UserError) as told:
+        train_head(target, conversations, DATA, settings, 0, out)
+    assert not (out / "model.safetensors").exists()
+    return str(told.value)
+
+
+def test_loss_that_is_not_finite_names_step_conversations_and_last_good_checkpoint(
     target, conversations, tmp_path
 ):
     settings = SETTINGS.model_copy(update={"learning_rate": 1e30, "save_every_steps": 1})
-    with pytest.raises(UserError, match=r"not finite: step \d+: .*checkpoint: \S+step-\d{8};"):
-        train_head(target, conversations, DATA, settings, 0, tmp_path / "run")
-    assert not (tmp_path / "run" / "model.safetensors").exists()
+    told = broken(target, conversations, settings, tmp_path / "run")
+    where = r"step 2, conversations \d+(, \d+){3}; last good checkpoint: \S+/step-00000001; "
+    assert re.match(f"loss is not finite: nan: {where}", told)
+
+
+def test_weights_that_are_not_finite_are_not_saved(target, conversations, tmp_path, monkeypatch):
+    save = HeadRun._save
+
+    def break_and_save(run):
+        if run._state.step == 4:
+            next(run._module.head.fc.parameters()).data[0, 0] = float("inf")
+        return save(run)
+
+    monkeypatch.setattr(HeadRun, "_save", break_and_save)
+    settings, out = SETTINGS.model_copy(update={"save_every_steps": 2}), tmp_path / "run"
+    told = broken(target, conversations, settings, out)
+    where = r"step 4, conversations \d+(, \d+){3}; last good checkpoint: \S+/step-00000002; "
+    assert re.match(f"weights are not finite: {where}", told)
 
 
 def test_wandb_offline_gets_the_run(target, conversations, tmp_path, monkeypatch):

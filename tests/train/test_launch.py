@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -14,10 +15,12 @@ from safetensors.torch import load_file
 
 from polybasic.chain.errors import UserError
 from polybasic.train.batches import Batch, row_noise
+from polybasic.train.hosts import Host, read_hostfile
+from polybasic.train.interruption import Interrupted
 from polybasic.train.launch import _failure, train_head_in_processes
-from polybasic.train.losses import step_weights, unrolled_loss
+from polybasic.train.lm_head import LmHead
+from polybasic.train.losses import LossSettings, step_weights, unrolled_loss
 from polybasic.train.settings import DataSettings, HeadSettings
-from polybasic.train.target import LmHead
 from tests.checkpoints import write_family
 from tests.processes import heed_ctrl_c
 from tests.train.counting import write_counting
@@ -39,14 +42,19 @@ TWO = HeadSettings(**(SETTINGS.model_dump() | {"num_processes": 2}))
 RUN = """
 import json, sys
 from pathlib import Path
+from polybasic.train.interruption import Interrupted
 from polybasic.train.launch import train_head_in_processes
 from polybasic.train.settings import DataSettings, HeadSettings
 target, conversations, data, settings, out = sys.argv[1:]
 settings = HeadSettings.model_validate_json(settings)
-train_head_in_processes(
-    settings.num_processes, target=Path(target), conversations=conversations,
-    data=DataSettings.model_validate_json(data), settings=settings, seed=0, out=Path(out),
-)
+try:
+    train_head_in_processes(
+        settings.num_processes, target=Path(target), conversations=conversations,
+        data=DataSettings.model_validate_json(data), settings=settings, seed=0, out=Path(out),
+    )
+except Interrupted as interrupted:
+    print(interrupted, file=sys.stderr)
+    sys.exit(interrupted.exit_code)
 """
 
 
@@ -161,21 +169,26 @@ def start(target, conversations, settings, out):
     )
 
 
+def wait_for_steps(out, num_steps, process=None):
+    path, deadline = out / "metrics.jsonl", time.monotonic() + 120
+    while not (path.exists() and path.read_text().count('"loss"') >= num_steps):
+        assert process is None or process.poll() is None, process.stderr.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
 def stop(process, out, num_steps, how, worker=None):
     """Send a signal to the launching process, or to one worker, alone; all must end.
 
     Returns:
         What the launching process said on stderr.
     """
-    path, deadline = out / "metrics.jsonl", time.monotonic() + 120
-    while not (path.exists() and path.read_text().count('"loss"') >= num_steps):
-        assert process.poll() is None, process.stderr.read()
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
+    wait_for_steps(out, num_steps, process)
     workers = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     assert len(workers) == 2
     os.kill(process.pid if worker is None else int(workers[worker]), how)
     _, stderr = process.communicate()
+    deadline = time.monotonic() + 60
     while any(Path(f"/proc/{each}").exists() for each in workers):
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -190,13 +203,17 @@ def test_stopped_run_of_two_continues_to_the_same_bits(target, conversations, tw
     def begin():
         return start(target, conversations, TWO, out)
 
-    assert "KeyboardInterrupt" in stop(begin(), out, 5, signal.SIGINT)
+    first = begin()
+    stderr = stop(first, out, 5, signal.SIGTERM, worker=1)
+    assert first.returncode == 143, stderr
+    (checkpoint,) = (out / "checkpoints").glob("step-*")
+    assert f"SIGTERM: step {int(checkpoint.name[5:])} of 40 is saved in {checkpoint}; " in stderr
     stderr = stop(begin(), out, 12, signal.SIGKILL, worker=1)
     assert "RuntimeError: training process 1 ended with SIGKILL" in stderr
-    stop(begin(), out, 20, signal.SIGKILL)
-    (checkpoint,) = (out / "checkpoints").glob("step-*")
     with pytest.raises(UserError, match=r"another number of processes than 1: .*_processes 2\)"):
         train_head_in_processes(1, **arguments(target, conversations, SETTINGS, out))
+    stop(begin(), out, 20, signal.SIGKILL)
+    (checkpoint,) = (out / "checkpoints").glob("step-*")
     again = begin()
     stdout, stderr = again.communicate(timeout=240)
     assert again.returncode == 0, stderr
@@ -207,6 +224,105 @@ def test_stopped_run_of_two_continues_to_the_same_bits(target, conversations, tw
     whole = two[0]
     assert (out / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
     assert numbers(out) == numbers(whole)
+
+
+SSH = """#!/bin/sh
+# like ssh: its own folder, none of the caller's variables, a command for the shell
+while [ "$1" = -o ]; do shift 2; done
+host=$1; shift
+command="$*"
+echo "$host" >> "{log}"
+case $host in
+  gone) echo "ssh: connect to host gone port 22: Connection refused" >&2; exit 255 ;;
+  apart) command=$(printf %s "$command" | sed "s#cd [^ ]*#cd /nowhere#") ;;
+  bare) command=$(printf %s "$command" | sed "s#[^ ]*/bin/python[^ ]*#/nowhere/python#") ;;
+esac
+cd /
+exec env -i HOME="$HOME" PATH=/usr/bin:/bin sh -c "$command"
+"""
+
+
+@pytest.fixture
+def ssh_log(tmp_path, monkeypatch):
+    """Hosts that a stand-in for ssh was called for; all of them are this machine."""
+    folder, log = tmp_path / "bin", tmp_path / "hosts.txt"
+    folder.mkdir()
+    (folder / "ssh").write_text(SSH.format(log=log))
+    (folder / "ssh").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    return log
+
+
+def hostfile(tmp_path, *lines):
+    path = tmp_path / "hostfile"
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+@pytest.mark.slow
+def test_two_hosts_train_packed_rows_on_offline_features_as_one_process(
+    target, conversations, ssh_log, tmp_path
+):
+    """Ctrl-C to the launcher arrives on the hosts, and the same command continues."""
+    changes = {"pack": True, "features": "offline", "batch_size": 2}
+    settings = changed(**changes)
+    alone = tmp_path / "alone"
+    expected = train_head_in_processes(1, **arguments(target, conversations, settings, alone))
+    out, file = (
+        tmp_path / "two",
+        hostfile(tmp_path, "# two", "localhost slots=1", "127.0.0.1 slots=1"),
+    )
+    given = arguments(target, conversations, changed(num_processes=2, **changes), out)
+
+    def ctrl_c():
+        wait_for_steps(out, 3)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    watcher = threading.Thread(target=ctrl_c)
+    watcher.start()
+    with pytest.raises(Interrupted, match=r"^SIGINT: step \d+ of 40 is saved in \S+; "):
+        train_head_in_processes(2, file, **given)
+    watcher.join()
+    summary = train_head_in_processes(2, file, **given)
+    assert sorted(ssh_log.read_text().split()) == ["127.0.0.1"] * 2 + ["localhost"] * 2
+    assert_same_training(out, summary, (alone, expected))
+    assert not list(out.glob(".*")), "what the hosts met in is removed"
+
+
+@pytest.mark.parametrize(
+    ("host", "told"),
+    [
+        (
+            "gone",
+            r"ssh to a host failed: gone \(ssh: connect to .*: Connection refused\); see that ",
+        ),
+        ("apart", "host does not see the folders of this one: apart: /.*run/.processes; start in"),
+        ("bare", f"no Python for the training processes: bare: {sys.executable}; install "),
+    ],
+)
+def test_host_that_cannot_train_is_named(host, told, ssh_log, tmp_path):
+    file = hostfile(tmp_path, "127.0.0.1 slots=1", f"{host} slots=1")
+    with pytest.raises(UserError, match=f"^{told}"):
+        train_head_in_processes(2, file, out=tmp_path / "run")
+    assert not list((tmp_path / "run").iterdir())
+
+
+def test_hostfile_is_deepspeeds(tmp_path):
+    file = hostfile(tmp_path, "# a comment", "worker-1 slots=4", "", "me@10.0.0.2  slots=2 # more")
+    assert read_hostfile(file) == [Host("worker-1", 4), Host("me@10.0.0.2", 2)]
+    for lines, told in (
+        (["worker-1 slots=0"], r"malformed: \S+hostfile line 1 \(worker-1 slots=0\)"),
+        (["a slots=1", "-oProxyCommand=x slots=1"], "malformed: .* line 2"),
+        (["a slots=1", "a slots=2"], r"named twice: .* line 2 \(a slots=2\)"),
+        (["# nobody"], "names no host"),
+    ):
+        with pytest.raises(UserError, match=told):
+            read_hostfile(hostfile(tmp_path, *lines))
+    with pytest.raises(UserError, match="hostfile cannot be read"):
+        read_hostfile(tmp_path / "none")
+    with pytest.raises(UserError, match=r"slots 4, train.num_processes = 2; .*num_processes=4"):
+        train_head_in_processes(2, hostfile(tmp_path, "a slots=4"), out=tmp_path)
 
 
 @pytest.mark.slow
@@ -261,8 +377,10 @@ def test_loss_and_gradient_of_shares_average_to_the_batchs(num_rows, num_shares)
 
     def loss_of(rows, is_label, counts=None):
         picked = [output[list(rows)] for output in outputs]
+        settings = LossSettings("cross_entropy", 1.0, 1.0, 1.0)
+        states = features[list(rows)]
         return unrolled_loss(
-            picked, features[list(rows)], lm_head, is_label, 1.0, 1.0, token_counts=counts
+            picked, states, lm_head, lm_head, is_label, settings, token_counts=counts
         ).total
 
     whole = loss_of(range(num_rows), is_assistant)

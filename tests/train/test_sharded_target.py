@@ -44,10 +44,15 @@ def token_ids():
     return torch.randint(5, 200, (3, 17), generator=torch.Generator().manual_seed(0))
 
 
+def documents():
+    """Two packed conversations in the first row."""
+    return torch.tensor([[0] * 7 + [1] * 10, [0] * 17, [0] * 12 + [-1] * 5])
+
+
 def measured(target):
     """Features before and after answers, the answers, and the whole matrices."""
     rows = token_ids()
-    first = target.features(rows)
+    first = target.features(rows, documents(), (0, 1, 2))
     generated = target.model.generate(
         input_ids=rows,
         attention_mask=torch.ones_like(rows),
@@ -56,8 +61,9 @@ def measured(target):
         pad_token_id=0,
     )
     return {
-        "features": first,
-        "features_again": target.features(rows[:2, :11]),
+        "features": first.states,
+        "layers": first.layers,
+        "features_again": target.features(rows[:2, :11]).states,
         "generated": generated,
         "lm_head": target.lm_head.weight.clone(),
         "embedding": target.embedding.clone(),
@@ -106,6 +112,7 @@ def test_features_and_answers_are_the_whole_targets(folders, sharded, index):
         for name, tensor in expected.items():
             assert torch.allclose(found[name], tensor, rtol=1e-5, atol=1e-5), (folder.name, name)
         assert expected["features"].std() > 0.1
+        assert expected["layers"].shape == (3, 17, 3 * 128)
 
 
 @pytest.mark.slow

@@ -1,0 +1,305 @@
+"""Which objective, whose features and how many unrolled steps make the best head: a table.
+
+    python benchmarks/heads.py TARGET INTERMEDIATE CONVERSATIONS --work DIR [--recipe tiny]
+        [--set section.key=value ...] [--token-losses ...] [--features-from ...]
+        [--unroll-steps ...] [--also LINE ...] [--only LINE ...] [--json FILE]
+
+A line of the table is a head, and is written as the settings of `train` in which it differs from
+the recipe: every combination of the three axes, and those that `--also` names one by one. All have
+the recipe's other settings, as many steps, one seed and one held-out split. `--only LINE` trains
+and judges that one alone: it is the command of the line.
+
+Each head is judged twice along greedy answers to the held-out prompts: verified by the target, and
+by the 4-bit intermediate, whose own answers and states these are then. A finished head, and what
+was found of it, stays in the work folder; the command goes on where it was stopped.
+"""
+
+import argparse
+import itertools
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from polybasic.chain.digests import weights_digest
+from polybasic.chain.errors import UserError
+from polybasic.chain.files import read_json, sha256_of_object, write_json
+from polybasic.deploy.hardware import describe_hardware
+from polybasic.recipes.loading import load_recipe
+from polybasic.recipes.provenance import package_versions
+from polybasic.recipes.schema import Recipe
+from polybasic.train.acceptance import HeldoutBatch, TreeShape, heldout_batches, simulate
+from polybasic.train.conversations import (
+    data_digest,
+    fit_to_template,
+    load_conversations,
+    split_conversations,
+)
+from polybasic.train.head import DraftHead
+from polybasic.train.head_shape import FeatureLayers
+from polybasic.train.head_start import new_head
+from polybasic.train.interruption import Interrupted
+from polybasic.train.launch import train_head_in_processes
+from polybasic.train.settings import HeadSettings
+from polybasic.train.target import Target, load_target
+from polybasic.train.verifier import load_intermediate
+
+TOKEN_LOSSES = ("cross_entropy", "forward_kl", "reverse_kl", "total_variation")
+JUDGES = ("target", "intermediate")
+ALSO = ("pack=true", "draft_vocab_size=1024", "kind=eagle3,feature_loss_weight=0")
+_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Study:
+    """What all lines have in common.
+
+    Attributes:
+        recipe: a shipped one or a file; its `train`, `data.num_heldout`, `data.max_tokens`,
+            `data.limit` and `seed` are used.
+        overrides: "section.key=value" of it.
+        work: a folder for heads and results.
+    """
+
+    target: Path
+    intermediate: Path
+    conversations: str
+    recipe: str
+    overrides: tuple[str, ...]
+    tree: TreeShape
+    work: Path
+
+    def recipe_of(self, line: str) -> Recipe:
+        """The recipe with a line's settings.
+
+        Raises:
+            UserError: a setting that does not exist or is out of range.
+        """
+        tree = {f"train.eval_tree_{name}={size}" for name, size in asdict(self.tree).items()}
+        own = [f"train.{setting}" for setting in line.split(",") if setting]
+        return load_recipe(self.recipe, [*self.overrides, *sorted(tree), *own])
+
+    @cached_property
+    def digests(self) -> dict[str, str]:
+        """Of what the heads are made from."""
+        return {
+            "target": weights_digest(self.target),
+            "intermediate": weights_digest(self.intermediate),
+            "conversations": data_digest(self.conversations),
+        }
+
+
+class Judges:
+    """The models that verify heads, with their answers to the held-out prompts; made when asked."""
+
+    def __init__(self, study: Study) -> None:
+        self._study = study
+        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._models: dict[str, Target] = {}
+        self._batches: dict[tuple[str, FeatureLayers | None], list[HeldoutBatch]] = {}
+
+    def judge(self, name: str, folder: Path, recipe: Recipe) -> dict[str, Any]:
+        """What a head gains on the held-out prompts when this model verifies it."""
+        head = self._head(folder, recipe.train)
+        batches = self._answered(name, recipe, head.shape.feature_layers)
+        lm_head = self._model(name).lm_head
+        return asdict(simulate(head, lm_head, batches, self._study.tree))
+
+    def _model(self, name: str) -> Target:
+        if name not in self._models:
+            if name == "target":
+                model = load_target(self._study.target, self._device)
+            else:
+                dtype = self._model("target").lm_head.weight.dtype
+                model = load_intermediate(
+                    self._study.intermediate, self._study.target, self._device, dtype
+                )
+            self._models[name] = model
+        return self._models[name]
+
+    def _head(self, folder: Path, settings: HeadSettings) -> DraftHead:
+        target = self._model("target")
+        head = new_head(target.head_shape(settings), target.embedding, settings, 0, folder, None)
+        return head.to(device=self._device, dtype=_DTYPES[settings.dtype])
+
+    def _answered(
+        self, name: str, recipe: Recipe, layers: FeatureLayers | None
+    ) -> list[HeldoutBatch]:
+        key = (name, layers)
+        if key not in self._batches:
+            data, model = recipe.data, self._model(name)
+            rows = load_conversations(self._study.conversations, data.limit)
+            _, heldout_rows = split_conversations(rows, data.num_heldout)
+            heldout_rows = fit_to_template(heldout_rows, model.tokenizer)
+            self._batches[key] = heldout_batches(
+                model, heldout_rows, data.max_tokens, recipe.train.eval_answer_tokens, layers
+            )
+        return self._batches[key]
+
+
+def grid(arguments: argparse.Namespace) -> list[str]:
+    """The lines of the table, or the one that is asked for."""
+    if arguments.only:
+        return list(arguments.only)
+    axes = {
+        "token_loss": arguments.token_losses,
+        "features_from": arguments.features_from,
+        "unroll_steps": arguments.unroll_steps,
+    }
+    crossed = [
+        ",".join(f"{name}={value}" for name, value in zip(axes, values, strict=True))
+        for values in itertools.product(*axes.values())
+    ]
+    return list(dict.fromkeys([*crossed, *arguments.also]))
+
+
+def finished_line(study: Study, line: str, judges: Judges) -> dict[str, Any]:
+    """Train and judge a line's head, as far as the work folder does not know it."""
+    recipe = study.recipe_of(line)
+    settings, folder = recipe.train, study.work / line
+    identity = sha256_of_object(
+        {
+            **study.digests,
+            "train": settings.model_dump(mode="json"),
+            "data": recipe.data.model_dump(mode="json", exclude={"conversations"}),
+            "seed": recipe.seed,
+        }
+    )
+    kept = folder / "result.json"
+    if kept.is_file():
+        known = read_json(kept, "result of a line")
+        if known["identity"] == identity:
+            return known["result"]
+    summary = train_head_in_processes(
+        settings.num_processes,
+        target=study.target,
+        conversations=study.conversations,
+        data=recipe.data,
+        settings=settings,
+        seed=recipe.seed,
+        out=folder / "head",
+        intermediate=study.intermediate,
+        provenance={"line": line},
+    )
+    result = {
+        "line": line,
+        "training": summary,
+        "verified_by": {name: judges.judge(name, folder / "head", recipe) for name in JUDGES},
+    }
+    write_json(kept, {"identity": identity, "result": result})
+    return result
+
+
+def print_table(results: list[dict[str, Any]], judge: str) -> None:
+    """Tokens a round by task, of heads that one model verifies, as Markdown."""
+    tasks = list(results[0]["verified_by"][judge]["by_task"])
+    header = ["line", "tokens of training", "seconds", *tasks, "all", "rounds"]
+    print(f"\nTokens a round, simulated, verified by the {judge}:\n")
+    print(f"| {' | '.join(header)} |")
+    print(f"|---|{'---:|' * (len(header) - 1)}")
+    for result in results:
+        found, training = result["verified_by"][judge], result["training"]
+        cells = [
+            result["line"],
+            f"{training['tokens']:,}",
+            f"{training['seconds']:.0f}",
+            *(f"{found['by_task'][task]:.2f}" for task in tasks),
+            f"{found['accepted_length']:.2f}",
+            str(found["num_rounds"]),
+        ]
+        print(f"| {' | '.join(cells)} |")
+
+
+def command_of(arguments: argparse.Namespace, lines: Sequence[str]) -> str:
+    """The command for these lines alone, or for the table, without places on this machine."""
+    recipe = "RECIPE" if Path(arguments.recipe).is_absolute() else arguments.recipe
+    words = ["TARGET", "INTERMEDIATE", "CONVERSATIONS", "--work", "DIR", "--recipe", recipe]
+    for name in ("depth", "top_k", "rows"):
+        words += [f"--{name.replace('_', '-')}", str(getattr(arguments, name))]
+    if arguments.set:
+        words += ["--set", *arguments.set]
+    if lines:
+        words += ["--only", *lines]
+    else:
+        words += ["--token-losses", *arguments.token_losses]
+        words += ["--features-from", *arguments.features_from]
+        words += ["--unroll-steps", *map(str, arguments.unroll_steps), "--also", *arguments.also]
+    return shlex.join(["python", "benchmarks/heads.py", *words])
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("target", type=Path)
+    parser.add_argument("intermediate", type=Path, help="the target in 4 bits")
+    parser.add_argument("conversations", help="as data.conversations")
+    parser.add_argument("--work", type=Path, required=True, help="heads and results stay here")
+    parser.add_argument("--recipe", default="tiny", help="settings that all lines share")
+    parser.add_argument("--set", nargs="+", default=[], help="section.key=value of the recipe")
+    parser.add_argument("--token-losses", nargs="+", choices=TOKEN_LOSSES, default=TOKEN_LOSSES)
+    parser.add_argument("--features-from", nargs="+", choices=JUDGES, default=JUDGES)
+    parser.add_argument("--unroll-steps", nargs="+", type=int, default=(1, 3, 5))
+    parser.add_argument("--also", nargs="*", default=ALSO, help="lines beside the combinations")
+    parser.add_argument("--only", nargs="+", default=[], help="these lines and no others")
+    parser.add_argument("--depth", type=int, default=8)
+    parser.add_argument("--top-k", type=int, default=4)
+    parser.add_argument("--rows", type=int, default=24)
+    parser.add_argument("--json", type=Path, help="write the record here")
+    return parser.parse_args()
+
+
+def main() -> None:
+    arguments = parsed()
+    study = Study(
+        arguments.target,
+        arguments.intermediate,
+        arguments.conversations,
+        arguments.recipe,
+        tuple(arguments.set),
+        TreeShape(arguments.depth, arguments.top_k, arguments.rows),
+        arguments.work,
+    )
+    lines, judges = grid(arguments), Judges(study)
+    for line in lines:
+        study.recipe_of(line)  # whatever is wrong with a line is told before hours of training
+    results = []
+    for number, line in enumerate(lines, 1):
+        print(f"line {number} of {len(lines)}: {line}", file=sys.stderr)
+        results.append(finished_line(study, line, judges))
+    for judge in JUDGES:
+        print_table(results, judge)
+    print("\nEach line with its own command:\n")
+    for line in lines:
+        print(f"    {command_of(arguments, [line])}")
+    if arguments.json is not None:
+        base = study.recipe_of("")
+        record = {
+            "command": command_of(arguments, arguments.only),
+            "hardware": describe_hardware(
+                torch.device("cuda" if torch.cuda.is_available() else "cpu")
+            ),
+            "versions": package_versions(),
+            "digests": study.digests,
+            "tree": asdict(study.tree),
+            "seed": base.seed,
+            "data": base.data.model_dump(mode="json", exclude={"conversations"}),
+            "train": base.train.model_dump(mode="json"),
+            "lines": [
+                {**result, "command": command_of(arguments, [result["line"]])} for result in results
+            ],
+        }
+        write_json(arguments.json, record)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except UserError as error:
+        sys.exit(f"error: {error}")
+    except Interrupted as stopped:
+        print(stopped, file=sys.stderr)
+        sys.exit(stopped.exit_code)

@@ -1,0 +1,94 @@
+"""A target without a chain: answers in its own distribution, drafted by n-grams alone."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from polybasic.chain.errors import UserError
+from polybasic.chain.files import read_json, sha256_of_file
+from polybasic.chain.loading import load_decoder
+from polybasic.chain.manifest import Member, Ngram, Plan, Reference, Tree
+from polybasic.chain.package import TARGET_NAME
+from polybasic.chain.tokenizer import load_tokenizer
+from polybasic.deploy.defaults import read_default_sampling, read_stop_tokens
+from polybasic.deploy.engine import Engine, Models, Request
+from polybasic.deploy.stop_strings import AnswerText
+from polybasic.deploy.verifier import SPARE_ROWS
+
+_PLAN = Plan(members=(TARGET_NAME,), tree=Tree(depth=8, top_k=1, rows=12), ngram=Ngram())
+_DTYPES = ("bfloat16", "float16", "float32")
+
+
+class LoneTarget:
+    """A loaded target that answers one prompt after the other.
+
+    Args:
+        checkpoint: its folder.
+        tokenizer: folder of its tokenizer.
+        context_tokens: of a prompt with its answer; the cache is allocated for so many.
+        device: default: cuda if there is one, else cpu.
+
+    Raises:
+        UserError: an unsupported architecture, a missing weight, or no tokenizer.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Path,
+        tokenizer: Path,
+        context_tokens: int,
+        device: torch.device | None = None,
+    ) -> None:
+        device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        config = read_json(checkpoint / "config.json", "model config")
+        dtype = config.get("dtype") or config.get("torch_dtype") or "float32"
+        if dtype not in _DTYPES:
+            raise UserError(
+                "unknown dtype", f"{checkpoint / 'config.json'} dtype {dtype}", "export it again"
+            )
+        num_positions = context_tokens + SPARE_ROWS
+        decoder = load_decoder(checkpoint, getattr(torch, dtype), device, num_positions)
+        # the engine reads names and roles of members, nothing else
+        member = Member(
+            name=TARGET_NAME,
+            role="target",
+            kind="decoder",
+            reference=Reference(source=str(checkpoint)),
+            dtype=dtype,
+            num_parameters=0,
+            num_bytes=0,
+            files={"config.json": sha256_of_file(checkpoint / "config.json")},
+        )
+        self._engine = Engine(Models({TARGET_NAME: decoder}, {}, (member,), context_tokens))
+        loaded = load_tokenizer(tokenizer, "target's tokenizer")
+        self._backend = loaded.backend_tokenizer
+        self._stop_tokens = read_stop_tokens(checkpoint, loaded.eos_token_id)
+        self._sampling = read_default_sampling(checkpoint)
+
+    def stream(
+        self, token_ids: list[int], max_new_tokens: int, temperature: float, seed: int
+    ) -> Iterator[list[int]]:
+        """Yield the new tokens of an answer as they are confirmed.
+
+        What the checkpoint's generation_config.json says beside the temperature (top_p, penalties)
+        holds, as in servers that read it.
+
+        Raises:
+            UserError: a prompt that does not fit the context with its answer.
+        """
+        sampling = replace(self._sampling, temperature=temperature, seed=seed)
+        yield from self._engine.run(
+            Request(token_ids, max_new_tokens, sampling, self._stop_tokens, _PLAN)
+        )
+
+    def text(self, tokens: list[int]) -> str:
+        """The text of a whole answer, without special tokens."""
+        text = AnswerText(self._backend)
+        text.cut(tokens)
+        return text.finish()
+
+    def is_cut(self, tokens: list[int]) -> bool:
+        """Whether a whole answer was ended by the number of tokens, not by a stop token."""
+        return tokens[-1] not in self._stop_tokens

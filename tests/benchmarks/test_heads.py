@@ -1,0 +1,114 @@
+"""The table of heads: its lines, their commands, and a small one from training to record."""
+
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from polybasic.chain.errors import UserError
+from polybasic.chain.files import read_json
+from tests.benchmarks.scripts import load_script
+from tests.checkpoints import write_family
+from tests.conftest import write_intermediate
+from tests.train.counting import write_counting
+
+heads = load_script("heads")
+
+LINES = ["token_loss=forward_kl,features_from=intermediate,unroll_steps=2", "draft_vocab_size=64"]
+SETTINGS = (
+    "data.num_heldout=4 data.max_tokens=96 train.num_steps=2 train.warmup_steps=1 "
+    "train.batch_size=2 train.eval_every_steps=2 train.eval_answer_tokens=6 train.dtype=float32"
+)
+
+
+def arguments_of(monkeypatch: pytest.MonkeyPatch, words: str) -> Any:
+    monkeypatch.setattr(sys, "argv", ["heads.py", *shlex.split(words)])
+    return heads.parsed()
+
+
+def test_lines_are_all_combinations_and_those_beside(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = arguments_of(monkeypatch, "T I C --work W")
+    lines = heads.grid(whole)
+    assert len(lines) == 4 * 2 * 3 + len(heads.ALSO)
+    assert lines[0] == "token_loss=cross_entropy,features_from=target,unroll_steps=1"
+    assert lines[-1] == "kind=eagle3,feature_loss_weight=0"
+    narrow = "T I C --work W --token-losses forward_kl --features-from target --unroll-steps 2"
+    assert heads.grid(arguments_of(monkeypatch, narrow + " --also")) == [
+        "token_loss=forward_kl,features_from=target,unroll_steps=2"
+    ]
+
+
+def test_command_of_a_line_runs_that_line_as_the_table_did(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = "T I C --work W --recipe /here/my.yaml --depth 5 --set train.num_steps=7 --json R"
+    table = arguments_of(monkeypatch, words)
+    for line in heads.grid(table):
+        command = heads.command_of(table, [line])
+        assert command.startswith("python benchmarks/heads.py TARGET INTERMEDIATE CONVERSATIONS ")
+        assert "/here" not in command
+        alone = arguments_of(monkeypatch, command.partition("heads.py ")[2])
+        assert heads.grid(alone) == [line]
+        shared = ("depth", "top_k", "rows", "set")
+        assert [getattr(alone, name) for name in shared] == [
+            getattr(table, name) for name in shared
+        ]
+    again = arguments_of(monkeypatch, heads.command_of(table, []).partition("heads.py ")[2])
+    assert heads.grid(again) == heads.grid(table)
+
+
+@pytest.mark.slow
+def test_small_table_from_training_to_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target, intermediate = tmp_path / "target", tmp_path / "intermediate"
+    write_family(target, "llama3", dtype=torch.float32, num_shards=1)
+    write_intermediate(intermediate, target)
+    data = write_counting(tmp_path / "counting.jsonl", "Count on from {}.", 4, 5)
+    record = tmp_path / "record.json"
+    places = f"{target} {intermediate} {data} --work {tmp_path / 'work'}"
+    words = f"{places} --only {' '.join(LINES)} --set {SETTINGS}"
+
+    def run(words: str) -> list[dict[str, Any]]:
+        arguments_of(monkeypatch, words)
+        heads.main()
+        return read_json(record, "record")["lines"]
+
+    found = run(f"{words} --json {record}")
+    assert str(tmp_path) not in record.read_text()
+    assert [one["line"] for one in found] == LINES
+    settings = [
+        read_json(tmp_path / "work" / line / "head" / "training.json", "record")["settings"]
+        for line in LINES
+    ]
+    assert [one["features_from"] for one in settings] == ["intermediate", "target"]
+    assert [one["unroll_steps"] for one in settings] == [2, 3]
+    assert settings[0]["eval_tree_depth"] == settings[1]["eval_tree_depth"] == 8
+    for one in found:
+        judged = one["verified_by"]
+        assert judged["target"]["num_rounds"] > 0
+        # each was evaluated in training by the model that it learned from
+        verifier = "intermediate" if one["line"] == LINES[0] else "target"
+        assert judged[verifier]["accepted_length"] == pytest.approx(
+            one["training"]["simulated_accepted_length"], abs=1e-4
+        )
+        assert judged[verifier]["by_task"] == pytest.approx(
+            one["training"]["accepted_by_task"], abs=1e-4
+        )
+    assert "untrimmed_accepted_length" in found[1]["training"]
+    shown = capsys.readouterr().out
+    assert f"| {LINES[1]} |" in shown
+    assert found[1]["command"] in shown
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise UserError("trained again", "a line", "not to be")
+
+    monkeypatch.setattr(heads, "train_head_in_processes", refuse)
+    assert run(f"{words} --json {record}") == found, "kept in the work folder"
+    with pytest.raises(UserError, match="trained again"):
+        run(f"{words.replace('num_steps=2', 'num_steps=3')} --json {record}")
+    with pytest.raises(UserError, match="unroll"):
+        run(f"{places} --only unroll_stepz=2 --json {record}")
+    assert json.loads(record.read_text())["lines"] == found

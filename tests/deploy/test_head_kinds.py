@@ -1,0 +1,249 @@
+"""Chains with EAGLE-3 heads and with heads over a part of the vocabulary."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from polybasic.chain.decoder import Decoder
+from polybasic.chain.eagle import Eagle3Head
+from polybasic.chain.errors import UserError
+from polybasic.chain.files import write_json
+from polybasic.chain.loading import load_decoder, load_head
+from polybasic.chain.package import Part
+from polybasic.chain.verify import check_chain
+from polybasic.deploy import Chain, load_chain
+from polybasic.deploy.cache import KeyValueCache
+from polybasic.deploy.engine import Engine
+from polybasic.deploy.sampling import Sampling
+from polybasic.deploy.verifier import Verifier
+from tests.checkpoints import write_family
+from tests.head_kinds import FEATURE_LAYERS, trim, write_eagle3
+
+DRAFTED = torch.arange(0, 64, 3)
+MEMBER_SETS = [("target", "draft"), ("target", "intermediate", "draft")]
+PROMPTS = [[7], [5, 9, 2, 40], list(range(3, 40))]
+
+
+def package(parts: Any, out: Path, *heads: tuple[str, str]) -> Path:
+    """A chain whose first draft head is of the first kind, "eagle2" or "eagle3".
+
+    Args:
+        heads: name and kind of further ones, which lie beside the target.
+    """
+    intermediate, draft = parts.parts
+    config = json.loads((parts.draft / "config.json").read_text())
+    kind = "eagle3" if "eagle_config" in config else "eagle2"
+    others = [Part(name, "drafter", other, parts.target.parent / name) for name, other in heads]
+    members = [intermediate, dataclasses.replace(draft, kind=kind), *others]
+    parts.package(out, parts=members)
+    return out
+
+
+def write_head(parts: Any, case: str) -> None:
+    """In the place of the chain's head."""
+    token_ids = DRAFTED if "trimmed" in case else None
+    if case.endswith("eagle3"):
+        write_eagle3(parts.draft, parts.target, token_ids)
+    elif token_ids is not None:
+        trim(parts.draft, token_ids)
+
+
+def answer(chain: Chain, ids: list[int], members: tuple[str, ...]) -> list[int]:
+    pieces = chain.stream_ids(ids, 40, Sampling(), chain.plan_of(members))
+    return [token for piece in pieces for token in piece]
+
+
+@pytest.mark.parametrize("case", ["trimmed eagle2", "eagle3", "trimmed eagle3"])
+def test_greedy_answers_are_the_targets(tiny_chain_parts: Any, tmp_path: Path, case: str) -> None:
+    write_head(tiny_chain_parts, case)
+    chain = load_chain(package(tiny_chain_parts, tmp_path / "chain"), dtype="float32")
+    chain.stop_tokens = frozenset()
+    verifiers = chain.engine.verifiers
+    assert verifiers["target"].cache is verifiers["intermediate"].cache
+    widths = {verifier.decoder.states_width for verifier in verifiers.values()}
+    assert widths == ({4 * 128} if case.endswith("eagle3") else {128})
+    lengths: list[int] = []
+    for ids in PROMPTS:
+        alone = answer(chain, ids, ("target",))
+        assert len(alone) == 40
+        for members in MEMBER_SETS:
+            assert answer(chain, ids, members) == alone
+            statistics = chain.last_statistics
+            assert statistics is not None
+            lengths += statistics.accepted_lengths[members[-2]]
+            assert statistics.forward_passes["draft"] > 0
+    assert max(lengths) > 1, "some draft must be accepted"
+    kind = f"EAGLE-{case[-1]} head: drafts trees from the features of target or intermediate"
+    assert kind in (chain.folder / "README.md").read_text()
+
+
+def test_trimmed_heads_draft_their_tokens_alone(tiny_chain_parts: Any, tmp_path: Path) -> None:
+    trim(tiny_chain_parts.draft, DRAFTED)
+    chain = load_chain(package(tiny_chain_parts, tmp_path / "chain"), dtype="float32")
+    decoder = chain.engine.models.target
+    whole = load_head(tiny_chain_parts.draft, decoder, 100, trimmed=False)
+    trimmed = load_head(tiny_chain_parts.draft, decoder, 100)
+    states = torch.randn(5, 128)
+    assert whole.draft_token_ids is None
+    assert torch.equal(whole.logits(states), decoder.logits(states))
+    assert trimmed.draft_token_ids is not None
+    assert torch.equal(trimmed.draft_token_ids, DRAFTED)
+    expected = decoder.logits(states)[:, DRAFTED]
+    torch.testing.assert_close(trimmed.logits(states), expected, rtol=1e-5, atol=1e-5)
+    drafter = chain.engine.drafters.named("draft", chain.plan.tree)
+    with torch.inference_mode():
+        drafter.observe(states[:3])
+        drafted = drafter.candidates([1, 2, 3, 4], 3).tokens.tolist()
+    assert set(drafted) <= set(DRAFTED.tolist())
+    assert len(set(drafted)) > 2
+
+
+def test_heads_of_both_kinds_live_beside_each_other(tiny_chain_parts: Any, tmp_path: Path) -> None:
+    models = tiny_chain_parts.target.parent
+    write_eagle3(models / "third", tiny_chain_parts.target)
+    alone = load_chain(package(tiny_chain_parts, tmp_path / "alone"), dtype="float32")
+    folder = package(tiny_chain_parts, tmp_path / "both", ("third", "eagle3"))
+    both = load_chain(folder, dtype="float32")
+    for members in [*MEMBER_SETS, ("target", "third"), ("target", "intermediate", "third")]:
+        for ids in PROMPTS:
+            assert answer(both, ids, members) == answer(alone, ids, ("target",))
+            if members not in MEMBER_SETS:
+                continue
+            found = both.last_statistics
+            answer(alone, ids, members)
+            assert found is not None
+            assert alone.last_statistics is not None
+            assert found.accepted_lengths == alone.last_statistics.accepted_lengths
+
+
+@pytest.mark.parametrize("family", ["llama3", "gemma2"])
+def test_states_hold_the_inputs_of_layers_as_transformers_gives_them(
+    tmp_path: Path, family: str
+) -> None:
+    write_family(tmp_path, family, dtype=torch.float32)
+    decoder = load_decoder(tmp_path, torch.float32, torch.device("cpu"), 64)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    tokens = list(range(3, 20))
+    with torch.inference_mode():
+        found = model(torch.tensor([tokens]), output_hidden_states=True)
+        plain = states_of(decoder, tokens)
+        logits = decoder.logits(plain)
+        decoder.feature_layers = (2, 0, 2)
+        states = states_of(decoder, tokens)
+        assert torch.equal(states[:, :128], plain)
+        assert torch.equal(decoder.logits(states), logits)
+    for place, layer in enumerate(decoder.feature_layers, 1):
+        inputs = states[:, 128 * place : 128 * (place + 1)]
+        torch.testing.assert_close(inputs, found.hidden_states[layer][0], rtol=1e-5, atol=1e-4)
+    assert not torch.allclose(states[:, 128:256], states[:, 256:384], atol=1e-2)
+
+
+@pytest.mark.parametrize("family", ["llama3", "gemma2"])
+def test_rows_of_the_projection_are_as_in_the_whole(tmp_path: Path, family: str) -> None:
+    """Gemma's are those of its embedding, and cap the logits."""
+    write_family(tmp_path, family, dtype=torch.float32)
+    decoder = load_decoder(tmp_path, torch.float32, torch.device("cpu"), 64)
+    token_ids, states = torch.tensor([3, 4, 90, 319]), 10 * torch.randn(5, 128)
+    found = decoder.lm_head_of(token_ids)(states)
+    torch.testing.assert_close(found, decoder.logits(states)[:, token_ids], rtol=1e-5, atol=1e-5)
+    assert decoder.config.tie_word_embeddings == (family == "gemma2")
+    assert (found.abs().max() <= 3) == (family == "gemma2")
+
+
+def states_of(decoder: Decoder, tokens: list[int]) -> torch.Tensor:
+    config = decoder.config
+    cache = KeyValueCache(config, config.num_layers, 64, decoder.dtype, decoder.device)
+    return Verifier("target", decoder, cache).read(tokens)
+
+
+# Refusals
+
+
+def edit_head(folder: Path, removed: tuple[str, ...] = (), **tensors: torch.Tensor) -> None:
+    stored = load_file(folder / "model.safetensors") | tensors
+    kept = {name: tensor for name, tensor in stored.items() if name not in removed}
+    save_file(kept, folder / "model.safetensors", {"format": "pt"})
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    write_json(folder / "config.json", config | changes)
+
+
+@pytest.mark.parametrize(
+    ("removed", "message"),
+    [
+        ("fc.weight", "missing tensor: fc.weight"),
+        ("norm.weight", "missing tensor: norm.weight"),
+        ("lm_head.weight", "missing tensor: lm_head.weight"),
+        ("midlayer.hidden_norm.weight", "missing tensor: midlayer.hidden_norm.weight"),
+        ("d2t", "missing tensor: d2t"),
+        ("t2d", "missing tensor: t2d"),
+    ],
+)
+def test_incomplete_heads_are_refused(
+    tiny_chain_parts: Any, tmp_path: Path, removed: str, message: str
+) -> None:
+    write_eagle3(tiny_chain_parts.draft, tiny_chain_parts.target, DRAFTED)
+    edit_head(tiny_chain_parts.draft, (removed,))
+    with pytest.raises(UserError, match=message):
+        package(tiny_chain_parts, tmp_path / "chain")
+
+
+def test_tables_that_disagree_are_refused(tiny_chain_parts: Any, tmp_path: Path) -> None:
+    write_eagle3(tiny_chain_parts.draft, tiny_chain_parts.target, DRAFTED)
+    moved = torch.zeros(64, dtype=torch.bool).index_fill(0, DRAFTED + 1 - 2 * (DRAFTED == 63), True)
+    edit_head(tiny_chain_parts.draft, t2d=moved)
+    chain = package(tiny_chain_parts, tmp_path / "chain")
+    with pytest.raises(UserError, match=r"d2t and t2d in .*draft name different tokens"):
+        load_chain(chain)
+
+
+def test_a_projection_of_another_size_is_refused(tiny_chain_parts: Any, tmp_path: Path) -> None:
+    write_eagle3(tiny_chain_parts.draft, tiny_chain_parts.target, DRAFTED)
+    edit_config(tiny_chain_parts.draft, draft_vocab_size=20)
+    with pytest.raises(UserError, match=r"lm_head\.weight in .* is \[22, 128\], .* \[20, 128\]"):
+        package(tiny_chain_parts, tmp_path / "chain")
+
+
+def test_a_head_declared_to_be_of_another_kind_is_refused(
+    tiny_chain_parts: Any, tmp_path: Path
+) -> None:
+    write_eagle3(tiny_chain_parts.draft, tiny_chain_parts.target)
+    with pytest.raises(UserError, match=r"head of another kind: draft is eagle2, .* eagle3"):
+        tiny_chain_parts.package(tmp_path / "chain")
+
+
+def test_layers_that_the_model_lacks_are_refused(tiny_chain_parts: Any, tmp_path: Path) -> None:
+    write_eagle3(tiny_chain_parts.draft, tiny_chain_parts.target, feature_layers=(0, 1, 2))
+    with pytest.raises(UserError, match="reads layers 0, 1, 2 of 2"):
+        package(tiny_chain_parts, tmp_path / "chain")
+    decoder = load_decoder(tiny_chain_parts.target, torch.float32, torch.device("cpu"), 64)
+    with pytest.raises(UserError, match="reads layers 0, 1, 2 of 2"):
+        load_head(tiny_chain_parts.draft, decoder, 64)
+
+
+def test_heads_that_read_different_layers_are_refused(
+    tiny_chain_parts: Any, tmp_path: Path
+) -> None:
+    models = tiny_chain_parts.target.parent
+    write_eagle3(tiny_chain_parts.draft, tiny_chain_parts.target)
+    write_eagle3(models / "other", tiny_chain_parts.target, feature_layers=(0, 0, 1))
+    with pytest.raises(UserError, match="heads of one model read different layers"):
+        package(tiny_chain_parts, tmp_path / "chain", ("other", "eagle3"))
+    write_eagle3(models / "other", tiny_chain_parts.target, seed=4)
+    folder = package(tiny_chain_parts, tmp_path / "chain", ("other", "eagle3"))
+    check_chain(folder)
+    engine = load_chain(folder).engine
+    other = engine.models.drafters["other"]
+    assert isinstance(other, Eagle3Head)
+    assert engine.models.target.feature_layers == FEATURE_LAYERS
+    other.feature_layers = (0, 0, 1)
+    with pytest.raises(UserError, match=r"\(0, 0, 1\) by other, \(0, 1, 1\) by another head"):
+        Engine(engine.models)
