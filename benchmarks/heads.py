@@ -1,7 +1,7 @@
 """Which objective, whose features and how many unrolled steps make the best head: a table.
 
     python benchmarks/heads.py TARGET INTERMEDIATE CONVERSATIONS --work DIR [--recipe tiny]
-        [--set section.key=value ...] [--token-losses ...] [--features-from ...]
+        [--set section.key=value ...] [--objectives ...] [--features-from ...]
         [--unroll-steps ...] [--also LINE ...] [--only LINE ...] [--json FILE]
 
 A line of the table is a head, and is written as the settings of `train` in which it differs from
@@ -49,7 +49,13 @@ from polybasic.train.settings import HeadSettings
 from polybasic.train.target import Target, load_target
 from polybasic.train.verifier import load_intermediate
 
-TOKEN_LOSSES = ("cross_entropy", "forward_kl", "reverse_kl", "total_variation")
+OBJECTIVES = {
+    "eagle2": "token_loss=cross_entropy",
+    "forward_kl": "token_loss=forward_kl,feature_loss_weight=0",
+    "reverse_kl": "token_loss=reverse_kl,feature_loss_weight=0",
+    "total_variation": "token_loss=total_variation,feature_loss_weight=0",
+}
+"""EAGLE-2's is smooth-L1 between states with cross-entropy, both weighted as the recipe says."""
 JUDGES = ("target", "intermediate")
 ALSO = ("pack=true", "draft_vocab_size=1024", "kind=eagle3,feature_loss_weight=0")
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -146,14 +152,11 @@ def grid(arguments: argparse.Namespace) -> list[str]:
     """The lines of the table, or the one that is asked for."""
     if arguments.only:
         return list(arguments.only)
-    axes = {
-        "token_loss": arguments.token_losses,
-        "features_from": arguments.features_from,
-        "unroll_steps": arguments.unroll_steps,
-    }
     crossed = [
-        ",".join(f"{name}={value}" for name, value in zip(axes, values, strict=True))
-        for values in itertools.product(*axes.values())
+        f"{OBJECTIVES[objective]},features_from={source},unroll_steps={num_steps}"
+        for objective, source, num_steps in itertools.product(
+            arguments.objectives, arguments.features_from, arguments.unroll_steps
+        )
     ]
     return list(dict.fromkeys([*crossed, *arguments.also]))
 
@@ -226,7 +229,7 @@ def command_of(arguments: argparse.Namespace, lines: Sequence[str]) -> str:
     if lines:
         words += ["--only", *lines]
     else:
-        words += ["--token-losses", *arguments.token_losses]
+        words += ["--objectives", *arguments.objectives]
         words += ["--features-from", *arguments.features_from]
         words += ["--unroll-steps", *map(str, arguments.unroll_steps), "--also", *arguments.also]
     return shlex.join(["python", "benchmarks/heads.py", *words])
@@ -240,7 +243,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--work", type=Path, required=True, help="heads and results stay here")
     parser.add_argument("--recipe", default="tiny", help="settings that all lines share")
     parser.add_argument("--set", nargs="+", default=[], help="section.key=value of the recipe")
-    parser.add_argument("--token-losses", nargs="+", choices=TOKEN_LOSSES, default=TOKEN_LOSSES)
+    parser.add_argument("--objectives", nargs="+", choices=OBJECTIVES, default=tuple(OBJECTIVES))
     parser.add_argument("--features-from", nargs="+", choices=JUDGES, default=JUDGES)
     parser.add_argument("--unroll-steps", nargs="+", type=int, default=(1, 3, 5))
     parser.add_argument("--also", nargs="*", default=ALSO, help="lines beside the combinations")

@@ -73,13 +73,8 @@ def load_decoder(
     return Decoder(config, embedding, layers, final_norm, lm_head, rotary, lm_head_rows)
 
 
-def load_head(
-    folder: Path, target: Decoder, num_positions: int, *, trimmed: bool = True
-) -> EagleHead:
+def load_head(folder: Path, target: Decoder, num_positions: int) -> EagleHead:
     """Load a head that drafts for `target`; the embedding is the target's own.
-
-    Args:
-        trimmed: False lets an EAGLE-2 head draft all tokens, whatever its draft vocabulary is.
 
     Raises:
         UserError: shapes that differ from the target's, a missing weight, or a malformed draft
@@ -92,14 +87,13 @@ def load_head(
     norms = _load_norms(config, weights, prefix, config.kind)
     layer = _load_layer(config, weights, prefix, norms, kind=config.kind)
     tables = {name: weights.stored(name) for name in DRAFT_TABLES if name in weights}
-    token_ids = draft_token_ids(tables, f"{folder}") if trimmed else None
+    token_ids = draft_token_ids(tables, f"{folder}")
     if token_ids is not None:
         token_ids = token_ids.to(target.device)
     parts = config, target.embedding, weights.linear("fc"), layer, rotary
     if config.kind == "eagle2":
         lm_head = target.lm_head if token_ids is None else target.lm_head_of(token_ids)
         return EagleHead(*parts, lm_head, token_ids)
-    assert trimmed, "an EAGLE-3 head projects onto its own draft vocabulary alone"
     return Eagle3Head(
         *parts,
         weights.linear("lm_head"),

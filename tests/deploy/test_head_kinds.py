@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from polybasic.chain.decoder import Decoder
-from polybasic.chain.eagle import Eagle3Head
+from polybasic.chain.eagle import Eagle3Head, EagleHead
 from polybasic.chain.errors import UserError
 from polybasic.chain.files import write_json
 from polybasic.chain.loading import load_decoder, load_head
@@ -84,11 +84,13 @@ def test_greedy_answers_are_the_targets(tiny_chain_parts: Any, tmp_path: Path, c
 
 
 def test_trimmed_heads_draft_their_tokens_alone(tiny_chain_parts: Any, tmp_path: Path) -> None:
+    whole_chain = load_chain(package(tiny_chain_parts, tmp_path / "whole"), dtype="float32")
     trim(tiny_chain_parts.draft, DRAFTED)
     chain = load_chain(package(tiny_chain_parts, tmp_path / "chain"), dtype="float32")
     decoder = chain.engine.models.target
-    whole = load_head(tiny_chain_parts.draft, decoder, 100, trimmed=False)
-    trimmed = load_head(tiny_chain_parts.draft, decoder, 100)
+    whole, trimmed = (each.engine.models.drafters["draft"] for each in (whole_chain, chain))
+    assert isinstance(whole, EagleHead)
+    assert isinstance(trimmed, EagleHead)
     states = torch.randn(5, 128)
     assert whole.draft_token_ids is None
     assert torch.equal(whole.logits(states), decoder.logits(states))
