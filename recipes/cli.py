@@ -3,9 +3,10 @@
 import sys
 import traceback
 from importlib.metadata import version
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperGroup
 
 from polybasic.chain.errors import UserError
 from polybasic.recipes import (
@@ -19,8 +20,21 @@ from polybasic.recipes import (
 )
 from polybasic.train.interruption import Interrupted, sigterm_raises
 
+
+class _Commands(TyperGroup):
+    """Commands that say what a signal left behind, and exit with its code."""
+
+    def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override]
+        try:
+            return super().invoke(ctx)
+        except Interrupted as interrupted:  # typer knows Ctrl-C alone
+            print(f"interrupted by {interrupted}", file=sys.stderr)
+            ctx.exit(interrupted.exit_code)
+
+
 app = typer.Typer(
     name="polybasic",
+    cls=_Commands,
     help="Make a language model answer faster without changing a single probability.",
     no_args_is_help=True,
     rich_markup_mode=None,
@@ -69,9 +83,6 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
-    except Interrupted as interrupted:
-        print(f"interrupted by {interrupted}", file=sys.stderr)
-        sys.exit(interrupted.exit_code)
     except KeyboardInterrupt:
         sys.exit(130)
     except Exception as error:

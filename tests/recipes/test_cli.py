@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 from polybasic.deploy import hardware, load_chain
 from polybasic.recipes import cli
 from polybasic.recipes.loading import load_recipe, shipped_recipes
+from polybasic.train.interruption import Interrupted
 from tests.processes import heed_ctrl_c
 from tests.recipes.serving import served
 
@@ -70,6 +72,49 @@ def test_interrupt_exits_with_130(capsys, monkeypatch) -> None:
 
     monkeypatch.setattr("polybasic.recipes.loading.find_recipe", interrupt)
     assert call(capsys, "recipes", "show", "tiny")[0] == 130
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_saved_interruption_tells_how_to_go_on(number: int, code: int, capsys, monkeypatch):
+    def interrupt(name: str) -> None:
+        raise Interrupted(number, "step 4 is saved; the same command goes on from there")
+
+    monkeypatch.setattr("polybasic.recipes.loading.find_recipe", interrupt)
+    name = signal.Signals(number).name
+    told = f"interrupted by {name}: step 4 is saved; the same command goes on from there\n"
+    assert call(capsys, "recipes", "show", "tiny") == (code, "", told)
+
+
+def test_sigterm_ends_any_command_with_143(capsys, monkeypatch) -> None:
+    def terminate(name: str) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(10)
+
+    monkeypatch.setattr("polybasic.recipes.loading.find_recipe", terminate)
+    code, out, err = call(capsys, "recipes", "show", "tiny")
+    assert (code, out) == (143, "")
+    assert err.startswith("interrupted by SIGTERM: ")
+
+
+def test_processes_come_from_nproc_or_all_slots_of_the_hosts(tmp_path, monkeypatch) -> None:
+    found = []
+
+    def run(recipe, out, command, only, hostfile):
+        found.append((recipe.train.num_processes, command, hostfile))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("polybasic.recipes.run.run_recipe", run)
+    monkeypatch.chdir(tmp_path)
+    hosts = Path("hosts")
+    hosts.write_text("one slots=2\ntwo slots=2\n")
+    for words in (["--nproc", "8"], ["--hostfile", "hosts"], []):
+        with pytest.raises(SystemExit):
+            cli.main(["train", "tiny", *words])
+    assert found == [
+        (8, "polybasic train tiny --nproc 8", None),
+        (4, "polybasic train tiny --hostfile hosts", hosts),
+        (1, "polybasic train tiny", None),
+    ]
 
 
 def test_recipes_commands(capsys, tmp_path, monkeypatch) -> None:

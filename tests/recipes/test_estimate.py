@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from polybasic.chain.checkpoint import load_tensors
 from polybasic.chain.errors import UserError
@@ -15,8 +16,11 @@ from polybasic.recipes.estimate import check_disk, check_inputs, estimate, fores
 from polybasic.recipes.hardware_profiles import PROFILES
 from polybasic.recipes.loading import load_recipe
 from polybasic.recipes.pipeline import Stage, Workspace, run_stages
-from polybasic.recipes.sizes import Shape, shape_of_small, shape_of_target
+from polybasic.recipes.sizes import Shape, count_of_head, shape_of_small, shape_of_target
 from polybasic.recipes.stages import stages_of
+from polybasic.train.head_start import new_head
+from polybasic.train.settings import HeadSettings
+from polybasic.train.target import load_target
 from tests.checkpoints import FAMILIES, write_family
 from tests.recipes.published_configs import write_config
 
@@ -77,6 +81,44 @@ def test_a_folder_is_sized_from_its_config(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "mamba"}))
     with pytest.raises(UserError, match="unsupported architecture"):
         shape_of_target(load_recipe("tiny", [f"target.model={tmp_path}"]))
+
+
+@pytest.mark.parametrize(
+    "train",
+    [
+        {},
+        {"draft_vocab_size": 128},
+        {"kind": "eagle3", "feature_loss_weight": 0},
+        {"kind": "eagle3", "feature_loss_weight": 0, "draft_vocab_size": 128},
+    ],
+)
+def test_heads_are_counted_as_they_are_built(train: dict, tmp_path: Path) -> None:
+    settings = HeadSettings(**train)
+    write_family(tmp_path, "llama3")
+    shape = shape_of_target(load_recipe("tiny", [f"target.model={tmp_path}"]))
+    target = load_target(tmp_path, torch.device("cpu"))
+    drafted = torch.arange(128) if settings.draft_vocab_size else None
+    built = target.head_shape(settings), target.embedding, settings, 0, None, None
+    head = new_head(*built, target.lm_head, drafted)
+    num = sum(each.numel() for each in head.parameters() if each.requires_grad)
+    count = count_of_head(shape, settings)
+    assert abs(count.num_parameters - num) <= shape.hidden_size, "but for a norm"
+    features = target.features(torch.zeros(1, 1).long(), None, head.shape.feature_layers)
+    parts = [features.states, *([] if features.layers is None else [features.layers])]
+    assert count.feature_bytes == sum(each.nbytes for each in parts)
+
+
+def test_what_is_written_before_training_is_counted(tmp_path: Path) -> None:
+    plain = rows_of(tmp_path)
+    offline = rows_of(tmp_path, "train.features=offline")
+    written = offline["draft"].disk_bytes - plain["draft"].disk_bytes
+    recipe = load_recipe("tiny").train
+    assert written == pytest.approx(recipe.num_steps * recipe.batch_size * 115 * 256 * 2)
+    asked = rows_of(tmp_path, "data.regenerate.temperature=0")
+    assert asked["regenerated"].seconds > asked["report"].seconds
+    server = "data.regenerate.endpoint=http://localhost:8000/v1"
+    assert rows_of(tmp_path, server)["regenerated"].seconds < 10
+    assert "regenerated" not in plain
 
 
 @pytest.mark.parametrize("name", ["tiny", "tiny-four"])

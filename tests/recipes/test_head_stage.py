@@ -1,5 +1,6 @@
 """Where a draft head comes from: which parts do the work, and on what the result depends."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,45 @@ def test_a_head_is_trained_in_the_processes_of_the_recipe(calls: Calls, tmp_path
     assert arguments["target"] == arguments["tokenizer"] == Path("/models/target")
     assert arguments["out"] == folder
     assert not {"start", "lora"} & set(arguments)
+
+
+def test_a_head_learns_the_copy_that_verifies(calls: Calls, tmp_path: Path) -> None:
+    learned = {"train": {"features_from": "intermediate"}, "small": {"model": "org/small"}}
+    workspace = workspace_of(tmp_path, **learned)
+    names = [stage.name for stage in stages_of(workspace.recipe)]
+    for name, copy in (("draft", "intermediate"), ("small_draft", "small")):
+        assert copy in stage_of(workspace, name).needs
+        assert copy in stage_of(workspace, name).inputs(workspace)
+        assert names.index(copy) < names.index(name)
+        run(workspace, tmp_path / name, name)
+        assert calls.pop()[1]["intermediate"] == workspace.folder(copy)
+    plain = workspace_of(tmp_path, small={"model": "org/small"})
+    assert "intermediate" not in stage_of(plain, "draft").needs
+    run(plain, tmp_path / "plain")
+    assert "intermediate" not in calls.pop()[1]
+
+
+def test_what_was_asked_for_lies_beside_a_head(calls: Calls, tmp_path: Path) -> None:
+    workspace = replace(workspace_of(tmp_path), command="polybasic train a", hostfile=Path("h"))
+    run(workspace, tmp_path / "draft")
+    [(_, arguments)] = calls
+    provenance = arguments["provenance"]
+    assert provenance["command"] == "polybasic train a"
+    assert provenance["recipe"]["target"]["model"] == "org/name"
+    assert "torch" in provenance["package_versions"]
+    assert arguments["hostfile"] == Path("h")
+
+
+def test_offline_features_outlive_the_stage(calls: Calls, tmp_path: Path) -> None:
+    def folder(**train: Any) -> str | None:
+        workspace = workspace_of(tmp_path, train=train)
+        run(workspace, tmp_path / "draft")
+        found: str | None = calls.pop()[1]["settings"].features_folder
+        return found
+
+    assert folder() is None
+    assert folder(features="offline") == str(tmp_path / "out" / "features" / "target")
+    assert folder(features="offline", features_folder="mine") == "mine"
 
 
 def test_a_ready_head_is_taken_as_it_is(calls: Calls, head: Path, tmp_path: Path) -> None:

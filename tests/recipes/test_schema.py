@@ -87,6 +87,17 @@ def test_shipped_recipes_open_with_their_command(name: str) -> None:
         ({"target": {"chat_template": "{{ 1 }}"}}, "target.chat_template without a ready-made"),
         ({"draft": {"model": "a/b"}}, "a ready head for a target that is yet to be trained"),
         (
+            {
+                "grow": {"shape": "gpu-7b"},
+                "train": {"kind": "eagle3", "feature_loss_weight": 0},
+            },
+            "EAGLE-3 heads are not grown: grow.shape = gpu-7b",
+        ),
+        (
+            {"small": {"quantize": False}, "train": {"features_from": "intermediate"}},
+            "no 4-bit copy of the smaller model to take features from",
+        ),
+        (
             {"plan": {"prompts": "heldout", "num_prompts_per_task": 9}},
             r"too few held-out .*: data.num_heldout = 48, 54 prompts \(6 x plan",
         ),
@@ -95,6 +106,22 @@ def test_shipped_recipes_open_with_their_command(name: str) -> None:
 def test_sections_that_contradict_each_other_are_refused(sections: dict, told: str) -> None:
     with pytest.raises(UserError, match=told):
         recipe(**sections)
+
+
+@pytest.mark.parametrize(
+    ("train", "told"),
+    [
+        ({"kind": "eagle3"}, "an eagle3 head has no feature loss"),
+        ({"feature_layers": [1, 2, 3]}, "read by a head of kind eagle3"),
+        ({"feature_loss_weight": 0, "token_loss_weight": 0}, "nothing would be learned"),
+        ({"features_folder": "f"}, "features_folder is of offline features"),
+        ({"save_every_steps": 40, "keep_every_steps": 100}, "must be a multiple of save_every"),
+        ({"warmup_steps": 10, "num_steps": 10}, "must be below num_steps"),
+    ],
+)
+def test_training_that_contradicts_itself_is_refused(train: dict, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        recipe(train=train)
 
 
 def test_what_belongs_to_a_ready_made_model_is_taken_with_one() -> None:
