@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Lock, Thread
+from threading import Barrier, Lock, Thread
 from typing import Any
 
 
@@ -35,7 +35,6 @@ class Asked:
 
     body: dict[str, Any]
     authorization: str | None
-    at_seconds: float
 
     @property
     def question(self) -> str:
@@ -53,7 +52,7 @@ class FakeEndpoint:
         always: the fault of every request.
         answers: to questions; others are answered by `answer_to`.
         cut: questions whose answers end by their length.
-        seconds: that each answer takes.
+        together: answers wait until so many are under way.
         asked: requests for answers, in order.
         most_at_once: of them under way.
     """
@@ -64,7 +63,7 @@ class FakeEndpoint:
     always: Fault | None = None
     answers: dict[str, str] = field(default_factory=dict)
     cut: set[str] = field(default_factory=set)
-    seconds: float = 0.0
+    together: Barrier | None = None
     asked: list[Asked] = field(default_factory=list)
     most_at_once: int = 0
     lock: Lock = field(default_factory=Lock)
@@ -117,23 +116,23 @@ class _Handler(BaseHTTPRequestHandler):
         if self.path != "/v1/chat/completions":
             return self._send(404, {"error": {"message": f"no {self.path}"}})
         endpoint = self.endpoint
-        request = Asked(body, self.headers.get("Authorization"), time.monotonic())
+        request = Asked(body, self.headers.get("Authorization"))
         with endpoint.lock:
             endpoint.asked.append(request)
             endpoint.num_under_way += 1
             endpoint.most_at_once = max(endpoint.most_at_once, endpoint.num_under_way)
             faults = endpoint.faults.get(request.question, [])
             fault = endpoint.always or (faults.pop(0) if faults else None)
-        try:
-            time.sleep(endpoint.seconds)
-            if fault is not None:
-                return self._fail(fault)
-            text = endpoint.answers.get(request.question, answer_to(body["messages"]))
-            reason = "length" if request.question in endpoint.cut else "stop"
-            return self._send(200, completion(text, reason))
-        finally:
-            with endpoint.lock:
-                endpoint.num_under_way -= 1
+        if endpoint.together is not None:
+            endpoint.together.wait(timeout=30)
+        # before the answer, which may be followed by the next request at once
+        with endpoint.lock:
+            endpoint.num_under_way -= 1
+        if fault is not None:
+            return self._fail(fault)
+        text = endpoint.answers.get(request.question, answer_to(body["messages"]))
+        reason = "length" if request.question in endpoint.cut else "stop"
+        return self._send(200, completion(text, reason))
 
     def _fail(self, fault: Fault) -> None:
         time.sleep(fault.seconds)
