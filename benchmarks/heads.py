@@ -2,7 +2,8 @@
 
     python benchmarks/heads.py TARGET INTERMEDIATE CONVERSATIONS --work DIR [--recipe tiny]
         [--set section.key=value ...] [--objectives ...] [--features-from ...]
-        [--unroll-steps ...] [--also LINE ...] [--only LINE ...] [--json FILE]
+        [--unroll-steps ...] [--also LINE ...] [--only LINE ...] [--offline-features]
+        [--json FILE]
 
 A line of the table is a head, and is written as the settings of `train` in which it differs from
 the recipe: every combination of the three axes, and those that `--also` names one by one. All have
@@ -11,7 +12,8 @@ and judges that one alone: it is the command of the line.
 
 Each head is judged twice along greedy answers to the held-out prompts: verified by the target, and
 by the 4-bit intermediate, whose own answers and states these are then. A finished head, and what
-was found of it, stays in the work folder; the command goes on where it was stopped.
+was found of it, stays in the work folder; the command goes on where it was stopped. Features on
+disk, which all lines of a verifier share, save most of the time where a line is short.
 """
 
 import argparse
@@ -70,6 +72,7 @@ class Study:
             `data.limit` and `seed` are used.
         overrides: "section.key=value" of it.
         work: a folder for heads and results.
+        offline_features: write a verifier's features into the work folder, once for all lines.
     """
 
     target: Path
@@ -79,6 +82,7 @@ class Study:
     overrides: tuple[str, ...]
     tree: TreeShape
     work: Path
+    offline_features: bool
 
     def recipe_of(self, line: str) -> Recipe:
         """The recipe with a line's settings.
@@ -89,6 +93,15 @@ class Study:
         tree = {f"train.eval_tree_{name}={size}" for name, size in asdict(self.tree).items()}
         own = [f"train.{setting}" for setting in line.split(",") if setting]
         return load_recipe(self.recipe, [*self.overrides, *sorted(tree), *own])
+
+    def training_of(self, line: str) -> HeadSettings:
+        """The settings of a line's training."""
+        settings = self.recipe_of(line).train
+        if not self.offline_features:
+            return settings
+        folder = self.work / "features" / f"{settings.features_from}-{settings.kind}"
+        where = {"features": "offline", "features_folder": str(folder)}
+        return settings.model_copy(update=where)
 
     @cached_property
     def digests(self) -> dict[str, str]:
@@ -171,6 +184,7 @@ def finished_line(study: Study, line: str, judges: Judges) -> dict[str, Any]:
             "train": settings.model_dump(mode="json"),
             "data": recipe.data.model_dump(mode="json", exclude={"conversations"}),
             "seed": recipe.seed,
+            "offline_features": study.offline_features,
         }
     )
     kept = folder / "result.json"
@@ -183,7 +197,7 @@ def finished_line(study: Study, line: str, judges: Judges) -> dict[str, Any]:
         target=study.target,
         conversations=study.conversations,
         data=recipe.data,
-        settings=settings,
+        settings=study.training_of(line),
         seed=recipe.seed,
         out=folder / "head",
         intermediate=study.intermediate,
@@ -224,6 +238,8 @@ def command_of(arguments: argparse.Namespace, lines: Sequence[str]) -> str:
     words = ["TARGET", "INTERMEDIATE", "CONVERSATIONS", "--work", "DIR", "--recipe", recipe]
     for name in ("depth", "top_k", "rows"):
         words += [f"--{name.replace('_', '-')}", str(getattr(arguments, name))]
+    if arguments.offline_features:
+        words.append("--offline-features")
     if arguments.set:
         words += ["--set", *arguments.set]
     if lines:
@@ -248,6 +264,9 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--unroll-steps", nargs="+", type=int, default=(1, 3, 5))
     parser.add_argument("--also", nargs="*", default=ALSO, help="lines beside the combinations")
     parser.add_argument("--only", nargs="+", default=[], help="these lines and no others")
+    parser.add_argument(
+        "--offline-features", action="store_true", help="written once for all lines of a verifier"
+    )
     parser.add_argument("--depth", type=int, default=8)
     parser.add_argument("--top-k", type=int, default=4)
     parser.add_argument("--rows", type=int, default=24)
@@ -265,6 +284,7 @@ def main() -> None:
         tuple(arguments.set),
         TreeShape(arguments.depth, arguments.top_k, arguments.rows),
         arguments.work,
+        arguments.offline_features,
     )
     lines, judges = grid(arguments), Judges(study)
     for line in lines:

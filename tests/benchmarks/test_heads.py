@@ -43,7 +43,10 @@ def test_lines_are_all_combinations_and_those_beside(monkeypatch: pytest.MonkeyP
 
 
 def test_command_of_a_line_runs_that_line_as_the_table_did(monkeypatch: pytest.MonkeyPatch) -> None:
-    words = "T I C --work W --recipe /here/my.yaml --depth 5 --set train.num_steps=7 --json R"
+    words = (
+        "T I C --work W --recipe /here/my.yaml --depth 5 --set train.num_steps=7 --json R "
+        "--offline-features"
+    )
     table = arguments_of(monkeypatch, words)
     for line in heads.grid(table):
         command = heads.command_of(table, [line])
@@ -51,7 +54,7 @@ def test_command_of_a_line_runs_that_line_as_the_table_did(monkeypatch: pytest.M
         assert "/here" not in command
         alone = arguments_of(monkeypatch, command.partition("heads.py ")[2])
         assert heads.grid(alone) == [line]
-        shared = ("depth", "top_k", "rows", "set")
+        shared = ("depth", "top_k", "rows", "set", "offline_features")
         assert [getattr(alone, name) for name in shared] == [
             getattr(table, name) for name in shared
         ]
@@ -69,7 +72,7 @@ def test_small_table_from_training_to_record(
     data = write_counting(tmp_path / "counting.jsonl", "Count on from {}.", 4, 5)
     record = tmp_path / "record.json"
     places = f"{target} {intermediate} {data} --work {tmp_path / 'work'}"
-    words = f"{places} --only {' '.join(LINES)} --set {SETTINGS}"
+    words = f"{places} --only {' '.join(LINES)} --offline-features --set {SETTINGS}"
 
     def run(words: str) -> list[dict[str, Any]]:
         arguments_of(monkeypatch, words)
@@ -85,6 +88,10 @@ def test_small_table_from_training_to_record(
     ]
     assert [one["features_from"] for one in settings] == ["intermediate", "target"]
     assert [one["unroll_steps"] for one in settings] == [2, 3]
+    assert [Path(one["features_folder"]).name for one in settings] == [
+        "intermediate-eagle2",
+        "target-eagle2",
+    ]
     assert settings[0]["eval_tree_depth"] == settings[1]["eval_tree_depth"] == 8
     for one in found:
         judged = one["verified_by"]
