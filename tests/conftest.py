@@ -9,6 +9,7 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import json
 import shutil
+import signal
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,9 @@ from polybasic.chain.awq import QUANTIZATION_CONFIG, QuantizedWeight
 from polybasic.chain.digests import weights_digest
 from polybasic.chain.manifest import Flush, Manifest, Plan, Provenance, Tree
 from polybasic.chain.package import Part, package_chain
+
+# a shell starts background jobs so that they ignore Ctrl-C, which tests send
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 VOCAB_SIZE, HIDDEN_SIZE, INTERMEDIATE_SIZE, NUM_LAYERS = 64, 128, 256, 2
 NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE, GROUP_SIZE = 4, 2, 32, 128

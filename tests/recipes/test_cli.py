@@ -16,7 +16,6 @@ from polybasic.deploy import hardware, load_chain
 from polybasic.recipes import cli
 from polybasic.recipes.loading import load_recipe, shipped_recipes
 from polybasic.train.interruption import Interrupted
-from tests.processes import heed_ctrl_c
 from tests.recipes.serving import served
 
 
@@ -258,7 +257,6 @@ def test_ctrl_c_stops_a_run_with_130_and_keeps_what_is_whole(micro_recipe, tmp_p
         stderr=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        preexec_fn=heed_ctrl_c,
     ) as running:
         assert running.stderr is not None
         for line in running.stderr:

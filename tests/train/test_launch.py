@@ -22,7 +22,6 @@ from polybasic.train.lm_head import LmHead
 from polybasic.train.losses import LossSettings, step_weights, unrolled_loss
 from polybasic.train.settings import DataSettings, HeadSettings
 from tests.checkpoints import write_family
-from tests.processes import heed_ctrl_c
 from tests.train.counting import write_counting
 
 DATA = DataSettings(num_heldout=3, max_tokens=64)
@@ -165,7 +164,6 @@ def start(target, conversations, settings, out):
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(out.parent)},
-        preexec_fn=heed_ctrl_c,
     )
 
 
