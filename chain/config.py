@@ -158,6 +158,11 @@ def read_decoder_config(folder: Path) -> DecoderConfig:
     return decoder_config(read_json(path, "model config"), str(path))
 
 
+def stored_dtype(config: dict[str, Any]) -> str:
+    """Name of the dtype that a checkpoint's config.json gives its weights."""
+    return config.get("dtype") or config.get("torch_dtype") or "float32"
+
+
 def read_head_config(folder: Path) -> HeadConfig:
     """Read `folder/config.json` of an EAGLE-2 or EAGLE-3 head.
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from polybasic.chain.config import stored_dtype
 from polybasic.chain.errors import UserError
 from polybasic.chain.files import read_json, sha256_of_file
 from polybasic.chain.loading import load_decoder
@@ -43,7 +44,7 @@ class LoneTarget:
     ) -> None:
         device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
         config = read_json(checkpoint / "config.json", "model config")
-        dtype = config.get("dtype") or config.get("torch_dtype") or "float32"
+        dtype = stored_dtype(config)
         if dtype not in _DTYPES:
             raise UserError(
                 "unknown dtype", f"{checkpoint / 'config.json'} dtype {dtype}", "export it again"

@@ -10,7 +10,7 @@ import jinja2
 import torch
 
 from polybasic.chain.checkpoint import resolve_chain
-from polybasic.chain.config import read_decoder_config, read_head_config
+from polybasic.chain.config import read_decoder_config, read_head_config, stored_dtype
 from polybasic.chain.decoder import Decoder
 from polybasic.chain.eagle import EagleHead
 from polybasic.chain.errors import UserError
@@ -407,7 +407,7 @@ def _strings(stop: str | Sequence[str]) -> tuple[str, ...]:
 def _dtype(name: str | None, target: Path) -> torch.dtype:
     if name is None:
         config = read_json(target / "config.json", "model config")
-        name = config.get("dtype") or config.get("torch_dtype") or "float32"
+        name = stored_dtype(config)
     known = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
     if name not in known:
         raise UserError("unknown dtype", f"dtype={name}", f"use one of {', '.join(known)}")

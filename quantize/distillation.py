@@ -18,12 +18,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from polybasic.chain.checkpoint import copy_checkpoint, load_tensors
+from polybasic.chain.dequantized import packed_weight
 from polybasic.chain.digests import weights_digest
 from polybasic.chain.errors import UserError
 from polybasic.chain.files import read_json, whole_folder
 from polybasic.chain.lineage import ORIGIN_KEY, QUANTIZED_FROM_KEY
 from polybasic.quantize.awq import check_token_ids, write_checkpoint
-from polybasic.quantize.models import load_dequantized, load_target, packed_weight, tracked
+from polybasic.quantize.models import load_dequantized, load_target, tracked
 from polybasic.quantize.quality import compare_models
 from polybasic.quantize.rounding import RoundedLinear, adapt_linears
 from polybasic.quantize.settings import DistillSettings

@@ -13,7 +13,6 @@ from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 
 from polybasic.chain import dequantized
-from polybasic.chain.dequantized import packed_weight as packed_weight
 from polybasic.chain.reference_model import load_reference_model
 
 Item = TypeVar("Item")

@@ -13,6 +13,7 @@ from rich.console import Console
 from torch import Tensor
 
 from polybasic.chain.checkpoint import TOKENIZER_FILES
+from polybasic.chain.config import stored_dtype
 from polybasic.chain.digests import weights_digest
 from polybasic.chain.errors import UserError
 from polybasic.chain.files import read_json, sha256_of_file, sha256_of_object, write_json
@@ -288,7 +289,7 @@ def _draft_vocabulary_summary(prepared: _Prepared, run: HeadRun, given: _Given) 
 def _stored_dtype(target: Path) -> torch.dtype:
     """In which a chain is served: the target's own."""
     config = read_json(target / "config.json", "model config")
-    dtype = getattr(torch, config.get("dtype") or config.get("torch_dtype") or "float32")
+    dtype = getattr(torch, stored_dtype(config))
     assert isinstance(dtype, torch.dtype)
     return dtype
 

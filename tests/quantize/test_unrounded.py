@@ -3,9 +3,10 @@ import torch
 
 from polybasic.chain.awq import QuantizedWeight
 from polybasic.chain.checkpoint import load_tensors
+from polybasic.chain.dequantized import packed_weight
 from polybasic.quantize import search
 from polybasic.quantize.awq import quantize_target
-from polybasic.quantize.models import load_dequantized, load_target, packed_weight
+from polybasic.quantize.models import load_dequantized, load_target
 from polybasic.quantize.settings import QuantizeSettings
 from polybasic.quantize.unrounded import unrounded_weights
 from tests.checkpoints import write_family
