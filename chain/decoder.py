@@ -77,16 +77,18 @@ class DecoderLayer:
             self.head_norms = torch.cat([query_norm.expand(*queries), key_norm.expand(*keys)])
 
     def forward(
-        self, x_RD: Tensor, cache: Tensor, attend: Attend, read: Tensor | None = None
+        self, x_RD: Tensor, cache: Tensor, start: int, view: View, read: Tensor | None = None
     ) -> Tensor:
         """Read `x_RD` and write its keys and values into `cache` [2K, capacity, H].
 
         Args:
+            start: first row of the cache that is written.
+            view: how layers of this kind look at the cache.
             read: [R, inputs of `qkv`], what attention reads in the place of the normed `x_RD`.
         """
         if read is None:
             read = x_RD if self.input_norm is None else rms_norm(x_RD, self.input_norm, self.eps)
-        attended = self.out(self._attention(read, cache, attend.start, attend.views[self.kind]))
+        attended = self.out(self._attention(read, cache, start, view))
         if self.attention_post_norm is not None:
             attended = rms_norm(attended, self.attention_post_norm, self.eps)
         x_RD = x_RD + attended
@@ -213,10 +215,11 @@ class Decoder:
         if self.embedding_scale is not None:
             x_RD = x_RD * self.embedding_scale
         feature_layers, inputs = self.feature_layers, {}
+        views = attend.views_of(self)
         for index, (layer, layer_cache) in enumerate(zip(self.layers, cache, strict=True)):
             if index in feature_layers:
                 inputs[index] = x_RD
-            x_RD = layer.forward(x_RD, layer_cache, attend)
+            x_RD = layer.forward(x_RD, layer_cache, attend.start, views[layer.kind])
         final = rms_norm(x_RD, self.final_norm, self.config.rms_norm_eps)
         if not feature_layers:
             return final

@@ -76,7 +76,8 @@ class EagleHead:
             cache: [2K, capacity, H]; rows from `attend.start` on are written.
         """
         x_RD = self.fc(torch.cat([F.embedding(token_ids, self.embedding), features], -1))
-        return self.layer.forward(x_RD, cache, attend)
+        (view,) = attend.views_of(self)
+        return self.layer.forward(x_RD, cache, attend.start, view)
 
     def logits(self, features: Tensor) -> Tensor:
         """Logits [R, V] of `features` [R, D]."""
@@ -132,7 +133,8 @@ class Eagle3Head(EagleHead):
         eps = self.config.rms_norm_eps
         embedded = rms_norm(F.embedding(token_ids, self.embedding), self.embedding_norm, eps)
         read = torch.cat([embedded, rms_norm(features, self.feature_norm, eps)], -1)
-        return self.layer.forward(features, cache, attend, read)
+        (view,) = attend.views_of(self)
+        return self.layer.forward(features, cache, attend.start, view, read)
 
     def logits(self, features: Tensor) -> Tensor:
         return self.lm_head(rms_norm(features, self.final_norm, self.config.rms_norm_eps))

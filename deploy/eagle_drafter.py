@@ -59,7 +59,7 @@ class EagleDrafter(ExpandingDrafter):
             torch.tensor(tokens[start + 1 :], device=self.head.device),
             self.head.features(self._observed[start:end]),
             self.cache.layers[0],
-            attend_causally(self.head, start, end - start),
+            attend_causally(start, end - start),
         )
         self.cache.keep(range(end - start))
         return features[-1:]

@@ -234,7 +234,8 @@ class Expansion:
         for kind, rotation in zip(self.model.config.kinds, rotations, strict=True):
             first = self._first_column(kind, start, position)
             views.append(View(rotation, mask[:, first:], first))
-        return Attend(start + level * self._tree.top_k, views)
+        top_k = self._tree.top_k
+        return Attend(start + level * top_k, top_k, start, prepared=views)
 
     def _first_column(self, kind: LayerKind, start: int, position: int) -> int:
         """The first row of the cache that layers of a kind see from `position`."""

@@ -49,7 +49,7 @@ class ModelDrafter(ExpandingDrafter):
         start = min(self.cache.length, len(tokens) - 1)
         self.cache.truncate(start)
         unread = torch.tensor(tokens[start:], device=self.decoder.device)
-        attend = attend_causally(self.decoder, start, len(unread))
+        attend = attend_causally(start, len(unread))
         states = self.decoder.forward(unread, self.cache.layers, attend)
         self.cache.keep(range(len(unread)))
         return states[-1:]

@@ -3,9 +3,6 @@
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor
-
 
 @dataclass(frozen=True)
 class DraftTree:
@@ -53,16 +50,6 @@ class DraftTree:
         for row in range(1, len(self)):
             paths.append([*paths[self.parents[row]], self.tokens[row]])
         return paths
-
-    def ancestor_mask(self, dtype: torch.dtype) -> Tensor:
-        """[rows, rows] on the CPU: 0 where a row sees another (ancestors, itself), else -inf."""
-        visible = [[False] * len(self) for _ in self.tokens]
-        for row, parent in enumerate(self.parents):
-            if parent >= 0:
-                visible[row][: parent + 1] = visible[parent][: parent + 1]
-            visible[row][row] = True
-        mask = torch.zeros(len(self), len(self), dtype=dtype)
-        return mask.masked_fill_(~torch.tensor(visible), float("-inf"))
 
 
 def walk(tree: DraftTree, draw: Any) -> tuple[list[int], int]:

@@ -77,18 +77,14 @@ class Verifier:
 
     def read(self, token_ids: Sequence[int]) -> Tensor:
         """States [R, W] of consecutive tokens; their rows are provisional."""
-        attend = attend_causally(self.decoder, self.cache.length, len(token_ids))
+        attend = attend_causally(self.cache.length, len(token_ids))
         return self._forward(token_ids, attend)
 
     def read_tree(self, tree: DraftTree) -> Tensor:
         """States [R, W] of a tree's rows; each sees the committed rows and its ancestors."""
         if len(tree) == 1:
             return self.read(tree.tokens)
-        device, start = self.decoder.device, self.cache.length
-        positions = torch.tensor(tree.depths(), device=device) + start
-        mask = tree.ancestor_mask(self.decoder.dtype).to(device)
-        attend = attend_to_ancestors(self.decoder, start, positions, mask)
-        return self._forward(tree.tokens, attend)
+        return self._forward(tree.tokens, attend_to_ancestors(self.cache.length, tree.parents))
 
     def logits(self, states: Tensor) -> Tensor:
         """Logits [R, V] in the decoder's dtype."""

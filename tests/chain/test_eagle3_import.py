@@ -345,7 +345,7 @@ def test_the_runtime_computes_eagles_formula(
     stored = tensors | {"embed_tokens.weight": load_tensors(target)["model.embed_tokens.weight"]}
     expected, expected_logits = eagle3_formula(stored, token_ids, read, theta=500000.0)
     cache = KeyValueCache(head.config, 1, 64, torch.float32, torch.device("cpu"))
-    rows = attend_causally(head, 0, 30)
+    rows = attend_causally(0, 30)
     found = head.forward(token_ids, head.features(read), cache.layers[0], rows)
     assert (found - expected).abs().max() < 1e-5 * expected.abs().max()
     logits = head.logits(found)

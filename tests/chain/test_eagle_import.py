@@ -352,7 +352,7 @@ def test_the_runtime_computes_eagles_formula(imported: tuple[Path, Path, Tensors
     cache = KeyValueCache(head.config, 1, 64, torch.float32, torch.device("cpu"))
     parts = []
     for first, end in ((0, 25), (25, 26), (26, 40)):
-        rows = attend_causally(head, first, end - first)
+        rows = attend_causally(first, end - first)
         parts.append(head.forward(token_ids[first:end], features[first:end], cache.layers[0], rows))
         cache.keep(range(end - first))
     found = torch.cat(parts)

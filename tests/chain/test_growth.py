@@ -152,12 +152,12 @@ def test_drafts_of_the_head_stay(
         cache = KeyValueCache(head.config, 1, len(TOKEN_IDS) + 8, torch.float32, CPU)
         num = len(TOKEN_IDS) - 1
         features = head.forward(
-            TOKEN_IDS[1:], features[:-1], cache.layers[0], attend_causally(head, 0, num)
+            TOKEN_IDS[1:], features[:-1], cache.layers[0], attend_causally(0, num)
         )
         logits = [verifier.logits(features)]
         for step in range(3):
             token = TOKEN_IDS[step : step + 1]
-            attend = attend_causally(head, num + step, 1)
+            attend = attend_causally(num + step, 1)
             features = head.forward(token, features[-1:], cache.layers[0], attend)
             logits.append(verifier.logits(features))
         found.append(torch.cat(logits))

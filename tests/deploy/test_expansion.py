@@ -44,7 +44,8 @@ class TableModel:
     def forward(self, tokens: Tensor, states: Tensor, attend: Attend) -> Tensor:
         end, first = attend.start + len(tokens), len(self.prefixes)
         self.rows[attend.start : end] = tokens.tolist()
-        (view,) = attend.views
+        assert attend.prepared is not None
+        (view,) = attend.prepared
         assert view.mask is not None
         assert view.mask.shape == (len(tokens) * GROUPS, end)
         is_visible = (view.mask == 0).view(len(tokens), GROUPS, end)

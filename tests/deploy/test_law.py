@@ -107,7 +107,7 @@ def next_row(decoder: Decoder, tokens: list[int]) -> list[float]:
     """The warped distribution behind `tokens`, read in one go into an empty cache."""
     config = decoder.config
     cache = KeyValueCache(config, config.num_layers, len(tokens), torch.float32, CPU)
-    attend = attend_causally(decoder, 0, len(tokens))
+    attend = attend_causally(0, len(tokens))
     states = decoder.forward(torch.tensor(tokens), cache.layers, attend)
     logits = decoder.logits(states[-1:])
     return warp(logits, SAMPLING, Prefixes(tokens, [[]]), len(PROMPT))[0].tolist()

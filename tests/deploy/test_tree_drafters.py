@@ -118,7 +118,7 @@ def case(
         rows = [(states, tokens[1:])] + [(None, [token]) for token in path]
         features = states
         for known, next_tokens in rows:
-            attend = attend_causally(head, cache.length, len(next_tokens))
+            attend = attend_causally(cache.length, len(next_tokens))
             read = known if known is not None else features[-1:]
             features = head.forward(torch.tensor(next_tokens), read, cache.layers[0], attend)
             cache.keep(range(len(next_tokens)))

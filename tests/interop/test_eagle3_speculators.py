@@ -91,7 +91,7 @@ def logits_by_runtime(draft: Path, target: Path, token_ids: Tensor, read: Tensor
     decoder = load_decoder(target, torch.float32, CPU, NUM_ROWS)
     head = load_head(draft, decoder, NUM_ROWS)
     cache = KeyValueCache(head.config, 1, 64, torch.float32, CPU)
-    rows = attend_causally(head, 0, NUM_ROWS)
+    rows = attend_causally(0, NUM_ROWS)
     return head.logits(head.forward(token_ids, head.features(read), cache.layers[0], rows))
 
 

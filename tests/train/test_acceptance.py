@@ -187,7 +187,7 @@ def served(folder, draft, tree, num_rounds):
     tokens, gains, num_observed = [choice.randrange(250) for _ in range(6)], [], 0
     for _ in range(num_rounds):
         caches = [torch.zeros(4, 256, decoder.config.head_dim) for _ in decoder.layers]
-        attend = attend_causally(decoder, 0, len(tokens) - 1)
+        attend = attend_causally(0, len(tokens) - 1)
         states = decoder.forward(torch.tensor(tokens[:-1]), caches, attend)
         drafter.observe(states[num_observed:])
         num_observed = len(tokens) - 1
