@@ -1,6 +1,8 @@
 # make demo     from conversations to a measured chain, with no download and no GPU
 # make test     all tests, the slow ones included
 # make lint     style, types and import rules
+# make bench    what a chain costs on this CPU, and what changed against the record of such hardware;
+#               BENCH="--strict" fails where something is slower, BENCH="--update" renews the record
 # make interop  4-bit format and EAGLE-3 heads against gptqmodel and speculators, in an environment
 #               of its own
 # make clean    removes what the others made: .venv, .venv-interop, caches, runs/
@@ -19,7 +21,7 @@ CHECK_PYTHON = $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' |
 	$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { \
 	    echo "error: Python's venv module is missing: $(PYTHON); apt-get install python3-venv" >&2; exit 2; }
 
-.PHONY: demo test lint interop install clean
+.PHONY: demo test lint bench interop install clean
 
 demo: install
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/polybasic run recipes/tiny.yaml
@@ -38,6 +40,12 @@ lint: install
 	    -p polybasic.chain -p polybasic.train -p polybasic.quantize -p polybasic.deploy \
 	    -p polybasic.recipes
 	$(BIN)/lint-imports
+
+bench: install
+	@test -e runs/cpu-100m/grown/chain.json || { \
+	    echo "making the chain of recipes/cpu-100m.yaml: about ten minutes, once" && \
+	    PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/polybasic run recipes/cpu-100m.yaml; }
+	$(BIN)/python benchmarks/bench.py runs/cpu-100m/grown $(BENCH)
 
 install: $(INSTALLED)
 

@@ -16,27 +16,24 @@ intermediate to agree with the target. Answers of one token are left out.
 """
 
 import argparse
-import shlex
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from record import header, write_record
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
 from polybasic.chain.config import read_head_config
 from polybasic.chain.errors import UserError
-from polybasic.chain.files import write_json
 from polybasic.chain.manifest import HEAD_KINDS, Flush, Member, Plan, Tree
 from polybasic.chain.reference_model import load_reference_model
 from polybasic.chain.tokenizer import load_tokenizer
 from polybasic.deploy import Chain, load_chain
-from polybasic.deploy.hardware import describe_hardware
 from polybasic.deploy.sampling import Sampling
-from polybasic.recipes.provenance import package_versions
 from polybasic.train.acceptance import (
     Acceptance,
     HeldoutBatch,
@@ -293,15 +290,6 @@ def print_served(name: str, one: dict[str, Any]) -> None:
     print(line + "\n")
 
 
-def command_line(arguments: argparse.Namespace) -> str:
-    """As it was called, but for where things lie on this machine."""
-    places = {str(arguments.chain): "CHAIN", arguments.conversations: "FILE"}
-    if arguments.json is not None:
-        places[str(arguments.json)] = "RECORD"
-    words = [places.get(word, word) for word in sys.argv[1:]]
-    return shlex.join(["python", "benchmarks/accepted_length.py", *words])
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("chain", type=Path)
@@ -327,19 +315,17 @@ def main() -> None:
     served = compare(chain, head, batches, drafts, target, found_plans, arguments.answer_tokens)
     for name, one in served.items():
         print_served(name, one)
-    if arguments.json is not None:
-        record = {
-            "command": command_line(arguments),
-            "hardware": describe_hardware(chain.engine.models.target.device),
-            "versions": package_versions(),
-            "head": {"name": head.name, "kind": head.kind},
-            "dtype": str(chain.engine.models.target.dtype).removeprefix("torch."),
-            "tree": tree.model_dump(mode="json"),
-            "answer_tokens": arguments.answer_tokens,
-            "num_heldout": data.num_heldout,
-            "served": served,
-        }
-        write_json(arguments.json, record)
+    running = chain.engine.models.target
+    content = {
+        "head": {"name": head.name, "kind": head.kind},
+        "dtype": str(running.dtype).removeprefix("torch."),
+        "tree": tree.model_dump(mode="json"),
+        "answer_tokens": arguments.answer_tokens,
+        "num_heldout": data.num_heldout,
+        "served": served,
+    }
+    places = {arguments.chain: "CHAIN", arguments.conversations: "FILE", arguments.json: "RECORD"}
+    write_record(arguments.json, header("accepted_length", running.device, places), content)
 
 
 if __name__ == "__main__":

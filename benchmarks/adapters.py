@@ -11,7 +11,6 @@ are simulated along the merged target's answers to held-out conversations.
 import argparse
 import json
 import random
-import shlex
 import sys
 import tempfile
 from pathlib import Path
@@ -19,14 +18,13 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
+from record import header, write_record
 from rich.progress import track
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.files import read_json, write_json
-from polybasic.deploy.hardware import describe_hardware
+from polybasic.chain.files import read_json
 from polybasic.recipes.loading import load_recipe
-from polybasic.recipes.provenance import package_versions
 from polybasic.recipes.run import run_recipe
 from polybasic.train.batches import collate
 from polybasic.train.chat import encode_conversation
@@ -60,17 +58,13 @@ def main() -> None:
     print(f"{before['simulated_accepted_length']:.2f} tokens a round on the target that it is for")
     for name, length in lengths.items():
         print(f"{length:.2f} tokens a round on the fine-tuned target: {name}")
-    if arguments.json:
-        record = {
-            "command": shlex.join(["python", "benchmarks/adapters.py", *sys.argv[1:]]),
-            "hardware": describe_hardware(torch.device("cpu")),
-            "versions": package_versions(),
-            "before_fine_tuning": before["simulated_accepted_length"],
-            "accepted_length": lengths,
-            "seconds": {"lora": adapted["seconds"], "anew": anew["seconds"]},
-        }
-        record["command"] = record["command"].replace(str(arguments.json), "FILE")
-        write_json(arguments.json, record)
+    content = {
+        "before_fine_tuning": before["simulated_accepted_length"],
+        "accepted_length": lengths,
+        "seconds": {"lora": adapted["seconds"], "anew": anew["seconds"]},
+    }
+    places = {arguments.run: "RUN", arguments.json: "FILE"}
+    write_record(arguments.json, header("adapters", torch.device("cpu"), places), content)
 
 
 def _write_in_capitals(source: Path, out: Path) -> None:

@@ -27,13 +27,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from record import header, write_record
 
 from polybasic.chain.digests import weights_digest
 from polybasic.chain.errors import UserError
 from polybasic.chain.files import read_json, sha256_of_object, write_json
-from polybasic.deploy.hardware import describe_hardware
 from polybasic.recipes.loading import load_recipe
-from polybasic.recipes.provenance import package_versions
 from polybasic.recipes.schema import Recipe
 from polybasic.train.acceptance import HeldoutBatch, TreeShape, heldout_batches, simulate
 from polybasic.train.conversations import (
@@ -298,24 +297,20 @@ def main() -> None:
     print("\nEach line with its own command:\n")
     for line in lines:
         print(f"    {command_of(arguments, [line])}")
-    if arguments.json is not None:
-        base = study.recipe_of("")
-        record = {
-            "command": command_of(arguments, arguments.only),
-            "hardware": describe_hardware(
-                torch.device("cuda" if torch.cuda.is_available() else "cpu")
-            ),
-            "versions": package_versions(),
-            "digests": study.digests,
-            "tree": asdict(study.tree),
-            "seed": base.seed,
-            "data": base.data.model_dump(mode="json", exclude={"conversations"}),
-            "train": base.train.model_dump(mode="json"),
-            "lines": [
-                {**result, "command": command_of(arguments, [result["line"]])} for result in results
-            ],
-        }
-        write_json(arguments.json, record)
+    base = study.recipe_of("")
+    content = {
+        "command": command_of(arguments, arguments.only),
+        "digests": study.digests,
+        "tree": asdict(study.tree),
+        "seed": base.seed,
+        "data": base.data.model_dump(mode="json", exclude={"conversations"}),
+        "train": base.train.model_dump(mode="json"),
+        "lines": [
+            {**result, "command": command_of(arguments, [result["line"]])} for result in results
+        ],
+    }
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    write_record(arguments.json, header("heads", device, {}), content)
 
 
 if __name__ == "__main__":

@@ -16,11 +16,12 @@ import tempfile
 import time
 from collections.abc import Iterator
 from importlib import import_module
-from importlib.metadata import version
 from pathlib import Path
 
 import torch
+from record import header, print_header, write_record
 from safetensors.torch import save_file
+from timing import resident
 from torch import Tensor
 
 from polybasic.chain.awq import CODES_PER_WORD, GROUP_SIZE, QUANTIZATION_CONFIG
@@ -29,7 +30,6 @@ from polybasic.chain.linear import dense_linear
 from polybasic.chain.loading import load_decoder
 from polybasic.chain.reference_model import load_reference_model
 from polybasic.chain.shapes import num_parameters, tensor_headers
-from polybasic.deploy.hardware import describe_hardware
 
 CASES = {
     "decoder": ("safetensors", "bfloat16"),
@@ -129,20 +129,12 @@ def staying_bytes(folder: Path, dtype: torch.dtype) -> int:
     """Bytes of the weights that stay loaded; 4-bit linears keep codes, scales and a dense copy."""
     headers = tensor_headers(folder)
     staying = num_parameters(headers) * dtype.itemsize
-    for name, header in headers.items():
+    for name, tensor in headers.items():
         if name.endswith(".qweight"):
-            staying += header.num_bytes
+            staying += tensor.num_bytes
         elif name.endswith(".scales"):
-            staying += 2 * header.num_bytes
+            staying += 2 * tensor.num_bytes
     return staying
-
-
-def resident(key: str) -> int:
-    """VmRSS (resident bytes) or VmHWM (their peak) of this process."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{key}:"):
-            return 1024 * int(line.split()[1])
-    raise RuntimeError(f"no {key} in /proc/self/status")
 
 
 def load(case: str, folder: Path, dtype: torch.dtype) -> object:
@@ -192,17 +184,15 @@ def main() -> None:
     layer_bytes = 2 * sum(out_size * in_size for _, out_size, in_size in linears(CONFIG))
     outside_bytes = 4 * CONFIG["vocab_size"] * CONFIG["hidden_size"]
     num_layers = max(1, round((1e9 * arguments.gigabytes - outside_bytes) / layer_bytes))
-    record = {
-        "hardware": describe_hardware(torch.device("cpu")),
-        "versions": {name: version(name) for name in ("torch", "transformers", "safetensors")},
-        "config": CONFIG | {"num_hidden_layers": num_layers},
-    }
-    print(f"{record['hardware']}\n{record['versions']}, {num_layers} layers")
+    config = CONFIG | {"num_hidden_layers": num_layers}
+    head = header("loading", torch.device("cpu"), {arguments.json: "FILE"})
+    print_header(head)
+    print(f"{num_layers} layers")
     cases: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory() as parent:
         for layout in dict.fromkeys(CASES[case][0] for case in arguments.cases):
             folder = Path(parent) / layout
-            write_checkpoint(folder, layout, record["config"])
+            write_checkpoint(folder, layout, config)
             for case in (name for name in arguments.cases if CASES[name][0] == layout):
                 command = [sys.executable, __file__, "--measure", str(folder), "--cases", case]
                 done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
@@ -215,8 +205,7 @@ def main() -> None:
                 )
             for path in folder.iterdir():
                 path.unlink()
-    if arguments.json:
-        write_json(arguments.json, record | {"cases": cases})
+    write_record(arguments.json, head, {"config": config, "cases": cases})
 
 
 if __name__ == "__main__":

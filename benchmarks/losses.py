@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from record import header, print_header, write_record
+from timing import resident
 from torch import Tensor
 
-from polybasic.chain.files import write_json
-from polybasic.deploy.hardware import describe_hardware
 from polybasic.train.lm_head import LmHead
 from polybasic.train.losses import TOKEN_LOSSES, LossSettings, unrolled_loss
 
@@ -121,14 +121,6 @@ class Case:
             torch.cuda.synchronize()
 
 
-def resident(key: str) -> int:
-    """VmRSS (resident bytes) or VmHWM (their peak) of this process."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{key}:"):
-            return 1024 * int(line.split()[1])
-    raise RuntimeError(f"no {key} in /proc/self/status")
-
-
 def measure(case: Case, arguments: list[str]) -> dict[str, Any]:
     """Time and differences here, peaks in processes of their own."""
     peaks = {}
@@ -160,8 +152,9 @@ def main() -> None:
     if arguments.measure:
         print(json.dumps(cases[0].peak_bytes(arguments.measure)))
         return
-    hardware = describe_hardware(torch.device(arguments.device))
-    print(f"{hardware}\ntorch {torch.__version__}, {arguments.dtype}, {arguments.num_steps} steps")
+    head = header("losses", torch.device(arguments.device), {arguments.json: "FILE"})
+    print_header(head)
+    print(f"{arguments.dtype}, {arguments.num_steps} steps")
     found: dict[str, dict[str, Any]] = {}
     for case in cases:
         measured = found[f"{case.size} {case.token_loss}"] = measure(case, sys.argv[1:])
@@ -174,12 +167,9 @@ def main() -> None:
             f"{case.size:>16s} {case.token_loss:16s} {cells}  "
             f"apart {apart['loss']:.0e} {apart['gradient']:.0e}"
         )
-    if arguments.json:
-        settings = {
-            name: getattr(arguments, name) for name in ("num_steps", "draft_vocab_size", "dtype")
-        }
-        record = {"hardware": hardware, "torch": torch.__version__, "settings": settings}
-        write_json(arguments.json, record | {"cases": found})
+    names = ("num_steps", "draft_vocab_size", "dtype")
+    settings = {name: getattr(arguments, name) for name in names}
+    write_record(arguments.json, head, {"settings": settings, "cases": found})
 
 
 if __name__ == "__main__":

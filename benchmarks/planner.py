@@ -12,7 +12,6 @@ are free of that.
 
 import argparse
 import random
-import shlex
 import statistics
 import sys
 import tempfile
@@ -20,23 +19,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from record import header, write_record
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
+from systems import read_prompts, shown_plan
 
-from polybasic.chain.card import shown_flush, shown_members, shown_tree
-from polybasic.chain.files import write_json
 from polybasic.chain.manifest import Plan
 from polybasic.deploy import Chain, load_chain
-from polybasic.deploy.hardware import describe_hardware
 from polybasic.deploy.planner import candidate_plans, choose_plan
 from polybasic.deploy.planning import plan_loaded
-from polybasic.deploy.prompts import choose_questions, read_questions
 from polybasic.deploy.sampling import Sampling
 from polybasic.deploy.settings import PlanGrid, PlanSettings
 from polybasic.deploy.simulation import simulate
-from polybasic.recipes.embedded.conversations import write_prompts
-from polybasic.recipes.provenance import package_versions
 from polybasic.recipes.sources import write_calibration_prompts
 
 SWEEP_GRID = PlanGrid(
@@ -77,16 +72,6 @@ def seconds_per_token(
     return [statistics.median(one) for one in found]
 
 
-def shown(plan: Plan, chain: Chain) -> str:
-    verifying = [member.name for member in chain.manifest.verifying]
-    parts = [shown_members(plan, verifying)]
-    if plan.members[-1] not in verifying:
-        parts.append(shown_tree(plan.tree))
-    if sum(name in verifying for name in plan.members) > 1:
-        parts.append(shown_flush(plan, verifying))
-    return "; ".join(parts)
-
-
 def compare(
     chain: Chain, prompts: Sequence[list[int]], settings: PlanSettings, turns: int
 ) -> tuple[list[dict[str, Any]], Any]:
@@ -98,7 +83,7 @@ def compare(
     rows = [
         {
             "plan": one.plan.model_dump(mode="json"),
-            "shown": shown(one.plan, chain),
+            "shown": shown_plan(one.plan, chain),
             "predicted_seconds_per_token": one.seconds_per_token,
             "measured_seconds_per_token": seconds,
             "error": one.seconds_per_token / seconds - 1,
@@ -137,24 +122,18 @@ def sweep(
     errors = [abs(one / other - 1) for one, other in zip(predicted, first, strict=True)]
     return {
         "num_plans": len(plans),
-        "choice": shown(choice, chain),
-        "best": shown(finalists[final.index(min(final))], chain),
+        "choice": shown_plan(choice, chain),
+        "best": shown_plan(finalists[final.index(min(final))], chain),
         "choice_seconds_per_token": final[0],
         "best_seconds_per_token": min(final),
         "choice_behind_best": final[0] / min(final) - 1,
         "median_error": statistics.median(errors),
         "largest_error": max(errors),
         "plans": [
-            {"shown": shown(plan, chain), "predicted": one, "measured": other}
+            {"shown": shown_plan(plan, chain), "predicted": one, "measured": other}
             for plan, one, other in zip(plans, predicted, first, strict=True)
         ],
     }
-
-
-def command_line(written: Path) -> str:
-    """As it was called, but for where the record went."""
-    words = ["FILE" if word == str(written) else word for word in sys.argv]
-    return shlex.join(["python", *words])
 
 
 def print_to_stderr(line: str) -> None:
@@ -177,19 +156,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         calibration = Path(folder) / "calibration.jsonl"
         write_calibration_prompts(calibration, PlanSettings().num_prompts_per_task, seed=0)
-        judged = arguments.prompts or Path(folder) / "prompts.jsonl"
-        if arguments.prompts is None:
-            write_prompts(judged, arguments.num_prompts_per_task, seed=0)
         settings = PlanSettings(
             prompts=str(calibration),
             max_new_tokens=arguments.max_new_tokens,
             temperature=arguments.temperature,
             dtype=arguments.dtype,
         )
-        questions = choose_questions(read_questions(judged), arguments.num_prompts_per_task)
-        prompts = [
-            chain.encode([{"role": "user", "content": question.turns[0]}]) for question in questions
-        ]
+        prompts = read_prompts(
+            chain, arguments.prompts, arguments.num_prompts_per_task, arguments.max_new_tokens
+        )
         rows, measurements = compare(chain, prompts, settings, arguments.turns)
         swept = (
             sweep(chain, prompts, settings, measurements, arguments.turns)
@@ -204,18 +179,16 @@ def main() -> None:
             f"predicted times are off by {100 * swept['median_error']:.0f} % in the median, at "
             f"most {100 * swept['largest_error']:.0f} %"
         )
-    if arguments.json:
-        record = {
-            "command": command_line(arguments.json),
-            "hardware": describe_hardware(chain.engine.models.target.device),
-            "versions": package_versions(),
-            "num_prompts": len(prompts),
-            "max_new_tokens": arguments.max_new_tokens,
-            "temperature": arguments.temperature,
-            "plans": rows,
-            "sweep": swept,
-        }
-        write_json(arguments.json, record)
+    content = {
+        "num_prompts": len(prompts),
+        "max_new_tokens": arguments.max_new_tokens,
+        "temperature": arguments.temperature,
+        "plans": rows,
+        "sweep": swept,
+    }
+    places = {arguments.chain: "CHAIN", arguments.prompts: "PROMPTS", arguments.json: "FILE"}
+    head = header("planner", chain.engine.models.target.device, places)
+    write_record(arguments.json, head, content)
 
 
 def print_rows(rows: Sequence[dict[str, Any]]) -> None:

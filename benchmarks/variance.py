@@ -18,7 +18,6 @@ variance.json and variance.svg.
 
 import argparse
 import random
-import shlex
 import statistics
 import sys
 import tempfile
@@ -33,17 +32,16 @@ import torch
 
 matplotlib.use("svg")
 from matplotlib import pyplot
+from record import header, write_record
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.files import whole_file, write_json
+from polybasic.chain.files import whole_file
 from polybasic.chain.manifest import Flush, Plan
 from polybasic.deploy import Chain, load_chain
-from polybasic.deploy.hardware import describe_hardware
 from polybasic.deploy.prompts import read_questions
 from polybasic.deploy.sampling import Sampling
 from polybasic.deploy.theory import accepted_length_moments, estimate_acceptance
 from polybasic.recipes.embedded.conversations import COMPOSERS, write_prompts
-from polybasic.recipes.provenance import package_versions
 
 SAMPLED = {"greedy": (0.0, "block"), "token": (1.0, "token"), "block": (1.0, "block")}
 """System -> temperature and rule; at temperature 0 both rules are one."""
@@ -263,18 +261,17 @@ def main() -> None:
     tables["fixed_blocks"]["matching"] = matched.summary(max_tokens)
     print_table(f"{', '.join(names)}: blocks of {length} tokens", tables["fixed_blocks"])
     print_table(f"{', '.join(all_members(chain))}: rounds to {length}", tables["all_members"])
-    record = {
-        "command": f"python {shlex.join(sys.argv)}",
-        "hardware": describe_hardware(chain.engine.models.target.device),
-        "versions": package_versions(),
+    places = {arguments.chain: "CHAIN", arguments.prompts: "PROMPTS", arguments.out: "DIR"}
+    head = header("variance", chain.engine.models.target.device, places)
+    content = {
         "num_prompts": len(prompts),
         "max_new_tokens": arguments.max_new_tokens,
         "flush_length": length,
         **tables,
     }
-    write_json(arguments.out / "variance.json", record)
+    write_record(arguments.out / "variance.json", head, content)
     draw(arguments.out / "variance.svg", tables["fixed_blocks"], max_tokens)
-    print(f"\nwrote {arguments.out / 'variance.json'} and {arguments.out / 'variance.svg'}")
+    print(f"wrote {arguments.out / 'variance.svg'}", file=sys.stderr)
 
 
 if __name__ == "__main__":

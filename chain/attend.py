@@ -12,8 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from polybasic.chain.config import DecoderConfig
+from polybasic.chain.config import DecoderConfig, LayerKind
+from polybasic.chain.manifest import Window
 from polybasic.chain.rotary import RotaryTable, Rotation
+
+BLOCK_ROWS = 512
+"""Of a pass over many tokens that needs a mask, whose size is rows by rows seen."""
+NO_ROWS = range(0)
 
 
 @dataclass
@@ -22,9 +27,10 @@ class View:
 
     Attributes:
         rotation: cosines and sines of the rows' positions, each [R, 1, H].
-        mask: [R * G, T - first] added to the scores (0 or -inf), each row repeated for its G query
-            heads; None where every row sees all of these columns.
-        first: first row of the cache that is seen.
+        mask: [R * G, sinks and T - first] added to the scores (0 or -inf), each row repeated for
+            its G query heads; None where every row sees all of these columns.
+        first: first row of the cache that is seen, but for the sinks.
+        sinks: leading rows of the cache that are seen before those from `first` on.
         is_prompt: an empty cache, read from left to right. The mask is then [R, T], None for all
             that came before.
     """
@@ -32,7 +38,16 @@ class View:
     rotation: Rotation
     mask: Tensor | None = None
     first: int = 0
+    sinks: range = NO_ROWS
     is_prompt: bool = False
+
+    def of(self, cached: Tensor, end: int, dim: int) -> Tensor:
+        """What is seen of the first `end` rows of a cache, which lie along a dimension."""
+        latest = cached.narrow(dim, self.first, end - self.first)
+        if not self.sinks:
+            return latest
+        sinks = cached.narrow(dim, self.sinks.start, len(self.sinks))
+        return torch.cat([sinks, latest], dim)
 
 
 class Attending(Protocol):
@@ -55,6 +70,7 @@ class Attend:
             position, itself last; None where the rows are consecutive tokens behind the prefix,
             which is then `start`.
         prepared: views that were made ahead, for `views_of`.
+        window: hides the middle of a long context from all rows; None hides nothing.
     """
 
     start: int
@@ -62,6 +78,7 @@ class Attend:
     prefix: int
     paths: Sequence[Sequence[int]] | None = None
     prepared: list[View] | None = None
+    window: Window | None = None
 
     def positions(self) -> list[int]:
         """The position of each row."""
@@ -76,13 +93,26 @@ class Attend:
         return _tree_views(model, self) if self.paths is not None else _causal_views(model, self)
 
 
-def attend_causally(start: int, rows: int) -> Attend:
+def attend_causally(start: int, rows: int, window: Window | None = None) -> Attend:
     """`rows` consecutive tokens behind `start` cached ones."""
-    return Attend(start, rows, prefix=start)
+    return Attend(start, rows, prefix=start, window=window)
 
 
-def attend_to_ancestors(start: int, parents: Sequence[int]) -> Attend:
-    """Rows of a tree behind `start` cached tokens, all of which they see.
+def attend_in_blocks(
+    model: Attending, start: int, rows: int, window: Window | None = None
+) -> list[Attend]:
+    """As `attend_causally`, in several passes where one would need too large a mask."""
+    whole = attend_causally(start, rows, window)
+    if rows <= BLOCK_ROWS or _is_whole_prompt(model, whole):
+        return [whole]
+    firsts = range(start, start + rows, BLOCK_ROWS)
+    return [
+        attend_causally(first, min(BLOCK_ROWS, start + rows - first), window) for first in firsts
+    ]
+
+
+def attend_to_ancestors(start: int, parents: Sequence[int], window: Window | None = None) -> Attend:
+    """Rows of a tree behind `start` cached tokens, all of which they see but for the window.
 
     Args:
         parents: of each row, the row that it hangs below, before it; -1 for none.
@@ -91,24 +121,53 @@ def attend_to_ancestors(start: int, parents: Sequence[int]) -> Attend:
     for row, parent in enumerate(parents):
         above = paths[parent] if parent >= 0 else []
         paths.append([*above, start + row])
-    return Attend(start, len(paths), prefix=start, paths=paths)
+    return Attend(start, len(paths), prefix=start, paths=paths, window=window)
+
+
+def seen_from(position: int, kind: LayerKind, window: Window | None) -> tuple[range, int]:
+    """What a token sees: leading positions, and all from another one up to its own.
+
+    Positions are those of the whole text, under a window too: the cache holds keys as they were
+    rotated when they were written, for all models that share it.
+
+    Returns:
+        No leading positions where nothing lies between the two.
+    """
+    first = kind.first_seen(position)
+    if window is None:
+        return NO_ROWS, first
+    latest = max(first, position + 1 - window.tokens)
+    if latest <= max(first, window.sinks):
+        return NO_ROWS, first
+    return range(first, max(first, window.sinks)), latest
+
+
+def _is_whole_prompt(model: Attending, attend: Attend) -> bool:
+    """Whether each row of an empty cache sees all rows before it, as fused kernels have it."""
+    last = attend.num_rows - 1
+    return (
+        attend.start == 0
+        and model.config.attention_softcap is None
+        and all(seen_from(last, kind, attend.window)[1] == 0 for kind in model.config.kinds)
+    )
 
 
 def _causal_views(model: Attending, attend: Attend) -> list[View]:
     start, rows = attend.start, attend.num_rows
     kinds, rotations = model.config.kinds, model.rotary.between(start, start + rows)
     if rows == 1:
+        seen = [seen_from(start, kind, attend.window) for kind in kinds]
         return [
-            View(rotation, first=kind.first_seen(start))
-            for kind, rotation in zip(kinds, rotations, strict=True)
+            View(rotation, first=first, sinks=sinks)
+            for (sinks, first), rotation in zip(seen, rotations, strict=True)
         ]
-    is_prompt = start == 0 and model.config.attention_softcap is None
-    if is_prompt and all(kind.window is None or rows <= kind.window for kind in kinds):
+    if _is_whole_prompt(model, attend):
         return [View(rotation, is_prompt=True) for rotation in rotations]
     cos = rotations[0][0]
     positions = torch.arange(start, start + rows, device=cos.device)
     future = cos.new_full((rows, rows), float("-inf")).triu_(1)
-    return _views(model, start, rotations, positions, future, is_prompt)
+    is_prompt = start == 0 and model.config.attention_softcap is None
+    return _views(model, attend, rotations, positions, future, is_prompt)
 
 
 def _tree_views(model: Attending, attend: Attend) -> list[View]:
@@ -123,28 +182,41 @@ def _tree_views(model: Attending, attend: Attend) -> list[View]:
     rotations = model.rotary.at(positions)
     cos = rotations[0][0]
     among_rows = mask.to(cos.device, cos.dtype)
-    return _views(model, start, rotations, positions.to(cos.device), among_rows)
+    return _views(model, attend, rotations, positions.to(cos.device), among_rows)
 
 
 def _views(
     model: Attending,
-    start: int,
+    attend: Attend,
     rotations: list[Rotation],
     positions: Tensor,
     among_rows: Tensor,
     is_prompt: bool = False,
 ) -> list[View]:
+    start, window = attend.start, attend.window
     groups = 1 if is_prompt else model.config.query_groups
     views = []
     for kind, rotation in zip(model.config.kinds, rotations, strict=True):
-        first = kind.first_seen(start)
+        sinks, first = seen_from(start, kind, window)
         # the rows among which all is visible, but for the window
-        mask = F.pad(among_rows, (start - first, 0))
-        if kind.window is not None and start + len(positions) > kind.window:
+        mask = F.pad(among_rows, (len(sinks) + start - first, 0))
+        if seen_from(start + attend.num_rows - 1, kind, window)[1] > 0:
+            leading = torch.arange(sinks.start, sinks.stop, device=positions.device)
             cached = torch.arange(first, start, device=positions.device)
-            columns = torch.cat([cached, positions])
-            mask = mask.masked_fill(columns <= positions[:, None] - kind.window, float("-inf"))
+            columns = torch.cat([leading, cached, positions])
+            hidden = _hidden(columns, positions[:, None], kind, window)
+            mask = mask.masked_fill(hidden, float("-inf"))
         if groups > 1:
             mask = mask.repeat_interleave(groups, 0)
-        views.append(View(rotation, mask, first, is_prompt))
+        views.append(View(rotation, mask, first, sinks, is_prompt))
     return views
+
+
+def _hidden(columns: Tensor, positions: Tensor, kind: LayerKind, window: Window | None) -> Tensor:
+    """Which of the `columns` windows hide from rows at `positions` [R, 1], both by position."""
+    hidden = torch.zeros_like(columns > positions)
+    if kind.window is not None:
+        hidden |= columns <= positions - kind.window
+    if window is not None:
+        hidden |= (columns <= positions - window.tokens) & (columns >= window.sinks)
+    return hidden

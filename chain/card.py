@@ -16,6 +16,7 @@ from polybasic.chain.manifest import (
     Member,
     Plan,
     Tree,
+    Window,
     check_plan,
     read_manifest,
     write_manifest,
@@ -113,13 +114,15 @@ def member_source(member: Member) -> str:
 
 
 def shown_members(plan: Plan, verifying: Iterable[str]) -> str:
-    """A plan's members for people: "target → intermediate → draft + n-grams".
+    """A plan's members for people: "target → intermediate (sees 4 + 1,024) → draft + n-grams".
+
+    What a member with a window sees are its sinks and its latest tokens.
 
     Args:
         plan: any plan of the chain.
         verifying: names of the chain's verifying members.
     """
-    shown = " → ".join(plan.members)
+    shown = " → ".join(name + _sees(plan.windows.get(name)) for name in plan.members)
     if plan.ngram is None:
         return shown
     return f"{shown} {'→' if plan.members[-1] in verifying else '+'} n-grams"
@@ -134,6 +137,10 @@ def shown_flush(plan: Plan, verifying: Iterable[str]) -> str:
     """When a plan's verifying members are asked, for people; as `shown_members`."""
     above = [name for name in plan.members if name in verifying][:-1]
     return "; ".join(f"{name} {_flush(plan.flush[name])}" for name in above) or "–"
+
+
+def _sees(window: Window | None) -> str:
+    return "" if window is None else f" (sees {window.sinks} + {window.tokens:,})"
 
 
 def _flush(flush: Flush) -> str:

@@ -7,7 +7,7 @@ values that the caller owns.
 """
 
 from collections.abc import Callable
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +15,9 @@ from torch import Tensor
 
 from polybasic.chain.attend import Attend, View
 from polybasic.chain.config import DecoderConfig
-from polybasic.chain.linear import Linear
+from polybasic.chain.linear import Linear, Softcapped, softcapped
+from polybasic.chain.native.matrices import NativeLinear
+from polybasic.chain.native.passes import NativeLayer, NativeModel, NativeParts, supports
 from polybasic.chain.rotary import RotaryTable
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -71,10 +73,28 @@ class DecoderLayer:
         self.num_kv_heads, self.query_groups = config.num_kv_heads, config.query_groups
         self.head_dim = config.head_dim
         self.num_rotated = config.num_heads + config.num_kv_heads
+        self.query_norm, self.key_norm = query_norm, key_norm
         self.head_norms: Tensor | None = None
         if query_norm is not None and key_norm is not None:
             queries, keys = (config.num_heads, -1), (config.num_kv_heads, -1)
             self.head_norms = torch.cat([query_norm.expand(*queries), key_norm.expand(*keys)])
+
+    def native(self) -> NativeLayer | None:
+        """The layer's parts for the native kernels, where these laid out its weights."""
+        linears = self.qkv, self.out, self.gate_up, self.down
+        native = [linear for linear in linears if isinstance(linear, NativeLinear)]
+        if len(native) < len(linears):
+            return None
+        return NativeLayer(
+            *native,
+            self.input_norm,
+            self.mlp_norm,
+            self.query_norm,
+            self.key_norm,
+            self.attention_post_norm,
+            self.mlp_post_norm,
+            self.kind,
+        )
 
     def forward(
         self, x_RD: Tensor, cache: Tensor, start: int, view: View, read: Tensor | None = None
@@ -110,7 +130,7 @@ class DecoderLayer:
         cache[:K, start:end].copy_(rotated[:, K * G :].transpose(0, 1))
         cache[K:, start:end].copy_(qkv[:, self.num_rotated :].transpose(0, 1))
         queries = rotated[:, : K * G].view(rows, K, G, H)
-        keys, values = cache[None, :K, view.first : end], cache[None, K:, view.first : end]
+        keys, values = view.of(cache[None], end, 2).split(K, 1)
         if view.is_prompt:
             if view.mask is not None and G > 1:
                 # CUDA has no fused kernel for a mask with fewer key heads than query heads
@@ -196,6 +216,28 @@ class Decoder:
         kinds = [config.kinds[layer.kind] for layer in self.layers]
         return kinds, config.num_kv_heads, config.head_dim, config.hidden_size
 
+    @cached_property
+    def native(self) -> NativeModel | None:
+        """Runs passes and drafts in one call, on a CPU with native kernels; else None."""
+        lm_head = self.lm_head.linear if isinstance(self.lm_head, Softcapped) else self.lm_head
+        layers = [layer.native() for layer in self.layers]
+        if not isinstance(lm_head, NativeLinear) or not supports(self.config):
+            return None
+        if any(layer is None for layer in layers):
+            return None
+        parts = NativeParts(
+            kind="decoder",
+            config=self.config,
+            embedding=self.embedding,
+            layers=[layer for layer in layers if layer is not None],
+            rotary=self.rotary,
+            lm_head=lm_head,
+            softcap=self.config.logit_softcap,
+            embedding_scale=self.embedding_scale,
+            final_norm=self.final_norm,
+        )
+        return NativeModel(lm_head.kernels, parts)
+
     @property
     def states_width(self) -> int:
         """W of the states."""
@@ -211,6 +253,8 @@ class Decoder:
             token_ids: int64 [R].
             cache: one [2K, capacity, H] a layer, keys first; rows start..T are written.
         """
+        if self.native is not None:
+            return self.native.forward(token_ids, cache, attend, feature_layers=self.feature_layers)
         x_RD = F.embedding(token_ids, self.embedding)
         if self.embedding_scale is not None:
             x_RD = x_RD * self.embedding_scale
@@ -237,9 +281,7 @@ class Decoder:
 
     def _with_softcap(self, lm_head: Linear) -> Linear:
         softcap = self.config.logit_softcap
-        if softcap is None:
-            return lm_head
-        return lambda states: _softcapped(lm_head(states), softcap)
+        return lm_head if softcap is None else Softcapped(lm_head, softcap)
 
 
 def _softcapped_attention(
@@ -251,12 +293,7 @@ def _softcapped_attention(
     softcap: float,
 ) -> Tensor:
     scores = queries @ keys.mT * (queries.shape[-1] ** -0.5 if scale is None else scale)
-    scores = _softcapped(scores, softcap)
+    scores = softcapped(scores, softcap)
     if mask is not None:
         scores = scores + mask
     return scores.softmax(-1, dtype=torch.float32).to(values.dtype) @ values
-
-
-def _softcapped(x: Tensor, softcap: float) -> Tensor:
-    """`x`, kept between -softcap and softcap."""
-    return (x / softcap).tanh() * softcap

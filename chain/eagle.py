@@ -3,6 +3,9 @@
 #   R = rows (tokens of one pass), D = hidden size of the verifier, V = tokens that can be drafted
 """
 
+from functools import cached_property
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -10,7 +13,9 @@ from torch import Tensor
 from polybasic.chain.attend import Attend
 from polybasic.chain.config import DecoderConfig
 from polybasic.chain.decoder import DecoderLayer, rms_norm
-from polybasic.chain.linear import Linear
+from polybasic.chain.linear import Linear, Softcapped
+from polybasic.chain.native.matrices import NativeLinear
+from polybasic.chain.native.passes import NativeModel, NativeParts, supports
 from polybasic.chain.rotary import RotaryTable
 
 
@@ -75,6 +80,8 @@ class EagleHead:
             features: [R, D], feature of token t of each row.
             cache: [2K, capacity, H]; rows from `attend.start` on are written.
         """
+        if self.native is not None:
+            return self.native.forward(token_ids, [cache], attend, features)
         x_RD = self.fc(torch.cat([F.embedding(token_ids, self.embedding), features], -1))
         (view,) = attend.views_of(self)
         return self.layer.forward(x_RD, cache, attend.start, view)
@@ -82,6 +89,29 @@ class EagleHead:
     def logits(self, features: Tensor) -> Tensor:
         """Logits [R, V] of `features` [R, D]."""
         return self.lm_head(features)
+
+    @cached_property
+    def native(self) -> NativeModel | None:
+        """Runs passes and drafts in one call, on a CPU with native kernels; else None."""
+        softcap, lm_head = None, self.lm_head
+        if isinstance(lm_head, Softcapped):
+            softcap, lm_head = lm_head.softcap, lm_head.linear
+        layer = self.layer.native()
+        if layer is None or not isinstance(lm_head, NativeLinear) or not supports(self.config):
+            return None
+        parts = NativeParts(
+            config=self.config,
+            embedding=self.embedding,
+            layers=[layer],
+            rotary=self.rotary,
+            lm_head=lm_head,
+            softcap=softcap,
+            **self._native_parts(),
+        )
+        return NativeModel(lm_head.kernels, parts)
+
+    def _native_parts(self) -> dict[str, Any]:
+        return {"kind": "eagle2", "fc": self.fc}
 
 
 class Eagle3Head(EagleHead):
@@ -130,6 +160,8 @@ class Eagle3Head(EagleHead):
         return self.fc(read)
 
     def forward(self, token_ids: Tensor, features: Tensor, cache: Tensor, attend: Attend) -> Tensor:
+        if self.native is not None:
+            return self.native.forward(token_ids, [cache], attend, features)
         eps = self.config.rms_norm_eps
         embedded = rms_norm(F.embedding(token_ids, self.embedding), self.embedding_norm, eps)
         read = torch.cat([embedded, rms_norm(features, self.feature_norm, eps)], -1)
@@ -138,3 +170,11 @@ class Eagle3Head(EagleHead):
 
     def logits(self, features: Tensor) -> Tensor:
         return self.lm_head(rms_norm(features, self.final_norm, self.config.rms_norm_eps))
+
+    def _native_parts(self) -> dict[str, Any]:
+        return {
+            "kind": "eagle3",
+            "embedding_norm": self.embedding_norm,
+            "feature_norm": self.feature_norm,
+            "final_norm": self.final_norm,
+        }

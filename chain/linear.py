@@ -4,12 +4,16 @@
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from polybasic.chain.awq import QuantizedWeight, cpu_int4_weight, dequantize
+from polybasic.chain.native import matrices
+from polybasic.chain.native.library import kernels_for
+from polybasic.chain.native.matrices import LANES
 
 Linear = Callable[[Tensor], Tensor]
 """x [R, I] -> [R, O], both in the compute dtype."""
@@ -21,12 +25,31 @@ CPU_INT4_MAX_ROWS = 4
 _DEQUANTIZED_AT_ONCE = 1 << 22
 
 
+@dataclass(frozen=True)
+class Softcapped:
+    """A product whose outputs are kept between -softcap and softcap."""
+
+    linear: Linear
+    softcap: float
+
+    def __call__(self, x_RI: Tensor) -> Tensor:
+        return softcapped(self.linear(x_RI), self.softcap)
+
+
+def softcapped(x: Tensor, softcap: float) -> Tensor:
+    """`x`, kept between -softcap and softcap."""
+    return (x / softcap).tanh() * softcap
+
+
 def dense_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
     """A product with `weight` [O, I] on its device and in its dtype, plus `bias` [O].
 
-    On a CPU the weight is laid out once for oneDNN, which reads it at 1.3x to 2x the rate of
-    `F.linear` over few rows; the given tensor is then not kept.
+    On a CPU the weight is laid out once for the native kernels, or without them for oneDNN, which
+    reads it at 1.3x to 2x the rate of `F.linear` over few rows; the given tensor is then not kept.
     """
+    kernels = kernels_for(weight.device, weight.dtype)
+    if kernels is not None and weight.shape[1] % LANES == 0:
+        return matrices.dense(kernels, weight, bias)
     if is_laid_out_anew(weight.device, weight.dtype):
         packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
         product = torch.ops.mkldnn._linear_pointwise
@@ -35,7 +58,9 @@ def dense_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
 
 
 def is_laid_out_anew(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether `dense_linear` copies such a weight into oneDNN's layout instead of keeping it."""
+    """Whether `dense_linear` copies such a weight into another layout instead of keeping it."""
+    if kernels_for(device, dtype) is not None:
+        return True
     if device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
     # oneDNN multiplies float16 on the newest CPUs only
@@ -45,12 +70,16 @@ def is_laid_out_anew(device: torch.device, dtype: torch.dtype) -> bool:
 def int4_linear(
     weight: QuantizedWeight, dtype: torch.dtype, device: torch.device, bias: Tensor | None = None
 ) -> Linear:
-    """A product with a 4-bit weight; activations are rounded to bfloat16 for the int4 kernel.
+    """A product with a 4-bit weight.
 
-    On a CPU, passes of up to `CPU_INT4_MAX_ROWS` rows read the 4-bit codes and longer ones a
-    dequantized copy in bfloat16; elsewhere a dequantized copy in `dtype` is read. `bias` [O] is in
-    `dtype` and on the device.
+    On a CPU the native kernels round activations to eight bits, group by group. Without them,
+    activations are rounded to bfloat16, passes of up to `CPU_INT4_MAX_ROWS` rows read the 4-bit
+    codes, and longer ones a dequantized copy in bfloat16. Elsewhere a dequantized copy in `dtype`
+    is read. `bias` [O] is in `dtype` and on the device.
     """
+    kernels = kernels_for(device, dtype)
+    if kernels is not None and weight.group_size % LANES == 0:
+        return matrices.int4(kernels, weight, bias)
     if device.type != "cpu":
         return dense_linear(_dequantized(weight, dtype, device), bias)
     packed, scales_and_zeros = cpu_int4_weight(weight)

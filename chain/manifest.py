@@ -132,6 +132,17 @@ class Ngram(Settings):
     capacity: int = Field(default=65536, ge=1, description="entries kept, the latest used ones")
 
 
+class Window(Settings):
+    """What a member sees of a long context: its first tokens, and the latest ones.
+
+    Of the middle it reads nothing, so that its passes stop growing with the context (StreamingLLM,
+    Xiao et al., 2024). The target sees everything, hence what others see decides the speed alone.
+    """
+
+    sinks: int = Field(default=4, ge=0, description="first tokens of the context, always seen")
+    tokens: int = Field(ge=1, description="latest tokens that a token sees, itself included")
+
+
 class Plan(Settings):
     """Which members run and how."""
 
@@ -144,6 +155,9 @@ class Plan(Settings):
     )
     ngram: Ngram | None = Field(
         default=None, description="drafts by n-grams, alone or beside the drafter"
+    )
+    windows: dict[Name, Window] = Field(
+        default={}, description="of members that see only a part of a long context, by name"
     )
 
 
@@ -251,7 +265,7 @@ def check_plan(plan: Plan, members: Sequence[Member]) -> None:
 
     Raises:
         ValueError: unknown or misplaced members, a drafter that does not draft for the innermost
-            verifying one, or no flush length for a verifying one.
+            verifying one, no flush length for a verifying one, or a window for the target.
     """
     by_name = {member.name: member for member in members}
     if plan.members != tuple(name for name in by_name if name in plan.members):
@@ -276,6 +290,11 @@ def check_plan(plan: Plan, members: Sequence[Member]) -> None:
     for name in plan.flush:
         if name not in by_name or by_name[name].role == "drafter":
             raise ValueError(f"plan.flush names {name}, which verifies nothing")
+    for name in plan.windows:
+        if name not in by_name:
+            raise ValueError(f"plan.windows names {name}, which is no member")
+        if name == members[0].name:
+            raise ValueError(f"plan.windows names {name}, whose distribution is kept: it sees all")
 
 
 def read_manifest(folder: Path) -> Manifest:

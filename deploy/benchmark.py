@@ -21,7 +21,8 @@ from polybasic.deploy.exactness import Agreement, OtherWay
 from polybasic.deploy.hardware import describe_hardware
 from polybasic.deploy.prompts import Question, choose_fitting, read_questions
 from polybasic.deploy.report import write_markdown
-from polybasic.deploy.runtime import Chain, load_chain
+from polybasic.deploy.resident import forget_peak, usage
+from polybasic.deploy.runtime import Chain, device_named, load_chain
 from polybasic.deploy.sampling import Sampling
 from polybasic.deploy.settings import BenchSettings, SystemName
 
@@ -88,10 +89,13 @@ def bench_chain(folder: Path, settings: BenchSettings) -> dict[str, Any]:
             "add target, over which speedups are counted",
         )
     questions = read_questions(Path(settings.prompts))
+    forget_peak(device_named())
     chain = load_chain(folder, dtype=settings.dtype)
+    forget_peak(device_named())
     chosen, num_too_long = _fitting(chain, questions, settings)
     systems = _systems(chain, settings)
     prompts = _prompts(chain, chosen, settings)
+    memory = _warmed_up(chain, systems, prompts, settings)
     baseline = _baseline(chain, settings)
     _run_in_turns(chain, baseline, systems, prompts, settings)
     summaries = _summaries(chain, baseline, systems, prompts, settings)
@@ -100,6 +104,7 @@ def bench_chain(folder: Path, settings: BenchSettings) -> dict[str, Any]:
         "grown": chain.manifest.grown,
         "adaptations": adaptations(chain.manifest),
         "draft_vocabulary": draft_vocabularies(chain, [prompt.token_ids for prompt in prompts]),
+        "memory": memory,
         "hardware": describe_hardware(chain.engine.models.target.device),
         "versions": _versions(),
         "settings": {
@@ -203,6 +208,21 @@ def _drafters_of(verifying: str, chain: Chain, kinds: tuple[Kind, ...]) -> list[
     ]
 
 
+def _warmed_up(
+    chain: Chain, systems: list[System], prompts: list[Prompt], settings: BenchSettings
+) -> dict[str, Any]:
+    """Let each system of this runtime answer the longest prompt, which is not counted.
+
+    Returns:
+        The memory that was stated for the chain, and what it takes.
+    """
+    longest = max(prompts, key=lambda prompt: len(prompt.token_ids))
+    for system in systems:
+        if system.plan is not None:
+            _answer(chain, system.plan, longest, settings)
+    return chain.memory.report(usage(chain.engine.models.target.device))
+
+
 def _baseline(chain: Chain, settings: BenchSettings) -> TransformersBaseline | None:
     if "hf_generate" not in settings.systems:
         return None
@@ -222,7 +242,8 @@ def _run_in_turns(
         total = settings.repeats * len(prompts) * len(systems)
         bar = progress.add_task("bench", total=total)
         for system in systems:
-            _answer_with(chain, baseline, system, prompts[0], settings)  # warm-up, not counted
+            if system.plan is None:
+                _answer_with(chain, baseline, system, prompts[0], settings)  # not counted
         for repeat in range(settings.repeats):
             for prompt in prompts:
                 # The order changes with the repeat: nobody always runs behind the same system.

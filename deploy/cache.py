@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from polybasic.chain.config import DecoderConfig
+from polybasic.chain.native.library import kernels_for
 
 
 class KeyValueCache:
@@ -34,12 +35,19 @@ class KeyValueCache:
         """Commit provisional rows, given as offsets from `length` in ascending order."""
         moved = [(row, place) for place, row in enumerate(rows) if row != place]
         if moved:
-            device = self.layers[0].device
-            source = torch.tensor([self.length + row for row, _ in moved], device=device)
-            first, end = self.length + moved[0][1], self.length + moved[-1][1] + 1
-            for layer in self.layers:
-                layer[:, first:end] = layer[:, source]
+            sources = [self.length + row for row, _ in moved]
+            self._move(sources, self.length + moved[0][1])
         self.length += len(rows)
+
+    def _move(self, sources: list[int], first: int) -> None:
+        """Put rows, in ascending order, one after the other from `first` on."""
+        kernels = kernels_for(self.layers[0].device, self.layers[0].dtype)
+        if kernels is not None:
+            kernels.move_rows(self.layers, sources, first)
+            return
+        source = torch.tensor(sources, device=self.layers[0].device)
+        for layer in self.layers:
+            layer[:, first : first + len(sources)] = layer[:, source]
 
     def truncate(self, length: int) -> None:
         """Forget all rows from `length` on."""

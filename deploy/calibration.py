@@ -4,7 +4,7 @@ Acceptance is read off the target's own answers: every verifying model reads the
 drafts behind each of their tokens.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
 
@@ -12,10 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from polybasic.chain.manifest import Ngram, Plan, Tree
+from polybasic.chain.manifest import Ngram, Plan, Tree, Window
+from polybasic.deploy.eagle_drafter import EagleDrafter
 from polybasic.deploy.engine import Engine, Request
 from polybasic.deploy.hardware import hardware_name
 from polybasic.deploy.measurements import ABSENT, Measurements, Trace
+from polybasic.deploy.model_drafter import ModelDrafter
 from polybasic.deploy.ngram import NgramDrafter
 from polybasic.deploy.round_costs import measure_costs
 from polybasic.deploy.sampling import Prefixes, Sampling, make_sampler
@@ -32,6 +34,10 @@ RanksByDrafter = dict[tuple[str, str], dict[int, np.ndarray]]
 """Drafter and its verifier -> top_k -> ranks, see `polybasic.deploy.measurements.Trace`."""
 
 
+Windows = Mapping[str, Window]
+"""Of the members that have one, by name."""
+
+
 @dataclass(frozen=True)
 class CalibrationPrompt:
     """A prompt of known task, and the target's answer to it."""
@@ -39,6 +45,30 @@ class CalibrationPrompt:
     task: str
     prompt: list[int]
     answer: list[int]
+
+    def __len__(self) -> int:
+        return len(self.prompt) + len(self.answer)
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """A chain with the answers that it is measured along, and how.
+
+    Attributes:
+        engine: of the chain.
+        answered: prompts with answers of at least two tokens.
+        stop_tokens: that end an answer.
+        max_new_tokens: of an answer.
+        sampling: of the answers; a plan holds for its temperature.
+        grid: the shapes that are measured.
+    """
+
+    engine: Engine
+    answered: list[CalibrationPrompt]
+    stop_tokens: frozenset[int]
+    max_new_tokens: int
+    sampling: Sampling
+    grid: PlanGrid
 
 
 def calibrate(
@@ -50,32 +80,53 @@ def calibrate(
     grid: PlanGrid,
     say: Callable[[str], None],
 ) -> Measurements:
-    """Measure a chain on the machine that it is loaded on.
+    """Measure a chain on the machine that it is loaded on: `answer_prompts`, then `measure`."""
+    calibration = answer_prompts(engine, prompts, stop_tokens, max_new_tokens, sampling, grid, say)
+    return measure(calibration, say)
+
+
+def answer_prompts(
+    engine: Engine,
+    prompts: Sequence[tuple[str, list[int]]],
+    stop_tokens: frozenset[int],
+    max_new_tokens: int,
+    sampling: Sampling,
+    grid: PlanGrid,
+    say: Callable[[str], None],
+) -> Calibration:
+    """Let the target answer what a chain is to be measured along.
 
     Args:
         prompts: (task, token ids) of each; not those that the plan will be judged on.
-        sampling: of the answers; a plan holds for its temperature.
-        grid: the shapes that costs are needed for.
         say: takes one line for people.
-
-    Returns:
-        Costs, and one trace for each answer of at least two tokens.
     """
-    models = engine.models
     say("plan: the target answers the calibration prompts")
     answered = [
         CalibrationPrompt(task, prompt, answer)
         for task, prompt in prompts
         if len(answer := _answer(engine, prompt, stop_tokens, max_new_tokens, sampling)) > 1
     ]
+    return Calibration(engine, answered, stop_tokens, max_new_tokens, sampling, grid)
+
+
+def measure(calibration: Calibration, say: Callable[[str], None]) -> Measurements:
+    """Costs, and a trace of each answer, of members that see the whole context."""
+    engine, answered, grid = calibration.engine, calibration.answered, calibration.grid
+    models = engine.models
     say("plan: acceptance along the answers")
-    traces = [_trace(engine, one, max_new_tokens, sampling, grid) for one in answered]
+    traces = [trace_answer(calibration, one, {}, grid.top_ks) for one in answered]
     say("plan: costs of rounds")
-    costs = measure_costs(engine, [one.prompt for one in answered], stop_tokens, sampling, grid)
+    costs = measure_costs(
+        engine,
+        [one.prompt for one in answered],
+        calibration.stop_tokens,
+        calibration.sampling,
+        grid,
+    )
     return Measurements(
         hardware=hardware_name(models.target.device),
         dtype=str(models.target.dtype).removeprefix("torch."),
-        temperature=sampling.temperature,
+        temperature=calibration.sampling.temperature,
         verifying=tuple(engine.verifiers),
         drafters={member.name: member.drafts_for for member in models.members if member.drafts_for},
         passes=costs.passes(),
@@ -105,17 +156,18 @@ def _cache_owner(engine: Engine, name: str) -> str:
     return next(other for other, verifier in engine.verifiers.items() if verifier.cache is cache)
 
 
-def _trace(
-    engine: Engine,
-    one: CalibrationPrompt,
-    max_new_tokens: int,
-    sampling: Sampling,
-    grid: PlanGrid,
+def trace_answer(
+    calibration: Calibration, one: CalibrationPrompt, windows: Windows, top_ks: Sequence[int]
 ) -> Trace:
-    """What every model says along one answer."""
+    """What every model says along one answer.
+
+    Args:
+        top_ks: of the drafts.
+    """
+    engine, sampling, grid = calibration.engine, calibration.sampling, calibration.grid
     prompt, answer = one.prompt, one.answer
     probability, confidence, own_confidence, drawn = {}, {}, {}, {}
-    states = _states(engine, one)
+    states = _states(engine, one, windows)
     prefixes = Prefixes(prompt, [answer[:length] for length in range(len(answer))])
     places = list(range(len(answer)))
     for name, verifier in engine.verifiers.items():
@@ -139,9 +191,11 @@ def _trace(
         texts = [[answer[place:] for place in places]]
         if drafters and name != target:
             depth = max(grid.depths)
-            texts.append(_continuations(engine, name, one, drawn[name], sampling, depth))
-        for drafter, top_k in product(drafters, grid.top_ks):
-            found = _ranks(engine, drafter, top_k, states[name], one, texts, grid)
+            texts.append(_continuations(engine, name, one, drawn[name], sampling, depth, windows))
+        for drafter, top_k in product(drafters, top_ks):
+            tree = Tree(depth=max(grid.depths), top_k=top_k, rows=2)
+            drafting = engine.drafters.named(drafter, tree, windows.get(drafter))
+            found = _ranks(drafting, states[name], one, texts)
             ranks.setdefault((drafter, name), {})[top_k] = found[0]
             if name != target:
                 own_ranks.setdefault((drafter, name), {})[top_k] = found[1]
@@ -153,12 +207,13 @@ def _trace(
         ranks=ranks,
         own_ranks=own_ranks,
         ngram={m: _copied(prompt, answer, m, grid) for m in grid.ngram_matches} or None,
-        max_tokens=max_new_tokens,
+        max_tokens=calibration.max_new_tokens,
+        num_prompt_tokens=len(prompt),
     )
 
 
 @torch.inference_mode()
-def _states(engine: Engine, one: CalibrationPrompt) -> dict[str, Tensor]:
+def _states(engine: Engine, one: CalibrationPrompt, windows: Windows) -> dict[str, Tensor]:
     """States [T, W] of each verifying model over prompt and answer, the last token excepted.
 
     As when a chain runs, a model that shares its cache reads a block behind rows of the model
@@ -167,8 +222,9 @@ def _states(engine: Engine, one: CalibrationPrompt) -> dict[str, Tensor]:
     tokens = [*one.prompt, *one.answer[:-1]]
     num_prompt = len(one.prompt) - 1
     states: dict[str, list[Tensor]] = {name: [] for name in engine.verifiers}
-    for verifier in engine.verifiers.values():
+    for name, verifier in engine.verifiers.items():
         verifier.cache.truncate(0)
+        verifier.window = windows.get(name)
     bounds = [*range(num_prompt, len(tokens), BLOCK_TOKENS), len(tokens)]
     for start, end in pairwise([0, *bounds] if num_prompt else bounds):
         for name, verifier in reversed(engine.verifiers.items()):
@@ -186,23 +242,19 @@ def _states(engine: Engine, one: CalibrationPrompt) -> dict[str, Tensor]:
 
 @torch.inference_mode()
 def _ranks(
-    engine: Engine,
-    name: str,
-    top_k: int,
+    drafter: EagleDrafter | ModelDrafter,
     states: Tensor,
     one: CalibrationPrompt,
     texts: Sequence[Sequence[list[int]]],
-    grid: PlanGrid,
 ) -> list[np.ndarray]:
     """Ranks [N, D, D] of texts among the candidates drafted at each position of the answer.
 
     Args:
-        name: of the drafter.
+        drafter: whose trees are D deep.
         states: of its verifier, over prompt and answer.
         texts: for each result, and each position, the tokens from there on.
     """
-    prompt, answer, depth = one.prompt, one.answer, max(grid.depths)
-    drafter = engine.drafters.named(name, Tree(depth=depth, top_k=top_k, rows=2))
+    prompt, answer, depth = one.prompt, one.answer, drafter.tree.depth
     drafter.rewind(0)
     drafter.observe(states[: len(prompt) - 1])
     found = [np.full((len(answer), depth, depth), ABSENT, dtype=np.int64) for _ in texts]
@@ -225,6 +277,7 @@ def _continuations(
     drawn: list[int],
     sampling: Sampling,
     depth: int,
+    windows: Windows,
 ) -> list[list[int]]:
     """What a model itself draws from each position of the answer on, `depth` tokens or more.
 
@@ -236,16 +289,19 @@ def _continuations(
     prompt, answer = one.prompt, one.answer
     sampler = make_sampler(sampling, engine.models.target.device, len(prompt))
     drafter = next(m.name for m in engine.models.members if name in m.drafts_for)
-    stage = TreeStage(
-        engine.verifiers[name], engine.drafters.named(drafter, OWN_TEXT_TREE), sampler
-    )
+    drafting = engine.drafters.named(drafter, OWN_TEXT_TREE, windows.get(drafter))
+    stage = TreeStage(engine.verifiers[name], drafting, sampler)
     continuations: list[list[int]] = []
     following: list[int] = []
     for place in reversed(range(len(answer))):
         if drawn[place] == answer[place]:
             following = [answer[place], *following]
         else:
-            stage.prefill([*prompt, *answer[:place], drawn[place]])
+            # from the end to the beginning: what is read stays read
+            if stage.tokens:
+                stage.resolve(len(prompt) + place, drawn[place])
+            else:
+                stage.prefill([*prompt, *answer[:place], drawn[place]])
             following = [drawn[place], *stage.propose(depth, depth + OWN_TEXT_TREE.depth).tokens]
         continuations.insert(0, following)
     return continuations

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from polybasic.chain.attend import Attend, attend_causally
+from polybasic.chain.attend import Attend, attend_in_blocks
 from polybasic.chain.eagle import EagleHead
 from polybasic.chain.manifest import Tree
 from polybasic.deploy.cache import KeyValueCache
@@ -31,7 +31,7 @@ class EagleDrafter(ExpandingDrafter):
         self._num_observed = 0
         # A row reads the state of one token and the token behind it.
         expansion = Expansion(
-            head, self._forward, head.logits, tree, capacity, head.draft_token_ids
+            head, self._forward, head.logits, tree, self.cache, head.draft_token_ids
         )
         super().__init__(expansion, least_tokens=2)
 
@@ -55,12 +55,13 @@ class EagleDrafter(ExpandingDrafter):
         start, end = min(self.cache.length, self._num_observed - 1), self._num_observed
         assert end == len(tokens) - 1 >= 1
         self.cache.truncate(start)
-        features = self.head.forward(
-            torch.tensor(tokens[start + 1 :], device=self.head.device),
-            self.head.features(self._observed[start:end]),
-            self.cache.layers[0],
-            attend_causally(start, end - start),
-        )
+        for block in attend_in_blocks(self.head, start, end - start, self.window):
+            last = block.start + block.num_rows
+            features = self._forward(
+                torch.tensor(tokens[block.start + 1 : last + 1], device=self.head.device),
+                self.head.features(self._observed[block.start : last]),
+                block,
+            )
         self.cache.keep(range(end - start))
         return features[-1:]
 

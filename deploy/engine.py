@@ -9,7 +9,7 @@ import torch
 from polybasic.chain.decoder import Decoder
 from polybasic.chain.eagle import EagleHead
 from polybasic.chain.errors import UserError
-from polybasic.chain.manifest import Member, Plan, Tree, check_plan
+from polybasic.chain.manifest import Member, Plan, Tree, Window, check_plan
 from polybasic.deploy.cache import KeyValueCache
 from polybasic.deploy.drafter import Drafter, NoDrafter
 from polybasic.deploy.eagle_drafter import EagleDrafter
@@ -105,15 +105,16 @@ class Engine:
 
     Args:
         models: the loaded members.
+        share_caches: False gives every verifying member a cache of its own.
     """
 
-    def __init__(self, models: Models) -> None:
+    def __init__(self, models: Models, share_caches: bool = True) -> None:
         self.models = models
         self.context_tokens = models.context_tokens
         capacity = self.context_tokens + SPARE_ROWS
         self.verifiers: dict[str, Verifier] = {}
         for name, decoder in models.decoders.items():
-            above = next(reversed(self.verifiers.values()), None)
+            above = next(reversed(self.verifiers.values()), None) if share_caches else None
             if above is not None and above.decoder.cache_shape == decoder.cache_shape:
                 cache = above.cache
             else:
@@ -187,6 +188,8 @@ class Engine:
         """
         plan = request.plan
         names = [name for name in plan.members if name in self.verifiers]
+        for name in names:
+            self.verifiers[name].window = plan.windows.get(name)
         drafter = self.drafters.of(plan)
         sampler = make_sampler(request.sampling, self.models.target.device, len(request.token_ids))
         stop = request.stop_tokens
@@ -239,20 +242,23 @@ class Drafters:
         """The plan's drafter."""
         drafter: Drafter | None = None
         if plan.members[-1] in self.models.drafters:
-            drafter = self.named(plan.members[-1], plan.tree)
+            name = plan.members[-1]
+            drafter = self.named(name, plan.tree, plan.windows.get(name))
         if plan.ngram is not None:
             return NgramDrafter(plan.ngram, plan.tree, beside=drafter)
         return drafter or NoDrafter()
 
-    def named(self, name: str, tree: Tree) -> EagleDrafter | ModelDrafter:
-        """The drafter over the draft model of this name, with trees of this shape."""
+    def named(
+        self, name: str, tree: Tree, window: Window | None = None
+    ) -> EagleDrafter | ModelDrafter:
+        """The drafter over the draft model of this name, with such trees and such a window."""
         if name not in self._made:
             model = self.models.drafters[name]
             if isinstance(model, EagleHead):
                 self._made[name] = EagleDrafter(model, tree, self.capacity)
             else:
                 self._made[name] = ModelDrafter(model, tree, self.capacity)
-        self._made[name].tree = tree
+        self._made[name].tree, self._made[name].window = tree, window
         return self._made[name]
 
 

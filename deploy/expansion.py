@@ -17,11 +17,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from polybasic.chain.attend import Attend, Attending, View
-from polybasic.chain.config import LayerKind
+from polybasic.chain.attend import Attend, Attending, View, seen_from
 from polybasic.chain.errors import UserError
 from polybasic.chain.linear import Linear
-from polybasic.chain.manifest import Tree
+from polybasic.chain.manifest import Tree, Window
+from polybasic.chain.native.passes import NativeModel
+from polybasic.deploy.cache import KeyValueCache
 from polybasic.deploy.measurements import ABSENT, Counts
 from polybasic.deploy.tree import DraftTree
 from polybasic.deploy.verifier import PassClock
@@ -138,6 +139,9 @@ class Expandable(Attending, Protocol):
     @property
     def dtype(self) -> torch.dtype: ...
 
+    @property
+    def native(self) -> NativeModel | None: ...
+
 
 class Expansion:
     """Expands a model's candidates behind the committed rows of its cache.
@@ -149,13 +153,18 @@ class Expansion:
         forward: runs the model over the beam of one level.
         lm_head: D -> V.
         tree: shape of the drafts.
-        capacity: rows of the model's cache.
+        cache: the model's.
         token_ids: int64 [V], the token of each output of `lm_head`; None where the model drafts
             the whole vocabulary.
+
+    Attributes:
+        window: what the model's rows see of a long context; None for all.
 
     Raises:
         UserError: a tree that is wider than the vocabulary, here or when `tree` is set.
     """
+
+    window: Window | None = None
 
     def __init__(
         self,
@@ -163,13 +172,13 @@ class Expansion:
         forward: Forward,
         lm_head: Linear,
         tree: Tree,
-        capacity: int,
+        cache: KeyValueCache,
         token_ids: Tensor | None = None,
     ) -> None:
         self.model, self.forward, self.lm_head = model, forward, lm_head
-        self.capacity, self.token_ids = capacity, token_ids
+        self.cache, self.token_ids = cache, token_ids
         self._num_tokens = model.config.vocab_size if token_ids is None else len(token_ids)
-        self._mask = _Mask(tree.top_k, model, capacity)
+        self._mask = _Mask(tree.top_k, model, cache.capacity)
         self.tree = tree
 
     @property
@@ -187,7 +196,7 @@ class Expansion:
             )
         self._tree = tree
         if self._mask.top_k != tree.top_k:
-            self._mask = _Mask(tree.top_k, self.model, self.capacity)
+            self._mask = _Mask(tree.top_k, self.model, self.cache.capacity)
 
     def expand(self, state: Tensor, start: int, depth: int) -> Candidates:
         """All candidates behind a state.
@@ -198,7 +207,13 @@ class Expansion:
             depth: levels, at least one; the tree's own depth does not matter here.
         """
         top_k, mask = self._tree.top_k, self._mask
-        assert start + (depth - 1) * top_k <= self.capacity, f"depth {depth} behind {start} rows"
+        end = start + (depth - 1) * top_k
+        assert end <= self.cache.capacity, f"depth {depth} behind {start} rows"
+        if self.model.native is not None:
+            drafted = self.model.native.draft(
+                state, self.cache.layers, start, depth, top_k, self.token_ids, self.window
+            )
+            return Candidates(top_k, *drafted)
         scores, tokens = self._best(state)
         scores, tokens = scores[0], tokens[0]
         all_scores, all_tokens, beams = [scores], [tokens], []
@@ -232,16 +247,17 @@ class Expansion:
         rotations = self.model.rotary.between(position, position + 1)
         views = []
         for kind, rotation in zip(self.model.config.kinds, rotations, strict=True):
-            first = self._first_column(kind, start, position)
-            views.append(View(rotation, mask[:, first:], first))
+            leading, first = seen_from(position, kind, self.window)
+            sinks = range(self._row_of(leading.start, start), self._row_of(leading.stop, start))
+            view = View(rotation, first=self._row_of(first, start), sinks=sinks)
+            view.mask = view.of(mask, mask.shape[1], 1)
+            views.append(view)
         top_k = self._tree.top_k
-        return Attend(start + level * top_k, top_k, start, prepared=views)
+        return Attend(start + level * top_k, top_k, start, prepared=views, window=self.window)
 
-    def _first_column(self, kind: LayerKind, start: int, position: int) -> int:
-        """The first row of the cache that layers of a kind see from `position`."""
-        first = kind.first_seen(position)
-        # behind `start` there are top_k rows for each position
-        return min(first, start) + max(first - start, 0) * self._tree.top_k
+    def _row_of(self, position: int, start: int) -> int:
+        """The first row of the cache for a position: behind `start` there are top_k for each."""
+        return min(position, start) + max(position - start, 0) * self._tree.top_k
 
     def _best(self, states: Tensor) -> tuple[Tensor, Tensor]:
         """Log-probabilities and tokens, each [R, K], of the best behind each state."""
@@ -278,6 +294,15 @@ class ExpandingDrafter(ABC):
             return DraftTree.of_root(tokens[-1])
         with self.clock.running(num_passes=depth):
             return self.candidates(tokens, depth).keep_best(tokens[-1], self.tree.rows)
+
+    @property
+    def window(self) -> Window | None:
+        """What the model sees of a long context; None for all. Set before a sequence begins."""
+        return self.expansion.window
+
+    @window.setter
+    def window(self, window: Window | None) -> None:
+        self.expansion.window = window
 
     @abstractmethod
     def candidates(self, tokens: list[int], depth: int) -> Candidates:

@@ -5,6 +5,7 @@ an accepted length is tokens of the finished answer for each pass of a member, s
 tokens count as cost, and a pass time is the mean over the rows that the plan's passes have.
 """
 
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
@@ -12,9 +13,9 @@ from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 
-from polybasic.chain.manifest import Plan
+from polybasic.chain.manifest import Plan, Window
 from polybasic.deploy.agreement import acceptance_between, candidates_by_depth
-from polybasic.deploy.measurements import Measurements
+from polybasic.deploy.measurements import Measurements, PassCosts
 from polybasic.deploy.planner import LEAST_GAIN, Candidate, Choice
 from polybasic.deploy.simulation import Predicted
 from polybasic.deploy.theory import (
@@ -39,7 +40,7 @@ def explain(choice: Choice, measurements: Measurements) -> dict[str, Any]:
         "num_plans": choice.num_played,
         "pass_seconds": {
             name: {str(rows): seconds for rows, seconds in zip(one.rows, one.seconds, strict=True)}
-            for name, one in measurements.passes.items()
+            for name, one in _passes(best, measurements).items()
         },
         "draft_seconds": {
             name: {
@@ -48,9 +49,9 @@ def explain(choice: Choice, measurements: Measurements) -> dict[str, Any]:
             }
             for name, costs in measurements.drafts.items()
         },
-        "acceptance": _acceptance(best.plan, measurements),
+        "acceptance": _acceptance(best.plan, best.measurements),
         "lemma_3_1": _lemma(best, measurements),
-        "accepted_length": _moments(best, measurements),
+        "accepted_length": _moments(best),
         "insertions": [
             insertion
             for name in measurements.verifying[1:]
@@ -65,6 +66,16 @@ def explain(choice: Choice, measurements: Measurements) -> dict[str, Any]:
                 "tokens_per_target_pass": one.predicted.tokens_per_pass[measurements.target],
             }
             for one in choice.by_members
+        ],
+        "windows": [
+            {
+                "members": str(one.best.members),
+                "windows": {name: window.model_dump() for name, window in one.windows.items()},
+                "seconds_per_token_without": one.without.seconds_per_token,
+                "seconds_per_token_with": one.best.seconds_per_token,
+                "is_taken": one.is_taken,
+            }
+            for one in choice.window_trials
         ],
         "runner_up": None if runner_up is None else str(runner_up.members),
         "plan": best.plan.model_dump(mode="json"),
@@ -84,13 +95,15 @@ def decide(choice: Choice, measurements: Measurements) -> str:
         if with_it is None:
             parts.append(f"leave {name} out: nothing of it was measured")
         else:
-            cost = _cost_beside_above(name, with_it, measurements)
+            cost = _cost_beside_above(name, with_it)
             runs = name in best.names
             parts.append(_verdict(name, runs, with_it, choice.best_without(name), cost))
     with_ngram, without_ngram = choice.best_by_ngram(True), choice.best_by_ngram(False)
     if with_ngram is not None and without_ngram is not None:
         runs = best.members.has_ngram
         parts.append(_verdict("n-grams", runs, with_ngram, without_ngram, ""))
+    if (about_windows := _window_verdict(choice, measurements)) is not None:
+        parts.append(about_windows)
     return "; ".join(parts)
 
 
@@ -109,6 +122,34 @@ def _verdict(name: str, runs: bool, with_it: Candidate, without: Candidate, cost
     )
 
 
+def _window_verdict(choice: Choice, measurements: Measurements) -> str | None:
+    """Why members see a part of the context or all of it; None where there was no question."""
+    if not choice.windows or all(len(one.names) == 1 for one in choice.by_members):
+        return None
+    if measurements.longest_text_tokens <= min(choice.windows):
+        longest = f"{measurements.longest_text_tokens:,} tokens"
+        return f"no windows: planning prompts with answers have at most {longest}"
+    trials = [one for one in choice.window_trials if one.best.members == choice.best.members]
+    if not trials:
+        return None
+    without = _milliseconds(trials[0].without.seconds_per_token)
+    taken = next((one for one in trials if one.is_taken), None)
+    if taken is not None:
+        return f"{_shown_windows(taken.windows)}: if all saw everything, it would need {without}"
+    best = min(trials, key=lambda one: one.best.seconds_per_token)
+    if best.best.seconds_per_token <= best.without.seconds_per_token:
+        return f"no windows: the best would save less than {LEAST_GAIN:.0%} of the time"
+    seconds = _milliseconds(best.best.seconds_per_token)
+    return f"no windows: with the best, {_shown_windows(best.windows)}, it would need {seconds}"
+
+
+def _shown_windows(windows: Mapping[str, Window]) -> str:
+    return " and ".join(
+        f"{name} sees the first {one.sinks} and the latest {one.tokens:,} tokens"
+        for name, one in windows.items()
+    )
+
+
 def describe_shape(plan: Plan, measurements: Measurements) -> str:
     """Tree and flush lengths, in a few words."""
     parts: list[str] = []
@@ -122,6 +163,7 @@ def describe_shape(plan: Plan, measurements: Measurements) -> str:
             parts.append(f"{bound} {flush.length} for {name}")
     if plan.ngram is not None:
         parts.append(f"n-grams from {plan.ngram.min_match} tokens on")
+    parts += [f"window of {one.tokens:,} for {name}" for name, one in plan.windows.items()]
     return "; ".join(parts) or "one token a pass"
 
 
@@ -149,6 +191,8 @@ def render(explanation: dict[str, Any]) -> list[RenderableType]:
         shown.append(_moments_table(explanation))
     if explanation["insertions"]:
         shown.append(_insertion_table(explanation))
+    if explanation["windows"]:
+        shown.append(_window_table(explanation))
     return [*shown, _members_table(explanation), f"decision: {explanation['decision']}"]
 
 
@@ -215,13 +259,23 @@ def _lemma(best: Candidate, measurements: Measurements) -> dict[str, Any]:
     }
 
 
-def _moments(best: Candidate, measurements: Measurements) -> list[dict[str, Any]]:
+def _passes(best: Candidate, measurements: Measurements) -> dict[str, PassCosts]:
+    """Costs of passes, those of members with windows besides."""
+    with_windows = {
+        f"{name}, window": best.measurements.passes[name]
+        for name in best.plan.windows
+        if name in measurements.passes
+    }
+    return measurements.passes | with_windows
+
+
+def _moments(best: Candidate) -> list[dict[str, Any]]:
     """Theorem 3.3, corrected, for blocks of the length that the simulation found."""
     found = []
     for above, below in pairwise(best.plan.members):
         if above not in best.plan.flush:
             continue
-        acceptance = acceptance_between(measurements, above, below)
+        acceptance = acceptance_between(best.measurements, above, below)
         max_tokens = 1 + round(best.predicted.block_tokens[above])
         mean, variance = accepted_length_moments(acceptance, max_tokens)
         found.append(
@@ -299,8 +353,9 @@ def _pass_seconds(predicted: Predicted, name: str) -> float | None:
     return predicted.seconds_by_member[name] / passes if passes else None
 
 
-def _cost_beside_above(name: str, with_it: Candidate, measurements: Measurements) -> str:
+def _cost_beside_above(name: str, with_it: Candidate) -> str:
     """What a pass of a verifying member costs beside one of the model above it, over its rows."""
+    measurements = with_it.measurements
     if name not in measurements.verifying:
         return ""
     above = with_it.names[with_it.names.index(name) - 1]
@@ -392,6 +447,24 @@ def _insertion_table(explanation: dict[str, Any]) -> Table:
             f"{1e3 * one['seconds_per_token_without']:.3f}",
             f"{1e3 * one['seconds_per_token_with']:.3f}",
             "yes" if one["pays"] else "no",
+        )
+    return table
+
+
+def _window_table(explanation: dict[str, Any]) -> Table:
+    columns = ["members", "windows", "ms a token", "with them", "taken"]
+    table = _table("members that see a part of the context: first + latest tokens", columns)
+    for one in explanation["windows"]:
+        windows = (
+            f"{name}: {window['sinks']} + {window['tokens']:,}"
+            for name, window in one["windows"].items()
+        )
+        table.add_row(
+            one["members"],
+            ", ".join(windows),
+            f"{1e3 * one['seconds_per_token_without']:.3f}",
+            f"{1e3 * one['seconds_per_token_with']:.3f}",
+            "yes" if one["is_taken"] else "no",
         )
     return table
 

@@ -1,4 +1,4 @@
-"""The machine at hand, as a report names it."""
+"""The machine at hand, as a report names it, and the memory that it has left."""
 
 import os
 import platform
@@ -32,6 +32,54 @@ def hardware_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{_processor()}, {torch.get_num_threads()} threads"
+
+
+def available_bytes(device: torch.device, root: Path = Path("/")) -> int | None:
+    """Memory that the device can still give; None where the system does not tell.
+
+    On a CPU that is what the kernel counts as available, and no more than the control groups of
+    this process leave it; page cache counts as free in both.
+
+    Args:
+        root: under which /proc and /sys lie.
+    """
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        # what torch's allocator holds and does not use will be used first
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    described = root / "proc" / "meminfo"
+    if not described.exists():
+        return None
+    fields = dict(line.split(":", 1) for line in described.read_text().splitlines())
+    left = [1024 * int(fields["MemAvailable"].split()[0])]
+    return min(left + _left_to_groups(root))
+
+
+def _left_to_groups(root: Path) -> list[int]:
+    """Of each limited control group above this process, what is left of its limit."""
+    groups, left = root / "sys" / "fs" / "cgroup", []
+    for line in (root / "proc" / "self" / "cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            top, limit, usage, cached = groups, "memory.max", "memory.current", "inactive_file"
+        elif controllers == "memory":
+            top, limit = groups / "memory", "memory.limit_in_bytes"
+            usage, cached = "memory.usage_in_bytes", "total_inactive_file"
+        else:
+            continue
+        group = top / path.lstrip("/")
+        for folder in (group, *group.parents):
+            if (folder / limit).is_file() and (
+                most := (folder / limit).read_text().strip()
+            ) != "max":
+                numbers = (
+                    line.split() for line in (folder / "memory.stat").read_text().splitlines()
+                )
+                reclaimable = int(dict(numbers)[cached])
+                left.append(int(most) - int((folder / usage).read_text()) + reclaimable)
+            if folder == top:
+                break
+    return left
 
 
 def _processor() -> str:

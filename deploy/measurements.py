@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from polybasic.chain.manifest import Window
+
 ABSENT = 1_000_000
 """Rank of a token that is among no candidates; beyond the rows of any tree."""
 
@@ -124,6 +126,7 @@ class Trace:
             itself draws from position t on, which are y's up to where it leaves y.
         max_tokens: that the answer might have had: where it has fewer, its last is a stop token,
             which nothing that drafts can foresee. None: as many as it has.
+        num_prompt_tokens: before the answer.
     """
 
     task: str
@@ -134,6 +137,7 @@ class Trace:
     ngram: dict[int, Counts] | None
     own_ranks: dict[tuple[str, str], dict[int, Counts]] = field(default_factory=dict)
     max_tokens: int | None = None
+    num_prompt_tokens: int = 0
 
     def __len__(self) -> int:
         return len(next(iter(self.probability.values())))
@@ -148,6 +152,7 @@ class Trace:
             "own_ranks": _listed(self.own_ranks),
             "ngram": None if self.ngram is None else _lists(self.ngram),
             "max_tokens": self.max_tokens,
+            "num_prompt_tokens": self.num_prompt_tokens,
         }
 
     @classmethod
@@ -161,6 +166,7 @@ class Trace:
             own_ranks=_unlisted(content["own_ranks"]),
             ngram=None if content["ngram"] is None else _counts(content["ngram"]),
             max_tokens=content["max_tokens"],
+            num_prompt_tokens=content["num_prompt_tokens"],
         )
 
 
@@ -179,6 +185,7 @@ class Measurements:
         round_overhead_seconds: of each verifying member.
         ngram_seconds: of looking up a copy, once a round.
         traces: calibration answers.
+        windows: of the members that ran with one; all numbers hold for these.
     """
 
     hardware: str
@@ -192,6 +199,7 @@ class Measurements:
     round_overhead_seconds: dict[str, StageOverhead]
     ngram_seconds: float
     traces: list[Trace]
+    windows: dict[str, Window] = field(default_factory=dict)
 
     @property
     def target(self) -> str:
@@ -201,6 +209,11 @@ class Measurements:
     def num_tokens(self) -> int:
         """Of all traces."""
         return sum(len(trace) for trace in self.traces)
+
+    @property
+    def longest_text_tokens(self) -> int:
+        """Of a prompt with its answer."""
+        return max((trace.num_prompt_tokens + len(trace) for trace in self.traces), default=0)
 
     def along(self, what: str, name: str) -> Values:
         """`probability`, `confidence` or `own_confidence` of a member, all traces in a row."""
@@ -228,6 +241,7 @@ class Measurements:
             },
             "ngram_seconds": self.ngram_seconds,
             "traces": [trace.to_json() for trace in self.traces],
+            "windows": {name: one.model_dump() for name, one in self.windows.items()},
         }
 
     @classmethod
@@ -248,6 +262,7 @@ class Measurements:
             },
             ngram_seconds=content["ngram_seconds"],
             traces=[Trace.from_json(one) for one in content["traces"]],
+            windows={name: Window(**one) for name, one in content["windows"].items()},
         )
 
 

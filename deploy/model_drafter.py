@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from polybasic.chain.attend import Attend, attend_causally
+from polybasic.chain.attend import Attend, attend_in_blocks
 from polybasic.chain.decoder import Decoder
 from polybasic.chain.manifest import Tree
 from polybasic.deploy.cache import KeyValueCache
@@ -28,7 +28,7 @@ class ModelDrafter(ExpandingDrafter):
         )
         self._num_observed = 0
         super().__init__(
-            Expansion(decoder, self._forward, decoder.logits, tree, capacity), least_tokens=1
+            Expansion(decoder, self._forward, decoder.logits, tree, self.cache), least_tokens=1
         )
 
     def observe(self, states: Tensor) -> None:
@@ -48,9 +48,11 @@ class ModelDrafter(ExpandingDrafter):
         assert self._num_observed == len(tokens) - 1
         start = min(self.cache.length, len(tokens) - 1)
         self.cache.truncate(start)
-        unread = torch.tensor(tokens[start:], device=self.decoder.device)
-        attend = attend_causally(start, len(unread))
-        states = self.decoder.forward(unread, self.cache.layers, attend)
+        unread = tokens[start:]
+        for block in attend_in_blocks(self.decoder, start, len(unread), self.window):
+            rows = tokens[block.start : block.start + block.num_rows]
+            ids = torch.tensor(rows, device=self.decoder.device)
+            states = self.decoder.forward(ids, self.cache.layers, block)
         self.cache.keep(range(len(unread)))
         return states[-1:]
 

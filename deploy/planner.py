@@ -5,8 +5,8 @@ large set the search plays a coarse grid first and climbs from its best points; 
 within a hundredth of the exhaustive search.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import reduce
 from itertools import combinations, pairwise, product
 
@@ -19,6 +19,7 @@ from polybasic.chain.manifest import (
     Plan,
     Rule,
     Tree,
+    Window,
 )
 from polybasic.deploy.agreement import acceptance_by_bin
 from polybasic.deploy.measurements import Measurements
@@ -56,11 +57,12 @@ class MemberSet:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A plan and what it is predicted to take."""
+    """A plan and what it is predicted to take by a measurement."""
 
     members: MemberSet
     plan: Plan
     predicted: Predicted
+    measurements: Measurements = field(compare=False, repr=False)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -73,16 +75,40 @@ class Candidate:
 
 
 @dataclass(frozen=True)
+class WindowTrial:
+    """What windows would save a set of members.
+
+    Attributes:
+        best: their best plan with these windows.
+        without: their best plan without any.
+        is_taken: whether that is now the best plan of the set.
+    """
+
+    best: Candidate
+    without: Candidate
+    is_taken: bool
+
+    @property
+    def windows(self) -> dict[str, Window]:
+        """By member."""
+        return self.best.plan.windows
+
+
+@dataclass(frozen=True)
 class Choice:
     """The outcome of a search.
 
     Attributes:
         by_members: the best plan of each set of members, the fastest first; at least one.
         num_played: plans that were simulated.
+        windows: lengths of windows that the grid has.
+        window_trials: windows that were tried.
     """
 
     by_members: tuple[Candidate, ...]
     num_played: int
+    windows: tuple[int, ...] = ()
+    window_trials: tuple[WindowTrial, ...] = ()
 
     @property
     def best(self) -> Candidate:
@@ -142,13 +168,56 @@ def choose_plan(
     found: list[Candidate] = []
     num_played = 0
     for members in member_sets(measurements, grid):
-        search = _Search(simulator, _Lattice(members, measurements, grid))
-        best = search.run()
-        best, num_adaptive = _with_adaptive_flush(best, simulator, grid)
-        num_played += search.num_played + num_adaptive
+        best, num = _best_plan(members, simulator, grid)
+        num_played += num
         found.append(best)
     found.sort(key=lambda candidate: candidate.seconds_per_token)
-    return Choice(tuple(found), num_played)
+    return Choice(tuple(found), num_played, grid.windows)
+
+
+def choose_windows(
+    choice: Choice,
+    windowed: Sequence[Measurements],
+    grid: PlanGrid,
+    seed: int = 0,
+    num_draws: int = NUM_DRAWS,
+) -> Choice:
+    """The same choice, with windows where they save enough.
+
+    Args:
+        choice: without windows.
+        windowed: measurements with windows, on the scale of those that were chosen from.
+
+    The others are as for `choose_plan`.
+    """
+    tried: dict[MemberSet, list[Candidate]] = {one.members: [] for one in choice.by_members}
+    num_played = choice.num_played
+    for measurements in windowed:
+        simulator = Simulator(measurements, seed, num_draws)
+        for members in member_sets(measurements, grid):
+            if members in tried and set(measurements.windows) <= set(members.names):
+                best, num = _best_plan(members, simulator, grid)
+                tried[members].append(best)
+                num_played += num
+    found: list[Candidate] = []
+    trials: list[WindowTrial] = []
+    for without in choice.by_members:
+        best = _fewest_windows_that_pay(without, tried[without.members])
+        found.append(best)
+        trials += [WindowTrial(one, without, one is best) for one in tried[without.members]]
+    found.sort(key=lambda candidate: candidate.seconds_per_token)
+    return Choice(tuple(found), num_played, grid.windows, tuple(trials))
+
+
+def _fewest_windows_that_pay(without: Candidate, tried: Sequence[Candidate]) -> Candidate:
+    """The fastest, but for windows that save less than `LEAST_GAIN` over fewer of them."""
+    best = without
+    for num in sorted({len(one.plan.windows) for one in tried}):
+        same_number = [one for one in tried if len(one.plan.windows) == num]
+        fastest = min(same_number, key=lambda one: one.seconds_per_token)
+        if fastest.seconds_per_token <= (1 - LEAST_GAIN) * best.seconds_per_token:
+            best = fastest
+    return best
 
 
 def member_sets(measurements: Measurements, grid: PlanGrid) -> list[MemberSet]:
@@ -184,6 +253,13 @@ def candidate_plans(measurements: Measurements, grid: PlanGrid) -> Iterator[Plan
             yield lattice.plan(point)
 
 
+def _best_plan(members: MemberSet, simulator: Simulator, grid: PlanGrid) -> tuple[Candidate, int]:
+    """The best plan of a set of members, and the number of plans played."""
+    search = _Search(simulator, _Lattice(members, simulator.measurements, grid))
+    best, num_adaptive = _with_adaptive_flush(search.run(), simulator, grid)
+    return best, search.num_played + num_adaptive
+
+
 _Point = tuple[int, ...]
 """A place on each axis of a lattice."""
 
@@ -192,7 +268,7 @@ class _Lattice:
     """The plans of one set of members, as points of a grid of ordered axes."""
 
     def __init__(self, members: MemberSet, measurements: Measurements, grid: PlanGrid) -> None:
-        self.members, self.grid = members, grid
+        self.members, self.grid, self.windows = members, grid, measurements.windows
         self.verifying = [name for name in members.names if name in measurements.verifying]
         lengths = tuple(sorted(grid.flush_lengths))
         if len(self.verifying) > 2:
@@ -250,6 +326,7 @@ class _Lattice:
                 for name in self.verifying[:-1]
             },
             ngram=ngram,
+            windows=self.windows,
         )
 
 
@@ -284,7 +361,10 @@ class _Search:
     def _play(self, point: _Point) -> Candidate:
         if point not in self._played:
             plan = self.lattice.plan(point)
-            self._played[point] = Candidate(self.lattice.members, plan, self.simulator.run(plan))
+            predicted = self.simulator.run(plan)
+            self._played[point] = Candidate(
+                self.lattice.members, plan, predicted, self.simulator.measurements
+            )
         return self._played[point]
 
 
@@ -300,7 +380,8 @@ def _with_adaptive_flush(
         adaptive: list[Candidate] = []
         for flush in _adaptive_flushes(best.plan.flush[above], acceptance, grid):
             plan = best.plan.model_copy(update={"flush": best.plan.flush | {above: flush}})
-            adaptive.append(Candidate(fixed.members, plan, simulator.run(plan)))
+            predicted = simulator.run(plan)
+            adaptive.append(Candidate(fixed.members, plan, predicted, simulator.measurements))
         num_played += len(adaptive)
         fastest = min(adaptive, key=lambda one: one.seconds_per_token)
         if fastest.seconds_per_token <= (1 - LEAST_GAIN) * best.seconds_per_token:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from polybasic.chain.card import record_plan
 from polybasic.chain.manifest import MeasuredPlan, PredictedPlan
-from polybasic.deploy.calibration import calibrate
+from polybasic.deploy.calibration import answer_prompts, measure
 from polybasic.deploy.explanation import explain
 from polybasic.deploy.measurements import Measurements
 from polybasic.deploy.planner import choose_plan
@@ -14,6 +14,7 @@ from polybasic.deploy.prompts import Question, choose_fitting, read_questions
 from polybasic.deploy.runtime import Chain, load_chain
 from polybasic.deploy.sampling import Sampling
 from polybasic.deploy.settings import PlanSettings
+from polybasic.deploy.windowing import try_windows
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ def plan_chain(folder: Path, settings: PlanSettings, say: Callable[[str], None])
 
 def plan_loaded(chain: Chain, settings: PlanSettings, say: Callable[[str], None]) -> Planning:
     """As `plan_chain`, on a chain that is loaded; writes nothing."""
-    measurements = calibrate(
+    calibration = answer_prompts(
         chain.engine,
         _prompts(chain, settings),
         chain.stop_tokens,
@@ -51,8 +52,10 @@ def plan_loaded(chain: Chain, settings: PlanSettings, say: Callable[[str], None]
         settings.grid,
         say,
     )
+    measurements = measure(calibration, say)
     say("plan: simulates rounds of every plan")
     choice = choose_plan(measurements, settings.grid)
+    choice = try_windows(calibration, measurements, choice, say)
     best = choice.best
     others = [one for one in choice.by_members if one is not best]
     measured = MeasuredPlan(

@@ -9,6 +9,8 @@ from rich.table import Table
 
 from polybasic.chain.card import grown_note
 from polybasic.chain.files import whole_file
+from polybasic.chain.readable import readable_bytes
+from polybasic.deploy.memory import CONTEXT_KINDS, WEIGHT_KINDS
 
 Rows = list[list[str]]
 
@@ -33,6 +35,7 @@ def print_report(report: dict[str, Any], console: Console) -> None:
     for entry in report.get("draft_vocabulary", []):
         console.print(draft_vocabulary_line(entry))
     console.print(f"plan: {plan_line(report)}")
+    console.print(f"memory: {memory_line(report['memory'])}")
 
 
 def write_markdown(path: Path, report: dict[str, Any]) -> None:
@@ -72,6 +75,15 @@ def write_markdown(path: Path, report: dict[str, Any]) -> None:
         "",
         *_adapted(report.get("adaptations", [])),
         *_draft_vocabulary(report.get("draft_vocabulary", [])),
+        "## Memory",
+        "",
+        *_markdown_table(memory_rows(report["memory"]["stated"])),
+        "",
+        "Stated before loading, by shapes alone. Caches hold the whole context; verifying members",
+        "of the same shapes share one.",
+        "",
+        f"- {memory_line(report['memory'])}",
+        "",
         "## Setting",
         "",
         f"- plan: {plan_line(report)}",
@@ -208,6 +220,43 @@ def draft_vocabulary_line(entry: dict[str, Any]) -> str:
         f"{entry['member']} drafts among {entry['num_tokens']:,} of {entry['vocab_size']:,} "
         f"tokens: {length} tokens a round ({whole_length} among all), {milliseconds} ms a draft "
         f"pass ({whole_milliseconds})"
+    )
+
+
+def memory_rows(stated: dict[str, Any]) -> Rows:
+    """Header, a row for each member and their sum: bytes that stay, as they were stated."""
+    rows = [["member", "weights", "caches", "for passes"]]
+    sums = [0, 0, 0]
+    for name, kinds in stated["members"].items():
+        weights, caches = (
+            sum(kinds.get(kind, 0) for kind in group) for group in (WEIGHT_KINDS, CONTEXT_KINDS)
+        )
+        numbers = [weights, caches, sum(kinds.values()) - weights - caches]
+        rows.append([name, *map(readable_bytes, numbers)])
+        sums = [one + other for one, other in zip(sums, numbers, strict=True)]
+    return [*rows, ["all", *map(readable_bytes, sums)]]
+
+
+def memory_line(memory: dict[str, Any]) -> str:
+    """What a chain takes, in a line: as stated, and as measured where the system tells."""
+    stated, measured = memory["stated"], memory["measured"]
+    line = stated_memory_line(stated)
+    if measured is None:
+        return f"{line}; not measured: this system does not tell"
+    return (
+        f"{line}; measured {readable_bytes(measured['staying_bytes'])} ({memory['ratio']:.2f}x), "
+        f"at most {readable_bytes(measured['loading_bytes'])} while loading and "
+        f"{readable_bytes(measured['answering_bytes'])} while answering"
+    )
+
+
+def stated_memory_line(stated: dict[str, Any]) -> str:
+    """What a chain will take, in a line."""
+    return (
+        f"{readable_bytes(stated['staying_bytes'])} of weights and caches for "
+        f"{stated['context_tokens']:,} tokens of context ({stated['device']}, {stated['dtype']}, "
+        f"{stated['kernels']} kernels), at most {readable_bytes(stated['peak_bytes'])}; 1,000 "
+        f"tokens take {readable_bytes(stated['bytes_per_1000_tokens'])}"
     )
 
 

@@ -6,9 +6,9 @@ processor depends on the models that ran before, and a round does more than its 
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import combinations, cycle
+from itertools import combinations, cycle, product
 from statistics import mean
 from typing import Any
 
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from polybasic.chain.manifest import Flush, Ngram, Plan, Tree
+from polybasic.chain.manifest import Flush, Ngram, Plan, Tree, Window
 from polybasic.deploy.drafter import Drafter, NoDrafter
 from polybasic.deploy.engine import Engine, Request
 from polybasic.deploy.flushing import AdaptiveFlushing
@@ -55,6 +55,40 @@ def measure_costs(
             request = Request(next(in_turns), COST_TOKENS, sampling, stop_tokens, plan)
             _time_rounds(engine, request, costs)
     return costs
+
+
+def compare_costs(
+    engine: Engine,
+    prompts: Sequence[list[int]],
+    plans: Sequence[Plan],
+    windows: Sequence[Mapping[str, Window]],
+    stop_tokens: frozenset[int],
+    sampling: Sampling,
+) -> list[tuple["RoundCosts", "RoundCosts"]]:
+    """Time plans without and with windows, in turns and on the same prompts.
+
+    Args:
+        prompts: each is answered by every plan.
+        plans: without windows.
+        windows: by member; the plans in which all of these run are timed.
+
+    Returns:
+        For each of `windows`, the same plans without and with them.
+    """
+    found = [(RoundCosts(), RoundCosts()) for _ in windows]
+
+    def timed(prompt: list[int], plan: Plan) -> RoundCosts:
+        costs = RoundCosts()
+        _time_rounds(engine, Request(prompt, COST_TOKENS, sampling, stop_tokens, plan), costs)
+        return costs
+
+    for prompt, plan in product(prompts, plans):
+        without = timed(prompt, plan)
+        for one, (costs_without, costs_with) in zip(windows, found, strict=True):
+            if set(one) <= set(plan.members):
+                costs_without.add(without)
+                costs_with.add(timed(prompt, plan.model_copy(update={"windows": dict(one)})))
+    return found
 
 
 def _plans_to_time(engine: Engine, grid: PlanGrid) -> Iterator[Plan]:
@@ -140,6 +174,16 @@ class RoundCosts:
     )
     copies: list[float] = field(default_factory=list)
 
+    def add(self, other: "RoundCosts") -> None:
+        """Take in what the other has."""
+        for key, seconds in other.trees.items():
+            self.trees[key] += seconds
+        for key, seconds in other.blocks.items():
+            self.blocks[key] += seconds
+        for shape, seconds in other.levels.items():
+            self.levels[shape] += seconds
+        self.copies += other.copies
+
     def passes(self) -> dict[str, PassCosts]:
         """Mean seconds of a tree round by its rows."""
         found: dict[str, dict[int, float]] = defaultdict(dict)
@@ -162,16 +206,32 @@ class RoundCosts:
             for name in passes
         }
 
+    def draft_means(self, name: str) -> dict[tuple[int, int], float]:
+        """Mean seconds of a drafter's drafts, by (top_k, depth)."""
+        return {
+            (top_k, depth): _mean(seconds)
+            for (drafter, top_k, depth), seconds in self.levels.items()
+            if drafter == name and len(seconds) >= MIN_SAMPLES
+        }
+
     def drafts(self) -> dict[str, DraftCosts]:
         """A line through the mean seconds of drafts over their depths, for each top_k."""
         means: dict[str, dict[int, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
-        for (name, top_k, depth), seconds in self.levels.items():
-            if len(seconds) >= MIN_SAMPLES:
-                means[name][top_k][depth] = _mean(seconds)
+        for name in dict.fromkeys(name for name, _, _ in self.levels):
+            for (top_k, depth), seconds in self.draft_means(name).items():
+                means[name][top_k][depth] = seconds
         return {
             name: DraftCosts({top_k: _line(by_depth) for top_k, by_depth in by_top_k.items()})
             for name, by_top_k in means.items()
         }
+
+    def rounds(self, name: str) -> dict[int, float]:
+        """Mean seconds of a member's rounds of either kind, by their rows."""
+        found: dict[int, list[float]] = defaultdict(list)
+        for (member, rows), seconds in (*self.trees.items(), *self.blocks.items()):
+            if member == name:
+                found[rows] += seconds
+        return {rows: _mean(one) for rows, one in found.items() if len(one) >= MIN_SAMPLES}
 
     def ngram_seconds(self) -> float:
         return _mean(self.copies) if self.copies else 0.0

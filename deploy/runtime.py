@@ -24,6 +24,7 @@ from polybasic.chain.manifest import (
     PredictedPlan,
     check_plan,
 )
+from polybasic.chain.native.library import kernels_for
 from polybasic.chain.tokenizer import load_tokenizer
 from polybasic.chain.verify import CheckedChain, check_chain
 from polybasic.deploy.defaults import read_default_sampling, read_stop_tokens
@@ -34,10 +35,13 @@ from polybasic.deploy.engine import (
     Request,
     Statistics,
 )
-from polybasic.deploy.hardware import hardware_name
+from polybasic.deploy.hardware import available_bytes, hardware_name
+from polybasic.deploy.memory import Memory, state_memory
+from polybasic.deploy.resident import LoadedMemory, give_back, usage
 from polybasic.deploy.sampling import Sampling
 from polybasic.deploy.stop_strings import AnswerText
 from polybasic.deploy.verifier import SPARE_ROWS
+from polybasic.deploy.weight_memory import Layout
 
 Messages = Sequence[dict[str, str]]
 
@@ -110,6 +114,7 @@ class Chain:
         measured_plan: where the plan comes from, if it was measured on this kind of machine.
         default_sampling: of the target's generation_config.json.
         stop_tokens: ids that end an answer.
+        memory: what was stated before loading, and what loading took.
         last_statistics: of the last finished generation.
     """
 
@@ -121,6 +126,7 @@ class Chain:
         plan: Plan | MeasuredPlan,
         stop_tokens: frozenset[int],
         default_sampling: Sampling,
+        memory: LoadedMemory,
     ) -> None:
         self.folder, self.manifest = checked.folder, checked.manifest
         self.target_folder = checked.target
@@ -128,6 +134,7 @@ class Chain:
         self.plan: Plan = plan.plan if isinstance(plan, MeasuredPlan) else plan
         self.tokenizer, self.engine = tokenizer, engine
         self.stop_tokens, self.default_sampling = stop_tokens, default_sampling
+        self.memory = memory
         self.last_statistics: Statistics | None = None
 
     def generate(self, prompt: str | Messages, **options: Unpack[Options]) -> Generation:
@@ -305,6 +312,8 @@ def load_chain(
     context_tokens: int | None = None,
     plan: Plan | None = None,
     digests: bool = True,
+    share_caches: bool = True,
+    beyond_declared: bool = False,
 ) -> Chain:
     """Check a chain and load it.
 
@@ -317,29 +326,119 @@ def load_chain(
         plan: run by this one, not by the manifest's: the one that was measured on this kind of
             machine, or else the one that the chain was packed with.
         digests: compare the sha256 of every file first.
+        share_caches: False gives every verifying member a cache of its own.
+        beyond_declared: more `context_tokens` than members are declared for are no error. What is
+            answered behind as many tokens means nothing; what it costs is right.
 
     Raises:
-        UserError: whatever `check_chain` finds, a plan that the members cannot run, or a context
-            longer than a member's.
+        UserError: whatever `check_chain` finds, a plan that the members cannot run, a context
+            longer than a member's, or more memory than there is.
     """
-    checked = check_chain(resolve_chain(str(path)), digests=digests)
-    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    return load_checked(
+        check_chain(resolve_chain(str(path)), digests=digests),
+        device=device,
+        dtype=dtype,
+        context_tokens=context_tokens,
+        plan=plan,
+        share_caches=share_caches,
+        beyond_declared=beyond_declared,
+    )
+
+
+def load_checked(
+    checked: CheckedChain,
+    *,
+    device: str | None = None,
+    dtype: str | None = None,
+    context_tokens: int | None = None,
+    plan: Plan | None = None,
+    share_caches: bool = True,
+    beyond_declared: bool = False,
+) -> Chain:
+    """Load a chain that was checked; see `load_chain`.
+
+    Raises:
+        UserError: a plan that the members cannot run, a context longer than a member's, or more
+            memory than there is.
+    """
+    where = device_named(device)
     compute_dtype = _dtype(dtype, checked.target)
     for warning in checked.warnings:
         _log.warning("%s", warning)
     if where.type == "cpu" and not is_laid_out_anew(where, compute_dtype):
         _log.warning("this CPU multiplies no float16: dtype bfloat16 is about 3 times as fast")
     default_sampling = read_default_sampling(checked.target)
-    chosen = _plan(checked, plan, hardware_name(where), str(path))
-    models = _load_models(checked, where, compute_dtype, _context_tokens(checked, context_tokens))
+    chosen = _plan(checked, plan, hardware_name(where))
+    num_tokens = _context_tokens(checked, context_tokens, beyond_declared)
+    running = chosen.plan if isinstance(chosen, MeasuredPlan) else chosen
+    stated = _stated(checked, running, where, compute_dtype, num_tokens, share_caches)
+    if (available := available_bytes(where)) is not None:
+        stated.check_fits(available)
+    before = usage(where)
+    engine = Engine(_load_models(checked, where, compute_dtype, num_tokens), share_caches)
+    engine.drafters.of(running)  # its caches, too, are there before the first request
+    give_back(where)
+    memory = LoadedMemory(stated, before, usage(where))
     tokenizer = load_tokenizer(checked.tokenizer, "chain's tokenizer")
     stop_tokens = read_stop_tokens(checked.target, tokenizer.eos_token_id)
-    return Chain(checked, tokenizer, Engine(models), chosen, stop_tokens, default_sampling)
+    return Chain(checked, tokenizer, engine, chosen, stop_tokens, default_sampling, memory)
 
 
-def _plan(
-    checked: CheckedChain, given: Plan | None, hardware: str, path: str
-) -> Plan | MeasuredPlan:
+def stated_memory(
+    checked: CheckedChain,
+    *,
+    device: str | None = None,
+    dtype: str | None = None,
+    context_tokens: int | None = None,
+) -> tuple[Memory, int | None]:
+    """What a chain will take, and what its device has left where the system tells.
+
+    Args:
+        checked: the chain.
+        device, dtype, context_tokens: as `load_chain`.
+
+    Raises:
+        UserError: a dtype that there is not, or a context longer than a member's.
+    """
+    where = device_named(device)
+    chosen = checked.manifest.plan_for(hardware_name(where))
+    plan = chosen.plan if chosen is not None else checked.manifest.plan
+    num_tokens = _context_tokens(checked, context_tokens)
+    memory = _stated(checked, plan, where, _dtype(dtype, checked.target), num_tokens)
+    return memory, available_bytes(where)
+
+
+def _stated(
+    checked: CheckedChain,
+    plan: Plan,
+    device: torch.device,
+    dtype: torch.dtype,
+    num_tokens: int,
+    share_caches: bool = True,
+) -> Memory:
+    layout = Layout(
+        device.type,
+        str(dtype).removeprefix("torch."),
+        "eager" if kernels_for(device, dtype) is None else "native",
+        is_laid_out_anew(device, dtype),
+    )
+    return state_memory(
+        checked.manifest.members,
+        checked.members,
+        checked.tokenizer,
+        plan,
+        layout,
+        num_tokens,
+        share_caches=share_caches,
+    )
+
+
+def device_named(name: str | None = None) -> torch.device:
+    """A device by its name; by default cuda if there is one, else cpu."""
+    return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def _plan(checked: CheckedChain, given: Plan | None, hardware: str) -> Plan | MeasuredPlan:
     """The plan that runs on this hardware."""
     manifest = checked.manifest
     if given is not None:
@@ -357,12 +456,12 @@ def _plan(
             "measure here: polybasic plan %s",
             " and ".join(measured.hardware for measured in manifest.plans),
             hardware,
-            path,
+            checked.folder,
         )
     return manifest.plan
 
 
-def _context_tokens(checked: CheckedChain, given: int | None) -> int:
+def _context_tokens(checked: CheckedChain, given: int | None, beyond_declared: bool = False) -> int:
     """Prompt and answer together: as given, or as much as all members are declared for."""
     declared = {}
     for member in checked.manifest.members:
@@ -371,7 +470,7 @@ def _context_tokens(checked: CheckedChain, given: int | None) -> int:
     shortest = min(declared, key=lambda name: declared[name])
     if given is None:
         return min(declared[shortest], CONTEXT_TOKENS_BY_DEFAULT)
-    if not 1 <= given <= declared[shortest]:
+    if given < 1 or (given > declared[shortest] and not beyond_declared):
         raise UserError(
             "context out of range",
             f"context_tokens={given}",

@@ -1,8 +1,9 @@
 """How tokens are drawn: the random numbers and the two samplers.
 
-Stages know a sampler only by five verbs: `distributions` turns logits into what tokens are drawn
-from, `draw` draws, `join` collects rows into a block's distributions, `verify` cuts a block,
-`probabilities` tells how sure the proposing model was.
+Stages know a sampler only by six verbs: `distributions` turns logits into what tokens are drawn
+from, `draw` draws, `take` keeps of a round's rows what verification asks for, `join` collects them
+into a block's distributions, `verify` cuts a block, `probabilities` tells how sure the proposing
+model was.
 """
 
 from dataclasses import dataclass, field
@@ -39,15 +40,18 @@ class Sampler(Protocol):
     def draw(self, rows: Any, row: int) -> int:
         """A token from one row; each row is drawn from at most once."""
 
-    def join(self, parts: list[tuple[Any, list[int]]]) -> Any:
-        """Chosen rows of several distributions, one below the other."""
+    def take(self, rows: Any, chosen: list[int]) -> Any:
+        """Chosen rows alone, as `verify` asks for them: nothing of the others is kept."""
+
+    def join(self, parts: list[Any]) -> Any:
+        """Rows that were taken, one below the other."""
 
     def verify(self, tokens: list[int], proposed: Any, own: Any, rule: str) -> tuple[int, int]:
         """Cut a block: how many of `tokens` are kept, and the token that follows them.
 
         Args:
-            proposed: the K rows that the tokens were drawn from.
-            own: the verifier's K + 1 rows.
+            proposed: the K rows that the tokens were drawn from, joined.
+            own: the verifier's K + 1 rows, as `distributions` made them.
         """
 
     def probabilities(self, rows: Any, chosen: list[int], tokens: list[int]) -> list[float]:
@@ -55,15 +59,22 @@ class Sampler(Protocol):
 
         A sampler of random numbers answers with the probabilities that it drew with, the greedy
         one with the softmax of its logits, in float32.
+
+        Args:
+            rows: as `distributions` made them.
         """
 
 
 @dataclass(frozen=True)
 class GreedyRows:
-    """The most probable token of each row, and the row's logits [V] after the penalties."""
+    """The most probable token of each row.
+
+    Attributes:
+        logits: of the rows, [R, V] after the penalties; None where only the tokens were taken.
+    """
 
     tokens: list[int]
-    logits: list[Tensor]
+    logits: Tensor | None = None
 
 
 class GreedySampler:
@@ -79,16 +90,16 @@ class GreedySampler:
 
     def distributions(self, logits: Tensor, prefixes: Prefixes) -> GreedyRows:
         logits = process_logits(logits, self.sampling, prefixes, self.num_prompt_tokens)
-        return GreedyRows(logits.argmax(-1).tolist(), list(logits.unbind()))
+        return GreedyRows(logits.argmax(-1).tolist(), logits)
 
     def draw(self, rows: GreedyRows, row: int) -> int:
         return rows.tokens[row]
 
-    def join(self, parts: list[tuple[GreedyRows, list[int]]]) -> GreedyRows:
-        return GreedyRows(
-            [rows.tokens[row] for rows, chosen in parts for row in chosen],
-            [rows.logits[row] for rows, chosen in parts for row in chosen],
-        )
+    def take(self, rows: GreedyRows, chosen: list[int]) -> GreedyRows:
+        return GreedyRows([rows.tokens[row] for row in chosen])
+
+    def join(self, parts: list[GreedyRows]) -> GreedyRows:
+        return GreedyRows([token for rows in parts for token in rows.tokens])
 
     def verify(
         self, tokens: list[int], proposed: GreedyRows, own: GreedyRows, rule: str
@@ -101,7 +112,8 @@ class GreedySampler:
     def probabilities(self, rows: GreedyRows, chosen: list[int], tokens: list[int]) -> list[float]:
         if not chosen:
             return []
-        values = torch.stack([rows.logits[row] for row in chosen]).float().softmax(-1)
+        assert rows.logits is not None, "rows that were taken have no logits"
+        values = rows.logits[chosen].float().softmax(-1)
         return list(values[list(range(len(tokens))), tokens].tolist())
 
 
@@ -137,8 +149,13 @@ class RandomSampler:
             rows.drawn = self._categorical(rows.values)
         return rows.drawn[row]
 
-    def join(self, parts: list[tuple[Probabilities, list[int]]]) -> Probabilities:
-        return Probabilities(torch.cat([rows.values[chosen] for rows, chosen in parts]))
+    def take(self, rows: Probabilities, chosen: list[int]) -> Probabilities:
+        return Probabilities(rows.values[chosen])
+
+    def join(self, parts: list[Probabilities]) -> Probabilities:
+        if len(parts) == 1:
+            return parts[0]
+        return Probabilities(torch.cat([rows.values for rows in parts]))
 
     def verify(
         self, tokens: list[int], proposed: Probabilities, own: Probabilities, rule: str

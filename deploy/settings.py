@@ -31,6 +31,11 @@ class PlanGrid(Settings):
         (2, 4), description="shortest match of an n-gram draft; empty: no n-gram drafts"
     )
     ngram_tokens: int = Field(8, ge=1, description="tokens of an n-gram draft at most")
+    windows: tuple[PositiveInt, ...] = Field(
+        (512, 2048),
+        description="latest tokens that members below the target may be left to see; tried where "
+        "a planning prompt with its answer is longer; empty: none",
+    )
 
     @model_validator(mode="after")
     def _trees_can_run(self) -> "PlanGrid":

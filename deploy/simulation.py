@@ -116,6 +116,7 @@ class Simulator:
         Raises:
             UserError: the plan asks for what was not measured.
         """
+        self._check_windows(plan)
         names = [name for name in plan.members if name in self.measurements.verifying]
         drafter = plan.members[-1] if len(names) < len(plan.members) else None
         stages = self._stages(plan, names, drafter)
@@ -127,6 +128,18 @@ class Simulator:
                 stages[0].begin(start, end, limit)
                 stages[0].propose(start, limit, None, limit)
         return self._predicted(names, stages, drafter)
+
+    def _check_windows(self, plan: Plan) -> None:
+        wanted, measured = (
+            {name: str(one) for name, one in windows.items() if name in plan.members}
+            for windows in (plan.windows, self.measurements.windows)
+        )
+        if wanted != measured:
+            raise UserError(
+                "windows were not measured",
+                f"{wanted or 'none'}",
+                f"measured: {measured or 'none'}",
+            )
 
     def _stages(
         self, plan: Plan, names: list[str], drafter: str | None

@@ -27,7 +27,7 @@ class Block:
 
     Attributes:
         tokens: in order.
-        distributions: one row for each token, as the sampler makes them; None without tokens.
+        distributions: one row for each token, as the sampler joins them; None without tokens.
     """
 
     tokens: list[int]
@@ -247,21 +247,29 @@ class _Rounds:
 
     def run(self, num_tokens: int, limit: int, flushing: AdaptiveFlushing | None) -> Block:
         """See `Stage.propose`."""
-        rounds: list[Round] = []
+        taken: list[Any] = []
         tokens: list[int] = []
-        while len(tokens) < min(num_tokens, limit):
-            one = self.run_round(limit - len(tokens))
-            rounds.append(one)
-            tokens += one.tokens
-            if tokens[-1] in self.stop_tokens:
-                break
-            if flushing is not None and not flushing.wants_more(
+        wants_more = True
+        while wants_more and len(tokens) < min(num_tokens, limit):
+            gained, rows, wants_more = self._run_one(limit - len(tokens), flushing)
+            tokens += gained
+            taken.append(rows)
+        return Block(tokens, self.sampler.join(taken) if taken else None)
+
+    def _run_one(
+        self, limit: int, flushing: AdaptiveFlushing | None
+    ) -> tuple[list[int], Any, bool]:
+        """A round's tokens, their rows, and whether another round may follow.
+
+        All else of the round, the logits of all its rows above all, ends here.
+        """
+        one = self.run_round(limit)
+        wants_more = one.tokens[-1] not in self.stop_tokens
+        if wants_more and flushing is not None:
+            wants_more = flushing.wants_more(
                 self.sampler.probabilities(one.distributions, one.rows, one.tokens)
-            ):
-                break
-        if not rounds:
-            return Block([], None)
-        return Block(tokens, self.sampler.join([(one.distributions, one.rows) for one in rounds]))
+            )
+        return one.tokens, self.sampler.take(one.distributions, one.rows), wants_more
 
 
 def cut_at_stop(tokens: list[int], stop_tokens: Collection[int]) -> list[int]:

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from polybasic.chain.attend import Attend, attend_causally, attend_to_ancestors
+from polybasic.chain.attend import Attend, attend_in_blocks, attend_to_ancestors
 from polybasic.chain.decoder import Decoder
-from polybasic.chain.manifest import MAX_TREE_ROWS
+from polybasic.chain.manifest import MAX_TREE_ROWS, Window
 from polybasic.deploy.cache import KeyValueCache
 from polybasic.deploy.tree import DraftTree
 
@@ -68,7 +68,12 @@ class Verifier:
 
     Several verifiers may share one cache when their layers have the same shapes: each writes its
     provisional rows over the other's.
+
+    Attributes:
+        window: what its rows see of a long context; None for all. May be set between sequences.
     """
+
+    window: Window | None = None
 
     def __init__(self, name: str, decoder: Decoder, cache: KeyValueCache) -> None:
         self.name, self.decoder, self.cache = name, decoder, cache
@@ -77,14 +82,19 @@ class Verifier:
 
     def read(self, token_ids: Sequence[int]) -> Tensor:
         """States [R, W] of consecutive tokens; their rows are provisional."""
-        attend = attend_causally(self.cache.length, len(token_ids))
-        return self._forward(token_ids, attend)
+        start = self.cache.length
+        states = [
+            self._forward(token_ids[block.start - start :][: block.num_rows], block)
+            for block in attend_in_blocks(self.decoder, start, len(token_ids), self.window)
+        ]
+        return states[0] if len(states) == 1 else torch.cat(states)
 
     def read_tree(self, tree: DraftTree) -> Tensor:
         """States [R, W] of a tree's rows; each sees the committed rows and its ancestors."""
         if len(tree) == 1:
             return self.read(tree.tokens)
-        return self._forward(tree.tokens, attend_to_ancestors(self.cache.length, tree.parents))
+        attend = attend_to_ancestors(self.cache.length, tree.parents, self.window)
+        return self._forward(tree.tokens, attend)
 
     def logits(self, states: Tensor) -> Tensor:
         """Logits [R, V] in the decoder's dtype."""
@@ -92,7 +102,7 @@ class Verifier:
             return self.decoder.logits(states)
 
     def _forward(self, token_ids: Sequence[int], attend: Attend) -> Tensor:
-        end = self.cache.length + len(token_ids)
+        end = attend.start + len(token_ids)
         assert end <= self.cache.capacity, f"{end} rows in a cache of {self.cache.capacity}"
         ids = torch.tensor(token_ids, device=self.decoder.device)
         self.num_rows += len(token_ids)

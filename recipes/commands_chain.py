@@ -3,6 +3,7 @@
 import json
 import sys
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -14,6 +15,13 @@ ChainArgument = Annotated[
     str, typer.Argument(metavar="CHAIN", help="A chain's folder, or a hub id org/name[@revision].")
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print only JSON on stdout.")]
+ContextOption = Annotated[
+    int | None,
+    typer.Option(
+        help="Prompt and answer together, for which caches are allocated.  "
+        "[default: what the models are made for, at most 8192]"
+    ),
+]
 
 
 def generate(
@@ -54,6 +62,7 @@ def generate(
         str | None,
         typer.Option(help="bfloat16, float16 or float32.  [default: as the target is stored]"),
     ] = None,
+    context_tokens: ContextOption = None,
     as_json: JsonOption = False,
     no_stream: Annotated[bool, typer.Option("--no-stream", help="Print the answer whole.")] = False,
 ) -> None:
@@ -74,7 +83,7 @@ def generate(
     }
     settings = {name: value for name, value in settings.items() if value is not None}
     Sampling(**settings)  # told before anything is loaded
-    loaded = load_chain(chain, dtype=dtype)
+    loaded = load_chain(chain, dtype=dtype, context_tokens=context_tokens)
     options: dict[str, Any] = {
         **settings,
         "max_new_tokens": max_new_tokens,
@@ -98,18 +107,58 @@ def generate(
     note(_statistics_line(loaded.last_statistics) + _shown_defaults(defaults))
 
 
-def inspect(chain: ChainArgument, as_json: JsonOption = False) -> None:
-    """Print members, plan, origin and results of a chain."""
+def inspect(
+    chain: ChainArgument,
+    dtype: Annotated[
+        str | None, typer.Option(help="To state the memory for.  [default: as the target's]")
+    ] = None,
+    context_tokens: ContextOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Print members, plan, origin and results of a chain, and the memory that it will take."""
     from rich.console import Console
 
     from polybasic.chain.checkpoint import resolve_chain
     from polybasic.chain.describe import describe_chain, print_chain
 
-    description = describe_chain(resolve_chain(chain))
-    if as_json:
-        typer.echo(json.dumps(description, ensure_ascii=False))
-    else:
+    folder = resolve_chain(chain)
+    description = describe_chain(folder)
+    if not as_json:
         print_chain(description, Console())
+    memory = _stated_memory(folder, dtype, context_tokens)
+    if as_json:
+        typer.echo(json.dumps(description | {"memory": memory}, ensure_ascii=False))
+    elif memory is not None:
+        from polybasic.deploy.report import stated_memory_line
+
+        typer.echo(f"memory: {stated_memory_line(memory)}")
+
+
+def _stated_memory(
+    folder: Path, dtype: str | None, context_tokens: int | None
+) -> dict[str, Any] | None:
+    """What the chain will take; None, told with the reason, where that cannot be said."""
+    from polybasic.chain.errors import UserError
+    from polybasic.chain.manifest import read_manifest
+    from polybasic.chain.verify import check_chain
+    from polybasic.recipes.sizes import has_weights
+
+    for member in read_manifest(folder).members:
+        source, revision = member.reference.source, member.reference.revision
+        if member.reference.path is None and source and not source.startswith((".", "/")):
+            model = f"{source}@{revision}" if revision else source
+            if not has_weights(model):
+                note(f"memory: not stated, {member.name} ({model}) is not on this machine yet")
+                return None
+    try:
+        checked = check_chain(folder, digests=False)
+    except UserError as error:
+        note(f"memory: not stated, {error}")
+        return None
+    from polybasic.deploy.runtime import stated_memory
+
+    memory, available = stated_memory(checked, dtype=dtype, context_tokens=context_tokens)
+    return memory.to_json() | {"available_bytes": available}
 
 
 def verify(chain: ChainArgument) -> None:

@@ -11,6 +11,9 @@ from typing import Annotated, Any
 
 import typer
 
+from polybasic.chain.errors import UserError
+from polybasic.chain.native.build import describe_kernels, processor_flags
+
 _PACKAGES = (
     "polybasic",
     "torch",
@@ -32,7 +35,7 @@ _CPU_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16")
 
 
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
-    """Print versions, device, threads, extras and free disk."""
+    """Print versions, device, CPU kernels, threads, extras and free disk."""
     findings = _findings()
     if as_json:
         typer.echo(json.dumps(findings, indent=2))
@@ -56,6 +59,7 @@ def _findings() -> dict[str, Any]:
         "packages": {name: _version(name) for name in _PACKAGES},
         "extras": {name: _extra_state(modules) for name, modules in _EXTRAS.items()},
         "cpu": _cpu(),
+        "kernels": _kernels(),
         "cores": len(os.sched_getaffinity(0)),
         "threads": torch.get_num_threads(),
         "device": ", ".join(gpus) or "cpu (no CUDA device found)",
@@ -76,6 +80,13 @@ def _extra_state(modules: tuple[str, ...]) -> str:
     return f"lacks {' '.join(missing)}" if missing else "whole"
 
 
+def _kernels() -> str:
+    try:
+        return describe_kernels()
+    except UserError as error:
+        return f"none ({error})"
+
+
 def _cpu() -> str:
     """Model name and the instruction sets that matter here, from /proc/cpuinfo."""
     path = Path("/proc/cpuinfo")
@@ -85,6 +96,6 @@ def _cpu() -> str:
     for line in path.read_text("utf-8").splitlines():
         name, _, value = line.partition(":")
         fields.setdefault(name.strip(), value.strip())
-    flags = set(fields.get("flags", fields.get("Features", "")).split())
+    flags = processor_flags()
     found = [flag for flag in _CPU_FLAGS if flag in flags]
     return f"{fields.get('model name', platform.machine())} ({', '.join(found) or 'no AVX'})"

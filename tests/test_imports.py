@@ -15,6 +15,7 @@ LIGHT_MODULES = (
     "polybasic.train.settings",
     "polybasic.quantize.settings",
     "polybasic.deploy",
+    "polybasic.deploy.memory",
     "polybasic.deploy.settings",
     "polybasic.deploy.theory",
     "polybasic.recipes.schema",

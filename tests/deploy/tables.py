@@ -239,8 +239,8 @@ class EnumeratingSampler(RandomSampler):
     def draw(self, rows: Probabilities, row: int) -> int:
         return self._categorical(rows.values[row : row + 1])[0]
 
-    def join(self, parts: list[tuple[Probabilities, list[int]]]) -> Probabilities:
-        return Probabilities(np.concatenate([rows.values[chosen] for rows, chosen in parts]))
+    def join(self, parts: list[Probabilities]) -> Probabilities:
+        return Probabilities(np.concatenate([rows.values for rows in parts]))
 
     def _happens(self, probabilities: list[Any]) -> list[bool]:
         return [self.outcomes.choose([1 - Fraction(p), Fraction(p)]) == 1 for p in probabilities]

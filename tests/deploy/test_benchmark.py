@@ -78,6 +78,14 @@ def test_results_reach_files_and_manifest(tiny_chain: Path, report: dict[str, An
     markdown = (tiny_chain / "report" / "report.md").read_text()
     assert report["adaptations"] == []
     assert "Adapted members" not in markdown
+    memory = report["memory"]
+    assert memory["stated"]["context_tokens"] == 128
+    assert set(memory["stated"]["members"]) == {"target", "intermediate", "draft"}
+    measured = memory["measured"]
+    assert 0 < measured["staying_bytes"] <= measured["loading_bytes"]
+    assert memory["ratio"] == measured["staying_bytes"] / memory["stated"]["staying_bytes"]
+    assert "## Memory" in markdown
+    assert "of weights and caches for 128 tokens of context (cpu, float32" in markdown
     assert report["draft_vocabulary"] == []
     assert "Draft vocabulary" not in markdown
     for line in ("# Speedup over the source target", "| polybasic_full |", "| qa |", "- plan: "):

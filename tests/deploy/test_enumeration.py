@@ -261,8 +261,8 @@ class UnwarpedProposals(EnumeratingSampler):
         rows.unwarped = rational(logits.softmax(-1))  # type: ignore[attr-defined]
         return rows
 
-    def join(self, parts: Any) -> Probabilities:
-        return super().join([(Probabilities(rows.unwarped), chosen) for rows, chosen in parts])
+    def take(self, rows: Any, chosen: list[int]) -> Probabilities:
+        return super().take(Probabilities(rows.unwarped), chosen)
 
 
 @pytest.mark.parametrize("rule", RULES)

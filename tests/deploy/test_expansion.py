@@ -32,6 +32,8 @@ class TableModel:
         )
         self.rotary: Any = SimpleNamespace(between=lambda first, end: [(first, end)])
         self.device, self.dtype = torch.device("cpu"), torch.float32
+        self.native = None
+        self.cache: Any = SimpleNamespace(capacity=CAPACITY, layers=[])
         self.seed = seed
         self.begin(START)
 
@@ -73,7 +75,7 @@ class TableModel:
 def expand(seed: int, vocab_size: int, top_k: int, depth: int) -> Candidates:
     model = TableModel(seed, vocab_size)
     tree = Tree(depth=1, top_k=top_k, rows=2)
-    expansion = Expansion(model, model.forward, model.lm_head, tree, CAPACITY)
+    expansion = Expansion(model, model.forward, model.lm_head, tree, model.cache)
     # A draft before this one, behind fewer rows and deeper: nothing of it may show.
     model.begin(START - 2)
     expansion.expand(torch.zeros(1, 1), START - 2, depth + 1)
@@ -167,8 +169,9 @@ def test_a_tree_wider_than_the_vocabulary_is_refused() -> None:
     model = TableModel(0, vocab_size=3)
     wide = Tree(depth=1, top_k=4, rows=2)
     with pytest.raises(UserError, match="top_k 4, 3 tokens"):
-        Expansion(model, model.forward, model.lm_head, wide, CAPACITY)
-    expansion = Expansion(model, model.forward, model.lm_head, Tree(depth=1, top_k=3, rows=2), 9)
+        Expansion(model, model.forward, model.lm_head, wide, model.cache)
+    narrow = Tree(depth=1, top_k=3, rows=2)
+    expansion = Expansion(model, model.forward, model.lm_head, narrow, model.cache)
     with pytest.raises(UserError, match="top_k 4, 3 tokens"):
         expansion.tree = wide
     assert expansion.tree.top_k == 3

@@ -17,6 +17,7 @@ An answer costs about 0.25 ms, because `tests/deploy/small_chains.py` computes e
 Each has a seed and a sampler of its own, as each request to the engine has: that is 3 % of it.
 """
 
+import dataclasses
 import functools
 from collections import Counter
 from typing import Any
@@ -28,9 +29,10 @@ from torch import Tensor
 
 from polybasic.chain.attend import attend_causally
 from polybasic.chain.decoder import Decoder
-from polybasic.chain.manifest import AdaptiveFlush, Flush, Plan, Tree
+from polybasic.chain.manifest import AdaptiveFlush, Flush, Plan, Tree, Window
 from polybasic.deploy import verification
 from polybasic.deploy.cache import KeyValueCache
+from polybasic.deploy.engine import Request
 from polybasic.deploy.sampling import Prefixes, Probabilities, Sampling
 from polybasic.deploy.warping import warp
 from tests.deploy.small_chains import (
@@ -212,6 +214,18 @@ def test_law_of_the_answers_is_the_targets(num_members: int) -> None:
     assert distance(counts, law) <= usual.mean() + 4 * usual.std()
 
 
+def test_law_stays_the_targets_where_others_see_a_part_of_the_context() -> None:
+    chain = chain_of.__wrapped__(3)  # its models are nobody else's
+    windows = dict.fromkeys(chain.plan.members[1:], Window(tokens=2, sinks=1))
+    plan = chain.plan.model_copy(update={"windows": windows})
+    chain = dataclasses.replace(chain, plan=plan)
+    request = Request(PROMPT, chain.num_tokens, SAMPLING, (), plan)
+    chain.engine.stages(request)  # hands the windows out
+    assert p_values(count(RememberedChain(chain), FEWER_ANSWERS), exact_law()) >= SIGNIFICANCE
+    chain.engine.verifiers["target"].window = windows["intermediate"]
+    assert p_values(count(RememberedChain(chain), 1000), exact_law()) < SIGNIFICANCE
+
+
 # What is wrong is rejected, by fewer answers
 
 
@@ -224,8 +238,8 @@ class UnwarpedProposals(RememberingSampler):
         rows.unwarped = unwarped  # type: ignore[attr-defined]
         return rows
 
-    def join(self, parts: Any) -> Probabilities:
-        return super().join([(Probabilities(rows.unwarped), chosen) for rows, chosen in parts])
+    def take(self, rows: Any, chosen: list[int]) -> Probabilities:
+        return super().take(Probabilities(rows.unwarped), chosen)
 
 
 class UnnormalisedResidual(RememberingSampler):

@@ -246,12 +246,14 @@ def test_the_search_finds_the_best_of_all_plans(seed: int) -> None:
 @pytest.mark.parametrize(("gain", "leaves_out"), [(0.009, True), (0.012, False)])
 def test_what_saves_next_to_nothing_is_left_out(gain: float, leaves_out: bool) -> None:
     alone = Plan(members=("a",), tree=Tree(depth=1, top_k=1, rows=2))
-    predicted = simulate(alone, make_measurements(0, {"a": 1.0}, {}))
+    measured = make_measurements(0, {"a": 1.0}, {})
+    predicted = simulate(alone, measured)
 
     def candidate(names: tuple[str, ...], seconds: float) -> Candidate:
         plan = Plan(members=names, tree=Tree(depth=1, top_k=1, rows=2))
         members = MemberSet(names, has_ngram=False)
-        return Candidate(members, plan, replace(predicted, seconds_per_token=seconds))
+        seconds_of = replace(predicted, seconds_per_token=seconds)
+        return Candidate(members, plan, seconds_of, measured)
 
     more, less = candidate(("a", "draft"), 1 - gain), candidate(("a",), 1.0)
     other = candidate(("a", "b"), 0.999)

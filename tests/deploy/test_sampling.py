@@ -20,7 +20,7 @@ LOG = torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.1, 0.8]]).log()
 
 
 def greedy_rows(*tokens: int) -> GreedyRows:
-    return GreedyRows(list(tokens), [torch.zeros(10) for _ in tokens])
+    return GreedyRows(list(tokens))
 
 
 def test_draws_follow_the_probabilities() -> None:
@@ -59,9 +59,8 @@ def test_the_same_prefix_gives_the_same_row_wherever_it_is_cut(temperature: floa
     tree = sampler.distributions(logits, Prefixes([1, 2, 3], [[], [4], [4, 3]]))
     for row, prefix in enumerate(([1, 2, 3], [1, 2, 3, 4], [1, 2, 3, 4, 3])):
         alone = sampler.distributions(logits[row : row + 1], Prefixes(prefix, [[]]))
-        joined = sampler.join([(alone, [0]), (tree, [row])])
-        one, other = sampler.probabilities(joined, [0, 1], [3, 3])
-        assert one == other
+        (one,) = sampler.probabilities(alone, [0], [3])
+        assert sampler.probabilities(tree, [row], [3]) == [one]
         (unlike,) = sampler.probabilities(
             sampler.distributions(logits[row : row + 1], Prefixes([1, 2], [[]])), [0], [3]
         )
@@ -100,14 +99,21 @@ def test_probabilities_are_those_that_were_drawn_with() -> None:
         assert one.probabilities(one.distributions(LOG, Prefixes([], [[], []])), [], []) == []
 
 
-def test_joined_rows_keep_their_probabilities() -> None:
-    for sampling in (Sampling(), Sampling(1.0, seed=0)):
-        sampler = make_sampler(sampling, CPU, 0)
-        one, other = (
-            sampler.distributions(logits, Prefixes([0], [[], []])) for logits in (LOG, LOG.flip(0))
-        )
-        joined = sampler.join([(one, [0, 1]), (other, [0])])
-        assert sampler.probabilities(joined, [0, 1, 2], [0, 2, 2]) == pytest.approx([0.5, 0.8, 0.8])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_rows_that_were_taken_hold_nothing_of_the_others(temperature: float) -> None:
+    sampler = make_sampler(Sampling(temperature, seed=0), CPU, 0)
+    one, other = (
+        sampler.distributions(logits, Prefixes([0], [[], []])) for logits in (LOG, LOG.flip(0))
+    )
+    joined = sampler.join([sampler.take(one, [0, 1]), sampler.take(other, [0])])
+    if temperature == 0:
+        assert joined == GreedyRows([0, 2, 2])
+        assert one.logits is not None  # as long as a flush may ask for probabilities
+        return
+    torch.testing.assert_close(joined.values, torch.cat([LOG, LOG[1:]]).exp())
+    assert joined.values.untyped_storage().nbytes() == joined.values.nbytes
+    alone = sampler.join([sampler.take(one, [1])])
+    assert alone.values.untyped_storage().nbytes() == one.values[1].nbytes
 
 
 def test_seeds_decide_the_draws() -> None:

@@ -8,11 +8,26 @@
 #include <cstdint>
 #include <cstring>
 
-#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512BF16__) && \
-    !defined(POLYBASIC_PORTABLE)
+#if !defined(POLYBASIC_PORTABLE)
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512BF16__)
 #define POLYBASIC_AVX512 1
-#include <immintrin.h>
 #endif
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+#endif
+
+// Two vectors of sixteen 32-bit lanes as one list of 32: those named by the numbers behind them.
+#if defined(__clang__)
+#define POLYBASIC_SHUFFLE(x, y, ...) __builtin_shufflevector(x, y, __VA_ARGS__)
+#else
+#define POLYBASIC_SHUFFLE(x, y, ...) __builtin_shuffle(x, y, Ints{__VA_ARGS__})
+#endif
+
+// For what must become a part of its caller, so that its constants are known there.
+#define POLYBASIC_INLINE inline __attribute__((always_inline))
 
 namespace polybasic {
 
@@ -38,9 +53,29 @@ inline void store(float* to, Floats values) { std::memcpy(to, &values, sizeof va
 
 inline Floats broadcast(float value) { return Floats{} + value; }
 
+#if defined(__AVX512F__) || defined(POLYBASIC_PORTABLE)
+#elif defined(__FMA__)
+#define POLYBASIC_FMA(x, y, added) _mm256_fmadd_ps(x, y, added)
+typedef __m256 FusedPart;
+#elif defined(__aarch64__)
+#define POLYBASIC_FMA(x, y, added) vfmaq_f32(added, x, y)
+typedef float32x4_t FusedPart;
+#endif
+
+// x * y + added, rounded once where the processor can.
 inline Floats fused_multiply_add(Floats x, Floats y, Floats added) {
-#if defined(POLYBASIC_AVX512)
+#if defined(__AVX512F__) && !defined(POLYBASIC_PORTABLE)
     return (Floats)_mm512_fmadd_ps((__m512)x, (__m512)y, (__m512)added);
+#elif defined(POLYBASIC_FMA)
+    constexpr int kParts = sizeof(Floats) / sizeof(FusedPart);
+    FusedPart parts_x[kParts], parts_y[kParts], sums[kParts];
+    std::memcpy(parts_x, &x, sizeof x);
+    std::memcpy(parts_y, &y, sizeof y);
+    std::memcpy(sums, &added, sizeof added);
+#pragma GCC unroll 4
+    for (int i = 0; i < kParts; ++i) sums[i] = POLYBASIC_FMA(parts_x[i], parts_y[i], sums[i]);
+    std::memcpy(&added, sums, sizeof added);
+    return added;
 #else
     return x * y + added;
 #endif
@@ -95,21 +130,51 @@ inline void round_to(Bfloat16* to, float value) {
 
 inline void round_to(float* to, float value) { *to = value; }
 
-// A sum of sixteen lanes, in one fixed order.
-inline float sum(Floats values) {
-    float lanes[kLanes];
-    store(lanes, values);
-    for (int width = kLanes / 2; width > 0; width /= 2)
-        for (int lane = 0; lane < width; ++lane) lanes[lane] += lanes[lane + width];
-    return lanes[0];
+// Sixteen vectors in, one out: lane i holds the sum of the lanes of vector i. Every sum is the same
+// tree: lanes eight apart, then four, two and one apart.
+inline Floats sum_each(const Floats (&of)[kLanes]) {
+    Floats eights[8], fours[4], twos[2];
+    // Two vectors become one: half of the terms stay where they are, since to choose lanes is cheaper
+    // than to move them.
+    const Ints eighth = {0, 0, 0, 0, 0, 0, 0, 0, -1, -1, -1, -1, -1, -1, -1, -1};
+    const Ints fourth = {0, 0, 0, 0, -1, -1, -1, -1, 0, 0, 0, 0, -1, -1, -1, -1};
+    const Ints second = {0, 0, -1, -1, 0, 0, -1, -1, 0, 0, -1, -1, 0, 0, -1, -1};
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; ++i) {
+        const Floats x = of[i], y = of[i + 8];
+        eights[i] = (eighth ? y : x) +
+                    POLYBASIC_SHUFFLE(x, y, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+        const Floats x = eights[i], y = eights[i + 4];
+        fours[i] = (fourth ? y : x) +
+                   POLYBASIC_SHUFFLE(x, y, 4, 5, 6, 7, 16, 17, 18, 19, 12, 13, 14, 15, 24, 25, 26, 27);
+    }
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; ++i) {
+        const Floats x = fours[2 * i], y = fours[2 * i + 1];
+        twos[i] = (second ? y : x) +
+                  POLYBASIC_SHUFFLE(x, y, 2, 3, 16, 17, 6, 7, 20, 21, 10, 11, 24, 25, 14, 15, 28, 29);
+    }
+    const Floats x = twos[0], y = twos[1];
+    return POLYBASIC_SHUFFLE(x, y, 0, 2, 16, 18, 4, 6, 20, 22, 8, 10, 24, 26, 12, 14, 28, 30) +
+           POLYBASIC_SHUFFLE(x, y, 1, 3, 17, 19, 5, 7, 21, 23, 9, 11, 25, 27, 13, 15, 29, 31);
 }
 
-inline float largest(Floats values) {
-    float lanes[kLanes];
-    store(lanes, values);
-    float found = lanes[0];
-    for (int lane = 1; lane < kLanes; ++lane) found = lanes[lane] > found ? lanes[lane] : found;
-    return found;
+// A sum of sixteen lanes, by the same tree.
+inline float sum(Floats values) {
+    values = values + POLYBASIC_SHUFFLE(values, values, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
+    values = values + POLYBASIC_SHUFFLE(values, values, 4, 5, 6, 7, 0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3);
+    values = values + POLYBASIC_SHUFFLE(values, values, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3, 0, 1);
+    return values[0] + values[1];
+}
+
+inline float largest(Floats x) {
+    x = maximum(x, POLYBASIC_SHUFFLE(x, x, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));
+    x = maximum(x, POLYBASIC_SHUFFLE(x, x, 4, 5, 6, 7, 0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3));
+    x = maximum(x, POLYBASIC_SHUFFLE(x, x, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3, 0, 1));
+    return x[0] > x[1] ? x[0] : x[1];
 }
 
 // Per lane: added + low(weights) * low(values) + high(weights) * high(values), where each 32-bit
@@ -132,9 +197,12 @@ inline Floats add_pair_products(Floats added, Words weights, Words values) {
 #endif
 }
 
-// e to the power of each lane, for lanes from -87 to 88; below, 0. Relative error under 2e-7.
+// e to the power of each lane; below -87 it is 0, above 88 what it is at 88, of no number none.
+// Relative error under 2e-7.
 inline Floats exponential(Floats x) {
-    const Floats clamped = maximum(x, broadcast(-87.0f));
+    // comparisons with what is no number are false, hence the order
+    const Floats bounded = x > 88.0f ? broadcast(88.0f) : x;
+    const Floats clamped = maximum(broadcast(-87.0f), bounded);
     // x = n ln 2 + rest, |rest| <= ln 2 / 2; adding 1.5 * 2^23 rounds to an integer
     const Floats shifted = fused_multiply_add(clamped, broadcast(1.44269504f), broadcast(12582912.0f));
     const Floats n = shifted - 12582912.0f;
@@ -148,6 +216,10 @@ inline Floats exponential(Floats x) {
     power = fused_multiply_add(power, rest, broadcast(0.5f));
     power = fused_multiply_add(power, rest, broadcast(1.0f));
     power = fused_multiply_add(power, rest, broadcast(1.0f));
+#if defined(POLYBASIC_AVX512)
+    const __mmask16 is_kept = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-87.0f), _CMP_NLT_UQ);
+    return (Floats)_mm512_maskz_scalef_ps(is_kept, (__m512)power, (__m512)n);
+#else
     Ints bits;
     std::memcpy(&bits, &shifted, sizeof bits);
     bits = (bits - 0x4b400000 + 127) << 23;
@@ -155,6 +227,15 @@ inline Floats exponential(Floats x) {
     std::memcpy(&scale, &bits, sizeof scale);
     const Floats result = power * scale;
     return x < -87.0f ? Floats{} : result;
+#endif
+}
+
+// cap * tanh(x / cap)
+inline Floats softcapped(Floats x, float cap) {
+    const Floats magnitude = maximum(x, -x);
+    const Floats power = exponential(magnitude * (-2.0f / cap));
+    const Floats capped = (1.0f - power) / (1.0f + power) * cap;
+    return x < 0.0f ? -capped : capped;
 }
 
 }  // namespace polybasic

@@ -1,0 +1,110 @@
+"""The ways in which a chain answers, and the prompts that it is asked."""
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from polybasic.chain.card import shown_flush, shown_members, shown_tree
+from polybasic.chain.errors import UserError
+from polybasic.chain.manifest import HEAD_KINDS, Plan, check_plan
+from polybasic.deploy import Chain
+from polybasic.deploy.prompts import choose_fitting, read_questions
+from polybasic.deploy.settings import BenchSettings
+from polybasic.recipes.embedded.conversations import write_prompts
+
+
+def system_plans(chain: Chain) -> dict[str, Plan]:
+    """What runs in each system, named as `polybasic bench` names it.
+
+    `target` alone; `eagle2`, the target and its draft head; `polybasic_full`, all verifying
+    members and a drafter for the innermost; `polybasic`, the chain's plan where it is none of
+    these. Systems that the chain has no members for are left out.
+    """
+    verifying = [member.name for member in chain.manifest.verifying]
+    target = verifying[0]
+    plans = {"target": chain.plan_of([target])}
+    heads = [head for head in chain.manifest.drafters if head.kind in HEAD_KINDS]
+    for name in [head.name for head in heads if target in head.drafts_for][:1]:
+        plans["eagle2"] = chain.plan_of([target, name])
+    drafters = [one.name for one in chain.manifest.drafters if verifying[-1] in one.drafts_for]
+    if len(verifying) > 1:
+        plans["polybasic_full"] = chain.plan_of([*verifying, *drafters[:1]])
+    if chain.plan not in plans.values():
+        plans["polybasic"] = chain.plan
+    return plans
+
+
+def chosen_plans(
+    chain: Chain, names: Sequence[str] = (), members: Sequence[str] = ()
+) -> dict[str, Plan]:
+    """Some of `system_plans`, or all; and a plan of other members.
+
+    Args:
+        names: of systems; none for all.
+        members: comma-separated names of the members of a further plan each, which then names it.
+
+    Raises:
+        UserError: a system that the chain has no members for, or members that cannot run.
+    """
+    plans = system_plans(chain)
+    for name in names:
+        if name not in plans:
+            raise UserError(
+                "system without members", f"{name} for {chain.folder}", f"use {', '.join(plans)}"
+            )
+    chosen = {name: plans[name] for name in names} if names or members else plans
+    for one in members:
+        chosen = chosen | {one: chain.plan_of(one.split(","))}
+        try:
+            check_plan(chosen[one], chain.manifest.members)
+        except ValueError as error:
+            raise UserError(
+                "plan cannot run", f"--members {one}", f"check the names: {error}"
+            ) from error
+    return chosen
+
+
+def shown_plan(plan: Plan, chain: Chain) -> str:
+    """Members, tree and flush lengths for people."""
+    verifying = [member.name for member in chain.manifest.verifying]
+    parts = [shown_members(plan, verifying)]
+    if plan.members[-1] not in verifying:
+        parts.append(shown_tree(plan.tree))
+    if sum(name in verifying for name in plan.members) > 1:
+        parts.append(shown_flush(plan, verifying))
+    return "; ".join(parts)
+
+
+def read_prompts(
+    chain: Chain, path: Path | None, num_per_task: int, max_new_tokens: int
+) -> list[list[int]]:
+    """First turns as token ids, spread evenly over each task of the file.
+
+    Args:
+        path: Spec-Bench's question format; None for embedded prompts that were held out when a
+            chain was trained on embedded conversations.
+        max_new_tokens: of an answer, which must fit the context behind the prompt.
+
+    Raises:
+        UserError: a malformed file, or no prompt that fits.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        source = path or Path(folder) / "prompts.jsonl"
+        if path is None:
+            seed: int = chain.manifest.provenance.recipe.get("seed", 0)
+            write_prompts(source, num_per_task, seed)
+        settings = BenchSettings(
+            prompts="embedded" if path is None else str(path),
+            num_prompts_per_task=num_per_task,
+            max_new_tokens=max_new_tokens,
+        )
+        questions = read_questions(source)
+
+    def encoded(question: Any) -> list[int]:
+        return chain.encode(question.turns[0])
+
+    chosen, _ = choose_fitting(
+        questions, lambda one: len(encoded(one)), chain.engine.context_tokens, settings, "bench"
+    )
+    return [encoded(question) for question in chosen]

@@ -1,0 +1,315 @@
+"""Members that see a part of the context: what their rows see, and that answers stay the target's.
+
+The definition is a pass over the whole text with a mask that says, column by column, what a row
+sees; caches, blocks of a prompt, trees and drafts are held against it.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from polybasic.chain import attend
+from polybasic.chain.attend import Attend, View
+from polybasic.chain.config import DecoderConfig, LayerKind
+from polybasic.chain.decoder import Decoder
+from polybasic.chain.manifest import Flush, Ngram, Plan, Tree, Window, check_plan
+from polybasic.deploy.cache import KeyValueCache
+from polybasic.deploy.eagle_drafter import EagleDrafter
+from polybasic.deploy.engine import Engine, Models, Request
+from polybasic.deploy.model_drafter import ModelDrafter
+from polybasic.deploy.sampling import Sampling
+from polybasic.deploy.tree import DraftTree
+from polybasic.deploy.verifier import Verifier
+from tests.deploy.small_chains import CPU, VOCAB_SIZE, Weights, member, small_config
+
+CAPACITY = 200
+TREE = DraftTree([5, 1, 2, 3, 4, 5, 0], [-1, 0, 0, 1, 2, 2, 5])
+WINDOWS = [None, Window(tokens=1, sinks=0), Window(tokens=3, sinks=2), Window(tokens=7)]
+NARROW = Window(tokens=2, sinks=1)
+LOCAL = LayerKind({"rope_type": "default", "rope_theta": 5000.0}, 6)
+EVERYWHERE = LayerKind({"rope_type": "default", "rope_theta": 10000.0})
+
+
+def config_of(family: str) -> DecoderConfig:
+    config = small_config(num_layers=2, hidden_size=32)
+    if family == "plain":
+        return config
+    changes: dict[str, Any] = {"layer_kinds": (LOCAL, EVERYWHERE)}
+    if family == "softcap":
+        changes["attention_softcap"] = 3.0
+    return dataclasses.replace(config, **changes)
+
+
+def decoder_of(family: str) -> Decoder:
+    config = config_of(family)
+    decoder = Weights(1).decoder(config)
+    for index, layer in enumerate(decoder.layers):
+        layer.kind = config.kind_of(index)
+    return decoder
+
+
+def cache_of(decoder: Decoder) -> KeyValueCache:
+    config = decoder.config
+    return KeyValueCache(config, config.num_layers, CAPACITY, torch.float32, CPU)
+
+
+def sees(row: int, column: int, kind: LayerKind, window: Window | None) -> bool:
+    """The definition, by position."""
+    by_kind = kind.window is None or column > row - kind.window
+    by_window = window is None or column > row - window.tokens or column < window.sinks
+    return column <= row and by_kind and by_window
+
+
+def defined(decoder: Decoder, tokens: Sequence[int], window: Window | None) -> Tensor:
+    """States of a text that is read in one pass into an empty cache."""
+    rows = range(len(tokens))
+    views = []
+    groups = decoder.config.query_groups
+    for kind, rotation in zip(
+        decoder.config.kinds, decoder.rotary.between(0, len(tokens)), strict=True
+    ):
+        visible = torch.tensor(
+            [[sees(row, column, kind, window) for column in rows] for row in rows]
+        )
+        mask = torch.zeros(visible.shape).masked_fill_(~visible, float("-inf"))
+        views.append(View(rotation, mask.repeat_interleave(groups, 0)))
+    whole = Attend(0, len(tokens), 0, prepared=views)
+    return decoder.forward(torch.tensor(tokens), cache_of(decoder).layers, whole)
+
+
+def random_tokens(num_tokens: int) -> list[int]:
+    return torch.randint(0, VOCAB_SIZE, (num_tokens,)).tolist()
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("family", ["plain", "local", "softcap"])
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+def test_rows_see_what_the_window_says(
+    family: str, window: Window | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt in blocks, single tokens, a few tokens, a tree and what follows it."""
+    monkeypatch.setattr(attend, "BLOCK_ROWS", 4)
+    torch.manual_seed(0)
+    decoder, tokens = decoder_of(family), random_tokens(17)
+    verifier = Verifier("it", decoder, cache_of(decoder))
+    verifier.window = window
+    expected, found = defined(decoder, tokens, window), []
+    for first, end in ((0, 11), (11, 12), (12, 13), (13, 17)):
+        found.append(verifier.read(tokens[first:end]))
+        verifier.cache.keep(range(end - first))
+    torch.testing.assert_close(torch.cat(found), expected, rtol=1e-4, atol=1e-4)
+    states = verifier.read_tree(TREE)
+    for row, path in enumerate(TREE.paths()):
+        text = [*tokens, TREE.tokens[0], *path]
+        torch.testing.assert_close(
+            states[row], defined(decoder, text, window)[-1], rtol=1e-4, atol=1e-4
+        )
+    verifier.cache.keep([0, 2, 5, 6])
+    text = [*tokens, *(TREE.tokens[row] for row in (0, 2, 5, 6)), 3]
+    torch.testing.assert_close(
+        verifier.read([3])[0], defined(decoder, text, window)[-1], rtol=1e-4, atol=1e-4
+    )
+    other = Window(tokens=4, sinks=2)
+    assert not torch.allclose(expected, defined(decoder, tokens, other), rtol=1e-3, atol=1e-3)
+
+
+@torch.inference_mode()
+def test_short_texts_are_read_as_without_a_window() -> None:
+    torch.manual_seed(1)
+    decoder, tokens = decoder_of("plain"), random_tokens(9)
+    states = []
+    for window in (None, Window(tokens=5, sinks=4)):
+        verifier = Verifier("it", decoder, cache_of(decoder))
+        verifier.window = window
+        states.append(verifier.read(tokens))
+    assert torch.equal(*states)
+
+
+@torch.inference_mode()
+def test_a_long_prompt_takes_no_mask_of_all_rows_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attend, "BLOCK_ROWS", 8)
+    sizes: list[int] = []
+    made = attend._views
+
+    def views(*arguments: Any) -> list[View]:
+        found = made(*arguments)
+        sizes.extend(view.mask.numel() for view in found if view.mask is not None)
+        return found
+
+    monkeypatch.setattr(attend, "_views", views)
+    groups = config_of("plain").query_groups
+    for family, window in (("plain", Window(tokens=6)), ("local", None), ("plain", None)):
+        decoder = decoder_of(family)
+        verifier = Verifier("it", decoder, cache_of(decoder))
+        verifier.window = window
+        sizes.clear()
+        verifier.read(random_tokens(100))
+        seen = {"plain": 4 + 6 + 8, "local": 100}[family]
+        assert max(sizes, default=0) <= 8 * groups * seen
+        assert bool(sizes) == (window is not None or family == "local")
+
+
+def head_paths(
+    decoder: Decoder, tree: Tree, tokens: list[int], window: Window | None
+) -> set[tuple[int, ...]]:
+    """The tree that a small model drafts, by the definition of expanding and of the window."""
+    beam: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
+    pool: list[tuple[float, tuple[int, ...]]] = []
+    for _ in range(tree.depth):
+        level = []
+        for score, path in beam:
+            state = defined(decoder, [*tokens, *path], window)[-1:]
+            best = decoder.logits(state)[0].log_softmax(-1).topk(tree.top_k)
+            pairs = zip(best.values.tolist(), best.indices.tolist(), strict=True)
+            level += [(score + value, (*path, token)) for value, token in pairs]
+        pool += level
+        beam = sorted(level, reverse=True)[: tree.top_k]
+    return {path for _, path in sorted(pool, key=lambda one: -one[0])[: tree.rows - 1]}
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("family", ["plain", "local"])
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+@pytest.mark.parametrize("num_tokens", [2, 13])
+def test_drafts_see_what_the_window_says(
+    family: str, window: Window | None, num_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the window ends among the draft's own rows."""
+    monkeypatch.setattr(attend, "BLOCK_ROWS", 4)
+    torch.manual_seed(2)
+    decoder, tokens = decoder_of(family), random_tokens(num_tokens)
+    tree = Tree(depth=5, top_k=2, rows=9)
+    drafter = ModelDrafter(decoder, tree, CAPACITY)
+    drafter.window = window
+    drafter.observe(torch.zeros(num_tokens - 1, 1))
+    drafted = drafter.draft(tokens, tree.depth)
+    paths = {tuple(path) for path in drafted.paths()[1:]}
+    assert paths == head_paths(decoder, tree, tokens, window)
+
+
+@torch.inference_mode()
+def test_a_heads_drafts_depend_on_what_it_sees() -> None:
+    torch.manual_seed(3)
+    decoder = decoder_of("plain")
+    head, tokens = Weights(9).head(decoder), random_tokens(60)
+    states = Verifier("it", decoder, cache_of(decoder)).read(tokens[:-1])
+    tree = Tree(depth=3, top_k=2, rows=7)
+
+    def scores(window: Window | None, text: list[int], states: Tensor) -> Tensor:
+        drafter = EagleDrafter(head, tree, CAPACITY)
+        drafter.window = window
+        drafter.observe(states)
+        return drafter.candidates(text, tree.depth).scores
+
+    window = Window(tokens=8, sinks=2)
+    narrow = scores(window, tokens, states)
+    # rows that nothing sees: the middle
+    states[20:30] = 0
+    assert torch.equal(scores(window, tokens, states), narrow)
+    assert not torch.equal(scores(None, tokens, states), scores(window, tokens, states))
+    states[0] = 0
+    assert not torch.equal(scores(window, tokens, states), narrow)
+
+
+# Chains
+
+
+def engine_of(share_caches: bool = True) -> Engine:
+    config = small_config(num_layers=2, hidden_size=32)
+    decoders = {
+        "target": Weights(1).decoder(config),
+        "intermediate": Weights(1, noise=0.3).decoder(config),
+        "small": Weights(3).decoder(small_config(num_layers=1, hidden_size=16)),
+    }
+    drafts_for = ("intermediate",)
+    members = (
+        member("target", "target"),
+        member("intermediate", "intermediate"),
+        member("small", "intermediate"),
+        member("draft", "drafter", drafts_for),
+        member("copy", "drafter", drafts_for).model_copy(update={"kind": "decoder"}),
+    )
+    drafters = {
+        "draft": Weights(9).head(decoders["intermediate"]),
+        "copy": Weights(1, noise=0.2).decoder(config),
+    }
+    return Engine(Models(decoders, drafters, members, 64), share_caches)
+
+
+FLUSH = {"target": Flush(length=3), "intermediate": Flush(length=2)}
+SHAPE = Tree(depth=3, top_k=2, rows=6)
+PROMPT = [3, 1, 4, 1, 5, 2, 0, 5, 3, 5, 0, 2]
+PLANS = [
+    Plan(members=("target", "intermediate", "draft"), tree=SHAPE, flush=FLUSH),
+    Plan(members=("target", "intermediate", "copy"), tree=SHAPE, flush=FLUSH),
+    Plan(members=("target", "intermediate", "small"), tree=SHAPE, flush=FLUSH),
+    Plan(members=("target", "small"), tree=SHAPE, flush=FLUSH, ngram=Ngram(min_match=1)),
+]
+
+
+def answer(engine: Engine, plan: Plan, sampling: Sampling | None = None) -> tuple[list[int], Any]:
+    request = Request(PROMPT, 40, sampling or Sampling(), (), plan)
+    tokens = [token for batch in engine.run(request) for token in batch]
+    assert request.statistics is not None
+    return tokens, request.statistics
+
+
+def with_windows(plan: Plan, window: Window) -> Plan:
+    return plan.model_copy(update={"windows": dict.fromkeys(plan.members[1:], window)})
+
+
+@pytest.mark.parametrize("share_caches", [True, False])
+@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: "-".join(plan.members))
+def test_greedy_answers_are_the_targets(plan: Plan, share_caches: bool) -> None:
+    engine = engine_of(share_caches)
+    alone, _ = answer(engine, Plan(members=("target",), tree=SHAPE))
+    seen_all, all_statistics = answer(engine, plan)
+    windowed, statistics = answer(engine, with_windows(plan, NARROW))
+    assert alone == seen_all == windowed
+    assert statistics.accepted_lengths != all_statistics.accepted_lengths, "the window did nothing"
+    # and the windows of one request are gone with it
+    again, again_statistics = answer(engine, plan)
+    assert again == alone
+    assert again_statistics.accepted_lengths == all_statistics.accepted_lengths
+
+
+def test_a_window_on_the_target_would_change_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = PLANS[0].model_copy(update={"windows": {"target": NARROW}})
+    engine = engine_of()
+    alone, _ = answer(engine, Plan(members=("target",), tree=SHAPE))
+    monkeypatch.setattr("polybasic.deploy.engine.check_plan", lambda plan, members: None)
+    assert answer(engine, plan)[0] != alone
+
+
+def test_own_caches_are_read_alike() -> None:
+    shared, own = engine_of(), engine_of(share_caches=False)
+    caches = [
+        {name: id(verifier.cache) for name, verifier in engine.verifiers.items()}
+        for engine in (shared, own)
+    ]
+    assert caches[0]["target"] == caches[0]["intermediate"] != caches[0]["small"]
+    assert len(set(caches[1].values())) == 3
+    assert answer(shared, PLANS[0])[0] == answer(own, PLANS[0])[0]
+
+
+@pytest.mark.parametrize(
+    ("windows", "message"),
+    [
+        ({"target": NARROW}, "target, whose distribution is kept"),
+        ({"other": NARROW}, "other, which is no member"),
+    ],
+)
+def test_windows_of_the_target_and_of_strangers_are_refused(
+    windows: dict[str, Window], message: str
+) -> None:
+    members = engine_of().models.members
+    check_plan(with_windows(PLANS[0], NARROW), members)
+    with pytest.raises(ValueError, match=message):
+        check_plan(PLANS[0].model_copy(update={"windows": windows}), members)
+    for wrong in ({"tokens": 0}, {"tokens": 1, "sinks": -1}, {"sinks": 1}):
+        with pytest.raises(ValueError, match="1 validation error for Window"):
+            Window(**wrong)

@@ -1,0 +1,40 @@
+"""`polybasic doctor` on the CPU kernels."""
+
+import json
+
+import pytest
+
+from polybasic.chain.native import build
+from polybasic.recipes import cli
+
+
+def kernels_told(capsys) -> str:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["doctor", "--json"])
+    assert not caught.value.code
+    return json.loads(capsys.readouterr().out)["kernels"]
+
+
+@pytest.fixture(autouse=True)
+def _plain(monkeypatch: pytest.MonkeyPatch):
+    for name in ("CXX", "POLYBASIC_KERNELS"):
+        monkeypatch.delenv(name, raising=False)
+    build._outcome.cache_clear()
+    yield
+    build._outcome.cache_clear()
+
+
+def test_doctor_says_what_to_do_without_a_compiler(capsys, monkeypatch) -> None:
+    assert kernels_told(capsys) == build.describe_kernels()
+    monkeypatch.setattr(build, "find_compiler", lambda: None)
+    assert kernels_told(capsys) == (
+        "eager (no C++ compiler found; install g++ or pip install 'polybasic[native]')"
+    )
+
+
+def test_doctor_tells_settings_that_cannot_be_used(capsys, monkeypatch) -> None:
+    monkeypatch.setenv("POLYBASIC_KERNELS", "fast")
+    assert "POLYBASIC_KERNELS=fast; use auto, native or eager" in kernels_told(capsys)
+    monkeypatch.setenv("POLYBASIC_KERNELS", "auto")
+    monkeypatch.setenv("CXX", "missing-compiler")
+    assert "CXX=missing-compiler" in kernels_told(capsys)
