@@ -172,8 +172,9 @@ def _allocations(profiled: profile) -> Iterator[tuple[str, int]]:
         if event.name() != "[memory]":
             running.append((event.start_ns() + event.duration_ns(), event.name()))
         elif event.nbytes() > 0:
-            named = [name for _, name in running if not name.startswith("aten::empty")]
-            yield (named[-1] if named else "outside of operations"), event.nbytes()
+            names = [name for _, name in running] or ["outside of operations"]
+            asking = [name for name in names if not name.startswith("aten::empty")]
+            yield (asking or names)[-1], event.nbytes()
 
 
 def print_sets(found: Sequence[dict[str, Any]]) -> None:

@@ -5,7 +5,6 @@ an accepted length is tokens of the finished answer for each pass of a member, s
 tokens count as cost, and a pass time is the mean over the rows that the plan's passes have.
 """
 
-from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
@@ -13,7 +12,7 @@ from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 
-from polybasic.chain.manifest import Plan, Window
+from polybasic.chain.manifest import Plan
 from polybasic.deploy.agreement import acceptance_between, candidates_by_depth
 from polybasic.deploy.measurements import Measurements, PassCosts
 from polybasic.deploy.planner import LEAST_GAIN, Candidate, Choice
@@ -24,6 +23,7 @@ from polybasic.deploy.theory import (
     judge_insertion,
     seconds_of_chain,
 )
+from polybasic.deploy.window_verdict import window_verdict, windows_tried
 
 
 def explain(choice: Choice, measurements: Measurements) -> dict[str, Any]:
@@ -67,16 +67,7 @@ def explain(choice: Choice, measurements: Measurements) -> dict[str, Any]:
             }
             for one in choice.by_members
         ],
-        "windows": [
-            {
-                "members": str(one.best.members),
-                "windows": {name: window.model_dump() for name, window in one.windows.items()},
-                "seconds_per_token_without": one.without.seconds_per_token,
-                "seconds_per_token_with": one.best.seconds_per_token,
-                "is_taken": one.is_taken,
-            }
-            for one in choice.window_trials
-        ],
+        "windows": windows_tried(choice),
         "runner_up": None if runner_up is None else str(runner_up.members),
         "plan": best.plan.model_dump(mode="json"),
         "decision": decide(choice, measurements),
@@ -86,7 +77,7 @@ def explain(choice: Choice, measurements: Measurements) -> dict[str, Any]:
 def decide(choice: Choice, measurements: Measurements) -> str:
     """The choice in one sentence, with a reason for each member of the chain."""
     best, alone = choice.best, choice.alone
-    parts = [f"run {best.members} at {_milliseconds(best.seconds_per_token)} a token"]
+    parts = [f"run {best.members} at {best.milliseconds} a token"]
     if best is not alone:
         speedup = alone.seconds_per_token / best.seconds_per_token
         parts[0] += f", {speedup:.2f}x {measurements.target} alone"
@@ -102,7 +93,7 @@ def decide(choice: Choice, measurements: Measurements) -> str:
     if with_ngram is not None and without_ngram is not None:
         runs = best.members.has_ngram
         parts.append(_verdict("n-grams", runs, with_ngram, without_ngram, ""))
-    if (about_windows := _window_verdict(choice, measurements)) is not None:
+    if (about_windows := window_verdict(choice, measurements)) is not None:
         parts.append(about_windows)
     return "; ".join(parts)
 
@@ -110,43 +101,13 @@ def decide(choice: Choice, measurements: Measurements) -> str:
 def _verdict(name: str, runs: bool, with_it: Candidate, without: Candidate, cost: str) -> str:
     """Why a member runs or does not."""
     if runs:
-        return f"keep {name}: without it the best plan needs " + _milliseconds(
-            without.seconds_per_token
-        )
+        return f"keep {name}: without it the best plan needs " + without.milliseconds
     if with_it.seconds_per_token <= without.seconds_per_token:
         return f"leave {name} out: it would save less than {LEAST_GAIN:.0%} of the time"
     return (
         f"leave {name} out: {cost}with it the best plan needs "
-        f"{_milliseconds(with_it.seconds_per_token)} a token, without it "
-        f"{_milliseconds(without.seconds_per_token)}"
-    )
-
-
-def _window_verdict(choice: Choice, measurements: Measurements) -> str | None:
-    """Why members see a part of the context or all of it; None where there was no question."""
-    if not choice.windows or all(len(one.names) == 1 for one in choice.by_members):
-        return None
-    if measurements.longest_text_tokens <= min(choice.windows):
-        longest = f"{measurements.longest_text_tokens:,} tokens"
-        return f"no windows: planning prompts with answers have at most {longest}"
-    trials = [one for one in choice.window_trials if one.best.members == choice.best.members]
-    if not trials:
-        return None
-    without = _milliseconds(trials[0].without.seconds_per_token)
-    taken = next((one for one in trials if one.is_taken), None)
-    if taken is not None:
-        return f"{_shown_windows(taken.windows)}: if all saw everything, it would need {without}"
-    best = min(trials, key=lambda one: one.best.seconds_per_token)
-    if best.best.seconds_per_token <= best.without.seconds_per_token:
-        return f"no windows: the best would save less than {LEAST_GAIN:.0%} of the time"
-    seconds = _milliseconds(best.best.seconds_per_token)
-    return f"no windows: with the best, {_shown_windows(best.windows)}, it would need {seconds}"
-
-
-def _shown_windows(windows: Mapping[str, Window]) -> str:
-    return " and ".join(
-        f"{name} sees the first {one.sinks} and the latest {one.tokens:,} tokens"
-        for name, one in windows.items()
+        f"{with_it.milliseconds} a token, without it "
+        f"{without.milliseconds}"
     )
 
 
@@ -495,7 +456,3 @@ def _inequality(condition: dict[str, Any] | None) -> str:
         return "-"
     sign, verdict = ("<", "holds") if condition["holds"] else (">=", "fails")
     return f"{condition['left']:.3f} {sign} {condition['right']:.3f} ({verdict})"
-
-
-def _milliseconds(seconds: float) -> str:
-    return f"{1e3 * seconds:.3g} ms"

@@ -47,8 +47,8 @@ class Memory:
         context_tokens: prompt and answer together; caches have `MAX_TREE_ROWS` rows more.
         members: by name and kind; a cache counts for the first of the members that share it.
         loading_bytes: most that is taken until all weights and caches are there.
-        workspace_bytes: most that a pass takes beside all that stays: that of a prompt which fills
-            the context, or that of a round.
+        workspace_bytes: most that passes take beside all that stays: one over a prompt which fills
+            the context, or one of a round; and the native kernels' buffers, which fill with use.
         process_bytes: libraries and tokenizer; 0 where the device has a memory of its own.
     """
 
@@ -144,9 +144,7 @@ def state_memory(
     for member in members:
         config = configs[member.name]
         kinds = bytes_by_kind[member.name] = {"rotary": _rotary_bytes(config, capacity, layout)}
-        if layout.kernels == "native":
-            kinds["buffers"] = _buffer_bytes(config, capacity)
-        staying += sum(kinds.values())
+        staying += kinds["rotary"]
         headers = tensor_headers(folders[member.name])
         for part in WeightFiles(member.kind, config, headers, layout).parts():
             peak = max(peak, staying + part.loading_bytes)
@@ -234,8 +232,8 @@ def _workspace_bytes(
 ) -> int:
     """Most that one pass takes, of any member.
 
-    On the host as much again: the allocator does not give back at once what a pass took. Twice is
-    what prompts were measured to take.
+    Of eager operations on the host twice as much, as was measured over prompts: the allocator does
+    not give back at once what an operation took.
     """
     flush_lengths = [flush.length for flush in plan.flush.values()]
     num_rows = max(plan.tree.rows, plan.tree.depth + 1 + max(flush_lengths, default=0))
@@ -244,6 +242,9 @@ def _workspace_bytes(
     num_features = max(map(len, features), default=0)
     prompts = [_prompt_bytes(one, context_tokens, num_features, layout) for one in configs]
     taken = max(sampling, *prompts)
+    if layout.kernels == "native":
+        taken += sum(_buffer_bytes(one, context_tokens + MAX_TREE_ROWS) for one in configs)
+        return taken
     return taken + min(taken, _HELD_BYTES) if layout.device == "cpu" else taken
 
 

@@ -73,6 +73,11 @@ class Candidate:
     def seconds_per_token(self) -> float:
         return self.predicted.seconds_per_token
 
+    @property
+    def milliseconds(self) -> str:
+        """A token's time for people."""
+        return f"{1e3 * self.seconds_per_token:.3g} ms"
+
 
 @dataclass(frozen=True)
 class WindowTrial:

@@ -79,8 +79,8 @@ def write_markdown(path: Path, report: dict[str, Any]) -> None:
         "",
         *_markdown_table(memory_rows(report["memory"]["stated"])),
         "",
-        "Stated before loading, by shapes alone. Caches hold the whole context; verifying members",
-        "of the same shapes share one.",
+        "Stated before loading, by shapes alone. Caches (and what else grows with the context) hold",
+        "all of it; verifying members of the same shapes share one.",
         "",
         f"- {memory_line(report['memory'])}",
         "",
@@ -225,13 +225,11 @@ def draft_vocabulary_line(entry: dict[str, Any]) -> str:
 
 def memory_rows(stated: dict[str, Any]) -> Rows:
     """Header, a row for each member and their sum: bytes that stay, as they were stated."""
-    rows = [["member", "weights", "caches", "for passes"]]
-    sums = [0, 0, 0]
+    rows = [["member", "weights", "caches"]]
+    sums = [0, 0]
     for name, kinds in stated["members"].items():
-        weights, caches = (
-            sum(kinds.get(kind, 0) for kind in group) for group in (WEIGHT_KINDS, CONTEXT_KINDS)
-        )
-        numbers = [weights, caches, sum(kinds.values()) - weights - caches]
+        groups = WEIGHT_KINDS, CONTEXT_KINDS
+        numbers = [sum(kinds.get(kind, 0) for kind in group) for group in groups]
         rows.append([name, *map(readable_bytes, numbers)])
         sums = [one + other for one, other in zip(sums, numbers, strict=True)]
     return [*rows, ["all", *map(readable_bytes, sums)]]

@@ -376,12 +376,20 @@ def load_checked(
         stated.check_fits(available)
     before = usage(where)
     engine = Engine(_load_models(checked, where, compute_dtype, num_tokens), share_caches)
-    engine.drafters.of(running)  # its caches, too, are there before the first request
+    _allocate(engine, running)
     give_back(where)
     memory = LoadedMemory(stated, before, usage(where))
     tokenizer = load_tokenizer(checked.tokenizer, "chain's tokenizer")
     stop_tokens = read_stop_tokens(checked.target, tokenizer.eos_token_id)
     return Chain(checked, tokenizer, engine, chosen, stop_tokens, default_sampling, memory)
+
+
+def _allocate(engine: Engine, plan: Plan) -> None:
+    """Make what is made when it is first asked for: the drafter's cache, the kernels' buffers."""
+    engine.drafters.of(plan)
+    models: list[Decoder | EagleHead] = [*engine.models.decoders.values()]
+    for model in (*models, *engine.models.drafters.values()):
+        _ = model.native
 
 
 def stated_memory(

@@ -42,10 +42,10 @@ def try_windows(
         return choice
     grid = calibration.grid
     say(f"plan: windows of {_listed(calibration)} tokens, beside the same plans without")
-    windowed = _measure(calibration, measurements, tried, single)
+    windowed = _measure(calibration, measurements, tried, single, say)
     found = choose_windows(choice, windowed, grid)
     if together := _joint_windows(found.window_trials):
-        windowed += _measure(calibration, measurements, tried, together)
+        windowed += _measure(calibration, measurements, tried, together, say)
         found = choose_windows(choice, windowed, grid)
     return found
 
@@ -95,6 +95,7 @@ def _measure(
     measurements: Measurements,
     tried: Sequence[Candidate],
     windows: Sequence[Windows],
+    say: Callable[[str], None],
 ) -> list[Measurements]:
     """What was measured, with each of the windows; without those that could not be timed."""
     top_ks = sorted({one.plan.tree.top_k for one in tried if _drafter(one.plan, measurements)})
@@ -109,9 +110,11 @@ def _measure(
     found: list[Measurements] = []
     for one, (without, with_windows) in zip(windows, timed, strict=True):
         costs = _costs(measurements, one, without, with_windows, top_ks)
-        if costs is not None:
-            traces = _traces(calibration, measurements, one, top_ks)
-            found.append(replace(measurements, traces=traces, windows=dict(one), **costs))
+        if costs is None:
+            say(f"plan: too few rounds to time a window for {' and '.join(one)}; it is left out")
+            continue
+        traces = _traces(calibration, measurements, one, top_ks)
+        found.append(replace(measurements, traces=traces, windows=dict(one), **costs))
     return found
 
 

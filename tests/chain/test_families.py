@@ -1,7 +1,8 @@
 """Every family in the runtime against transformers: logits, greedy output, 4 bits, refusals."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -34,6 +35,7 @@ from polybasic.deploy.cache import KeyValueCache
 from polybasic.deploy.model_drafter import ModelDrafter
 from polybasic.deploy.tree import DraftTree
 from polybasic.deploy.verifier import Verifier
+from tests.chain.native_models import eager
 from tests.checkpoints import FAMILIES, VOCAB_SIZE, write_family
 from tests.conftest import round_to_nearest
 
@@ -68,6 +70,13 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 CASES = {family: (family, {}) for family in FAMILIES} | VARIANTS
 Folders = Callable[[str], Path]
+
+
+@pytest.fixture(autouse=True, params=["native", "eager"])
+def kernels(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Every test runs with both."""
+    with eager() if request.param == "eager" else nullcontext():
+        yield request.param
 
 
 @pytest.fixture(scope="module")
@@ -315,9 +324,12 @@ def write_4bit(folder: Path, source: Path) -> None:
 @torch.inference_mode()
 @pytest.mark.parametrize("case", [*FAMILIES, "llama-biases"])
 def test_4_bit_copies_compute_their_dequantized_weights(
-    case: str, folders: Folders, tmp_path: Path
+    case: str, folders: Folders, tmp_path: Path, kernels: str
 ) -> None:
-    """The measure is how far the dequantized model in bfloat16 is from itself in float32."""
+    """The measure is how far the dequantized model in bfloat16 is from itself in float32.
+
+    Eager operations round to bfloat16, too; the native kernels round rows to eight bits.
+    """
     source, ids = folders(case), random_tokens(40)
     write_4bit(tmp_path, source)
     awq, dense = load(tmp_path / "awq"), load(tmp_path / "dense")
@@ -326,7 +338,8 @@ def test_4_bit_copies_compute_their_dequantized_weights(
     exact = consecutive_logits(dense, ids, ends)
     rounded = consecutive_logits(load(tmp_path / "dense", torch.bfloat16), ids, ends).float()
     error = (consecutive_logits(awq, ids, ends) - exact).pow(2).mean()
-    assert error < 1.5 * (rounded - exact).pow(2).mean()
+    allowed = {"eager": 1.5, "native": 10}[kernels]
+    assert error < allowed * (rounded - exact).pow(2).mean()
     # the model before it was rounded to 4 bits is far away
     unquantized = consecutive_logits(load(source), ids, ends)
     assert (unquantized - exact).pow(2).mean() > 20 * error

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 
 from polybasic.chain.errors import UserError
@@ -16,6 +17,7 @@ from polybasic.deploy.exactness import BLOCK_ROWS, is_near_tie, position_logits,
 from polybasic.deploy.prompts import Question, choose_questions, read_questions
 from polybasic.deploy.report import print_report
 from polybasic.deploy.settings import BenchSettings
+from tests.chain.native_models import eager
 
 
 def write_prompts(path: Path, *rows: dict[str, Any]) -> Path:
@@ -113,8 +115,19 @@ def test_sampling_needs_no_identical_outputs(tiny_chain: Path, prompts: Path) ->
     assert "identical_to_target" not in systems["polybasic"]
 
 
-def test_near_ties_need_a_gap_below_the_rounding(tiny_chain: Path) -> None:
+def test_native_kernels_round_alike_in_blocks_of_any_size(tiny_chain: Path) -> None:
     verifier = load_chain(tiny_chain, dtype="bfloat16").engine.verifiers["target"]
+    prompt, answer = list(range(1, 10)), list(range(20, 45))
+    one_by_one = position_logits(verifier, prompt, answer, rows=1)
+    for rows in (*BLOCK_ROWS, 25, 40):
+        assert torch.equal(position_logits(verifier, prompt, answer, rows), one_by_one)
+    best, second = one_by_one.topk(2).indices.tolist()
+    assert not is_near_tie(verifier, prompt, [*answer, best], [*answer, second])
+
+
+def test_near_ties_need_a_gap_below_the_rounding(tiny_chain: Path) -> None:
+    with eager():
+        verifier = load_chain(tiny_chain, dtype="bfloat16").engine.verifiers["target"]
     prompt, answer = list(range(1, 10)), list(range(20, 45))
     one_by_one = position_logits(verifier, prompt, answer, rows=1)
     ways = [position_logits(verifier, prompt, answer, rows) for rows in BLOCK_ROWS]

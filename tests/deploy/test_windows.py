@@ -6,6 +6,7 @@ sees; caches, blocks of a prompt, trees and drafts are held against it.
 
 import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +17,9 @@ from polybasic.chain import attend
 from polybasic.chain.attend import Attend, View
 from polybasic.chain.config import DecoderConfig, LayerKind
 from polybasic.chain.decoder import Decoder
+from polybasic.chain.errors import UserError
 from polybasic.chain.manifest import Flush, Ngram, Plan, Tree, Window, check_plan
+from polybasic.deploy import load_chain
 from polybasic.deploy.cache import KeyValueCache
 from polybasic.deploy.eagle_drafter import EagleDrafter
 from polybasic.deploy.engine import Engine, Models, Request
@@ -294,6 +297,28 @@ def test_own_caches_are_read_alike() -> None:
     assert caches[0]["target"] == caches[0]["intermediate"] != caches[0]["small"]
     assert len(set(caches[1].values())) == 3
     assert answer(shared, PLANS[0])[0] == answer(own, PLANS[0])[0]
+
+
+def test_chains_are_loaded_with_own_caches_and_beyond_what_is_declared(tiny_chain: Path) -> None:
+    with pytest.raises(UserError, match="context out of range"):
+        load_chain(tiny_chain, dtype="float32", context_tokens=5000)
+    answers = []
+    for share_caches in (True, False):
+        chain = load_chain(
+            tiny_chain,
+            dtype="float32",
+            context_tokens=5000,
+            share_caches=share_caches,
+            beyond_declared=True,
+        )
+        verifiers = chain.engine.verifiers
+        assert chain.engine.context_tokens == 5000
+        shares = verifiers["target"].cache is verifiers["intermediate"].cache
+        assert shares == share_caches
+        answers.append(chain.generate("w1 w2", max_new_tokens=20).token_ids)
+    assert answers[0] == answers[1]
+    with pytest.raises(UserError, match="context out of range"):
+        load_chain(tiny_chain, dtype="float32", context_tokens=0, beyond_declared=True)
 
 
 @pytest.mark.parametrize(

@@ -147,8 +147,7 @@ public:
 
 private:
     static constexpr int kScoresStride = kSegment + kLanes;
-    static constexpr int kKeysAhead = 8 * kLanes;
-    static constexpr int kValuesAhead = 4 * kLanes;
+    static constexpr int kFetchedAhead = 8 * kLanes;
     static constexpr int kMostPadded = kMostHead + kLanes;
 
     size_t offset(int head, int query) const {
@@ -241,15 +240,11 @@ private:
         }
     }
 
-    // Bring what is needed soon nearer: further keys, and the first values, with which another
-    // stream begins.
+    // Bring the keys that are needed soon nearer: a processor that follows the rows by itself stops at
+    // the end of each page of memory.
     void fetch_ahead(int at) const {
-        if (first_ + at + kKeysAhead < plain_end_) fetch(row_of(keys_, at + kKeysAhead));
-        if (at < kValuesAhead) fetch(row_of(values_, at));
-    }
-
-    void fetch(const T* sixteen_rows) const {
-        const char* bytes = reinterpret_cast<const char*>(sixteen_rows);
+        if (first_ + at + kFetchedAhead >= plain_end_) return;
+        const char* bytes = reinterpret_cast<const char*>(row_of(keys_, at + kFetchedAhead));
         const int num_bytes = kLanes * head_dim() * int(sizeof(T));
         for (int i = 0; i < num_bytes; i += 64) __builtin_prefetch(bytes + i, 0, 2);
     }

@@ -1,4 +1,4 @@
-// The two products of attention in tiles of registers: queries with keys, probabilities with values.
+// The two products of attention in tiles of registers: queries with keys, weights with values.
 //
 // A score is summed in sixteen lanes, each running over the head in order, and these by one tree. A
 // weighted sum of values runs over the positions in order. Neither depends on the tile that it is
@@ -63,8 +63,8 @@ struct ScorePart<Bfloat16> {
     static Floats add_product(Floats sum, Type x, Type y) { return add_pair_products(sum, x, y); }
 };
 
-// The products of kQueries queries, filled up with zeros to whole parts, with 16 / kQueries keys from `first` on; that of query q
-// and key k is in lane q * 16 / kQueries + k.
+// The products of kQueries queries, filled up with zeros to whole parts, with 16 / kQueries keys from
+// `first` on; that of query q and key k is in lane q * 16 / kQueries + k.
 template <class T, int kQueries, class Keys>
 POLYBASIC_INLINE Floats score_tile(const T* const* queries, const Keys& keys, int first, int head_dim) {
     using Part = ScorePart<T>;
@@ -154,7 +154,8 @@ struct ValuePart<Bfloat16> {
     static void put_in_order(Floats& first, Floats& second) {
         const Floats low = first, high = second;
         first = POLYBASIC_SHUFFLE(low, high, 0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
-        second = POLYBASIC_SHUFFLE(low, high, 8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
+        second =
+            POLYBASIC_SHUFFLE(low, high, 8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
     }
 };
 #endif

@@ -65,63 +65,80 @@ inline Range share(int size, int thread, int num_threads, int step = 1) {
     return {first, end < size ? end : size};
 }
 
+// Sixteen values as they stand in an operand of floats: row after row of the same input.
+inline void place_floats(float* to, int rows, Floats values) {
+    float lanes[kLanes];
+    store(lanes, values);
+    for (int lane = 0; lane < kLanes; ++lane) to[size_t(lane) * rows] = lanes[lane];
+}
+
+inline void place_pairs(uint32_t* to, int rows, Floats values) {
+    uint32_t pairs[kLanes / 2];
+    store(reinterpret_cast<Bfloat16*>(pairs), values);
+    for (int pair = 0; pair < kLanes / 2; ++pair) to[size_t(pair) * rows] = pairs[pair];
+}
+
+inline void place_quads(uint32_t* to, int rows, Ints values) {
+    const Bytes bytes = __builtin_convertvector(values, Bytes);
+    uint32_t quads[kLanes / 4];
+    std::memcpy(quads, &bytes, sizeof quads);
+    for (int quad = 0; quad < kLanes / 4; ++quad) to[size_t(quad) * rows] = quads[quad];
+}
+
+// The nearest integers of values between -2^22 and 2^22: adding 1.5 * 2^23 rounds to one.
+inline Ints nearest(Floats values) {
+    const Floats shifted = values + 12582912.0f;
+    Ints bits;
+    std::memcpy(&bits, &shifted, sizeof bits);
+    return bits - 0x4b400000;
+}
+
+// Round a group of inputs of one row to bytes; `read(i)` gives its values i..i + 16.
+template <class Read>
+void place_group(uint32_t* to, float* scale, float* sum_of_bytes, int size, int rows, Read read) {
+    Floats greatest{};
+    for (int i = 0; i < size; i += kLanes) {
+        const Floats values = read(i);
+        greatest = maximum(greatest, maximum(values, -values));
+    }
+    const float limit = largest(greatest);
+    const float factor = limit > 0 ? 127.0f / limit : 0.0f;
+    Ints total{};
+    for (int i = 0; i < size; i += kLanes) {
+        const Ints values = nearest(read(i) * factor);
+        total += values;
+        place_quads(to + size_t(i / 4) * rows, rows, values);
+    }
+    *scale = limit / 127.0f;
+    *sum_of_bytes = sum(__builtin_convertvector(total, Floats));
+}
+
 // Fill an operand with the columns first..end of all rows; both are multiples of the group size for
-// 4-bit weights, else of sixteen. `read(row, column)` gives sixteen values.
+// 4-bit weights, else of sixteen. `read(row, column)` gives sixteen values. Rows are the inner loop
+// because they lie side by side.
 template <class Read>
 void fill_operand(const Matrix& matrix, const Operand& operand, int num_rows, Range columns, Read read) {
     const Chunks chunks{num_rows};
-    const int num_inputs = matrix.num_inputs;
+    const int step = matrix.format == kInt4 ? matrix.group_size : kLanes;
     for (int chunk = 0; chunk < chunks.num_chunks(); ++chunk) {
-        const int first_row = chunks.first(chunk), rows = chunks.size(chunk);
-        const size_t offset = size_t(first_row) * num_inputs;
-        for (int row = 0; row < rows; ++row) {
-            if (matrix.format == kFloat32) {
-                for (int column = columns.first; column < columns.end; column += kLanes) {
-                    float values[kLanes];
-                    store(values, read(first_row + row, column));
-                    for (int lane = 0; lane < kLanes; ++lane)
-                        operand.floats[offset + size_t(column + lane) * rows + row] = values[lane];
-                }
-            } else if (matrix.format == kBfloat16) {
-                for (int column = columns.first; column < columns.end; column += kLanes) {
-                    uint32_t pairs[kLanes / 2];
-                    store(reinterpret_cast<Bfloat16*>(pairs), read(first_row + row, column));
-                    uint32_t* to = operand.pairs + offset / 2 + size_t(column / 2) * rows + row;
-                    for (int pair = 0; pair < kLanes / 2; ++pair) to[size_t(pair) * rows] = pairs[pair];
-                }
-            } else {
-                const int size = matrix.group_size;
-                for (int column = columns.first; column < columns.end; column += size) {
-                    const size_t at = size_t(first_row) * matrix.num_groups() +
-                                      size_t(column / size) * rows + row;
-                    Floats greatest{};
-                    for (int i = 0; i < size; i += kLanes) {
-                        const Floats values = read(first_row + row, column + i);
-                        greatest = maximum(greatest, maximum(values, -values));
-                    }
-                    const float limit = largest(greatest);
-                    const float factor = limit > 0 ? 127.0f / limit : 0.0f;
-                    int total = 0;
-                    for (int i = 0; i < size; i += kLanes) {
-                        float values[kLanes];
-                        // adding 1.5 * 2^23 rounds to the nearest integer
-                        store(values, read(first_row + row, column + i) * factor + 12582912.0f);
-                        uint32_t quads[kLanes / 4] = {};
-                        for (int lane = 0; lane < kLanes; ++lane) {
-                            int32_t bits;
-                            std::memcpy(&bits, &values[lane], sizeof bits);
-                            const int value = bits - 0x4b400000;
-                            total += value;
-                            quads[lane / 4] |= uint32_t(value & 0xff) << (8 * (lane % 4));
-                        }
-                        uint32_t* to = operand.quads + offset / 4 + size_t((column + i) / 4) * rows + row;
-                        for (int quad = 0; quad < kLanes / 4; ++quad) to[size_t(quad) * rows] = quads[quad];
-                    }
-                    operand.scales[at] = limit / 127.0f;
-                    operand.sums[at] = float(total);
+        const int first = chunks.first(chunk), rows = chunks.size(chunk);
+        const size_t offset = size_t(first) * matrix.num_inputs;
+        for (int column = columns.first; column < columns.end; column += step)
+            for (int row = 0; row < rows; ++row) {
+                if (matrix.format == kFloat32) {
+                    place_floats(operand.floats + offset + size_t(column) * rows + row, rows,
+                                 read(first + row, column));
+                } else if (matrix.format == kBfloat16) {
+                    place_pairs(operand.pairs + offset / 2 + size_t(column / 2) * rows + row, rows,
+                                read(first + row, column));
+                } else {
+                    const size_t at = size_t(first) * matrix.num_groups() +
+                                      size_t(column / step) * rows + row;
+                    place_group(operand.quads + offset / 4 + size_t(column / 4) * rows + row,
+                                operand.scales + at, operand.sums + at, step, rows,
+                                [&](int i) { return read(first + row, column + i); });
                 }
             }
-        }
     }
 }
 
@@ -234,9 +251,9 @@ inline void multiply_int4(const Matrix& matrix, const Operand& x, int block, flo
         for (int b = 0; b < BLOCKS; ++b) {
             const size_t at = ((block + b) * num_groups + group) * kLanes;
             const Floats scale = load(matrix.scales + at);
-            float zeros[kLanes];
-            for (int lane = 0; lane < kLanes; ++lane) zeros[lane] = -float(matrix.zeros[at + lane]);
-            const Floats minus_zero = load(zeros);
+            Bytes zeros;
+            std::memcpy(&zeros, matrix.zeros + at, sizeof zeros);
+            const Floats minus_zero = -__builtin_convertvector(zeros, Floats);
 #pragma GCC unroll 32
             for (int row = 0; row < ROWS; ++row) {
                 float* to = tile + (b * ROWS + row) * kLanes;

@@ -37,6 +37,7 @@ typedef float Floats __attribute__((vector_size(64)));
 typedef int32_t Ints __attribute__((vector_size(64)));
 typedef uint32_t Words __attribute__((vector_size(64)));
 typedef uint16_t Halves __attribute__((vector_size(32)));
+typedef int8_t Bytes __attribute__((vector_size(16)));
 
 // A bfloat16 number: the upper half of a float's bits.
 struct Bfloat16 {
@@ -163,11 +164,11 @@ inline Floats sum_each(const Floats (&of)[kLanes]) {
 }
 
 // A sum of sixteen lanes, by the same tree.
-inline float sum(Floats values) {
-    values = values + POLYBASIC_SHUFFLE(values, values, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
-    values = values + POLYBASIC_SHUFFLE(values, values, 4, 5, 6, 7, 0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3);
-    values = values + POLYBASIC_SHUFFLE(values, values, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3, 0, 1);
-    return values[0] + values[1];
+inline float sum(Floats x) {
+    x = x + POLYBASIC_SHUFFLE(x, x, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
+    x = x + POLYBASIC_SHUFFLE(x, x, 4, 5, 6, 7, 0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3);
+    x = x + POLYBASIC_SHUFFLE(x, x, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3, 0, 1);
+    return x[0] + x[1];
 }
 
 inline float largest(Floats x) {
