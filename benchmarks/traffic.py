@@ -15,11 +15,14 @@ from polybasic.chain.awq import GROUP_SIZE
 from polybasic.chain.config import DecoderConfig
 from polybasic.chain.eagle import EagleHead
 from polybasic.chain.layout import Shape, layer_linears, layer_norms, required_biases
+from polybasic.chain.linear import DRAFT_GROUP_SIZE, drafts_in_4_bits
 from polybasic.chain.manifest import Kind
 from polybasic.deploy import Chain
 
 SCALE_BYTES = 4
 """A scale and an offset in bfloat16, for a group of inputs of one output."""
+ROUNDED_GROUP_BYTES = 5
+"""A float32 scale and a byte of zero, for a group of a rounded head."""
 
 
 @dataclass(frozen=True)
@@ -84,8 +87,16 @@ def member_draft(chain: Chain, name: str, context: int, depth: int, top_k: int) 
         num_tokens = model.config.vocab_size
         if model.draft_token_ids is not None:
             num_tokens = len(model.draft_token_ids)
+        is_rounded = drafts_in_4_bits(model.device, model.dtype, model.config.hidden_size)
         return head_draft(
-            model.config, kind, num_tokens, model.dtype.itemsize, context, depth, top_k
+            model.config,
+            kind,
+            num_tokens,
+            model.dtype.itemsize,
+            context,
+            depth,
+            top_k,
+            is_rounded,
         )
     itemsize = model.dtype.itemsize
     return decoder_pass(model.config, kind, itemsize, context, top_k).times(depth)
@@ -99,6 +110,7 @@ def head_draft(
     context: int,
     depth: int,
     top_k: int,
+    is_rounded: bool = False,
 ) -> Moved:
     """All passes of a head's draft; each reads the whole head.
 
@@ -106,12 +118,19 @@ def head_draft(
 
     Args:
         num_tokens: that can be drafted.
+        is_rounded: weights are read in 4 bits.
     """
     width = config.hidden_size
-    fused = width * itemsize * (3 * width if kind == "eagle3" else 2 * width * depth)
+    # of one weight, its share of a group's scale and zero included
+    weight_bytes = 0.5 + ROUNDED_GROUP_BYTES / DRAFT_GROUP_SIZE if is_rounded else itemsize
+    linears = sum(
+        prod(shape) for group in layer_linears(config, kind).values() for shape in group.values()
+    )
+    norms = layer_bytes(config, kind, itemsize) - linears * itemsize
+    fused = width * weight_bytes * (3 * width if kind == "eagle3" else 2 * width * depth)
     return Moved(
-        weights=depth * layer_bytes(config, kind, itemsize) + fused,
-        lm_head=depth * num_tokens * width * itemsize,
+        weights=round(depth * (linears * weight_bytes + norms) + fused),
+        lm_head=round(depth * num_tokens * width * weight_bytes),
         cache=depth * cache_bytes(config, 0, itemsize, context, top_k),
         embeddings=depth * top_k * width * itemsize,
     )

@@ -70,7 +70,8 @@ class Attend:
             position, itself last; None where the rows are consecutive tokens behind the prefix,
             which is then `start`.
         prepared: views that were made ahead, for `views_of`.
-        window: hides the middle of a long context from all rows; None hides nothing.
+        window: hides the middle of a long context from all rows; None hides nothing. Layers whose
+            own window is narrower keep that.
     """
 
     start: int
@@ -133,13 +134,17 @@ def seen_from(position: int, kind: LayerKind, window: Window | None) -> tuple[ra
     Returns:
         No leading positions where nothing lies between the two.
     """
-    first = kind.first_seen(position)
-    if window is None:
-        return NO_ROWS, first
-    latest = max(first, position + 1 - window.tokens)
-    if latest <= max(first, window.sinks):
-        return NO_ROWS, first
-    return range(first, max(first, window.sinks)), latest
+    if window is None or not _is_narrower(window, kind):
+        return NO_ROWS, kind.first_seen(position)
+    latest = max(0, position + 1 - window.tokens)
+    if latest <= window.sinks:
+        return NO_ROWS, 0
+    return range(window.sinks), latest
+
+
+def _is_narrower(window: Window, kind: LayerKind) -> bool:
+    """Whether the window, with its sinks, takes the place of the kind's own."""
+    return kind.window is None or window.tokens < kind.window
 
 
 def _is_whole_prompt(model: Attending, attend: Attend) -> bool:
@@ -213,10 +218,8 @@ def _views(
 
 
 def _hidden(columns: Tensor, positions: Tensor, kind: LayerKind, window: Window | None) -> Tensor:
-    """Which of the `columns` windows hide from rows at `positions` [R, 1], both by position."""
-    hidden = torch.zeros_like(columns > positions)
-    if kind.window is not None:
-        hidden |= columns <= positions - kind.window
-    if window is not None:
-        hidden |= (columns <= positions - window.tokens) & (columns >= window.sinks)
-    return hidden
+    """Which of the `columns` are hidden from rows at `positions` [R, 1], both by position."""
+    if window is not None and _is_narrower(window, kind):
+        return (columns <= positions - window.tokens) & (columns >= window.sinks)
+    assert kind.window is not None
+    return columns <= positions - kind.window

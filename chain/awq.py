@@ -112,6 +112,22 @@ class QuantizedWeight:
         return qweight, qzeros, self.scales.t().contiguous()
 
 
+def round_to_nearest(weight: Tensor, group_size: int = GROUP_SIZE) -> QuantizedWeight:
+    """A weight [O, I] in 4 bits, each group between its own smallest and largest value.
+
+    Args:
+        weight: I is a multiple of the group size.
+    """
+    groups_OGg = weight.float().unflatten(1, (-1, group_size))
+    # zero must be a code
+    low, high = groups_OGg.amin(2).clamp(max=0), groups_OGg.amax(2).clamp(min=0)
+    scales = ((high - low) / (2**BITS - 1)).clamp(min=1e-5).half()
+    zeros = (-low / scales.float()).round().clamp(0, 2**BITS - 1)
+    codes = (groups_OGg / scales.float().unsqueeze(2)).round() + zeros.unsqueeze(2)
+    codes = codes.clamp(0, 2**BITS - 1).to(torch.uint8).flatten(1)
+    return QuantizedWeight(codes, zeros.to(torch.uint8), scales)
+
+
 def dequantize(weight: QuantizedWeight) -> Tensor:
     """The weight as float32 [O, I]."""
     codes_OGg = weight.codes.float().unflatten(1, (-1, weight.group_size))

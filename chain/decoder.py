@@ -15,7 +15,7 @@ from torch import Tensor
 
 from polybasic.chain.attend import Attend, View
 from polybasic.chain.config import DecoderConfig
-from polybasic.chain.linear import Linear, Softcapped, softcapped
+from polybasic.chain.linear import Linear, Softcapped, drafts_in_4_bits, softcapped
 from polybasic.chain.native.matrices import NativeLinear
 from polybasic.chain.native.passes import NativeLayer, NativeModel, NativeParts, supports
 from polybasic.chain.rotary import RotaryTable
@@ -81,12 +81,16 @@ class DecoderLayer:
 
     def native(self) -> NativeLayer | None:
         """The layer's parts for the native kernels, where these laid out its weights."""
-        linears = self.qkv, self.out, self.gate_up, self.down
-        native = [linear for linear in linears if isinstance(linear, NativeLinear)]
-        if len(native) < len(linears):
+        qkv, out, gate_up, down = self.qkv, self.out, self.gate_up, self.down
+        if not (isinstance(qkv, NativeLinear) and isinstance(out, NativeLinear)):
+            return None
+        if not (isinstance(gate_up, NativeLinear) and isinstance(down, NativeLinear)):
             return None
         return NativeLayer(
-            *native,
+            qkv,
+            out,
+            gate_up,
+            down,
             self.input_norm,
             self.mlp_norm,
             self.query_norm,
@@ -171,7 +175,7 @@ class Decoder:
         embedding: [V, D] in the compute dtype.
         final_norm: [D].
         lm_head: D -> V, before soft-capping.
-        lm_head_rows: token ids, int64 [V'] -> D -> V', `lm_head` of these tokens alone.
+        draft_lm_head: token ids, int64 [V'] or None for all -> D -> V', for `draft_lm_head`.
 
     Attributes:
         lm_head: D -> V with the soft-capping that the config asks for: for drafters, too.
@@ -188,12 +192,12 @@ class Decoder:
         final_norm: Tensor,
         lm_head: Linear,
         rotary: RotaryTable,
-        lm_head_rows: Callable[[Tensor], Linear],
+        draft_lm_head: Callable[[Tensor | None], Linear],
     ) -> None:
         self.config, self.rotary = config, rotary
         self.embedding, self.layers, self.final_norm = embedding, layers, final_norm
         self.lm_head = self._with_softcap(lm_head)
-        self._lm_head_rows = lm_head_rows
+        self._draft_lm_head = draft_lm_head
         # transformers rounds the factor to the dtype of the weights
         scale = config.embedding_scale
         self.embedding_scale = None if scale is None else embedding.new_tensor(scale).item()
@@ -275,9 +279,18 @@ class Decoder:
             states = states[:, : self.config.hidden_size]
         return self.lm_head(states)
 
-    def lm_head_of(self, token_ids: Tensor) -> Linear:
-        """`lm_head` of these tokens alone, int64 [V'], laid out for itself: D -> V'."""
-        return self._with_softcap(self._lm_head_rows(token_ids))
+    def draft_lm_head(self, token_ids: Tensor | None) -> Linear:
+        """`lm_head` as a draft head multiplies by it: D -> V'.
+
+        It is the decoder's own but for the tokens given, or where drafts are rounded to 4 bits.
+
+        Args:
+            token_ids: int64 [V'], the tokens that are drafted; None for all.
+        """
+        is_rounded = drafts_in_4_bits(self.device, self.dtype, self.config.hidden_size)
+        if token_ids is None and not is_rounded:
+            return self.lm_head
+        return self._with_softcap(self._draft_lm_head(token_ids))
 
     def _with_softcap(self, lm_head: Linear) -> Linear:
         softcap = self.config.logit_softcap

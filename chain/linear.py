@@ -10,7 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from polybasic.chain.awq import QuantizedWeight, cpu_int4_weight, dequantize
+from polybasic.chain.awq import (
+    QuantizedWeight,
+    cpu_int4_weight,
+    dequantize,
+    round_to_nearest,
+)
 from polybasic.chain.native import matrices
 from polybasic.chain.native.library import kernels_for
 from polybasic.chain.native.matrices import LANES
@@ -21,6 +26,9 @@ Linear = Callable[[Tensor], Tensor]
 CPU_INT4_MAX_ROWS = 4
 """Beyond this many rows PyTorch's int4 kernel for the CPU loses to prepacked bfloat16 weights
 (benchmarks/kernels.py)."""
+
+DRAFT_GROUP_SIZE = 64
+"""Inputs that share a scale where a head's weights are rounded to 4 bits."""
 
 _DEQUANTIZED_AT_ONCE = 1 << 22
 
@@ -55,6 +63,24 @@ def dense_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
         product = torch.ops.mkldnn._linear_pointwise
         return lambda x_RI: product(x_RI, packed, bias, "none", [], "")
     return lambda x_RI: F.linear(x_RI, weight, bias)
+
+
+def draft_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
+    """A product that only drafts: the native kernels read bfloat16 weights rounded to 4 bits.
+
+    Bad drafts cost time and no quality, and a head of a quarter of the bytes stays in the
+    processor's caches from one level of a draft to the next.
+    """
+    kernels = kernels_for(weight.device, weight.dtype)
+    if kernels is None or not drafts_in_4_bits(weight.device, weight.dtype, weight.shape[1]):
+        return dense_linear(weight, bias)
+    return matrices.int4(kernels, round_to_nearest(weight, DRAFT_GROUP_SIZE), bias)
+
+
+def drafts_in_4_bits(device: torch.device, dtype: torch.dtype, in_size: int) -> bool:
+    """Whether `draft_linear` rounds a weight over so many inputs."""
+    is_native = kernels_for(device, dtype) is not None
+    return is_native and dtype == torch.bfloat16 and in_size % DRAFT_GROUP_SIZE == 0
 
 
 def is_laid_out_anew(device: torch.device, dtype: torch.dtype) -> bool:

@@ -25,7 +25,7 @@ from polybasic.chain.layout import (
     layer_norms,
     required_biases,
 )
-from polybasic.chain.linear import Linear, dense_linear
+from polybasic.chain.linear import Linear, dense_linear, draft_linear
 from polybasic.chain.manifest import Kind
 from polybasic.chain.rotary import RotaryTable
 from polybasic.chain.weights import Weights
@@ -59,18 +59,19 @@ def load_decoder(
         layers.append(_load_layer(config, weights, prefix, norms, config.kind_of(index)))
     final_norm = _load_norm(config, weights, "model.norm")
 
-    def lm_head_rows(token_ids: Tensor) -> Linear:
+    def draft_lm_head(token_ids: Tensor | None) -> Linear:
+        chosen = slice(None) if token_ids is None else token_ids.cpu()
         if config.tie_word_embeddings:
-            return dense_linear(embedding[token_ids])
+            return draft_linear(embedding[chosen])
         # the weight itself may be laid out by now, in a way that cannot be read
         rows = {
-            name: weights.stored(name)[token_ids.cpu()].to(device, dtype)
+            name: weights.stored(name)[chosen].to(device, dtype)
             for name in ("lm_head.weight", "lm_head.bias")
             if name in weights
         }
-        return dense_linear(rows["lm_head.weight"], rows.get("lm_head.bias"))
+        return draft_linear(rows["lm_head.weight"], rows.get("lm_head.bias"))
 
-    return Decoder(config, embedding, layers, final_norm, lm_head, rotary, lm_head_rows)
+    return Decoder(config, embedding, layers, final_norm, lm_head, rotary, draft_lm_head)
 
 
 def load_head(folder: Path, target: Decoder, num_positions: int) -> EagleHead:
@@ -82,7 +83,8 @@ def load_head(folder: Path, target: Decoder, num_positions: int) -> EagleHead:
     """
     config = read_head_config(folder)
     _check_target(config, target, f"{folder / 'config.json'}")
-    weights, prefix = Weights(folder, target.dtype, target.device), HEAD_LAYER[config.kind]
+    weights = Weights(folder, target.dtype, target.device, draft_linear)
+    prefix = HEAD_LAYER[config.kind]
     rotary = RotaryTable(config, num_positions, target.dtype, target.device)
     norms = _load_norms(config, weights, prefix, config.kind)
     layer = _load_layer(config, weights, prefix, norms, kind=config.kind)
@@ -92,8 +94,7 @@ def load_head(folder: Path, target: Decoder, num_positions: int) -> EagleHead:
         token_ids = token_ids.to(target.device)
     parts = config, target.embedding, weights.linear("fc"), layer, rotary
     if config.kind == "eagle2":
-        lm_head = target.lm_head if token_ids is None else target.lm_head_of(token_ids)
-        return EagleHead(*parts, lm_head, token_ids)
+        return EagleHead(*parts, target.draft_lm_head(token_ids), token_ids)
     return Eagle3Head(
         *parts,
         weights.linear("lm_head"),

@@ -1,6 +1,6 @@
 """Tensors of a checkpoint, one at a time, straight to the device and dtype of their use."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -22,14 +22,21 @@ class Weights:
         folder: of the checkpoint.
         dtype: of what is taken.
         device: of what is taken.
+        product: weight [O, I] and bias [O] -> the linear's product.
 
     Raises:
         UserError: no weights, a damaged file, a pickle that holds more than tensors, or a tensor
             that two files hold.
     """
 
-    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
-        self.folder, self.dtype, self.device = folder, dtype, device
+    def __init__(
+        self,
+        folder: Path,
+        dtype: torch.dtype,
+        device: torch.device,
+        product: Callable[[Tensor, Tensor | None], Linear] = dense_linear,
+    ) -> None:
+        self.folder, self.dtype, self.device, self.product = folder, dtype, device, product
         self._files = tensor_files(folder)
 
     def __contains__(self, name: str) -> bool:
@@ -67,7 +74,7 @@ class Weights:
         if f"{names[0]}.qweight" in self:
             weight = QuantizedWeight.stack([self._quantized(name) for name in names])
             return int4_linear(weight, self.dtype, self.device, bias)
-        return dense_linear(self._side_by_side([f"{name}.weight" for name in names]), bias)
+        return self.product(self._side_by_side([f"{name}.weight" for name in names]), bias)
 
     def _quantized(self, name: str) -> QuantizedWeight:
         parts = (f"{name}.{part}" for part in ("qweight", "qzeros", "scales"))

@@ -18,6 +18,8 @@ Kernels = Literal["eager", "native"]
 
 _ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 _GROUP_SIZE = 128
+_DRAFT_GROUP_SIZE = 64
+"""Of a head's weights that are rounded to 4 bits (chain/linear.py)."""
 _OUTPUTS_SIDE_BY_SIDE = {"eager": 64, "native": 16}
 """Numbers of outputs are filled up to a multiple of it where weights are laid out anew."""
 _GROUP_BYTES = {"eager": 4, "native": 5}
@@ -27,6 +29,8 @@ _UNPACKING_BYTES = 8.5
 """A weight of 4 bits while its words are taken apart: two int32, and the word's own 4 bits."""
 _PACKING_BYTES = {"eager": 5, "native": 2.5}
 """A weight of 4 bits while it is packed: as a byte and an int32; as a byte and three times half."""
+_ROUNDING_BYTES = 14
+"""A weight of a head while it is rounded to 4 bits: as bfloat16, and in three float32."""
 _DEQUANTIZED_AT_ONCE = 1 << 22
 _DEQUANTIZING_BYTES = 12
 """A weight of 4 bits in three float32, some at a time (chain/linear.py)."""
@@ -67,6 +71,16 @@ class Layout:
         # passes over many rows read a dequantized copy in bfloat16, whatever the dtype
         multiple = _OUTPUTS_SIDE_BY_SIDE["eager"]
         return {"int4": out_size * codes, "linears": 2 * _filled(out_size, multiple) * in_size}
+
+    def drafts_in_4_bits(self, in_size: int) -> bool:
+        """As `polybasic.chain.linear.drafts_in_4_bits`."""
+        is_native = self.kernels == "native" and self.dtype == "bfloat16"
+        return is_native and in_size % _DRAFT_GROUP_SIZE == 0
+
+    def draft_bytes(self, out_size: int, in_size: int) -> int:
+        """Of a head's weight [O, I] that is rounded to 4 bits."""
+        groups = in_size // _DRAFT_GROUP_SIZE
+        return self._padded(out_size) * (in_size // 2 + groups * _GROUP_BYTES["native"])
 
     def _padded(self, out_size: int) -> int:
         if not self.copies_dense:
@@ -125,6 +139,7 @@ class WeightFiles:
         """A head's own; it reads the embedding of its verifier, and may read its lm_head."""
         assert isinstance(self.config, HeadConfig)
         kind, num_tokens = self.config.kind, self.config.num_draft_tokens
+        width = self.config.hidden_size
         yield from self._layer(HEAD_LAYER[kind], kind)
         yield from self._linear(["fc"])
         is_trimmed = not self.headers.keys().isdisjoint(DRAFT_TABLES)
@@ -134,8 +149,8 @@ class WeightFiles:
         if kind == "eagle3":
             yield from self._linear(["lm_head"], "lm_head")
             yield self._norm("norm")
-        elif is_trimmed:
-            yield self._dense("lm_head", num_tokens, self.config.hidden_size)
+        elif is_trimmed or self.layout.drafts_in_4_bits(width):
+            yield self._dense("lm_head", num_tokens, width)
 
     def _layer(self, prefix: str, kind: Kind) -> Iterator[Part]:
         config = self.config
@@ -174,6 +189,9 @@ class WeightFiles:
     def _dense(
         self, kind: str, out_size: int, in_size: int, stored: Sequence[TensorHeader] = ()
     ) -> Part:
+        if self.kind in HEAD_KINDS and self.layout.drafts_in_4_bits(in_size):
+            num_bytes = self.layout.draft_bytes(out_size, in_size)
+            return Part(kind, num_bytes, num_bytes + _ROUNDING_BYTES * out_size * in_size)
         num_bytes, beside = self.layout.dense_bytes(out_size, in_size), self._mapped(stored)
         if self.layout.copies_dense:
             # what it is made of: the stored tensor, then a copy of it in the dtype
