@@ -196,13 +196,14 @@ class RoundCosts:
         }
 
     def overheads(self) -> dict[str, StageOverhead]:
-        """What a block round costs beyond a tree round over as many rows."""
+        """What a block round costs beyond a tree round over as many rows: not less than nothing,
+        whatever a noisy machine says."""
         passes = self.passes()
         beyond: dict[str, list[float]] = defaultdict(list)
         for (name, rows), seconds in self.blocks.items():
             beyond[name] += [one - passes[name].at(rows) for one in seconds]
         return {
-            name: StageOverhead(0.0, _mean(beyond[name]) if name in beyond else 0.0)
+            name: StageOverhead(0.0, max(_mean(beyond[name]), 0.0) if name in beyond else 0.0)
             for name in passes
         }
 

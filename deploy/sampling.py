@@ -90,7 +90,7 @@ class GreedySampler:
 
     def distributions(self, logits: Tensor, prefixes: Prefixes) -> GreedyRows:
         logits = process_logits(logits, self.sampling, prefixes, self.num_prompt_tokens)
-        return GreedyRows(logits.argmax(-1).tolist(), logits)
+        return GreedyRows(_most_probable(logits), logits)
 
     def draw(self, rows: GreedyRows, row: int) -> int:
         return rows.tokens[row]
@@ -203,6 +203,14 @@ class RandomSampler:
         drawn = torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True)
         last = (rows > 0).int().cumsum(-1).argmax(-1, keepdim=True)
         return torch.minimum(drawn, last).squeeze(1).tolist()
+
+
+def _most_probable(logits: Tensor) -> list[int]:
+    """The first of the most probable tokens of each row."""
+    if logits.device.type == "cpu":
+        # NumPy's takes a tenth of the time of torch's
+        return list(logits.float().numpy().argmax(-1).tolist())
+    return list(logits.argmax(-1).tolist())
 
 
 def make_sampler(sampling: Sampling, device: torch.device, num_prompt_tokens: int) -> Sampler:
