@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from polybasic.chain.verify import check_chain
 from polybasic.deploy import load_chain
 from polybasic.deploy.cache import KeyValueCache
 from polybasic.deploy.verifier import Verifier
+from tests.chain.native_models import eager
 from tests.conftest import VOCAB_SIZE, ChainParts, write_draft, write_target
 from tests.conftest import write_intermediate as write_int4
 from tests.head_kinds import trim, write_eagle3
@@ -219,9 +221,13 @@ def runtime_logits_of_int4(folder: Path, is_chain: bool = False) -> Tensor:
     return logits
 
 
+@pytest.mark.parametrize("kernels", [nullcontext, eager])
 def test_a_grown_chain_answers_as_the_small_one(
-    small_chain: Path, grown: Callable[[str], Path]
+    small_chain: Path,
+    grown: Callable[[str], Path],
+    kernels: Callable[[], AbstractContextManager[None]],
 ) -> None:
+    """With native kernels a rounded row may fall to the other side, which costs passes at most."""
     chain = grown("all")
     checked = check_chain(chain)
     assert [member.name for member in checked.manifest.members] == [
@@ -230,15 +236,17 @@ def test_a_grown_chain_answers_as_the_small_one(
         "draft",
     ]
     for members in (("target",), ("target", "draft"), ("target", "intermediate", "draft")):
-        small, large = (
-            load_chain(folder, dtype="float32").generate(
-                "w1 w2 w3", max_new_tokens=40, temperature=0.0, members=members
+        with kernels():
+            small, large = (
+                load_chain(folder, dtype="float32").generate(
+                    "w1 w2 w3", max_new_tokens=40, temperature=0.0, members=members
+                )
+                for folder in (small_chain, chain)
             )
-            for folder in (small_chain, chain)
-        )
         assert len(small.token_ids) > 10
         assert large.token_ids == small.token_ids
-        assert large.statistics.forward_passes == small.statistics.forward_passes
+        passes = pytest.approx(small.statistics.forward_passes, rel=0 if kernels is eager else 0.1)
+        assert large.statistics.forward_passes == passes
 
 
 def test_the_fixture_chain_of_all_tests_grows(tiny_chain: Path, tmp_path: Path) -> None:

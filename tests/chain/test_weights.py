@@ -126,7 +126,8 @@ def test_linears_of_four_bits(
     weights = Weights(tmp_path, torch.float32, CPU)
     found = weights.linear(*OUT_SIZES)(x)
     assert found.dtype == torch.float32
-    torch.testing.assert_close(found, torch.cat(expected, -1), rtol=0, atol=0.3)
+    # rows are rounded to bytes: sums of 256 products of unit normals and such errors
+    torch.testing.assert_close(found, torch.cat(expected, -1), rtol=0, atol=0.5)
     for dtype in DTYPES:
         dense = linear._dequantized(weights._quantized("q"), dtype, CPU)
         assert dense.equal(dequantize(weights._quantized("q")).to(dtype))
