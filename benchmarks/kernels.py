@@ -3,12 +3,12 @@
     python benchmarks/kernels.py [--shapes 1024x256 4096x4096] [--rows 1 4] [--kernels NAME ...]
         [--turns 5] [--threads N] [--json FILE]
 
-Kernels: `F.linear` in float32 and bfloat16, oneDNN with bfloat16 weights laid out once (what
-`polybasic.chain.linear.dense_linear` uses), PyTorch's int4 kernel (what 4-bit members use up to
-`CPU_INT4_MAX_ROWS` rows). Each multiplies with one weight after the other, more of them than the
-caches hold, as the layers of a model do: a weight comes from memory, and the bound is its bytes
-over the best bandwidth that was measured in the same run. Prints median microseconds of a product
-with the times of its bound behind; kernels take turns.
+Kernels: `F.linear` in float32 and bfloat16, oneDNN with bfloat16 weights laid out once, PyTorch's
+int4 kernel, and what the runtime takes on this machine, dense and in 4 bits: the native kernels
+where they can be had (`POLYBASIC_KERNELS`). Each multiplies with one weight after the other, more
+of them than the caches hold, as the layers of a model do: a weight comes from memory, and the bound
+is its bytes over the best bandwidth that was measured in the same run. Prints median microseconds
+of a product with the times of its bound behind; kernels take turns.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from traffic import linear_bytes
 
 from polybasic.chain.awq import GROUP_SIZE, QuantizedWeight, cpu_int4_weight
 from polybasic.chain.errors import UserError
-from polybasic.chain.linear import Linear, dense_linear
+from polybasic.chain.linear import Linear, dense_linear, int4_linear
 from polybasic.chain.manifest import Kind
 
 ROWS = (1, 2, 4, 8, 16, 32)
@@ -48,7 +48,17 @@ def _bfloat16(weight: Tensor) -> Linear:
 
 
 def _bfloat16_packed(weight: Tensor) -> Linear:
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight.bfloat16())
+    product = torch.ops.mkldnn._linear_pointwise
+    return lambda x: product(x, packed, None, "none", [], "")
+
+
+def _bfloat16_runtime(weight: Tensor) -> Linear:
     return dense_linear(weight.bfloat16())
+
+
+def _int4_runtime(weight: Tensor) -> Linear:
+    return int4_linear(_quantized(weight), torch.bfloat16, CPU)
 
 
 def _int4(weight: Tensor) -> Linear:
@@ -92,6 +102,8 @@ KERNELS = {
     "bfloat16": Kernel(_bfloat16),
     "bfloat16 packed": Kernel(_bfloat16_packed),
     "int4": Kernel(_int4, is_int4=True),
+    "runtime": Kernel(_bfloat16_runtime),
+    "runtime int4": Kernel(_int4_runtime, is_int4=True),
 }
 """A new kernel is one more entry."""
 
