@@ -1,0 +1,38 @@
+"""With native kernels a chain's greedy answers are the target's to the bit, in bfloat16, too."""
+
+from pathlib import Path
+
+import torch
+
+from polybasic.chain.manifest import Flush, Plan, Tree
+from polybasic.deploy import load_chain
+from polybasic.deploy.sampling import Sampling
+
+MEMBERS = (("target",), ("target", "draft"), ("target", "intermediate", "draft"))
+
+
+def answers(chain_folder: Path, plans: list[Plan]) -> list[list[int]]:
+    """Of one prompt after the other, by each plan."""
+    chain = load_chain(chain_folder, dtype="bfloat16", context_tokens=100)
+    generator = torch.Generator().manual_seed(5)
+    prompts = torch.randint(0, 60, (12, 9), generator=generator).tolist()
+    return [
+        [
+            token
+            for prompt in prompts
+            for tokens in chain.stream_ids(prompt, 40, Sampling(0.0), plan)
+            for token in tokens
+        ]
+        for plan in plans
+    ]
+
+
+def test_all_members_answer_as_the_target_alone(tiny_chain: Path) -> None:
+    plans = [
+        Plan(members=members, tree=tree, flush={"target": Flush(length=6)})
+        for members in MEMBERS
+        for tree in (Tree(depth=3, top_k=2, rows=6), Tree(depth=5, top_k=4, rows=20))
+    ]
+    expected, *others = answers(tiny_chain, plans)
+    assert len(expected) > 100
+    assert all(found == expected for found in others)
