@@ -56,12 +56,6 @@ class NativeLinear:
         bias_pointer = None if self._bias is None else self._bias.data_ptr()
         self.struct = MatrixStruct(weight_format, *shape, group_size, *pointers, bias_pointer)
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes that one pass reads."""
-        kept = [*self._tensors, *([] if self._bias is None else [self._bias])]
-        return sum(tensor.nbytes for tensor in kept)
-
     def __call__(self, x_RI: Tensor) -> Tensor:
         x_RI = x_RI.contiguous()
         rows, (out_size, in_size) = len(x_RI), self.shape

@@ -161,15 +161,15 @@ public:
         if (states != nullptr) write_final(states, width);
     }
 
-    // What the output projection reads of the rows: normed where the model has a final norm.
-    Operand& fill_final(int num_rows) {
+    // What the output projection reads of the rows: normed where the model has a final norm, unless
+    // they are already.
+    void fill_final(int num_rows, bool are_normed) {
         const float* rows = space_.residual;
-        if (model_.final_norm != nullptr)
+        if (model_.final_norm != nullptr && !are_normed)
             fill_normed(model_.lm_head, rows, model_.final_norm, num_rows);
         else
             fill(model_.lm_head, rows, model_.hidden_size, num_rows);
         self_.wait();
-        return space_.operand;
     }
 
     // A product whose tiles [block][row][16] are handed to `emit(blocks, first row, rows, tile)`.

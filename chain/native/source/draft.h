@@ -65,7 +65,6 @@ public:
         sums_.resize(size_t(num_threads) * K * 2);
         beam_tokens_.resize(K);
         beam_scores_.resize(K);
-        parents_.resize(K);
         paths_.resize(size_t(K) * shape.depth);
         path_ends_.resize(K);
         best_.resize(K);
@@ -109,24 +108,10 @@ private:
         none.rows.num_rows = num_rows;
         Forward<T> forward(model_, none, space_, self);
         // a decoder's state that begins a draft is normed already
-        fill_states(forward, self, num_rows, level);
+        forward.fill_final(num_rows, level == 0 && model_.head_kind == kNoHead);
         scan(forward, self, num_rows);
         self.wait();
         if (self.number == 0) merge(num_rows, level, self.num_threads);
-    }
-
-    void fill_states(Forward<T>& forward, Thread& self, int num_rows, int level) {
-        if (level == 0 && model_.head_kind == kNoHead) {
-            const float* state = space_.residual;
-            const Range columns =
-                share(model_.hidden_size, self.number, self.num_threads,
-                      model_.lm_head.format == kInt4 ? model_.lm_head.group_size : kLanes);
-            fill_operand(model_.lm_head, space_.operand, 1, columns,
-                         [=](int, int column) { return load(state + column); });
-            self.wait();
-        } else {
-            forward.fill_final(num_rows);
-        }
     }
 
     // This thread's share of the vocabulary: its greatest logit, the sum of exponentials over
@@ -215,7 +200,6 @@ private:
         for (int row = 0; row < K; ++row) {
             const int place = place_of(best_[row]), parent = level == 1 ? 0 : place / K;
             beam[row] = place;
-            parents_[row] = parent;
             beam_scores_[row] = best_[row].score;
             beam_tokens_[row] = shape_.tokens[first + place];
             // a path of `level` rows: the parent's and the row itself
@@ -237,7 +221,7 @@ private:
     std::vector<Candidate> parts_, best_;
     std::vector<float> sums_, beam_scores_;
     std::vector<int64_t> beam_tokens_;
-    std::vector<int32_t> parents_, paths_, path_ends_;
+    std::vector<int32_t> paths_, path_ends_;
 };
 
 }  // namespace polybasic
