@@ -15,6 +15,9 @@ from torch import Tensor
 
 from polybasic.chain.attend import Attend, View
 from polybasic.chain.config import DecoderConfig
+from polybasic.chain.device.linear import DeviceLinear
+from polybasic.chain.device.model import DeviceLayer, DeviceModel, DeviceParts
+from polybasic.chain.device.operations import Heads, Norm
 from polybasic.chain.linear import Linear, Softcapped, drafts_in_4_bits, softcapped
 from polybasic.chain.native.matrices import NativeLinear
 from polybasic.chain.native.passes import NativeLayer, NativeModel, NativeParts, supports
@@ -99,6 +102,38 @@ class DecoderLayer:
             self.mlp_post_norm,
             self.kind,
         )
+
+    def on_device(self) -> DeviceLayer | None:
+        """The layer's parts for the device path, where its weights are kept for that."""
+        qkv, out, gate_up, down = self.qkv, self.out, self.gate_up, self.down
+        if not (isinstance(qkv, DeviceLinear) and isinstance(out, DeviceLinear)):
+            return None
+        if not (isinstance(gate_up, DeviceLinear) and isinstance(down, DeviceLinear)):
+            return None
+        heads = Heads(
+            self.num_kv_heads,
+            self.query_groups,
+            self.head_dim,
+            self.head_dim**-0.5 if self.scale is None else self.scale,
+            self.softcap,
+            self._norm(self.query_norm),
+            self._norm(self.key_norm),
+        )
+        return DeviceLayer(
+            qkv,
+            out,
+            gate_up,
+            down,
+            heads,
+            self._norm(self.input_norm),
+            Norm(self.mlp_norm, self.eps),
+            self._norm(self.attention_post_norm),
+            self._norm(self.mlp_post_norm),
+            self.kind,
+        )
+
+    def _norm(self, weight: Tensor | None) -> Norm | None:
+        return None if weight is None else Norm(weight, self.eps)
 
     def forward(
         self, x_RD: Tensor, cache: Tensor, start: int, view: View, read: Tensor | None = None
@@ -241,6 +276,25 @@ class Decoder:
             final_norm=self.final_norm,
         )
         return NativeModel(lm_head.kernels, parts)
+
+    @cached_property
+    def device_model(self) -> DeviceModel | None:
+        """Runs passes without the host, where the weights are kept for that; else None."""
+        lm_head = self.lm_head.linear if isinstance(self.lm_head, Softcapped) else self.lm_head
+        layers = [layer.on_device() for layer in self.layers]
+        if not isinstance(lm_head, DeviceLinear) or any(layer is None for layer in layers):
+            return None
+        parts = DeviceParts(
+            config=self.config,
+            embedding=self.embedding,
+            layers=[layer for layer in layers if layer is not None],
+            rotary=self.rotary,
+            lm_head=lm_head,
+            softcap=self.config.logit_softcap,
+            embedding_scale=self.embedding_scale,
+            final_norm=Norm(self.final_norm, self.config.rms_norm_eps),
+        )
+        return DeviceModel(parts)
 
     @property
     def states_width(self) -> int:

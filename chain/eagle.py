@@ -13,6 +13,9 @@ from torch import Tensor
 from polybasic.chain.attend import Attend
 from polybasic.chain.config import DecoderConfig
 from polybasic.chain.decoder import DecoderLayer, rms_norm
+from polybasic.chain.device.linear import DeviceLinear
+from polybasic.chain.device.model import DeviceModel, DeviceParts
+from polybasic.chain.device.operations import Norm
 from polybasic.chain.linear import Linear, Softcapped
 from polybasic.chain.native.matrices import NativeLinear
 from polybasic.chain.native.passes import NativeModel, NativeParts, supports
@@ -93,9 +96,7 @@ class EagleHead:
     @cached_property
     def native(self) -> NativeModel | None:
         """Runs passes and drafts in one call, on a CPU with native kernels; else None."""
-        softcap, lm_head = None, self.lm_head
-        if isinstance(lm_head, Softcapped):
-            softcap, lm_head = lm_head.softcap, lm_head.linear
+        lm_head, softcap = self._uncapped()
         layer = self.layer.native()
         if layer is None or not isinstance(lm_head, NativeLinear) or not supports(self.config):
             return None
@@ -110,8 +111,38 @@ class EagleHead:
         )
         return NativeModel(lm_head.kernels, parts)
 
+    @cached_property
+    def device_model(self) -> DeviceModel | None:
+        """Runs passes without the host, where the weights are kept for that; else None."""
+        lm_head, softcap = self._uncapped()
+        layer = self.layer.on_device()
+        if layer is None or not (
+            isinstance(lm_head, DeviceLinear) and isinstance(self.fc, DeviceLinear)
+        ):
+            return None
+        parts = DeviceParts(
+            config=self.config,
+            embedding=self.embedding,
+            layers=[layer],
+            rotary=self.rotary,
+            lm_head=lm_head,
+            softcap=softcap,
+            fc=self.fc,
+            **self._device_norms(),
+        )
+        return DeviceModel(parts)
+
+    def _uncapped(self) -> tuple[Linear, float | None]:
+        """The output projection before soft-capping, and what it is capped by."""
+        if isinstance(self.lm_head, Softcapped):
+            return self.lm_head.linear, self.lm_head.softcap
+        return self.lm_head, None
+
     def _native_parts(self) -> dict[str, Any]:
         return {"kind": "eagle2", "fc": self.fc}
+
+    def _device_norms(self) -> dict[str, Any]:
+        return {}
 
 
 class Eagle3Head(EagleHead):
@@ -177,4 +208,12 @@ class Eagle3Head(EagleHead):
             "embedding_norm": self.embedding_norm,
             "feature_norm": self.feature_norm,
             "final_norm": self.final_norm,
+        }
+
+    def _device_norms(self) -> dict[str, Any]:
+        eps = self.config.rms_norm_eps
+        return {
+            "embedding_norm": Norm(self.embedding_norm, eps),
+            "feature_norm": Norm(self.feature_norm, eps),
+            "final_norm": Norm(self.final_norm, eps),
         }

@@ -16,6 +16,8 @@ from polybasic.chain.awq import (
     dequantize,
     round_to_nearest,
 )
+from polybasic.chain.device.library import KERNEL_DTYPES, operations_for, reads_4_bits
+from polybasic.chain.device.linear import DeviceLinear, PackedWeight
 from polybasic.chain.native import matrices
 from polybasic.chain.native.library import kernels_for
 from polybasic.chain.native.matrices import LANES
@@ -30,7 +32,8 @@ CPU_INT4_MAX_ROWS = 4
 DRAFT_GROUP_SIZE = 64
 """Inputs that share a scale where a head's weights are rounded to 4 bits."""
 
-_DEQUANTIZED_AT_ONCE = 1 << 22
+_WEIGHTS_AT_ONCE = 1 << 22
+"""That are rounded to 4 bits or dequantized: in float32 all would be larger than what is made."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,11 @@ def dense_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
 
     On a CPU the weight is laid out once for the native kernels, or without them for oneDNN, which
     reads it at 1.3x to 2x the rate of `F.linear` over few rows; the given tensor is then not kept.
+    The device path keeps it as it is.
     """
+    operations = operations_for(weight.device, weight.dtype)
+    if operations is not None:
+        return DeviceLinear(operations, weight, bias)
     kernels = kernels_for(weight.device, weight.dtype)
     if kernels is not None and weight.shape[1] % LANES == 0:
         return matrices.dense(kernels, weight, bias)
@@ -66,25 +73,31 @@ def dense_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
 
 
 def draft_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
-    """A product that only drafts: the native kernels read bfloat16 weights rounded to 4 bits.
+    """A product that only drafts: kernels read weights that were rounded to 4 bits.
 
     Bad drafts cost time and no quality, and a head of a quarter of the bytes stays in the
     processor's caches from one level of a draft to the next.
     """
-    kernels = kernels_for(weight.device, weight.dtype)
-    if kernels is None or not drafts_in_4_bits(weight.device, weight.dtype, weight.shape[1]):
+    if not drafts_in_4_bits(weight.device, weight.dtype, weight.shape[1]):
         return dense_linear(weight, bias)
-    return matrices.int4(kernels, round_to_nearest(weight, DRAFT_GROUP_SIZE), bias)
+    num_rows = max(1, _WEIGHTS_AT_ONCE // weight.shape[1])
+    rounded = [round_to_nearest(rows, DRAFT_GROUP_SIZE) for rows in weight.split(num_rows)]
+    return int4_linear(QuantizedWeight.stack(rounded), weight.dtype, weight.device, bias)
 
 
 def drafts_in_4_bits(device: torch.device, dtype: torch.dtype, in_size: int) -> bool:
-    """Whether `draft_linear` rounds a weight over so many inputs."""
-    is_native = kernels_for(device, dtype) is not None
-    return is_native and dtype == torch.bfloat16 and in_size % DRAFT_GROUP_SIZE == 0
+    """Whether `draft_linear` rounds a weight over so many inputs: never one in float32."""
+    if in_size % DRAFT_GROUP_SIZE:
+        return False
+    if kernels_for(device, dtype) is not None:
+        return dtype == torch.bfloat16
+    return dtype in KERNEL_DTYPES and reads_4_bits(device, dtype)
 
 
 def is_laid_out_anew(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether `dense_linear` copies such a weight into another layout instead of keeping it."""
+    if operations_for(device, dtype) is not None:
+        return False
     if kernels_for(device, dtype) is not None:
         return True
     if device.type != "cpu" or not torch.backends.mkldnn.is_available():
@@ -100,9 +113,13 @@ def int4_linear(
 
     On a CPU the native kernels round activations to eight bits, group by group. Without them,
     activations are rounded to bfloat16, passes of up to `CPU_INT4_MAX_ROWS` rows read the 4-bit
-    codes, and longer ones a dequantized copy in bfloat16. Elsewhere a dequantized copy in `dtype`
-    is read. `bias` [O] is in `dtype` and on the device.
+    codes, and longer ones a dequantized copy in bfloat16. The device path reads packed codes where
+    it has kernels for them. Elsewhere a dequantized copy in `dtype` is read. `bias` [O] is in
+    `dtype` and on the device.
     """
+    operations = operations_for(device, dtype)
+    if operations is not None and reads_4_bits(device, dtype):
+        return DeviceLinear(operations, PackedWeight.pack(weight, device), bias)
     kernels = kernels_for(device, dtype)
     if kernels is not None and weight.group_size % LANES == 0:
         return matrices.int4(kernels, weight, bias)
@@ -123,9 +140,9 @@ def int4_linear(
 
 
 def _dequantized(weight: QuantizedWeight, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """`dequantize` some rows at a time; in float32 all of them would be larger than the copy."""
+    """`dequantize` some rows at a time."""
     dense = torch.empty(weight.codes.shape, dtype=dtype, device=device)
-    num_rows = max(1, _DEQUANTIZED_AT_ONCE // dense.shape[1])
+    num_rows = max(1, _WEIGHTS_AT_ONCE // dense.shape[1])
     for first in range(0, dense.shape[0], num_rows):
         rows = slice(first, first + num_rows)
         parts = (weight.codes[rows], weight.zeros[rows], weight.scales[rows])

@@ -34,6 +34,8 @@ _HELD_BYTES = 256_000_000
 """Most that the C library's allocator holds of the host's memory behind tensors of a pass."""
 _BLOCK_ROWS = 512
 """Rows of a pass that needs a mask (chain/attend.py)."""
+_TAKING_APART_BYTES = 25
+"""For each weight of a packed product while PyTorch's operations multiply by it."""
 _SAMPLING_BYTES = 24
 """For each logit that is sampled from, beside itself: six float32."""
 
@@ -140,7 +142,7 @@ def state_memory(
     capacity = context_tokens + MAX_TREE_ROWS
     configs = {member.name: _config(member, folders[member.name]) for member in members}
     bytes_by_kind: dict[str, dict[str, int]] = {}
-    staying = peak = 0
+    staying = peak = most_packed = 0
     for member in members:
         config = configs[member.name]
         kinds = bytes_by_kind[member.name] = {"rotary": _rotary_bytes(config, capacity, layout)}
@@ -150,6 +152,7 @@ def state_memory(
             peak = max(peak, staying + part.loading_bytes)
             staying += part.num_bytes
             kinds[part.kind] = kinds.get(part.kind, 0) + part.num_bytes
+            most_packed = max(most_packed, part.num_packed)
     for name in _owners_of_caches(members, configs) if share_caches else configs:
         bytes_by_kind[name]["cache"] = _cache_bytes(configs[name], capacity, layout)
     for member in members:
@@ -161,7 +164,7 @@ def state_memory(
         context_tokens,
         bytes_by_kind,
         max(peak, sum(sum(kinds.values()) for kinds in bytes_by_kind.values())),
-        _workspace_bytes(list(configs.values()), context_tokens, plan, layout),
+        _workspace_bytes(list(configs.values()), context_tokens, plan, layout, most_packed),
         _process_bytes(tokenizer, layout),
     )
 
@@ -228,12 +231,19 @@ def _drafting_bytes(
 
 
 def _workspace_bytes(
-    configs: Sequence[DecoderConfig], context_tokens: int, plan: Plan, layout: Layout
+    configs: Sequence[DecoderConfig],
+    context_tokens: int,
+    plan: Plan,
+    layout: Layout,
+    most_packed: int,
 ) -> int:
     """Most that one pass takes, of any member.
 
-    Of eager operations on the host twice as much, as was measured over prompts: the allocator does
-    not give back at once what an operation took.
+    On the device path prompts are read by eager operations, too. Of these on the host twice as
+    much, as was measured over prompts: the allocator does not give back at once what one took.
+
+    Args:
+        most_packed: weights of the largest 4-bit product.
     """
     flush_lengths = [flush.length for flush in plan.flush.values()]
     num_rows = max(plan.tree.rows, plan.tree.depth + 1 + max(flush_lengths, default=0))
@@ -241,6 +251,8 @@ def _workspace_bytes(
     features = [config.feature_layers for config in configs if isinstance(config, HeadConfig)]
     num_features = max(map(len, features), default=0)
     prompts = [_prompt_bytes(one, context_tokens, num_features, layout) for one in configs]
+    if layout.kernels == "device":
+        prompts = [one + _TAKING_APART_BYTES * most_packed for one in prompts]
     taken = max(sampling, *prompts)
     if layout.kernels == "native":
         taken += sum(_buffer_bytes(one, context_tokens + MAX_TREE_ROWS) for one in configs)

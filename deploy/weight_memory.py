@@ -13,27 +13,33 @@ from polybasic.chain.layout import DRAFT_TABLES, HEAD_LAYER, layer_linears, laye
 from polybasic.chain.manifest import HEAD_KINDS, Kind
 from polybasic.chain.shapes import TensorHeader
 
-Kernels = Literal["eager", "native"]
-"""What multiplies: PyTorch's operations, or the kernels of `polybasic.chain.native`."""
+Kernels = Literal["eager", "native", "device"]
+"""What multiplies: PyTorch's operations, or kernels that read 4-bit weights of all kinds, those of
+`polybasic.chain.native` or of `polybasic.chain.device`."""
 
 _ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 _GROUP_SIZE = 128
 _DRAFT_GROUP_SIZE = 64
 """Of a head's weights that are rounded to 4 bits (chain/linear.py)."""
-_OUTPUTS_SIDE_BY_SIDE = {"eager": 64, "native": 16}
+_OUTPUTS_SIDE_BY_SIDE = {"eager": 64, "native": 16, "device": 1}
 """Numbers of outputs are filled up to a multiple of it where weights are laid out anew."""
-_GROUP_BYTES = {"eager": 4, "native": 5}
-"""Scale and zero of a group: two bfloat16; or a float32 and a byte."""
+_GROUP_BYTES = {"eager": 4, "native": 5, "device": 4}
+"""Scale and zero of a group: two bfloat16; a float32 and a byte; or in one word."""
+_ROUNDED_DTYPES = {"eager": (), "native": ("bfloat16",), "device": ("bfloat16", "float16")}
+"""In which a head's weights are rounded to 4 bits."""
 _TOKEN_ID_BYTES = 8
 _UNPACKING_BYTES = 8.5
 """A weight of 4 bits while its words are taken apart: two int32, and the word's own 4 bits."""
-_PACKING_BYTES = {"eager": 5, "native": 2.5}
-"""A weight of 4 bits while it is packed: as a byte and an int32; as a byte and three times half."""
-_ROUNDING_BYTES = 14
-"""A weight of a head while it is rounded to 4 bits: as bfloat16, and in three float32."""
-_DEQUANTIZED_AT_ONCE = 1 << 22
+_PACKING_BYTES = {"eager": 4, "native": 1.5}
+"""A weight of 4 bits beside its code while it is packed: an int32; three times half a byte."""
+_PACKED_AT_ONCE, _PACKING_BYTES_AT_ONCE = 1 << 24, 9
+"""A weight of 4 bits while it is packed for the device path, some at a time: a byte and two int32
+(chain/device/linear.py)."""
+_WEIGHTS_AT_ONCE = 1 << 22
 _DEQUANTIZING_BYTES = 12
 """A weight of 4 bits in three float32, some at a time (chain/linear.py)."""
+_ROUNDING_BYTES = 14
+"""A weight of a head while it is rounded to 4 bits, some at a time (chain/linear.py)."""
 
 
 @dataclass(frozen=True)
@@ -63,10 +69,10 @@ class Layout:
 
     def int4_bytes(self, out_size: int, in_size: int) -> dict[str, int]:
         """Of a 4-bit product's weight [O, I], by kind: "int4" and what lies in "linears"."""
-        if self.device != "cpu":
+        if self.device != "cpu" and self.kernels == "eager":
             return {"linears": self.dense_bytes(out_size, in_size)}
         codes = in_size // 2 + in_size // _GROUP_SIZE * _GROUP_BYTES[self.kernels]
-        if self.kernels == "native":
+        if self.kernels != "eager":
             return {"int4": self._padded(out_size) * codes}
         # passes over many rows read a dequantized copy in bfloat16, whatever the dtype
         multiple = _OUTPUTS_SIDE_BY_SIDE["eager"]
@@ -74,13 +80,18 @@ class Layout:
 
     def drafts_in_4_bits(self, in_size: int) -> bool:
         """As `polybasic.chain.linear.drafts_in_4_bits`."""
-        is_native = self.kernels == "native" and self.dtype == "bfloat16"
-        return is_native and in_size % _DRAFT_GROUP_SIZE == 0
+        return self.dtype in _ROUNDED_DTYPES[self.kernels] and in_size % _DRAFT_GROUP_SIZE == 0
 
     def draft_bytes(self, out_size: int, in_size: int) -> int:
         """Of a head's weight [O, I] that is rounded to 4 bits."""
         groups = in_size // _DRAFT_GROUP_SIZE
-        return self._padded(out_size) * (in_size // 2 + groups * _GROUP_BYTES["native"])
+        return self._padded(out_size) * (in_size // 2 + groups * _GROUP_BYTES[self.kernels])
+
+    def packing_bytes(self, num_weights: int) -> int:
+        """Of so many weights of 4 bits while they are packed, beside their codes of a byte."""
+        if self.kernels == "device":
+            return _PACKING_BYTES_AT_ONCE * min(num_weights, _PACKED_AT_ONCE)
+        return round(_PACKING_BYTES[self.kernels] * num_weights)
 
     def _padded(self, out_size: int) -> int:
         if not self.copies_dense:
@@ -97,11 +108,13 @@ class Part:
             with what they belong to.
         num_bytes: that stay.
         loading_bytes: that are taken while it is made, those that stay included.
+        num_packed: weights of a 4-bit product.
     """
 
     kind: str
     num_bytes: int
     loading_bytes: int
+    num_packed: int = 0
 
 
 @dataclass(frozen=True)
@@ -190,13 +203,21 @@ class WeightFiles:
         self, kind: str, out_size: int, in_size: int, stored: Sequence[TensorHeader] = ()
     ) -> Part:
         if self.kind in HEAD_KINDS and self.layout.drafts_in_4_bits(in_size):
-            num_bytes = self.layout.draft_bytes(out_size, in_size)
-            return Part(kind, num_bytes, num_bytes + _ROUNDING_BYTES * out_size * in_size)
+            return self._rounded(kind, out_size, in_size)
         num_bytes, beside = self.layout.dense_bytes(out_size, in_size), self._mapped(stored)
         if self.layout.copies_dense:
             # what it is made of: the stored tensor, then a copy of it in the dtype
             beside = max(beside, out_size * in_size * self.layout.item_bytes)
         return Part(kind, num_bytes, num_bytes + beside)
+
+    def _rounded(self, kind: str, out_size: int, in_size: int) -> Part:
+        """A product that was rounded to 4 bits."""
+        layout, num = self.layout, out_size * in_size
+        num_bytes = layout.draft_bytes(out_size, in_size)
+        # codes in parts and all of them side by side, then packed; the weight itself stays beside
+        rounding = 2 * num + _ROUNDING_BYTES * min(num, _WEIGHTS_AT_ONCE)
+        packing = num + layout.packing_bytes(num) + num_bytes
+        return Part(kind, num_bytes, layout.item_bytes * num + max(rounding, packing), num)
 
     def _int4(self, words: Sequence[TensorHeader]) -> Iterator[Part]:
         """A 4-bit product, by its words [I, O / 8]."""
@@ -204,14 +225,15 @@ class WeightFiles:
         num_all = sum(num_weights)
         kept = self.layout.int4_bytes(num_all // in_size, in_size)
         staying = sum(kept.values())
-        dequantizing = _DEQUANTIZING_BYTES * min(num_all, _DEQUANTIZED_AT_ONCE)
-        loading_bytes = staying + dequantizing
+        packing = self.layout.packing_bytes(num_all) if "int4" in kept else 0
+        dequantizing = _DEQUANTIZING_BYTES * min(num_all, _WEIGHTS_AT_ONCE)
+        making = max(packing, dequantizing if "linears" in kept else 0)
+        loading_bytes = staying + making
         if self.layout.device == "cpu":
             unpacking = num_all - num_weights[-1] + _UNPACKING_BYTES * num_weights[-1]
-            packing = staying + _PACKING_BYTES[self.layout.kernels] * num_all
-            loading_bytes = round(max(unpacking, packing, staying + num_all + dequantizing))
+            loading_bytes = round(max(unpacking, staying + num_all + making))
         for kind, num_bytes in kept.items():
-            yield Part(kind, num_bytes, loading_bytes)
+            yield Part(kind, num_bytes, loading_bytes, num_all if kind == "int4" else 0)
             loading_bytes -= num_bytes
 
     def _mapped(self, stored: Sequence[TensorHeader]) -> int:

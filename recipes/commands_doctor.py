@@ -5,6 +5,7 @@ import json
 import os
 import platform
 import sys
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Any
@@ -35,7 +36,7 @@ _CPU_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16")
 
 
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
-    """Print versions, device, CPU kernels, threads, extras and free disk."""
+    """Print versions, device, CPU and GPU kernels, threads, extras and free disk."""
     findings = _findings()
     if as_json:
         typer.echo(json.dumps(findings, indent=2))
@@ -50,6 +51,7 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] 
 def _findings() -> dict[str, Any]:
     import torch
 
+    from polybasic.chain.device.library import describe_gpu_kernels
     from polybasic.recipes.disk import free_bytes
 
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
@@ -59,7 +61,8 @@ def _findings() -> dict[str, Any]:
         "packages": {name: _version(name) for name in _PACKAGES},
         "extras": {name: _extra_state(modules) for name, modules in _EXTRAS.items()},
         "cpu": _cpu(),
-        "kernels": _kernels(),
+        "kernels": _kernels(describe_kernels),
+        "gpu kernels": _kernels(describe_gpu_kernels),
         "cores": len(os.sched_getaffinity(0)),
         "threads": torch.get_num_threads(),
         "device": ", ".join(gpus) or "cpu (no CUDA device found)",
@@ -80,9 +83,9 @@ def _extra_state(modules: tuple[str, ...]) -> str:
     return f"lacks {' '.join(missing)}" if missing else "whole"
 
 
-def _kernels() -> str:
+def _kernels(describe: Callable[[], str]) -> str:
     try:
-        return describe_kernels()
+        return describe()
     except UserError as error:
         return f"none ({error})"
 

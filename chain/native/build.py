@@ -38,7 +38,7 @@ _CPU_INFO = Path("/proc/cpuinfo")
 
 _log = logging.getLogger(__name__)
 
-Wanted = Literal["auto", "native", "eager"]
+Wanted = Literal["auto", "native", "eager", "device"]
 
 
 class NativeUnavailable(Exception):
@@ -91,7 +91,10 @@ class OpenmpFunctions(NamedTuple):
 
 
 def kernels_wanted() -> Wanted:
-    """What POLYBASIC_KERNELS asks for: "auto" (also where it is not set), "native" or "eager".
+    """What POLYBASIC_KERNELS asks for: "auto" (also where it is not set) or one of `Wanted`.
+
+    "native" and "device" are about CPUs: there, "device" runs what GPUs run, in PyTorch's
+    operations. "eager" is about CPUs and GPUs.
 
     Raises:
         UserError: it has another value.
@@ -100,11 +103,13 @@ def kernels_wanted() -> Wanted:
     for known in get_args(Wanted):
         if value == known:
             return known
-    raise UserError("unknown kernels", f"{_WANTED_NAME}={value}", "use auto, native or eager")
+    raise UserError(
+        "unknown kernels", f"{_WANTED_NAME}={value}", "use auto, native, eager or device"
+    )
 
 
 def native_library() -> ctypes.CDLL | None:
-    """The library of native kernels as POLYBASIC_KERNELS wants it; None for eager operations.
+    """The library of native kernels as POLYBASIC_KERNELS wants it; None where others are wanted.
 
     With "auto", kernels that are unavailable are told in one warning a process.
 
@@ -113,7 +118,7 @@ def native_library() -> ctypes.CDLL | None:
             unavailable; CXX names a program that cannot be run.
     """
     wanted = kernels_wanted()
-    if wanted == "eager":
+    if wanted in ("eager", "device"):
         return None
     try:
         return load_library()
@@ -155,8 +160,8 @@ def describe_kernels() -> str:
         UserError: POLYBASIC_KERNELS has an unknown value; CXX names a program that cannot be run.
     """
     wanted = kernels_wanted()
-    if wanted == "eager":
-        return f"eager ({_WANTED_NAME}=eager)"
+    if wanted in ("eager", "device"):
+        return f"{wanted} ({_WANTED_NAME}={wanted})"
     try:
         if _outcome.cache_info().currsize:
             load_library()
@@ -215,7 +220,7 @@ def built_library(compiler: Compiler) -> Path:
     """
     name = f"{_digest(compiler)}.so"
     try:
-        return _cached_or_compiled(compiler, _cache_folder(), name)
+        return _cached_or_compiled(compiler, cache_folder(), name)
     except (OSError, RuntimeError) as error:  # RuntimeError: there is no home folder
         cause = error.strerror if isinstance(error, OSError) else error
     temporary = Path(tempfile.mkdtemp(prefix="polybasic-"))
@@ -320,7 +325,12 @@ def _tried(command: tuple[str, ...], name: str) -> Compiler | None:
     return Compiler(command, name, lines[0]) if ran.returncode == 0 and lines else None
 
 
-def _cache_folder() -> Path:
+def cache_folder() -> Path:
+    """Where what was made for this machine is kept: $POLYBASIC_CACHE, else the user's cache.
+
+    Raises:
+        RuntimeError: there is no home folder.
+    """
     if named := os.environ.get(_CACHE_NAME):
         return Path(named).expanduser().absolute()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "polybasic"

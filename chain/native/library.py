@@ -8,7 +8,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from polybasic.chain.native.build import native_library, openmp_functions
+from polybasic.chain.native.build import kernels_wanted, native_library, openmp_functions
 
 _VERSION = 1
 ELEMENTS = {torch.float32: 0, torch.bfloat16: 1}
@@ -37,7 +37,7 @@ class Kernels:
 
 @lru_cache(maxsize=1)
 def load_kernels() -> Kernels | None:
-    """The kernels; None where eager operations are wanted or nothing can compile them.
+    """The kernels; None where others are wanted or nothing can compile them.
 
     Raises:
         UserError: POLYBASIC_KERNELS says native and they cannot be had, or is unknown.
@@ -72,5 +72,11 @@ def load_kernels() -> Kernels | None:
 
 
 def kernels_for(device: torch.device, dtype: torch.dtype) -> Kernels | None:
-    """The kernels, where they compute on this device and in this dtype."""
-    return load_kernels() if device.type == "cpu" and dtype in ELEMENTS else None
+    """The kernels, where they compute on this device and in this dtype.
+
+    Raises:
+        UserError: as `load_kernels`.
+    """
+    if device.type != "cpu" or dtype not in ELEMENTS or kernels_wanted() == "device":
+        return None
+    return load_kernels()

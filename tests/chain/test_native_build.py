@@ -193,12 +193,12 @@ def test_two_processes_may_build_at_once(tmp_path: Path) -> None:
 
 
 def test_the_cache_folder_is_what_the_environment_names(tmp_path: Path, monkeypatch) -> None:
-    assert build._cache_folder() == tmp_path / "cache"
+    assert build.cache_folder() == tmp_path / "cache"
     monkeypatch.delenv("POLYBASIC_CACHE")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert build._cache_folder() == tmp_path / "home" / ".cache" / "polybasic"
+    assert build.cache_folder() == tmp_path / "home" / ".cache" / "polybasic"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert build._cache_folder() == tmp_path / "xdg" / "polybasic"
+    assert build.cache_folder() == tmp_path / "xdg" / "polybasic"
 
 
 def test_without_a_cache_folder_the_library_is_the_process_own(
@@ -257,12 +257,13 @@ def test_auto_warns_once_and_native_is_an_error(tmp_path: Path, monkeypatch, cap
     assert len(caplog.records) == 1
 
 
-def test_eager_looks_for_no_compiler(tmp_path: Path, monkeypatch, caplog) -> None:
+@pytest.mark.parametrize("wanted", ["eager", "device"])
+def test_other_kernels_need_no_compiler(tmp_path: Path, wanted: str, monkeypatch, caplog) -> None:
     path = fake_compiler(tmp_path / "bin" / "c++")
-    monkeypatch.setenv("POLYBASIC_KERNELS", "eager")
+    monkeypatch.setenv("POLYBASIC_KERNELS", wanted)
     monkeypatch.setenv("CXX", "missing-compiler")
     assert build.native_library() is None
-    assert build.describe_kernels() == "eager (POLYBASIC_KERNELS=eager)"
+    assert build.describe_kernels() == f"{wanted} (POLYBASIC_KERNELS={wanted})"
     assert num_compiled(path) == 0
     assert caplog.messages == []
 
@@ -270,7 +271,7 @@ def test_eager_looks_for_no_compiler(tmp_path: Path, monkeypatch, caplog) -> Non
 def test_unknown_kernels_are_refused(monkeypatch) -> None:
     monkeypatch.setenv("POLYBASIC_KERNELS", "fast")
     for asks in (build.kernels_wanted, build.native_library, build.describe_kernels):
-        with pytest.raises(UserError, match="POLYBASIC_KERNELS=fast; use auto, native or eager"):
+        with pytest.raises(UserError, match="=fast; use auto, native, eager or device"):
             asks()
 
 

@@ -113,7 +113,7 @@ def test_dense_linears(
 def test_linears_of_four_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_rows: int, with_bias: bool
 ) -> None:
-    monkeypatch.setattr(linear, "_DEQUANTIZED_AT_ONCE", 5 * IN_SIZE)
+    monkeypatch.setattr(linear, "_WEIGHTS_AT_ONCE", 5 * IN_SIZE)
     stored, expected = {}, []
     tensors = random_linears(with_bias)
     x = torch.randn(num_rows, IN_SIZE)

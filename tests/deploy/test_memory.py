@@ -3,7 +3,8 @@
 import dataclasses
 import gc
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from itertools import accumulate
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
@@ -27,12 +28,14 @@ from polybasic.chain.manifest import (
 )
 from polybasic.chain.native.library import load_kernels
 from polybasic.chain.package import Part
+from polybasic.chain.verify import check_chain
 from polybasic.deploy import Chain, load_chain, runtime
+from polybasic.deploy import memory as memory_of_chains
 from polybasic.deploy.hardware import available_bytes
 from polybasic.deploy.memory import Memory, state_memory
 from polybasic.deploy.sampling import GreedyRows, GreedySampler, Sampling
 from polybasic.deploy.stages import TreeStage
-from polybasic.deploy.weight_memory import Layout
+from polybasic.deploy.weight_memory import Kernels, Layout
 from tests.checkpoints import write_family
 from tests.head_kinds import trim, write_eagle3
 
@@ -42,12 +45,14 @@ DRAFTED = torch.arange(64)
 PLAN = Plan(members=("target",), tree=Tree(depth=3, top_k=2, rows=6))
 
 
-@pytest.fixture(params=["eager", "native"])
-def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+@pytest.fixture(params=["eager", "native", "device"])
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Kernels:
     """What multiplies while a test runs."""
     if request.param == "native":
         if load_kernels() is None:
             pytest.skip("no native kernels here")
+    elif request.param == "device":
+        monkeypatch.setenv("POLYBASIC_KERNELS", "device")
     else:
         for module in (linear, runtime):
             monkeypatch.setattr(module, "kernels_for", lambda *_: None)
@@ -129,13 +134,13 @@ def state_decoder(folder: Path, layout: Layout) -> Memory:
     "family", ["llama2", "vicuna", "llama32", "qwen25", "qwen3", "phi3", "gemma2", "gemma3"]
 )
 def test_stated_weights_are_those_that_are_loaded(
-    tmp_path: Path, family: str, kernels: str
+    tmp_path: Path, family: str, kernels: Kernels
 ) -> None:
     write_family(tmp_path / family, family)
     capacity = CONTEXT_TOKENS + MAX_TREE_ROWS
     for dtype in (torch.bfloat16, torch.float32):
         name = str(dtype).removeprefix("torch.")
-        layout = Layout("cpu", name, "native" if kernels == "native" else "eager", True)
+        layout = Layout("cpu", name, kernels, kernels != "device")
         memory = state_decoder(tmp_path / family, layout)
         decoder = load_decoder(tmp_path / family, dtype, CPU, capacity)
         found = kept_bytes(decoder, getattr(decoder, "native", None), seen=set())
@@ -196,6 +201,66 @@ def test_stated_bytes_are_those_of_the_tensors(
         models = [*chain.engine.models.decoders.values(), *chain.engine.models.drafters.values()]
         buffers = sum(one.native.workspace_bytes for one in models if one.native is not None)
         assert buffers < memory.workspace_bytes < 1.5 * buffers
+
+
+def peak_bytes_of(run: Callable[[], object]) -> int:
+    """Most bytes of tensors that a function holds at a time beside those before."""
+    with torch.profiler.profile(profile_memory=True) as profiler:
+        run()
+    found = profiler.profiler.kineto_results.events()
+    events = sorted((one.start_ns(), one.nbytes()) for one in found if one.name() == "[memory]")
+    return max(accumulate(num_bytes for _, num_bytes in events))
+
+
+@pytest.mark.parametrize("case", ["eagle2", "trimmed eagle3"])
+def test_the_device_path_takes_no_more_than_is_stated(
+    tiny_chain_parts: Any, tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("POLYBASIC_KERNELS", "device")
+    write_chain(case, tiny_chain_parts, None, tmp_path / "chain")
+    loaded = []
+
+    def load() -> None:
+        chain = load_chain(tmp_path / "chain", dtype="bfloat16", context_tokens=CONTEXT_TOKENS)
+        loaded.append(chain)
+
+    peak, (chain,) = peak_bytes_of(load), loaded
+    stated = chain.memory.stated
+    assert stated.layout.kernels == "device"
+    # the files that weights are mapped from count as tensors here
+    mapped = max(one.stat().st_size for one in (tmp_path / "chain").rglob("*.safetensors"))
+    assert peak - mapped < stated.loading_bytes < 1.2 * peak
+    prompt = [int(token) for token in torch.randint(0, 60, (CONTEXT_TOKENS - 10,))]
+    answered = peak_bytes_of(lambda: list(chain.stream_ids(prompt, 8, Sampling(1.0, seed=0))))
+    assert answered < stated.workspace_bytes < 4 * answered
+    # without what takes weights apart it is too little
+    monkeypatch.setattr(memory_of_chains, "_TAKING_APART_BYTES", 0)
+    assert state_chain(tmp_path / "chain", stated.layout).workspace_bytes < answered
+
+
+def state_chain(folder: Path, layout: Layout) -> Memory:
+    checked = check_chain(folder)
+    manifest = checked.manifest
+    return state_memory(
+        manifest.members, checked.members, checked.tokenizer, manifest.plan, layout, CONTEXT_TOKENS
+    )
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_gpu_holds_what_the_device_path_holds_on_a_cpu(
+    tiny_chain: Path, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("POLYBASIC_KERNELS", "device")
+    chain = load_chain(tiny_chain, dtype=dtype, context_tokens=CONTEXT_TOKENS)
+    layout = dataclasses.replace(chain.memory.stated.layout, device="cuda")
+    on_gpu = state_chain(tiny_chain, layout)
+    assert stated_bytes(on_gpu) == loaded_bytes(chain)
+    # the path of a GPU in float32, and without kernels
+    eager = state_chain(tiny_chain, dataclasses.replace(layout, kernels="eager"))
+    assert on_gpu.members["target"] == eager.members["target"]
+    packed, dense = (one.bytes_of("intermediate", ["int4", "linears"]) for one in (on_gpu, eager))
+    assert packed < 0.3 * dense
+    assert on_gpu.bytes_of("draft", ["linears"]) < 0.3 * eager.bytes_of("draft", ["linears"])
 
 
 def test_bytes_of_the_context_are_told_by_the_thousand(tiny_chain: Path) -> None:

@@ -1,0 +1,1 @@
+"""Passes whose every number stays on the device: what CUDA graphs can be captured of."""
