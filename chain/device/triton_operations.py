@@ -1,0 +1,39 @@
+"""The operations of a device by Triton's kernels, where they have the sizes for it."""
+
+from torch import Tensor
+
+from polybasic.chain.device import attention, products
+from polybasic.chain.device.draft_operations import DraftOperations
+from polybasic.chain.device.linear import DeviceLinear
+from polybasic.chain.device.operations import Heads, Norm
+from polybasic.chain.device.rows import DeviceRows, Span
+from polybasic.chain.rotary import Rotation
+
+
+class TritonOperations(DraftOperations):
+    """Products and attention of few rows in Triton, too."""
+
+    def product(
+        self,
+        linear: DeviceLinear,
+        x_RI: Tensor,
+        norm: Norm | None = None,
+        added: Tensor | None = None,
+    ) -> Tensor:
+        return products.product(linear, x_RI, norm, added)
+
+    def gated_product(
+        self, linear: DeviceLinear, x_RI: Tensor, norm: Norm | None, activation: str
+    ) -> Tensor:
+        return products.gated_product(linear, x_RI, norm, activation)
+
+    def attention(
+        self,
+        qkv: Tensor,
+        cache: Tensor,
+        rows: DeviceRows,
+        span: Span,
+        heads: Heads,
+        rotation: Rotation,
+    ) -> Tensor:
+        return attention.attention(qkv, cache, rows, span, heads, rotation)
