@@ -30,6 +30,7 @@ class LoneTarget:
         tokenizer: folder of its tokenizer.
         context_tokens: of a prompt with its answer; the cache is allocated for so many.
         device: default: cuda if there is one, else cpu.
+        graphs: as `polybasic.deploy.load_chain`.
 
     Raises:
         UserError: an unsupported architecture, a missing weight, or no tokenizer.
@@ -41,6 +42,7 @@ class LoneTarget:
         tokenizer: Path,
         context_tokens: int,
         device: torch.device | None = None,
+        graphs: bool = True,
     ) -> None:
         device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
         config = read_json(checkpoint / "config.json", "model config")
@@ -62,7 +64,8 @@ class LoneTarget:
             num_bytes=0,
             files={"config.json": sha256_of_file(checkpoint / "config.json")},
         )
-        self._engine = Engine(Models({TARGET_NAME: decoder}, {}, (member,), context_tokens))
+        models = Models({TARGET_NAME: decoder}, {}, (member,), context_tokens)
+        self._engine = Engine(models, graphs=graphs)
         loaded = load_tokenizer(tokenizer, "target's tokenizer")
         self._backend = loaded.backend_tokenizer
         self._stop_tokens = read_stop_tokens(checkpoint, loaded.eos_token_id)

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -11,11 +12,19 @@ from polybasic.chain.eagle import EagleHead
 from polybasic.chain.errors import UserError
 from polybasic.chain.manifest import Member, Plan, Tree, Window, check_plan
 from polybasic.deploy.cache import KeyValueCache
+from polybasic.deploy.device_draws import DeviceSampler, draws_on_device
+from polybasic.deploy.device_stages import (
+    Captured,
+    DeviceBlockStage,
+    DeviceParts,
+    DeviceTreeStage,
+)
 from polybasic.deploy.drafter import Drafter, NoDrafter
 from polybasic.deploy.eagle_drafter import EagleDrafter
+from polybasic.deploy.graphs import Graphs
 from polybasic.deploy.model_drafter import ModelDrafter
 from polybasic.deploy.ngram import NgramDrafter
-from polybasic.deploy.sampling import Sampling, make_sampler
+from polybasic.deploy.sampling import Joiner, Sampling, make_sampler
 from polybasic.deploy.stages import BlockStage, Stage, TreeStage
 from polybasic.deploy.verifier import SPARE_ROWS, Verifier
 
@@ -106,10 +115,12 @@ class Engine:
     Args:
         models: the loaded members.
         share_caches: False gives every verifying member a cache of its own.
+        graphs: capture CUDA graphs of passes and rounds where the members run on a GPU.
     """
 
-    def __init__(self, models: Models, share_caches: bool = True) -> None:
+    def __init__(self, models: Models, share_caches: bool = True, graphs: bool = True) -> None:
         self.models = models
+        self.graphs = Graphs(models.target.device, graphs)
         self.context_tokens = models.context_tokens
         capacity = self.context_tokens + SPARE_ROWS
         self.verifiers: dict[str, Verifier] = {}
@@ -125,9 +136,12 @@ class Engine:
                     decoder.dtype,
                     decoder.device,
                 )
-            self.verifiers[name] = Verifier(name, decoder, cache)
+            self.verifiers[name] = Verifier(name, decoder, cache, self.graphs)
         _hand_out_feature_layers(models, self.verifiers)
         self.drafters = Drafters(models, capacity)
+        self._parts: DeviceParts | None = None
+        if all(verifier.passes is not None for verifier in self.verifiers.values()):
+            self._parts = DeviceParts(self.graphs, models.target.device)
 
     def run(self, request: Request) -> Iterator[list[int]]:
         """Yield new tokens as they are gained; `request.statistics` is set at the end.
@@ -177,28 +191,70 @@ class Engine:
     def stages(
         self,
         request: Request,
-        tree_stage: Callable[..., Stage] = TreeStage,
-        block_stage: Callable[..., Stage] = BlockStage,
+        tree_stage: Callable[..., Stage] | None = None,
+        block_stage: Callable[..., Stage] | None = None,
     ) -> tuple[list[Stage], Drafter]:
         """The stages of a request, from the root down, and the drafter below them.
 
+        Rounds stay on the device where all verifying members have passes there, and the request's
+        sampling asks for nothing that the host has to count.
+
         Args:
-            tree_stage: makes the innermost stage, with `TreeStage`'s arguments.
-            block_stage: makes each stage above, with `BlockStage`'s.
+            tree_stage: makes the innermost stage, from its class and the arguments of that.
+            block_stage: makes each stage above in the same way.
         """
-        plan = request.plan
+        plan, stop = request.plan, request.stop_tokens
         names = [name for name in plan.members if name in self.verifiers]
         for name in names:
             self.verifiers[name].window = plan.windows.get(name)
         drafter = self.drafters.of(plan)
-        sampler = make_sampler(request.sampling, self.models.target.device, len(request.token_ids))
-        stop = request.stop_tokens
-        stages: list[Stage] = [tree_stage(self.verifiers[names[-1]], drafter, sampler, stop)]
+        make_tree, make_block = tree_stage or _made, block_stage or _made
+        kinds: tuple[Callable[..., Stage], Callable[..., Stage]] = (TreeStage, BlockStage)
+        sampler: Joiner
+        parts: tuple[DeviceParts, ...] = ()
+        if self._parts is not None and draws_on_device(request.sampling):
+            kinds, parts = (DeviceTreeStage, DeviceBlockStage), (self._parts,)
+            sampler = self._device_sampler(self._parts, request)
+        else:
+            device, num_prompt_tokens = self.models.target.device, len(request.token_ids)
+            sampler = make_sampler(request.sampling, device, num_prompt_tokens)
+        of_tree, of_block = kinds
+        verifier = self.verifiers[names[-1]]
+        stages = [make_tree(of_tree, verifier, drafter, sampler, stop, *parts)]
         for name in reversed(names[:-1]):
+            verifier, flush = self.verifiers[name], plan.flush[name]
             stages.insert(
-                0, block_stage(self.verifiers[name], stages[0], sampler, plan.flush[name], stop)
+                0, make_block(of_block, verifier, stages[0], sampler, flush, stop, *parts)
             )
         return stages, drafter
+
+    def capture(
+        self, plan: Plan, sampling: Sampling, stop: Collection[int], say: Callable[[str], None]
+    ) -> None:
+        """Capture the graphs that a plan needs, ahead of the first request.
+
+        Args:
+            sampling: of the requests to come; others capture what they need when they run.
+            say: takes a line for people.
+        """
+        if not self.graphs.is_active:
+            return
+        stages, _ = self.stages(Request([0], 1, sampling, stop, plan))
+        captured: list[Captured] = []
+        most_tokens = 0
+        for stage in reversed(stages):
+            if isinstance(stage, DeviceTreeStage):
+                captured += stage.captured()
+                most_tokens = stage.most_tokens
+            elif isinstance(stage, DeviceBlockStage):
+                most_tokens += stage.flush.length
+                captured += stage.captured(most_tokens)
+        self.graphs.prepare(captured, say)
+
+    def _device_sampler(self, parts: DeviceParts, request: Request) -> DeviceSampler:
+        tells_confidence = any(flush.adaptive for flush in request.plan.flush.values())
+        drawing = parts.drawing(request.sampling, tells_confidence)
+        return DeviceSampler(request.sampling, drawing)
 
     def _check(self, request: Request) -> None:
         token_ids, vocab_size = request.token_ids, self.models.target.config.vocab_size
@@ -229,6 +285,10 @@ class Engine:
             raise UserError(
                 "plan cannot run", str(error), f"members: {_names(self.models.members)}"
             ) from error
+
+
+def _made(kind: Callable[..., Stage], *arguments: Any) -> Stage:
+    return kind(*arguments)
 
 
 class Drafters:

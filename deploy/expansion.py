@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from polybasic.chain.attend import Attend, Attending, View, seen_from
+from polybasic.chain.attend import Attend, Attending, View, attend_in_blocks, seen_from
 from polybasic.chain.errors import UserError
 from polybasic.chain.linear import Linear
 from polybasic.chain.manifest import Tree, Window
@@ -271,12 +271,23 @@ class ExpandingDrafter(ABC):
 
     Args:
         expansion: of the model.
-        least_tokens: tokens that must stand before a draft.
+        lag: tokens of the sequence before the first one that the model reads: 1 for a head, whose
+            row t holds token t + 1.
     """
 
-    def __init__(self, expansion: Expansion, least_tokens: int) -> None:
-        self.expansion, self.least_tokens = expansion, least_tokens
+    def __init__(self, expansion: Expansion, lag: int) -> None:
+        self.expansion, self.lag = expansion, lag
         self.clock = PassClock(expansion.model.device)
+
+    @property
+    def least_tokens(self) -> int:
+        """Tokens that must stand before a draft."""
+        return self.lag + 1
+
+    @property
+    def cache(self) -> KeyValueCache:
+        """The model's."""
+        return self.expansion.cache
 
     @property
     def tree(self) -> Tree:
@@ -304,13 +315,37 @@ class ExpandingDrafter(ABC):
     def window(self, window: Window | None) -> None:
         self.expansion.window = window
 
-    @abstractmethod
     def candidates(self, tokens: list[int], depth: int) -> Candidates:
         """All candidates behind the sequence `tokens`, of which `least_tokens` stand.
 
         Args:
             depth: levels, which may be more than the tree has.
         """
+        self.begin(tokens)
+        state = self.read(tokens, len(tokens) - self.lag)
+        return self.expansion.expand(state, self.cache.length, depth)
+
+    def begin(self, tokens: list[int]) -> int:
+        """Rows of the cache that stay for a draft behind `tokens`.
+
+        The last row is always read again: its state is what the draft begins with.
+        """
+        self.cache.truncate(min(self.cache.length, len(tokens) - self.lag - 1))
+        return self.cache.length
+
+    def read(self, tokens: list[int], end: int) -> Tensor:
+        """Read the rows from the cache's length to `end`; the state [1, D] of the last."""
+        start, model = self.cache.length, self.expansion.model
+        for block in attend_in_blocks(model, start, end - start, self.window):
+            first = block.start + self.lag
+            ids = torch.tensor(tokens[first : first + block.num_rows], device=model.device)
+            states = self._read(ids, block)
+        self.cache.keep(range(end - start))
+        return states[-1:]
+
+    @abstractmethod
+    def _read(self, token_ids: Tensor, attend: Attend) -> Tensor:
+        """States [R, D] of consecutive tokens, which the cache does not hold yet."""
 
 
 class _Mask:

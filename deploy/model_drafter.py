@@ -1,13 +1,12 @@
 """Drafts of an independent small model, dense or in 4 bits."""
 
-import torch
 from torch import Tensor
 
-from polybasic.chain.attend import Attend, attend_in_blocks
+from polybasic.chain.attend import Attend
 from polybasic.chain.decoder import Decoder
 from polybasic.chain.manifest import Tree
 from polybasic.deploy.cache import KeyValueCache
-from polybasic.deploy.expansion import Candidates, ExpandingDrafter, Expansion
+from polybasic.deploy.expansion import ExpandingDrafter, Expansion
 
 
 class ModelDrafter(ExpandingDrafter):
@@ -23,13 +22,11 @@ class ModelDrafter(ExpandingDrafter):
 
     def __init__(self, decoder: Decoder, tree: Tree, capacity: int) -> None:
         self.decoder = decoder
-        self.cache = KeyValueCache(
+        cache = KeyValueCache(
             decoder.config, decoder.config.num_layers, capacity, decoder.dtype, decoder.device
         )
         self._num_observed = 0
-        super().__init__(
-            Expansion(decoder, self._forward, decoder.logits, tree, self.cache), least_tokens=1
-        )
+        super().__init__(Expansion(decoder, self._forward, decoder.logits, tree, cache), lag=0)
 
     def observe(self, states: Tensor) -> None:
         self._num_observed += len(states)
@@ -39,22 +36,12 @@ class ModelDrafter(ExpandingDrafter):
         self._num_observed = num_observed
         self.cache.truncate(min(self.cache.length, num_observed))
 
-    def candidates(self, tokens: list[int], depth: int) -> Candidates:
-        state = self._read_unread(tokens)
-        return self.expansion.expand(state, self.cache.length, depth)
-
-    def _read_unread(self, tokens: list[int]) -> Tensor:
-        """Read the tokens not yet read, at least the last one, whose state [1, D] is returned."""
+    def begin(self, tokens: list[int]) -> int:
         assert self._num_observed == len(tokens) - 1
-        start = min(self.cache.length, len(tokens) - 1)
-        self.cache.truncate(start)
-        unread = tokens[start:]
-        for block in attend_in_blocks(self.decoder, start, len(unread), self.window):
-            rows = tokens[block.start : block.start + block.num_rows]
-            ids = torch.tensor(rows, device=self.decoder.device)
-            states = self.decoder.forward(ids, self.cache.layers, block)
-        self.cache.keep(range(len(unread)))
-        return states[-1:]
+        return super().begin(tokens)
+
+    def _read(self, token_ids: Tensor, attend: Attend) -> Tensor:
+        return self.decoder.forward(token_ids, self.cache.layers, attend)
 
     def _forward(self, tokens: Tensor, states: Tensor, attend: Attend) -> Tensor:
         return self.decoder.forward(tokens, self.cache.layers, attend)

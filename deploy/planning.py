@@ -36,7 +36,8 @@ def plan_chain(folder: Path, settings: PlanSettings, say: Callable[[str], None])
     Raises:
         UserError: whatever loading refuses, or prompts that are malformed or all too long.
     """
-    planning = plan_loaded(load_chain(folder, dtype=settings.dtype), settings, say)
+    chain = load_chain(folder, dtype=settings.dtype, graphs=settings.graphs, say=say)
+    planning = plan_loaded(chain, settings, say)
     record_plan(folder, planning.measured)
     return planning
 

@@ -1,7 +1,7 @@
 """A chain, loaded: text in, text out, with what it cost."""
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
@@ -12,6 +12,7 @@ import torch
 from polybasic.chain.checkpoint import resolve_chain
 from polybasic.chain.config import read_decoder_config, read_head_config, stored_dtype
 from polybasic.chain.decoder import Decoder
+from polybasic.chain.device.library import reads_4_bits
 from polybasic.chain.eagle import EagleHead
 from polybasic.chain.errors import UserError
 from polybasic.chain.files import read_json
@@ -41,7 +42,7 @@ from polybasic.deploy.resident import LoadedMemory, give_back, usage
 from polybasic.deploy.sampling import Sampling
 from polybasic.deploy.stop_strings import AnswerText
 from polybasic.deploy.verifier import SPARE_ROWS
-from polybasic.deploy.weight_memory import Layout
+from polybasic.deploy.weight_memory import Kernels, Layout
 
 Messages = Sequence[dict[str, str]]
 
@@ -314,6 +315,8 @@ def load_chain(
     digests: bool = True,
     share_caches: bool = True,
     beyond_declared: bool = False,
+    graphs: bool = True,
+    say: Callable[[str], None] | None = None,
 ) -> Chain:
     """Check a chain and load it.
 
@@ -329,10 +332,13 @@ def load_chain(
         share_caches: False gives every verifying member a cache of its own.
         beyond_declared: more `context_tokens` than members are declared for are no error. What is
             answered behind as many tokens means nothing; what it costs is right.
+        graphs: on a GPU, capture CUDA graphs of passes and rounds, those of the plan at once; False
+            launches every kernel by itself, with equal outputs.
+        say: takes a line for people about what is captured; default: the log.
 
     Raises:
         UserError: whatever `check_chain` finds, a plan that the members cannot run, a context
-            longer than a member's, or more memory than there is.
+            longer than a member's, more memory than there is, or a graph that cannot be captured.
     """
     return load_checked(
         check_chain(resolve_chain(str(path)), digests=digests),
@@ -342,6 +348,8 @@ def load_chain(
         plan=plan,
         share_caches=share_caches,
         beyond_declared=beyond_declared,
+        graphs=graphs,
+        say=say,
     )
 
 
@@ -354,18 +362,21 @@ def load_checked(
     plan: Plan | None = None,
     share_caches: bool = True,
     beyond_declared: bool = False,
+    graphs: bool = True,
+    say: Callable[[str], None] | None = None,
 ) -> Chain:
     """Load a chain that was checked; see `load_chain`.
 
     Raises:
-        UserError: a plan that the members cannot run, a context longer than a member's, or more
-            memory than there is.
+        UserError: a plan that the members cannot run, a context longer than a member's, more
+            memory than there is, or a graph that cannot be captured.
     """
     where = device_named(device)
     compute_dtype = _dtype(dtype, checked.target)
     for warning in checked.warnings:
         _log.warning("%s", warning)
-    if where.type == "cpu" and not is_laid_out_anew(where, compute_dtype):
+    is_half = compute_dtype == torch.float16
+    if where.type == "cpu" and is_half and not is_laid_out_anew(where, compute_dtype):
         _log.warning("this CPU multiplies no float16: dtype bfloat16 is about 3 times as fast")
     default_sampling = read_default_sampling(checked.target)
     chosen = _plan(checked, plan, hardware_name(where))
@@ -375,12 +386,14 @@ def load_checked(
     if (available := available_bytes(where)) is not None:
         stated.check_fits(available)
     before = usage(where)
-    engine = Engine(_load_models(checked, where, compute_dtype, num_tokens), share_caches)
+    models = _load_models(checked, where, compute_dtype, num_tokens)
+    engine = Engine(models, share_caches, graphs)
     _allocate(engine, running)
     give_back(where)
     memory = LoadedMemory(stated, before, usage(where))
     tokenizer = load_tokenizer(checked.tokenizer, "chain's tokenizer")
     stop_tokens = read_stop_tokens(checked.target, tokenizer.eos_token_id)
+    engine.capture(running, default_sampling, stop_tokens, say or _log.info)
     return Chain(checked, tokenizer, engine, chosen, stop_tokens, default_sampling, memory)
 
 
@@ -389,7 +402,7 @@ def _allocate(engine: Engine, plan: Plan) -> None:
     engine.drafters.of(plan)
     models: list[Decoder | EagleHead] = [*engine.models.decoders.values()]
     for model in (*models, *engine.models.drafters.values()):
-        _ = model.native
+        _ = model.native, model.device_model
 
 
 def stated_memory(
@@ -427,7 +440,7 @@ def _stated(
     layout = Layout(
         device.type,
         str(dtype).removeprefix("torch."),
-        "eager" if kernels_for(device, dtype) is None else "native",
+        _kernels(device, dtype),
         is_laid_out_anew(device, dtype),
     )
     return state_memory(
@@ -439,6 +452,13 @@ def _stated(
         num_tokens,
         share_caches=share_caches,
     )
+
+
+def _kernels(device: torch.device, dtype: torch.dtype) -> Kernels:
+    """Whose layout weights are kept in."""
+    if reads_4_bits(device, dtype):
+        return "device"
+    return "eager" if kernels_for(device, dtype) is None else "native"
 
 
 def device_named(name: str | None = None) -> torch.device:

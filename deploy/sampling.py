@@ -18,6 +18,7 @@ from polybasic.deploy.warping import Prefixes, Sampling, process_logits, warp
 __all__ = [
     "GreedyRows",
     "GreedySampler",
+    "Joiner",
     "Prefixes",
     "Probabilities",
     "RandomSampler",
@@ -27,7 +28,27 @@ __all__ = [
 ]
 
 
-class Sampler(Protocol):
+class Joiner(Protocol):
+    """What joins a stage's rounds to a block."""
+
+    def take(self, rows: Any, chosen: list[int]) -> Any:
+        """Chosen rows alone, as `verify` asks for them: nothing of the others is kept."""
+
+    def join(self, parts: list[Any]) -> Any:
+        """Rows that were taken, one below the other."""
+
+    def probabilities(self, rows: Any, chosen: list[int], tokens: list[int]) -> list[float]:
+        """What the model of `rows` itself gave to tokens that were drawn from chosen rows.
+
+        A sampler of random numbers answers with the probabilities that it drew with, the greedy
+        one with the softmax of its logits, in float32.
+
+        Args:
+            rows: as `distributions` made them.
+        """
+
+
+class Sampler(Joiner, Protocol):
     """Draws tokens and cuts blocks, exactly from the distributions that it makes of logits."""
 
     def distributions(self, logits: Tensor, prefixes: Prefixes) -> Any:
@@ -40,28 +61,12 @@ class Sampler(Protocol):
     def draw(self, rows: Any, row: int) -> int:
         """A token from one row; each row is drawn from at most once."""
 
-    def take(self, rows: Any, chosen: list[int]) -> Any:
-        """Chosen rows alone, as `verify` asks for them: nothing of the others is kept."""
-
-    def join(self, parts: list[Any]) -> Any:
-        """Rows that were taken, one below the other."""
-
     def verify(self, tokens: list[int], proposed: Any, own: Any, rule: str) -> tuple[int, int]:
         """Cut a block: how many of `tokens` are kept, and the token that follows them.
 
         Args:
             proposed: the K rows that the tokens were drawn from, joined.
             own: the verifier's K + 1 rows, as `distributions` made them.
-        """
-
-    def probabilities(self, rows: Any, chosen: list[int], tokens: list[int]) -> list[float]:
-        """What the model of `rows` itself gave to tokens that were drawn from chosen rows.
-
-        A sampler of random numbers answers with the probabilities that it drew with, the greedy
-        one with the softmax of its logits, in float32.
-
-        Args:
-            rows: as `distributions` made them.
         """
 
 

@@ -18,6 +18,9 @@ SystemName = Literal[
 Dtype = Literal["bfloat16", "float16", "float32"]
 
 
+_GRAPHS = "on a GPU, capture CUDA graphs of passes and rounds; the outputs are the same"
+
+
 class PlanGrid(Settings):
     """What a planner chooses among, beside the sets of members."""
 
@@ -62,6 +65,7 @@ class PlanSettings(Settings):
     temperature: float = Field(0.0, ge=0, description="that the plan is chosen for")
     seed: int = 0
     dtype: Dtype = "bfloat16"
+    graphs: bool = Field(True, description=_GRAPHS)
     grid: PlanGrid = PlanGrid()
 
 
@@ -78,6 +82,7 @@ class BenchSettings(Settings):
     seed: int = 0
     repeats: int = Field(2, ge=1, description="the systems take turns this many times")
     dtype: Dtype = "bfloat16"
+    graphs: bool = Field(True, description=_GRAPHS)
     systems: tuple[SystemName, ...] = Field(
         ("target", "hf_generate", "eagle2", "polybasic_full", "polybasic"),
         description="eagle2: target and draft head, reported under the head's own kind",

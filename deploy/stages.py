@@ -7,6 +7,7 @@ four two BlockStages over one. A stage sees token ids only.
 #   R = rows (tokens), W = width of the verifier's states, which stages only hand on
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -16,8 +17,8 @@ from torch import Tensor
 from polybasic.chain.manifest import Flush
 from polybasic.deploy.drafter import Drafter
 from polybasic.deploy.flushing import AdaptiveFlushing
-from polybasic.deploy.sampling import Prefixes, Sampler
-from polybasic.deploy.tree import walk
+from polybasic.deploy.sampling import Joiner, Prefixes, Sampler
+from polybasic.deploy.tree import DraftTree, walk
 from polybasic.deploy.verifier import Verifier
 
 
@@ -88,7 +89,7 @@ class Stage(Protocol):
         """
 
 
-class TreeStage:
+class BaseTreeStage(ABC):
     """The innermost stage: a verifier walks the drafter's tree by sampling.
 
     Each token is a draw from the verifier's own distribution, whatever was drafted; candidates
@@ -99,10 +100,10 @@ class TreeStage:
         self,
         verifier: Verifier,
         drafter: Drafter,
-        sampler: Sampler,
+        sampler: Joiner,
         stop_tokens: Collection[int] = (),
     ) -> None:
-        self.verifier, self.drafter, self.sampler = verifier, drafter, sampler
+        self.verifier, self.drafter = verifier, drafter
         self.stop_tokens = frozenset(stop_tokens)
         self._rounds = _Rounds(self._round, sampler, self.stop_tokens)
         self.tokens: list[int] = []
@@ -135,7 +136,42 @@ class TreeStage:
 
     def _round(self, limit: int) -> Round:
         """One draft and one verification pass."""
-        tree = self.drafter.draft(self.tokens, max_depth=limit - 1)
+        return self._verify(self._draft(limit), limit)
+
+    @abstractmethod
+    def _draft(self, limit: int) -> Any:
+        """The candidates that `_verify` reads, for a round that gains at most `limit` tokens."""
+
+    @abstractmethod
+    def _verify(self, tree: Any, limit: int) -> Round:
+        """A pass over the tree, and the walk; what was gained is committed."""
+
+    def _catch_up(self) -> None:
+        """Read what stands in the sequence but not in the cache, the last token excepted."""
+        missing = self.tokens[self.verifier.cache.length : -1]
+        if missing:
+            states = self.verifier.read(missing)
+            self.verifier.cache.keep(range(len(missing)))
+            self.drafter.observe(states)
+
+
+class TreeStage(BaseTreeStage):
+    """A tree stage whose trees and draws the host reads."""
+
+    def __init__(
+        self,
+        verifier: Verifier,
+        drafter: Drafter,
+        sampler: Sampler,
+        stop_tokens: Collection[int] = (),
+    ) -> None:
+        super().__init__(verifier, drafter, sampler, stop_tokens)
+        self.sampler = sampler
+
+    def _draft(self, limit: int) -> DraftTree:
+        return self.drafter.draft(self.tokens, max_depth=limit - 1)
+
+    def _verify(self, tree: DraftTree, limit: int) -> Round:
         states = self.verifier.read_tree(tree)
         distributions = self.sampler.distributions(
             self.verifier.logits(states), Prefixes(self.tokens, tree.paths())
@@ -151,16 +187,8 @@ class TreeStage:
         self.accepted_lengths.append(len(gained))
         return Round(gained, distributions, path)
 
-    def _catch_up(self) -> None:
-        """Read what stands in the sequence but not in the cache, the last token excepted."""
-        missing = self.tokens[self.verifier.cache.length : -1]
-        if missing:
-            states = self.verifier.read(missing)
-            self.verifier.cache.keep(range(len(missing)))
-            self.drafter.observe(states)
 
-
-class BlockStage:
+class BaseBlockStage(ABC):
     """A verifier over a stage: the block that the stage proposes is cut by speculative sampling.
 
     Args:
@@ -172,11 +200,11 @@ class BlockStage:
         self,
         verifier: Verifier,
         below: Stage,
-        sampler: Sampler,
+        sampler: Joiner,
         flush: Flush,
         stop_tokens: Collection[int] = (),
     ) -> None:
-        self.verifier, self.below, self.sampler, self.flush = verifier, below, sampler, flush
+        self.verifier, self.below, self.flush = verifier, below, flush
         self.stop_tokens = frozenset(stop_tokens)
         self._rounds = _Rounds(self._round, sampler, self.stop_tokens)
         self._flushing = AdaptiveFlushing(flush.adaptive) if flush.adaptive else None
@@ -212,15 +240,7 @@ class BlockStage:
         block = self.below.propose(min(self.flush.length, limit - 1), limit - 1, self._flushing)
         unread = self.tokens[self._num_read :]
         self.verifier.cache.truncate(self._num_read)
-        states = self.verifier.read(unread + block.tokens)
-        logits = self.verifier.logits(states[len(unread) - 1 :])
-        prefixes = Prefixes(
-            self.tokens, [block.tokens[:length] for length in range(len(block.tokens) + 1)]
-        )
-        distributions = self.sampler.distributions(logits, prefixes)
-        num_kept, next_token = self.sampler.verify(
-            block.tokens, block.distributions, distributions, self.flush.rule
-        )
+        num_kept, next_token, states, distributions = self._verify(unread, block)
         if self._flushing is not None:
             self._flushing.learn(num_kept)
         gained = cut_at_stop([*block.tokens[:num_kept], next_token], self.stop_tokens)
@@ -232,6 +252,42 @@ class BlockStage:
         self.below.resolve(self._num_read, gained[-1], states if self.shares_cache else None)
         return Round(gained, distributions, list(range(len(gained))))
 
+    @abstractmethod
+    def _verify(self, unread: list[int], block: Block) -> tuple[int, int, Tensor, Any]:
+        """A pass over the tokens that were not read yet and the block behind them.
+
+        Returns:
+            How many of the block's tokens are kept, the token behind them, the states of the rows
+            that were read, and the distributions of the block's rows and the one behind it.
+        """
+
+
+class BlockStage(BaseBlockStage):
+    """A block stage whose draws the host reads."""
+
+    def __init__(
+        self,
+        verifier: Verifier,
+        below: Stage,
+        sampler: Sampler,
+        flush: Flush,
+        stop_tokens: Collection[int] = (),
+    ) -> None:
+        super().__init__(verifier, below, sampler, flush, stop_tokens)
+        self.sampler = sampler
+
+    def _verify(self, unread: list[int], block: Block) -> tuple[int, int, Tensor, Any]:
+        states = self.verifier.read(unread + block.tokens)
+        logits = self.verifier.logits(states[len(unread) - 1 :])
+        prefixes = Prefixes(
+            self.tokens, [block.tokens[:length] for length in range(len(block.tokens) + 1)]
+        )
+        distributions = self.sampler.distributions(logits, prefixes)
+        num_kept, next_token = self.sampler.verify(
+            block.tokens, block.distributions, distributions, self.flush.rule
+        )
+        return num_kept, next_token, states, distributions
+
 
 @dataclass(frozen=True)
 class _Rounds:
@@ -242,7 +298,7 @@ class _Rounds:
     """
 
     run_round: Callable[[int], Round]
-    sampler: Sampler
+    sampler: Joiner
     stop_tokens: frozenset[int]
 
     def run(self, num_tokens: int, limit: int, flushing: AdaptiveFlushing | None) -> Block:

@@ -15,6 +15,8 @@ from polybasic.chain.attend import Attend, attend_in_blocks, attend_to_ancestors
 from polybasic.chain.decoder import Decoder
 from polybasic.chain.manifest import MAX_TREE_ROWS, Window
 from polybasic.deploy.cache import KeyValueCache
+from polybasic.deploy.device_passes import MAX_CAPTURED_ROWS, DevicePasses
+from polybasic.deploy.graphs import Graphs
 from polybasic.deploy.tree import DraftTree
 
 SPARE_ROWS = MAX_TREE_ROWS
@@ -69,20 +71,33 @@ class Verifier:
     Several verifiers may share one cache when their layers have the same shapes: each writes its
     provisional rows over the other's.
 
+    Args:
+        graphs: run the passes over few rows of a decoder whose numbers stay on the device.
+
     Attributes:
         window: what its rows see of a long context; None for all. May be set between sequences.
     """
 
     window: Window | None = None
 
-    def __init__(self, name: str, decoder: Decoder, cache: KeyValueCache) -> None:
+    def __init__(
+        self, name: str, decoder: Decoder, cache: KeyValueCache, graphs: Graphs | None = None
+    ) -> None:
         self.name, self.decoder, self.cache = name, decoder, cache
         self.clock = PassClock(decoder.device)
         self.num_rows = 0
+        self.passes: DevicePasses | None = None
+        if graphs is not None and decoder.device_model is not None:
+            self.passes = DevicePasses(name, decoder, cache, graphs)
 
     def read(self, token_ids: Sequence[int]) -> Tensor:
         """States [R, W] of consecutive tokens; their rows are provisional."""
         start = self.cache.length
+        # a prompt is read once, by kernels for many rows
+        if self.passes is not None and start > 0 and len(token_ids) <= MAX_CAPTURED_ROWS:
+            self.num_rows += len(token_ids)
+            with self.clock.running(num_passes=1):
+                return self.passes.read(token_ids, self.window)
         states = [
             self._forward(token_ids[block.start - start :][: block.num_rows], block)
             for block in attend_in_blocks(self.decoder, start, len(token_ids), self.window)

@@ -22,6 +22,13 @@ ContextOption = Annotated[
         "[default: what the models are made for, at most 8192]"
     ),
 ]
+NoGraphsOption = Annotated[
+    bool,
+    typer.Option(
+        "--no-graphs",
+        help="On a GPU, launch every kernel by itself, without CUDA graphs; same outputs, slower.",
+    ),
+]
 
 
 def generate(
@@ -63,6 +70,7 @@ def generate(
         typer.Option(help="bfloat16, float16 or float32.  [default: as the target is stored]"),
     ] = None,
     context_tokens: ContextOption = None,
+    no_graphs: NoGraphsOption = False,
     as_json: JsonOption = False,
     no_stream: Annotated[bool, typer.Option("--no-stream", help="Print the answer whole.")] = False,
 ) -> None:
@@ -83,7 +91,9 @@ def generate(
     }
     settings = {name: value for name, value in settings.items() if value is not None}
     Sampling(**settings)  # told before anything is loaded
-    loaded = load_chain(chain, dtype=dtype, context_tokens=context_tokens)
+    loaded = load_chain(
+        chain, dtype=dtype, context_tokens=context_tokens, graphs=not no_graphs, say=note
+    )
     options: dict[str, Any] = {
         **settings,
         "max_new_tokens": max_new_tokens,

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from polybasic.recipes.commands_chain import ChainArgument, JsonOption, note
+from polybasic.recipes.commands_chain import ChainArgument, JsonOption, NoGraphsOption, note
 
 PromptsOption = Annotated[
     str | None,
@@ -30,6 +30,7 @@ def plan(
     measurements: Annotated[
         Path | None, typer.Option(help="Also write what was measured there, as JSON.")
     ] = None,
+    no_graphs: NoGraphsOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Measure costs and acceptance, choose members, tree and flush lengths, and explain."""
@@ -46,6 +47,7 @@ def plan(
         "max_new_tokens": max_new_tokens,
         "temperature": temperature,
         "dtype": dtype,
+        "graphs": False if no_graphs else None,
     }
     given = {key: value for key, value in given.items() if value is not None}
     settings = validated(PlanSettings, given, {}, "on the command line")
@@ -72,6 +74,7 @@ def bench(
     repeats: Annotated[int | None, typer.Option(help="Turns that each system takes.")] = None,
     dtype: DtypeOption = None,
     systems: Annotated[str | None, typer.Option(help="Names, separated by commas.")] = None,
+    no_graphs: NoGraphsOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Measure the chain's systems side by side; writes its report."""
@@ -89,13 +92,15 @@ def bench(
         "repeats": repeats,
         "dtype": dtype,
         "systems": systems.split(",") if systems else None,
+        "graphs": False if no_graphs else None,
     }
     given = {key: value for key, value in given.items() if value is not None}
     settings = validated(BenchSettings, given, {}, "on the command line")
     folder = resolve_chain(chain)
     if not _has_plan(folder):
         note(f"{chain} has no plan that was measured on this machine: measuring it first")
-        _plan(folder, PlanSettings(temperature=settings.temperature, dtype=settings.dtype))
+        shared = settings.model_dump(include={"temperature", "dtype", "graphs"})
+        _plan(folder, PlanSettings(**shared))
     if settings.prompts == "embedded":
         from polybasic.recipes.embedded.conversations import write_prompts
 
@@ -106,7 +111,7 @@ def bench(
     from polybasic.deploy.benchmark import bench_chain
     from polybasic.deploy.report import print_report
 
-    report = bench_chain(folder, settings)
+    report = bench_chain(folder, settings, note)
     if as_json:
         typer.echo(json.dumps(report, ensure_ascii=False))
     else:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from polybasic.chain.errors import UserError
+from polybasic.recipes.commands_chain import NoGraphsOption
 
 if TYPE_CHECKING:
     from polybasic.recipes.pipeline import Workspace
@@ -60,9 +61,10 @@ def run(
     hardware: HardwareOption = None,
     nproc: NprocOption = None,
     hostfile: HostfileOption = None,
+    no_graphs: NoGraphsOption = False,
 ) -> None:
     """Run a whole recipe; continues where it was stopped."""
-    given = _Given("run", recipe, overrides, out, dry_run, hardware, nproc, hostfile)
+    given = _Given("run", recipe, overrides, out, dry_run, hardware, nproc, hostfile, no_graphs)
     workspace = _run(given, None)
     if workspace is None:
         return
@@ -129,6 +131,7 @@ class _Given:
     hardware: str | None
     nproc: int | None = None
     hostfile: Path | None = None
+    no_graphs: bool = False
 
     @property
     def words(self) -> list[str]:
@@ -137,7 +140,7 @@ class _Given:
         options = {"--out": self.out, "--nproc": self.nproc, "--hostfile": self.hostfile}
         for name, value in options.items():
             words += [name, str(value)] if value is not None else []
-        return words
+        return [*words, "--no-graphs"] if self.no_graphs else words
 
 
 def _run_until(given: _Given, stages: Sequence[str], next_command: str) -> None:
@@ -168,6 +171,12 @@ def _run(given: _Given, only: Sequence[str] | None) -> "Workspace | None":
     if nproc is not None:
         overrides.append(f"train.num_processes={nproc}")
     recipe = load_recipe(given.recipe, overrides)
+    if given.no_graphs:
+        sections = ["plan", "bench"]
+        if recipe.data.regenerate is not None:
+            sections.append("data.regenerate")
+        overrides += [f"{section}.graphs=false" for section in sections]
+        recipe = load_recipe(given.recipe, overrides)
     out = given.out or Path("runs") / recipe.name
     if given.dry_run:
         _foretell(recipe, out, given.hardware, only)

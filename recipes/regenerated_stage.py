@@ -36,7 +36,7 @@ def _settings(workspace: Workspace) -> RegenerateSettings:
 
 
 def _inputs(workspace: Workspace) -> dict[str, Any]:
-    """Where a server listens and how it is asked play no part: they may differ between two runs."""
+    """How the target is asked, of a server or with graphs, may differ between two runs."""
     data, settings = workspace.recipe.data, _settings(workspace)
     inputs: dict[str, Any] = {
         "target": workspace.identity("target"),
@@ -88,7 +88,8 @@ def _opened(workspace: Workspace) -> "AbstractAsyncContextManager[Answerer]":
 
     # longer prompts are not asked
     context_tokens = min(declared, workspace.recipe.data.max_tokens + settings.max_new_tokens)
-    target_here = LoneTarget(target, tokenizer_of(workspace), context_tokens)
+    tokenizer, graphs = tokenizer_of(workspace), settings.graphs
+    target_here = LoneTarget(target, tokenizer, context_tokens, graphs=graphs)
     return nullcontext(RuntimeAnswerer(target_here, context_tokens))
 
 

@@ -228,12 +228,8 @@ def _run_plan(workspace: Workspace, folder: Path) -> dict[str, Any]:
     from polybasic.deploy.planning import plan_chain
 
     settings = _with_prompts(workspace, folder / CALIBRATION_NAME)
-
-    def say(line: str) -> None:
-        print(line, file=sys.stderr, flush=True)
-
-    measured = plan_chain(_last_chain_folder(workspace), settings, say).measured
-    say(f"plan: {measured.explanation['decision']}")
+    measured = plan_chain(_last_chain_folder(workspace), settings, _say).measured
+    _say(f"plan: {measured.explanation['decision']}")
     write_json(folder / PLAN_NAME, measured.model_dump(mode="json"))
     return {
         "hardware": measured.hardware,
@@ -277,7 +273,7 @@ def _run_report(workspace: Workspace, folder: Path) -> dict[str, Any]:
 
     prompts = str(prompts_of(workspace))
     settings = workspace.recipe.bench.model_copy(update={"prompts": prompts})
-    report = bench_chain(_last_chain_folder(workspace), settings)
+    report = bench_chain(_last_chain_folder(workspace), settings, _say)
     return {
         "speedup_vs_target": {
             name: system["speedup_vs_target"] for name, system in report["systems"].items()
@@ -287,6 +283,10 @@ def _run_report(workspace: Workspace, folder: Path) -> dict[str, Any]:
 
 def _identify_report(workspace: Workspace, folder: Path) -> dict[str, Any]:
     return {"report": sha256_of_file(_last_chain_folder(workspace) / "report" / "report.json")}
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def _last_chain_folder(workspace: Workspace) -> Path:

@@ -24,6 +24,9 @@ class RegenerateSettings(Settings):
     timeout_seconds: float = Field(600.0, gt=0, description="of one request")
     max_new_tokens: int = Field(1024, ge=1, description="of one answer")
     temperature: float = Field(0.0, ge=0, le=2, description="0 is greedy")
+    graphs: bool = Field(
+        True, description="through this runtime on a GPU: capture CUDA graphs; same answers"
+    )
 
 
 class DataSettings(Settings):

@@ -1,6 +1,7 @@
 """The stage in which the target answers again: through this runtime, through a server, resumed."""
 
 import json
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from polybasic.chain.errors import UserError
 from polybasic.deploy.answering import LoneTarget
 from polybasic.recipes.conversation_rows import encoded_rows
 from polybasic.recipes.pipeline import Stage, Workspace, run_stages
-from polybasic.recipes.regenerated_stage import REGENERATED_STAGE
+from polybasic.recipes.regenerated_stage import REGENERATED_STAGE, _opened
 from polybasic.recipes.schema import Recipe
 from polybasic.train.chat import encode_prompt
 from tests.checkpoints import write_family
@@ -112,6 +113,19 @@ def test_the_target_alone_answers_as_transformers_does(target: Path) -> None:
     assert sampled[0] == sampled[1] != sampled[2]
     assert lone.is_cut([5, 7])
     assert not lone.is_cut([5, tokenizer.eos_token_id])
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+def test_graphs_reach_the_target_and_change_no_answer(
+    target: Path, tmp_path: Path, graphs: bool
+) -> None:
+    workspace = workspace_of(tmp_path, target, graphs=graphs)
+    opened = _opened(workspace)
+    assert isinstance(opened, AbstractContextManager)
+    with opened as answerer:
+        assert answerer._target._engine.graphs.enabled is graphs
+    as_default = workspace_of(tmp_path, target)
+    assert REGENERATED_STAGE.inputs(workspace) == REGENERATED_STAGE.inputs(as_default)
 
 
 def test_a_dtype_that_is_none_is_refused(target: Path, tmp_path: Path) -> None:
