@@ -59,10 +59,11 @@ class TransformersBaseline:
         return new_tokens, time.perf_counter() - begin
 
     @torch.inference_mode()
-    def logits(self, token_ids: list[int]) -> torch.Tensor:
-        """Float32 logits [V] behind `token_ids`, read in one pass."""
+    def logits(self, token_ids: list[int], num: int) -> torch.Tensor:
+        """Float32 logits [num, V] behind each of the last `num` tokens, read in one pass."""
         ids = torch.tensor([token_ids], device=self.model.device)
-        return self.model(ids, use_cache=False).logits[0, -1].float()
+        found = self.model(ids, use_cache=False, logits_to_keep=num).logits[0, -num:]
+        return torch.as_tensor(found).float()
 
 
 def _options(sampling: Sampling) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import hashlib
 import platform
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -17,11 +18,13 @@ from polybasic.chain.manifest import HEAD_KINDS, Kind, Member, Ngram, Plan
 from polybasic.deploy.adaptations import adaptations
 from polybasic.deploy.baselines import TransformersBaseline
 from polybasic.deploy.draft_vocabulary import draft_vocabularies
-from polybasic.deploy.exactness import Agreement, OtherWay
+from polybasic.deploy.exactness import Agreement
 from polybasic.deploy.hardware import describe_hardware
 from polybasic.deploy.prompts import Question, choose_fitting, read_questions
 from polybasic.deploy.report import write_markdown
+from polybasic.deploy.rereading import ways_of
 from polybasic.deploy.resident import forget_peak, usage
+from polybasic.deploy.rounding import NUM_POSITIONS, Rounding, measure_rounding
 from polybasic.deploy.runtime import Chain, device_named, load_chain
 from polybasic.deploy.sampling import Sampling
 from polybasic.deploy.settings import BenchSettings, SystemName
@@ -63,7 +66,9 @@ class System:
     runs: list[tuple[str, Run]] = field(default_factory=list)
 
 
-def bench_chain(folder: Path, settings: BenchSettings) -> dict[str, Any]:
+def bench_chain(
+    folder: Path, settings: BenchSettings, say: Callable[[str], None] | None = None
+) -> dict[str, Any]:
     """Run the systems of `settings` in turns and write `folder`/report/report.{json,md}.
 
     Each system runs the plan that was measured as the best of its members on this machine, where
@@ -73,6 +78,7 @@ def bench_chain(folder: Path, settings: BenchSettings) -> dict[str, Any]:
     Args:
         folder: a chain.
         settings: `prompts` names a Spec-Bench question file.
+        say: as `load_chain`.
 
     Returns:
         The content of report.json (polybasic.report/1).
@@ -90,7 +96,7 @@ def bench_chain(folder: Path, settings: BenchSettings) -> dict[str, Any]:
         )
     questions = read_questions(Path(settings.prompts))
     forget_peak(device_named())
-    chain = load_chain(folder, dtype=settings.dtype)
+    chain = load_chain(folder, dtype=settings.dtype, graphs=settings.graphs, say=say)
     forget_peak(device_named())
     chosen, num_too_long = _fitting(chain, questions, settings)
     systems = _systems(chain, settings)
@@ -98,7 +104,8 @@ def bench_chain(folder: Path, settings: BenchSettings) -> dict[str, Any]:
     memory = _warmed_up(chain, systems, prompts, settings)
     baseline = _baseline(chain, settings)
     _run_in_turns(chain, baseline, systems, prompts, settings)
-    summaries = _summaries(chain, baseline, systems, prompts, settings)
+    rounding = _rounding(chain, baseline, systems, prompts) if settings.temperature == 0 else None
+    summaries = _summaries(chain, systems, prompts, settings, rounding)
     report = {
         "schema": SCHEMA,
         "grown": chain.manifest.grown,
@@ -114,6 +121,7 @@ def bench_chain(folder: Path, settings: BenchSettings) -> dict[str, Any]:
             "prompts_sha256": hashlib.sha256(Path(settings.prompts).read_bytes()).hexdigest(),
         },
         "systems": summaries,
+        "rounding": rounding and rounding.to_json(),
         "plan": _plan_summary(chain, summaries),
     }
     write_json(folder / "report" / "report.json", report)
@@ -286,14 +294,39 @@ def _answer(chain: Chain, plan: Plan, prompt: Prompt, settings: BenchSettings) -
     )
 
 
-def _summaries(
+def _rounding(
     chain: Chain,
     baseline: TransformersBaseline | None,
     systems: list[System],
     prompts: list[Prompt],
+) -> Rounding:
+    """How close two tokens must be for the systems' ways of reading to confuse them."""
+    answers = [
+        (prompt.token_ids, run.token_ids)
+        for prompt, (_, run) in zip(prompts, _target_of(systems).runs, strict=False)
+    ]
+    verifying = list(chain.engine.verifiers)
+    plans = [system.plan for system in systems if system.plan is not None]
+    return measure_rounding(
+        chain.engine.verifiers[verifying[0]],
+        answers,
+        ways_of(plans, verifying, NUM_POSITIONS),
+        {"hf_generate": baseline.logits} if baseline is not None else {},
+    )
+
+
+def _target_of(systems: list[System]) -> System:
+    return next(system for system in systems if system.name == "target")
+
+
+def _summaries(
+    chain: Chain,
+    systems: list[System],
+    prompts: list[Prompt],
     settings: BenchSettings,
+    rounding: Rounding | None,
 ) -> dict[str, Any]:
-    target = next(system for system in systems if system.name == "target")
+    target = _target_of(systems)
     tasks = list(dict.fromkeys(prompt.task for prompt in prompts))
     summaries = {}
     for system in systems:
@@ -309,9 +342,9 @@ def _summaries(
         summary["seconds_by_member"] = _sum_by_name(
             [run.seconds_by_member for _, run in system.runs], settings.repeats
         )
-        if settings.temperature == 0:
-            other_way = baseline.logits if baseline and system.plan is None else None
-            summary["identical_to_target"] = _agreement(chain, target, system, prompts, other_way)
+        if rounding is not None:
+            tolerance = rounding.tolerance_of(system.name)
+            summary["identical_to_target"] = _agreement(chain, target, system, prompts, tolerance)
         summary["tasks"] = {
             task: _totals(
                 [one for one in system.runs if one[0] == task],
@@ -357,14 +390,14 @@ def _agreement(
     target: System,
     system: System,
     prompts: list[Prompt],
-    other_way: OtherWay | None,
-) -> dict[str, int]:
-    agreement = Agreement()
+    tolerance: float,
+) -> dict[str, float]:
+    agreement = Agreement(tolerance)
     verifier = next(iter(chain.engine.verifiers.values()))
     pairs = zip(prompts, target.runs, system.runs, strict=False)
     for prompt, (_, expected), (_, found) in pairs:
-        agreement.count(verifier, prompt.token_ids, expected.token_ids, found.token_ids, other_way)
-    return vars(agreement)
+        agreement.count(verifier, prompt.token_ids, expected.token_ids, found.token_ids)
+    return agreement.to_json()
 
 
 def _seconds_per_token(

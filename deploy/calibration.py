@@ -22,7 +22,7 @@ from polybasic.deploy.ngram import NgramDrafter
 from polybasic.deploy.round_costs import measure_costs
 from polybasic.deploy.sampling import Prefixes, Sampling, make_sampler
 from polybasic.deploy.settings import PlanGrid
-from polybasic.deploy.stages import TreeStage
+from polybasic.deploy.stages import BaseTreeStage
 from polybasic.deploy.tree import DraftTree
 
 BLOCK_TOKENS = 16
@@ -287,10 +287,12 @@ def _continuations(
         drawn: the model's own draw at each position.
     """
     prompt, answer = one.prompt, one.answer
-    sampler = make_sampler(sampling, engine.models.target.device, len(prompt))
     drafter = next(m.name for m in engine.models.members if name in m.drafts_for)
-    drafting = engine.drafters.named(drafter, OWN_TEXT_TREE, windows.get(drafter))
-    stage = TreeStage(engine.verifiers[name], drafting, sampler)
+    members = (name, drafter)
+    seen = {member: windows[member] for member in members if member in windows}
+    plan = Plan(members=members, tree=OWN_TEXT_TREE, windows=seen)
+    (stage,), _ = engine.stages(Request(prompt, len(answer), sampling, frozenset(), plan))
+    assert isinstance(stage, BaseTreeStage)
     continuations: list[list[int]] = []
     following: list[int] = []
     for place in reversed(range(len(answer))):

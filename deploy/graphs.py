@@ -15,7 +15,7 @@ import torch
 
 from polybasic.chain.errors import UserError
 
-MOST_GRAPHS = 64
+MOST_GRAPHS = 256
 
 Step = Callable[[], None]
 """Reads and writes tensors that stay; its host code has no effect of its own."""

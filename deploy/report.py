@@ -11,8 +11,7 @@ from polybasic.chain.card import grown_note
 from polybasic.chain.files import whole_file
 from polybasic.chain.readable import readable_bytes
 from polybasic.deploy.memory import CONTEXT_KINDS, WEIGHT_KINDS
-
-Rows = list[list[str]]
+from polybasic.deploy.rounding_report import Rows, rounding_line, rounding_notes, rounding_rows
 
 
 def print_report(report: dict[str, Any], console: Console) -> None:
@@ -34,6 +33,8 @@ def print_report(report: dict[str, Any], console: Console) -> None:
         console.print(f"adapted {member}: {measure} {before} -> {after}, kept: {kept}")
     for entry in report.get("draft_vocabulary", []):
         console.print(draft_vocabulary_line(entry))
+    if report["rounding"] is not None:
+        console.print(f"rounding: {rounding_line(report)}", markup=False)
     console.print(f"plan: {plan_line(report)}")
     console.print(f"memory: {memory_line(report['memory'])}")
 
@@ -56,6 +57,7 @@ def write_markdown(path: Path, report: dict[str, Any]) -> None:
         "Identical: greedy outputs equal to `target`'s token for token; a tie parts at two",
         "tokens whose logits differ by less than their measured rounding.",
         "",
+        *_rounding(report),
         "## By task",
         "",
         *_markdown_table(task_rows(report)),
@@ -308,6 +310,13 @@ def _draft_vocabulary(entries: list[dict[str, Any]]) -> list[str]:
     ]
 
 
+def _rounding(report: dict[str, Any]) -> list[str]:
+    if report["rounding"] is None:
+        return []
+    rows, notes = rounding_rows(report["rounding"]), rounding_notes(report)
+    return ["## Rounding", "", *_markdown_table(rows), "", *notes, ""]
+
+
 def _gain_and_cost(drafting: dict[str, float | None]) -> list[str]:
     length, seconds = drafting["accepted_length"], drafting["seconds_per_pass"]
     return [
@@ -316,7 +325,7 @@ def _gain_and_cost(drafting: dict[str, float | None]) -> list[str]:
     ]
 
 
-def _identical(agreement: dict[str, int] | None) -> str:
+def _identical(agreement: dict[str, float] | None) -> str:
     if agreement is None:
         return "-"
     text = f"{agreement['identical']}/{agreement['prompts']}"

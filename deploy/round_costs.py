@@ -1,32 +1,32 @@
 """What rounds cost on this machine, timed in real answers.
 
 Rounds are timed in place and not as passes in a loop: which weights lie in the caches of a
-processor depends on the models that ran before, and a round does more than its pass.
+processor depends on the models that ran before, and a round does more than its pass. On a GPU they
+are rounds of graphs that were captured before, and the host does not wait within one.
 """
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import combinations, cycle, product
 from statistics import mean
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from polybasic.chain.manifest import Flush, Ngram, Plan, Tree, Window
-from polybasic.deploy.drafter import Drafter, NoDrafter
+from polybasic.deploy.drafter import NoDrafter
 from polybasic.deploy.engine import Engine, Request
 from polybasic.deploy.flushing import AdaptiveFlushing
 from polybasic.deploy.measurements import DraftCosts, PassCosts, StageOverhead
 from polybasic.deploy.ngram import NgramDrafter
 from polybasic.deploy.sampling import Sampling
 from polybasic.deploy.settings import PlanGrid
-from polybasic.deploy.stages import Block, BlockStage, Round, Stage, TreeStage
-from polybasic.deploy.tree import DraftTree
-from polybasic.deploy.verifier import PassClock, Verifier
+from polybasic.deploy.stages import BaseBlockStage, BaseTreeStage, Block, Round, Stage
+from polybasic.deploy.verifier import PassClock
 
 MIN_SAMPLES = 5
 """Rounds of a row count from which its cost is taken."""
@@ -50,6 +50,11 @@ def measure_costs(
     """
     costs, in_turns = RoundCosts(), cycle(prompts)
     plans = list(_plans_to_time(engine, grid))
+    if engine.models.target.device.type == "cuda":
+        # kernels are compiled, and the fastest ones found, when they first run
+        for plan in plans:
+            request = Request(prompts[0], COST_TOKENS, sampling, stop_tokens, plan)
+            _time_rounds(engine, request, RoundCosts())
     for _ in range(NUM_TURNS):
         for plan in plans:
             request = Request(next(in_turns), COST_TOKENS, sampling, stop_tokens, plan)
@@ -132,23 +137,14 @@ def _spread(values: Sequence[int]) -> list[int]:
 @torch.inference_mode()
 def _time_rounds(engine: Engine, request: Request, costs: "RoundCosts") -> None:
     """Answer once with stages that time their rounds."""
-    device = engine.models.target.device
+    watch = _Watch(engine, request.plan.members[-1], costs)
 
-    def now() -> float:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return time.perf_counter()
-
-    def tree_stage(verifier: Verifier, drafter: Drafter, *others: Any) -> Stage:
-        timed = _TimedDrafter(request.plan.members[-1], drafter, costs, now)
-        return _TimedTreeStage(verifier, timed, *others)
-
-    def block_stage(*arguments: Any) -> Stage:
-        stage = _TimedBlockStage(*arguments)
-        stage.costs, stage.now = costs, now
+    def timed(kind: type, *arguments: Any) -> Stage:
+        stage = _timed_kind(kind)(*arguments)
+        stage.watch = watch
         return stage
 
-    (root, *_), _ = engine.stages(request, tree_stage, block_stage)
+    (root, *_), _ = engine.stages(request, timed, timed)
     root.prefill(request.token_ids)
     num_tokens, last = 0, -1
     while num_tokens < request.max_new_tokens and last not in request.stop_tokens:
@@ -265,90 +261,96 @@ def _line(by_depth: dict[int, float]) -> tuple[float, float]:
     return level, level
 
 
-class _TimedDrafter:
-    """Times a drafter's drafts."""
+class _Watch:
+    """What the timed stages of an answer share.
 
-    def __init__(
-        self, name: str, drafter: Drafter, costs: RoundCosts, now: Callable[[], float]
-    ) -> None:
-        self.name, self.drafter, self.costs, self.now = name, drafter, costs, now
-        self.seconds = 0.0
+    Args:
+        drafter: name of the last member.
+    """
+
+    def __init__(self, engine: Engine, drafter: str, costs: RoundCosts) -> None:
+        self.drafter, self.costs = drafter, costs
+        self.device, self._graphs = engine.models.target.device, engine.graphs
+
+    def now(self) -> float:
+        """Seconds; the device has done what it was given."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
 
     @property
-    def tree(self) -> Tree:
-        return self.drafter.tree
-
-    @tree.setter
-    def tree(self, tree: Tree) -> None:
-        self.drafter.tree = tree
-
-    @property
-    def clock(self) -> PassClock | None:
-        return self.drafter.clock
-
-    def observe(self, states: Tensor) -> None:
-        self.drafter.observe(states)
-
-    def rewind(self, num_observed: int) -> None:
-        self.drafter.rewind(num_observed)
-
-    def draft(self, tokens: list[int], max_depth: int) -> DraftTree:
-        begin = self.now()
-        tree = self.drafter.draft(tokens, max_depth)
-        seconds = self.now() - begin
-        self.seconds += seconds
-        if isinstance(self.drafter, NgramDrafter):
-            self.costs.copies.append(seconds)
-        elif not isinstance(self.drafter, NoDrafter) and max_depth >= self.tree.depth:
-            self.costs.levels[self.name, self.tree.top_k, self.tree.depth].append(seconds)
-        return tree
+    def num_captured(self) -> int:
+        """Graphs that were captured so far: a round that captures one is not like others."""
+        return self._graphs.counts.captures
 
 
-class _TimedTreeStage(TreeStage):
+class _TimedTree(BaseTreeStage):
     """Times its rounds, the draft apart."""
 
-    drafter: _TimedDrafter
+    watch: _Watch
     seconds = 0.0
 
     def propose(
         self, num_tokens: int, limit: int, flushing: AdaptiveFlushing | None = None
     ) -> Block:
-        begin = self.drafter.now()
+        begin = self.watch.now()
         block = super().propose(num_tokens, limit, flushing)
-        self.seconds += self.drafter.now() - begin
+        self.seconds += self.watch.now() - begin
         return block
 
     def _round(self, limit: int) -> Round:
-        begin, drafting = self.drafter.now(), self.drafter.seconds
-        rows = self.verifier.num_rows
+        watch, rows, num_captured = self.watch, self.verifier.num_rows, self.watch.num_captured
+        self._draft_clock = PassClock(watch.device)
+        begin = watch.now()
         one = super()._round(limit)
-        seconds = self.drafter.now() - begin - (self.drafter.seconds - drafting)
-        rows = self.verifier.num_rows - rows
-        self.drafter.costs.trees[self.verifier.name, rows].append(seconds)
+        seconds = watch.now() - begin
+        if watch.num_captured == num_captured:
+            drafting = self._draft_clock.seconds
+            rows = self.verifier.num_rows - rows
+            watch.costs.trees[self.verifier.name, rows].append(seconds - drafting)
+            self._take_draft(drafting, max_depth=limit - 1)
         return one
 
+    def _draft(self, limit: int) -> Any:
+        with self._draft_clock.running(num_passes=1):
+            return super()._draft(limit)  # type: ignore[safe-super]
 
-class _TimedBlockStage(BlockStage):
+    def _take_draft(self, seconds: float, max_depth: int) -> None:
+        drafter, tree, costs = self.drafter, self.drafter.tree, self.watch.costs
+        if isinstance(drafter, NgramDrafter):
+            costs.copies.append(seconds)
+        elif not isinstance(drafter, NoDrafter) and max_depth >= tree.depth:
+            costs.levels[self.watch.drafter, tree.top_k, tree.depth].append(seconds)
+
+
+class _TimedBlock(BaseBlockStage):
     """Times its rounds, what runs below apart."""
 
-    below: "_TimedTreeStage | _TimedBlockStage"
+    watch: _Watch
+    below: "_TimedTree | _TimedBlock"
     seconds = 0.0
-    costs: RoundCosts
-    now: Callable[[], float]
 
     def propose(
         self, num_tokens: int, limit: int, flushing: AdaptiveFlushing | None = None
     ) -> Block:
-        begin = self.now()
+        begin = self.watch.now()
         block = super().propose(num_tokens, limit, flushing)
-        self.seconds += self.now() - begin
+        self.seconds += self.watch.now() - begin
         return block
 
     def _round(self, limit: int) -> Round:
-        begin, below = self.now(), self.below.seconds
-        rows = self.verifier.num_rows
+        watch, rows, num_captured = self.watch, self.verifier.num_rows, self.watch.num_captured
+        begin, below = watch.now(), self.below.seconds
         one = super()._round(limit)
-        seconds = self.now() - begin - (self.below.seconds - below)
-        rows = self.verifier.num_rows - rows
-        self.costs.blocks[self.verifier.name, rows].append(seconds)
+        seconds = watch.now() - begin - (self.below.seconds - below)
+        if watch.num_captured == num_captured:
+            rows = self.verifier.num_rows - rows
+            watch.costs.blocks[self.verifier.name, rows].append(seconds)
         return one
+
+
+@cache
+def _timed_kind(kind: type) -> Any:
+    """A stage of this kind that times its rounds."""
+    timed = _TimedTree if issubclass(kind, BaseTreeStage) else _TimedBlock
+    return type(f"Timed{kind.__name__}", (timed, kind), {})

@@ -13,11 +13,12 @@ from polybasic.chain.manifest import read_manifest
 from polybasic.chain.verify import check_chain
 from polybasic.deploy import load_chain
 from polybasic.deploy.benchmark import bench_chain
-from polybasic.deploy.exactness import BLOCK_ROWS, is_near_tie, position_logits, spread
+from polybasic.deploy.exactness import gap_where_they_part
 from polybasic.deploy.prompts import Question, choose_questions, read_questions
 from polybasic.deploy.report import print_report
+from polybasic.deploy.rereading import ONE_ROW, Way, answer_logits
+from polybasic.deploy.rounding_report import rounding_line, rounding_rows
 from polybasic.deploy.settings import BenchSettings
-from tests.chain.native_models import eager
 
 
 def write_prompts(path: Path, *rows: dict[str, Any]) -> Path:
@@ -54,7 +55,9 @@ def test_report_counts_what_was_run(tiny_chain: Path, report: dict[str, Any]) ->
     assert list(systems) == ["target", "hf_generate", "eagle2", "polybasic_full", "polybasic"]
     for system in systems.values():
         assert system["tokens"] == systems["target"]["tokens"]
-        assert system["identical_to_target"] == {"prompts": 4, "identical": 4, "near_ties": 0}
+        agreement = system["identical_to_target"]
+        assert (agreement["prompts"], agreement["identical"], agreement["near_ties"]) == (4, 4, 0)
+        assert agreement["tolerance"] < 1e-4
         assert list(system["tasks"]) == ["mt_bench", "qa"]
         for total in ("tokens", "seconds"):
             by_task = sum(task[total] for task in system["tasks"].values())
@@ -113,46 +116,67 @@ def test_sampling_needs_no_identical_outputs(tiny_chain: Path, prompts: Path) ->
     systems = bench_chain(tiny_chain, settings)["systems"]
     assert list(systems) == ["target", "polybasic"]
     assert "identical_to_target" not in systems["polybasic"]
+    report = json.loads((tiny_chain / "report" / "report.json").read_text())
+    assert report["rounding"] is None
+    assert "## Rounding" not in (tiny_chain / "report" / "report.md").read_text()
+
+
+@pytest.mark.parametrize("kernels", ["auto", "device"])
+def test_rounding_is_measured_and_stated(
+    tiny_chain: Path, prompts: Path, kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("POLYBASIC_KERNELS", kernels)
+    settings = BenchSettings(prompts=str(prompts), max_new_tokens=20, repeats=1)
+    report = bench_chain(tiny_chain, settings)
+    rounding = report["rounding"]
+    assert rounding["dtype"] == "bfloat16"
+    assert rounding["num_positions"] == report["systems"]["target"]["tokens"]
+    # trees of 6 rows alone, and blocks of 6 to 9 above the intermediate
+    assert list(rounding["ways"]) == [
+        "1 row",
+        "trees of 6 rows, 3 deep",
+        *(f"blocks of {rows} rows" for rows in (6, 8, 9)),
+    ]
+    assert list(rounding["others"]) == ["hf_generate"]
+    assert all(change["is_sound"] for change in (rounding["ways"] | rounding["others"]).values())
+    systems = report["systems"]
+    for name in ("eagle2", "polybasic_full", "polybasic"):
+        assert systems[name]["identical_to_target"]["tolerance"] == rounding["tolerance"]
+    library = systems["hf_generate"]["identical_to_target"]["tolerance"]
+    assert library == max(rounding["tolerance"], rounding["others"]["hf_generate"]["from_one_row"])
+    assert 0 < library < 5 * rounding["usual"]
+    for system in systems.values():
+        agreement = system["identical_to_target"]
+        assert agreement["identical"] + agreement["near_ties"] == agreement["prompts"]
+        assert agreement["widest_near_tie"] <= agreement["tolerance"]
+    markdown = (tiny_chain / "report" / "report.md").read_text()
+    assert f"- {rounding_line(report)}" in markdown
+    assert "| trees of 6 rows, 3 deep |" in markdown
+
+
+def test_the_report_names_what_is_wrong(report: dict[str, Any]) -> None:
+    assert "0 near ties" in rounding_line(report)
+    assert "WRONG" not in rounding_line(report)
+    wrong = {"from_one_row": None, "from_reference": None, "is_sound": False}
+    report["rounding"]["ways"]["blocks of 8 rows"] = wrong
+    report["systems"]["eagle2"]["identical_to_target"] |= {"near_ties": 2, "widest_near_tie": 0.25}
+    line = rounding_line(report)
+    assert "2 near ties, the widest 0.25" in line
+    assert line.endswith("WRONG, not rounding, and excused by nothing: passes in blocks of 8 rows")
+    assert ["blocks of 8 rows", "not finite", "not finite", "WRONG"] in rounding_rows(
+        report["rounding"]
+    )
 
 
 def test_native_kernels_round_alike_in_blocks_of_any_size(tiny_chain: Path) -> None:
     verifier = load_chain(tiny_chain, dtype="bfloat16").engine.verifiers["target"]
     prompt, answer = list(range(1, 10)), list(range(20, 45))
-    one_by_one = position_logits(verifier, prompt, answer, rows=1)
-    for rows in (*BLOCK_ROWS, 25, 40):
-        assert torch.equal(position_logits(verifier, prompt, answer, rows), one_by_one)
-    best, second = one_by_one.topk(2).indices.tolist()
-    assert not is_near_tie(verifier, prompt, [*answer, best], [*answer, second])
-
-
-def test_near_ties_need_a_gap_below_the_rounding(tiny_chain: Path) -> None:
-    with eager():
-        verifier = load_chain(tiny_chain, dtype="bfloat16").engine.verifiers["target"]
-    prompt, answer = list(range(1, 10)), list(range(20, 45))
-    one_by_one = position_logits(verifier, prompt, answer, rows=1)
-    ways = [position_logits(verifier, prompt, answer, rows) for rows in BLOCK_ROWS]
-    rounding = max(spread(way - one_by_one) for way in ways)
-    assert 0 < rounding < 0.2 * float(one_by_one.abs().max())
-    ordered = one_by_one.argsort(descending=True).tolist()
-    best = ordered[0]
-    for other in ordered[1:]:
-        gap = float(one_by_one[best] - one_by_one[other])
-        found = is_near_tie(verifier, prompt, [*answer, best], [*answer, other])
-        assert found == (gap < rounding)
-    assert not is_near_tie(verifier, prompt, [*answer, best], [*answer, ordered[-1]])
-    assert not is_near_tie(verifier, prompt, answer, [*answer, 3]), "a missing token is no tie"
-
-
-def test_ways_of_reading_agree_in_float32(tiny_chain: Path) -> None:
-    verifier = load_chain(tiny_chain, dtype="float32").engine.verifiers["target"]
-    prompt, answer = list(range(1, 10)), list(range(20, 45))
-    one_by_one = position_logits(verifier, prompt, answer, rows=1)
-    for rows in (*BLOCK_ROWS, 25, 40):
-        assert spread(position_logits(verifier, prompt, answer, rows) - one_by_one) < 1e-4
-    best, second = one_by_one.topk(2).indices.tolist()
-    assert float(one_by_one[best] - one_by_one[second]) > 1e-3
-    assert not is_near_tie(verifier, prompt, [*answer, best], [*answer, second])
-    assert spread(position_logits(verifier, prompt[:1], [], rows=1) - one_by_one) > 1
+    one_by_one = answer_logits(verifier, prompt, answer, ONE_ROW)
+    for way in (*map(Way, (4, 8, 16, 25, 40)), Way(6, 3), Way(20, 5)):
+        assert torch.equal(answer_logits(verifier, prompt, answer, way), one_by_one)
+    best, second = one_by_one[-1].topk(2).indices.tolist()
+    gap = gap_where_they_part(verifier, prompt, [*answer[:-1], best, 3], [*answer[:-1], second, 4])
+    assert gap == float(one_by_one[-1, best] - one_by_one[-1, second])
 
 
 def test_questions_are_spread_over_the_file() -> None:

@@ -3,10 +3,12 @@
 import json
 import logging
 import random
+from collections.abc import Callable, Hashable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 
 from polybasic.chain.errors import UserError
@@ -18,10 +20,11 @@ from polybasic.deploy.benchmark import bench_chain
 from polybasic.deploy.calibration import calibrate
 from polybasic.deploy.engine import Request
 from polybasic.deploy.explanation import print_explanation
+from polybasic.deploy.graphs import Graphs
 from polybasic.deploy.hardware import hardware_name
 from polybasic.deploy.measurements import ABSENT, Measurements
 from polybasic.deploy.planning import plan_chain
-from polybasic.deploy.round_costs import _line, _mean
+from polybasic.deploy.round_costs import _line, _mean, measure_costs
 from polybasic.deploy.sampling import Sampling
 from polybasic.deploy.settings import BenchSettings, PlanGrid, PlanSettings
 from polybasic.deploy.simulation import simulate
@@ -52,7 +55,7 @@ def measure(chain: Chain, temperature: float = 0.0) -> Measurements:
 
 
 @pytest.fixture
-def chain(tiny_chain_parts: Any, tmp_path: Path) -> Chain:
+def chain_folder(tiny_chain_parts: Any, tmp_path: Path) -> Path:
     """Target, its 4-bit copy as intermediate, a head, and the copy as independent drafter."""
     parts = tiny_chain_parts
     parts.package(
@@ -63,7 +66,12 @@ def chain(tiny_chain_parts: Any, tmp_path: Path) -> Chain:
             Part("copy", "drafter", "awq", parts.intermediate),
         ],
     )
-    return load_chain(tmp_path / "chain", dtype="float32")
+    return tmp_path / "chain"
+
+
+@pytest.fixture
+def chain(chain_folder: Path) -> Chain:
+    return load_chain(chain_folder, dtype="float32")
 
 
 def count_passes(chain: Chain, plan: Plan, sampling: Sampling) -> dict[str, int]:
@@ -160,6 +168,42 @@ def test_costs_are_measured_for_every_shape_of_the_grid(chain: Chain) -> None:
     assert measurements.drafters["copy"] == ("target", "intermediate")
 
 
+class SlowCaptures(Graphs):
+    """Runs functions in a second of a clock of its own, and in a hundred when they are new."""
+
+    def __init__(self, device: torch.device, enabled: bool) -> None:
+        super().__init__(device, enabled)
+        self.seconds, self.known = 0.0, set[Hashable]()
+
+    def run(self, key: Hashable, function: Callable[[], None], label: str | None = None) -> None:
+        is_new = key not in self.known
+        self.known.add(key)
+        self.counts.captures += is_new
+        self.seconds += 100 if is_new else 1
+        super().run(key, function, label)
+
+
+def test_rounds_of_graphs_are_timed_and_captures_are_not(
+    chain_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("POLYBASIC_KERNELS", "device")
+    monkeypatch.setattr("polybasic.deploy.engine.Graphs", SlowCaptures)
+    monkeypatch.setattr("polybasic.deploy.round_costs.COST_TOKENS", 16)
+    engine = load_chain(chain_folder, dtype="float32").engine
+    graphs = engine.graphs
+    assert isinstance(graphs, SlowCaptures)
+    monkeypatch.setattr("time.perf_counter", lambda: graphs.seconds)
+    given = [prompt for _, prompt in prompts() if len(prompt) > 1]
+    costs = measure_costs(engine, given, frozenset(), Sampling(), GRID)
+    assert graphs.counts.captures > 10
+    # a graph each for draft, tree and block; a draft by n-grams is none
+    for found in (costs.trees, costs.blocks, costs.levels):
+        assert found
+        assert {one for seconds in found.values() for one in seconds} == {1.0}
+    assert set(costs.copies) == {0.0}
+    assert {rows for name, rows in costs.trees if name == "target"} >= {1, *GRID.rows}
+
+
 @pytest.mark.parametrize(
     ("by_depth", "line"),
     [
@@ -227,7 +271,8 @@ def test_a_plan_is_chosen_written_run_and_reported(
     assert report["plan"]["explanation"] == measured.explanation
     assert report["systems"]["polybasic_full"]["seconds_per_token"]["predicted"] in seconds
     for system in report["systems"].values():
-        assert system["identical_to_target"] == {"prompts": 2, "identical": 2, "near_ties": 0}
+        agreement = system["identical_to_target"]
+        assert (agreement["prompts"], agreement["identical"], agreement["near_ties"]) == (2, 2, 0)
 
     caplog.set_level(logging.WARNING)
     monkeypatch.setattr(runtime_module, "hardware_name", lambda device: "another machine")

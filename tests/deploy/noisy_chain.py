@@ -1,0 +1,125 @@
+"""A tiny chain whose members differ, in every place where its rounds can run."""
+
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from polybasic.chain.manifest import AdaptiveFlush, Flush, Plan, Rule, Tree
+from polybasic.chain.package import Part, package_chain
+from polybasic.deploy import Chain, load_chain
+from polybasic.deploy.engine import Request
+from polybasic.deploy.sampling import Sampling
+from tests.conftest import PROVENANCE, write_draft, write_target
+
+NUM_NEW_TOKENS = 100
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
+
+TREE = Tree(depth=2, top_k=3, rows=8)
+ADAPTIVE = AdaptiveFlush(break_even=0.25, acceptance=(0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9))
+
+
+def three(rule: Rule, adaptive: AdaptiveFlush | None = None) -> Plan:
+    flush = {"target": Flush(length=3, rule=rule, adaptive=adaptive)}
+    return Plan(members=("target", "near", "copy"), tree=TREE, flush=flush)
+
+
+PLANS = {
+    "head": Plan(members=("target", "head"), tree=TREE),
+    "two": Plan(members=("target", "copy"), tree=TREE),
+    "block": three("block"),
+    "token": three("token"),
+    "adaptive": three("token", ADAPTIVE),
+}
+
+
+@dataclass(frozen=True)
+class Where:
+    """Where rounds run, and by which kernels."""
+
+    device: str
+    kernels: str
+    dtype: str = "float32"
+
+    def __str__(self) -> str:
+        return f"{self.device}-{self.kernels}-{self.dtype}"
+
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+HOST, DEVICE = Where("cpu", "auto"), Where("cpu", "device")
+ROUNDED = [Where("cpu", "device", "bfloat16"), Where("cpu", "device", "float16")]
+GPU = [Where("cuda", "auto", dtype) for dtype in ("float32", "bfloat16", "float16")]
+PLACES = [HOST, DEVICE, pytest.param(GPU[0], marks=needs_gpu)]
+ROUNDED_PLACES = [*ROUNDED, *(pytest.param(one, marks=needs_gpu) for one in GPU[1:])]
+
+ChainAt = Callable[[Where], Chain]
+
+
+def write_noisy_chain(models: Path) -> Path:
+    """A chain of a target, two noisy copies of it, one to verify and one to draft, and a head.
+
+    Args:
+        models: an empty folder; the chain will lie in it.
+    """
+    write_target(models / "target")
+    write_draft(models / "head", models / "target")
+    parts = [Part("head", "drafter", "eagle2", models / "head")]
+    for name, role, noise in (("near", "intermediate", 0.1), ("copy", "drafter", 0.05)):
+        shutil.copytree(models / "target", models / name)
+        _disturb(models / name / "model.safetensors", noise)
+        parts.append(Part(name, role, "decoder", models / name))  # type: ignore[arg-type]
+    package_chain(
+        models / "chain",
+        target=models / "target",
+        target_reference=str(models / "target"),
+        copy_target=True,
+        parts=sorted(parts, key=lambda part: part.role != "intermediate"),
+        plan=PLANS["block"],
+        provenance=PROVENANCE,
+        quality={},
+        training={},
+    )
+    return models / "chain"
+
+
+def _disturb(path: Path, noise: float) -> None:
+    """Replace a share of each weight by other random numbers of the same size."""
+    generator = torch.Generator().manual_seed(1)
+
+    def disturbed(weight: Tensor) -> Tensor:
+        if weight.ndim == 1:
+            return weight
+        other = torch.randn(weight.shape, generator=generator) * weight.float().std()
+        return ((1 - noise**2) ** 0.5 * weight + noise * other).to(weight.dtype)
+
+    weights = {name: disturbed(weight) for name, weight in load_file(path).items()}
+    save_file(weights, path, {"format": "pt"})
+
+
+@contextmanager
+def chains_of(folder: Path) -> Iterator[ChainAt]:
+    """Loads a chain in each place once, and lets it run there by the kernels of the place."""
+    chains: dict[Where, Chain] = {}
+    with pytest.MonkeyPatch.context() as patch:
+
+        def at(where: Where) -> Chain:
+            patch.setenv("POLYBASIC_KERNELS", where.kernels)
+            if where not in chains:
+                chains[where] = load_chain(folder, device=where.device, dtype=where.dtype)
+            return chains[where]
+
+        yield at
+
+
+def answer(
+    chain: Chain, plan: Plan, sampling: Sampling, prompt: Sequence[int] = PROMPT
+) -> list[int]:
+    """New tokens, by the engine."""
+    request = Request(list(prompt), NUM_NEW_TOKENS, sampling, frozenset(), plan)
+    return [token for tokens in chain.engine.run(request) for token in tokens]
