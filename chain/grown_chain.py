@@ -32,6 +32,7 @@ from polybasic.chain.shapes import num_parameters, tensor_headers
 from polybasic.chain.verify import CheckedChain, check_chain, check_fit, read_config
 from polybasic.chain.weights import Weights
 
+_CPU = torch.device("cpu")
 _SHARD_BYTES = 2 << 30
 _NORMS = ("input_layernorm", "post_attention_layernorm")
 _AWQ_PARTS = ("qweight", "qzeros", "scales")
@@ -41,9 +42,19 @@ NamedTensors = Iterator[tuple[str, Tensor]]
 GrowLinear = Callable[[Weights, str, Placing, bool], NamedTensors]
 """Tensors of one linear from those of the small model's of a name; or of an added layer's, whose
 name is then that of a layer like it."""
+WriteWeights = Callable[[Path, NamedTensors], dict[str, str]]
+"""Writes a member's tensors into its folder, as they come; digests of the files by their names."""
 
 
-def grow_chain(source: Path, shape: GrownShape, shape_name: str, out: Path) -> Manifest:
+def grow_chain(
+    source: Path,
+    shape: GrownShape,
+    shape_name: str,
+    out: Path,
+    *,
+    device: torch.device = _CPU,
+    write_weights: WriteWeights | None = None,
+) -> Manifest:
     """Write `source` grown to `shape` as the chain `out`, whole, with all members inside.
 
     Measured plans and results of the source do not hold for the grown chain and are left out.
@@ -53,6 +64,8 @@ def grow_chain(source: Path, shape: GrownShape, shape_name: str, out: Path) -> M
         shape: to grow to.
         shape_name: labels the chain as grown.
         out: the folder to write; an older chain there is replaced.
+        device: where weights are grown.
+        write_weights: default: into safetensors files.
 
     Raises:
         UserError: no chain, other members, a shape that the target does not fit into, `out` holds
@@ -60,15 +73,16 @@ def grow_chain(source: Path, shape: GrownShape, shape_name: str, out: Path) -> M
     """
     chain = check_chain(source)
     refuse_replacing(out, {"chain": source, **chain.members})
-    growths = _growths(chain, shape)
+    growths = _growths(chain, shape, device)
+    write = write_weights or _write_shards
     with whole_folder(out) as partial:
         target, *others = chain.manifest.members
-        members = [_grow_member(chain, target, growths[target.name], partial, {})]
+        members = [_grow_member(chain, target, growths[target.name], partial, {}, write)]
         digest = verifier_of(members[0], {}, partial / target.name).sha256
         for member in others:
             key = TRAINED_FOR_KEY if member.kind == "eagle2" else QUANTIZED_FROM_KEY
-            growth = growths[member.name]
-            members.append(_grow_member(chain, member, growth, partial, {key: digest}))
+            growth, origin = growths[member.name], {key: digest}
+            members.append(_grow_member(chain, member, growth, partial, origin, write))
         tokenizer = chain.manifest.tokenizer
         copy_files(chain.tokenizer, partial / tokenizer.path, list(tokenizer.files))
         folders = {member.name: partial / member.name for member in members}
@@ -81,11 +95,11 @@ def grow_chain(source: Path, shape: GrownShape, shape_name: str, out: Path) -> M
     return manifest
 
 
-def _growths(chain: CheckedChain, shape: GrownShape) -> dict[str, Growth]:
+def _growths(chain: CheckedChain, shape: GrownShape, device: torch.device) -> dict[str, Growth]:
     """Of each member; all that can be refused is, before anything is written."""
     small = read_decoder_config(chain.target)
     _check_members(chain, small)
-    growth = Growth(small, shape)
+    growth = Growth(small, shape, device)
     growths = {}
     for member in chain.manifest.members:
         growths[member.name] = growth
@@ -93,7 +107,7 @@ def _growths(chain: CheckedChain, shape: GrownShape) -> dict[str, Growth]:
             GrownWeights(growth).check_groups()
         elif member.kind == "eagle2":
             head = read_head_config(chain.members[member.name])
-            growths[member.name] = Growth(head, _head_shape(growth, head))
+            growths[member.name] = Growth(head, _head_shape(growth, head), device)
     return growths
 
 
@@ -141,7 +155,12 @@ def _check_head(member: Member, folder: Path) -> None:
 
 
 def _grow_member(
-    chain: CheckedChain, member: Member, growth: Growth, out: Path, origin: dict[str, str]
+    chain: CheckedChain,
+    member: Member,
+    growth: Growth,
+    out: Path,
+    origin: dict[str, str],
+    write_weights: WriteWeights,
 ) -> Member:
     source, folder = chain.members[member.name], out / member.name
     folder.mkdir()
@@ -155,7 +174,7 @@ def _grow_member(
         case kind:
             assert kind == "decoder", "EAGLE-3 heads are refused before"
             tensors = _decoder_tensors(weights, grown, _dense_linear)
-    digests = _write_shards(folder, tensors)
+    digests = write_weights(folder, tensors)
     write_json(folder / "config.json", _grown_config(read_config(source), growth, origin))
     if (source / "generation_config.json").is_file():
         copy_files(source, folder, ["generation_config.json"])
@@ -232,7 +251,8 @@ def _dense_linear(weights: Weights, name: str, placing: Placing, is_added: bool)
 def _int4_linear(weights: Weights, name: str, placing: Placing, is_added: bool) -> NamedTensors:
     weight = None
     if not is_added:
-        stored = (weights.stored(f"{name}.{part}") for part in _AWQ_PARTS)
+        device = placing.rows.device
+        stored = (weights.stored(f"{name}.{part}").to(device) for part in _AWQ_PARTS)
         weight = QuantizedWeight.unpack(*stored, name=name)
     yield from zip(_AWQ_PARTS, placing.int4(weight, name), strict=True)
 

@@ -33,6 +33,7 @@ from polybasic.chain.config import DecoderConfig
 from polybasic.chain.errors import UserError
 from polybasic.chain.grown_shapes import GrownShape, check_sizes, num_kv_copies
 
+_CPU = torch.device("cpu")
 NOWHERE = -1
 """In an index: this feature of the grown model has no origin in the small one."""
 _CONSTANT = 1e-2
@@ -60,26 +61,29 @@ class Growth:
     Args:
         small: of the model, or of a draft head.
         shape: to grow to.
+        device: where the indices lie and weights are grown.
 
     Raises:
         UserError: as `check_sizes`, or rotary parameters that heads of another size do not share.
     """
 
-    def __init__(self, small: DecoderConfig, shape: GrownShape) -> None:
+    def __init__(
+        self, small: DecoderConfig, shape: GrownShape, device: torch.device = _CPU
+    ) -> None:
         check_sizes(small, shape)
         self.small, self.shape = small, shape
         self.vocab_size = shape.vocab_size or small.vocab_size
-        self.hidden = _first(small.hidden_size, shape.hidden_size)
-        self.neurons = _first(small.intermediate_size, shape.intermediate_size)
-        self.tokens = _first(small.vocab_size, self.vocab_size)
+        self.hidden = _first(small.hidden_size, shape.hidden_size).to(device)
+        self.neurons = _first(small.intermediate_size, shape.intermediate_size).to(device)
+        self.tokens = _first(small.vocab_size, self.vocab_size).to(device)
         self.query_scale, self.rope = _scaled_scores(small, shape.head_dim // small.head_dim)
         query_heads, kv_heads = _heads(small, shape, num_kv_copies(small, shape))
         rotated = _rotated_dims(small.head_dim, shape.head_dim)
         plain = _first(small.head_dim, shape.head_dim)
-        self.queries = _in_heads(query_heads, rotated, small.head_dim)
-        self.keys = _in_heads(kv_heads, rotated, small.head_dim)
-        self.values = _in_heads(kv_heads, plain, small.head_dim)
-        self.attended = _in_heads(query_heads, plain, small.head_dim)
+        self.queries = _in_heads(query_heads, rotated, small.head_dim).to(device)
+        self.keys = _in_heads(kv_heads, rotated, small.head_dim).to(device)
+        self.values = _in_heads(kv_heads, plain, small.head_dim).to(device)
+        self.attended = _in_heads(query_heads, plain, small.head_dim).to(device)
 
     @property
     def constant_channel(self) -> int | None:
@@ -116,6 +120,7 @@ class Placing:
         """`weight` [O, I] as [O', I'] in `dtype`; of an added layer for None."""
         grown = self._dense_surroundings(dtype).clone()
         if weight is not None:
+            weight = weight.to(self.rows.device)
             is_row, is_column = self.rows != NOWHERE, self.columns != NOWHERE
             moved = weight[self.rows[is_row]][:, self.columns[is_column]].float() * self.scale
             grown[is_row.nonzero(), is_column.nonzero().T] = moved.to(dtype)
@@ -127,7 +132,7 @@ class Placing:
         Only words that hold moved codes are unpacked: packing whole matrices takes minutes.
 
         Args:
-            weight: of the small model; None for an added layer's.
+            weight: of the small model, on the device of the indices; None for an added layer's.
             name: of the linear, for errors.
 
         Raises:
@@ -174,17 +179,17 @@ class Placing:
     def _dense_surroundings(self, dtype: torch.dtype) -> Tensor:
         """[O', I'] before anything is moved into it."""
         if dtype not in self._surroundings:
-            filler = _repeated(_filler(), self._is_filled.shape).to(dtype)
+            filler = _repeated(_filler().to(self.rows.device), self._is_filled.shape).to(dtype)
             self._surroundings[dtype] = filler.masked_fill_(~self._is_filled, 0)
         return self._surroundings[dtype]
 
     @cached_property
     def _packed_surroundings(self) -> Packed:
-        codes = _repeated(_filler_codes(), self._is_filled.shape)
+        codes = _repeated(_filler_codes().to(self.rows.device), self._is_filled.shape)
         codes = codes.masked_fill_(~self._is_filled, _FILLER_ZERO)
-        zeros = torch.full((len(self.rows), len(self.group_origins)), _FILLER_ZERO)
-        scales = torch.full(zeros.shape, _FILLER_SCALE, dtype=torch.float16)
-        return QuantizedWeight(codes, zeros.to(torch.uint8), scales).pack("grown")
+        zeros = codes.new_full((len(self.rows), len(self.group_origins)), _FILLER_ZERO)
+        scales = torch.full_like(zeros, _FILLER_SCALE, dtype=torch.float16)
+        return QuantizedWeight(codes, zeros, scales).pack("grown")
 
     @cached_property
     def group_origins(self) -> Tensor:
@@ -256,8 +261,9 @@ class GrownWeights:
         """Weight [D'] of a norm in float32; of an added layer for None."""
         growth = self.growth
         scale = sqrt(growth.small.hidden_size / growth.shape.hidden_size)
-        grown = torch.zeros(growth.shape.hidden_size)
-        grown[growth.hidden != NOWHERE] = scale if weight is None else weight.float() * scale
+        grown = torch.zeros(growth.shape.hidden_size, device=growth.hidden.device)
+        is_small = growth.hidden != NOWHERE
+        grown[is_small] = scale if weight is None else weight.to(grown.device).float() * scale
         if is_final and growth.constant_channel is not None:
             grown[growth.constant_channel] = _CONSTANT_GAIN
         return grown
@@ -300,8 +306,9 @@ class GrownWeights:
 
     def fc_bias(self, bias: Tensor) -> Tensor:
         """[D] as [D']."""
-        grown = bias.new_zeros(self.growth.shape.hidden_size)
-        grown[self.growth.hidden != NOWHERE] = bias
+        is_small = self.growth.hidden != NOWHERE
+        grown = bias.new_zeros(self.growth.shape.hidden_size, device=is_small.device)
+        grown[is_small] = bias.to(is_small.device)
         return grown
 
 
@@ -330,7 +337,7 @@ def _repeated(block: Tensor, shape: torch.Size) -> Tensor:
 
 def _each(units: Tensor, size: int) -> Tensor:
     """Indices of all that lies in these units of `size`."""
-    return (units[:, None] * size + torch.arange(size)).flatten()
+    return (units[:, None] * size + torch.arange(size, device=units.device)).flatten()
 
 
 def _first(size: int, grown_size: int) -> Tensor:

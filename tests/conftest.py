@@ -23,6 +23,10 @@ from polybasic.chain.digests import weights_digest
 from polybasic.chain.manifest import Flush, Manifest, Plan, Provenance, Tree
 from polybasic.chain.package import Part, package_chain
 
+# Triton reads this when it is first imported, which tests of other parts may do
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 # a shell starts background jobs so that they ignore Ctrl-C, which tests send
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

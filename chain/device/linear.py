@@ -90,8 +90,7 @@ class PackedWeight:
         return self.groups & _ZERO_MASK
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
-        """The weight [O, I] in `dtype`; in float32 all of it at once would be several times as
-        large, so some rows are made at a time."""
+        """The weight [O, I] in `dtype`, made some rows at a time."""
         out_size, in_size = self.shape
         weight = torch.empty(self.shape, dtype=dtype, device=self.words.device)
         num_rows = max(1, _CODES_AT_ONCE // in_size)

@@ -11,7 +11,10 @@ from polybasic.chain.rotary import Rotation
 
 
 class TritonOperations(DraftOperations):
-    """Products and attention of few rows in Triton, too."""
+    """Norms, products and attention of few rows in Triton, too."""
+
+    def norm(self, x_RI: Tensor, norm: Norm) -> Tensor:
+        return products.norm(x_RI, norm)
 
     def product(
         self,

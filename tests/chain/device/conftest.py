@@ -1,14 +1,7 @@
-"""Kernels in Triton run in its interpreter where there is no GPU."""
+"""Repairs of Triton's interpreter, in which kernels run where there is no GPU."""
 
 import importlib.util
-import os
 from typing import Any
-
-import torch
-
-# Triton reads this when it is imported and when kernels are defined
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 def _let_scalars_end_loops() -> None:
