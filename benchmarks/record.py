@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from polybasic.chain.device.library import describe_gpu_kernels
 from polybasic.chain.files import write_json
 from polybasic.chain.native.build import describe_kernels
 from polybasic.deploy.hardware import describe_hardware
@@ -29,7 +30,7 @@ def header(script: str, device: torch.device, places: Mapping[Any, str]) -> dict
         "command": command_line(script, places),
         "commit": git_commit(),
         "hardware": describe_hardware(device),
-        "kernels": describe_kernels() if device.type == "cpu" else None,
+        "kernels": describe_kernels() if device.type == "cpu" else describe_gpu_kernels(),
         "versions": {"python": platform.python_version(), **package_versions()},
     }
 

@@ -1,4 +1,4 @@
-"""Whole answers by Triton's kernels, which the interpreter runs, are those of PyTorch's operations."""
+"""Answers by Triton's kernels, which the interpreter runs, are those of PyTorch's operations."""
 
 from pathlib import Path
 
