@@ -118,7 +118,7 @@ class DeviceSampler:
     def fill(self, uniforms: Tensor) -> None:
         """New random numbers for the next run of a part."""
         if self.drawing.warping is not None:
-            torch.rand(uniforms.shape, generator=self.generator, out=uniforms)
+            uniforms.uniform_(generator=self.generator)
 
     def take(self, draws: DeviceDraws, chosen: list[int]) -> Tensor | None:
         """The rows of the round's tokens, `chosen` among all, for the stage above."""

@@ -15,6 +15,7 @@ from polybasic.chain.manifest import Flush, Rule, Tree
 from polybasic.deploy.device_draws import DeviceDraws, DeviceSampler, Drawing
 from polybasic.deploy.device_passes import Captured, bucket_of
 from polybasic.deploy.device_rounds import (
+    NO_TOKEN,
     UNREAD_BUCKETS,
     BlockPart,
     Drafted,
@@ -34,6 +35,8 @@ from polybasic.deploy.tree import DraftTree
 from polybasic.deploy.verifier import Verifier
 from polybasic.deploy.warping import Sampling
 
+LEAST_STOP_TOKENS = 8
+"""Room for them: requests with other ones run the same graphs."""
 Made = TypeVar("Made")
 
 
@@ -56,9 +59,14 @@ class DeviceParts:
         return self._once(key, lambda: Drawing(warping, tells_confidence, self.device))
 
     def stop_tokens(self, tokens: frozenset[int]) -> Tensor:
-        """Int64 [S]."""
-        made = partial(torch.tensor, sorted(tokens), dtype=torch.int64, device=self.device)
-        return self._once(("stop", tokens), made)
+        """The stop tokens of the next request, int64 [S]; sets of about one size share a tensor."""
+        size = max(LEAST_STOP_TOKENS, 1 << (len(tokens) - 1).bit_length() if tokens else 0)
+        kept = self._once(
+            ("stop", size), lambda: torch.zeros(size, dtype=torch.int64, device=self.device)
+        )
+        padded = [*sorted(tokens), *[NO_TOKEN] * (size - len(tokens))]
+        kept.copy_(torch.tensor(padded, dtype=torch.int64), non_blocking=True)
+        return kept
 
     def tree_rows(self, rows: int, depth: int) -> TreeRows:
         """Where a draft leaves its tree, of rows at most so deep, for the verifier."""
@@ -76,15 +84,12 @@ class DeviceParts:
         return self._once(key, lambda: DraftPart(drafted, shape, num_unread, left))
 
     def tree(
-        self, verifier: Verifier, rows: int, depth: int, drawing: Drawing, stop: frozenset[int]
+        self, verifier: Verifier, rows: int, depth: int, drawing: Drawing, stop_tokens: Tensor
     ) -> TreePart:
         """The verification of trees of so many rows, at most so deep."""
-        key = "tree", verifier, rows, depth, drawing, stop
+        key = "tree", verifier, rows, depth, drawing, id(stop_tokens)
         return self._once(
-            key,
-            lambda: TreePart(
-                verifier, self.tree_rows(rows, depth), drawing, self.stop_tokens(stop)
-            ),
+            key, lambda: TreePart(verifier, self.tree_rows(rows, depth), drawing, stop_tokens)
         )
 
     def block(self, verifier: Verifier, rows: int, rule: Rule, drawing: Drawing) -> BlockPart:
@@ -102,7 +107,8 @@ class DeviceParts:
 class DeviceTreeStage(BaseTreeStage):
     """A tree stage whose drafts, walks and moves stay on the device.
 
-    Drafts are made there where the drafter expands a model, else handed over.
+    Drafts are made there where the drafter expands a model, else handed over. Stages of one engine
+    share tensors: a stage is used until the next one is made.
 
     Args:
         parts: of the engine.
@@ -118,6 +124,7 @@ class DeviceTreeStage(BaseTreeStage):
     ) -> None:
         super().__init__(verifier, drafter, sampler, stop_tokens)
         self.sampler, self.parts = sampler, parts
+        self._stop_tokens = parts.stop_tokens(self.stop_tokens)
 
     @property
     def most_tokens(self) -> int:
@@ -188,7 +195,8 @@ class DeviceTreeStage(BaseTreeStage):
         return self._part(min(shape.rows, 1 + num_candidates), shape.depth)
 
     def _part(self, rows: int, depth: int) -> TreePart:
-        return self.parts.tree(self.verifier, rows, depth, self.sampler.drawing, self.stop_tokens)
+        drawing, stop_tokens = self.sampler.drawing, self._stop_tokens
+        return self.parts.tree(self.verifier, rows, depth, drawing, stop_tokens)
 
     def _draft_part(
         self, drafter: ExpandingDrafter, drafted: Drafted, num_unread: int, part: TreePart

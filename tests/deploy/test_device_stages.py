@@ -193,3 +193,13 @@ def test_a_chain_without_device_passes_keeps_the_hosts_stages(host: Engine) -> N
     stages, _ = host.stages(Request(PROMPT, 1, GREEDY, (), PLANS["three"]))
     assert not isinstance(stages[0], DeviceBlockStage)
     assert not isinstance(stages[-1], DeviceTreeStage)
+
+
+def test_other_stop_tokens_run_the_same_graphs(captured: Engine) -> None:
+    answer(captured, PLANS["three"], GREEDY, stop_tokens=frozenset([0]))
+    whole = answer(captured, PLANS["three"], GREEDY)
+    num_captured = captured.graphs.counts.captures
+    for stop in sorted(set(whole)):
+        found = answer(captured, PLANS["three"], GREEDY, stop_tokens=frozenset([stop]))
+        assert found == whole[: whole.index(stop) + 1]
+    assert captured.graphs.counts.captures == num_captured
