@@ -53,7 +53,7 @@ class Where:
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 HOST, DEVICE = Where("cpu", "auto"), Where("cpu", "device")
-ROUNDED = [Where("cpu", "device", "bfloat16"), Where("cpu", "device", "float16")]
+ROUNDED = [Where("cpu", "device", "bfloat16")]
 GPU = [Where("cuda", "auto", dtype) for dtype in ("float32", "bfloat16", "float16")]
 PLACES = [HOST, DEVICE, pytest.param(GPU[0], marks=needs_gpu)]
 ROUNDED_PLACES = [*ROUNDED, *(pytest.param(one, marks=needs_gpu) for one in GPU[1:])]

@@ -37,6 +37,7 @@ from polybasic.deploy.sampling import Prefixes, Sampling
 from polybasic.deploy.warping import warp
 from tests.deploy.noisy_chain import (
     DEVICE,
+    GPU,
     HOST,
     NUM_NEW_TOKENS,
     PLACES,
@@ -47,13 +48,15 @@ from tests.deploy.noisy_chain import (
     Where,
     answer,
     chains_of,
+    needs_gpu,
     write_noisy_chain,
 )
 
-NUM_TOKENS = 2000
+NUM_TOKENS = 1000
+NUM_TOKENS_OF_FAULTS = 500
 NUM_BINS = 8
 SIGNIFICANCE = 1e-4
-DETECTED_DISTANCE = 0.09
+DETECTED_DISTANCE = 0.13
 """Total variation of a token's law that is detected with probability 0.99."""
 MOST_IMPOSSIBLE = 3
 """Tokens at the edge of a truncation, which rounding moves, out of `NUM_TOKENS`."""
@@ -64,16 +67,16 @@ SAMPLINGS = {
     "min-p": Sampling(1.5, min_p=0.05),
     "all": Sampling(1.8, top_k=12, top_p=0.9, min_p=0.02),
 }
-CASES = [
+CASES = [("block", "all"), ("adaptive", "top-k")]
+"""On a CPU, where a thousand tokens by operations of the device path take half a minute."""
+CASES_OF_GPUS = [
+    *CASES,
     ("two", "temperature"),
     ("two", "all"),
     ("head", "top-p"),
     ("block", "temperature"),
-    ("block", "top-k"),
-    ("block", "all"),
     ("token", "top-p"),
     ("token", "min-p"),
-    ("adaptive", "all"),
 ]
 
 pytestmark = pytest.mark.slow
@@ -180,8 +183,14 @@ def test_power() -> None:
 # The law
 
 
-@pytest.mark.parametrize("where", PLACES, ids=str)
-@pytest.mark.parametrize(("plan", "sampling"), CASES)
+@pytest.mark.parametrize(
+    ("where", "plan", "sampling"),
+    [
+        *((DEVICE, *case) for case in CASES),
+        *(pytest.param(GPU[0], *case, marks=needs_gpu) for case in CASES_OF_GPUS),
+    ],
+    ids=str,
+)
 def test_law_is_the_targets(
     chain_at: ChainAt, reference: Chain, where: Where, plan: str, sampling: str
 ) -> None:
@@ -191,8 +200,13 @@ def test_law_is_the_targets(
     assert p_value(by_order) >= SIGNIFICANCE
 
 
+def test_law_is_the_targets_in_rounds_of_the_host(chain_at: ChainAt, reference: Chain) -> None:
+    """Of which `test_law` has more."""
+    test_law_is_the_targets(chain_at, reference, HOST, *CASES[0])
+
+
 @pytest.mark.parametrize("where", ROUNDED_PLACES, ids=str)
-@pytest.mark.parametrize("plan", ["two", "block"])
+@pytest.mark.parametrize("plan", ["block"])
 def test_rounding_leaves_the_law(
     chain_at: ChainAt, reference: Chain, where: Where, plan: str
 ) -> None:
@@ -210,7 +224,7 @@ def test_rounds_run_where_they_should(chain_at: ChainAt) -> None:
 
 
 @pytest.mark.parametrize("where", PLACES, ids=str)
-@pytest.mark.parametrize("plan", ["two", "block", "adaptive"])
+@pytest.mark.parametrize("plan", ["block", "adaptive"])
 def test_seeds_reproduce(chain_at: ChainAt, where: Where, plan: str) -> None:
     chain, sampling = chain_at(where), SAMPLINGS["all"]
     first, second, other = (
@@ -228,8 +242,8 @@ def test_seeds_reproduce(chain_at: ChainAt, where: Where, plan: str) -> None:
 
 def is_rejected(chain: Chain, reference: Chain, plan: str) -> bool:
     sampling = SAMPLINGS["temperature"]
-    by_order, _ = places(reference, answers(chain, PLANS[plan], sampling, NUM_TOKENS), sampling)
-    return p_value(by_order) < SIGNIFICANCE
+    found = answers(chain, PLANS[plan], sampling, NUM_TOKENS_OF_FAULTS)
+    return p_value(places(reference, found, sampling)[0]) < SIGNIFICANCE
 
 
 def test_blocks_that_are_kept_whole_are_rejected(

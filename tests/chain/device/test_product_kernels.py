@@ -271,7 +271,7 @@ def test_every_shape_fits_a_multiprocessor(group_size: int, rows: int, shape: An
     *found, on_ampere = compiled(requests)
     for each in found:
         # some pointers may wait in memory while parts are added up; accumulators may not
-        assert each.stack_bytes <= (16 if rows <= 32 else 128)
+        assert each.stack_bytes <= (32 if rows <= 32 else 160)
         assert each.shared_bytes <= SHARED_BYTES
     plain, threads = found[0], 32 * shape.tiling.warps
     assert shape.resident * plain.shared_bytes <= SHARED_BYTES

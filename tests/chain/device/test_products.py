@@ -222,7 +222,6 @@ FAMILY_INPUTS = sorted(
 @pytest.mark.parametrize("in_size", FAMILY_INPUTS)
 @pytest.mark.parametrize("group_size", [ABSENT, 128, 64])
 def test_inputs_of_every_family(in_size: int, group_size: int) -> None:
-    found, weight = random_product(torch.bfloat16, group_size, 80, in_size, 3, has_norm=True)
-    for splits in (1, 8):
-        out = found.computed(Tiling(64, group_size or 64, splits))
-        assert relative(out, in_float32(found, weight)) < TOLERANCES[torch.bfloat16]
+    found, weight = random_product(torch.bfloat16, group_size, 64, in_size, 3, has_norm=True)
+    out = found.computed(Tiling(64, group_size or 64, splits=4))
+    assert relative(out, in_float32(found, weight)) < TOLERANCES[torch.bfloat16]
