@@ -10,6 +10,7 @@ from torch import Tensor
 
 from polybasic.chain.device.operations import Operations
 from polybasic.deploy.device_sampling import Warping, draw, probabilities
+from polybasic.deploy.sampling import seeded_generator
 from polybasic.deploy.warping import Sampling
 
 
@@ -108,11 +109,7 @@ class DeviceSampler:
 
     def __init__(self, sampling: Sampling, drawing: Drawing) -> None:
         self.drawing = drawing
-        self.generator = torch.Generator(drawing.device)
-        if sampling.seed is None:
-            self.generator.seed()
-        else:
-            self.generator.manual_seed(sampling.seed)
+        self.generator = seeded_generator(sampling, drawing.device)
         drawing.set(sampling)
 
     def fill(self, uniforms: Tensor) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from polybasic.chain.decoder import Decoder
+from polybasic.chain.device.model import DeviceModel
 from polybasic.chain.device.rows import causal_rows
 from polybasic.chain.manifest import MAX_TREE_ROWS, Window
 from polybasic.deploy.cache import KeyValueCache
@@ -30,6 +31,12 @@ def bucket_of(rows: int, buckets: Sequence[int] = ROW_BUCKETS) -> int:
     if rows > buckets[-1]:
         return -(-rows // 64) * 64
     return buckets[bisect_left(buckets, rows)]
+
+
+def device_model(decoder: Decoder) -> DeviceModel:
+    """The decoder's passes on the device, which it has."""
+    assert decoder.device_model is not None
+    return decoder.device_model
 
 
 class Numbers:
@@ -69,10 +76,8 @@ class CausalPass:
     def forward(self, window: Window | None) -> None:
         """Read the tokens; only tensors that stay are read and written."""
         prefix, token_ids = self.numbers.values[0], self.numbers.values[1:]
-        model = self.decoder.device_model
-        assert model is not None
         rows = causal_rows(prefix, self.num_rows, window)
-        states = model.forward(
+        states = device_model(self.decoder).forward(
             token_ids, self.cache.layers, rows, feature_layers=self.decoder.feature_layers
         )
         self.states.copy_(states)
@@ -94,7 +99,8 @@ class DevicePasses:
 
     def captured(self, most_rows: int, window: Window | None) -> Iterator[Captured]:
         """The passes over up to so many rows, for graphs to be captured ahead."""
-        for rows in ROW_BUCKETS[: 1 + ROW_BUCKETS.index(bucket_of(most_rows))]:
+        most = bucket_of(min(most_rows, MAX_CAPTURED_ROWS))
+        for rows in ROW_BUCKETS[: 1 + ROW_BUCKETS.index(most)]:
             yield f"{self.name} over {rows} rows", *self._reading(self.of(rows), window)
 
     def of(self, rows: int) -> CausalPass:

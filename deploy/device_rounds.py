@@ -2,7 +2,7 @@
 
 The host sets some numbers before a part runs and reads some after the round; all between them,
 tree, masks, walk and the moving of rows, stays on the device. Running a part twice is as running
-it once: it writes nothing that it read before.
+it once: what it changes in place it has written itself.
 
 #   R = rows of a pass, padding included, D = tokens that a walk can gain, W = width of the states
 #   B = tokens of a block, V = vocabulary, S = stop tokens
@@ -14,12 +14,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from polybasic.chain.decoder import Decoder
 from polybasic.chain.device.model import DeviceModel
 from polybasic.chain.device.rows import DeviceRows, causal_rows, tree_rows
 from polybasic.chain.manifest import Rule, Tree, Window
 from polybasic.deploy.device_draws import Drawing
-from polybasic.deploy.device_passes import PADDING, Numbers
+from polybasic.deploy.device_passes import PADDING, Numbers, device_model
 from polybasic.deploy.device_sampling import verify, verify_greedy, walk
 from polybasic.deploy.device_tree import DeviceTree, expand, keep_best
 from polybasic.deploy.eagle_drafter import EagleDrafter
@@ -69,15 +68,14 @@ class Drafted:
     """What a drafter's model reads and is asked.
 
     Attributes:
-        lag: tokens of the sequence that stand before the first one that it reads: 1 for a head,
-            whose row t holds token t + 1.
+        token_ids: int64 [V'], the token of each output; None where that is its number.
+        observed: of a head, states by position; see `EagleDrafter`.
     """
 
     model: DeviceModel
     cache: Sequence[Tensor]
     token_ids: Tensor | None
     observed: Tensor | None
-    lag: int
 
     @classmethod
     def of(cls, drafter: EagleDrafter | ModelDrafter) -> "Drafted | None":
@@ -85,9 +83,9 @@ class Drafted:
         layers = drafter.cache.layers
         if isinstance(drafter, EagleDrafter):
             model, token_ids = drafter.head.device_model, drafter.head.draft_token_ids
-            return None if model is None else cls(model, layers, token_ids, drafter.observed, 1)
+            return None if model is None else cls(model, layers, token_ids, drafter.observed)
         model = drafter.decoder.device_model
-        return None if model is None else cls(model, layers, None, None, 0)
+        return None if model is None else cls(model, layers, None, None)
 
     def read(self, token_ids: Tensor, rows: DeviceRows) -> Tensor:
         """States of the tokens that were not read yet, whose features were observed."""
@@ -284,9 +282,3 @@ class BlockPart:
         host waits for them."""
         num_kept, next_token, *sure = self._told.tolist()
         return int(num_kept), int(next_token), sure[: int(num_kept) + 1]
-
-
-def device_model(decoder: Decoder) -> DeviceModel:
-    """The decoder's passes on the device, which it has."""
-    assert decoder.device_model is not None
-    return decoder.device_model

@@ -25,6 +25,7 @@ __all__ = [
     "Sampler",
     "Sampling",
     "make_sampler",
+    "seeded_generator",
 ]
 
 
@@ -139,11 +140,7 @@ class RandomSampler:
 
     def __init__(self, sampling: Sampling, device: torch.device, num_prompt_tokens: int) -> None:
         self.sampling, self.num_prompt_tokens = sampling, num_prompt_tokens
-        self.generator = torch.Generator(device)
-        if sampling.seed is None:
-            self.generator.seed()
-        else:
-            self.generator.manual_seed(sampling.seed)
+        self.generator = seeded_generator(sampling, device)
 
     def distributions(self, logits: Tensor, prefixes: Prefixes) -> Probabilities:
         return Probabilities(warp(logits, self.sampling, prefixes, self.num_prompt_tokens))
@@ -208,6 +205,16 @@ class RandomSampler:
         drawn = torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True)
         last = (rows > 0).int().cumsum(-1).argmax(-1, keepdim=True)
         return torch.minimum(drawn, last).squeeze(1).tolist()
+
+
+def seeded_generator(sampling: Sampling, device: torch.device) -> torch.Generator:
+    """Random numbers of the seed that is set, or of one that is drawn."""
+    generator = torch.Generator(device)
+    if sampling.seed is None:
+        generator.seed()
+    else:
+        generator.manual_seed(sampling.seed)
+    return generator
 
 
 def _most_probable(logits: Tensor) -> list[int]:
