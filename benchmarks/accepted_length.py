@@ -27,30 +27,30 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from polybasic.chain.config import read_head_config
 from polybasic.chain.errors import UserError
-from polybasic.chain.manifest import HEAD_KINDS, Flush, Member, Plan, Tree
-from polybasic.chain.reference_model import load_reference_model
-from polybasic.chain.tokenizer import load_tokenizer
+from polybasic.chain.formats.config import read_head_config
+from polybasic.chain.formats.manifest import HEAD_KINDS, Flush, Member, Plan, Tree
+from polybasic.chain.formats.tokenizer import load_tokenizer
+from polybasic.chain.model.reference import load_reference_model
 from polybasic.deploy import Chain, load_chain
-from polybasic.deploy.sampling import Sampling
-from polybasic.train.acceptance import (
+from polybasic.deploy.rounds.sampling import Sampling
+from polybasic.train.data.conversations import (
+    fit_to_template,
+    load_conversations,
+    split_conversations,
+)
+from polybasic.train.features.states import Features
+from polybasic.train.features.target import Target, checked_target
+from polybasic.train.head.acceptance import (
     Acceptance,
     HeldoutBatch,
     TreeShape,
     heldout_batches,
     simulate,
 )
-from polybasic.train.conversations import (
-    fit_to_template,
-    load_conversations,
-    split_conversations,
-)
-from polybasic.train.features import Features
-from polybasic.train.head import DraftHead
-from polybasic.train.head_start import new_head
+from polybasic.train.head.eagle2 import DraftHead
+from polybasic.train.head.start import new_head
 from polybasic.train.settings import DataSettings, HeadSettings
-from polybasic.train.target import Target, checked_target
 
 
 @dataclass(frozen=True)

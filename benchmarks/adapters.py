@@ -23,11 +23,11 @@ from rich.progress import track
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.files import read_json
-from polybasic.recipes.loading import load_recipe
-from polybasic.recipes.run import run_recipe
-from polybasic.train.batches import collate
-from polybasic.train.chat import encode_conversation
+from polybasic.chain.formats.files import read_json
+from polybasic.recipes.pipeline.run import run_recipe
+from polybasic.recipes.schema.loading import load_recipe
+from polybasic.train.data.batches import collate
+from polybasic.train.data.chat import encode_conversation
 
 FINE_TUNING_STEPS, FINE_TUNING_ROWS, MAX_TOKENS = 60, 8, 256
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

@@ -22,10 +22,10 @@ import torch
 from pydantic import ValidationError
 
 from polybasic.chain import errors
-from polybasic.chain.manifest import Plan
+from polybasic.chain.formats.manifest import Plan
 from polybasic.deploy import Chain, load_chain
-from polybasic.deploy.sampling import Sampling
-from polybasic.recipes.provenance import git_commit
+from polybasic.deploy.rounds.sampling import Sampling
+from polybasic.recipes.pipeline.provenance import git_commit
 
 
 @dataclass(frozen=True)

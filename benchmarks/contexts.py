@@ -31,17 +31,17 @@ from systems import read_prompts, shown_plan, system_plans
 from timing import Spread, clock_of, rotated
 from torch import Tensor
 
-from polybasic.chain.config import read_decoder_config
 from polybasic.chain.errors import UserError
-from polybasic.chain.manifest import Plan, Window
+from polybasic.chain.formats.config import read_decoder_config
+from polybasic.chain.formats.manifest import Plan, Window
 from polybasic.deploy import Chain, load_chain
-from polybasic.deploy.drafter import Drafter
-from polybasic.deploy.eagle_drafter import EagleDrafter
+from polybasic.deploy.drafters.head import EagleDrafter
+from polybasic.deploy.drafters.interface import Drafter
+from polybasic.deploy.drafters.model import ModelDrafter
 from polybasic.deploy.engine import Engine, Request
-from polybasic.deploy.model_drafter import ModelDrafter
-from polybasic.deploy.sampling import Sampling
-from polybasic.deploy.stages import Stage
-from polybasic.deploy.verifier import Verifier
+from polybasic.deploy.rounds.sampling import Sampling
+from polybasic.deploy.rounds.stages import Stage
+from polybasic.deploy.rounds.verifier import Verifier
 
 CONTEXTS = (1024, 4096, 16384, 32768)
 WINDOWS = (1024,)

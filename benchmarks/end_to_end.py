@@ -31,11 +31,11 @@ from systems import chosen_plans, read_prompts, shown_plan
 from timing import Spread, measure_bandwidth, rotated
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.files import sha256_of_object
-from polybasic.chain.manifest import Plan
+from polybasic.chain.formats.files import sha256_of_object
+from polybasic.chain.formats.manifest import Plan
 from polybasic.deploy import Chain
-from polybasic.deploy.baselines import TransformersBaseline
-from polybasic.deploy.sampling import Sampling
+from polybasic.deploy.bench.baselines import TransformersBaseline
+from polybasic.deploy.rounds.sampling import Sampling
 
 HF_GENERATE = "hf_generate"
 HERE, AGAINST = "here", "against"

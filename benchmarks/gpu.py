@@ -36,7 +36,7 @@ from gpu_targets import figures, left_out, table_of
 from rich.console import Console
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.files import write_json
+from polybasic.chain.formats.files import write_json
 
 MINUTES = 9.0
 RESERVE_SECONDS = 8.0

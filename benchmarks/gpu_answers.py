@@ -11,11 +11,11 @@ from gpu_names import DECODING, EAGLE2, HF_GENERATE, TARGET, THREE, WHOLE
 from timing import rotated
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.files import sha256_of_object
-from polybasic.chain.manifest import Flush, Plan, Tree
+from polybasic.chain.formats.files import sha256_of_object
+from polybasic.chain.formats.manifest import Flush, Plan, Tree
 from polybasic.deploy import Chain
-from polybasic.deploy.baselines import TransformersBaseline
-from polybasic.deploy.sampling import Sampling
+from polybasic.deploy.bench.baselines import TransformersBaseline
+from polybasic.deploy.rounds.sampling import Sampling
 
 HF_SECONDS = 8.0
 """That an answer of transformers' loop takes, about."""

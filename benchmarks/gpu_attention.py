@@ -19,11 +19,11 @@ from gpu_names import FLEX, RUNTIME, SDPA
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from polybasic.chain.device.model import DeviceModel
-from polybasic.chain.device.operations import Heads
-from polybasic.chain.device.rows import causal_rows
-from polybasic.deploy.cache import KeyValueCache
-from polybasic.deploy.graphs import Graphs
+from polybasic.chain.kernels.torch.operations import Heads
+from polybasic.chain.kernels.torch.rows import causal_rows
+from polybasic.chain.model.device_model import DeviceModel
+from polybasic.deploy.graphs.capture import Graphs
+from polybasic.deploy.rounds.cache import KeyValueCache
 
 FLEX_SECONDS = 25.0
 """That compiling it for one shape takes."""

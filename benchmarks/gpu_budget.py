@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from polybasic.chain.files import write_json
+from polybasic.chain.formats.files import write_json
 
 DONE, PARTLY, FAILED, ENDED, LEFT_OUT = "done", "partly", "failed", "ended", "left out"
 """What became of a part: `PARTLY` lacks what it names, `ENDED` was ended from outside."""

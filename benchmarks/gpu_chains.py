@@ -20,14 +20,14 @@ from accelerate import init_empty_weights
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-from polybasic.chain import weights as weights_module
-from polybasic.chain.config import DecoderConfig
-from polybasic.chain.files import sha256_of_object
-from polybasic.chain.grown_chain import grow_chain
-from polybasic.chain.grown_shapes import GrownShape
-from polybasic.chain.reference_model import quiet_transformers
+from polybasic.chain.formats.config import DecoderConfig
+from polybasic.chain.formats.files import sha256_of_object
+from polybasic.chain.model import weights as weights_module
+from polybasic.chain.model.reference import quiet_transformers
 from polybasic.deploy import Chain, load_chain
-from polybasic.deploy.baselines import TransformersBaseline
+from polybasic.deploy.bench.baselines import TransformersBaseline
+from polybasic.recipes.growth.chain import grow_chain
+from polybasic.recipes.growth.shapes import GrownShape
 
 _WEIGHTS = "model.safetensors"
 _DTYPES = {

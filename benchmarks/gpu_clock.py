@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 from timing import Spread, rotated
 
-from polybasic.deploy.graphs import Graphs
+from polybasic.deploy.graphs.capture import Graphs
 
 WARM_UP = 2
 

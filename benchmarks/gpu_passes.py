@@ -17,17 +17,17 @@ from timing import Spread
 from torch import Tensor
 from traffic import Moved, member_draft, member_pass
 
-from polybasic.chain.device.model import DeviceModel
-from polybasic.chain.device.operations import Operations
-from polybasic.chain.device.rows import causal_rows
-from polybasic.chain.eagle import EagleHead
 from polybasic.chain.errors import UserError
-from polybasic.chain.manifest import Tree
+from polybasic.chain.formats.manifest import Tree
+from polybasic.chain.kernels.torch.operations import Operations
+from polybasic.chain.kernels.torch.rows import causal_rows
+from polybasic.chain.model.device_model import DeviceModel
+from polybasic.chain.model.head import EagleHead
 from polybasic.deploy import Chain
-from polybasic.deploy.cache import KeyValueCache
-from polybasic.deploy.device_tree import expand
-from polybasic.deploy.graphs import Graphs
-from polybasic.deploy.verifier import SPARE_ROWS
+from polybasic.deploy.graphs.capture import Graphs
+from polybasic.deploy.graphs.device_tree import expand
+from polybasic.deploy.rounds.cache import KeyValueCache
+from polybasic.deploy.rounds.verifier import SPARE_ROWS
 
 SECONDS = 2.0
 """That capturing and timing one pass takes, once its kernels are there."""

@@ -18,12 +18,12 @@ from gpu_clock import captured, device_seconds
 from gpu_names import CUBLAS, GEMLITE, PYTORCH_INT4, RUNTIME
 from torch import Tensor
 
-from polybasic.chain.awq import QuantizedWeight
-from polybasic.chain.device.linear import DeviceLinear, PackedWeight
-from polybasic.chain.device.model import DeviceModel
-from polybasic.chain.device.operations import Norm, Operations
-from polybasic.chain.linear import Linear
-from polybasic.deploy.graphs import Graphs
+from polybasic.chain.formats.awq import QuantizedWeight
+from polybasic.chain.kernels.torch.device_weights import DeviceLinear, PackedWeight
+from polybasic.chain.kernels.torch.operations import Norm, Operations
+from polybasic.chain.model.device_model import DeviceModel
+from polybasic.chain.model.linear import Linear
+from polybasic.deploy.graphs.capture import Graphs
 
 MOST_ERROR = 0.05
 """Relative, from which on a result is wrong; 4-bit scales rounded to bfloat16 are off by 0.005."""
@@ -234,6 +234,6 @@ def choices(device: torch.device) -> Mapping[str, Mapping[str, float]]:
     """What the runtime has compared on a GPU so far: task -> way -> microseconds."""
     if device.type != "cuda":
         return {}
-    from polybasic.chain.device.choice import choices_of
+    from polybasic.chain.kernels.cuda.choice import choices_of
 
     return choices_of(torch.device("cuda", torch.cuda.current_device())).microseconds

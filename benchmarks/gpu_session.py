@@ -13,11 +13,11 @@ from gpu_products import ProductSettings
 from gpu_prompts import prompts_of_lengths
 from timing import measure_bandwidth
 
-from polybasic.chain.config import read_decoder_config
-from polybasic.chain.grown_shapes import SHAPES, GrownShape
-from polybasic.chain.manifest import Plan, Tree
-from polybasic.chain.verify import check_chain
-from polybasic.deploy.baselines import TransformersBaseline
+from polybasic.chain.formats.config import read_decoder_config
+from polybasic.chain.formats.manifest import Plan, Tree
+from polybasic.chain.formats.verify import check_chain
+from polybasic.deploy.bench.baselines import TransformersBaseline
+from polybasic.recipes.growth.shapes import SHAPES, GrownShape
 
 ROOM_TOKENS = 64
 """Of a context behind an answer, for rounds that gain more than they must."""

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from polybasic.chain.files import whole_file
-from polybasic.chain.manifest import Plan
+from polybasic.chain.formats.files import whole_file
+from polybasic.chain.formats.manifest import Plan
 from polybasic.deploy import Chain
-from polybasic.deploy.sampling import Sampling
+from polybasic.deploy.rounds.sampling import Sampling
 
 ROUND = "polybasic round"
 """The mark around a round: what happens until the next tokens are handed over."""

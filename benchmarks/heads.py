@@ -29,26 +29,26 @@ from typing import Any
 import torch
 from record import header, write_record
 
-from polybasic.chain.digests import weights_digest
 from polybasic.chain.errors import UserError
-from polybasic.chain.files import read_json, sha256_of_object, write_json
-from polybasic.recipes.loading import load_recipe
-from polybasic.recipes.schema import Recipe
-from polybasic.train.acceptance import HeldoutBatch, TreeShape, heldout_batches, simulate
-from polybasic.train.conversations import (
+from polybasic.chain.formats.digests import weights_digest
+from polybasic.chain.formats.files import read_json, sha256_of_object, write_json
+from polybasic.recipes.schema.loading import load_recipe
+from polybasic.recipes.schema.recipe import Recipe
+from polybasic.train.data.conversations import (
     data_digest,
     fit_to_template,
     load_conversations,
     split_conversations,
 )
-from polybasic.train.head import DraftHead
-from polybasic.train.head_shape import FeatureLayers
-from polybasic.train.head_start import new_head
-from polybasic.train.interruption import Interrupted
-from polybasic.train.launch import train_head_in_processes
+from polybasic.train.features.target import Target, load_target
+from polybasic.train.features.verifier import load_intermediate
+from polybasic.train.head.acceptance import HeldoutBatch, TreeShape, heldout_batches, simulate
+from polybasic.train.head.eagle2 import DraftHead
+from polybasic.train.head.shape import FeatureLayers
+from polybasic.train.head.start import new_head
+from polybasic.train.run.interruption import Interrupted
+from polybasic.train.run.launch import train_head_in_processes
 from polybasic.train.settings import HeadSettings
-from polybasic.train.target import Target, load_target
-from polybasic.train.verifier import load_intermediate
 
 OBJECTIVES = {
     "eagle2": "token_loss=cross_entropy",

@@ -25,10 +25,10 @@ from timing import Bandwidth, Spread, in_turns, last_cache_bytes, measure_bandwi
 from torch import Tensor
 from traffic import linear_bytes
 
-from polybasic.chain.awq import GROUP_SIZE, QuantizedWeight, cpu_int4_weight
 from polybasic.chain.errors import UserError
-from polybasic.chain.linear import Linear, dense_linear, int4_linear
-from polybasic.chain.manifest import Kind
+from polybasic.chain.formats.awq import GROUP_SIZE, QuantizedWeight, cpu_int4_weight
+from polybasic.chain.formats.manifest import Kind
+from polybasic.chain.model.linear import Linear, dense_linear, int4_linear
 
 ROWS = (1, 2, 4, 8, 16, 32)
 SHAPES = ("512x256", "1536x256", "256x768", "4096x256", "2048x1024", "4096x4096")

@@ -24,12 +24,12 @@ from safetensors.torch import save_file
 from timing import resident
 from torch import Tensor
 
-from polybasic.chain.awq import CODES_PER_WORD, GROUP_SIZE, QUANTIZATION_CONFIG
-from polybasic.chain.files import write_json
-from polybasic.chain.linear import dense_linear
-from polybasic.chain.loading import load_decoder
-from polybasic.chain.reference_model import load_reference_model
-from polybasic.chain.shapes import num_parameters, tensor_headers
+from polybasic.chain.formats.awq import CODES_PER_WORD, GROUP_SIZE, QUANTIZATION_CONFIG
+from polybasic.chain.formats.files import write_json
+from polybasic.chain.formats.shapes import num_parameters, tensor_headers
+from polybasic.chain.model.linear import dense_linear
+from polybasic.chain.model.loading import load_decoder
+from polybasic.chain.model.reference import load_reference_model
 
 CASES = {
     "decoder": ("safetensors", "bfloat16"),

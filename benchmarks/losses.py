@@ -26,8 +26,8 @@ from record import header, print_header, write_record
 from timing import resident
 from torch import Tensor
 
-from polybasic.train.lm_head import LmHead
-from polybasic.train.losses import TOKEN_LOSSES, LossSettings, unrolled_loss
+from polybasic.train.features.lm_head import LmHead
+from polybasic.train.head.losses import TOKEN_LOSSES, LossSettings, unrolled_loss
 
 SIZES = ("1024x256x4096", "256x2048x32000")
 FORMS = ("eager", "chunked")

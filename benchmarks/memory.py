@@ -31,14 +31,14 @@ from rich.table import Table
 from systems import chosen_plans
 from torch.profiler import profile, supported_activities
 
-from polybasic.chain.manifest import Member, Plan
+from polybasic.chain.formats.manifest import Member, Plan
+from polybasic.chain.formats.verify import CheckedChain, check_chain
 from polybasic.chain.readable import readable_bytes
-from polybasic.chain.verify import CheckedChain, check_chain
 from polybasic.deploy import Chain, load_chain
+from polybasic.deploy.chain import device_named, load_checked
 from polybasic.deploy.memory import CONTEXT_KINDS
 from polybasic.deploy.resident import forget_peak, usage
-from polybasic.deploy.runtime import device_named, load_checked
-from polybasic.deploy.sampling import Sampling
+from polybasic.deploy.rounds.sampling import Sampling
 
 FIRST_TOKEN = 5
 NUM_ANSWERED = 16

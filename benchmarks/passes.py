@@ -24,11 +24,11 @@ from timing import Bandwidth, Spread, in_turns, measure_bandwidth
 from traffic import Moved, member_draft, member_pass
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.manifest import Tree
+from polybasic.chain.formats.manifest import Tree
 from polybasic.deploy import Chain, load_chain
 from polybasic.deploy.engine import CONTEXT_TOKENS_BY_DEFAULT, Drafters
-from polybasic.deploy.sampling import Prefixes, Sampling, make_sampler
-from polybasic.deploy.verifier import SPARE_ROWS
+from polybasic.deploy.rounds.sampling import Prefixes, Sampling, make_sampler
+from polybasic.deploy.rounds.verifier import SPARE_ROWS
 
 ROWS = (1, 2, 4, 8, 12, 16, 24, 32)
 SHAPES = ("1x4", "2x4", "5x4", "7x2", "7x4", "7x8", "10x2", "10x4")

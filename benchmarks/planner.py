@@ -25,14 +25,14 @@ from rich.progress import track
 from rich.table import Table
 from systems import read_prompts, shown_plan
 
-from polybasic.chain.manifest import Plan
+from polybasic.chain.formats.manifest import Plan
 from polybasic.deploy import Chain, load_chain
-from polybasic.deploy.planner import candidate_plans, choose_plan
-from polybasic.deploy.planning import plan_loaded
-from polybasic.deploy.sampling import Sampling
+from polybasic.deploy.planner.run import plan_loaded
+from polybasic.deploy.planner.search import candidate_plans, choose_plan
+from polybasic.deploy.planner.simulation import simulate
+from polybasic.deploy.rounds.sampling import Sampling
 from polybasic.deploy.settings import PlanGrid, PlanSettings
-from polybasic.deploy.simulation import simulate
-from polybasic.recipes.sources import write_calibration_prompts
+from polybasic.recipes.pipeline.sources import write_calibration_prompts
 
 SWEEP_GRID = PlanGrid(
     depths=(4, 7), top_ks=(4,), rows=(8, 12, 20), flush_lengths=(6, 12, 20), ngram_matches=()

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from polybasic.chain.device.library import describe_gpu_kernels
-from polybasic.chain.files import write_json
-from polybasic.chain.native.build import describe_kernels
+from polybasic.chain.formats.files import write_json
+from polybasic.chain.kernels.cpu.build import describe_kernels
+from polybasic.chain.kernels.selection import describe_gpu_kernels
 from polybasic.deploy.hardware import describe_hardware
-from polybasic.recipes.provenance import git_commit, package_versions
+from polybasic.recipes.pipeline.provenance import git_commit, package_versions
 
 
 def header(script: str, device: torch.device, places: Mapping[Any, str]) -> dict[str, Any]:

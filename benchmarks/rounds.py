@@ -39,12 +39,12 @@ from timing import Bandwidth, Spread, clock_of, measure_bandwidth, rotated
 from traffic import member_draft, member_pass
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.files import whole_file
-from polybasic.chain.manifest import Plan
+from polybasic.chain.formats.files import whole_file
+from polybasic.chain.formats.manifest import Plan
 from polybasic.deploy import Chain
 from polybasic.deploy.engine import Engine, Request
-from polybasic.deploy.sampling import Sampling
-from polybasic.deploy.stages import Stage
+from polybasic.deploy.rounds.sampling import Sampling
+from polybasic.deploy.rounds.stages import Stage
 
 REST = "rest of Python"
 """What no timer was around: stages, trees, prefixes."""

@@ -2,7 +2,7 @@
 
     python benchmarks/theory_figure.py [--out docs/speedup_of_insertion.svg]
 
-Nothing is measured: `polybasic.deploy.theory.predicted_speedup` at every point.
+Nothing is measured: `polybasic.deploy.planner.theory.predicted_speedup` at every point.
 """
 
 import argparse
@@ -14,8 +14,8 @@ import numpy as np
 matplotlib.use("svg")
 from matplotlib import pyplot
 
-from polybasic.chain.files import whole_file
-from polybasic.deploy.theory import predicted_speedup
+from polybasic.chain.formats.files import whole_file
+from polybasic.deploy.planner.theory import predicted_speedup
 
 TOKENS_PER_ROUND, DRAFTS_PER_ROUND, DRAFT_RATIO = 4, 6, 0.054
 """Fixed: an EAGLE-2 head at depth 6, whose pass reads 5.4 % of Vicuna-7B's weights."""

@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from polybasic.deploy import stages as stages_module
-from polybasic.deploy.drafter import Drafter
-from polybasic.deploy.stages import Stage
+from polybasic.deploy.drafters.interface import Drafter
+from polybasic.deploy.rounds import stages as stages_module
+from polybasic.deploy.rounds.stages import Stage
 
 CALIBRATION_CALLS = 20000
 _SAMPLER_OPERATIONS = {

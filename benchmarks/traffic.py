@@ -11,12 +11,12 @@ whole model is small enough, and its passes then take less than their bound.
 from dataclasses import dataclass
 from math import prod
 
-from polybasic.chain.awq import GROUP_SIZE
-from polybasic.chain.config import DecoderConfig
-from polybasic.chain.eagle import EagleHead
-from polybasic.chain.layout import Shape, layer_linears, layer_norms, required_biases
-from polybasic.chain.linear import DRAFT_GROUP_SIZE, drafts_in_4_bits
-from polybasic.chain.manifest import Kind
+from polybasic.chain.formats.awq import GROUP_SIZE
+from polybasic.chain.formats.config import DecoderConfig
+from polybasic.chain.formats.manifest import Kind
+from polybasic.chain.formats.names import Shape, layer_linears, layer_norms, required_biases
+from polybasic.chain.model.head import EagleHead
+from polybasic.chain.model.linear import DRAFT_GROUP_SIZE, drafts_in_4_bits
 from polybasic.deploy import Chain
 
 SCALE_BYTES = 4

@@ -35,12 +35,12 @@ from matplotlib import pyplot
 from record import header, write_record
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.files import whole_file
-from polybasic.chain.manifest import Flush, Plan
+from polybasic.chain.formats.files import whole_file
+from polybasic.chain.formats.manifest import Flush, Plan
 from polybasic.deploy import Chain, load_chain
+from polybasic.deploy.planner.theory import accepted_length_moments, estimate_acceptance
 from polybasic.deploy.prompts import read_questions
-from polybasic.deploy.sampling import Sampling
-from polybasic.deploy.theory import accepted_length_moments, estimate_acceptance
+from polybasic.deploy.rounds.sampling import Sampling
 from polybasic.recipes.embedded.conversations import COMPOSERS, write_prompts
 
 SAMPLED = {"greedy": (0.0, "block"), "token": (1.0, "token"), "block": (1.0, "block")}

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from polybasic.deploy.runtime import (
+    from polybasic.deploy.chain import (
         Chain,
         Generation,
         Options,
@@ -19,7 +19,7 @@ __all__ = ["Chain", "Generation", "Options", "Piece", "Sampling", "Statistics", 
 def __getattr__(name: str) -> Any:
     # Imported when it is first asked for: the settings beside it must not wait for torch.
     if name in __all__:
-        from polybasic.deploy import runtime
+        from polybasic.deploy import chain as runtime
 
         return getattr(runtime, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -6,17 +6,17 @@ from pathlib import Path
 
 import torch
 
-from polybasic.chain.config import stored_dtype
 from polybasic.chain.errors import UserError
-from polybasic.chain.files import read_json, sha256_of_file
-from polybasic.chain.loading import load_decoder
-from polybasic.chain.manifest import Member, Ngram, Plan, Reference, Tree
-from polybasic.chain.package import TARGET_NAME
-from polybasic.chain.tokenizer import load_tokenizer
+from polybasic.chain.formats.config import stored_dtype
+from polybasic.chain.formats.files import read_json, sha256_of_file
+from polybasic.chain.formats.manifest import Member, Ngram, Plan, Reference, Tree
+from polybasic.chain.formats.package import TARGET_NAME
+from polybasic.chain.formats.tokenizer import load_tokenizer
+from polybasic.chain.model.loading import load_decoder
 from polybasic.deploy.defaults import read_default_sampling, read_stop_tokens
 from polybasic.deploy.engine import Engine, Models, Request
-from polybasic.deploy.stop_strings import AnswerText
-from polybasic.deploy.verifier import SPARE_ROWS
+from polybasic.deploy.rounds.stopping import AnswerText
+from polybasic.deploy.rounds.verifier import SPARE_ROWS
 
 _PLAN = Plan(members=(TARGET_NAME,), tree=Tree(depth=8, top_k=1, rows=12), ngram=Ngram())
 _DTYPES = ("bfloat16", "float16", "float32")

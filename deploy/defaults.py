@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.files import read_json
-from polybasic.deploy.warping import Sampling
+from polybasic.chain.formats.files import read_json
+from polybasic.deploy.rounds.warping import Sampling
 
 _NAME = "generation_config.json"
 _SETTINGS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")

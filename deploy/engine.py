@@ -7,26 +7,26 @@ from typing import Any
 
 import torch
 
-from polybasic.chain.decoder import Decoder
-from polybasic.chain.eagle import EagleHead
 from polybasic.chain.errors import UserError
-from polybasic.chain.manifest import Member, Plan, Tree, Window, check_plan
-from polybasic.deploy.cache import KeyValueCache
-from polybasic.deploy.device_draws import DeviceSampler, draws_on_device
-from polybasic.deploy.device_stages import (
+from polybasic.chain.formats.manifest import Member, Plan, Tree, Window, check_plan
+from polybasic.chain.model.decoder import Decoder
+from polybasic.chain.model.head import EagleHead
+from polybasic.deploy.drafters.head import EagleDrafter
+from polybasic.deploy.drafters.interface import Drafter, NoDrafter
+from polybasic.deploy.drafters.model import ModelDrafter
+from polybasic.deploy.drafters.ngram import NgramDrafter
+from polybasic.deploy.graphs.capture import Graphs
+from polybasic.deploy.graphs.device_draws import DeviceSampler, draws_on_device
+from polybasic.deploy.graphs.device_stages import (
     Captured,
     DeviceBlockStage,
     DeviceParts,
     DeviceTreeStage,
 )
-from polybasic.deploy.drafter import Drafter, NoDrafter
-from polybasic.deploy.eagle_drafter import EagleDrafter
-from polybasic.deploy.graphs import Graphs
-from polybasic.deploy.model_drafter import ModelDrafter
-from polybasic.deploy.ngram import NgramDrafter
-from polybasic.deploy.sampling import Joiner, Sampling, make_sampler
-from polybasic.deploy.stages import BlockStage, Stage, TreeStage
-from polybasic.deploy.verifier import SPARE_ROWS, Verifier
+from polybasic.deploy.rounds.cache import KeyValueCache
+from polybasic.deploy.rounds.sampling import Joiner, Sampling, make_sampler
+from polybasic.deploy.rounds.stages import BlockStage, Stage, TreeStage
+from polybasic.deploy.rounds.verifier import SPARE_ROWS, Verifier
 
 CONTEXT_TOKENS_BY_DEFAULT = 8192
 

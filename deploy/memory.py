@@ -10,12 +10,17 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from polybasic.chain.config import DecoderConfig, HeadConfig, read_decoder_config, read_head_config
 from polybasic.chain.errors import UserError
-from polybasic.chain.manifest import HEAD_KINDS, MAX_TREE_ROWS, Member, Plan
+from polybasic.chain.formats.config import (
+    DecoderConfig,
+    HeadConfig,
+    read_decoder_config,
+    read_head_config,
+)
+from polybasic.chain.formats.manifest import HEAD_KINDS, MAX_TREE_ROWS, Member, Plan
+from polybasic.chain.formats.shapes import tensor_headers
+from polybasic.chain.formats.vocabulary import TOKENIZER_NAME
 from polybasic.chain.readable import readable_bytes
-from polybasic.chain.shapes import tensor_headers
-from polybasic.chain.vocabulary import TOKENIZER_NAME
 from polybasic.deploy.weight_memory import Layout, WeightFiles
 
 WEIGHT_KINDS = ("embedding", "lm_head", "linears", "int4", "norms", "draft_tokens")
@@ -27,13 +32,13 @@ TOKENIZER_BYTES = 13
 """Of the host, for each byte of tokenizer.json while it is read."""
 
 _NATIVE_ROWS = 256
-"""Of a native pass (chain/native/passes.py)."""
+"""Of a native pass (chain/kernels/cpu/passes.py)."""
 _LANES, _SEGMENT, _MOST_PARTIAL_VALUES = 16, 256, 8 << 20
-"""Of native attention (chain/native/source/attention_plan.h)."""
+"""Of native attention (chain/kernels/cpu/source/attention_plan.h)."""
 _HELD_BYTES = 256_000_000
 """Most that the C library's allocator holds of the host's memory behind tensors of a pass."""
 _BLOCK_ROWS = 512
-"""Rows of a pass that needs a mask (chain/attend.py)."""
+"""Rows of a pass that needs a mask (chain/kernels/torch/attend.py)."""
 _TAKING_APART_BYTES = 25
 """For each weight of a packed product while PyTorch's operations multiply by it."""
 _SAMPLING_BYTES = 24
@@ -185,7 +190,7 @@ def _owners_of_caches(members: Sequence[Member], configs: Mapping[str, DecoderCo
 
 
 def _cache_shape(config: DecoderConfig) -> tuple[object, ...]:
-    """As `polybasic.chain.decoder.Decoder.cache_shape`."""
+    """As `polybasic.chain.model.decoder.Decoder.cache_shape`."""
     kinds = [config.kinds[config.kind_of(layer)] for layer in range(config.num_layers)]
     return kinds, config.num_kv_heads, config.head_dim, config.hidden_size
 
@@ -197,7 +202,7 @@ def _cache_bytes(config: DecoderConfig, capacity: int, layout: Layout) -> int:
 
 
 def _buffer_bytes(config: DecoderConfig, num_positions: int) -> int:
-    """As `Workspace` of chain/native/source/decoder.h, but for what is filled up there."""
+    """As `Workspace` of chain/kernels/cpu/source/decoder.h, but for what is filled up there."""
     attended = config.num_heads * config.head_dim
     widest = max(2 * config.hidden_size, config.intermediate_size, attended)
     operand = widest + 2 * (widest // _LANES + 1)

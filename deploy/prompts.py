@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.files import whole_file
+from polybasic.chain.formats.files import whole_file
 from polybasic.deploy.settings import TASKS, BenchSettings, PlanSettings
 
 MT_BENCH_CATEGORIES = (

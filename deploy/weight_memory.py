@@ -8,19 +8,19 @@ from dataclasses import dataclass
 from math import prod
 from typing import Literal
 
-from polybasic.chain.config import DecoderConfig, HeadConfig
-from polybasic.chain.layout import DRAFT_TABLES, HEAD_LAYER, layer_linears, layer_norms
-from polybasic.chain.manifest import HEAD_KINDS, Kind
-from polybasic.chain.shapes import TensorHeader
+from polybasic.chain.formats.config import DecoderConfig, HeadConfig
+from polybasic.chain.formats.manifest import HEAD_KINDS, Kind
+from polybasic.chain.formats.names import DRAFT_TABLES, HEAD_LAYER, layer_linears, layer_norms
+from polybasic.chain.formats.shapes import TensorHeader
 
 Kernels = Literal["eager", "native", "device"]
 """What multiplies: PyTorch's operations, or kernels that read 4-bit weights of all kinds, those of
-`polybasic.chain.native` or of `polybasic.chain.device`."""
+`polybasic.chain.kernels.cpu` or of `polybasic.chain.kernels.cuda`."""
 
 _ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 _GROUP_SIZE = 128
 _DRAFT_GROUP_SIZE = 64
-"""Of a head's weights that are rounded to 4 bits (chain/linear.py)."""
+"""Of a head's weights that are rounded to 4 bits (chain/model/linear.py)."""
 _OUTPUTS_SIDE_BY_SIDE = {"eager": 64, "native": 16, "device": 1}
 """Numbers of outputs are filled up to a multiple of it where weights are laid out anew."""
 _GROUP_BYTES = {"eager": 4, "native": 5, "device": 4}
@@ -34,12 +34,12 @@ _PACKING_BYTES = {"eager": 4, "native": 1.5}
 """A weight of 4 bits beside its code while it is packed: an int32; three times half a byte."""
 _PACKED_AT_ONCE, _PACKING_BYTES_AT_ONCE = 1 << 24, 9
 """A weight of 4 bits while it is packed for the device path, some at a time: a byte and two int32
-(chain/device/linear.py)."""
+(chain/kernels/torch/device_weights.py)."""
 _WEIGHTS_AT_ONCE = 1 << 22
 _DEQUANTIZING_BYTES = 12
-"""A weight of 4 bits in three float32, some at a time (chain/linear.py)."""
+"""A weight of 4 bits in three float32, some at a time (chain/model/linear.py)."""
 _ROUNDING_BYTES = 14
-"""A weight of a head while it is rounded to 4 bits, some at a time (chain/linear.py)."""
+"""A weight of a head while it is rounded to 4 bits, some at a time (chain/model/linear.py)."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Layout:
         return {"int4": out_size * codes, "linears": 2 * _filled(out_size, multiple) * in_size}
 
     def drafts_in_4_bits(self, in_size: int) -> bool:
-        """As `polybasic.chain.linear.drafts_in_4_bits`."""
+        """As `polybasic.chain.model.linear.drafts_in_4_bits`."""
         return self.dtype in _ROUNDED_DTYPES[self.kernels] and in_size % _DRAFT_GROUP_SIZE == 0
 
     def draft_bytes(self, out_size: int, in_size: int) -> int:
@@ -134,7 +134,7 @@ class WeightFiles:
     layout: Layout
 
     def parts(self) -> Iterator[Part]:
-        """All that is made of them, in the order of `polybasic.chain.loading`."""
+        """All that is made of them, in the order of `polybasic.chain.model.loading`."""
         if self.kind in HEAD_KINDS:
             yield from self._head()
             return

@@ -17,12 +17,12 @@ from rich.console import Console
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from polybasic.chain.checkpoint import copy_checkpoint, load_tensors
-from polybasic.chain.dequantized import packed_weight
-from polybasic.chain.digests import weights_digest
 from polybasic.chain.errors import UserError
-from polybasic.chain.files import read_json, whole_folder
-from polybasic.chain.lineage import ORIGIN_KEY, QUANTIZED_FROM_KEY
+from polybasic.chain.formats.checkpoint import copy_checkpoint, load_tensors
+from polybasic.chain.formats.digests import weights_digest
+from polybasic.chain.formats.files import read_json, whole_folder
+from polybasic.chain.formats.lineage import ORIGIN_KEY, QUANTIZED_FROM_KEY
+from polybasic.chain.model.dequantized import packed_weight
 from polybasic.quantize.awq import check_token_ids, write_checkpoint
 from polybasic.quantize.models import load_dequantized, load_target, tracked
 from polybasic.quantize.quality import compare_models

@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 
-from polybasic.chain import dequantized
-from polybasic.chain.reference_model import load_reference_model
+from polybasic.chain.model import dequantized
+from polybasic.chain.model.reference import load_reference_model
 
 Item = TypeVar("Item")
 
@@ -34,7 +34,7 @@ def load_dequantized(folder: Path) -> PreTrainedModel:
     """An AutoAWQ checkpoint in float32, its 4-bit linears dequantized.
 
     Raises:
-        UserError: as `polybasic.chain.dequantized.load_dequantized`.
+        UserError: as `polybasic.chain.model.dequantized.load_dequantized`.
     """
     return dequantized.load_dequantized(folder, torch.float32)
 

@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from polybasic.chain.awq import BITS, QuantizedWeight
 from polybasic.chain.errors import UserError
+from polybasic.chain.formats.awq import BITS, QuantizedWeight
 from polybasic.quantize.settings import DistillSettings
 
 try:

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from polybasic.chain.awq import GROUP_SIZE
 from polybasic.chain.errors import UserError
+from polybasic.chain.formats.awq import GROUP_SIZE
 from polybasic.quantize.models import ONE_PLUS_NORMS, norm_factor, tracked
 
 try:

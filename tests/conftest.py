@@ -18,10 +18,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from polybasic.chain.awq import QUANTIZATION_CONFIG, QuantizedWeight
-from polybasic.chain.digests import weights_digest
-from polybasic.chain.manifest import Flush, Manifest, Plan, Provenance, Tree
-from polybasic.chain.package import Part, package_chain
+from polybasic.chain.formats.awq import QUANTIZATION_CONFIG, QuantizedWeight
+from polybasic.chain.formats.digests import weights_digest
+from polybasic.chain.formats.manifest import Flush, Manifest, Plan, Provenance, Tree
+from polybasic.chain.formats.package import Part, package_chain
 
 # Triton reads this when it is first imported, which tests of other parts may do
 if not torch.cuda.is_available():

@@ -10,10 +10,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from polybasic.chain.manifest import read_manifest
+from polybasic.chain.formats.manifest import read_manifest
 from polybasic.deploy import load_chain
-from polybasic.recipes.loading import load_recipe
-from polybasic.recipes.run import run_recipe
+from polybasic.recipes.pipeline.run import run_recipe
+from polybasic.recipes.schema.loading import load_recipe
 from tests.checkpoints import FAMILIES, write_family
 
 RECIPE = """\

@@ -11,18 +11,18 @@ ROOT = Path(__file__).parent.parent
 HEAVY = ("torch", "transformers", "datasets", "deepspeed", "awq", "numpy")
 LIGHT_MODULES = (
     "polybasic.chain.settings",
-    "polybasic.chain.manifest",
+    "polybasic.chain.formats.manifest",
     "polybasic.train.settings",
     "polybasic.quantize.settings",
     "polybasic.deploy",
     "polybasic.deploy.memory",
     "polybasic.deploy.settings",
-    "polybasic.deploy.theory",
-    "polybasic.recipes.schema",
-    "polybasic.recipes.loading",
-    "polybasic.recipes.estimate",
-    "polybasic.recipes.stages",
-    "polybasic.recipes.cli",
+    "polybasic.deploy.planner.theory",
+    "polybasic.recipes.schema.recipe",
+    "polybasic.recipes.schema.loading",
+    "polybasic.recipes.estimates.dry_run",
+    "polybasic.recipes.pipeline.stages",
+    "polybasic.recipes.cli.main",
 )
 
 
@@ -40,7 +40,7 @@ def test_light_modules_import_nothing_heavy(module: str) -> None:
 
 
 def test_a_module_that_imports_torch_is_noticed() -> None:
-    assert "torch" in heavy_imports_of("polybasic.chain.decoder")
+    assert "torch" in heavy_imports_of("polybasic.chain.model.decoder")
 
 
 def test_help_answers_within_a_third_of_a_second() -> None:
@@ -48,7 +48,7 @@ def test_help_answers_within_a_third_of_a_second() -> None:
     seconds = []
     for _ in range(5):
         started = time.perf_counter()
-        command = [sys.executable, "-m", "polybasic.recipes.cli", "--help"]
+        command = [sys.executable, "-m", "polybasic.recipes.cli.main", "--help"]
         subprocess.run(command, check=True, capture_output=True)
         seconds.append(time.perf_counter() - started)
     assert min(seconds) < 0.3

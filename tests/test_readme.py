@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from typer.main import get_command
 
-from polybasic.recipes.cli import app
-from polybasic.recipes.loading import known_keys
-from polybasic.recipes.schema import Recipe
+from polybasic.recipes.cli.main import app
+from polybasic.recipes.schema.loading import known_keys
+from polybasic.recipes.schema.recipe import Recipe
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text("utf-8")

@@ -1,4 +1,4 @@
-"""The wheel holds what the tree holds: a subpackage that nobody listed would be missing."""
+"""The wheel holds what the tree holds: a folder without __init__.py would be missing."""
 
 import shutil
 import subprocess
@@ -17,7 +17,7 @@ def copy_of_the_tree(folder: Path) -> Path:
     for name in PACKAGES:
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / name, folder / name, ignore=ignored)
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder / name)
     return folder
 
@@ -58,10 +58,10 @@ def test_licence_and_command_are_in_the_wheel(names: set[str]) -> None:
     assert any(name.endswith("entry_points.txt") for name in names)
 
 
-def test_an_unlisted_subpackage_is_noticed(tmp_path: Path) -> None:
+def test_a_folder_that_is_no_package_is_noticed(tmp_path: Path) -> None:
     folder = copy_of_the_tree(tmp_path)
     (folder / "chain" / "forgotten").mkdir()
-    (folder / "chain" / "forgotten" / "__init__.py").write_text("")
+    (folder / "chain" / "forgotten" / "module.py").write_text("")
     assert tree_names(folder) - package_names(wheel_names(folder)) == {
-        "polybasic/chain/forgotten/__init__.py"
+        "polybasic/chain/forgotten/module.py"
     }

@@ -7,13 +7,13 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from polybasic.chain.digests import weights_digest
-from polybasic.chain.draft_vocabulary import draft_tables
-from polybasic.train.eagle3_head import Eagle3Head
-from polybasic.train.head_files import write_head
-from polybasic.train.head_start import trained_weights
+from polybasic.chain.formats.digests import weights_digest
+from polybasic.chain.formats.draft_vocabulary import draft_tables
+from polybasic.train.features.target import load_target
+from polybasic.train.head.eagle3 import Eagle3Head
+from polybasic.train.head.files import write_head
+from polybasic.train.head.start import trained_weights
 from polybasic.train.settings import HeadSettings
-from polybasic.train.target import load_target
 
 DRAFTED = torch.arange(0, 64, 4)
 """The tokens."""

@@ -11,18 +11,18 @@ from peft import LoraConfig, PeftModel, set_peft_model_state_dict
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
-from polybasic.chain.checkpoint import (
+from polybasic.chain.errors import UserError
+from polybasic.chain.formats.checkpoint import (
     TOKENIZER_FILES,
     checkpoint_files,
     copy_files,
     model_files,
     read_tensors,
 )
-from polybasic.chain.config import read_decoder_config
-from polybasic.chain.digests import weights_digest
-from polybasic.chain.errors import UserError
-from polybasic.chain.files import read_json, sha256_of_file, whole_folder
-from polybasic.chain.reference_model import load_reference_model, quiet_transformers
+from polybasic.chain.formats.config import read_decoder_config
+from polybasic.chain.formats.digests import weights_digest
+from polybasic.chain.formats.files import read_json, sha256_of_file, whole_folder
+from polybasic.chain.model.reference import load_reference_model, quiet_transformers
 
 _CONFIG = "adapter_config.json"
 _WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")

@@ -22,9 +22,9 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from polybasic.chain.checkpoint import copy_files, tokenizer_files
 from polybasic.chain.errors import UserError
-from polybasic.chain.files import (
+from polybasic.chain.formats.checkpoint import copy_files, tokenizer_files
+from polybasic.chain.formats.files import (
     read_json,
     sha256_of_file,
     sha256_of_object,
@@ -32,9 +32,9 @@ from polybasic.chain.files import (
     whole_folder,
     write_json,
 )
-from polybasic.chain.reference_model import quiet_transformers
+from polybasic.chain.model.reference import quiet_transformers
+from polybasic.train.data.tokenizer import train_tokenizer
 from polybasic.train.settings import ScratchModelSettings, ScratchSettings
-from polybasic.train.tokenizer import train_tokenizer
 
 _SAVE_EVERY_STEPS = 60
 _NUM_OPEN_ROWS = 16

@@ -11,7 +11,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from polybasic.chain.files import whole_file
+from polybasic.chain.formats.files import whole_file
 from polybasic.recipes.embedded.arithmetic import compose_problem
 from polybasic.recipes.embedded.chat import compose_chat
 from polybasic.recipes.embedded.german import compose_translation

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from polybasic.chain.manifest import Tree
+from polybasic.chain.formats.manifest import Tree
 from polybasic.deploy import Chain, load_chain
-from polybasic.train.acceptance import HeldoutBatch, TreeShape, simulate
-from polybasic.train.features import Features
-from polybasic.train.head import DraftHead
-from polybasic.train.target import Target
+from polybasic.train.features.states import Features
+from polybasic.train.features.target import Target
+from polybasic.train.head.acceptance import HeldoutBatch, TreeShape, simulate
+from polybasic.train.head.eagle2 import DraftHead
 from tests.benchmarks.scripts import load_script
 from tests.trimmed_heads import replace_by_eagle3, trim
 

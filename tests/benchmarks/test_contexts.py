@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from polybasic.deploy import Chain, load_chain
-from polybasic.deploy.sampling import Sampling
+from polybasic.deploy.rounds.sampling import Sampling
 from tests.benchmarks.scripts import load_script
 
 contexts = load_script("contexts")

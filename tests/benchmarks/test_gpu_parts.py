@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from polybasic.chain import awq
-from polybasic.chain.device.linear import DeviceLinear, PackedWeight
-from polybasic.chain.device.operations import Operations
 from polybasic.chain.errors import UserError
-from polybasic.chain.grown_chain import grow_chain
-from polybasic.chain.grown_shapes import GrownShape
-from polybasic.chain.loading import load_decoder
+from polybasic.chain.formats import awq
+from polybasic.chain.kernels.torch.device_weights import DeviceLinear, PackedWeight
+from polybasic.chain.kernels.torch.operations import Operations
+from polybasic.chain.model.loading import load_decoder
 from polybasic.deploy import load_chain
-from polybasic.deploy.sampling import Sampling
+from polybasic.deploy.rounds.sampling import Sampling
+from polybasic.recipes.growth.chain import grow_chain
+from polybasic.recipes.growth.shapes import GrownShape
 from tests.benchmarks.scripts import load_script
 
 budget, chains, names = (load_script(f"gpu_{name}") for name in ("budget", "chains", "names"))

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.files import read_json
+from polybasic.chain.formats.files import read_json
 from tests.benchmarks.scripts import load_script
 from tests.checkpoints import write_family
 from tests.conftest import write_intermediate

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from polybasic.chain.errors import UserError
-from polybasic.deploy import load_chain, stages
+from polybasic.deploy import load_chain
 from polybasic.deploy.hardware import describe_hardware
+from polybasic.deploy.rounds import stages
 from tests.benchmarks.scripts import load_script
 
 timing, passes, rounds = (load_script(name) for name in ("timing", "passes", "rounds"))

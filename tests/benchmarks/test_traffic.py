@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from polybasic.chain.config import LayerKind, read_decoder_config
+from polybasic.chain.formats.config import LayerKind, read_decoder_config
 from polybasic.deploy import Chain, load_chain
 from tests.benchmarks.scripts import load_script
 

@@ -6,14 +6,14 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from polybasic.chain import linear
-from polybasic.chain.awq import QuantizedWeight
-from polybasic.chain.config import DecoderConfig
-from polybasic.chain.decoder import Decoder, DecoderLayer
-from polybasic.chain.eagle import EagleHead
-from polybasic.chain.linear import Linear, dense_linear, int4_linear
-from polybasic.chain.rotary import RotaryTable
-from polybasic.deploy.cache import KeyValueCache
+from polybasic.chain.formats.awq import QuantizedWeight
+from polybasic.chain.formats.config import DecoderConfig
+from polybasic.chain.kernels.torch.rotary import RotaryTable
+from polybasic.chain.model import linear
+from polybasic.chain.model.decoder import Decoder, DecoderLayer
+from polybasic.chain.model.head import EagleHead
+from polybasic.chain.model.linear import Linear, dense_linear, int4_linear
+from polybasic.deploy.rounds.cache import KeyValueCache
 
 CPU = torch.device("cpu")
 CONFIG = DecoderConfig(

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from polybasic.chain.device.operations import Operations
+from polybasic.chain.kernels.torch.operations import Operations
 
 Change = Callable[[int, Tensor], Tensor]
 """Rows of a pass, its products -> what takes their place."""

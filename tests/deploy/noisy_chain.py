@@ -11,11 +11,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from polybasic.chain.manifest import AdaptiveFlush, Flush, Plan, Rule, Tree
-from polybasic.chain.package import Part, package_chain
+from polybasic.chain.formats.manifest import AdaptiveFlush, Flush, Plan, Rule, Tree
+from polybasic.chain.formats.package import Part, package_chain
 from polybasic.deploy import Chain, load_chain
 from polybasic.deploy.engine import Request
-from polybasic.deploy.sampling import Sampling
+from polybasic.deploy.rounds.sampling import Sampling
 from tests.conftest import PROVENANCE, write_draft, write_target
 
 NUM_NEW_TOKENS = 100

@@ -17,7 +17,7 @@ from torch import Tensor, UntypedStorage
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from polybasic.deploy.graphs import MOST_GRAPHS, Captured, Graphs, Step
+from polybasic.deploy.graphs.capture import MOST_GRAPHS, Captured, Graphs, Step
 from tests.deploy.capture_rules import RefusingHostData, refuse_operation
 
 aten = torch.ops.aten

@@ -14,18 +14,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from polybasic.chain.config import DecoderConfig
-from polybasic.chain.decoder import Decoder, DecoderLayer
-from polybasic.chain.eagle import EagleHead
-from polybasic.chain.linear import dense_linear
-from polybasic.chain.manifest import Member, Plan, Reference
-from polybasic.chain.rotary import RotaryTable
-from polybasic.deploy.drafter import Drafter
+from polybasic.chain.formats.config import DecoderConfig
+from polybasic.chain.formats.manifest import Member, Plan, Reference
+from polybasic.chain.kernels.torch.rotary import RotaryTable
+from polybasic.chain.model.decoder import Decoder, DecoderLayer
+from polybasic.chain.model.head import EagleHead
+from polybasic.chain.model.linear import dense_linear
+from polybasic.deploy.drafters.interface import Drafter
 from polybasic.deploy.engine import Engine, Models, Request
-from polybasic.deploy.sampling import Prefixes, Probabilities, RandomSampler, Sampling
-from polybasic.deploy.stages import BlockStage, Stage, TreeStage
-from polybasic.deploy.tree import DraftTree
-from polybasic.deploy.verifier import Verifier
+from polybasic.deploy.rounds.sampling import Prefixes, Probabilities, RandomSampler, Sampling
+from polybasic.deploy.rounds.stages import BlockStage, Stage, TreeStage
+from polybasic.deploy.rounds.tree import DraftTree
+from polybasic.deploy.rounds.verifier import Verifier
 
 VOCAB_SIZE = 6
 CPU = torch.device("cpu")

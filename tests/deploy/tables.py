@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from polybasic.chain.manifest import Flush, Tree
-from polybasic.deploy.sampling import Prefixes, Probabilities, RandomSampler, Sampling
-from polybasic.deploy.stages import BlockStage, Stage, TreeStage
-from polybasic.deploy.tree import DraftTree
-from polybasic.deploy.warping import warp
+from polybasic.chain.formats.manifest import Flush, Tree
+from polybasic.deploy.rounds.sampling import Prefixes, Probabilities, RandomSampler, Sampling
+from polybasic.deploy.rounds.stages import BlockStage, Stage, TreeStage
+from polybasic.deploy.rounds.tree import DraftTree
+from polybasic.deploy.rounds.warping import warp
 
 SMALL_TREE = Tree(depth=2, top_k=2, rows=5)
 GRID = 24

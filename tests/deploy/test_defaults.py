@@ -9,7 +9,7 @@ import pytest
 
 from polybasic.chain.errors import UserError
 from polybasic.deploy.defaults import read_default_sampling, read_stop_tokens
-from polybasic.deploy.sampling import Sampling
+from polybasic.deploy.rounds.sampling import Sampling
 
 
 def write(folder: Path, content: Any) -> Path:

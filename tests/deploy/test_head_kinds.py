@@ -10,18 +10,18 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from polybasic.chain.decoder import Decoder
-from polybasic.chain.eagle import Eagle3Head, EagleHead
 from polybasic.chain.errors import UserError
-from polybasic.chain.files import write_json
-from polybasic.chain.loading import load_decoder, load_head
-from polybasic.chain.package import Part
-from polybasic.chain.verify import check_chain
+from polybasic.chain.formats.files import write_json
+from polybasic.chain.formats.package import Part
+from polybasic.chain.formats.verify import check_chain
+from polybasic.chain.model.decoder import Decoder
+from polybasic.chain.model.head import Eagle3Head, EagleHead
+from polybasic.chain.model.loading import load_decoder, load_head
 from polybasic.deploy import Chain, load_chain
-from polybasic.deploy.cache import KeyValueCache
 from polybasic.deploy.engine import Engine
-from polybasic.deploy.sampling import Sampling
-from polybasic.deploy.verifier import Verifier
+from polybasic.deploy.rounds.cache import KeyValueCache
+from polybasic.deploy.rounds.sampling import Sampling
+from polybasic.deploy.rounds.verifier import Verifier
 from tests.checkpoints import write_family
 from tests.head_kinds import FEATURE_LAYERS, trim, write_eagle3
 

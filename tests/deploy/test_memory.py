@@ -13,10 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from polybasic.chain import linear
 from polybasic.chain.errors import UserError
-from polybasic.chain.loading import load_decoder
-from polybasic.chain.manifest import (
+from polybasic.chain.formats.manifest import (
     MAX_TREE_ROWS,
     NUM_PROBABILITY_BINS,
     AdaptiveFlush,
@@ -26,15 +24,18 @@ from polybasic.chain.manifest import (
     Reference,
     Tree,
 )
-from polybasic.chain.native.library import load_kernels
-from polybasic.chain.package import Part
-from polybasic.chain.verify import check_chain
-from polybasic.deploy import Chain, load_chain, runtime
+from polybasic.chain.formats.package import Part
+from polybasic.chain.formats.verify import check_chain
+from polybasic.chain.kernels.cpu.library import load_kernels
+from polybasic.chain.model import linear
+from polybasic.chain.model.loading import load_decoder
+from polybasic.deploy import Chain, load_chain
+from polybasic.deploy import chain as runtime
 from polybasic.deploy import memory as memory_of_chains
 from polybasic.deploy.hardware import available_bytes
 from polybasic.deploy.memory import Memory, state_memory
-from polybasic.deploy.sampling import GreedyRows, GreedySampler, Sampling
-from polybasic.deploy.stages import TreeStage
+from polybasic.deploy.rounds.sampling import GreedyRows, GreedySampler, Sampling
+from polybasic.deploy.rounds.stages import TreeStage
 from polybasic.deploy.weight_memory import Kernels, Layout
 from tests.checkpoints import write_family
 from tests.head_kinds import trim, write_eagle3

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import torch
 
-from polybasic.chain.manifest import Flush, Plan, Tree
+from polybasic.chain.formats.manifest import Flush, Plan, Tree
 from polybasic.deploy import load_chain
-from polybasic.deploy.sampling import Sampling
+from polybasic.deploy.rounds.sampling import Sampling
 
 MEMBERS = (("target",), ("target", "draft"), ("target", "intermediate", "draft"))
 

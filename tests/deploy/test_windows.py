@@ -14,20 +14,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from polybasic.chain import attend
-from polybasic.chain.attend import Attend, View
-from polybasic.chain.config import DecoderConfig, LayerKind
-from polybasic.chain.decoder import Decoder
 from polybasic.chain.errors import UserError
-from polybasic.chain.manifest import Flush, Ngram, Plan, Tree, Window, check_plan
+from polybasic.chain.formats.config import DecoderConfig, LayerKind
+from polybasic.chain.formats.manifest import Flush, Ngram, Plan, Tree, Window, check_plan
+from polybasic.chain.kernels.torch import attend
+from polybasic.chain.kernels.torch.attend import Attend, View
+from polybasic.chain.model.decoder import Decoder
 from polybasic.deploy import load_chain
-from polybasic.deploy.cache import KeyValueCache
-from polybasic.deploy.eagle_drafter import EagleDrafter
+from polybasic.deploy.drafters.head import EagleDrafter
+from polybasic.deploy.drafters.model import ModelDrafter
 from polybasic.deploy.engine import Engine, Models, Request
-from polybasic.deploy.model_drafter import ModelDrafter
-from polybasic.deploy.sampling import Sampling
-from polybasic.deploy.tree import DraftTree
-from polybasic.deploy.verifier import Verifier
+from polybasic.deploy.rounds.cache import KeyValueCache
+from polybasic.deploy.rounds.sampling import Sampling
+from polybasic.deploy.rounds.tree import DraftTree
+from polybasic.deploy.rounds.verifier import Verifier
 from tests.deploy.small_chains import CPU, VOCAB_SIZE, Weights, member, small_config
 
 CAPACITY = 200

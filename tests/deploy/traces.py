@@ -4,8 +4,8 @@ from typing import Any
 
 import numpy as np
 
-from polybasic.chain.manifest import Tree
-from polybasic.deploy.measurements import (
+from polybasic.chain.formats.manifest import Tree
+from polybasic.deploy.planner.measurements import (
     ABSENT,
     DraftCosts,
     Measurements,

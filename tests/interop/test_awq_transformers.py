@@ -16,10 +16,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AwqConfig
 
-from polybasic.chain.awq import QuantizedWeight, dequantize
-from polybasic.chain.loading import load_decoder
-from polybasic.deploy.cache import KeyValueCache
-from polybasic.deploy.verifier import Verifier
+from polybasic.chain.formats.awq import QuantizedWeight, dequantize
+from polybasic.chain.model.loading import load_decoder
+from polybasic.deploy.rounds.cache import KeyValueCache
+from polybasic.deploy.rounds.verifier import Verifier
 from polybasic.quantize.awq import quantize_target
 from polybasic.quantize.settings import QuantizeSettings
 from tests.checkpoints import write_family

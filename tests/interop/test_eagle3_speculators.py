@@ -13,14 +13,14 @@ from speculators.proposals.greedy import GreedyTokenProposalConfig
 from torch import Tensor
 from transformers import LlamaConfig
 
-from polybasic.chain.attend import attend_causally
-from polybasic.chain.checkpoint import load_tensors
-from polybasic.chain.config import read_head_config
-from polybasic.chain.draft_vocabulary import draft_tables
-from polybasic.chain.eagle_import import import_head
 from polybasic.chain.errors import UserError
-from polybasic.chain.loading import load_decoder, load_head
-from polybasic.deploy.cache import KeyValueCache
+from polybasic.chain.formats.checkpoint import load_tensors
+from polybasic.chain.formats.config import read_head_config
+from polybasic.chain.formats.draft_vocabulary import draft_tables
+from polybasic.chain.heads.importing import import_head
+from polybasic.chain.kernels.torch.attend import attend_causally
+from polybasic.chain.model.loading import load_decoder, load_head
+from polybasic.deploy.rounds.cache import KeyValueCache
 from tests.checkpoints import VOCAB_SIZE, write_family
 
 H, NUM_ROWS, FEATURE_LAYERS = 128, 40, [1, 3, 5]

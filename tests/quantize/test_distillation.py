@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from polybasic.chain.checkpoint import load_tensors
 from polybasic.chain.errors import UserError
-from polybasic.chain.lineage import ORIGIN_KEY, QUANTIZED_FROM_KEY
+from polybasic.chain.formats.checkpoint import load_tensors
+from polybasic.chain.formats.lineage import ORIGIN_KEY, QUANTIZED_FROM_KEY
 from polybasic.quantize import distillation
 from polybasic.quantize.awq import quantize_target
 from polybasic.quantize.distillation import distill_intermediate, packed_rows

@@ -9,9 +9,9 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from polybasic.chain.awq import QUANTIZATION_CONFIG
-from polybasic.chain.digests import weights_digest
 from polybasic.chain.errors import UserError
+from polybasic.chain.formats.awq import QUANTIZATION_CONFIG
+from polybasic.chain.formats.digests import weights_digest
 from polybasic.quantize import awq as quantizing
 from polybasic.quantize.awq import quantize_target
 from polybasic.quantize.models import load_dequantized, load_target

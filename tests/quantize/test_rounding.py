@@ -4,7 +4,7 @@ import torch.nn.functional as F
 from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
 
-from polybasic.chain.awq import QuantizedWeight, dequantize
+from polybasic.chain.formats.awq import QuantizedWeight, dequantize
 from polybasic.quantize.rounding import RoundedLinear
 from tests.conftest import round_to_nearest
 

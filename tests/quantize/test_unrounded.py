@@ -1,9 +1,9 @@
 import pytest
 import torch
 
-from polybasic.chain.awq import QuantizedWeight
-from polybasic.chain.checkpoint import load_tensors
-from polybasic.chain.dequantized import packed_weight
+from polybasic.chain.formats.awq import QuantizedWeight
+from polybasic.chain.formats.checkpoint import load_tensors
+from polybasic.chain.model.dequantized import packed_weight
 from polybasic.quantize import search
 from polybasic.quantize.awq import quantize_target
 from polybasic.quantize.models import load_dequantized, load_target

@@ -59,7 +59,7 @@ def run_polybasic(arguments: Sequence[object], folder: Path) -> subprocess.Compl
     """The command line in a process of its own, one thread, in `folder`."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
     return subprocess.run(
-        [sys.executable, "-m", "polybasic.recipes.cli", *map(str, arguments)],
+        [sys.executable, "-m", "polybasic.recipes.cli.main", *map(str, arguments)],
         cwd=folder,
         env=environment,
         capture_output=True,

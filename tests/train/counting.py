@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from polybasic.train.head import HeadShape
+from polybasic.train.head.eagle2 import HeadShape
 
 SMALL_SHAPE = HeadShape(
     vocab_size=50,

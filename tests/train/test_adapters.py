@@ -10,8 +10,8 @@ from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from polybasic.chain.digests import weights_digest
 from polybasic.chain.errors import UserError
+from polybasic.chain.formats.digests import weights_digest
 from polybasic.train.adapters import merge_adapter
 from tests.checkpoints import write_family
 

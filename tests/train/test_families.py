@@ -6,14 +6,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from polybasic.chain.attend import attend_causally
 from polybasic.chain.errors import UserError
-from polybasic.chain.loading import load_decoder, load_head
+from polybasic.chain.kernels.torch.attend import attend_causally
+from polybasic.chain.model.loading import load_decoder, load_head
 from polybasic.recipes.embedded.conversations import write_conversations
-from polybasic.train.head_start import new_head
-from polybasic.train.head_training import train_head
+from polybasic.train.features.target import load_target
+from polybasic.train.head.start import new_head
+from polybasic.train.run.training import train_head
 from polybasic.train.settings import DataSettings, HeadSettings
-from polybasic.train.target import load_target
 from tests.checkpoints import FAMILIES, write_family
 
 ROWS = 30

@@ -9,9 +9,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from polybasic.chain.checkpoint import tokenizer_files
 from polybasic.chain.errors import UserError
+from polybasic.chain.formats.checkpoint import tokenizer_files
 from polybasic.train import scratch
+from polybasic.train.data.tokenizer import train_tokenizer
 from polybasic.train.scratch import (
     build_model,
     learning_rate_share,
@@ -20,7 +21,6 @@ from polybasic.train.scratch import (
     train_scratch_target,
 )
 from polybasic.train.settings import ScratchModelSettings, ScratchSettings
-from polybasic.train.tokenizer import train_tokenizer
 
 COLOURS = ("red", "blue", "green", "brown")
 CONVERSATIONS = [

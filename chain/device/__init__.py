@@ -1,1 +1,0 @@
-"""Passes whose every number stays on the device: what CUDA graphs can be captured of."""

@@ -1,0 +1,306 @@
+"""README.md of a chain: its model card, written from the manifest alone."""
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from polybasic.chain.errors import UserError
+from polybasic.chain.formats.files import whole_file
+from polybasic.chain.formats.manifest import (
+    HEAD_KINDS,
+    Flush,
+    Manifest,
+    MeasuredPlan,
+    Member,
+    Plan,
+    Tree,
+    Window,
+    check_plan,
+    read_manifest,
+    write_manifest,
+)
+from polybasic.chain.readable import readable_bytes, readable_count
+
+CARD_NAME = "README.md"
+
+_LIMITS = """\
+- The output distribution is the target's own, whatever the members below it propose; their
+  quality decides the speed alone.
+- One stream at a time: speeds hold for batch size 1.
+- Speeds hold for the hardware, prompts and settings named here. `polybasic bench` measures yours.
+- The target's licence and terms of use hold for the chain."""
+
+
+def write_card(folder: Path, manifest: Manifest) -> None:
+    """Write `folder`/README.md, whole.
+
+    Raises:
+        UserError: the disk is full or not writable.
+    """
+    with whole_file(folder / CARD_NAME) as partial:
+        partial.write_text(render_card(manifest), "utf-8")
+
+
+def record_results(folder: Path, results: dict[str, Any]) -> Manifest:
+    """Put measured results (a report of schema polybasic.report/1) into manifest and card.
+
+    Raises:
+        UserError: `folder` is no chain; the disk is full or not writable.
+    """
+    return _record(folder, read_manifest(folder).model_copy(update={"results": results}))
+
+
+def record_plan(folder: Path, measured: MeasuredPlan) -> Manifest:
+    """Put a measured plan into manifest and card; it replaces the one of the same hardware.
+
+    Raises:
+        UserError: `folder` is no chain, or one whose members cannot run so; the disk is full or
+            not writable.
+    """
+    manifest = read_manifest(folder)
+    try:
+        for predicted in (measured, *measured.others):
+            check_plan(predicted.plan, manifest.members)
+    except ValueError as error:
+        raise UserError(
+            "plan does not fit the chain", f"{folder} ({error})", "plan with its own members"
+        ) from error
+    others = (plan for plan in manifest.plans if plan.hardware != measured.hardware)
+    return _record(folder, manifest.model_copy(update={"plans": (*others, measured)}))
+
+
+def render_card(manifest: Manifest) -> str:
+    """The card as Markdown with the hub's front matter."""
+    sections = [
+        _front_matter(manifest),
+        f"# {manifest.provenance.recipe.get('name', 'A polybasic chain')}",
+        "A [polybasic](https://arxiv.org/abs/2510.26527) chain: models that speed up one target by "
+        "staged speculative sampling without changing any of its probabilities.",
+        *([f"**{grown_note(manifest.grown)}**"] if manifest.grown else []),
+        _use(),
+        "## Members\n\n" + _members(manifest),
+        "## Lineage\n\n" + _lineage(manifest),
+        "## Plan\n\n" + _plans(manifest),
+    ]
+    if manifest.results is not None:
+        sections.append("## Results\n\n" + _results(manifest.results))
+    for title, records in (
+        ("Quality of the intermediates", manifest.quality),
+        ("Training of the draft heads", manifest.training),
+    ):
+        if records:
+            tables = (f"### {name}\n\n{_pairs(content)}" for name, content in records.items())
+            sections.append(f"## {title}\n\n" + "\n\n".join(tables))
+    sections.append("## Limits\n\n" + _LIMITS)
+    return "\n\n".join(sections) + "\n"
+
+
+def grown_note(shape_name: str) -> str:
+    """What must be known of anything that a grown chain gave."""
+    return (
+        f"Grown to the shapes of {shape_name}: a small chain inside the shapes of a large one. "
+        "Answers and acceptance are the small chain's, time and memory the large shape's."
+    )
+
+
+def member_source(member: Member) -> str:
+    """Where a member lies, for people."""
+    reference = member.reference
+    if reference.path is not None:
+        return f"{reference.path}/"
+    return f"{reference.source}" + (f"@{reference.revision}" if reference.revision else "")
+
+
+def shown_members(plan: Plan, verifying: Iterable[str]) -> str:
+    """A plan's members for people: "target → intermediate (sees 4 + 1,024) → draft + n-grams".
+
+    What a member with a window sees are its sinks and its latest tokens.
+
+    Args:
+        plan: any plan of the chain.
+        verifying: names of the chain's verifying members.
+    """
+    shown = " → ".join(name + _sees(plan.windows.get(name)) for name in plan.members)
+    if plan.ngram is None:
+        return shown
+    return f"{shown} {'→' if plan.members[-1] in verifying else '+'} n-grams"
+
+
+def shown_tree(tree: Tree) -> str:
+    """A draft tree for people: "depth 7, top 4, 12 rows"."""
+    return f"depth {tree.depth}, top {tree.top_k}, {tree.rows} rows"
+
+
+def shown_flush(plan: Plan, verifying: Iterable[str]) -> str:
+    """When a plan's verifying members are asked, for people; as `shown_members`."""
+    above = [name for name in plan.members if name in verifying][:-1]
+    return "; ".join(f"{name} {_flush(plan.flush[name])}" for name in above) or "–"
+
+
+def _sees(window: Window | None) -> str:
+    return "" if window is None else f" (sees {window.sinks} + {window.tokens:,})"
+
+
+def _flush(flush: Flush) -> str:
+    length = f"{flush.length} tokens{' at most, adaptive' if flush.adaptive else ''}"
+    return f"after {length}, {flush.rule} rule"
+
+
+def _record(folder: Path, manifest: Manifest) -> Manifest:
+    write_manifest(folder, manifest)
+    write_card(folder, manifest)
+    return manifest
+
+
+def _hub_id(manifest: Manifest) -> str | None:
+    source = manifest.members[0].reference.source
+    return None if source is None or source.startswith((".", "/")) else source
+
+
+def _front_matter(manifest: Manifest) -> str:
+    content: dict[str, Any] = {
+        "library_name": "polybasic",
+        "tags": ["polybasic", "speculative-decoding", "eagle", "awq"],
+    }
+    if (base_model := _hub_id(manifest)) is not None:
+        content["base_model"] = base_model
+    return "---\n" + yaml.safe_dump(content, sort_keys=False) + "---"
+
+
+def _use() -> str:
+    return """\
+```bash
+polybasic generate CHAIN -p "Why is the sky blue?"
+```
+
+```python
+from polybasic.deploy import load_chain
+
+chain = load_chain("CHAIN")
+print(chain.generate("Why is the sky blue?").text)
+```
+
+`CHAIN` is this folder or its hub id. `polybasic verify CHAIN` checks every file's digest."""
+
+
+def _members(manifest: Manifest) -> str:
+    rows = [
+        (
+            member.name,
+            _what_it_is(member),
+            member_source(member),
+            member.dtype,
+            readable_count(member.num_parameters),
+            readable_bytes(member.num_bytes),
+        )
+        for member in manifest.members
+    ]
+    return _table(("member", "what it is", "where", "dtype", "parameters", "size"), rows)
+
+
+def _lineage(manifest: Manifest) -> str:
+    made = manifest.provenance
+    lines = [
+        f"- Target: `{_hub_id(manifest) or member_source(manifest.members[0])}`",
+        f"- Command: `{made.command}`",
+        f"- Git commit: {f'`{made.git_commit}`' if made.git_commit else 'not known'}",
+        "- Versions: " + ", ".join(f"{k} {v}" for k, v in made.package_versions.items()),
+        *(f"- Data: `{name}`, sha256 `{digest}`" for name, digest in made.data_digests.items()),
+        "- Recipe: `provenance.recipe` in `chain.json`",
+    ]
+    return "\n".join(lines)
+
+
+def _what_it_is(member: Member) -> str:
+    if member.role == "target":
+        return "the model whose distribution is kept"
+    if member.role == "intermediate":
+        bits = "model in 4 bits (AWQ, GEMM layout)" if member.kind == "awq" else "smaller model"
+        return f"{bits}: verifies drafts, proposes to the member above it"
+    if member.kind in HEAD_KINDS:
+        name = f"EAGLE-{member.kind[-1]} head"
+        return f"{name}: drafts trees from the features of {' or '.join(member.drafts_for)}"
+    bits = "small model in 4 bits" if member.kind == "awq" else "small model"
+    return f"{bits}: drafts trees for {' or '.join(member.drafts_for)}"
+
+
+def _plans(manifest: Manifest) -> str:
+    verifying = [member.name for member in manifest.verifying]
+    plan = manifest.plan
+    parts = [
+        f"{shown_members(plan, verifying)}; draft tree of {shown_tree(plan.tree)}; flush: "
+        f"{shown_flush(plan, verifying)}."
+    ]
+    if manifest.plans:
+        header = ("hardware", "members", "tree", "flush", "predicted ms a token")
+        rows = [
+            (
+                f"{measured.hardware}, {measured.dtype}, temperature {measured.temperature:g}",
+                shown_members(measured.plan, verifying),
+                shown_tree(measured.plan.tree),
+                shown_flush(measured.plan, verifying),
+                f"{1000 * measured.seconds_per_token:.2f}",
+            )
+            for measured in manifest.plans
+        ]
+        parts = [
+            "Chosen by measurement, one for each kind of machine:",
+            _table(header, rows),
+            f"Elsewhere: {parts[0]}",
+        ]
+    return "\n\n".join(parts)
+
+
+def _results(results: dict[str, Any]) -> str:
+    systems = results.get("systems", {})
+    rows = [
+        (
+            name,
+            _number(system.get("tokens_per_second")),
+            _number(system.get("speedup_vs_target")),
+            _number(system.get("mean_accepted_length")),
+        )
+        for name, system in systems.items()
+    ]
+    header = ("system", "tokens/s", "speedup over target", "tokens per target pass")
+    parts = [_table(header, rows)]
+    for key in ("hardware", "settings"):
+        if results.get(key):
+            parts.append(f"{key.capitalize()}: {_inline(results[key])}.")
+    parts.append("All of it: `report/report.md`, `report/report.json`.")
+    return "\n\n".join(parts)
+
+
+def _pairs(content: dict[str, Any]) -> str:
+    rows = [
+        (name.replace("_", " "), _value(value))
+        for name, value in content.items()
+        if isinstance(value, str | int | float)
+    ]
+    return _table(("", ""), rows)
+
+
+def _inline(content: Any) -> str:
+    if isinstance(content, dict):
+        return ", ".join(f"{key.replace('_', ' ')} {_value(v)}" for key, v in content.items())
+    return _value(content)
+
+
+def _number(value: Any) -> str:
+    return f"{value:.2f}" if isinstance(value, int | float) else "–"
+
+
+def _value(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    def lines() -> Iterator[str]:
+        yield "| " + " | ".join(header) + " |"
+        yield "|" + "---|" * len(header)
+        for row in rows:
+            yield "| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |"
+
+    return "\n".join(lines())

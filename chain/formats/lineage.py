@@ -1,0 +1,107 @@
+"""Which verifying members a drafter can draft for, from the digests that configs record.
+
+A head names the weights that it was trained for (`polybasic.target_sha256` in its config.json), a
+4-bit checkpoint those that it was made from (`polybasic.quantized_from_sha256`). A head drafts for
+its model and for 4-bit copies of it, whether the model itself is in the chain or not.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from polybasic.chain.errors import UserError
+from polybasic.chain.formats.checkpoint import weight_files
+from polybasic.chain.formats.files import sha256_of_object
+from polybasic.chain.formats.manifest import HEAD_KINDS, Kind, Member
+
+ORIGIN_KEY = "polybasic"
+"""The section of a config.json that holds records of ours; other engines ignore it."""
+TRAINED_FOR_KEY = "target_sha256"
+QUANTIZED_FROM_KEY = "quantized_from_sha256"
+
+
+@dataclass(frozen=True)
+class Verifier:
+    """What tells whether a head fits a verifying member.
+
+    Attributes:
+        name: of the member.
+        hidden_size: of its config; None where that has none.
+        sha256: `polybasic.chain.formats.digests.weights_digest` of its weights.
+        made_from: the same of the weights that it is a 4-bit copy of, where it says so.
+    """
+
+    name: str
+    hidden_size: int | None
+    sha256: str
+    made_from: str | None
+
+
+def verifier_of(member: Member, config: dict[str, Any], folder: Path) -> Verifier:
+    """Describe a verifying member; digests are taken from its manifest entry."""
+    weights = {path.name: member.files[path.name] for path in weight_files(folder)}
+    return Verifier(
+        name=member.name,
+        hidden_size=config.get("hidden_size"),
+        sha256=sha256_of_object(weights),
+        made_from=_recorded(config, QUANTIZED_FROM_KEY),
+    )
+
+
+def find_drafts_for(
+    name: str, kind: Kind, config: dict[str, Any], folder: Path, verifiers: Sequence[Verifier]
+) -> tuple[str, ...]:
+    """Names of the verifying members that a drafter can draft for, from the target down.
+
+    Args:
+        name: of the drafter.
+        kind: a head reads the states of its model; any other model stands on its own and drafts
+            for all.
+        config: of the drafter.
+        folder: where the drafter lies, for errors.
+        verifiers: the verifying members.
+
+    Raises:
+        UserError: a head that does not say what it was trained for, whose model has no member, or
+            that is of another width than its model.
+    """
+    if kind not in HEAD_KINDS:
+        return tuple(verifier.name for verifier in verifiers)
+    path = folder / "config.json"
+    trained_for = _recorded(config, TRAINED_FOR_KEY)
+    if trained_for is None:
+        raise UserError(
+            "head without target",
+            f"no {ORIGIN_KEY}.{TRAINED_FOR_KEY} in {path}",
+            "train the head with `polybasic train`",
+        )
+    models = [model for model in verifiers if trained_for in (model.sha256, model.made_from)]
+    if not models:
+        raise UserError(
+            "head without its model",
+            f"{name} in {path} was trained for weights {trained_for[:8]}…, the chain has "
+            f"{', '.join(map(_shown, verifiers))}",
+            "train a head for one of them, or add the model that it was trained for",
+        )
+    width = config.get("hidden_size")
+    fitting = tuple(model.name for model in models if model.hidden_size == width)
+    if not fitting:
+        raise UserError(
+            "hidden_size differs",
+            f"{width} in the config of {name}, {models[0].hidden_size} in that of "
+            f"{models[0].name}, which it was trained for",
+            f"train {name} again",
+        )
+    return fitting
+
+
+def _recorded(config: dict[str, Any], key: str) -> str | None:
+    origin = config.get(ORIGIN_KEY)
+    digest = origin.get(key) if isinstance(origin, dict) else None
+    return digest if isinstance(digest, str) else None
+
+
+def _shown(verifier: Verifier) -> str:
+    made_from = f" (made from {verifier.made_from[:8]}…)" if verifier.made_from else ""
+    return f"{verifier.name} {verifier.sha256[:8]}…{made_from}"

@@ -1,0 +1,363 @@
+"""chain.json: what a chain consists of, where it came from and how it runs. No torch in here."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import Field, StringConstraints, ValidationError, model_validator
+
+from polybasic.chain.errors import UserError
+from polybasic.chain.formats.files import read_json, write_json
+from polybasic.chain.settings import Settings
+
+SCHEMA = "polybasic.chain/2"
+MANIFEST_NAME = "chain.json"
+
+Role = Literal["target", "intermediate", "drafter"]
+HeadKind = Literal["eagle2", "eagle3"]
+Kind = Literal["decoder", "awq", HeadKind]
+Rule = Literal["block", "token"]
+Name = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_]*$")]
+Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+
+_KINDS_OF_ROLE: dict[Role, tuple[Kind, ...]] = {
+    "target": ("decoder",),
+    "intermediate": ("awq", "decoder"),
+    "drafter": ("eagle2", "eagle3", "awq", "decoder"),
+}
+HEAD_KINDS: tuple[HeadKind, ...] = get_args(HeadKind)
+"""Draft heads, which read the states of the model that they draft for."""
+MAX_TREE_ROWS = 256
+"""Of a verification pass, and of a draft over all of its levels; caches hold so many more."""
+NUM_PROBABILITY_BINS = 8
+"""Bins of the adaptive flush: the proposing model's probability of a token, by its square."""
+
+
+class Reference(Settings):
+    """Where a member lies: inside the chain (`path`), or outside of it (`source`)."""
+
+    path: str | None = Field(default=None, description="folder inside the chain, relative to it")
+    source: str | None = Field(
+        default=None,
+        description="hub id, absolute folder, or a folder relative to the chain ('./x', '../x'); "
+        "beside a path it only tells where the copy came from",
+    )
+    revision: str | None = Field(default=None, description="commit, tag or branch of a hub id")
+
+    @model_validator(mode="after")
+    def _lies_somewhere(self) -> "Reference":
+        if self.path is None and self.source is None:
+            raise ValueError("needs a path or a source")
+        if self.revision is not None and self.source is None:
+            raise ValueError("a revision needs a source")
+        return self
+
+
+class Member(Settings):
+    """One model of the chain."""
+
+    name: Name
+    role: Role
+    kind: Kind
+    reference: Reference
+    dtype: str = Field(description="of most of its weight bytes; 'int4' for AWQ")
+    num_parameters: int = Field(ge=0, description="packed 4-bit weights count one each")
+    num_bytes: int = Field(ge=0, description="of its weight files")
+    files: dict[str, Sha256] = Field(min_length=1, description="file name -> sha256")
+    drafts_for: tuple[Name, ...] = Field(
+        default=(), description="of a drafter: the verifying members that it can draft for"
+    )
+
+    @model_validator(mode="after")
+    def _kind_fits_role(self) -> "Member":
+        kinds = _KINDS_OF_ROLE[self.role]
+        if self.kind not in kinds:
+            raise ValueError(f"kind of the {self.role} must be {' or '.join(kinds)}")
+        if (self.role == "drafter") != bool(self.drafts_for):
+            raise ValueError("drafts_for names verifying members for a drafter, and for no other")
+        return self
+
+
+class TokenizerFiles(Settings):
+    """The tokenizer, always inside the chain."""
+
+    path: str
+    files: dict[str, Sha256] = Field(min_length=1, description="file name -> sha256")
+
+
+class Tree(Settings):
+    """Shape of the draft tree."""
+
+    depth: int = Field(ge=1, description="draft passes a round")
+    top_k: int = Field(ge=1, description="beams kept and children a beam, at each depth")
+    rows: int = Field(
+        ge=2, le=MAX_TREE_ROWS, description="rows of the verification pass, root included"
+    )
+
+    @model_validator(mode="after")
+    def _drafts_fit_the_cache(self) -> "Tree":
+        if self.depth * self.top_k > MAX_TREE_ROWS:
+            raise ValueError(f"depth * top_k must be at most {MAX_TREE_ROWS}")
+        return self
+
+
+class AdaptiveFlush(Settings):
+    """Lets a stage hand its block up before the flush length; see deploy/rounds/flushing.py."""
+
+    break_even: float = Field(
+        gt=0, lt=1, description="probability of the whole block below which no round is added"
+    )
+    acceptance: tuple[float, ...] = Field(
+        min_length=NUM_PROBABILITY_BINS,
+        max_length=NUM_PROBABILITY_BINS,
+        description="share of tokens kept, by bin of the proposing model's probability of them",
+    )
+
+
+class Flush(Settings):
+    """When and how a verifying member is asked about the block that is collected below it."""
+
+    length: int = Field(ge=1, description="tokens collected before the member is asked")
+    rule: Rule = Field(default="block", description="verification of the block")
+    adaptive: AdaptiveFlush | None = Field(
+        default=None, description="stops earlier where one more round would not pay"
+    )
+
+
+class Ngram(Settings):
+    """Drafts copied from prompt and output: see `polybasic.deploy.drafters.ngram`."""
+
+    min_match: int = Field(default=2, ge=1, description="tokens that must repeat before a copy")
+    num_tokens: int = Field(default=8, ge=1, description="tokens of a copy at most")
+    capacity: int = Field(default=65536, ge=1, description="entries kept, the latest used ones")
+
+
+class Window(Settings):
+    """What a member sees of a long context: its first tokens, and the latest ones.
+
+    Of the middle it reads nothing, so that its passes stop growing with the context (StreamingLLM,
+    Xiao et al., 2024). The target sees everything, hence what others see decides the speed alone.
+    """
+
+    sinks: int = Field(default=4, ge=0, description="first tokens of the context, always seen")
+    tokens: int = Field(ge=1, description="latest tokens that a token sees, itself included")
+
+
+class Plan(Settings):
+    """Which members run and how."""
+
+    members: tuple[Name, ...] = Field(
+        min_length=1, description="names from the target down; at most one drafter, at the end"
+    )
+    tree: Tree
+    flush: dict[Name, Flush] = Field(
+        default={}, description="of each verifying member but the innermost, by name"
+    )
+    ngram: Ngram | None = Field(
+        default=None, description="drafts by n-grams, alone or beside the drafter"
+    )
+    windows: dict[Name, Window] = Field(
+        default={}, description="of members that see only a part of a long context, by name"
+    )
+
+
+class PredictedPlan(Settings):
+    """A plan and what it is expected to cost."""
+
+    plan: Plan
+    seconds_per_token: float = Field(gt=0, description="behind the prefill")
+
+
+class MeasuredPlan(PredictedPlan):
+    """A plan that was chosen by measurement, and the machine that it holds for."""
+
+    hardware: str = Field(description="as `polybasic.deploy.hardware.hardware_name` gives it")
+    dtype: str
+    temperature: float
+    others: tuple[PredictedPlan, ...] = Field(
+        default=(), description="the best plan of each other set of members, the fastest first"
+    )
+    explanation: dict[str, Any] = Field(default={}, description="what `polybasic plan` prints")
+
+
+class Provenance(Settings):
+    """How the chain was made."""
+
+    recipe: dict[str, Any] = Field(description="the resolved recipe")
+    command: str
+    git_commit: str | None = None
+    package_versions: dict[str, str]
+    data_digests: dict[str, Sha256] = Field(description="data source -> sha256")
+
+
+class Manifest(Settings):
+    """The content of chain.json beside its schema version."""
+
+    members: tuple[Member, ...] = Field(min_length=2, description="from the target down")
+    tokenizer: TokenizerFiles
+    plan: Plan = Field(description="runs where `plans` has none for the machine")
+    plans: tuple[MeasuredPlan, ...] = Field(default=(), description="one for each machine")
+    provenance: Provenance
+    quality: dict[Name, dict[str, Any]] = Field(
+        default={}, description="of intermediates, against the model that they were made from"
+    )
+    training: dict[Name, dict[str, Any]] = Field(
+        default={}, description="of draft heads, in numbers"
+    )
+    grown: str | None = Field(
+        default=None,
+        description="shape that a smaller chain was grown to: acceptance is the smaller one's, "
+        "time the shape's",
+    )
+    results: dict[str, Any] | None = Field(default=None, description="the last report.json")
+
+    @model_validator(mode="after")
+    def _members_are_in_order(self) -> "Manifest":
+        names = [member.name for member in self.members]
+        if len(set(names)) < len(names):
+            raise ValueError(f"member names repeat: {', '.join(names)}")
+        roles = [member.role for member in self.members]
+        order = sorted(roles, key=("target", "intermediate", "drafter").index)
+        if roles != order or roles.count("target") != 1:
+            raise ValueError(
+                f"members must be one target, then intermediates, then drafters, not "
+                f"{', '.join(roles)}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _drafters_have_verifiers(self) -> "Manifest":
+        for drafter in self.drafters:
+            for name in drafter.drafts_for:
+                if name not in {member.name for member in self.verifying}:
+                    raise ValueError(f"{drafter.name} drafts for {name}, which is no member")
+        return self
+
+    @model_validator(mode="after")
+    def _plans_can_run(self) -> "Manifest":
+        check_plan(self.plan, self.members)
+        for measured in self.plans:
+            for predicted in (measured, *measured.others):
+                check_plan(predicted.plan, self.members)
+        return self
+
+    @property
+    def verifying(self) -> tuple[Member, ...]:
+        """Target and intermediates, from the target down."""
+        return tuple(member for member in self.members if member.role != "drafter")
+
+    @property
+    def drafters(self) -> tuple[Member, ...]:
+        """Members that draft."""
+        return tuple(member for member in self.members if member.role == "drafter")
+
+    def plan_for(self, hardware: str) -> MeasuredPlan | None:
+        """The plan that was measured on this kind of machine."""
+        return {measured.hardware: measured for measured in self.plans}.get(hardware)
+
+    def member(self, name: str) -> Member:
+        """The member of this name; KeyError if there is none."""
+        return {member.name: member for member in self.members}[name]
+
+
+def check_plan(plan: Plan, members: Sequence[Member]) -> None:
+    """Check that a plan names members of a chain in an order in which they can run.
+
+    Raises:
+        ValueError: unknown or misplaced members, a drafter that does not draft for the innermost
+            verifying one, no flush length for a verifying one, or a window for the target.
+    """
+    by_name = {member.name: member for member in members}
+    if plan.members != tuple(name for name in by_name if name in plan.members):
+        raise ValueError(
+            f"plan.members {', '.join(plan.members)} must be among {', '.join(by_name)}, in that "
+            "order"
+        )
+    verifying = [name for name in plan.members if by_name[name].role != "drafter"]
+    drafters = plan.members[len(verifying) :]
+    if verifying[:1] != [members[0].name]:
+        raise ValueError(f"plan.members must begin with {members[0].name}")
+    if len(drafters) > 1:
+        raise ValueError(f"plan.members has {len(drafters)} drafters, {', '.join(drafters)}")
+    for name in drafters:
+        if verifying[-1] not in by_name[name].drafts_for:
+            raise ValueError(
+                f"{name} drafts for {', '.join(by_name[name].drafts_for)}, not for {verifying[-1]}"
+            )
+    for name in verifying[:-1]:
+        if name not in plan.flush:
+            raise ValueError(f"plan.flush lacks {name}, above {verifying[-1]}")
+    for name in plan.flush:
+        if name not in by_name or by_name[name].role == "drafter":
+            raise ValueError(f"plan.flush names {name}, which verifies nothing")
+    for name in plan.windows:
+        if name not in by_name:
+            raise ValueError(f"plan.windows names {name}, which is no member")
+        if name == members[0].name:
+            raise ValueError(f"plan.windows names {name}, whose distribution is kept: it sees all")
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read `folder`/chain.json.
+
+    Raises:
+        UserError: the folder is no chain; the manifest is no JSON, of another version, or
+            malformed (the JSON location is named).
+    """
+    path = folder / MANIFEST_NAME
+    if not path.is_file():
+        found = f"no {MANIFEST_NAME} in it" if folder.is_dir() else "no such folder"
+        raise UserError(
+            "not a chain", f"{folder} ({found})", "name a folder that `polybasic package` wrote"
+        )
+    content = read_json(path, "manifest")
+    if not isinstance(content, dict):
+        raise UserError(
+            "malformed manifest", f"{path} holds no JSON object", "package the chain again"
+        )
+    if "schema" not in content:
+        raise UserError(
+            "manifest without version", f"no schema in {path}", f'expected "schema": "{SCHEMA}"'
+        )
+    if (schema := content.pop("schema")) != SCHEMA:
+        raise UserError(
+            "unknown manifest version",
+            f"schema = {schema!r} in {path}",
+            f"this polybasic reads {SCHEMA}: install the one that wrote it, or package again",
+        )
+    try:
+        return Manifest.model_validate(content)
+    except ValidationError as error:
+        raise _first_fault(error, path) from error
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write `folder`/chain.json, whole.
+
+    Raises:
+        UserError: the disk is full or not writable.
+    """
+    write_json(folder / MANIFEST_NAME, {"schema": SCHEMA, **manifest.model_dump(mode="json")})
+
+
+def _first_fault(error: ValidationError, path: Path) -> UserError:
+    fault = error.errors()[0]
+    location = _json_location(fault["loc"])
+    if fault["type"] == "extra_forbidden":
+        return UserError("unknown key", f"{location} in {path}", "remove it or package again")
+    if fault["type"] == "missing":
+        return UserError("missing key", f"{location} in {path}", "package the chain again")
+    message = fault["msg"].removeprefix("Value error, ")
+    value = repr(fault["input"])
+    shown = f"{location} = {value}" if len(value) <= 80 else location
+    return UserError(
+        "malformed manifest", f"{shown} in {path} ({message})", "package the chain again"
+    )
+
+
+def _json_location(parts: tuple[int | str, ...]) -> str:
+    """("members", 0, "dtype") -> "members[0].dtype"."""
+    location = ""
+    for part in parts:
+        location += f"[{part}]" if isinstance(part, int) else f".{part}" if location else part
+    return location or "the whole"

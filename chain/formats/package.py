@@ -1,0 +1,258 @@
+"""Packs a target and any number of other members into one chain folder."""
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from polybasic.chain.errors import UserError
+from polybasic.chain.formats.card import write_card
+from polybasic.chain.formats.checkpoint import (
+    checkpoint_files,
+    copy_files,
+    model_files,
+    split_hub_id,
+    tokenizer_files,
+    weight_files,
+)
+from polybasic.chain.formats.files import sha256_of_file, whole_folder
+from polybasic.chain.formats.lineage import find_drafts_for, verifier_of
+from polybasic.chain.formats.manifest import (
+    HEAD_KINDS,
+    MANIFEST_NAME,
+    Kind,
+    Manifest,
+    Member,
+    Plan,
+    Provenance,
+    Reference,
+    Role,
+    TokenizerFiles,
+    write_manifest,
+)
+from polybasic.chain.formats.shapes import main_dtype, num_parameters, tensor_headers
+from polybasic.chain.formats.verify import check_fit, check_weight_files, read_config, size_warnings
+
+TARGET_NAME = "target"
+_TOKENIZER_FOLDER = "tokenizer"
+_OTHER_FOLDERS = (TARGET_NAME, _TOKENIZER_FOLDER, "report")
+_HEAD_FILES = ["config.json", "model.safetensors"]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A member that goes into the chain folder.
+
+    Attributes:
+        name: of the member, and of its folder in the chain.
+        role: intermediates verify, drafters draft.
+        kind: "awq" (4 bits), "decoder" (a whole model as it is), "eagle2" or "eagle3" (a head).
+        folder: its checkpoint.
+    """
+
+    name: str
+    role: Role
+    kind: Kind
+    folder: Path
+
+
+def package_chain(
+    out: Path,
+    target: Path,
+    target_reference: str,
+    copy_target: bool,
+    parts: Sequence[Part],
+    plan: Plan,
+    provenance: Provenance,
+    quality: dict[str, dict[str, Any]],
+    training: dict[str, dict[str, Any]],
+    tokenizer: Path | None = None,
+) -> Manifest:
+    """Write the chain folder `out`, whole; an older chain there is replaced.
+
+    A member that is larger than the one above it is told on stderr.
+
+    Args:
+        out: the chain folder (or the caller's own `.partial` folder of one).
+        target: the target's folder; the member is called "target".
+        target_reference: how the user named it, a folder or `org/name[@revision]`; kept as the
+            reference, with the commit when `target` is a snapshot of the hub's cache.
+        copy_target: put a copy into the chain instead of referring to it.
+        parts: the other members in order: intermediates from the target down, then drafters.
+        plan: how the chain runs until a plan is measured.
+        provenance: how the members were made.
+        quality: records of `measure_quality`, by name of the intermediate.
+        training: summaries of `train_head`, by name of the head.
+        tokenizer: folder of the chain's tokenizer; None for the target's own.
+
+    Raises:
+        UserError: the members do not belong together, `out` holds something else or one of the
+            sources, or the disk is full.
+    """
+    sources = {TARGET_NAME: target} | {part.name: part.folder for part in parts}
+    tokenizer = tokenizer or target
+    _check_names(parts)
+    refuse_replacing(out, sources | {_TOKENIZER_FOLDER: tokenizer})
+    reference = _target_reference(out, target, target_reference, copy_target)
+    files = {TARGET_NAME: checkpoint_files(target) if copy_target else model_files(target)}
+    files |= {part.name: _files_of(part) for part in parts}
+    target_member = _member(Part(TARGET_NAME, "target", "decoder", target), reference, files)
+    members = (target_member, *_members_of(parts, target_member, target, files))
+    tokenizer_digests = _digests(tokenizer, _tokenizer_files(tokenizer))
+    check_fit(members, sources, tokenizer)
+    manifest = _manifest(
+        members=members,
+        tokenizer=TokenizerFiles(path=_TOKENIZER_FOLDER, files=tokenizer_digests),
+        plan=plan,
+        provenance=provenance,
+        quality=quality,
+        training=training,
+    )
+    for warning in size_warnings(members):
+        print(f"warning: {warning}", file=sys.stderr)
+    with whole_folder(out) as partial:
+        for member in members:
+            if member.reference.path is not None:
+                destination = partial / member.reference.path
+                copy_files(sources[member.name], destination, files[member.name])
+        copy_files(tokenizer, partial / _TOKENIZER_FOLDER, list(tokenizer_digests))
+        write_manifest(partial, manifest)
+        write_card(partial, manifest)
+    return manifest
+
+
+def _members_of(
+    parts: Sequence[Part], target_member: Member, target: Path, files: dict[str, list[str]]
+) -> list[Member]:
+    """The parts' members; drafters are made last, so that each finds what it drafts for."""
+    configs = {part.name: read_config(part.folder) for part in parts}
+    members: dict[str, Member] = {}
+    verifiers = [verifier_of(target_member, read_config(target), target)]
+    for part in parts:
+        if part.role != "drafter":
+            member = _member(part, Reference(path=part.name), files)
+            verifiers.append(verifier_of(member, configs[part.name], part.folder))
+            members[part.name] = member
+    for part in parts:
+        if part.role == "drafter":
+            drafts_for = find_drafts_for(
+                part.name, part.kind, configs[part.name], part.folder, verifiers
+            )
+            members[part.name] = _member(part, Reference(path=part.name), files, drafts_for)
+    return [members[part.name] for part in parts]
+
+
+def _member(
+    part: Part,
+    reference: Reference,
+    files: dict[str, list[str]],
+    drafts_for: tuple[str, ...] = (),
+) -> Member:
+    headers = tensor_headers(part.folder)
+    member = Member(
+        name=part.name,
+        role=part.role,
+        kind=part.kind,
+        reference=reference,
+        dtype="int4" if part.kind == "awq" else main_dtype(headers),
+        num_parameters=num_parameters(headers),
+        num_bytes=sum(path.stat().st_size for path in weight_files(part.folder)),
+        files=_digests(part.folder, files[part.name]),
+        drafts_for=drafts_for,
+    )
+    check_weight_files(member, part.folder)
+    return member
+
+
+def _manifest(**content: Any) -> Manifest:
+    try:
+        return Manifest(**content)
+    except ValidationError as error:
+        reason = error.errors()[0]["msg"].removeprefix("Value error, ")
+        names = ", ".join(member.name for member in content["members"])
+        raise UserError(
+            "members and plan do not fit", f"{names} ({reason})", "change the parts or the plan"
+        ) from error
+
+
+def _check_names(parts: Sequence[Part]) -> None:
+    for part in parts:
+        if part.name in _OTHER_FOLDERS:
+            raise UserError(
+                "member name is taken",
+                f"{part.name} ({part.folder})",
+                f"choose another than {', '.join(_OTHER_FOLDERS)}",
+            )
+
+
+def _files_of(part: Part) -> list[str]:
+    if part.kind not in HEAD_KINDS:
+        return checkpoint_files(part.folder)
+    for name in _HEAD_FILES:
+        if not (part.folder / name).is_file():
+            raise UserError(
+                "incomplete draft head",
+                f"no {name} in {part.folder}",
+                "train it with `polybasic train`",
+            )
+    return _HEAD_FILES
+
+
+def _tokenizer_files(folder: Path) -> list[str]:
+    names = tokenizer_files(folder)
+    # transformers chooses the tokenizer's class by the model's type too
+    return [*names, "config.json"] if (folder / "config.json").is_file() else names
+
+
+def _digests(folder: Path, names: list[str]) -> dict[str, str]:
+    return {name: sha256_of_file(folder / name) for name in sorted(names)}
+
+
+def _target_reference(out: Path, target: Path, written: str, copy_target: bool) -> Reference:
+    path = "target" if copy_target else None
+    if not Path(written).expanduser().exists():
+        repository, revision = split_hub_id(written)
+        if target.parent.name == "snapshots":
+            revision = target.name
+        return Reference(path=path, source=repository, revision=revision)
+    if copy_target:
+        return Reference(path=path)
+    folder, beside = target.resolve(), out.resolve().parent
+    if folder.is_relative_to(beside):
+        # a target beside the chain stays reachable when both are moved together
+        return Reference(source=os.path.relpath(folder, out.resolve()))
+    return Reference(source=str(folder))
+
+
+def refuse_replacing(out: Path, sources: dict[str, Path]) -> None:
+    """Refuse to write a chain over something else, or over what it is made of.
+
+    Args:
+        out: the chain folder to be written.
+        sources: folders that it is made of, by what they are.
+
+    Raises:
+        UserError: `out` holds a source, or something that is no chain.
+    """
+    for name, source in sources.items():
+        if source.resolve().is_relative_to(out.resolve()):
+            raise UserError(
+                f"{name} lies in the folder to be written", f"{source} in {out}", "choose another"
+            )
+    is_partial = out.name.startswith(".") and out.name.endswith(".partial")
+    if out.is_file() or (
+        out.is_dir() and not is_partial and any(out.iterdir()) and not _is_chain(out)
+    ):
+        raise UserError(
+            "would replace something that is no chain",
+            f"{out} (no {MANIFEST_NAME} in it)",
+            "choose another folder or empty this one",
+        )
+
+
+def _is_chain(folder: Path) -> bool:
+    return (folder / MANIFEST_NAME).is_file()

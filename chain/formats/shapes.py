@@ -1,0 +1,208 @@
+"""Tensor headers of weight files, and what a config says that they must hold. No torch in here.
+
+Shape legend: V vocabulary, D tokens that a head can draft, H hidden size.
+"""
+
+import json
+from collections.abc import Collection, Iterator, Set
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+from polybasic.chain.errors import UserError
+from polybasic.chain.formats.checkpoint import load_tensors, weight_files
+from polybasic.chain.formats.config import NUM_FEATURE_LAYERS, DecoderConfig, HeadConfig
+from polybasic.chain.formats.manifest import HeadKind, Kind
+from polybasic.chain.formats.names import (
+    DRAFT_TABLES,
+    HEAD_LAYER,
+    Shape,
+    layer_linears,
+    layer_norms,
+    required_biases,
+)
+
+_MAX_HEADER_BYTES = 100_000_000
+_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "I32": "int32", "I64": "int64"}
+
+
+@dataclass(frozen=True)
+class TensorHeader:
+    """What a file says about one tensor."""
+
+    dtype: str
+    shape: Shape
+    num_bytes: int
+
+
+def tensor_headers(folder: Path) -> dict[str, TensorHeader]:
+    """Headers of all tensors of a checkpoint; safetensors are not read beyond their header.
+
+    Raises:
+        UserError: no weights, or a damaged file.
+    """
+    headers: dict[str, TensorHeader] = {}
+    files = weight_files(folder)
+    if files[0].suffix != ".safetensors":
+        return {
+            name: TensorHeader(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), size)
+            for name, tensor in load_tensors(folder).items()
+            for size in [tensor.numel() * tensor.element_size()]
+        }
+    for path in files:
+        headers.update(_safetensors_headers(path))
+    return headers
+
+
+def main_dtype(headers: dict[str, TensorHeader]) -> str:
+    """The dtype that most of the bytes have."""
+    num_bytes: dict[str, int] = {}
+    for header in headers.values():
+        num_bytes[header.dtype] = num_bytes.get(header.dtype, 0) + header.num_bytes
+    return max(num_bytes, key=lambda dtype: num_bytes[dtype])
+
+
+def num_parameters(headers: dict[str, TensorHeader]) -> int:
+    """How many weights a checkpoint has; eight to a packed int32.
+
+    Quantization scales and the tables of a draft vocabulary are none.
+    """
+    total = 0
+    for name, header in headers.items():
+        if name.endswith(".qweight"):
+            total += 8 * prod(header.shape)
+        elif not name.endswith((".qzeros", ".scales")) and name not in DRAFT_TABLES:
+            total += prod(header.shape)
+    return total
+
+
+def check_shapes(
+    kind: Kind, folder: Path, config: DecoderConfig, group_size: int | None = None
+) -> None:
+    """Compare every tensor that the runtime reads with what `config` implies.
+
+    Args:
+        kind: which layout of names; a head's config is a `HeadConfig`.
+        folder: the checkpoint.
+        config: of the same folder.
+        group_size: rows of one 4-bit scale; only for kind "awq".
+
+    Raises:
+        UserError: a tensor is missing or has another shape (both shapes are named).
+    """
+    headers = tensor_headers(folder)
+    assert (kind == "awq") == (group_size is not None), "4-bit checkpoints have a group size"
+    for name, expected in expected_shapes(kind, config, group_size, headers.keys()):
+        if name not in headers:
+            raise UserError(
+                "missing tensor", f"{name} in {folder}", "fetch or write the checkpoint again"
+            )
+        if (found := headers[name].shape) != expected:
+            raise UserError(
+                "tensor shape mismatch",
+                f"{name} in {folder} is {list(found)}, by its config.json {list(expected)}",
+                "weights and config are of two models: fetch both again",
+            )
+
+
+def expected_shapes(
+    kind: Kind, config: DecoderConfig, group_size: int | None, stored: Set[str]
+) -> Iterator[tuple[str, Shape]]:
+    """Name and shape of every tensor that the runtime reads of a checkpoint.
+
+    Args:
+        kind, config, group_size: as `check_shapes`.
+        stored: names that the checkpoint has; they decide on biases that may be left out, and on
+            the tables of a draft vocabulary that is a whole one.
+    """
+    if kind == "eagle2" or kind == "eagle3":
+        assert isinstance(config, HeadConfig), "a head's config says what it can draft"
+        yield from _head_shapes(kind, config, stored)
+        yield from _layer_shapes(kind, config, f"{HEAD_LAYER[kind]}.", None, (), stored)
+        return
+    V, H = config.vocab_size, config.hidden_size
+    yield "model.embed_tokens.weight", (V, H)
+    yield "model.norm.weight", (H,)
+    if not config.tie_word_embeddings:
+        yield "lm_head.weight", (V, H)
+    required = required_biases(config)
+    for index in range(config.num_layers):
+        prefix = f"model.layers.{index}."
+        yield from _layer_shapes(kind, config, prefix, group_size, required, stored)
+
+
+def _head_shapes(
+    kind: HeadKind, config: HeadConfig, stored: Set[str]
+) -> Iterator[tuple[str, Shape]]:
+    """All of a head but its layer."""
+    V, D, H = config.vocab_size, config.num_draft_tokens, config.hidden_size
+    yield "embed_tokens.weight", (V, H)
+    num_read = 2 if kind == "eagle2" else NUM_FEATURE_LAYERS
+    yield from _linear_shapes("fc", (H, num_read * H), None, "fc.bias" in stored)
+    if kind == "eagle3":
+        yield "norm.weight", (H,)
+        yield "lm_head.weight", (D, H)
+    if D < V or stored & {*DRAFT_TABLES}:
+        yield from zip(DRAFT_TABLES, ((D,), (V,)), strict=True)
+
+
+def _layer_shapes(
+    kind: Kind,
+    config: DecoderConfig,
+    prefix: str,
+    group_size: int | None,
+    required_biases: Collection[str],
+    stored: Set[str],
+) -> Iterator[tuple[str, Shape]]:
+    for name, shape in layer_norms(config, kind).values():
+        yield f"{prefix}{name}.weight", shape
+    for group in layer_linears(config, kind).values():
+        for name, shape in group.items():
+            has_bias = name in required_biases or f"{prefix}{name}.bias" in stored
+            yield from _linear_shapes(f"{prefix}{name}", shape, group_size, has_bias)
+
+
+def _linear_shapes(
+    name: str, shape: Shape, group_size: int | None, has_bias: bool
+) -> Iterator[tuple[str, Shape]]:
+    """Tensors of one linear, in 4 bits with so many rows a scale, dense for None."""
+    out_size, in_size = shape
+    if group_size is None:
+        yield f"{name}.weight", shape
+    else:
+        yield f"{name}.qweight", (in_size, out_size // 8)
+        yield f"{name}.qzeros", (in_size // group_size, out_size // 8)
+        yield f"{name}.scales", (in_size // group_size, out_size)
+    if has_bias:
+        yield f"{name}.bias", (out_size,)
+
+
+def _safetensors_headers(path: Path) -> dict[str, TensorHeader]:
+    """Read the JSON header: 8 bytes of length (little endian), then the JSON itself."""
+    file_bytes = path.stat().st_size
+    with path.open("rb") as content:
+        header_bytes = int.from_bytes(content.read(8), "little")
+        if file_bytes < 8 or header_bytes > min(file_bytes - 8, _MAX_HEADER_BYTES):
+            raise _damaged(path, "no safetensors header")
+        try:
+            entries = json.loads(content.read(header_bytes))
+            entries.pop("__metadata__", None)
+            headers = {
+                name: TensorHeader(
+                    dtype=_DTYPES.get(entry["dtype"], entry["dtype"]),
+                    shape=tuple(map(int, entry["shape"])),
+                    num_bytes=entry["data_offsets"][1] - entry["data_offsets"][0],
+                )
+                for name, entry in entries.items()
+            }
+            end = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+            raise _damaged(path, "malformed safetensors header") from error
+    if 8 + header_bytes + end != file_bytes:
+        expected = 8 + header_bytes + end
+        raise _damaged(path, f"{file_bytes} bytes, its header says {expected}")
+    return headers
+
+
+def _damaged(path: Path, reason: str) -> UserError:
+    return UserError("damaged weight file", f"{path} ({reason})", "fetch or write it again")

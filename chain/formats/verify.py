@@ -1,0 +1,391 @@
+"""Checks a chain before anything of it is loaded: paths, digests, configs and tensor shapes."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from polybasic.chain.errors import UserError
+from polybasic.chain.formats.checkpoint import resolve_checkpoint, weight_files
+from polybasic.chain.formats.config import (
+    SUPPORTED_MODEL_TYPES,
+    HeadConfig,
+    check_feature_layers,
+    decoder_config,
+    head_config,
+)
+from polybasic.chain.formats.files import read_json, sha256_of_file
+from polybasic.chain.formats.lineage import find_drafts_for, verifier_of
+from polybasic.chain.formats.manifest import (
+    HEAD_KINDS,
+    MANIFEST_NAME,
+    Manifest,
+    Member,
+    Reference,
+    read_manifest,
+)
+from polybasic.chain.formats.shapes import check_shapes
+from polybasic.chain.formats.vocabulary import (
+    TOKENIZER_NAME,
+    check_same_vocabulary,
+    read_vocabulary,
+)
+from polybasic.chain.readable import readable_bytes
+
+_PACKAGE_AGAIN = "package the chain again or fetch the file anew"
+_CODE_SUFFIXES = {".py", ".pyc", ".so", ".pt", ".pth", ".pkl", ".pickle", ".ckpt"}
+_READ_SUFFIXES = {".bin", ".safetensors", ".json", ".jinja", ".model", ".txt"}
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "draft_vocab_size",
+    "target_hidden_size",
+)
+
+
+@dataclass(frozen=True)
+class CheckedChain:
+    """A chain that may be loaded: its manifest and where its members lie.
+
+    Attributes:
+        warnings: one line each, of what is allowed and costs speed.
+    """
+
+    folder: Path
+    manifest: Manifest
+    members: dict[str, Path]
+    tokenizer: Path
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def target(self) -> Path:
+        """Where the first member lies."""
+        return self.members[self.manifest.members[0].name]
+
+
+def check_chain(folder: Path, digests: bool = True) -> CheckedChain:
+    """Check all that loading relies on; nothing of the chain is executed.
+
+    Args:
+        folder: the chain.
+        digests: also compare the sha256 of every file, which reads all of it once.
+
+    Raises:
+        UserError: the first fault found, with the file or tensor that it is in.
+    """
+    manifest = read_manifest(folder)
+    tokenizer = _folder_inside(folder, manifest.tokenizer.path, "tokenizer.path")
+    folders = {
+        member.name: _member_folder(folder, member, index)
+        for index, member in enumerate(manifest.members)
+    }
+    _check_files(folder, tokenizer, manifest.tokenizer.files, "tokenizer", digests)
+    for member in manifest.members:
+        inside = folder if member.reference.path is not None else None
+        _check_files(inside, folders[member.name], member.files, member.name, digests)
+        check_weight_files(member, folders[member.name])
+    check_fit(manifest.members, folders, tokenizer)
+    return CheckedChain(folder, manifest, folders, tokenizer, size_warnings(manifest.members))
+
+
+def check_fit(members: Sequence[Member], folders: dict[str, Path], tokenizer: Path) -> None:
+    """Check that the members belong together; digests are taken from `members` as they are.
+
+    Depth and width may differ from member to member; vocabulary and tokenizer may not.
+
+    Args:
+        members: from the target down.
+        folders: where each member's files lie, by name.
+        tokenizer: the folder of the tokenizer.
+
+    Raises:
+        UserError: remote code, another vocabulary or tokenizer, a head whose model is not among
+            the members, a wrong `drafts_for`, an unknown quantization, tensors that do not fit
+            their config, heads that read layers which their model does not have, or two heads of
+            one model that read different ones.
+    """
+    target, *others = members
+    configs = {member.name: read_config(folders[member.name]) for member in members}
+    for member in others:
+        _check_vocab_size(target, member, configs)
+    vocabulary = _check_tokenizer(tokenizer, configs[target.name]["vocab_size"])
+    for member in others:
+        _check_same_tokenizer(member, folders[member.name], tokenizer, vocabulary)
+    _check_drafts_for(members, folders, configs)
+    for member in members:
+        config, folder = configs[member.name], folders[member.name]
+        group_size = _check_quantization(member, config, folder)
+        if member.kind in HEAD_KINDS:
+            check_shapes(member.kind, folder, _head_config(member, config, folder))
+        else:
+            read = decoder_config(config, f"{folder / 'config.json'}")
+            check_shapes(member.kind, folder, read, group_size)
+    _check_feature_layers(members, folders, configs)
+
+
+def size_warnings(members: Sequence[Member]) -> tuple[str, ...]:
+    """One line for each verifying member that is larger than the one above it, with its cost.
+
+    Such a chain runs, and it is exact. It is slow: decoding reads all weights at each pass.
+
+    Args:
+        members: from the target down.
+    """
+    verifying = [member for member in members if member.role != "drafter"]
+    return tuple(
+        f"{below.name} is larger than {above.name} above it: a pass of {below.name} reads "
+        f"{readable_bytes(below.num_bytes)}, one of {above.name} "
+        f"{readable_bytes(above.num_bytes)}; leave {below.name} out of the plan, or use a "
+        "smaller model"
+        for above, below in pairwise(verifying)
+        if below.num_bytes > above.num_bytes
+    )
+
+
+def source_folder(chain: Path, reference: Reference) -> Path:
+    """The folder of a member outside of the chain.
+
+    Raises:
+        UserError: it is not there or cannot be fetched.
+    """
+    assert reference.source is not None, "manifest checks that a path or a source is given"
+    if reference.source.startswith((".", "/")):
+        return resolve_checkpoint(os.path.normpath(chain.resolve() / reference.source))
+    return resolve_checkpoint(reference.source, reference.revision)
+
+
+def _member_folder(chain: Path, member: Member, index: int) -> Path:
+    path = member.reference.path
+    if path is None:
+        return source_folder(chain, member.reference)
+    return _folder_inside(chain, path, f"members[{index}].reference.path")
+
+
+def _folder_inside(chain: Path, relative: str, location: str) -> Path:
+    where = f"{location} = {relative!r} in {chain / MANIFEST_NAME}"
+    parts = PurePosixPath(relative)
+    if parts.is_absolute() or ".." in parts.parts or not parts.parts:
+        raise UserError("member path leaves the chain", where, "package the chain again")
+    folder = chain / relative
+    _refuse_link_outside(chain, folder)
+    if not folder.is_dir():
+        raise UserError("member folder not found", where, _PACKAGE_AGAIN)
+    return folder
+
+
+def _refuse_link_outside(chain: Path, path: Path) -> None:
+    root = chain.resolve()
+    if root.parent.name == "snapshots":
+        # in the hub's cache, files of a snapshot are links into the blobs folder beside it
+        root = root.parent.parent
+    if not path.resolve().is_relative_to(root):
+        raise UserError(
+            "link leaves the chain",
+            f"{path} points to {path.resolve()}",
+            "replace the link by the files themselves",
+        )
+
+
+def _check_files(
+    chain: Path | None, folder: Path, files: dict[str, str], name: str, digests: bool
+) -> None:
+    """Check one folder's files against their digests; `chain` is None for a folder outside."""
+    for file_name, expected in sorted(files.items()):
+        if PurePosixPath(file_name).name != file_name or file_name == "..":
+            raise UserError(
+                "file name leaves its member", f"{file_name!r} of {name}", "package the chain again"
+            )
+        path = folder / file_name
+        if path.suffix in _CODE_SUFFIXES:
+            raise UserError("code or pickle in the chain", f"{path}", "remove it: it is never run")
+        if chain is not None:
+            _refuse_link_outside(chain, path)
+        if not path.is_file():
+            raise UserError("missing file", f"{path}", _PACKAGE_AGAIN)
+        if digests and (found := sha256_of_file(path)) != expected:
+            raise UserError(
+                "digest mismatch",
+                f"{path} has sha256 {found[:8]}…, manifest says {expected[:8]}…",
+                _PACKAGE_AGAIN,
+            )
+    if chain is not None:
+        _refuse_unlisted(folder, files)
+
+
+def _refuse_unlisted(folder: Path, files: dict[str, str]) -> None:
+    for path in sorted(folder.rglob("*")):
+        is_listed = path.parent == folder and path.name in files
+        if not is_listed and path.suffix in _CODE_SUFFIXES | _READ_SUFFIXES:
+            raise UserError("file not in the manifest", f"{path}", "remove it or package again")
+
+
+def check_weight_files(member: Member, folder: Path) -> None:
+    """Check that the manifest lists the weights that loading would read.
+
+    Raises:
+        UserError: a file that it does not list, or a pickle of another member than the target.
+    """
+    for path in weight_files(folder):
+        if path.name not in member.files:
+            raise UserError("file not in the manifest", f"{path}", "remove it or package again")
+        if path.suffix != ".safetensors" and member.role != "target":
+            raise UserError(
+                "pickle refused", f"{path}", f"store the {member.role} as model.safetensors"
+            )
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Read the config.json of a member.
+
+    Raises:
+        UserError: no JSON object, remote code in place of a supported architecture, or a size that
+            is no positive integer.
+    """
+    path = folder / "config.json"
+    config = read_json(path, "config")
+    if not isinstance(config, dict):
+        raise UserError("malformed config", f"{path} holds no JSON object", _PACKAGE_AGAIN)
+    if config.get("model_type") not in SUPPORTED_MODEL_TYPES:
+        # Phi-3's checkpoints still name the code that they were published with
+        refuse_remote_code(path, config)
+    for key in _SIZES:
+        value = config.get(key)
+        if value is not None and (not isinstance(value, int) or value < 1):
+            raise UserError("malformed config", f"{key} = {value!r} in {path}", _PACKAGE_AGAIN)
+    return config
+
+
+def refuse_remote_code(path: Path, config: dict[str, Any]) -> None:
+    """Refuse a config that names code of its own.
+
+    Raises:
+        UserError: it has an auto_map.
+    """
+    if "auto_map" in config:
+        raise UserError(
+            "remote code refused",
+            f"auto_map in {path}",
+            "use a checkpoint of a model that transformers itself has",
+        )
+
+
+def _check_vocab_size(target: Member, other: Member, configs: dict[str, dict[str, Any]]) -> None:
+    expected, found = (configs[member.name].get("vocab_size") for member in (target, other))
+    if found != expected or found is None:
+        raise UserError(
+            "vocab_size differs",
+            f"{found} in the config of {other.name}, {expected} in that of {target.name}",
+            "all members of a chain share the target's vocabulary",
+        )
+
+
+def _check_tokenizer(folder: Path, vocab_size: int) -> dict[str, int]:
+    """The chain's vocabulary: token -> id."""
+    path = folder / TOKENIZER_NAME
+    config_path = folder / "tokenizer_config.json"
+    if config_path.is_file() and isinstance(config := read_json(config_path, "config"), dict):
+        refuse_remote_code(config_path, config)
+    if not path.is_file():
+        raise UserError("no tokenizer", f"{path} is missing", _PACKAGE_AGAIN)
+    vocabulary = read_vocabulary(path)
+    num_ids = max(vocabulary.values(), default=-1) + 1
+    if num_ids > vocab_size:
+        raise UserError(
+            "tokenizer larger than the vocabulary",
+            f"{num_ids} ids in {path}, vocab_size {vocab_size} in the target",
+            "take the tokenizer that belongs to the target",
+        )
+    return vocabulary
+
+
+def _check_same_tokenizer(
+    member: Member, folder: Path, tokenizer: Path, vocabulary: dict[str, int]
+) -> None:
+    path, expected = folder / TOKENIZER_NAME, tokenizer / TOKENIZER_NAME
+    # large vocabularies take seconds to parse; members of one target carry the same bytes
+    if not path.is_file() or sha256_of_file(path) == sha256_of_file(expected):
+        return
+    check_same_vocabulary(read_vocabulary(path), vocabulary, member.name, path, expected)
+
+
+def _check_drafts_for(
+    members: Sequence[Member], folders: dict[str, Path], configs: dict[str, dict[str, Any]]
+) -> None:
+    verifiers = [
+        verifier_of(member, configs[member.name], folders[member.name])
+        for member in members
+        if member.role != "drafter"
+    ]
+    for member in members:
+        if member.role != "drafter":
+            continue
+        config, folder = configs[member.name], folders[member.name]
+        found = find_drafts_for(member.name, member.kind, config, folder, verifiers)
+        if member.drafts_for != found:
+            raise UserError(
+                "manifest and configs disagree",
+                f"drafts_for of {member.name} is {', '.join(member.drafts_for)}, by the digests "
+                f"in the configs {', '.join(found)}",
+                "package the chain again",
+            )
+
+
+def _head_config(member: Member, config: dict[str, Any], folder: Path) -> HeadConfig:
+    where = f"{folder / 'config.json'}"
+    head = head_config(config, where)
+    if head.kind != member.kind:
+        raise UserError(
+            "head of another kind",
+            f"{member.name} is {member.kind}, by {where} {head.kind}",
+            "name its kind, or fetch the head again",
+        )
+    return head
+
+
+def _check_feature_layers(
+    members: Sequence[Member], folders: dict[str, Path], configs: dict[str, dict[str, Any]]
+) -> None:
+    """That verifying members have the layers that heads read, and hand out one choice of them."""
+    found: dict[str, HeadConfig] = {}
+    for member in members:
+        if member.kind != "eagle3":
+            continue
+        head = _head_config(member, configs[member.name], folders[member.name])
+        where = f"{folders[member.name] / 'config.json'}"
+        for name in member.drafts_for:
+            check_feature_layers(head, configs[name]["num_hidden_layers"], where)
+            if (layers := found.setdefault(name, head).feature_layers) != head.feature_layers:
+                raise UserError(
+                    "heads of one model read different layers",
+                    f"{where} reads {_shown(head.feature_layers)} of {name}, another head "
+                    f"{_shown(layers)}",
+                    "package a chain with one of these heads",
+                )
+
+
+def _shown(layers: Sequence[int]) -> str:
+    return f"layers {', '.join(map(str, layers))}"
+
+
+def _check_quantization(member: Member, config: dict[str, Any], folder: Path) -> int | None:
+    """The group size of an AWQ member, None for the others."""
+    path = folder / "config.json"
+    if member.kind == "awq":
+        # here, because the format's module needs torch
+        from polybasic.chain.formats.awq import read_quantization_config
+
+        return read_quantization_config(config, path)
+    if config.get("quantization_config") is not None:
+        raise UserError(
+            f"{member.name} is quantized",
+            f"quantization_config in {path}",
+            f"a member of kind {member.kind} must not be",
+        )
+    return None

@@ -1,0 +1,94 @@
+"""The config.json of a draft head, in the style of the Llama family as EAGLE's own."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from polybasic.chain.formats.config import EAGLE3_ARCHITECTURE, LayerSizes
+
+
+class HeadSizes(LayerSizes, Protocol):
+    """What the file says of a head's layer; a `DecoderConfig` says it."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def rms_norm_eps(self) -> float: ...
+    @property
+    def context_tokens(self) -> int: ...
+    @property
+    def rope(self) -> dict[str, Any]: ...
+
+
+def eagle_config(
+    sizes: HeadSizes, has_qkv_biases: bool, dtype: str, draft_vocab_size: int | None = None
+) -> dict[str, Any]:
+    """The content of config.json for an EAGLE-2 head that is stored with an `fc.bias`.
+
+    Args:
+        sizes: of the head's one layer.
+        has_qkv_biases: whether the file holds biases of queries, keys and values.
+        dtype: of the weights.
+        draft_vocab_size: tokens that the head can draft; None for all.
+    """
+    config = {"architectures": ["LlamaForCausalLM"], "bias": True, "qkv_bias": has_qkv_biases}
+    if draft_vocab_size is not None:
+        config["draft_vocab_size"] = draft_vocab_size
+    return config | _layer_config(sizes, dtype)
+
+
+def eagle3_config(
+    sizes: HeadSizes,
+    has_qkv_biases: bool,
+    dtype: str,
+    feature_layers: Sequence[int],
+    draft_vocab_size: int | None = None,
+) -> dict[str, Any]:
+    """The content of config.json for an EAGLE-3 head, which is as wide as its verifier.
+
+    Args:
+        sizes, has_qkv_biases, dtype, draft_vocab_size: as `eagle_config`.
+        feature_layers: the verifier's layers whose inputs the head reads.
+    """
+    return {
+        "architectures": [EAGLE3_ARCHITECTURE],
+        "bias": False,
+        "qkv_bias": has_qkv_biases,
+        "target_hidden_size": sizes.hidden_size,
+        "draft_vocab_size": sizes.vocab_size if draft_vocab_size is None else draft_vocab_size,
+        "eagle_config": {
+            "use_aux_hidden_state": True,
+            "eagle_aux_hidden_state_layer_ids": list(feature_layers),
+        },
+    } | _layer_config(sizes, dtype)
+
+
+def default_feature_layers(num_layers: int) -> tuple[int, int, int]:
+    """Layers of a verifier whose inputs an EAGLE-3 head reads unless it says otherwise.
+
+    They are EAGLE-3's own (Li et al., 2025): 2, half of them, and the third from the end; where
+    there are few, as near to these as there are, in order.
+    """
+    wanted = (2, num_layers // 2, num_layers - 3)
+    first, middle, last = sorted(min(max(layer, 0), num_layers - 1) for layer in wanted)
+    return first, middle, last
+
+
+def _layer_config(sizes: HeadSizes, dtype: str) -> dict[str, Any]:
+    scaling = {name: value for name, value in sizes.rope.items() if name != "rope_theta"}
+    return {
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "hidden_size": sizes.hidden_size,
+        "intermediate_size": sizes.intermediate_size,
+        "num_hidden_layers": 1,
+        "num_attention_heads": sizes.num_heads,
+        "num_key_value_heads": sizes.num_kv_heads,
+        "head_dim": sizes.head_dim,
+        "rms_norm_eps": sizes.rms_norm_eps,
+        "rope_theta": sizes.rope["rope_theta"],
+        "rope_scaling": None if scaling["rope_type"] == "default" else scaling,
+        "max_position_embeddings": sizes.context_tokens,
+        "vocab_size": sizes.vocab_size,
+        "tie_word_embeddings": False,
+        "torch_dtype": dtype,
+    }

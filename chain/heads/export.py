@@ -1,0 +1,337 @@
+"""A chain's draft head, written as EAGLE's own code, vLLM or SGLang reads it.
+
+What each of them reads was taken from its loader: SafeAILab/EAGLE cb7e084 (eagle/model/ea_model.py
+and cnets1.py) and, for EAGLE-3, 148042c (cnets.py) and f2f2366 (modeling_llama_kv.py); vLLM 0.33.0
+(vllm/model_executor/models/llama_eagle.py, llama_eagle3.py and llama.py, vllm/transformers_utils/
+configs/eagle.py, vllm/v1/worker/gpu_model_runner.py); SGLang 0.5.23 (sglang/srt/models/
+llama_eagle.py, llama_eagle3.py, llama.py and qwen2_eagle.py, sglang/srt/speculative/
+eagle_worker_v2.py and spec_utils.py, sglang/srt/model_executor/model_runner_components/
+spec_aux_hidden_state.py).
+"""
+
+import json
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from polybasic.chain.errors import UserError
+from polybasic.chain.formats.checkpoint import load_tensors
+from polybasic.chain.formats.config import HeadConfig, head_config, read_decoder_config
+from polybasic.chain.formats.draft_vocabulary import draft_token_ids
+from polybasic.chain.formats.files import read_json, whole_folder, write_json
+from polybasic.chain.formats.lineage import ORIGIN_KEY
+from polybasic.chain.formats.manifest import HEAD_KINDS, HeadKind, Manifest, Member
+from polybasic.chain.formats.names import DRAFT_TABLES
+from polybasic.chain.formats.verify import CheckedChain, check_chain, read_config
+from polybasic.chain.heads.eagle_config import eagle3_config, eagle_config
+from polybasic.chain.heads.foreign import EAGLE_SECTION, HOT_TOKENS, LAYER_IDS
+from polybasic.chain.heads.importing import FC_BIAS, ROPE_THETA, qkv_biases, required_weights
+
+Engine = Literal["eagle", "vllm", "sglang"]
+ENGINES: tuple[Engine, ...] = get_args(Engine)
+EXPORTED_TO_KEY = "exported_to"
+_NAMES: dict[Engine, str] = {"eagle": "EAGLE", "vllm": "vLLM", "sglang": "SGLang"}
+_FILES = {"config.json", "model.safetensors", "pytorch_model.bin", HOT_TOKENS}
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written and what it goes with.
+
+    Attributes:
+        folder: the exported head.
+        member: the head's name in the chain.
+        kind: the head's.
+        model: what the head drafts for, as an engine is given it: a folder or a hub id.
+        four_bit_copies: folders of its copies in 4 bits, which the head drafts for too.
+        hot_tokens: the file of a draft vocabulary that the engine reads beside the head.
+        warnings: one line each, of what the engine's code will stop at or do otherwise.
+    """
+
+    folder: Path
+    member: str
+    kind: HeadKind
+    model: str
+    four_bit_copies: tuple[Path, ...] = ()
+    hot_tokens: Path | None = None
+    warnings: tuple[str, ...] = ()
+
+
+def export_head(chain: Path, to: Engine, member: str | None, out: Path | None) -> Exported:
+    """Write one of a chain's draft heads as a folder that an engine loads.
+
+    Weights and their dtype are kept. An EAGLE-2 head's `fc.bias` is always written, because SGLang
+    leaves it random without (and EAGLE's older loader refuses the file), and must be zero for
+    vLLM, which drops it. Its draft vocabulary becomes the file of hot tokens that SGLang reads;
+    the others know none and draft over all tokens, which is told. An EAGLE-3 head's goes with its
+    weights.
+
+    Args:
+        chain: folder of the chain.
+        to: the engine.
+        member: the head's name; default: the only head of the chain.
+        out: folder to write, whole; default: member and engine, in the current folder. An export
+            that is there is replaced.
+
+    Raises:
+        UserError: a broken chain, no such head, a head or target that the engine does not compute,
+            something else at `out`, or a full disk.
+    """
+    checked = check_chain(chain)
+    head = _find_head(checked.manifest, member)
+    folder = out or Path(f"{head.name}-{to}")
+    _refuse_replacing(folder)
+    source = checked.members[head.name]
+    tensors, config = load_tensors(source), read_config(source)
+    shape = head_config(config, f"{source / 'config.json'}")
+    model, *copies = head.drafts_for
+    _check_computes(to, shape, head.name, tensors, checked.members[model])
+    four_bit_copies = [name for name in copies if checked.manifest.member(name).kind == "awq"]
+    token_ids = draft_token_ids(tensors, f"{source}")
+    written = _written(shape, tensors)
+    check_is_whole(shape, written, source)
+    origin = dict(config.get(ORIGIN_KEY, {})) | {EXPORTED_TO_KEY: to}
+    num_layers = read_decoder_config(checked.members[model]).num_layers
+    writes_hot_tokens = to == "sglang" and shape.kind == "eagle2" and token_ids is not None
+    with whole_folder(folder) as partial:
+        content = _config(to, shape, written, num_layers)
+        write_json(partial / "config.json", content | {ORIGIN_KEY: origin})
+        _save(to, partial, written)
+        if token_ids is not None and writes_hot_tokens:
+            torch.save(token_ids.tolist(), partial / HOT_TOKENS)
+    return Exported(
+        folder,
+        head.name,
+        shape.kind,
+        _name_for_engines(checked, model),
+        tuple(checked.members[name] for name in four_bit_copies),
+        folder / HOT_TOKENS if writes_hot_tokens else None,
+        _warnings(to, shape, num_layers),
+    )
+
+
+def launch_command(to: Engine, exported: Exported) -> str:
+    """What runs a model with its exported head: a shell command, for EAGLE a line of Python."""
+    model, head, is_eagle3 = exported.model, str(exported.folder), exported.kind == "eagle3"
+    if to == "eagle":
+        return (
+            f"EaModel.from_pretrained(base_model_path={model!r}, ea_model_path={head!r}, "
+            f"use_eagle3={is_eagle3})"
+        )
+    method = "eagle3" if is_eagle3 else "eagle"
+    if to == "vllm":
+        config = {"method": method, "model": head, "num_speculative_tokens": 5}
+        return shlex.join(["vllm", "serve", model, "--speculative-config", json.dumps(config)])
+    speculative = {
+        "algorithm": method.upper(),
+        "draft-model-path": head,
+        "num-steps": 5,
+        "eagle-topk": 4,
+        "num-draft-tokens": 16,
+    }
+    if exported.hot_tokens is not None:
+        speculative["token-map"] = f"{exported.hot_tokens}"
+    options = [
+        part for key, value in speculative.items() for part in (f"--speculative-{key}", f"{value}")
+    ]
+    return shlex.join(["python", "-m", "sglang.launch_server", "--model-path", model, *options])
+
+
+def check_is_whole(shape: HeadConfig, tensors: dict[str, Tensor], source: Path) -> None:
+    """That nothing is missing which an engine would leave random without a word.
+
+    Raises:
+        UserError: a weight, or a table of a draft vocabulary, is missing.
+    """
+    required = required_weights(shape.kind)
+    if shape.kind == "eagle3" and shape.num_draft_tokens < shape.vocab_size:
+        required += DRAFT_TABLES
+    for name in required:
+        if name not in tensors:
+            raise UserError("missing tensor", f"{name} in {source}", "train or fetch it again")
+
+
+def _written(shape: HeadConfig, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors that all three engines are given of a head, in EAGLE's own names."""
+    if shape.kind == "eagle2":
+        zeros = torch.zeros_like(tensors["layers.0.post_attention_layernorm.weight"])
+        # no engine's class of an EAGLE-2 head has a place for the tables, and vLLM's stops at them
+        rest = {name: each for name, each in tensors.items() if name not in DRAFT_TABLES}
+        return {FC_BIAS: zeros} | rest
+    unused = {FC_BIAS, *qkv_biases("eagle3")}
+    if shape.num_draft_tokens == shape.vocab_size:
+        unused |= {*DRAFT_TABLES}
+    return {name: tensor for name, tensor in tensors.items() if name not in unused}
+
+
+def _find_head(manifest: Manifest, name: str | None) -> Member:
+    heads = {member.name: member for member in manifest.members if member.kind in HEAD_KINDS}
+    where = f"the chain's heads: {', '.join(heads)}" if heads else "the chain has none"
+    if name is None:
+        if len(heads) != 1:
+            raise UserError("which draft head", where, "name one with --member")
+        return next(iter(heads.values()))
+    if name in heads:
+        return heads[name]
+    names = [member.name for member in manifest.members]
+    if name not in names:
+        raise UserError("no such member", f"{name}; {where}", "name one with --member")
+    raise UserError("member is no draft head", f"{name}; {where}", "name one with --member")
+
+
+def _refuse_replacing(folder: Path) -> None:
+    if folder.is_dir():
+        names = {path.name for path in folder.iterdir()}
+        if not names or (names <= _FILES and _is_export(folder)):
+            return
+    elif not folder.exists():
+        return
+    raise UserError(
+        "would replace something that is no export", f"{folder}", "choose another with --out"
+    )
+
+
+def _is_export(folder: Path) -> bool:
+    path = folder / "config.json"
+    config = read_json(path, "config") if path.is_file() else None
+    origin = config.get(ORIGIN_KEY) if isinstance(config, dict) else None
+    return isinstance(origin, dict) and EXPORTED_TO_KEY in origin
+
+
+def _check_computes(
+    to: Engine, shape: HeadConfig, name: str, tensors: dict[str, Tensor], target: Path
+) -> None:
+    """That the engine computes with head and target what this runtime does."""
+    is_eagle3 = shape.kind == "eagle3"
+    if to != "eagle" and read_decoder_config(target).embedding_scale is not None:
+        model_type = read_config(target)["model_type"]
+        reason = "its EAGLE class is Llama's"
+        if is_eagle3:
+            reason = "its class does not hand out the inputs of that model's layers"
+        raise _not_computed(to, f"{name} drafts for {target} of model_type {model_type}, {reason}")
+    if len({*shape.feature_layers}) < len(shape.feature_layers):
+        layers = _listed(shape.feature_layers)
+        raise _not_computed(to, f"{name} reads layers {layers}, and it hands out each layer once")
+    dropped: tuple[str, ...] = (FC_BIAS,) if is_eagle3 or to == "vllm" else ()
+    dropped += qkv_biases("eagle3") if is_eagle3 else ()
+    for bias in dropped:
+        if bias in tensors and tensors[bias].any():
+            described = "EAGLE-3" if is_eagle3 else "EAGLE"
+            raise _not_computed(
+                to, f"{bias} of {name} is not zero, and its {described} class drops it"
+            )
+
+
+def _warnings(to: Engine, shape: HeadConfig, num_layers: int) -> tuple[str, ...]:
+    """What the engine's code stops at when it loads, or does otherwise than this runtime."""
+    warnings = []
+    is_trimmed = shape.num_draft_tokens < shape.vocab_size
+    if is_trimmed and shape.kind == "eagle2" and to != "sglang":
+        warnings.append(
+            f"{_NAMES[to]} knows no draft vocabulary of an EAGLE-2 head: it drafts over all "
+            f"{shape.vocab_size} tokens, not over {shape.num_draft_tokens}"
+        )
+    # others follow EAGLE's own code in the layout only
+    if to != "eagle":
+        return tuple(warnings)
+    if shape.kind == "eagle2" and shape.head_dim * shape.num_heads != shape.hidden_size:
+        sizes = f"{shape.num_heads} heads of {shape.head_dim} for hidden_size {shape.hidden_size}"
+        warnings.append(f"EAGLE's own code does not load {sizes}: it divides the one by the other")
+    rope_type, theta = shape.rope["rope_type"], shape.rope["rope_theta"]
+    if rope_type != "default" and not _is_eagle_linear(shape.rope):
+        warnings.append(
+            f"EAGLE's own code does not compute rope_type {rope_type} with rope_theta {theta:g}"
+        )
+    if shape.kind == "eagle3" and shape.feature_layers != _engine_layers(num_layers):
+        warnings.append(
+            f"EAGLE's own code reads the inputs of layers {_listed(_engine_layers(num_layers))} "
+            f"of this model, the head was trained on those of {_listed(shape.feature_layers)}"
+        )
+    return tuple(warnings)
+
+
+def _engine_layers(num_layers: int) -> tuple[int, ...]:
+    """Layers whose inputs all three engines read where a config names none."""
+    return 2, num_layers // 2, num_layers - 3
+
+
+def _listed(layers: tuple[int, ...]) -> str:
+    return ", ".join(map(str, layers))
+
+
+def _is_eagle_linear(rope: dict[str, Any]) -> bool:
+    """Scaled as EAGLE's code scales: it takes no other base beside a factor."""
+    return rope["rope_type"] == "linear" and rope["rope_theta"] == ROPE_THETA
+
+
+def _not_computed(to: Engine, where: str) -> UserError:
+    elsewhere = "" if to == "eagle" else ", or export it --to eagle for other readers"
+    return UserError(
+        f"{_NAMES[to]} does not compute this head", where, f"run the chain here{elsewhere}"
+    )
+
+
+def _config(
+    to: Engine, shape: HeadConfig, tensors: dict[str, Tensor], num_layers: int
+) -> dict[str, Any]:
+    """The config.json that the engine reads.
+
+    `bias` is that of fc for EAGLE and for SGLang's EAGLE-3 class; vLLM and SGLang read it as biases
+    on the attention projections, which then hold whatever memory did. `qkv_bias` is read by EAGLE
+    and vLLM; SGLang has another class for EAGLE-2 heads that have them.
+    """
+    dtype = str(tensors["fc.weight"].dtype).removeprefix("torch.")
+    if shape.kind == "eagle3":
+        draft_vocab_size = shape.num_draft_tokens
+        config = eagle3_config(shape, False, dtype, shape.feature_layers, draft_vocab_size)
+        config |= _layer_ids(shape.feature_layers, num_layers)
+    else:
+        has_qkv_bias = qkv_biases("eagle2")[0] in tensors
+        config = eagle_config(shape, has_qkv_bias, dtype)
+        config["bias"] = to == "eagle"
+        if to == "sglang":
+            config["architectures"] = ["LlamaForCausalLMEagle"]
+            if has_qkv_bias:
+                config |= {"architectures": ["Qwen2ForCausalLMEagle"], "model_type": "qwen2"}
+    if to == "eagle" and _is_eagle_linear(shape.rope):
+        # its config class takes these two keys and no others
+        config["rope_scaling"] = {"type": "linear", "factor": shape.rope["factor"]}
+    return {**config, "attention_bias": False, "hidden_act": shape.activation}
+
+
+def _layer_ids(layers: tuple[int, ...], num_layers: int) -> dict[str, Any]:
+    """Names the layers that an EAGLE-3 head reads, for each engine in its way of counting.
+
+    vLLM looks at the top first and takes layers by their inputs; SGLang and SpecForge look into
+    `eagle_config` and take them by their outputs. EAGLE's own code reads neither.
+    """
+    if layers == _engine_layers(num_layers):
+        return {EAGLE_SECTION: {"use_aux_hidden_state": True}}
+    outputs = [layer - 1 for layer in layers]
+    return {
+        LAYER_IDS: list(layers),
+        EAGLE_SECTION: {"use_aux_hidden_state": True, LAYER_IDS: outputs},
+    }
+
+
+def _save(to: Engine, folder: Path, tensors: dict[str, Tensor]) -> None:
+    if to == "eagle":
+        # all versions of EAGLE's loader look for this file, the older ones for no other
+        torch.save(
+            {name: tensor.clone() for name, tensor in tensors.items()}, folder / "pytorch_model.bin"
+        )
+        return
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+def _name_for_engines(checked: CheckedChain, name: str) -> str:
+    """A verifying member as an engine is given it."""
+    reference = checked.manifest.member(name).reference
+    if reference.path is None and reference.source and not reference.source.startswith((".", "/")):
+        return reference.source
+    return str(checked.members[name])

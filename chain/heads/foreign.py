@@ -1,0 +1,198 @@
+"""Draft heads in the spellings of those who train them, brought into one.
+
+Read of: SafeAILab/EAGLE 148042c (eagle/model/cnets.py) and f2f2366 (modeling_llama_kv.py),
+SpecForge 01dd714 (specforge/modeling/draft/llama3_eagle.py) and 00c4bba (target/
+eagle3_target_model.py), speculators 0.9.0 (speculators/models/eagle3), SGLang 0.5.23 and vLLM
+0.33.0 (their llama_eagle3.py).
+"""
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polybasic.chain.errors import UserError
+from polybasic.chain.formats.config import EAGLE3_ARCHITECTURE, DecoderConfig
+from polybasic.chain.formats.draft_vocabulary import IS_DRAFTED, OFFSETS, draft_tables
+from polybasic.chain.formats.files import read_json
+from polybasic.chain.formats.lineage import ORIGIN_KEY
+from polybasic.chain.formats.manifest import HeadKind
+from polybasic.chain.formats.names import HEAD_LAYER
+from polybasic.chain.formats.verify import read_config
+from polybasic.chain.heads.eagle_config import default_feature_layers
+
+EAGLE_SECTION, LAYER_IDS = "eagle_config", "eagle_aux_hidden_state_layer_ids"
+"""Where an EAGLE-3 head's config.json names the layers that it reads."""
+DRAFT_VOCAB_SIZE = "draft_vocab_size"
+HOT_TOKENS = "hot_token_ids.pt"
+"""The draft vocabulary of an EAGLE-2 head as SGLang reads it: a list of token ids."""
+OTHER_HEAD = "name a folder that holds a head in the layout of EAGLE-1, EAGLE-2 or EAGLE-3"
+
+_SPECULATORS_KIND, _SPECULATORS_LAYER = "speculators_model_type", "transformer_layer_config"
+_NORM_BEFORE_RESIDUAL = "norm_before_residual"
+# variants of EAGLE-3 whose layer or whose inputs are computed otherwise, partly without a tensor
+_VARIANTS = (_NORM_BEFORE_RESIDUAL, "norm_before_fc", "fc_norm", "use_aux_norm", "norm_output")
+_NEEDED_OF_SPECULATORS = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "rms_norm_eps",
+)
+
+
+def read_foreign_config(source: Path) -> dict[str, Any]:
+    """Content of a head's config.json, flat where that of speculators is nested.
+
+    The `auto_map` that speculators writes beside a copy of its own classes is left out: they are
+    known by the kind that they name, and nothing of the folder is run.
+
+    Raises:
+        UserError: as `read_config`, or a kind of head of speculators that is not computed.
+    """
+    path = source / "config.json"
+    config = read_json(path, "config")
+    if not isinstance(config, dict) or _SPECULATORS_KIND not in config:
+        return read_config(source)
+    return _of_speculators(f"{path}", config)
+
+
+def in_own_spelling(
+    source: Path, config: dict[str, Any], tensors: dict[str, Tensor], target: DecoderConfig
+) -> tuple[HeadKind, dict[str, Any], dict[str, Tensor]]:
+    """Kind, config and tensors of a head as EAGLE's own code spells them.
+
+    EAGLE-3: one flat config that names the layers whose *inputs* are read, the layer called
+    `midlayer`. Either kind: no tables of a draft vocabulary that is the whole one.
+
+    Args:
+        source: the head's folder.
+        config: as `read_foreign_config` gives it.
+        tensors: all that it stores, by name.
+        target: of the model that it drafts for.
+
+    Raises:
+        UserError: a variant that is not computed, or feature layers that can be meant in two ways.
+    """
+    where = f"{source / 'config.json'}"
+    tensors = _without_whole_vocabulary(tensors, target.vocab_size)
+    if not _is_eagle3(config, tensors):
+        return "eagle2", config, tensors | _hot_token_tables(source, tensors, target.vocab_size)
+    _refuse_variants(where, config)
+    layers = _feature_layers(where, config, target.num_layers)
+    section = {"use_aux_hidden_state": True, LAYER_IDS: list(layers)}
+    return "eagle3", config | {EAGLE_SECTION: section}, _with_midlayer(tensors)
+
+
+def _is_eagle3(config: dict[str, Any], tensors: dict[str, Tensor]) -> bool:
+    architectures = config.get("architectures") or []
+    return any("Eagle3" in name for name in architectures) or any(
+        name.startswith(f"{HEAD_LAYER['eagle3']}.") or "hidden_norm" in name for name in tensors
+    )
+
+
+def _of_speculators(where: str, config: dict[str, Any]) -> dict[str, Any]:
+    """The flat config of a head whose layer's own is nested."""
+    nested = config.get(_SPECULATORS_LAYER)
+    layer: dict[str, Any] = nested if isinstance(nested, dict) else {}
+    seen = {*(layer.get("layer_types") or ["full_attention"])}
+    for key, value, is_computed in (
+        (_SPECULATORS_KIND, config[_SPECULATORS_KIND], config[_SPECULATORS_KIND] == "eagle3"),
+        ("model_type", layer.get("model_type"), layer.get("model_type") == "llama"),
+        ("layer_types", layer.get("layer_types"), seen == {"full_attention"}),
+    ):
+        if not is_computed:
+            raise UserError("unsupported head", f"{where} {key} {value!r}", OTHER_HEAD)
+    missing = [key for key in _NEEDED_OF_SPECULATORS if key not in layer]
+    # speculators takes false where it is left out, vLLM true
+    if missing := missing + [key for key in (_NORM_BEFORE_RESIDUAL,) if key not in config]:
+        raise UserError("head config lacks a key", f"{where} {missing[0]}", "complete the config")
+    own = {key: value for key, value in config.items() if key != "auto_map"}
+    return layer | own | {"architectures": [EAGLE3_ARCHITECTURE]}
+
+
+def _refuse_variants(where: str, config: dict[str, Any]) -> None:
+    section = config.get(EAGLE_SECTION) or {}
+    found = [(key, each[key]) for key in _VARIANTS for each in (config, section) if each.get(key)]
+    if section.get("use_aux_hidden_state") is False:
+        found.append(("use_aux_hidden_state", False))
+    for key, value in found:
+        raise UserError("unsupported variant of EAGLE-3", f"{where} {key} {value}", OTHER_HEAD)
+
+
+def _feature_layers(where: str, config: dict[str, Any], num_layers: int) -> tuple[int, ...]:
+    """The layers whose inputs the head reads, by whichever way its config counts.
+
+    vLLM and speculators name layers by their inputs, SGLang and SpecForge by their outputs. At the
+    top of a config, where the latter two do not look, inputs are meant; so they are in what this
+    project writes into a chain.
+    """
+    default = default_feature_layers(num_layers)
+    inputs = config.get(LAYER_IDS) or []
+    named = (config.get(EAGLE_SECTION) or {}).get(LAYER_IDS) or []
+    if not inputs and named:
+        after = [layer + 1 for layer in named if isinstance(layer, int)]
+        if ORIGIN_KEY not in config and default not in (tuple(named), tuple(after)):
+            raise UserError(
+                "feature layers can be meant in two ways",
+                f"{where} {EAGLE_SECTION}.{LAYER_IDS} {named}: for vLLM the inputs of these "
+                "layers, for SGLang and SpecForge their outputs",
+                f"name those whose inputs are meant by {LAYER_IDS} at the top of the config",
+            )
+        inputs = after if ORIGIN_KEY not in config and tuple(after) == default else named
+    layers = tuple(inputs) or default
+    if all(isinstance(layer, int) for layer in layers) and layers != tuple(sorted(layers)):
+        raise UserError(
+            "feature layers out of order",
+            f"{where} {LAYER_IDS} {list(layers)}",
+            "a head whose layers lie side by side in another order is not computed",
+        )
+    return layers
+
+
+def _with_midlayer(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The layer under EAGLE-3's own name; speculators and SGLang count it as the first."""
+    own, counted = (f"{HEAD_LAYER[kind]}." for kind in ("eagle3", "eagle2"))
+    if any(name.startswith(own) for name in tensors):
+        return tensors
+    return {
+        own + name.removeprefix(counted) if name.startswith(counted) else name: tensor
+        for name, tensor in tensors.items()
+    }
+
+
+def _without_whole_vocabulary(tensors: dict[str, Tensor], vocab_size: int) -> dict[str, Tensor]:
+    """SpecForge stores both tables in any case; where all tokens are drafted they say nothing."""
+    offsets = tensors.get(OFFSETS)
+    if offsets is None or tuple(offsets.shape) != (vocab_size,) or offsets.any():
+        return tensors
+    return {name: each for name, each in tensors.items() if name not in (OFFSETS, IS_DRAFTED)}
+
+
+def _hot_token_tables(
+    source: Path, tensors: dict[str, Tensor], vocab_size: int
+) -> dict[str, Tensor]:
+    """The tables of a draft vocabulary that lies beside the weights, as SGLang wants it."""
+    path = source / HOT_TOKENS
+    if OFFSETS in tensors or not path.is_file():
+        return {}
+    try:
+        content = torch.load(path, weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        raise _no_tokens(path, vocab_size) from error
+    is_list = isinstance(content, list) and all(type(each) is int for each in content)
+    if not is_list or not content or len({*content}) != len(content):
+        raise _no_tokens(path, vocab_size)
+    if min(content) < 0 or max(content) >= vocab_size:
+        raise _no_tokens(path, vocab_size)
+    return draft_tables(torch.tensor(sorted(content)), vocab_size)
+
+
+def _no_tokens(path: Path, vocab_size: int) -> UserError:
+    return UserError(
+        "malformed draft vocabulary",
+        f"{path} is no list of tokens below {vocab_size}, each once",
+        "fetch or export the head again",
+    )

@@ -1,0 +1,1 @@
+"""What computes a pass: PyTorch, C++ or Triton. Knows rows and tensors, no files and no models."""

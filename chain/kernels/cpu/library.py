@@ -1,0 +1,82 @@
+"""The native kernels as Python calls them."""
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from polybasic.chain.kernels.cpu.build import kernels_wanted, native_library, openmp_functions
+
+_VERSION = 1
+ELEMENTS = {torch.float32: 0, torch.bfloat16: 1}
+"""Element types of source/matrix.h and source/decoder.h."""
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The loaded library, whose functions run on torch's own threads."""
+
+    library: ctypes.CDLL
+
+    def move_rows(self, tensors: Sequence[Tensor], sources: Sequence[int], first: int) -> None:
+        """In each tensor [heads, capacity, H]: copy rows to `first` and behind, in place.
+
+        Args:
+            sources: ascending, none before the place that it is copied to.
+        """
+        (heads, capacity, _), row_bytes = tensors[0].shape, tensors[0][0, 0].nbytes
+        pointers = (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
+        rows = (ctypes.c_int32 * len(sources))(*sources)
+        self.library.polybasic_move_rows(
+            pointers, len(tensors), heads, capacity, row_bytes, rows, len(sources), first
+        )
+
+
+@lru_cache(maxsize=1)
+def load_kernels() -> Kernels | None:
+    """The kernels; None where others are wanted or nothing can compile them.
+
+    Raises:
+        UserError: POLYBASIC_KERNELS says native and they cannot be had, or is unknown.
+    """
+    library = native_library()
+    if library is None:
+        return None
+    assert library.polybasic_version() == _VERSION
+    pointer, integer = ctypes.c_void_p, ctypes.c_int
+    library.polybasic_use_openmp.argtypes = [pointer] * 3
+    library.polybasic_use_openmp(*openmp_functions())
+    library.polybasic_new_workspace.restype = pointer
+    library.polybasic_new_workspace.argtypes = [pointer, integer]
+    library.polybasic_delete_workspace.argtypes = [pointer]
+    library.polybasic_workspace_bytes.restype = ctypes.c_int64
+    library.polybasic_workspace_bytes.argtypes = [pointer]
+    library.polybasic_pass.argtypes = [pointer, pointer, pointer, integer]
+    library.polybasic_draft.argtypes = [pointer, pointer, pointer, integer]
+    library.polybasic_product.argtypes = [
+        pointer,
+        integer,
+        pointer,
+        pointer,
+        integer,
+        pointer,
+        integer,
+    ]
+    library.polybasic_move_rows.argtypes = [
+        pointer, integer, integer, ctypes.c_int64, ctypes.c_int64, pointer, integer, integer
+    ]  # fmt: skip
+    return Kernels(library)
+
+
+def kernels_for(device: torch.device, dtype: torch.dtype) -> Kernels | None:
+    """The kernels, where they compute on this device and in this dtype.
+
+    Raises:
+        UserError: as `load_kernels`.
+    """
+    if device.type != "cpu" or dtype not in ELEMENTS or kernels_wanted() == "device":
+        return None
+    return load_kernels()

@@ -1,0 +1,109 @@
+"""Weights laid out for the native kernels: sixteen outputs side by side.
+
+#   O = out features, B = blocks of 16 outputs, I = in features, G = groups of inputs
+"""
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from polybasic.chain.formats.awq import QuantizedWeight
+from polybasic.chain.kernels.cpu.library import ELEMENTS, Kernels
+
+LANES = 16
+_INT4 = 2
+
+
+class MatrixStruct(ctypes.Structure):
+    """`Matrix` of source/matrix.h."""
+
+    _fields_ = (
+        ("format", ctypes.c_int32),
+        ("num_outputs", ctypes.c_int32),
+        ("num_inputs", ctypes.c_int32),
+        ("group_size", ctypes.c_int32),
+        ("weights", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p),
+        ("zeros", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+    )
+
+
+class NativeLinear:
+    """A product that the native kernels compute: x [R, I] -> [R, O], in the dtype of x.
+
+    Each row's result is the same to the bit however many rows are multiplied at a time.
+
+    Args:
+        tensors: weights, and scales and zeros of 4-bit ones, as source/matrix.h lays them out.
+        bias: [O] or None.
+    """
+
+    def __init__(
+        self,
+        kernels: Kernels,
+        weight_format: int,
+        shape: tuple[int, int],
+        tensors: tuple[Tensor, ...],
+        bias: Tensor | None,
+        group_size: int = 0,
+    ) -> None:
+        self.kernels, self.shape = kernels, shape
+        self._tensors = tensors
+        self._bias = None if bias is None else _padded(bias.float(), 0).contiguous()
+        pointers = [tensor.data_ptr() for tensor in tensors] + [None] * (3 - len(tensors))
+        bias_pointer = None if self._bias is None else self._bias.data_ptr()
+        self.struct = MatrixStruct(weight_format, *shape, group_size, *pointers, bias_pointer)
+
+    def __call__(self, x_RI: Tensor) -> Tensor:
+        x_RI = x_RI.contiguous()
+        rows, (out_size, in_size) = len(x_RI), self.shape
+        out = torch.empty(rows, out_size, dtype=x_RI.dtype)
+        memory = torch.empty(rows * in_size * 9 // 8 + 2 * LANES)
+        self.kernels.library.polybasic_product(
+            ctypes.byref(self.struct),
+            ELEMENTS[x_RI.dtype],
+            x_RI.data_ptr(),
+            out.data_ptr(),
+            rows,
+            memory.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return out
+
+
+def dense(kernels: Kernels, weight: Tensor, bias: Tensor | None) -> NativeLinear:
+    """Lay out `weight` [O, I], float32 or bfloat16; I is a multiple of 16."""
+    out_size, in_size = weight.shape
+    blocks_B16I = _padded(weight, 0).unflatten(0, (-1, LANES))
+    if weight.dtype == torch.float32:
+        laid_out = blocks_B16I.transpose(1, 2)
+    else:
+        laid_out = blocks_B16I.unflatten(2, (-1, 2)).transpose(1, 2)
+    # a copy even where the order happens to be the same: the given tensor is not kept
+    laid_out = laid_out.clone(memory_format=torch.contiguous_format)
+    return NativeLinear(kernels, ELEMENTS[weight.dtype], (out_size, in_size), (laid_out,), bias)
+
+
+def int4(kernels: Kernels, weight: QuantizedWeight, bias: Tensor | None) -> NativeLinear:
+    """Lay out a 4-bit weight, whose groups hold a multiple of 16 inputs."""
+    out_size, in_size = weight.codes.shape
+    # [B, 16, I / 8, low or high half, 4]
+    codes = _padded(weight.codes, 0).unflatten(0, (-1, LANES)).unflatten(2, (-1, 2, 4))
+    laid_out = (codes[:, :, :, 0] | (codes[:, :, :, 1] << 4)).transpose(1, 2).contiguous()
+    zeros, scales = (
+        _padded(tensor, 0).unflatten(0, (-1, LANES)).transpose(1, 2).contiguous()
+        for tensor in (weight.zeros, weight.scales.float())
+    )
+    return NativeLinear(
+        kernels, _INT4, (out_size, in_size), (laid_out, scales, zeros), bias, weight.group_size
+    )
+
+
+def _padded(tensor: Tensor, value: float) -> Tensor:
+    """`tensor` with its first dimension filled up to a multiple of 16."""
+    missing = -len(tensor) % LANES
+    if not missing:
+        return tensor
+    return torch.cat([tensor, tensor.new_full((missing, *tensor.shape[1:]), value)])

@@ -1,0 +1,1 @@
+"""Triton kernels for NVIDIA GPUs, each with the result of its twin in PyTorch's operations."""

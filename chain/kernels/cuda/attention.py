@@ -1,0 +1,109 @@
+"""`Operations.attention` in Triton: a few rows over a long cache, in one launch.
+
+Each program reads a part of one key/value head's cache once, for all rows of the pass and all
+queries of the head. How many parts there are follows from the cache's length, which programs read
+on the device; programs of parts that are not needed end at once. The first part also rotates the
+keys of the pass, writes them into the cache, and looks at the provisional rows. The program that
+ends last adds up what the parts of its head found, in their order, so that results do not depend
+on which one that is; where that is much for one program, a second kernel does it.
+"""
+
+from functools import cache as remembered
+
+import torch
+from torch import Tensor
+
+from polybasic.chain.kernels.cuda.attention_kernels import attend, combine
+from polybasic.chain.kernels.cuda.attention_plan import MOST_TICKETS, NUM_WARPS, Gpu, Layer, Plan
+from polybasic.chain.kernels.torch.operations import Heads
+from polybasic.chain.kernels.torch.rotary import Rotation
+from polybasic.chain.kernels.torch.rows import DeviceRows, Span
+
+LOG2_E = 1.4426950408889634
+
+
+def attention(
+    qkv: Tensor, cache: Tensor, rows: DeviceRows, span: Span, heads: Heads, rotation: Rotation
+) -> Tensor:
+    """See `Operations.attention`; scores are not rounded on their way to the softmax.
+
+    Rows of the pass that the cache has no room for are not written, and rows that see nothing
+    come out as 0. All calls on a device share what the first one allocates: it runs outside of a
+    graph, and all run one after the other.
+    """
+    layer = Layer(heads.num_kv_heads, heads.query_groups, heads.head_dim, cache.shape[1])
+    plan = Plan.of(_gpu(qkv.device), layer, len(qkv))
+    return attention_by(plan, qkv, cache, rows, span, heads, rotation)
+
+
+def attention_by(
+    plan: Plan,
+    qkv: Tensor,
+    cache: Tensor,
+    rows: DeviceRows,
+    span: Span,
+    heads: Heads,
+    rotation: Rotation,
+) -> Tensor:
+    """As `attention`, divided by a plan."""
+    for tensor in (qkv, cache, *rotation):
+        assert tensor.is_contiguous()
+    assert plan.num_units <= MOST_TICKETS, f"{plan.num_units} heads times tiles"
+    layer, tickets = plan.layer, _tickets(qkv.device)
+    out = qkv.new_empty(len(qkv), layer.num_kv_heads * layer.query_groups * layer.head_dim)
+    partial = torch.empty(plan.num_partial, dtype=torch.float32, device=qkv.device)
+    num_active = tickets if plan.combines else torch.empty_like(tickets[: plan.num_units])
+    visible = span.visible.view(torch.uint8)
+    factor, softcap = heads.scale * LOG2_E, 0.0
+    if heads.softcap is not None:
+        factor, softcap = 2 * factor / heads.softcap, heads.softcap * LOG2_E
+    query_norm, key_norm = heads.query_norm, heads.key_norm
+    attend[(plan.num_units, plan.parts)](
+        qkv,
+        cache,
+        out,
+        partial,
+        num_active,
+        tickets,
+        *rotation,
+        None if query_norm is None else query_norm.weight,
+        None if key_norm is None else key_norm.weight,
+        rows.positions,
+        visible,
+        rows.prefix,
+        len(qkv),
+        rows.first,
+        layer.capacity,
+        len(rotation[0]),
+        rows.positions.stride(0),
+        *visible.stride(),
+        span.tokens,
+        span.sinks,
+        factor,
+        softcap,
+        0.0 if query_norm is None else query_norm.eps,
+        0.0 if key_norm is None else key_norm.eps,
+        **plan.shape(),
+        **plan.constants(),
+        HAS_WINDOW=span.tokens > 0,
+        IS_CAPPED=heads.softcap is not None,
+        num_warps=NUM_WARPS,
+    )
+    if not plan.combines:
+        num_queries = len(qkv) * layer.query_groups
+        combine[(num_queries, layer.num_kv_heads)](partial, num_active, out, **plan.shape())
+    return out
+
+
+@remembered
+def _gpu(device: torch.device) -> Gpu:
+    return Gpu.of(device)
+
+
+@remembered
+def _tickets(device: torch.device) -> Tensor:
+    """Programs of a head that have ended, int32; all 0 between two launches."""
+    if device.type == "cuda":
+        is_captured = torch.cuda.is_current_stream_capturing()
+        assert not is_captured, "attention must run once before it is captured"
+    return torch.zeros(MOST_TICKETS, dtype=torch.int32, device=device)

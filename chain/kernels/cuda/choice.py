@@ -1,0 +1,248 @@
+"""Which kernel computes a product: measured once on each card, then remembered.
+
+A product can be divided in several ways, and a dense one be left to PyTorch. Each way is first
+checked against float32, then timed over weights that the card's cache cannot hold, in a CUDA graph
+as in use. What was found is kept in the user's cache folder for the next process.
+"""
+
+import json
+import logging
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+
+from polybasic.chain.formats.files import sha256_of_file, sha256_of_object
+from polybasic.chain.kernels.cpu.build import cache_folder
+from polybasic.chain.kernels.cuda.product_launch import Product, Tiling, can_begin_early
+from polybasic.chain.kernels.cuda.product_options import (
+    Option,
+    Task,
+    described,
+    fixed_option,
+    num_processors,
+    options_of,
+)
+from polybasic.chain.kernels.cuda.product_samples import relative_error, samples_of
+from polybasic.chain.kernels.cuda.product_timing import interleaved_seconds
+from polybasic.chain.kernels.torch.device_weights import PackedWeight
+
+Timer = Callable[[Sequence[Callable[[], object]]], list[float]]
+"""Seconds of one call of each function."""
+
+TOLERANCES = {torch.bfloat16: 2e-2, torch.float16: 4e-3}
+"""Relative errors, in the Euclidean norm, of wrong results; rounding makes a tenth of them."""
+
+_SOURCES = ("product_kernels.py", "product_launch.py", "product_options.py", "product_timing.py")
+_COMPILERS = 8
+_UNFUSED, _EARLY = 2, 1
+
+_log = logging.getLogger(__name__)
+
+
+def choose(
+    product: Product,
+    options: Sequence[Tiling],
+    timer: Timer = interleaved_seconds,
+    begins_early: bool = False,
+) -> tuple[Option, dict[str, float]]:
+    """The fastest of the ways that are right, and microseconds by way.
+
+    Ways that fail or are wrong are told in a warning and dropped. Where none is left PyTorch's
+    operations are, which take a packed weight apart at each product.
+
+    Args:
+        product: the shapes, dtypes and device; all numbers are replaced by random ones.
+        options: to compare, with the norm fused; the best are compared without, too.
+        begins_early: compare the best also where they begin before the kernel before them ended.
+    """
+    samples = samples_of(product)
+    task = Task.of(product)
+    seconds: dict[Option, float] = {}
+
+    def compare(tilings: Sequence[Tiling], others: Sequence[Option] = ()) -> None:
+        _compile_all(samples[0], tilings)
+        right = [tiling for tiling in tilings if _is_right(samples[0], tiling, task)]
+        seconds.update(_timed(samples, [*right, *others], timer))
+
+    def best(num: int) -> list[Tiling]:
+        tilings = [option for option in seconds if option is not None]
+        return sorted(tilings, key=lambda option: seconds[option])[:num]
+
+    compare(options, () if isinstance(product.linear.weight, PackedWeight) else (None,))
+    if product.can_fuse:
+        compare([replace(tiling, is_fused=False) for tiling in best(_UNFUSED)])
+    if begins_early:
+        compare([replace(tiling, is_early=True) for tiling in best(_EARLY)])
+    if not seconds:
+        _log.warning("no kernel computes %s: PyTorch's operations do, more slowly", task)
+        return None, {}
+    microseconds = {described(option): 1e6 * found for option, found in seconds.items()}
+    return min(seconds, key=lambda option: seconds[option]), microseconds
+
+
+class Choices:
+    """What was chosen on one card.
+
+    Args:
+        device: a GPU.
+        file: where choices are kept for other processes; None keeps them in this one.
+        timer: for tests.
+    """
+
+    def __init__(
+        self, device: torch.device, file: Path | None, timer: Timer = interleaved_seconds
+    ) -> None:
+        self.device, self.file, self.timer = device, file, timer
+        self._chosen: dict[str, dict[str, Any]] = {} if file is None else _read(file)
+        self._options: dict[Task, Option] = {}
+        self._has_told = False
+
+    def option_for(self, product: Product) -> Option:
+        """The way to compute a product; measured now if it never was.
+
+        While a CUDA graph is captured nothing can be measured: then the likeliest way is taken,
+        and not remembered.
+        """
+        task = Task.of(product)
+        if task in self._options:
+            return self._options[task]
+        found = self._chosen.get(str(task))
+        if found is None:
+            if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                return fixed_option(product)
+            found = self._measured(product, task)
+        tiling = found["tiling"]
+        self._options[task] = None if tiling is None else Tiling(**tiling)
+        return self._options[task]
+
+    @property
+    def microseconds(self) -> dict[str, dict[str, float]]:
+        """Of all ways that were compared, by task."""
+        return {name: found["microseconds"] for name, found in self._chosen.items()}
+
+    def _measured(self, product: Product, task: Task) -> dict[str, Any]:
+        if not self._has_told:
+            self._has_told = True
+            print(
+                f"choosing kernels on {_card(self.device)}, once on this machine", file=sys.stderr
+            )
+        options = options_of(task, num_processors(self.device))
+        option, microseconds = choose(product, options, self.timer, can_begin_early(self.device))
+        _log.debug("%s: %s of %s", task, described(option), microseconds)
+        tiling = None if option is None else asdict(option)
+        found = {"tiling": tiling, "microseconds": microseconds}
+        self._chosen[str(task)] = found
+        if self.file is not None:
+            self._chosen = _read(self.file) | self._chosen
+            _write(self.file, self._chosen)
+        return found
+
+
+@cache
+def choices_of(device: torch.device) -> Choices:
+    """The choices of a GPU, with those of earlier processes; the same object at each call."""
+    try:
+        folder = cache_folder()
+    except RuntimeError:  # there is no home folder
+        return Choices(device, None)
+    return Choices(device, folder / "products" / f"{_digest(device)}.json")
+
+
+def _compile_all(product: Product, options: Sequence[Tiling]) -> None:
+    """Compile in threads: most of the time is spent outside of Python. Errors come up later."""
+    if product.x_RI.device.type != "cuda" or not options:
+        return
+
+    def compile_one(option: Tiling) -> None:
+        try:
+            with torch.inference_mode(), torch.cuda.device(product.x_RI.device):
+                product.compile(option)
+        except Exception as error:
+            _log.debug("%s: %s", described(option), error)
+
+    # the first one alone makes what all share
+    compile_one(options[0])
+    with ThreadPoolExecutor(min(_COMPILERS, os.cpu_count() or 1)) as pool:
+        list(pool.map(compile_one, options[1:]))
+
+
+def _is_right(product: Product, option: Option, task: Task) -> bool:
+    """Whether a way computes a product; one that does not is told in a warning."""
+    try:
+        error = relative_error(product, product.computed(option))
+    except Exception as failure:
+        reason = str(failure).strip().partition("\n")[0]
+        _log.warning("%s: kernel %s fails: %s", task, described(option), reason)
+        return False
+    if not error < TOLERANCES[product.x_RI.dtype]:
+        _log.warning("%s: kernel %s is wrong by %.2g", task, described(option), error)
+        return False
+    return True
+
+
+def _timed(
+    samples: Sequence[Product], options: Sequence[Option], timer: Timer
+) -> dict[Option, float]:
+    """Seconds of one product by each way."""
+
+    def runs(option: Option) -> Callable[[], object]:
+        return lambda: [sample.computed(option) for sample in samples]
+
+    found = timer([runs(option) for option in options])
+    return {option: each / len(samples) for option, each in zip(options, found, strict=True)}
+
+
+def _card(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "the interpreter"
+
+
+def _digest(device: torch.device) -> str:
+    folder = Path(__file__).parent
+    return sha256_of_object(
+        {
+            "card": (_card(device), num_processors(device)),
+            "versions": (torch.__version__, triton.__version__),
+            "sources": {name: sha256_of_file(folder / name) for name in _SOURCES},
+        }
+    )
+
+
+def _read(file: Path) -> dict[str, dict[str, Any]]:
+    """Choices of earlier processes; none where there is no such file, or not one of ours."""
+    try:
+        content = json.loads(file.read_text("utf-8"))
+        return {
+            str(name): {"tiling": found["tiling"], "microseconds": dict(found["microseconds"])}
+            for name, found in content.items()
+        }
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        _log.warning("kernels are chosen again: %s cannot be read (%s)", file, error)
+        return {}
+
+
+def _write(file: Path, content: dict[str, dict[str, Any]]) -> None:
+    """Write whole; several processes may do so at once."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".choosing-", dir=file.parent) as folder:
+            written = Path(folder) / file.name
+            written.write_text(json.dumps(content, indent=1) + "\n", "utf-8")
+            written.replace(file)
+    except OSError as error:
+        _warn_once(f"kernels are chosen again by each process: {file} cannot be written ({error})")
+
+
+@cache
+def _warn_once(message: str) -> None:
+    _log.warning("%s", message)

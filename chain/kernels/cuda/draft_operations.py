@@ -1,0 +1,49 @@
+"""What a round does between its passes, by Triton's kernels where they have the size for it."""
+
+from torch import Tensor
+
+from polybasic.chain.kernels.cuda import candidates, draw_kernels, tree_kernels
+from polybasic.chain.kernels.torch.operations import Operations
+from polybasic.chain.kernels.torch.trees import Beam, Rows, Walk
+
+
+class DraftOperations(Operations):
+    """Chooses, draws, keeps trees and walks them in Triton; passes are left to `Operations`.
+
+    Results are those of `Operations`, but that of equal scores the first is always taken.
+    """
+
+    def best(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        if k > candidates.MOST_BEST:
+            return super().best(logits, k)
+        return candidates.best(logits, k)
+
+    def most_probable(self, logits: Tensor) -> Tensor:
+        return candidates.most_probable(logits)
+
+    def draw(self, probabilities: Tensor, uniforms: Tensor) -> Tensor:
+        return draw_kernels.draw(probabilities, uniforms)
+
+    def continuations(
+        self, logits: Tensor, k: int, above: Tensor | None, token_ids: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        if k > candidates.MOST_BEST:
+            return super().continuations(logits, k, above, token_ids)
+        return candidates.continuations(logits, k, above, token_ids)
+
+    def next_beam(self, scores: Tensor, tokens: Tensor, states: Tensor, visible: Tensor) -> Beam:
+        if len(states) > candidates.MOST_BEST:
+            return super().next_beam(scores, tokens, states, visible)
+        return candidates.next_beam(scores, tokens, states, visible)
+
+    def keep_best(
+        self, top_k: int, tokens: Tensor, scores: Tensor, beams: Tensor, root: Tensor, rows: int
+    ) -> Rows:
+        is_large = len(tokens) > tree_kernels.MOST_CANDIDATES or rows > tree_kernels.MOST_ROWS
+        keep = super().keep_best if is_large else tree_kernels.keep_best
+        return keep(top_k, tokens, scores, beams, root, rows)
+
+    def walk(
+        self, tree: Rows, drawn: Tensor, limit: Tensor, stop_tokens: Tensor, most: int
+    ) -> Walk:
+        return tree_kernels.walk(tree, drawn, limit, stop_tokens, most)

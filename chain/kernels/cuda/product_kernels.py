@@ -1,0 +1,319 @@
+"""Triton kernels of products of few rows; `polybasic.chain.kernels.cuda.products` launches them.
+
+The weight stands on the side of the tensor cores' product that is 64 or 128 wide, and the rows on
+the side that may be as narrow as 8: out[o, r] = sum of weight[o, i] * x[r, i] over i. So weights
+are read once, and few rows waste little.
+
+#   R = rows (tokens of one pass), I = in features, O = out features
+#   ROWS, OUTS, INS = what one step of a program reads of them, all powers of two
+#   w = words of a group of 4-bit codes: four threads q, INS / 32 blocks b of inputs, of which a
+#   word holds pairs p and, in s and h, 8 and 16 inputs on; see `PackedWeight`
+"""
+
+# mypy: allow-untyped-defs
+
+import triton
+import triton.language as tl
+
+# A word becomes four registers of two codes each: (word >> 4 j) & 0x000f000f | MAGIC is a pair of
+# 128 + code in bfloat16 and of 1024 + code in float16, from which 128 (1024) + zero is taken: all
+# of it is exact.
+_UNPACK = """{
+.reg .b32 one, mask, magic, word1, word2, word3;
+mov.b32 one, ONE;
+mov.b32 mask, 0x000f000f;
+mov.b32 magic, MAGIC;
+shr.u32 word1, $4, 4;
+shr.u32 word2, $4, 8;
+shr.u32 word3, $4, 12;
+lop3.b32 $0, $4, mask, magic, 0xea;
+lop3.b32 $1, word1, mask, magic, 0xea;
+lop3.b32 $2, word2, mask, magic, 0xea;
+lop3.b32 $3, word3, mask, magic, 0xea;
+fma.rn.TYPE $0, $0, one, $5;
+fma.rn.TYPE $1, $1, one, $5;
+fma.rn.TYPE $2, $2, one, $5;
+fma.rn.TYPE $3, $3, one, $5;
+}"""
+_UNPACK_BF16 = tl.constexpr(
+    _UNPACK.replace("ONE", "0x3f803f80").replace("MAGIC", "0x43004300").replace("TYPE", "bf16x2")
+)
+_UNPACK_FP16 = tl.constexpr(
+    _UNPACK.replace("ONE", "0x3c003c00").replace("MAGIC", "0x64006400").replace("TYPE", "f16x2")
+)
+_PREFETCH = tl.constexpr("prefetch.global.L2 [$1]; mov.b32 $0, 0;")
+_PREFETCHED_BYTES = tl.constexpr(64)
+_STEPS_AHEAD = tl.constexpr(4)
+_WAIT = tl.constexpr("griddepcontrol.launch_dependents; griddepcontrol.wait; mov.b32 $0, 0;")
+_BF16_MAGIC = tl.constexpr(0x4300)
+_FP16_MAGIC = tl.constexpr(0x6400)
+_SIGNS = tl.constexpr(-0x7FFF8000)  # 0x80008000
+_MOST_READ = tl.constexpr(128)
+_GELU_FACTOR = tl.constexpr(1.5957691216057308)  # 2 * sqrt(2 / pi)
+_GELU_CUBIC = tl.constexpr(0.044715)
+
+
+@triton.jit
+def norm_kernel(x_ptr, norm_ptr, out_ptr, in_size, x_stride, eps, INS: tl.constexpr):
+    """Root-mean-square norm of one row a program; INS >= I."""
+    row = tl.program_id(0)
+    ins = tl.arange(0, INS)
+    x = tl.load(x_ptr + row * x_stride + ins, ins < in_size, other=0.0).to(tl.float32)
+    weight = tl.load(norm_ptr + ins, ins < in_size, other=0.0).to(tl.float32)
+    normed = x * tl.rsqrt(tl.sum(x * x, 0) / in_size + eps) * weight
+    tl.store(out_ptr + row * in_size + ins, normed.to(out_ptr.dtype.element_ty), ins < in_size)
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_splits"])
+def product_kernel(
+    x_ptr,
+    weight_ptr,
+    groups_ptr,
+    norm_ptr,
+    bias_ptr,
+    added_ptr,
+    out_ptr,
+    parts_ptr,
+    tickets_ptr,
+    num_rows,
+    in_size,
+    out_size,
+    x_stride,
+    num_splits,
+    eps,
+    ROWS: tl.constexpr,
+    OUTS: tl.constexpr,
+    INS: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+    IS_EVEN: tl.constexpr,
+    IS_NARROW: tl.constexpr,
+    IS_GATED: tl.constexpr,
+    IS_GELU: tl.constexpr,
+    IS_ON_GPU: tl.constexpr,
+    IS_WIDE: tl.constexpr,
+    IS_EARLY: tl.constexpr,
+):
+    """out = activation of (x, normed, times weight transposed, plus bias), plus added.
+
+    A program computes OUTS rows of the weight (of a gated product, half of them gate and half of
+    them up) over one of num_splits parts of the inputs. The last program of a tile to arrive, as a
+    ticket tells it, adds the parts in their order, so that the sum does not depend on who came
+    last, and leaves the ticket at 0 for the next launch.
+
+    Args:
+        x_ptr: [R, I], rows x_stride apart.
+        weight_ptr: [O, I] in the dtype of x; or words [I / INS, O, INS / 8], with groups_ptr.
+        groups_ptr: int32 [I / INS, O], scales and zeros of `PackedWeight`; or None.
+        norm_ptr: [I] in float32, or int32 [I / 2] of two weights in the dtype of x; or None.
+        bias_ptr: [O] or None.
+        added_ptr: [R, O] or None; never of a gated product.
+        out_ptr: [R, O], of a gated product [R, O / 2].
+        parts_ptr: float32 [tiles, num_splits, (OUTS + 1) * ROWS]; None for one split.
+        tickets_ptr: int32 [tiles], zeros; None for one split.
+        IS_EVEN: I is a multiple of INS; always so for words.
+        IS_NARROW: the result has fewer columns than a tile.
+        IS_WIDE: the tensor cores read x from shared memory, as Hopper's do.
+        IS_EARLY: programs begin before the kernel before this one has ended, and wait for it when
+            they have asked for their first weights.
+    """
+    tile, split = tl.program_id(0), 0
+    if IS_SPLIT:
+        tile, split = tile // num_splits, tile % num_splits
+    num_steps = tl.cdiv(in_size, INS)
+    first, last = 0, num_steps
+    if IS_SPLIT:
+        first, last = split * num_steps // num_splits, (split + 1) * num_steps // num_splits
+    WIDTH: tl.constexpr = OUTS // 2 if IS_GATED else OUTS
+    num_outs = out_size // 2 if IS_GATED else out_size
+    # the last tile begins early enough to be full: what two tiles compute they find equal
+    first_out = tl.maximum(tl.minimum(tile * WIDTH, num_outs - WIDTH), 0)
+    columns = tl.arange(0, WIDTH)
+    if IS_NARROW:
+        columns = tl.minimum(columns, num_outs - 1)
+    if IS_GATED:  # gate before up
+        outs = (tl.arange(0, 2)[:, None] * num_outs + columns[None, :]).reshape(OUTS)
+    else:
+        outs = columns
+    rows = tl.arange(0, ROWS)
+    ins = tl.arange(0, INS)
+    words = tl.arange(0, INS // 8)
+    is_row = rows < num_rows
+    # addresses are a number that programs share plus offsets that stay: few registers
+    x_places = rows[:, None] * x_stride + ins[None, :]
+    dense_places = outs[:, None] * in_size + ins[None, :]
+    word_places = outs[:, None] * (INS // 8) + words[None, :]
+    dense_ptr = weight_ptr + first_out.to(tl.int64) * in_size
+    if IS_EARLY:
+        for ahead in tl.static_range(_STEPS_AHEAD):
+            step = tl.maximum(tl.minimum(first + ahead, last - 1), 0)
+            if groups_ptr is not None:
+                first_row = step * out_size + first_out
+                _prefetch(weight_ptr + (first_row + outs) * (INS // 8), INS // 8)
+            else:
+                _prefetch(dense_ptr + step * INS + outs * in_size, INS)
+        tl.inline_asm_elementwise(_WAIT, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+    sums = tl.zeros((OUTS, ROWS), tl.float32)
+    squares = tl.zeros((ROWS, INS // 8), tl.float32)
+    for step in tl.range(first, last):
+        is_seen = is_row[:, None]
+        if not IS_EVEN:
+            is_seen = is_seen & (step * INS + ins < in_size)[None, :]
+        x = tl.load(x_ptr + step * INS + x_places, is_seen, other=0.0)
+        if norm_ptr is not None:
+            wide = x.to(tl.float32)
+            squares += tl.sum((wide * wide).reshape(ROWS, INS // 8, 8), 2)
+            norm = _norm_weights(norm_ptr, step * INS, in_size, x.dtype, INS, IS_EVEN)
+            x = (wide * norm[None, :]).to(x.dtype)
+        if groups_ptr is not None:
+            first_row = step * out_size + first_out
+            group = tl.load(groups_ptr + first_row + outs)
+            packed = tl.load(weight_ptr + first_row * (INS // 8) + word_places)
+            codes = _unpacked(packed, group & 15, x.dtype, OUTS, INS, IS_ON_GPU)
+            if IS_WIDE:
+                codes = codes.permute(0, 2, 5, 4, 1, 3)
+            else:  # what a thread holds of 16 inputs lies side by side: so it must in x
+                codes = codes.permute(0, 2, 5, 1, 4, 3)
+                x = x.reshape(ROWS, INS // 16, 2, 4, 2).permute(0, 1, 3, 2, 4).reshape(ROWS, INS)
+            scale = (group & -16).to(tl.float32, bitcast=True)
+            sums += tl.dot(codes.reshape(OUTS, INS), x.T) * scale[:, None]
+        else:
+            if IS_EVEN:
+                weight = tl.load(dense_ptr + step * INS + dense_places)
+            else:
+                is_input = step * INS + ins < in_size
+                weight = tl.load(
+                    dense_ptr + step * INS + dense_places, is_input[None, :], other=0.0
+                )
+            sums = tl.dot(weight, x.T, sums)
+    sums_RO = sums.T
+    squares_R = tl.sum(squares, 1)
+    is_last = True
+    if IS_SPLIT:
+        part_size = ROWS * (OUTS + 1)
+        parts_ptr += tile * num_splits * part_size
+        places_RO = rows[:, None] * OUTS + tl.arange(0, OUTS)[None, :]
+        part_at = parts_ptr + split * part_size
+        tl.store(part_at + places_RO, sums_RO, is_row[:, None])
+        tl.store(part_at + ROWS * OUTS + rows, squares_R, is_row)
+        # the stores of all threads come before the ticket is drawn
+        tl.debug_barrier()
+        ticket = tl.atomic_add(tickets_ptr + tile, 1, sem="acq_rel", scope="gpu")
+        is_last = ticket == num_splits - 1
+    if is_last:
+        if IS_SPLIT:
+            tl.store(tickets_ptr + tile, 0)
+            sums_RO = tl.zeros((ROWS, OUTS), tl.float32)
+            squares_R = tl.zeros((ROWS,), tl.float32)
+            # as many parts at once as registers can take
+            for base in tl.range(0, num_splits, _MOST_READ // ROWS, num_stages=1):
+                for ahead in tl.static_range(_MOST_READ // ROWS):
+                    part_at = parts_ptr + (base + ahead) * part_size
+                    is_read = is_row & (base + ahead < num_splits)
+                    sums_RO += tl.load(
+                        part_at + places_RO, is_read[:, None], other=0.0, cache_modifier=".cg"
+                    )
+                    squares_R += tl.load(
+                        part_at + ROWS * OUTS + rows, is_read, other=0.0, cache_modifier=".cg"
+                    )
+        if norm_ptr is not None:
+            sums_RO *= tl.rsqrt(squares_R / in_size + eps)[:, None]
+        if bias_ptr is not None:
+            sums_RO += tl.load(bias_ptr + first_out + outs).to(tl.float32)[None, :]
+        out = sums_RO
+        if IS_GATED:
+            gate, up = sums_RO.reshape(ROWS, 2, WIDTH).permute(0, 2, 1).split()
+            out = _activated(gate, IS_GELU) * up
+        places = first_out + rows[:, None] * num_outs + columns[None, :]
+        is_stored = is_row[:, None]
+        if added_ptr is not None:
+            out += tl.load(added_ptr + places, is_stored, other=0.0).to(tl.float32)
+        tl.store(out_ptr + places, out.to(out_ptr.dtype.element_ty), is_stored)
+
+
+@triton.jit
+def _prefetch(rows_at, NUMBERS: tl.constexpr):
+    """Ask the L2 cache for so many numbers from each address on."""
+    BYTES: tl.constexpr = rows_at.dtype.element_ty.primitive_bitwidth // 8
+    COPIED: tl.constexpr = min(NUMBERS, _PREFETCHED_BYTES // BYTES)
+    copied_at = rows_at[:, None] + tl.arange(0, NUMBERS // COPIED)[None, :] * COPIED
+    tl.inline_asm_elementwise(
+        _PREFETCH, "=r,l", [copied_at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def _norm_weights(
+    norm_ptr, first, in_size, dtype: tl.constexpr, INS: tl.constexpr, IS_EVEN: tl.constexpr
+):
+    """float32 [INS]; of 16 bits they are read in pairs, as copies that run ahead need 4 bytes."""
+    if norm_ptr.dtype.element_ty == tl.float32:
+        places = first + tl.arange(0, INS)
+        is_input = places < in_size
+    else:
+        places = first // 2 + tl.arange(0, INS // 2)
+        is_input = places < in_size // 2
+    if IS_EVEN:
+        weights = tl.load(norm_ptr + places)
+    else:
+        weights = tl.load(norm_ptr + places, is_input, other=0)
+    if norm_ptr.dtype.element_ty != tl.float32:
+        weights = _halves(weights, dtype).reshape(INS)
+    return weights.to(tl.float32)
+
+
+@triton.jit
+def _unpacked(
+    words,
+    zeros,
+    dtype: tl.constexpr,
+    OUTS: tl.constexpr,
+    INS: tl.constexpr,
+    IS_ON_GPU: tl.constexpr,
+):
+    """code - zero of words [OUTS, w]: [OUTS, q, b, p, s, h] in a dtype of 16 bits."""
+    words = words.reshape(OUTS, 4, INS // 32)
+    zeros = zeros[:, None, None]
+    if IS_ON_GPU:
+        if dtype == tl.bfloat16:
+            offsets = ((zeros | _BF16_MAGIC) * 0x00010001) ^ _SIGNS
+        else:
+            offsets = ((zeros | _FP16_MAGIC) * 0x00010001) ^ _SIGNS
+        words, offsets = tl.broadcast(words, offsets)
+        pair0, pair1, pair2, pair3 = tl.inline_asm_elementwise(
+            _UNPACK_BF16 if dtype == tl.bfloat16 else _UNPACK_FP16,
+            "=&r,=&r,=&r,=&r,r,r",
+            [words, offsets],
+            dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
+            is_pure=True,
+            pack=1,
+        )
+        even = tl.join(_halves(pair0, dtype), _halves(pair1, dtype))
+        odd = tl.join(_halves(pair2, dtype), _halves(pair3, dtype))
+    else:
+        even = tl.join(_codes(words, zeros, 0, dtype), _codes(words, zeros, 4, dtype))
+        odd = tl.join(_codes(words, zeros, 8, dtype), _codes(words, zeros, 12, dtype))
+    return tl.join(even, odd)
+
+
+@triton.jit
+def _halves(pairs, dtype: tl.constexpr):
+    """The two values of 16 bits of each word, low half first, along a new dimension."""
+    low = pairs.to(tl.int16).to(dtype, bitcast=True)
+    return tl.join(low, (pairs >> 16).to(tl.int16).to(dtype, bitcast=True))
+
+
+@triton.jit
+def _codes(words, zeros, SHIFT: tl.constexpr, dtype: tl.constexpr):
+    """As `_halves` of an unpacked register, by plain arithmetic."""
+    low = ((words >> SHIFT) & 15) - zeros
+    high = ((words >> (SHIFT + 16)) & 15) - zeros
+    return tl.join(low.to(tl.float32).to(dtype), high.to(tl.float32).to(dtype))
+
+
+@triton.jit
+def _activated(gate, IS_GELU: tl.constexpr):
+    """SiLU, or GELU by its tanh: 1 + tanh(z) = 2 sigmoid(2 z)."""
+    inner = gate
+    if IS_GELU:
+        inner = _GELU_FACTOR * (gate + _GELU_CUBIC * gate * gate * gate)
+    return gate * tl.sigmoid(inner)

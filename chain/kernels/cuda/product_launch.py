@@ -1,0 +1,222 @@
+"""Launches of the product kernels: in what tiles a weight is read, and where results go.
+
+#   R = rows (tokens of one pass), I = in features, O = out features
+"""
+
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from polybasic.chain.kernels.cuda.product_kernels import norm_kernel, product_kernel
+from polybasic.chain.kernels.selection import KERNEL_DTYPES
+from polybasic.chain.kernels.torch.device_weights import DeviceLinear, PackedWeight
+from polybasic.chain.kernels.torch.operations import Norm, Operations
+
+MOST_ROWS = 64
+"""Of the kernels; more rows keep the tensor cores busy enough for PyTorch's operations."""
+MOST_SPLIT_TILES = 8192
+"""Tiles of one product over which inputs can be split."""
+
+_LEAST_ROWS = 16
+_ALIGNED_INPUTS = 8
+_WIDE_CAPABILITIES = (9, 10, 11)
+_EARLY_CAPABILITY = 9
+_NORM_WARPS = 8
+_REFERENCE = Operations()
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How programs divide a product.
+
+    Attributes:
+        outs: rows of the weight that a program reads, a power of two from 64 on.
+        ins: inputs of one step, a power of two; of a packed weight the size of its groups.
+        splits: programs that share the inputs of a tile.
+        warps: of a program, a multiple of 4.
+        stages: steps whose data are on their way at once.
+        registers: most of a thread; None for as many as it takes.
+        is_fused: the norm is a part of the kernel; else another one comes before it.
+        is_early: programs begin, and ask for weights, while the kernel before this one ends; of
+            GPUs for which `can_begin_early`.
+    """
+
+    outs: int
+    ins: int
+    splits: int = 1
+    warps: int = 4
+    stages: int = 3
+    registers: int | None = None
+    is_fused: bool = True
+    is_early: bool = False
+
+
+@dataclass(frozen=True)
+class Product:
+    """A product with what stands before and behind it.
+
+    Attributes:
+        x_RI: its rows may lie apart.
+        norm: of the rows; None for none.
+        added: contiguous [R, O], to the product; None for none.
+        activation: "silu" or "gelu_pytorch_tanh" of the first half of the product, by which the
+            second half is multiplied; None for none. Never with `added`.
+    """
+
+    linear: DeviceLinear
+    x_RI: Tensor
+    norm: Norm | None = None
+    added: Tensor | None = None
+    activation: str | None = None
+
+    @property
+    def can_launch(self) -> bool:
+        """Whether the kernels compute this product."""
+        weight = self.linear.weight
+        num_rows, in_size = self.x_RI.shape
+        if self.x_RI.stride(1) != 1:
+            return False
+        if not 0 < num_rows <= MOST_ROWS or self.x_RI.dtype not in KERNEL_DTYPES:
+            return False
+        if isinstance(weight, PackedWeight):
+            return _is_power_of_2(weight.group_size)
+        return weight.dtype == self.x_RI.dtype and in_size % _ALIGNED_INPUTS == 0
+
+    @property
+    def can_fuse(self) -> bool:
+        """Whether a kernel can multiply by the norm's weights before it knows the norm.
+
+        In float16 the rows times these weights may be too large or lose digits.
+        """
+        return self.norm is not None and self.x_RI.dtype == torch.bfloat16
+
+    @property
+    def num_kernel_rows(self) -> int:
+        """R as kernels are compiled for it: the next power of two, 16 at least."""
+        return max(_LEAST_ROWS, triton.next_power_of_2(len(self.x_RI)))
+
+    def computed(self, tiling: Tiling | None) -> Tensor:
+        """[R, O], of an activated product [R, O / 2], in the dtype of x.
+
+        Args:
+            tiling: of the kernel; None leaves the product to PyTorch's operations.
+        """
+        norm, x_RI = self.norm, self.x_RI
+        if tiling is None:
+            if self.activation is not None:
+                return _REFERENCE.gated_product(self.linear, x_RI, norm, self.activation)
+            return _REFERENCE.product(self.linear, x_RI, norm, self.added)
+        if norm is not None and not (tiling.is_fused and self.can_fuse):
+            x_RI, norm = normed(x_RI, norm), None
+        grid, arguments = replace(self, x_RI=x_RI, norm=norm).arguments(tiling)
+        product_kernel[grid](**arguments)
+        out: Tensor = arguments["out_ptr"]
+        return out
+
+    def compile(self, tiling: Tiling) -> None:
+        """Compile what `computed` launches, if that was not done yet."""
+        is_fused = tiling.is_fused and self.can_fuse
+        grid, arguments = (self if is_fused else replace(self, norm=None)).arguments(tiling)
+        product_kernel.warmup(grid=grid, **arguments)
+
+    def arguments(self, tiling: Tiling) -> tuple[tuple[int], dict[str, Any]]:
+        """Grid and arguments of `product_kernel`, which then writes `out_ptr`."""
+        x_RI, weight, device = self.x_RI, self.linear.weight, self.x_RI.device
+        (out_size, in_size), is_gated = self.linear.shape, self.activation is not None
+        num_outs, tile_outs = (
+            (out_size // 2, tiling.outs // 2) if is_gated else (out_size, tiling.outs)
+        )
+        num_tiles = triton.cdiv(num_outs, tile_outs)
+        parts = tickets = None
+        if tiling.splits > 1:
+            assert num_tiles <= MOST_SPLIT_TILES, f"{num_tiles} tiles of {tiling.splits} parts"
+            part_size = self.num_kernel_rows * (tiling.outs + 1)
+            num_parts = num_tiles * tiling.splits
+            parts = torch.empty(num_parts * part_size, dtype=torch.float32, device=device)
+            tickets = _tickets(device)
+        arguments: dict[str, Any] = {
+            "x_ptr": x_RI,
+            "weight_ptr": weight.words if isinstance(weight, PackedWeight) else weight,
+            "groups_ptr": weight.groups if isinstance(weight, PackedWeight) else None,
+            "norm_ptr": None if self.norm is None else _in_words(self.norm.weight),
+            "bias_ptr": self.linear.bias,
+            "added_ptr": self.added,
+            "out_ptr": x_RI.new_empty(len(x_RI), num_outs),
+            "parts_ptr": parts,
+            "tickets_ptr": tickets,
+            "num_rows": len(x_RI),
+            "in_size": in_size,
+            "out_size": out_size,
+            "x_stride": x_RI.stride(0),
+            "num_splits": tiling.splits,
+            "eps": 0.0 if self.norm is None else self.norm.eps,
+            "ROWS": self.num_kernel_rows,
+            "OUTS": tiling.outs,
+            "INS": tiling.ins,
+            "IS_SPLIT": tiling.splits > 1,
+            "IS_EVEN": in_size % tiling.ins == 0,
+            "IS_NARROW": num_outs < tile_outs,
+            "IS_GATED": is_gated,
+            "IS_GELU": self.activation == "gelu_pytorch_tanh",
+            "IS_ON_GPU": device.type == "cuda",
+            "IS_WIDE": _is_wide(device),
+            "IS_EARLY": tiling.is_early,
+            "num_warps": tiling.warps,
+            "num_stages": tiling.stages,
+        }
+        if tiling.registers is not None:
+            arguments["maxnreg"] = tiling.registers
+        if tiling.is_early:
+            arguments["launch_pdl"] = True
+        return (num_tiles * tiling.splits,), arguments
+
+
+def normed(x_RI: Tensor, norm: Norm) -> Tensor:
+    """The norm of each row, computed in float32."""
+    num_rows, in_size = x_RI.shape
+    out = x_RI.new_empty(num_rows, in_size)
+    norm_kernel[(num_rows,)](
+        x_RI,
+        norm.weight,
+        out,
+        in_size,
+        x_RI.stride(0),
+        norm.eps,
+        INS=triton.next_power_of_2(in_size),
+        num_warps=_NORM_WARPS,
+    )
+    return out
+
+
+def _in_words(weight: Tensor) -> Tensor:
+    return weight if weight.dtype == torch.float32 else weight.view(torch.int32)
+
+
+@cache
+def _tickets(device: torch.device) -> Tensor:
+    """Zeros, to which every launch leaves them again; launches follow one another on a stream."""
+    with torch.inference_mode(False):
+        return torch.zeros(MOST_SPLIT_TILES, dtype=torch.int32, device=device)
+
+
+@cache
+def _is_wide(device: torch.device) -> bool:
+    """Whether the tensor cores read rows from shared memory; so an interpreted kernel takes it."""
+    if device.type != "cuda":
+        return True
+    return torch.cuda.get_device_capability(device)[0] in _WIDE_CAPABILITIES
+
+
+def can_begin_early(device: torch.device) -> bool:
+    """Whether a GPU can start a kernel before the one before it has ended."""
+    if device.type != "cuda":
+        return False
+    return torch.cuda.get_device_capability(device)[0] >= _EARLY_CAPABILITY
+
+
+def _is_power_of_2(number: int) -> bool:
+    return number & (number - 1) == 0

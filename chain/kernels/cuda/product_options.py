@@ -1,0 +1,139 @@
+"""Ways to compute a product that are worth a measurement."""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from polybasic.chain.kernels.cuda.product_launch import Product, Tiling
+from polybasic.chain.kernels.torch.device_weights import PackedWeight
+
+Option = Tiling | None
+"""A way to compute a product; None stands for PyTorch's operations."""
+
+_LEAST_STEPS = 4
+_MOST_SPLITS = 16
+_LIKELIEST = 2
+
+
+@dataclass(frozen=True)
+class Task:
+    """What the choice of a kernel depends on.
+
+    Attributes:
+        weight: "bfloat16", "float16", or with the size of groups: "bfloat16 int4/128".
+        rows: for which kernels are compiled, at most 64.
+    """
+
+    weight: str
+    out_size: int
+    in_size: int
+    rows: int
+    has_norm: bool
+    has_added: bool
+    is_gated: bool
+
+    @classmethod
+    def of(cls, product: Product) -> "Task":
+        """The task of a product that can be launched."""
+        weight = str(product.x_RI.dtype).removeprefix("torch.")
+        if isinstance(product.linear.weight, PackedWeight):
+            weight += f" int4/{product.linear.weight.group_size}"
+        return cls(
+            weight,
+            *product.linear.shape,
+            product.num_kernel_rows,
+            product.norm is not None,
+            product.added is not None,
+            product.activation is not None,
+        )
+
+    def __str__(self) -> str:
+        parts = [self.weight, f"{self.out_size}x{self.in_size}", f"{self.rows} rows"]
+        flags = {"norm": self.has_norm, "added": self.has_added, "gated": self.is_gated}
+        return " ".join([*parts, *(name for name, is_set in flags.items() if is_set)])
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A tile of a program, and how many such programs one multiprocessor holds."""
+
+    tiling: Tiling
+    resident: int
+
+
+PACKED_SHAPES = {
+    16: (
+        Shape(Tiling(128, 128, warps=4, stages=4, registers=128), 4),
+        Shape(Tiling(256, 128, warps=8, stages=3, registers=128), 2),
+    ),
+    32: (
+        Shape(Tiling(128, 128, warps=4, stages=3, registers=168), 3),
+        Shape(Tiling(256, 128, warps=8, stages=4), 1),
+    ),
+    64: (
+        Shape(Tiling(256, 128, warps=8, stages=3), 1),
+        Shape(Tiling(128, 128, warps=4, stages=3), 2),
+    ),
+}
+DENSE_SHAPES = {
+    16: (
+        Shape(Tiling(128, 64, warps=4, stages=4), 3),
+        Shape(Tiling(64, 128, warps=4, stages=3), 3),
+    ),
+    32: (
+        Shape(Tiling(128, 64, warps=4, stages=4), 2),
+        Shape(Tiling(64, 128, warps=4, stages=3), 3),
+    ),
+    64: (
+        Shape(Tiling(128, 64, warps=4, stages=4), 2),
+        Shape(Tiling(128, 64, warps=8, stages=4), 2),
+    ),
+}
+"""By rows; registers, shared memory and spills of these were read off the machine code for
+sm_90, and steps on their way at once cover its memory's latency. Steps of a packed weight are its
+groups, whatever stands here; its tiles have a row for each thread, or their scales would not be
+copied ahead."""
+
+
+def options_of(task: Task, processors: int) -> list[Tiling]:
+    """Divisions worth a measurement, the likeliest first; the norm is a part of each.
+
+    Inputs are split so that there is about one program on each multiprocessor, or two, or as many
+    as there is room for.
+    """
+    packed = "int4" in task.weight
+    options = []
+    for shape in (PACKED_SHAPES if packed else DENSE_SHAPES)[task.rows]:
+        tiling = shape.tiling
+        if packed:
+            tiling = replace(tiling, ins=int(task.weight.partition("/")[2]))
+        num_tiles = -(-task.out_size // tiling.outs)
+        most = max(1, min(_MOST_SPLITS, task.in_size // tiling.ins // _LEAST_STEPS))
+        filling = sorted(range(1, shape.resident + 1), key=lambda each: abs(each - _LIKELIEST))
+        splits = [max(1, min(most, each * processors // num_tiles)) for each in filling]
+        options += [replace(tiling, splits=each) for each in dict.fromkeys(splits)]
+    return options
+
+
+def fixed_option(product: Product) -> Tiling:
+    """The likeliest division; what an interpreted kernel takes."""
+    return options_of(Task.of(product), num_processors(product.x_RI.device))[0]
+
+
+def described(option: Option) -> str:
+    """A way in a few words, such as "128x64 splits 4 warps 4 stages 3"."""
+    if option is None:
+        return "torch"
+    limit = "" if option.registers is None else f" registers {option.registers}"
+    return (
+        f"{option.outs}x{option.ins} splits {option.splits} warps {option.warps} "
+        f"stages {option.stages}{limit}{'' if option.is_fused else ', norm before'}"
+        f"{', early' if option.is_early else ''}"
+    )
+
+
+def num_processors(device: torch.device) -> int:
+    """Streaming multiprocessors; for a CPU, where kernels are interpreted, an H200's."""
+    if device.type != "cuda":
+        return 132
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,0 +1,42 @@
+"""The operations of a device by Triton's kernels, where they have the sizes for it."""
+
+from torch import Tensor
+
+from polybasic.chain.kernels.cuda import attention, products
+from polybasic.chain.kernels.cuda.draft_operations import DraftOperations
+from polybasic.chain.kernels.torch.device_weights import DeviceLinear
+from polybasic.chain.kernels.torch.operations import Heads, Norm
+from polybasic.chain.kernels.torch.rotary import Rotation
+from polybasic.chain.kernels.torch.rows import DeviceRows, Span
+
+
+class TritonOperations(DraftOperations):
+    """Norms, products and attention of few rows in Triton, too."""
+
+    def norm(self, x_RI: Tensor, norm: Norm) -> Tensor:
+        return products.norm(x_RI, norm)
+
+    def product(
+        self,
+        linear: DeviceLinear,
+        x_RI: Tensor,
+        norm: Norm | None = None,
+        added: Tensor | None = None,
+    ) -> Tensor:
+        return products.product(linear, x_RI, norm, added)
+
+    def gated_product(
+        self, linear: DeviceLinear, x_RI: Tensor, norm: Norm | None, activation: str
+    ) -> Tensor:
+        return products.gated_product(linear, x_RI, norm, activation)
+
+    def attention(
+        self,
+        qkv: Tensor,
+        cache: Tensor,
+        rows: DeviceRows,
+        span: Span,
+        heads: Heads,
+        rotation: Rotation,
+    ) -> Tensor:
+        return attention.attention(qkv, cache, rows, span, heads, rotation)

@@ -1,0 +1,105 @@
+"""Where the device path runs, and what computes there."""
+
+import importlib.util
+import logging
+from functools import cache
+from importlib.metadata import version
+
+import torch
+
+from polybasic.chain.kernels.cpu.build import kernels_wanted
+from polybasic.chain.kernels.torch.operations import Operations
+
+KERNEL_DTYPES = (torch.bfloat16, torch.float16)
+"""That the Triton kernels compute in."""
+LEAST_CAPABILITY = (8, 0)
+"""Ampere: tensor cores for bfloat16, and copies that run ahead."""
+
+_log = logging.getLogger(__name__)
+
+
+def operations_for(device: torch.device, dtype: torch.dtype) -> Operations | None:
+    """What computes passes on a device, the same object at each call; None for the eager path.
+
+    On a GPU these are Triton's kernels, or PyTorch's operations in float32 and where the kernels
+    cannot run, which is told in one warning a process. On a CPU they are PyTorch's operations,
+    where POLYBASIC_KERNELS asks for the device path.
+
+    Raises:
+        UserError: POLYBASIC_KERNELS has an unknown value.
+    """
+    wanted = kernels_wanted()
+    if device.type == "cpu":
+        return _reference() if wanted == "device" else None
+    if device.type != "cuda" or wanted == "eager":
+        return None
+    if dtype not in KERNEL_DTYPES:
+        return _reference()
+    lack = _lack(device)
+    return _kernels() if lack is None else _reference_for_lack(lack)
+
+
+def reads_4_bits(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the device path keeps 4-bit weights packed: where a kernel reads them.
+
+    On a CPU they are kept as on a GPU. PyTorch's operations would take them apart at each product,
+    so on a GPU they read a dequantized copy.
+
+    Raises:
+        UserError: POLYBASIC_KERNELS has an unknown value.
+    """
+    operations = operations_for(device, dtype)
+    return operations is not None and (device.type == "cpu" or operations is not _reference())
+
+
+def describe_gpu_kernels() -> str:
+    """What computes passes on a GPU, here or where there is one, and why.
+
+    For example "triton 3.6.0 (float32: PyTorch's operations)".
+
+    Raises:
+        UserError: POLYBASIC_KERNELS has an unknown value.
+    """
+    if kernels_wanted() == "eager":
+        return "eager PyTorch (POLYBASIC_KERNELS=eager)"
+    if lack := _lack(torch.device("cuda")):
+        return f"PyTorch's operations ({lack})"
+    return f"triton {version('triton')} (float32: PyTorch's operations)"
+
+
+def has_triton() -> bool:
+    """Whether Triton is installed."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def _lack(device: torch.device) -> str | None:
+    """What the kernels lack on a GPU, in one line; None for nothing."""
+    if not has_triton():
+        return "no triton found; pip install triton"
+    if torch.version.hip is not None:
+        return "they are written for NVIDIA's GPUs"
+    if torch.cuda.is_available():
+        found = torch.cuda.get_device_capability(device)
+        if found < LEAST_CAPABILITY:
+            return "compute capability {}.{}, at least {}.{} is needed".format(
+                *found, *LEAST_CAPABILITY
+            )
+    return None
+
+
+@cache
+def _reference() -> Operations:
+    return Operations()
+
+
+@cache
+def _kernels() -> Operations:
+    from polybasic.chain.kernels.cuda.triton_operations import TritonOperations
+
+    return TritonOperations()
+
+
+@cache
+def _reference_for_lack(lack: str) -> Operations:
+    _log.warning("GPU kernels: PyTorch's operations, which are slower: %s", lack)
+    return _reference()

@@ -1,0 +1,143 @@
+"""Weights as device kernels read them: dense, or in 4 bits.
+
+#   R = rows (tokens of one pass), I = in features, O = out features, G = groups of inputs
+#   w = words of a group: 32 inputs b, of which each of four threads q reads pairs p, j times
+"""
+
+from dataclasses import dataclass
+from itertools import product
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from polybasic.chain.formats.awq import QuantizedWeight
+
+if TYPE_CHECKING:
+    from polybasic.chain.kernels.torch.operations import Operations
+
+CODES_PER_WORD = 8
+GROUP_MULTIPLE = 32
+"""Inputs of a group are a multiple of this many."""
+
+_CODES_AT_ONCE = 1 << 24
+_ZERO_MASK = 15
+
+
+@dataclass(frozen=True)
+class PackedWeight:
+    """A 4-bit weight, laid out once: weight[o, i] = (code[o, i] - zero[o, g]) * scale[o, g].
+
+    Tensor cores want of each thread, of every 16 inputs of a row, two neighbours and the two that
+    lie 8 behind them. A word holds what one thread needs of 32 inputs, and the words that it needs
+    of one group stand side by side: codes go from memory into the product without being moved
+    between threads.
+
+    Attributes:
+        words: int32 [G, O, n / 8] for groups of n inputs. Word q * n / 32 + b of a group holds the
+            inputs 32 b + 8 j + 2 q + p of it, for j from 0 to 3 and p of 0 and 1, in the four bits
+            from 16 p + 4 j on.
+        groups: int32 [G, O]: the bits of the scale as float32, whose lowest hold the zero instead;
+            a scale of 16 bits has none there.
+    """
+
+    words: Tensor
+    groups: Tensor
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(O, I)."""
+        return self.words.shape[1], len(self.words) * self.group_size
+
+    @property
+    def group_size(self) -> int:
+        """Inputs that share a scale and a zero."""
+        return CODES_PER_WORD * self.words.shape[2]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of both tensors."""
+        return self.words.nbytes + self.groups.nbytes
+
+    @classmethod
+    def pack(cls, weight: QuantizedWeight, device: torch.device) -> "PackedWeight":
+        """Lay out a weight on a device; its groups hold a multiple of `GROUP_MULTIPLE` inputs."""
+        (out_size, in_size), group_size = weight.codes.shape, weight.group_size
+        assert group_size % GROUP_MULTIPLE == 0, f"groups of {group_size}"
+        shape_GOw = (in_size // group_size, out_size, group_size // CODES_PER_WORD)
+        words = torch.zeros(shape_GOw, dtype=torch.int32, device=device)
+        num_rows = max(1, _CODES_AT_ONCE // in_size)
+        for first in range(0, out_size, num_rows):
+            rows = slice(first, first + num_rows)
+            codes = weight.codes[rows].to(device).t().int()
+            codes_GbjqpO = codes.view(shape_GOw[0], -1, 4, 4, 2, codes.shape[1])
+            for pair, second in product(range(4), range(2)):
+                nibbles_GOqb = codes_GbjqpO[:, :, pair, :, second].permute(0, 3, 2, 1)
+                words[:, rows] |= nibbles_GOqb.flatten(2) << (4 * pair + 16 * second)
+        scales, zeros = (part.to(device).t() for part in (weight.scales, weight.zeros))
+        groups = scales.float().contiguous().view(torch.int32) | zeros.int()
+        return cls(words, groups)
+
+    @property
+    def scales(self) -> Tensor:
+        """float32 [G, O]."""
+        return (self.groups & ~_ZERO_MASK).view(torch.float32)
+
+    @property
+    def zeros(self) -> Tensor:
+        """int32 [G, O]."""
+        return self.groups & _ZERO_MASK
+
+    def dequantized(self, dtype: torch.dtype) -> Tensor:
+        """The weight [O, I] in `dtype`, made some rows at a time."""
+        out_size, in_size = self.shape
+        weight = torch.empty(self.shape, dtype=dtype, device=self.words.device)
+        num_rows = max(1, _CODES_AT_ONCE // in_size)
+        for first in range(0, out_size, num_rows):
+            rows = slice(first, first + num_rows)
+            weight[rows] = self._rows_in_float32(rows)
+        return weight
+
+    def _rows_in_float32(self, rows: slice) -> Tensor:
+        words_GOqb = self.words[:, rows].unflatten(2, (4, -1))
+        nibbles = [
+            (words_GOqb >> (4 * pair + 16 * second)) & 15
+            for pair, second in product(range(4), range(2))
+        ]
+        codes_GOqbjp = torch.stack(nibbles, -1).unflatten(-1, (4, 2))
+        codes_OGi = codes_GOqbjp.permute(1, 0, 3, 4, 2, 5).flatten(2)
+        scales, zeros = self.scales[:, rows].t(), self.zeros[:, rows].t()
+        return ((codes_OGi - zeros[..., None]) * scales[..., None]).flatten(1)
+
+
+class DeviceLinear:
+    """A product on the device: x [R, I] -> [R, O], in the dtype of x.
+
+    Args:
+        operations: compute products of few rows, with what stands before and behind them.
+        weight: [O, I] or packed.
+        bias: [O] or None.
+    """
+
+    def __init__(
+        self, operations: "Operations", weight: Tensor | PackedWeight, bias: Tensor | None
+    ) -> None:
+        self.operations, self.weight, self.bias = operations, weight, bias
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(O, I)."""
+        if isinstance(self.weight, PackedWeight):
+            return self.weight.shape
+        return self.weight.shape[0], self.weight.shape[1]
+
+    def __call__(self, x_RI: Tensor) -> Tensor:
+        """The product by PyTorch's operations, over any number of rows."""
+        return F.linear(x_RI, self.dense(x_RI.dtype), self.bias)
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        """The weight [O, I]; a packed one is dequantized."""
+        if isinstance(self.weight, PackedWeight):
+            return self.weight.dequantized(dtype)
+        return self.weight

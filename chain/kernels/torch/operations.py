@@ -1,0 +1,239 @@
+"""What a pass on a device is made of, in PyTorch's operations.
+
+These run anywhere, and decide what is right: `polybasic.chain.kernels.cuda` computes the same with
+Triton. None reads a number on the host, none has a shape that depends on one: all can be
+captured.
+
+#   R = rows (tokens of one pass), I = in features, O = out features, V = tokens to choose from
+#   K = key/value heads, G = query heads that read one of them, H = head size
+#   P = provisional rows of the cache, those of the pass included
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from polybasic.chain.kernels.torch import trees
+from polybasic.chain.kernels.torch.device_weights import DeviceLinear
+from polybasic.chain.kernels.torch.rotary import Rotation
+from polybasic.chain.kernels.torch.rows import DeviceRows, Span
+
+_CHUNK = 1024
+"""Outputs whose probabilities are summed in a row; chunks are summed after that."""
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+}
+"""Of a gated MLP, by name."""
+
+
+@dataclass(frozen=True)
+class Norm:
+    """A root-mean-square norm: weight [I], in the compute dtype or in float32."""
+
+    weight: Tensor
+    eps: float
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Heads of an attention layer.
+
+    Attributes:
+        scale: factor of the scores.
+        softcap: c of c * tanh(score / c); None leaves scores as they are.
+        query_norm: of each query, weight [H]; comes with `key_norm`.
+    """
+
+    num_kv_heads: int
+    query_groups: int
+    head_dim: int
+    scale: float
+    softcap: float | None = None
+    query_norm: Norm | None = None
+    key_norm: Norm | None = None
+
+
+class Operations:
+    """The operations of a pass; tensors are in the compute dtype unless they say otherwise."""
+
+    def norm(self, x_RI: Tensor, norm: Norm) -> Tensor:
+        """The norm of each row, computed in the dtype of its weight."""
+        wide = x_RI.to(norm.weight.dtype)
+        return F.rms_norm(wide, norm.weight.shape, norm.weight, norm.eps).to(x_RI.dtype)
+
+    def product(
+        self,
+        linear: DeviceLinear,
+        x_RI: Tensor,
+        norm: Norm | None = None,
+        added: Tensor | None = None,
+    ) -> Tensor:
+        """`linear` of the rows, normed first where a norm is given, plus `added` [R, O]."""
+        out = linear(x_RI if norm is None else self.norm(x_RI, norm))
+        return out if added is None else added + out
+
+    def gated_product(
+        self, linear: DeviceLinear, x_RI: Tensor, norm: Norm | None, activation: str
+    ) -> Tensor:
+        """activation(gate) * up [R, O / 2], of which `linear` computes gate first, then up."""
+        gate, up = self.product(linear, x_RI, norm).chunk(2, -1)
+        return ACTIVATIONS[activation](gate) * up
+
+    def attention(
+        self,
+        qkv: Tensor,
+        cache: Tensor,
+        rows: DeviceRows,
+        span: Span,
+        heads: Heads,
+        rotation: Rotation,
+    ) -> Tensor:
+        """Write the rows' keys and values into the cache, then attend: [R, K * G * H].
+
+        Args:
+            qkv: [R, (K*G + K + K) * H], queries first, then keys, then values.
+            cache: [2K, capacity, H], keys first; rows of it that were never written are finite.
+            span: what the layer's kind sees; `rows.span_of`.
+            rotation: cosines and signed sines of all positions, each [positions, 1, H].
+        """
+        K, G, H = heads.num_kv_heads, heads.query_groups, heads.head_dim
+        num_rows, capacity = len(qkv), cache.shape[1]
+        queries = self.write_rows(qkv, cache, rows, heads, rotation)
+        queries = queries.reshape(num_rows, K, G, H).permute(1, 0, 2, 3)
+        keys, values = cache.split(K)
+        scores = queries.flatten(1, 2) @ keys.mT
+        scores = scores.view(K, num_rows, G, capacity).float() * heads.scale
+        if heads.softcap is not None:
+            scores = (scores / heads.softcap).tanh() * heads.softcap
+        hidden = ~seen(rows, span, capacity)
+        scores = scores.masked_fill(hidden[None, :, None], float("-inf"))
+        attended = scores.softmax(-1).to(qkv.dtype).flatten(1, 2) @ values
+        return attended.view(K, num_rows, G, H).transpose(0, 1).reshape(num_rows, -1)
+
+    def write_rows(
+        self, qkv: Tensor, cache: Tensor, rows: DeviceRows, heads: Heads, rotation: Rotation
+    ) -> Tensor:
+        """Write the rows' keys and values as `attention` does; its queries [R, K * G, H]."""
+        K, G, H = heads.num_kv_heads, heads.query_groups, heads.head_dim
+        num_rows = len(qkv)
+        parts = qkv.view(num_rows, -1, H)
+        rotated = parts[:, : K * G + K]
+        if heads.query_norm is not None and heads.key_norm is not None:
+            queries = self.norm(rotated[:, : K * G], heads.query_norm)
+            rotated = torch.cat([queries, self.norm(rotated[:, K * G :], heads.key_norm)], 1)
+        cos, sin = (table[rows.positions] for table in rotation)
+        rotated = rotated * cos + rotated.roll(H // 2, -1) * sin
+        written = rows.prefix + rows.first + torch.arange(num_rows, device=qkv.device)
+        new_rows = torch.cat([rotated[:, K * G :], parts[:, K * G + K :]], 1)
+        cache.index_copy_(1, written, new_rows.transpose(0, 1))
+        return rotated[:, : K * G]
+
+    def best(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """Log-probabilities float32 and outputs int64, both [R, k], of the best, best first."""
+        best, outputs = logits.log_softmax(-1, dtype=torch.float32).topk(k)
+        return best, outputs
+
+    def most_probable(self, logits: Tensor) -> Tensor:
+        """The most probable output of each row, int64 [R]."""
+        return logits.argmax(-1)
+
+    def draw(self, probabilities: Tensor, uniforms: Tensor) -> Tensor:
+        """One output of each row by inversion, int64 [R]; none of probability 0.
+
+        Equal numbers give equal draws, on a GPU too, where PyTorch's cumulative sum of one row
+        would not.
+
+        Args:
+            probabilities: float32 [R, V]; a row may be multiplied by any positive number.
+            uniforms: float32 [R], from 0 to 1 (excluded).
+        """
+        num_rows, num_outputs = probabilities.shape
+        # a scan of several rows keeps its order of additions, hence two chunks at least
+        num_chunks = max(2, -(-num_outputs // _CHUNK))
+        padded = F.pad(probabilities, (0, num_chunks * _CHUNK - num_outputs))
+        within = padded.view(num_rows, num_chunks, _CHUNK).cumsum(-1)
+        sums = within[..., -1]
+        chunks = torch.arange(num_chunks, device=sums.device)
+        before = torch.where(chunks < chunks[:, None], sums[:, None], 0).sum(-1)
+        total = before[:, -1] + sums[:, -1]
+        cumulative = (before[..., None] + within).flatten(1)[:, :num_outputs]
+        # sums that a GPU makes side by side may step up where nothing is added
+        is_possible = probabilities > 0
+        is_beyond = is_possible & (cumulative > (uniforms * total)[:, None])
+        outputs = torch.arange(num_outputs, device=sums.device)
+        last = torch.where(is_possible, outputs, 0).amax(1, keepdim=True)
+        return torch.where(is_beyond, outputs, last).amin(1)
+
+    def continuations(
+        self, logits: Tensor, k: int, above: Tensor | None, token_ids: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Scores float32 and tokens int64, both [R * k], of the k best behind each row of a draft.
+
+        Args:
+            above: float32 [R], the rows' own scores, to which log-probabilities are added.
+            token_ids: int64 [V], the token of each output; None where that is its number.
+        """
+        scores, outputs = self.best(logits, k)
+        if above is not None:
+            scores = above[:, None] + scores
+        if token_ids is not None:
+            outputs = token_ids[outputs]
+        return scores.flatten(), outputs.flatten()
+
+    def next_beam(
+        self, scores: Tensor, tokens: Tensor, states: Tensor, visible: Tensor
+    ) -> trees.Beam:
+        """The best n of a level's n * n candidates, of which n hang below each of n rows.
+
+        Args:
+            scores: float32 [n * n]; of equal ones any may come first.
+            tokens: int64 [n * n].
+            states: [n, H] of the rows.
+            visible: bool [n, P], provisional rows of the cache that each row sees.
+        """
+        return trees.next_beam(scores, tokens, states, visible)
+
+    def keep_best(
+        self, top_k: int, tokens: Tensor, scores: Tensor, beams: Tensor, root: Tensor, rows: int
+    ) -> trees.Rows:
+        """The token `root` int64 [] and the best `rows - 1` of all candidates, or all of them.
+
+        Of equal scores the candidate of the smaller number is better.
+
+        Args:
+            tokens, scores, beams: int64 [N], float32 [N] and int64 [levels - 1, top_k], as
+                `polybasic.deploy.drafters.expansion.Candidates` has them.
+        """
+        return trees.keep_best(top_k, tokens, scores, beams, root, rows)
+
+    def walk(
+        self, tree: trees.Rows, drawn: Tensor, limit: Tensor, stop_tokens: Tensor, most: int
+    ) -> trees.Walk:
+        """Walk from the root: a drawn token that is a child of the row is stepped to.
+
+        Args:
+            tree: of whose rows some may only fill up: no draw is their token.
+            drawn: int64 [tree rows], the token drawn behind each row.
+            limit: int64 [], gain at most so many tokens; at least 1.
+            stop_tokens: int64 [S], of which the first that is gained is the last; may be none.
+            most: more than the greatest depth of the tree.
+        """
+        return trees.walk(tree, drawn, limit, stop_tokens, most)
+
+
+def seen(rows: DeviceRows, span: Span, capacity: int) -> Tensor:
+    """Which rows of the cache each row sees, bool [R, capacity]."""
+    places = torch.arange(capacity, device=rows.prefix.device)
+    is_seen = places < rows.prefix
+    if span.tokens:
+        is_latest = places > rows.positions[:, None] - span.tokens
+        is_seen = is_seen & (is_latest | (places < span.sinks))
+    provisional = places - rows.prefix
+    num_provisional = span.visible.shape[1]
+    among = span.visible[:, provisional.clamp(0, num_provisional - 1)]
+    return is_seen | (among & (provisional >= 0) & (provisional < num_provisional))

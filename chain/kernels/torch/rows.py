@@ -1,0 +1,96 @@
+"""How the rows of one pass look at the cache, told in tensors that the host never reads.
+
+The twin of `polybasic.chain.kernels.torch.attend`: a captured pass runs again over other rows when
+the numbers in these tensors change, while all of their shapes stay.
+
+#   R = rows (tokens of one pass), P = provisional rows of the cache, those of the pass included
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from polybasic.chain.formats.config import LayerKind
+from polybasic.chain.formats.manifest import Window
+
+
+@dataclass(frozen=True)
+class DeviceRows:
+    """How the rows of one pass look at the cache.
+
+    The cache holds committed rows, each at the position of its number, and provisional ones behind
+    them. The pass writes the provisional rows `first` to P - 1, that is, the rows `prefix + first`
+    and behind of the cache.
+
+    Attributes:
+        prefix: int64 [], committed rows of the cache; all rows of the pass see them, but for what
+            a window hides.
+        positions: int64 [R], of the rows.
+        columns: int64 [P], positions of the provisional rows; the last R are `positions`.
+        visible: bool [R, P], which provisional rows a row sees, itself included.
+        window: hides the middle of a long context; None hides nothing.
+    """
+
+    prefix: Tensor
+    positions: Tensor
+    columns: Tensor
+    visible: Tensor
+    window: Window | None = None
+
+    @property
+    def num_rows(self) -> int:
+        """R."""
+        return len(self.positions)
+
+    @property
+    def first(self) -> int:
+        """Provisional rows of the cache before those of the pass."""
+        return len(self.columns) - len(self.positions)
+
+    def span_of(self, kind: LayerKind) -> "Span":
+        """What rows see of the cache in layers of one kind."""
+        tokens, sinks = kind.window, 0
+        if self.window is not None and (tokens is None or self.window.tokens < tokens):
+            tokens, sinks = self.window.tokens, self.window.sinks
+        if tokens is None:
+            return Span(0, 0, self.visible)
+        is_hidden = self.columns <= self.positions[:, None] - tokens
+        is_hidden &= self.columns >= sinks
+        return Span(tokens, sinks, self.visible & ~is_hidden)
+
+
+@dataclass(frozen=True)
+class Span:
+    """What rows see in layers of one kind.
+
+    Attributes:
+        tokens: committed rows at position - tokens and before are hidden, but for the sinks; 0
+            hides none.
+        sinks: leading committed rows that are seen all the same.
+        visible: bool [R, P], as `DeviceRows.visible`, without what the window hides.
+    """
+
+    tokens: int
+    sinks: int
+    visible: Tensor
+
+
+def causal_rows(prefix: Tensor, num_rows: int, window: Window | None = None) -> DeviceRows:
+    """`num_rows` consecutive tokens behind `prefix` (int64 []) committed ones."""
+    positions = prefix + torch.arange(num_rows, device=prefix.device)
+    visible = torch.ones(num_rows, num_rows, dtype=torch.bool, device=prefix.device).tril()
+    return DeviceRows(prefix, positions, positions, visible, window)
+
+
+def tree_rows(
+    prefix: Tensor, depths: Tensor, ancestors: Tensor, window: Window | None = None
+) -> DeviceRows:
+    """Rows of a tree behind `prefix` committed tokens.
+
+    Args:
+        depths: int64 [R], distance of each row from the root.
+        ancestors: bool [R, R], which rows lie on the path to each, itself included.
+    """
+    positions = prefix + depths
+    return DeviceRows(prefix, positions, positions, ancestors, window)

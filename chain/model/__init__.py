@@ -1,0 +1,1 @@
+"""Decoders and draft heads: weights are loaded, layers run. Knows no chain and no sampling."""

@@ -1,0 +1,95 @@
+"""A checkpoint as transformers runs it: for training, for quantizing, and to compare with."""
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging
+
+from polybasic.chain.errors import UserError
+from polybasic.chain.formats.checkpoint import tensor_files
+from polybasic.chain.formats.files import read_json
+
+
+def load_reference_model(
+    folder: Path, dtype: torch.dtype | str, device: torch.device | None = None
+) -> PreTrainedModel:
+    """Load a causal language model; code in the folder is never run.
+
+    Weights go straight to the device and dtype. On the CPU those that are stored in `dtype` stay
+    mapped and are not copied at all; of others no more than one file is mapped beside them.
+
+    Args:
+        dtype: of the weights; "auto" keeps them as they are stored.
+        device: default: the CPU.
+
+    Raises:
+        UserError: no config or weights, a damaged file, a pickle that holds more than tensors, a
+            weight that the model needs is missing, or what transformers refuses.
+    """
+    config = read_json(folder / "config.json", "model config")
+    tensor_files(folder)
+    is_on_cpu = device is None or device.type == "cpu"
+    load: Callable[..., Any] = AutoModelForCausalLM.from_pretrained
+    try:
+        with quiet_transformers():
+            model, report = load(
+                folder,
+                dtype="auto" if is_on_cpu else dtype,
+                device_map=None if is_on_cpu else {"": device},
+                # PyTorch's fused attention has no soft-capping of scores
+                attn_implementation="eager" if config.get("model_type") == "gemma2" else "sdpa",
+                local_files_only=True,
+                trust_remote_code=False,
+                output_loading_info=True,
+            )
+    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
+        raise UserError(
+            "cannot load the target",
+            f"{folder} ({str(error).strip().splitlines()[0]})",
+            "name a folder that transformers' AutoModelForCausalLM loads",
+        ) from error
+    require_all_weights(report["missing_keys"], folder)
+    if is_on_cpu and isinstance(dtype, torch.dtype):
+        _convert(model, dtype)
+    return model.eval()
+
+
+def require_all_weights(missing: Iterable[str], folder: Path) -> None:
+    """Refuse weights that transformers would leave at random.
+
+    Raises:
+        UserError: the first of `missing`.
+    """
+    for name in sorted(missing):
+        raise UserError("weight missing", f"{name} in {folder}", "write the checkpoint again")
+
+
+def _convert(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Convert the weights, not the buffers: rotary frequencies are float32 in models of any dtype.
+
+    A file is unmapped with the last weight that lies in it, so they are taken by their address.
+    """
+    for parameter in sorted(model.parameters(), key=torch.Tensor.data_ptr):
+        parameter.data = parameter.data.to(dtype)
+    model.config.dtype = dtype
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """No bars for files that are read or written in a moment, and nothing on stdout."""
+    if not torch.cuda.is_available():
+        # transformers imports DeepSpeed when it saves, which tells stdout that it took the CPU.
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    shows_bars = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shows_bars:
+            logging.enable_progress_bar()

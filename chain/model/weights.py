@@ -1,0 +1,105 @@
+"""Tensors of a checkpoint, one at a time, straight to the device and dtype of their use."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from polybasic.chain.errors import UserError
+from polybasic.chain.formats.awq import QuantizedWeight
+from polybasic.chain.formats.checkpoint import read_tensors, tensor_files
+from polybasic.chain.model.linear import Linear, dense_linear, int4_linear, is_laid_out_anew
+
+
+class Weights:
+    """Tensors of one checkpoint by name; a file is mapped while one is taken and unmapped after.
+
+    Pages of a mapping that stays open would count as resident once they were read. So what is
+    resident is what was made of the tensors, and beside it no more than what is being converted.
+
+    Args:
+        folder: of the checkpoint.
+        dtype: of what is taken.
+        device: of what is taken.
+        product: weight [O, I] and bias [O] -> the linear's product.
+
+    Raises:
+        UserError: no weights, a damaged file, a pickle that holds more than tensors, or a tensor
+            that two files hold.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        dtype: torch.dtype,
+        device: torch.device,
+        product: Callable[[Tensor, Tensor | None], Linear] = dense_linear,
+    ) -> None:
+        self.folder, self.dtype, self.device, self.product = folder, dtype, device, product
+        self._files = tensor_files(folder)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._files
+
+    def stored(self, name: str) -> Tensor:
+        """One tensor as it is stored: a view of its file's mapping, which lives as long as it.
+
+        Raises:
+            UserError: there is none of this name.
+        """
+        (tensor,) = self._taken([name])
+        return tensor
+
+    def dense(self, name: str) -> Tensor:
+        """One tensor on the device and in the dtype, in memory of its own.
+
+        Raises:
+            UserError: there is none of this name.
+        """
+        return self.stored(name).to(self.device, self.dtype, copy=True)
+
+    def linear(self, *names: str) -> Linear:
+        """One product for several linears of the same input, side by side in their outputs.
+
+        Read are `name.weight` [O, I] or, where `name.qweight` is stored, AutoAWQ's three tensors,
+        and `name.bias` [O] where it is stored.
+
+        Raises:
+            UserError: a tensor is missing or not in AutoAWQ's format.
+        """
+        biases = [f"{name}.bias" for name in names]
+        has_bias = any(bias in self for bias in biases)
+        bias = torch.cat([self.dense(bias) for bias in biases]) if has_bias else None
+        if f"{names[0]}.qweight" in self:
+            weight = QuantizedWeight.stack([self._quantized(name) for name in names])
+            return int4_linear(weight, self.dtype, self.device, bias)
+        return self.product(self._side_by_side([f"{name}.weight" for name in names]), bias)
+
+    def _quantized(self, name: str) -> QuantizedWeight:
+        parts = (f"{name}.{part}" for part in ("qweight", "qzeros", "scales"))
+        return QuantizedWeight.unpack(*self._taken(list(parts)), name=name)
+
+    def _side_by_side(self, names: Sequence[str]) -> Tensor:
+        """Tensors joined along their first dimension, for `dense_linear`."""
+        parts = self._taken(names)
+        if len(parts) == 1:
+            is_copied_later = is_laid_out_anew(self.device, self.dtype)
+            return parts[0].to(self.device, self.dtype, copy=not is_copied_later)
+        num_rows = sum(part.shape[0] for part in parts)
+        joined = torch.empty((num_rows, *parts[0].shape[1:]), dtype=self.dtype, device=self.device)
+        # torch.cat would need every part in this dtype first: a second copy of all of them
+        for part, rows in zip(parts, joined.split([len(part) for part in parts]), strict=True):
+            rows.copy_(part)
+        return joined
+
+    def _taken(self, names: Sequence[str]) -> list[Tensor]:
+        for name in names:
+            if name not in self:
+                raise UserError(
+                    "weight missing", f"{name} in {self.folder}", "export the checkpoint again"
+                )
+        tensors: dict[str, Tensor] = {}
+        for path in {self._files[name] for name in names}:
+            tensors |= read_tensors(path, [name for name in names if self._files[name] == path])
+        return [tensors[name] for name in names]

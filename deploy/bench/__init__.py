@@ -1,0 +1,1 @@
+"""Systems side by side, whether their outputs are identical, and the report. Chooses no plan."""

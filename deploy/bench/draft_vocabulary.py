@@ -1,0 +1,96 @@
+"""What a head gains and costs that drafts among a part of the vocabulary, beside itself over all.
+
+Accepted lengths are those of training, from the manifest; costs are measured here.
+"""
+
+import statistics
+from typing import Any
+
+import torch
+
+from polybasic.chain.formats.manifest import Tree
+from polybasic.chain.model.head import EagleHead
+from polybasic.deploy.chain import Chain
+from polybasic.deploy.drafters.head import EagleDrafter
+from polybasic.deploy.rounds.verifier import SPARE_ROWS, Verifier
+
+_NUM_TURNS, _NUM_WARM_UPS = 20, 3
+_TOKENS_A_ROUND = 4
+"""So many observed states are read by the first pass of a timed draft, as after a round."""
+
+
+def draft_vocabularies(chain: Chain, prompts: list[list[int]]) -> list[dict[str, Any]]:
+    """One entry for each head of the chain that drafts a part of the vocabulary.
+
+    Args:
+        chain: whose plan's tree is drafted.
+        prompts: drafts are timed behind the longest of them, of at least two tokens.
+
+    Returns:
+        member; num_tokens that it drafts of vocab_size; coverage, the share of the tokens of the
+        target's answers that are among them; part and whole: accepted_length (tokens a round,
+        simulated) and seconds_per_pass (median), drafting among these tokens and among all. None
+        where training did not tell, and for an EAGLE-3 head over all tokens, which it has no
+        projection for.
+    """
+    prompt = max(prompts, key=len)
+    entries = []
+    for member in chain.manifest.drafters:
+        head = chain.engine.models.drafters[member.name]
+        if not isinstance(head, EagleHead) or head.draft_token_ids is None:
+            continue
+        training = chain.manifest.training.get(member.name, {})
+        verifier = chain.engine.verifiers[member.drafts_for[0]]
+        seconds = _seconds_per_pass(head, verifier, chain.plan.tree, prompt)
+        entries.append(
+            {
+                "member": member.name,
+                "num_tokens": len(head.draft_token_ids),
+                "vocab_size": head.config.vocab_size,
+                "coverage": training.get("draft_vocabulary_coverage"),
+                "part": {
+                    "accepted_length": training.get("simulated_accepted_length"),
+                    "seconds_per_pass": seconds["part"],
+                },
+                "whole": {
+                    "accepted_length": training.get("untrimmed_accepted_length"),
+                    "seconds_per_pass": seconds.get("whole"),
+                },
+            }
+        )
+    return entries
+
+
+def _seconds_per_pass(
+    head: EagleHead, verifier: Verifier, tree: Tree, prompt: list[int]
+) -> dict[str, float]:
+    """Medians over turns, in which each way of drafting comes once."""
+    capacity = len(prompt) + SPARE_ROWS
+    drafters = {"part": EagleDrafter(head, tree, capacity)}
+    if type(head) is EagleHead:
+        whole = EagleHead(
+            head.config,
+            head.embedding,
+            head.fc,
+            head.layer,
+            head.rotary,
+            verifier.decoder.lm_head,
+        )
+        drafters["whole"] = EagleDrafter(whole, tree, capacity)
+    taken: dict[str, list[float]] = {name: [] for name in drafters}
+    with torch.inference_mode():
+        verifier.cache.truncate(0)
+        states = verifier.read(prompt[:-1])
+        newest = states[-_TOKENS_A_ROUND:]
+        for drafter in drafters.values():
+            drafter.observe(states)
+            drafter.draft(prompt, tree.depth)
+        for turn in range(_NUM_WARM_UPS + _NUM_TURNS):
+            for name, drafter in drafters.items():
+                drafter.rewind(len(states) - len(newest))
+                drafter.observe(newest)
+                drafter.clock.reset()
+                drafter.draft(prompt, tree.depth)
+                if turn >= _NUM_WARM_UPS:
+                    taken[name].append(drafter.clock.seconds / drafter.clock.num_passes)
+    return {name: statistics.median(seconds) for name, seconds in taken.items()}

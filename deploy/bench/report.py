@@ -1,0 +1,343 @@
+"""A benchmark's report as tables, for the terminal and as Markdown."""
+
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from polybasic.chain.formats.card import grown_note
+from polybasic.chain.formats.files import whole_file
+from polybasic.chain.readable import readable_bytes
+from polybasic.deploy.bench.rounding_report import (
+    Rows,
+    rounding_line,
+    rounding_notes,
+    rounding_rows,
+)
+from polybasic.deploy.memory import CONTEXT_KINDS, WEIGHT_KINDS
+
+
+def print_report(report: dict[str, Any], console: Console) -> None:
+    """Print the systems and their speedups by task, with the machine and the plan."""
+    console.print(f"\n{settings_line(report['settings'])}\n{hardware_line(report['hardware'])}")
+    if grown := report.get("grown"):
+        console.print(grown_note(grown), markup=False)
+    by_task = "speedup by task (tokens gained by a pass of the target)"
+    systems = f"grown to {grown}" if grown else None
+    for title, rows in ((systems, system_rows(report)), (by_task, task_rows(report))):
+        table = Table(title=title, title_justify="left", box=box.SIMPLE)
+        for index, name in enumerate(rows[0]):
+            table.add_column(name, justify="left" if index == 0 else "right", no_wrap=True)
+        for row in rows[1:]:
+            table.add_row(*row)
+        console.print(table)
+    for entry in report.get("adaptations", []):
+        member, measure, before, after, kept = adaptation_rows([entry])[1]
+        console.print(f"adapted {member}: {measure} {before} -> {after}, kept: {kept}")
+    for entry in report.get("draft_vocabulary", []):
+        console.print(draft_vocabulary_line(entry))
+    if report["rounding"] is not None:
+        console.print(f"rounding: {rounding_line(report)}", markup=False)
+    console.print(f"plan: {plan_line(report)}")
+    console.print(f"memory: {memory_line(report['memory'])}")
+
+
+def write_markdown(path: Path, report: dict[str, Any]) -> None:
+    """Write the report as Markdown, whole."""
+    settings, hardware = report["settings"], report["hardware"]
+    versions = ", ".join(f"{name} {number}" for name, number in report["versions"].items())
+    grown = report.get("grown")
+    lines = [
+        f"# Speedup over the source target{f', grown to {grown}' if grown else ''}",
+        "",
+        *([grown_note(grown), ""] if grown else []),
+        *_markdown_table(system_rows(report)),
+        "",
+        "Speedup: total tokens over total seconds, prefill included, against `target`, which is",
+        "this runtime running the target alone; `vs hf`: against `hf_generate`. Systems took turns",
+        "prompt by prompt. Tokens/pass: mean number of tokens gained by one forward pass of the",
+        "target.",
+        "Identical: greedy outputs equal to `target`'s token for token; a tie parts at two",
+        "tokens whose logits differ by less than their measured rounding.",
+        "",
+        *_rounding(report),
+        "## By task",
+        "",
+        *_markdown_table(task_rows(report)),
+        "",
+        "Each cell: speedup over `target`, and tokens a pass of the target.",
+        "",
+        "## Forward passes and seconds, by member",
+        "",
+        *_markdown_table(member_rows(report)),
+        "",
+        "## Plans",
+        "",
+        *_markdown_table(plan_rows(report)),
+        "",
+        "Milliseconds a token behind the prefill; predictions are those of `polybasic plan`, made",
+        "on other prompts.",
+        "",
+        *_adapted(report.get("adaptations", [])),
+        *_draft_vocabulary(report.get("draft_vocabulary", [])),
+        "## Memory",
+        "",
+        *_markdown_table(memory_rows(report["memory"]["stated"])),
+        "",
+        "Stated before loading, by shapes alone. Caches: all that grows with the context, at its",
+        "full length; verifying members of the same shapes share one.",
+        "",
+        f"- {memory_line(report['memory'])}",
+        "",
+        "## Setting",
+        "",
+        f"- plan: {plan_line(report)}",
+        f"- {settings_line(settings)}",
+        f"- machine: {hardware_line(hardware)}",
+        f"- versions: {versions}",
+        f"- prompts: sha256 {settings['prompts_sha256'][:16]}…",
+        "",
+    ]
+    with whole_file(path) as partial:
+        partial.write_text("\n".join(lines), "utf-8")
+
+
+def system_rows(report: dict[str, Any]) -> Rows:
+    """Header and a row for each system."""
+    rows = [["system", "tokens/s", "speedup", "vs hf", "tokens/pass", "identical"]]
+    systems = report["systems"]
+    library = systems.get("hf_generate")
+    for name, system in systems.items():
+        rate = system["tokens_per_second"]
+        over_library = f"{rate / library['tokens_per_second']:.2f}x" if library else "-"
+        rows.append(
+            [
+                name,
+                f"{rate:.0f}",
+                f"{system['speedup_vs_target']:.2f}x",
+                over_library,
+                f"{system['mean_accepted_length']:.2f}",
+                _identical(system.get("identical_to_target")),
+            ]
+        )
+    return rows
+
+
+def task_rows(report: dict[str, Any]) -> Rows:
+    """Header and a row for each task: speedup and tokens a pass of each speculating system."""
+    systems = {
+        name: one
+        for name, one in report["systems"].items()
+        if name not in ("target", "hf_generate")
+    }
+    rows = [["task", *systems]]
+    tasks = next(iter(report["systems"].values()))["tasks"]
+    for task in tasks:
+        of_task = [system["tasks"][task] for system in systems.values()]
+        cells = [
+            f"{one['speedup_vs_target']:.2f}x ({one['mean_accepted_length']:.1f})"
+            for one in of_task
+        ]
+        rows.append([task, *cells])
+    return rows
+
+
+def member_rows(report: dict[str, Any]) -> Rows:
+    """Header and a row for each member of each system."""
+    rows = [["system", "member", "passes", "seconds", "ms a pass", "tokens a pass"]]
+    for name, system in report["systems"].items():
+        for member, num_passes in system["forward_passes"].items():
+            seconds = system["seconds_by_member"][member]
+            gained = system["mean_accepted_length_by_member"].get(member)
+            rows.append(
+                [
+                    name,
+                    member,
+                    f"{num_passes:.0f}",
+                    f"{seconds:.2f}",
+                    f"{1e3 * seconds / num_passes:.2f}" if num_passes else "-",
+                    "-" if gained is None else f"{gained:.2f}",
+                ]
+            )
+    return rows
+
+
+def plan_line(report: dict[str, Any]) -> str:
+    """The plan that `polybasic` ran, in a line."""
+    plan = report["plan"]
+    seconds = plan["measured_seconds_per_token"]
+    line = plan["shown"]
+    if seconds is not None:
+        line += f"; {1e3 * seconds:.2f} ms a token behind the prefill"
+        if (predicted := plan["predicted_seconds_per_token"]) is not None:
+            line += f", predicted {1e3 * predicted:.2f}"
+    if plan["explanation"] is None:
+        line += "; as packed, not measured on this machine: polybasic plan"
+    return line
+
+
+def plan_rows(report: dict[str, Any]) -> Rows:
+    """Header and a row for each system of this runtime: its plan, prediction and measurement."""
+    rows = [["system", "plan", "predicted ms a token", "measured", "off by"]]
+    for name, system in report["systems"].items():
+        if "plan" not in system:
+            continue
+        predicted, measured = system["seconds_per_token"].values()
+        off = "-" if predicted is None else f"{100 * (predicted / measured - 1):+.0f}%"
+        shown = "-" if predicted is None else f"{1e3 * predicted:.2f}"
+        rows.append([name, system["shown_plan"], shown, f"{1e3 * measured:.2f}", off])
+    return rows
+
+
+def adaptation_rows(entries: list[dict[str, Any]]) -> Rows:
+    """Header and a row for each member that was adapted to its target."""
+    rows = [["member", "measure", "before", "after", "kept"]]
+    for entry in entries:
+        numbers = (f"{entry[name]:.4g}" for name in ("before", "after"))
+        rows.append(
+            [entry["member"], entry["measure"], *numbers, "yes" if entry["is_kept"] else "no"]
+        )
+    return rows
+
+
+def draft_vocabulary_rows(entries: list[dict[str, Any]]) -> Rows:
+    """Header and two rows for each trimmed head: as it is, and over the whole vocabulary."""
+    rows = [["head", "drafts among", "of the answers' tokens", "tokens a round", "ms a draft pass"]]
+    for entry in entries:
+        part, whole = entry["part"], entry["whole"]
+        share = entry["coverage"]
+        covered = "-" if share is None else f"{100 * share:.1f}%"
+        rows.append(
+            [entry["member"], f"{entry['num_tokens']:,} tokens", covered, *_gain_and_cost(part)]
+        )
+        rows.append(
+            [entry["member"], f"all {entry['vocab_size']:,}", "100%", *_gain_and_cost(whole)]
+        )
+    return rows
+
+
+def draft_vocabulary_line(entry: dict[str, Any]) -> str:
+    """A trimmed head, in a line."""
+    (length, milliseconds), (whole_length, whole_milliseconds) = (
+        _gain_and_cost(entry[name]) for name in ("part", "whole")
+    )
+    return (
+        f"{entry['member']} drafts among {entry['num_tokens']:,} of {entry['vocab_size']:,} "
+        f"tokens: {length} tokens a round ({whole_length} among all), {milliseconds} ms a draft "
+        f"pass ({whole_milliseconds})"
+    )
+
+
+def memory_rows(stated: dict[str, Any]) -> Rows:
+    """Header, a row for each member and their sum: bytes that stay, as they were stated."""
+    rows = [["member", "weights", "caches"]]
+    sums = [0, 0]
+    for name, kinds in stated["members"].items():
+        groups = WEIGHT_KINDS, CONTEXT_KINDS
+        numbers = [sum(kinds.get(kind, 0) for kind in group) for group in groups]
+        rows.append([name, *map(readable_bytes, numbers)])
+        sums = [one + other for one, other in zip(sums, numbers, strict=True)]
+    return [*rows, ["all", *map(readable_bytes, sums)]]
+
+
+def memory_line(memory: dict[str, Any]) -> str:
+    """What a chain takes, in a line: as stated, and as measured where the system tells."""
+    stated, measured = memory["stated"], memory["measured"]
+    line = stated_memory_line(stated)
+    if measured is None:
+        return f"{line}; not measured: this system does not tell"
+    return (
+        f"{line}; measured {readable_bytes(measured['staying_bytes'])} ({memory['ratio']:.2f}x), "
+        f"at most {readable_bytes(measured['loading_bytes'])} while loading and "
+        f"{readable_bytes(measured['answering_bytes'])} while answering"
+    )
+
+
+def stated_memory_line(stated: dict[str, Any]) -> str:
+    """What a chain will take, in a line."""
+    return (
+        f"{readable_bytes(stated['staying_bytes'])} of weights and caches for "
+        f"{stated['context_tokens']:,} tokens of context ({stated['device']}, {stated['dtype']}, "
+        f"{stated['kernels']} kernels), at most {readable_bytes(stated['peak_bytes'])}; 1,000 "
+        f"tokens take {readable_bytes(stated['bytes_per_1000_tokens'])}"
+    )
+
+
+def settings_line(settings: dict[str, Any]) -> str:
+    """What was run, in a line."""
+    line = (
+        f"{settings['num_prompts']} prompts, {settings['repeats']} repeats, at most "
+        f"{settings['max_new_tokens']} new tokens, temperature {settings['temperature']:g}, "
+        f"{settings['dtype']}"
+    )
+    if num := settings["num_questions_left_out_as_too_long"]:
+        line += f"; {num} questions are longer than the context and were not drawn from"
+    return line
+
+
+def hardware_line(hardware: dict[str, Any]) -> str:
+    """The machine, in a line."""
+    line = (
+        f"{hardware['processor']}, {hardware['cores']} cores, {hardware['threads']} threads, "
+        f"{hardware['memory_bytes'] / 2**30:.0f} GiB"
+    )
+    return f"{hardware['accelerator']}; {line}" if "accelerator" in hardware else line
+
+
+def _adapted(entries: list[dict[str, Any]]) -> list[str]:
+    if not entries:
+        return []
+    return [
+        "## Adapted members",
+        "",
+        *_markdown_table(adaptation_rows(entries)),
+        "",
+        "Of a ready-made head or a 4-bit copy, adapted to this target, on held-out conversations.",
+        "",
+    ]
+
+
+def _draft_vocabulary(entries: list[dict[str, Any]]) -> list[str]:
+    if not entries:
+        return []
+    return [
+        "## Draft vocabulary",
+        "",
+        *_markdown_table(draft_vocabulary_rows(entries)),
+        "",
+        "A head that drafts among frequent tokens alone, beside itself over the whole vocabulary,",
+        "where it can draft over that. Of the answers' tokens: the share that it can draft, and",
+        "tokens a round: simulated on held-out conversations when it was trained. Milliseconds:",
+        "medians of drafts behind one of the prompts, both ways in turns.",
+        "",
+    ]
+
+
+def _rounding(report: dict[str, Any]) -> list[str]:
+    if report["rounding"] is None:
+        return []
+    rows, notes = rounding_rows(report["rounding"]), rounding_notes(report)
+    return ["## Rounding", "", *_markdown_table(rows), "", *notes, ""]
+
+
+def _gain_and_cost(drafting: dict[str, float | None]) -> list[str]:
+    length, seconds = drafting["accepted_length"], drafting["seconds_per_pass"]
+    return [
+        "-" if length is None else f"{length:.2f}",
+        "-" if seconds is None else f"{1e3 * seconds:.3f}",
+    ]
+
+
+def _identical(agreement: dict[str, float] | None) -> str:
+    if agreement is None:
+        return "-"
+    text = f"{agreement['identical']}/{agreement['prompts']}"
+    return f"{text} +{ties} ties" if (ties := agreement["near_ties"]) else text
+
+
+def _markdown_table(rows: Rows) -> list[str]:
+    header, *body = rows
+    rule = ["---", *["---:"] * (len(header) - 1)]
+    return [f"| {' | '.join(row)} |" for row in (header, rule, *body)]

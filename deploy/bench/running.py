@@ -1,0 +1,448 @@
+"""Systems side by side on the same prompts: what a chain gains over its source target."""
+
+import hashlib
+import platform
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress
+
+from polybasic.chain.errors import UserError
+from polybasic.chain.formats.card import record_results, shown_flush, shown_members, shown_tree
+from polybasic.chain.formats.files import write_json
+from polybasic.chain.formats.manifest import HEAD_KINDS, Kind, Member, Ngram, Plan
+from polybasic.deploy.bench.adaptations import adaptations
+from polybasic.deploy.bench.baselines import TransformersBaseline
+from polybasic.deploy.bench.draft_vocabulary import draft_vocabularies
+from polybasic.deploy.bench.exactness import Agreement
+from polybasic.deploy.bench.report import write_markdown
+from polybasic.deploy.bench.rereading import ways_of
+from polybasic.deploy.bench.rounding import NUM_POSITIONS, Rounding, measure_rounding
+from polybasic.deploy.chain import Chain, device_named, load_chain
+from polybasic.deploy.hardware import describe_hardware
+from polybasic.deploy.prompts import Question, choose_fitting, read_questions
+from polybasic.deploy.resident import forget_peak, usage
+from polybasic.deploy.rounds.sampling import Sampling
+from polybasic.deploy.settings import BenchSettings, SystemName
+
+SCHEMA = "polybasic.report/1"
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One turn to answer: token ids up to where the answer begins."""
+
+    task: str
+    token_ids: list[int]
+
+
+@dataclass
+class Run:
+    """One answer of one system."""
+
+    token_ids: list[int]
+    seconds: float
+    prefill_seconds: float = 0.0
+    forward_passes: dict[str, int] = field(default_factory=dict)
+    seconds_by_member: dict[str, float] = field(default_factory=dict)
+    accepted_lengths: dict[str, list[int]] = field(default_factory=dict)
+
+
+@dataclass
+class System:
+    """One way of answering, with all of its answers so far: task -> runs.
+
+    Attributes:
+        plan: that the chain runs; None is transformers' own loop.
+    """
+
+    name: str
+    description: str
+    plan: Plan | None
+    runs: list[tuple[str, Run]] = field(default_factory=list)
+
+
+def bench_chain(
+    folder: Path, settings: BenchSettings, say: Callable[[str], None] | None = None
+) -> dict[str, Any]:
+    """Run the systems of `settings` in turns and write `folder`/report/report.{json,md}.
+
+    Each system runs the plan that was measured as the best of its members on this machine, where
+    there is one, else the chain's own tree and flush length with these members. The results are
+    entered into the chain's manifest and card.
+
+    Args:
+        folder: a chain.
+        settings: `prompts` names a Spec-Bench question file.
+        say: as `load_chain`.
+
+    Returns:
+        The content of report.json (polybasic.report/1).
+
+    Raises:
+        UserError: whatever loading refuses, prompts that are malformed or all too long, systems
+            without the target, over which speedups are counted, or one that the chain has no
+            members for.
+    """
+    if "target" not in settings.systems:
+        raise UserError(
+            "no baseline",
+            f"bench.systems={','.join(settings.systems)}",
+            "add target, over which speedups are counted",
+        )
+    questions = read_questions(Path(settings.prompts))
+    forget_peak(device_named())
+    chain = load_chain(folder, dtype=settings.dtype, graphs=settings.graphs, say=say)
+    forget_peak(device_named())
+    chosen, num_too_long = _fitting(chain, questions, settings)
+    systems = _systems(chain, settings)
+    prompts = _prompts(chain, chosen, settings)
+    memory = _warmed_up(chain, systems, prompts, settings)
+    baseline = _baseline(chain, settings)
+    _run_in_turns(chain, baseline, systems, prompts, settings)
+    rounding = _rounding(chain, baseline, systems, prompts) if settings.temperature == 0 else None
+    summaries = _summaries(chain, systems, prompts, settings, rounding)
+    report = {
+        "schema": SCHEMA,
+        "grown": chain.manifest.grown,
+        "adaptations": adaptations(chain.manifest),
+        "draft_vocabulary": draft_vocabularies(chain, [prompt.token_ids for prompt in prompts]),
+        "memory": memory,
+        "hardware": describe_hardware(chain.engine.models.target.device),
+        "versions": _versions(),
+        "settings": {
+            **settings.model_dump(mode="json", exclude={"prompts", "systems"}),
+            "num_prompts": len(prompts),
+            "num_questions_left_out_as_too_long": num_too_long,
+            "prompts_sha256": hashlib.sha256(Path(settings.prompts).read_bytes()).hexdigest(),
+        },
+        "systems": summaries,
+        "rounding": rounding and rounding.to_json(),
+        "plan": _plan_summary(chain, summaries),
+    }
+    write_json(folder / "report" / "report.json", report)
+    write_markdown(folder / "report" / "report.md", report)
+    record_results(folder, report)
+    return report
+
+
+def _fitting(
+    chain: Chain, questions: list[Question], settings: BenchSettings
+) -> tuple[list[Question], int]:
+    """Questions chosen from those that fit the context, and how many do not."""
+
+    def num_tokens(question: Question) -> int:
+        messages = [{"role": "user", "content": "\n".join(question.turns)}]
+        answers = (len(question.turns) - 1) * (settings.max_new_tokens + 16)
+        return len(chain.encode(messages)) + answers
+
+    return choose_fitting(questions, num_tokens, chain.engine.context_tokens, settings, "bench")
+
+
+def _prompts(chain: Chain, questions: list[Question], settings: BenchSettings) -> list[Prompt]:
+    """One prompt a turn; earlier turns are answered by the target, for all systems alike."""
+    prompts: list[Prompt] = []
+    target = [chain.manifest.members[0].name]
+    for question in questions:
+        messages: list[dict[str, str]] = []
+        for index, turn in enumerate(question.turns, 1):
+            messages.append({"role": "user", "content": turn})
+            prompts.append(Prompt(question.task, chain.encode(messages)))
+            if index < len(question.turns):
+                answer = chain.generate(
+                    messages,
+                    max_new_tokens=settings.max_new_tokens,
+                    temperature=0.0,
+                    members=target,
+                )
+                messages.append({"role": "assistant", "content": answer.text})
+    return prompts
+
+
+def _systems(chain: Chain, settings: BenchSettings) -> list[System]:
+    return [
+        System("hf_generate", "transformers generate() on the source target", None)
+        if name == "hf_generate"
+        else _system(name, chain)
+        for name in settings.systems
+    ]
+
+
+def _system(name: SystemName, chain: Chain) -> System:
+    """A way of running the chain's own members; a draft head's is named by the head's kind.
+
+    Raises:
+        UserError: the chain has none of the members that it takes.
+    """
+    verifying = [member.name for member in chain.manifest.verifying]
+    target = verifying[0]
+    if name == "target":
+        return System(name, "this runtime, the target alone", chain.plan_of([target]))
+    if name == "polybasic":
+        described = f"the chain's plan: {', '.join(chain.plan.members)}"
+        return System(name, described, chain.plan)
+    if name == "ngram":
+        plan = chain.plan_of([target]).model_copy(update={"ngram": Ngram()})
+        return System(name, "the target with drafts copied from prompt and output", plan)
+    if name == "polybasic_full":
+        drafters = _drafters_of(verifying[-1], chain, (*HEAD_KINDS, "awq", "decoder"))
+        members = [*verifying, *(member.name for member in drafters[:1])]
+        return System(name, f"all {len(members)} models", chain.plan_of(members))
+    kinds: dict[str, tuple[Kind, ...]] = {"eagle2": HEAD_KINDS, "draft_model": ("awq", "decoder")}
+    what = {"eagle2": "draft head", "draft_model": "independent draft model"}[name]
+    drafters = _drafters_of(target, chain, kinds[name])
+    if not drafters:
+        raise UserError(
+            "system without members",
+            f"{name} in bench.systems; {chain.folder} has no {what} for {target}",
+            "leave it out",
+        )
+    drafter = drafters[0]
+    shown = drafter.kind if name == "eagle2" else name
+    described = f"two models: target and {what}"
+    return System(shown, described, chain.plan_of([target, drafter.name]))
+
+
+def _drafters_of(verifying: str, chain: Chain, kinds: tuple[Kind, ...]) -> list[Member]:
+    return [
+        member
+        for kind in kinds
+        for member in chain.manifest.drafters
+        if member.kind == kind and verifying in member.drafts_for
+    ]
+
+
+def _warmed_up(
+    chain: Chain, systems: list[System], prompts: list[Prompt], settings: BenchSettings
+) -> dict[str, Any]:
+    """Let each system of this runtime answer the longest prompt, which is not counted.
+
+    Returns:
+        The memory that was stated for the chain, and what it takes.
+    """
+    longest = max(prompts, key=lambda prompt: len(prompt.token_ids))
+    for system in systems:
+        if system.plan is not None:
+            _answer(chain, system.plan, longest, settings)
+    return chain.memory.report(usage(chain.engine.models.target.device))
+
+
+def _baseline(chain: Chain, settings: BenchSettings) -> TransformersBaseline | None:
+    if "hf_generate" not in settings.systems:
+        return None
+    target = chain.engine.models.target
+    return TransformersBaseline(chain.target_folder, target.dtype, target.device, chain.stop_tokens)
+
+
+def _run_in_turns(
+    chain: Chain,
+    baseline: TransformersBaseline | None,
+    systems: list[System],
+    prompts: list[Prompt],
+    settings: BenchSettings,
+) -> None:
+    """Every system answers a prompt before the next prompt comes, so that drift hits all alike."""
+    with Progress(console=Console(stderr=True)) as progress:
+        total = settings.repeats * len(prompts) * len(systems)
+        bar = progress.add_task("bench", total=total)
+        for system in systems:
+            if system.plan is None:
+                _answer_with(chain, baseline, system, prompts[0], settings)  # not counted
+        for repeat in range(settings.repeats):
+            for prompt in prompts:
+                # The order changes with the repeat: nobody always runs behind the same system.
+                first = repeat % len(systems)
+                for system in systems[first:] + systems[:first]:
+                    run = _answer_with(chain, baseline, system, prompt, settings)
+                    system.runs.append((prompt.task, run))
+                    progress.advance(bar)
+
+
+def _answer_with(
+    chain: Chain,
+    baseline: TransformersBaseline | None,
+    system: System,
+    prompt: Prompt,
+    settings: BenchSettings,
+) -> Run:
+    if system.plan is not None:
+        return _answer(chain, system.plan, prompt, settings)
+    assert baseline is not None
+    sampling = Sampling(settings.temperature, seed=settings.seed)
+    token_ids, seconds = baseline.generate(prompt.token_ids, settings.max_new_tokens, sampling)
+    return Run(token_ids, seconds)
+
+
+def _answer(chain: Chain, plan: Plan, prompt: Prompt, settings: BenchSettings) -> Run:
+    sampling = Sampling(settings.temperature, seed=settings.seed)
+    token_ids: list[int] = []
+    for new in chain.stream_ids(prompt.token_ids, settings.max_new_tokens, sampling, plan):
+        token_ids += new
+    statistics = chain.last_statistics
+    assert statistics is not None
+    return Run(
+        token_ids,
+        statistics.seconds,
+        statistics.prefill_seconds,
+        statistics.forward_passes,
+        statistics.seconds_by_member,
+        statistics.accepted_lengths,
+    )
+
+
+def _rounding(
+    chain: Chain,
+    baseline: TransformersBaseline | None,
+    systems: list[System],
+    prompts: list[Prompt],
+) -> Rounding:
+    """How close two tokens must be for the systems' ways of reading to confuse them."""
+    answers = [
+        (prompt.token_ids, run.token_ids)
+        for prompt, (_, run) in zip(prompts, _target_of(systems).runs, strict=False)
+    ]
+    verifying = list(chain.engine.verifiers)
+    plans = [system.plan for system in systems if system.plan is not None]
+    return measure_rounding(
+        chain.engine.verifiers[verifying[0]],
+        answers,
+        ways_of(plans, verifying, NUM_POSITIONS),
+        {"hf_generate": baseline.logits} if baseline is not None else {},
+    )
+
+
+def _target_of(systems: list[System]) -> System:
+    return next(system for system in systems if system.name == "target")
+
+
+def _summaries(
+    chain: Chain,
+    systems: list[System],
+    prompts: list[Prompt],
+    settings: BenchSettings,
+    rounding: Rounding | None,
+) -> dict[str, Any]:
+    target = _target_of(systems)
+    tasks = list(dict.fromkeys(prompt.task for prompt in prompts))
+    summaries = {}
+    for system in systems:
+        summary: dict[str, Any] = {"description": system.description}
+        if system.plan is not None:
+            summary["plan"] = system.plan.model_dump(mode="json")
+            summary["shown_plan"] = _shown(system.plan, chain)
+            summary["seconds_per_token"] = _seconds_per_token(chain, system, settings)
+        summary |= _totals(system.runs, target.runs)
+        summary["forward_passes"] = _sum_by_name(
+            [run.forward_passes for _, run in system.runs], settings.repeats
+        )
+        summary["seconds_by_member"] = _sum_by_name(
+            [run.seconds_by_member for _, run in system.runs], settings.repeats
+        )
+        if rounding is not None:
+            tolerance = rounding.tolerance_of(system.name)
+            summary["identical_to_target"] = _agreement(chain, target, system, prompts, tolerance)
+        summary["tasks"] = {
+            task: _totals(
+                [one for one in system.runs if one[0] == task],
+                [one for one in target.runs if one[0] == task],
+            )
+            for task in tasks
+        }
+        summaries[system.name] = summary
+    return summaries
+
+
+def _totals(runs: list[tuple[str, Run]], target: list[tuple[str, Run]]) -> dict[str, Any]:
+    """Total tokens over total time, and what the passes of each verifying member gained."""
+    tokens, seconds = _tokens_and_seconds(runs)
+    target_tokens, target_seconds = _tokens_and_seconds(target)
+    lengths: dict[str, list[int]] = {}
+    for _, run in runs:
+        for member, gained in run.accepted_lengths.items():
+            lengths.setdefault(member, []).extend(gained)
+    means = {member: sum(gained) / len(gained) for member, gained in lengths.items() if gained}
+    return {
+        "tokens": tokens,
+        "seconds": seconds,
+        "tokens_per_second": tokens / seconds,
+        "speedup_vs_target": (tokens / seconds) / (target_tokens / target_seconds),
+        "mean_accepted_length": next(iter(means.values()), 1.0),
+        "mean_accepted_length_by_member": means,
+    }
+
+
+def _tokens_and_seconds(runs: list[tuple[str, Run]]) -> tuple[int, float]:
+    return sum(len(run.token_ids) for _, run in runs), sum(run.seconds for _, run in runs)
+
+
+def _sum_by_name(parts: list[dict[str, Any]], repeats: int) -> dict[str, Any]:
+    """Sums over the prompts, of one repeat."""
+    names = list(dict.fromkeys(name for part in parts for name in part))
+    return {name: sum(part.get(name, 0) for part in parts) / repeats for name in names}
+
+
+def _agreement(
+    chain: Chain,
+    target: System,
+    system: System,
+    prompts: list[Prompt],
+    tolerance: float,
+) -> dict[str, float]:
+    agreement = Agreement(tolerance)
+    verifier = next(iter(chain.engine.verifiers.values()))
+    pairs = zip(prompts, target.runs, system.runs, strict=False)
+    for prompt, (_, expected), (_, found) in pairs:
+        agreement.count(verifier, prompt.token_ids, expected.token_ids, found.token_ids)
+    return agreement.to_json()
+
+
+def _seconds_per_token(
+    chain: Chain, system: System, settings: BenchSettings
+) -> dict[str, float | None]:
+    """What the plan was expected to need behind the prefill, and what it needed.
+
+    Nothing is expected at another temperature, or in another dtype, than the plan was made for.
+    """
+    tokens, seconds = _tokens_and_seconds(system.runs)
+    seconds -= sum(run.prefill_seconds for _, run in system.runs)
+    measured, predicted = chain.measured_plan, None
+    if (
+        system.plan is not None
+        and measured is not None
+        and (measured.temperature, measured.dtype) == (settings.temperature, settings.dtype)
+    ):
+        predicted = chain.predicted_seconds_per_token(system.plan)
+    return {"predicted": predicted, "measured": seconds / tokens}
+
+
+def _plan_summary(chain: Chain, summaries: dict[str, Any]) -> dict[str, Any]:
+    """The chain's plan, what it was expected to cost, and why it was chosen."""
+    seconds = summaries.get("polybasic", {}).get("seconds_per_token", {})
+    measured = chain.measured_plan
+    return {
+        **chain.plan.model_dump(mode="json"),
+        "shown": _shown(chain.plan, chain),
+        "predicted_seconds_per_token": seconds.get("predicted"),
+        "measured_seconds_per_token": seconds.get("measured"),
+        "explanation": measured and measured.explanation,
+    }
+
+
+def _shown(plan: Plan, chain: Chain) -> str:
+    """A plan for people."""
+    verifying = [member.name for member in chain.manifest.verifying]
+    parts = [shown_members(plan, verifying)]
+    if plan.members[-1] not in verifying or plan.ngram is not None:
+        parts.append(f"tree of {shown_tree(plan.tree)}")
+    if sum(name in verifying for name in plan.members) > 1:
+        parts.append(f"flush {shown_flush(plan, verifying)}")
+    return "; ".join(parts)
+
+
+def _versions() -> dict[str, str]:
+    names = ("polybasic", "torch", "transformers", "tokenizers", "safetensors")
+    return {"python": platform.python_version()} | {name: version(name) for name in names}

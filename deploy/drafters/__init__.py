@@ -1,0 +1,1 @@
+"""What proposes candidates: draft heads, small models, n-grams. Verifies nothing."""

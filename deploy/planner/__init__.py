@@ -1,0 +1,1 @@
+"""Measures, simulates, chooses members, trees and flush lengths. Answers no request."""

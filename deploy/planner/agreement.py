@@ -1,0 +1,55 @@
+"""How models agree, read off the traces of a measurement."""
+
+from typing import Any
+
+import numpy as np
+
+from polybasic.chain.formats.manifest import NUM_PROBABILITY_BINS
+from polybasic.deploy.planner.measurements import ABSENT, Measurements, Values
+from polybasic.deploy.rounds.flushing import probability_bin
+
+
+def acceptance_by_bin(measurements: Measurements, above: str, below: str) -> tuple[float, ...]:
+    """Share of the tokens drawn by `below` that `above` keeps, by bin of their probability.
+
+    Kept is E_x~q min(1, p/q) = E_y~p1 min(q, p)/p1, for x in a bin and y in it, with p1 the
+    target's probabilities; the bin's share of draws is that of the model's own. A bin counts the
+    share over all bins once besides, so that an empty one has an estimate.
+    """
+    kept, stands = _kept(measurements, above, below)
+    confidence = measurements.along("confidence", below)[stands]
+    own_confidence = measurements.along("own_confidence", below)[stands]
+    overall = min(float(kept[stands].mean()), 1.0) if stands.any() else 0.0
+    num_kept = np.full(NUM_PROBABILITY_BINS, overall)
+    num_drawn = np.ones(NUM_PROBABILITY_BINS)
+    np.add.at(num_kept, [probability_bin(one) for one in confidence.tolist()], kept[stands])
+    np.add.at(num_drawn, [probability_bin(one) for one in own_confidence.tolist()], 1.0)
+    return tuple(np.minimum(num_kept / num_drawn, 1.0).tolist())
+
+
+def acceptance_between(measurements: Measurements, above: str, below: str) -> float:
+    """Probability that `above` keeps a token that `below` draws, where all before it stand."""
+    kept, stands = _kept(measurements, above, below)
+    return min(float(kept[stands].mean()), 1.0) if stands.any() else 0.0
+
+
+def _kept(measurements: Measurements, above: str, below: str) -> tuple[Values, Any]:
+    """min(q, p)/p1 at each position, and whether `above` follows the target's text there."""
+    names = (measurements.target, above, below)
+    target, p, q = (measurements.along("probability", name) for name in names)
+    return np.minimum(p, q) / target, p > 0
+
+
+def candidates_by_depth(
+    measurements: Measurements, drafter: str, verifying: str, top_k: int
+) -> list[float]:
+    """For d = 1, 2, ...: share of positions whose next d tokens were among the candidates."""
+    shares: list[float] = []
+    ranks = [trace.ranks[drafter, verifying][top_k] for trace in measurements.traces]
+    for depth in range(1, ranks[0].shape[1] + 1):
+        # The answer has so many tokens left.
+        whole = [one[: max(len(one) - depth + 1, 0), depth - 1, :depth] for one in ranks]
+        found = np.concatenate(whole) < ABSENT
+        if len(found):
+            shares.append(float(found.all(1).mean()))
+    return shares

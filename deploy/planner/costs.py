@@ -1,0 +1,356 @@
+"""What rounds cost on this machine, timed in real answers.
+
+Rounds are timed in place and not as passes in a loop: which weights lie in the caches of a
+processor depends on the models that ran before, and a round does more than its pass. On a GPU they
+are rounds of graphs that were captured before, and the host does not wait within one.
+"""
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import combinations, cycle, product
+from statistics import mean
+from typing import Any
+
+import numpy as np
+import torch
+
+from polybasic.chain.formats.manifest import Flush, Ngram, Plan, Tree, Window
+from polybasic.deploy.drafters.interface import NoDrafter
+from polybasic.deploy.drafters.ngram import NgramDrafter
+from polybasic.deploy.engine import Engine, Request
+from polybasic.deploy.planner.measurements import DraftCosts, PassCosts, StageOverhead
+from polybasic.deploy.rounds.flushing import AdaptiveFlushing
+from polybasic.deploy.rounds.sampling import Sampling
+from polybasic.deploy.rounds.stages import BaseBlockStage, BaseTreeStage, Block, Round, Stage
+from polybasic.deploy.rounds.verifier import PassClock
+from polybasic.deploy.settings import PlanGrid
+
+MIN_SAMPLES = 5
+"""Rounds of a row count from which its cost is taken."""
+NUM_TURNS = 3
+"""Times that every shape is run, in turns, so that drift hits all alike."""
+COST_TOKENS = 48
+"""Tokens of an answer that is only timed."""
+
+
+def measure_costs(
+    engine: Engine,
+    prompts: Sequence[list[int]],
+    stop_tokens: frozenset[int],
+    sampling: Sampling,
+    grid: PlanGrid,
+) -> "RoundCosts":
+    """Time the rounds of every set of members that can run, over the shapes of the grid.
+
+    Args:
+        prompts: answered in turns, one for each shape.
+    """
+    costs, in_turns = RoundCosts(), cycle(prompts)
+    plans = list(_plans_to_time(engine, grid))
+    if engine.models.target.device.type == "cuda":
+        # kernels are compiled, and the fastest ones found, when they first run
+        for plan in plans:
+            request = Request(prompts[0], COST_TOKENS, sampling, stop_tokens, plan)
+            _time_rounds(engine, request, RoundCosts())
+    for _ in range(NUM_TURNS):
+        for plan in plans:
+            request = Request(next(in_turns), COST_TOKENS, sampling, stop_tokens, plan)
+            _time_rounds(engine, request, costs)
+    return costs
+
+
+def compare_costs(
+    engine: Engine,
+    prompts: Sequence[list[int]],
+    plans: Sequence[Plan],
+    windows: Sequence[Mapping[str, Window]],
+    stop_tokens: frozenset[int],
+    sampling: Sampling,
+) -> list[tuple["RoundCosts", "RoundCosts"]]:
+    """Time plans without and with windows, in turns and on the same prompts.
+
+    Args:
+        prompts: each is answered by every plan.
+        plans: without windows.
+        windows: by member; the plans in which all of these run are timed.
+
+    Returns:
+        For each of `windows`, the same plans without and with them.
+    """
+    found = [(RoundCosts(), RoundCosts()) for _ in windows]
+
+    def timed(prompt: list[int], plan: Plan) -> RoundCosts:
+        costs = RoundCosts()
+        _time_rounds(engine, Request(prompt, COST_TOKENS, sampling, stop_tokens, plan), costs)
+        return costs
+
+    for prompt, plan in product(prompts, plans):
+        without = timed(prompt, plan)
+        for one, (costs_without, costs_with) in zip(windows, found, strict=True):
+            if set(one) <= set(plan.members):
+                costs_without.add(without)
+                costs_with.add(timed(prompt, plan.model_copy(update={"windows": dict(one)})))
+    return found
+
+
+def _plans_to_time(engine: Engine, grid: PlanGrid) -> Iterator[Plan]:
+    target, *intermediates = engine.verifiers
+    drafters = [member for member in engine.models.members if member.drafts_for]
+    flushes = cycle(_spread(grid.flush_lengths))
+    least = Tree(depth=1, top_k=1, rows=2)
+    for num in range(len(intermediates) + 1):
+        for chosen in combinations(intermediates, num):
+            verifying = (target, *chosen)
+            flush = {name: Flush(length=next(flushes)) for name in verifying[:-1]}
+            yield Plan(members=verifying, tree=least, flush=flush)
+            for drafter in drafters:
+                if verifying[-1] not in drafter.drafts_for:
+                    continue
+                for tree in _trees_to_time(grid):
+                    flush = {name: Flush(length=next(flushes)) for name in verifying[:-1]}
+                    yield Plan(members=(*verifying, drafter.name), tree=tree, flush=flush)
+    if grid.ngram_matches:
+        tree = Tree(depth=1, top_k=1, rows=grid.ngram_tokens + 1)
+        ngram = Ngram(min_match=min(grid.ngram_matches), num_tokens=grid.ngram_tokens)
+        yield Plan(members=(target,), tree=tree, ngram=ngram)
+
+
+def _trees_to_time(grid: PlanGrid) -> list[Tree]:
+    """Every top_k at the smallest, a middle and the largest depth, and every number of rows."""
+    shapes = [(depth, top_k) for depth in _spread(grid.depths) for top_k in grid.top_ks]
+    num = max(len(shapes), len(grid.rows))
+    return [
+        Tree(depth=depth, top_k=top_k, rows=rows)
+        for (depth, top_k), rows, _ in zip(cycle(shapes), cycle(grid.rows), range(num))
+    ]
+
+
+def _spread(values: Sequence[int]) -> list[int]:
+    """The smallest, a middle and the largest."""
+    ordered = sorted(values)
+    return sorted({ordered[0], ordered[len(ordered) // 2], ordered[-1]})
+
+
+@torch.inference_mode()
+def _time_rounds(engine: Engine, request: Request, costs: "RoundCosts") -> None:
+    """Answer once with stages that time their rounds."""
+    watch = _Watch(engine, request.plan.members[-1], costs)
+
+    def timed(kind: type, *arguments: Any) -> Stage:
+        stage = _timed_kind(kind)(*arguments)
+        stage.watch = watch
+        return stage
+
+    (root, *_), _ = engine.stages(request, timed, timed)
+    root.prefill(request.token_ids)
+    num_tokens, last = 0, -1
+    while num_tokens < request.max_new_tokens and last not in request.stop_tokens:
+        tokens = root.propose(1, request.max_new_tokens - num_tokens).tokens
+        num_tokens, last = num_tokens + len(tokens), tokens[-1]
+
+
+@dataclass
+class RoundCosts:
+    """Seconds of real rounds, of which means are given; see `_mean`.
+
+    Attributes:
+        trees: (verifying member, rows) -> seconds of its tree rounds, without the draft.
+        blocks: the same of its block rounds, without what ran below.
+        levels: (drafter, top_k, depth) -> seconds of a draft.
+        copies: seconds of n-gram drafts.
+    """
+
+    trees: dict[tuple[str, int], list[float]] = field(default_factory=lambda: defaultdict(list))
+    blocks: dict[tuple[str, int], list[float]] = field(default_factory=lambda: defaultdict(list))
+    levels: dict[tuple[str, int, int], list[float]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
+    copies: list[float] = field(default_factory=list)
+
+    def add(self, other: "RoundCosts") -> None:
+        """Take in what the other has."""
+        for key, seconds in other.trees.items():
+            self.trees[key] += seconds
+        for key, seconds in other.blocks.items():
+            self.blocks[key] += seconds
+        for shape, seconds in other.levels.items():
+            self.levels[shape] += seconds
+        self.copies += other.copies
+
+    def passes(self) -> dict[str, PassCosts]:
+        """Mean seconds of a tree round by its rows."""
+        found: dict[str, dict[int, float]] = defaultdict(dict)
+        for (name, rows), seconds in sorted(self.trees.items()):
+            if len(seconds) >= MIN_SAMPLES:
+                found[name][rows] = _mean(seconds)
+        return {
+            name: PassCosts(tuple(by_rows), tuple(by_rows.values()))
+            for name, by_rows in found.items()
+        }
+
+    def overheads(self) -> dict[str, StageOverhead]:
+        """What a block round costs beyond a tree round over as many rows: not less than nothing,
+        whatever a noisy machine says."""
+        passes = self.passes()
+        beyond: dict[str, list[float]] = defaultdict(list)
+        for (name, rows), seconds in self.blocks.items():
+            beyond[name] += [one - passes[name].at(rows) for one in seconds]
+        return {
+            name: StageOverhead(0.0, max(_mean(beyond[name]), 0.0) if name in beyond else 0.0)
+            for name in passes
+        }
+
+    def draft_means(self, name: str) -> dict[tuple[int, int], float]:
+        """Mean seconds of a drafter's drafts, by (top_k, depth)."""
+        return {
+            (top_k, depth): _mean(seconds)
+            for (drafter, top_k, depth), seconds in self.levels.items()
+            if drafter == name and len(seconds) >= MIN_SAMPLES
+        }
+
+    def drafts(self) -> dict[str, DraftCosts]:
+        """A line through the mean seconds of drafts over their depths, for each top_k."""
+        means: dict[str, dict[int, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
+        for name in dict.fromkeys(name for name, _, _ in self.levels):
+            for (top_k, depth), seconds in self.draft_means(name).items():
+                means[name][top_k][depth] = seconds
+        return {
+            name: DraftCosts({top_k: _line(by_depth) for top_k, by_depth in by_top_k.items()})
+            for name, by_top_k in means.items()
+        }
+
+    def rounds(self, name: str) -> dict[int, float]:
+        """Mean seconds of a member's rounds of either kind, by their rows."""
+        found: dict[int, list[float]] = defaultdict(list)
+        for (member, rows), seconds in (*self.trees.items(), *self.blocks.items()):
+            if member == name:
+                found[rows] += seconds
+        return {rows: _mean(one) for rows, one in found.items() if len(one) >= MIN_SAMPLES}
+
+    def ngram_seconds(self) -> float:
+        return _mean(self.copies) if self.copies else 0.0
+
+
+def _mean(values: list[float]) -> float:
+    """The mean without the largest and smallest twentieth.
+
+    A plan takes the sum over all of its rounds, hence no median; but what else runs on the machine
+    is left out.
+    """
+    ordered = sorted(values)
+    cut = len(ordered) // 20
+    return mean(ordered[cut : len(ordered) - cut])
+
+
+def _line(by_depth: dict[int, float]) -> tuple[float, float]:
+    """Seconds of the first level and of each further one.
+
+    Where one depth was measured, or noise would make one of the two negative, all levels are
+    taken to cost the same.
+    """
+    depths = np.array(sorted(by_depth))
+    seconds = np.array([by_depth[depth] for depth in depths])
+    if len(depths) > 1:
+        each, first = np.polyfit(depths - 1, seconds, 1)
+        if each >= 0 and first > 0:
+            return float(first), float(each)
+    level = float(np.median(seconds / depths))
+    return level, level
+
+
+class _Watch:
+    """What the timed stages of an answer share.
+
+    Args:
+        drafter: name of the last member.
+    """
+
+    def __init__(self, engine: Engine, drafter: str, costs: RoundCosts) -> None:
+        self.drafter, self.costs = drafter, costs
+        self.device, self._graphs = engine.models.target.device, engine.graphs
+
+    def now(self) -> float:
+        """Seconds; the device has done what it was given."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+    @property
+    def num_captured(self) -> int:
+        """Graphs that were captured so far: a round that captures one is not like others."""
+        return self._graphs.counts.captures
+
+
+class _TimedTree(BaseTreeStage):
+    """Times its rounds, the draft apart."""
+
+    watch: _Watch
+    seconds = 0.0
+
+    def propose(
+        self, num_tokens: int, limit: int, flushing: AdaptiveFlushing | None = None
+    ) -> Block:
+        begin = self.watch.now()
+        block = super().propose(num_tokens, limit, flushing)
+        self.seconds += self.watch.now() - begin
+        return block
+
+    def _round(self, limit: int) -> Round:
+        watch, rows, num_captured = self.watch, self.verifier.num_rows, self.watch.num_captured
+        self._draft_clock = PassClock(watch.device)
+        begin = watch.now()
+        one = super()._round(limit)
+        seconds = watch.now() - begin
+        if watch.num_captured == num_captured:
+            drafting = self._draft_clock.seconds
+            rows = self.verifier.num_rows - rows
+            watch.costs.trees[self.verifier.name, rows].append(seconds - drafting)
+            self._take_draft(drafting, max_depth=limit - 1)
+        return one
+
+    def _draft(self, limit: int) -> Any:
+        with self._draft_clock.running(num_passes=1):
+            return super()._draft(limit)  # type: ignore[safe-super]
+
+    def _take_draft(self, seconds: float, max_depth: int) -> None:
+        drafter, tree, costs = self.drafter, self.drafter.tree, self.watch.costs
+        if isinstance(drafter, NgramDrafter):
+            costs.copies.append(seconds)
+        elif not isinstance(drafter, NoDrafter) and max_depth >= tree.depth:
+            costs.levels[self.watch.drafter, tree.top_k, tree.depth].append(seconds)
+
+
+class _TimedBlock(BaseBlockStage):
+    """Times its rounds, what runs below apart."""
+
+    watch: _Watch
+    below: "_TimedTree | _TimedBlock"
+    seconds = 0.0
+
+    def propose(
+        self, num_tokens: int, limit: int, flushing: AdaptiveFlushing | None = None
+    ) -> Block:
+        begin = self.watch.now()
+        block = super().propose(num_tokens, limit, flushing)
+        self.seconds += self.watch.now() - begin
+        return block
+
+    def _round(self, limit: int) -> Round:
+        watch, rows, num_captured = self.watch, self.verifier.num_rows, self.watch.num_captured
+        begin, below = watch.now(), self.below.seconds
+        one = super()._round(limit)
+        seconds = watch.now() - begin - (self.below.seconds - below)
+        if watch.num_captured == num_captured:
+            rows = self.verifier.num_rows - rows
+            watch.costs.blocks[self.verifier.name, rows].append(seconds)
+        return one
+
+
+@cache
+def _timed_kind(kind: type) -> Any:
+    """A stage of this kind that times its rounds."""
+    timed = _TimedTree if issubclass(kind, BaseTreeStage) else _TimedBlock
+    return type(f"Timed{kind.__name__}", (timed, kind), {})

@@ -1,0 +1,458 @@
+"""Why a plan was chosen: measurements, theory and simulation side by side.
+
+The decision compares simulated times. The theory stands beside them with the simulated numbers:
+an accepted length is tokens of the finished answer for each pass of a member, so that refused
+tokens count as cost, and a pass time is the mean over the rows that the plan's passes have.
+"""
+
+from itertools import pairwise
+from typing import Any
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+
+from polybasic.chain.formats.manifest import Plan
+from polybasic.deploy.planner.agreement import acceptance_between, candidates_by_depth
+from polybasic.deploy.planner.measurements import Measurements, PassCosts
+from polybasic.deploy.planner.search import LEAST_GAIN, Candidate, Choice
+from polybasic.deploy.planner.simulation import Predicted
+from polybasic.deploy.planner.theory import (
+    Condition,
+    accepted_length_moments,
+    judge_insertion,
+    seconds_of_chain,
+)
+from polybasic.deploy.planner.window_verdict import window_verdict, windows_tried
+
+
+def explain(choice: Choice, measurements: Measurements) -> dict[str, Any]:
+    """Everything that speaks for and against a choice, as plain JSON."""
+    best, runner_up, alone = choice.best, choice.runner_up, choice.alone
+    return {
+        "machine": {
+            "hardware": measurements.hardware,
+            "dtype": measurements.dtype,
+            "temperature": measurements.temperature,
+        },
+        "num_traces": len(measurements.traces),
+        "num_tokens": measurements.num_tokens,
+        "num_plans": choice.num_played,
+        "pass_seconds": {
+            name: {str(rows): seconds for rows, seconds in zip(one.rows, one.seconds, strict=True)}
+            for name, one in _passes(best, measurements).items()
+        },
+        "draft_seconds": {
+            name: {
+                str(top_k): {"first_level": first, "further_level": further}
+                for top_k, (first, further) in costs.by_top_k.items()
+            }
+            for name, costs in measurements.drafts.items()
+        },
+        "acceptance": _acceptance(best.plan, best.measurements),
+        "lemma_3_1": _lemma(best, measurements),
+        "accepted_length": _moments(best),
+        "insertions": [
+            insertion
+            for name in measurements.verifying[1:]
+            if (insertion := _insertion(name, choice, measurements)) is not None
+        ],
+        "by_members": [
+            {
+                "members": str(one.members),
+                "shape": describe_shape(one.plan, measurements),
+                "seconds_per_token": one.seconds_per_token,
+                "speedup_over_target": alone.seconds_per_token / one.seconds_per_token,
+                "tokens_per_target_pass": one.predicted.tokens_per_pass[measurements.target],
+            }
+            for one in choice.by_members
+        ],
+        "windows": windows_tried(choice),
+        "runner_up": None if runner_up is None else str(runner_up.members),
+        "plan": best.plan.model_dump(mode="json"),
+        "decision": decide(choice, measurements),
+    }
+
+
+def decide(choice: Choice, measurements: Measurements) -> str:
+    """The choice in one sentence, with a reason for each member of the chain."""
+    best, alone = choice.best, choice.alone
+    parts = [f"run {best.members} at {best.milliseconds} a token"]
+    if best is not alone:
+        speedup = alone.seconds_per_token / best.seconds_per_token
+        parts[0] += f", {speedup:.2f}x {measurements.target} alone"
+    for name in (*measurements.verifying[1:], *measurements.drafters):
+        with_it = choice.best_with(name)
+        if with_it is None:
+            parts.append(f"leave {name} out: nothing of it was measured")
+        else:
+            cost = _cost_beside_above(name, with_it)
+            runs = name in best.names
+            parts.append(_verdict(name, runs, with_it, choice.best_without(name), cost))
+    with_ngram, without_ngram = choice.best_by_ngram(True), choice.best_by_ngram(False)
+    if with_ngram is not None and without_ngram is not None:
+        runs = best.members.has_ngram
+        parts.append(_verdict("n-grams", runs, with_ngram, without_ngram, ""))
+    if (about_windows := window_verdict(choice, measurements)) is not None:
+        parts.append(about_windows)
+    return "; ".join(parts)
+
+
+def _verdict(name: str, runs: bool, with_it: Candidate, without: Candidate, cost: str) -> str:
+    """Why a member runs or does not."""
+    if runs:
+        return f"keep {name}: without it the best plan needs " + without.milliseconds
+    if with_it.seconds_per_token <= without.seconds_per_token:
+        return f"leave {name} out: it would save less than {LEAST_GAIN:.0%} of the time"
+    return (
+        f"leave {name} out: {cost}with it the best plan needs "
+        f"{with_it.milliseconds} a token, without it "
+        f"{without.milliseconds}"
+    )
+
+
+def describe_shape(plan: Plan, measurements: Measurements) -> str:
+    """Tree and flush lengths, in a few words."""
+    parts: list[str] = []
+    if plan.members[-1] not in measurements.verifying:
+        tree = plan.tree
+        parts.append(f"tree of {tree.rows} rows, depth {tree.depth}, top {tree.top_k}")
+    for name in plan.members:
+        if name in plan.flush:
+            flush = plan.flush[name]
+            bound = "flush" if flush.adaptive is None else "adaptive flush, at most"
+            parts.append(f"{bound} {flush.length} for {name}")
+    if plan.ngram is not None:
+        parts.append(f"n-grams from {plan.ngram.min_match} tokens on")
+    parts += [f"window of {one.tokens:,} for {name}" for name, one in plan.windows.items()]
+    return "; ".join(parts) or "one token a pass"
+
+
+def print_explanation(explanation: dict[str, Any], console: Console) -> None:
+    """Print what `explain` gave, for people."""
+    for shown in render(explanation):
+        console.print(shown, soft_wrap=isinstance(shown, str), markup=False, highlight=False)
+
+
+def render(explanation: dict[str, Any]) -> list[RenderableType]:
+    """What `explain` gave, as lines and tables for people."""
+    machine = explanation["machine"]
+    headline = (
+        f"{machine['hardware']}, {machine['dtype']}, temperature {machine['temperature']:g}; "
+        f"{explanation['num_traces']} answers, {explanation['num_tokens']} tokens; "
+        f"{explanation['num_plans']} plans simulated"
+    )
+    shown: list[RenderableType] = [
+        headline,
+        _pass_table(explanation),
+        _acceptance_table(explanation),
+        _lemma_table(explanation),
+    ]
+    if explanation["accepted_length"]:
+        shown.append(_moments_table(explanation))
+    if explanation["insertions"]:
+        shown.append(_insertion_table(explanation))
+    if explanation["windows"]:
+        shown.append(_window_table(explanation))
+    return [*shown, _members_table(explanation), f"decision: {explanation['decision']}"]
+
+
+# What is explained
+
+
+def _acceptance(plan: Plan, measurements: Measurements) -> dict[str, Any]:
+    """Between verifying members that are neighbours in the chain or the plan, and of drafters."""
+    running = [name for name in plan.members if name in measurements.verifying]
+    pairs = dict.fromkeys([*pairwise(measurements.verifying), *pairwise(running)])
+    return {
+        "verifying": [
+            {"above": above, "below": below, "kept": acceptance_between(measurements, above, below)}
+            for above, below in pairs
+        ],
+        "drafters": [
+            {
+                "drafter": drafter,
+                "verifying": name,
+                "top_k": top_k,
+                "by_depth": candidates_by_depth(measurements, drafter, name, top_k),
+            }
+            for drafter, drafts_for in measurements.drafters.items()
+            for name in drafts_for
+            for top_k in measurements.measured_depths(drafter, name)
+        ],
+    }
+
+
+def _lemma(best: Candidate, measurements: Measurements) -> dict[str, Any]:
+    """Lemma 3.1 term by term; what it leaves out is told apart."""
+    predicted = best.predicted
+    names = _verifying(best, measurements)
+    innermost, drafter = names[-1], best.plan.members[-1]
+    lengths = [1 / predicted.passes[name] for name in names]
+    drafts_per_round, draft_seconds = 0.0, 0.0
+    if drafter not in names:
+        drafts_per_round = predicted.passes[drafter] / predicted.passes[innermost]
+        draft_seconds = _pass_seconds(predicted, drafter) or 0.0
+    pass_seconds = [_pass_seconds(predicted, name) or 0.0 for name in names]
+    return {
+        "terms": [
+            {
+                "member": name,
+                "passes_per_token": predicted.passes[name],
+                "rows_per_pass": predicted.rows_per_pass.get(name),
+                "pass_seconds": _pass_seconds(predicted, name),
+                "seconds_per_token": predicted.seconds_by_member[name],
+            }
+            for name in best.plan.members
+        ],
+        "accepted_lengths": lengths,
+        "drafts_per_round": drafts_per_round,
+        "seconds_per_token": seconds_of_chain(
+            1, lengths, [*pass_seconds, draft_seconds], drafts_per_round
+        ),
+        "beside_passes_seconds": predicted.overhead_seconds
+        + sum(
+            seconds
+            for name, seconds in predicted.seconds_by_member.items()
+            if name not in best.plan.members
+        ),
+        "simulated_seconds_per_token": predicted.seconds_per_token,
+    }
+
+
+def _passes(best: Candidate, measurements: Measurements) -> dict[str, PassCosts]:
+    """Costs of passes, those of members with windows besides."""
+    with_windows = {
+        f"{name}, window": best.measurements.passes[name]
+        for name in best.plan.windows
+        if name in measurements.passes
+    }
+    return measurements.passes | with_windows
+
+
+def _moments(best: Candidate) -> list[dict[str, Any]]:
+    """Theorem 3.3, corrected, for blocks of the length that the simulation found."""
+    found = []
+    for above, below in pairwise(best.plan.members):
+        if above not in best.plan.flush:
+            continue
+        acceptance = acceptance_between(best.measurements, above, below)
+        max_tokens = 1 + round(best.predicted.block_tokens[above])
+        mean, variance = accepted_length_moments(acceptance, max_tokens)
+        found.append(
+            {
+                "above": above,
+                "below": below,
+                "acceptance": acceptance,
+                "max_tokens": max_tokens,
+                "mean": float(mean),
+                "variance": float(variance),
+                "simulated_mean": best.predicted.tokens_per_pass[above],
+            }
+        )
+    return found
+
+
+def _insertion(name: str, choice: Choice, measurements: Measurements) -> dict[str, Any] | None:
+    """Theorem 3.2 for an intermediate inserted into the best plan without it.
+
+    None if it cannot be inserted there: nothing of that kind was measured.
+    """
+    without = choice.best_without(name)
+    wanted = {*_verifying(without, measurements), name}
+    inserted = next(
+        (one for one in choice.by_members if set(_verifying(one, measurements)) == wanted), None
+    )
+    if inserted is None:
+        return None
+    names = _verifying(without, measurements)
+    order = measurements.verifying
+    above = [one for one in names if order.index(one) < order.index(name)][-1]
+    place = without.names.index(above) + 1
+    below = without.names[place] if place < len(without.names) else None
+    before, after = without.predicted, inserted.predicted
+    new_seconds, above_seconds = _pass_seconds(after, name), _pass_seconds(before, above)
+    assert new_seconds is not None
+    assert above_seconds is not None
+    below_seconds = (_pass_seconds(before, below) or None) if below is not None else None
+    beta = before.passes[below] / before.passes[above] if below is not None else 0.0
+    numbers = {
+        "accepted": 1 / before.passes[above],
+        "accepted_above_new": 1 / after.passes[above],
+        "accepted_new": 1 / after.passes[name],
+    }
+    judged = judge_insertion(
+        above_seconds, new_seconds, below_seconds, **numbers, drafts_per_round=beta
+    )
+    return {
+        "inserted": name,
+        "below": above,
+        "into": str(without.members),
+        "giving": str(inserted.members),
+        "above_seconds": above_seconds,
+        "new_seconds": new_seconds,
+        "below_seconds": below_seconds,
+        "drafts_per_round": beta,
+        **numbers,
+        "fewer_passes_above": _condition(judged.fewer_passes_above),
+        "fewer_drafts": _condition(judged.fewer_drafts),
+        "seconds_per_token_without": without.seconds_per_token,
+        "seconds_per_token_with": inserted.seconds_per_token,
+        "pays": inserted.seconds_per_token < without.seconds_per_token,
+    }
+
+
+def _condition(condition: Condition | None) -> dict[str, Any] | None:
+    if condition is None:
+        return None
+    return {"left": condition.left, "right": condition.right, "holds": bool(condition.holds)}
+
+
+def _pass_seconds(predicted: Predicted, name: str) -> float | None:
+    """Mean seconds of a member's pass; None if it made none."""
+    passes = predicted.passes[name]
+    return predicted.seconds_by_member[name] / passes if passes else None
+
+
+def _cost_beside_above(name: str, with_it: Candidate) -> str:
+    """What a pass of a verifying member costs beside one of the model above it, over its rows."""
+    measurements = with_it.measurements
+    if name not in measurements.verifying:
+        return ""
+    above = with_it.names[with_it.names.index(name) - 1]
+    rows = round(with_it.predicted.rows_per_pass[name])
+    ratio = measurements.passes[name].at(rows) / measurements.passes[above].at(rows)
+    width = "1 row" if rows == 1 else f"{rows} rows"
+    return f"a pass of it over {width} costs {ratio:.2f} of one of {above}; "
+
+
+def _verifying(candidate: Candidate, measurements: Measurements) -> list[str]:
+    return [name for name in candidate.names if name in measurements.verifying]
+
+
+# How it is shown
+
+
+def _pass_table(explanation: dict[str, Any]) -> Table:
+    by_member = explanation["pass_seconds"]
+    rows = sorted({int(rows) for seconds in by_member.values() for rows in seconds})
+    table = _table("ms a pass, by rows", ["member", *map(str, rows)])
+    for name, seconds in by_member.items():
+        cells = [seconds.get(str(one)) for one in rows]
+        table.add_row(name, *("-" if cell is None else f"{1e3 * cell:.2f}" for cell in cells))
+    return table
+
+
+def _acceptance_table(explanation: dict[str, Any]) -> Group:
+    acceptance = explanation["acceptance"]
+    between = _table("tokens kept between neighbours", ["proposed by", "kept by", "share"])
+    for one in acceptance["verifying"]:
+        between.add_row(one["below"], one["above"], f"{one['kept']:.3f}")
+    deepest = max((len(one["by_depth"]) for one in acceptance["drafters"]), default=0)
+    depths = [str(depth) for depth in range(1, deepest + 1)]
+    title = "share of positions whose next tokens were all among the candidates, by their number"
+    drafted = _table(title, ["drafter", "for", "top k", *depths])
+    for one in acceptance["drafters"]:
+        shares = [f"{share:.2f}" for share in one["by_depth"]]
+        shares += ["-"] * (deepest - len(shares))
+        drafted.add_row(one["drafter"], one["verifying"], str(one["top_k"]), *shares)
+    return Group(*(table for table in (between, drafted) if table.rows))
+
+
+def _lemma_table(explanation: dict[str, Any]) -> Table:
+    lemma = explanation["lemma_3_1"]
+    columns = ["member", "tokens a pass", "rows", "ms a pass", "ms a token"]
+    table = _table("Lemma 3.1 for the chosen plan", columns)
+    for term in lemma["terms"]:
+        passes, rows, seconds = (
+            term[key] for key in ("passes_per_token", "rows_per_pass", "pass_seconds")
+        )
+        table.add_row(
+            term["member"],
+            f"{1 / passes:.2f}" if passes else "-",
+            "-" if rows is None else f"{rows:.1f}",
+            "-" if seconds is None else f"{1e3 * seconds:.2f}",
+            f"{1e3 * term['seconds_per_token']:.3f}",
+        )
+    table.add_row("sum", "", "", "", f"{1e3 * lemma['seconds_per_token']:.3f}")
+    table.add_row("beside passes", "", "", "", f"{1e3 * lemma['beside_passes_seconds']:.3f}")
+    table.add_row("simulated", "", "", "", f"{1e3 * lemma['simulated_seconds_per_token']:.3f}")
+    return table
+
+
+def _moments_table(explanation: dict[str, Any]) -> Table:
+    columns = ["proposed by", "kept by", "share kept", "at most", "mean", "variance", "simulated"]
+    table = _table("tokens a pass by Theorem 3.3, corrected", columns)
+    for one in explanation["accepted_length"]:
+        table.add_row(
+            one["below"],
+            one["above"],
+            f"{one['acceptance']:.3f}",
+            str(one["max_tokens"]),
+            f"{one['mean']:.2f}",
+            f"{one['variance']:.2f}",
+            f"{one['simulated_mean']:.2f}",
+        )
+    return table
+
+
+def _insertion_table(explanation: dict[str, Any]) -> Table:
+    columns = ["inserted", "into", "condition 1", "condition 2", "ms a token", "with it", "pays"]
+    table = _table("Theorem 3.2: does an intermediate pay? (conditions are sufficient)", columns)
+    for one in explanation["insertions"]:
+        table.add_row(
+            one["inserted"],
+            one["into"],
+            _inequality(one["fewer_passes_above"]),
+            _inequality(one["fewer_drafts"]),
+            f"{1e3 * one['seconds_per_token_without']:.3f}",
+            f"{1e3 * one['seconds_per_token_with']:.3f}",
+            "yes" if one["pays"] else "no",
+        )
+    return table
+
+
+def _window_table(explanation: dict[str, Any]) -> Table:
+    columns = ["members", "windows", "ms a token", "with them", "taken"]
+    table = _table("members that see a part of the context: first + latest tokens", columns)
+    for one in explanation["windows"]:
+        windows = (
+            f"{name}: {window['sinks']} + {window['tokens']:,}"
+            for name, window in one["windows"].items()
+        )
+        table.add_row(
+            one["members"],
+            ", ".join(windows),
+            f"{1e3 * one['seconds_per_token_without']:.3f}",
+            f"{1e3 * one['seconds_per_token_with']:.3f}",
+            "yes" if one["is_taken"] else "no",
+        )
+    return table
+
+
+def _members_table(explanation: dict[str, Any]) -> Table:
+    columns = ["members", "shape", "ms a token", "speedup", "tokens/pass"]
+    table = _table("best plan of each set of members", columns)
+    for one in explanation["by_members"]:
+        table.add_row(
+            one["members"],
+            one["shape"],
+            f"{1e3 * one['seconds_per_token']:.3f}",
+            f"{one['speedup_over_target']:.2f}x",
+            f"{one['tokens_per_target_pass']:.2f}",
+        )
+    return table
+
+
+def _table(title: str, columns: list[str]) -> Table:
+    table = Table(title=title, title_justify="left", box=box.SIMPLE)
+    for index, name in enumerate(columns):
+        table.add_column(name, justify="left" if index == 0 else "right")
+    return table
+
+
+def _inequality(condition: dict[str, Any] | None) -> str:
+    if condition is None:
+        return "-"
+    sign, verdict = ("<", "holds") if condition["holds"] else (">=", "fails")
+    return f"{condition['left']:.3f} {sign} {condition['right']:.3f} ({verdict})"

@@ -1,0 +1,294 @@
+"""What was measured on a machine: seconds of passes, and how models agree about the target's text.
+
+Data only, with a JSON form, so that a measurement can be kept and planned from again. Filled by
+`polybasic.deploy.planner.traces`, read by `polybasic.deploy.planner.simulation`. No torch in here.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from polybasic.chain.formats.manifest import Window
+
+ABSENT = 1_000_000
+"""Rank of a token that is among no candidates; beyond the rows of any tree."""
+
+Values = NDArray[np.float64]
+Counts = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class PassCosts:
+    """Seconds of a member's pass, logits and the choice of tokens included.
+
+    Attributes:
+        rows: measured row counts, increasing.
+        seconds: mean seconds of a pass over so many rows; need not increase.
+    """
+
+    rows: tuple[int, ...]
+    seconds: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        assert len(self.rows) == len(self.seconds) > 0
+        assert all(one < other for one, other in zip(self.rows, self.rows[1:], strict=False))
+
+    def at(self, rows: float) -> float:
+        """Seconds of a pass over `rows`.
+
+        Linear between measured points; behind the last one with the slope of the last two, if
+        that is positive; before the first one as there.
+        """
+        if rows > self.rows[-1] and len(self.rows) > 1:
+            run = self.rows[-1] - self.rows[-2]
+            slope = max((self.seconds[-1] - self.seconds[-2]) / run, 0.0)
+            return self.seconds[-1] + slope * (rows - self.rows[-1])
+        return float(np.interp(rows, self.rows, self.seconds))
+
+    def to_json(self) -> dict[str, Any]:
+        return {"rows": list(self.rows), "seconds": list(self.seconds)}
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> "PassCosts":
+        return cls(tuple(content["rows"]), tuple(content["seconds"]))
+
+
+@dataclass(frozen=True)
+class DraftCosts:
+    """Seconds of a drafter's tree.
+
+    Attributes:
+        by_top_k: seconds of the first level and of each further one.
+    """
+
+    by_top_k: dict[int, tuple[float, float]]
+
+    def at(self, depth: int, top_k: int) -> float:
+        """Seconds of drafting `depth` levels; 0 for none."""
+        if depth == 0:
+            return 0.0
+        first, further = self.by_top_k[top_k]
+        return first + (depth - 1) * further
+
+    def to_json(self) -> dict[str, Any]:
+        return {str(top_k): list(seconds) for top_k, seconds in self.by_top_k.items()}
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> "DraftCosts":
+        return cls({int(top_k): (one[0], one[1]) for top_k, one in content.items()})
+
+
+@dataclass(frozen=True)
+class StageOverhead:
+    """Seconds that a round of a member's stage costs beside the passes.
+
+    Attributes:
+        tree_seconds: as the innermost stage: tree, walk, moving rows of the cache.
+        block_seconds: as a stage over another one: verification of the block.
+    """
+
+    tree_seconds: float
+    block_seconds: float
+
+    def to_json(self) -> dict[str, float]:
+        return {"tree_seconds": self.tree_seconds, "block_seconds": self.block_seconds}
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> "StageOverhead":
+        return cls(content["tree_seconds"], content["block_seconds"])
+
+
+@dataclass(frozen=True, eq=False)
+class Trace:
+    """One answer y of the target, N tokens, and what every model says along it.
+
+    At position t the tokens before y_t stand, and y_t is the next to be drawn.
+
+    Attributes:
+        task: of the prompt.
+        probability: of each verifying member, [N]: warped probability of y_t; at temperature 0
+            1.0 where y_t is its choice, else 0.0.
+        confidence: of each verifying member, [N]: what `Sampler.probabilities` gives for y_t drawn
+            by the member; at temperature 0 the softmax probability of y_t.
+        own_confidence: of each verifying member, [N]: the same for the member's own draw at t,
+            which stands in the block where the member leaves y; at temperature 0 the softmax
+            probability of its choice, equal to `confidence` where that is y_t.
+        ranks: of each drafter with each verifying member, by top_k, [N, D, D]: element
+            [t, d - 1, l - 1] is the 1-based rank of y's token at level l (y_(t+l-1) behind
+            y_t..y_(t+l-2)) among all candidates of levels 1..d, `ABSENT` where it is none. A tree
+            of depth d and r rows accepts as many consecutive l = 1..d as have a rank <= r - 1.
+        ngram: by min_match, [N]: how many tokens of y the copy proposed at t gets right, -1 where
+            none is proposed (then the drafter drafts); None if it was not measured.
+        own_ranks: of drafters with an intermediate, as `ranks` of the tokens that the intermediate
+            itself draws from position t on, which are y's up to where it leaves y.
+        max_tokens: that the answer might have had: where it has fewer, its last is a stop token,
+            which nothing that drafts can foresee. None: as many as it has.
+        num_prompt_tokens: before the answer.
+    """
+
+    task: str
+    probability: dict[str, Values]
+    confidence: dict[str, Values]
+    own_confidence: dict[str, Values]
+    ranks: dict[tuple[str, str], dict[int, Counts]]
+    ngram: dict[int, Counts] | None
+    own_ranks: dict[tuple[str, str], dict[int, Counts]] = field(default_factory=dict)
+    max_tokens: int | None = None
+    num_prompt_tokens: int = 0
+
+    def __len__(self) -> int:
+        return len(next(iter(self.probability.values())))
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "task": self.task,
+            "probability": _lists(self.probability),
+            "confidence": _lists(self.confidence),
+            "own_confidence": _lists(self.own_confidence),
+            "ranks": _listed(self.ranks),
+            "own_ranks": _listed(self.own_ranks),
+            "ngram": None if self.ngram is None else _lists(self.ngram),
+            "max_tokens": self.max_tokens,
+            "num_prompt_tokens": self.num_prompt_tokens,
+        }
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> "Trace":
+        return cls(
+            task=content["task"],
+            probability=_values(content["probability"]),
+            confidence=_values(content["confidence"]),
+            own_confidence=_values(content["own_confidence"]),
+            ranks=_unlisted(content["ranks"]),
+            own_ranks=_unlisted(content["own_ranks"]),
+            ngram=None if content["ngram"] is None else _counts(content["ngram"]),
+            max_tokens=content["max_tokens"],
+            num_prompt_tokens=content["num_prompt_tokens"],
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Measurements:
+    """Everything that a plan is chosen from, on one machine at one temperature.
+
+    Attributes:
+        hardware: as `polybasic.deploy.hardware.hardware_name` gives it.
+        dtype: of the passes.
+        verifying: names, from the target down.
+        drafters: name -> verifying members that it can draft for.
+        passes: of each verifying member.
+        drafts: of each drafter.
+        shares_cache: verifying member -> the first member whose cache it uses, itself if its own.
+        round_overhead_seconds: of each verifying member.
+        ngram_seconds: of looking up a copy, once a round.
+        traces: calibration answers.
+        windows: of the members that ran with one; all numbers hold for these.
+    """
+
+    hardware: str
+    dtype: str
+    temperature: float
+    verifying: tuple[str, ...]
+    drafters: dict[str, tuple[str, ...]]
+    passes: dict[str, PassCosts]
+    drafts: dict[str, DraftCosts]
+    shares_cache: dict[str, str]
+    round_overhead_seconds: dict[str, StageOverhead]
+    ngram_seconds: float
+    traces: list[Trace]
+    windows: dict[str, Window] = field(default_factory=dict)
+
+    @property
+    def target(self) -> str:
+        return self.verifying[0]
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all traces."""
+        return sum(len(trace) for trace in self.traces)
+
+    @property
+    def longest_text_tokens(self) -> int:
+        """Of a prompt with its answer."""
+        return max((trace.num_prompt_tokens + len(trace) for trace in self.traces), default=0)
+
+    def along(self, what: str, name: str) -> Values:
+        """`probability`, `confidence` or `own_confidence` of a member, all traces in a row."""
+        return np.concatenate([getattr(trace, what)[name] for trace in self.traces])
+
+    def measured_depths(self, drafter: str, verifying: str) -> dict[int, int]:
+        """Of each top_k whose drafts were measured, in acceptance and in seconds, the depth."""
+        by_top_k = self.traces[0].ranks.get((drafter, verifying), {})
+        timed = self.drafts[drafter].by_top_k if drafter in self.drafts else {}
+        return {top_k: ranks.shape[1] for top_k, ranks in by_top_k.items() if top_k in timed}
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain dictionaries, lists, strings and numbers."""
+        return {
+            "hardware": self.hardware,
+            "dtype": self.dtype,
+            "temperature": self.temperature,
+            "verifying": list(self.verifying),
+            "drafters": {name: list(members) for name, members in self.drafters.items()},
+            "passes": {name: costs.to_json() for name, costs in self.passes.items()},
+            "drafts": {name: costs.to_json() for name, costs in self.drafts.items()},
+            "shares_cache": dict(self.shares_cache),
+            "round_overhead_seconds": {
+                name: overhead.to_json() for name, overhead in self.round_overhead_seconds.items()
+            },
+            "ngram_seconds": self.ngram_seconds,
+            "traces": [trace.to_json() for trace in self.traces],
+            "windows": {name: one.model_dump() for name, one in self.windows.items()},
+        }
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> "Measurements":
+        """What `to_json` gave."""
+        overhead = content["round_overhead_seconds"]
+        return cls(
+            hardware=content["hardware"],
+            dtype=content["dtype"],
+            temperature=content["temperature"],
+            verifying=tuple(content["verifying"]),
+            drafters={name: tuple(members) for name, members in content["drafters"].items()},
+            passes={name: PassCosts.from_json(one) for name, one in content["passes"].items()},
+            drafts={name: DraftCosts.from_json(one) for name, one in content["drafts"].items()},
+            shares_cache=dict(content["shares_cache"]),
+            round_overhead_seconds={
+                name: StageOverhead.from_json(one) for name, one in overhead.items()
+            },
+            ngram_seconds=content["ngram_seconds"],
+            traces=[Trace.from_json(one) for one in content["traces"]],
+            windows={name: Window(**one) for name, one in content["windows"].items()},
+        )
+
+
+def num_candidates(depth: int, top_k: int) -> int:
+    """Candidates that a drafter of this shape makes before it keeps the best of them."""
+    return top_k + (depth - 1) * top_k * top_k if depth else 0
+
+
+def _listed(ranks: Mapping[tuple[str, str], dict[int, Counts]]) -> list[dict[str, Any]]:
+    return [
+        {"drafter": drafter, "verifying": verifying, "by_top_k": _lists(by_top_k)}
+        for (drafter, verifying), by_top_k in ranks.items()
+    ]
+
+
+def _unlisted(content: list[dict[str, Any]]) -> dict[tuple[str, str], dict[int, Counts]]:
+    return {(one["drafter"], one["verifying"]): _counts(one["by_top_k"]) for one in content}
+
+
+def _lists(arrays: Mapping[Any, NDArray[Any]]) -> dict[str, list[Any]]:
+    return {str(key): array.tolist() for key, array in arrays.items()}
+
+
+def _values(content: Mapping[str, list[Any]]) -> dict[str, Values]:
+    return {key: np.array(one, dtype=np.float64) for key, one in content.items()}
+
+
+def _counts(content: Mapping[str, list[Any]]) -> dict[int, Counts]:
+    return {int(key): np.array(one, dtype=np.int64) for key, one in content.items()}

@@ -1,0 +1,89 @@
+"""From a chain to the plan that is fastest on this machine: measure, simulate, choose, record."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from polybasic.chain.formats.card import record_plan
+from polybasic.chain.formats.manifest import MeasuredPlan, PredictedPlan
+from polybasic.deploy.chain import Chain, load_chain
+from polybasic.deploy.planner.explanation import explain
+from polybasic.deploy.planner.measurements import Measurements
+from polybasic.deploy.planner.search import choose_plan
+from polybasic.deploy.planner.traces import answer_prompts, measure
+from polybasic.deploy.planner.windows import try_windows
+from polybasic.deploy.prompts import Question, choose_fitting, read_questions
+from polybasic.deploy.rounds.sampling import Sampling
+from polybasic.deploy.settings import PlanSettings
+
+
+@dataclass(frozen=True)
+class Planning:
+    """A chosen plan and what it was chosen from."""
+
+    measured: MeasuredPlan
+    measurements: Measurements
+
+
+def plan_chain(folder: Path, settings: PlanSettings, say: Callable[[str], None]) -> Planning:
+    """Choose the fastest plan on this machine and write it into the chain's manifest.
+
+    Args:
+        folder: a chain.
+        settings: `prompts` names a Spec-Bench question file.
+        say: takes one line for people.
+
+    Raises:
+        UserError: whatever loading refuses, or prompts that are malformed or all too long.
+    """
+    chain = load_chain(folder, dtype=settings.dtype, graphs=settings.graphs, say=say)
+    planning = plan_loaded(chain, settings, say)
+    record_plan(folder, planning.measured)
+    return planning
+
+
+def plan_loaded(chain: Chain, settings: PlanSettings, say: Callable[[str], None]) -> Planning:
+    """As `plan_chain`, on a chain that is loaded; writes nothing."""
+    calibration = answer_prompts(
+        chain.engine,
+        _prompts(chain, settings),
+        chain.stop_tokens,
+        settings.max_new_tokens,
+        Sampling(settings.temperature, seed=settings.seed),
+        settings.grid,
+        say,
+    )
+    measurements = measure(calibration, say)
+    say("plan: simulates rounds of every plan")
+    choice = choose_plan(measurements, settings.grid)
+    choice = try_windows(calibration, measurements, choice, say)
+    best = choice.best
+    others = [one for one in choice.by_members if one is not best]
+    measured = MeasuredPlan(
+        plan=best.plan,
+        seconds_per_token=best.seconds_per_token,
+        hardware=measurements.hardware,
+        dtype=measurements.dtype,
+        temperature=measurements.temperature,
+        others=tuple(
+            PredictedPlan(plan=one.plan, seconds_per_token=one.seconds_per_token) for one in others
+        ),
+        explanation=explain(choice, measurements),
+    )
+    return Planning(measured, measurements)
+
+
+def _prompts(chain: Chain, settings: PlanSettings) -> list[tuple[str, list[int]]]:
+    """First turns that leave room for an answer, by task."""
+
+    def first_turn(question: Question) -> list[int]:
+        return chain.encode([{"role": "user", "content": question.turns[0]}])
+
+    chosen, _ = choose_fitting(
+        read_questions(Path(settings.prompts)),
+        lambda question: len(first_turn(question)),
+        chain.engine.context_tokens,
+        settings,
+        "plan",
+    )
+    return [(question.task, first_turn(question)) for question in chosen]

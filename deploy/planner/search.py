@@ -1,0 +1,425 @@
+"""Which members run, with which trees and flush lengths: the fastest of all plans, as simulated.
+
+Every set of members that can run is tried, each with the trees and flush lengths of the grid. Of a
+large set the search plays a coarse grid first and climbs from its best points; a test holds it to
+within a hundredth of the exhaustive search.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import reduce
+from itertools import combinations, pairwise, product
+
+import numpy as np
+
+from polybasic.chain.formats.manifest import (
+    AdaptiveFlush,
+    Flush,
+    Ngram,
+    Plan,
+    Rule,
+    Tree,
+    Window,
+)
+from polybasic.deploy.planner.agreement import acceptance_by_bin
+from polybasic.deploy.planner.measurements import Measurements
+from polybasic.deploy.planner.simulation import NUM_DRAWS, Predicted, Simulator
+from polybasic.deploy.settings import PlanGrid
+
+BREAK_EVENS = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
+LEAST_GAIN = 0.01
+"""Share of the time that a member, or an adaptive flush, must save to be preferred."""
+RULE: Rule = "block"
+EXHAUSTIVE_POINTS = 100
+"""Plans of one set of members up to which each of them is played."""
+NUM_CLIMBS = 4
+
+
+@dataclass(frozen=True)
+class MemberSet:
+    """Members that run together.
+
+    Attributes:
+        names: as in a plan, from the target down.
+        has_ngram: n-gram drafts, alone or beside the drafter.
+    """
+
+    names: tuple[str, ...]
+    has_ngram: bool
+
+    def is_part_of(self, other: "MemberSet") -> bool:
+        """Whether all of it runs in the other, too."""
+        return set(self.names) <= set(other.names) and self.has_ngram <= other.has_ngram
+
+    def __str__(self) -> str:
+        return " -> ".join(self.names) + (" + n-gram" if self.has_ngram else "")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A plan and what it is predicted to take by a measurement."""
+
+    members: MemberSet
+    plan: Plan
+    predicted: Predicted
+    measurements: Measurements = field(compare=False, repr=False)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the members that run."""
+        return self.members.names
+
+    @property
+    def seconds_per_token(self) -> float:
+        return self.predicted.seconds_per_token
+
+    @property
+    def milliseconds(self) -> str:
+        """A token's time for people."""
+        return f"{1e3 * self.seconds_per_token:.3g} ms"
+
+
+@dataclass(frozen=True)
+class WindowTrial:
+    """What windows would save a set of members.
+
+    Attributes:
+        best: their best plan with these windows.
+        without: their best plan without any.
+        is_taken: whether that is now the best plan of the set.
+    """
+
+    best: Candidate
+    without: Candidate
+    is_taken: bool
+
+    @property
+    def windows(self) -> dict[str, Window]:
+        """By member."""
+        return self.best.plan.windows
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The outcome of a search.
+
+    Attributes:
+        by_members: the best plan of each set of members, the fastest first; at least one.
+        num_played: plans that were simulated.
+        windows: lengths of windows that the grid has.
+        window_trials: windows that were tried.
+    """
+
+    by_members: tuple[Candidate, ...]
+    num_played: int
+    windows: tuple[int, ...] = ()
+    window_trials: tuple[WindowTrial, ...] = ()
+
+    @property
+    def best(self) -> Candidate:
+        """The fastest plan, or one with a part of its members that is as good as that.
+
+        What saves less than `LEAST_GAIN` is left out: predictions are not finer than that.
+        """
+        fastest = self.by_members[0]
+        as_good = [
+            one
+            for one in self.by_members
+            if one.members.is_part_of(fastest.members)
+            and (1 - LEAST_GAIN) * one.seconds_per_token <= fastest.seconds_per_token
+        ]
+        return min(as_good, key=lambda one: len(one.names) + one.members.has_ngram)
+
+    @property
+    def runner_up(self) -> Candidate | None:
+        """The fastest plan of other members; None if there are none."""
+        best = self.best
+        return next((one for one in self.by_members if one is not best), None)
+
+    @property
+    def alone(self) -> Candidate:
+        """The target without anything below it."""
+        return next(
+            one for one in self.by_members if one.members == MemberSet(one.names[:1], False)
+        )
+
+    def best_with(self, name: str) -> Candidate | None:
+        """The best plan in which this member runs; None if it cannot run."""
+        return next((one for one in self.by_members if name in one.names), None)
+
+    def best_without(self, name: str) -> Candidate:
+        """The best plan in which this member, not the target, does not run."""
+        return next(one for one in self.by_members if name not in one.names)
+
+    def best_by_ngram(self, has_ngram: bool) -> Candidate | None:
+        """The best plan with n-gram drafts, or without; None if there is none."""
+        return next((one for one in self.by_members if one.members.has_ngram == has_ngram), None)
+
+
+def choose_plan(
+    measurements: Measurements, grid: PlanGrid, seed: int = 0, num_draws: int = NUM_DRAWS
+) -> Choice:
+    """The fastest plan of every set of members.
+
+    Args:
+        grid: trees and flush lengths; of the trees, those that were measured count.
+        seed: of the simulation's uniforms.
+        num_draws: see `Simulator`.
+
+    Raises:
+        UserError: a measurement without traces.
+    """
+    simulator = Simulator(measurements, seed, num_draws)
+    found: list[Candidate] = []
+    num_played = 0
+    for members in member_sets(measurements, grid):
+        best, num = _best_plan(members, simulator, grid)
+        num_played += num
+        found.append(best)
+    found.sort(key=lambda candidate: candidate.seconds_per_token)
+    return Choice(tuple(found), num_played, grid.windows)
+
+
+def choose_windows(
+    choice: Choice,
+    windowed: Sequence[Measurements],
+    grid: PlanGrid,
+    seed: int = 0,
+    num_draws: int = NUM_DRAWS,
+) -> Choice:
+    """The same choice, with windows where they save enough.
+
+    Args:
+        choice: without windows.
+        windowed: measurements with windows, on the scale of those that were chosen from.
+
+    The others are as for `choose_plan`.
+    """
+    tried: dict[MemberSet, list[Candidate]] = {one.members: [] for one in choice.by_members}
+    num_played = choice.num_played
+    for measurements in windowed:
+        simulator = Simulator(measurements, seed, num_draws)
+        for members in member_sets(measurements, grid):
+            if members in tried and set(measurements.windows) <= set(members.names):
+                best, num = _best_plan(members, simulator, grid)
+                tried[members].append(best)
+                num_played += num
+    found: list[Candidate] = []
+    trials: list[WindowTrial] = []
+    for without in choice.by_members:
+        best = _fewest_windows_that_pay(without, tried[without.members])
+        found.append(best)
+        trials += [WindowTrial(one, without, one is best) for one in tried[without.members]]
+    found.sort(key=lambda candidate: candidate.seconds_per_token)
+    return Choice(tuple(found), num_played, grid.windows, tuple(trials))
+
+
+def _fewest_windows_that_pay(without: Candidate, tried: Sequence[Candidate]) -> Candidate:
+    """The fastest, but for windows that save less than `LEAST_GAIN` over fewer of them."""
+    best = without
+    for num in sorted({len(one.plan.windows) for one in tried}):
+        same_number = [one for one in tried if len(one.plan.windows) == num]
+        fastest = min(same_number, key=lambda one: one.seconds_per_token)
+        if fastest.seconds_per_token <= (1 - LEAST_GAIN) * best.seconds_per_token:
+            best = fastest
+    return best
+
+
+def member_sets(measurements: Measurements, grid: PlanGrid) -> list[MemberSet]:
+    """Every set of members that can run: the target, intermediates below it, what drafts for the
+    innermost of them or nothing, and n-grams or not."""
+    target, *intermediates = measurements.verifying
+    has_ngrams = [False]
+    if _ngram_matches(measurements, grid):
+        has_ngrams.append(True)
+    found: list[MemberSet] = []
+    for num in range(len(intermediates) + 1):
+        for chosen in combinations(intermediates, num):
+            verifying = (target, *chosen)
+            drafters = [
+                (name,)
+                for name, drafts_for in measurements.drafters.items()
+                if verifying[-1] in drafts_for
+                and _tree_axes(measurements, grid, name, verifying[-1])
+            ]
+            found += [
+                MemberSet((*verifying, *drafter), has_ngram)
+                for drafter in [(), *drafters]
+                for has_ngram in has_ngrams
+            ]
+    return found
+
+
+def candidate_plans(measurements: Measurements, grid: PlanGrid) -> Iterator[Plan]:
+    """Every plan of the grid with flush lengths that are fixed."""
+    for members in member_sets(measurements, grid):
+        lattice = _Lattice(members, measurements, grid)
+        for point in lattice.points():
+            yield lattice.plan(point)
+
+
+def _best_plan(members: MemberSet, simulator: Simulator, grid: PlanGrid) -> tuple[Candidate, int]:
+    """The best plan of a set of members, and the number of plans played."""
+    search = _Search(simulator, _Lattice(members, simulator.measurements, grid))
+    best, num_adaptive = _with_adaptive_flush(search.run(), simulator, grid)
+    return best, search.num_played + num_adaptive
+
+
+_Point = tuple[int, ...]
+"""A place on each axis of a lattice."""
+
+
+class _Lattice:
+    """The plans of one set of members, as points of a grid of ordered axes."""
+
+    def __init__(self, members: MemberSet, measurements: Measurements, grid: PlanGrid) -> None:
+        self.members, self.grid, self.windows = members, grid, measurements.windows
+        self.verifying = [name for name in members.names if name in measurements.verifying]
+        lengths = tuple(sorted(grid.flush_lengths))
+        if len(self.verifying) > 2:
+            lengths = lengths[::2]
+        self.axes: dict[str, tuple[int, ...]] = {}
+        if len(self.verifying) < len(members.names):
+            drafter = members.names[-1]
+            self.axes |= _tree_axes(measurements, grid, drafter, self.verifying[-1])
+        self.axes |= {f"flush {name}": lengths for name in self.verifying[:-1]}
+        if members.has_ngram:
+            self.axes["min_match"] = _ngram_matches(measurements, grid)
+
+    @property
+    def sizes(self) -> list[int]:
+        return [len(values) for values in self.axes.values()]
+
+    def points(self) -> Iterator[_Point]:
+        return product(*(range(size) for size in self.sizes))
+
+    def coarse_points(self) -> Iterator[_Point]:
+        """Both ends and the middle of each axis."""
+        return product(*(sorted({0, size // 2, size - 1}) for size in self.sizes))
+
+    def neighbours(self, point: _Point) -> Iterator[_Point]:
+        """One or two steps along each axis, and one step along two."""
+        steps: list[dict[int, int]] = []
+        axes = range(len(point))
+        for axis in axes:
+            steps += [{axis: step} for step in (-2, -1, 1, 2)]
+        for one, other in combinations(axes, 2):
+            steps += [{one: a, other: b} for a in (-1, 1) for b in (-1, 1)]
+        for step in steps:
+            moved = tuple(place + step.get(axis, 0) for axis, place in enumerate(point))
+            if all(0 <= place < size for place, size in zip(moved, self.sizes, strict=True)):
+                yield moved
+
+    def plan(self, point: _Point) -> Plan:
+        value = {
+            axis: values[place]
+            for (axis, values), place in zip(self.axes.items(), point, strict=True)
+        }
+        num_tokens = self.grid.ngram_tokens
+        if "depth" in value:
+            tree = Tree(depth=value["depth"], top_k=value["top_k"], rows=value["rows"])
+        else:
+            tree = Tree(depth=1, top_k=1, rows=num_tokens + 1 if self.members.has_ngram else 2)
+        ngram = None
+        if self.members.has_ngram:
+            ngram = Ngram(min_match=value["min_match"], num_tokens=num_tokens)
+        return Plan(
+            members=self.members.names,
+            tree=tree,
+            flush={
+                name: Flush(length=value[f"flush {name}"], rule=RULE)
+                for name in self.verifying[:-1]
+            },
+            ngram=ngram,
+            windows=self.windows,
+        )
+
+
+class _Search:
+    """Finds the best point of a lattice."""
+
+    def __init__(self, simulator: Simulator, lattice: _Lattice) -> None:
+        self.simulator, self.lattice = simulator, lattice
+        self._played: dict[_Point, Candidate] = {}
+
+    @property
+    def num_played(self) -> int:
+        return len(self._played)
+
+    def run(self) -> Candidate:
+        lattice = self.lattice
+        if np.prod(lattice.sizes, initial=1) <= EXHAUSTIVE_POINTS:
+            return self._play(min(lattice.points(), key=self._seconds))
+        starts = sorted(lattice.coarse_points(), key=self._seconds)[:NUM_CLIMBS]
+        return self._play(min(map(self._climb, starts), key=self._seconds))
+
+    def _climb(self, point: _Point) -> _Point:
+        while True:
+            best = min(self.lattice.neighbours(point), key=self._seconds)
+            if self._seconds(best) >= self._seconds(point):
+                return point
+            point = best
+
+    def _seconds(self, point: _Point) -> float:
+        return self._play(point).seconds_per_token
+
+    def _play(self, point: _Point) -> Candidate:
+        if point not in self._played:
+            plan = self.lattice.plan(point)
+            predicted = self.simulator.run(plan)
+            self._played[point] = Candidate(
+                self.lattice.members, plan, predicted, self.simulator.measurements
+            )
+        return self._played[point]
+
+
+def _with_adaptive_flush(
+    fixed: Candidate, simulator: Simulator, grid: PlanGrid
+) -> tuple[Candidate, int]:
+    """The plan with adaptive flushes where they save enough, and the number of plans played."""
+    best, num_played = fixed, 0
+    for above, below in pairwise(fixed.names):
+        if above not in fixed.plan.flush:
+            continue
+        acceptance = acceptance_by_bin(simulator.measurements, above, below)
+        adaptive: list[Candidate] = []
+        for flush in _adaptive_flushes(best.plan.flush[above], acceptance, grid):
+            plan = best.plan.model_copy(update={"flush": best.plan.flush | {above: flush}})
+            predicted = simulator.run(plan)
+            adaptive.append(Candidate(fixed.members, plan, predicted, simulator.measurements))
+        num_played += len(adaptive)
+        fastest = min(adaptive, key=lambda one: one.seconds_per_token)
+        if fastest.seconds_per_token <= (1 - LEAST_GAIN) * best.seconds_per_token:
+            best = fastest
+    return best, num_played
+
+
+def _adaptive_flushes(
+    fixed: Flush, acceptance: tuple[float, ...], grid: PlanGrid
+) -> Iterator[Flush]:
+    """At most as long as the fixed one, as the next two lengths of the grid, or as its last."""
+    longer = sorted(length for length in grid.flush_lengths if length > fixed.length)
+    for length in sorted({fixed.length, *longer[:2], *longer[-1:]}):
+        for break_even in BREAK_EVENS:
+            adaptive = AdaptiveFlush(break_even=break_even, acceptance=acceptance)
+            yield Flush(length=length, rule=fixed.rule, adaptive=adaptive)
+
+
+def _tree_axes(
+    measurements: Measurements, grid: PlanGrid, drafter: str, verifying: str
+) -> dict[str, tuple[int, ...]]:
+    """Trees of the grid that were measured; empty if none was."""
+    deepest = measurements.measured_depths(drafter, verifying)
+    top_ks = tuple(sorted(top_k for top_k in grid.top_ks if top_k in deepest))
+    at_most = min((deepest[top_k] for top_k in top_ks), default=0)
+    depths = tuple(sorted(depth for depth in grid.depths if depth <= at_most))
+    if not depths:
+        return {}
+    return {"depth": depths, "top_k": top_ks, "rows": tuple(sorted(grid.rows))}
+
+
+def _ngram_matches(measurements: Measurements, grid: PlanGrid) -> tuple[int, ...]:
+    """Shortest matches of the grid that were measured in every trace."""
+    measured = [set(trace.ngram or {}) for trace in measurements.traces]
+    common = reduce(set.intersection, measured) if measured else set()
+    return tuple(sorted(common.intersection(grid.ngram_matches)))

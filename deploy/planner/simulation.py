@@ -1,0 +1,477 @@
+"""What a plan would take: its rounds played along answers of the target, with measured costs.
+
+The output is the target's text y whatever the plan, so a plan is played along a given y; see
+`polybasic.deploy.planner.measurements.Trace` for what is known of it. The two stages here do what
+those of `polybasic.deploy.rounds.stages` do, with positions in y instead of tokens.
+The prefill is left out.
+
+Let p_k, q_k be the probabilities of y_k under a verifier and the model below it. Given y, a block
+keeps at least i tokens with probability prod_{k<=i} min(1, q_k/p_k) under the rule `token` and
+min(1, min_{j<=i} prod_{k<=j} q_k/p_k) under the rule `block` (docs/theory.md), so one uniform u
+cuts the block behind the last i of probability u or more. And y parts from the block exactly
+there: both rules replace the first token that they do not keep by another one. So the stage below
+has followed y for that many tokens, and wherever it follows y the same holds between it and the
+stage below it, with its probabilities of y in p's place. At temperature 0 all of this is exact.
+
+Exact, too, are the innermost walks on y, limits, and what is read again into caches of their own.
+Approximated is what lies behind the parting in a block, which is refused: it is played as if y
+went on and the innermost model parted from it as it does elsewhere. There, where the upper model
+does not draw y_k, the lower one counts as agreeing with it if it does not draw y_k either. A copied
+draft counts the rows of one copy.
+
+The uniforms belong to positions: two plans meet the same luck at the same place.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, TypeVar
+
+import numpy as np
+
+from polybasic.chain.errors import UserError
+from polybasic.chain.formats.manifest import Flush, Ngram, Plan, Rule, Tree
+from polybasic.deploy.planner.measurements import Counts, Measurements, Values, num_candidates
+from polybasic.deploy.rounds.flushing import AdaptiveFlushing
+
+NUM_DRAWS = 4
+"""Times that traces are played with other uniforms, at a temperature above 0."""
+NGRAM = "ngram"
+"""Name of the n-gram drafts among members."""
+_Made = TypeVar("_Made")
+_LOG_NEVER = -1e4
+"""Below the logarithm of any uniform, and small enough for exact differences of sums."""
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """What a plan takes, on average over all tokens of the traces.
+
+    Attributes:
+        seconds_per_token: without the prefill.
+        tokens_per_pass: of each verifying member, tokens gained by a pass, refused ones included.
+        passes: of each member that runs a model, for each token of the answer.
+        rows_per_pass: of each verifying member; like `tokens_per_pass` 0 without passes.
+        seconds_by_member: of each member, and of `NGRAM`, for each token of the answer.
+        overhead_seconds: of all rounds beside their passes, for each token of the answer.
+        block_tokens: of each verifying member but the innermost, mean length of its blocks.
+    """
+
+    seconds_per_token: float
+    tokens_per_pass: dict[str, float]
+    passes: dict[str, float]
+    rows_per_pass: dict[str, float]
+    seconds_by_member: dict[str, float]
+    overhead_seconds: float
+    block_tokens: dict[str, float]
+
+
+def simulate(
+    plan: Plan, measurements: Measurements, seed: int = 0, num_draws: int = NUM_DRAWS
+) -> Predicted:
+    """Play a plan along all traces; see `Simulator` for many plans."""
+    return Simulator(measurements, seed, num_draws).run(plan)
+
+
+class Simulator:
+    """Plays plans along the traces of one measurement.
+
+    Traces lie one behind the other: a position is a place in all of them.
+
+    Args:
+        seed: of the uniforms.
+        num_draws: times that the traces are played; once at temperature 0, where nothing is drawn.
+
+    Raises:
+        UserError: a measurement without traces.
+    """
+
+    def __init__(
+        self, measurements: Measurements, seed: int = 0, num_draws: int = NUM_DRAWS
+    ) -> None:
+        if not measurements.traces:
+            raise UserError("nothing to plan from", "no traces", "measure at least one answer")
+        self.measurements = measurements
+        self.num_draws = num_draws if measurements.temperature > 0 else 1
+        ends = np.cumsum([len(trace) for trace in measurements.traces]).tolist()
+        self.spans = list(pairwise([0, *ends]))
+        self._ends = np.concatenate([np.full(end - start, end) for start, end in self.spans])
+        # Where an answer would have ended for its length; a stop token ends it unforeseen.
+        self.limits = [
+            start + (trace.max_tokens or len(trace))
+            for (start, _), trace in zip(self.spans, measurements.traces, strict=True)
+        ]
+        self._limits = np.concatenate(
+            [
+                np.full(end - start, limit)
+                for (start, end), limit in zip(self.spans, self.limits, strict=True)
+            ]
+        )
+        self._seed = seed
+        self._cached: dict[tuple[Any, ...], Any] = {}
+
+    def run(self, plan: Plan) -> Predicted:
+        """Play a plan.
+
+        Raises:
+            UserError: the plan asks for what was not measured.
+        """
+        self._check_windows(plan)
+        names = [name for name in plan.members if name in self.measurements.verifying]
+        drafter = plan.members[-1] if len(names) < len(plan.members) else None
+        stages = self._stages(plan, names, drafter)
+        for draw in range(self.num_draws):
+            for name, below, stage in zip(names, names[1:], stages, strict=False):
+                assert isinstance(stage, _BlockStage)
+                stage.extents = self._extents(name, below, plan.flush[name].rule, draw)
+            for (start, end), limit in zip(self.spans, self.limits, strict=True):
+                stages[0].begin(start, end, limit)
+                stages[0].propose(start, limit, None, limit)
+        return self._predicted(names, stages, drafter)
+
+    def _check_windows(self, plan: Plan) -> None:
+        wanted, measured = (
+            {name: str(one) for name, one in windows.items() if name in plan.members}
+            for windows in (plan.windows, self.measurements.windows)
+        )
+        if wanted != measured:
+            raise UserError(
+                "windows were not measured",
+                f"{wanted or 'none'}",
+                f"measured: {measured or 'none'}",
+            )
+
+    def _stages(
+        self, plan: Plan, names: list[str], drafter: str | None
+    ) -> list["_TreeStage | _BlockStage"]:
+        """From the root down."""
+        innermost = names[-1]
+        rounds = self._memo(
+            ("tree", innermost, len(names) - 1, drafter, plan.tree, plan.ngram),
+            lambda: self._tree_rounds(innermost, len(names) - 1, drafter, plan.tree, plan.ngram),
+        )
+        stages: list[_TreeStage | _BlockStage] = [_TreeStage(rounds)]
+        owner = self.measurements.shares_cache
+        for above, below in reversed(list(pairwise(names))):
+            shares_cache = owner[above] == owner[below]
+            stage = _BlockStage(stages[0], plan.flush[above], shares_cache)
+            stage.confidence, stage.own_confidence = self._confidences(below)
+            stages.insert(0, stage)
+        return stages
+
+    def _tree_rounds(
+        self, name: str, level: int, drafter: str | None, tree: Tree, ngram: Ngram | None
+    ) -> "_TreeRounds":
+        """What a round of the innermost stage gains and costs at each position."""
+        # A stage may gain all that remains but one token for each stage above it.
+        positions = np.arange(len(self._ends))
+        room = np.maximum(self._limits - positions - level - 1, 0)
+        depths = np.zeros_like(room)
+        accepted, rows = np.zeros_like(room), np.ones_like(room)
+        own_accepted = accepted
+        if drafter is not None:
+            depths = np.minimum(room, tree.depth)
+            ranks = self._ranks("ranks", drafter, name, tree)
+            by_depth = [num_candidates(depth, tree.top_k) for depth in range(tree.depth + 1)]
+            rows = np.minimum(tree.rows, 1 + np.array(by_depth)[depths])
+            accepted = own_accepted = _accepted(ranks, depths, tree)
+            if (drafter, name) in self.measurements.traces[0].own_ranks:
+                own_ranks = self._ranks("own_ranks", drafter, name, tree)
+                own_accepted = _accepted(own_ranks, depths, tree)
+        if ngram is not None:
+            copied = self._copied(ngram.min_match)
+            copy_tokens = np.minimum(room, min(ngram.num_tokens, tree.rows - 1))
+            is_copied = copied >= 0
+            depths = np.where(is_copied, 0, depths)
+            rows = np.where(is_copied, 1 + copy_tokens, rows)
+            copied = np.minimum(copied, copy_tokens)
+            accepted = np.where(is_copied, copied, accepted)
+            own_accepted = np.where(is_copied, copied, own_accepted)
+        draft_seconds = np.zeros(len(room))
+        if drafter is not None:
+            costs = self.measurements.drafts[drafter]
+            by_depth_seconds = [costs.at(depth, tree.top_k) for depth in range(tree.depth + 1)]
+            draft_seconds = np.array(by_depth_seconds)[depths]
+        most = np.minimum(room + 1, self._ends - positions)
+        gains, own_gains = (np.minimum(one + 1, most) for one in (accepted, own_accepted))
+        return _TreeRounds(
+            gains.tolist(), own_gains.tolist(), rows, depths, draft_seconds, ngram is not None
+        )
+
+    def _ranks(self, what: str, drafter: str, name: str, tree: Tree) -> Counts:
+        deepest = self.measurements.measured_depths(drafter, name)
+        if tree.depth > deepest.get(tree.top_k, 0):
+            measured = ", ".join(f"top_k {one} to depth {depth}" for one, depth in deepest.items())
+            raise UserError(
+                "draft tree was not measured",
+                f"top_k {tree.top_k}, depth {tree.depth} of {drafter} for {name}",
+                f"measured: {measured or 'none'}",
+            )
+        return self._memo(
+            (what, drafter, name, tree.top_k),
+            lambda: np.concatenate(
+                [
+                    getattr(trace, what)[drafter, name][tree.top_k]
+                    for trace in self.measurements.traces
+                ]
+            ),
+        )
+
+    def _copied(self, min_match: int) -> Counts:
+        parts = [(trace.ngram or {}).get(min_match) for trace in self.measurements.traces]
+        if any(part is None for part in parts):
+            raise UserError(
+                "n-gram drafts were not measured", f"min_match {min_match}", "leave them out"
+            )
+        return np.concatenate([part for part in parts if part is not None])
+
+    def _extents(self, above: str, below: str, rule: Rule, draw: int) -> list[int]:
+        """For each position, tokens that a block from there on would keep if it were endless."""
+        return self._memo(
+            ("extents", above, below, rule, draw),
+            lambda: self._find_extents(above, below, rule, draw),
+        )
+
+    def _find_extents(self, above: str, below: str, rule: Rule, draw: int) -> list[int]:
+        place = self.measurements.verifying.index(above)
+        generator = np.random.default_rng((self._seed, draw, place))
+        if self.measurements.temperature > 0:
+            log_uniforms = np.log1p(-generator.random(len(self._ends)))
+        else:
+            log_uniforms = np.full(len(self._ends), math.log(0.5))
+        p, q = (self.measurements.along("probability", name) for name in (above, below))
+        ratios = log_ratios(q, p)
+        if rule == "token":
+            ratios = np.minimum(ratios, 0.0)
+        extents: list[int] = []
+        for start, end in self.spans:
+            sums = np.concatenate([[0.0], ratios[start:end].cumsum()])
+            products = sums[None, 1:] - sums[:-1, None]  # [from, up to and including]
+            is_cut = np.triu(products < log_uniforms[start:end, None])
+            is_cut = np.concatenate([is_cut, np.ones((end - start, 1), dtype=bool)], axis=1)
+            extents += (is_cut.argmax(1) - np.arange(end - start)).tolist()
+        return extents
+
+    def _predicted(
+        self,
+        names: list[str],
+        stages: list["_TreeStage | _BlockStage"],
+        drafter: str | None,
+    ) -> Predicted:
+        num_tokens = len(self._ends) * self.num_draws
+        passes: dict[str, float] = {}
+        gained: dict[str, float] = {}
+        rows_per_pass: dict[str, float] = {}
+        seconds: dict[str, float] = {}
+        block_tokens: dict[str, float] = {}
+        overhead = 0.0
+        for name, stage in zip(names, stages, strict=True):
+            rows, counts = stage.rows_read()
+            num_passes = int(counts.sum())
+            passes[name] = num_passes / num_tokens
+            gained[name] = stage.num_gained() / max(num_passes, 1)
+            rows_per_pass[name] = float(rows @ counts) / max(num_passes, 1)
+            costs = np.array([self._pass_seconds(name, one) for one in rows.tolist()])
+            seconds[name] = float(costs @ counts) / num_tokens
+            each = self.measurements.round_overhead_seconds[name]
+            if isinstance(stage, _TreeStage):
+                overhead += each.tree_seconds * len(stage.visited) / num_tokens
+                rounds, at = stage.rounds, np.array(stage.visited, dtype=np.int64)
+                if drafter is not None:
+                    passes[drafter] = int(rounds.depths[at].sum()) / num_tokens
+                    seconds[drafter] = float(rounds.draft_seconds[at].sum()) / num_tokens
+                if rounds.looks_up_ngrams:
+                    seconds[NGRAM] = self.measurements.ngram_seconds * len(at) / num_tokens
+            else:
+                overhead += each.block_seconds * num_passes / num_tokens
+                block_tokens[name] = stage.num_proposed / max(num_passes, 1)
+        return Predicted(
+            seconds_per_token=sum(seconds.values()) + overhead,
+            tokens_per_pass=gained,
+            passes=passes,
+            rows_per_pass=rows_per_pass,
+            seconds_by_member=seconds,
+            overhead_seconds=overhead,
+            block_tokens=block_tokens,
+        )
+
+    def _pass_seconds(self, name: str, rows: int) -> float:
+        costs = self.measurements.passes[name]
+        return self._memo(("pass", name, rows), lambda: costs.at(rows))
+
+    def _confidences(self, name: str) -> tuple[list[float], list[float]]:
+        """What the flush sees at each position, while the block follows y and behind that."""
+
+        def make() -> tuple[list[float], list[float]]:
+            along, own = self.measurements.along, self.measurements.along("own_confidence", name)
+            can_follow = along("probability", name) > 0
+            follows = np.where(can_follow, along("confidence", name), own)
+            return follows.tolist(), own.tolist()
+
+        return self._memo(("confidences", name), make)
+
+    def _memo(self, key: tuple[Any, ...], make: Callable[[], _Made]) -> _Made:
+        if key not in self._cached:
+            self._cached[key] = make()
+        made: _Made = self._cached[key]
+        return made
+
+
+def _accepted(ranks: Counts, depths: Counts, tree: Tree) -> Counts:
+    """Drafted tokens that a walk accepts, by position, of trees that are `depths` deep there."""
+    accepted = np.zeros_like(depths)
+    for depth in range(1, tree.depth + 1):
+        at = np.flatnonzero(depths == depth)
+        is_kept = ranks[at, depth - 1, :depth] <= tree.rows - 1
+        accepted[at] = np.logical_and.accumulate(is_kept, axis=1).sum(1)
+    return accepted
+
+
+def log_ratios(proposer: Values, verifier: Values) -> Values:
+    """log(q/p) of each position; where p is 0, 0 if q is 0 too, else never kept."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratios = np.log(proposer) - np.log(verifier)
+    ratios = np.where(verifier > 0, ratios, np.where(proposer > 0, _LOG_NEVER, 0.0))
+    return np.maximum(ratios, _LOG_NEVER)
+
+
+@dataclass(frozen=True)
+class _TreeRounds:
+    """Rounds of the innermost stage, by the position where they begin.
+
+    Attributes:
+        gains: tokens gained where the walk stays on y.
+        own_gains: tokens gained where it leaves y.
+        rows: of the verification pass.
+        depths: passes of the drafter.
+        draft_seconds: of these.
+        looks_up_ngrams: in every round.
+    """
+
+    gains: list[int]
+    own_gains: list[int]
+    rows: Counts
+    depths: Counts
+    draft_seconds: Values
+    looks_up_ngrams: bool
+
+
+_WantsMore = Callable[[int, int], bool]
+"""Positions where a round began and ended -> whether another one is to follow."""
+
+
+class _TreeStage:
+    """Plays `polybasic.deploy.rounds.stages.TreeStage`."""
+
+    def __init__(self, rounds: _TreeRounds) -> None:
+        self.rounds = rounds
+        self.visited: list[int] = []  # where rounds began
+        self._num_gained = 0
+        self.catch_up_rows: list[int] = []
+        self._read = 0  # position up to which the cache holds the sequence
+        self._end = 0
+
+    def begin(self, start: int, end: int, limit: int) -> None:
+        # The last token of the prompt stands and is not read.
+        self._read, self._end = start - 1, end
+
+    def propose(self, position: int, goal: int, wants_more: _WantsMore | None, parting: int) -> int:
+        if position - 1 > self._read:
+            self.catch_up_rows.append(position - 1 - self._read)
+        gains, own_gains, visited = self.rounds.gains, self.rounds.own_gains, self.visited
+        goal = min(goal, self._end)
+        while position < goal:
+            visited.append(position)
+            begun, gain = position, gains[position]
+            if position + gain > parting:
+                # The walk leaves y at the parting and goes on along the model's own tokens.
+                gain = max(parting + 1 - position, own_gains[position])
+            position += gain
+            self._num_gained += gain
+            if wants_more is not None and not wants_more(begun, position):
+                break
+        self._read = position - 1
+        return position
+
+    def resolve(self, length: int, was_read: bool) -> None:
+        self._read = length if was_read else min(self._read, length)
+
+    def rows_read(self) -> tuple[Counts, Counts]:
+        """Rows of passes, and how many passes had so many."""
+        rows = [self.rounds.rows[self.visited], np.array(self.catch_up_rows, dtype=np.int64)]
+        return np.unique(np.concatenate(rows), return_counts=True)
+
+    def num_gained(self) -> int:
+        return self._num_gained
+
+
+class _BlockStage:
+    """Plays `polybasic.deploy.rounds.stages.BlockStage`."""
+
+    extents: list[int]
+    confidence: list[float]
+    own_confidence: list[float]
+
+    def __init__(self, below: "_TreeStage | _BlockStage", flush: Flush, shares_cache: bool) -> None:
+        self.below, self.flush, self.shares_cache = below, flush, shares_cache
+        self.num_proposed = 0
+        self._flush_length = flush.length
+        self._flushing: AdaptiveFlushing | None = None
+        self._rows: list[int] = []
+        self._num_gained = 0
+        self._read = self._end = self._limit = self._parting = 0
+
+    def begin(self, start: int, end: int, limit: int) -> None:
+        # It adds a token to what the stage below may gain.
+        self._read, self._end, self._limit = start - 1, end, limit - 1
+        if self.flush.adaptive is not None:
+            self._flushing = AdaptiveFlushing(self.flush.adaptive)
+        self.below.begin(start, end, limit - 1)
+
+    def propose(self, position: int, goal: int, wants_more: _WantsMore | None, parting: int) -> int:
+        goal = min(goal, self._end)
+        while position < goal:
+            begun, position = position, self._round(position, parting)
+            if wants_more is not None and not wants_more(begun, position):
+                break
+        return position
+
+    def resolve(self, length: int, was_read: bool) -> None:
+        self._read = length if was_read else min(self._read, length)
+        self.below.resolve(length, was_read and self.shares_cache)
+
+    def _round(self, position: int, parting_above: int) -> int:
+        goal = min(position + self._flush_length, self._limit)
+        self._parting = position + self.extents[position]
+        parting = min(self._parting, parting_above)
+        if self._flushing is None:
+            reached = self.below.propose(position, goal, None, parting)
+        else:
+            self._flushing.begin_block()
+            reached = self.below.propose(position, goal, self._wants_more, parting)
+        kept = min(self._parting, reached)
+        if self._flushing is not None:
+            self._flushing.learn(kept - position)
+        self.num_proposed += reached - position
+        self._rows.append(reached - self._read)
+        # Nothing stands behind a stop token, so the one that is kept is not followed by another.
+        stands = min(kept + 1, self._end)
+        self._num_gained += stands - position
+        self._read = stands - 1
+        self.below.resolve(stands - 1, self.shares_cache)
+        return stands
+
+    def _wants_more(self, begun: int, reached: int) -> bool:
+        assert self._flushing is not None
+        parting = min(max(self._parting, begun), reached)
+        return self._flushing.wants_more(
+            self.confidence[begun:parting] + self.own_confidence[parting:reached]
+        )
+
+    def rows_read(self) -> tuple[Counts, Counts]:
+        """Rows of passes, and how many passes had so many."""
+        return np.unique(np.array(self._rows, dtype=np.int64), return_counts=True)
+
+    def num_gained(self) -> int:
+        return self._num_gained

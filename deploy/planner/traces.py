@@ -1,0 +1,335 @@
+"""Measures what a plan is chosen from: acceptance along the target's text, and costs of rounds.
+
+Acceptance is read off the target's own answers: every verifying model reads them, and each drafter
+drafts behind each of their tokens.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise, product
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from polybasic.chain.formats.manifest import Ngram, Plan, Tree, Window
+from polybasic.deploy.drafters.head import EagleDrafter
+from polybasic.deploy.drafters.model import ModelDrafter
+from polybasic.deploy.drafters.ngram import NgramDrafter
+from polybasic.deploy.engine import Engine, Request
+from polybasic.deploy.hardware import hardware_name
+from polybasic.deploy.planner.costs import measure_costs
+from polybasic.deploy.planner.measurements import ABSENT, Measurements, Trace
+from polybasic.deploy.rounds.sampling import Prefixes, Sampling, make_sampler
+from polybasic.deploy.rounds.stages import BaseTreeStage
+from polybasic.deploy.rounds.tree import DraftTree
+from polybasic.deploy.settings import PlanGrid
+
+BLOCK_TOKENS = 16
+"""Tokens that a model which shares its cache reads behind the rows of the model above."""
+OWN_TEXT_TREE = Tree(depth=5, top_k=2, rows=8)
+"""Drafts for what intermediates write where they leave the answer."""
+
+RanksByDrafter = dict[tuple[str, str], dict[int, np.ndarray]]
+"""Drafter and its verifier -> top_k -> ranks, see `polybasic.deploy.planner.measurements.Trace`."""
+
+
+Windows = Mapping[str, Window]
+"""Of the members that have one, by name."""
+
+
+@dataclass(frozen=True)
+class CalibrationPrompt:
+    """A prompt of known task, and the target's answer to it."""
+
+    task: str
+    prompt: list[int]
+    answer: list[int]
+
+    def __len__(self) -> int:
+        return len(self.prompt) + len(self.answer)
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """A chain with the answers that it is measured along, and how.
+
+    Attributes:
+        engine: of the chain.
+        answered: prompts with answers of at least two tokens.
+        stop_tokens: that end an answer.
+        max_new_tokens: of an answer.
+        sampling: of the answers; a plan holds for its temperature.
+        grid: the shapes that are measured.
+    """
+
+    engine: Engine
+    answered: list[CalibrationPrompt]
+    stop_tokens: frozenset[int]
+    max_new_tokens: int
+    sampling: Sampling
+    grid: PlanGrid
+
+
+def calibrate(
+    engine: Engine,
+    prompts: Sequence[tuple[str, list[int]]],
+    stop_tokens: frozenset[int],
+    max_new_tokens: int,
+    sampling: Sampling,
+    grid: PlanGrid,
+    say: Callable[[str], None],
+) -> Measurements:
+    """Measure a chain on the machine that it is loaded on: `answer_prompts`, then `measure`."""
+    calibration = answer_prompts(engine, prompts, stop_tokens, max_new_tokens, sampling, grid, say)
+    return measure(calibration, say)
+
+
+def answer_prompts(
+    engine: Engine,
+    prompts: Sequence[tuple[str, list[int]]],
+    stop_tokens: frozenset[int],
+    max_new_tokens: int,
+    sampling: Sampling,
+    grid: PlanGrid,
+    say: Callable[[str], None],
+) -> Calibration:
+    """Let the target answer what a chain is to be measured along.
+
+    Args:
+        prompts: (task, token ids) of each; not those that the plan will be judged on.
+        say: takes one line for people.
+    """
+    say("plan: the target answers the calibration prompts")
+    answered = [
+        CalibrationPrompt(task, prompt, answer)
+        for task, prompt in prompts
+        if len(answer := _answer(engine, prompt, stop_tokens, max_new_tokens, sampling)) > 1
+    ]
+    return Calibration(engine, answered, stop_tokens, max_new_tokens, sampling, grid)
+
+
+def measure(calibration: Calibration, say: Callable[[str], None]) -> Measurements:
+    """Costs, and a trace of each answer, of members that see the whole context."""
+    engine, answered, grid = calibration.engine, calibration.answered, calibration.grid
+    models = engine.models
+    say("plan: acceptance along the answers")
+    traces = [trace_answer(calibration, one, {}, grid.top_ks) for one in answered]
+    say("plan: costs of rounds")
+    costs = measure_costs(
+        engine,
+        [one.prompt for one in answered],
+        calibration.stop_tokens,
+        calibration.sampling,
+        grid,
+    )
+    return Measurements(
+        hardware=hardware_name(models.target.device),
+        dtype=str(models.target.dtype).removeprefix("torch."),
+        temperature=calibration.sampling.temperature,
+        verifying=tuple(engine.verifiers),
+        drafters={member.name: member.drafts_for for member in models.members if member.drafts_for},
+        passes=costs.passes(),
+        drafts=costs.drafts(),
+        shares_cache={name: _cache_owner(engine, name) for name in engine.verifiers},
+        round_overhead_seconds=costs.overheads(),
+        ngram_seconds=costs.ngram_seconds(),
+        traces=traces,
+    )
+
+
+def _answer(
+    engine: Engine,
+    prompt: list[int],
+    stop_tokens: frozenset[int],
+    max_new_tokens: int,
+    sampling: Sampling,
+) -> list[int]:
+    target = next(iter(engine.verifiers))
+    plan = Plan(members=(target,), tree=Tree(depth=1, top_k=1, rows=2))
+    request = Request(prompt, max_new_tokens, sampling, stop_tokens, plan)
+    return [token for new_tokens in engine.run(request) for token in new_tokens]
+
+
+def _cache_owner(engine: Engine, name: str) -> str:
+    cache = engine.verifiers[name].cache
+    return next(other for other, verifier in engine.verifiers.items() if verifier.cache is cache)
+
+
+def trace_answer(
+    calibration: Calibration, one: CalibrationPrompt, windows: Windows, top_ks: Sequence[int]
+) -> Trace:
+    """What every model says along one answer.
+
+    Args:
+        top_ks: of the drafts.
+    """
+    engine, sampling, grid = calibration.engine, calibration.sampling, calibration.grid
+    prompt, answer = one.prompt, one.answer
+    probability, confidence, own_confidence, drawn = {}, {}, {}, {}
+    states = _states(engine, one, windows)
+    prefixes = Prefixes(prompt, [answer[:length] for length in range(len(answer))])
+    places = list(range(len(answer)))
+    for name, verifier in engine.verifiers.items():
+        sampler = make_sampler(sampling, engine.models.target.device, len(prompt))
+        with torch.inference_mode():
+            logits = verifier.logits(states[name][len(prompt) - 1 :])
+        rows = sampler.distributions(logits, prefixes)
+        drawn[name] = [sampler.draw(rows, place) for place in places]
+        confidence[name] = np.array(sampler.probabilities(rows, places, answer))
+        own_confidence[name] = np.array(sampler.probabilities(rows, places, drawn[name]))
+        is_random = sampling.temperature > 0
+        probability[name] = confidence[name] if is_random else np.equal(drawn[name], answer) * 1.0
+    target = next(iter(engine.verifiers))
+    if sampling.temperature == 0:
+        # Where passes of other lengths round to another token, the answer is right all the same.
+        probability[target][:] = 1.0
+    ranks: RanksByDrafter = {}
+    own_ranks: RanksByDrafter = {}
+    for name in engine.verifiers:
+        drafters = [member.name for member in engine.models.members if name in member.drafts_for]
+        texts = [[answer[place:] for place in places]]
+        if drafters and name != target:
+            depth = max(grid.depths)
+            texts.append(_continuations(engine, name, one, drawn[name], sampling, depth, windows))
+        for drafter, top_k in product(drafters, top_ks):
+            tree = Tree(depth=max(grid.depths), top_k=top_k, rows=2)
+            drafting = engine.drafters.named(drafter, tree, windows.get(drafter))
+            found = _ranks(drafting, states[name], one, texts)
+            ranks.setdefault((drafter, name), {})[top_k] = found[0]
+            if name != target:
+                own_ranks.setdefault((drafter, name), {})[top_k] = found[1]
+    return Trace(
+        task=one.task,
+        probability=probability,
+        confidence=confidence,
+        own_confidence=own_confidence,
+        ranks=ranks,
+        own_ranks=own_ranks,
+        ngram={m: _copied(prompt, answer, m, grid) for m in grid.ngram_matches} or None,
+        max_tokens=calibration.max_new_tokens,
+        num_prompt_tokens=len(prompt),
+    )
+
+
+@torch.inference_mode()
+def _states(engine: Engine, one: CalibrationPrompt, windows: Windows) -> dict[str, Tensor]:
+    """States [T, W] of each verifying model over prompt and answer, the last token excepted.
+
+    As when a chain runs, a model that shares its cache reads a block behind rows of the model
+    above, which then reads the block again.
+    """
+    tokens = [*one.prompt, *one.answer[:-1]]
+    num_prompt = len(one.prompt) - 1
+    states: dict[str, list[Tensor]] = {name: [] for name in engine.verifiers}
+    for name, verifier in engine.verifiers.items():
+        verifier.cache.truncate(0)
+        verifier.window = windows.get(name)
+    bounds = [*range(num_prompt, len(tokens), BLOCK_TOKENS), len(tokens)]
+    for start, end in pairwise([0, *bounds] if num_prompt else bounds):
+        for name, verifier in reversed(engine.verifiers.items()):
+            is_owner = _cache_owner(engine, name) == name
+            if is_owner or start >= num_prompt:
+                states[name].append(verifier.read(tokens[start:end]))
+            if is_owner:
+                verifier.cache.keep(range(end - start))
+        if start < num_prompt:
+            for name in engine.verifiers:
+                if not states[name]:
+                    states[name] = [states[_cache_owner(engine, name)][0]]
+    return {name: torch.cat(parts) for name, parts in states.items()}
+
+
+@torch.inference_mode()
+def _ranks(
+    drafter: EagleDrafter | ModelDrafter,
+    states: Tensor,
+    one: CalibrationPrompt,
+    texts: Sequence[Sequence[list[int]]],
+) -> list[np.ndarray]:
+    """Ranks [N, D, D] of texts among the candidates drafted at each position of the answer.
+
+    Args:
+        drafter: whose trees are D deep.
+        states: of its verifier, over prompt and answer.
+        texts: for each result, and each position, the tokens from there on.
+    """
+    prompt, answer, depth = one.prompt, one.answer, drafter.tree.depth
+    drafter.rewind(0)
+    drafter.observe(states[: len(prompt) - 1])
+    found = [np.full((len(answer), depth, depth), ABSENT, dtype=np.int64) for _ in texts]
+    for place in range(len(answer)):
+        if place:
+            drafter.observe(states[len(prompt) + place - 2 : len(prompt) + place - 1])
+        if len(prompt) + place < drafter.least_tokens:
+            continue
+        candidates = drafter.candidates([*prompt, *answer[:place]], depth)
+        for ranks, text in zip(found, texts, strict=True):
+            ranks[place] = candidates.ranks(text[place][:depth])
+    return found
+
+
+@torch.inference_mode()
+def _continuations(
+    engine: Engine,
+    name: str,
+    one: CalibrationPrompt,
+    drawn: list[int],
+    sampling: Sampling,
+    depth: int,
+    windows: Windows,
+) -> list[list[int]]:
+    """What a model itself draws from each position of the answer on, `depth` tokens or more.
+
+    That is the answer up to where the model leaves it, and its own text from there.
+
+    Args:
+        drawn: the model's own draw at each position.
+    """
+    prompt, answer = one.prompt, one.answer
+    drafter = next(m.name for m in engine.models.members if name in m.drafts_for)
+    members = (name, drafter)
+    seen = {member: windows[member] for member in members if member in windows}
+    plan = Plan(members=members, tree=OWN_TEXT_TREE, windows=seen)
+    (stage,), _ = engine.stages(Request(prompt, len(answer), sampling, frozenset(), plan))
+    assert isinstance(stage, BaseTreeStage)
+    continuations: list[list[int]] = []
+    following: list[int] = []
+    for place in reversed(range(len(answer))):
+        if drawn[place] == answer[place]:
+            following = [answer[place], *following]
+        else:
+            # from the end to the beginning: what is read stays read
+            if stage.tokens:
+                stage.resolve(len(prompt) + place, drawn[place])
+            else:
+                stage.prefill([*prompt, *answer[:place], drawn[place]])
+            following = [drawn[place], *stage.propose(depth, depth + OWN_TEXT_TREE.depth).tokens]
+        continuations.insert(0, following)
+    return continuations
+
+
+def _copied(prompt: list[int], answer: list[int], min_match: int, grid: PlanGrid) -> np.ndarray:
+    """Tokens of the n-gram drafter's proposals that come true, [N]; -1 where it has none."""
+    tree = Tree(depth=grid.ngram_tokens, top_k=1, rows=grid.ngram_tokens + 1)
+    drafter = NgramDrafter(Ngram(min_match=min_match, num_tokens=grid.ngram_tokens), tree)
+    drafter.rewind(0)
+    states = torch.zeros(len(prompt) - 1, 1)
+    drafter.observe(states)
+    copied = np.full(len(answer), -1, dtype=np.int64)
+    for place in range(len(answer)):
+        if place:
+            drafter.observe(torch.zeros(1, 1))
+        draft = drafter.draft([*prompt, *answer[:place]], max_depth=grid.ngram_tokens)
+        if len(draft) > 1:
+            copied[place] = _depth_along(draft, answer[place:])
+    return copied
+
+
+def _depth_along(tree: DraftTree, tokens: list[int]) -> int:
+    children, row = tree.children(), 0
+    for depth, token in enumerate(tokens):
+        if token not in children[row]:
+            return depth
+        row = children[row][token]
+    return len(tokens)

@@ -1,0 +1,1 @@
+"""The method: stages, verification, draft trees, sampling. Knows token ids, no text, no files."""

@@ -1,0 +1,72 @@
+"""Keys and values of one sequence, allocated once."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from polybasic.chain.formats.config import DecoderConfig
+from polybasic.chain.kernels.cpu.library import kernels_for
+
+
+class KeyValueCache:
+    """A fixed number of rows a layer; `length` of them are committed.
+
+    A pass writes its rows behind the committed ones. `keep` then commits some of them, in the
+    order given, and forgets the others: rejected rows cost nothing but the shortening.
+
+    Args:
+        num_layers: of the decoder, or 1 for a draft head.
+        capacity: rows, committed and provisional together.
+
+    Attributes:
+        block: [layers, 2 * key/value heads, capacity, head size], keys first; zeros at first.
+        layers: its parts, one a layer.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        num_layers: int,
+        capacity: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        shape = (num_layers, 2 * config.num_kv_heads, capacity, config.head_dim)
+        self.block = torch.zeros(shape, dtype=dtype, device=device)
+        self.layers = list(self.block)
+        self.capacity, self.length = capacity, 0
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Commit provisional rows, given as offsets from `length` in ascending order."""
+        moved = [(row, place) for place, row in enumerate(rows) if row != place]
+        if moved:
+            sources = [self.length + row for row, _ in moved]
+            self._move(sources, self.length + moved[0][1])
+        self.length += len(rows)
+
+    def move_on_device(self, sources: Tensor, first: Tensor) -> None:
+        """Put rows one after the other from `first` on, in place, without a look by the host.
+
+        `length` does not change.
+
+        Args:
+            sources: int64 [n], rows of the cache, in any order; a row may come more than once.
+            first: int64 [], at most capacity - n. Rows first to first + n - 1 are overwritten.
+        """
+        places = first + torch.arange(len(sources), device=sources.device)
+        self.block.index_copy_(2, places, self.block.index_select(2, sources))
+
+    def _move(self, sources: list[int], first: int) -> None:
+        """Put rows, in ascending order, one after the other from `first` on."""
+        kernels = kernels_for(self.block.device, self.block.dtype)
+        if kernels is not None:
+            kernels.move_rows(self.layers, sources, first)
+            return
+        moved = torch.tensor(sources, device=self.block.device)
+        self.block[:, :, first : first + len(sources)] = self.block[:, :, moved]
+
+    def truncate(self, length: int) -> None:
+        """Forget all rows from `length` on."""
+        assert 0 <= length <= self.length, f"truncate to {length} of {self.length} rows"
+        self.length = length

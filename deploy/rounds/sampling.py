@@ -1,0 +1,236 @@
+"""How tokens are drawn: the random numbers and the two samplers.
+
+Stages know a sampler only by six verbs: `distributions` turns logits into what tokens are drawn
+from, `draw` draws, `take` keeps of a round's rows what verification asks for, `join` collects them
+into a block's distributions, `verify` cuts a block, `probabilities` tells how sure the proposing
+model was.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from polybasic.deploy.rounds import verification
+from polybasic.deploy.rounds.warping import Prefixes, Sampling, process_logits, warp
+
+__all__ = [
+    "GreedyRows",
+    "GreedySampler",
+    "Joiner",
+    "Prefixes",
+    "Probabilities",
+    "RandomSampler",
+    "Sampler",
+    "Sampling",
+    "make_sampler",
+    "seeded_generator",
+]
+
+
+class Joiner(Protocol):
+    """What joins a stage's rounds to a block."""
+
+    def take(self, rows: Any, chosen: list[int]) -> Any:
+        """Chosen rows alone, as `verify` asks for them: nothing of the others is kept."""
+
+    def join(self, parts: list[Any]) -> Any:
+        """Rows that were taken, one below the other."""
+
+    def probabilities(self, rows: Any, chosen: list[int], tokens: list[int]) -> list[float]:
+        """What the model of `rows` itself gave to tokens that were drawn from chosen rows.
+
+        A sampler of random numbers answers with the probabilities that it drew with, the greedy
+        one with the softmax of its logits, in float32.
+
+        Args:
+            rows: as `distributions` made them.
+        """
+
+
+class Sampler(Joiner, Protocol):
+    """Draws tokens and cuts blocks, exactly from the distributions that it makes of logits."""
+
+    def distributions(self, logits: Tensor, prefixes: Prefixes) -> Any:
+        """What tokens are drawn from, one row for each row of `logits` [R, V].
+
+        Args:
+            prefixes: what stands before each row's draw.
+        """
+
+    def draw(self, rows: Any, row: int) -> int:
+        """A token from one row; each row is drawn from at most once."""
+
+    def verify(self, tokens: list[int], proposed: Any, own: Any, rule: str) -> tuple[int, int]:
+        """Cut a block: how many of `tokens` are kept, and the token that follows them.
+
+        Args:
+            proposed: the K rows that the tokens were drawn from, joined.
+            own: the verifier's K + 1 rows, as `distributions` made them.
+        """
+
+
+@dataclass(frozen=True)
+class GreedyRows:
+    """The most probable token of each row.
+
+    Attributes:
+        logits: of the rows, [R, V] after the penalties; None where only the tokens were taken.
+    """
+
+    tokens: list[int]
+    logits: Tensor | None = None
+
+
+class GreedySampler:
+    """Temperature 0: a distribution is its most probable token.
+
+    Args:
+        sampling: of which bias and penalties count; the truncations keep the argmax.
+        num_prompt_tokens: leading tokens of every prefix that are no output.
+    """
+
+    def __init__(self, sampling: Sampling, num_prompt_tokens: int) -> None:
+        self.sampling, self.num_prompt_tokens = sampling, num_prompt_tokens
+
+    def distributions(self, logits: Tensor, prefixes: Prefixes) -> GreedyRows:
+        logits = process_logits(logits, self.sampling, prefixes, self.num_prompt_tokens)
+        return GreedyRows(_most_probable(logits), logits)
+
+    def draw(self, rows: GreedyRows, row: int) -> int:
+        return rows.tokens[row]
+
+    def take(self, rows: GreedyRows, chosen: list[int]) -> GreedyRows:
+        return GreedyRows([rows.tokens[row] for row in chosen])
+
+    def join(self, parts: list[GreedyRows]) -> GreedyRows:
+        return GreedyRows([token for rows in parts for token in rows.tokens])
+
+    def verify(
+        self, tokens: list[int], proposed: GreedyRows, own: GreedyRows, rule: str
+    ) -> tuple[int, int]:
+        num_kept = 0
+        while num_kept < len(tokens) and tokens[num_kept] == own.tokens[num_kept]:
+            num_kept += 1
+        return num_kept, own.tokens[num_kept]
+
+    def probabilities(self, rows: GreedyRows, chosen: list[int], tokens: list[int]) -> list[float]:
+        if not chosen:
+            return []
+        assert rows.logits is not None, "rows that were taken have no logits"
+        values = rows.logits[chosen].float().softmax(-1)
+        return list(values[list(range(len(tokens))), tokens].tolist())
+
+
+@dataclass
+class Probabilities:
+    """Rows [R, V] of float32 probabilities, with the tokens once they were drawn."""
+
+    values: Any
+    drawn: list[int] | None = field(default=None)
+
+
+class RandomSampler:
+    """Draws from the softmax of the warped logits, in float32, on the logits' device.
+
+    Args:
+        num_prompt_tokens: leading tokens of every prefix that are no output.
+    """
+
+    def __init__(self, sampling: Sampling, device: torch.device, num_prompt_tokens: int) -> None:
+        self.sampling, self.num_prompt_tokens = sampling, num_prompt_tokens
+        self.generator = seeded_generator(sampling, device)
+
+    def distributions(self, logits: Tensor, prefixes: Prefixes) -> Probabilities:
+        return Probabilities(warp(logits, self.sampling, prefixes, self.num_prompt_tokens))
+
+    def draw(self, rows: Probabilities, row: int) -> int:
+        if rows.drawn is None:
+            # All rows in one go, so that a device is asked once; a walk reads only its own.
+            rows.drawn = self._categorical(rows.values)
+        return rows.drawn[row]
+
+    def take(self, rows: Probabilities, chosen: list[int]) -> Probabilities:
+        return Probabilities(rows.values[chosen])
+
+    def join(self, parts: list[Probabilities]) -> Probabilities:
+        if len(parts) == 1:
+            return parts[0]
+        return Probabilities(torch.cat([rows.values for rows in parts]))
+
+    def verify(
+        self, tokens: list[int], proposed: Probabilities, own: Probabilities, rule: str
+    ) -> tuple[int, int]:
+        p, q = own.values, proposed.values if tokens else own.values[:0]
+        num_kept, weight = self._cut(tokens, p, q, rule)
+        if num_kept == len(tokens):
+            following = p[num_kept]
+        else:
+            following = verification.residual(p[num_kept], q[num_kept], weight)
+        return num_kept, self._categorical(following[None])[0]
+
+    def probabilities(
+        self, rows: Probabilities, chosen: list[int], tokens: list[int]
+    ) -> list[float]:
+        return list(rows.values[chosen, tokens].tolist()) if chosen else []
+
+    def _cut(self, tokens: list[int], p: Any, q: Any, rule: str) -> tuple[int, Any]:
+        """Number of kept tokens, and the weight of p in the residual behind them."""
+        if rule == "token":
+            acceptance = verification.token_acceptance(p, q, tokens)
+            for num_kept, probability in enumerate(acceptance):
+                if not self._happens([probability])[0]:
+                    return num_kept, 1
+            return len(tokens), 1
+        weights = verification.block_weights(p, q, tokens)
+        acceptance = verification.block_acceptance(p, q, weights)
+        happened = self._happens(acceptance)
+        num_kept = max((i for i, it_did in enumerate(happened, 1) if it_did), default=0)
+        return num_kept, weights[num_kept]
+
+    def _happens(self, probabilities: list[Any]) -> list[bool]:
+        """An independent event for each probability."""
+        if not probabilities:
+            return []
+        device = self.generator.device
+        uniform = torch.rand(len(probabilities), generator=self.generator, device=device)
+        return [u < h for u, h in zip(uniform.tolist(), probabilities, strict=True)]
+
+    def _categorical(self, rows: Any) -> list[int]:
+        """One token from each row of probabilities, by inversion."""
+        cumulative = rows.cumsum(-1)
+        uniform = torch.rand(len(rows), 1, generator=self.generator, device=rows.device)
+        # The last sum stands for 1, and a token of probability 0 is never reached.
+        drawn = torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True)
+        last = (rows > 0).int().cumsum(-1).argmax(-1, keepdim=True)
+        return torch.minimum(drawn, last).squeeze(1).tolist()
+
+
+def seeded_generator(sampling: Sampling, device: torch.device) -> torch.Generator:
+    """Random numbers of the seed that is set, or of one that is drawn."""
+    generator = torch.Generator(device)
+    if sampling.seed is None:
+        generator.seed()
+    else:
+        generator.manual_seed(sampling.seed)
+    return generator
+
+
+def _most_probable(logits: Tensor) -> list[int]:
+    """The first of the most probable tokens of each row."""
+    if logits.device.type == "cpu":
+        # NumPy's takes a tenth of the time of torch's
+        return list(logits.float().numpy().argmax(-1).tolist())
+    return list(logits.argmax(-1).tolist())
+
+
+def make_sampler(sampling: Sampling, device: torch.device, num_prompt_tokens: int) -> Sampler:
+    """The sampler for these settings.
+
+    Args:
+        num_prompt_tokens: leading tokens of every prefix that are no output.
+    """
+    if sampling.is_greedy:
+        return GreedySampler(sampling, num_prompt_tokens)
+    return RandomSampler(sampling, device, num_prompt_tokens)

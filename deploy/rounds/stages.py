@@ -1,0 +1,336 @@
+"""Stages: a verifying model together with everything below it.
+
+Stages nest: a `TreeStage` verifies a drafter's tree, a `BlockStage` verifies the block that the
+stage below it hands up. Two models are one TreeStage, three are a BlockStage over a TreeStage,
+four two BlockStages over one. A stage sees token ids only.
+
+#   R = rows (tokens), W = width of the verifier's states, which stages only hand on
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from polybasic.chain.formats.manifest import Flush
+from polybasic.deploy.drafters.interface import Drafter
+from polybasic.deploy.rounds.flushing import AdaptiveFlushing
+from polybasic.deploy.rounds.sampling import Joiner, Prefixes, Sampler
+from polybasic.deploy.rounds.tree import DraftTree, walk
+from polybasic.deploy.rounds.verifier import Verifier
+
+
+@dataclass(frozen=True)
+class Block:
+    """Tokens handed up, each drawn exactly from the proposing model's distribution.
+
+    Attributes:
+        tokens: in order.
+        distributions: one row for each token, as the sampler joins them; None without tokens.
+    """
+
+    tokens: list[int]
+    distributions: Any
+
+
+@dataclass(frozen=True)
+class Round:
+    """What one pass of a stage's verifier gained.
+
+    Attributes:
+        tokens: at least one.
+        distributions: of the rows that the verifier read.
+        rows: for each token, the row that it was drawn from.
+    """
+
+    tokens: list[int]
+    distributions: Any
+    rows: list[int]
+
+
+class Stage(Protocol):
+    """What a stage does for the stage above it, or for the engine.
+
+    Attributes:
+        verifier: the stage's own model.
+        accepted_lengths: tokens gained by each pass of it since the stage was made.
+    """
+
+    verifier: Verifier
+    accepted_lengths: list[int]
+
+    def prefill(self, tokens: list[int], states: Tensor | None = None) -> None:
+        """Begin a sequence.
+
+        Args:
+            tokens: the prompt, at least one token.
+            states: the states [len(tokens) - 1, W] of all tokens but the last, when the stage
+                above has read them into the cache that this stage shares.
+        """
+
+    def propose(
+        self, num_tokens: int, limit: int, flushing: AdaptiveFlushing | None = None
+    ) -> Block:
+        """Continue the sequence until `num_tokens` were gained or a stop token was drawn.
+
+        The last round may bring more, but never more than `limit` in all; with `flushing` fewer
+        rounds may be enough. Whether a position belongs to the block is decided before its token
+        is drawn.
+        """
+
+    def resolve(self, length: int, next_token: int, states: Tensor | None = None) -> None:
+        """Cut the sequence to its first `length` tokens and continue with `next_token`.
+
+        Args:
+            states: the states [R, W] of the last R of those `length` tokens, when the stage above
+                has read them into the cache that this stage shares.
+        """
+
+
+class BaseTreeStage(ABC):
+    """The innermost stage: a verifier walks the drafter's tree by sampling.
+
+    Each token is a draw from the verifier's own distribution, whatever was drafted; candidates
+    only decide how many draws one pass serves.
+    """
+
+    def __init__(
+        self,
+        verifier: Verifier,
+        drafter: Drafter,
+        sampler: Joiner,
+        stop_tokens: Collection[int] = (),
+    ) -> None:
+        self.verifier, self.drafter = verifier, drafter
+        self.stop_tokens = frozenset(stop_tokens)
+        self._rounds = _Rounds(self._round, sampler, self.stop_tokens)
+        self.tokens: list[int] = []
+        self.accepted_lengths: list[int] = []
+
+    def prefill(self, tokens: list[int], states: Tensor | None = None) -> None:
+        self.tokens = list(tokens)
+        self.drafter.rewind(0)
+        if states is None:
+            self.verifier.cache.truncate(0)
+            self._catch_up()
+        else:
+            self.drafter.observe(states)
+
+    def propose(
+        self, num_tokens: int, limit: int, flushing: AdaptiveFlushing | None = None
+    ) -> Block:
+        self._catch_up()
+        return self._rounds.run(num_tokens, limit, flushing)
+
+    def resolve(self, length: int, next_token: int, states: Tensor | None = None) -> None:
+        cache = self.verifier.cache
+        if states is None:
+            cache.truncate(min(cache.length, length))
+            self.drafter.rewind(cache.length)
+        else:
+            self.drafter.rewind(length - len(states))
+            self.drafter.observe(states)
+        self.tokens[length:] = [next_token]
+
+    def _round(self, limit: int) -> Round:
+        """One draft and one verification pass."""
+        return self._verify(self._draft(limit), limit)
+
+    @abstractmethod
+    def _draft(self, limit: int) -> Any:
+        """The candidates that `_verify` reads, for a round that gains at most `limit` tokens."""
+
+    @abstractmethod
+    def _verify(self, tree: Any, limit: int) -> Round:
+        """A pass over the tree, and the walk; what was gained is committed."""
+
+    def _catch_up(self) -> None:
+        """Read what stands in the sequence but not in the cache, the last token excepted."""
+        missing = self.tokens[self.verifier.cache.length : -1]
+        if missing:
+            states = self.verifier.read(missing)
+            self.verifier.cache.keep(range(len(missing)))
+            self.drafter.observe(states)
+
+
+class TreeStage(BaseTreeStage):
+    """A tree stage whose trees and draws the host reads."""
+
+    def __init__(
+        self,
+        verifier: Verifier,
+        drafter: Drafter,
+        sampler: Sampler,
+        stop_tokens: Collection[int] = (),
+    ) -> None:
+        super().__init__(verifier, drafter, sampler, stop_tokens)
+        self.sampler = sampler
+
+    def _draft(self, limit: int) -> DraftTree:
+        return self.drafter.draft(self.tokens, max_depth=limit - 1)
+
+    def _verify(self, tree: DraftTree, limit: int) -> Round:
+        states = self.verifier.read_tree(tree)
+        distributions = self.sampler.distributions(
+            self.verifier.logits(states), Prefixes(self.tokens, tree.paths())
+        )
+        path, last_token = walk(tree, lambda row: self.sampler.draw(distributions, row))
+        gained = cut_at_stop(
+            [tree.tokens[row] for row in path[1:]] + [last_token], self.stop_tokens
+        )
+        path = path[: len(gained)]
+        self.verifier.cache.keep(path)
+        self.drafter.observe(states[path])
+        self.tokens += gained
+        self.accepted_lengths.append(len(gained))
+        return Round(gained, distributions, path)
+
+
+class BaseBlockStage(ABC):
+    """A verifier over a stage: the block that the stage proposes is cut by speculative sampling.
+
+    Args:
+        flush: how many tokens the stage below collects before this verifier is asked, and the
+            rule of `polybasic.deploy.rounds.verification` by which it answers.
+    """
+
+    def __init__(
+        self,
+        verifier: Verifier,
+        below: Stage,
+        sampler: Joiner,
+        flush: Flush,
+        stop_tokens: Collection[int] = (),
+    ) -> None:
+        self.verifier, self.below, self.flush = verifier, below, flush
+        self.stop_tokens = frozenset(stop_tokens)
+        self._rounds = _Rounds(self._round, sampler, self.stop_tokens)
+        self._flushing = AdaptiveFlushing(flush.adaptive) if flush.adaptive else None
+        self.shares_cache = verifier.cache is below.verifier.cache
+        self.tokens: list[int] = []
+        self.accepted_lengths: list[int] = []
+        self._num_read = 0  # leading tokens whose rows in the cache are this verifier's own
+
+    def prefill(self, tokens: list[int], states: Tensor | None = None) -> None:
+        self.tokens = list(tokens)
+        if states is None:
+            self.verifier.cache.truncate(0)
+            if len(tokens) > 1:
+                states = self.verifier.read(tokens[:-1])
+                self.verifier.cache.keep(range(len(tokens) - 1))
+        self._num_read = len(tokens) - 1
+        self.below.prefill(tokens, states if self.shares_cache else None)
+
+    def propose(
+        self, num_tokens: int, limit: int, flushing: AdaptiveFlushing | None = None
+    ) -> Block:
+        return self._rounds.run(num_tokens, limit, flushing)
+
+    def resolve(self, length: int, next_token: int, states: Tensor | None = None) -> None:
+        self._num_read = min(self._num_read, length) if states is None else length
+        self.tokens[length:] = [next_token]
+        self.below.resolve(length, next_token, states if self.shares_cache else None)
+
+    def _round(self, limit: int) -> Round:
+        """One block from below and one verification pass."""
+        if self._flushing is not None:
+            self._flushing.begin_block()
+        block = self.below.propose(min(self.flush.length, limit - 1), limit - 1, self._flushing)
+        unread = self.tokens[self._num_read :]
+        self.verifier.cache.truncate(self._num_read)
+        num_kept, next_token, states, distributions = self._verify(unread, block)
+        if self._flushing is not None:
+            self._flushing.learn(num_kept)
+        gained = cut_at_stop([*block.tokens[:num_kept], next_token], self.stop_tokens)
+        self.verifier.cache.keep(range(len(unread) + len(gained) - 1))
+        self.tokens += gained
+        self.accepted_lengths.append(len(gained))
+        self._num_read = len(self.tokens) - 1
+        states = states[: len(unread) + len(gained) - 1]
+        self.below.resolve(self._num_read, gained[-1], states if self.shares_cache else None)
+        return Round(gained, distributions, list(range(len(gained))))
+
+    @abstractmethod
+    def _verify(self, unread: list[int], block: Block) -> tuple[int, int, Tensor, Any]:
+        """A pass over the tokens that were not read yet and the block behind them.
+
+        Returns:
+            How many of the block's tokens are kept, the token behind them, the states of the rows
+            that were read, and the distributions of the block's rows and the one behind it.
+        """
+
+
+class BlockStage(BaseBlockStage):
+    """A block stage whose draws the host reads."""
+
+    def __init__(
+        self,
+        verifier: Verifier,
+        below: Stage,
+        sampler: Sampler,
+        flush: Flush,
+        stop_tokens: Collection[int] = (),
+    ) -> None:
+        super().__init__(verifier, below, sampler, flush, stop_tokens)
+        self.sampler = sampler
+
+    def _verify(self, unread: list[int], block: Block) -> tuple[int, int, Tensor, Any]:
+        states = self.verifier.read(unread + block.tokens)
+        logits = self.verifier.logits(states[len(unread) - 1 :])
+        prefixes = Prefixes(
+            self.tokens, [block.tokens[:length] for length in range(len(block.tokens) + 1)]
+        )
+        distributions = self.sampler.distributions(logits, prefixes)
+        num_kept, next_token = self.sampler.verify(
+            block.tokens, block.distributions, distributions, self.flush.rule
+        )
+        return num_kept, next_token, states, distributions
+
+
+@dataclass(frozen=True)
+class _Rounds:
+    """Runs a stage's rounds until they make a block.
+
+    Attributes:
+        run_round: limit -> a round that gains at most so many tokens.
+    """
+
+    run_round: Callable[[int], Round]
+    sampler: Joiner
+    stop_tokens: frozenset[int]
+
+    def run(self, num_tokens: int, limit: int, flushing: AdaptiveFlushing | None) -> Block:
+        """See `Stage.propose`."""
+        taken: list[Any] = []
+        tokens: list[int] = []
+        wants_more = True
+        while wants_more and len(tokens) < min(num_tokens, limit):
+            gained, rows, wants_more = self._run_one(limit - len(tokens), flushing)
+            tokens += gained
+            taken.append(rows)
+        return Block(tokens, self.sampler.join(taken) if taken else None)
+
+    def _run_one(
+        self, limit: int, flushing: AdaptiveFlushing | None
+    ) -> tuple[list[int], Any, bool]:
+        """A round's tokens, their rows, and whether another round may follow.
+
+        All else of the round, the logits of all its rows above all, ends here.
+        """
+        one = self.run_round(limit)
+        wants_more = one.tokens[-1] not in self.stop_tokens
+        if wants_more and flushing is not None:
+            wants_more = flushing.wants_more(
+                self.sampler.probabilities(one.distributions, one.rows, one.tokens)
+            )
+        return one.tokens, self.sampler.take(one.distributions, one.rows), wants_more
+
+
+def cut_at_stop(tokens: list[int], stop_tokens: Collection[int]) -> list[int]:
+    """`tokens` up to and including the first stop token."""
+    for index, token in enumerate(tokens):
+        if token in stop_tokens:
+            return tokens[: index + 1]
+    return tokens

@@ -1,0 +1,125 @@
+"""A model together with the cache that it reads and writes, one pass at a time.
+
+#   R = rows (tokens of one pass), W = width of the model's states, V = vocabulary
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from polybasic.chain.formats.manifest import MAX_TREE_ROWS, Window
+from polybasic.chain.kernels.torch.attend import Attend, attend_in_blocks, attend_to_ancestors
+from polybasic.chain.model.decoder import Decoder
+from polybasic.deploy.graphs.capture import Graphs
+from polybasic.deploy.graphs.device_passes import MAX_CAPTURED_ROWS, DevicePasses
+from polybasic.deploy.rounds.cache import KeyValueCache
+from polybasic.deploy.rounds.tree import DraftTree
+
+SPARE_ROWS = MAX_TREE_ROWS
+"""Rows of every cache beyond the context: a draft's or a tree's lie behind the last token."""
+
+
+@dataclass
+class PassClock:
+    """Number and seconds of a member's forward passes.
+
+    On a CUDA device seconds are read from events when they are asked for, so that counting
+    never waits for the device.
+    """
+
+    device: torch.device
+    num_passes: int = 0
+    _seconds: float = 0.0
+    _events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
+
+    @contextmanager
+    def running(self, num_passes: int) -> Iterator[None]:
+        """Time what runs inside and count it as `num_passes` passes."""
+        self.num_passes += num_passes
+        if self.device.type == "cuda":
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            yield
+            end.record()
+            self._events.append((begin, end))
+        else:
+            begin_seconds = time.perf_counter()
+            yield
+            self._seconds += time.perf_counter() - begin_seconds
+
+    def reset(self) -> None:
+        """Count from zero again."""
+        self.num_passes, self._seconds = 0, 0.0
+        self._events.clear()
+
+    @property
+    def seconds(self) -> float:
+        if self._events:
+            torch.cuda.synchronize(self.device)
+            self._seconds += sum(begin.elapsed_time(end) for begin, end in self._events) / 1e3
+            self._events.clear()
+        return self._seconds
+
+
+class Verifier:
+    """Runs a decoder over rows behind the committed ones of its cache.
+
+    Several verifiers may share one cache when their layers have the same shapes: each writes its
+    provisional rows over the other's.
+
+    Args:
+        graphs: run the passes over few rows of a decoder whose numbers stay on the device.
+
+    Attributes:
+        window: what its rows see of a long context; None for all. May be set between sequences.
+    """
+
+    window: Window | None = None
+
+    def __init__(
+        self, name: str, decoder: Decoder, cache: KeyValueCache, graphs: Graphs | None = None
+    ) -> None:
+        self.name, self.decoder, self.cache = name, decoder, cache
+        self.clock = PassClock(decoder.device)
+        self.num_rows = 0
+        self.passes: DevicePasses | None = None
+        if graphs is not None and decoder.device_model is not None:
+            self.passes = DevicePasses(name, decoder, cache, graphs)
+
+    def read(self, token_ids: Sequence[int]) -> Tensor:
+        """States [R, W] of consecutive tokens; their rows are provisional."""
+        start = self.cache.length
+        # a prompt is read once, by kernels for many rows
+        if self.passes is not None and start > 0 and len(token_ids) <= MAX_CAPTURED_ROWS:
+            self.num_rows += len(token_ids)
+            with self.clock.running(num_passes=1):
+                return self.passes.read(token_ids, self.window)
+        states = [
+            self._forward(token_ids[block.start - start :][: block.num_rows], block)
+            for block in attend_in_blocks(self.decoder, start, len(token_ids), self.window)
+        ]
+        return states[0] if len(states) == 1 else torch.cat(states)
+
+    def read_tree(self, tree: DraftTree) -> Tensor:
+        """States [R, W] of a tree's rows; each sees the committed rows and its ancestors."""
+        if len(tree) == 1:
+            return self.read(tree.tokens)
+        attend = attend_to_ancestors(self.cache.length, tree.parents, self.window)
+        return self._forward(tree.tokens, attend)
+
+    def logits(self, states: Tensor) -> Tensor:
+        """Logits [R, V] in the decoder's dtype."""
+        with self.clock.running(num_passes=0):
+            return self.decoder.logits(states)
+
+    def _forward(self, token_ids: Sequence[int], attend: Attend) -> Tensor:
+        end = attend.start + len(token_ids)
+        assert end <= self.cache.capacity, f"{end} rows in a cache of {self.cache.capacity}"
+        ids = torch.tensor(token_ids, device=self.decoder.device)
+        self.num_rows += len(token_ids)
+        with self.clock.running(num_passes=1):
+            return self.decoder.forward(ids, self.cache.layers, attend)

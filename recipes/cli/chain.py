@@ -1,0 +1,240 @@
+"""Commands on a finished chain: generate, inspect, verify."""
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from polybasic.deploy import Generation, Statistics
+
+ChainArgument = Annotated[
+    str, typer.Argument(metavar="CHAIN", help="A chain's folder, or a hub id org/name[@revision].")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print only JSON on stdout.")]
+ContextOption = Annotated[
+    int | None,
+    typer.Option(
+        help="Prompt and answer together, for which caches are allocated.  "
+        "[default: what the models are made for, at most 8192]"
+    ),
+]
+NoGraphsOption = Annotated[
+    bool,
+    typer.Option(
+        "--no-graphs",
+        help="On a GPU, launch every kernel by itself, without CUDA graphs; same outputs, slower.",
+    ),
+]
+
+
+def generate(
+    chain: ChainArgument,
+    prompt: Annotated[str, typer.Option("-p", "--prompt", help="What the user says.")],
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens of the answer at most.")] = 256,
+    temperature: Annotated[
+        float | None,
+        typer.Option(help="0 is greedy.  [default: this and others: the checkpoint's own]"),
+    ] = None,
+    top_k: Annotated[int | None, typer.Option(help="Sample among so many tokens; 0: all.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Sample within so much probability.")] = None,
+    min_p: Annotated[
+        float | None, typer.Option(help="Least probability, over that of the likeliest token.")
+    ] = None,
+    repetition_penalty: Annotated[
+        float | None, typer.Option(help="Divides logits of tokens in prompt and answer; 1: off.")
+    ] = None,
+    presence_penalty: Annotated[
+        float | None, typer.Option(help="Taken from logits of tokens in the answer.")
+    ] = None,
+    frequency_penalty: Annotated[
+        float | None, typer.Option(help="The same, for each time that they are in it.")
+    ] = None,
+    logit_bias: Annotated[
+        list[str] | None,
+        typer.Option(metavar="ID=VALUE", help="Added to a token's logit; may be repeated."),
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Of the sampling.  [default: drawn]")] = None,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(metavar="TEXT", help="Text that ends the answer; may be repeated."),
+    ] = None,
+    members: Annotated[
+        str | None, typer.Option(help="Names, separated by commas.  [default: the plan's]")
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="bfloat16, float16 or float32.  [default: as the target is stored]"),
+    ] = None,
+    context_tokens: ContextOption = None,
+    no_graphs: NoGraphsOption = False,
+    as_json: JsonOption = False,
+    no_stream: Annotated[bool, typer.Option("--no-stream", help="Print the answer whole.")] = False,
+) -> None:
+    """Answer a prompt: text on stdout, statistics on stderr."""
+    from polybasic.deploy import load_chain
+    from polybasic.deploy.rounds.sampling import Sampling
+
+    settings: dict[str, Any] = {
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+        "presence_penalty": presence_penalty,
+        "frequency_penalty": frequency_penalty,
+        "logit_bias": _logit_bias(logit_bias or []) or None,
+        "seed": seed,
+    }
+    settings = {name: value for name, value in settings.items() if value is not None}
+    Sampling(**settings)  # told before anything is loaded
+    loaded = load_chain(
+        chain, dtype=dtype, context_tokens=context_tokens, graphs=not no_graphs, say=note
+    )
+    options: dict[str, Any] = {
+        **settings,
+        "max_new_tokens": max_new_tokens,
+        "stop": stop or (),
+        "members": members.split(",") if members is not None else None,
+    }
+    if as_json or no_stream:
+        answer = loaded.generate(prompt, **options)
+        content = json.dumps(_as_json(answer), ensure_ascii=False) if as_json else answer.text
+        typer.echo(content)
+    else:
+        for piece in loaded.stream(prompt, **options):
+            print(piece.text, end="", flush=True)
+        print()
+    assert loaded.last_statistics is not None
+    defaults = {
+        name: value
+        for name, value in loaded.sampling(**settings).in_effect.items()
+        if name not in settings
+    }
+    note(_statistics_line(loaded.last_statistics) + _shown_defaults(defaults))
+
+
+def inspect(
+    chain: ChainArgument,
+    dtype: Annotated[
+        str | None, typer.Option(help="To state the memory for.  [default: as the target's]")
+    ] = None,
+    context_tokens: ContextOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Print members, plan, origin and results of a chain, and the memory that it will take."""
+    from rich.console import Console
+
+    from polybasic.chain.formats.checkpoint import resolve_chain
+    from polybasic.chain.formats.describe import describe_chain, print_chain
+
+    folder = resolve_chain(chain)
+    description = describe_chain(folder)
+    if not as_json:
+        print_chain(description, Console())
+    memory = _stated_memory(folder, dtype, context_tokens)
+    if as_json:
+        typer.echo(json.dumps(description | {"memory": memory}, ensure_ascii=False))
+    elif memory is not None:
+        from polybasic.deploy.bench.report import stated_memory_line
+
+        typer.echo(f"memory: {stated_memory_line(memory)}")
+
+
+def _stated_memory(
+    folder: Path, dtype: str | None, context_tokens: int | None
+) -> dict[str, Any] | None:
+    """What the chain will take; None, told with the reason, where that cannot be said."""
+    from polybasic.chain.errors import UserError
+    from polybasic.chain.formats.manifest import read_manifest
+    from polybasic.chain.formats.verify import check_chain
+    from polybasic.recipes.estimates.sizes import has_weights
+
+    for member in read_manifest(folder).members:
+        source, revision = member.reference.source, member.reference.revision
+        if member.reference.path is None and source and not source.startswith((".", "/")):
+            model = f"{source}@{revision}" if revision else source
+            if not has_weights(model):
+                note(f"memory: not stated, {member.name} ({model}) is not on this machine yet")
+                return None
+    try:
+        checked = check_chain(folder, digests=False)
+    except UserError as error:
+        note(f"memory: not stated, {error}")
+        return None
+    from polybasic.deploy.chain import stated_memory
+
+    memory, available = stated_memory(checked, dtype=dtype, context_tokens=context_tokens)
+    return memory.to_json() | {"available_bytes": available}
+
+
+def verify(chain: ChainArgument) -> None:
+    """Check every file of a chain against its manifest."""
+    from polybasic.chain.formats.checkpoint import resolve_chain
+    from polybasic.chain.formats.verify import check_chain
+
+    checked = check_chain(resolve_chain(chain))
+    for warning in checked.warnings:
+        note(f"warning: {warning}")
+    num_files = sum(len(member.files) for member in checked.manifest.members)
+    typer.echo(
+        f"{checked.folder}: whole; {len(checked.manifest.members)} members, "
+        f"{num_files + len(checked.manifest.tokenizer.files)} files checked"
+    )
+    note(f"next: polybasic generate {chain} -p 'Hello'")
+
+
+def _as_json(answer: "Generation") -> dict[str, Any]:
+    return {
+        "text": answer.text,
+        "token_ids": answer.token_ids,
+        "statistics": {
+            **asdict(answer.statistics),
+            "tokens_per_second": answer.statistics.tokens_per_second,
+            "mean_accepted_length": answer.statistics.mean_accepted_length,
+        },
+    }
+
+
+def _statistics_line(statistics: "Statistics") -> str:
+    passes = ", ".join(f"{name} {num}" for name, num in statistics.forward_passes.items())
+    return (
+        f"{statistics.num_tokens} tokens in {statistics.seconds:.2f} s "
+        f"({statistics.tokens_per_second:.1f} tokens/s), "
+        f"{statistics.mean_accepted_length:.2f} tokens per target pass; forward passes: {passes}"
+    )
+
+
+def _shown_defaults(defaults: dict[str, Any]) -> str:
+    if not defaults:
+        return ""
+    shown = ", ".join(f"{name} {value}" for name, value in defaults.items())
+    return f"; by the checkpoint's generation_config.json: {shown}"
+
+
+def _logit_bias(given: list[str]) -> dict[int, float]:
+    """["42=-5"] -> {42: -5.0}."""
+    from polybasic.chain.errors import UserError
+
+    biases: dict[int, float] = {}
+    for one in given:
+        token, _, bias = one.partition("=")
+        try:
+            biases[int(token)] = float(bias)
+        except ValueError as error:
+            raise UserError(
+                "malformed logit bias", f"--logit-bias {one}", "write ID=VALUE, as in 42=-5"
+            ) from error
+    if len(biases) < len(given):
+        raise UserError(
+            "token named twice", f"--logit-bias {' '.join(given)}", "give one value for each id"
+        )
+    return biases
+
+
+def note(line: str) -> None:
+    """A line for people, on stderr."""
+    print(line, file=sys.stderr, flush=True)

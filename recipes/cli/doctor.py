@@ -1,0 +1,104 @@
+"""`polybasic doctor`: what this machine and this installation offer."""
+
+import importlib.util
+import json
+import os
+import platform
+import sys
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from polybasic.chain.errors import UserError
+from polybasic.chain.kernels.cpu.build import describe_kernels, processor_flags
+
+_PACKAGES = (
+    "polybasic",
+    "torch",
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "numpy",
+    "datasets",
+    "deepspeed",
+    "autoawq",
+    "wandb",
+)
+_EXTRAS = {
+    "train": ("datasets", "zstandard", "peft", "deepspeed", "accelerate", "wandb"),
+    "quantize": ("awq", "accelerate", "datasets", "zstandard"),
+    "dev": ("pytest", "hypothesis", "mypy", "importlinter"),
+}
+_CPU_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16")
+
+
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+    """Print versions, device, CPU and GPU kernels, threads, extras and free disk."""
+    findings = _findings()
+    if as_json:
+        typer.echo(json.dumps(findings, indent=2))
+        return
+    for name, value in findings.items():
+        if isinstance(value, dict):
+            value = ", ".join(f"{key} {entry}" for key, entry in value.items())
+        typer.echo(f"{name:<12} {value}")
+    print("next: polybasic run tiny --dry-run", file=sys.stderr)
+
+
+def _findings() -> dict[str, Any]:
+    import torch
+
+    from polybasic.chain.kernels.selection import describe_gpu_kernels
+    from polybasic.recipes.pipeline.disk import free_bytes
+
+    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return {
+        "python": f"{platform.python_version()} ({sys.executable})",
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "packages": {name: _version(name) for name in _PACKAGES},
+        "extras": {name: _extra_state(modules) for name, modules in _EXTRAS.items()},
+        "cpu": _cpu(),
+        "kernels": _kernels(describe_kernels),
+        "gpu kernels": _kernels(describe_gpu_kernels),
+        "cores": len(os.sched_getaffinity(0)),
+        "threads": torch.get_num_threads(),
+        "device": ", ".join(gpus) or "cpu (no CUDA device found)",
+        "memory": f"{os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / 1e9:.1f} GB",
+        "free disk": f"{free_bytes(Path()) / 1e9:.1f} GB in {Path().absolute()}",
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "missing"
+
+
+def _extra_state(modules: tuple[str, ...]) -> str:
+    missing = [module for module in modules if importlib.util.find_spec(module) is None]
+    return f"lacks {' '.join(missing)}" if missing else "whole"
+
+
+def _kernels(describe: Callable[[], str]) -> str:
+    try:
+        return describe()
+    except UserError as error:
+        return f"none ({error})"
+
+
+def _cpu() -> str:
+    """Model name and the instruction sets that matter here, from /proc/cpuinfo."""
+    path = Path("/proc/cpuinfo")
+    if not path.is_file():
+        return platform.processor() or "unknown"
+    fields: dict[str, str] = {}
+    for line in path.read_text("utf-8").splitlines():
+        name, _, value = line.partition(":")
+        fields.setdefault(name.strip(), value.strip())
+    flags = processor_flags()
+    found = [flag for flag in _CPU_FLAGS if flag in flags]
+    return f"{fields.get('model name', platform.machine())} ({', '.join(found) or 'no AVX'})"

@@ -1,0 +1,159 @@
+"""Commands that measure a chain on the machine at hand: plan, bench."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from polybasic.recipes.cli.chain import ChainArgument, JsonOption, NoGraphsOption, note
+
+PromptsOption = Annotated[
+    str | None,
+    typer.Option(
+        help="A Spec-Bench question file or its URL.  [default: embedded, held-out prompts]"
+    ),
+]
+NumPromptsOption = Annotated[int | None, typer.Option(help="Prompts of each task.")]
+NewTokensOption = Annotated[int | None, typer.Option(help="Tokens of one answer.")]
+TemperatureOption = Annotated[float | None, typer.Option(help="0 is greedy.")]
+DtypeOption = Annotated[str | None, typer.Option(help="bfloat16, float16 or float32.")]
+
+
+def plan(
+    chain: ChainArgument,
+    prompts: PromptsOption = None,
+    num_prompts_per_task: NumPromptsOption = None,
+    max_new_tokens: NewTokensOption = None,
+    temperature: TemperatureOption = None,
+    dtype: DtypeOption = None,
+    measurements: Annotated[
+        Path | None, typer.Option(help="Also write what was measured there, as JSON.")
+    ] = None,
+    no_graphs: NoGraphsOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure costs and acceptance, choose members, tree and flush lengths, and explain."""
+    from rich.console import Console
+
+    from polybasic.chain.formats.checkpoint import resolve_chain
+    from polybasic.chain.formats.files import write_json
+    from polybasic.deploy.settings import PlanSettings
+    from polybasic.recipes.schema.loading import validated
+
+    given = {
+        "prompts": prompts,
+        "num_prompts_per_task": num_prompts_per_task,
+        "max_new_tokens": max_new_tokens,
+        "temperature": temperature,
+        "dtype": dtype,
+        "graphs": False if no_graphs else None,
+    }
+    given = {key: value for key, value in given.items() if value is not None}
+    settings = validated(PlanSettings, given, {}, "on the command line")
+    folder = resolve_chain(chain)
+    planning = _plan(folder, settings)
+    if measurements is not None:
+        write_json(measurements, planning.measurements.to_json(), indent=None)
+        note(f"wrote {measurements}")
+    if as_json:
+        typer.echo(json.dumps(planning.measured.model_dump(mode="json"), ensure_ascii=False))
+    else:
+        from polybasic.deploy.planner.explanation import print_explanation
+
+        print_explanation(planning.measured.explanation, Console())
+    note(f"wrote the plan into {folder / 'chain.json'}; next: polybasic bench {chain}")
+
+
+def bench(
+    chain: ChainArgument,
+    prompts: PromptsOption = None,
+    num_prompts_per_task: NumPromptsOption = None,
+    max_new_tokens: NewTokensOption = None,
+    temperature: TemperatureOption = None,
+    repeats: Annotated[int | None, typer.Option(help="Turns that each system takes.")] = None,
+    dtype: DtypeOption = None,
+    systems: Annotated[str | None, typer.Option(help="Names, separated by commas.")] = None,
+    no_graphs: NoGraphsOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure the chain's systems side by side; writes its report."""
+    from rich.console import Console
+
+    from polybasic.chain.formats.checkpoint import resolve_chain
+    from polybasic.deploy.settings import BenchSettings, PlanSettings
+    from polybasic.recipes.schema.loading import validated
+
+    given: dict[str, Any] = {
+        "prompts": prompts,
+        "num_prompts_per_task": num_prompts_per_task,
+        "max_new_tokens": max_new_tokens,
+        "temperature": temperature,
+        "repeats": repeats,
+        "dtype": dtype,
+        "systems": systems.split(",") if systems else None,
+        "graphs": False if no_graphs else None,
+    }
+    given = {key: value for key, value in given.items() if value is not None}
+    settings = validated(BenchSettings, given, {}, "on the command line")
+    folder = resolve_chain(chain)
+    if not _has_plan(folder):
+        note(f"{chain} has no plan that was measured on this machine: measuring it first")
+        shared = settings.model_dump(include={"temperature", "dtype", "graphs"})
+        _plan(folder, PlanSettings(**shared))
+    if settings.prompts == "embedded":
+        from polybasic.recipes.embedded.conversations import write_prompts
+
+        path = folder / "report" / "prompts.jsonl"
+        write_prompts(path, settings.num_prompts_per_task, _seed(folder))
+        settings = settings.model_copy(update={"prompts": str(path)})
+    settings = _downloaded(settings, folder / "report" / "prompts.jsonl")
+    from polybasic.deploy.bench.report import print_report
+    from polybasic.deploy.bench.running import bench_chain
+
+    report = bench_chain(folder, settings, note)
+    if as_json:
+        typer.echo(json.dumps(report, ensure_ascii=False))
+    else:
+        print_report(report, Console())
+    note(f"wrote {folder / 'report' / 'report.md'}; next: polybasic inspect {chain}")
+
+
+def _plan(folder: Path, settings: Any) -> Any:
+    from polybasic.deploy.planner.run import plan_chain
+    from polybasic.recipes.pipeline.sources import write_calibration_prompts
+
+    if settings.prompts == "embedded":
+        path = folder / "report" / "calibration.jsonl"
+        write_calibration_prompts(path, settings.num_prompts_per_task, _seed(folder))
+        settings = settings.model_copy(update={"prompts": str(path)})
+    settings = _downloaded(settings, folder / "report" / "calibration.jsonl")
+    return plan_chain(folder, settings, note)
+
+
+def _downloaded(settings: Any, path: Path) -> Any:
+    """The settings, with prompts that are named by a URL fetched to `path`."""
+    from polybasic.recipes.pipeline.downloads import fetch, is_url
+
+    if not is_url(settings.prompts):
+        return settings
+    fetch(settings.prompts, path, "--prompts")
+    return settings.model_copy(update={"prompts": str(path)})
+
+
+def _has_plan(folder: Path) -> bool:
+    import torch
+
+    from polybasic.chain.formats.manifest import read_manifest
+    from polybasic.deploy.hardware import hardware_name
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return read_manifest(folder).plan_for(hardware_name(device)) is not None
+
+
+def _seed(folder: Path) -> int:
+    """Of the recipe that the chain was made by: its prompts were held out."""
+    from polybasic.chain.formats.manifest import read_manifest
+
+    seed: int = read_manifest(folder).provenance.recipe.get("seed", 0)
+    return seed

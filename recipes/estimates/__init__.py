@@ -1,0 +1,1 @@
+"""What a run would take, from counts and published speeds. Runs no model."""

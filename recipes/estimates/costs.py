@@ -1,0 +1,329 @@
+"""What each stage costs: parameters, peak memory, bytes written and seconds, from counts."""
+
+from dataclasses import dataclass
+
+from polybasic.recipes.estimates.hardware_profiles import Hardware
+from polybasic.recipes.estimates.sizes import Shape, count_of_head
+from polybasic.recipes.pipeline.running import StageState
+from polybasic.recipes.schema.recipe import NUM_TASKS, Recipe
+from polybasic.train.settings import ScratchModelSettings
+
+_EMBEDDED_BYTES = 620
+_EMBEDDED_TOKENS = 115
+_SHAREGPT_TOKENS = 1500
+"""Of a conversation cut at 2048: EAGLE's hidden states of 68,000 of them, 8 KiB a token, take 0.6
+to 1.1 TB (its README), which is 1,080 to 1,980 tokens each."""
+_SHAREGPT_CONVERSATIONS = 68_000
+"""That EAGLE trains on, of ShareGPT's V4.3; a file is not counted before a run."""
+_TOKEN_BYTES = 5
+_ANSWERED = 0.6
+"""Share of a conversation's tokens that the assistant wrote."""
+_PROCESS_BYTES = 700e6
+_SEARCH_PASSES = 8
+"""AWQ's grid of scales and clips, in forward passes over the calibration tokens."""
+_ADAM_BYTES = 16
+"""Of one trained parameter: float32 weight, gradient and two moments."""
+_DISK_BYTES_PER_SECOND = 1e9
+_SHARD_BYTES = 2 << 30
+"""Of a grown chain's weight files."""
+_SERVING = 1.15
+"""Of the members' bytes: caches, logits and what else a running chain holds."""
+
+
+@dataclass(frozen=True)
+class StageEstimate:
+    """What a stage needs if it runs.
+
+    Attributes:
+        is_on_host: on a machine with a GPU, the peak of memory is the host's.
+    """
+
+    name: str
+    state: StageState
+    num_parameters: int
+    memory_bytes: float
+    is_on_host: bool
+    disk_bytes: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """Of the models that a recipe starts from; it may have no smaller one.
+
+    Attributes:
+        grown: of the target, where the chain is grown.
+    """
+
+    target: Shape
+    small: Shape | None
+    grown: Shape | None = None
+
+
+@dataclass(frozen=True)
+class Case:
+    """What the costs of a stage are counted from."""
+
+    recipe: Recipe
+    shapes: Shapes
+    hardware: Hardware
+
+    @property
+    def measured(self) -> Shape:
+        """Of the target that plan and report run."""
+        return self.shapes.grown or self.shapes.target
+
+
+_Costs = tuple[int, float, float, float]
+
+
+def estimate_stage(name: str, state: StageState, case: Case) -> StageEstimate:
+    """The estimate of one stage of the pipeline."""
+    num_parameters, memory_bytes, disk_bytes, seconds = _costs(name, case)
+    return StageEstimate(
+        name,
+        state,
+        num_parameters,
+        _PROCESS_BYTES + memory_bytes,
+        _is_on_host(name, case.recipe),
+        disk_bytes,
+        seconds,
+    )
+
+
+def _costs(name: str, case: Case) -> _Costs:
+    recipe, target, small = case.recipe, case.shapes.target, case.shapes.small
+    match name:
+        case "data":
+            return _data(recipe)
+        case "target":
+            if recipe.target.model != "scratch":
+                return _ready(target, is_merged=recipe.target.adapter is not None)
+            return _scratch(target, recipe.target.scratch, case.hardware)
+        case "draft" if recipe.draft.model != "train" and recipe.draft.adapt == "none":
+            return _imported(target)
+        case "draft":
+            return _draft(case, target)
+        case "regenerated":
+            return _regenerated(case)
+        case "intermediate":
+            return _quantized(case, target)
+        case "chain":
+            return _chain(case)
+        case "grown":
+            return _grown(case)
+        case "plan":
+            return _plan(case)
+        case "report":
+            return _report(case)
+    assert small is not None, f"stage {name} without section small"
+    assert recipe.small is not None
+    match name:
+        case "small_target":
+            if recipe.small.model != "scratch":
+                return _ready(small, is_merged=False)
+            return _scratch(small, recipe.small.scratch, case.hardware)
+        case "small":
+            return _quantized(case, small)
+        case "small_draft":
+            return _draft(case, small)
+    raise AssertionError(f"no estimate for stage {name}")
+
+
+def _is_on_host(name: str, recipe: Recipe) -> bool:
+    match name:
+        case "target":
+            return recipe.target.model != "scratch"
+        case "intermediate" | "small":
+            return recipe.quantize.distill is None
+        case "draft":
+            return recipe.draft.model != "train" and recipe.draft.adapt == "none"
+    return name in ("data", "chain", "grown")
+
+
+def _data(recipe: Recipe) -> _Costs:
+    is_embedded = recipe.data.conversations == "embedded"
+    num = recipe.target.scratch.num_embedded_conversations if is_embedded else 0
+    return 0, 4.0 * num * _EMBEDDED_BYTES, 1.0 * num * _EMBEDDED_BYTES, 1 + num * 1e-4
+
+
+def _ready(shape: Shape, is_merged: bool) -> _Costs:
+    """A model that is taken as it is, or with an adapter merged into it."""
+    num_bytes = shape.num_bytes if is_merged else 0
+    return shape.num_parameters, num_bytes, num_bytes, _reading_seconds(2 * num_bytes)
+
+
+def _scratch(shape: Shape, scratch: ScratchModelSettings, hardware: Hardware) -> _Costs:
+    num = shape.num_parameters
+    activations = (
+        4
+        * scratch.batch_tokens
+        * (30 * shape.num_layers * shape.hidden_size + 3 * shape.vocab_size)
+    )
+    operations = 6 * num * scratch.num_steps * scratch.batch_tokens
+    memory = num * _ADAM_BYTES + activations
+    return num, memory, num * 14, 10 + operations / hardware.training_flops
+
+
+def _imported(shape: Shape) -> _Costs:
+    num_bytes = shape.num_draft_bytes
+    return shape.num_draft_parameters, 2 * num_bytes, num_bytes, 5 + _reading_seconds(num_bytes)
+
+
+def _draft(case: Case, shape: Shape) -> _Costs:
+    recipe, train, head = case.recipe, case.recipe.train, count_of_head(shape, case.recipe.train)
+    step_tokens = train.batch_size * _row_tokens(recipe)
+    # an EAGLE-3 head's projection is among its parameters; through EAGLE-2's frozen one go states
+    projection = 0 if train.kind == "eagle3" else 4 * head.num_projected
+    step_operations = step_tokens * (
+        2 * shape.num_parameters + train.unroll_steps * (6 * head.num_parameters + projection)
+    )
+    evaluation_operations = (
+        recipe.data.num_heldout
+        * train.eval_answer_tokens
+        * train.eval_tree_depth
+        * train.eval_tree_top_k
+        * 2
+        * (shape.num_draft_parameters + head.num_projected)
+    )
+    num_evaluations = 1 + train.num_steps // train.eval_every_steps
+    operations = train.num_steps * step_operations + num_evaluations * evaluation_operations
+    seconds = operations / case.hardware.training_flops / train.num_processes
+    disk = head.num_bytes + 2.0 * _ADAM_BYTES * head.num_parameters
+    if train.features == "offline":
+        num = min(train.num_steps * train.batch_size, _num_conversations(recipe))
+        features = num * _row_tokens(recipe) * head.feature_bytes
+        disk += features
+        seconds += _reading_seconds(2 * features)
+    return (
+        head.num_parameters,
+        _draft_memory(recipe, shape),
+        disk,
+        15 + _reading_seconds(shape.num_bytes) + seconds,
+    )
+
+
+def _draft_memory(recipe: Recipe, shape: Shape) -> float:
+    """Of one process: the target (a share of it in ZeRO-3), the head's states, activations."""
+    train, head = recipe.train, count_of_head(shape, recipe.train)
+    tokens = train.batch_size * recipe.data.max_tokens / train.num_processes
+    # by the usual count of a layer's bfloat16 activations, once a step
+    layer = 2 * (34 * shape.hidden_size + 6 * shape.intermediate_size)
+    target = shape.num_bytes / (train.num_processes if train.zero_stage == 3 else 1)
+    return target + head.num_parameters * _ADAM_BYTES + tokens * train.unroll_steps * layer
+
+
+def _regenerated(case: Case) -> _Costs:
+    """Answers of the target; what a server takes for them is its own affair."""
+    recipe, target = case.recipe, case.shapes.target
+    assert recipe.data.regenerate is not None, "the stage is there for the section"
+    num_tokens = _num_conversations(recipe) * _row_tokens(recipe)
+    disk = 2 * num_tokens * _TOKEN_BYTES
+    if recipe.data.regenerate.endpoint is not None:
+        return 0, 0, disk, 1
+    seconds = 20 + num_tokens * _ANSWERED * _token_seconds(target, case.hardware)
+    return target.num_parameters, target.num_bytes * _SERVING, disk, seconds
+
+
+def _quantized(case: Case, shape: Shape) -> _Costs:
+    quantize, hardware = case.recipe.quantize, case.hardware
+    tokens = quantize.num_calibration_samples * quantize.calibration_tokens
+    passes = 2 * shape.num_parameters
+    search = passes * (tokens * _SEARCH_PASSES + 2 * quantize.num_quality_tokens)
+    # target and copy in float32, side by side
+    memory = 2 * 4 * shape.num_parameters + 40.0 * tokens * shape.hidden_size
+    disk, seconds = float(shape.num_int4_bytes), search / hardware.float32_flops
+    if quantize.distill is not None:
+        distill = quantize.distill
+        # target forward; copy forward and backward to activations, through weights made anew
+        distilled = 4 * passes * distill.num_steps * distill.batch_tokens
+        compared = 4 * passes * quantize.num_quality_tokens
+        seconds += (distilled + compared) / hardware.float32_flops
+        memory, disk = 2 * memory, 2 * disk
+    loading = _reading_seconds(4 * shape.num_bytes)
+    return shape.num_parameters, memory, disk, 5 + loading + seconds
+
+
+def _chain(case: Case) -> _Costs:
+    disk = float(_packed_bytes(case, case.shapes.target))
+    if case.recipe.package.copy_target:
+        disk += case.shapes.target.num_bytes
+    hashed = case.shapes.target.num_bytes + disk
+    return 0, 0, disk, 1 + _reading_seconds(hashed + disk)
+
+
+def _grown(case: Case) -> _Costs:
+    shape = case.measured
+    disk = shape.num_bytes + _packed_bytes(case, shape)
+    # the output projection with its masks; a layer to copy from; a file of several matrices
+    memory = 8 * shape.num_embedding_parameters + 4 * shape.num_layer_parameters
+    memory += min(_SHARD_BYTES, shape.num_bytes)
+    # made, written, and read for its digest
+    return shape.num_parameters, memory, disk, 5 + _reading_seconds(3 * disk)
+
+
+def _plan(case: Case) -> _Costs:
+    plan, target = case.recipe.plan, case.measured
+    answers = NUM_TASKS * plan.num_prompts_per_task
+    # Each position is drafted for once a top_k; each shape is timed on an answer, twice.
+    drafts = answers * plan.max_new_tokens * len(plan.grid.top_ks)
+    timed = 2 * (3 * len(plan.grid.top_ks) + len(plan.grid.rows)) * plan.max_new_tokens
+    tokens = answers * plan.max_new_tokens + drafts + timed
+    memory = target.num_bytes + _loaded_bytes(case, target)
+    seconds = 20 + _reading_seconds(memory) + tokens * _token_seconds(target, case.hardware)
+    return 0, memory * _SERVING, 1e7, seconds
+
+
+def _report(case: Case) -> _Costs:
+    bench, target = case.recipe.bench, case.measured
+    tokens = NUM_TASKS * bench.num_prompts_per_task * bench.max_new_tokens
+    # hf_generate has a target of its own
+    num_targets = 2 if "hf_generate" in bench.systems else 1
+    memory = num_targets * target.num_bytes + _loaded_bytes(case, target)
+    turns = tokens * len(bench.systems) * bench.repeats
+    seconds = 20 + _reading_seconds(memory) + turns * _token_seconds(target, case.hardware)
+    return 0, memory * _SERVING, 1e6, seconds
+
+
+def _token_seconds(target: Shape, hardware: Hardware) -> float:
+    reading = target.num_bytes / hardware.read_bytes_per_second
+    return reading + target.num_layers * hardware.layer_seconds
+
+
+def _packed_bytes(case: Case, target: Shape) -> int:
+    """Of all members but the target, whose shape decides on those that are made of it."""
+    recipe, shapes = case.recipe, case.shapes
+    train = recipe.train
+    total = target.num_int4_bytes + count_of_head(target, train).num_bytes
+    if recipe.small is not None and shapes.small is not None:
+        is_int4, has_head = recipe.small.quantize, recipe.small.has_head
+        total += shapes.small.num_int4_bytes if is_int4 else shapes.small.num_bytes
+        total += count_of_head(shapes.small, train).num_bytes if has_head else 0
+    return total
+
+
+def _loaded_bytes(case: Case, target: Shape) -> int:
+    """Of `_packed_bytes` once loaded: longer passes read a dequantized copy of 4-bit layers."""
+    small = case.shapes.small
+    quantized = [target]
+    if case.recipe.small is not None and case.recipe.small.quantize and small is not None:
+        quantized.append(small)
+    copies = sum(2 * shape.num_layers * shape.num_layer_parameters for shape in quantized)
+    return _packed_bytes(case, target) + copies
+
+
+def _row_tokens(recipe: Recipe) -> float:
+    is_embedded = recipe.data.conversations == "embedded"
+    return min(recipe.data.max_tokens, _EMBEDDED_TOKENS if is_embedded else _SHAREGPT_TOKENS)
+
+
+def _num_conversations(recipe: Recipe) -> int:
+    if recipe.data.conversations == "embedded":
+        num = recipe.target.scratch.num_embedded_conversations
+    else:
+        num = _SHAREGPT_CONVERSATIONS
+    return min(num, recipe.data.limit or num)
+
+
+def _reading_seconds(num_bytes: float) -> float:
+    return num_bytes / _DISK_BYTES_PER_SECOND

@@ -1,0 +1,233 @@
+"""`--dry-run`: what a run would do before it does it, and the checks that precede every run."""
+
+import importlib.util
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from polybasic.chain.errors import UserError
+from polybasic.chain.formats.checkpoint import resolve_adapter, resolve_head, split_hub_id
+from polybasic.chain.formats.files import partial_path
+from polybasic.deploy.prompts import read_questions
+from polybasic.recipes.estimates.costs import Case, Shapes, StageEstimate, estimate_stage
+from polybasic.recipes.estimates.hardware_profiles import CPU, Hardware
+from polybasic.recipes.estimates.sizes import (
+    has_weights,
+    shape_of_grown,
+    shape_of_small,
+    shape_of_target,
+)
+from polybasic.recipes.pipeline.disk import check_free, free_bytes
+from polybasic.recipes.pipeline.downloads import is_url
+from polybasic.recipes.pipeline.running import Stage, StageState, Workspace, closure, state_of
+from polybasic.recipes.pipeline.sources import GENERATED_PROMPTS, chat_template_of
+from polybasic.recipes.schema.recipe import Recipe
+
+_MODULES = {
+    "data": ("train", ("datasets", "zstandard")),
+    "target": ("train", ("datasets",)),
+    "regenerated": ("train", ("datasets", "httpx")),
+    "draft": ("train", ("datasets", "deepspeed")),
+    "intermediate": ("quantize", ("awq",)),
+    "small_target": ("train", ("datasets",)),
+    "small": ("quantize", ("awq",)),
+    "small_draft": ("train", ("datasets", "deepspeed")),
+}
+
+
+def check_inputs(recipe: Recipe, stages: Sequence[Stage]) -> None:
+    """Refuse a run whose inputs or packages are missing, before anything is written.
+
+    Raises:
+        UserError: a file or an extra is missing, or the prompts are malformed.
+    """
+    for stage in stages:
+        extra, modules = _MODULES.get(stage.name, ("", ()))
+        for module in (*modules, *_peft(recipe, stage.name)):
+            if importlib.util.find_spec(module) is None:
+                raise UserError(
+                    "package not installed",
+                    f"{module}, needed by stage {stage.name}",
+                    f"pip install 'polybasic[{extra}]'",
+                )
+    _check_conversations(recipe.data.conversations)
+    for prompts, generated in (
+        (recipe.plan.prompts, GENERATED_PROMPTS),
+        (recipe.bench.prompts, ("embedded",)),
+    ):
+        if prompts not in generated and not is_url(prompts):
+            read_questions(Path(prompts))
+    chat_template_of(recipe)
+    for name, resolve in (
+        (recipe.target.adapter, resolve_adapter),
+        (None if recipe.draft.model == "train" else recipe.draft.model, resolve_head),
+    ):
+        if name is not None:
+            # a hub id is only read: a dry run downloads nothing
+            resolve(name) if Path(name).expanduser().exists() else split_hub_id(name)
+
+
+def foresee(stages: Sequence[Stage], workspace: Workspace) -> dict[str, StageState]:
+    """What each stage would do, without doing it.
+
+    Where a stage before it will run, or something must be downloaded, a stage's inputs are not
+    known yet: then it counts as running, although it may turn out to be whole.
+    """
+    states: dict[str, StageState] = {}
+    for stage in stages:
+        waits_for = [need for need in stage.needs if states[need].action != "skip"]
+        if waits_for:
+            states[stage.name] = StageState("run", f"after {', '.join(waits_for)}")
+        elif _waits_for_download(workspace.recipe, stage.name):
+            states[stage.name] = StageState("run", "to be downloaded")
+        elif not _was_started(workspace, stage.name):
+            states[stage.name] = StageState("run", "not there yet")
+        else:
+            states[stage.name] = state_of(stage, workspace)
+    return states
+
+
+def estimate(
+    stages: Sequence[Stage],
+    workspace: Workspace,
+    only: Sequence[str] | None,
+    hardware: Hardware = CPU,
+) -> list[StageEstimate]:
+    """One row for each stage of `only` and what it needs; `hardware` decides on the seconds alone.
+
+    Raises:
+        UserError: an input is missing, or the config of a model cannot be read.
+    """
+    recipe, wanted = workspace.recipe, closure(stages, only)
+    check_inputs(recipe, wanted)
+    target = shape_of_target(recipe)
+    shapes = Shapes(target, shape_of_small(recipe, target), shape_of_grown(recipe, target))
+    case = Case(recipe, shapes, hardware)
+    states = foresee(wanted, workspace)
+    return [estimate_stage(stage.name, states[stage.name], case) for stage in wanted]
+
+
+def check_disk(estimates: Sequence[StageEstimate], out: Path) -> None:
+    """Refuse a run whose output will not fit.
+
+    Raises:
+        UserError: too little is free.
+    """
+    check_free(out, int(sum(row.disk_bytes for row in estimates if row.state.action != "skip")))
+
+
+def print_estimates(
+    estimates: Sequence[StageEstimate], out: Path, hardware: Hardware, reason: str, console: Console
+) -> None:
+    """Print the table of a dry run, its totals, and which machine the times are for.
+
+    Args:
+        estimates: one a stage.
+        out: the output folder.
+        hardware: that the estimates were made for.
+        reason: why that one.
+        console: to print on.
+    """
+    table = Table("stage", "would", "why", "parameters", "memory", "disk", "time")
+    for column in table.columns[3:]:
+        column.justify = "right"
+    for row in estimates:
+        table.add_row(
+            row.name,
+            row.state.action,
+            row.state.reason,
+            f"{row.num_parameters / 1e6:,.1f} M" if row.num_parameters else "",
+            _size(row.memory_bytes),
+            _size(row.disk_bytes),
+            _duration(row.seconds),
+        )
+    console.print(table)
+    runs = [row for row in estimates if row.state.action != "skip"]
+    console.print(
+        f"{len(runs)} of {len(estimates)} stages would run: about "
+        f"{_duration(sum(row.seconds for row in runs))}, "
+        f"{_peak(runs, hardware)}, "
+        f"{_size(sum(row.disk_bytes for row in runs))} of disk in {out} "
+        f"({_size(free_bytes(out))} free)"
+    )
+    console.print(
+        f"times are for {hardware.name}, {hardware.description} ({reason}): estimates from counted "
+        "operations"
+    )
+
+
+def _peft(recipe: Recipe, stage: str) -> tuple[str, ...]:
+    """peft, where the stage trains or merges a LoRA."""
+    uses_lora = {
+        "target": recipe.target.adapter is not None,
+        "draft": recipe.draft.adapt == "lora",
+        "intermediate": recipe.quantize.distill is not None,
+        "small": recipe.quantize.distill is not None,
+    }
+    return ("peft",) if uses_lora.get(stage) else ()
+
+
+def _waits_for_download(recipe: Recipe, stage: str) -> bool:
+    """Whether a stage starts from something on the hub that is not on this machine."""
+    if stage == "data":
+        return _is_hub_file_to_fetch(recipe.data.conversations)
+    named: dict[str, tuple[str | None, ...]] = {
+        "target": (recipe.target.model, recipe.target.adapter),
+        "small_target": (recipe.small.model if recipe.small else None,),
+        "draft": (recipe.draft.model,),
+    }
+    return any(
+        name not in (None, "scratch", "train") and not has_weights(name)
+        for name in named.get(stage, ())
+    )
+
+
+def _is_hub_file_to_fetch(conversations: str) -> bool:
+    from polybasic.train.data.conversation_sources import HubData, is_cached, parse_source
+
+    if conversations == "embedded":
+        return False
+    data = parse_source(conversations)
+    return isinstance(data, HubData) and data.path is not None and not is_cached(data)
+
+
+def _was_started(workspace: Workspace, stage: str) -> bool:
+    folder = workspace.folder(stage)
+    return folder.exists() or partial_path(folder).exists()
+
+
+def _check_conversations(conversations: str) -> None:
+    if conversations == "embedded":
+        return
+    from polybasic.train.data.conversation_sources import parse_source
+
+    source = parse_source(conversations)
+    if isinstance(source, Path) and not source.is_file():
+        raise UserError(
+            "conversation file not found",
+            f"data.conversations = {source}",
+            f"check the path; it starts from {Path.cwd()}",
+        )
+
+
+def _peak(rows: Sequence[StageEstimate], hardware: Hardware) -> str:
+    def most(chosen: Iterable[StageEstimate]) -> str:
+        return _size(max((row.memory_bytes for row in chosen), default=0))
+
+    if hardware is CPU:
+        return f"{most(rows)} of memory"
+    on_device = most(row for row in rows if not row.is_on_host)
+    on_host = most(row for row in rows if row.is_on_host)
+    return f"{on_device} of device memory, {on_host} of host memory"
+
+
+def _size(num_bytes: float) -> str:
+    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.0f} MB"
+
+
+def _duration(seconds: float) -> str:
+    if seconds >= 2 * 3600:
+        return f"{seconds / 3600:.1f} h"
+    return f"{seconds / 60:.0f} min" if seconds >= 90 else f"{seconds:.0f} s"

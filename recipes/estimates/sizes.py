@@ -1,0 +1,274 @@
+"""Parameters and bytes of the models of a recipe, from shapes alone."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from polybasic.chain.errors import UserError
+from polybasic.chain.formats.checkpoint import split_hub_id
+from polybasic.chain.formats.config import DecoderConfig, decoder_config
+from polybasic.chain.formats.files import read_json
+from polybasic.chain.formats.hub import snapshot
+from polybasic.recipes.growth.shapes import GrownShape, check_family, check_sizes, shape_named
+from polybasic.recipes.schema.recipe import Recipe
+from polybasic.train.settings import HeadSettings, ScratchModelSettings
+
+_WEIGHT_NAMES = tuple(
+    f"{stem}.{suffix}{index}"
+    for stem, suffix in (
+        ("model", "safetensors"),
+        ("pytorch_model", "bin"),
+        ("adapter_model", "safetensors"),
+        ("adapter_model", "bin"),
+    )
+    for index in ("", ".index.json")
+)
+INT4_BYTES = 0.5 + 2.5 / 128
+"""A weight of 4 bits, and its share of a group's float16 scale and 4-bit zero point."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a decoder.
+
+    Attributes:
+        num_layer_vectors: parameters of a layer's biases and norms beyond Llama's two norms.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    is_tied: bool
+    weight_bytes: int = 2
+    num_layer_vectors: int = 0
+
+    @property
+    def num_embedding_parameters(self) -> int:
+        """Of the embedding alone; lm_head has as many."""
+        return self.vocab_size * self.hidden_size
+
+    @property
+    def num_layer_parameters(self) -> int:
+        """Of one decoder layer, norms and biases included."""
+        return self._num_llama_layer_parameters + self.num_layer_vectors
+
+    @property
+    def _num_llama_layer_parameters(self) -> int:
+        attention = 2 * self.hidden_size * self.head_size * (self.num_heads + self.num_kv_heads)
+        return attention + 3 * self.hidden_size * self.intermediate_size + 2 * self.hidden_size
+
+    @property
+    def num_parameters(self) -> int:
+        """Of the whole model; a tied lm_head is not counted twice."""
+        embeddings = self.num_embedding_parameters * (1 if self.is_tied else 2)
+        return embeddings + self.num_layers * self.num_layer_parameters + self.hidden_size
+
+    @property
+    def num_draft_parameters(self) -> int:
+        """Trained parameters of an EAGLE-2 head; its file also holds the target's embedding."""
+        return 2 * self.hidden_size**2 + self._num_llama_layer_parameters
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the checkpoint's weights."""
+        return self.num_parameters * self.weight_bytes
+
+    @property
+    def num_int4_bytes(self) -> int:
+        """Of the 4-bit checkpoint: layers packed, embeddings as they are."""
+        embeddings = self.num_parameters - self.num_layers * self.num_layer_parameters
+        return int(embeddings * 2 + self.num_layers * self.num_layer_parameters * INT4_BYTES)
+
+    @property
+    def num_draft_bytes(self) -> int:
+        """Of the exported head in bfloat16 with its copy of the embedding."""
+        return 2 * (self.num_draft_parameters + self.num_embedding_parameters)
+
+    @property
+    def num_layer_inputs_parameters(self) -> int:
+        """What an EAGLE-3 head has more than an EAGLE-2 head: a third layer's input to fuse,
+        attention that reads two states, three norms more, and less a norm that both count."""
+        queries = self.head_size * (self.num_heads + 2 * self.num_kv_heads)
+        return self.hidden_size * (self.hidden_size + queries + 2)
+
+
+@dataclass(frozen=True)
+class HeadCount:
+    """Sizes of a draft head.
+
+    Attributes:
+        num_parameters: that are trained.
+        num_bytes: of the exported head in bfloat16 with its copy of the embedding.
+        num_projected: weights of the output projection that a draft pass reads.
+        feature_bytes: of what a verifier leaves for the head, a token.
+    """
+
+    num_parameters: int
+    num_bytes: int
+    num_projected: int
+    feature_bytes: int
+
+
+def count_of_head(shape: Shape, train: HeadSettings) -> HeadCount:
+    """Sizes of the head that is trained for a model of `shape`."""
+    num_projected = (train.draft_vocab_size or shape.vocab_size) * shape.hidden_size
+    num, num_states = shape.num_draft_parameters, 1
+    if train.kind == "eagle3":
+        num += shape.num_layer_inputs_parameters + num_projected
+        num_states = 4
+    return HeadCount(
+        num_parameters=num,
+        num_bytes=2 * (num + shape.num_embedding_parameters),
+        num_projected=num_projected,
+        feature_bytes=num_states * shape.hidden_size * shape.weight_bytes,
+    )
+
+
+def shape_of_target(recipe: Recipe) -> Shape:
+    """The target's sizes: from the recipe, or from its config.json (fetched alone for a hub id).
+
+    Raises:
+        UserError: no checkpoint there, or an architecture that the runtime does not compute.
+    """
+    if recipe.target.model == "scratch":
+        return _shape_of_scratch(recipe.target.scratch, recipe.target.scratch.vocab_size)
+    return _shape_of_config(_config_path(recipe.target.model, "target.model"))
+
+
+def shape_of_small(recipe: Recipe, target: Shape) -> Shape | None:
+    """The smaller model's sizes, as `shape_of_target`; None for a recipe without one."""
+    if recipe.small is None:
+        return None
+    if recipe.small.model == "scratch":
+        return _shape_of_scratch(recipe.small.scratch, target.vocab_size)
+    return _shape_of_config(_config_path(recipe.small.model, "small.model"))
+
+
+def shape_of_grown(recipe: Recipe, target: Shape) -> Shape | None:
+    """The grown target's sizes; None for a recipe that does not grow its chain.
+
+    Raises:
+        UserError: the target does not fit into the shape, or is no plain Llama.
+    """
+    if recipe.grow.shape is None:
+        return None
+    if recipe.target.model != "scratch":
+        path = _config_path(recipe.target.model, "target.model")
+        content = read_json(path, "model config")
+        check_family(content, decoder_config(content, str(path)), str(path))
+    shape = shape_named(recipe.grow.shape)
+    small = GrownShape(
+        target.num_layers,
+        target.hidden_size,
+        target.intermediate_size,
+        target.num_heads,
+        target.num_kv_heads,
+        target.head_size,
+        target.vocab_size,
+    )
+    check_sizes(small, shape)
+    return grown_shape(shape, target.vocab_size, target.weight_bytes)
+
+
+def grown_shape(shape: GrownShape, vocab_size: int, weight_bytes: int = 2) -> Shape:
+    """Sizes of a target that is grown to `shape`.
+
+    Args:
+        shape: to grow to.
+        vocab_size: of the small target.
+        weight_bytes: of one of its parameters.
+    """
+    return Shape(
+        vocab_size=shape.vocab_size or vocab_size,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_layers=shape.num_layers,
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_size=shape.head_dim,
+        is_tied=False,
+        weight_bytes=weight_bytes,
+    )
+
+
+def has_weights(model: str) -> bool:
+    """Whether the weights of a folder or hub id (model, adapter or head) lie on this machine."""
+    folder = Path(model).expanduser()
+    if folder.exists():
+        return any((folder / name).is_file() for name in _WEIGHT_NAMES)
+    from huggingface_hub import try_to_load_from_cache
+
+    repository, revision = split_hub_id(model)
+    return any(
+        isinstance(try_to_load_from_cache(repository, name, revision=revision), str)
+        for name in _WEIGHT_NAMES
+    )
+
+
+def _shape_of_scratch(scratch: ScratchModelSettings, vocab_size: int) -> Shape:
+    return Shape(
+        vocab_size=vocab_size,
+        hidden_size=scratch.hidden_size,
+        intermediate_size=scratch.intermediate_size,
+        num_layers=scratch.num_layers,
+        num_heads=scratch.num_heads,
+        num_kv_heads=scratch.num_kv_heads,
+        head_size=scratch.hidden_size // scratch.num_heads,
+        is_tied=False,
+    )
+
+
+def _shape_of_config(path: Path) -> Shape:
+    content = read_json(path, "model config")
+    decoder = decoder_config(content, str(path))
+    dtype = content.get("dtype") or content.get("torch_dtype")
+    return Shape(
+        vocab_size=decoder.vocab_size,
+        hidden_size=decoder.hidden_size,
+        intermediate_size=decoder.intermediate_size,
+        num_layers=decoder.num_layers,
+        num_heads=decoder.num_heads,
+        num_kv_heads=decoder.num_kv_heads,
+        head_size=decoder.head_dim,
+        is_tied=decoder.tie_word_embeddings,
+        weight_bytes=4 if dtype == "float32" else 2,
+        num_layer_vectors=_num_layer_vectors(decoder),
+    )
+
+
+def _num_layer_vectors(decoder: DecoderConfig) -> int:
+    queries = decoder.num_heads * decoder.head_dim
+    keys = decoder.num_kv_heads * decoder.head_dim
+    biases = {
+        "q_proj": queries,
+        "k_proj": keys,
+        "v_proj": keys,
+        "o_proj": decoder.hidden_size,
+        "gate_proj": decoder.intermediate_size,
+        "up_proj": decoder.intermediate_size,
+        "down_proj": decoder.hidden_size,
+    }
+    num = sum(biases[name] for name in decoder.biased)
+    num += 2 * decoder.head_dim if decoder.has_head_norms else 0
+    return num + (2 * decoder.hidden_size if decoder.has_post_norms else 0)
+
+
+def _config_path(model: str, key: str) -> Path:
+    folder = Path(model).expanduser()
+    if folder.exists():
+        if not (folder / "config.json").is_file():
+            raise UserError(
+                "not a checkpoint",
+                f"{folder} (no config.json in it)",
+                "name a folder that holds config.json",
+            )
+        return folder / "config.json"
+    path = snapshot(*split_hub_id(model), ["config.json"]) / "config.json"
+    if not path.is_file():
+        raise UserError(
+            "not a checkpoint", f"{key} = {model} (no config.json in it)", "name another one"
+        )
+    return path

@@ -1,0 +1,1 @@
+"""Small chains in the shapes of large models, for measurements: outputs stay, costs grow."""

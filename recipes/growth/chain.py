@@ -1,0 +1,315 @@
+"""Grows a whole chain: target, 4-bit copies and draft heads together, into a folder of its own."""
+
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from polybasic.chain.errors import UserError
+from polybasic.chain.formats.awq import GROUP_SIZE, QuantizedWeight
+from polybasic.chain.formats.card import write_card
+from polybasic.chain.formats.checkpoint import copy_files, model_files, weight_files
+from polybasic.chain.formats.config import DecoderConfig, read_decoder_config, read_head_config
+from polybasic.chain.formats.draft_vocabulary import draft_tables, draft_token_ids
+from polybasic.chain.formats.files import sha256_of_file, whole_folder, write_json
+from polybasic.chain.formats.lineage import (
+    ORIGIN_KEY,
+    QUANTIZED_FROM_KEY,
+    TRAINED_FOR_KEY,
+    verifier_of,
+)
+from polybasic.chain.formats.manifest import Manifest, Member, Reference, write_manifest
+from polybasic.chain.formats.names import DRAFT_TABLES
+from polybasic.chain.formats.package import refuse_replacing
+from polybasic.chain.formats.shapes import num_parameters, tensor_headers
+from polybasic.chain.formats.verify import CheckedChain, check_chain, check_fit, read_config
+from polybasic.chain.model.weights import Weights
+from polybasic.recipes.growth.model import GrownWeights, Growth, Placing
+from polybasic.recipes.growth.shapes import GrownShape, check_family
+
+_CPU = torch.device("cpu")
+_SHARD_BYTES = 2 << 30
+_NORMS = ("input_layernorm", "post_attention_layernorm")
+_AWQ_PARTS = ("qweight", "qzeros", "scales")
+_ROPE_KEYS = ("rope_parameters", "rope_scaling", "rope_theta")
+
+NamedTensors = Iterator[tuple[str, Tensor]]
+GrowLinear = Callable[[Weights, str, Placing, bool], NamedTensors]
+"""Tensors of one linear from those of the small model's of a name; or of an added layer's, whose
+name is then that of a layer like it."""
+WriteWeights = Callable[[Path, NamedTensors], dict[str, str]]
+"""Writes a member's tensors into its folder, as they come; digests of the files by their names."""
+
+
+def grow_chain(
+    source: Path,
+    shape: GrownShape,
+    shape_name: str,
+    out: Path,
+    *,
+    device: torch.device = _CPU,
+    write_weights: WriteWeights | None = None,
+) -> Manifest:
+    """Write `source` grown to `shape` as the chain `out`, whole, with all members inside.
+
+    Measured plans and results of the source do not hold for the grown chain and are left out.
+
+    Args:
+        source: a chain of a Llama target, 4-bit copies of it and heads for it.
+        shape: to grow to.
+        shape_name: labels the chain as grown.
+        out: the folder to write; an older chain there is replaced.
+        device: where weights are grown.
+        write_weights: default: into safetensors files.
+
+    Raises:
+        UserError: no chain, other members, a shape that the target does not fit into, `out` holds
+            something else, or a full disk.
+    """
+    chain = check_chain(source)
+    refuse_replacing(out, {"chain": source, **chain.members})
+    growths = _growths(chain, shape, device)
+    write = write_weights or _write_shards
+    with whole_folder(out) as partial:
+        target, *others = chain.manifest.members
+        members = [_grow_member(chain, target, growths[target.name], partial, {}, write)]
+        digest = verifier_of(members[0], {}, partial / target.name).sha256
+        for member in others:
+            key = TRAINED_FOR_KEY if member.kind == "eagle2" else QUANTIZED_FROM_KEY
+            growth, origin = growths[member.name], {key: digest}
+            members.append(_grow_member(chain, member, growth, partial, origin, write))
+        tokenizer = chain.manifest.tokenizer
+        copy_files(chain.tokenizer, partial / tokenizer.path, list(tokenizer.files))
+        folders = {member.name: partial / member.name for member in members}
+        check_fit(members, folders, partial / tokenizer.path)
+        manifest = chain.manifest.model_copy(
+            update={"members": tuple(members), "plans": (), "results": None, "grown": shape_name}
+        )
+        write_manifest(partial, manifest)
+        write_card(partial, manifest)
+    return manifest
+
+
+def _growths(chain: CheckedChain, shape: GrownShape, device: torch.device) -> dict[str, Growth]:
+    """Of each member; all that can be refused is, before anything is written."""
+    small = read_decoder_config(chain.target)
+    _check_members(chain, small)
+    growth = Growth(small, shape, device)
+    growths = {}
+    for member in chain.manifest.members:
+        growths[member.name] = growth
+        if member.kind == "awq":
+            GrownWeights(growth).check_groups()
+        elif member.kind == "eagle2":
+            head = read_head_config(chain.members[member.name])
+            growths[member.name] = Growth(head, _head_shape(growth, head), device)
+    return growths
+
+
+def _check_members(chain: CheckedChain, small: DecoderConfig) -> None:
+    """Refuse what the growth of the target does not carry along."""
+    if chain.manifest.grown is not None:
+        raise UserError(
+            "chain is grown already",
+            f"{chain.folder} ({chain.manifest.grown})",
+            "grow the chain that it was grown from",
+        )
+    target = chain.manifest.members[0]
+    check_family(read_config(chain.target), small, str(chain.target / "config.json"))
+    digest = verifier_of(target, {}, chain.target).sha256
+    for member in chain.manifest.members[1:]:
+        folder = chain.members[member.name]
+        if member.kind == "eagle3":
+            raise UserError(
+                "member cannot be grown",
+                f"{member.name} of {chain.folder} is an EAGLE-3 head",
+                "package a chain with an EAGLE-2 head in its place",
+            )
+        if member.kind == "eagle2" and target.name in member.drafts_for:
+            _check_head(member, folder)
+        elif (
+            member.kind != "awq"
+            or verifier_of(member, read_config(folder), folder).made_from != digest
+        ):
+            raise UserError(
+                "member cannot be grown",
+                f"{member.name} of {chain.folder} is no 4-bit copy of {target.name} and no head "
+                "for it",
+                "package a chain without it",
+            )
+
+
+def _check_head(member: Member, folder: Path) -> None:
+    biases = [name for name in tensor_headers(folder) if name.endswith(".bias")]
+    if biased := sorted(set(biases) - {"fc.bias"}):
+        raise UserError(
+            "member cannot be grown",
+            f"{member.name} in {folder} has {biased[0]}",
+            "package a chain with a head whose layer has no biases",
+        )
+
+
+def _grow_member(
+    chain: CheckedChain,
+    member: Member,
+    growth: Growth,
+    out: Path,
+    origin: dict[str, str],
+    write_weights: WriteWeights,
+) -> Member:
+    source, folder = chain.members[member.name], out / member.name
+    folder.mkdir()
+    weights = Weights(source, torch.float32, torch.device("cpu"))
+    grown = GrownWeights(growth)
+    match member.kind:
+        case "eagle2":
+            tensors = _head_tensors(weights, grown)
+        case "awq":
+            tensors = _decoder_tensors(weights, grown, _int4_linear)
+        case kind:
+            assert kind == "decoder", "EAGLE-3 heads are refused before"
+            tensors = _decoder_tensors(weights, grown, _dense_linear)
+    digests = write_weights(folder, tensors)
+    write_json(folder / "config.json", _grown_config(read_config(source), growth, origin))
+    if (source / "generation_config.json").is_file():
+        copy_files(source, folder, ["generation_config.json"])
+    others = set(model_files(folder)) - digests.keys()
+    digests |= {name: sha256_of_file(folder / name) for name in others}
+    return member.model_copy(
+        update={
+            "reference": Reference(path=member.name),
+            "num_parameters": num_parameters(tensor_headers(folder)),
+            "num_bytes": sum(path.stat().st_size for path in weight_files(folder)),
+            "files": dict(sorted(digests.items())),
+        }
+    )
+
+
+def _head_shape(growth: Growth, head: DecoderConfig) -> GrownShape:
+    """The grown target's, but as many layers, and an MLP in the same proportion to the target's."""
+    shape, small = growth.shape, growth.small
+    wanted = shape.intermediate_size * head.intermediate_size / small.intermediate_size
+    size = -(-int(wanted) // GROUP_SIZE) * GROUP_SIZE
+    if head.intermediate_size == small.intermediate_size:
+        size = shape.intermediate_size
+    return replace(
+        shape, num_layers=head.num_layers, intermediate_size=size, vocab_size=growth.vocab_size
+    )
+
+
+def _grown_config(
+    config: Mapping[str, Any], growth: Growth, origin: dict[str, str]
+) -> dict[str, Any]:
+    shape = growth.shape
+    grown = {
+        **config,
+        "vocab_size": growth.vocab_size,
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.intermediate_size,
+        "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads,
+        "head_dim": shape.head_dim,
+        "rms_norm_eps": growth.norm_eps,
+        ORIGIN_KEY: origin,
+    }
+    if growth.rope != growth.small.rope:
+        grown = {key: value for key, value in grown.items() if key not in _ROPE_KEYS}
+        grown["rope_parameters"] = growth.rope
+    return grown
+
+
+def _decoder_tensors(
+    weights: Weights, grown: GrownWeights, grow_linear: GrowLinear
+) -> NamedTensors:
+    growth = grown.growth
+    yield "model.embed_tokens.weight", grown.embedding(weights.stored("model.embed_tokens.weight"))
+    for layer in range(growth.shape.num_layers):
+        prefix = f"model.layers.{layer}."
+        is_added = layer >= growth.small.num_layers
+        for norm in _NORMS:
+            weight = None if is_added else weights.stored(f"{prefix}{norm}.weight")
+            yield f"{prefix}{norm}.weight", grown.norm(weight)
+        for name, placing in grown.linears.items():
+            like = f"model.layers.0.{name}" if is_added else f"{prefix}{name}"
+            for part, tensor in grow_linear(weights, like, placing, is_added):
+                yield f"{prefix}{name}.{part}", tensor
+    yield "model.norm.weight", grown.norm(weights.stored("model.norm.weight"), is_final=True)
+    yield "lm_head.weight", grown.lm_head(weights.stored("lm_head.weight"))
+
+
+def _dense_linear(weights: Weights, name: str, placing: Placing, is_added: bool) -> NamedTensors:
+    weight = weights.stored(f"{name}.weight")
+    yield "weight", placing.dense(None if is_added else weight, weight.dtype)
+
+
+def _int4_linear(weights: Weights, name: str, placing: Placing, is_added: bool) -> NamedTensors:
+    weight = None
+    if not is_added:
+        device = placing.rows.device
+        stored = (weights.stored(f"{name}.{part}").to(device) for part in _AWQ_PARTS)
+        weight = QuantizedWeight.unpack(*stored, name=name)
+    yield from zip(_AWQ_PARTS, placing.int4(weight, name), strict=True)
+
+
+def _head_tensors(weights: Weights, grown: GrownWeights) -> NamedTensors:
+    embedding, fc = weights.stored("embed_tokens.weight"), weights.stored("fc.weight")
+    yield "embed_tokens.weight", grown.embedding(embedding)
+    yield "fc.weight", grown.fc(fc, embedding)
+    if "fc.bias" in weights:
+        yield "fc.bias", grown.fc_bias(weights.stored("fc.bias"))
+    norm = "layers.0.post_attention_layernorm.weight"
+    yield norm, grown.norm(weights.stored(norm))
+    for name, placing in grown.linears.items():
+        name = f"layers.0.{name}"
+        for part, tensor in _dense_linear(weights, name, placing, False):
+            yield f"{name}.{part}", tensor
+    tables = {name: weights.stored(name) for name in DRAFT_TABLES if name in weights}
+    if (token_ids := draft_token_ids(tables)) is not None:
+        # tokens of the small vocabulary keep their ids
+        yield from draft_tables(token_ids, grown.growth.vocab_size).items()
+
+
+@dataclass
+class _Shards:
+    """Weight files of one folder, written one by one; digests are taken beside that."""
+
+    folder: Path
+    pool: ThreadPoolExecutor
+    weight_map: dict[str, str] = field(default_factory=dict)
+    digests: dict[str, Future[str]] = field(default_factory=dict)
+
+    def write(self, tensors: dict[str, Tensor]) -> None:
+        name = f"model-{len(self.digests) + 1:05d}.safetensors"
+        save_file(tensors, self.folder / name, {"format": "pt"})
+        self.weight_map |= dict.fromkeys(tensors, name)
+        self.digests[name] = self.pool.submit(sha256_of_file, self.folder / name)
+
+
+def _write_shards(folder: Path, tensors: NamedTensors) -> dict[str, str]:
+    """Write tensors as they come: one file, or several with their index; digests of the files."""
+    shard: dict[str, Tensor] = {}
+    num_bytes, total_bytes = 0, 0
+    with ThreadPoolExecutor() as pool:
+        shards = _Shards(folder, pool)
+        for name, tensor in tensors:
+            if shard and num_bytes + tensor.nbytes > _SHARD_BYTES:
+                shards.write(shard)
+                shard, num_bytes = {}, 0
+            shard[name] = tensor.contiguous()
+            num_bytes += tensor.nbytes
+            total_bytes += tensor.nbytes
+        shards.write(shard)
+        digests = {name: digest.result() for name, digest in shards.digests.items()}
+    if len(digests) == 1:
+        ((name, digest),) = digests.items()
+        (folder / name).rename(folder / "model.safetensors")
+        return {"model.safetensors": digest}
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": shards.weight_map}
+    write_json(folder / "model.safetensors.index.json", index)
+    return digests

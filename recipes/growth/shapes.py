@@ -1,0 +1,112 @@
+"""Shapes that small chains are grown to, and what can be grown to them. No torch in here."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from polybasic.chain.errors import UserError
+from polybasic.chain.formats.config import DecoderConfig, LayerSizes
+
+
+@dataclass(frozen=True)
+class GrownShape:
+    """Sizes to grow to; the vocabulary stays as it is for None."""
+
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int | None = None
+
+
+SHAPES: Mapping[str, GrownShape] = {
+    "cpu-100m": GrownShape(12, 768, 2048, 12, 12, 64),
+    "gpu-7b": GrownShape(32, 4096, 11008, 32, 32, 128, 32000),
+    "gpu-8b": GrownShape(32, 4096, 14336, 32, 8, 128, 128256),
+}
+"""For a CPU (85 M parameters and the vocabulary's); Llama-2-7B's and Llama-3-8B's for a GPU."""
+
+
+class Sizes(LayerSizes, Protocol):
+    """What is compared of a small model: a `DecoderConfig`, or a `GrownShape` with a vocabulary."""
+
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def vocab_size(self) -> int | None: ...
+
+
+def shape_named(name: str) -> GrownShape:
+    """A shape by its name.
+
+    Raises:
+        UserError: there is none.
+    """
+    if name not in SHAPES:
+        raise UserError("unknown shape", name, f"use one of {', '.join(SHAPES)}")
+    return SHAPES[name]
+
+
+def num_kv_copies(small: Sizes, shape: GrownShape) -> int:
+    """Key/value heads that one of the small model becomes, so that each serves few enough."""
+    served = shape.num_heads // shape.num_kv_heads
+    return -(-(small.num_heads // small.num_kv_heads) // served)
+
+
+def check_sizes(small: Sizes, shape: GrownShape) -> None:
+    """Check that a small model fits into a shape.
+
+    Raises:
+        UserError: the shape is too small in a dimension, its head size is no multiple, or its
+            vocabulary is larger while its width is the same.
+    """
+    small_vocab, vocab = small.vocab_size or 0, shape.vocab_size or small.vocab_size or 0
+    for what, needed, available in (
+        ("layers", small.num_layers, shape.num_layers),
+        ("hidden_size", small.hidden_size, shape.hidden_size),
+        ("intermediate_size", small.intermediate_size, shape.intermediate_size),
+        ("key/value heads", small.num_kv_heads * num_kv_copies(small, shape), shape.num_kv_heads),
+        ("vocab_size", small_vocab, vocab),
+    ):
+        if needed > available:
+            raise UserError(
+                "shape is too small to grow to",
+                f"{what} {available}, {needed} needed",
+                "choose a larger shape or a smaller model",
+            )
+    if shape.head_dim % small.head_dim:
+        raise UserError(
+            "heads cannot be grown",
+            f"head size {small.head_dim} to {shape.head_dim}",
+            "use a model whose head size divides the shape's",
+        )
+    if vocab > small_vocab and shape.hidden_size == small.hidden_size:
+        raise UserError(
+            "vocabulary cannot grow without width",
+            f"vocab_size {small_vocab} to {vocab}, hidden_size {shape.hidden_size} of both",
+            "choose a wider shape",
+        )
+
+
+def check_family(config: dict[str, Any], decoder: DecoderConfig, where: str) -> None:
+    """Check that a target is a Llama without extras.
+
+    Args:
+        config: content of its config.json.
+        decoder: the same, read.
+        where: its path.
+
+    Raises:
+        UserError: another family, biases, or tied embeddings.
+    """
+    found = f"model_type {config['model_type']}"
+    found += f", biases of {', '.join(decoder.biased)}" if decoder.biased else ""
+    found += ", tied embeddings" if decoder.tie_word_embeddings else ""
+    if found != "model_type llama":
+        raise UserError(
+            "only plain Llamas can be grown",
+            f"{where} ({found})",
+            "grow a chain whose target a recipe trains from scratch",
+        )

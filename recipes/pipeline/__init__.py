@@ -1,0 +1,1 @@
+"""The stages of a recipe, each run once. Knows no command line."""

@@ -1,0 +1,71 @@
+"""Which members a recipe's chain has, and the plan that it is packed with."""
+
+from collections.abc import Sequence
+
+from polybasic.chain.formats.config import read_head_config
+from polybasic.chain.formats.files import read_json
+from polybasic.chain.formats.manifest import Flush, Kind, Plan
+from polybasic.chain.formats.package import TARGET_NAME, Part
+from polybasic.deploy.settings import PlanSettings
+from polybasic.recipes.pipeline.running import Workspace
+from polybasic.recipes.pipeline.sources import checkpoint_of
+from polybasic.recipes.schema.recipe import Recipe
+
+DEFAULT_MEMBERS = (TARGET_NAME, "intermediate", "draft")
+"""What runs until a plan is measured: all that is made of the target alone."""
+
+
+def model_stages(recipe: Recipe) -> tuple[str, ...]:
+    """Names of the stages whose results go into the chain."""
+    stages = ["target", "draft", "intermediate"]
+    if recipe.small is not None:
+        stages.append("small" if recipe.small.quantize else "small_target")
+        stages += ["small_draft"] if recipe.small.has_head else []
+    return tuple(stages)
+
+
+def last_chain(recipe: Recipe) -> str:
+    """Name of the stage whose chain is planned, measured and handed to people."""
+    return "chain" if recipe.grow.shape is None else "grown"
+
+
+def parts_of(workspace: Workspace) -> list[Part]:
+    """The members beside the target, in order; the stages that made them must be whole."""
+    small = workspace.recipe.small
+    intermediates = [Part("intermediate", "intermediate", "awq", workspace.folder("intermediate"))]
+    drafters = [_head_part("draft", workspace)]
+    if small is not None:
+        part = _small_part(workspace)
+        (intermediates if small.role == "intermediate" else drafters).append(part)
+        if small.has_head:
+            drafters.append(_head_part("small_draft", workspace))
+    return intermediates + drafters
+
+
+def packed_plan(settings: PlanSettings, parts: Sequence[Part]) -> Plan:
+    """The plan that a chain is packed with.
+
+    Each verifying member that can stand above another one has a flush length, so that any choice
+    of members can run.
+    """
+    verifying = [TARGET_NAME, *(part.name for part in parts if part.role != "drafter")]
+    flush = Flush(length=settings.flush_length, rule=settings.rule)
+    return Plan(
+        members=DEFAULT_MEMBERS, tree=settings.tree, flush=dict.fromkeys(verifying[:-1], flush)
+    )
+
+
+def _head_part(stage: str, workspace: Workspace) -> Part:
+    folder = workspace.folder(stage)
+    return Part(stage, "drafter", read_head_config(folder).kind, folder)
+
+
+def _small_part(workspace: Workspace) -> Part:
+    small = workspace.recipe.small
+    assert small is not None
+    if small.quantize:
+        return Part("small", small.role, "awq", workspace.folder("small"))
+    folder = checkpoint_of(workspace, "small_target")
+    config = read_json(folder / "config.json", "model config")
+    kind: Kind = "awq" if config.get("quantization_config") else "decoder"
+    return Part("small", small.role, kind, folder)

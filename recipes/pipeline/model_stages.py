@@ -1,0 +1,163 @@
+"""The stages that make members of a chain from a model: its draft head, and its 4-bit copy.
+
+Heavy modules are imported where they run, so that a run with nothing to do answers at once.
+"""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from polybasic.chain.formats.checkpoint import resolve_head
+from polybasic.chain.formats.files import write_json
+from polybasic.recipes.pipeline.conversation_rows import (
+    conversation_stages,
+    encoded_rows,
+    learned_from,
+)
+from polybasic.recipes.pipeline.provenance import git_commit, package_versions
+from polybasic.recipes.pipeline.running import Stage, Workspace
+from polybasic.recipes.pipeline.sources import (
+    answers_of,
+    checkpoint_of,
+    head_stamp,
+    model_digests,
+    tokenizer_of,
+)
+from polybasic.recipes.schema.recipe import Recipe
+from polybasic.train.settings import DraftSettings
+
+QUALITY_NAME = "quality.json"
+_IMPORTED_NAME = "imported"
+_FEATURES_NAME = "features"
+_WITHOUT_EFFECT = {"save_every_steps", "keep_every_steps", "log", "features_folder"}
+
+
+def _identify_model(workspace: Workspace, folder: Path) -> dict[str, Any]:
+    return model_digests(folder)
+
+
+def head_stage(recipe: Recipe, name: str, source: str, copy: str) -> Stage:
+    """Train or import the draft head of the model that stage `source` gave.
+
+    Args:
+        recipe: decides on which stages the head depends.
+        name: of the stage.
+        source: the stage that gave the model.
+        copy: the stage that makes the model's 4-bit copy.
+    """
+    draft = draft_settings(recipe, name)
+    is_trained = draft.model == "train" or draft.adapt != "none"
+    learns_from_copy = is_trained and recipe.train.features_from == "intermediate"
+
+    def inputs(workspace: Workspace) -> dict[str, Any]:
+        settings = workspace.recipe.train
+        training = {
+            "train": settings.model_dump(mode="json", exclude=_WITHOUT_EFFECT),
+            **learned_from(workspace, source),
+        }
+        if learns_from_copy:
+            training[copy] = workspace.identity(copy)
+        if draft.model == "train":
+            return training
+        ready: dict[str, Any] = {"draft": draft.model_dump(mode="json"), **head_stamp(draft.model)}
+        if draft.adapt == "none":
+            return {**ready, source: workspace.identity(source)}
+        return {**ready, **training}
+
+    def run(workspace: Workspace, folder: Path) -> dict[str, Any]:
+        given: dict[str, Any] = {}
+        if learns_from_copy:
+            given["intermediate"] = workspace.folder(copy)
+        if draft.model == "train":
+            return _train(workspace, source, folder, **given)
+        if draft.adapt == "none":
+            return _import(workspace, source, draft, folder)
+        imported = folder / _IMPORTED_NAME
+        summary = _import(workspace, source, draft, imported)
+        summary |= _train(workspace, source, folder, start=imported, lora=draft.lora, **given)
+        shutil.rmtree(imported)
+        return summary
+
+    needs = conversation_stages(recipe, source) + ((copy,) if learns_from_copy else ())
+    return Stage(name, needs, inputs, run, _identify_model, resumes=True)
+
+
+def draft_settings(recipe: Recipe, stage: str) -> DraftSettings:
+    """Where the head of a stage comes from; a smaller model's is trained."""
+    return recipe.draft if stage == "draft" else DraftSettings()
+
+
+def _import(workspace: Workspace, source: str, draft: DraftSettings, out: Path) -> dict[str, Any]:
+    from polybasic.chain.heads.importing import import_head
+
+    return import_head(resolve_head(draft.model), checkpoint_of(workspace, source), out)
+
+
+def _train(workspace: Workspace, source: str, out: Path, **given: Any) -> dict[str, Any]:
+    from polybasic.train.run.launch import train_head_in_processes
+
+    recipe, settings = workspace.recipe, workspace.recipe.train
+    if settings.features == "offline" and settings.features_folder is None:
+        # outside of the stage's folder, which is made anew when a setting changes
+        folder = str(workspace.out / _FEATURES_NAME / source)
+        settings = settings.model_copy(update={"features_folder": folder})
+    return train_head_in_processes(
+        recipe.train.num_processes,
+        hostfile=workspace.hostfile,
+        target=checkpoint_of(workspace, source),
+        conversations=answers_of(workspace),
+        data=recipe.data,
+        settings=settings,
+        seed=recipe.seed,
+        out=out,
+        tokenizer=tokenizer_of(workspace),
+        provenance={
+            "recipe": recipe.model_dump(mode="json"),
+            "command": workspace.command,
+            "git_commit": git_commit(),
+            "package_versions": package_versions(),
+        },
+        **given,
+    )
+
+
+def quantized_stage(recipe: Recipe, name: str, source: str) -> Stage:
+    """Make the 4-bit copy of the model that stage `source` gave."""
+
+    def inputs(workspace: Workspace) -> dict[str, Any]:
+        return {
+            "quantize": workspace.recipe.quantize.model_dump(mode="json"),
+            **learned_from(workspace, source),
+        }
+
+    def run(workspace: Workspace, folder: Path) -> dict[str, Any]:
+        from polybasic.quantize.awq import quantize_target
+        from polybasic.quantize.quality import measure_quality
+
+        model, settings = checkpoint_of(workspace, source), workspace.recipe.quantize
+        training, heldout = encoded_rows(workspace)
+        quantize_target(model, training, settings, workspace.recipe.seed, folder)
+        gained = {}
+        if settings.distill is not None:
+            from polybasic.quantize.distillation import distill_intermediate
+
+            gained = distill_intermediate(
+                target=model,
+                intermediate=folder,
+                training_token_ids=training,
+                heldout_token_ids=heldout,
+                settings=settings.distill,
+                num_quality_tokens=settings.num_quality_tokens,
+                seed=workspace.recipe.seed,
+                out=folder,
+                # the smaller model's copy has another cache than the member above it
+                shares_cache=source == "target",
+            )
+        quality: dict[str, Any] = measure_quality(
+            model, folder, heldout, settings.num_quality_tokens
+        )
+        quality |= {f"distillation_{key}": value for key, value in gained.items()}
+        write_json(folder / QUALITY_NAME, quality)
+        return quality
+
+    return Stage(name, conversation_stages(recipe, source), inputs, run, _identify_model)

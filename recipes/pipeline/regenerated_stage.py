@@ -1,0 +1,123 @@
+"""The stage in which the target answers the conversations again, before anything learns from them.
+
+Heavy modules are imported where they run, so that a run with nothing to do answers at once.
+"""
+
+import asyncio
+import sys
+from contextlib import AbstractAsyncContextManager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from polybasic.chain.formats.files import sha256_of_file
+from polybasic.recipes.pipeline.running import Stage, Workspace
+from polybasic.recipes.pipeline.sources import (
+    CONVERSATIONS_NAME,
+    REGENERATED,
+    checkpoint_of,
+    conversations_of,
+    tokenizer_of,
+)
+from polybasic.train.settings import RegenerateSettings
+
+if TYPE_CHECKING:
+    from polybasic.deploy.answering import LoneTarget
+    from polybasic.train.answers.answerer import Answer, Answerer, Prompt
+
+ANSWERS_NAME = "answers"
+"""Folder of journals. It lies beside those of the stages: what makes this stage run anew, such as
+another `data.limit`, leaves the answers that are there good."""
+
+
+def _settings(workspace: Workspace) -> RegenerateSettings:
+    settings = workspace.recipe.data.regenerate
+    assert settings is not None, "the stage is there for the section"
+    return settings
+
+
+def _inputs(workspace: Workspace) -> dict[str, Any]:
+    """How the target is asked, of a server or with graphs, may differ between two runs."""
+    data, settings = workspace.recipe.data, _settings(workspace)
+    inputs: dict[str, Any] = {
+        "target": workspace.identity("target"),
+        "through": "runtime" if settings.endpoint is None else "endpoint",
+        "conversations": workspace.identity("data")["conversations"],
+        "data": data.model_dump(include={"limit", "max_tokens"}),
+        "regenerate": settings.model_dump(include={"model", "max_new_tokens", "temperature"}),
+    }
+    if settings.temperature:
+        inputs["seed"] = workspace.recipe.seed
+    return inputs
+
+
+def _run(workspace: Workspace, folder: Path) -> dict[str, Any]:
+    from polybasic.chain.formats.tokenizer import load_tokenizer
+    from polybasic.train.answers.regeneration import regenerate
+
+    summary = regenerate(
+        conversations_of(workspace),
+        workspace.recipe.data,
+        load_tokenizer(tokenizer_of(workspace), "target's tokenizer"),
+        _opened(workspace),
+        identity={"target": workspace.identity("target")},
+        seed=workspace.recipe.seed,
+        journals=workspace.out / ANSWERS_NAME,
+        out=folder,
+    )
+    if summary["num_failed"]:
+        done = workspace.folder(REGENERATED)
+        print(f"to ask again for what failed alone: remove {done} and run again", file=sys.stderr)
+    return summary
+
+
+def _opened(workspace: Workspace) -> "AbstractAsyncContextManager[Answerer]":
+    """Who answers: the server that the recipe names, else this runtime."""
+    from polybasic.chain.formats.config import read_decoder_config
+
+    target, settings = checkpoint_of(workspace, "target"), _settings(workspace)
+    declared = read_decoder_config(target).context_tokens
+    if settings.endpoint is not None:
+        from polybasic.train.answers.endpoint import open_endpoint
+
+        print(
+            f"data.regenerate.endpoint must serve {target}, with the same chat template",
+            file=sys.stderr,
+        )
+        return open_endpoint(settings, declared)
+    from polybasic.deploy.answering import LoneTarget
+
+    # longer prompts are not asked
+    context_tokens = min(declared, workspace.recipe.data.max_tokens + settings.max_new_tokens)
+    tokenizer, graphs = tokenizer_of(workspace), settings.graphs
+    target_here = LoneTarget(target, tokenizer, context_tokens, graphs=graphs)
+    return nullcontext(RuntimeAnswerer(target_here, context_tokens))
+
+
+class RuntimeAnswerer:
+    """This runtime as one who answers, one conversation at a time."""
+
+    num_parallel = 1
+
+    def __init__(self, target: "LoneTarget", context_tokens: int) -> None:
+        self._target = target
+        self.context_tokens = context_tokens
+        self.identity: dict[str, Any] = {"through": "runtime"}
+
+    async def answer(self, prompt: "Prompt") -> "Answer":
+        """Answer one prompt; an interrupt is heard between two passes of the target."""
+        from polybasic.train.answers.answerer import Answer
+
+        tokens: list[int] = []
+        for new_tokens in self._target.stream(
+            prompt.token_ids, prompt.max_new_tokens, prompt.temperature, prompt.seed
+        ):
+            tokens += new_tokens
+            await asyncio.sleep(0)
+        return Answer(self._target.text(tokens), self._target.is_cut(tokens))
+
+
+def _identify(workspace: Workspace, folder: Path) -> dict[str, Any]:
+    return {"conversations": sha256_of_file(folder / CONVERSATIONS_NAME)}
+
+
+REGENERATED_STAGE = Stage(REGENERATED, ("data", "target"), _inputs, _run, _identify, resumes=True)

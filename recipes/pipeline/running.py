@@ -1,0 +1,258 @@
+"""Run stages in order, each once: a folder with a stage's name is whole, anything else is not.
+
+The state machine knows nothing about models. A stage writes into a temporary folder; when it is
+done, its record `stage.json` is written there and the folder gets the stage's name. A record
+whose digest equals that of today's inputs means that there is nothing to do.
+"""
+
+import fcntl
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from polybasic.chain.errors import UserError
+from polybasic.chain.formats.files import (
+    disk_errors,
+    partial_path,
+    read_json,
+    sha256_of_object,
+    whole_folder,
+    write_json,
+)
+from polybasic.recipes.pipeline.disk import full_disk_is_an_oserror
+from polybasic.recipes.pipeline.provenance import package_versions
+from polybasic.recipes.schema.recipe import Recipe
+
+RECORD_NAME = "stage.json"
+_STARTED_NAME = "started.json"
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a whole stage says about itself.
+
+    Attributes:
+        digest: of `inputs`.
+        inputs: everything that the result depends on.
+        identity: of the result; what later stages take as their input.
+        summary: numbers for people.
+        seconds: from the stage's start to its end, interruptions not counted.
+    """
+
+    digest: str
+    inputs: dict[str, Any]
+    identity: dict[str, Any]
+    summary: dict[str, Any]
+    seconds: float
+    finished_at: str
+    versions: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """One run's recipe and output folder.
+
+    Attributes:
+        command: the command line, for records.
+        hostfile: of the machines that train heads together; None is this one alone.
+    """
+
+    recipe: Recipe
+    out: Path
+    command: str = ""
+    hostfile: Path | None = None
+
+    def folder(self, stage: str) -> Path:
+        """Where the whole result of `stage` lies."""
+        return self.out / stage
+
+    def record(self, stage: str) -> Record | None:
+        """The record of `stage`, or None where the stage is not whole.
+
+        Raises:
+            UserError: the record is damaged.
+        """
+        path = self.folder(stage) / RECORD_NAME
+        if not path.is_file():
+            return None
+        try:
+            return Record(**read_json(path, "stage record"))
+        except TypeError as error:
+            raise UserError(
+                "stage record is not one of ours",
+                str(path),
+                f"remove {self.folder(stage)} and run again",
+            ) from error
+
+    def identity(self, stage: str) -> dict[str, Any]:
+        """What later stages depend on; `stage` must be whole."""
+        record = self.record(stage)
+        assert record is not None, f"{stage} is needed and not whole"
+        return record.identity
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One step of the pipeline.
+
+    Attributes:
+        name: also the name of its folder.
+        needs: stages that must be whole before this one.
+        inputs: exactly what the result depends on, as JSON content; called when `needs` are whole.
+        run: does the work in the given folder and returns the summary.
+        identify: JSON content that tells one result from another; called on the done folder.
+        resumes: `run` continues from what an interrupted `run` left in the folder.
+    """
+
+    name: str
+    needs: tuple[str, ...]
+    inputs: Callable[[Workspace], dict[str, Any]]
+    run: Callable[[Workspace, Path], dict[str, Any]]
+    identify: Callable[[Workspace, Path], dict[str, Any]]
+    resumes: bool = False
+
+
+@dataclass(frozen=True)
+class StageState:
+    """What running a stage would do now, and why."""
+
+    action: Literal["skip", "continue", "run"]
+    reason: str
+    inputs: dict[str, Any] = field(default_factory=dict)
+
+
+def closure(stages: Sequence[Stage], only: Sequence[str] | None) -> list[Stage]:
+    """The stages of `only` with everything that they need, in order; all of them for None."""
+    if only is None:
+        return list(stages)
+    wanted = set(only)
+    for stage in reversed(stages):
+        if stage.name in wanted:
+            wanted.update(stage.needs)
+    return [stage for stage in stages if stage.name in wanted]
+
+
+def state_of(stage: Stage, workspace: Workspace) -> StageState:
+    """Compare today's inputs with the record; `stage.needs` must be whole."""
+    inputs = stage.inputs(workspace)
+    digest = sha256_of_object(inputs)
+    record = workspace.record(stage.name)
+    if record is not None and record.digest == digest:
+        return StageState("skip", f"whole since {record.finished_at}", inputs)
+    started = partial_path(workspace.folder(stage.name)) / _STARTED_NAME
+    if (
+        stage.resumes
+        and started.is_file()
+        and sha256_of_object(read_json(started, "stage record")) == digest
+    ):
+        return StageState("continue", "interrupted earlier", inputs)
+    if record is not None:
+        return StageState("run", f"changed: {', '.join(_changes(record.inputs, inputs))}", inputs)
+    return StageState("run", "not there yet", inputs)
+
+
+def run_stages(
+    stages: Sequence[Stage],
+    workspace: Workspace,
+    only: Sequence[str] | None,
+    say: Callable[[str], None],
+) -> None:
+    """Bring the stages of `only` and what they need to their whole state.
+
+    Args:
+        stages: in order of execution.
+        workspace: the run; its folder must be locked by the caller.
+        only: names of stages, or None for all.
+        say: takes one line for people.
+
+    Raises:
+        UserError: bad input, or a full disk; what was whole is kept.
+    """
+    for stage in closure(stages, only):
+        finish_rename(workspace.folder(stage.name))
+        state = state_of(stage, workspace)
+        if state.action == "skip":
+            say(f"{stage.name}: {state.reason}, skipped")
+            continue
+        say(
+            f"{stage.name}: {'continues' if state.action == 'continue' else 'runs'}"
+            f" ({state.reason})"
+        )
+        seconds = _run_stage(stage, workspace, state)
+        say(f"{stage.name}: done in {seconds:.1f} s")
+
+
+def finish_rename(folder: Path) -> None:
+    """Repair a run that was killed between a stage's last byte and its rename."""
+    partial = partial_path(folder)
+    replaced = folder.with_name(f".{folder.name}.replaced")
+    if (partial / RECORD_NAME).is_file():
+        shutil.rmtree(replaced, ignore_errors=True)
+        (partial / _STARTED_NAME).unlink(missing_ok=True)
+        if folder.exists():
+            folder.rename(replaced)
+        partial.rename(folder)
+    elif replaced.exists() and not folder.exists():
+        replaced.rename(folder)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+@contextmanager
+def locked(out: Path) -> Iterator[None]:
+    """Hold the output folder; the lock ends with the process, however it ends.
+
+    Raises:
+        UserError: another process holds it, or it cannot be written.
+    """
+    with disk_errors(out):
+        out.mkdir(parents=True, exist_ok=True)
+        lock = (out / ".lock").open("a")
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UserError(
+                "another run is writing there",
+                str(out),
+                "wait for it, or choose another folder with --out",
+            ) from error
+        yield
+
+
+def _run_stage(stage: Stage, workspace: Workspace, state: StageState) -> float:
+    folder, started_seconds = workspace.folder(stage.name), time.monotonic()
+    if state.action == "run":
+        shutil.rmtree(partial_path(folder), ignore_errors=True)
+    with whole_folder(folder, keep_partial=stage.resumes) as partial:
+        write_json(partial / _STARTED_NAME, state.inputs)
+        with full_disk_is_an_oserror(partial):
+            summary = stage.run(workspace, partial)
+        seconds = time.monotonic() - started_seconds
+        record = Record(
+            digest=sha256_of_object(state.inputs),
+            inputs=state.inputs,
+            identity=stage.identify(workspace, partial),
+            summary=summary,
+            seconds=round(seconds, 3),
+            finished_at=datetime.now(UTC).isoformat(timespec="seconds"),
+            versions=package_versions(),
+        )
+        write_json(partial / RECORD_NAME, asdict(record))
+        (partial / _STARTED_NAME).unlink(missing_ok=True)
+    return seconds
+
+
+def _changes(before: Any, after: Any, prefix: str = "") -> list[str]:
+    """Names of the leaves in which two inputs differ."""
+    if isinstance(before, dict) and isinstance(after, dict):
+        return [
+            change
+            for key in sorted(before.keys() | after.keys())
+            for change in _changes(before.get(key), after.get(key), f"{prefix}.{key}".lstrip("."))
+        ]
+    return [] if before == after else [prefix]

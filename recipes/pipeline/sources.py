@@ -1,0 +1,192 @@
+"""Where the inputs of stages lie, and digests that tell when they changed."""
+
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from polybasic.chain.errors import UserError
+from polybasic.chain.formats.checkpoint import (
+    TOKENIZER_FILES,
+    resolve_adapter,
+    resolve_checkpoint,
+    resolve_head,
+)
+from polybasic.chain.formats.files import sha256_of_file, sha256_of_object
+from polybasic.recipes.pipeline.downloads import is_url
+from polybasic.recipes.pipeline.running import Workspace
+from polybasic.recipes.schema.recipe import Recipe
+
+CONVERSATIONS_NAME = "conversations.jsonl"
+REGENERATED = "regenerated"
+"""The stage in which the target answers the conversations again."""
+PROMPTS_NAME = "prompts.jsonl"
+PLAN_PROMPTS_NAME = "plan_prompts.jsonl"
+MERGED_NAME = "merged"
+TOKENIZER_NAME = "tokenizer"
+SOURCE_STAGES = ("target", "small_target")
+"""Stages that give the models that all others are made from."""
+GENERATED_PROMPTS = ("embedded", "heldout")
+"""What `plan.prompts` may say beside a file or a URL; `bench.prompts` only the first."""
+_MODEL_PATTERNS = ("*.safetensors", "*.bin", "config.json", "tokenizer*.json", "*.jinja")
+
+
+def conversations_of(workspace: Workspace) -> str:
+    """The source of conversations: the generated file, or what the recipe names."""
+    source = workspace.recipe.data.conversations
+    if source == "embedded":
+        return str(workspace.folder("data") / CONVERSATIONS_NAME)
+    return source
+
+
+def answers_of(workspace: Workspace) -> str:
+    """The source of what heads and 4-bit copies learn: regenerated answers, or those given."""
+    if workspace.recipe.data.regenerate is None:
+        return conversations_of(workspace)
+    return str(workspace.folder(REGENERATED) / CONVERSATIONS_NAME)
+
+
+def prompts_of(workspace: Workspace) -> Path:
+    """The file of benchmark prompts."""
+    prompts = workspace.recipe.bench.prompts
+    if prompts == "embedded" or is_url(prompts):
+        return workspace.folder("data") / PROMPTS_NAME
+    return Path(prompts)
+
+
+def plan_prompts_of(workspace: Workspace) -> Path:
+    """The file of calibration prompts that the recipe names; not for GENERATED_PROMPTS."""
+    prompts = workspace.recipe.plan.prompts
+    assert prompts not in GENERATED_PROMPTS, f"plan.prompts = {prompts} is no file"
+    if is_url(prompts):
+        return workspace.folder("data") / PLAN_PROMPTS_NAME
+    return Path(prompts)
+
+
+def write_calibration_prompts(path: Path, num_per_task: int, seed: int) -> None:
+    """Write embedded prompts to plan on, others than those of a report with the same seed.
+
+    A plan is not judged on what it was chosen by.
+    """
+    from polybasic.recipes.embedded.conversations import write_prompts
+
+    write_prompts(path, num_per_task, seed + 1)
+
+
+def model_named(recipe: Recipe, stage: str) -> str:
+    """What the recipe says of a model that it starts from: 'scratch', a folder or a hub id.
+
+    Args:
+        recipe: the recipe; it has a section `small` where that model is asked for.
+        stage: one of SOURCE_STAGES.
+    """
+    if stage == "target":
+        return recipe.target.model
+    assert recipe.small is not None, f"no stage {stage} without section small"
+    return recipe.small.model
+
+
+def is_made_here(recipe: Recipe, stage: str) -> bool:
+    """Whether one of SOURCE_STAGES writes a checkpoint, by training or by merging an adapter."""
+    is_scratch = model_named(recipe, stage) == "scratch"
+    return is_scratch or (stage == "target" and recipe.target.adapter is not None)
+
+
+def checkpoint_of(workspace: Workspace, stage: str) -> Path:
+    """The folder of the checkpoint that one of SOURCE_STAGES gave; the stage must be whole."""
+    if model_named(workspace.recipe, stage) == "scratch":
+        return workspace.folder(stage)
+    if is_made_here(workspace.recipe, stage):
+        return workspace.folder(stage) / MERGED_NAME
+    return Path(workspace.identity(stage)["folder"])
+
+
+def tokenizer_of(workspace: Workspace) -> Path:
+    """The folder of the chain's tokenizer: as the target stage prepared it, else the target's own.
+
+    A smaller model has the target's vocabulary and learns from what this tokenizer encodes, which
+    is what the runtime asks it with. The target stage must be whole.
+    """
+    prepared = workspace.folder("target") / TOKENIZER_NAME
+    return prepared if prepared.is_dir() else checkpoint_of(workspace, "target")
+
+
+def tokenizer_identity(workspace: Workspace) -> dict[str, Any]:
+    """What tells the chain's tokenizer from another one; the target stage must be whole."""
+    identity = workspace.identity("target")
+    if "tokenizer" in identity:
+        prepared: dict[str, Any] = identity["tokenizer"]
+        return prepared
+    files = identity.get("files", identity)
+    return {name: files[name] for name in TOKENIZER_FILES if name in files}
+
+
+def chat_template_of(recipe: Recipe) -> str | None:
+    """The Jinja text of `target.chat_template`.
+
+    Raises:
+        UserError: it names a file that cannot be read.
+    """
+    named = recipe.target.chat_template
+    if named is None or "{{" in named or "{%" in named:
+        return named
+    try:
+        return Path(named).expanduser().read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise UserError(
+            "chat template not found",
+            f"target.chat_template = {named} ({reason})",
+            "name a .jinja file, or write the Jinja text itself",
+        ) from error
+
+
+def source_digest(source: str) -> str:
+    """SHA-256 that names conversations: of a file's bytes, or of a hub id with its commit.
+
+    Raises:
+        UserError: they do not exist.
+    """
+    from polybasic.train.data.conversations import data_digest
+
+    return data_digest(source)
+
+
+def checkpoint_stamp(model: str) -> dict[str, Any]:
+    """Where a checkpoint lies and how its files look: hashing gigabytes at each start is too slow.
+
+    Raises:
+        UserError: there is none, or it cannot be downloaded.
+    """
+    return folder_stamp(resolve_checkpoint(model))
+
+
+def adapter_stamp(adapter: str) -> dict[str, Any]:
+    """As `checkpoint_stamp`, of a LoRA adapter."""
+    return folder_stamp(resolve_adapter(adapter))
+
+
+def head_stamp(head: str) -> dict[str, Any]:
+    """As `checkpoint_stamp`, of a ready draft head."""
+    return folder_stamp(resolve_head(head))
+
+
+def folder_stamp(folder: Path) -> dict[str, Any]:
+    """A folder, with sizes and times of the files in it."""
+    folder = folder.resolve()
+    files = {path.name: path.stat() for path in sorted(folder.iterdir()) if path.is_file()}
+    return {
+        "folder": str(folder),
+        "files": {name: [stat.st_size, stat.st_mtime_ns] for name, stat in files.items()},
+    }
+
+
+def model_digests(folder: Path) -> dict[str, Any]:
+    """SHA-256 of the files that make a trained or quantized model what it is."""
+    paths = {path for pattern in _MODEL_PATTERNS for path in folder.glob(pattern)}
+    return {path.name: sha256_of_file(path) for path in sorted(paths)}
+
+
+def generator_digest() -> str:
+    """SHA-256 of the embedded generator's own code: a changed generator writes again."""
+    folder = Path(str(resources.files("polybasic.recipes.embedded")))
+    return sha256_of_object({path.name: sha256_of_file(path) for path in folder.glob("*.py")})

@@ -1,0 +1,297 @@
+"""The pipeline from conversations to a measured chain: which stages a recipe has, and their order.
+
+Heavy modules are imported where they run, so that a run with nothing to do answers at once.
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from polybasic.chain.formats.files import sha256_of_file, write_json
+from polybasic.chain.formats.manifest import HEAD_KINDS, SCHEMA, Kind, Manifest, Provenance
+from polybasic.chain.formats.package import Part, package_chain
+from polybasic.deploy.prompts import read_questions, write_first_turns
+from polybasic.deploy.settings import PlanSettings
+from polybasic.recipes.growth.shapes import shape_named
+from polybasic.recipes.pipeline.conversation_rows import conversations_input, split_rows
+from polybasic.recipes.pipeline.downloads import fetch, is_url
+from polybasic.recipes.pipeline.members import last_chain, model_stages, packed_plan, parts_of
+from polybasic.recipes.pipeline.model_stages import head_stage, quantized_stage
+from polybasic.recipes.pipeline.provenance import git_commit, package_versions
+from polybasic.recipes.pipeline.regenerated_stage import REGENERATED_STAGE
+from polybasic.recipes.pipeline.running import Stage, Workspace
+from polybasic.recipes.pipeline.source_stages import SMALL_TARGET, TARGET
+from polybasic.recipes.pipeline.sources import (
+    CONVERSATIONS_NAME,
+    PLAN_PROMPTS_NAME,
+    PROMPTS_NAME,
+    checkpoint_of,
+    generator_digest,
+    is_made_here,
+    plan_prompts_of,
+    prompts_of,
+    source_digest,
+    tokenizer_of,
+    write_calibration_prompts,
+)
+from polybasic.recipes.schema.recipe import NUM_TASKS, Recipe
+
+CALIBRATION_NAME = "calibration.jsonl"
+PLAN_NAME = "plan.json"
+_DOWNLOADED_NAMES = {"bench.prompts": PROMPTS_NAME, "plan.prompts": PLAN_PROMPTS_NAME}
+
+
+def stages_of(recipe: Recipe) -> tuple[Stage, ...]:
+    """The stages of a recipe in order; those of the smaller model only where it has one."""
+    draft = head_stage(recipe, "draft", source="target", copy="intermediate")
+    intermediate = quantized_stage(recipe, "intermediate", source="target")
+    stages = [DATA, TARGET]
+    stages += [REGENERATED_STAGE] if recipe.data.regenerate is not None else []
+    stages += [intermediate, draft] if intermediate.name in draft.needs else [draft, intermediate]
+    if recipe.small is not None:
+        stages.append(SMALL_TARGET)
+        if recipe.small.quantize:
+            stages.append(quantized_stage(recipe, "small", source="small_target"))
+        if recipe.small.has_head:
+            stages.append(head_stage(recipe, "small_draft", source="small_target", copy="small"))
+    stages.append(Stage("chain", model_stages(recipe), _chain_inputs, _run_chain, _identify_chain))
+    stages += [GROWN] if recipe.grow.shape is not None else []
+    chain = last_chain(recipe)
+    plan = Stage("plan", ("data", chain), _plan_inputs, _run_plan, _identify_plan)
+    report = Stage("report", ("data", chain, "plan"), _report_inputs, _run_report, _identify_report)
+    return (*stages, plan, report)
+
+
+def _data_inputs(workspace: Workspace) -> dict[str, Any]:
+    recipe = workspace.recipe
+    inputs: dict[str, Any] = {"data": recipe.data.model_dump(include={"limit", "num_heldout"})}
+    if recipe.data.conversations == "embedded":
+        inputs["conversations"] = {
+            "num": recipe.target.scratch.num_embedded_conversations,
+            "seed": recipe.seed,
+            "generator": generator_digest(),
+        }
+    else:
+        inputs["conversations"] = source_digest(recipe.data.conversations)
+    if recipe.bench.prompts == "embedded":
+        inputs["prompts"] = {
+            "num_per_task": recipe.bench.num_prompts_per_task,
+            "seed": recipe.seed,
+            "generator": generator_digest(),
+        }
+    elif not is_url(recipe.bench.prompts):
+        inputs["prompts"] = sha256_of_file(Path(recipe.bench.prompts))
+    return inputs | _downloads(recipe)
+
+
+def _downloads(recipe: Recipe) -> dict[str, str]:
+    """Prompts that the recipe names by URL."""
+    named = {"bench.prompts": recipe.bench.prompts, "plan.prompts": recipe.plan.prompts}
+    return {key: name for key, name in named.items() if is_url(name)}
+
+
+def _run_data(workspace: Workspace, folder: Path) -> dict[str, Any]:
+    from polybasic.recipes.embedded.conversations import write_conversations, write_prompts
+    from polybasic.train.data.conversations import load_conversations, split_conversations
+
+    recipe = workspace.recipe
+    source = recipe.data.conversations
+    if source == "embedded":
+        source = str(folder / CONVERSATIONS_NAME)
+        num = recipe.target.scratch.num_embedded_conversations
+        write_conversations(Path(source), num, recipe.seed)
+    if recipe.bench.prompts == "embedded":
+        write_prompts(folder / PROMPTS_NAME, recipe.bench.num_prompts_per_task, recipe.seed)
+    for key, url in _downloads(recipe).items():
+        path = folder / _DOWNLOADED_NAMES[key]
+        fetch(url, path, key)
+        read_questions(path)
+    training, heldout = split_conversations(
+        load_conversations(source, recipe.data.limit), recipe.data.num_heldout
+    )
+    return {"num_training": len(training), "num_heldout": len(heldout)}
+
+
+def _identify_data(workspace: Workspace, folder: Path) -> dict[str, Any]:
+    recipe = workspace.recipe
+    conversations, prompts = folder / CONVERSATIONS_NAME, folder / PROMPTS_NAME
+    if recipe.data.conversations != "embedded":
+        conversations_sha256 = source_digest(recipe.data.conversations)
+    else:
+        conversations_sha256 = sha256_of_file(conversations)
+    if recipe.bench.prompts != "embedded" and not is_url(recipe.bench.prompts):
+        prompts = Path(recipe.bench.prompts)
+    identity = {"conversations": conversations_sha256, "prompts": sha256_of_file(prompts)}
+    if is_url(recipe.plan.prompts):
+        identity["plan_prompts"] = sha256_of_file(folder / PLAN_PROMPTS_NAME)
+    return identity
+
+
+def _chain_inputs(workspace: Workspace) -> dict[str, Any]:
+    recipe = workspace.recipe
+    inputs: dict[str, Any] = {stage: workspace.identity(stage) for stage in model_stages(recipe)}
+    if recipe.small is not None:
+        inputs["role_of_small"] = recipe.small.role
+    return {
+        **inputs,
+        "schema": SCHEMA,
+        "plan": recipe.plan.model_dump(mode="json", include={"tree", "flush_length", "rule"}),
+        "package": recipe.package.model_dump(mode="json"),
+    }
+
+
+def _run_chain(workspace: Workspace, folder: Path) -> dict[str, Any]:
+    recipe, target = workspace.recipe, checkpoint_of(workspace, "target")
+    is_made = is_made_here(recipe, "target")
+    parts = parts_of(workspace)
+    manifest = package_chain(
+        out=folder,
+        target=target,
+        target_reference=str(target) if is_made else recipe.target.model,
+        tokenizer=tokenizer_of(workspace),
+        copy_target=recipe.package.copy_target,
+        parts=parts,
+        plan=packed_plan(recipe.plan, parts),
+        provenance=Provenance(
+            recipe=recipe.model_dump(mode="json"),
+            command=workspace.command,
+            git_commit=git_commit(),
+            package_versions=package_versions(),
+            data_digests=workspace.identity("data"),
+        ),
+        quality=_summaries(workspace, parts, ("awq",)),
+        training=_summaries(workspace, parts, HEAD_KINDS),
+    )
+    return _sizes(manifest)
+
+
+def _identify_chain(workspace: Workspace, folder: Path) -> dict[str, Any]:
+    # the report lies inside the chain: a chain that was packed again must be measured again
+    return {"chain": sha256_of_file(folder / "chain.json")}
+
+
+def _grown_inputs(workspace: Workspace) -> dict[str, Any]:
+    name = workspace.recipe.grow.shape
+    assert name is not None, "the stage is there for a shape"
+    return {
+        "schema": SCHEMA,
+        "chain": workspace.identity("chain"),
+        "shape": {"name": name, **asdict(shape_named(name))},
+    }
+
+
+def _run_grown(workspace: Workspace, folder: Path) -> dict[str, Any]:
+    from polybasic.recipes.growth.chain import grow_chain
+
+    name = workspace.recipe.grow.shape
+    assert name is not None, "the stage is there for a shape"
+    return _sizes(grow_chain(workspace.folder("chain"), shape_named(name), name, folder))
+
+
+def _sizes(manifest: Manifest) -> dict[str, Any]:
+    return {
+        "num_parameters": {member.name: member.num_parameters for member in manifest.members},
+        "num_bytes": {member.name: member.num_bytes for member in manifest.members},
+    }
+
+
+def _summaries(
+    workspace: Workspace, parts: Sequence[Part], kinds: Sequence[Kind]
+) -> dict[str, Any]:
+    """Summaries of the stages that made members of these kinds, by member."""
+    summaries = {}
+    for part in parts:
+        if part.kind in kinds and part.folder == workspace.folder(part.name):
+            record = workspace.record(part.name)
+            assert record is not None, f"{part.name} is packed and not whole"
+            summaries[part.name] = record.summary
+    return summaries
+
+
+def _plan_inputs(workspace: Workspace) -> dict[str, Any]:
+    settings = workspace.recipe.plan
+    inputs = {
+        "plan": settings.model_dump(mode="json", exclude={"prompts"}),
+        "chain": workspace.identity(last_chain(workspace.recipe)),
+        "seed": workspace.recipe.seed,
+    }
+    if settings.prompts == "embedded":
+        return {**inputs, "generator": generator_digest()}
+    if settings.prompts == "heldout":
+        return {**inputs, "heldout": conversations_input(workspace)}
+    return {**inputs, "prompts": sha256_of_file(plan_prompts_of(workspace))}
+
+
+def _run_plan(workspace: Workspace, folder: Path) -> dict[str, Any]:
+    from polybasic.deploy.planner.run import plan_chain
+
+    settings = _with_prompts(workspace, folder / CALIBRATION_NAME)
+    measured = plan_chain(_last_chain_folder(workspace), settings, _say).measured
+    _say(f"plan: {measured.explanation['decision']}")
+    write_json(folder / PLAN_NAME, measured.model_dump(mode="json"))
+    return {
+        "hardware": measured.hardware,
+        "seconds_per_token": measured.seconds_per_token,
+        "plan": measured.plan.model_dump(mode="json"),
+    }
+
+
+def _with_prompts(workspace: Workspace, path: Path) -> PlanSettings:
+    """The plan's settings with a file of prompts; generated ones are written to `path`."""
+    settings = workspace.recipe.plan
+    match settings.prompts:
+        case "embedded":
+            write_calibration_prompts(path, settings.num_prompts_per_task, workspace.recipe.seed)
+            return settings.model_copy(update={"prompts": str(path)})
+        case "heldout":
+            # one task, whatever the conversations are about: it has the prompts of all six
+            num_prompts = NUM_TASKS * settings.num_prompts_per_task
+            write_first_turns(path, split_rows(workspace)[1]["messages"])
+            return settings.model_copy(
+                update={"prompts": str(path), "num_prompts_per_task": num_prompts}
+            )
+    return settings.model_copy(update={"prompts": str(plan_prompts_of(workspace))})
+
+
+def _identify_plan(workspace: Workspace, folder: Path) -> dict[str, Any]:
+    return {"plan": sha256_of_file(folder / PLAN_NAME)}
+
+
+def _report_inputs(workspace: Workspace) -> dict[str, Any]:
+    return {
+        "bench": workspace.recipe.bench.model_dump(mode="json", exclude={"prompts"}),
+        "chain": workspace.identity(last_chain(workspace.recipe)),
+        "plan": workspace.identity("plan"),
+        "prompts": workspace.identity("data")["prompts"],
+    }
+
+
+def _run_report(workspace: Workspace, folder: Path) -> dict[str, Any]:
+    from polybasic.deploy.bench.running import bench_chain
+
+    prompts = str(prompts_of(workspace))
+    settings = workspace.recipe.bench.model_copy(update={"prompts": prompts})
+    report = bench_chain(_last_chain_folder(workspace), settings, _say)
+    return {
+        "speedup_vs_target": {
+            name: system["speedup_vs_target"] for name, system in report["systems"].items()
+        }
+    }
+
+
+def _identify_report(workspace: Workspace, folder: Path) -> dict[str, Any]:
+    return {"report": sha256_of_file(_last_chain_folder(workspace) / "report" / "report.json")}
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _last_chain_folder(workspace: Workspace) -> Path:
+    return workspace.folder(last_chain(workspace.recipe))
+
+
+DATA = Stage("data", (), _data_inputs, _run_data, _identify_data)
+GROWN = Stage("grown", ("chain",), _grown_inputs, _run_grown, _identify_chain)

@@ -1,0 +1,1 @@
+"""What a recipe may say, and how it is read from YAML. Runs nothing."""

@@ -1,0 +1,230 @@
+"""What a recipe may say: the one schema behind files, overrides, docs and `recipes schema`."""
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from polybasic.chain.errors import UserError
+from polybasic.chain.settings import Settings
+from polybasic.deploy.settings import TASKS, BenchSettings, PlanSettings
+from polybasic.quantize.settings import QuantizeSettings
+from polybasic.train.settings import (
+    DataSettings,
+    DraftSettings,
+    HeadSettings,
+    ScratchModelSettings,
+    ScratchSettings,
+)
+
+NUM_TASKS = len(TASKS)
+
+ShapeName = Literal["cpu-100m", "gpu-7b", "gpu-8b"]
+"""Of `polybasic.recipes.growth.shapes.SHAPES`."""
+
+
+class TargetSettings(Settings):
+    """The model whose distribution the chain keeps."""
+
+    model: str = Field(
+        "scratch",
+        description="'scratch' (trained from the conversations), a folder or a hub id[@revision]",
+    )
+    adapter: str | None = Field(
+        None,
+        min_length=1,
+        description="folder or hub id[@revision] of a peft LoRA adapter of that model, which is "
+        "merged into it",
+    )
+    chat_template: str | None = Field(
+        None,
+        min_length=1,
+        description="a .jinja file or Jinja text, for a tokenizer without a chat template; it "
+        "replaces the tokenizer's own",
+    )
+    scratch: ScratchSettings = Field(
+        ScratchSettings(), description="shape and training of a 'scratch' target"
+    )
+
+
+class SmallScratchSettings(ScratchModelSettings):
+    """As for a target, with the defaults of a model that is much cheaper than one."""
+
+    num_layers: int = Field(4, ge=1)
+    hidden_size: int = Field(384, ge=128, multiple_of=128)
+    intermediate_size: int = Field(1024, ge=128, multiple_of=128)
+    num_heads: int = Field(6, ge=1)
+
+
+class SmallSettings(Settings):
+    """A smaller model of the target's vocabulary, at the lower end of the chain."""
+
+    model: str = Field(
+        "scratch",
+        description="'scratch' (trained from the conversations, with the target's tokenizer), a "
+        "folder or a hub id[@revision]",
+    )
+    scratch: SmallScratchSettings = Field(
+        SmallScratchSettings(), description="shape and training of a 'scratch' model"
+    )
+    role: Literal["intermediate", "drafter"] = Field(
+        "intermediate",
+        description="an intermediate verifies drafts and proposes to the member above it; a "
+        "drafter drafts for every model of the chain, without a head",
+    )
+    quantize: bool = Field(True, description="to 4 bits, by the settings of section quantize")
+    train_head: bool = Field(
+        True,
+        description="of an intermediate: a draft head of its own, by the settings of section train",
+    )
+
+    @property
+    def has_head(self) -> bool:
+        """Whether a draft head is trained for this model."""
+        return self.role == "intermediate" and self.train_head
+
+
+class PackageSettings(Settings):
+    """How the chain folder is put together."""
+
+    copy_target: bool = Field(
+        False, description="copy the target into the chain instead of referring to it"
+    )
+
+
+class GrowSettings(Settings):
+    """Shapes that the packed chain is grown to, so that passes cost what a large model's do."""
+
+    shape: ShapeName | None = Field(
+        None,
+        description="the grown chain answers as the small one, and takes the time of these "
+        "shapes; null plans and measures the chain as it was packed",
+    )
+
+
+class Recipe(Settings):
+    """Everything that `polybasic run` needs: one section a stage."""
+
+    name: str = Field(
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="names the output folder: runs/<name>"
+    )
+    description: str = Field("", description="one line for `polybasic recipes ls`")
+    seed: int = Field(0, ge=0, lt=2**32, description="of everything that is drawn at random")
+    target: TargetSettings = Field(TargetSettings(), description="the model to accelerate")
+    data: DataSettings = Field(DataSettings(), description="conversations to learn from")
+    small: SmallSettings | None = Field(
+        None, description="a smaller model below the 4-bit intermediate; null leaves it out"
+    )
+    draft: DraftSettings = Field(
+        DraftSettings(), description="where the target's draft head comes from"
+    )
+    train: HeadSettings = Field(HeadSettings(), description="training of draft heads")
+    quantize: QuantizeSettings = Field(
+        QuantizeSettings(), description="the 4-bit intermediate, made from the target"
+    )
+    package: PackageSettings = Field(PackageSettings(), description="the chain folder")
+    grow: GrowSettings = Field(
+        GrowSettings(), description="growth of the packed chain to the shapes of a large model"
+    )
+    plan: PlanSettings = Field(PlanSettings(), description="tree and flush length of the chain")
+    bench: BenchSettings = Field(BenchSettings(), description="the report at the end")
+
+    @model_validator(mode="after")
+    def _sections_agree(self) -> Self:
+        if "target" not in self.bench.systems:
+            raise UserError(
+                "no baseline",
+                f"bench.systems = {', '.join(self.bench.systems) or 'empty'}",
+                "add target, over which speedups are counted",
+            )
+        if self.grow.shape is not None and self.small is not None:
+            raise UserError(
+                "smaller models are not grown",
+                f"grow.shape = {self.grow.shape}, with a section small",
+                "set one of them to null",
+            )
+        if self.grow.shape is not None and self.train.kind == "eagle3":
+            raise UserError(
+                "EAGLE-3 heads are not grown",
+                f"grow.shape = {self.grow.shape}, train.kind = eagle3",
+                "set train.kind=eagle2 or grow.shape=null",
+            )
+        if (
+            self.small is not None
+            and self.small.has_head
+            and not self.small.quantize
+            and self.train.features_from == "intermediate"
+        ):
+            raise UserError(
+                "no 4-bit copy of the smaller model to take features from",
+                "train.features_from = intermediate, small.quantize = false",
+                "set one of them to its other value",
+            )
+        if self.target.model == "scratch":
+            self._scratch_stands_alone()
+            self._scratch_can_be_built("target", self.target.scratch)
+        if self.small is not None and self.small.model == "scratch":
+            self._scratch_can_be_built("small", self.small.scratch)
+        return self
+
+    @model_validator(mode="after")
+    def _heldout_conversations_suffice(self) -> Self:
+        needed = NUM_TASKS * self.plan.num_prompts_per_task
+        if self.plan.prompts == "heldout" and self.data.num_heldout < needed:
+            raise UserError(
+                "too few held-out conversations to plan on",
+                f"data.num_heldout = {self.data.num_heldout}, {needed} prompts "
+                f"({NUM_TASKS} x plan.num_prompts_per_task)",
+                "raise the first or lower plan.num_prompts_per_task",
+            )
+        return self
+
+    def _scratch_stands_alone(self) -> None:
+        for key in ("adapter", "chat_template"):
+            if getattr(self.target, key) is not None:
+                raise UserError(
+                    f"target.{key} without a ready-made model",
+                    "target.model = scratch",
+                    f"name the model that it is for, or set target.{key}=null",
+                )
+        if self.draft.model != "train":
+            raise UserError(
+                "a ready head for a target that is yet to be trained",
+                f"draft.model = {self.draft.model}, target.model = scratch",
+                "set draft.model=train, or name the target that the head was trained for",
+            )
+
+    def _scratch_can_be_built(self, section: str, scratch: ScratchModelSettings) -> None:
+        where = f"{section}.scratch"
+        owner = "the target's" if section == "target" else "the smaller model's"
+        for divided, divisor in (
+            ("hidden_size", "num_heads"),
+            ("num_heads", "num_kv_heads"),
+        ):
+            top, bottom = getattr(scratch, divided), getattr(scratch, divisor)
+            if top % bottom:
+                raise UserError(
+                    f"{divided} is not a multiple of {divisor}",
+                    f"{where}.{divided} = {top}, {where}.{divisor} = {bottom}",
+                    "change one of them",
+                )
+        if scratch.hidden_size // scratch.num_heads % 2:
+            raise UserError(
+                "heads of an odd size cannot be rotated",
+                f"{where}.hidden_size = {scratch.hidden_size}, "
+                f"{where}.num_heads = {scratch.num_heads}",
+                "choose num_heads so that hidden_size / num_heads is even",
+            )
+        if self.data.max_tokens > scratch.context_tokens:
+            raise UserError(
+                f"conversations are longer than {owner} context",
+                f"data.max_tokens = {self.data.max_tokens}, "
+                f"{where}.context_tokens = {scratch.context_tokens}",
+                "lower the first or raise the second",
+            )
+        if self.bench.max_new_tokens >= scratch.context_tokens:
+            raise UserError(
+                f"answers are longer than {owner} context",
+                f"bench.max_new_tokens = {self.bench.max_new_tokens}, "
+                f"{where}.context_tokens = {scratch.context_tokens}",
+                "lower the first or raise the second",
+            )

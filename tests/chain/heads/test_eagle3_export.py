@@ -1,0 +1,351 @@
+"""Exported EAGLE-3 heads and draft vocabularies, against what the engines' loaders ask for."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from polybasic.chain.errors import UserError
+from polybasic.chain.formats.checkpoint import load_tensors
+from polybasic.chain.formats.config import HeadConfig, read_head_config
+from polybasic.chain.formats.draft_vocabulary import draft_tables
+from polybasic.chain.formats.manifest import HeadKind, Plan, Tree
+from polybasic.chain.formats.package import Part, package_chain
+from polybasic.chain.heads.export import (
+    ENGINES,
+    Engine,
+    check_is_whole,
+    export_head,
+    launch_command,
+)
+from polybasic.chain.heads.importing import import_head, required_weights
+from polybasic.deploy import load_chain
+from tests.chain.heads.test_eagle3_import import (
+    DRAFTED,
+    FEATURE_LAYERS,
+    NUM_LAYERS,
+    H,
+    I,
+    as_specforge,
+    eagle3_tensors,
+)
+from tests.chain.heads.test_eagle_import import eagle_tensors, write_eagle
+from tests.checkpoints import VOCAB_SIZE, write_family
+from tests.conftest import PROVENANCE
+
+K, D = H // 2, len(DRAFTED)
+# What vLLM 0.33.0 builds (Eagle3LlamaForCausalLM of vllm/model_executor/models/llama_eagle3.py: qkv
+# reads 2H, fc has no bias, a map only where the draft vocabulary is not the target's) and
+# SGLang 0.5.23 (LlamaForCausalLMEagle3 of sglang/srt/models/llama_eagle3.py: the same, d2t kept
+# beside the parameters).
+PARAMETERS = {
+    "model.embed_tokens.weight": (VOCAB_SIZE, H),
+    "model.fc.weight": (H, 3 * H),
+    "model.layers.0.hidden_norm.weight": (H,),
+    "model.layers.0.input_layernorm.weight": (H,),
+    "model.layers.0.post_attention_layernorm.weight": (H,),
+    "model.layers.0.self_attn.qkv_proj.weight": (H + 2 * K, 2 * H),
+    "model.layers.0.self_attn.o_proj.weight": (H, H),
+    "model.layers.0.mlp.gate_up_proj.weight": (2 * I, H),
+    "model.layers.0.mlp.down_proj.weight": (H, I),
+    "model.norm.weight": (H,),
+    "lm_head.weight": (D, H),
+    "draft_id_to_target_id": (D,),
+}
+STACKED = {
+    "q_proj": "qkv_proj",
+    "k_proj": "qkv_proj",
+    "v_proj": "qkv_proj",
+    "gate_proj": "gate_up_proj",
+    "up_proj": "gate_up_proj",
+}
+
+
+def loaded(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Shapes of the engines' parameters after their loaders have renamed and stacked."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        if name == "t2d":
+            continue
+        if "lm_head" not in name and name != "d2t":
+            name = f"model.{name}".replace("midlayer.", "layers.0.")
+        name = name.replace("d2t", "draft_id_to_target_id")
+        for part, whole in STACKED.items():
+            name = name.replace(f".{part}.", f".{whole}.")
+        rows = shapes[name][0] if name in shapes else 0
+        shapes[name] = (rows + tensor.shape[0], *tensor.shape[1:])
+    return shapes
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return content
+
+
+def package(chain: Path, target: Path, draft: Path, kind: HeadKind) -> None:
+    package_chain(
+        chain,
+        target=target,
+        target_reference=str(target),
+        copy_target=False,
+        parts=[Part("draft", "drafter", kind, draft)],
+        plan=Plan(members=("target", "draft"), tree=Tree(depth=2, top_k=2, rows=6)),
+        provenance=PROVENANCE,
+        quality={},
+        training={},
+    )
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("eagle3_export") / "target"
+    write_family(folder, "llama3", dtype=torch.float32, num_hidden_layers=NUM_LAYERS)
+    return folder
+
+
+@pytest.fixture
+def packed(target: Path, tmp_path: Path) -> Callable[..., Path]:
+    """A chain whose draft head was imported, of the model in `of`; the head may be changed."""
+
+    def pack(
+        tensors: dict[str, Tensor], change: dict[str, Any] | None = None, of: Path = target
+    ) -> Path:
+        is_eagle3 = "norm.weight" in tensors
+        write = as_specforge if is_eagle3 else write_eagle
+        write(tmp_path / "head", tensors)  # type: ignore[operator]
+        import_head(tmp_path / "head", of, tmp_path / "draft")
+        path = tmp_path / "draft" / "config.json"
+        path.write_text(json.dumps(read_config(tmp_path / "draft") | (change or {})))
+        package(tmp_path / "chain", of, tmp_path / "draft", "eagle3" if is_eagle3 else "eagle2")
+        return tmp_path / "chain"
+
+    return pack
+
+
+def layers_of(*layers: int) -> dict[str, Any]:
+    return {"eagle_config": {"eagle_aux_hidden_state_layer_ids": layers}}
+
+
+@pytest.mark.parametrize("to", ENGINES)
+def test_an_export_comes_back_bit_for_bit(
+    target: Path, packed: Callable[..., Path], tmp_path: Path, to: Engine
+) -> None:
+    tensors = eagle3_tensors(target)
+    exported = export_head(packed(tensors, layers_of(1, 3, 6)), to, None, tmp_path / "out")
+    assert (exported.kind, exported.model, exported.hot_tokens) == ("eagle3", str(target), None)
+    written = load_tensors(exported.folder)
+    assert written.keys() == tensors.keys()
+    assert all(torch.equal(written[name], tensors[name]) for name in tensors)
+    import_head(exported.folder, target, tmp_path / "again")
+    before, after = tmp_path / "draft", tmp_path / "again"
+    assert read_head_config(after) == read_head_config(before)
+    assert read_head_config(after).feature_layers == (1, 3, 6)
+
+
+@pytest.mark.parametrize("to", ["vllm", "sglang"])
+def test_the_engines_find_all_parameters(
+    target: Path, packed: Callable[..., Path], tmp_path: Path, to: Engine
+) -> None:
+    folder = export_head(packed(eagle3_tensors(target)), to, None, tmp_path / "out").folder
+    assert loaded(folder) == PARAMETERS
+    config = read_config(folder)
+    assert (config["architectures"], config["model_type"]) == (["LlamaForCausalLMEagle3"], "llama")
+    # SGLang: fc has a bias by `bias`; both: the attention by it or by `attention_bias`
+    assert (config["bias"], config["attention_bias"], config["qkv_bias"]) == (False, False, False)
+    # SGLang takes lm_head from the target where it is null, and ties it by tie_word_embeddings
+    assert (config["draft_vocab_size"], config["vocab_size"]) == (D, VOCAB_SIZE)
+    assert (config["target_hidden_size"], config["tie_word_embeddings"]) == (H, False)
+    # read as false where they are left out, by both
+    assert not config.keys() & {"norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"}
+
+
+@pytest.mark.parametrize("name", [*PARAMETERS])
+def test_a_parameter_that_is_missing_shows(
+    target: Path, packed: Callable[..., Path], tmp_path: Path, name: str
+) -> None:
+    folder = export_head(packed(eagle3_tensors(target)), "vllm", None, tmp_path / "out").folder
+    path = folder / "model.safetensors"
+    kept = load_file(path)
+    part = name.removeprefix("model.").replace("layers.0.", "midlayer.")
+    part = {"draft_id_to_target_id": "d2t"}.get(part, part)
+    part = part.replace("qkv_proj", "k_proj").replace("gate_up_proj", "up_proj")
+    del kept[part]
+    save_file(kept, path)
+    assert loaded(folder) != PARAMETERS
+
+
+def test_without_a_draft_vocabulary_there_are_no_tables(
+    target: Path, packed: Callable[..., Path], tmp_path: Path
+) -> None:
+    # vLLM's class has no map then, and its loader stops at a d2t in the file
+    chain = packed(eagle3_tensors(target, None))
+    for to in ENGINES:
+        folder = export_head(chain, to, None, tmp_path / to).folder
+        assert not load_tensors(folder).keys() & {"d2t", "t2d"}
+        # SGLang reads the key whatever the head
+        assert read_config(folder)["draft_vocab_size"] == VOCAB_SIZE
+
+
+@pytest.mark.parametrize("to", ENGINES)
+def test_layers_are_named_as_each_engine_counts(
+    target: Path, packed: Callable[..., Path], tmp_path: Path, to: Engine
+) -> None:
+    chain = packed(eagle3_tensors(target), layers_of(0, 3, 6))
+    exported = export_head(chain, to, None, tmp_path / "out")
+    config = read_config(exported.folder)
+    # vllm/v1/worker/gpu_model_runner.py looks at the top first, and llama.py captures what enters
+    assert config["eagle_aux_hidden_state_layer_ids"] == [0, 3, 6]
+    # SGLang's set_eagle3_layers_to_capture adds one and captures what enters
+    assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [-1, 2, 5]
+    told = (
+        "EAGLE's own code reads the inputs of layers 2, 3, 4 of this model, the head was trained "
+        "on those of 0, 3, 6"
+    )
+    assert exported.warnings == ((told,) if to == "eagle" else ())
+
+
+@pytest.mark.parametrize("to", ENGINES)
+def test_layers_that_all_engines_read_are_not_named(
+    target: Path, packed: Callable[..., Path], tmp_path: Path, to: Engine
+) -> None:
+    exported = export_head(packed(eagle3_tensors(target)), to, None, tmp_path / "out")
+    config = read_config(exported.folder)
+    assert "eagle_aux_hidden_state_layer_ids" not in config
+    assert config["eagle_config"] == {"use_aux_hidden_state": True}
+    assert exported.warnings == ()
+    assert read_head_config(tmp_path / "draft").feature_layers == FEATURE_LAYERS
+
+
+@pytest.mark.parametrize("to", ENGINES)
+def test_a_layer_that_is_read_twice_is_refused(
+    target: Path, packed: Callable[..., Path], tmp_path: Path, to: Engine
+) -> None:
+    chain = packed(eagle3_tensors(target), layers_of(1, 3, 3))
+    with pytest.raises(UserError, match="draft reads layers 1, 3, 3, and it hands out each"):
+        export_head(chain, to, None, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("to", ENGINES)
+def test_biases_that_the_engines_would_drop(
+    target: Path, packed: Callable[..., Path], tmp_path: Path, to: Engine
+) -> None:
+    biases = {
+        f"midlayer.self_attn.{part}_proj.bias": torch.zeros(size).bfloat16()
+        for part, size in (("q", H), ("k", K), ("v", K))
+    }
+    chain = packed(eagle3_tensors(target) | biases)
+    folder = export_head(chain, to, None, tmp_path / "out").folder
+    assert not load_tensors(folder).keys() & biases.keys()
+    biases["midlayer.self_attn.v_proj.bias"] += 1
+    draft = tmp_path / "draft"
+    save_file(load_tensors(draft) | biases, draft / "model.safetensors", {"format": "pt"})
+    package(chain, target, draft, "eagle3")
+    with pytest.raises(UserError, match=r"v_proj\.bias of draft is not zero, and its EAGLE-3"):
+        export_head(chain, to, None, tmp_path / "other")
+
+
+def test_eagle_reads_its_keys(target: Path, packed: Callable[..., Path], tmp_path: Path) -> None:
+    folder = export_head(packed(eagle3_tensors(target)), "eagle", None, tmp_path / "out").folder
+    assert {path.name for path in folder.iterdir()} == {"config.json", "pytorch_model.bin"}
+    # what eagle/model/cnets.py reads of a config
+    for key in ("draft_vocab_size", "head_dim", "hidden_act", "rope_theta", "target_hidden_size"):
+        assert key in read_config(folder)
+    assert read_config(folder)["rope_scaling"] is None
+
+
+def test_a_gemma_target_is_none_of_the_engines(packed: Callable[..., Path], tmp_path: Path) -> None:
+    gemma = tmp_path / "gemma"
+    write_family(gemma, "gemma3", num_hidden_layers=NUM_LAYERS, layer_types=None)
+    chain = packed(eagle3_tensors(gemma), of=gemma)
+    for to in ("vllm", "sglang"):
+        with pytest.raises(UserError, match="does not hand out the inputs of that model's layers"):
+            export_head(chain, to, None, tmp_path / "out")
+    assert export_head(chain, "eagle", None, tmp_path / "out").folder.is_dir()
+
+
+@pytest.mark.parametrize("name", [*required_weights("eagle3"), "d2t", "t2d"])
+def test_what_an_engine_would_leave_random_is_told(
+    target: Path, packed: Callable[..., Path], tmp_path: Path, name: str
+) -> None:
+    packed(eagle3_tensors(target))
+    head, tensors = read_head_config(tmp_path / "draft"), load_tensors(tmp_path / "draft")
+    check_is_whole(head, tensors, tmp_path)
+    del tensors[name]
+    with pytest.raises(UserError, match=f"missing tensor: {name} in"):
+        check_is_whole(head, tensors, tmp_path)
+
+
+def test_an_eagle2_head_needs_its_own_weights_only(target: Path, tmp_path: Path) -> None:
+    write_eagle(tmp_path / "eagle", eagle_tensors(target))
+    import_head(tmp_path / "eagle", target, tmp_path / "draft")
+    head, tensors = read_head_config(tmp_path / "draft"), load_tensors(tmp_path / "draft")
+    check_is_whole(head, tensors, tmp_path)
+    trimmed: HeadConfig = replace(head, draft_vocab_size=D)
+    check_is_whole(trimmed, tensors, tmp_path)
+    del tensors["fc.weight"]
+    with pytest.raises(UserError, match=r"missing tensor: fc\.weight"):
+        check_is_whole(head, tensors, tmp_path)
+
+
+def test_sglang_reads_a_draft_vocabulary_beside_an_eagle2_head(
+    target: Path, packed: Callable[..., Path], tmp_path: Path
+) -> None:
+    tables = draft_tables(DRAFTED, VOCAB_SIZE)
+    chain = packed(eagle_tensors(target) | tables)
+    exported = export_head(chain, "sglang", None, tmp_path / "out")
+    names = {"config.json", "model.safetensors", "hot_token_ids.pt"}
+    assert {path.name for path in exported.folder.iterdir()} == names
+    assert exported.hot_tokens == tmp_path / "out" / "hot_token_ids.pt"
+    # load_token_map of speculative/spec_utils.py: torch.load(weights_only=True) in torch.tensor
+    hot_tokens = torch.tensor(torch.load(exported.hot_tokens, weights_only=True))
+    assert torch.equal(hot_tokens, DRAFTED)
+    assert hot_tokens.dtype == torch.int64
+    command = launch_command("sglang", exported)
+    assert command.endswith(f"--speculative-token-map {exported.hot_tokens}")
+    # eagle_draft_extend_cuda_graph_runner.py sizes logits by these keys before it counts the tokens
+    assert not read_config(exported.folder).keys() & {"draft_vocab_size", "hot_vocab_size"}
+    assert not load_tensors(exported.folder).keys() & tables.keys()
+    assert exported.warnings == ()
+    import_head(exported.folder, target, tmp_path / "again")
+    again = load_tensors(tmp_path / "again")
+    assert all(torch.equal(again[name], table) for name, table in tables.items())
+    # an export is replaced by another
+    export_head(chain, "vllm", None, tmp_path / "out")
+    assert {path.name for path in exported.folder.iterdir()} == names - {"hot_token_ids.pt"}
+
+
+@pytest.mark.parametrize(("to", "named"), [("eagle", "EAGLE"), ("vllm", "vLLM")])
+def test_others_draft_over_the_whole_vocabulary(
+    target: Path, packed: Callable[..., Path], tmp_path: Path, to: Engine, named: str
+) -> None:
+    tables = draft_tables(DRAFTED, VOCAB_SIZE)
+    exported = export_head(packed(eagle_tensors(target) | tables), to, None, tmp_path / "out")
+    assert exported.warnings == (
+        f"{named} knows no draft vocabulary of an EAGLE-2 head: it drafts over all {VOCAB_SIZE} "
+        f"tokens, not over {D}",
+    )
+    assert exported.hot_tokens is None
+    # vLLM's AutoWeightsLoader stops at names that its class does not have
+    assert not load_tensors(exported.folder).keys() & tables.keys()
+    assert "draft_vocab_size" not in read_config(exported.folder)
+
+
+@pytest.mark.parametrize("kind", ["eagle2", "eagle3"])
+def test_a_chain_drafts_by_an_imported_head(
+    target: Path, packed: Callable[..., Path], kind: HeadKind
+) -> None:
+    trimmed_eagle2 = eagle_tensors(target) | draft_tables(DRAFTED, VOCAB_SIZE)
+    tensors = eagle3_tensors(target) if kind == "eagle3" else trimmed_eagle2
+    chain = load_chain(packed(tensors), dtype="float32")
+    options = {"max_new_tokens": 32, "temperature": 0.0}
+    alone = chain.generate("hello there", members=["target"], **options)
+    drafted = chain.generate("hello there", **options)
+    assert drafted.token_ids == alone.token_ids
+    assert drafted.statistics.forward_passes["draft"] > 0

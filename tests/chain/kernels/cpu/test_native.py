@@ -1,0 +1,245 @@
+"""Native kernels: products, passes and drafts against plain arithmetic, and the same to the bit."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor
+
+from polybasic.chain.formats.awq import dequantize
+from polybasic.chain.kernels.cpu.matrices import NativeLinear
+from polybasic.chain.kernels.cpu.passes import MAX_ROWS
+from polybasic.chain.kernels.torch.attend import attend_causally, attend_to_ancestors
+from polybasic.chain.model.decoder import Decoder
+from polybasic.chain.model.linear import dense_linear, int4_linear
+from polybasic.chain.model.loading import load_decoder
+from tests.chain.native_models import (
+    CONFIG,
+    CPU,
+    cache_of,
+    decoder,
+    eager,
+    head_of,
+    random_quantized,
+)
+from tests.conftest import ChainParts
+
+DTYPES = [torch.float32, torch.bfloat16]
+KINDS = [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)]
+KIND_NAMES = ["float32", "bfloat16", "int4"]
+
+
+@contextmanager
+def threads(num: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(num)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def relative(found: Tensor, expected: Tensor) -> float:
+    return float((found.double() - expected.double()).norm() / expected.double().norm())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("out_size", "in_size"), [(16, 16), (7, 48), (100, 128), (200, 272)])
+def test_a_dense_product_is_the_product(dtype: torch.dtype, out_size: int, in_size: int) -> None:
+    generator = torch.Generator().manual_seed(in_size)
+    weight = torch.randn(out_size, in_size, generator=generator).to(dtype)
+    bias = torch.randn(out_size, generator=generator).to(dtype)
+    product = dense_linear(weight, bias)
+    assert isinstance(product, NativeLinear)
+    for rows in (1, 3, 24, 25, 60):
+        x = torch.randn(rows, in_size, generator=generator).to(dtype)
+        expected = x.double() @ weight.double().T + bias.double()
+        found = product(x)
+        assert found.dtype == dtype
+        assert relative(found, expected) < (1e-6 if dtype == torch.float32 else 3e-3)
+        assert relative(found, x.double() @ weight.double().T) > 1e-2  # the bias counts
+
+
+def rounded_to_bytes(x: Tensor, group_size: int) -> Tensor:
+    """What a 4-bit product reads of its rows: 255 steps for each group of inputs."""
+    groups = x.float().unflatten(1, (-1, group_size))
+    step = groups.abs().amax(-1, keepdim=True) / 127
+    return ((groups / step).round() * step).flatten(1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("out_size", "in_size"), [(16, 128), (40, 256), (104, 384)])
+def test_an_int4_product_rounds_its_rows_to_bytes_and_nothing_else(
+    dtype: torch.dtype, out_size: int, in_size: int
+) -> None:
+    generator = torch.Generator().manual_seed(out_size)
+    weight = random_quantized(generator, out_size, in_size)
+    bias = torch.randn(out_size, generator=generator).to(dtype)
+    product, dense = int4_linear(weight, dtype, CPU, bias), dequantize(weight).double()
+    for rows in (1, 4, 13, 24, 31):
+        x = torch.randn(rows, in_size, generator=generator).to(dtype)
+        expected = rounded_to_bytes(x, 128).double() @ dense.T + bias.double()
+        found = product(x)
+        assert relative(found, expected) < (1e-5 if dtype == torch.float32 else 3e-3)
+        unrounded = x.double() @ dense.T + bias.double()
+        assert relative(found, unrounded) < 2e-2
+        if dtype == torch.float32:
+            assert relative(found, unrounded) > 1e-3
+
+
+def test_groups_of_zeros_and_large_values_stay_exact() -> None:
+    weight = random_quantized(torch.Generator().manual_seed(3), 16, 256)
+    x = torch.zeros(2, 256)
+    x[1, 130] = 1e6
+    found = int4_linear(weight, torch.float32, CPU)(x)
+    assert torch.equal(found[0], torch.zeros(16))
+    assert relative(found[1], 1e6 * dequantize(weight)[:, 130]) < 1e-6
+
+
+@pytest.mark.parametrize(("dtype", "is_quantized"), KINDS, ids=KIND_NAMES)
+def test_a_row_is_the_same_to_the_bit_in_any_company(
+    dtype: torch.dtype, is_quantized: bool
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    if is_quantized:
+        product = int4_linear(random_quantized(generator, 200, 256), dtype, CPU)
+    else:
+        product = dense_linear(torch.randn(200, 256, generator=generator).to(dtype))
+    x = torch.randn(60, 256, generator=generator).to(dtype)
+    alone = torch.cat([product(row[None]) for row in x])
+    for rows in range(1, 61):
+        assert torch.equal(product(x[:rows]), alone[:rows])
+    for num in (1, 2, 3):
+        with threads(num):
+            assert torch.equal(product(x), alone)
+
+
+def one_by_one(model: Decoder, token_ids: Tensor) -> Tensor:
+    cache, states = cache_of(model), []
+    for position, token in enumerate(token_ids):
+        attend = attend_causally(position, 1)
+        states.append(model.forward(token[None], cache.layers, attend))
+    return torch.cat(states)
+
+
+def random_ids(num: int) -> Tensor:
+    return torch.randint(0, CONFIG.vocab_size, (num,), generator=torch.Generator().manual_seed(7))
+
+
+@pytest.mark.parametrize(("dtype", "is_quantized"), KINDS, ids=KIND_NAMES)
+@torch.inference_mode()
+def test_a_text_gives_the_same_bits_however_it_is_read(
+    dtype: torch.dtype, is_quantized: bool
+) -> None:
+    model, ids = decoder(dtype, is_quantized), random_ids(MAX_ROWS + 30)
+    expected = one_by_one(model, ids)
+    for num in (1, 2, 3):
+        cache = cache_of(model)
+        with threads(num):
+            whole = model.forward(ids, cache.layers, attend_causally(0, len(ids)))
+        assert torch.equal(whole, expected)
+    cache, first = cache_of(model), 0
+    for size in (5, 24, 1, 60, 100, 96):
+        part = model.forward(ids[first : first + size], cache.layers, attend_causally(first, size))
+        assert torch.equal(part, expected[first : first + size])
+        first += size
+    changed = ids.clone()
+    changed[3] = (changed[3] + 1) % CONFIG.vocab_size
+    other = model.forward(changed, cache_of(model).layers, attend_causally(0, len(ids)))
+    assert torch.equal(other[:3], expected[:3])
+    assert not any(torch.equal(*rows) for rows in zip(other[3:], expected[3:], strict=True))
+
+
+@pytest.mark.parametrize(("dtype", "is_quantized"), KINDS, ids=KIND_NAMES)
+@torch.inference_mode()
+def test_a_path_of_a_tree_gives_the_bits_of_its_text(
+    dtype: torch.dtype, is_quantized: bool
+) -> None:
+    model, prompt = decoder(dtype, is_quantized), random_ids(37)
+    parents = [-1, 0, 0, 1, 1, 2, 4, 6, 5, 7]
+    tokens = torch.arange(20, 20 + len(parents))
+    cache = cache_of(model)
+    model.forward(prompt, cache.layers, attend_causally(0, 37))
+    states = model.forward(tokens, cache.layers, attend_to_ancestors(37, parents))
+    for row in range(len(parents)):
+        path = [row]
+        while parents[path[0]] >= 0:
+            path.insert(0, parents[path[0]])
+        text = torch.cat([prompt, tokens[path]])
+        assert torch.equal(one_by_one(model, text)[-1], states[row])
+    # the accepted path, moved into place, is what a text of its own would have written
+    cache.length = 37
+    cache.keep([0, 1, 4, 6])
+    following = model.forward(tokens[:1], cache.layers, attend_causally(41, 1))
+    text = torch.cat([prompt, tokens[[0, 1, 4, 6]], tokens[:1]])
+    assert torch.equal(following[0], one_by_one(model, text)[-1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@torch.inference_mode()
+def test_a_native_pass_is_the_eager_one(dtype: torch.dtype) -> None:
+    native, prompt, parents = decoder(dtype), random_ids(40), [-1, 0, 0, 2]
+    with eager():
+        plain = decoder(dtype)
+    assert native.native is not None
+    assert plain.native is None
+    found = []
+    for model in (native, plain):
+        cache = cache_of(model)
+        states = model.forward(prompt, cache.layers, attend_causally(0, 40))
+        tree = model.forward(prompt[:4], cache.layers, attend_to_ancestors(40, parents))
+        found.append(torch.cat([states, tree]))
+    assert relative(*found) < (5e-6 if dtype == torch.float32 else 2e-2)
+
+
+@torch.inference_mode()
+def test_a_native_head_is_the_eager_one() -> None:
+    target = decoder(torch.float32)
+    with eager():
+        plain_target = decoder(torch.float32)
+        plain = head_of(plain_target)
+    head, ids = head_of(target), random_ids(30)
+    assert head.native is not None
+    features = target.forward(ids, cache_of(target).layers, attend_causally(0, 30))
+    found = [
+        model.forward(ids[1:], features[:-1], cache_of(model, 1).layers[0], attend_causally(0, 29))
+        for model in (head, plain)
+    ]
+    assert plain.native is None
+    assert relative(*found) < 5e-6
+
+
+@torch.inference_mode()
+def test_feature_layers_are_inputs_of_their_layers() -> None:
+    model, ids = decoder(torch.float32), random_ids(20)
+    with eager():
+        plain = decoder(torch.float32)
+    states = []
+    for one in (model, plain):
+        one.feature_layers = (1, 0)
+        states.append(one.forward(ids, cache_of(one).layers, attend_causally(0, 20)))
+    assert states[0].shape == (20, 3 * CONFIG.hidden_size)
+    assert relative(*states) < 5e-6
+    embedded = torch.nn.functional.embedding(ids, model.embedding)
+    assert torch.equal(states[0][:, 2 * CONFIG.hidden_size :], embedded)
+
+
+def test_a_long_prompt_is_read_in_blocks_into_one_cache() -> None:
+    model, ids = decoder(torch.float32), random_ids(2 * MAX_ROWS + 5)
+    with eager():
+        plain = decoder(torch.float32)
+    caches = [cache_of(model), cache_of(plain)]
+    with torch.inference_mode():
+        found = [
+            one.forward(ids, cache.layers, attend_causally(0, len(ids)))
+            for one, cache in zip((model, plain), caches, strict=True)
+        ]
+    assert relative(*found) < 5e-6
+    assert relative(caches[0].layers[1], caches[1].layers[1]) < 5e-6
+
+
+def test_small_checkpoints_run_native(tiny_chain_parts: ChainParts) -> None:
+    folder = tiny_chain_parts.target
+    assert load_decoder(folder, torch.bfloat16, CPU, 64).native is not None
+    assert load_decoder(folder, torch.float16, CPU, 64).native is None

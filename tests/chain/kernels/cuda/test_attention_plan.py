@@ -1,0 +1,164 @@
+"""How attention is divided, and what compilers make of it for GPUs that need not be there."""
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+pytest.importorskip("triton")
+
+from polybasic.chain.kernels.cuda.attention_plan import MOST_TICKETS, NUM_WARPS, Gpu, Layer, Plan
+from tests.chain.kernels.cuda.compiling import (
+    MOST_SHARED_BYTES,
+    Compiled,
+    Request,
+    compiled,
+)
+
+GPUS = {
+    90: Gpu(132, MOST_SHARED_BYTES[90], is_hopper=True),
+    80: Gpu(108, MOST_SHARED_BYTES[80], is_hopper=False),
+    86: Gpu(82, 99 * 1024, is_hopper=False),
+}
+"""H200, A100, RTX 3090."""
+VICUNA_7B = Layer(num_kv_heads=32, query_groups=1, head_dim=128, capacity=8192)
+LLAMA3_8B = replace(VICUNA_7B, num_kv_heads=8, query_groups=4)
+GEMMA2_9B = Layer(num_kv_heads=8, query_groups=2, head_dim=256, capacity=4096)
+LAYERS = {
+    "vicuna-7b": VICUNA_7B,
+    "llama3-8b": LLAMA3_8B,
+    "qwen2-7b": replace(VICUNA_7B, num_kv_heads=4, query_groups=7),
+    "gemma2-9b": GEMMA2_9B,
+    "phi3-mini": replace(VICUNA_7B, head_dim=96),
+    "head of 80": replace(VICUNA_7B, head_dim=80),
+    "head of 64, short": Layer(2, 7, 64, 100),
+    "many heads": Layer(128, 1, 128, 1 << 17),
+}
+POINTERS = ("qkv", "cache", "out", "cos", "sin")
+WIDE = ("positions", "prefix")
+NUMBERS = (
+    "num_rows", "first", "capacity", "num_positions", "position_stride", "visible_stride",
+    "visible_step", "tokens", "sinks",
+)  # fmt: skip
+FACTORS = ("scale", "softcap", "query_eps", "key_eps")
+
+
+def request(
+    plan: Plan, capability: int, unaligned: tuple[str, ...] = (), **features: bool
+) -> Request:
+    """The first kernel as a launch makes it; without norms."""
+    return Request(
+        "polybasic.chain.kernels.cuda.attention_kernels",
+        "attend",
+        {
+            **dict.fromkeys(POINTERS, "*bf16"),
+            **dict.fromkeys(WIDE, "*i64"),
+            **dict.fromkeys(NUMBERS, "i32"),
+            **dict.fromkeys(FACTORS, "fp32"),
+            "parts": "*fp32",
+            "num_active": "*i32",
+            "tickets": "*i32",
+            "visible": "*u8",
+        },
+        {
+            "query_norm": None,
+            "key_norm": None,
+            "HAS_WINDOW": features.get("has_window", False),
+            "IS_CAPPED": features.get("is_capped", False),
+            **plan.shape(),
+            **plan.constants(),
+        },
+        (*WIDE, *NUMBERS, "visible", *unaligned),
+        capability,
+        {"num_warps": NUM_WARPS},
+    )
+
+
+def combining(plan: Plan) -> Request:
+    """The second kernel."""
+    signature = {"parts": "*fp32", "num_active": "*i32", "out": "*bf16"}
+    module = "polybasic.chain.kernels.cuda.attention_kernels"
+    return Request(module, "combine", signature, plan.shape())
+
+
+@pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS.keys())
+@pytest.mark.parametrize("gpu", GPUS.values(), ids=GPUS.keys())
+def test_a_plan_fits_its_gpu(gpu: Gpu, layer: Layer) -> None:
+    for num_rows in range(1, 65):
+        plan = Plan.of(gpu, layer, num_rows)
+        assert plan.shared_bytes(gpu) <= gpu.shared_bytes
+        assert plan.tile * plan.num_tiles >= num_rows * layer.query_groups
+        assert plan.new_rows * plan.new_chunks >= num_rows
+        assert plan.num_units <= MOST_TICKETS
+        # at most one program for each processor, unless there are more heads than processors
+        assert plan.parts == 1 or plan.num_units * plan.parts <= gpu.num_processors
+
+
+def test_plans_by_shape() -> None:
+    h200 = GPUS[90]
+    one, tree = Plan.of(h200, VICUNA_7B, 1), Plan.of(h200, VICUNA_7B, 24)
+    assert (one.tile, one.num_tiles, one.parts, one.combines) == (16, 1, 4, True)
+    assert (tree.tile, tree.num_tiles, tree.parts, tree.combines) == (32, 1, 4, True)
+    grouped = Plan.of(h200, LLAMA3_8B, 24)
+    assert (grouped.tile, grouped.num_tiles, grouped.parts, grouped.combines) == (128, 1, 16, False)
+    assert Plan.of(h200, LLAMA3_8B, 4).combines
+    # a short cache is not worth parts
+    assert Plan.of(h200, replace(VICUNA_7B, capacity=200), 1).parts == 1
+    # a smaller GPU has several tiles where an H200 has one
+    assert Plan.of(GPUS[80], LLAMA3_8B, 24).num_tiles == 2
+    small = Plan.of(GPUS[86], VICUNA_7B, 24)
+    assert (tree.num_columns, tree.stages) == (128, 3)
+    assert (small.num_columns, small.stages) == (64, 3)
+    assert Plan.of(GPUS[86], GEMMA2_9B, 1).stages == 2
+
+
+BUILDS: dict[str, tuple[int, Layer, int, dict[str, bool]]] = {
+    "80 tree": (80, VICUNA_7B, 24, {}),
+    "90 tree": (90, VICUNA_7B, 24, {}),
+    "90 groups": (90, LLAMA3_8B, 24, {"has_window": True}),
+    "90 row of 256": (90, GEMMA2_9B, 1, {"is_capped": True}),
+}
+"""Compute capability, layer, rows and features of kernels by name."""
+slow = pytest.mark.slow
+
+
+@cache
+def built(name: str, *unaligned: str) -> tuple[Plan, Compiled]:
+    capability, layer, num_rows, features = BUILDS[name]
+    plan = Plan.of(GPUS[capability], layer, num_rows)
+    (kernel,) = compiled([request(plan, capability, unaligned, **features)])
+    return plan, kernel
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["80 tree", "90 tree", pytest.param("90 groups", marks=slow),
+     pytest.param("90 row of 256", marks=slow)],
+)  # fmt: skip
+def test_what_kernels_become(name: str) -> None:
+    plan, kernel = built(name)
+    assert kernel.shared_bytes <= plan.shared_bytes(GPUS[BUILDS[name][0]])
+    assert kernel.count("LDGSTS.E.BYPASS.128") == kernel.count("LDGSTS") > 0
+    assert kernel.count("HMMA" if name.startswith("80") else "HGMMA") > 0
+    # what 128 queries at once need beyond 255 registers is little of a block's work
+    assert kernel.stack_bytes <= (512 if name == "90 groups" else 0)
+
+
+@slow
+def test_blocks_of_no_known_place_are_copied_in_small_pieces() -> None:
+    _, kernel = built("90 tree", "cache")
+    assert kernel.count("LDGSTS.E.BYPASS.128") == 0
+
+
+def test_the_last_program_sees_what_others_stored() -> None:
+    stored, _, drawn = built("90 tree")[1].ptx.partition("atom.global.gpu.acq_rel.add")
+    assert "bar.sync" in stored.rsplit("st.global", 1)[1]
+    assert "ld.global.cg" in drawn
+
+
+@slow
+def test_a_second_kernel_needs_no_tickets() -> None:
+    assert "atom.global" not in built("90 groups")[1].ptx
+    (kernel,) = compiled([combining(Plan.of(GPUS[90], LLAMA3_8B, 24))])
+    assert kernel.stack_bytes == 0
+    assert kernel.count("LDG.E.128") > 0

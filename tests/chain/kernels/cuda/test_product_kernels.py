@@ -1,0 +1,280 @@
+"""What the compiler makes of product kernels for GPUs, and the instructions that it is given."""
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+import triton.language as tl
+
+from polybasic.chain.kernels.cuda import product_kernels
+from polybasic.chain.kernels.cuda.product_launch import Product, Tiling
+from polybasic.chain.kernels.cuda.product_options import DENSE_SHAPES, PACKED_SHAPES
+from tests.chain.kernels.cuda.compiling import (
+    CAPABILITIES,
+    MOST_SHARED_BYTES,
+    Compiled,
+    Request,
+    compiled,
+)
+from tests.chain.kernels.cuda.product_cases import ABSENT, DTYPES, random_product
+
+TYPES = {
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.float32: "*fp32",
+    torch.int32: "*i32",
+}
+OPTIONS = ("num_warps", "num_stages", "maxnreg", "launch_pdl")
+REGISTERS, MOST_THREAD_REGISTERS = 1 << 16, 255
+"""Of a multiprocessor, and of a thread."""
+SHARED_BYTES = 227 * 1024
+"""Of one of Hopper's multiprocessors, for all programs."""
+
+
+class Assembly:
+    """Runs the few instructions that codes are unpacked by."""
+
+    def __init__(self, source: str, word: int, offset: int) -> None:
+        self.registers = {"$4": word, "$5": offset}
+        for line in source.splitlines():
+            if match := re.fullmatch(r"(\w+)\.([\w.]+) (.+);", line):
+                self._run(match[1], match[2], [name.strip() for name in match[3].split(",")])
+
+    def _run(self, operation: str, kind: str, names: list[str]) -> None:
+        target, *values = names[0], *(self._value(name) for name in names[1:])
+        if operation == "mov":
+            (result,) = values
+        elif operation == "shr":
+            result = values[0] >> values[1]
+        elif operation == "lop3":
+            result = sum(
+                (values[3] >> (4 * (values[0] >> bit & 1) + 2 * (values[1] >> bit & 1)
+                 + (values[2] >> bit & 1)) & 1) << bit
+                for bit in range(32)
+            )  # fmt: skip
+        elif operation == "fma":
+            dtype = {"rn.bf16x2": torch.bfloat16, "rn.f16x2": torch.float16}[kind]
+            first, second, third = (unpacked(value, dtype) for value in values)
+            halves = (first.double() * second.double() + third.double()).to(dtype)
+            result = int(halves.view(torch.int16).numpy().view(np.uint32)[0])
+        else:
+            raise AssertionError(operation)
+        self.registers[target] = result
+
+    def _value(self, name: str) -> int:
+        return self.registers[name] if name in self.registers else int(name, 0)
+
+
+def unpacked(word: int, dtype: torch.dtype) -> Tensor:
+    """The two values of 16 bits of a word."""
+    return torch.from_numpy(np.array([word], np.uint32).view(np.int16).copy()).view(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_codes_are_unpacked_exactly(dtype: torch.dtype) -> None:
+    is_bf16 = dtype == torch.bfloat16
+    source = (product_kernels._UNPACK_BF16 if is_bf16 else product_kernels._UNPACK_FP16).value
+    magic = (product_kernels._BF16_MAGIC if is_bf16 else product_kernels._FP16_MAGIC).value
+    for zero in range(16):
+        offset = ((zero | magic) * 0x00010001 ^ product_kernels._SIGNS.value) & 0xFFFFFFFF
+        for code in range(16):
+            codes = [(code + 3 * place) % 16 for place in range(8)]
+            word = sum(each << (4 * place) for place, each in enumerate(codes))
+            run = Assembly(source, word, offset)
+            for pair in range(4):
+                found = unpacked(run.registers[f"${pair}"], dtype).tolist()
+                assert found == [codes[pair] - zero, codes[4 + pair] - zero]
+
+
+def request(product: Product, tiling: Tiling, capability: int) -> Request:
+    """A product's kernel for a GPU."""
+    _, arguments = product.arguments(tiling)
+    arguments |= {"IS_ON_GPU": True, "IS_WIDE": capability == 90}
+    options = {name: arguments.pop(name) for name in OPTIONS if name in arguments}
+    kernel = product_kernels.product_kernel
+    signature: dict[str, str] = {}
+    constants: dict[str, Any] = {}
+    for name, value in arguments.items():
+        if value is None or kernel.fn.__annotations__.get(name) is tl.constexpr:
+            constants[name] = value
+        elif isinstance(value, Tensor):
+            signature[name] = TYPES[value.dtype]
+        else:
+            signature[name] = "fp32" if isinstance(value, float) else "i32"
+    return Request(
+        product_kernels.__name__,
+        "product_kernel",
+        signature,
+        constants,
+        ("num_rows", "num_splits"),
+        capability,
+        options,
+    )
+
+
+def requested(
+    group_size: int,
+    num_rows: int,
+    tiling: Tiling,
+    capability: int = 90,
+    dtype: torch.dtype = torch.bfloat16,
+    **parts: Any,
+) -> Request:
+    product, _ = random_product(dtype, group_size, 512, 256, num_rows, **parts)
+    return request(product, replace(tiling, ins=group_size or tiling.ins), capability)
+
+
+def streams_codes(found: Compiled, tiling: Tiling) -> None:
+    """Codes come in copies of 16 bytes that run ahead, and go from a thread's registers on."""
+    loop = found.loop()
+    threads = 32 * tiling.warps
+    codes = tiling.outs * 128 // threads
+    assert loop.count("LDGSTS.E.BYPASS.128") >= tiling.outs * 64 // 16 // threads
+    assert loop.count("LDG.") == 0
+    assert loop.count("LDS.128") >= codes // 32
+    assert loop.count("ST") == 0, "weights are written nowhere"
+    # shifted, masked and joined with a constant: 7 instructions for 8 codes; 4 take the zero off
+    assert loop.count("LOP3") + loop.count("SHF.R") < codes * 1.05 + 16
+    assert loop.count("HADD2") + loop.count("HFMA2") == codes // 2
+
+
+@pytest.fixture(scope="module")
+def on_hopper() -> dict[int, Compiled]:
+    """The first shape of each number of rows."""
+    shapes = {rows: found[0].tiling for rows, found in PACKED_SHAPES.items()}
+    found = compiled([requested(128, rows, tiling) for rows, tiling in shapes.items()])
+    return dict(zip(shapes, found, strict=True))
+
+
+@pytest.mark.parametrize("rows", list(PACKED_SHAPES))
+def test_codes_stream_into_hoppers_tensor_cores(on_hopper: dict[int, Compiled], rows: int) -> None:
+    tiling, found = PACKED_SHAPES[rows][0].tiling, on_hopper[rows]
+    streams_codes(found, tiling)
+    assert found.stack_bytes == 0
+    # 16 inputs at a time, 64 rows of the weight for each four warps
+    assert found.loop().count(f"HGMMA.64x{rows}x16") == 8 * tiling.outs // 16 // tiling.warps
+    assert "ttg.convert_layout" not in found.ttgir.partition("scf.for")[2].partition("scf.yield")[0]
+
+
+def test_a_norm_leaves_codes_streaming() -> None:
+    tiling = PACKED_SHAPES[16][0].tiling
+    (found,) = compiled([requested(128, 16, tiling, has_norm=True, activation="silu")])
+    loop = found.loop()
+    assert loop.count("LDG.") == 0
+    assert loop.count("HADD2") == tiling.outs * 128 // 2 // 32 // tiling.warps
+    # the rows, times the norm's weights: 4 KB
+    assert loop.count("STS.128") == 16 * 128 * 2 // 16 // 32 // tiling.warps
+    assert loop.count("STS") == loop.count("STS.128")
+
+
+def test_scales_of_a_tile_with_idle_threads_are_not_copied_ahead() -> None:
+    """Why tiles of packed weights have a row for each thread."""
+    (found,) = compiled([requested(128, 16, Tiling(128, 128, warps=8))])
+    assert found.loop().count("LDG.") > 0
+
+
+def test_codes_stream_into_amperes_tensor_cores() -> None:
+    tiling = PACKED_SHAPES[16][0].tiling
+    (found,) = compiled([requested(128, 16, tiling, 80)])
+    streams_codes(found, tiling)
+    assert found.loop().count("HMMA.16816") == 2 * 8 * tiling.outs // 16 // tiling.warps
+
+
+def test_an_order_of_inputs_that_does_not_fit_is_noticed() -> None:
+    """With Hopper's order of inputs, codes for Ampere pass through shared memory."""
+    tiling = PACKED_SHAPES[16][0].tiling
+    wrong = requested(128, 16, tiling, 80)
+    wrong = replace(wrong, constants={**wrong.constants, "IS_WIDE": True})
+    (found,) = compiled([wrong])
+    with pytest.raises(AssertionError, match="weights are written nowhere"):
+        streams_codes(found, tiling)
+
+
+def test_dense_weights_stream_too() -> None:
+    tiling = DENSE_SHAPES[16][0].tiling
+    requests = [requested(ABSENT, 16, tiling), requested(ABSENT, 16, tiling, has_norm=True)]
+    plain, normed = (found.loop() for found in compiled(requests))
+    for loop in (plain, normed):
+        assert loop.count("LDG.") == 0
+        assert loop.count("LDGSTS.E.BYPASS.128") >= tiling.outs * tiling.ins * 2 // 16 // 128
+        assert loop.count("HGMMA.64x16x16") == tiling.outs // 64 * tiling.ins // 16
+    assert plain.count("STS") == 0
+    assert normed.count("STS") > 0  # the rows, times the norm's weights
+
+
+def test_results_of_parts_are_published_in_order() -> None:
+    tiling = replace(PACKED_SHAPES[16][0].tiling, splits=4)
+    (found,) = compiled([requested(128, 16, tiling, has_added=True)])
+    names = re.findall(
+        r"\b(STG\.E\.128|MEMBAR\.ALL\.GPU|ATOMG|CCTL\.IVALL|LDG\.E\.128)\b", found.sass
+    )
+    order = list(dict.fromkeys(names))
+    assert order[:5] == ["STG.E.128", "MEMBAR.ALL.GPU", "ATOMG", "CCTL.IVALL", "LDG.E.128"]
+
+
+@pytest.mark.parametrize("group_size", [ABSENT, 128])
+def test_what_begins_early_waits_before_it_reads_or_writes(group_size: int) -> None:
+    shapes = PACKED_SHAPES if group_size else DENSE_SHAPES
+    tiling = replace(shapes[16][0].tiling, splits=2, is_early=True)
+    (found,) = compiled([requested(group_size, 16, tiling, has_norm=True)])
+    names = re.findall(r"\b(CCTL\.E\.PF2|ACQBULK|LDG|LDGSTS|STG|ATOMG)\b", found.sass)
+    waits = names.index("ACQBULK")
+    # the only thing before is a hint to the cache: 64 bytes each, of the first 4 steps
+    step_bytes = tiling.outs * (64 if group_size else 2 * tiling.ins)
+    assert names[:waits] == ["CCTL.E.PF2"] * (4 * step_bytes // 64 // 128)
+    assert names.count("ACQBULK") == 1
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_the_norm_reads_a_row_at_once(capability: int) -> None:
+    signature = dict.fromkeys(("x_ptr", "norm_ptr", "out_ptr"), "*bf16")
+    signature |= {"in_size": "i32", "x_stride": "i32", "eps": "fp32"}
+    options = {"num_warps": 8}
+    wide = Request(
+        product_kernels.__name__, "norm_kernel", signature, {"INS": 4096}, (), capability, options
+    )
+    mixed = replace(wide, signature={**signature, "norm_ptr": "*fp32"}, constants={"INS": 16384})
+    found, large = compiled([wide, mixed])
+    assert found.count("LDG.E.128") == 2 * 4096 * 2 // 16 // 256
+    assert found.stack_bytes == large.stack_bytes == 0
+
+
+SHAPES = [
+    pytest.param(group_size, rows, shape, id=f"{group_size} {rows} {index}")
+    for group_size, shapes in ((128, PACKED_SHAPES), (64, PACKED_SHAPES), (ABSENT, DENSE_SHAPES))
+    for rows in shapes
+    for index, shape in enumerate(shapes[rows])
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("group_size", "rows", "shape"), SHAPES)
+def test_every_shape_fits_a_multiprocessor(group_size: int, rows: int, shape: Any) -> None:
+    variants: list[dict[str, Any]] = [
+        {"has_added": True},
+        {"has_norm": True},
+        {"has_norm": True, "activation": "silu"},
+        {"activation": "gelu_pytorch_tanh", "dtype": torch.float16},
+    ]
+    tilings = [shape.tiling, replace(shape.tiling, splits=8)]
+    requests = [
+        requested(group_size, rows, tiling, **variant) for tiling in tilings for variant in variants
+    ]
+    requests.append(requested(group_size, rows, shape.tiling, 80, has_norm=True))
+    *found, on_ampere = compiled(requests)
+    for each in found:
+        # some pointers may wait in memory while parts are added up; accumulators may not
+        assert each.stack_bytes <= (32 if rows <= 32 else 160)
+        assert each.shared_bytes <= SHARED_BYTES
+    plain, threads = found[0], 32 * shape.tiling.warps
+    assert shape.resident * plain.shared_bytes <= SHARED_BYTES
+    assert shape.resident * threads * plain.registers <= REGISTERS
+    assert plain.registers <= MOST_THREAD_REGISTERS
+    assert on_ampere.shared_bytes <= MOST_SHARED_BYTES[80]

@@ -1,0 +1,62 @@
+"""Answers by Triton's kernels, which the interpreter runs, are those of PyTorch's operations."""
+
+from pathlib import Path
+
+import pytest
+
+from polybasic.chain.kernels import selection as library
+from polybasic.deploy import engine as engines
+from polybasic.deploy import load_chain
+from tests.deploy.graphs.test_device_stages import GREEDY, PLANS, RANDOM, answer, engine
+from tests.deploy.recorded_graphs import RecordedGraphs
+
+pytest.importorskip("triton")
+NUM_TOKENS = 6
+
+
+@pytest.fixture(autouse=True)
+def on_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("POLYBASIC_KERNELS", "device")
+
+
+@pytest.fixture
+def in_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs are replayed, too."""
+    monkeypatch.setattr(library, "_reference", library._kernels)
+    monkeypatch.setattr(engines, "Graphs", lambda device, enabled: RecordedGraphs(enabled))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "two",
+        pytest.param("three", marks=pytest.mark.slow),
+        pytest.param("draft model", marks=pytest.mark.slow),
+        pytest.param("window", marks=pytest.mark.slow),
+    ],
+)
+def test_answers(name: str, request: pytest.FixtureRequest) -> None:
+    plain = engine()
+    samplings = (GREEDY, RANDOM)
+    expected = [answer(plain, PLANS[name], one, max_new_tokens=NUM_TOKENS) for one in samplings]
+    request.getfixturevalue("in_triton")
+    found = engine()
+    model = found.models.target.device_model
+    assert model is not None
+    assert type(model.operations).__name__ == "TritonOperations"
+    for sampling, tokens in zip(samplings, expected, strict=True):
+        assert answer(found, PLANS[name], sampling, max_new_tokens=NUM_TOKENS) == tokens
+    assert found.graphs.counts.replays > 0
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the head's random weights overflow
+def test_answers_of_a_loaded_chain_in_half_precision(
+    tiny_chain: Path, request: pytest.FixtureRequest
+) -> None:
+    """With products by kernels, those of 4-bit weights included."""
+    options = {"temperature": 0.0, "max_new_tokens": NUM_TOKENS}
+    expected = load_chain(tiny_chain, dtype="float16").generate("w5 w9 w2", **options)
+    request.getfixturevalue("in_triton")
+    found = load_chain(tiny_chain, dtype="float16").generate("w5 w9 w2", **options)
+    assert found.token_ids == expected.token_ids

@@ -1,0 +1,486 @@
+"""Every family in the runtime against transformers: logits, greedy output, 4 bits, refusals."""
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from polybasic.chain.errors import UserError
+from polybasic.chain.formats.awq import GROUP_SIZE, QUANTIZATION_CONFIG, dequantize
+from polybasic.chain.formats.checkpoint import load_tensors
+from polybasic.chain.formats.config import (
+    DecoderConfig,
+    LayerKind,
+    decoder_config,
+    read_decoder_config,
+    read_head_config,
+)
+from polybasic.chain.formats.manifest import Tree
+from polybasic.chain.formats.shapes import check_shapes
+from polybasic.chain.kernels.torch.rotary import inverse_frequency
+from polybasic.chain.model import loading
+from polybasic.chain.model.decoder import Decoder
+from polybasic.chain.model.loading import load_decoder, load_head
+from polybasic.chain.model.weights import Weights
+from polybasic.deploy.drafters.model import ModelDrafter
+from polybasic.deploy.rounds.cache import KeyValueCache
+from polybasic.deploy.rounds.tree import DraftTree
+from polybasic.deploy.rounds.verifier import Verifier
+from tests.chain.native_models import eager
+from tests.checkpoints import FAMILIES, VOCAB_SIZE, write_family
+from tests.conftest import round_to_nearest
+
+CPU = torch.device("cpu")
+TOLERANCE = 1e-5
+"""Of the largest logit, in float32."""
+WINDOW = 24
+"""Of the families that have one."""
+CAPACITY = 128
+
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 128,
+}
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama-linear": (
+        "llama2",
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}},
+    ),
+    "llama-yarn": ("llama2", {"rope_parameters": _YARN}),
+    "qwen-yarn": ("qwen25", {"rope_parameters": _YARN | {"attention_factor": 1.3}}),
+    "llama-biases": ("llama3", {"attention_bias": True, "mlp_bias": True}),
+    "mistral-no-window": ("mistral", {"sliding_window": None}),
+    "qwen-windows": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1},
+    ),
+    "qwen3-biases": ("qwen3", {"attention_bias": True}),
+    "one-file": ("qwen3", {"num_shards": 1}),
+}
+CASES = {family: (family, {}) for family in FAMILIES} | VARIANTS
+Folders = Callable[[str], Path]
+
+
+@pytest.fixture(autouse=True, params=["native", "eager"])
+def kernels(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Every test runs with both."""
+    with eager() if request.param == "eager" else nullcontext():
+        yield request.param
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    """The folder of a case's checkpoint, which all tests share."""
+
+    @cache
+    def folder_of(case: str) -> Path:
+        folder = tmp_path_factory.mktemp(case)
+        family, changes = CASES[case]
+        write_family(folder, family, **changes)
+        return folder
+
+    return folder_of
+
+
+@cache
+def reference(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """Soft-capped attention is exact in transformers' eager code only."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
+    return model.eval()
+
+
+def load(folder: Path, dtype: torch.dtype = torch.float32) -> Decoder:
+    return load_decoder(folder, dtype, CPU, CAPACITY)
+
+
+def make_verifier(decoder: Decoder) -> Verifier:
+    config = decoder.config
+    return Verifier(
+        "target",
+        decoder,
+        KeyValueCache(config, config.num_layers, CAPACITY, decoder.dtype, decoder.device),
+    )
+
+
+def random_tokens(number: int) -> list[int]:
+    generator = torch.Generator().manual_seed(number)
+    return torch.randint(0, VOCAB_SIZE, (number,), generator=generator).tolist()
+
+
+def consecutive_logits(decoder: Decoder, ids: list[int], ends: list[int]) -> Tensor:
+    """Logits of all rows, read in passes that end at `ends`."""
+    verifier, logits = make_verifier(decoder), []
+    for first, end in zip([0, *ends[:-1]], ends, strict=True):
+        logits.append(verifier.logits(verifier.read(ids[first:end])))
+        verifier.cache.keep(range(end - first))
+    return torch.cat(logits)
+
+
+# A branch, and a path of nine rows
+TREE_PARENTS = [-1, 0, 0, 1, 2, 2, 5, 6, 7, 8, 9, 10]
+KEPT = [0, 2, 5, 6, 7, 8, 9, 10, 11]
+
+
+def tree_and_following(decoder: Decoder, start: int) -> list[tuple[list[int], Tensor]]:
+    """Prefixes and the logits behind them: of a tree's rows, and of a block behind a kept path.
+
+    Args:
+        start: length of the prompt before the tree.
+    """
+    prompt, tree = random_tokens(start), DraftTree(random_tokens(12), TREE_PARENTS)
+    verifier = make_verifier(decoder)
+    verifier.read(prompt)
+    verifier.cache.keep(range(start))
+    logits = verifier.logits(verifier.read_tree(tree))
+    found = []
+    for row in range(len(tree)):
+        path = [row]
+        while tree.parents[path[0]] >= 0:
+            path.insert(0, tree.parents[path[0]])
+        found.append((prompt + [tree.tokens[node] for node in path], logits[row]))
+    verifier.cache.keep(KEPT)
+    kept = prompt + [tree.tokens[node] for node in KEPT]
+    following = verifier.logits(verifier.read([3, 4]))
+    return [*found, ([*kept, 3], following[0]), ([*kept, 3, 4], following[1])]
+
+
+@torch.inference_mode()
+def largest_differences(decoder: Decoder, model: PreTrainedModel) -> dict[str, float]:
+    """Of the logits of each kind of pass, relative to the largest logit."""
+    ids = random_tokens(60)
+    expected = model(torch.tensor([ids])).logits[0].float()
+    largest = expected.abs().max()
+    by_pass = {
+        "prompt": [60],
+        "tokens across the window's edge": [20, *range(21, 30), 60],
+        "blocks across the window's edge": [20, 28, 40, 60],
+    }
+    differences = {
+        name: consecutive_logits(decoder, ids, ends).float() - expected
+        for name, ends in by_pass.items()
+    }
+    for start in (WINDOW - 5, WINDOW - 1, 40):
+        rows = [
+            logits.float() - model(torch.tensor([text])).logits[0, -1].float()
+            for text, logits in tree_and_following(decoder, start)
+        ]
+        differences[f"tree behind {start}"] = torch.stack(rows)
+    return {
+        name: float(difference.abs().max() / largest) for name, difference in differences.items()
+    }
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_are_those_of_transformers(case: str, folders: Folders) -> None:
+    differences = largest_differences(load(folders(case)), reference(folders(case)))
+    assert max(differences.values()) < TOLERANCE, differences
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_output_is_that_of_transformers(family: str, folders: Folders) -> None:
+    model, verifier = reference(folders(family)), make_verifier(load(folders(family)))
+    prompt = random_tokens(10)
+    tokens = list(prompt)
+    for _ in range(40):
+        logits = verifier.logits(verifier.read(tokens[verifier.cache.length :])[-1:])
+        verifier.cache.keep(range(len(tokens) - verifier.cache.length))
+        tokens.append(int(logits.argmax()))
+    model.generation_config.eos_token_id = None
+    expected = model.generate(
+        torch.tensor([prompt]), max_new_tokens=40, do_sample=False, pad_token_id=0
+    )
+    assert tokens == expected[0].tolist()
+
+
+GEMMA_FEATURES: list[dict[str, Any]] = [
+    {"layer_kinds": ()},
+    {"has_post_norms": False},
+    {"has_offset_norms": False},
+    {"attention_scale": None},
+    {"embedding_scale": None},
+    {"activation": "silu"},
+]
+DROPPED: list[tuple[str, dict[str, Any]]] = [
+    ("llama2", {"rms_norm_eps": 0.1}),
+    ("llama3", {"layer_kinds": (LayerKind({"rope_type": "default", "rope_theta": 5e5}),) * 3}),
+    ("mistral", {"layer_kinds": ()}),
+    ("phi3", {"layer_kinds": ()}),
+    ("qwen3", {"has_head_norms": False}),
+    *((family, changes) for family in ("gemma2", "gemma3") for changes in GEMMA_FEATURES),
+    ("gemma2", {"attention_softcap": None}),
+    ("gemma2", {"logit_softcap": None}),
+    ("gemma3", {"has_head_norms": False}),
+]
+
+
+@pytest.mark.parametrize(("family", "changes"), DROPPED, ids=lambda value: str(value)[:40])
+def test_a_dropped_feature_shows(
+    family: str, changes: dict[str, Any], folders: Folders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load_with(monkeypatch, lambda config: replace(config, **changes))
+    differences = largest_differences(load(folders(family)), reference(folders(family)))
+    assert max(differences.values()) > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize("family", ["mistral", "phi3", "gemma2", "gemma3"])
+@pytest.mark.parametrize("change", [-1, 1])
+def test_a_window_off_by_one_shows(
+    family: str, change: int, folders: Folders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def shifted(config: DecoderConfig) -> DecoderConfig:
+        kinds = [
+            kind if kind.window is None else replace(kind, window=kind.window + change)
+            for kind in config.layer_kinds
+        ]
+        return replace(config, layer_kinds=tuple(kinds))
+
+    load_with(monkeypatch, shifted)
+    differences = largest_differences(load(folders(family)), reference(folders(family)))
+    assert min(differences.values()) > 10 * TOLERANCE, differences
+
+
+def test_one_rotary_table_for_both_kinds_of_layers_shows(
+    folders: Folders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def same_rope(config: DecoderConfig) -> DecoderConfig:
+        kinds = tuple(replace(kind, rope=config.rope) for kind in config.layer_kinds)
+        return replace(config, layer_kinds=kinds)
+
+    load_with(monkeypatch, same_rope)
+    differences = largest_differences(load(folders("gemma3")), reference(folders("gemma3")))
+    assert min(differences.values()) > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize("case", ["qwen2", "llama-biases"])
+def test_dropped_biases_show(case: str, folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
+    load_with(monkeypatch, lambda config: replace(config, biased=()))
+    contains = Weights.__contains__
+    monkeypatch.setattr(
+        Weights,
+        "__contains__",
+        lambda weights, name: not name.endswith(".bias") and contains(weights, name),
+    )
+    differences = largest_differences(load(folders(case)), reference(folders(case)))
+    assert min(differences.values()) > 100 * TOLERANCE
+
+
+def load_with(
+    monkeypatch: pytest.MonkeyPatch, change: Callable[[DecoderConfig], DecoderConfig]
+) -> None:
+    """Checkpoints are loaded as if their configs said something else."""
+    monkeypatch.setattr(
+        loading, "decoder_config", lambda raw, where: change(decoder_config(raw, where))
+    )
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_half_precision_rounds_no_more_than_transformers(
+    family: str, dtype: torch.dtype, folders: Folders
+) -> None:
+    """The measure is how far transformers' own logits in this dtype are from those in float32."""
+    folder, ids = folders(family), random_tokens(60)
+    exact = reference(folder)(torch.tensor([ids])).logits[0]
+    theirs = reference(folder, dtype)(torch.tensor([ids])).logits[0].float()
+    decoder = load(folder, dtype)
+    ours = consecutive_logits(decoder, ids, [20, *range(21, 30), 60]).float()
+    assert decoder.dtype == dtype
+    assert (ours - exact).pow(2).mean() < 1.5 * (theirs - exact).pow(2).mean()
+
+
+def write_4bit(folder: Path, source: Path) -> None:
+    """`folder`/awq: `source` in 4 bits by rounding to the nearest; `folder`/dense: that undone."""
+    packed: dict[str, Tensor] = {}
+    dense: dict[str, Tensor] = {}
+    for name, tensor in load_tensors(source).items():
+        if not name.endswith("_proj.weight"):
+            packed[name] = dense[name] = tensor.float().clone()
+            continue
+        weight, prefix = round_to_nearest(tensor.float()), name.removesuffix(".weight")
+        for part, stored in zip(("qweight", "qzeros", "scales"), weight.pack(), strict=True):
+            packed[f"{prefix}.{part}"] = stored.contiguous()
+        dense[name] = dequantize(weight)
+    config = json.loads((source / "config.json").read_text())
+    config_4bit = config | {"quantization_config": QUANTIZATION_CONFIG}
+    for name, tensors, said in (("awq", packed, config_4bit), ("dense", dense, config)):
+        (folder / name).mkdir()
+        save_file(tensors, folder / name / "model.safetensors", {"format": "pt"})
+        (folder / name / "config.json").write_text(json.dumps(said))
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("case", [*FAMILIES, "llama-biases"])
+def test_4_bit_copies_compute_their_dequantized_weights(
+    case: str, folders: Folders, tmp_path: Path, kernels: str
+) -> None:
+    """The measure is how far the dequantized model in bfloat16 is from itself in float32.
+
+    Eager operations round to bfloat16, too; the native kernels round rows to eight bits.
+    """
+    source, ids = folders(case), random_tokens(40)
+    write_4bit(tmp_path, source)
+    awq, dense = load(tmp_path / "awq"), load(tmp_path / "dense")
+    check_shapes("awq", tmp_path / "awq", awq.config, GROUP_SIZE)
+    ends = [25, 26, 27, 40]
+    exact = consecutive_logits(dense, ids, ends)
+    rounded = consecutive_logits(load(tmp_path / "dense", torch.bfloat16), ids, ends).float()
+    error = (consecutive_logits(awq, ids, ends) - exact).pow(2).mean()
+    allowed = {"eager": 1.5, "native": 10}[kernels]
+    assert error < allowed * (rounded - exact).pow(2).mean()
+    # the model before it was rounded to 4 bits is far away
+    unquantized = consecutive_logits(load(source), ids, ends)
+    assert (unquantized - exact).pow(2).mean() > 20 * error
+    assert awq.cache_shape == load(source).cache_shape
+
+
+def test_decoders_of_different_kinds_of_layers_share_no_cache(
+    folders: Folders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shapes = [load(folders(case)).cache_shape for case in ("mistral", "mistral-no-window")]
+    assert shapes[0] != shapes[1]
+    load_with(monkeypatch, lambda config: replace(config, rope=config.rope | {"rope_theta": 2e4}))
+    assert load(folders("mistral-no-window")).cache_shape != shapes[1]
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("family", ["mistral", "gemma2", "gemma3"])
+@pytest.mark.parametrize("num_tokens", [2, 3, 9])
+def test_drafts_look_back_as_far_as_the_window(
+    family: str, num_tokens: int, tmp_path: Path
+) -> None:
+    """Scores of all candidates, in a tree that is deeper than the window."""
+    write_family(tmp_path, family, sliding_window=4)
+    model, tokens = reference(tmp_path), random_tokens(num_tokens)
+    drafter = ModelDrafter(load(tmp_path), Tree(depth=6, top_k=2, rows=23), CAPACITY)
+    drafter.observe(torch.zeros(num_tokens - 1, 1))
+    candidates = drafter.candidates(tokens, 6)
+    tree = candidates.keep_best(tokens[-1], len(candidates.tokens) + 1)
+    assert max(tree.depths()) == 6
+    scores = [0.0]
+    for row in range(1, len(tree)):
+        path = [tree.parents[row]]
+        while path[0] > 0:
+            path.insert(0, tree.parents[path[0]])
+        text = tokens[:-1] + [tree.tokens[node] for node in path]
+        logits = model(torch.tensor([text])).logits[0, -1]
+        law = logits.log_softmax(-1)
+        scores.append(scores[tree.parents[row]] + float(law[tree.tokens[row]]))
+    torch.testing.assert_close(candidates.scores, torch.tensor(scores[1:]), rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_shapes_of_all_families_are_checked(case: str, folders: Folders) -> None:
+    check_shapes("decoder", folders(case), read_decoder_config(folders(case)))
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        ("qwen2", "self_attn.q_proj.bias"),
+        ("qwen3", "self_attn.k_norm.weight"),
+        ("phi3", "self_attn.qkv_proj.weight"),
+        ("phi3", "mlp.gate_up_proj.weight"),
+        ("gemma2", "pre_feedforward_layernorm.weight"),
+        ("gemma3", "post_feedforward_layernorm.weight"),
+    ],
+)
+def test_what_a_family_needs_is_missed(
+    family: str, name: str, folders: Folders, tmp_path: Path
+) -> None:
+    full_name = f"model.layers.1.{name}"
+    tensors = {key: tensor.clone() for key, tensor in load_tensors(folders(family)).items()}
+    tensor = tensors.pop(full_name)
+    (tmp_path / "config.json").write_bytes((folders(family) / "config.json").read_bytes())
+    save_file(tensors, tmp_path / "model.safetensors")
+    config = read_decoder_config(tmp_path)
+    with pytest.raises(UserError, match=f"missing tensor: {full_name} in"):
+        check_shapes("decoder", tmp_path, config)
+    with pytest.raises(UserError, match=f"weight missing: {full_name} in"):
+        load(tmp_path)
+    save_file(tensors | {full_name: tensor[:-2].clone()}, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=f"tensor shape mismatch: {full_name} in"):
+        check_shapes("decoder", tmp_path, config)
+
+
+@pytest.mark.parametrize("rope_type", ["linear", "yarn"])
+def test_a_wrong_rotary_scaling_shows(rope_type: str, folders: Folders) -> None:
+    config = read_decoder_config(folders(f"llama-{rope_type}"))
+    assert config.rope["rope_type"] == rope_type
+    scaled, _ = inverse_frequency(config.rope, config.head_dim, config.context_tokens)
+    plain, factor = inverse_frequency(
+        {"rope_type": "default", "rope_theta": 1e4}, config.head_dim, config.context_tokens
+    )
+    assert factor == 1.0
+    assert (plain / scaled).max() == pytest.approx(4.0)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("model_type", ["llama", "qwen2"])
+def test_biases_of_heads_are_used(model_type: str, folders: Folders, tmp_path: Path) -> None:
+    target = load(folders("qwen2"))
+    width, inner = target.config.hidden_size, target.config.intermediate_size
+    key_width = target.config.num_kv_heads * target.config.head_dim
+    shapes = {
+        "embed_tokens.weight": (VOCAB_SIZE, width),
+        "fc.weight": (width, 2 * width),
+        "layers.0.self_attn.q_proj.weight": (width, width),
+        "layers.0.self_attn.k_proj.weight": (key_width, width),
+        "layers.0.self_attn.v_proj.weight": (key_width, width),
+        "layers.0.self_attn.o_proj.weight": (width, width),
+        "layers.0.mlp.gate_proj.weight": (inner, width),
+        "layers.0.mlp.up_proj.weight": (inner, width),
+        "layers.0.mlp.down_proj.weight": (width, inner),
+        "layers.0.post_attention_layernorm.weight": (width,),
+    }
+    tensors = {name: torch.randn(shape) for name, shape in shapes.items()}
+    biases = {
+        "fc.bias": torch.randn(width),
+        "layers.0.self_attn.q_proj.bias": torch.randn(width),
+        "layers.0.self_attn.k_proj.bias": torch.randn(key_width),
+        "layers.0.self_attn.v_proj.bias": torch.randn(key_width),
+    }
+    config = json.loads((folders("qwen2") / "config.json").read_text())
+    config |= {"model_type": model_type, "num_hidden_layers": 1, "sliding_window": 4}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"use_sliding_window": True}))
+    assert read_head_config(tmp_path).layer_kinds == ()
+
+    x = torch.randn(3, width)
+    for stored in ({}, biases):
+        save_file(tensors | stored, tmp_path / "model.safetensors")
+        check_shapes("eagle2", tmp_path, read_head_config(tmp_path))
+        head = load_head(tmp_path, target, CAPACITY)
+        qkv = [
+            torch.nn.functional.linear(x, tensors[f"{name}.weight"], stored.get(f"{name}.bias"))
+            for name in (f"layers.0.self_attn.{part}_proj" for part in "qkv")
+        ]
+        torch.testing.assert_close(head.layer.qkv(x), torch.cat(qkv, -1), rtol=1e-5, atol=1e-4)
+        both = torch.cat([x, x], -1)
+        expected = torch.nn.functional.linear(both, tensors["fc.weight"], stored.get("fc.bias"))
+        torch.testing.assert_close(head.fc(both), expected, rtol=1e-5, atol=1e-4)
+    tensors["fc.bias"] = torch.randn(width - 1)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=r"tensor shape mismatch: fc\.bias"):
+        check_shapes("eagle2", tmp_path, read_head_config(tmp_path))
+
+
+@torch.inference_mode()
+def test_drafters_project_as_their_verifier_does(folders: Folders) -> None:
+    """The output projection that a drafter is given caps logits as the model does."""
+    decoder = load(folders("gemma2"))
+    states = 10 * torch.randn(4, decoder.config.hidden_size)
+    logits = decoder.lm_head(states)
+    assert torch.equal(logits, decoder.logits(states))
+    assert logits.abs().max() <= 3.0 < (states @ decoder.embedding.T).abs().max()

@@ -1,0 +1,134 @@
+"""Heads that draft a part of the vocabulary, in the benchmark: what they gain and cost."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from polybasic.chain.formats.package import Part
+from polybasic.chain.model.head import EagleHead
+from polybasic.deploy import load_chain
+from polybasic.deploy.bench import draft_vocabulary
+from polybasic.deploy.bench.draft_vocabulary import draft_vocabularies
+from polybasic.deploy.bench.report import print_report
+from polybasic.deploy.bench.running import bench_chain
+from polybasic.deploy.drafters.head import EagleDrafter
+from polybasic.deploy.rounds.tree import DraftTree
+from polybasic.deploy.settings import BenchSettings
+from tests.trimmed_heads import DRAFTED, replace_by_eagle3, trim
+
+TRAINING = {
+    "draft": {
+        "simulated_accepted_length": 3.5,
+        "untrimmed_accepted_length": 3.75,
+        "draft_vocabulary_coverage": 0.875,
+    }
+}
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(json.dumps({"question_id": 1, "category": "qa", "turns": ["w5 w9 w7"]}))
+    return path
+
+
+def test_report_tells_what_trimming_gains(
+    tiny_chain_parts: Any, prompts: Path, tmp_path: Path
+) -> None:
+    trim(tiny_chain_parts.draft)
+    tiny_chain_parts.package(tmp_path / "chain", training=TRAINING)
+    settings = BenchSettings(
+        prompts=str(prompts),
+        max_new_tokens=8,
+        repeats=1,
+        dtype="float32",
+        systems=("target", "polybasic"),
+    )
+    report = bench_chain(tmp_path / "chain", settings)
+    assert report["systems"]["polybasic"]["identical_to_target"]["identical"] == 1
+    (entry,) = report["draft_vocabulary"]
+    seconds = [entry[name].pop("seconds_per_pass") for name in ("part", "whole")]
+    assert min(seconds) > 0
+    assert entry == {
+        "member": "draft",
+        "num_tokens": 16,
+        "vocab_size": 64,
+        "coverage": 0.875,
+        "part": {"accepted_length": 3.5},
+        "whole": {"accepted_length": 3.75},
+    }
+    markdown = (tmp_path / "chain" / "report" / "report.md").read_text()
+    part, whole = (f"{1e3 * one:.3f}" for one in seconds)
+    assert "## Draft vocabulary" in markdown
+    assert f"| draft | 16 tokens | 87.5% | 3.50 | {part} |" in markdown
+    assert f"| draft | all 64 | 100% | 3.75 | {whole} |" in markdown
+    written = json.loads((tmp_path / "chain" / "report" / "report.json").read_text())
+    console = Console(record=True, width=200)
+    print_report(written, console)
+    assert (
+        f"draft drafts among 16 of 64 tokens: 3.50 tokens a round (3.75 among all), {part} ms a "
+        f"draft pass ({whole})"
+    ) in console.export_text()
+
+
+def test_both_ways_of_drafting_take_turns(
+    tiny_chain_parts: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafted: list[tuple[bool, list[int]]] = []
+
+    class Recorded(EagleDrafter):
+        def draft(self, tokens: list[int], max_depth: int) -> DraftTree:
+            tree = super().draft(tokens, max_depth)
+            drafted.append((self.head.draft_token_ids is not None, tree.tokens[1:]))
+            return tree
+
+    trim(tiny_chain_parts.draft)
+    tiny_chain_parts.package(tmp_path / "chain")
+    chain = load_chain(tmp_path / "chain", dtype="float32")
+    monkeypatch.setattr(draft_vocabulary, "EagleDrafter", Recorded)
+    (entry,) = draft_vocabularies(chain, [[3, 5], [1, 2, 3, 4, 5, 6, 7], [9]])
+    assert entry["coverage"] is None, "training told none"
+    assert entry["whole"]["accepted_length"] is None
+    assert [is_trimmed for is_trimmed, _ in drafted] == [True, False] * (len(drafted) // 2)
+    trimmed = {token for is_trimmed, tokens in drafted if is_trimmed for token in tokens}
+    whole = {token for is_trimmed, tokens in drafted if not is_trimmed for token in tokens}
+    assert trimmed <= set(DRAFTED.tolist())
+    assert not whole <= set(DRAFTED.tolist())
+    assert len({tuple(tokens) for _, tokens in drafted}) == 2, "every turn drafts the same"
+    alone = chain.generate("w3 w5", members=["target"], max_new_tokens=6)
+    assert chain.generate("w3 w5", max_new_tokens=6).token_ids == alone.token_ids
+
+
+def test_eagle3_head_has_no_way_over_all_tokens(
+    tiny_chain_parts: Any, prompts: Path, tmp_path: Path
+) -> None:
+    replace_by_eagle3(tiny_chain_parts.draft, tiny_chain_parts.target)
+    intermediate, draft = tiny_chain_parts.parts
+    parts = [intermediate, Part("draft", "drafter", "eagle3", draft.folder)]
+    tiny_chain_parts.package(tmp_path / "chain", parts=parts, training=TRAINING)
+    settings = BenchSettings(
+        prompts=str(prompts),
+        max_new_tokens=8,
+        repeats=1,
+        dtype="float32",
+        systems=("target", "eagle2", "polybasic_full"),
+    )
+    report = bench_chain(tmp_path / "chain", settings)
+    assert list(report["systems"]) == ["target", "eagle3", "polybasic_full"]
+    assert list(report["systems"]["eagle3"]["forward_passes"]) == ["target", "draft"]
+    assert list(report["systems"]["polybasic_full"]["plan"]["members"])[-1] == "draft"
+    (entry,) = report["draft_vocabulary"]
+    assert entry["part"]["seconds_per_pass"] > 0
+    assert entry["whole"]["seconds_per_pass"] is None
+    assert "| draft | all 64 | 100% | 3.75 | - |" in (
+        (tmp_path / "chain" / "report" / "report.md").read_text()
+    )
+
+
+def test_whole_heads_have_no_entry(tiny_chain: Path) -> None:
+    chain = load_chain(tiny_chain, dtype="float32")
+    assert all(isinstance(head, EagleHead) for head in chain.engine.models.drafters.values())
+    assert draft_vocabularies(chain, [[1, 2, 3]]) == []

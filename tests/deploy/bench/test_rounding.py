@@ -1,0 +1,301 @@
+"""Rounding is measured along the target's answers, and a fault is not taken for it."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor
+
+from polybasic.chain.errors import UserError
+from polybasic.chain.formats.manifest import AdaptiveFlush, Flush, Ngram, Plan, Tree
+from polybasic.chain.kernels.torch.rows import DeviceRows
+from polybasic.deploy.bench.exactness import Agreement, gap_where_they_part
+from polybasic.deploy.bench.rereading import ONE_ROW, Way, answer_logits, disturbed_logits, ways_of
+from polybasic.deploy.bench.rounding import (
+    MOST_OF_USUAL,
+    NUM_ANSWERS,
+    NUM_POSITIONS,
+    Answered,
+    Change,
+    Rounding,
+    measure_rounding,
+)
+from polybasic.deploy.graphs.capture import Graphs
+from polybasic.deploy.rounds.verifier import Verifier
+from tests.chain.native_models import CPU, cache_of, decoder, eager
+from tests.deploy.changed_kernels import kernels_that, rounds_otherwise
+
+VERIFYING = ("target", "intermediate")
+TREE = Tree(depth=3, top_k=2, rows=6)
+FLUSH = {"target": Flush(length=5)}
+TWO = Plan(members=("target", "draft"), tree=TREE, flush=FLUSH)
+THREE = Plan(members=(*VERIFYING, "draft"), tree=TREE, flush=FLUSH)
+WAYS = ways_of([TWO, THREE], VERIFYING, 48)
+HALVES = (torch.bfloat16, torch.float16)
+
+
+@contextmanager
+def device_path() -> Iterator[None]:
+    """What is made inside runs what GPUs run, in PyTorch's operations."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("POLYBASIC_KERNELS", "device")
+        yield
+
+
+@torch.inference_mode()
+def on_device(dtype: torch.dtype) -> Verifier:
+    with device_path():
+        model = decoder(dtype)
+        verifier = Verifier("target", model, cache_of(model), Graphs(CPU))
+    assert verifier.passes is not None
+    return verifier
+
+
+@torch.inference_mode()
+def on_host(dtype: torch.dtype) -> Verifier:
+    with eager():
+        model = decoder(dtype)
+        return Verifier("target", model, cache_of(model))
+
+
+def texts(num: int = 3, length: int = 30) -> list[Answered]:
+    """Random prompts and answers: rounding does not ask who wrote them."""
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randint(0, 100, (num, 5 + length), generator=generator).tolist()
+    lengths = (1, 4, 5)  # no prompt is read in one row
+    return [(tokens[: lengths[place % 3]], tokens[5:]) for place, tokens in enumerate(drawn)]
+
+
+def measured(verifier: Verifier) -> Rounding:
+    return measure_rounding(verifier, texts(), WAYS, {})
+
+
+# What is measured
+
+
+def test_ways_are_those_of_the_plans() -> None:
+    alone = Plan(members=("target",), tree=TREE)
+    copies = Plan(members=("target",), tree=Tree(depth=1, top_k=1, rows=9), ngram=Ngram())
+    assert ways_of([alone], VERIFYING, 48) == [ONE_ROW]
+    assert ways_of([TWO, TWO], VERIFYING, 48) == [ONE_ROW, Way(6, 3)]
+    assert ways_of([copies], VERIFYING, 48) == [ONE_ROW, Way(9, 8)]
+    # an unread token and 5 to 8 tokens: a round that follows 4 may gain 4
+    assert ways_of([THREE], VERIFYING, 48) == [ONE_ROW, Way(6), Way(8), Way(9)]
+    undrafted = THREE.model_copy(update={"members": VERIFYING})
+    assert ways_of([undrafted], VERIFYING, 48) == [ONE_ROW, Way(6)]
+    adaptive = AdaptiveFlush(break_even=0.5, acceptance=(0.5,) * 8)
+    flush = {"target": Flush(length=5, adaptive=adaptive)}
+    found = ways_of([THREE.model_copy(update={"flush": flush})], VERIFYING, 48)
+    assert found == [ONE_ROW, Way(2), Way(4), Way(8), Way(9)]
+    four = Plan(
+        members=("target", "intermediate", "small", "draft"),
+        tree=TREE,
+        flush={"target": Flush(length=6), "intermediate": Flush(length=3)},
+    )
+    # an unread token, and 5 tokens behind which a round of the intermediate brings 2 + 4 + 1
+    assert ways_of([four], (*VERIFYING, "small"), 48)[-1] == Way(13)
+
+
+@pytest.mark.parametrize("verifier_of", [on_device, on_host])
+def test_all_ways_read_the_same(verifier_of: Callable[[torch.dtype], Verifier]) -> None:
+    verifier = verifier_of(torch.float32)
+    prompt, answer = texts()[2]
+    others = texts()[1][1]
+    expected = answer_logits(verifier, prompt, answer, ONE_ROW)
+    assert expected.shape == (len(answer), 100)
+    for way in (*WAYS, Way(17), Way(40), Way(24, 5), Way(8, 7), Way(40, 2)):
+        found = answer_logits(verifier, prompt, answer, way)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    other = answer_logits(verifier, prompt, others, ONE_ROW)
+    assert torch.equal(other[0], expected[0])
+    assert float((other[1:] - expected[1:]).abs().max()) > 1
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_changes_are_those_of_the_logits(dtype: torch.dtype) -> None:
+    verifier, largest = on_device(dtype), 0.0
+    with kernels_that(rounds_otherwise):
+        rounding = measured(verifier)
+        for prompt, answer in texts():
+            one, eight = (answer_logits(verifier, prompt, answer, way) for way in (ONE_ROW, Way(8)))
+            # of all tokens, not of the leading ones alone
+            shifts = eight - one
+            largest = max(largest, float((shifts.amax(1) - shifts.amin(1)).max()))
+    assert rounding.dtype == str(dtype).removeprefix("torch.")
+    assert rounding.num_positions == 3 * 30
+    assert list(rounding.ways) == ["1 row", "trees of 6 rows, 3 deep", *map(str, WAYS[2:])]
+    assert rounding.unsound == []
+    change = rounding.ways["blocks of 8 rows"].from_one_row
+    assert change is not None
+    assert largest / 4 < change <= largest
+    assert rounding.ways["1 row"].from_one_row == 0
+    assert rounding.tolerance == max(one.from_one_row or 0 for one in rounding.ways.values())
+    assert 0 < rounding.tolerance < rounding.usual * 2 * MOST_OF_USUAL
+    assert 0 < rounding.close_share < 0.5
+
+
+def test_rounding_shrinks_with_the_dtype() -> None:
+    found = []
+    for dtype in (*HALVES, torch.float32):
+        verifier = on_device(dtype)
+        with kernels_that(rounds_otherwise):
+            found.append(measured(verifier))
+    bfloat16, float16, float32 = found
+    assert bfloat16.tolerance > 3 * float16.tolerance > 300 * float32.tolerance
+    assert bfloat16.usual > 3 * float16.usual > 300 * float32.usual > 0
+    assert all(one.unsound == [] for one in found)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_a_disturbed_prompt_moves_logits_by_their_rounding(dtype: torch.dtype) -> None:
+    verifier, exact = on_host(dtype), on_host(torch.float32)
+    prompt, answer = texts()[2]
+    right, disturbed, again, wide = (
+        logits(one, prompt, answer, Way(len(answer)))
+        for one, logits in (
+            (verifier, answer_logits),
+            (verifier, disturbed_logits),
+            (verifier, disturbed_logits),
+            (exact, answer_logits),
+        )
+    )
+    assert torch.equal(disturbed, again)
+    error = float((right - wide).abs().mean())
+    assert error / 3 < float((disturbed - right).abs().mean()) < 3 * error
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_eager_passes_round_soundly(dtype: torch.dtype) -> None:
+    assert measured(on_host(dtype)).unsound == []
+
+
+def test_a_part_of_many_answers_is_read() -> None:
+    rounding = measure_rounding(on_host(torch.float32), texts(40, NUM_POSITIONS + 9), WAYS, {})
+    assert rounding.num_positions == NUM_ANSWERS * NUM_POSITIONS
+
+
+# What is a fault
+
+
+def test_a_fault_over_some_row_counts_excuses_nothing() -> None:
+    verifier = on_device(torch.bfloat16)
+    with kernels_that(rounds_otherwise):
+        right = measured(verifier)
+
+    def lose(rows: int, found: Tensor) -> Tensor:
+        return found if rows < 8 else found * 0.9
+
+    with kernels_that(lose):
+        rounding = measured(verifier)
+    # blocks are filled up to 8 and 12 rows, trees stay at 6
+    assert rounding.unsound == [str(way) for way in WAYS[2:]]
+    assert rounding.tolerance == rounding.ways[str(WAYS[1])].from_one_row
+    wrong = max(one.from_one_row or 0 for one in rounding.ways.values())
+    assert wrong > 3 * right.tolerance, "it would have excused more than rounding does"
+
+
+def test_a_sound_way_still_sets_the_tolerance_beside_a_fault() -> None:
+    verifier = on_device(torch.bfloat16)
+    with kernels_that(rounds_otherwise):
+        right = measured(verifier)
+
+    def lose(rows: int, found: Tensor) -> Tensor:
+        return rounds_otherwise(rows, found) if rows < 12 else found * 0.9
+
+    with kernels_that(lose):
+        rounding = measured(verifier)
+    assert rounding.unsound == ["blocks of 9 rows"]
+    sound = [one for name, one in right.ways.items() if name != "blocks of 9 rows"]
+    assert rounding.tolerance == max(one.from_one_row or 0 for one in sound) > 0
+
+
+def test_where_the_target_alone_is_wrong_nothing_is_excused() -> None:
+    verifier = on_device(torch.bfloat16)
+    with kernels_that(lambda rows, found: found if rows > 1 else found * 0.9):
+        rounding = measured(verifier)
+    assert rounding.unsound == ["1 row"]
+    assert rounding.tolerance == 0
+    assert rounding.close_share == 0
+
+
+def test_rows_of_a_tree_that_see_others_are_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    verifier = on_device(torch.bfloat16)
+    right = DeviceRows.span_of
+
+    def all_before(self: DeviceRows, kind: object) -> object:
+        span = right(self, kind)  # type: ignore[arg-type]
+        seen = torch.ones_like(span.visible).tril()
+        return type(span)(span.tokens, span.sinks, seen)
+
+    monkeypatch.setattr(DeviceRows, "span_of", all_before)
+    assert measured(verifier).unsound == ["trees of 6 rows, 3 deep"]
+
+
+def test_logits_that_are_not_finite_are_no_rounding() -> None:
+    verifier = on_device(torch.float16)
+
+    def overflow(rows: int, found: Tensor) -> Tensor:
+        return rounds_otherwise(rows, found) if rows < 12 else found * float("inf")
+
+    with kernels_that(overflow):
+        rounding = measured(verifier)
+    assert rounding.unsound == ["blocks of 9 rows"]
+    assert rounding.ways["blocks of 9 rows"] == Change(None, None, False)
+    assert 0 < rounding.tolerance < 1
+    with torch.inference_mode():
+        verifier.decoder.final_norm.fill_(60_000)
+    with pytest.raises(UserError, match=r"logits are not finite: target in float16; run it in"):
+        measured(verifier)
+
+
+# What other systems and outputs make of it
+
+
+def test_another_system_is_judged_by_its_own_way_too() -> None:
+    verifier = on_device(torch.bfloat16)
+    exact = on_host(torch.float32)
+
+    def in_float32(token_ids: list[int], num: int) -> Tensor:
+        return answer_logits(exact, token_ids[: 1 - num], [*token_ids[1 - num :], 0], Way(64))
+
+    others = {"exact": in_float32, "nonsense": lambda ids, num: -10 * in_float32(ids, num)}
+    rounding = measure_rounding(verifier, texts(), WAYS, others)
+    exact_change, nonsense = rounding.others["exact"], rounding.others["nonsense"]
+    assert exact_change.is_sound
+    assert not nonsense.is_sound
+    assert rounding.tolerance_of("exact") == max(rounding.tolerance, exact_change.from_one_row or 0)
+    assert rounding.tolerance_of("nonsense") == rounding.tolerance
+    assert rounding.tolerance_of("eagle2") == rounding.tolerance
+    assert "exact" not in rounding.ways
+
+
+def test_outputs_part_at_a_near_tie_or_for_another_reason() -> None:
+    verifier = on_host(torch.bfloat16)
+    prompt, answer = texts()[0]
+    logits = answer_logits(verifier, prompt, [*answer, 0], ONE_ROW)[-1]
+    ordered = logits.argsort(descending=True).tolist()[:12]
+    best = [*answer, ordered[0]]
+    gaps = [float(logits[ordered[0]] - logits[other]) for other in ordered[1:]]
+    tolerance = gaps[3]
+    agreement = Agreement(tolerance)
+    for count, (other, gap) in enumerate(zip(ordered[1:], gaps, strict=True), 1):
+        assert gap_where_they_part(verifier, prompt, best, [*answer, other, 7]) == gap
+        agreement.count(verifier, prompt, best, [*answer, other, 7])
+        assert agreement.near_ties == sum(one < tolerance for one in gaps[:count])
+    assert 0 < agreement.near_ties < len(gaps)
+    assert agreement.widest_near_tie == max(gap for gap in gaps if gap < tolerance)
+    agreement.count(verifier, prompt, best, best)
+    assert (agreement.prompts, agreement.identical) == (len(gaps) + 1, 1)
+    near_ties = agreement.near_ties
+    for shorter in (answer, []):
+        agreement.count(verifier, prompt, best, shorter)
+    assert agreement.near_ties == near_ties, "a missing token is no tie"
+
+
+def test_equal_logits_are_no_tie_where_nothing_rounds() -> None:
+    verifier = on_host(torch.float32)
+    prompt, answer = texts()[0]
+    agreement = Agreement(tolerance=0.0)
+    agreement.count(verifier, prompt, answer, [answer[0], (answer[1] + 1) % 100])
+    assert (agreement.identical, agreement.near_ties) == (0, 0)

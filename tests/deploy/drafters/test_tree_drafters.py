@@ -1,0 +1,386 @@
+"""Drafts of heads and of independent models against their definition, without a shared cache."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from torch import Tensor
+
+from polybasic.chain.formats.manifest import Tree
+from polybasic.chain.kernels.torch.attend import attend_causally
+from polybasic.chain.model.decoder import Decoder
+from polybasic.chain.model.head import EagleHead
+from polybasic.chain.model.loading import load_decoder, load_head
+from polybasic.deploy.drafters.head import EagleDrafter
+from polybasic.deploy.drafters.model import ModelDrafter
+from polybasic.deploy.rounds.cache import KeyValueCache
+from polybasic.deploy.rounds.tree import DraftTree, walk
+from polybasic.deploy.rounds.verifier import Verifier
+from tests.deploy.plain_eagle3 import PlainEagle3
+from tests.head_kinds import FEATURE_LAYERS, trim, write_eagle3
+
+CPU, CAPACITY, VOCAB_SIZE = torch.device("cpu"), 200, 64
+TREES = [
+    Tree(depth=1, top_k=3, rows=3),
+    Tree(depth=3, top_k=1, rows=4),
+    Tree(depth=4, top_k=3, rows=12),
+    Tree(depth=3, top_k=4, rows=30),
+]
+DRAFTED = torch.arange(1, VOCAB_SIZE, 5)
+"""By trimmed heads."""
+AnyDrafter = EagleDrafter | ModelDrafter
+
+
+@dataclass(frozen=True)
+class Models:
+    """A target, its 4-bit copy and its head, in float32."""
+
+    target: Decoder
+    intermediate: Decoder
+    head: EagleHead
+
+
+@dataclass(frozen=True)
+class Case:
+    """A drafter and its definition.
+
+    Attributes:
+        make: a drafter of this shape.
+        log_probabilities: states of the sequence, the sequence, a path below its last token
+            -> log-probabilities [V] of the token behind the path.
+    """
+
+    target: Decoder
+    make: Callable[[Tree], AnyDrafter]
+    log_probabilities: Callable[[Tensor, list[int], list[int]], Tensor]
+
+    def states(self, tokens: list[int]) -> Tensor:
+        """The target's states [R, D]; [0, D] of no tokens."""
+        if not tokens:
+            return torch.zeros(0, self.target.states_width)
+        return Verifier("target", self.target, cache_of(self.target)).read(tokens)
+
+
+def cache_of(decoder: Decoder) -> KeyValueCache:
+    config = decoder.config
+    return KeyValueCache(config, config.num_layers, CAPACITY, torch.float32, CPU)
+
+
+@pytest.fixture
+def models(tiny_chain_parts: Any) -> Models:
+    target, intermediate = (
+        load_decoder(folder, torch.float32, CPU, CAPACITY)
+        for folder in (tiny_chain_parts.target, tiny_chain_parts.intermediate)
+    )
+    return Models(target, intermediate, load_head(tiny_chain_parts.draft, target, CAPACITY))
+
+
+def over_all_tokens(log_probabilities: Tensor, token_ids: Tensor) -> Tensor:
+    """[V] of those of some tokens; the others are never drafted."""
+    return torch.full((VOCAB_SIZE,), -torch.inf).index_put((token_ids,), log_probabilities)
+
+
+def eagle3_case(target: Decoder, folder: Path, target_folder: Path, token_ids: Tensor) -> Case:
+    """A random EAGLE-3 head over these tokens."""
+    is_trimmed = len(token_ids) < VOCAB_SIZE
+    write_eagle3(folder, target_folder, token_ids if is_trimmed else None)
+    target.feature_layers = FEATURE_LAYERS
+    head, config = load_head(folder, target, CAPACITY), target.config
+    weights = {
+        name: tensor.float() for name, tensor in load_file(folder / "model.safetensors").items()
+    }
+    plain = PlainEagle3(weights, target.embedding, config.head_dim, config.rms_norm_eps)
+
+    def of_plain(states: Tensor, tokens: list[int], path: list[int]) -> Tensor:
+        layers = states[:, config.hidden_size :]
+        return over_all_tokens(plain.log_probabilities(layers, tokens[1:], path), token_ids)
+
+    return Case(target, lambda tree: EagleDrafter(head, tree, CAPACITY), of_plain)
+
+
+@pytest.fixture(params=["head", "model", "trimmed head", "eagle3", "trimmed eagle3"])
+def case(
+    request: pytest.FixtureRequest, models: Models, tiny_chain_parts: Any, tmp_path: Path
+) -> Case:
+    target, head = models.target, models.head
+    if request.param.endswith("eagle3"):
+        token_ids = DRAFTED if request.param.startswith("trimmed") else torch.arange(VOCAB_SIZE)
+        return eagle3_case(target, tmp_path / "eagle3", tiny_chain_parts.target, token_ids)
+
+    def of_head_feature(states: Tensor, tokens: list[int], path: list[int]) -> Tensor:
+        cache = KeyValueCache(head.config, 1, CAPACITY, torch.float32, CPU)
+        rows = [(states, tokens[1:])] + [(None, [token]) for token in path]
+        features = states
+        for known, next_tokens in rows:
+            attend = attend_causally(cache.length, len(next_tokens))
+            read = known if known is not None else features[-1:]
+            features = head.forward(torch.tensor(next_tokens), read, cache.layers[0], attend)
+            cache.keep(range(len(next_tokens)))
+        return features[-1:]
+
+    def of_head(states: Tensor, tokens: list[int], path: list[int]) -> Tensor:
+        return target.lm_head(of_head_feature(states, tokens, path))[0].log_softmax(-1)
+
+    def of_model(states: Tensor, tokens: list[int], path: list[int]) -> Tensor:
+        read = Verifier("target", target, cache_of(target)).read([*tokens, *path])
+        return target.logits(read[-1:])[0].log_softmax(-1)
+
+    def of_trimmed(states: Tensor, tokens: list[int], path: list[int]) -> Tensor:
+        of_drafted = target.lm_head(of_head_feature(states, tokens, path))[0, DRAFTED]
+        return over_all_tokens(of_drafted.log_softmax(-1), DRAFTED)
+
+    if request.param == "trimmed head":
+        trim(tiny_chain_parts.draft, DRAFTED)
+        trimmed = load_head(tiny_chain_parts.draft, target, CAPACITY)
+        return Case(target, lambda tree: EagleDrafter(trimmed, tree, CAPACITY), of_trimmed)
+    if request.param == "head":
+        return Case(target, lambda tree: EagleDrafter(head, tree, CAPACITY), of_head)
+    return Case(target, lambda tree: ModelDrafter(target, tree, CAPACITY), of_model)
+
+
+def expected_paths(
+    case: Case, states: Tensor, tokens: list[int], tree: Tree
+) -> set[tuple[int, ...]]:
+    """EAGLE-2's definition: expand the best of each level, keep the best of all."""
+    beam: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
+    pool: list[tuple[float, tuple[int, ...]]] = []
+    for _ in range(tree.depth):
+        level = []
+        for score, path in beam:
+            best = case.log_probabilities(states, tokens, list(path)).topk(tree.top_k)
+            level += [
+                (score + value, (*path, token))
+                for value, token in zip(best.values.tolist(), best.indices.tolist(), strict=True)
+            ]
+        pool += level
+        beam = sorted(level, reverse=True)[: tree.top_k]
+    # A child that is certain scores as its parent does: the parent comes first.
+    best_first = sorted(pool, key=lambda scored: (-scored[0], len(scored[1])))
+    return {path for _, path in best_first[: tree.rows - 1]}
+
+
+def paths_of(tree: DraftTree) -> set[tuple[int, ...]]:
+    """Tokens behind the root down to each candidate."""
+    paths: list[tuple[int, ...]] = [()]
+    for token, parent in zip(tree.tokens[1:], tree.parents[1:], strict=True):
+        paths.append((*paths[parent], token))
+    return set(paths[1:])
+
+
+def random_tokens(count: int) -> list[int]:
+    return torch.randint(0, VOCAB_SIZE, (count,)).tolist()
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("tree", TREES, ids=str)
+def test_tree_is_eagle_2s(case: Case, tree: Tree) -> None:
+    torch.manual_seed(0)
+    tokens = random_tokens(12)
+    states = case.states(tokens[:-1])
+    drafter = case.make(tree)
+    # Read in three goes, one of them taken back: the tree must not tell.
+    drafter.observe(states[:6])
+    drafter.draft([*tokens[:6], 63], tree.depth)
+    drafter.observe(states[:3])
+    drafter.rewind(6)
+    drafter.observe(states[6:])
+    drafted = drafter.draft(tokens, tree.depth)
+    expected = expected_paths(case, states, tokens, tree)
+    assert paths_of(drafted) == expected
+    assert len(drafted) == min(tree.rows, 1 + tree.top_k + (tree.depth - 1) * tree.top_k**2)
+    assert expected != expected_paths(case, states, [*tokens[:-1], tokens[-1] ^ 1], tree)
+
+
+@torch.inference_mode()
+def test_scores_are_those_of_the_definition(case: Case) -> None:
+    torch.manual_seed(3)
+    tokens = random_tokens(11)
+    states = case.states(tokens[:-1])
+    drafter = case.make(Tree(depth=2, top_k=4, rows=5))
+    drafter.observe(states)
+
+    def defined(tokens: list[int]) -> Tensor:
+        """Of the first level, and of what hangs below its best."""
+        first = case.log_probabilities(states, tokens, []).topk(4)
+        below = case.log_probabilities(states, tokens, [int(first.indices[0])]).topk(4)
+        return torch.cat([first.values, first.values[0] + below.values])
+
+    found = drafter.candidates(tokens, 2).scores[:8]
+    torch.testing.assert_close(found, defined(tokens), rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(found, defined([*tokens[:-1], tokens[-1] ^ 1]), rtol=1e-3, atol=1e-3)
+
+
+@torch.inference_mode()
+def test_depth_is_limited(case: Case) -> None:
+    drafter = case.make(Tree(depth=4, top_k=2, rows=15))
+    tokens = [1, 2, 3, 4]
+    drafter.observe(case.states(tokens[:-1]))
+    for max_depth, num_passes in ((9, 4), (4, 4), (2, 2), (1, 1), (0, 0)):
+        drafter.clock.reset()
+        assert max(drafter.draft(tokens, max_depth).depths()) == min(max_depth, 4)
+        assert drafter.clock.num_passes == num_passes
+        drafter.rewind(len(tokens) - 1)
+
+
+@torch.inference_mode()
+def test_the_tree_may_change_between_drafts(case: Case) -> None:
+    torch.manual_seed(1)
+    tokens = random_tokens(9)
+    states = case.states(tokens[:-1])
+    drafter = case.make(TREES[-1])
+    drafter.observe(states)
+    drafted = []
+    for tree in [*TREES, *reversed(TREES)]:
+        drafter.tree = tree
+        assert drafter.tree == tree
+        drafted.append(drafter.draft(tokens, tree.depth))
+        assert paths_of(drafted[-1]) == expected_paths(case, states, tokens, tree)
+    assert drafted[: len(TREES)] == drafted[: len(TREES) - 1 : -1]
+    assert len({len(tree) for tree in drafted}) == len(TREES)
+
+
+@torch.inference_mode()
+def test_candidates_go_deeper_than_the_tree_and_leave_the_drafts_as_they_are(case: Case) -> None:
+    torch.manual_seed(2)
+    tokens = random_tokens(9)
+    drafter, deep = case.make(Tree(depth=2, top_k=3, rows=6)), Tree(depth=5, top_k=3, rows=20)
+    drafter.observe(case.states(tokens[:-1]))
+    before = drafter.draft(tokens, 2)
+    candidates = drafter.candidates(tokens, deep.depth)
+    assert candidates.num_levels == deep.depth
+    expected = expected_paths(case, case.states(tokens[:-1]), tokens, deep)
+    assert paths_of(candidates.keep_best(tokens[-1], deep.rows)) == expected
+    assert drafter.draft(tokens, 2) == before
+    assert max(before.depths()) == 2
+
+
+MOVES = st.one_of(
+    st.tuples(st.just("gain"), st.integers(1, 4), st.integers(0, 2**16)),
+    st.tuples(st.just("cut"), st.integers(0, 9), st.integers(0, 2**16)),
+    st.tuples(st.just("correct"), st.integers(1, 5), st.integers(0, 2**16)),
+    st.tuples(st.just("draft"), st.integers(0, 4), st.just(0)),
+)
+
+
+@settings(
+    derandomize=True,
+    max_examples=25,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(moves=st.lists(MOVES, min_size=1, max_size=14))
+def test_a_rewound_drafter_drafts_as_a_fresh_one(
+    case: Case, moves: list[tuple[str, int, int]]
+) -> None:
+    tree = Tree(depth=3, top_k=3, rows=9)
+    with torch.inference_mode():
+        drafter = case.make(tree)
+        tokens = [5, 6]
+        observed = case.states(tokens[:-1])
+        drafter.observe(observed)
+        for move, amount, seed in [*moves, ("draft", 3, 0)]:
+            torch.manual_seed(seed)
+            if move == "draft":
+                drafted = drafter.draft(tokens, amount)
+                assert drafted.tokens[0] == tokens[-1]
+                assert len(drafted) <= tree.rows
+                assert (amount > 0) <= max(drafted.depths()) <= min(amount, tree.depth)
+                assert len(paths_of(drafted)) == len(drafted) - 1
+                continue
+            if move == "gain":  # a round of the innermost stage: states that may be corrected
+                added = torch.randn(amount, observed.shape[1])
+                tokens = tokens + random_tokens(amount)
+            elif move == "cut":  # a stage above kept fewer tokens and goes on with another
+                length = max(1, len(observed) - amount)
+                drafter.rewind(length)
+                observed, added = observed[:length], observed[:0]
+                tokens = tokens[:length] + random_tokens(1)
+            else:  # the same tokens, states of a model above
+                length = max(0, len(observed) - amount)
+                drafter.rewind(length)
+                added = torch.randn(len(observed) - length, observed.shape[1])
+                observed = observed[:length]
+            drafter.observe(added)
+            observed = torch.cat([observed, added])
+        fresh = case.make(tree)
+        fresh.observe(observed)
+        ours, theirs = drafter.candidates(tokens, 3), fresh.candidates(tokens, 3)
+        assert torch.equal(ours.tokens, theirs.tokens)
+        assert torch.equal(ours.beams, theirs.beams)
+        torch.testing.assert_close(ours.scores, theirs.scores, atol=1e-4, rtol=1e-4)
+        fresh.rewind(len(observed) - 1)
+        fresh.observe(observed[-1:])
+        other = fresh.candidates([*tokens[:-1], tokens[-1] ^ 1], 3)
+        assert not torch.allclose(other.scores, theirs.scores, atol=1e-4, rtol=1e-4)
+
+
+@torch.inference_mode()
+def test_a_head_without_a_state_drafts_nothing_and_a_model_does(models: Models) -> None:
+    tree = Tree(depth=4, top_k=2, rows=15)
+    head = EagleDrafter(models.head, tree, CAPACITY)
+    assert head.draft([9], 4) == DraftTree.of_root(9)
+    assert max(ModelDrafter(models.target, tree, CAPACITY).draft([9], 4).depths()) == 4
+
+
+def accepted_lengths(target: Decoder, drafter: ModelDrafter, num_rounds: int) -> list[int]:
+    """Greedy rounds of the target over the drafter's trees."""
+    verifier, tokens, lengths = Verifier("target", target, cache_of(target)), [3], []
+    for _ in range(num_rounds):
+        tree = drafter.draft(tokens, drafter.tree.depth)
+        states = verifier.read_tree(tree)
+        best = verifier.logits(states).argmax(-1).tolist()
+        path, last_token = walk(tree, best.__getitem__)
+        verifier.cache.keep(path)
+        drafter.observe(states[path])
+        tokens += [*(tree.tokens[row] for row in path[1:]), last_token]
+        lengths.append(len(path))
+    return lengths
+
+
+@torch.inference_mode()
+def test_a_model_accepts_its_own_first_choices_to_full_depth(models: Models) -> None:
+    chain_of_five = Tree(depth=5, top_k=1, rows=6)
+    own = ModelDrafter(models.target, chain_of_five, CAPACITY)
+    assert accepted_lengths(models.target, own, 6) == [6] * 6
+    wide = ModelDrafter(models.target, Tree(depth=5, top_k=4, rows=69), CAPACITY)
+    assert min(accepted_lengths(models.target, wide, 6)) >= 2
+    in_4_bits = ModelDrafter(models.intermediate, chain_of_five, CAPACITY)
+    assert min(accepted_lengths(models.target, in_4_bits, 6)) < 6
+
+
+@torch.inference_mode()
+def test_a_model_reads_what_it_has_not_read_once(
+    models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows_read: list[int] = []
+    forward = Decoder.forward
+
+    def recording(self: Decoder, token_ids: Tensor, *rest: object) -> Tensor:
+        rows_read.append(len(token_ids))
+        return forward(self, token_ids, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Decoder, "forward", recording)
+    drafter = ModelDrafter(models.target, Tree(depth=3, top_k=4, rows=9), CAPACITY)
+
+    def rows_of_a_draft(tokens: list[int]) -> int:
+        rows_read.clear()
+        drafter.draft(tokens, 3)
+        return rows_read[0]
+
+    tokens = random_tokens(20)
+    states = torch.zeros(20, models.target.config.hidden_size)
+    drafter.observe(states[:9])
+    assert rows_of_a_draft(tokens[:10]) == 10
+    drafter.observe(states[:3])
+    assert rows_of_a_draft(tokens[:13]) == 3
+    drafter.rewind(8)
+    assert rows_of_a_draft(tokens[:9]) == 1
+    drafter.rewind(0)
+    drafter.observe(states[:4])
+    assert rows_of_a_draft(tokens[:5]) == 5

@@ -1,0 +1,337 @@
+"""Draws, walks and cuts on the device against the host's, as functions of uniform numbers."""
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from polybasic.chain.kernels.torch.trees import num_to_stop
+from polybasic.deploy.graphs.device_sampling import (
+    Warping,
+    draw,
+    probabilities,
+    verify,
+    verify_greedy,
+    walk,
+)
+from polybasic.deploy.graphs.device_tree import DeviceTree
+from polybasic.deploy.rounds import tree as host_tree
+from polybasic.deploy.rounds import verification
+from polybasic.deploy.rounds.sampling import GreedyRows, GreedySampler, Prefixes, Sampling
+from polybasic.deploy.rounds.stages import cut_at_stop
+from polybasic.deploy.rounds.tree import DraftTree
+from polybasic.deploy.rounds.warping import warp
+from tests.deploy.recorded_graphs import RecordedGraphs
+
+CPU = torch.device("cpu")
+SETTINGS = [
+    Sampling(temperature=1.0),
+    Sampling(temperature=0.6),
+    Sampling(temperature=1.5, top_k=1),
+    Sampling(temperature=0.8, top_k=5),
+    Sampling(temperature=0.8, top_k=33),
+    Sampling(temperature=0.8, top_k=1000),
+    Sampling(temperature=1.2, top_p=0.7),
+    Sampling(temperature=1.0, min_p=0.1),
+    Sampling(temperature=0.7, top_k=12, top_p=0.9, min_p=0.05),
+]
+HIGHEST = 1 - 2.0**-24
+"""The greatest number that `torch.rand` gives."""
+
+
+def midpoints(count: int) -> Tensor:
+    """Uniform numbers that stand for all of [0, 1)."""
+    return ((torch.arange(count, dtype=torch.float64) + 0.5) / count).float()
+
+
+def warped(logits: Tensor, sampling: Sampling) -> Tensor:
+    values = torch.tensor(Warping.values_of(sampling))
+    assert len(values) == Warping.NUM_VALUES
+    return probabilities(logits, Warping.of(sampling), values)
+
+
+@pytest.mark.parametrize("sampling", SETTINGS, ids=str)
+def test_probabilities_are_the_hosts(sampling: Sampling) -> None:
+    # bfloat16 logits tie often, at the thresholds too
+    logits = torch.randn(6, 40, generator=torch.Generator().manual_seed(1)).bfloat16() * 3
+    expected = warp(logits, sampling, Prefixes([], [[]] * 6), 0)
+    assert torch.equal(warped(logits, sampling), expected)
+
+
+def test_warpings_of_equal_parts_share_a_round() -> None:
+    few, more = Sampling(temperature=1, top_k=5), Sampling(temperature=2, top_k=8, top_p=1.0)
+    assert Warping.of(few) == Warping.of(more) == Warping(most_top_k=8)
+    assert Warping.of(few) != Warping.of(Sampling(temperature=1, top_k=9))
+    assert Warping.of(Sampling(temperature=1, top_k=0, min_p=0.0)) == Warping()
+    assert Warping.of(Sampling(temperature=1, top_k=1)).most_top_k == 1
+
+
+@pytest.mark.parametrize("vocab_size", [3, 1000, 1024, 2500])
+def test_a_draw_has_the_law_of_its_row(vocab_size: int) -> None:
+    """Over uniform numbers at equal distances each token comes as often as its share says."""
+    generator = torch.Generator().manual_seed(2)
+    row = torch.randn(vocab_size, generator=generator).mul(2).softmax(0)
+    row[torch.rand(vocab_size, generator=generator) < 0.3] = 0
+    row[0] = 0
+    count = 5_000
+    drawn = draw(5 * row.expand(count, -1), midpoints(count))
+    shares = torch.bincount(drawn, minlength=vocab_size) / count
+    assert (shares - row / row.sum()).abs().max() < 1.5 / count
+    assert not shares[row == 0].any()
+    assert bool((drawn.diff() >= 0).all()), "inversion keeps the order of the numbers"
+
+
+def test_no_number_draws_a_token_of_probability_0() -> None:
+    rows = torch.zeros(3, 3000)
+    rows[0, 0] = rows[1, 1500] = rows[2, 2047] = 1.0
+    for uniform in (0.0, 0.5, HIGHEST):
+        assert draw(rows, torch.full((3,), uniform)).tolist() == [0, 1500, 2047]
+    tiny = torch.full((1, 3000), 1e-7)
+    tiny[0, 2000:] = 0
+    assert draw(tiny, torch.tensor([HIGHEST])).tolist() == [1999]
+    # where nothing can be drawn a token comes all the same
+    assert draw(torch.zeros(1, 5), torch.tensor([0.3])).tolist() == [0]
+    assert 0 <= int(draw(torch.full((1, 5), float("nan")), torch.tensor([0.3]))) < 5
+
+
+@st.composite
+def trees(draw_from: Any) -> DraftTree:
+    """Of few tokens, so that draws often find a child; no row has two children of one token."""
+    tokens, parents = [draw_from(st.integers(0, 3))], [-1]
+    for _ in range(draw_from(st.integers(0, 11))):
+        parent, token = draw_from(st.integers(0, len(tokens) - 1)), draw_from(st.integers(0, 3))
+        if (parent, token) not in zip(parents, tokens, strict=True):
+            tokens.append(token)
+            parents.append(parent)
+    return DraftTree(tokens, parents)
+
+
+def padded(tree: DeviceTree, num_rows: int) -> DeviceTree:
+    """With rows that only fill up."""
+    own = len(tree.tokens)
+    kept = DeviceTree(
+        torch.full((num_rows,), -1),
+        torch.zeros(num_rows, dtype=torch.int64),
+        torch.zeros(num_rows, dtype=torch.int64),
+        torch.eye(num_rows, dtype=torch.bool),
+    )
+    kept.tokens[:own], kept.parents[:own], kept.depths[:own] = (
+        tree.tokens,
+        tree.parents,
+        tree.depths,
+    )
+    kept.ancestors[:own, :own] = tree.ancestors
+    return kept
+
+
+@settings(derandomize=True, max_examples=200, deadline=None)
+@given(st.data())
+def test_walks_are_the_hosts(data: st.DataObject) -> None:
+    tree = data.draw(trees())
+    drawn = data.draw(st.lists(st.integers(0, 4), min_size=len(tree), max_size=len(tree)))
+    limit, stop_tokens = data.draw(st.integers(1, 6)), data.draw(st.sets(st.integers(0, 4)))
+    path, last_token = host_tree.walk(tree, lambda row: drawn[row])
+    gained = [tree.tokens[row] for row in path[1:]] + [last_token]
+    expected = cut_at_stop(gained[:limit], stop_tokens)
+    most = max(tree.depths()) + 1 + data.draw(st.integers(0, 2))
+    moved = padded(DeviceTree.of(tree, CPU), len(tree) + data.draw(st.integers(0, 3)))
+    num_padding = len(moved.tokens) - len(tree)
+    found = walk(
+        moved,
+        torch.tensor(drawn + [drawn[0]] * num_padding),
+        torch.tensor(limit),
+        torch.tensor(sorted(stop_tokens), dtype=torch.int64),
+        most,
+    )
+    num = int(found.num)
+    assert found.gained[:num].tolist() == expected
+    assert found.path[:num].tolist() == path[:num]
+    assert len(found.path) == len(found.gained) == most
+    assert 0 <= int(found.path.min()) <= int(found.path.max()) < len(tree)
+
+
+def test_tokens_are_cut_at_the_first_stop() -> None:
+    tokens, stop_tokens = torch.tensor([4, 7, 5, 7, 9]), torch.tensor([7, 9])
+    counts = [int(num_to_stop(tokens, torch.tensor(num), stop_tokens)) for num in range(1, 6)]
+    assert counts == [1, 2, 2, 2, 2]
+    assert int(num_to_stop(tokens, torch.tensor(4), torch.tensor([9, 3]))) == 4
+    assert int(num_to_stop(tokens, torch.tensor(5), torch.empty(0, dtype=torch.int64))) == 5
+
+
+def random_block(
+    generator: torch.Generator, num_tokens: int, most: int, vocab_size: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens [most], p [most + 2, V] and q [most, V]; behind the block's own is what may lie there.
+
+    Many probabilities are 0, many ratios are above 1, and some rows of p and q agree.
+    """
+    q = torch.randn(most, vocab_size, generator=generator).mul(2).softmax(1)
+    p = torch.randn(most + 2, vocab_size, generator=generator).mul(2).softmax(1)
+    p[torch.rand(p.shape, generator=generator) < 0.2] = 0
+    q[torch.rand(q.shape, generator=generator) < 0.2] = 0
+    p += 1e-3 * torch.eye(vocab_size)[0]
+    q += 1e-3 * torch.eye(vocab_size)[0]
+    is_equal = torch.rand(most, generator=generator) < 0.3
+    p[:most][is_equal] = q[is_equal]
+    p, q = p / p.sum(1, keepdim=True), q / q.sum(1, keepdim=True)
+    tokens = torch.multinomial(q, 1, generator=generator)[:, 0]
+    tokens[num_tokens:] = 1 << 40
+    if torch.rand((), generator=generator) < 0.5:
+        p[num_tokens + 1 :], q[num_tokens:] = float("nan"), float("nan")
+    return tokens, p, q
+
+
+def cut_by_host(
+    tokens: list[int], p: Tensor, q: Tensor, uniforms: list[float], rule: str
+) -> tuple[int, Tensor, float]:
+    """Kept tokens, distribution behind them, and how near a uniform number came to its limit."""
+    if rule == "token":
+        acceptance = verification.token_acceptance(p, q, tokens)
+        happened = [u < h for u, h in zip(uniforms, acceptance, strict=True)]
+        num_kept = ([*happened, False]).index(False)
+        weight: Any = 1
+    else:
+        weights = verification.block_weights(p, q, tokens)
+        acceptance = verification.block_acceptance(p, q, weights)
+        happened = [u < h for u, h in zip(uniforms, acceptance, strict=True)]
+        num_kept = max((i for i, it_did in enumerate(happened, 1) if it_did), default=0)
+        weight = weights[num_kept]
+    margin = min((abs(u - h) for u, h in zip(uniforms, acceptance, strict=True)), default=1.0)
+    if num_kept == len(tokens):
+        return num_kept, p[num_kept], margin
+    return num_kept, verification.residual(p[num_kept], q[num_kept], weight), margin
+
+
+@pytest.mark.parametrize("rule", ["token", "block"])
+def test_cuts_are_the_hosts(rule: str) -> None:
+    generator = torch.Generator().manual_seed(3)
+    kept: Counter[int] = Counter()
+    for case in range(300):
+        num_tokens, most = case % 7, 6
+        tokens, p, q = random_block(generator, num_tokens, most, 9)
+        uniforms = torch.rand(most + 1, generator=generator)
+        own = uniforms[:num_tokens].tolist()
+        doubles = p[: num_tokens + 1].double(), q[:num_tokens].double()
+        expected, following, margin = cut_by_host(tokens[:num_tokens].tolist(), *doubles, own, rule)
+        num_kept, next_token = verify(tokens, torch.tensor(num_tokens), p, q, uniforms, rule)
+        if margin < 1e-5:
+            continue
+        kept[num_tokens - expected] += 1
+        assert num_kept.shape == next_token.shape == ()
+        assert int(num_kept) == expected
+        if expected < num_tokens and torch.equal(p[expected], q[expected]):
+            continue  # of probability 0 but for rounding
+        cumulative = following.cumsum(0) / following.sum()
+        target = float(uniforms[most])
+        assert int(next_token) in {
+            int(torch.searchsorted(cumulative, target + shift, right=True))
+            for shift in (-1e-5, 0.0, 1e-5)
+        }
+        assert float(following[next_token]) > 0
+    assert kept[0] > 50
+    assert sum(kept.values()) - kept[0] > 50
+
+
+@pytest.mark.parametrize("rule", ["token", "block"])
+def test_a_cut_has_the_law_of_the_verifier(rule: str) -> None:
+    """A proposal drawn from q and verified is distributed as p, over a grid of all numbers."""
+    q, p = torch.tensor([0.6, 0.1, 0.3]), torch.tensor([0.2, 0.5, 0.3])
+    behind, other = torch.tensor([0.1, 0.2, 0.7]), torch.tensor([0.1, 0.8, 0.1])
+    size = 24
+    law, wrong = torch.zeros(3), torch.zeros(3)
+    for token in range(3):
+        for accepting in midpoints(size):
+            for drawing in midpoints(size):
+                uniforms = torch.stack([accepting, drawing])
+                rows = torch.stack([p, behind]), q[None]
+                block = torch.tensor([token]), torch.tensor(1)
+                num_kept, next_token = verify(*block, *rows, uniforms, rule)
+                first = token if int(num_kept) else int(next_token)
+                law[first] += q[token] / size**2
+                wrong[first] += other[token] / size**2
+    assert (law - p).abs().max() < 1 / size
+    # the control: proposals that were not drawn from q
+    assert (wrong - p).abs().max() > 3 / size
+
+
+def test_block_weights_stay_exact_over_long_blocks() -> None:
+    """Ratios far above and below 1 in turn, where sums of logarithms are largest."""
+    most, vocab_size = 24, 4
+    p, q = torch.full((most + 1, vocab_size), 0.25), torch.full((most, vocab_size), 0.25)
+    p[0:most:2, 1], q[1:most:2, 1] = 1e-9, 1e-9
+    p[most - 1, 1] *= 0.37
+    tokens = torch.ones(most, dtype=torch.int64)
+    expected = verification.block_weights(p.double(), q.double(), tokens.tolist())
+    assert abs(expected[-1] - 0.37) < 1e-6
+    for uniform, is_kept in ((expected[-1] - 1e-4, True), (expected[-1] + 1e-4, False)):
+        uniforms = torch.full((most + 1,), float(uniform))
+        num_kept, _ = verify(tokens, torch.tensor(most), p, q, uniforms, "block")
+        assert (int(num_kept) == most) == is_kept
+
+
+def test_greedy_cuts_are_the_hosts() -> None:
+    sampler, generator = GreedySampler(Sampling(), 0), torch.Generator().manual_seed(4)
+    found: Counter[tuple[int, int]] = Counter()
+    for case in range(100):
+        num_tokens = case % 6
+        tokens, own = torch.randint(0, 2, (2, 6), generator=generator)
+        tokens = tokens[:5]
+        block, rows = tokens[:num_tokens].tolist(), GreedyRows(own.tolist())
+        expected = sampler.verify(block, GreedyRows([]), rows, "block")
+        num_kept, next_token = verify_greedy(tokens, torch.tensor(num_tokens), own)
+        assert (int(num_kept), int(next_token)) == expected
+        found[expected] += 1
+    assert len(found) >= 8
+
+
+def test_one_graph_serves_all_values() -> None:
+    """Nothing of a round is read by the host, and other numbers give other results."""
+    generator = torch.Generator().manual_seed(5)
+    most, vocab_size = 4, 1100
+    logits = torch.randn(most + 1, vocab_size, generator=generator)
+    values = torch.zeros(Warping.NUM_VALUES)
+    tree = DeviceTree.of(DraftTree([1, 0, 1, 0, 1], [-1, 0, 0, 1, 1]), CPU)
+    warping = Warping.of(Sampling(temperature=1, top_k=7, top_p=0.9, min_p=0.1))
+    uniforms, numbers = torch.zeros(most + 1), torch.zeros(2, dtype=torch.int64)
+    tokens, stop_tokens = torch.zeros(most, dtype=torch.int64), torch.tensor([2, 3])
+    left = torch.zeros(11, dtype=torch.int64)
+
+    def round_() -> None:
+        own = probabilities(logits, warping, values)
+        drawn = draw(own, uniforms)
+        walked = walk(tree, drawn % 4, numbers[0], stop_tokens, 3)
+        proposed = probabilities(logits[:most] * 0.5, warping, values)
+        cuts = [verify(tokens, numbers[1], own, proposed, uniforms, r) for r in ("token", "block")]
+        greedy = verify_greedy(tokens, numbers[1], drawn)
+        counted = [walked.num, *greedy, *cuts[0], *cuts[1]]
+        left.copy_(torch.cat([walked.path, torch.stack(counted), walked.gained[:1]]))
+
+    graphs, seen = RecordedGraphs(), set()
+    for run in range(8):
+        values.copy_(torch.tensor([0.5 + run / 4, 5 + run % 3, 0.95 - run / 40, 0.02]))
+        uniforms.copy_(torch.rand(most + 1, generator=generator))
+        numbers.copy_(torch.tensor([1 + run % 3, run % 5]))
+        logits.normal_(generator=generator)
+        tokens.copy_(draw(probabilities(logits[:most] * 0.5, warping, values), uniforms[:most]))
+        graphs.run("round", round_)
+        replayed = left.clone()
+        round_()
+        assert torch.equal(left, replayed)
+        seen.add(tuple(left.tolist()))
+    assert len(seen) == 8
+
+
+def test_equal_numbers_give_equal_draws() -> None:
+    """Rows are drawn alone: what other rows of a pass hold changes nothing."""
+    rows = torch.rand(4, 5000, generator=torch.Generator().manual_seed(6))
+    uniforms = midpoints(4)
+    alone = [int(draw(rows[r : r + 1], uniforms[r : r + 1])) for r in range(4)]
+    assert draw(rows, uniforms).tolist() == alone
+    exact = np.cumsum(rows.double().numpy(), 1)
+    wanted = [np.searchsorted(c, float(u) * c[-1]) for c, u in zip(exact, uniforms, strict=True)]
+    assert np.abs(np.array(alone) - np.array(wanted)).max() <= 1

@@ -1,0 +1,205 @@
+"""Rounds on the device answer as the host's, as they are and as graphs that are replayed."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from polybasic.chain.formats.manifest import AdaptiveFlush, Flush, Member, Ngram, Plan, Tree, Window
+from polybasic.chain.model.decoder import Decoder
+from polybasic.chain.model.head import EagleHead
+from polybasic.deploy.engine import Engine, Models, Request
+from polybasic.deploy.graphs.device_stages import DeviceBlockStage, DeviceTreeStage
+from polybasic.deploy.rounds.sampling import Sampling
+from tests.deploy.recorded_graphs import RecordedGraphs
+from tests.deploy.small_chains import VOCAB_SIZE, Weights, member, small_config
+
+PROMPT = [1, 4, 2, 0, 5, 3, 3, 1, 2]
+NUM_TOKENS = 24
+CONTEXT_TOKENS = 40
+GREEDY, RANDOM = Sampling(), Sampling(temperature=0.8, seed=5)
+FLUSH = Flush(length=4)
+TREE = Tree(depth=3, top_k=2, rows=6)
+EVERY = AdaptiveFlush(break_even=0.3, acceptance=(0.7,) * 8)
+PLANS = {
+    "target": Plan(members=("target",), tree=TREE),
+    "two": Plan(members=("target", "head"), tree=TREE),
+    "wide": Plan(members=("target", "head"), tree=Tree(depth=4, top_k=4, rows=40)),
+    "three": Plan(members=("target", "same", "head"), tree=TREE, flush={"target": FLUSH}),
+    "token rule": Plan(
+        members=("target", "same", "head"),
+        tree=TREE,
+        flush={"target": Flush(length=5, rule="token")},
+    ),
+    "own cache": Plan(members=("target", "thin", "head"), tree=TREE, flush={"target": FLUSH}),
+    "four": Plan(
+        members=("target", "same", "thin", "head"),
+        tree=TREE,
+        flush={"target": Flush(length=7), "same": Flush(length=3)},
+    ),
+    "adaptive": Plan(
+        members=("target", "same", "head"),
+        tree=TREE,
+        flush={"target": Flush(length=9, adaptive=EVERY)},
+    ),
+    "draft model": Plan(members=("target", "drafter"), tree=TREE),
+    "ngram": Plan(members=("target",), tree=Tree(depth=1, top_k=1, rows=5), ngram=Ngram()),
+    "window": Plan(
+        members=("target", "same", "head"),
+        tree=TREE,
+        flush={"target": FLUSH},
+        windows={"same": Window(sinks=2, tokens=6), "head": Window(sinks=1, tokens=5)},
+    ),
+}
+
+
+def engine() -> Engine:
+    """The same chain at each call, for the kernels that the environment asks for."""
+    weights = Weights(seed=7)
+    target = weights.decoder(small_config(2, 16))
+    same = weights.decoder(small_config(2, 16))
+    thin = weights.decoder(small_config(1, 16))
+    drafter = weights.decoder(small_config(1, 8))
+    heads: dict[str, EagleHead | Decoder] = {"head": weights.head(target), "drafter": drafter}
+    members: list[Member] = [
+        member("target", "target"),
+        member("same", "intermediate"),
+        member("thin", "intermediate"),
+        member("head", "drafter", ("target", "same", "thin")),
+        member("drafter", "drafter", ("target",)).model_copy(update={"kind": "decoder"}),
+    ]
+    decoders = {"target": target, "same": same, "thin": thin}
+    return Engine(Models(decoders, heads, tuple(members), CONTEXT_TOKENS))
+
+
+def answer(one: Engine, plan: Plan, sampling: Sampling, **changed: Any) -> list[int]:
+    request = replace(Request(PROMPT, NUM_TOKENS, sampling, (), plan), **changed)
+    return [token for batch in one.run(request) for token in batch]
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch) -> Engine:
+    monkeypatch.setenv("POLYBASIC_KERNELS", "eager")
+    return engine()
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Engine:
+    monkeypatch.setenv("POLYBASIC_KERNELS", "device")
+    return engine()
+
+
+@pytest.fixture
+def captured(monkeypatch: pytest.MonkeyPatch) -> Engine:
+    """Replays graphs, each compared with its function."""
+    monkeypatch.setenv("POLYBASIC_KERNELS", "device")
+    monkeypatch.setattr(
+        "polybasic.deploy.engine.Graphs", lambda device, enabled: RecordedGraphs(checked=True)
+    )
+    return engine()
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_greedy_answers_are_the_hosts(host: Engine, device: Engine, name: str) -> None:
+    stages, _ = device.stages(Request(PROMPT, 1, GREEDY, (), PLANS[name]))
+    assert isinstance(stages[-1], DeviceTreeStage)
+    assert all(isinstance(stage, DeviceBlockStage) for stage in stages[:-1])
+    expected = answer(host, PLANS["target"], GREEDY)
+    assert len(set(expected)) > 1
+    assert answer(device, PLANS[name], GREEDY) == expected
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_replayed_rounds_answer_as_called_ones(device: Engine, captured: Engine, name: str) -> None:
+    for sampling in (GREEDY, RANDOM, replace(RANDOM, top_k=3, top_p=0.9, min_p=0.05)):
+        expected = answer(device, PLANS[name], sampling)
+        assert answer(captured, PLANS[name], sampling) == expected
+    assert captured.graphs.counts.replays > captured.graphs.counts.captures > 0
+
+
+def test_what_was_captured_ahead_is_not_captured_again(captured: Engine) -> None:
+    said: list[str] = []
+    captured.capture(PLANS["three"], GREEDY, (), said.append)
+    num_ahead = captured.graphs.counts.captures
+    answer(captured, PLANS["three"], GREEDY)
+    assert captured.graphs.counts.captures == num_ahead
+    assert f"{num_ahead} CUDA graphs" in said[-1]
+
+
+@pytest.mark.parametrize("name", ["two", "three", "four", "own cache"])
+def test_stop_tokens_and_limits_cut_as_on_the_host(host: Engine, device: Engine, name: str) -> None:
+    whole = answer(host, PLANS["target"], GREEDY)
+    for length in (1, 2, 5, 11):
+        found = answer(device, PLANS[name], GREEDY, max_new_tokens=length)
+        assert found == whole[:length]
+    for stop in range(VOCAB_SIZE):
+        expected = answer(host, PLANS["target"], GREEDY, stop_tokens=frozenset([stop]))
+        found = answer(device, PLANS[name], GREEDY, stop_tokens=frozenset([stop]))
+        assert found == expected
+        assert (stop in whole) == (found[-1] == stop or len(found) < len(whole))
+
+
+def test_short_and_long_prompts(host: Engine, device: Engine) -> None:
+    """Of one token, where a head cannot draft yet, and of more than a draft reads at a time."""
+    for models in (host, device):
+        models.context_tokens = models.models.context_tokens = 120
+    for prompt in ([3], [3, 1], [token % VOCAB_SIZE for token in range(80)]):
+        models = [host, device]
+        first, second = (
+            answer(one, PLANS["three"], GREEDY, token_ids=prompt, max_new_tokens=6)
+            for one in models
+        )
+        assert first == second
+
+
+@pytest.mark.parametrize("name", ["two", "three", "four"])
+def test_seeds_reproduce(device: Engine, name: str) -> None:
+    answers = [answer(device, PLANS[name], replace(RANDOM, seed=seed)) for seed in range(6)]
+    again = [answer(device, PLANS[name], replace(RANDOM, seed=seed)) for seed in range(6)]
+    assert answers == again
+    assert len({tuple(one) for one in answers}) > 3
+
+
+def test_penalties_are_drawn_by_the_host(device: Engine, host: Engine) -> None:
+    """With the passes of the device, captured where these are."""
+    sampling = Sampling(repetition_penalty=1.5, frequency_penalty=0.5)
+    stages, _ = device.stages(Request(PROMPT, 1, sampling, (), PLANS["three"]))
+    assert not isinstance(stages[-1], DeviceTreeStage)
+    assert answer(device, PLANS["three"], sampling) == answer(host, PLANS["target"], sampling)
+    assert answer(host, PLANS["target"], sampling) != answer(host, PLANS["target"], GREEDY)
+
+
+def test_requests_follow_each_other(host: Engine, device: Engine) -> None:
+    """Nothing of one request is left in the tensors of the next."""
+    expected = answer(host, PLANS["target"], GREEDY)
+    for name in ("wide", "three", "ngram", "two", "four", "window", "target"):
+        answer(device, PLANS[name], RANDOM)
+        assert answer(device, PLANS[name], GREEDY) == expected
+
+
+def test_statistics_count_rounds(device: Engine) -> None:
+    request = Request(PROMPT, NUM_TOKENS, GREEDY, (), PLANS["three"])
+    tokens = [token for batch in device.run(request) for token in batch]
+    statistics = request.statistics
+    assert statistics is not None
+    assert sum(statistics.accepted_lengths["target"]) == len(tokens)
+    assert statistics.forward_passes["target"] == len(statistics.accepted_lengths["target"])
+    num_rounds = len(statistics.accepted_lengths["same"])
+    assert statistics.forward_passes["same"] == num_rounds
+    assert statistics.forward_passes["head"] <= TREE.depth * num_rounds
+
+
+def test_a_chain_without_device_passes_keeps_the_hosts_stages(host: Engine) -> None:
+    stages, _ = host.stages(Request(PROMPT, 1, GREEDY, (), PLANS["three"]))
+    assert not isinstance(stages[0], DeviceBlockStage)
+    assert not isinstance(stages[-1], DeviceTreeStage)
+
+
+def test_other_stop_tokens_run_the_same_graphs(captured: Engine) -> None:
+    answer(captured, PLANS["three"], GREEDY, stop_tokens=frozenset([0]))
+    whole = answer(captured, PLANS["three"], GREEDY)
+    num_captured = captured.graphs.counts.captures
+    for stop in sorted(set(whole)):
+        found = answer(captured, PLANS["three"], GREEDY, stop_tokens=frozenset([stop]))
+        assert found == whole[: whole.index(stop) + 1]
+    assert captured.graphs.counts.captures == num_captured

@@ -1,0 +1,190 @@
+"""Trees on the device against those of the host, ties included, and in graphs."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from polybasic.chain.errors import UserError
+from polybasic.chain.formats.config import LayerKind
+from polybasic.chain.formats.manifest import Tree, Window
+from polybasic.chain.kernels.torch.operations import Operations
+from polybasic.chain.kernels.torch.rows import DeviceRows
+from polybasic.deploy.drafters.expansion import Candidates, Expansion
+from polybasic.deploy.graphs.device_tree import DeviceTree, expand, keep_best
+from polybasic.deploy.rounds.tree import DraftTree
+from tests.deploy.drafters.test_expansion import ROOT, START, TableModel
+from tests.deploy.recorded_graphs import RecordedGraphs
+
+CPU = torch.device("cpu")
+
+
+class DeviceTableModel(TableModel):
+    """A table whose rows are seen through `DeviceRows`."""
+
+    def forward_on_device(self, tokens: Tensor, states: Tensor, rows: DeviceRows) -> Tensor:
+        assert (int(rows.prefix), rows.num_rows) == (self.start, len(tokens))
+        first, end = len(self.prefixes), self.start + len(rows.columns)
+        self.rows[end - len(tokens) : end] = tokens.tolist()
+        assert torch.equal(rows.columns[-len(tokens) :], rows.positions)
+        for row, above in enumerate(states[:, 0].tolist()):
+            seen = rows.visible[row].nonzero().flatten().tolist()
+            prefix = tuple(self.rows[self.start + place] for place in seen)
+            assert prefix[:-1] == self.prefixes[int(above)]
+            depths = torch.arange(len(prefix))
+            assert torch.equal(rows.columns[seen], self.start + depths)
+            self.prefixes.append(prefix)
+        return torch.arange(first, len(self.prefixes), dtype=torch.float32)[:, None]
+
+
+def expansions(
+    seed: int, vocab_size: int, top_k: int, depth: int, token_ids: Tensor | None = None
+) -> tuple[Candidates, tuple[Tensor, Tensor, Tensor]]:
+    """By the host's expansion, and by the device's."""
+    model, state = DeviceTableModel(seed, vocab_size), torch.zeros(1, 1)
+    tree = Tree(depth=1, top_k=top_k, rows=2)
+    host = Expansion(model, model.forward, model.lm_head, tree, model.cache, token_ids)
+    expected = host.expand(state, START, depth)
+    model.begin(START)
+    found = expand(
+        model.forward_on_device,
+        model.lm_head,
+        Operations(),
+        state,
+        torch.tensor(START),
+        depth,
+        top_k,
+        token_ids,
+    )
+    return expected, found
+
+
+def of_host(tree: DeviceTree) -> DraftTree:
+    parents = tree.parents.tolist()
+    assert parents[0] == 0
+    return DraftTree(tree.tokens.tolist(), [-1, *parents[1:]])
+
+
+def assert_whole(tree: DeviceTree) -> None:
+    """Depths and ancestors are those of the parents."""
+    expected = of_host(tree)
+    assert tree.depths.tolist() == expected.depths()
+    for row, parent in enumerate(expected.parents):
+        above = set(tree.ancestors[parent].nonzero().flatten().tolist()) if parent >= 0 else set()
+        assert set(tree.ancestors[row].nonzero().flatten().tolist()) == above | {row}
+
+
+@settings(derandomize=True, max_examples=60, deadline=None)
+@given(st.data())
+def test_candidates_and_trees_are_the_hosts(data: st.DataObject) -> None:
+    seed, depth = data.draw(st.integers(0, 999)), data.draw(st.integers(1, 5))
+    vocab_size = data.draw(st.integers(2, 6))
+    top_k = data.draw(st.integers(1, min(4, vocab_size)))
+    expected, found = expansions(seed, vocab_size, top_k, depth)
+    for given_parts, part in zip(
+        (expected.tokens, expected.scores, expected.beams), found, strict=True
+    ):
+        assert given_parts.dtype == part.dtype
+        assert torch.equal(given_parts, part)
+    for rows in range(2, len(expected.tokens) + 3):
+        tree = keep_best(top_k, *found, torch.tensor(ROOT), rows)
+        assert of_host(tree) == expected.keep_best(ROOT, rows)
+        assert_whole(tree)
+
+
+def test_outputs_of_a_trimmed_head_are_tokens() -> None:
+    token_ids = torch.tensor([5, 11, 12, 40, 99])
+    expected, found = expansions(7, 5, 3, 4, token_ids)
+    assert torch.equal(expected.tokens, found[0])
+    assert set(found[0].tolist()) <= set(token_ids.tolist())
+
+
+def test_the_window_reaches_every_pass() -> None:
+    windows = []
+
+    def forward(tokens: Tensor, states: Tensor, rows: DeviceRows) -> Tensor:
+        windows.append(rows.window)
+        return states
+
+    window = Window(tokens=16, sinks=2)
+    expand(
+        forward, lambda states: states, Operations(), torch.eye(1, 8), torch.tensor(9), 3, 2,
+        window=window,
+    )  # fmt: skip
+    assert windows == [window] * 2
+
+
+def test_a_tree_of_the_host_is_moved() -> None:
+    tree = DraftTree([7, 1, 2, 3, 4], [-1, 0, 1, 2, 0])
+    moved = DeviceTree.of(tree, CPU)
+    assert of_host(moved) == tree
+    assert_whole(moved)
+    assert moved.ancestors[3].tolist() == [True, True, True, True, False]
+    assert of_host(DeviceTree.of(DraftTree.of_root(5), CPU)) == DraftTree.of_root(5)
+
+
+class Pass:
+    """A model of tensors alone: a row's state is mixed of its token and of all that it sees."""
+
+    def __init__(self, vocab_size: int, width: int, places: int) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.embedding = torch.randn(vocab_size, width, generator=generator)
+        self.mixing = torch.randn(width, width, generator=generator) / width**0.5
+        self.cache = torch.zeros(places, width)
+
+    def forward(self, tokens: Tensor, states: Tensor, rows: DeviceRows) -> Tensor:
+        new = self.embedding[tokens] + torch.cos(rows.positions.float())[:, None]
+        places = rows.prefix + rows.first + torch.arange(len(new), device=new.device)
+        self.cache.index_copy_(0, places, new)
+        numbers = torch.arange(len(rows.columns), device=new.device)
+        seen = self.cache.index_select(0, rows.prefix + numbers)
+        return ((rows.visible.float() @ seen + states) @ self.mixing).tanh()
+
+    def lm_head(self, states: Tensor) -> Tensor:
+        return states @ self.embedding.T
+
+
+def test_a_captured_draft_serves_other_states_and_prefixes() -> None:
+    model = Pass(vocab_size=50, width=16, places=64)
+    prefix, state = torch.tensor(3), torch.ones(1, 16)
+    numbers = torch.zeros(3, 10, dtype=torch.int64)
+    ancestors = torch.zeros(10, 10, dtype=torch.bool)
+
+    def candidates() -> tuple[Tensor, Tensor, Tensor]:
+        return expand(model.forward, model.lm_head, Operations(), state, prefix, depth=4, top_k=3)
+
+    def draft() -> None:
+        tree = keep_best(3, *candidates(), prefix * 2, 10)
+        numbers.copy_(torch.stack([tree.tokens, tree.parents, tree.depths]))
+        ancestors.copy_(tree.ancestors)
+
+    graphs, drafts = RecordedGraphs(), set()
+    for run in range(4):
+        graphs.run("draft", draft)
+        replayed = numbers.clone(), ancestors.clone()
+        draft()
+        assert torch.equal(replayed[0], numbers)
+        assert torch.equal(replayed[1], ancestors)
+        drafts.add(tuple(numbers.flatten().tolist()))
+        prefix.fill_(5 + run)
+        state.normal_(generator=torch.Generator().manual_seed(run))
+    assert len(drafts) == 4
+    assert graphs.counts.replays == 3
+    with pytest.raises(UserError, match="reads device data"):
+        graphs.run("host", lambda: print(Candidates(3, *candidates()).keep_best(ROOT, 10)))
+
+
+def test_kinds_of_layers_see_the_draft() -> None:
+    """What a window hides of a level is told by the positions that `expand` gives its columns."""
+    spans = []
+
+    def forward(tokens: Tensor, states: Tensor, rows: DeviceRows) -> Tensor:
+        spans.append(rows.span_of(LayerKind({}, window=2)).visible.tolist())
+        return states
+
+    expand(
+        forward, lambda states: states, Operations(), torch.tensor([[0.0, 1.0]]), torch.tensor(9),
+        4, 1,
+    )  # fmt: skip
+    assert spans == [[[True]], [[True, True]], [[False, True, True]]]

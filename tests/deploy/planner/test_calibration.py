@@ -1,0 +1,292 @@
+"""Measuring a tiny chain: traces and costs, and plans that are simulated from them."""
+
+import json
+import logging
+import random
+from collections.abc import Callable, Hashable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from polybasic.chain.errors import UserError
+from polybasic.chain.formats.manifest import Flush, Ngram, Plan, Tree, read_manifest
+from polybasic.chain.formats.package import Part
+from polybasic.deploy import Chain, load_chain
+from polybasic.deploy import chain as runtime_module
+from polybasic.deploy.bench.running import bench_chain
+from polybasic.deploy.engine import Request
+from polybasic.deploy.graphs.capture import Graphs
+from polybasic.deploy.hardware import hardware_name
+from polybasic.deploy.planner.costs import _line, _mean, measure_costs
+from polybasic.deploy.planner.explanation import print_explanation
+from polybasic.deploy.planner.measurements import ABSENT, Measurements
+from polybasic.deploy.planner.run import plan_chain
+from polybasic.deploy.planner.simulation import simulate
+from polybasic.deploy.planner.traces import calibrate
+from polybasic.deploy.rounds.sampling import Sampling
+from polybasic.deploy.settings import BenchSettings, PlanGrid, PlanSettings
+
+NUM_TOKENS = 24
+GRID = PlanGrid(
+    depths=(1, 2, 3),
+    top_ks=(2,),
+    rows=(4, 7),
+    flush_lengths=(2, 4),
+    ngram_matches=(1,),
+    ngram_tokens=4,
+)
+GRID_TREE = Tree(depth=3, top_k=2, rows=7)
+FLUSH = {"target": Flush(length=4)}
+
+
+def prompts() -> list[tuple[str, list[int]]]:
+    drawn = random.Random(0)
+    return [("qa", [drawn.randrange(60) for _ in range(length)]) for length in (9, 1, 4, 12)]
+
+
+def measure(chain: Chain, temperature: float = 0.0) -> Measurements:
+    sampling = Sampling(temperature, seed=0)
+    return calibrate(
+        chain.engine, prompts(), frozenset(), NUM_TOKENS, sampling, GRID, lambda line: None
+    )
+
+
+@pytest.fixture
+def chain_folder(tiny_chain_parts: Any, tmp_path: Path) -> Path:
+    """Target, its 4-bit copy as intermediate, a head, and the copy as independent drafter."""
+    parts = tiny_chain_parts
+    parts.package(
+        tmp_path / "chain",
+        parts=[
+            Part("intermediate", "intermediate", "awq", parts.intermediate),
+            Part("draft", "drafter", "eagle2", parts.draft),
+            Part("copy", "drafter", "awq", parts.intermediate),
+        ],
+    )
+    return tmp_path / "chain"
+
+
+@pytest.fixture
+def chain(chain_folder: Path) -> Chain:
+    return load_chain(chain_folder, dtype="float32")
+
+
+def count_passes(chain: Chain, plan: Plan, sampling: Sampling) -> dict[str, int]:
+    """Passes of each member over all calibration prompts, the prefill left out."""
+    total: dict[str, int] = {}
+    for _, prompt in prompts():
+        request = Request(prompt, NUM_TOKENS, sampling, frozenset(), plan)
+        for _ in chain.engine.run(request):
+            pass
+        assert request.statistics is not None
+        for name, num in request.statistics.forward_passes.items():
+            total[name] = total.get(name, 0) + num
+    return total
+
+
+def test_simulated_passes_are_those_of_real_answers(chain: Chain) -> None:
+    measurements = measure(chain)
+    assert measurements.num_tokens == len(prompts()) * NUM_TOKENS
+    two_models = [
+        Plan(members=("target", "copy"), tree=Tree(depth=depth, top_k=2, rows=rows))
+        for depth in (1, 2, 3)
+        for rows in (4, 7)
+    ]
+    tree = Tree(depth=1, top_k=1, rows=5)
+    copied = Plan(members=("target",), tree=tree, ngram=Ngram(min_match=1, num_tokens=4))
+    counted = set()
+    for plan in (*two_models, copied):
+        real = count_passes(chain, plan, Sampling())
+        predicted = simulate(plan, measurements).passes
+        # Copies cut short by the end of an answer leave rows for others, which is not simulated.
+        tolerance = 1e-9 if plan.ngram is None else 0.03
+        for name, num in real.items():
+            found = predicted[name] * measurements.num_tokens
+            assert found == pytest.approx(num, rel=tolerance), plan
+        counted.add(real["target"])
+    assert len(counted) > 3, "the shapes must differ for their counts to mean something"
+    for members in (("target", "intermediate"), ("target", "intermediate", "copy")):
+        plan = Plan(members=members, tree=Tree(depth=2, top_k=2, rows=7), flush=FLUSH)
+        real = count_passes(chain, plan, Sampling())
+        predicted = simulate(plan, measurements).passes
+        # In a block the intermediate sees rows of its own, and blocks begin elsewhere.
+        for name, num in real.items():
+            assert predicted[name] * measurements.num_tokens == pytest.approx(num, rel=0.12), name
+
+
+def test_simulated_lengths_are_those_of_sampled_answers(chain: Chain) -> None:
+    measurements = measure(chain, temperature=1.0)
+    for rule in ("block", "token"):
+        flush = {"target": Flush(length=4, rule=rule)}
+        plan = Plan(members=("target", "intermediate"), tree=GRID_TREE, flush=flush)
+        passes = sum(
+            count_passes(chain, plan, Sampling(1.0, seed=seed))["target"] for seed in range(5)
+        )
+        real = 5 * measurements.num_tokens / passes
+        assert simulate(plan, measurements).tokens_per_pass["target"] == pytest.approx(
+            real, rel=0.15
+        )
+
+
+def test_traces_hold_the_targets_answers(chain: Chain) -> None:
+    greedy, sampled = measure(chain), measure(chain, temperature=1.0)
+    for trace in greedy.traces:
+        assert set(trace.probability["target"]) == {1.0}
+        assert set(trace.probability["intermediate"]) == {0.0, 1.0}
+        agrees = trace.probability["intermediate"] == 1
+        assert (
+            trace.confidence["intermediate"][agrees] == trace.own_confidence["intermediate"][agrees]
+        ).all()
+        own, given = (getattr(trace, name)["target"] for name in ("own_confidence", "confidence"))
+        assert (own == given).all()
+    assert all((trace.probability["target"] > 0).all() for trace in sampled.traces)
+    assert any((trace.probability["target"] < 0.9).any() for trace in sampled.traces)
+    ranks = greedy.traces[0].ranks["copy", "target"][2]
+    assert ranks.shape == (NUM_TOKENS, 3, 3)
+    assert (ranks[:, 0, 1:] == ABSENT).all(), "one level has no second one"
+    head = greedy.traces[0].ranks["draft", "target"][2]
+    found, guessed = ((one[:, 0, 0] < ABSENT).mean() for one in (ranks, head))
+    assert found > guessed + 0.2, "a copy of the target drafts well, a random head does not"
+    assert Measurements.from_json(json.loads(json.dumps(greedy.to_json()))).to_json() == (
+        greedy.to_json()
+    )
+
+
+def test_costs_are_measured_for_every_shape_of_the_grid(chain: Chain) -> None:
+    measurements = measure(chain)
+    assert set(measurements.passes) == {"target", "intermediate"}
+    assert {1, 4, 7} <= set(measurements.passes["target"].rows)
+    assert set(measurements.drafts) == {"draft", "copy"}
+    for drafter in measurements.drafts.values():
+        assert set(drafter.by_top_k) == {2}
+        assert drafter.at(3, 2) > drafter.at(1, 2) > 0
+    assert measurements.ngram_seconds > 0
+    assert measurements.shares_cache == {"target": "target", "intermediate": "target"}
+    assert measurements.drafters["copy"] == ("target", "intermediate")
+
+
+class SlowCaptures(Graphs):
+    """Runs functions in a second of a clock of its own, and in a hundred when they are new."""
+
+    def __init__(self, device: torch.device, enabled: bool) -> None:
+        super().__init__(device, enabled)
+        self.seconds, self.known = 0.0, set[Hashable]()
+
+    def run(self, key: Hashable, function: Callable[[], None], label: str | None = None) -> None:
+        is_new = key not in self.known
+        self.known.add(key)
+        self.counts.captures += is_new
+        self.seconds += 100 if is_new else 1
+        super().run(key, function, label)
+
+
+def test_rounds_of_graphs_are_timed_and_captures_are_not(
+    chain_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("POLYBASIC_KERNELS", "device")
+    monkeypatch.setattr("polybasic.deploy.engine.Graphs", SlowCaptures)
+    monkeypatch.setattr("polybasic.deploy.planner.costs.COST_TOKENS", 16)
+    engine = load_chain(chain_folder, dtype="float32").engine
+    graphs = engine.graphs
+    assert isinstance(graphs, SlowCaptures)
+    monkeypatch.setattr("time.perf_counter", lambda: graphs.seconds)
+    given = [prompt for _, prompt in prompts() if len(prompt) > 1]
+    costs = measure_costs(engine, given, frozenset(), Sampling(), GRID)
+    assert graphs.counts.captures > 10
+    # a graph each for draft, tree and block; a draft by n-grams is none
+    for found in (costs.trees, costs.blocks, costs.levels):
+        assert found
+        assert {one for seconds in found.values() for one in seconds} == {1.0}
+    assert set(costs.copies) == {0.0}
+    assert {rows for name, rows in costs.trees if name == "target"} >= {1, *GRID.rows}
+
+
+@pytest.mark.parametrize(
+    ("by_depth", "line"),
+    [
+        ({1: 3.0, 3: 7.0}, (3.0, 2.0)),
+        ({4: 8.0}, (2.0, 2.0)),
+        ({1: 5.0, 3: 3.0}, (3.0, 3.0)),  # noise: deeper cannot be cheaper
+    ],
+)
+def test_draft_costs_are_a_line_over_depth(
+    by_depth: dict[int, float], line: tuple[float, float]
+) -> None:
+    assert _line(by_depth) == pytest.approx(line)
+
+
+def test_means_leave_out_what_disturbed_few_rounds() -> None:
+    assert _mean([1.0, 2.0, 6.0]) == 3
+    assert _mean([100.0, *[2.0] * 18, 0.0]) == 2
+
+
+@pytest.fixture
+def questions(tmp_path: Path) -> Path:
+    path = tmp_path / "questions.jsonl"
+    rows = [
+        {"question_id": number, "category": "qa", "turns": [text]}
+        for number, text in enumerate(("w1 w2 w3", "w4 w5", " ".join(["w1"] * 200)))
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_a_plan_is_chosen_written_run_and_reported(
+    tiny_chain: Path,
+    questions: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    settings = PlanSettings(prompts=str(questions), max_new_tokens=16, dtype="float32", grid=GRID)
+    lines: list[str] = []
+    planning = plan_chain(tiny_chain, settings, lines.append)
+    measured = planning.measured
+    assert len(planning.measurements.traces) == 2, "the third question is too long"
+    assert len(lines) == 4
+    chain = load_chain(tiny_chain, dtype="float32")
+    hardware = hardware_name(chain.engine.models.target.device)
+    assert read_manifest(tiny_chain).plan_for(hardware) == measured
+    assert chain.plan == measured.plan
+    members = {one.plan.members for one in (measured, *measured.others)}
+    full = ("target", "intermediate", "draft")
+    assert {("target",), ("target", "draft"), ("target", "intermediate"), full} <= members
+    seconds = [one.seconds_per_token for one in (*measured.others, measured)]
+    assert seconds[:-1] == sorted(seconds[:-1])
+    assert 0.98 * seconds[-1] < min(seconds)
+    console = Console(record=True, width=140)
+    print_explanation(measured.explanation, console)
+    assert measured.explanation["decision"] in " ".join(console.export_text().split())
+
+    systems = ("target", "ngram", "eagle2", "polybasic_full", "polybasic")
+    report = bench_chain(
+        tiny_chain,
+        BenchSettings(
+            prompts=str(questions), max_new_tokens=16, dtype="float32", repeats=1, systems=systems
+        ),
+    )
+    assert report["plan"]["predicted_seconds_per_token"] == measured.seconds_per_token
+    assert report["plan"]["explanation"] == measured.explanation
+    assert report["systems"]["polybasic_full"]["seconds_per_token"]["predicted"] in seconds
+    for system in report["systems"].values():
+        agreement = system["identical_to_target"]
+        assert (agreement["prompts"], agreement["identical"], agreement["near_ties"]) == (2, 2, 0)
+
+    caplog.set_level(logging.WARNING)
+    monkeypatch.setattr(runtime_module, "hardware_name", lambda device: "another machine")
+    elsewhere = load_chain(tiny_chain, dtype="float32")
+    assert elsewhere.plan == read_manifest(tiny_chain).plan
+    assert any(hardware in line and "polybasic plan" in line for line in caplog.messages)
+
+
+def test_refusals(tiny_chain: Path, questions: Path) -> None:
+    settings = PlanSettings(prompts=str(questions), max_new_tokens=128)
+    with pytest.raises(UserError, match="no prompt fits the context"):
+        plan_chain(tiny_chain, settings, lambda line: None)
+    systems = ("target", "draft_model")
+    with pytest.raises(UserError, match=r"without members: draft_model in bench\.systems"):
+        bench_chain(
+            tiny_chain, BenchSettings(prompts=str(questions), max_new_tokens=8, systems=systems)
+        )

@@ -1,0 +1,319 @@
+"""Windows in planning: what is measured under them, when they are taken, and what is said of it."""
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from polybasic.chain.errors import UserError
+from polybasic.chain.formats.manifest import Flush, Plan, Tree, Window, read_manifest
+from polybasic.chain.formats.package import Part
+from polybasic.deploy import Chain, load_chain
+from polybasic.deploy.bench.running import bench_chain
+from polybasic.deploy.engine import Request
+from polybasic.deploy.planner import costs as round_costs
+from polybasic.deploy.planner import windows as windowing
+from polybasic.deploy.planner.costs import MIN_SAMPLES, RoundCosts, compare_costs
+from polybasic.deploy.planner.explanation import decide, explain, print_explanation
+from polybasic.deploy.planner.measurements import DraftCosts, Measurements, PassCosts
+from polybasic.deploy.planner.run import plan_chain
+from polybasic.deploy.planner.search import choose_plan, choose_windows
+from polybasic.deploy.planner.simulation import simulate
+from polybasic.deploy.planner.traces import Calibration, answer_prompts, measure, trace_answer
+from polybasic.deploy.planner.windows import try_windows
+from polybasic.deploy.rounds.sampling import Sampling
+from polybasic.deploy.settings import BenchSettings, PlanGrid, PlanSettings
+from tests.deploy.traces import make_measurements, make_trace
+
+NUM_TOKENS = 20
+GRID = PlanGrid(
+    depths=(1, 3), top_ks=(2,), rows=(4, 7), flush_lengths=(2, 4), ngram_matches=(), windows=(16,)
+)
+WINDOW = Window(tokens=16)
+TREE = Tree(depth=3, top_k=2, rows=7)
+ALL = Plan(members=("target", "intermediate", "copy"), tree=TREE, flush={"target": Flush(length=4)})
+
+
+@pytest.fixture
+def chain(tiny_chain_parts: Any, tmp_path: Path) -> Chain:
+    """Target, its 4-bit copy as intermediate, and the copy as independent drafter."""
+    parts = tiny_chain_parts
+    parts.package(
+        tmp_path / "chain",
+        parts=[
+            Part("intermediate", "intermediate", "awq", parts.intermediate),
+            Part("copy", "drafter", "awq", parts.intermediate),
+        ],
+        plan=ALL,
+    )
+    return load_chain(tmp_path / "chain", dtype="float32")
+
+
+def prompts(lengths: tuple[int, ...] = (9, 1, 12)) -> list[tuple[str, list[int]]]:
+    drawn = random.Random(0)
+    return [("qa", [drawn.randrange(60) for _ in range(length)]) for length in lengths]
+
+
+def calibration_of(chain: Chain, grid: PlanGrid = GRID) -> Calibration:
+    sampling = Sampling(seed=0)
+    arguments = (prompts(), frozenset[int](), NUM_TOKENS, sampling, grid)
+    return answer_prompts(chain.engine, *arguments, lambda line: None)
+
+
+def count_passes(chain: Chain, plan: Plan) -> dict[str, int]:
+    """Passes of each member over all prompts, the prefill left out."""
+    total: dict[str, int] = {}
+    for _, prompt in prompts():
+        request = Request(prompt, NUM_TOKENS, Sampling(), frozenset(), plan)
+        for _ in chain.engine.run(request):
+            pass
+        assert request.statistics is not None
+        for name, num in request.statistics.forward_passes.items():
+            total[name] = total.get(name, 0) + num
+    return total
+
+
+def test_simulated_passes_under_windows_are_those_of_real_answers(chain: Chain) -> None:
+    calibration = calibration_of(chain)
+    whole = measure(calibration, lambda line: None)
+    two_models = Plan(members=("target", "copy"), tree=TREE)
+    for plan, windowed, tolerance in (
+        (two_models, ("copy",), 1e-9),
+        # in a block the intermediate sees rows of its own, and blocks begin elsewhere
+        (ALL, ("intermediate", "copy"), 0.15),
+    ):
+        windows = dict.fromkeys(windowed, WINDOW)
+        traces = [trace_answer(calibration, one, windows, (2,)) for one in calibration.answered]
+        measured = replace(whole, traces=traces, windows=windows)
+        narrow = plan.model_copy(update={"windows": windows})
+        predicted, real = simulate(narrow, measured).passes, count_passes(chain, narrow)
+        for name, num in real.items():
+            assert predicted[name] * measured.num_tokens == pytest.approx(num, rel=tolerance), name
+        assert real != count_passes(chain, plan), "the windows must matter"
+        with pytest.raises(UserError, match="windows were not measured"):
+            simulate(plan, measured)
+        with pytest.raises(UserError, match="windows were not measured"):
+            simulate(narrow, whole)
+
+
+def test_costs_are_compared_over_the_same_shapes(chain: Chain) -> None:
+    windows = [{"intermediate": WINDOW}, {"copy": WINDOW}]
+    two_models = Plan(members=("target", "copy"), tree=TREE)
+    found = compare_costs(
+        chain.engine, [prompts()[0][1]], [two_models, ALL], windows, frozenset(), Sampling()
+    )
+    # the intermediate runs in one of the plans, the copy in both
+    for innermost, pair in zip(({"intermediate"}, {"intermediate", "target"}), found, strict=True):
+        for costs in pair:
+            assert {name for name, _ in costs.trees} == innermost
+            assert {name for name, _ in costs.blocks} == {"target"}
+            assert set(costs.levels) == {("copy", 2, 3)}
+
+
+def fake_costs(ratios: dict[str, float]) -> Any:
+    """Stands for `compare_costs` on a machine where a window makes members cheaper."""
+    calls: list[list[dict[str, Window]]] = []
+
+    def compare(engine: Any, prompts: Any, plans: Any, windows: Any, *others: Any) -> Any:
+        calls.append([dict(one) for one in windows])
+        found = []
+        for one in windows:
+            without, with_windows = RoundCosts(), RoundCosts()
+            for name in ("intermediate", "copy"):
+                ratio = ratios[name] if name in one else 1.0
+                for costs, factor in ((without, 1.0), (with_windows, ratio)):
+                    if name == "intermediate":
+                        costs.trees[name, 4] += [factor] * MIN_SAMPLES
+                        costs.blocks[name, 7] += [3 * factor] * MIN_SAMPLES
+                    else:
+                        costs.levels[name, 2, 3] += [factor] * MIN_SAMPLES
+            found.append((without, with_windows))
+        return found
+
+    return compare, calls
+
+
+def machine(measurements: Measurements) -> Measurements:
+    """Known costs in the place of what this machine takes for such small models."""
+    rows = (1, 4, 7)
+    return replace(
+        measurements,
+        passes={
+            name: PassCosts(rows, tuple(seconds * (1 + one / 10) for one in rows))
+            for name, seconds in (("target", 2.0), ("intermediate", 1.0))
+        },
+        drafts={"copy": DraftCosts({2: (1.0, 1.0)})},
+    )
+
+
+def test_windows_are_tried_one_by_one_and_then_together(
+    chain: Chain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calibration = calibration_of(chain)
+    measured = machine(measure(calibration, lambda line: None))
+    choice = choose_plan(measured, GRID)
+    compare, calls = fake_costs({"intermediate": 0.05, "copy": 0.05})
+    monkeypatch.setattr(windowing, "compare_costs", compare)
+    lines: list[str] = []
+    found = try_windows(calibration, measured, choice, lines.append)
+    narrow = Window(tokens=16)
+    assert sorted(calls[0], key=str) == [{"copy": narrow}, {"intermediate": narrow}]
+    assert calls[1:] == [[{"copy": narrow, "intermediate": narrow}]]
+    assert lines == ["plan: windows of 16 tokens, beside the same plans without"]
+    best = found.best
+    assert best.plan.windows == dict.fromkeys(best.names[1:], narrow)
+    assert best.seconds_per_token < 0.9 * choice.best.seconds_per_token
+    explanation = explain(found, measured)
+    assert "sees the first 4 and the latest 16 tokens" in explanation["decision"]
+    assert any(one["is_taken"] for one in explanation["windows"])
+    console = Console(record=True, width=160)
+    print_explanation(json.loads(json.dumps(explanation)), console)
+    assert "copy: 4 + 16" in console.export_text()
+    # and the chosen plan answers as the target
+    alone = Plan(members=("target",), tree=TREE)
+    for _, prompt in prompts():
+        answers = [
+            [token for new in stream for token in new]
+            for stream in (
+                chain.stream_ids(prompt, NUM_TOKENS, Sampling(), plan)
+                for plan in (alone, best.plan)
+            )
+        ]
+        assert answers[0] == answers[1]
+
+
+def test_windows_that_save_nothing_are_left_out(
+    chain: Chain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calibration = calibration_of(chain)
+    measured = machine(measure(calibration, lambda line: None))
+    choice = choose_plan(measured, GRID)
+    compare, calls = fake_costs({"intermediate": 1.0, "copy": 1.0})
+    monkeypatch.setattr(windowing, "compare_costs", compare)
+    found = try_windows(calibration, measured, choice, lambda line: None)
+    assert len(calls) == 1
+    assert found.best == choice.best
+    assert found.window_trials
+    assert "; no windows: with the best, " in decide(found, measured)
+
+
+def test_texts_without_windows_are_measured_once(chain: Chain) -> None:
+    calibration = calibration_of(chain)
+    measured = measure(calibration, lambda line: None)
+    windows = {"copy": Window(tokens=25)}
+    traces = windowing._traces(calibration, measured, windows, (2,))
+    assert [one is other for one, other in zip(traces, measured.traces, strict=True)] == [
+        len(one) <= 25 for one in calibration.answered
+    ]
+    assert len({one is other for one, other in zip(traces, measured.traces, strict=True)}) == 2
+
+
+def test_short_texts_are_not_tried(chain: Chain) -> None:
+    for windows in ((), (NUM_TOKENS + 12, 64)):
+        grid = GRID.model_copy(update={"windows": windows})
+        calibration = calibration_of(chain, grid)
+        measured = machine(measure(calibration, lambda line: None))
+        choice = choose_plan(measured, grid)
+        assert try_windows(calibration, measured, choice, pytest.fail) is choice
+        said = "; no windows: planning prompts with answers have at most 32 tokens"
+        assert decide(choice, measured).endswith(said) == bool(windows)
+
+
+def test_too_few_rounds_are_no_measurement(chain: Chain) -> None:
+    measured = machine(measure(calibration_of(chain), lambda line: None))
+    for name in ("intermediate", "copy"):
+        compare, _ = fake_costs({"intermediate": 0.5, "copy": 0.5})
+        ((without, with_windows),) = compare(None, [], [], [{name: WINDOW}])
+        costs = windowing._costs(measured, {name: WINDOW}, without, with_windows, (2,))
+        assert costs is not None
+        if name == "intermediate":
+            assert costs["passes"][name].seconds == tuple(
+                one / 2 for one in measured.passes[name].seconds
+            )
+        else:
+            assert costs["drafts"][name].by_top_k == {2: (0.5, 0.5)}
+        assert windowing._costs(measured, {name: WINDOW}, without, RoundCosts(), (2,)) is None
+
+
+def windowed(measured: Measurements, share: float, *names: str) -> Measurements:
+    """The same where a window makes these members' passes and drafts take a share."""
+
+    def scaled(costs: PassCosts) -> PassCosts:
+        return PassCosts(costs.rows, tuple(share * one for one in costs.seconds))
+
+    passes = {name: scaled(one) if name in names else one for name, one in measured.passes.items()}
+    drafts = {
+        name: DraftCosts({k: (share * a, share * b) for k, (a, b) in one.by_top_k.items()})
+        if name in names
+        else one
+        for name, one in measured.drafts.items()
+    }
+    windows = dict.fromkeys(names, WINDOW)
+    return replace(measured, passes=passes, drafts=drafts, windows=windows)
+
+
+@pytest.mark.parametrize(("share", "is_taken"), [(0.5, True), (0.97, False), (1.5, False)])
+def test_a_window_must_save_enough(share: float, is_taken: bool) -> None:
+    chance = np.random.default_rng(0)
+    agrees = (chance.random(60) < 0.9).astype(float).tolist()
+    accepted = {"a": [2, 1, 0] * 20, "b": [2, 1, 0] * 20}
+    measured = make_measurements(make_trace({"a": [1.0] * 60, "b": agrees}, accepted))
+    grid = PlanGrid(depths=(2, 4), top_ks=(1,), rows=(4,), flush_lengths=(2, 4), ngram_matches=())
+    choice = choose_plan(measured, grid)
+    found = choose_windows(choice, [windowed(measured, share, "draft")], grid)
+    assert [one.names for one in found.by_members] == [one.names for one in choice.by_members]
+    for one in found.by_members:
+        takes = is_taken and "draft" in one.names
+        assert one.plan.windows == ({"draft": WINDOW} if takes else {})
+    trials = [one for one in found.window_trials if one.is_taken]
+    assert bool(trials) == is_taken
+    # a second window that adds nothing is left out
+    both = [windowed(measured, share, "draft"), windowed(measured, share, "draft", "b")]
+    both[1] = replace(both[1], passes=both[0].passes)
+    again = choose_windows(choice, both, grid)
+    assert [one.plan.windows for one in again.by_members] == [
+        one.plan.windows for one in found.by_members
+    ]
+
+
+def test_a_plan_with_windows_is_written_and_run(
+    tiny_chain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    questions = tmp_path / "questions.jsonl"
+    row = {"question_id": 1, "category": "qa", "turns": ["w1 w2 w3 w4 w5"]}
+    questions.write_text(json.dumps(row) + "\n")
+    settings = PlanSettings(prompts=str(questions), max_new_tokens=16, dtype="float32", grid=GRID)
+    # a machine on which windows make everything free, however few rounds an answer has
+    monkeypatch.setattr(round_costs, "MIN_SAMPLES", 1)
+    monkeypatch.setattr(windowing, "_scaled", lambda costs, rows, ratios: next_to_nothing(costs))
+    monkeypatch.setattr(windowing, "_draft_ratio", lambda *others: 1e-3)
+    measured = plan_chain(tiny_chain, settings, lambda line: None).measured
+    plans = [one.plan for one in (measured, *measured.others) if len(one.plan.members) > 1]
+    assert any(plan.windows for plan in plans)
+    manifest = read_manifest(tiny_chain)
+    assert manifest.plans == (measured,)
+    assert "(sees 4 + 16)" in (tiny_chain / "README.md").read_text()
+    chain = load_chain(tiny_chain, dtype="float32")
+    expected = chain.generate("w1 w2", max_new_tokens=40, members=["target"]).token_ids
+    for plan in plans:
+        assert chain.generate("w1 w2", max_new_tokens=40, plan=plan).token_ids == expected
+    bench = BenchSettings(
+        prompts=str(questions),
+        max_new_tokens=24,
+        dtype="float32",
+        repeats=1,
+        systems=("target", "eagle2", "polybasic_full"),
+    )
+    systems = bench_chain(tiny_chain, bench)["systems"]
+    assert any("(sees 4 + 16)" in one["shown_plan"] for one in systems.values())
+    for one in systems.values():
+        assert one["identical_to_target"]["identical"] == 1
+
+
+def next_to_nothing(costs: PassCosts) -> PassCosts:
+    return PassCosts(costs.rows, tuple(one / 1000 for one in costs.seconds))

@@ -1,0 +1,344 @@
+"""The output law of chains of tables, through every outcome, equals the target's in every entry.
+
+Exact, in fractions; `tests/deploy/tables.py` tells how. Each negative control breaks one thing
+and must be seen.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+import pytest
+import torch
+
+from polybasic.chain.formats.manifest import AdaptiveFlush, Flush, Rule
+from polybasic.deploy.rounds import stages, verification
+from polybasic.deploy.rounds.flushing import AdaptiveFlushing
+from polybasic.deploy.rounds.sampling import Prefixes, Probabilities, Sampling, make_sampler
+from polybasic.deploy.rounds.stages import Block, TreeStage
+from polybasic.deploy.rounds.warping import process_logits
+from tests.deploy.tables import (
+    Case,
+    EnumeratingSampler,
+    Outcomes,
+    TableVerifier,
+    Wiring,
+    build,
+    generate,
+    output_law,
+    rational,
+    rows_of,
+    target_law,
+)
+
+RULES: tuple[Rule, ...] = ("block", "token")
+ADAPTIVE = AdaptiveFlush(break_even=0.5, acceptance=(0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9))
+PENALTIES = Sampling(
+    1.0, repetition_penalty=1.6, presence_penalty=0.9, frequency_penalty=0.8, logit_bias={0: 0.5}
+)
+
+
+def flush(length: int, rule: Rule, adaptive: AdaptiveFlush | None = None) -> Flush:
+    return Flush(length=length, rule=rule, adaptive=adaptive)
+
+
+def case(*flushes: Flush, num_tokens: int, **others: Any) -> Case:
+    """Tables that agree now and then."""
+    return Case(flushes, num_tokens, **{"seed": 5, "likeness": 2, **others})
+
+
+ONE_LEVEL = [case(num_tokens=5), case(num_tokens=4, vocab_size=3)]
+TWO_LEVELS = [
+    case(flush(length, rule), num_tokens=5, caches=caches)
+    for rule in RULES
+    for length in (1, 2, 4)
+    for caches in (None, (0, 1))
+]
+THREE_LEVELS = [
+    case(flush(length, rules[0]), flush(2, rules[1]), num_tokens=4, caches=caches)
+    for rules in itertools.product(RULES, repeat=2)
+    for length in (1, 3)
+    for caches in (None, (0, 1, 2), (0, 0, 1), (0, 1, 1))
+]
+FOUR_LEVELS = [
+    case(flush(4, "block"), flush(2, "token"), flush(1, "block"), num_tokens=4),
+    case(
+        flush(3, "token"), flush(2, "block"), flush(1, "token"), num_tokens=4, caches=(0, 0, 1, 1)
+    ),
+    case(
+        flush(2, "block"), flush(2, "block"), flush(2, "token"), num_tokens=4, caches=(0, 1, 1, 2)
+    ),
+]
+OTHERS = [
+    case(flush(2, "block"), num_tokens=4, vocab_size=3),
+    case(flush(2, "token"), num_tokens=4, vocab_size=3, caches=(0, 1)),
+    case(flush(2, "block"), num_tokens=5, stop_tokens=frozenset({1})),
+    case(flush(3, "token"), num_tokens=5, stop_tokens=frozenset({0}), caches=(0, 1)),
+    case(
+        flush(3, "block"),
+        flush(2, "block"),
+        num_tokens=4,
+        vocab_size=3,
+        stop_tokens=frozenset({0, 2}),
+        caches=(0, 1, 2),
+    ),
+    case(
+        flush(3, "token"), flush(2, "block"), num_tokens=5, stop_tokens=frozenset({1}), seed=1,
+        caches=(0, 0, 1),
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "case", [*ONE_LEVEL, *TWO_LEVELS, *THREE_LEVELS, *FOUR_LEVELS, *OTHERS], ids=str
+)
+def test_output_law_is_the_targets(case: Case) -> None:
+    assert output_law(case) == target_law(case)
+
+
+@pytest.mark.parametrize("caches", [(0, 1, 0), (0, 1, 1, 0)])
+def test_cache_shared_past_a_model_between_is_detected(caches: tuple[int, ...]) -> None:
+    # The model between does not see that its neighbours' rows are overwritten.
+    flushes = [flush(2, "block")] * (len(caches) - 1)
+    with pytest.raises(AssertionError):
+        output_law(case(*flushes, num_tokens=5, caches=caches))
+
+
+def test_block_rule_accepts_more_than_token_rule() -> None:
+    def expected_tokens(rule: Rule) -> Fraction:
+        outcomes, expected = Outcomes(), Fraction(0)
+        one = Case((flush(3, rule),), 4)
+        for _ in outcomes.runs():
+            root, _ = build(one, EnumeratingSampler(outcomes, one))
+            root.prefill(list(one.prompt))
+            expected += outcomes.probability * len(root.propose(1, one.num_tokens).tokens)
+        return expected
+
+    assert expected_tokens("block") > expected_tokens("token")
+
+
+# What is wrong between the models
+
+
+def bonus_from_below(p_row: Any, q_row: Any, weight: Any) -> Any:
+    return q_row
+
+
+def residual_without_weight(p_row: Any, q_row: Any, weight: Any) -> Any:
+    positive = (p_row - q_row).clip(0)
+    return positive / positive.sum() if positive.sum() > 0 else p_row
+
+
+def target_itself(p_row: Any, q_row: Any, weight: Any) -> Any:
+    return p_row
+
+
+@pytest.mark.parametrize(
+    "wrong_residual", [bonus_from_below, residual_without_weight, target_itself]
+)
+def test_wrong_residuals_are_detected(
+    wrong_residual: Callable[[Any, Any, Any], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = Case((flush(2, "block"),), 4, vocab_size=3, seed=1)
+    monkeypatch.setattr(verification, "residual", wrong_residual)
+    assert output_law(one) != target_law(one)
+
+
+class BonusFromBelow(TableVerifier):
+    """A target whose last row, from which the token behind a whole block is drawn, is another's."""
+
+    def logits(self, states: torch.Tensor) -> Any:
+        rows = super().logits(states)
+        rows[-1] = rows_of(self.case, 1, [self.prefixes[int(states[-1, 0])]])[0]
+        return rows
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_bonus_token_from_the_intermediate_is_detected(rule: Rule) -> None:
+    one = case(flush(2, rule), num_tokens=4)
+    assert output_law(one, Wiring(target=BonusFromBelow)) != target_law(one)
+
+
+class FlattenedProposals(EnumeratingSampler):
+    """Hands up other distributions than the block was drawn from."""
+
+    def join(self, parts: Any) -> Probabilities:
+        rows = super().join(parts).values
+        return Probabilities(rows / 2 + Fraction(1, 2 * rows.shape[1]))
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_wrong_proposal_distribution_is_detected(rule: Rule) -> None:
+    one = Case((flush(2, rule),), 3)
+    assert output_law(one, Wiring(FlattenedProposals)) != target_law(one)
+
+
+# Warping
+
+WARPERS = {
+    "temperature": Sampling(0.6),
+    "top_k": Sampling(1.0, top_k=2),
+    "top_p": Sampling(1.0, top_p=0.7),
+    "min_p": Sampling(1.0, min_p=0.3),
+    "repetition": Sampling(1.0, repetition_penalty=1.6),
+    "presence": Sampling(1.0, presence_penalty=1.2),
+    "frequency": Sampling(1.0, frequency_penalty=0.9),
+    "bias": Sampling(1.0, logit_bias={0: -1.0, 2: 1.5}),
+    "all": Sampling(
+        0.8,
+        top_k=2,
+        top_p=0.9,
+        min_p=0.1,
+        repetition_penalty=1.3,
+        presence_penalty=0.5,
+        frequency_penalty=-0.4,
+        logit_bias={1: 0.7},
+    ),
+}
+WARPED = [
+    case(num_tokens=4, vocab_size=3),
+    case(flush(2, "block"), num_tokens=3, vocab_size=3, stop_tokens=frozenset({2})),
+    case(flush(2, "token"), num_tokens=3, vocab_size=3, caches=(0, 1)),
+    case(flush(2, "token"), flush(1, "block"), num_tokens=3, vocab_size=3, caches=(0, 0, 1)),
+]
+
+
+@pytest.mark.parametrize("one", WARPED, ids=str)
+@pytest.mark.parametrize("warper", WARPERS)
+def test_output_law_is_the_warped_targets(warper: str, one: Case) -> None:
+    warped = dataclasses.replace(one, sampling=WARPERS[warper])
+    law = target_law(warped)
+    assert law != target_law(dataclasses.replace(one, sampling=Sampling(1.0)))
+    assert output_law(warped) == law
+
+
+class ShiftedPrefixes(EnumeratingSampler):
+    """The last token before each draw is overlooked."""
+
+    def distributions(self, logits: Any, prefixes: Prefixes) -> Probabilities:
+        whole = [[*prefixes.sequence, *suffix] for suffix in prefixes.suffixes]
+        return super().distributions(logits, Prefixes([], [tokens[:-1] for tokens in whole]))
+
+
+class OtherRows(EnumeratingSampler):
+    """Rows get the suffixes of others."""
+
+    def distributions(self, logits: Any, prefixes: Prefixes) -> Probabilities:
+        turned = [*prefixes.suffixes[1:], prefixes.suffixes[0]]
+        return super().distributions(logits, Prefixes(prefixes.sequence, turned))
+
+
+class SequenceAlone(EnumeratingSampler):
+    """What was proposed since the last round is overlooked."""
+
+    def distributions(self, logits: Any, prefixes: Prefixes) -> Probabilities:
+        without = Prefixes(prefixes.sequence, [[] for _ in prefixes.suffixes])
+        return super().distributions(logits, without)
+
+
+class PromptIsLonger(EnumeratingSampler):
+    """The first token of the answer counts as prompt."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.num_prompt_tokens += 1
+
+
+@pytest.mark.parametrize("sampler", [ShiftedPrefixes, OtherRows, SequenceAlone, PromptIsLonger])
+@pytest.mark.parametrize("one", WARPED, ids=str)
+def test_wrong_prefixes_are_detected(one: Case, sampler: type[EnumeratingSampler]) -> None:
+    penalised = dataclasses.replace(one, sampling=PENALTIES)
+    assert output_law(penalised, Wiring(sampler)) != target_law(penalised)
+
+
+class UnwarpedProposals(EnumeratingSampler):
+    """Verifies a block as if it had been drawn from distributions without warping."""
+
+    def distributions(self, logits: Any, prefixes: Prefixes) -> Probabilities:
+        rows = super().distributions(logits, prefixes)
+        rows.unwarped = rational(logits.softmax(-1))  # type: ignore[attr-defined]
+        return rows
+
+    def take(self, rows: Any, chosen: list[int]) -> Probabilities:
+        return super().take(Probabilities(rows.unwarped), chosen)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("warper", ["temperature", "top_k", "repetition", "all"])
+def test_unwarped_proposal_distribution_is_detected(warper: str, rule: Rule) -> None:
+    one = case(flush(2, rule), num_tokens=3, vocab_size=3, sampling=WARPERS[warper])
+    assert output_law(one, Wiring(UnwarpedProposals)) != target_law(one)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    "flushes",
+    [(), (flush(3, "block"),), (flush(4, "token", ADAPTIVE), flush(2, "block"))],
+    ids=len,
+)
+def test_greedy_answer_is_the_targets(flushes: tuple[Flush, ...], seed: int) -> None:
+    sampling = dataclasses.replace(PENALTIES, temperature=0.0)
+    one = case(*flushes, num_tokens=9, vocab_size=3, seed=seed, sampling=sampling)
+    expected: list[int] = []
+    for _ in range(one.num_tokens):
+        tokens = [*one.prompt, *expected]
+        logits = rows_of(one, 0, [tuple(tokens)])
+        logits = process_logits(logits, sampling, Prefixes(tokens, [[]]), len(one.prompt))
+        expected.append(int(logits.argmax()))
+    assert generate(one, make_sampler(sampling, torch.device("cpu"), len(one.prompt))) == expected
+
+
+# Adaptive flushing
+
+ADAPTED = [
+    case(flush(3, "block", ADAPTIVE), num_tokens=5),
+    case(flush(3, "token", ADAPTIVE), num_tokens=5, caches=(0, 1)),
+    case(flush(4, "block", ADAPTIVE), num_tokens=5, vocab_size=2, stop_tokens=frozenset({1})),
+    case(flush(3, "block", ADAPTIVE), flush(2, "token", ADAPTIVE), num_tokens=4),
+    case(flush(3, "token", ADAPTIVE), flush(2, "block"), num_tokens=4, caches=(0, 1, 1)),
+    case(flush(3, "block", ADAPTIVE), num_tokens=4, vocab_size=3, sampling=WARPERS["all"]),
+]
+
+
+@pytest.mark.parametrize("case", ADAPTED, ids=str)
+def test_output_law_with_adaptive_flushing_is_the_targets(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decisions: set[bool] = set()
+
+    class Recorded(AdaptiveFlushing):
+        """Keeps the decisions on blocks that may still grow."""
+
+        def begin_block(self) -> None:
+            self.num_tokens = 0
+            super().begin_block()
+
+        def wants_more(self, probabilities: list[float]) -> bool:
+            self.num_tokens += len(probabilities)
+            decision = super().wants_more(probabilities)
+            if self.num_tokens < case.flushes[0].length:
+                decisions.add(decision)
+            return decision
+
+    monkeypatch.setattr(stages, "AdaptiveFlushing", Recorded)
+    assert output_law(case) == target_law(case)
+    assert decisions == {True, False}
+
+
+class PeekingTreeStage(TreeStage):
+    """Ends its block before a token that it finds unlikely: that token decides on itself."""
+
+    def propose(self, *arguments: Any) -> Block:
+        block = super().propose(*arguments)
+        last = len(block.tokens) - 1
+        if last < 0 or block.distributions.values[last, block.tokens[last]] >= Fraction(1, 2):
+            return block
+        return Block(block.tokens[:last], Probabilities(block.distributions.values[:last]))
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_block_that_ends_by_the_token_behind_it_is_detected(rule: Rule) -> None:
+    one = case(flush(2, rule), num_tokens=4, caches=(0, 1))
+    assert output_law(one, Wiring(tree_stage=PeekingTreeStage)) != target_law(one)

@@ -1,0 +1,301 @@
+"""The joint law of a chain's first three tokens, counted over 200,000 answers of small real models.
+
+Float32 models with random weights, all warpers, two chains: three members (the target, another
+model that shares its cache, a head) and four (between them a narrower model with a cache of its
+own; token rule with adaptive flushing over block rule). The exact law comes from the target's
+decoder alone, prefix by prefix, without caches, stages or batches.
+
+The test: Pearson's chi-square at significance 1e-4 over the 35 answers that are possible; cells
+that expect fewer than 10 answers would be pooled into one. A chain that is right fails with one
+set of seeds in 10,000, and the seeds are fixed. A law at a total variation distance of 0.0105 from
+the target's is rejected with a probability of at least 0.99 (0.996 as simulated; 0.986 at 0.010):
+`test_power` takes the direction with the least noncentrality, in which half of the mass grows and
+half shrinks by one factor. The counted total variation itself must stay below its mean plus four
+standard deviations, as simulated for the exact law.
+
+An answer costs about 0.25 ms, because `tests/deploy/small_chains.py` computes every pass once.
+Each has a seed and a sampler of its own, as each request to the engine has: that is 3 % of it.
+"""
+
+import dataclasses
+import functools
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from polybasic.chain.formats.manifest import AdaptiveFlush, Flush, Plan, Tree, Window
+from polybasic.chain.kernels.torch.attend import attend_causally
+from polybasic.chain.model.decoder import Decoder
+from polybasic.deploy.engine import Request
+from polybasic.deploy.rounds import verification
+from polybasic.deploy.rounds.cache import KeyValueCache
+from polybasic.deploy.rounds.sampling import Prefixes, Probabilities, Sampling
+from polybasic.deploy.rounds.warping import warp
+from tests.deploy.small_chains import (
+    CPU,
+    VOCAB_SIZE,
+    RememberedChain,
+    RememberedVerifier,
+    RememberingSampler,
+    SmallChain,
+    Weights,
+    small_chain,
+    small_config,
+)
+
+NUM_ANSWERS = 200_000
+FEWER_ANSWERS = 10_000
+SIGNIFICANCE = 1e-4
+LEAST_EXPECTED = 10
+DETECTED_DISTANCE = 0.0105
+"""Total variation distance that is detected with probability 0.99."""
+
+PROMPT = [3, 1, 4, 1]
+SAMPLING = Sampling(
+    0.8,
+    top_k=5,
+    top_p=0.95,
+    min_p=0.01,
+    repetition_penalty=1.2,
+    presence_penalty=0.3,
+    frequency_penalty=0.2,
+    logit_bias={2: 0.5},
+)
+TREE = Tree(depth=2, top_k=2, rows=4)
+ADAPTIVE = AdaptiveFlush(break_even=0.25, acceptance=(0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9))
+
+pytestmark = pytest.mark.slow
+
+
+@functools.cache
+def chain_of(num_members: int) -> SmallChain:
+    config = small_config(num_layers=2, hidden_size=32)
+    decoders = {
+        "target": Weights(1).decoder(config),
+        "intermediate": Weights(1, noise=0.4).decoder(config),
+    }
+    flush = {"target": Flush(length=2, rule="block")}
+    if num_members == 4:
+        decoders["small"] = Weights(3).decoder(small_config(num_layers=1, hidden_size=16))
+        flush = {
+            "target": Flush(length=3, rule="token", adaptive=ADAPTIVE),
+            "intermediate": Flush(length=2, rule="block"),
+        }
+    members = (*decoders, "draft")
+    head = Weights(9).head(decoders[members[-2]])
+    plan = Plan(members=members, tree=TREE, flush=flush)
+    # a block of three may stand in the one, two tokens and the one behind them fill the other
+    num_tokens = 7 - num_members
+    return small_chain(decoders, head, plan, SAMPLING, PROMPT, num_tokens)
+
+
+@functools.cache
+def exact_law() -> Any:
+    """Probabilities [V * V * V] of the first three tokens."""
+    decoder = chain_of(3).engine.models.target
+    law = np.ones(1)
+    for length in range(3):
+        rows = [next_row(decoder, [*PROMPT, *tokens]) for tokens in np.ndindex((6,) * length)]
+        law = (law[:, None] * np.array(rows, dtype=np.float64)).reshape(-1)
+    return law / law.sum()
+
+
+@torch.inference_mode()
+def next_row(decoder: Decoder, tokens: list[int]) -> list[float]:
+    """The warped distribution behind `tokens`, read in one go into an empty cache."""
+    config = decoder.config
+    cache = KeyValueCache(config, config.num_layers, len(tokens), torch.float32, CPU)
+    attend = attend_causally(0, len(tokens))
+    states = decoder.forward(torch.tensor(tokens), cache.layers, attend)
+    logits = decoder.logits(states[-1:])
+    return warp(logits, SAMPLING, Prefixes(tokens, [[]]), len(PROMPT))[0].tolist()
+
+
+@torch.inference_mode()
+def count(
+    remembered: RememberedChain,
+    num_answers: int,
+    sampler: type[RememberingSampler] = RememberingSampler,
+) -> Any:
+    """Answers [V * V * V] to the seeds from 0 on, by their first three tokens."""
+    chain, memory = remembered.chain, remembered.memory
+    answers = Counter(
+        remembered.answer(sampler(chain, memory, seed)) for seed in range(num_answers)
+    )
+    counts = np.zeros((VOCAB_SIZE,) * 3, dtype=np.int64)
+    for tokens, number in answers.items():
+        counts[tokens] = number
+    return counts.reshape(-1)
+
+
+def pooled(counts: Any, expected: Any) -> tuple[Any, Any]:
+    """[..., cells]: those that expect too few answers as one, which comes last."""
+    few = expected < LEAST_EXPECTED
+    together = counts[..., few].sum(-1, keepdims=True)
+    return (
+        np.concatenate([counts[..., ~few], together], -1),
+        np.append(expected[~few], expected[few].sum()),
+    )
+
+
+def p_values(counts: Any, law: Any) -> Any:
+    """Of Pearson's chi-square, for each row of counts [..., cells]; 0 for what is impossible."""
+    is_impossible = (counts[..., law == 0] > 0).any(-1)
+    counts, expected = pooled(counts, law * counts.sum(-1).flat[0])
+    if expected[-1] == 0:
+        counts, expected = counts[..., :-1], expected[:-1]
+    chi_square = ((counts - expected) ** 2 / expected).sum(-1)
+    half_freedom = torch.tensor((len(expected) - 1) / 2, dtype=torch.float64)
+    tail = torch.special.gammaincc(half_freedom, torch.tensor(chi_square / 2))
+    return np.where(is_impossible, 0.0, tail.numpy())
+
+
+def distance(counts: Any, law: Any) -> Any:
+    """Total variation between counted shares [..., cells] and a law."""
+    return np.abs(counts / counts.sum(-1, keepdims=True) - law).sum(-1) / 2
+
+
+# The test itself
+
+
+def test_tail_of_the_chi_square() -> None:
+    # 5 % and 0.1 % points of the tables: 3.841 and 10.828 with 1 degree of freedom
+    law = np.array([0.5, 0.5])
+    for chi_square, tail in ((3.841, 0.05), (10.828, 0.001)):
+        shift = (chi_square * 10_000) ** 0.5 / 2
+        found = p_values(np.array([5000 + shift, 5000 - shift]), law)
+        assert found == pytest.approx(tail, rel=1e-3)
+    assert p_values(np.array([50, 49, 1]), np.array([0.5, 0.5, 0.0])) == 0
+
+
+def test_power() -> None:
+    law, numbers = exact_law(), np.random.default_rng(0)
+    assert (p_values(numbers.multinomial(NUM_ANSWERS, law, size=2000), law) < 0.01).mean() < 0.02
+    half = np.zeros(len(law), dtype=bool)
+    for cell in np.argsort(-law):
+        half[cell] = law[half].sum() + law[cell] <= 0.5
+    mass = law[half].sum()
+    assert abs(mass - 0.5) < 0.01
+    factors = np.where(half, 1 + DETECTED_DISTANCE / mass, 1 - DETECTED_DISTANCE / (1 - mass))
+    other = law * factors
+    assert np.abs(other - law).sum() / 2 == pytest.approx(DETECTED_DISTANCE)
+    rejected = p_values(numbers.multinomial(NUM_ANSWERS, other, size=2000), law) < SIGNIFICANCE
+    assert rejected.mean() >= 0.99
+    # a direction that is easier to see: one cell alone
+    other = (1 - 2 * DETECTED_DISTANCE) * law + 2 * DETECTED_DISTANCE * np.eye(len(law))[-1]
+    assert (p_values(numbers.multinomial(NUM_ANSWERS, other, size=100), law) < SIGNIFICANCE).all()
+
+
+# The chains
+
+
+@pytest.mark.parametrize("num_members", [3, 4])
+def test_memory_changes_no_token(num_members: int) -> None:
+    chain = chain_of(num_members)
+    remembered = RememberedChain(chain)
+    for seed in range(300):
+        with torch.inference_mode():
+            sampler = RememberingSampler(chain, remembered.memory, seed)
+            found = remembered.answer(sampler)
+        assert found == chain.answer(seed)
+
+
+@pytest.mark.parametrize("num_members", [3, 4])
+def test_law_of_the_answers_is_the_targets(num_members: int) -> None:
+    law = exact_law()
+    counts = count(RememberedChain(chain_of(num_members)), NUM_ANSWERS)
+    assert counts.sum() == NUM_ANSWERS
+    assert p_values(counts, law) >= SIGNIFICANCE
+    usual = distance(np.random.default_rng(0).multinomial(NUM_ANSWERS, law, size=2000), law)
+    assert distance(counts, law) <= usual.mean() + 4 * usual.std()
+
+
+def test_law_stays_the_targets_where_others_see_a_part_of_the_context() -> None:
+    chain = chain_of.__wrapped__(3)  # its models are nobody else's
+    windows = dict.fromkeys(chain.plan.members[1:], Window(tokens=2, sinks=1))
+    plan = chain.plan.model_copy(update={"windows": windows})
+    chain = dataclasses.replace(chain, plan=plan)
+    request = Request(PROMPT, chain.num_tokens, SAMPLING, (), plan)
+    chain.engine.stages(request)  # hands the windows out
+    assert p_values(count(RememberedChain(chain), FEWER_ANSWERS), exact_law()) >= SIGNIFICANCE
+    chain.engine.verifiers["target"].window = windows["intermediate"]
+    assert p_values(count(RememberedChain(chain), 1000), exact_law()) < SIGNIFICANCE
+
+
+# What is wrong is rejected, by fewer answers
+
+
+class UnwarpedProposals(RememberingSampler):
+    """Draws blocks from warped distributions and verifies them as if from unwarped ones."""
+
+    def distributions(self, logits: Any, prefixes: Prefixes) -> Probabilities:
+        rows = super().distributions(logits, prefixes)
+        unwarped = torch.stack([self.memory.logits[row] for row in logits.tolist()]).softmax(-1)
+        rows.unwarped = unwarped  # type: ignore[attr-defined]
+        return rows
+
+    def take(self, rows: Any, chosen: list[int]) -> Probabilities:
+        return super().take(Probabilities(rows.unwarped), chosen)
+
+
+class UnnormalisedResidual(RememberingSampler):
+    """Draws by inversion from what is left of p - q, as if it summed to 1."""
+
+    def _categorical(self, rows: Tensor) -> list[int]:
+        uniform = torch.rand(len(rows), 1, generator=self.generator)
+        drawn = torch.searchsorted(rows.cumsum(-1), uniform, right=True)
+        return drawn.clamp(max=VOCAB_SIZE - 1).squeeze(1).tolist()
+
+
+class BonusFromBelow(RememberedVerifier):
+    """A target whose last row, from which the token behind a whole block is drawn, is another's."""
+
+    below: RememberedVerifier
+
+    def logits(self, states: Any) -> Any:
+        _, seen, token = list(self.memory.numbers)[states[-1]]
+        return np.append(states[:-1], self.below.number_of(seen, token))
+
+
+def test_unwarped_proposal_distributions_are_rejected() -> None:
+    counts = count(RememberedChain(chain_of(3)), FEWER_ANSWERS, UnwarpedProposals)
+    assert p_values(counts, exact_law()) < SIGNIFICANCE
+
+
+def test_missing_renormalisation_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verification, "residual", lambda p, q, weight: (weight * p - q).clip(0))
+    counts = count(RememberedChain(chain_of(3)), FEWER_ANSWERS, UnnormalisedResidual)
+    assert p_values(counts, exact_law()) < SIGNIFICANCE
+
+
+def test_bonus_token_from_the_intermediate_is_rejected() -> None:
+    remembered = RememberedChain(chain_of(3))
+    target, below = remembered.verifiers
+    remembered.verifiers[0] = BonusFromBelow(target.real, target.cache, target.memory)
+    remembered.verifiers[0].below = below
+    assert p_values(count(remembered, FEWER_ANSWERS), exact_law()) < SIGNIFICANCE
+
+
+def test_the_right_sampler_passes_with_as_few_answers() -> None:
+    counts = count(RememberedChain(chain_of(3)), FEWER_ANSWERS)
+    assert p_values(counts, exact_law()) >= SIGNIFICANCE
+
+
+def test_cache_is_shared_by_neighbours_only() -> None:
+    # With a model of another shape between them, one would overwrite the other's rows unseen.
+    config, other = small_config(2, 32), small_config(1, 16)
+    decoders = {
+        "target": Weights(1).decoder(config),
+        "second": Weights(2).decoder(config),
+        "third": Weights(3).decoder(other),
+        "fourth": Weights(4).decoder(config),
+    }
+    plan = Plan(members=("target", "draft"), tree=TREE)
+    chain = small_chain(decoders, Weights(9).head(decoders["target"]), plan, SAMPLING, PROMPT)
+    caches = {name: id(verifier.cache) for name, verifier in chain.engine.verifiers.items()}
+    assert caches["target"] == caches["second"]
+    assert len({caches["target"], caches["third"], caches["fourth"]}) == 3

@@ -1,0 +1,474 @@
+"""The command line: exit codes, what goes to which stream, and every refusal."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from polybasic.deploy import hardware, load_chain
+from polybasic.recipes.cli import main as cli
+from polybasic.recipes.schema.loading import load_recipe, shipped_recipes
+from polybasic.train.run.interruption import Interrupted
+from tests.recipes.serving import served
+
+
+def call(capsys, *arguments: str) -> tuple[int, str, str]:
+    """`polybasic ARGUMENTS` in this process: exit code, stdout, stderr."""
+    with pytest.raises(SystemExit) as caught:
+        cli.main(list(arguments))
+    captured = capsys.readouterr()
+    return int(caught.value.code or 0), captured.out, captured.err
+
+
+def refusal(capsys, *arguments: str) -> str:
+    """The one line of a user error; libraries may have warned before it."""
+    code, out, err = call(capsys, *arguments)
+    assert code == 2, err
+    assert out == ""
+    *before, line = err.strip().splitlines()
+    assert line.startswith("error: ")
+    assert not any(other.startswith(("error: ", "Traceback")) for other in before)
+    return line
+
+
+def test_version_and_help(capsys) -> None:
+    code, out, _ = call(capsys, "--version")
+    assert (code, out) == (0, "polybasic 0.1.0\n")
+    for command in ("run", "train", "plan", "bench", "generate", "recipes"):
+        code, out, _ = call(capsys, command, "--help")
+        assert code == 0
+        assert out.startswith("Usage: polybasic")
+
+
+@pytest.mark.parametrize(
+    "arguments", [["rnu", "tiny"], ["run"], ["run", "tiny", "--surely-unknown"], ["generate", "x"]]
+)
+def test_usage_errors_exit_with_2(arguments: list[str], capsys) -> None:
+    assert call(capsys, *arguments)[0] == 2
+
+
+def test_unexpected_errors_exit_with_1_and_a_traceback(capsys, monkeypatch) -> None:
+    def fail(name: str) -> None:
+        raise ZeroDivisionError("division by zero")
+
+    monkeypatch.setattr("polybasic.recipes.schema.loading.find_recipe", fail)
+    code, out, err = call(capsys, "recipes", "show", "tiny")
+    assert (code, out) == (1, "")
+    assert err.splitlines()[-1] == "failed: ZeroDivisionError: division by zero"
+    assert "Traceback" in err
+
+
+def test_interrupt_exits_with_130(capsys, monkeypatch) -> None:
+    def interrupt(name: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("polybasic.recipes.schema.loading.find_recipe", interrupt)
+    assert call(capsys, "recipes", "show", "tiny")[0] == 130
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_saved_interruption_tells_how_to_go_on(number: int, code: int, capsys, monkeypatch):
+    def interrupt(name: str) -> None:
+        raise Interrupted(number, "step 4 is saved; the same command goes on from there")
+
+    monkeypatch.setattr("polybasic.recipes.schema.loading.find_recipe", interrupt)
+    name = signal.Signals(number).name
+    told = f"interrupted by {name}: step 4 is saved; the same command goes on from there\n"
+    assert call(capsys, "recipes", "show", "tiny") == (code, "", told)
+
+
+def test_sigterm_ends_any_command_with_143(capsys, monkeypatch) -> None:
+    def terminate(name: str) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(10)
+
+    monkeypatch.setattr("polybasic.recipes.schema.loading.find_recipe", terminate)
+    code, out, err = call(capsys, "recipes", "show", "tiny")
+    assert (code, out) == (143, "")
+    assert err.startswith("interrupted by SIGTERM: ")
+
+
+def test_processes_come_from_nproc_or_all_slots_of_the_hosts(tmp_path, monkeypatch) -> None:
+    found = []
+
+    def run(recipe, out, command, only, hostfile):
+        found.append((recipe.train.num_processes, command, hostfile))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("polybasic.recipes.pipeline.run.run_recipe", run)
+    monkeypatch.chdir(tmp_path)
+    hosts = Path("hosts")
+    hosts.write_text("one slots=2\ntwo slots=2\n")
+    for words in (["--nproc", "8"], ["--hostfile", "hosts"], []):
+        with pytest.raises(SystemExit):
+            cli.main(["train", "tiny", *words])
+    assert found == [
+        (8, "polybasic train tiny --nproc 8", None),
+        (4, "polybasic train tiny --hostfile hosts", hosts),
+        (1, "polybasic train tiny", None),
+    ]
+
+
+def test_recipes_commands(capsys, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert "tiny" in json.loads(call(capsys, "recipes", "ls", "--json")[1])
+    shown = call(capsys, "recipes", "show", "tiny")[1]
+    code, out, err = call(capsys, "recipes", "cp", "tiny")
+    assert (code, out) == (0, "tiny.yaml\n")
+    assert "next: polybasic run tiny.yaml" in err
+    assert Path("tiny.yaml").read_text("utf-8") == shown
+    assert "file exists" in refusal(capsys, "recipes", "cp", "tiny")
+    assert call(capsys, "recipes", "cp", "tiny", "--force")[0] == 0
+    assert call(capsys, "recipes", "validate", "tiny.yaml", "seed=3")[:2] == (
+        0,
+        "tiny.yaml: valid\n",
+    )
+    told = call(capsys, "recipes", "validate")[1].splitlines()
+    assert told == [f"{name}: valid" for name in shipped_recipes()]
+    told = call(capsys, "recipes", "validate", "tiny.yaml", "vicuna-7b")[1].splitlines()
+    assert told == ["tiny.yaml: valid", "vicuna-7b: valid"]
+    assert json.loads(call(capsys, "recipes", "schema")[1])["title"] == "Recipe"
+
+
+def test_a_typo_is_refused_with_the_nearest_name(capsys, tmp_path) -> None:
+    path = tmp_path / "typo.yaml"
+    path.write_text("name: typo\ntrain:\n  lerning_rate: 1\n", "utf-8")
+    for command in (["run"], ["train"], ["recipes", "validate"]):
+        assert refusal(capsys, *command, str(path)) == (
+            f"error: unknown key: train.lerning_rate ({path} line 3); "
+            "did you mean train.learning_rate?"
+        )
+
+
+def test_a_dry_run_prints_the_plan_and_writes_nothing(capsys, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, out, _ = call(capsys, "run", "tiny", "--dry-run")
+    assert code == 0
+    for word in (
+        "data",
+        "target",
+        "draft",
+        "intermediate",
+        "chain",
+        "report",
+        "21.0 M",
+        "estimate",
+    ):
+        assert word in out
+    assert list(tmp_path.iterdir()) == []
+    assert " ".join(out.split()).endswith(
+        "two AVX-512 cores (no CUDA device here): estimates from counted operations"
+    )
+    out = call(capsys, "run", "tiny", "--dry-run", "--hardware", "h100-80gb")[1]
+    assert "of device memory" in out
+    assert "times are for h100-80gb, one H100 80 GB (SXM) (by --hardware)" in " ".join(out.split())
+    out = call(capsys, "quantize", "tiny", "--dry-run")[1]
+    assert "intermediate" in out
+    assert "draft" not in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["run", "no.yaml"], "recipe not found: no.yaml"),
+        (["run", "tiny", "data.conversations=no.jsonl"], "data.conversations = no.jsonl"),
+        (["run", "tiny", "data.conversations=no.jsonl", "--dry-run"], "data.conversations"),
+        (["run", "tiny", "bench.prompts=no.jsonl"], "prompts not found: no.jsonl"),
+        (["run", "tiny", "--dry-run", "--hardware", "abacus"], "known: cpu, a100-80gb"),
+        (["run", "tiny", "--hardware", "cpu"], "hardware without --dry-run"),
+        (["run", "tiny", "target.model=nowhere"], "neither a folder nor a hub id"),
+        (["run", "tiny", "bench.repeats=0"], "bench.repeats = 0"),
+        (
+            ["run", "tiny", "target.model=a/b", "target.chat_template=no.jinja"],
+            "template not found",
+        ),
+        (["bench", "nowhere"], "nowhere"),
+        (["bench", "nowhere", "--dtype", "int3"], "dtype = 'int3'"),
+        (["bench", "nowhere", "--systems", "a"], "systems.0 = 'a'"),
+        (["generate", "nowhere", "-p", "Hello"], "nowhere"),
+        (["generate", "nowhere", "-p", "Hello", "--min-p", "2"], "min_p=2.0; use 0 to 1"),
+        (["generate", "nowhere", "-p", "Hello", "--temperature", "-1"], "temperature=-1.0"),
+        (["generate", "nowhere", "-p", "Hello", "--logit-bias", "42"], "write ID=VALUE"),
+        (["generate", "nowhere", "-p", "Hello", "--logit-bias", "x=1"], "--logit-bias x=1"),
+        (
+            ["generate", "nowhere", "-p", "Hello", "--logit-bias", "4=1", "--logit-bias", "4=2"],
+            "token named twice: --logit-bias 4=1 4=2",
+        ),
+        (["generate", "nowhere", "-p", "Hello", "--logit-bias", "4=101"], "use -100 to 100"),
+        (["inspect", "nowhere"], "nowhere"),
+        (["verify", "."], "not a chain"),
+    ],
+)
+def test_refusals(arguments: list[str], told: str, capsys, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert told in refusal(capsys, *arguments)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ("", "empty conversation file"),
+        ('{"conversations": []}\nnot json\n', "line 2"),
+        ('{"id": "a"}\n', "line 1"),
+    ],
+)
+def test_bad_conversations_are_told_in_the_first_stage(content, told, capsys, tmp_path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(content, "utf-8")
+    out = tmp_path / "out"
+    code, _, err = call(
+        capsys, "run", "tiny", f"data.conversations={path}", "data.num_heldout=1", "--out", str(out)
+    )
+    assert code == 2
+    assert told in err.splitlines()[-1]
+    assert str(path) in err.splitlines()[-1]
+    assert [path.name for path in out.iterdir() if path.is_dir()] == []
+
+
+def test_malformed_prompts_are_told_before_anything_runs(capsys, tmp_path) -> None:
+    path, out = tmp_path / "prompts.jsonl", tmp_path / "out"
+    path.write_text('{"question_id": 1, "category": "qa", "turns": ["a"]}\n{\n', "utf-8")
+    line = refusal(capsys, "run", "tiny", f"bench.prompts={path}", "--out", str(out))
+    assert f"{path} line 2" in line
+    assert not out.exists()
+
+
+def test_a_full_disk_is_told_before_the_start(capsys, tmp_path, monkeypatch) -> None:
+    full = shutil.disk_usage(tmp_path)._replace(free=1_000_000)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: full)
+    line = refusal(capsys, "run", "tiny", "--out", str(tmp_path / "out"))
+    assert line.startswith("error: not enough disk: ")
+    assert not (tmp_path / "out").exists()
+
+
+def test_ctrl_c_stops_a_run_with_130_and_keeps_what_is_whole(micro_recipe, tmp_path) -> None:
+    program = [sys.executable, "-m", "polybasic.recipes.cli.main"]
+    command = [*program, "run", micro_recipe, "--out", "out"]
+    with subprocess.Popen(
+        command,
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as running:
+        assert running.stderr is not None
+        for line in running.stderr:
+            if line.startswith("target: runs"):
+                os.kill(running.pid, signal.SIGINT)
+                break
+        running.communicate(timeout=60)
+    assert running.returncode == 130
+    assert (tmp_path / "out" / "data" / "stage.json").is_file()
+    assert not (tmp_path / "out" / "target").exists()
+
+
+def test_doctor_names_what_matters(capsys) -> None:
+    found = json.loads(call(capsys, "doctor", "--json")[1])
+    assert found["packages"]["torch"].startswith("2.13.0")
+    assert set(found["extras"]) == {"train", "quantize", "dev"}
+    assert "GB" in found["free disk"]
+
+
+def test_generate_has_an_option_for_every_setting(capsys, tiny_chain: Path) -> None:
+    asked = ["generate", str(tiny_chain), "-p", "w5 w9 w2", "--dtype", "float32"]
+    asked += ["--max-new-tokens", "30", "--json"]
+    chain = load_chain(tiny_chain, dtype="float32")
+    plain = chain.generate("w5 w9 w2", max_new_tokens=30).token_ids
+    for options, settings in (
+        (["--temperature", "0.9", "--top-k", "7", "--seed", "3"], {"top_k": 7}),
+        (["--temperature", "0.9", "--top-p", "0.8", "--seed", "3"], {"top_p": 0.8}),
+        (["--temperature", "0.9", "--min-p", "0.2", "--seed", "3"], {"min_p": 0.2}),
+        (["--repetition-penalty", "1.5"], {"repetition_penalty": 1.5}),
+        (["--presence-penalty", "2"], {"presence_penalty": 2.0}),
+        (["--frequency-penalty", "2"], {"frequency_penalty": 2.0}),
+        (
+            ["--logit-bias", "11=9", "--logit-bias", "4=8.5", "--logit-bias", "63=-100"],
+            {"logit_bias": {11: 9.0, 4: 8.5, 63: -100.0}},
+        ),
+    ):
+        sampled = {"temperature": 0.9, "seed": 3} if "--seed" in options else {}
+        code, out, err = call(capsys, *asked, *options)
+        assert code == 0, err
+        answer = json.loads(out)
+        expected = chain.generate("w5 w9 w2", max_new_tokens=30, **settings, **sampled)
+        assert answer["token_ids"] == expected.token_ids != plain
+        assert answer["text"] == expected.text
+        assert "generation_config.json" not in err
+    stop = chain.tokenizer.decode(plain[5])
+    out = call(capsys, *asked, "--stop", "never", "--stop", f" {stop}", "--members", "target")[1]
+    answer = json.loads(out)
+    assert answer["statistics"]["stopped_by"] == "stop_string"
+    assert set(answer["statistics"]["forward_passes"]) == {"target"}
+    assert answer["token_ids"] == plain[: plain.index(plain[5]) + 1]
+
+
+def test_generate_says_what_the_checkpoint_decided(
+    capsys, tiny_chain_parts, tmp_path: Path
+) -> None:
+    path = tiny_chain_parts.target / "generation_config.json"
+    defaults = {"do_sample": True, "temperature": 0.6, "top_k": 5, "repetition_penalty": 1.1}
+    path.write_text(json.dumps(json.loads(path.read_text("utf-8")) | defaults), "utf-8")
+    tiny_chain_parts.package(tmp_path / "chain")
+    asked = ["generate", str(tmp_path / "chain"), "-p", "w5", "--max-new-tokens", "4"]
+
+    def said(*options: str) -> str:
+        code, _, err = call(capsys, *asked, *options)
+        assert code == 0, err
+        line = err.splitlines()[-1]
+        return line.partition("; by the checkpoint's generation_config.json: ")[2]
+
+    assert said() == "repetition_penalty 1.1, temperature 0.6, top_k 5"
+    assert said("--top-k", "0", "--repetition-penalty", "1") == "temperature 0.6"
+    assert said("--temperature", "0") == "repetition_penalty 1.1"
+    assert said("--temperature", "0", "--repetition-penalty", "1") == ""
+
+
+def test_a_plan_for_another_machine_is_told_on_stderr(tiny_chain: Path, polybasic) -> None:
+    manifest = json.loads((tiny_chain / "chain.json").read_text("utf-8"))
+    plan = {"hardware": "an abacus", "dtype": "float32", "temperature": 0, "seconds_per_token": 1}
+    manifest["plans"] = [{**plan, "plan": manifest["plan"]}]
+    (tiny_chain / "chain.json").write_text(json.dumps(manifest), "utf-8")
+    done = polybasic("generate", tiny_chain, "-p", "w5", "--max-new-tokens", "4")
+    assert done.returncode == 0, done.stderr
+    told = [line for line in done.stderr.splitlines() if "an abacus" in line]
+    assert len(told) == 1
+    assert told[0].startswith("the chain's plans were measured on an abacus, not on ")
+    assert told[0].endswith(f"; measure here: polybasic plan {tiny_chain}")
+
+
+def test_prompts_of_a_url_are_fetched_into_the_chain(capsys, tiny_chain: Path, tmp_path) -> None:
+    (tmp_path / "files").mkdir()
+    (tmp_path / "files" / "none.jsonl").write_text("{}\n")
+    for command, name in (("plan", "calibration.jsonl"), ("bench", "prompts.jsonl")):
+        with served(tmp_path / "files") as url:
+            missing = refusal(capsys, command, str(tiny_chain), "--prompts", f"{url}/no.jsonl")
+            assert f"--prompts = {url}/no.jsonl (404" in missing
+            asked = [
+                command,
+                str(tiny_chain),
+                "--dtype",
+                "float32",
+                "--prompts",
+                f"{url}/none.jsonl",
+            ]
+            fetched = tiny_chain / "report" / name
+            assert f"prompt without question_id: {fetched} line 1" in refusal(capsys, *asked)
+        with_plan(tiny_chain)
+
+
+def with_plan(chain: Path) -> None:
+    """Declare the chain's plan as measured here, so that bench does not measure one first."""
+    manifest = json.loads((chain / "chain.json").read_text("utf-8"))
+    name = hardware.hardware_name(torch.device("cpu"))
+    measured = {"hardware": name, "dtype": "float32", "temperature": 0, "seconds_per_token": 1}
+    manifest["plans"] = [{**measured, "plan": manifest["plan"]}]
+    (chain / "chain.json").write_text(json.dumps(manifest), "utf-8")
+
+
+@pytest.mark.slow
+def test_commands_on_a_chain(capsys, micro_run: Path, tmp_path: Path) -> None:
+    chain = str(micro_run / "chain")
+    asked = ["-p", "What is two and two?", "--max-new-tokens", "8", "--dtype", "float32"]
+    code, streamed, err = call(capsys, "generate", chain, *asked)
+    assert code == 0
+    assert "tokens per target pass" in err.splitlines()[-1]
+    assert call(capsys, "generate", chain, *asked, "--no-stream")[1] == streamed
+    answer = json.loads(call(capsys, "generate", chain, *asked, "--json")[1])
+    assert answer["text"] == streamed.rstrip("\n")
+    assert answer["statistics"]["num_tokens"] == len(answer["token_ids"]) <= 8
+    assert sum(answer["statistics"]["forward_passes"].values()) > 0
+
+    sampled = [*asked, "--temperature", "1", "--seed", "5", "--json"]
+    drawn = [json.loads(call(capsys, "generate", chain, *sampled)[1]) for _ in range(2)]
+    assert drawn[0]["token_ids"] == drawn[1]["token_ids"]
+
+    too_long = refusal(capsys, "generate", chain, "-p", "a b c " * 2000)
+    assert "prompt does not fit the context" in too_long
+    assert "top_p" in refusal(capsys, "generate", chain, *asked, "--top-p", "2")
+
+    description = json.loads(call(capsys, "inspect", chain, "--json")[1])
+    assert [member["name"] for member in description["members"]] == [
+        "target",
+        "intermediate",
+        "draft",
+    ]
+    assert "made by: " in call(capsys, "inspect", chain)[1]
+    assert call(capsys, "verify", chain)[0] == 0
+
+
+@pytest.mark.slow
+def test_one_flipped_byte_is_found(capsys, micro_run: Path, tmp_path: Path) -> None:
+    shutil.copytree(micro_run, tmp_path / "out")
+    weights = tmp_path / "out" / "chain" / "draft" / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    for command in (["verify"], ["generate", "-p", "Hello"]):
+        line = refusal(capsys, *command, str(tmp_path / "out" / "chain"))
+        assert "digest mismatch" in line
+        assert str(weights) in line
+
+
+@pytest.mark.slow
+def test_plan_measures_writes_and_explains(capsys, micro_run: Path, tmp_path: Path) -> None:
+    shutil.copytree(micro_run, tmp_path / "out")
+    chain = tmp_path / "out" / "chain"
+    options = ["--num-prompts-per-task", "1", "--max-new-tokens", "6", "--temperature", "1"]
+    measurements = tmp_path / "measurements.json"
+    code, out, err = call(
+        capsys, "plan", str(chain), *options, "--measurements", str(measurements), "--json"
+    )
+    assert code == 0, err
+    planned = json.loads(out)
+    assert planned["temperature"] == 1
+    manifest = json.loads((chain / "chain.json").read_text("utf-8"))
+    assert planned in manifest["plans"]
+    assert len(json.loads(measurements.read_text("utf-8"))["traces"]) == 6
+    assert f"next: polybasic bench {chain}" in err.splitlines()[-1]
+    code, out, _ = call(capsys, "plan", str(chain), *options)
+    assert code == 0
+    assert "best plan of each set of members" in out
+    assert "decision: run target" in " ".join(out.split())
+    shown = " ".join(call(capsys, "inspect", str(chain))[1].split())
+    assert f"plan for {planned['hardware']}: target" in shown
+    assert "temperature" in refusal(capsys, "plan", str(chain), "--temperature=-1")
+    assert "checkpoint not found" in refusal(capsys, "plan", str(tmp_path / "nothing"))
+
+
+@pytest.mark.slow
+def test_bench_plans_first_on_another_machine(
+    capsys, micro_run: Path, tmp_path: Path, monkeypatch
+) -> None:
+    shutil.copytree(micro_run, tmp_path / "out")
+    chain = tmp_path / "out" / "chain"
+    monkeypatch.setattr(hardware, "hardware_name", lambda device: "another machine")
+    options = ["--max-new-tokens", "4", "--repeats", "1", "--num-prompts-per-task", "1"]
+    code, _, err = call(capsys, "bench", str(chain), *options, "--systems", "target,polybasic")
+    assert code == 0
+    told = "has no plan that was measured on this machine: measuring it first"
+    assert err.index(told) < err.index("plan: costs of rounds")
+
+
+@pytest.mark.slow
+def test_bench_measures_again_with_other_settings(capsys, micro_run: Path, tmp_path: Path) -> None:
+    shutil.copytree(micro_run, tmp_path / "out")
+    chain = tmp_path / "out" / "chain"
+    options = ["--max-new-tokens", "4", "--repeats", "1", "--num-prompts-per-task", "1"]
+    systems = ["--systems", "target,eagle2", "--dtype", "float32"]
+    code, out, err = call(capsys, "bench", str(chain), *options, *systems, "--json")
+    assert code == 0, err
+    report = json.loads(out)
+    assert set(report["systems"]) == {"target", "eagle2"}
+    assert report["settings"]["max_new_tokens"] == 4
+    assert json.loads((chain / "report" / "report.json").read_text("utf-8")) == report
+    assert "report.md" in err.splitlines()[-1]
+    recipe = load_recipe(str(micro_run / "recipe.yaml"))
+    assert recipe.bench.max_new_tokens == 16

@@ -1,0 +1,50 @@
+"""`polybasic inspect` states the memory that a chain will take, or says why it cannot."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from polybasic.chain.errors import UserError
+from polybasic.chain.formats.files import read_json, write_json
+from polybasic.deploy import load_chain
+from polybasic.recipes.cli.chain import inspect
+
+
+def test_what_is_stated_is_what_loading_states(
+    tiny_chain: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    inspect(str(tiny_chain), dtype="float32", context_tokens=50, as_json=True)
+    memory = json.loads(capsys.readouterr().out)["memory"]
+    assert memory.pop("available_bytes") > memory["peak_bytes"]
+    loaded = load_chain(tiny_chain, dtype="float32", context_tokens=50)
+    assert memory == loaded.memory.stated.to_json()
+    inspect(str(tiny_chain))
+    shown = capsys.readouterr().out.splitlines()[-1]
+    assert shown.startswith("memory: ")
+    assert "for 128 tokens of context (cpu, bfloat16, " in shown
+    with pytest.raises(UserError, match="context out of range: context_tokens=500; use 1 to 128"):
+        inspect(str(tiny_chain), context_tokens=500)
+
+
+def test_a_chain_that_is_not_whole_is_still_described(
+    tiny_chain: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tiny_chain / "draft" / "model.safetensors").unlink()
+    inspect(str(tiny_chain))
+    told = capsys.readouterr()
+    assert "made by: " in told.out
+    assert told.err.startswith("memory: not stated, missing file: ")
+
+
+def test_nothing_is_fetched_to_state_it(
+    tiny_chain: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    manifest = read_json(tiny_chain / "chain.json", "manifest")
+    source = {"path": None, "source": "org/model", "revision": None}
+    manifest["members"][0]["reference"] = source
+    write_json(tiny_chain / "chain.json", manifest)
+    inspect(str(tiny_chain), as_json=True)
+    told = capsys.readouterr()
+    assert json.loads(told.out)["memory"] is None
+    assert told.err == "memory: not stated, target (org/model) is not on this machine yet\n"

@@ -1,0 +1,291 @@
+"""What a dry run says, and the checks that come before anything is written."""
+
+import json
+from collections import namedtuple
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from polybasic.chain.errors import UserError
+from polybasic.chain.formats.checkpoint import load_tensors
+from polybasic.recipes.estimates import dry_run as estimates
+from polybasic.recipes.estimates.costs import StageEstimate
+from polybasic.recipes.estimates.dry_run import check_disk, check_inputs, estimate, foresee
+from polybasic.recipes.estimates.hardware_profiles import PROFILES
+from polybasic.recipes.estimates.sizes import Shape, count_of_head, shape_of_small, shape_of_target
+from polybasic.recipes.pipeline.running import Stage, Workspace, run_stages
+from polybasic.recipes.pipeline.stages import stages_of
+from polybasic.recipes.schema.loading import load_recipe
+from polybasic.train.features.target import load_target
+from polybasic.train.head.start import new_head
+from polybasic.train.settings import HeadSettings
+from tests.checkpoints import FAMILIES, write_family
+from tests.recipes.published_configs import write_config
+
+STAGES = stages_of(load_recipe("tiny"))
+Usage = namedtuple("Usage", "total used free")
+
+
+def test_parameters_equal_those_of_a_real_model() -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    shape = shape_of_target(load_recipe("tiny"))
+    scratch = load_recipe("tiny").target.scratch
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=scratch.vocab_size,
+            hidden_size=scratch.hidden_size,
+            intermediate_size=scratch.intermediate_size,
+            num_hidden_layers=scratch.num_layers,
+            num_attention_heads=scratch.num_heads,
+            num_key_value_heads=scratch.num_kv_heads,
+            tie_word_embeddings=False,
+        )
+    )
+    assert shape.num_parameters == sum(weight.numel() for weight in model.parameters())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_parameters_of_every_family_are_counted(family: str, tmp_path: Path) -> None:
+    write_family(tmp_path, family)
+    shape = shape_of_target(load_recipe("tiny", [f"target.model={tmp_path}"]))
+    tensors = load_tensors(tmp_path)
+    assert shape.num_parameters == sum(tensor.numel() for tensor in tensors.values())
+
+
+def test_sizes_of_vicuna_7b_are_the_known_ones() -> None:
+    shape = Shape(32000, 4096, 11008, 32, 32, 32, 128, is_tied=False)
+    assert shape.num_parameters == 6_738_415_616
+    assert shape.num_int4_bytes == pytest.approx(3.9e9, rel=0.02)
+
+
+def test_a_folder_is_sized_from_its_config(tmp_path: Path) -> None:
+    config = {
+        "model_type": "llama",
+        "max_position_embeddings": 64,
+        "rms_norm_eps": 1e-5,
+        "vocab_size": 512,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "tie_word_embeddings": True,
+        "dtype": "float32",
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    shape = shape_of_target(load_recipe("tiny", [f"target.model={tmp_path}"]))
+    assert (shape.num_kv_heads, shape.head_size, shape.weight_bytes) == (2, 64, 4)
+    assert shape.num_parameters == 512 * 128 + 2 * (4 * 128**2 + 3 * 128 * 256 + 256) + 128
+    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "mamba"}))
+    with pytest.raises(UserError, match="unsupported architecture"):
+        shape_of_target(load_recipe("tiny", [f"target.model={tmp_path}"]))
+
+
+@pytest.mark.parametrize(
+    "train",
+    [
+        {},
+        {"draft_vocab_size": 128},
+        {"kind": "eagle3", "feature_loss_weight": 0},
+        {"kind": "eagle3", "feature_loss_weight": 0, "draft_vocab_size": 128},
+    ],
+)
+def test_heads_are_counted_as_they_are_built(train: dict, tmp_path: Path) -> None:
+    settings = HeadSettings(**train)
+    write_family(tmp_path, "llama3")
+    shape = shape_of_target(load_recipe("tiny", [f"target.model={tmp_path}"]))
+    target = load_target(tmp_path, torch.device("cpu"))
+    drafted = torch.arange(128) if settings.draft_vocab_size else None
+    built = target.head_shape(settings), target.embedding, settings, 0, None, None
+    head = new_head(*built, target.lm_head, drafted)
+    num = sum(each.numel() for each in head.parameters() if each.requires_grad)
+    count = count_of_head(shape, settings)
+    assert abs(count.num_parameters - num) <= shape.hidden_size, "but for a norm"
+    features = target.features(torch.zeros(1, 1).long(), None, head.shape.feature_layers)
+    parts = [features.states, *([] if features.layers is None else [features.layers])]
+    assert count.feature_bytes == sum(each.nbytes for each in parts)
+
+
+def test_what_is_written_before_training_is_counted(tmp_path: Path) -> None:
+    plain = rows_of(tmp_path)
+    offline = rows_of(tmp_path, "train.features=offline")
+    written = offline["draft"].disk_bytes - plain["draft"].disk_bytes
+    recipe = load_recipe("tiny").train
+    assert written == pytest.approx(recipe.num_steps * recipe.batch_size * 115 * 256 * 2)
+    asked = rows_of(tmp_path, "data.regenerate.temperature=0")
+    assert asked["regenerated"].seconds > asked["report"].seconds
+    server = "data.regenerate.endpoint=http://localhost:8000/v1"
+    assert rows_of(tmp_path, server)["regenerated"].seconds < 10
+    assert "regenerated" not in plain
+
+
+@pytest.mark.parametrize("name", ["tiny", "tiny-four"])
+def test_every_stage_has_an_estimate(name: str, tmp_path: Path) -> None:
+    recipe = load_recipe(name)
+    rows = estimate(stages_of(recipe), Workspace(recipe, tmp_path / "out"), None)
+    assert [row.name for row in rows] == [stage.name for stage in stages_of(recipe)]
+    assert all(row.memory_bytes > 0 and row.seconds > 0 for row in rows)
+    assert rows[1].num_parameters > rows[2].num_parameters > 0
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_smaller_model_is_estimated_by_its_own_shape(tmp_path: Path) -> None:
+    def rows(*overrides: str) -> dict:
+        recipe = load_recipe("tiny-four", list(overrides))
+        return {
+            row.name: row for row in estimate(stages_of(recipe), Workspace(recipe, tmp_path), None)
+        }
+
+    recipe = load_recipe("tiny-four")
+    small = shape_of_small(recipe, shape_of_target(recipe))
+    assert small is not None
+    assert (small.vocab_size, small.num_layers, small.hidden_size) == (4096, 4, 256)
+    assert shape_of_small(load_recipe("tiny"), small) is None
+    whole, shorter = rows(), rows("small.scratch.num_steps=100")
+    assert whole["small"].num_parameters == small.num_parameters
+    assert whole["small_draft"].num_parameters == small.num_draft_parameters
+    assert shorter["small_target"].seconds < whole["small_target"].seconds
+    assert shorter["target"] == whole["target"]
+    packed = rows("small.role=drafter")["chain"].disk_bytes
+    assert whole["chain"].disk_bytes - packed == small.num_draft_bytes
+
+
+def test_a_smaller_model_that_is_missing_is_told(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    recipe = load_recipe("tiny", ["small.model=no/where/here"])
+    with pytest.raises(UserError, match="checkpoint not found"):
+        estimate(stages_of(recipe), Workspace(recipe, tmp_path), None)
+
+
+def rows_of(tmp_path: Path, *overrides: str, hardware: str = "cpu") -> dict[str, StageEstimate]:
+    recipe = load_recipe("tiny", list(overrides))
+    workspace = Workspace(recipe, tmp_path / "out")
+    rows = estimate(stages_of(recipe), workspace, None, PROFILES[hardware])
+    return {row.name: row for row in rows}
+
+
+def test_faster_machines_take_less_time_and_nothing_else() -> None:
+    def seconds(hardware: str) -> dict[str, float]:
+        return {name: row.seconds for name, row in rows_of(Path(), hardware=hardware).items()}
+
+    cpu, a100, h100 = map(seconds, ("cpu", "a100-80gb", "h100-80gb"))
+    assert h100["draft"] < a100["draft"] < cpu["draft"]
+    assert h100["intermediate"] < a100["intermediate"] < cpu["intermediate"]
+    on_cpu, on_h100 = rows_of(Path()), rows_of(Path(), hardware="h100-80gb")
+    for name, row in on_cpu.items():
+        assert replace(row, seconds=0) == replace(on_h100[name], seconds=0)
+
+
+def test_processes_share_the_steps_and_zero3_the_target(tmp_path: Path) -> None:
+    write_config(tmp_path, "lmsys/vicuna-7b-v1.5")
+    given = (f"target.model={tmp_path / 'lmsys--vicuna-7b-v1.5'}", "train.num_steps=20000")
+    one = rows_of(tmp_path, *given)["draft"]
+    four = rows_of(tmp_path, *given, "train.num_processes=4")["draft"]
+    sharded = rows_of(tmp_path, *given, "train.num_processes=4", "train.zero_stage=3")["draft"]
+    assert four.seconds == pytest.approx(one.seconds / 4, rel=0.02)
+    saved = four.memory_bytes - sharded.memory_bytes
+    assert saved == pytest.approx(0.75 * 2 * 6_738_415_616, rel=0.01)
+
+
+def test_what_is_made_of_a_model_is_counted(tmp_path: Path) -> None:
+    model = write_config(tmp_path, "lmsys/vicuna-7b-v1.5")
+    plain = rows_of(tmp_path, f"target.model={model}")
+    (tmp_path / "head").mkdir()
+    (tmp_path / "head" / "config.json").write_text("{}")
+    (tmp_path / "head" / "pytorch_model.bin").write_bytes(b"1")
+    ready = rows_of(tmp_path, f"target.model={model}", f"draft.model={tmp_path / 'head'}")
+    assert ready["draft"].seconds < 10 < plain["draft"].seconds
+    merged = rows_of(tmp_path, f"target.model={model}", "target.adapter=org/adapter")
+    assert plain["target"].disk_bytes == 0
+    assert merged["target"].disk_bytes == pytest.approx(13.5e9, rel=0.01)
+    distilled = rows_of(tmp_path, f"target.model={model}", "quantize.distill={num_steps: 200}")
+    assert distilled["intermediate"].seconds > plain["intermediate"].seconds
+    assert (plain["intermediate"].is_on_host, distilled["intermediate"].is_on_host) == (True, False)
+
+
+def test_a_dry_run_asks_the_hub_for_nothing_but_configs(tmp_path: Path, monkeypatch) -> None:
+    """Folders with config.json are enough; ids of data, adapter and head are only read."""
+
+    def refuse(*arguments: object, **options: object) -> None:
+        raise AssertionError(f"downloads {arguments} {options}")
+
+    for name in ("hf_hub_download", "snapshot_download", "HfApi"):
+        monkeypatch.setattr(f"huggingface_hub.{name}", refuse)
+    monkeypatch.setattr("polybasic.train.data.conversations.HfApi", refuse)
+    model = write_config(tmp_path, "Qwen/Qwen3-8B")
+    recipe = load_recipe(
+        "qwen3-8b", [f"target.model={model}", "target.adapter=org/adapter", "draft.model=org/head"]
+    )
+    rows = estimate(stages_of(recipe), Workspace(recipe, tmp_path / "out"), None)
+    reasons = {row.name: row.state.reason for row in rows}
+    assert reasons["data"] == "to be downloaded"
+    assert {row.state.action for row in rows} == {"run"}
+    for key in ("target.adapter", "draft.model"):
+        malformed = load_recipe("qwen3-8b", [f"target.model={model}", f"{key}=no-such-folder"])
+        with pytest.raises(UserError, match="no-such-folder is neither a folder nor a hub id"):
+            estimate(stages_of(malformed), Workspace(malformed, tmp_path / "out"), None)
+
+
+def test_more_steps_take_longer(tmp_path: Path) -> None:
+    def seconds(*overrides: str) -> float:
+        workspace = Workspace(load_recipe("tiny", list(overrides)), tmp_path)
+        return sum(row.seconds for row in estimate(STAGES, workspace, None))
+
+    assert seconds("train.num_steps=10000") > 2 * seconds()
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("data.conversations=no.jsonl", "conversation file not found: data.conversations = no."),
+        ("bench.prompts=no.jsonl", "prompts not found: no.jsonl"),
+        ("target.model=no/where/here", "checkpoint not found"),
+        ("target.model=./", "not a checkpoint"),
+        ("data.conversations=nonsense", "conversations not found"),
+        ("data.conversations=org/name:a.parquet", "not a conversation file"),
+    ],
+)
+def test_missing_inputs_are_told_before_anything_runs(override, told, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=told):
+        estimate(STAGES, Workspace(load_recipe("tiny", [override]), tmp_path), None)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_missing_extra_is_named(monkeypatch) -> None:
+    known = estimates.importlib.util.find_spec
+    monkeypatch.setattr(
+        estimates.importlib.util,
+        "find_spec",
+        lambda name: None if name == "awq" else known(name),
+    )
+    recipe = load_recipe("tiny")
+    check_inputs(recipe, [stage for stage in STAGES if stage.name != "intermediate"])
+    with pytest.raises(UserError, match=r"pip install 'polybasic\[quantize\]'"):
+        check_inputs(recipe, STAGES)
+
+
+def test_a_disk_that_is_too_small_is_refused(tmp_path: Path, monkeypatch) -> None:
+    rows = estimate(STAGES, Workspace(load_recipe("tiny"), tmp_path), None)
+    check_disk(rows, tmp_path)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: Usage(1e12, 1e12, 100e6))
+    with pytest.raises(UserError, match=r"not enough disk: .* \(100 MB free, about"):
+        check_disk(rows, tmp_path)
+
+
+def test_foreseen_states_skip_what_is_whole(tmp_path: Path) -> None:
+    def counting(name: str, *needs: str, value: int = 0) -> Stage:
+        return Stage(name, needs, lambda w: {"value": value}, lambda w, f: {}, lambda w, f: {})
+
+    stages = [counting("a"), counting("b", "a"), counting("c", "a", "b")]
+    workspace = Workspace(load_recipe("tiny"), tmp_path)
+    actions = {name: state.action for name, state in foresee(stages, workspace).items()}
+    assert actions == {"a": "run", "b": "run", "c": "run"}
+    run_stages(stages, workspace, None, lambda line: None)
+    changed = [stages[0], counting("b", "a", value=1), stages[2]]
+    states = foresee(changed, workspace)
+    assert [states[name].action for name in "abc"] == ["skip", "run", "run"]
+    assert states["b"].reason == "changed: value"
+    assert states["c"].reason == "after b"

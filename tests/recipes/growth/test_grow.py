@@ -1,0 +1,262 @@
+"""Growth from the command line and in recipes: what is written, foretold, labelled and refused."""
+
+import json
+import re
+import shutil
+from collections import namedtuple
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+from rich.console import Console
+
+from polybasic.chain.errors import UserError
+from polybasic.chain.formats.manifest import Manifest, read_manifest
+from polybasic.chain.formats.verify import check_chain
+from polybasic.deploy import load_chain
+from polybasic.deploy.bench.report import print_report
+from polybasic.deploy.bench.running import bench_chain
+from polybasic.deploy.settings import BenchSettings
+from polybasic.recipes.cli import run as commands_run
+from polybasic.recipes.cli.chain import inspect
+from polybasic.recipes.cli.grow import grow
+from polybasic.recipes.estimates.costs import StageEstimate
+from polybasic.recipes.estimates.dry_run import estimate
+from polybasic.recipes.estimates.hardware_profiles import CPU, PROFILES
+from polybasic.recipes.growth.shapes import SHAPES, GrownShape
+from polybasic.recipes.pipeline.run import run_recipe
+from polybasic.recipes.pipeline.running import Workspace
+from polybasic.recipes.pipeline.stages import stages_of
+from polybasic.recipes.schema.loading import load_recipe, shipped_recipes
+from polybasic.recipes.schema.recipe import ShapeName
+from tests.checkpoints import write_family
+
+SHAPE = GrownShape(3, 256, 512, 4, 4, 64)
+RECIPES = [name for name in shipped_recipes() if load_recipe(name).grow.shape is not None]
+COUNTED = re.compile(
+    r"about (?P<minutes>\d+) minutes, (?P<device>\d+) GB of device memory, (?P<host>\d+) GB of "
+    r"host memory \(to grow\), (?P<disk>\d+) GB of disk"
+    r"|Needs two CPU cores, (?P<memory>[\d.]+) GB of memory, (?P<written>[\d.]+) GB of disk and "
+    r"about (?P<all_minutes>\d+) minutes"
+)
+Usage = namedtuple("Usage", "total used free")
+
+
+@pytest.fixture
+def small_shape(monkeypatch: pytest.MonkeyPatch) -> GrownShape:
+    """A shape that grows in a moment, under the name of a real one."""
+    monkeypatch.setitem(SHAPES, "cpu-100m", SHAPE)  # type: ignore[misc]
+    return SHAPE
+
+
+def num_bytes(manifest: Manifest) -> int:
+    return sum(member.num_bytes for member in manifest.members)
+
+
+# The command
+
+
+def test_grow_writes_a_chain_beside_the_small_one(
+    tiny_chain: Path, small_shape: GrownShape, capsys: pytest.CaptureFixture[str]
+) -> None:
+    grow(str(tiny_chain), "cpu-100m")
+    out, err = capsys.readouterr()
+    folder = tiny_chain.with_name("chain-cpu-100m")
+    assert out == f"{folder}\n"
+    written = num_bytes(check_chain(folder).manifest)
+    (told,) = re.findall(r"growing .* to cpu-100m: about ([\d.]+) GB into", err)
+    assert float(told) == pytest.approx(written / 1e9, abs=0.06)
+    last = err.strip().splitlines()[-1]
+    assert last.endswith(f"next: polybasic plan {folder}, then polybasic bench {folder}")
+    inspect(str(folder))
+    assert "Grown to the shapes of cpu-100m" in " ".join(capsys.readouterr().out.split())
+
+
+def test_grow_writes_where_it_is_told(
+    tiny_chain: Path, small_shape: GrownShape, tmp_path: Path
+) -> None:
+    out = tmp_path / "elsewhere" / "grown"
+    grow(str(tiny_chain), "cpu-100m", out=out)
+    assert read_manifest(out).grown == "cpu-100m"
+    assert not tiny_chain.with_name("chain-cpu-100m").exists()
+    grow(str(tiny_chain), "cpu-100m", out=out)  # an older chain is replaced
+    check_chain(out)
+
+
+def test_mistakes_are_told_before_anything_is_written(
+    tiny_chain: Path, tiny_four_chain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "grown"
+    with pytest.raises(UserError, match="unknown shape: big; use one of cpu-100m, gpu-7b, gpu-8b"):
+        grow(str(tiny_chain), "big", out=out)
+    with pytest.raises(UserError, match="not a chain"):
+        grow(str(tmp_path), "cpu-100m", out=out)
+    with pytest.raises(UserError, match="member cannot be grown: small of"):
+        grow(str(tiny_four_chain), "cpu-100m", out=out)
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.disk_usage", lambda path: Usage(0, 0, 15_000_000_000))
+        with pytest.raises(UserError, match=r"not enough disk: .* about 181\d\d MB needed"):
+            grow(str(tiny_chain), "gpu-7b", out=out)
+    assert not out.exists()
+    assert not list(tmp_path.glob(".*.partial"))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_bytes_are_counted_before_they_are_written(
+    dtype: str, tiny_chain_parts: Any, small_shape: GrownShape, tmp_path: Path, capsys: Any
+) -> None:
+    """The disk is checked by this count."""
+    from polybasic.recipes.cli.grow import _num_bytes
+    from tests.conftest import write_draft, write_intermediate
+
+    parts = tiny_chain_parts
+    if dtype == "float32":
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_pretrained(parts.target, dtype="float32")
+        model.save_pretrained(parts.target)
+        for folder, write in ((parts.intermediate, write_intermediate), (parts.draft, write_draft)):
+            shutil.rmtree(folder)
+            write(folder, parts.target)
+    parts.package(tmp_path / "chain")
+    grow(str(tmp_path / "chain"), "cpu-100m", out=tmp_path / "grown")
+    written = num_bytes(read_manifest(tmp_path / "grown"))
+    assert _num_bytes(tmp_path / "chain", small_shape) == pytest.approx(written, rel=0.02)
+
+
+# Labels
+
+
+def test_reports_of_grown_chains_are_labelled(
+    tiny_chain: Path, small_shape: GrownShape, tmp_path: Path
+) -> None:
+    grow(str(tiny_chain), "cpu-100m", out=tmp_path / "grown")
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"question_id": 1, "category": "qa", "turns": ["w1 w2"]}))
+    settings = BenchSettings(
+        prompts=str(prompts), max_new_tokens=8, repeats=1, systems=("target", "eagle2")
+    )
+    note = "Grown to the shapes of cpu-100m"
+    for chain, is_grown in ((tiny_chain, False), (tmp_path / "grown", True)):
+        report = bench_chain(chain, settings)
+        assert report["grown"] == ("cpu-100m" if is_grown else None)
+        console = Console(record=True, width=200)
+        print_report(report, console)
+        printed, markdown = console.export_text(), (chain / "report" / "report.md").read_text()
+        card = (chain / "README.md").read_text("utf-8")
+        assert [note in text for text in (printed, markdown, card)] == 3 * [is_grown]
+        title = markdown.splitlines()[0]
+        assert title == f"# Speedup over the source target{', grown to cpu-100m' * is_grown}"
+
+
+# Recipes
+
+
+def test_the_schema_names_the_shapes() -> None:
+    assert get_args(ShapeName) == tuple(SHAPES)
+    assert {load_recipe(name).grow.shape for name in RECIPES} == set(SHAPES)
+
+
+def test_a_shape_adds_a_stage_behind_the_chain() -> None:
+    plain = stages_of(load_recipe("cpu-100m", ["grow.shape=null"]))
+    grown = stages_of(load_recipe("cpu-100m"))
+    names = [stage.name for stage in plain]
+    assert [stage.name for stage in grown] == [*names[:-2], "grown", *names[-2:]]
+    needs = {stage.name: stage.needs for stage in grown}
+    assert needs["grown"] == ("chain",)
+    assert needs["plan"] == ("data", "grown")
+    assert needs["report"] == ("data", "grown", "plan")
+    assert {stage.name: stage.needs for stage in plain}["plan"] == ("data", "chain")
+
+
+def test_a_recipe_with_a_smaller_model_is_not_grown() -> None:
+    with pytest.raises(UserError, match=r"smaller models are not grown: grow\.shape = gpu-7b"):
+        load_recipe("tiny-four", ["grow.shape=gpu-7b"])
+
+
+def dry_run(name: str, folder: Path, hardware: str, *overrides: str) -> list[StageEstimate]:
+    recipe = load_recipe(name, list(overrides))
+    workspace = Workspace(recipe, folder / "out")
+    return estimate(stages_of(recipe), workspace, None, PROFILES[hardware])
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_headers_say_what_a_dry_run_counts(name: str, tmp_path: Path) -> None:
+    head = shipped_recipes()[name].read_text("utf-8").split("\n\n")[0]
+    told = COUNTED.search(" ".join(line.removeprefix("#").strip() for line in head.splitlines()))
+    assert told is not None
+    hardware = "h200" if told["device"] else CPU.name
+    rows = dry_run(name, tmp_path, hardware)
+    found = {
+        "minutes": sum(row.seconds for row in rows) / 60,
+        "all_minutes": sum(row.seconds for row in rows) / 60,
+        "device": max(row.memory_bytes for row in rows if not row.is_on_host) / 1e9,
+        "host": max(row.memory_bytes for row in rows if row.is_on_host) / 1e9,
+        "memory": max(row.memory_bytes for row in rows) / 1e9,
+        "disk": sum(row.disk_bytes for row in rows) / 1e9,
+        "written": sum(row.disk_bytes for row in rows) / 1e9,
+    }
+    for key, value in told.groupdict().items():
+        if value is not None:
+            assert float(value) == pytest.approx(found[key], rel=0.2), key
+
+
+def test_a_dry_run_counts_the_grown_shapes(tmp_path: Path) -> None:
+    of = {row.name: row for row in dry_run("gpu-7b", tmp_path, "h200")}
+    plain = {row.name: row for row in dry_run("gpu-7b", tmp_path, "h200", "grow.shape=null")}
+    assert of["grown"].num_parameters == 6_738_415_616  # Llama-2-7B's
+    assert of["grown"].disk_bytes == pytest.approx(13.5e9 + 3.9e9 + 0.7e9, rel=0.02)
+    assert of["grown"].is_on_host
+    for stage in ("plan", "report"):
+        assert of[stage].memory_bytes > 10 * plain[stage].memory_bytes
+        assert of[stage].seconds > plain[stage].seconds
+    for stage in ("target", "draft", "intermediate", "chain"):
+        assert of[stage] == plain[stage]
+
+
+def test_targets_that_do_not_fit_are_told_by_the_dry_run(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="layers 12, 24 needed"):
+        dry_run("tiny", tmp_path, "cpu", "grow.shape=cpu-100m")
+    write_family(tmp_path / "qwen", "qwen2")
+    with pytest.raises(UserError, match=r"only plain Llamas can be grown: .*model_type qwen2"):
+        dry_run("gpu-7b", tmp_path, "cpu", f"target.model={tmp_path / 'qwen'}")
+
+
+@pytest.mark.slow
+def test_a_recipe_plans_and_measures_the_grown_chain(
+    micro_run: Path,
+    micro_recipe: Path,
+    small_shape: GrownShape,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out = Path(shutil.copytree(micro_run, tmp_path / "out"))
+    packed = (out / "chain" / "chain.json").read_bytes()
+    recipe = load_recipe(str(micro_recipe), ["grow.shape=cpu-100m"])
+    run_recipe(recipe, out, "polybasic run micro.yaml grow.shape=cpu-100m")
+    told = capsys.readouterr().err
+    assert told.count("skipped") == 5
+    assert "grown: runs (not there yet)" in told
+    assert (out / "chain" / "chain.json").read_bytes() == packed
+    checked = check_chain(out / "grown")
+    assert checked.manifest.grown == "cpu-100m"
+    assert len(checked.manifest.plans) == 1
+    report = json.loads((out / "grown" / "report" / "report.json").read_text("utf-8"))
+    assert report["grown"] == "cpu-100m"
+    assert checked.manifest.results == report
+    answers = [
+        load_chain(out / name, dtype="float32").generate("Why?", max_new_tokens=24, temperature=0.0)
+        for name in ("chain", "grown")
+    ]
+    assert answers[0].token_ids == answers[1].token_ids
+    capsys.readouterr()
+    commands_run.package(str(micro_recipe), ["grow.shape=cpu-100m"], out)
+    printed, told = capsys.readouterr()
+    assert printed.splitlines() == [str(out / "chain"), str(out / "grown")]
+    assert told.count("skipped") == 6
+    assert told.endswith(f"next: polybasic bench {out / 'grown'}\n")
+    commands_run.run(str(micro_recipe), ["grow.shape=cpu-100m"], out)
+    printed, told = capsys.readouterr()
+    assert f"report: {out / 'grown' / 'report' / 'report.md'}" in printed
+    assert told.count("skipped") == 8
+    assert f"chain: {out / 'grown'}; next: polybasic generate" in told

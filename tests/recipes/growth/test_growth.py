@@ -1,0 +1,500 @@
+"""Grown models compute what the small ones compute, and what breaks that is noticed."""
+
+import json
+import shutil
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from polybasic.chain.errors import UserError
+from polybasic.chain.formats.awq import QuantizedWeight, dequantize
+from polybasic.chain.formats.card import render_card
+from polybasic.chain.formats.checkpoint import load_tensors
+from polybasic.chain.formats.config import read_decoder_config, read_head_config
+from polybasic.chain.formats.describe import describe_chain
+from polybasic.chain.formats.manifest import read_manifest
+from polybasic.chain.formats.verify import check_chain
+from polybasic.chain.kernels.torch.attend import attend_causally
+from polybasic.chain.model.loading import load_decoder, load_head
+from polybasic.deploy import load_chain
+from polybasic.deploy.rounds.cache import KeyValueCache
+from polybasic.deploy.rounds.verifier import Verifier
+from polybasic.recipes.growth import model as growth_module
+from polybasic.recipes.growth.chain import grow_chain
+from polybasic.recipes.growth.model import NOWHERE, GrownWeights, Growth
+from polybasic.recipes.growth.shapes import SHAPES, GrownShape, shape_named
+from tests.chain.native_models import eager
+from tests.conftest import VOCAB_SIZE, ChainParts, write_draft, write_target
+from tests.conftest import write_intermediate as write_int4
+from tests.head_kinds import trim, write_eagle3
+
+CPU = torch.device("cpu")
+EPS = 1e-2
+"""Of the norms: large enough to be seen in logits."""
+TOKEN_IDS = torch.randint(0, VOCAB_SIZE, (24,), generator=torch.Generator().manual_seed(0))
+SHAPE_CASES = {
+    "same": GrownShape(2, 128, 256, 4, 2, 32),
+    "wider and deeper": GrownShape(3, 384, 640, 4, 2, 32),
+    "more heads": GrownShape(2, 256, 256, 8, 4, 32),
+    "copied key/value heads": GrownShape(2, 256, 256, 8, 8, 32),
+    "fewer groups": GrownShape(2, 256, 256, 16, 2, 32),
+    "heads twice as wide": GrownShape(2, 256, 256, 4, 2, 64),
+    "heads four times as wide": GrownShape(2, 256, 256, 4, 4, 128),
+    "larger vocabulary": GrownShape(2, 256, 256, 4, 2, 32, 80),
+    "all": GrownShape(4, 384, 640, 8, 8, 64, 96),
+}
+ALL = SHAPE_CASES["all"]
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory: pytest.TempPathFactory) -> ChainParts:
+    folder = tmp_path_factory.mktemp("small")
+    write_target(folder / "target", rms_norm_eps=EPS)
+    write_int4(folder / "intermediate", folder / "target")
+    write_draft(folder / "draft", folder / "target")
+    # a real head's size of states: random weights as large as the fixture's grow without bound
+    path = folder / "draft" / "model.safetensors"
+    tensors = {name: tensor * 0.1 for name, tensor in load_file(path).items()}
+    tensors["fc.bias"] += torch.randn(128).bfloat16()
+    save_file(tensors, path, {"format": "pt"})
+    return ChainParts(folder / "target", folder / "intermediate", folder / "draft")
+
+
+@pytest.fixture(scope="module")
+def small_chain(parts: ChainParts, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("packed") / "chain"
+    parts.package(out)
+    return out
+
+
+@pytest.fixture(scope="module")
+def grown(small_chain: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The small chain grown to a shape of SHAPE_CASES; each once."""
+    folder = tmp_path_factory.mktemp("grown")
+
+    def grow(name: str) -> Path:
+        out = folder / name.replace(" ", "_").replace("/", "_")
+        if not out.exists():
+            grow_chain(small_chain, SHAPE_CASES[name], name, out)
+        return out
+
+    return grow
+
+
+def library_logits(folder: Path) -> Tensor:
+    """By transformers, in float32."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.inference_mode():
+        return model(TOKEN_IDS[None]).logits[0]
+
+
+def states_of(folder: Path) -> tuple[Verifier, Tensor]:
+    """The runtime's decoder in float32, and its states of TOKEN_IDS."""
+    decoder = load_decoder(folder, torch.float32, CPU, len(TOKEN_IDS) + 8)
+    config = decoder.config
+    cache = KeyValueCache(config, config.num_layers, len(TOKEN_IDS), torch.float32, CPU)
+    verifier = Verifier("target", decoder, cache)
+    return verifier, verifier.read(TOKEN_IDS.tolist())
+
+
+def runtime_logits(folder: Path) -> Tensor:
+    verifier, states = states_of(folder)
+    return verifier.logits(states)
+
+
+def assert_same(small: Tensor, large: Tensor, tolerance: float = 1e-4) -> None:
+    """Logits of the shared tokens are equal, added tokens are impossible."""
+    torch.testing.assert_close(large[:, :VOCAB_SIZE], small, rtol=0, atol=tolerance)
+    assert large.softmax(-1)[:, VOCAB_SIZE:].sum(-1).max() < 1e-10 if large.shape[1] > 64 else True
+
+
+@pytest.mark.parametrize("name", SHAPE_CASES)
+def test_logits_of_the_target_stay(
+    name: str, parts: ChainParts, grown: Callable[[str], Path]
+) -> None:
+    folder, shape = grown(name) / "target", SHAPE_CASES[name]
+    for logits in (library_logits, runtime_logits):
+        small, large = logits(parts.target), logits(folder)
+        assert large.shape == (len(TOKEN_IDS), shape.vocab_size or VOCAB_SIZE)
+        assert_same(small, large)
+    config = read_decoder_config(folder)
+    for size in ("num_layers", "hidden_size", "intermediate_size", "num_heads", "head_dim"):
+        assert getattr(config, size) == getattr(shape, size)
+    assert config.num_kv_heads == shape.num_kv_heads
+
+
+def test_what_is_added_is_as_ordinary_as_what_was_there(grown: Callable[[str], Path]) -> None:
+    """Zeros stand only where outputs would change: in what o_proj and down_proj write."""
+    tensors = load_tensors(grown("all") / "target")
+    for name, tensor in tensors.items():
+        if "layers.3." in name and name.endswith(("q_proj.weight", "up_proj.weight")):
+            assert (tensor == 0).float().mean() < 0.2, name
+        if "layers.3." in name and name.endswith(("o_proj.weight", "down_proj.weight")):
+            assert not tensor.any(), name
+
+
+@pytest.mark.parametrize("name", ["heads twice as wide", "larger vocabulary", "all"])
+def test_drafts_of_the_head_stay(
+    name: str, parts: ChainParts, grown: Callable[[str], Path]
+) -> None:
+    """Over the target's features, then over its own."""
+    chain = grown(name)
+    found = []
+    for target, folder in ((parts.target, parts.draft), (chain / "target", chain / "draft")):
+        verifier, features = states_of(target)
+        head = load_head(folder, verifier.decoder, len(TOKEN_IDS) + 8)
+        cache = KeyValueCache(head.config, 1, len(TOKEN_IDS) + 8, torch.float32, CPU)
+        num = len(TOKEN_IDS) - 1
+        features = head.forward(
+            TOKEN_IDS[1:], features[:-1], cache.layers[0], attend_causally(0, num)
+        )
+        logits = [verifier.logits(features)]
+        for step in range(3):
+            token = TOKEN_IDS[step : step + 1]
+            attend = attend_causally(num + step, 1)
+            features = head.forward(token, features[-1:], cache.layers[0], attend)
+            logits.append(verifier.logits(features))
+        found.append(torch.cat(logits))
+    small, large = found
+    assert small.abs().max() > 1
+    assert_same(small, large, tolerance=1e-4 * float(small.abs().max()))
+
+
+def quantized(folder: Path) -> dict[str, QuantizedWeight]:
+    tensors = load_tensors(folder)
+    return {
+        name: QuantizedWeight.unpack(
+            *(tensors[f"{name}.{part}"] for part in ("qweight", "qzeros", "scales"))
+        )
+        for name in (key.removesuffix(".qweight") for key in tensors if key.endswith(".qweight"))
+    }
+
+
+@pytest.mark.parametrize("name", SHAPE_CASES)
+def test_four_bit_weights_move_as_they_are(
+    name: str, parts: ChainParts, grown: Callable[[str], Path]
+) -> None:
+    small, large = quantized(parts.intermediate), quantized(grown(name) / "intermediate")
+    growth = Growth(read_decoder_config(parts.target), SHAPE_CASES[name])
+    linears = GrownWeights(growth).linears
+    assert len(large) == SHAPE_CASES[name].num_layers * len(linears)
+    for key, weight in small.items():
+        placing = linears[key.split(".", 3)[3]]
+        rows, columns = placing.rows != NOWHERE, placing.columns != NOWHERE
+        moved = dequantize(large[key])[rows][:, columns]
+        origin = dequantize(weight)[placing.rows[rows]][:, placing.columns[columns]]
+        assert torch.equal(moved, origin * placing.scale), key
+        if key.endswith(("o_proj", "down_proj")):
+            assert not dequantize(large[key])[:, ~columns].any()
+        if key.endswith(("o_proj", "down_proj", "k_proj")):
+            assert not dequantize(large[key])[~rows][:, columns].any()
+    assert_same(
+        runtime_logits_of_int4(parts.intermediate), runtime_logits_of_int4(grown(name), True)
+    )
+
+
+def runtime_logits_of_int4(folder: Path, is_chain: bool = False) -> Tensor:
+    """Of a 4-bit checkpoint, dequantized: kernels for the CPU compute in bfloat16."""
+    folder = folder / "intermediate" if is_chain else folder
+    plain = folder.with_name("dequantized")
+    tensors = {
+        name: tensor.float()
+        for name, tensor in load_tensors(folder).items()
+        if not name.endswith(("qweight", "qzeros", "scales"))
+    }
+    tensors |= {f"{name}.weight": dequantize(weight) for name, weight in quantized(folder).items()}
+    plain.mkdir(exist_ok=True)
+    save_file(tensors, plain / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    del config["quantization_config"]
+    (plain / "config.json").write_text(json.dumps(config))
+    logits = runtime_logits(plain)
+    shutil.rmtree(plain)
+    return logits
+
+
+@pytest.mark.parametrize("kernels", [nullcontext, eager])
+def test_a_grown_chain_answers_as_the_small_one(
+    small_chain: Path,
+    grown: Callable[[str], Path],
+    kernels: Callable[[], AbstractContextManager[None]],
+) -> None:
+    """With native kernels a rounded row may fall to the other side, which costs passes at most."""
+    chain = grown("all")
+    checked = check_chain(chain)
+    assert [member.name for member in checked.manifest.members] == [
+        "target",
+        "intermediate",
+        "draft",
+    ]
+    for members in (("target",), ("target", "draft"), ("target", "intermediate", "draft")):
+        with kernels():
+            small, large = (
+                load_chain(folder, dtype="float32").generate(
+                    "w1 w2 w3", max_new_tokens=40, temperature=0.0, members=members
+                )
+                for folder in (small_chain, chain)
+            )
+        assert len(small.token_ids) > 10
+        assert large.token_ids == small.token_ids
+        passes = pytest.approx(small.statistics.forward_passes, rel=0 if kernels is eager else 0.1)
+        assert large.statistics.forward_passes == passes
+
+
+def test_the_fixture_chain_of_all_tests_grows(tiny_chain: Path, tmp_path: Path) -> None:
+    grow_chain(tiny_chain, ALL, "all", tmp_path / "grown")
+    answers = [
+        load_chain(folder, dtype="float32").generate("w5", max_new_tokens=24, temperature=0.0)
+        for folder in (tiny_chain, tmp_path / "grown")
+    ]
+    assert answers[0].token_ids == answers[1].token_ids
+    assert answers[0].statistics.forward_passes == answers[1].statistics.forward_passes
+
+
+def test_weights_are_written_in_shards_with_an_index(
+    small_chain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("polybasic.recipes.growth.chain._SHARD_BYTES", 300_000)
+    grow_chain(small_chain, ALL, "all", tmp_path / "sharded")
+    monkeypatch.undo()
+    checked = check_chain(tmp_path / "sharded")
+    assert len(list((tmp_path / "sharded" / "target").glob("model-*.safetensors"))) > 3
+    assert "model.safetensors.index.json" in checked.manifest.members[0].files
+    grow_chain(small_chain, ALL, "all", tmp_path / "whole")
+    sharded, whole = (load_tensors(tmp_path / name / "target") for name in ("sharded", "whole"))
+    assert sharded.keys() == whole.keys()
+    assert all(torch.equal(sharded[name], whole[name]) for name in whole)
+
+
+def test_a_head_with_an_mlp_of_its_own_keeps_the_proportion(
+    parts: ChainParts, tmp_path: Path
+) -> None:
+    models = ChainParts(parts.target, parts.intermediate, tmp_path / "draft")
+    shutil.copytree(parts.draft, models.draft)
+    tensors = load_file(models.draft / "model.safetensors")
+    for name, dimension in (("gate_proj", 0), ("up_proj", 0), ("down_proj", 1)):
+        key = f"layers.0.mlp.{name}.weight"
+        tensors[key] = tensors[key].narrow(dimension, 0, 128).contiguous()
+    save_file(tensors, models.draft / "model.safetensors", {"format": "pt"})
+    config = json.loads((models.draft / "config.json").read_text()) | {"intermediate_size": 128}
+    (models.draft / "config.json").write_text(json.dumps(config))
+    models.package(tmp_path / "chain")
+    grow_chain(tmp_path / "chain", GrownShape(2, 256, 1024, 4, 2, 32), "x", tmp_path / "grown")
+    assert read_head_config(tmp_path / "grown" / "draft").intermediate_size == 512
+
+
+def test_a_head_over_a_part_of_the_vocabulary_grows(parts: ChainParts, tmp_path: Path) -> None:
+    models = ChainParts(parts.target, parts.intermediate, tmp_path / "draft")
+    shutil.copytree(parts.draft, models.draft)
+    trim(models.draft, token_ids := torch.arange(0, VOCAB_SIZE, 3))
+    models.package(tmp_path / "chain")
+    grow_chain(tmp_path / "chain", ALL, "all", tmp_path / "grown")
+    check_chain(tmp_path / "grown")
+    tensors = load_tensors(tmp_path / "grown" / "draft")
+    assert ALL.vocab_size is not None
+    assert tensors["t2d"].nonzero().flatten().tolist() == token_ids.tolist()
+    assert len(tensors["t2d"]) == ALL.vocab_size > VOCAB_SIZE
+    assert read_head_config(tmp_path / "grown" / "draft").num_draft_tokens == len(token_ids)
+    answers = [
+        load_chain(folder, dtype="float32").generate("w5", max_new_tokens=24, temperature=0.0)
+        for folder in (tmp_path / "chain", tmp_path / "grown")
+    ]
+    assert answers[0].token_ids == answers[1].token_ids
+    assert answers[0].statistics.forward_passes == answers[1].statistics.forward_passes
+
+
+def test_an_eagle3_head_is_not_grown(parts: ChainParts, tmp_path: Path) -> None:
+    write_eagle3(tmp_path / "draft", parts.target)
+    models = ChainParts(parts.target, parts.intermediate, tmp_path / "draft")
+    intermediate, draft = models.parts
+    models.package(tmp_path / "chain", parts=[intermediate, replace(draft, kind="eagle3")])
+    with pytest.raises(UserError, match=r"member cannot be grown: draft of .* an EAGLE-3 head"):
+        grow_chain(tmp_path / "chain", ALL, "all", tmp_path / "grown")
+    assert not (tmp_path / "grown").exists()
+
+
+# What breaks the equality
+
+
+def test_epsilon_must_be_rescaled(
+    small_chain: Path, parts: ChainParts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Growth, "norm_eps", property(lambda self: EPS))
+    grow_chain(small_chain, SHAPE_CASES["wider and deeper"], "wrong", tmp_path / "grown")
+    with pytest.raises(AssertionError):
+        assert_same(runtime_logits(parts.target), runtime_logits(tmp_path / "grown" / "target"))
+
+
+@pytest.mark.parametrize("name", ["heads twice as wide", "heads four times as wide"])
+def test_scores_must_be_rescaled(
+    name: str,
+    small_chain: Path,
+    parts: ChainParts,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(growth_module, "_scaled_scores", lambda small, ratio: (1.0, small.rope))
+    grow_chain(small_chain, SHAPE_CASES[name], "wrong", tmp_path / "grown")
+    with pytest.raises(AssertionError):
+        assert_same(runtime_logits(parts.target), runtime_logits(tmp_path / "grown" / "target"))
+
+
+@pytest.mark.parametrize("name", ["self_attn.o_proj", "mlp.down_proj"])
+def test_columns_behind_what_is_added_must_be_zero(
+    name: str,
+    small_chain: Path,
+    parts: ChainParts,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = GrownWeights.__init__
+
+    def with_filled_columns(self: GrownWeights, growth: Growth) -> None:
+        made(self, growth)
+        self.linears[name] = replace(self.linears[name], fills_columns=True)
+
+    monkeypatch.setattr(GrownWeights, "__init__", with_filled_columns)
+    grow_chain(small_chain, ALL, "wrong", tmp_path / "grown")
+    with pytest.raises(AssertionError):
+        assert_same(runtime_logits(parts.target), runtime_logits(tmp_path / "grown" / "target"))
+
+
+def test_added_tokens_must_read_the_constant(
+    small_chain: Path, parts: ChainParts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(growth_module, "_ADDED_TOKEN_WEIGHT", 0.0)
+    grow_chain(small_chain, ALL, "wrong", tmp_path / "grown")
+    with pytest.raises(AssertionError):
+        assert_same(runtime_logits(parts.target), runtime_logits(tmp_path / "grown" / "target"))
+
+
+# Labels
+
+
+def test_a_grown_chain_says_so_everywhere(small_chain: Path, grown: Callable[[str], Path]) -> None:
+    chain = grown("all")
+    manifest = read_manifest(chain)
+    assert manifest.grown == "all"
+    assert "Grown to the shapes of all" in (chain / "README.md").read_text("utf-8")
+    assert describe_chain(chain)["grown"] == "all"
+    assert read_manifest(small_chain).grown is None
+    assert "Grown" not in render_card(read_manifest(small_chain))
+    assert describe_chain(small_chain)["grown"] is None
+    # what was measured on the small shapes does not hold
+    assert manifest.plans == ()
+    assert manifest.results is None
+    assert all(member.reference.path == member.name for member in manifest.members)
+    parameters = sum(tensor.numel() for tensor in load_tensors(chain / "target").values())
+    assert manifest.members[0].num_parameters == parameters
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        (GrownShape(1, 256, 256, 4, 2, 32), "layers 1, 2 needed"),
+        (GrownShape(2, 64, 256, 4, 2, 32), "hidden_size 64, 128 needed"),
+        (GrownShape(2, 128, 128, 4, 2, 32), "intermediate_size 128, 256 needed"),
+        (GrownShape(2, 128, 256, 3, 3, 32), "key/value heads 3, 4 needed"),
+        (GrownShape(2, 256, 256, 4, 2, 32, 60), "vocab_size 60, 64 needed"),
+        (GrownShape(2, 256, 256, 4, 2, 48), "head size 32 to 48"),
+        (GrownShape(2, 128, 256, 4, 2, 32, 80), "hidden_size 128 of both"),
+        (GrownShape(2, 256, 320, 4, 2, 32), "320 inputs are no multiple of 128"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_refused(
+    shape: GrownShape, message: str, small_chain: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=message):
+        grow_chain(small_chain, shape, "wrong", tmp_path / "grown")
+    assert not (tmp_path / "grown").exists()
+
+
+def test_groups_that_would_mix_are_refused(tmp_path: Path) -> None:
+    parts = ChainParts(*(tmp_path / name for name in ("target", "intermediate", "draft")))
+    write_target(parts.target, hidden_size=256, num_attention_heads=8, num_key_value_heads=4)
+    write_int4(parts.intermediate, parts.target)
+    write_draft(parts.draft, parts.target)
+    parts.package(tmp_path / "chain")
+    # heads 0 1 - 2 | 3 - 4 5: the second group of four takes from both small ones
+    with pytest.raises(UserError, match="a group of 128 inputs would take codes from two groups"):
+        grow_chain(
+            tmp_path / "chain", GrownShape(2, 512, 256, 12, 4, 32), "mixed", tmp_path / "grown"
+        )
+
+
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [
+        ({"model_type": "mistral"}, "model_type mistral"),
+        ({"tie_word_embeddings": True}, "model_type llama, tied embeddings"),
+    ],
+)
+def test_other_targets_are_refused(
+    changes: dict[str, Any], found: str, parts: ChainParts, tmp_path: Path
+) -> None:
+    target = Path(shutil.copytree(parts.target, tmp_path / "target"))
+    path = target / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    parts.package(tmp_path / "chain", target=target, target_reference=str(target))
+    with pytest.raises(UserError, match=rf"only plain Llamas can be grown: .*\({found}\)"):
+        grow_chain(tmp_path / "chain", ALL, "all", tmp_path / "grown")
+
+
+def test_members_that_do_not_follow_the_target_are_refused(
+    tiny_four_chain: Path, parts: ChainParts, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match="member cannot be grown: small of"):
+        grow_chain(tiny_four_chain, replace(ALL, num_layers=2), "all", tmp_path / "grown")
+    draft = Path(shutil.copytree(parts.draft, tmp_path / "draft"))
+    tensors = load_file(draft / "model.safetensors")
+    tensors["layers.0.self_attn.q_proj.bias"] = torch.ones(128).bfloat16()
+    save_file(tensors, draft / "model.safetensors", {"format": "pt"})
+    ChainParts(parts.target, parts.intermediate, draft).package(tmp_path / "chain")
+    with pytest.raises(UserError, match=r"has layers\.0\.self_attn\.q_proj\.bias"):
+        grow_chain(tmp_path / "chain", ALL, "all", tmp_path / "grown")
+
+
+def test_a_grown_chain_is_not_grown_again(grown: Callable[[str], Path], tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"grown already: .*\(more heads\)"):
+        grow_chain(grown("more heads"), ALL, "all", tmp_path / "grown")
+
+
+def test_nothing_but_a_chain_is_replaced(small_chain: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "letter.txt").write_text("dear")
+    with pytest.raises(UserError, match="would replace something that is no chain"):
+        grow_chain(small_chain, ALL, "all", tmp_path / "mine")
+    for out in (small_chain, small_chain.parent):
+        with pytest.raises(UserError, match="lies in the folder to be written"):
+            grow_chain(small_chain, ALL, "all", out)
+    assert (tmp_path / "mine" / "letter.txt").read_text() == "dear"
+    check_chain(small_chain)
+
+
+def test_scaled_rotations_grow_where_they_can(parts: ChainParts) -> None:
+    small = read_decoder_config(parts.target)
+    linear = replace(small, rope={"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0})
+    assert Growth(linear, SHAPE_CASES["heads four times as wide"]).rope == linear.rope
+    with pytest.raises(UserError, match="rope_type linear, a head size 2 times as large"):
+        Growth(linear, SHAPE_CASES["heads twice as wide"])
+    yarn = replace(small, rope=linear.rope | {"rope_type": "yarn"})
+    with pytest.raises(UserError, match="rope_type yarn"):
+        Growth(yarn, SHAPE_CASES["heads four times as wide"])
+    assert Growth(yarn, SHAPE_CASES["more heads"]).rope == yarn.rope
+
+
+def test_shapes_have_names() -> None:
+    assert shape_named("gpu-7b") is SHAPES["gpu-7b"]
+    with pytest.raises(UserError, match="unknown shape: big; use one of cpu-100m, gpu-7b, gpu-8b"):
+        shape_named("big")

@@ -1,0 +1,219 @@
+"""The stage in which the target answers again: through this runtime, through a server, resumed."""
+
+import json
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from polybasic.chain.errors import UserError
+from polybasic.deploy.answering import LoneTarget
+from polybasic.recipes.pipeline.conversation_rows import encoded_rows
+from polybasic.recipes.pipeline.regenerated_stage import REGENERATED_STAGE, _opened
+from polybasic.recipes.pipeline.running import Stage, Workspace, run_stages
+from polybasic.recipes.schema.recipe import Recipe
+from polybasic.train.data.chat import encode_prompt
+from tests.checkpoints import write_family
+from tests.train.fake_endpoint import Fault, serve
+
+Rows = list[dict[str, Any]]
+
+
+class Whole(Workspace):
+    """A workspace whose data and target are whole; the target is left where it is."""
+
+    def identity(self, stage: str) -> dict[str, Any]:
+        given = {"data": {"conversations": "c"}, "target": {"folder": self.recipe.target.model}}
+        return given.get(stage) or super().identity(stage)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random target in float32, whose answers are bytes that mostly make no characters."""
+    folder = tmp_path_factory.mktemp("target")
+    write_family(folder, "qwen2", dtype=torch.float32)
+    return folder
+
+
+def workspace_of(tmp_path: Path, target: Path, num: int = 3, **regenerate: Any) -> Whole:
+    rows = []
+    for index in range(num):
+        turns = []
+        for question in (f"question {index}", f"and then {index}?"):
+            turns.append({"from": "human", "value": question})
+            turns.append({"from": "gpt", "value": "a ready-made answer"})
+        rows.append(json.dumps({"id": f"id{index}", "conversations": turns}) + "\n")
+    source = tmp_path / "rows.jsonl"
+    source.write_text("".join(rows), "utf-8")
+    data = {
+        "conversations": str(source),
+        "num_heldout": 1,
+        "max_tokens": 400,
+        "regenerate": {"max_new_tokens": 12, **regenerate},
+    }
+    content = {"name": "a", "target": {"model": str(target)}, "data": data}
+    return Whole(Recipe.model_validate(content), tmp_path / "out")
+
+
+def whole(name: str) -> Stage:
+    """A stage with nothing to do."""
+    return Stage(name, (), lambda _: {}, lambda _, __: {}, lambda _, __: {})
+
+
+STAGES = (whole("data"), whole("target"), REGENERATED_STAGE)
+
+
+def run(workspace: Workspace) -> list[str]:
+    """Bring the stage to its whole state; returns what was said of it."""
+    workspace.out.mkdir(exist_ok=True)
+    said: list[str] = []
+    run_stages(STAGES, workspace, None, said.append)
+    return [line for line in said if line.startswith("regenerated")]
+
+
+def answers_in(workspace: Workspace) -> Rows:
+    path = workspace.folder("regenerated") / "conversations.jsonl"
+    return [json.loads(line) for line in path.read_bytes().splitlines()]
+
+
+def greedy(target: Path, token_ids: list[int], max_new_tokens: int) -> list[int]:
+    """The same by transformers' own loop, as a reference."""
+    model: Any = AutoModelForCausalLM.from_pretrained(target)
+    ids = torch.tensor([token_ids])
+    made = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=max_new_tokens,
+        do_sample=False,
+        pad_token_id=0,
+    )
+    return made[0, len(token_ids) :].tolist()
+
+
+def test_the_target_alone_answers_as_transformers_does(target: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    lone = LoneTarget(target, target, 400)
+    passes = []
+    for question in ("one two one two one two", "Hello"):
+        prompt = encode_prompt(tokenizer, [{"role": "user", "content": question}])
+        batches = list(lone.stream(prompt, 40, temperature=0.0, seed=1))
+        tokens = [token for batch in batches for token in batch]
+        assert tokens == greedy(target, prompt, 40)
+        assert lone.is_cut(tokens) == (tokens[-1] != tokenizer.eos_token_id)
+        assert lone.text(tokens) == tokenizer.decode(tokens, skip_special_tokens=True)
+        passes.append(len(batches))
+    assert min(passes) < 40  # a draft was right somewhere
+    sampled = [
+        [token for batch in lone.stream(prompt, 20, temperature=1.0, seed=seed) for token in batch]
+        for seed in (1, 1, 2)
+    ]
+    assert sampled[0] == sampled[1] != sampled[2]
+    assert lone.is_cut([5, 7])
+    assert not lone.is_cut([5, tokenizer.eos_token_id])
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+def test_graphs_reach_the_target_and_change_no_answer(
+    target: Path, tmp_path: Path, graphs: bool
+) -> None:
+    workspace = workspace_of(tmp_path, target, graphs=graphs)
+    opened = _opened(workspace)
+    assert isinstance(opened, AbstractContextManager)
+    with opened as answerer:
+        assert answerer._target._engine.graphs.enabled is graphs
+    as_default = workspace_of(tmp_path, target)
+    assert REGENERATED_STAGE.inputs(workspace) == REGENERATED_STAGE.inputs(as_default)
+
+
+def test_a_dtype_that_is_none_is_refused(target: Path, tmp_path: Path) -> None:
+    config = json.loads((target / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"torch_dtype": "int8"}))
+    with pytest.raises(UserError, match=r"unknown dtype: .*config.json dtype int8"):
+        LoneTarget(tmp_path, target, 64)
+
+
+def test_the_stage_answers_through_this_runtime(target: Path, tmp_path: Path) -> None:
+    workspace = workspace_of(tmp_path, target)
+    assert run(workspace)[0] == "regenerated: runs (not there yet)"
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    rows = answers_in(workspace)
+    assert [row["id"] for row in rows] == ["id0", "id1", "id2"]
+    messages: list[dict[str, str]] = []
+    for turn in rows[1]["conversations"]:
+        if turn["from"] == "human":
+            messages.append({"role": "user", "content": turn["value"]})
+            continue
+        tokens = greedy(target, encode_prompt(tokenizer, messages), 12)
+        expected = tokenizer.decode(tokens, skip_special_tokens=True)
+        assert turn["value"] == expected.rstrip("\ufffd")
+        messages.append({"role": "assistant", "content": turn["value"]})
+    assert len(messages) == 4
+    record = workspace.record("regenerated")
+    assert record is not None
+    assert record.summary["answered_by"]["through"] == "runtime"
+    assert (record.summary["num_done"], record.summary["num_answers"]) == (3, 6)
+    assert "whole since" in run(workspace)[0]
+
+
+def test_copies_learn_from_the_answers(target: Path, tmp_path: Path) -> None:
+    workspace = workspace_of(tmp_path, target, num=8)
+    run(workspace)
+    told = workspace.recipe.model_dump()
+    told["data"]["regenerate"] = None
+    given = Whole(Recipe.model_validate(told), workspace.out)
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    again, ready_made = (encoded_rows(each) for each in (workspace, given))
+    for answered, ready in zip(again, ready_made, strict=True):
+        texts = [[tokenizer.decode(row) for row in rows] for rows in (answered, ready)]
+        assert len(texts[0]) == len(texts[1]) > 0
+        for one, other in zip(*texts, strict=True):
+            assert one.splitlines()[:2] == other.splitlines()[:2]  # the same first question
+            assert "ready-made" in other
+            assert "ready-made" not in one
+
+
+def test_a_run_goes_on_where_its_server_failed(target: Path, tmp_path: Path) -> None:
+    with serve() as endpoint:
+        settings = {"endpoint": endpoint.url, "num_parallel": 1, "num_retries": 0}
+        workspace = workspace_of(tmp_path, target, num=6, **settings)
+        endpoint.faults["and then 3?"] = [Fault(500)]
+        with pytest.raises(UserError, match=r"1 of 6, the first: HTTP 500"):
+            run(workspace)
+        asked = len(endpoint.asked)
+        assert asked == 8
+        # another address of the same server, and more patience: the same answers
+        moved = workspace_of(
+            tmp_path, target, num=6, endpoint=endpoint.url + "/", num_parallel=2, num_retries=1
+        )
+        assert run(moved)[0] == "regenerated: continues (interrupted earlier)"
+        assert len(endpoint.asked) == asked + 5
+        assert len(answers_in(moved)) == 6
+        # fewer conversations are a new run of the stage, for which every answer is there
+        data = moved.recipe.data.model_copy(update={"limit": 4})
+        fewer = Whole(moved.recipe.model_copy(update={"data": data}), moved.out)
+        assert run(fewer)[0] == "regenerated: runs (changed: data.limit)"
+        assert len(answers_in(fewer)) == 4
+        assert len(endpoint.asked) == asked + 5
+
+
+@pytest.mark.parametrize(
+    ("settings", "changes_answers"),
+    [
+        ({"num_parallel": 7, "num_retries": 1, "timeout_seconds": 5}, False),
+        ({"endpoint": "http://elsewhere:1/v1"}, True),
+        ({"model": "other"}, True),
+        ({"max_new_tokens": 7}, True),
+        ({"temperature": 0.5}, True),
+    ],
+)
+def test_the_result_depends_on_what_decides_on_answers(
+    target: Path, tmp_path: Path, settings: dict[str, Any], changes_answers: bool
+) -> None:
+    plain, changed = workspace_of(tmp_path, target), workspace_of(tmp_path, target, **settings)
+    inputs = [REGENERATED_STAGE.inputs(each) for each in (plain, changed)]
+    assert (inputs[0] != inputs[1]) == changes_answers
+    both = [workspace_of(tmp_path, target, endpoint=f"http://{host}/v1") for host in ("a", "b")]
+    assert REGENERATED_STAGE.inputs(both[0]) == REGENERATED_STAGE.inputs(both[1])

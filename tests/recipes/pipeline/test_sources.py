@@ -1,0 +1,206 @@
+"""What a recipe names from elsewhere: downloads, templates, adapters, heads, and their digests."""
+
+import json
+import shutil
+from http.server import SimpleHTTPRequestHandler
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from polybasic.chain.errors import UserError
+from polybasic.deploy.prompts import read_questions
+from polybasic.recipes.pipeline.downloads import fetch, is_url
+from polybasic.recipes.pipeline.running import Stage, Workspace, run_stages
+from polybasic.recipes.pipeline.sources import (
+    chat_template_of,
+    checkpoint_of,
+    plan_prompts_of,
+    prompts_of,
+    tokenizer_of,
+)
+from polybasic.recipes.pipeline.stages import stages_of
+from polybasic.recipes.schema.loading import load_recipe
+from polybasic.recipes.schema.recipe import Recipe
+from tests.checkpoints import CHATML, write_family
+from tests.recipes.serving import served
+
+QUESTIONS = [{"question_id": index, "category": "qa", "turns": [f"{index}?"]} for index in (1, 2)]
+
+
+def write_questions(path: Path, rows: list[dict] = QUESTIONS) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+
+
+def stage_of(recipe: Recipe, name: str) -> Stage:
+    return next(stage for stage in stages_of(recipe) if stage.name == name)
+
+
+class CutShort(SimpleHTTPRequestHandler):
+    """Promises more than it sends."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", "1000")
+        self.end_headers()
+        self.wfile.write(b"half")
+
+
+def test_urls_are_told_from_files() -> None:
+    assert is_url("https://a.b/c.jsonl")
+    assert is_url("http://localhost:1/c.jsonl")
+    for name in ("c.jsonl", "https", "ftp://a.b/c", "https://a b", "embedded"):
+        assert not is_url(name)
+
+
+def test_downloads_are_whole_or_not_at_all(tmp_path: Path) -> None:
+    write_questions(tmp_path / "question.jsonl")
+    path = tmp_path / "fetched.jsonl"
+    with served(tmp_path) as url:
+        fetch(f"{url}/question.jsonl", path, "bench.prompts")
+        assert path.read_bytes() == (tmp_path / "question.jsonl").read_bytes()
+        with pytest.raises(UserError) as refused:
+            fetch(f"{url}/none.jsonl", path, "bench.prompts")
+    assert str(refused.value) == (
+        f"download failed: bench.prompts = {url}/none.jsonl (404 File not found); check the URL"
+    )
+    with pytest.raises(UserError, match=r"download failed: .* refused\); check the network"):
+        fetch(f"{url}/question.jsonl", path, "bench.prompts")
+    with served(tmp_path, CutShort) as url, pytest.raises(UserError, match="996 more expected"):
+        fetch(f"{url}/question.jsonl", path, "bench.prompts")
+    # the older file is left as it was, and nothing beside it
+    assert path.read_bytes() == (tmp_path / "question.jsonl").read_bytes()
+    assert {each.name for each in tmp_path.iterdir()} == {"question.jsonl", "fetched.jsonl"}
+
+
+def data_stage(tmp_path: Path, *overrides: str) -> Workspace:
+    given = ["target.scratch.num_embedded_conversations=60", "data.num_heldout=6", *overrides]
+    workspace = Workspace(load_recipe("tiny", given), tmp_path / "out")
+    run_stages(stages_of(workspace.recipe), workspace, ("data",), lambda line: None)
+    return workspace
+
+
+def test_the_data_stage_keeps_downloaded_prompts(tmp_path: Path) -> None:
+    write_questions(tmp_path / "bench.jsonl")
+    write_questions(tmp_path / "plan.jsonl", QUESTIONS[:1])
+    with served(tmp_path) as url:
+        named = [f"bench.prompts={url}/bench.jsonl", f"plan.prompts={url}/plan.jsonl"]
+        workspace = data_stage(tmp_path, *named)
+    assert len(read_questions(prompts_of(workspace))) == 2
+    assert len(read_questions(plan_prompts_of(workspace))) == 1
+    identity = workspace.identity("data")
+    assert set(identity) == {"conversations", "prompts", "plan_prompts"}
+    before = workspace.record("data")
+    # the server is gone, and is not asked
+    assert data_stage(tmp_path, *named).record("data") == before
+    with pytest.raises(UserError, match=r"download failed: bench\.prompts = \S+/other\.jsonl"):
+        data_stage(tmp_path, named[0].replace("bench.jsonl", "other.jsonl"), named[1])
+    assert workspace.record("data") == before
+
+
+def test_downloaded_prompts_that_are_none_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "page.jsonl").write_text("<html></html>\n")
+    with (
+        served(tmp_path) as url,
+        pytest.raises(UserError, match=r"prompt is not JSON: \S+prompts\.jsonl line 1"),
+    ):
+        data_stage(tmp_path, f"bench.prompts={url}/page.jsonl")
+    assert not (tmp_path / "out" / "data").exists()
+
+
+def test_a_chat_template_is_text_or_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "chat.jinja"
+    path.write_text(CHATML)
+
+    def text(named: object) -> str | None:
+        given = {"model": "a/b", "chat_template": named}
+        recipe = Recipe.model_validate({"name": "a", "target": given})
+        return chat_template_of(recipe)
+
+    assert text(str(path)) == text(CHATML) == CHATML
+    assert text(None) is None
+    for named in (tmp_path / "none.jinja", tmp_path):
+        with pytest.raises(UserError, match=r"chat template not found: target\.chat_template = /"):
+            text(str(named))
+
+
+class Whole(Workspace):
+    """A workspace whose data stage is whole, and whose other stages are their folders."""
+
+    def identity(self, stage: str) -> dict[str, Any]:
+        if stage == "data":
+            return {"conversations": "c", "prompts": "p"}
+        return super().identity(stage)
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    write_family(tmp_path / "base", "qwen2", num_shards=1)
+    return tmp_path / "base"
+
+
+def run_target(base: Path, out: Path, **target: Any) -> Whole:
+    recipe = Recipe.model_validate({"name": "a", "target": {"model": str(base), **target}})
+    workspace = Whole(recipe, out)
+    run_stages([stage_of(recipe, "target")], workspace, None, lambda line: None)
+    return workspace
+
+
+def test_a_target_with_all_that_it_needs_is_left_where_it_is(base: Path, tmp_path: Path) -> None:
+    workspace = run_target(base, tmp_path / "out")
+    assert checkpoint_of(workspace, "target") == tokenizer_of(workspace) == base
+    assert {path.name for path in workspace.folder("target").iterdir()} == {"stage.json"}
+
+
+def test_a_template_of_the_recipe_makes_another_target(base: Path, tmp_path: Path) -> None:
+    plain = run_target(base, tmp_path / "plain").record("target")
+    workspace = run_target(base, tmp_path / "out", chat_template=CHATML.replace("im_", "my_"))
+    assert checkpoint_of(workspace, "target") == base
+    assert tokenizer_of(workspace) == tmp_path / "out" / "target" / "tokenizer"
+    found = workspace.record("target")
+    assert plain is not None
+    assert found is not None
+    assert found.identity != plain.identity
+    assert set(found.inputs) - set(plain.inputs) == {"chat_template"}
+    assert {"tokenizer.json", "chat_template.jinja"} <= set(found.identity["tokenizer"])
+
+
+def test_a_target_without_a_template_is_told_at_once(base: Path, tmp_path: Path) -> None:
+    (base / "chat_template.jinja").unlink()
+    with pytest.raises(UserError, match=r"without a chat template: .*set target\.chat_template"):
+        run_target(base, tmp_path / "out")
+
+
+def test_a_target_without_weights_is_told_at_once(base: Path, tmp_path: Path) -> None:
+    (base / "model.safetensors").unlink()
+    with pytest.raises(UserError, match="no weights"):
+        run_target(base, tmp_path / "out")
+
+
+def test_a_changed_adapter_is_merged_again(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapter, merges = tmp_path / "adapter", []
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text("{}")
+    (adapter / "adapter_model.safetensors").write_bytes(b"1")
+
+    def merge(found_base: Path, found_adapter: Path, out: Path) -> dict[str, Any]:
+        merges.append((found_base, found_adapter))
+        shutil.copytree(found_base, out)
+        return {"rank": 4}
+
+    monkeypatch.setattr("polybasic.train.adapters.merge_adapter", merge)
+    workspace = run_target(base, tmp_path / "out", adapter=str(adapter))
+    merged = tmp_path / "out" / "target" / "merged"
+    assert merges == [(base, adapter)]
+    assert checkpoint_of(workspace, "target") == tokenizer_of(workspace) == merged
+    record = workspace.record("target")
+    assert record is not None
+    assert record.summary == {"model": str(base), "adapter": {"rank": 4}}
+    assert "model.safetensors" in record.identity
+    run_target(base, tmp_path / "out", adapter=str(adapter))
+    assert len(merges) == 1
+    (adapter / "adapter_model.safetensors").write_bytes(b"12")
+    run_target(base, tmp_path / "out", adapter=str(adapter))
+    assert len(merges) == 2

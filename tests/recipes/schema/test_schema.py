@@ -1,0 +1,157 @@
+"""The schema: defaults, refusals, and that it describes itself."""
+
+import json
+
+import pytest
+import yaml
+from pydantic import ValidationError
+
+from polybasic.chain.errors import UserError
+from polybasic.recipes.pipeline.run import as_yaml
+from polybasic.recipes.schema.loading import known_keys, load_recipe, shipped_recipes
+from polybasic.recipes.schema.recipe import Recipe
+
+NUM_SHORT_STEPS = {"num_steps": 10, "warmup_steps": 1}
+
+
+def recipe(**sections: object) -> Recipe:
+    return Recipe.model_validate({"name": "a", "train": NUM_SHORT_STEPS, **sections})
+
+
+def test_a_recipe_is_frozen() -> None:
+    with pytest.raises(ValidationError, match="frozen"):
+        recipe().seed = 3  # type: ignore[misc]
+
+
+def test_unknown_keys_are_refused_in_every_section() -> None:
+    sections = {key[0] for key in known_keys(Recipe) if len(key) > 1}
+    assert {"target", "small", "plan"} <= sections
+    for name in sections:
+        with pytest.raises(ValidationError, match="extra_forbidden"):
+            recipe(**{name: {"surely_unknown": 1}})
+
+
+def test_resolved_recipe_round_trips() -> None:
+    given = recipe(seed=7, bench={"systems": ["target", "eagle2"]})
+    assert Recipe.model_validate(yaml.safe_load(as_yaml(given))) == given
+
+
+def test_schema_is_json_and_describes_sections() -> None:
+    schema = json.loads(json.dumps(Recipe.model_json_schema()))
+    assert schema["additionalProperties"] is False
+    assert all("description" in part for part in schema["properties"].values())
+
+
+@pytest.mark.parametrize("name", shipped_recipes())
+def test_shipped_recipes_say_everything(name: str) -> None:
+    """A shipped recipe is complete: whoever reads it sees every key there is."""
+    content = yaml.safe_load(shipped_recipes()[name].read_text("utf-8"))
+    for key in known_keys(Recipe):
+        if "scratch" in key and content[key[0]] and content[key[0]]["model"] != "scratch":
+            continue  # says how a model is trained that is ready-made here
+        section = content
+        for part in key:
+            if section is None:
+                break  # a section that is left out; null is told
+            assert part in section, f"{name}.yaml lacks {'.'.join(key)}"
+            section = section[part]
+
+
+@pytest.mark.parametrize("name", shipped_recipes())
+def test_shipped_recipes_open_with_their_command(name: str) -> None:
+    head = shipped_recipes()[name].read_text("utf-8").split("\n\n")[0]
+    assert f"polybasic run recipes/{name}.yaml" in head
+
+
+@pytest.mark.parametrize(
+    ("sections", "told"),
+    [
+        ({"target": {"scratch": {"num_heads": 5}}}, "hidden_size is not a multiple of num_heads"),
+        (
+            {"target": {"scratch": {"num_heads": 4, "num_kv_heads": 3}}},
+            "num_heads is not a multiple of num_kv_heads",
+        ),
+        (
+            {"target": {"scratch": {"hidden_size": 384, "num_heads": 128, "num_kv_heads": 2}}},
+            "odd size",
+        ),
+        ({"data": {"max_tokens": 4096}}, "conversations are longer than the target's context"),
+        ({"bench": {"max_new_tokens": 2048}}, "answers are longer than the target's context"),
+        ({"small": {"scratch": {"num_heads": 5}}}, "not a multiple of num_heads: small.scratch.h"),
+        (
+            {"small": {"scratch": {"context_tokens": 256}}},
+            "conversations are longer than the smaller model's context: data.max_tokens = 512",
+        ),
+        ({"bench": {"systems": ["eagle2"]}}, "no baseline: bench.systems = eagle2"),
+        ({"target": {"adapter": "a/b"}}, "target.adapter without a ready-made model"),
+        ({"target": {"chat_template": "{{ 1 }}"}}, "target.chat_template without a ready-made"),
+        ({"draft": {"model": "a/b"}}, "a ready head for a target that is yet to be trained"),
+        (
+            {
+                "grow": {"shape": "gpu-7b"},
+                "train": {"kind": "eagle3", "feature_loss_weight": 0},
+            },
+            "EAGLE-3 heads are not grown: grow.shape = gpu-7b",
+        ),
+        (
+            {"small": {"quantize": False}, "train": {"features_from": "intermediate"}},
+            "no 4-bit copy of the smaller model to take features from",
+        ),
+        (
+            {"plan": {"prompts": "heldout", "num_prompts_per_task": 9}},
+            r"too few held-out .*: data.num_heldout = 48, 54 prompts \(6 x plan",
+        ),
+    ],
+)
+def test_sections_that_contradict_each_other_are_refused(sections: dict, told: str) -> None:
+    with pytest.raises(UserError, match=told):
+        recipe(**sections)
+
+
+@pytest.mark.parametrize(
+    ("train", "told"),
+    [
+        ({"kind": "eagle3"}, "an eagle3 head has no feature loss"),
+        ({"feature_layers": [1, 2, 3]}, "read by a head of kind eagle3"),
+        ({"feature_loss_weight": 0, "token_loss_weight": 0}, "nothing would be learned"),
+        ({"features_folder": "f"}, "features_folder is of offline features"),
+        ({"save_every_steps": 40, "keep_every_steps": 100}, "must be a multiple of save_every"),
+        ({"warmup_steps": 10, "num_steps": 10}, "must be below num_steps"),
+    ],
+)
+def test_training_that_contradicts_itself_is_refused(train: dict, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        recipe(train=train)
+
+
+def test_what_belongs_to_a_ready_made_model_is_taken_with_one() -> None:
+    given = recipe(
+        target={"model": "a/b", "adapter": "c/d", "chat_template": "{{ 1 }}"},
+        draft={"model": "e/f", "adapt": "lora"},
+        plan={"prompts": "heldout", "num_prompts_per_task": 8},
+    )
+    assert given.draft.lora.rank == 16
+
+
+def test_scratch_shape_is_not_checked_for_another_target() -> None:
+    assert recipe(target={"model": "org/name", "scratch": {"num_heads": 5}}).seed == 0
+
+
+def test_a_smaller_model_keeps_its_defaults_where_one_key_is_given() -> None:
+    small = recipe(small={"scratch": {"num_steps": 5, "warmup_steps": 1}}).small
+    assert small is not None
+    assert (small.scratch.num_layers, small.scratch.hidden_size) == (4, 384)
+    assert (small.quantize, small.has_head) == (True, True)
+    assert recipe().small is None
+
+
+@pytest.mark.parametrize("changes", [{"role": "drafter"}, {"train_head": False}])
+def test_drafters_and_models_told_so_have_no_head(changes: dict) -> None:
+    small = recipe(small=changes).small
+    assert small is not None
+    assert not small.has_head
+
+
+def test_recipes_of_four_differ_from_tiny_in_the_smaller_model_alone() -> None:
+    tiny, four = (load_recipe(name).model_dump() for name in ("tiny", "tiny-four"))
+    assert {key for key in tiny if tiny[key] != four[key]} == {"name", "description", "small"}

@@ -1,0 +1,107 @@
+"""What the paper's recipes say of themselves is what a dry run counts, without any weights."""
+
+import re
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
+
+from polybasic.recipes.estimates.costs import StageEstimate
+from polybasic.recipes.estimates.dry_run import estimate
+from polybasic.recipes.estimates.hardware_profiles import PROFILES
+from polybasic.recipes.estimates.sizes import shape_of_target
+from polybasic.recipes.pipeline.running import Workspace
+from polybasic.recipes.pipeline.stages import stages_of
+from polybasic.recipes.schema.loading import load_recipe, shipped_recipes
+from tests.recipes.published_configs import CONFIGS, NUM_PARAMETERS, write_config
+
+NAMES = [name for name in shipped_recipes() if load_recipe(name).target.model != "scratch"]
+HEADER = re.compile(
+    r"On (?P<hardware>[\w-]+): about (?P<hours>[\d.]+) hours, (?P<device>\d+) GB of device memory"
+    r"(?: a GPU)?, (?P<host>\d+) GB of host memory \(to quantize\), (?P<disk>\d+) GB of disk"
+)
+COMMAND = re.compile(r"polybasic (run|package) \S+ --dry-run --hardware (\S+)")
+
+
+def header(name: str) -> str:
+    """The recipe's opening comment as one line."""
+    head = shipped_recipes()[name].read_text("utf-8").split("\n\n")[0]
+    return " ".join(line.removeprefix("#").strip() for line in head.splitlines())
+
+
+def counted(name: str, folder: Path, hardware: str, command: str) -> list[StageEstimate]:
+    """What a dry run says of a recipe whose models are here as config.json alone."""
+    plain = load_recipe(name)
+    overrides = [f"target.model={write_config(folder, plain.target.model)}"]
+    if plain.small is not None:
+        overrides.append(f"small.model={write_config(folder, plain.small.model)}")
+    recipe = load_recipe(name, overrides)
+    only = ("chain",) if command == "package" else None
+    workspace = Workspace(recipe, folder / "out")
+    return estimate(stages_of(recipe), workspace, only, PROFILES[hardware])
+
+
+def test_all_models_of_the_paper_and_more_have_a_recipe() -> None:
+    named = {load_recipe(name).target.model for name in NAMES}
+    small = load_recipe("llama31-8b-four").small
+    assert small is not None
+    assert named | {small.model} == set(CONFIGS)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_headers_say_what_a_dry_run_counts(name: str, tmp_path: Path) -> None:
+    told, command = HEADER.search(header(name)), COMMAND.search(header(name))
+    assert told is not None
+    assert command is not None
+    assert command[2] == told["hardware"]
+    rows = counted(name, tmp_path, told["hardware"], command[1])
+    found = {
+        "hours": sum(row.seconds for row in rows) / 3600,
+        "device": max(row.memory_bytes for row in rows if not row.is_on_host) / 1e9,
+        "host": max(row.memory_bytes for row in rows if row.is_on_host) / 1e9,
+        "disk": sum(row.disk_bytes for row in rows) / 1e9,
+    }
+    for key, value in found.items():
+        assert float(told[key]) == pytest.approx(value, rel=0.2), key
+    assert {row.state.action for row in rows} == {"run"}
+
+
+@pytest.mark.parametrize("model", CONFIGS)
+def test_parameters_are_those_that_the_hub_counts(model: str, tmp_path: Path) -> None:
+    recipe = load_recipe("vicuna-7b", [f"target.model={write_config(tmp_path, model)}"])
+    assert shape_of_target(recipe).num_parameters == NUM_PARAMETERS[model]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_recipes_answer_in_the_dtype_of_the_checkpoint(name: str) -> None:
+    recipe = load_recipe(name)
+    stored = CONFIGS[recipe.target.model]["torch_dtype"]
+    assert recipe.plan.dtype == recipe.bench.dtype == stored
+
+
+@pytest.mark.parametrize("name", ["vicuna-7b", "vicuna-13b"])
+def test_vicunas_template_writes_fastchats_format(name: str) -> None:
+    vocabulary = {"<s>": 0, "</s>": 1}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(vocabulary)), bos_token="<s>", eos_token="</s>"
+    )
+    tokenizer.chat_template = load_recipe(name).target.chat_template
+    messages = [
+        {"role": "user", "content": "Hello!"},
+        {"role": "assistant", "content": "Hi!"},
+        {"role": "user", "content": "How are you?"},
+    ]
+    system = (
+        "A chat between a curious user and an artificial intelligence assistant. The assistant "
+        "gives helpful, detailed, and polite answers to the user's questions."
+    )
+    rounds = "USER: Hello! ASSISTANT: Hi!</s>USER: How are you? ASSISTANT:"
+
+    def written(*given: dict[str, str]) -> object:
+        return tokenizer.apply_chat_template(
+            list(given), tokenize=False, add_generation_prompt=True
+        )
+
+    assert written(*messages) == f"<s>{system} {rounds}"
+    assert written({"role": "system", "content": "Be kind."}, *messages) == f"<s>Be kind. {rounds}"

@@ -1,0 +1,124 @@
+"""A target partitioned over two processes, against the whole one."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from polybasic.train.features.target import load_target
+from polybasic.train.run.processes import MEETING_FILE
+from tests.checkpoints import write_family
+
+ROOT = Path(__file__).parents[3]
+CPU = torch.device("cpu")
+RUN = """
+import json, sys
+from pathlib import Path
+from safetensors.torch import save_file
+from tests.train.features.test_sharded_target import measured
+from polybasic.train.run.processes import process_group, process_index
+from polybasic.train.features.sharded_target import load_sharded_target
+folders, out = sys.argv[1:-1], Path(sys.argv[-1])
+with process_group():
+    for folder in map(Path, folders):
+        target = load_sharded_target(folder)
+        layers = target.model.model.layers.parameters()
+        matrices = [each for each in layers if each.ds_numel > 10_000]
+        held = {"held": sum(each.ds_tensor.numel() for each in matrices)}
+        held["at_rest"] = sum(each.numel() for each in matrices)
+        held["all"] = sum(each.ds_numel for each in matrices)
+        place = f"{folder.name}-{process_index()}"
+        save_file(measured(target), out / f"{place}.safetensors")
+        (out / f"{place}.json").write_text(json.dumps(held))
+"""
+FAMILIES = ("llama2", "llama32", "qwen2", "phi3")
+"""Of them one with tied embeddings, one with biases and one with fused projections."""
+
+
+def token_ids():
+    return torch.randint(5, 200, (3, 17), generator=torch.Generator().manual_seed(0))
+
+
+def documents():
+    """Two packed conversations in the first row."""
+    return torch.tensor([[0] * 7 + [1] * 10, [0] * 17, [0] * 12 + [-1] * 5])
+
+
+def measured(target):
+    """Features before and after answers, the answers, and the whole matrices."""
+    rows = token_ids()
+    first = target.features(rows, documents(), (0, 1, 2))
+    generated = target.model.generate(
+        input_ids=rows,
+        attention_mask=torch.ones_like(rows),
+        max_new_tokens=9,
+        do_sample=False,
+        pad_token_id=0,
+    )
+    return {
+        "features": first.states,
+        "layers": first.layers,
+        "features_again": target.features(rows[:2, :11]).states,
+        "generated": generated,
+        "lm_head": target.lm_head.weight.clone(),
+        "embedding": target.embedding.clone(),
+    }
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("targets")
+    for family in FAMILIES:
+        write_family(root / family, family, dtype=torch.float32)
+    return [root / family for family in FAMILIES]
+
+
+@pytest.fixture(scope="module")
+def sharded(folders, tmp_path_factory):
+    out = tmp_path_factory.mktemp("sharded")
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", RUN, *map(str, folders), str(out)],
+            env={
+                **os.environ,
+                "RANK": str(index),
+                "LOCAL_RANK": str(index),
+                "WORLD_SIZE": "2",
+                MEETING_FILE: str(out / "meeting"),
+            },
+            cwd=ROOT,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for index in range(2)
+    ]
+    for process in processes:
+        _, stderr = process.communicate(timeout=240)
+        assert process.returncode == 0, stderr
+    return out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("index", [0, 1])
+def test_features_and_answers_are_the_whole_targets(folders, sharded, index):
+    for folder in folders:
+        found = load_file(sharded / f"{folder.name}-{index}.safetensors")
+        expected = measured(load_target(folder, CPU))
+        for name, tensor in expected.items():
+            assert torch.allclose(found[name], tensor, rtol=1e-5, atol=1e-5), (folder.name, name)
+        assert expected["features"].std() > 0.1
+        assert expected["layers"].shape == (3, 17, 3 * 128)
+
+
+@pytest.mark.slow
+def test_each_process_holds_its_half(folders, sharded):
+    for folder in folders:
+        for index in range(2):
+            held = json.loads((sharded / f"{folder.name}-{index}.json").read_text())
+            assert held["held"] * 2 == held["all"] > 0
+            assert held["at_rest"] == 0

@@ -1,0 +1,603 @@
+"""Whole training runs of a tiny head, each in seconds."""
+
+import itertools
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import PreTrainedTokenizerFast as FastTokenizer
+
+from polybasic.chain.errors import UserError
+from polybasic.chain.formats.digests import weights_digest
+from polybasic.train.data.batches import BatchStream
+from polybasic.train.data.conversations import load_conversations
+from polybasic.train.head.acceptance import Acceptance
+from polybasic.train.run.engine import learning_rate_factor
+from polybasic.train.run.interruption import Interrupted, heed_signals, sigterm_raises
+from polybasic.train.run.loop import HeadRun
+from polybasic.train.run.training import train_head
+from polybasic.train.settings import DataSettings, DraftSettings, HeadSettings, LoraSettings
+from tests.conftest import write_intermediate
+from tests.train.counting import write_counting
+
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
+    "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}"
+    "{% else %}{{ m.content }}<|im_end|>{% endif %}{{ '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+DATA = DataSettings(num_heldout=4, max_tokens=64)
+SETTINGS = HeadSettings(
+    num_steps=12,
+    warmup_steps=2,
+    batch_size=4,
+    learning_rate=5e-3,
+    token_loss_weight=1.0,
+    eval_every_steps=4,
+    save_every_steps=3,
+    eval_answer_tokens=12,
+    eval_tree_depth=3,
+)
+RUN = """
+import sys
+from pathlib import Path
+from polybasic.train.run.training import train_head
+from polybasic.train.settings import DataSettings, HeadSettings
+target, conversations, data, settings, out = sys.argv[1:]
+train_head(
+    Path(target), conversations, DataSettings.model_validate_json(data),
+    HeadSettings.model_validate_json(settings), 0, Path(out),
+)
+"""
+
+
+@pytest.fixture(scope="module")
+def conversations(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data") / "counting.jsonl"
+    return write_counting(path, "Count on from {}.", 4, 5)
+
+
+def write_target(folder, hidden_size):
+    inner = Tokenizer(models.BPE())
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    inner.train_from_iterator(["Count on from 12.", "user assistant"], trainer)
+    tokenizer = FastTokenizer(tokenizer_object=inner, eos_token="<|im_end|>")
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden_size,
+        intermediate_size=2 * hidden_size,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        bos_token_id=None,
+        eos_token_id=2,
+        max_position_embeddings=128,
+        rope_theta=1234.0,
+    )
+    LlamaForCausalLM(config).bfloat16().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    return write_target(tmp_path_factory.mktemp("models") / "target", 32)
+
+
+@pytest.fixture(scope="module")
+def trained(target, conversations, tmp_path_factory):
+    out = tmp_path_factory.mktemp("runs") / "whole"
+    return out, train_head(target, conversations, DATA, SETTINGS, 0, out)
+
+
+def metrics(out):
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_writes_a_head_in_eagles_layout(trained, target):
+    out, summary = trained
+    assert sorted(path.name for path in out.iterdir()) == [
+        "config.json",
+        "metrics.jsonl",
+        "model.safetensors",
+        "training.json",
+    ]
+    weights = load_file(out / "model.safetensors")
+    assert set(weights) == {
+        "embed_tokens.weight",
+        "fc.weight",
+        "fc.bias",
+        *(f"layers.0.self_attn.{each}_proj.weight" for each in "qkvo"),
+        *(f"layers.0.mlp.{each}_proj.weight" for each in ("gate", "up", "down")),
+        "layers.0.post_attention_layernorm.weight",
+    }
+    assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
+    assert not weights["fc.bias"].any()
+    model = LlamaForCausalLM.from_pretrained(target, dtype="auto")
+    assert torch.equal(weights["embed_tokens.weight"], model.get_input_embeddings().weight)
+    config = json.loads((out / "config.json").read_text())
+    assert config["polybasic"] == {"target_sha256": weights_digest(target)}
+    assert (config["num_hidden_layers"], config["rope_theta"]) == (1, 1234.0)
+    record = json.loads((out / "training.json").read_text())
+    assert record["summary"] == summary
+    assert record["settings"] == SETTINGS.model_dump(mode="json")
+    assert record["target_sha256"] == weights_digest(target)
+    assert record["versions"]["torch"] == torch.__version__
+
+
+def test_metrics_of_every_step_and_evaluation(trained):
+    out, summary = trained
+    lines = metrics(out)
+    steps = [line for line in lines if "loss" in line]
+    assert [line["step"] for line in steps] == list(range(1, 13))
+    assert all(len(line["agreement"]) == len(line["acceptance"]) == 3 for line in steps)
+    assert all(0 < each < 1 for line in steps for each in line["acceptance"])
+    assert steps[0]["learning_rate"] == pytest.approx(SETTINGS.learning_rate / 2)
+    assert steps[-1]["feature_loss"] < 0.9 * steps[0]["feature_loss"]
+    evaluations = {
+        line["step"]: line["simulated_accepted_length"]
+        for line in lines
+        if "simulated_accepted_length" in line
+    }
+    assert list(evaluations) == [4, 8, 12]
+    assert max(evaluations.values()) == evaluations[summary["best_step"]]
+    assert summary["simulated_accepted_length"] == pytest.approx(
+        max(evaluations.values()), abs=1e-4
+    )
+    assert summary["accepted_by_task"] == {"other": summary["simulated_accepted_length"]}
+
+
+def test_finished_run_is_not_repeated(trained, target, conversations, capsys):
+    out, summary = trained
+    before = (out / "model.safetensors").stat().st_mtime_ns
+    assert train_head(target, conversations, DATA, SETTINGS, 0, out) == summary
+    assert "already trained" in capsys.readouterr().err
+    assert (out / "model.safetensors").stat().st_mtime_ns == before
+
+
+def adapted(trained, target, conversations, out, lora, **changes):
+    """A run that starts from the trained head; its record, and its weights beside the start's."""
+    ready, _ = trained
+    settings = SETTINGS.model_copy(update={"num_steps": 4, "dtype": "float32", **changes})
+    summary = train_head(target, conversations, DATA, settings, 0, out, start=ready, lora=lora)
+    assert json.loads((out / "training.json").read_text())["summary"] == summary
+    weights = (load_file(folder / "model.safetensors") for folder in (ready, out))
+    return summary, *weights
+
+
+def test_run_from_a_ready_head_begins_where_that_one_ended(
+    trained, target, conversations, tmp_path
+):
+    summary, before, after = adapted(
+        trained, target, conversations, tmp_path / "more", None, dtype="bfloat16"
+    )
+    assert summary["initial_accepted_length"] == trained[1]["simulated_accepted_length"]
+    assert summary["simulated_accepted_length"] >= summary["initial_accepted_length"]
+    evaluated = [line for line in metrics(tmp_path / "more") if "simulated_accepted_length" in line]
+    assert [line["step"] for line in evaluated] == [0, 4]
+    first, fresh = (
+        next(line["feature_loss"] for line in metrics(folder) if "loss" in line)
+        for folder in (tmp_path / "more", trained[0])
+    )
+    assert first < 0.9 * fresh
+    assert before.keys() == after.keys()
+
+
+@pytest.mark.parametrize(("lora", "dtype"), [(None, "float32"), (LoraSettings(), "bfloat16")])
+def test_start_is_what_is_written_where_training_makes_it_worse(
+    lora, dtype, trained, target, conversations, tmp_path
+):
+    out = tmp_path / "worse"
+    summary, before, after = adapted(
+        trained, target, conversations, out, lora, learning_rate=10.0, dtype=dtype
+    )
+    assert summary["best_step"] == 0
+    assert summary["simulated_accepted_length"] == summary["initial_accepted_length"]
+    assert all(torch.equal(after[name].float(), before[name].float()) for name in before)
+
+
+def test_lora_alone_is_trained_and_is_merged(trained, target, conversations, tmp_path, monkeypatch):
+    # whatever a longer run would find, what counts here is what the last step leaves
+    monkeypatch.setattr("polybasic.train.run.loop.simulate", growing_acceptance())
+    summary, before, after = adapted(
+        trained, target, conversations, tmp_path / "lora", LoraSettings(rank=2)
+    )
+    assert summary["best_step"] == 4
+    assert before.keys() == after.keys(), "merged: no key of an adapter is left"
+    for name, tensor in before.items():
+        difference = after[name] - tensor.float()
+        is_matrix = name.endswith("proj.weight") or name == "fc.weight"
+        rank = torch.linalg.matrix_rank(difference, rtol=1e-3) if tensor.dim() == 2 else 0
+        assert rank == (2 if is_matrix else 0), name
+        assert bool(difference.any()) == is_matrix, name
+    config = json.loads((tmp_path / "lora" / "config.json").read_text())
+    assert config["polybasic"] == {"target_sha256": weights_digest(target)}
+
+
+def signal_in_step(monkeypatch, number, which):
+    """Let this process get a signal in the midst of a step; returns the steps that were taken."""
+    taken, loss_of = [], HeadRun._loss
+
+    def loss_and_signal(run, batch):
+        taken.append(run._state.step + 1)
+        if len(taken) == number:
+            os.kill(os.getpid(), which)
+        return loss_of(run, batch)
+
+    monkeypatch.setattr(HeadRun, "_loss", loss_and_signal)
+    return taken
+
+
+def test_lora_that_sigterm_stops_continues_to_the_same_bits(
+    trained, target, conversations, tmp_path, monkeypatch
+):
+    changes = {"eval_every_steps": 1, "dtype": "bfloat16"}
+    lora = LoraSettings(rank=2)
+    whole, *_ = adapted(trained, target, conversations, tmp_path / "whole", lora, **changes)
+    before = signal.getsignal(signal.SIGTERM)
+    steps = signal_in_step(monkeypatch, 2, signal.SIGTERM)
+    out = tmp_path / "stopped"
+    with pytest.raises(
+        Interrupted, match=r"^SIGTERM: step 2 of 4 is saved in \S+/step-\d{8}; "
+    ) as told:
+        adapted(trained, target, conversations, out, lora, **changes)
+    assert told.value.exit_code == 143
+    assert signal.getsignal(signal.SIGTERM) is before
+    stopped, *_ = adapted(trained, target, conversations, out, lora, **changes)
+    assert steps == [1, 2, 3, 4]
+    assert stopped | {"seconds": 0} == whole | {"seconds": 0}
+    first, second = (folder / "model.safetensors" for folder in (tmp_path / "whole", out))
+    assert first.read_bytes() == second.read_bytes()
+
+
+PACKED = SETTINGS.model_copy(
+    update={
+        "kind": "eagle3",
+        "feature_loss_weight": 0.0,
+        "token_loss": "total_variation",
+        "draft_vocab_size": 64,
+        "features": "offline",
+        "pack": True,
+        "num_steps": 5,
+        "eval_every_steps": 2,
+        "save_every_steps": 1,
+        "keep_every_steps": 2,
+        "log": "tensorboard",
+    }
+)
+"""All that can be asked of a run, but for a head to start from."""
+
+
+def test_second_signal_ends_at_once_where_no_launcher_does_that():
+    which = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.getsignal(each) for each in which]
+
+    def hear(is_second_heeded):
+        with heed_signals(is_second_heeded) as heard:
+            os.kill(os.getpid(), signal.SIGINT)
+            assert heard.number == signal.SIGINT
+            os.kill(os.getpid(), signal.SIGINT)
+
+    hear(is_second_heeded=False)
+    with pytest.raises(KeyboardInterrupt):
+        hear(is_second_heeded=True)
+    with pytest.raises(Interrupted, match=r"^SIGTERM: what was whole is kept"), sigterm_raises():
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert [signal.getsignal(each) for each in which] == before
+
+
+def test_packed_offline_eagle3_that_ctrl_c_stops_continues_to_the_same_bits(
+    target, conversations, tmp_path, monkeypatch
+):
+    def train(out):
+        given = {"command": "polybasic train", "recipe": {"name": "a"}}
+        return train_head(target, conversations, DATA, PACKED, 0, out, provenance=given)
+
+    whole = train(tmp_path / "whole")
+    steps = signal_in_step(monkeypatch, 3, signal.SIGINT)
+    out = tmp_path / "stopped"
+    with pytest.raises(Interrupted, match=r"^SIGINT: step 3 of 5 is saved") as told:
+        train(out)
+    assert told.value.exit_code == 130
+    checkpoints = out / "checkpoints"
+    names = ["best", "step-00000002", "step-00000003"]
+    assert sorted(path.name for path in checkpoints.iterdir()) == names
+    for name, step in zip(names, (2, 2, 3), strict=True):
+        run = json.loads((checkpoints / name / "run.json").read_text())
+        assert (run["step"], run["provenance"]["command"]) == (step, "polybasic train")
+        assert run["settings"] == PACKED.model_dump(mode="json")
+        assert run["versions"]["torch"] == torch.__version__
+    best = load_file(checkpoints / "best" / "model.safetensors")
+    assert train(out) | {"seconds": 0} == whole | {"seconds": 0}
+    assert steps == [1, 2, 3, 4, 5]
+    weights = load_file(out / "model.safetensors")
+    assert weights.keys() == best.keys() >= {"midlayer.hidden_norm.weight", "lm_head.weight", "d2t"}
+    assert (whole["best_step"] == 2) == all(torch.equal(weights[key], best[key]) for key in best)
+    first, second = (folder / "model.safetensors" for folder in (tmp_path / "whole", out))
+    assert first.read_bytes() == second.read_bytes()
+    assert 0 < whole["draft_vocabulary_coverage"] <= 1
+    assert "untrimmed_accepted_length" not in whole
+    kept = sorted(path.name for path in checkpoints.iterdir())
+    assert kept == ["step-00000002", "step-00000004", "step-00000005"]
+    assert not (out / "features").exists(), "features of this run alone go with it"
+    assert scalars(out / "tensorboard", "agreement/3").keys() == {1, 2, 3, 4, 5}
+    assert scalars(out / "tensorboard", "simulated_accepted_length").keys() == {2, 4, 5}
+    told_losses = {line["step"]: line["loss"] for line in metrics(out) if "loss" in line}
+    assert scalars(out / "tensorboard", "loss") == pytest.approx(told_losses)
+
+
+def scalars(folder, name):
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return {event.step: event.value for event in events.Scalars(name)}
+
+
+def test_trimmed_head_is_compared_with_itself_over_all_tokens(target, conversations, tmp_path):
+    changes = {"num_steps": 4, "draft_vocab_size": 64}
+    out = tmp_path / "run"
+    summary = train_head(target, conversations, DATA, SETTINGS.model_copy(update=changes), 0, out)
+    assert int(load_file(out / "model.safetensors")["t2d"].sum()) == 64
+    assert 0 < summary["draft_vocabulary_coverage"] <= 1
+    assert summary["untrimmed_accepted_length"] >= 1
+
+
+def test_head_of_the_intermediate_learns_its_states(conversations, tmp_path):
+    target, intermediate = write_target(tmp_path / "target", 128), tmp_path / "intermediate"
+    write_intermediate(intermediate, target)
+    changes = {"num_steps": 3, "feature_noise": 0.0}
+    losses = {}
+    for source in ("target", "intermediate"):
+        settings = SETTINGS.model_copy(update={**changes, "features_from": source})
+        out = tmp_path / f"of_{source}"
+        train_head(target, conversations, DATA, settings, 0, out, intermediate=intermediate)
+        losses[source] = metrics(out)[0]["loss"]
+    assert losses["target"] == pytest.approx(losses["intermediate"], rel=0.1)
+    assert losses["target"] != losses["intermediate"]
+    record = json.loads((tmp_path / "of_intermediate" / "training.json").read_text())
+    assert record["intermediate_sha256"] == weights_digest(intermediate)
+    config = json.loads((tmp_path / "of_intermediate" / "config.json").read_text())
+    assert config["polybasic"] == {"target_sha256": weights_digest(target)}
+    with pytest.raises(UserError, match="no intermediate to learn from"):
+        train_head(target, conversations, DATA, settings, 0, tmp_path / "without")
+    sharded = settings.model_copy(update={"zero_stage": 3})
+    with pytest.raises(UserError, match=r"features_from = intermediate, train\.zero_stage = 3"):
+        train_head(target, conversations, DATA, sharded, 0, out, intermediate=intermediate)
+
+
+def growing_acceptance():
+    lengths = itertools.count(1)
+    return lambda *_: Acceptance(float(next(lengths)), 1, [0.0], {})
+
+
+def test_other_start_or_adapter_is_another_run(trained, target, conversations, tmp_path, capsys):
+    out = tmp_path / "run"
+    told = []
+    for lora in (None, None, LoraSettings(rank=2), LoraSettings(rank=2), LoraSettings(rank=3)):
+        capsys.readouterr()
+        adapted(trained, target, conversations, out, lora, num_steps=3)
+        told.append("already trained" in capsys.readouterr().err)
+    assert told == [False, True, False, True, False]
+
+
+def test_tokenizer_of_another_folder_is_used_and_tells_runs_apart(
+    target, conversations, tmp_path, capsys
+):
+    bare, tokenizer = tmp_path / "bare", tmp_path / "tokenizer"
+    for folder, is_wanted in ((bare, False), (tokenizer, True)):
+        folder.mkdir()
+        for path in target.iterdir():
+            if (path.name.startswith("token") or path.suffix == ".jinja") == is_wanted:
+                shutil.copy(path, folder)
+    settings = SETTINGS.model_copy(update={"num_steps": 3})
+    out = tmp_path / "run"
+    with pytest.raises(UserError, match="cannot load the target's tokenizer"):
+        train_head(bare, conversations, DATA, settings, 0, out)
+    train_head(bare, conversations, DATA, settings, 0, out, tokenizer=tokenizer)
+    (tokenizer / "chat_template.jinja").write_text(TEMPLATE.replace("assistant\n", "helper\n"))
+    capsys.readouterr()
+    train_head(bare, conversations, DATA, settings, 0, out, tokenizer=tokenizer)
+    assert "already trained" not in capsys.readouterr().err
+
+
+def start(target, conversations, settings, out):
+    environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
+    environment.pop("DS_ACCELERATOR", None)
+    arguments = [target, conversations, DATA.model_dump_json(), settings.model_dump_json(), out]
+    return subprocess.Popen(
+        [sys.executable, "-c", RUN, *map(str, arguments)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def kill_after(process, out, num_steps):
+    path, deadline = out / "metrics.jsonl", time.monotonic() + 60
+    while not (path.exists() and path.read_text().count('"loss"') >= num_steps):
+        assert process.poll() is None, process.stderr.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+
+
+def test_killed_run_continues_to_the_same_bits(target, conversations, tmp_path):
+    settings = SETTINGS.model_copy(update={"num_steps": 40})
+    train_head(target, conversations, DATA, settings, 0, tmp_path / "whole")
+    out = tmp_path / "killed"
+    kill_after(start(target, conversations, settings, out), out, 10)
+    assert not (out / "model.safetensors").exists()
+    (checkpoint,) = (out / "checkpoints").glob("step-*")
+    again = start(target, conversations, settings, out)
+    stdout, stderr = again.communicate(timeout=120)
+    assert again.returncode == 0, stderr
+    assert stdout == "", "results go there, not DeepSpeed's chatter"
+    assert "[WARNING]" not in stderr
+    assert "[INFO]" not in stderr
+    assert f"continuing from {checkpoint}" in "".join(stderr.split("\n"))
+    first, second = tmp_path / "whole" / "model.safetensors", out / "model.safetensors"
+    assert first.read_bytes() == second.read_bytes()
+
+    def numbers(folder):
+        return [
+            {name: value for name, value in line.items() if name != "tokens_per_second"}
+            for line in metrics(folder)
+        ]
+
+    assert numbers(out) == numbers(tmp_path / "whole")
+
+
+def test_other_settings_do_not_continue_an_interrupted_run(
+    target, conversations, tmp_path, monkeypatch
+):
+    out = tmp_path / "run"
+    signal_in_step(monkeypatch, 2, signal.SIGINT)
+    with pytest.raises(Interrupted):
+        train_head(target, conversations, DATA, SETTINGS, 0, out)
+    kept = list((out / "checkpoints").iterdir())
+    assert kept
+    with pytest.raises(UserError, match="interrupted training with other settings"):
+        train_head(target, conversations, DATA, SETTINGS, 1, out)
+    assert list((out / "checkpoints").iterdir()) == kept
+
+
+def broken(target, conversations, settings, out):
+    with pytest.raises(UserError) as told:
+        train_head(target, conversations, DATA, settings, 0, out)
+    assert not (out / "model.safetensors").exists()
+    return str(told.value)
+
+
+def test_loss_that_is_not_finite_names_step_conversations_and_last_good_checkpoint(
+    target, conversations, tmp_path
+):
+    settings = SETTINGS.model_copy(update={"learning_rate": 1e30, "save_every_steps": 1})
+    told = broken(target, conversations, settings, tmp_path / "run")
+    where = r"step 2, conversations \d+(, \d+){3}; last good checkpoint: \S+/step-00000001; "
+    assert re.match(f"loss is not finite: nan: {where}", told)
+
+
+def test_weights_that_are_not_finite_are_not_saved(target, conversations, tmp_path, monkeypatch):
+    save = HeadRun._save
+
+    def break_and_save(run):
+        if run._state.step == 4:
+            next(run._module.head.fc.parameters()).data[0, 0] = float("inf")
+        return save(run)
+
+    monkeypatch.setattr(HeadRun, "_save", break_and_save)
+    settings, out = SETTINGS.model_copy(update={"save_every_steps": 2}), tmp_path / "run"
+    told = broken(target, conversations, settings, out)
+    where = r"step 4, conversations \d+(, \d+){3}; last good checkpoint: \S+/step-00000002; "
+    assert re.match(f"weights are not finite: {where}", told)
+
+
+def test_wandb_offline_gets_the_run(target, conversations, tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    settings = SETTINGS.model_copy(update={"num_steps": 3, "log": "wandb"})
+    train_head(target, conversations, DATA, settings, 0, tmp_path / "run")
+    (recorded,) = (tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb")
+    assert recorded.stat().st_size > 0
+    assert len(metrics(tmp_path / "run")) == 4
+
+
+def test_other_architectures_are_refused(target, conversations, tmp_path):
+    config = GPT2Config(vocab_size=300, n_embd=32, n_layer=1, n_head=2)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
+    FastTokenizer.from_pretrained(target).save_pretrained(tmp_path / "gpt2")
+    with pytest.raises(UserError, match=r"without the Llama family's layout: .*gpt2"):
+        train_head(tmp_path / "gpt2", conversations, DATA, SETTINGS, 0, tmp_path / "run")
+
+
+def test_folder_without_weights_is_refused(conversations, tmp_path):
+    with pytest.raises(UserError, match=r"no weights: \S+none"):
+        train_head(tmp_path / "none", conversations, DATA, SETTINGS, 0, tmp_path / "run")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match="no weights"):
+        train_head(tmp_path / "empty", conversations, DATA, SETTINGS, 0, tmp_path / "run")
+
+
+def test_several_processes_are_refused(target, conversations, tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="training runs in one process: WORLD_SIZE = 2"):
+        train_head(target, conversations, DATA, SETTINGS, 0, tmp_path / "run")
+
+
+def test_batches_are_a_function_of_seed_and_step(target, conversations):
+    dataset = load_conversations(conversations)
+    tokenizer = FastTokenizer.from_pretrained(target)
+
+    def stream(seed):
+        return BatchStream(dataset, tokenizer, 4, 64, seed)
+
+    forward, jumping = stream(0), stream(0)
+    batches = [forward.batch(step) for step in range(20)]
+    for step in (19, 3, 11):
+        assert torch.equal(jumping.batch(step).token_ids, batches[step].token_ids)
+    assert not torch.equal(stream(1).batch(0).token_ids[:, :20], batches[0].token_ids[:, :20])
+    # forty conversations make ten batches of four: an epoch has each of them once
+    epoch = [row for batch in batches[:10] for row in batch.token_ids[:, :40].tolist()]
+    texts = [tokenizer.decode(row) for row in epoch]
+    assert sum("user" in text for text in texts) == 40
+    spread = [int(batch.is_assistant.any(0).sum()) for batch in batches[:8]]
+    assert spread != sorted(spread), "batches sorted by length are shuffled again"
+
+
+def test_batches_without_assistant_tokens_are_refused(target, conversations):
+    dataset = load_conversations(conversations)
+    stream = BatchStream(dataset, FastTokenizer.from_pretrained(target), 4, 10, 0)
+    with pytest.raises(UserError, match="no assistant tokens to train on"):
+        stream.batch(0)
+
+
+def test_learning_rate_rises_then_falls_to_zero():
+    factor = learning_rate_factor(4, 10)
+    assert [factor(step) for step in range(4)] == [0.25, 0.5, 0.75, 1.0]
+    assert factor(4) == 1.0
+    assert factor(9) == pytest.approx(1 / 6)
+    assert factor(10) == 0
+
+
+def test_settings_that_cannot_work_are_refused():
+    with pytest.raises(ValueError, match="warmup_steps 2000 must be below num_steps 10"):
+        HeadSettings(num_steps=10)
+    with pytest.raises(ValueError, match="zero_stage 0 keeps no float32 master weights"):
+        HeadSettings(zero_stage=0)
+    assert HeadSettings(zero_stage=0, dtype="float32").num_steps == 800_000
+    with pytest.raises(ValueError, match="zero_stage 3 shards the target over several processes"):
+        HeadSettings(zero_stage=3)
+    assert HeadSettings(zero_stage=3, num_processes=2).batch_size == 4
+    with pytest.raises(ValueError, match="batch_size 4 must be a multiple of num_processes 3"):
+        HeadSettings(num_processes=3)
+    with pytest.raises(ValueError, match="adapt: lora needs a ready head"):
+        DraftSettings(adapt="lora")
+    assert DraftSettings(adapt="lora", model="org/head").lora.rank == 16
+
+
+def test_settings_and_digests_import_no_torch():
+    code = (
+        "import sys, polybasic.train.settings, polybasic.chain.formats.digests;"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

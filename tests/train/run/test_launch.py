@@ -1,0 +1,407 @@
+"""Head training in several processes: the same numbers as in one, the same bits after a stop."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from polybasic.chain.errors import UserError
+from polybasic.train.data.batches import Batch, row_noise
+from polybasic.train.features.lm_head import LmHead
+from polybasic.train.head.losses import LossSettings, step_weights, unrolled_loss
+from polybasic.train.run.hosts import Host, read_hostfile
+from polybasic.train.run.interruption import Interrupted
+from polybasic.train.run.launch import _failure, train_head_in_processes
+from polybasic.train.settings import DataSettings, HeadSettings
+from tests.checkpoints import write_family
+from tests.train.counting import write_counting
+
+DATA = DataSettings(num_heldout=3, max_tokens=64)
+SETTINGS = HeadSettings(
+    num_steps=40,
+    warmup_steps=1,
+    batch_size=4,
+    learning_rate=1e-3,
+    token_loss_weight=1.0,
+    dtype="float32",
+    eval_every_steps=10,
+    save_every_steps=4,
+    eval_answer_tokens=8,
+    eval_tree_depth=3,
+)
+TWO = HeadSettings(**(SETTINGS.model_dump() | {"num_processes": 2}))
+RUN = """
+import json, sys
+from pathlib import Path
+from polybasic.train.run.interruption import Interrupted
+from polybasic.train.run.launch import train_head_in_processes
+from polybasic.train.settings import DataSettings, HeadSettings
+target, conversations, data, settings, out = sys.argv[1:]
+settings = HeadSettings.model_validate_json(settings)
+try:
+    train_head_in_processes(
+        settings.num_processes, target=Path(target), conversations=conversations,
+        data=DataSettings.model_validate_json(data), settings=settings, seed=0, out=Path(out),
+    )
+except Interrupted as interrupted:
+    print(interrupted, file=sys.stderr)
+    sys.exit(interrupted.exit_code)
+"""
+
+
+@pytest.fixture(scope="module")
+def conversations(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data") / "counting.jsonl"
+    return write_counting(path, "On from {}", 2, 7)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models") / "target"
+    write_family(folder, "llama2", dtype=torch.float32)
+    return folder
+
+
+def changed(**changes):
+    return HeadSettings(**(SETTINGS.model_dump() | changes))
+
+
+def arguments(target, conversations, settings, out, seed=0):
+    return {
+        "target": target,
+        "conversations": conversations,
+        "data": DATA,
+        "settings": settings,
+        "seed": seed,
+        "out": out,
+    }
+
+
+@pytest.fixture(scope="module")
+def alone(target, conversations, tmp_path_factory):
+    out = tmp_path_factory.mktemp("runs") / "alone"
+    return out, train_head_in_processes(1, **arguments(target, conversations, SETTINGS, out))
+
+
+def numbers(out):
+    """All that was measured, but for the time."""
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [
+        {name: value for name, value in line.items() if name != "tokens_per_second"}
+        for line in lines
+    ]
+
+
+def losses(out):
+    return torch.tensor([line["loss"] for line in numbers(out) if "loss" in line])
+
+
+def assert_close(numbers, others):
+    """Of the same names; a number may differ in the fifth digit."""
+    assert numbers.keys() == others.keys()
+    for name, value in numbers.items():
+        assert value == pytest.approx(others[name], rel=1e-5, abs=1e-6), name
+
+
+def assert_same_training(out, summary, alone):
+    expected_out, expected = alone
+    assert torch.allclose(losses(out), losses(expected_out), rtol=1e-5, atol=0)
+    for line, other in zip(numbers(out), numbers(expected_out), strict=True):
+        assert_close(line, other)
+    assert_close({**summary, "seconds": 0}, {**expected, "seconds": 0})
+    weights, others = (
+        load_file(out / "model.safetensors"),
+        load_file(expected_out / "model.safetensors"),
+    )
+    assert weights.keys() == others.keys()
+    for name, weight in weights.items():
+        assert torch.allclose(weight, others[name], rtol=1e-3, atol=1e-4), name
+
+
+@pytest.fixture(scope="module")
+def two(target, conversations, tmp_path_factory):
+    out = tmp_path_factory.mktemp("runs") / "two"
+    return out, train_head_in_processes(2, **arguments(target, conversations, TWO, out))
+
+
+@pytest.mark.slow
+def test_two_processes_train_as_one(alone, two):
+    assert_same_training(*two, alone)
+    assert {path.name for path in two[0].iterdir()} == {path.name for path in alone[0].iterdir()}
+
+
+@pytest.mark.slow
+def test_target_partitioned_over_two_processes_trains_as_whole(
+    target, conversations, alone, tmp_path
+):
+    settings, out = changed(num_processes=2, zero_stage=3), tmp_path / "partitioned"
+    summary = train_head_in_processes(2, **arguments(target, conversations, settings, out))
+    assert_same_training(out, summary, alone)
+
+
+@pytest.mark.slow
+def test_other_noise_and_order_are_told_apart(target, conversations, alone, tmp_path):
+    other = train_head_in_processes(
+        1, **arguments(target, conversations, SETTINGS, tmp_path / "other", seed=1)
+    )
+    with pytest.raises(AssertionError):
+        assert_same_training(tmp_path / "other", other, alone)
+
+
+def start(target, conversations, settings, out):
+    command = [target, conversations, DATA.model_dump_json(), settings.model_dump_json(), out]
+    return subprocess.Popen(
+        [sys.executable, "-c", RUN, *map(str, command)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(out.parent)},
+    )
+
+
+def wait_for_steps(out, num_steps, process=None):
+    path, deadline = out / "metrics.jsonl", time.monotonic() + 120
+    while not (path.exists() and path.read_text().count('"loss"') >= num_steps):
+        assert process is None or process.poll() is None, process.stderr.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def stop(process, out, num_steps, how, worker=None):
+    """Send a signal to the launching process, or to one worker, alone; all must end.
+
+    Returns:
+        What the launching process said on stderr.
+    """
+    wait_for_steps(out, num_steps, process)
+    workers = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    assert len(workers) == 2
+    os.kill(process.pid if worker is None else int(workers[worker]), how)
+    _, stderr = process.communicate()
+    deadline = time.monotonic() + 60
+    while any(Path(f"/proc/{each}").exists() for each in workers):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert not (out / "model.safetensors").exists()
+    return stderr
+
+
+@pytest.mark.slow
+def test_stopped_run_of_two_continues_to_the_same_bits(target, conversations, two, tmp_path):
+    out = tmp_path / "stopped"
+
+    def begin():
+        return start(target, conversations, TWO, out)
+
+    first = begin()
+    stderr = stop(first, out, 5, signal.SIGTERM, worker=1)
+    assert first.returncode == 143, stderr
+    (checkpoint,) = (out / "checkpoints").glob("step-*")
+    assert f"SIGTERM: step {int(checkpoint.name[5:])} of 40 is saved in {checkpoint}; " in stderr
+    stderr = stop(begin(), out, 12, signal.SIGKILL, worker=1)
+    assert "RuntimeError: training process 1 ended with SIGKILL" in stderr
+    with pytest.raises(UserError, match=r"another number of processes than 1: .*_processes 2\)"):
+        train_head_in_processes(1, **arguments(target, conversations, SETTINGS, out))
+    stop(begin(), out, 20, signal.SIGKILL)
+    (checkpoint,) = (out / "checkpoints").glob("step-*")
+    again = begin()
+    stdout, stderr = again.communicate(timeout=240)
+    assert again.returncode == 0, stderr
+    assert stdout == ""
+    assert "Warning" not in stderr
+    assert stderr.count("continuing from") == 1
+    assert str(checkpoint) in "".join(stderr.split("\n"))
+    whole = two[0]
+    assert (out / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+    assert numbers(out) == numbers(whole)
+
+
+SSH = """#!/bin/sh
+# like ssh: its own folder, none of the caller's variables, a command for the shell
+while [ "$1" = -o ]; do shift 2; done
+host=$1; shift
+command="$*"
+echo "$host" >> "{log}"
+case $host in
+  gone) echo "ssh: connect to host gone port 22: Connection refused" >&2; exit 255 ;;
+  apart) command=$(printf %s "$command" | sed "s#cd [^ ]*#cd /nowhere#") ;;
+  bare) command=$(printf %s "$command" | sed "s#[^ ]*/bin/python[^ ]*#/nowhere/python#") ;;
+esac
+cd /
+exec env -i HOME="$HOME" PATH=/usr/bin:/bin sh -c "$command"
+"""
+
+
+@pytest.fixture
+def ssh_log(tmp_path, monkeypatch):
+    """Hosts that a stand-in for ssh was called for; all of them are this machine."""
+    folder, log = tmp_path / "bin", tmp_path / "hosts.txt"
+    folder.mkdir()
+    (folder / "ssh").write_text(SSH.format(log=log))
+    (folder / "ssh").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    return log
+
+
+def hostfile(tmp_path, *lines):
+    path = tmp_path / "hostfile"
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+@pytest.mark.slow
+def test_two_hosts_train_packed_rows_on_offline_features_as_one_process(
+    target, conversations, ssh_log, tmp_path
+):
+    """Ctrl-C to the launcher arrives on the hosts, and the same command continues."""
+    changes = {"pack": True, "features": "offline", "batch_size": 2}
+    settings = changed(**changes)
+    alone = tmp_path / "alone"
+    expected = train_head_in_processes(1, **arguments(target, conversations, settings, alone))
+    out, file = (
+        tmp_path / "two",
+        hostfile(tmp_path, "# two", "localhost slots=1", "127.0.0.1 slots=1"),
+    )
+    given = arguments(target, conversations, changed(num_processes=2, **changes), out)
+
+    def ctrl_c():
+        wait_for_steps(out, 3)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    watcher = threading.Thread(target=ctrl_c)
+    watcher.start()
+    with pytest.raises(Interrupted, match=r"^SIGINT: step \d+ of 40 is saved in \S+; "):
+        train_head_in_processes(2, file, **given)
+    watcher.join()
+    summary = train_head_in_processes(2, file, **given)
+    assert sorted(ssh_log.read_text().split()) == ["127.0.0.1"] * 2 + ["localhost"] * 2
+    assert_same_training(out, summary, (alone, expected))
+    assert not list(out.glob(".*")), "what the hosts met in is removed"
+
+
+@pytest.mark.parametrize(
+    ("host", "told"),
+    [
+        (
+            "gone",
+            r"ssh to a host failed: gone \(ssh: connect to .*: Connection refused\); see that ",
+        ),
+        ("apart", "host does not see the folders of this one: apart: /.*run/.processes; start in"),
+        ("bare", f"no Python for the training processes: bare: {sys.executable}; install "),
+    ],
+)
+def test_host_that_cannot_train_is_named(host, told, ssh_log, tmp_path):
+    file = hostfile(tmp_path, "127.0.0.1 slots=1", f"{host} slots=1")
+    with pytest.raises(UserError, match=f"^{told}"):
+        train_head_in_processes(2, file, out=tmp_path / "run")
+    assert not list((tmp_path / "run").iterdir())
+
+
+def test_hostfile_is_deepspeeds(tmp_path):
+    file = hostfile(tmp_path, "# a comment", "worker-1 slots=4", "", "me@10.0.0.2  slots=2 # more")
+    assert read_hostfile(file) == [Host("worker-1", 4), Host("me@10.0.0.2", 2)]
+    for lines, told in (
+        (["worker-1 slots=0"], r"malformed: \S+hostfile line 1 \(worker-1 slots=0\)"),
+        (["a slots=1", "-oProxyCommand=x slots=1"], "malformed: .* line 2"),
+        (["a slots=1", "a slots=2"], r"named twice: .* line 2 \(a slots=2\)"),
+        (["# nobody"], "names no host"),
+    ):
+        with pytest.raises(UserError, match=told):
+            read_hostfile(hostfile(tmp_path, *lines))
+    with pytest.raises(UserError, match="hostfile cannot be read"):
+        read_hostfile(tmp_path / "none")
+    with pytest.raises(UserError, match=r"slots 4, train.num_processes = 2; .*num_processes=4"):
+        train_head_in_processes(2, hostfile(tmp_path, "a slots=4"), out=tmp_path)
+
+
+@pytest.mark.slow
+def test_user_error_of_a_process_arrives(target, conversations, tmp_path):
+    wanted = arguments(tmp_path / "none", conversations, TWO, tmp_path / "run")
+    with pytest.raises(UserError, match=r"^no weights: \S+none") as raised:
+        train_head_in_processes(2, **wanted)
+    assert raised.value.what == "no weights"
+
+
+def failed(folder, codes):
+    return str(_failure(codes, folder))
+
+
+def test_first_cause_is_told(tmp_path):
+    """Processes that break off because another one ended are not it."""
+    (tmp_path / "log-0.txt").write_text("")
+    (tmp_path / "log-1.txt").write_text("loading\nout of memory\n")
+    assert failed(tmp_path, [None, 3]).endswith("1 ended with exit code 3\nloading\nout of memory")
+    (tmp_path / "trace-0.txt").write_text("Traceback\nConnection closed by peer")
+    os.utime(tmp_path / "trace-0.txt", ns=(2, 2))
+    assert failed(tmp_path, [1, -9]).startswith("training process 1 ended with SIGKILL\n")
+    assert failed(tmp_path, [1, None]).endswith(
+        "0 ended with exit code 1\nTraceback\nConnection closed by peer"
+    )
+    (tmp_path / "trace-1.txt").write_text("ValueError: odd")
+    os.utime(tmp_path / "trace-1.txt", ns=(1, 1))
+    assert failed(tmp_path, [1, 1]) == "training process 1 ended with exit code 1\nValueError: odd"
+    told = {"what": "no weights", "where": "here", "do": "fetch them"}
+    (tmp_path / "error-1.json").write_text(json.dumps(told))
+    assert isinstance(_failure([1, 2], tmp_path), UserError)
+    assert failed(tmp_path, [1, 2]) == "no weights: here; fetch them"
+
+
+def test_more_processes_than_gpus_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    with pytest.raises(UserError, match=r"more processes than GPUs: .*num_processes = 5, GPUs 4;"):
+        train_head_in_processes(5)
+
+
+@pytest.mark.parametrize("num_rows", [1, 3, 4])
+@pytest.mark.parametrize("num_shares", [2, 3])
+def test_loss_and_gradient_of_shares_average_to_the_batchs(num_rows, num_shares):
+    """Also where a share is empty, and where assistant tokens are spread unevenly."""
+    random = torch.Generator().manual_seed(0)
+    lm_head = LmHead(torch.randn(11, 8, generator=random))
+    features = torch.randn(num_rows, 9, 8, generator=random)
+    outputs = torch.randn(2, num_rows, 9, 8, generator=random).requires_grad_()
+    is_assistant = torch.arange(9) >= torch.randint(2, 8, (num_rows, 1), generator=random)
+    batch = Batch(torch.zeros(num_rows, 9, dtype=torch.long), is_assistant, 9 * num_rows)
+
+    def loss_of(rows, is_label, counts=None):
+        picked = [output[list(rows)] for output in outputs]
+        settings = LossSettings("cross_entropy", 1.0, 1.0, 1.0)
+        states = features[list(rows)]
+        return unrolled_loss(
+            picked, states, lm_head, lm_head, is_label, settings, token_counts=counts
+        ).total
+
+    whole = loss_of(range(num_rows), is_assistant)
+    (expected,) = torch.autograd.grad(whole, outputs)
+    counts = step_weights(is_assistant, 2).sum(dim=(1, 2)) / num_shares
+    shares = [batch.share(index, num_shares) for index in range(num_shares)]
+    parts = [loss_of(share.rows, share.is_assistant, counts) for share in shares]
+    mean = torch.stack(parts).mean()
+    (gradient,) = torch.autograd.grad(mean, outputs)
+    assert torch.allclose(mean, whole, atol=1e-6)
+    assert torch.allclose(gradient, expected, atol=1e-7)
+    assert expected.abs().max() > 0.01
+    own_means = torch.stack([loss_of(share.rows, share.is_assistant) for share in shares]).mean()
+    assert not torch.allclose(own_means, whole, atol=1e-3), "means of means are another loss"
+
+
+def test_noise_of_a_row_is_that_of_its_place_in_the_batch():
+    def noise(rows, step=3):
+        return row_noise(torch.Size((len(rows), 5, 4)), rows, 7, step, torch.device("cpu"))
+
+    whole = noise(range(4))
+    assert torch.equal(noise(range(1, 4, 2)), whole[1::2])
+    assert not torch.equal(noise(range(4), step=4), whole)
+    assert whole.unique().numel() == whole.numel()
+    assert whole.min() >= -1
+    assert whole.max() < 1

@@ -1,0 +1,1 @@
+"""Conversations answered again by the target, through this runtime or a server. Trains nothing."""

@@ -1,0 +1,307 @@
+"""Conversations answered again by the target, with an account of every one that was given.
+
+Each assistant turn is answered anew, in order, behind the target's own earlier answers. Who
+answers is an `Answerer`; this module knows neither servers nor runtimes.
+"""
+
+import asyncio
+import hashlib
+import json
+import sys
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset
+from transformers import PreTrainedTokenizerBase
+
+from polybasic.chain.errors import UserError
+from polybasic.chain.formats.files import sha256_of_object, whole_file, write_json
+from polybasic.train.answers.accounting import (
+    Outcome,
+    account_in_words,
+    counts_of,
+    listed,
+    reasons_of,
+)
+from polybasic.train.answers.answer_journal import AnswerJournal
+from polybasic.train.answers.answerer import Answer, Answerer, FailedAnswer, Prompt
+from polybasic.train.answers.regeneration_bar import RegenerationBar
+from polybasic.train.data.chat import Messages, RefusedConversation, encode_prompt
+from polybasic.train.data.conversations import FEATURES, SkippedRow, fit_to_template, read_rows
+from polybasic.train.settings import DataSettings, RegenerateSettings
+
+CONVERSATIONS_NAME = "conversations.jsonl"
+ACCOUNTING_NAME = "accounting.json"
+_SENDERS = {"system": "system", "user": "human", "assistant": "gpt"}
+_INCOMPLETE = "\ufffd"
+
+
+@dataclass
+class _Conversation:
+    """A usable row of the source, and the messages that it has at the end."""
+
+    row: int
+    id: str
+    task: str | None
+    messages: Messages
+    key: str
+    answered: list[dict[str, str]] = field(default_factory=list)
+
+
+def regenerate(
+    source: str,
+    data: DataSettings,
+    tokenizer: PreTrainedTokenizerBase,
+    opened: AbstractAsyncContextManager[Answerer],
+    *,
+    identity: Mapping[str, Any],
+    seed: int,
+    journals: Path,
+    out: Path,
+) -> dict[str, Any]:
+    """Answer all conversations again and write them, with the account of every row.
+
+    Answers are kept in a journal as they come and never asked for again, whatever ended an earlier
+    run. Turns behind the first `data.max_tokens` tokens, which training does not read, are left
+    out, and so are those that do not fit the context. Rows that failed are left out of the result
+    and counted.
+
+    Args:
+        source: as `load_conversations` takes it.
+        data: `limit`, `max_tokens` and `regenerate`, which must be set.
+        tokenizer: the target's, with its chat template.
+        opened: gives who answers.
+        identity: JSON content that tells the target and its chat template from others.
+        seed: of all answers, at a temperature above 0.
+        journals: folder of journals, kept for other runs.
+        out: folder for `CONVERSATIONS_NAME` (ShareGPT rows with the ids and tasks of the source)
+            and `ACCOUNTING_NAME` (counts, and an outcome for each row of the source).
+
+    Returns:
+        The counts of the accounting; those of done, failed and skipped rows sum to the rows read.
+
+    Raises:
+        UserError: unusable source, more than a tenth of the usable conversations failed, none was
+            answered, nobody answers, or a full disk.
+    """
+    settings = data.regenerate
+    assert settings is not None, "asked for without data.regenerate"
+    conversations, skipped = _read(source, data.limit, tokenizer)
+    run = _Run(settings, data.max_tokens, tokenizer, seed, conversations)
+    try:
+        asyncio.run(run.answer_all(opened, identity, journals))
+    except KeyboardInterrupt:
+        print(f"stopped; {run.kept}", file=sys.stderr)
+        raise
+    outcomes = sorted([*run.outcomes, *skipped], key=lambda outcome: outcome.row)
+    assert [outcome.row for outcome in outcomes] == list(range(len(outcomes))), "a row was lost"
+    counts = counts_of(outcomes)
+    accounting = {"answered_by": run.answered_by, **counts}
+    if not counts["num_done"]:
+        raise UserError(
+            "no conversation was answered",
+            f"{source} ({counts['num_inputs']} rows: {listed(reasons_of(outcomes, 'skipped'))})",
+            "give conversations that the target's template and context take",
+        )
+    _write(out / CONVERSATIONS_NAME, [each for each in conversations if each.answered])
+    reasons = {status: reasons_of(outcomes, status) for status in ("failed", "skipped")}
+    inputs = [outcome.line() for outcome in outcomes]
+    write_json(out / ACCOUNTING_NAME, {**accounting, **reasons, "inputs": inputs})
+    print(account_in_words(outcomes), file=sys.stderr)
+    return accounting
+
+
+class _Run:
+    """The conversations that are asked for, by some at once, and what became of them."""
+
+    def __init__(
+        self,
+        settings: RegenerateSettings,
+        max_tokens: int,
+        tokenizer: PreTrainedTokenizerBase,
+        seed: int,
+        conversations: list[_Conversation],
+    ) -> None:
+        self.settings, self.max_tokens, self.seed = settings, max_tokens, seed
+        self.tokenizer, self.conversations = tokenizer, conversations
+        self.outcomes: list[Outcome] = []
+        self.failed: list[Outcome] = []
+        self.answered_by: dict[str, Any] = {}
+        self.kept = "nothing was asked for yet"
+
+    async def answer_all(
+        self,
+        opened: AbstractAsyncContextManager[Answerer],
+        identity: Mapping[str, Any],
+        journals: Path,
+    ) -> None:
+        """Answer every conversation, or raise what makes that futile."""
+        async with opened as answerer:
+            self.answered_by = {
+                **answerer.identity,
+                "max_new_tokens": self.settings.max_new_tokens,
+                "temperature": self.settings.temperature,
+            }
+            decisive = {**identity, **self.answered_by}
+            if self.settings.temperature:
+                decisive["seed"] = self.seed
+            with AnswerJournal(journals, decisive) as journal:
+                self.kept = f"all answers are kept in {journal.path}; run again to continue"
+                if len(journal):
+                    print(
+                        f"{len(journal):,} answers of earlier runs: {journal.path}", file=sys.stderr
+                    )
+                with RegenerationBar(len(self.conversations)) as bar:
+                    await self._work(answerer, journal, bar)
+
+    async def _work(self, answerer: Answerer, journal: AnswerJournal, bar: RegenerationBar) -> None:
+        waiting = iter(self.conversations)
+
+        async def work() -> None:
+            for conversation in waiting:
+                # an interrupt is heard here even where every answer is in the journal
+                await asyncio.sleep(0)
+                outcome = await self._outcome(conversation, answerer, journal)
+                self.outcomes.append(outcome)
+                if outcome.status == "failed":
+                    self.failed.append(outcome)
+                bar.advance(outcome.num_answers, len(self.failed))
+                self._check_failures()
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(min(answerer.num_parallel, len(self.conversations))):
+                    group.create_task(work())
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from errors
+
+    async def _outcome(
+        self, conversation: _Conversation, answerer: Answerer, journal: AnswerJournal
+    ) -> Outcome:
+        outcome = Outcome(conversation.row, conversation.id, "done")
+        try:
+            messages = await self._answered(conversation, answerer, journal, outcome)
+        except FailedAnswer as error:
+            return Outcome(conversation.row, conversation.id, "failed", str(error))
+        except RefusedConversation as error:
+            reason = f"{error.what}: {error.where}"
+            return Outcome(conversation.row, conversation.id, "skipped", reason)
+        if not outcome.num_answers:
+            reason = f"first turn of {self._limit(answerer)} tokens or more"
+            return Outcome(conversation.row, conversation.id, "skipped", reason)
+        conversation.answered = messages
+        return outcome
+
+    async def _answered(
+        self,
+        conversation: _Conversation,
+        answerer: Answerer,
+        journal: AnswerJournal,
+        outcome: Outcome,
+    ) -> list[dict[str, str]]:
+        """The conversation's messages with the answers to it, which are counted in `outcome`."""
+        messages: list[dict[str, str]] = []
+        turns = [index for index, each in enumerate(conversation.messages) if _is_answer(each)]
+        for turn, index in enumerate(turns):
+            asked = [*messages, *conversation.messages[len(messages) : index]]
+            token_ids = encode_prompt(self.tokenizer, asked)
+            if len(token_ids) >= self._limit(answerer):
+                outcome.num_turns_left_out = len(turns) - turn
+                break
+            answer = journal.get(conversation.key, turn)
+            if answer is None:
+                room = answerer.context_tokens - len(token_ids)
+                prompt = Prompt(
+                    asked,
+                    token_ids,
+                    min(self.settings.max_new_tokens, room),
+                    self.settings.temperature,
+                    _seed(self.seed, conversation.key, turn),
+                )
+                answer = _checked(await answerer.answer(prompt))
+                journal.add(conversation.key, turn, answer)
+            messages = [*asked, {"role": "assistant", "content": answer.text}]
+            outcome.num_answers += 1
+            outcome.num_cut_answers += answer.is_cut
+        return messages
+
+    def _limit(self, answerer: Answerer) -> int:
+        """Prompts of so many tokens are not asked."""
+        return min(self.max_tokens, answerer.context_tokens)
+
+    def _check_failures(self) -> None:
+        num_failed, total = len(self.failed), len(self.conversations)
+        if 10 * num_failed > total:
+            raise UserError(
+                "more than a tenth of the conversations failed",
+                f"{num_failed:,} of {total:,}, the first: {self.failed[0].reason}",
+                f"mend the cause; {self.kept}",
+            )
+
+
+def _read(
+    source: str, limit: int | None, tokenizer: PreTrainedTokenizerBase
+) -> tuple[list[_Conversation], list[Outcome]]:
+    """The usable conversations as the chat template takes them, and the other rows."""
+    rows, numbers, skipped = [], [], []
+    for number, row in enumerate(read_rows(source, limit)):
+        if isinstance(row, SkippedRow):
+            skipped.append(Outcome(number, row.id, "skipped", row.reason))
+        else:
+            rows.append(row)
+            numbers.append(number)
+    if not rows:
+        raise UserError(
+            "no usable conversation",
+            f"{source} ({len(skipped)} rows: {listed(reasons_of(skipped, 'skipped'))})",
+            "give a file with at least one user turn that an assistant answers",
+        )
+    fitted = fit_to_template(Dataset.from_list(rows, features=FEATURES), tokenizer)
+    seen = Counter[str]()
+    conversations = []
+    for number, row in zip(numbers, fitted, strict=True):
+        questions = [each for each in row["messages"] if not _is_answer(each)]
+        digest = sha256_of_object(questions)
+        # the same questions twice are two conversations, with answers of their own
+        key = f"{digest}/{seen[digest]}"
+        seen[digest] += 1
+        conversations.append(_Conversation(number, row["id"], row["task"], row["messages"], key))
+    return conversations, skipped
+
+
+def _is_answer(message: Mapping[str, str]) -> bool:
+    return message["role"] == "assistant"
+
+
+def _seed(seed: int, key: str, turn: int) -> int:
+    """31 bits that differ between conversations and turns, and are the same in every run."""
+    return int(hashlib.sha256(f"{seed}/{key}/{turn}".encode()).hexdigest()[:8], 16) >> 1
+
+
+def _checked(answer: Answer) -> Answer:
+    """An answer that a conversation can hold: with text, and without half a character at its end.
+
+    Raises:
+        FailedAnswer: nothing is left of it.
+    """
+    text = answer.text.rstrip(_INCOMPLETE) if answer.is_cut else answer.text
+    if not text.strip():
+        raise FailedAnswer("empty answer")
+    return Answer(text, answer.is_cut)
+
+
+def _write(path: Path, conversations: list[_Conversation]) -> None:
+    with whole_file(path) as partial, partial.open("w", encoding="utf-8") as lines:
+        for each in conversations:
+            row: dict[str, Any] = {"id": each.id}
+            if each.task is not None:
+                row["task"] = each.task
+            row["conversations"] = [
+                {"from": _SENDERS[message["role"]], "value": message["content"]}
+                for message in each.answered
+            ]
+            lines.write(json.dumps(row, ensure_ascii=False) + "\n")

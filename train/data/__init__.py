@@ -1,0 +1,1 @@
+"""Conversations as token ids, masks and batches. Knows no model."""

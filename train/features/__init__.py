@@ -1,0 +1,1 @@
+"""What a verifier leaves for a draft head, computed as batches come or read from disk."""

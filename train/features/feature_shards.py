@@ -1,0 +1,185 @@
+"""The folder of offline features: a manifest, and safetensors shards of whole conversations.
+
+A shard holds its conversations one behind another, N tokens in all: `states` [N, H], for an
+EAGLE-3 head `layers` [N, 3H], and of each of its C conversations the length in `lengths`
+int64 [C] and the SHA-256 of its token ids in `keys` uint8 [C, 32]. A conversation is found by its
+token ids alone, whatever file, order or batch it comes from.
+"""
+
+import fcntl
+import hashlib
+import re
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from polybasic.chain.errors import UserError
+from polybasic.chain.formats.files import disk_errors, read_json, whole_file, write_json
+from polybasic.train.features.states import Features
+
+MANIFEST = "features.json"
+KEY_BYTES = 32
+_SCHEMA = "polybasic.features/1"
+_SHARD = re.compile(r"features-\d{5,}\.safetensors")
+
+
+def conversation_key(token_ids: Sequence[int]) -> bytes:
+    """SHA-256 of token ids: what a conversation's features are found by."""
+    return hashlib.sha256(array("i", token_ids).tobytes()).digest()
+
+
+@dataclass(frozen=True)
+class FeatureShard:
+    """Features of some conversations, mapped from their file.
+
+    Attributes:
+        states: [N, H].
+        layers: [N, 3H], or None.
+        lengths: tokens of each conversation.
+        keys: of each conversation.
+    """
+
+    states: Tensor
+    layers: Tensor | None
+    lengths: list[int]
+    keys: list[bytes]
+
+    def features(self, start: int, stop: int) -> Features:
+        """Features of rows `start` to `stop`, without a batch dimension; nothing is copied."""
+        layers = None if self.layers is None else self.layers[start:stop]
+        return Features(self.states[start:stop], layers)
+
+
+def shard_path(folder: Path, index: int) -> Path:
+    """The file of a shard, counted from 0."""
+    return folder / f"features-{index:05d}.safetensors"
+
+
+def shard_paths(folder: Path) -> list[Path]:
+    """The shards of a folder, in order; all that bear a final name are whole."""
+    found = folder.iterdir() if folder.is_dir() else []
+    return sorted(path for path in found if _SHARD.fullmatch(path.name))
+
+
+def write_shard(path: Path, features: Features, lengths: list[int], keys: list[bytes]) -> None:
+    """Write a shard whole.
+
+    Args:
+        path: an older shard of this name is replaced; who has mapped it keeps it.
+        features: of N tokens, without a batch dimension.
+        lengths: of its conversations.
+        keys: of its conversations.
+
+    Raises:
+        UserError: the disk is full or not writable.
+    """
+    tensors = {
+        "states": features.states,
+        "lengths": torch.tensor(lengths),
+        "keys": torch.tensor([list(key) for key in keys], dtype=torch.uint8),
+    }
+    if features.layers is not None:
+        tensors["layers"] = features.layers
+    with whole_file(path) as partial:
+        save_file(tensors, partial, metadata={"format": "pt"})
+
+
+def open_shard(path: Path) -> FeatureShard:
+    """Map a shard; of its features nothing is read yet.
+
+    Raises:
+        UserError: the file is damaged.
+    """
+    try:
+        with safe_open(path, "pt") as opened:
+            names = set(opened.keys())
+            layers = opened.get_tensor("layers") if "layers" in names else None
+            keys = bytes(opened.get_tensor("keys").flatten().tolist())
+            return FeatureShard(
+                opened.get_tensor("states"),
+                layers,
+                opened.get_tensor("lengths").tolist(),
+                [keys[start : start + KEY_BYTES] for start in range(0, len(keys), KEY_BYTES)],
+            )
+    except SafetensorError as error:
+        raise UserError(
+            "damaged feature shard", f"{path} ({error})", "remove it and run again"
+        ) from error
+
+
+def check_identity(folder: Path, identity: Mapping[str, Any]) -> None:
+    """Make sure that a folder is absent, empty, or of this identity.
+
+    Raises:
+        UserError: it holds features of another identity (what differs is named), or other files.
+    """
+    if not (folder / MANIFEST).exists():
+        found = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+        found = [name for name in found if not name.startswith(".")]
+        if found:
+            raise UserError(
+                "folder for offline features is in use",
+                f"{folder} ({found[0]}, and no {MANIFEST})",
+                "set train.features_folder to a folder of its own",
+            )
+        return
+    manifest = read_manifest(folder)
+    differing = [
+        f"{name} {manifest.get(name)!r}, not {identity.get(name)!r}"
+        for name in sorted({*manifest, *identity})
+        if manifest.get(name) != identity.get(name)
+    ]
+    if differing:
+        raise UserError(
+            "offline features of another run",
+            f"{folder} ({'; '.join(differing)})",
+            "set train.features_folder to another folder, or remove this one",
+        )
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The identity of the features in a folder.
+
+    Raises:
+        UserError: there are none, or they are of another version of polybasic.
+    """
+    content = read_json(folder / MANIFEST, "manifest of offline features")
+    if content.get("schema") != _SCHEMA:
+        raise UserError(
+            "unknown schema of offline features",
+            f"{folder / MANIFEST} (schema {content.get('schema')!r}, expected {_SCHEMA!r})",
+            "remove the folder and run again",
+        )
+    return {name: value for name, value in content.items() if name != "schema"}
+
+
+@contextmanager
+def folder_to_write(folder: Path, identity: Mapping[str, Any]) -> Iterator[None]:
+    """Hold a folder for writing, with its manifest in place; call in the first process.
+
+    Raises:
+        UserError: another run is writing there, or the disk is full or not writable.
+    """
+    with disk_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / ".lock").open("a")
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UserError(
+                "offline features are being written by another run",
+                str(folder),
+                "wait for it, or set train.features_folder to another folder",
+            ) from error
+        if not (folder / MANIFEST).exists():
+            write_json(folder / MANIFEST, {"schema": _SCHEMA, **identity})
+        yield

@@ -1,0 +1,94 @@
+"""EAGLE-3's draft head: three layers of the verifier fused, an output projection of its own.
+
+(Li et al., EAGLE-3, arXiv 2503.01840; names and norms as in its checkpoints.)
+
+Shapes: as in `polybasic.train.head.eagle2`.
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from polybasic.train.features.lm_head import LmHead
+from polybasic.train.features.states import Features
+from polybasic.train.head.eagle2 import DraftHead
+from polybasic.train.head.layers import Attention, KeysValues, Mlp, RMSNorm
+from polybasic.train.head.shape import HeadShape
+
+
+class Eagle3Head(DraftHead):
+    """A head that learns a feature of its own, which only its own norm and lm_head read.
+
+    Rows behind a verifier's pass have as their feature what fc makes of the inputs of three of its
+    layers, drafted rows the output of the row before as it is.
+    """
+
+    def __init__(
+        self,
+        shape: HeadShape,
+        embedding: Tensor | None = None,
+        draft_token_ids: Tensor | None = None,
+    ) -> None:
+        super().__init__(shape, embedding, draft_token_ids)
+        size, eps = shape.hidden_size, shape.rms_norm_eps
+        self.fc = nn.Linear(3 * size, size, bias=False)
+        self.midlayer = _Eagle3Layer(shape)
+        self.norm = RMSNorm(size, eps)
+        self.lm_head = nn.Linear(size, shape.draft_vocab_size or shape.vocab_size, bias=False)
+
+    def source(self, features: Features) -> Tensor:
+        """See `DraftHead.source`; the inputs of three layers, [B, T, 3H]."""
+        assert features.layers is not None, "an EAGLE-3 head reads the inputs of layers"
+        return features.layers
+
+    def fuse(self, source: Tensor) -> Tensor:
+        """See `DraftHead.fuse`."""
+        return self.fc(source)
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        features: Tensor,
+        positions: Tensor,
+        past: KeysValues | None = None,
+        mask: Tensor | None = None,
+    ) -> tuple[Tensor, KeysValues]:
+        """See `DraftHead.forward`."""
+        assert mask is not None or past is None
+        return self.midlayer(self.embed_tokens(token_ids), features, positions, past, mask)
+
+    def projected(self, outputs: Tensor) -> Tensor:
+        """See `DraftHead.projected`."""
+        return self.norm(outputs)
+
+    def projection(self, lm_head: LmHead) -> LmHead:
+        """See `DraftHead.projection`; the head's own, which soft-caps nothing."""
+        return replace(lm_head, weight=self.lm_head.weight, softcap=None)
+
+
+class _Eagle3Layer(nn.Module):
+    """A Llama decoder layer whose attention reads embedding and feature side by side."""
+
+    def __init__(self, shape: HeadShape) -> None:
+        super().__init__()
+        size, eps = shape.hidden_size, shape.rms_norm_eps
+        self.input_layernorm = RMSNorm(size, eps)
+        self.hidden_norm = RMSNorm(size, eps)
+        self.self_attn = Attention(shape, 2 * size)
+        self.post_attention_layernorm = RMSNorm(size, eps)
+        self.mlp = Mlp(size, shape.intermediate_size)
+
+    def forward(
+        self,
+        embeddings: Tensor,
+        features: Tensor,
+        positions: Tensor,
+        past: KeysValues | None,
+        mask: Tensor | None,
+    ) -> tuple[Tensor, KeysValues]:
+        """See `DraftHead.forward`; the feature alone is the residual."""
+        x = torch.cat((self.input_layernorm(embeddings), self.hidden_norm(features)), dim=-1)
+        attended, cache = self.self_attn(x, positions, past, mask)
+        x = features + attended
+        return x + self.mlp(self.post_attention_layernorm(x)), cache

@@ -1,0 +1,356 @@
+"""What a head is trained on: the verifier's states, and its distribution behind lm_head.
+
+Shapes: S = unrolled steps, N = assistant tokens of a batch, C = tokens of a chunk of them,
+H = hidden size, V = vocabulary, D = draft vocabulary (all of V, or a part).
+
+In a token loss p is the verifier's distribution over all V tokens and q the head's over its D. Of
+p only the D entries are read, and not renormalised: what a head cannot draft cannot be accepted.
+With m, the sum of these entries:
+
+    cross_entropy    -sum p log q          least at q = p / m; a token counts by its m
+    forward_kl       cross_entropy minus its least value; the same gradient
+    reverse_kl       sum q log (q / p)     over V as over D, for q is 0 elsewhere; at least -log m
+    total_variation  1 - sum min(p, q)     over V as over D; at least 1 - m
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from polybasic.train.features.lm_head import LmHead
+from polybasic.train.settings import HeadSettings
+
+_CHUNK_BYTES = 16 << 20  # of logits at a time: what a CPU's cache holds
+_CHUNK_TOKENS = 128  # but not less, for a GPU's sake
+
+
+@dataclass(frozen=True)
+class LossSettings:
+    """What `unrolled_loss` reads of a head's settings; the fields are described there."""
+
+    token_loss: str
+    token_loss_weight: float
+    feature_loss_weight: float
+    step_decay: float
+
+    @classmethod
+    def of(cls, settings: HeadSettings) -> "LossSettings":
+        """Those of a training run."""
+        return cls(
+            token_loss=settings.token_loss,
+            token_loss_weight=settings.token_loss_weight,
+            feature_loss_weight=settings.feature_loss_weight,
+            step_decay=settings.step_decay,
+        )
+
+
+@dataclass(frozen=True)
+class UnrolledLoss:
+    """The loss and its parts; `total` is the only one with a gradient."""
+
+    total: Tensor
+    feature: Tensor
+    """0 where it is weighted 0."""
+    token: Tensor
+    agreement: Tensor
+    """[S], the share of tokens for which head and verifier have the same argmax, by step."""
+    acceptance: Tensor
+    """[S], the mean of sum min(p, q), the chance that a token sampled from the head is kept."""
+
+
+def step_weights(is_label: Tensor, num_steps: int) -> Tensor:
+    """Which rows count in which step.
+
+    Row t of step 1 counts if the token that it predicts (t+2) is the assistant's. Later steps
+    count where the whole draft, from its first token on, is the assistant's.
+
+    Args:
+        is_label: bool [B, R], whether the token predicted by a row is the assistant's.
+        num_steps: S.
+
+    Returns:
+        bool [S, B, R].
+    """
+    weights = [is_label]
+    for _ in range(1, num_steps):
+        earlier = F.pad(weights[-1][:, :-1], (1, 0))
+        weights.append(is_label & earlier)
+    return torch.stack(weights)
+
+
+def unrolled_loss(
+    outputs: list[Tensor],
+    target_states: Tensor,
+    teacher: LmHead,
+    student: LmHead,
+    is_label: Tensor,
+    settings: LossSettings,
+    draft_token_ids: Tensor | None = None,
+    token_counts: Tensor | None = None,
+    eager: bool = False,
+) -> UnrolledLoss:
+    """Smooth-L1 between states plus a token loss between the distributions behind them.
+
+    Each part is a mean over the tokens that count in a step, then a mean over the steps, in which
+    step s weighs `step_decay ** (s - 1)`. No more than a chunk of logits is held at a time.
+
+    Args:
+        outputs: S tensors [B, R, H] that `student` can read, in one dtype.
+        target_states: [B, R, H], the verifier's after its final norm, of the same rows.
+        teacher: the verifier's lm_head [V, H], frozen, in the dtype of `target_states`.
+        student: the head's [D, H], in the dtype of `outputs`; its weight gets a gradient if it
+            requires one. The teacher itself for an EAGLE-2 head that drafts all tokens.
+        is_label: bool [B, R], whether the token predicted by a row is the assistant's.
+        settings: losses and weights. Of a loss that is weighted 0 no gradient is computed.
+        draft_token_ids: int64 [D], the student's tokens, ascending; None: all V.
+        token_counts: [S], what each step's sum is divided by; default: as many tokens as count
+            in it. A process that has a share of a batch passes its part of the batch's count.
+        eager: hold all logits and leave the gradient to autograd: the reference.
+    """
+    num_steps = len(outputs)
+    counted = step_weights(is_label, num_steps)[:, is_label].float()  # [S, N]
+    counts = counted.sum(dim=1) if token_counts is None else token_counts.float()
+    means = counted / torch.where(counts > 0, counts, 1.0)[:, None]
+    decays = settings.step_decay ** torch.arange(num_steps, device=means.device)
+    shares = means * (decays / decays.sum())[:, None]
+    states = target_states[is_label]
+    hiddens = torch.stack([output[is_label] for output in outputs])
+    feature = torch.zeros((), device=means.device)
+    if settings.feature_loss_weight:
+        distance = F.smooth_l1_loss(
+            hiddens.float(), states.float().expand(hiddens.shape), reduction="none"
+        )
+        feature = (distance.mean(dim=-1) * shares).sum()
+    read, weight = hiddens, student.weight
+    if not settings.token_loss_weight:
+        read, weight = read.detach(), weight.detach()
+    lesson = _Lesson(
+        teacher, draft_token_ids, states, means, shares, TOKEN_LOSSES[settings.token_loss]
+    )
+    form = _eager_token_loss if eager else _ChunkedTokenLoss.apply
+    token, agreement, acceptance = form(read, weight, student.softcap, lesson)
+    return UnrolledLoss(
+        total=settings.feature_loss_weight * feature + settings.token_loss_weight * token,
+        feature=feature.detach(),
+        token=token.detach(),
+        agreement=agreement.detach(),
+        acceptance=acceptance.detach(),
+    )
+
+
+@dataclass(frozen=True)
+class Distributions:
+    """Of head and verifier for the same tokens.
+
+    Attributes:
+        log_student: float32 [S, C, D], log q.
+        student: [S, C, D], q.
+        log_teacher: float32 [C, D], log p.
+        teacher: [C, D], p.
+        teacher_mass: [C, 1], the sum of p over the D tokens.
+        overlap: [S, C], the sum of min(p, q).
+    """
+
+    log_student: Tensor
+    student: Tensor
+    log_teacher: Tensor
+    teacher: Tensor
+    teacher_mass: Tensor
+    overlap: Tensor
+
+
+@dataclass(frozen=True)
+class TokenLoss:
+    """A loss between two distributions, twice.
+
+    Attributes:
+        eager: its value [S, C], in operations that autograd follows.
+        chunked: its value [S, C] and its gradient in the head's logits [S, C, D]. May overwrite
+            `log_student` and `student`.
+    """
+
+    eager: Callable[[Distributions], Tensor]
+    chunked: Callable[[Distributions], tuple[Tensor, Tensor]]
+
+
+def _cross_entropy(of: Distributions) -> Tensor:
+    return -(of.log_student * of.teacher).sum(dim=-1)
+
+
+def _cross_entropy_chunked(of: Distributions) -> tuple[Tensor, Tensor]:
+    value = -of.log_student.mul_(of.teacher).sum(dim=-1)
+    return value, of.student.mul_(of.teacher_mass).sub_(of.teacher)
+
+
+def _least_cross_entropy(of: Distributions) -> Tensor:
+    """At q = p / m, [C]."""
+    entropy = torch.special.entr(of.teacher).sum(dim=-1)
+    return entropy - torch.special.entr(of.teacher_mass[:, 0])
+
+
+def _forward_kl(of: Distributions) -> Tensor:
+    return _cross_entropy(of) - _least_cross_entropy(of)
+
+
+def _forward_kl_chunked(of: Distributions) -> tuple[Tensor, Tensor]:
+    value, gradient = _cross_entropy_chunked(of)
+    return value - _least_cross_entropy(of), gradient
+
+
+def _reverse_kl(of: Distributions) -> Tensor:
+    return (of.student * (of.log_student - of.log_teacher)).sum(dim=-1)
+
+
+def _reverse_kl_chunked(of: Distributions) -> tuple[Tensor, Tensor]:
+    terms = of.log_student.sub_(of.log_teacher).mul_(of.student)
+    value = terms.sum(dim=-1)
+    return value, terms.sub_(of.student.mul_(value[:, :, None]))
+
+
+def _total_variation(of: Distributions) -> Tensor:
+    return 1 - of.overlap
+
+
+def _total_variation_chunked(of: Distributions) -> tuple[Tensor, Tensor]:
+    # q where more of it is more overlap; lt_ writes ones and zeros without a bool tensor, and
+    # where q = p the slope is that of p: none
+    rising = of.log_student.copy_(of.student).lt_(of.teacher).mul_(of.student)
+    gradient = of.student.mul_(rising.sum(dim=-1, keepdim=True)).sub_(rising)
+    return 1 - of.overlap, gradient
+
+
+TOKEN_LOSSES = {
+    "cross_entropy": TokenLoss(_cross_entropy, _cross_entropy_chunked),
+    "forward_kl": TokenLoss(_forward_kl, _forward_kl_chunked),
+    "reverse_kl": TokenLoss(_reverse_kl, _reverse_kl_chunked),
+    "total_variation": TokenLoss(_total_variation, _total_variation_chunked),
+}
+"""By their names in `train.token_loss`."""
+
+
+@dataclass(frozen=True)
+class _Lesson:
+    """What a head's logits are held against, and how much each token counts.
+
+    Attributes:
+        teacher: the verifier's lm_head.
+        draft_token_ids: int64 [D], or None for all V tokens.
+        states: [N, H], the verifier's.
+        means: float32 [S, N], by which a sum over tokens becomes each step's mean.
+        shares: float32 [S, N], by which a sum over steps and tokens becomes a part of the loss.
+        loss: between the distributions.
+    """
+
+    teacher: LmHead
+    draft_token_ids: Tensor | None
+    states: Tensor
+    means: Tensor
+    shares: Tensor
+    loss: TokenLoss
+
+    def compare(
+        self, logits: Tensor, rows: slice, buffers: Tensor | None = None
+    ) -> tuple[Distributions, Tensor, Tensor]:
+        """Of logits [S, C, D] of some rows: distributions, agreement and acceptance [S].
+
+        Args:
+            logits: the head's.
+            rows: of the N.
+            buffers: float32 [3, S, C, D] to write to, where autograd does not look on: fresh
+                memory costs a CPU more than what is done with it.
+        """
+        log_teacher = self.teacher(self.states[rows]).log_softmax(dim=-1, dtype=torch.float32)
+        best = log_teacher.argmax(dim=-1)
+        mass = torch.ones_like(log_teacher[:, :1])
+        if self.draft_token_ids is not None:
+            log_teacher = log_teacher[:, self.draft_token_ids]
+            mass = log_teacher.exp().sum(dim=-1, keepdim=True)
+        teacher = log_teacher.exp()
+        first, second, third = (None, None, None) if buffers is None else buffers
+        log_student = torch.log_softmax(logits, dim=-1, dtype=torch.float32, out=first)
+        student = torch.exp(log_student, out=second)
+        overlap = torch.minimum(student, teacher, out=third).sum(dim=-1)
+        of = Distributions(log_student, student, log_teacher, teacher, mass, overlap)
+        means = self.means[:, rows]
+        agrees = self._agrees(log_student, best)
+        return of, (agrees * means).sum(dim=1), (overlap * means).sum(dim=1)
+
+    def _agrees(self, log_student: Tensor, best: Tensor) -> Tensor:
+        """Whether [S, C, D] is largest at the verifier's best tokens [C]."""
+        columns, is_drafted = best, torch.ones_like(best, dtype=torch.bool)
+        if self.draft_token_ids is not None:
+            columns = torch.searchsorted(self.draft_token_ids, best)
+            columns = columns.clamp(max=len(self.draft_token_ids) - 1)
+            is_drafted = self.draft_token_ids[columns] == best
+        at_best = log_student.gather(2, columns.expand(log_student.shape[:2])[:, :, None])[:, :, 0]
+        return (at_best == log_student.amax(dim=-1)) & is_drafted
+
+
+def _eager_token_loss(
+    hiddens: Tensor, weight: Tensor, softcap: float | None, lesson: _Lesson
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `_ChunkedTokenLoss`."""
+    logits = LmHead(weight, softcap)(hiddens)
+    of, agreement, acceptance = lesson.compare(logits, slice(None))
+    return (lesson.loss.eager(of) * lesson.shares).sum(), agreement, acceptance
+
+
+class _ChunkedTokenLoss(torch.autograd.Function):
+    """A token loss of hidden states [S, N, H], and agreement and acceptance by step, [S].
+
+    The gradient in hidden states and student's weight is known as soon as the loss is: chunk by
+    chunk, and no [N, V] tensor outlives its chunk. The weight's is summed over chunks in float32.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hiddens: Tensor, weight: Tensor, softcap: float | None, lesson: _Lesson
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        num_steps, num_tokens, _ = hiddens.shape
+        token = lesson.shares.new_zeros(())
+        agreement, acceptance = lesson.shares.new_zeros(2, num_steps)
+        of_hiddens, of_weight = None, None
+        if ctx.needs_input_grad[0]:
+            of_hiddens = torch.empty_like(hiddens)
+        if ctx.needs_input_grad[1]:
+            of_weight = torch.zeros_like(weight, dtype=torch.float32)
+        num_logits = len(lesson.teacher.weight) + num_steps * len(weight)  # of one token
+        chunk = max(_CHUNK_TOKENS, _CHUNK_BYTES // (4 * num_logits))
+        num_rows = num_steps * min(chunk, num_tokens)
+        buffers = token.new_empty(3, num_rows, len(weight))
+        for start in range(0, num_tokens, chunk):
+            rows = slice(start, start + chunk)
+            # two dimensions: for a slice of three, matmul repeats the weight S times
+            read, shares = hiddens[:, rows].flatten(0, 1), lesson.shares[:, rows]
+            logits = LmHead(weight, softcap)(read).unflatten(0, (num_steps, -1))
+            into = buffers[:, : len(read)].unflatten(1, (num_steps, -1))
+            of, chunk_agreement, chunk_acceptance = lesson.compare(logits, rows, into)
+            agreement += chunk_agreement
+            acceptance += chunk_acceptance
+            values, of_logits = lesson.loss.chunked(of)
+            token += (values * shares).sum()
+            if softcap is not None:  # the slope of c * tanh(x / c)
+                of_logits.mul_(1 - (logits.float() / softcap).square())
+            of_logits = of_logits.to(hiddens.dtype).flatten(0, 1)
+            scale = shares.flatten()[:, None]  # of rows of H columns, which cost less than of D
+            if of_hiddens is not None:
+                scaled = (of_logits @ weight) * scale
+                of_hiddens[:, rows] = scaled.unflatten(0, (num_steps, -1))
+            if of_weight is not None:
+                of_weight += of_logits.T @ (read * scale).to(read.dtype)
+        ctx.save_for_backward(of_hiddens, None if of_weight is None else of_weight.to(weight.dtype))
+        ctx.mark_non_differentiable(agreement, acceptance)
+        return token, agreement, acceptance
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        of_hiddens, of_weight = (
+            None if each is None else each * grads[0].to(each.dtype) for each in ctx.saved_tensors
+        )
+        return of_hiddens, of_weight, None, None

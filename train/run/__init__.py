@@ -1,0 +1,1 @@
+"""A training run: processes, steps, checkpoints, metrics and its end. Knows no loss."""

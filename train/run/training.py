@@ -1,0 +1,331 @@
+"""Train a draft head for a target: what a run is made of, and what it leaves."""
+
+import shutil
+import sys
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from datasets import Dataset
+from rich.console import Console
+from torch import Tensor
+
+from polybasic.chain.errors import UserError
+from polybasic.chain.formats.checkpoint import TOKENIZER_FILES
+from polybasic.chain.formats.config import stored_dtype
+from polybasic.chain.formats.digests import weights_digest
+from polybasic.chain.formats.files import read_json, sha256_of_file, sha256_of_object, write_json
+from polybasic.train.data.batches import BatchStream
+from polybasic.train.data.chat import check_chat_template
+from polybasic.train.data.conversations import (
+    data_digest,
+    fit_to_template,
+    load_conversations,
+    split_conversations,
+)
+from polybasic.train.data.draft_vocabulary import (
+    choose_draft_vocabulary,
+    count_answer_tokens,
+    coverage,
+)
+from polybasic.train.features.offline_features import OnlineFeatures, write_features
+from polybasic.train.features.sharded_target import load_sharded_target
+from polybasic.train.features.states import FeatureSource
+from polybasic.train.features.target import Target, load_target
+from polybasic.train.features.verifier import load_intermediate
+from polybasic.train.head.acceptance import HeldoutBatch, heldout_batches, simulate
+from polybasic.train.head.shape import HeadShape
+from polybasic.train.head.start import new_head
+from polybasic.train.run.loop import HeadRun, Parts
+from polybasic.train.run.processes import is_first_process, process_device, process_group
+from polybasic.train.settings import DataSettings, HeadSettings, LoraSettings
+
+_FEATURES_NAME = "features"
+_OF_TEXT = ("data_sha256", "tokenizer_sha256")
+_WITHOUT_EFFECT = {  # but for the rounding of sums
+    "log",
+    "save_every_steps",
+    "keep_every_steps",
+    "num_processes",
+    "features_folder",
+}
+_PACKAGES = ("polybasic", "torch", "transformers", "deepspeed", "datasets", "peft", "safetensors")
+
+
+def train_head(
+    target: Path,
+    conversations: str,
+    data: DataSettings,
+    settings: HeadSettings,
+    seed: int,
+    out: Path,
+    tokenizer: Path | None = None,
+    start: Path | None = None,
+    lora: LoraSettings | None = None,
+    intermediate: Path | None = None,
+    provenance: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Train a head, keep the weights of the evaluation with the longest accepted length.
+
+    A run that was stopped continues from its last checkpoint in `out`; on a CPU the outcome is
+    bit for bit that of a run without a stop. A finished run is not repeated. Called by each of
+    the processes where there are several (`polybasic.train.run.launch`).
+
+    Args:
+        target: folder of a transformers checkpoint.
+        conversations: as in `load_conversations`.
+        data: limit, split and length of the conversations.
+        settings: of the head and its training.
+        seed: of initial weights, order and noise.
+        out: working folder; in the end it has config.json, model.safetensors, training.json and
+            metrics.jsonl, and `checkpoints` where `settings.keep_every_steps` keeps some. While
+            the run goes on `checkpoints` holds the last one and, as a head that can be loaded,
+            `best`, each with a run.json.
+        tokenizer: folder of a tokenizer with a chat template; default: the target's.
+        start: folder of a ready head to train further, in the layout of its kind; it is what is
+            written if no evaluation is better than the one before the first step.
+        lora: train a LoRA on the head, which is merged, instead of its own weights.
+        intermediate: folder of the target's 4-bit copy. Where `settings.features_from` says so the
+            head learns its states and distribution, and evaluations draft for its answers.
+        provenance: JSON content on what started the run, kept beside checkpoints and head.
+
+    Returns:
+        The summary: simulated_accepted_length, accepted_by_depth, accepted_by_task, best_step,
+        loss (of the last step), steps, tokens, seconds, parameters; with `start`
+        initial_accepted_length; with a draft vocabulary draft_vocabulary_coverage, a share of the
+        answers' tokens, and of an EAGLE-2 head untrimmed_accepted_length, with which the same
+        weights draft among all tokens.
+
+    Raises:
+        UserError: unusable target, data or start, a checkpoint of another run, a loss that is
+            not finite, or a full disk.
+        Interrupted: by SIGINT or SIGTERM during the steps; a checkpoint is saved first.
+    """
+    given = _Given(
+        target,
+        conversations,
+        data,
+        settings,
+        seed,
+        out,
+        tokenizer,
+        start,
+        lora,
+        intermediate if settings.features_from == "intermediate" else None,
+    )
+    sources = _sources(given)
+    identity = _identity(given, sources)
+    finished = out / "training.json"
+    if finished.exists():
+        written = read_json(finished, "training record")
+        if written["identity"] == identity:
+            print(f"head is already trained: {out}", file=sys.stderr)
+            return written["summary"]
+    record = {
+        "identity": identity,
+        **sources,
+        "conversations": conversations,
+        "seed": seed,
+        "data": data.model_dump(mode="json"),
+        "settings": settings.model_dump(mode="json"),
+        "lora": None if lora is None else lora.model_dump(mode="json"),
+        "versions": {package: version(package) for package in _PACKAGES},
+        "provenance": provenance,
+    }
+    with process_group():
+        prepared = _prepare(given, sources)
+        run = HeadRun(prepared.parts, settings, seed, record, out, start is None)
+        summary = run.train()
+        if is_first_process():
+            run.export()
+            summary |= _draft_vocabulary_summary(prepared, run, given)
+            write_json(finished, {**record, "summary": summary})
+            run.remove_checkpoints()
+            if settings.features_folder is None:
+                shutil.rmtree(out / _FEATURES_NAME, ignore_errors=True)
+    return summary
+
+
+@dataclass(frozen=True)
+class _Given:
+    """What a run is asked for, as `train_head` describes it."""
+
+    target: Path
+    conversations: str
+    data: DataSettings
+    settings: HeadSettings
+    seed: int
+    out: Path
+    tokenizer: Path | None
+    start: Path | None
+    lora: LoraSettings | None
+    intermediate: Path | None  # None too where the head learns from the target
+
+
+class _Prepared(NamedTuple):
+    """What a run is made of, and by what its draft vocabulary is judged."""
+
+    parts: Parts
+    shape: HeadShape  # of a random head
+    answer_counts: Tensor | None  # of each token, where the settings ask for a draft vocabulary
+
+
+def _prepare(given: _Given, sources: dict[str, str]) -> _Prepared:
+    data, settings, seed = given.data, given.settings, given.seed
+    rows = load_conversations(given.conversations, data.limit)
+    training_rows, heldout_rows = split_conversations(rows, data.num_heldout)
+    verifier = _load_verifier(given)
+    tokenizer = verifier.tokenizer
+    check_chat_template(tokenizer)
+    training_rows = fit_to_template(training_rows, tokenizer)
+    heldout_rows = fit_to_template(heldout_rows, tokenizer)
+    shape = verifier.head_shape(settings)
+    counts, drafted = None, None
+    if settings.draft_vocab_size is not None:
+        counts = count_answer_tokens(training_rows, tokenizer, shape.vocab_size, data, seed)
+        drafted = choose_draft_vocabulary(counts, tokenizer, settings.draft_vocab_size)
+    head = new_head(
+        shape,
+        verifier.embedding,
+        settings,
+        seed,
+        given.start,
+        given.lora,
+        verifier.lm_head,
+        drafted,
+    )
+    batches = BatchStream(
+        training_rows, tokenizer, settings.batch_size, data.max_tokens, seed, settings.pack
+    )
+    heldout = _heldout(verifier, heldout_rows, given, shape)
+    features = _features(verifier, batches, given, shape, sources)
+    return _Prepared(Parts(head, verifier.lm_head, features, batches, heldout), shape, counts)
+
+
+def _load_verifier(given: _Given) -> Target:
+    """The model whose states and distribution the head learns."""
+    settings, tokenizer = given.settings, given.tokenizer
+    if settings.features_from == "target":
+        if settings.zero_stage == 3:
+            return load_sharded_target(given.target, tokenizer)
+        return load_target(given.target, process_device(), tokenizer)
+    if given.intermediate is None:
+        raise UserError(
+            "no intermediate to learn from",
+            "train.features_from = intermediate",
+            "quantize the target first, or set train.features_from=target",
+        )
+    if settings.zero_stage == 3:
+        raise UserError(
+            "only a target is partitioned over processes",
+            "train.features_from = intermediate, train.zero_stage = 3",
+            "set train.zero_stage=2; the intermediate then lies whole in each process",
+        )
+    return load_intermediate(
+        given.intermediate, tokenizer or given.target, process_device(), _stored_dtype(given.target)
+    )
+
+
+def _heldout(
+    verifier: Target, rows: Dataset, given: _Given, shape: HeadShape
+) -> list[HeldoutBatch]:
+    settings = given.settings
+    if settings.zero_stage < 3 and not is_first_process():
+        return []  # the first process evaluates; a sharded target answers in all
+    with Console(stderr=True).status(f"{len(rows)} held-out prompts are answered"):
+        found = heldout_batches(
+            verifier,
+            rows,
+            given.data.max_tokens,
+            settings.eval_answer_tokens,
+            shape.feature_layers,
+        )
+    return found if is_first_process() else []
+
+
+def _features(
+    verifier: Target,
+    batches: BatchStream,
+    given: _Given,
+    shape: HeadShape,
+    sources: dict[str, str],
+) -> FeatureSource:
+    """Those of the settings; offline features are written first and hold on to no verifier."""
+    settings = given.settings
+    if settings.features == "online":
+        return OnlineFeatures(verifier, shape.feature_layers)
+    identity = {
+        "verifier_sha256": sources.get("intermediate_sha256", sources["target_sha256"]),
+        **{name: sources[name] for name in _OF_TEXT if name in sources},
+        "data": _data_identity(given.data),
+        "seed": given.seed,
+    }
+    folder = Path(settings.features_folder or given.out / _FEATURES_NAME)
+    return write_features(
+        verifier, batches, settings.num_steps, shape.feature_layers, identity, folder
+    )
+
+
+def _draft_vocabulary_summary(prepared: _Prepared, run: HeadRun, given: _Given) -> dict[str, Any]:
+    """What trimming leaves, of the head that was written; nothing where it drafts all tokens."""
+    parts, found = prepared.parts, dict[str, Any]()
+    drafted = parts.head.draft_token_ids
+    if drafted is None:
+        return found
+    if prepared.answer_counts is not None:
+        share = coverage(prepared.answer_counts, drafted.cpu())
+        found["draft_vocabulary_coverage"] = round(share, 4)
+    if prepared.shape.kind == "eagle2":
+        embedding = parts.head.embed_tokens.weight
+        best = new_head(prepared.shape, embedding, given.settings, 0, given.out, None)
+        best = best.to(embedding.device, parts.head.dtype)
+        whole = simulate(best, parts.lm_head, parts.heldout, run.tree, trimmed=False)
+        found["untrimmed_accepted_length"] = round(whole.accepted_length, 4)
+    return found
+
+
+def _stored_dtype(target: Path) -> torch.dtype:
+    """In which a chain is served: the target's own."""
+    config = read_json(target / "config.json", "model config")
+    dtype = getattr(torch, stored_dtype(config))
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def _sources(given: _Given) -> dict[str, str]:
+    """Digests of all that a run reads; what is not given has none."""
+    sources = {
+        "target_sha256": weights_digest(given.target),
+        "data_sha256": data_digest(given.conversations),
+    }
+    if (tokenizer := given.tokenizer) is not None:
+        files = [tokenizer / name for name in TOKENIZER_FILES if (tokenizer / name).is_file()]
+        sources["tokenizer_sha256"] = sha256_of_object(
+            {path.name: sha256_of_file(path) for path in files}
+        )
+    if given.intermediate is not None:
+        sources["intermediate_sha256"] = weights_digest(given.intermediate)
+    if given.start is not None:
+        config = read_json(given.start / "config.json", "head config")
+        sources["start_sha256"] = weights_digest(given.start)
+        sources["start_config_sha256"] = sha256_of_object(config)
+    return sources
+
+
+def _identity(given: _Given, sources: dict[str, str]) -> str:
+    return sha256_of_object(
+        {
+            **sources,
+            "seed": given.seed,
+            "data": _data_identity(given.data),
+            "settings": given.settings.model_dump(mode="json", exclude=_WITHOUT_EFFECT),
+            "lora": None if given.lora is None else given.lora.model_dump(mode="json"),
+        }
+    )
+
+
+def _data_identity(data: DataSettings) -> dict[str, Any]:
+    """All but where conversations and answers come from: their digest tells that."""
+    return data.model_dump(mode="json", exclude={"conversations", "regenerate"})
