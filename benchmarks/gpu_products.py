@@ -19,8 +19,8 @@ from gpu_names import CUBLAS, GEMLITE, PYTORCH_INT4, RUNTIME
 from torch import Tensor
 
 from polybasic.chain.formats.awq import QuantizedWeight
-from polybasic.chain.kernels.torch.device_weights import DeviceLinear, PackedWeight
-from polybasic.chain.kernels.torch.operations import Norm, Operations
+from polybasic.chain.kernels.torch.operations import DeviceLinear, Norm, Operations
+from polybasic.chain.kernels.torch.packed_weight import PackedWeight
 from polybasic.chain.model.device_model import DeviceModel
 from polybasic.chain.model.linear import Linear
 from polybasic.deploy.graphs.capture import Graphs

@@ -30,8 +30,8 @@ import torch
 from record import header, write_record
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.digests import weights_digest
 from polybasic.chain.formats.files import read_json, sha256_of_object, write_json
+from polybasic.chain.formats.lineage import weights_digest
 from polybasic.recipes.schema.loading import load_recipe
 from polybasic.recipes.schema.recipe import Recipe
 from polybasic.train.data.conversations import (

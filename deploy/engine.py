@@ -17,6 +17,7 @@ from polybasic.deploy.drafters.model import ModelDrafter
 from polybasic.deploy.drafters.ngram import NgramDrafter
 from polybasic.deploy.graphs.capture import Graphs
 from polybasic.deploy.graphs.device_draws import DeviceSampler, draws_on_device
+from polybasic.deploy.graphs.device_passes import DevicePasses
 from polybasic.deploy.graphs.device_stages import (
     Captured,
     DeviceBlockStage,
@@ -136,7 +137,12 @@ class Engine:
                     decoder.dtype,
                     decoder.device,
                 )
-            self.verifiers[name] = Verifier(name, decoder, cache, self.graphs)
+            passes = (
+                None
+                if decoder.device_model is None
+                else DevicePasses(name, decoder, cache, self.graphs)
+            )
+            self.verifiers[name] = Verifier(name, decoder, cache, passes)
         _hand_out_feature_layers(models, self.verifiers)
         self.drafters = Drafters(models, capacity)
         self._parts: DeviceParts | None = None

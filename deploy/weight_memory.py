@@ -34,7 +34,7 @@ _PACKING_BYTES = {"eager": 4, "native": 1.5}
 """A weight of 4 bits beside its code while it is packed: an int32; three times half a byte."""
 _PACKED_AT_ONCE, _PACKING_BYTES_AT_ONCE = 1 << 24, 9
 """A weight of 4 bits while it is packed for the device path, some at a time: a byte and two int32
-(chain/kernels/torch/device_weights.py)."""
+(chain/kernels/torch/packed_weight.py)."""
 _WEIGHTS_AT_ONCE = 1 << 22
 _DEQUANTIZING_BYTES = 12
 """A weight of 4 bits in three float32, some at a time (chain/model/linear.py)."""

@@ -12,9 +12,8 @@ from transformers import PreTrainedModel
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.awq import GROUP_SIZE, QUANTIZATION_CONFIG
 from polybasic.chain.formats.checkpoint import checkpoint_files, copy_files, model_files
-from polybasic.chain.formats.digests import weights_digest
 from polybasic.chain.formats.files import read_json, whole_folder, write_json
-from polybasic.chain.formats.lineage import ORIGIN_KEY, QUANTIZED_FROM_KEY
+from polybasic.chain.formats.lineage import ORIGIN_KEY, QUANTIZED_FROM_KEY, weights_digest
 from polybasic.quantize.calibration import calibration_samples
 from polybasic.quantize.models import load_target
 from polybasic.quantize.search import FAMILIES, search_and_round

@@ -19,9 +19,8 @@ from transformers import PreTrainedModel
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.checkpoint import copy_checkpoint, load_tensors
-from polybasic.chain.formats.digests import weights_digest
 from polybasic.chain.formats.files import read_json, whole_folder
-from polybasic.chain.formats.lineage import ORIGIN_KEY, QUANTIZED_FROM_KEY
+from polybasic.chain.formats.lineage import ORIGIN_KEY, QUANTIZED_FROM_KEY, weights_digest
 from polybasic.chain.model.dequantized import packed_weight
 from polybasic.quantize.awq import check_token_ids, write_checkpoint
 from polybasic.quantize.models import load_dequantized, load_target, tracked

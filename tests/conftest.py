@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from polybasic.chain.formats.awq import QUANTIZATION_CONFIG, QuantizedWeight
-from polybasic.chain.formats.digests import weights_digest
+from polybasic.chain.formats.lineage import weights_digest
 from polybasic.chain.formats.manifest import Flush, Manifest, Plan, Provenance, Tree
 from polybasic.chain.formats.package import Part, package_chain
 

@@ -8,9 +8,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from polybasic.chain.formats.config import HeadConfig, read_decoder_config
-from polybasic.chain.formats.digests import weights_digest
 from polybasic.chain.formats.draft_vocabulary import draft_tables
 from polybasic.chain.formats.files import write_json
+from polybasic.chain.formats.lineage import weights_digest
 from polybasic.chain.formats.shapes import expected_shapes
 from polybasic.chain.heads.eagle_config import eagle3_config
 

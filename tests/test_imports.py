@@ -3,8 +3,11 @@
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
+import grimp
+import networkx
 import pytest
 
 ROOT = Path(__file__).parent.parent
@@ -52,6 +55,24 @@ def test_help_answers_within_a_third_of_a_second() -> None:
         subprocess.run(command, check=True, capture_output=True)
         seconds.append(time.perf_counter() - started)
     assert min(seconds) < 0.3
+
+
+def circles_of(imports: Iterable[tuple[str, str]]) -> list[set[str]]:
+    graph = networkx.DiGraph(imports)
+    return [each for each in networkx.strongly_connected_components(graph) if len(each) > 1]
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    packages = [f"polybasic.{name}" for name in ("chain", "train", "quantize", "deploy", "recipes")]
+    found = grimp.build_graph(*packages, cache_dir=None)
+    imports = [
+        (module, imported)
+        for module in found.modules
+        for imported in found.find_modules_directly_imported_by(module)
+    ]
+    # a package that hands out names of its modules is imported by those who use them
+    assert circles_of(edge for edge in imports if "polybasic.deploy" not in edge) == []
+    assert circles_of([*imports, ("polybasic.chain.errors", "polybasic.chain.formats.files")])
 
 
 def lint_imports(folder: Path) -> subprocess.CompletedProcess:

@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from polybasic.chain.formats.digests import weights_digest
 from polybasic.chain.formats.draft_vocabulary import draft_tables
+from polybasic.chain.formats.lineage import weights_digest
 from polybasic.train.features.target import load_target
 from polybasic.train.head.eagle3 import Eagle3Head
 from polybasic.train.head.files import write_head

@@ -20,8 +20,8 @@ from polybasic.chain.formats.checkpoint import (
     read_tensors,
 )
 from polybasic.chain.formats.config import read_decoder_config
-from polybasic.chain.formats.digests import weights_digest
 from polybasic.chain.formats.files import read_json, sha256_of_file, whole_folder
+from polybasic.chain.formats.lineage import weights_digest
 from polybasic.chain.model.reference import load_reference_model, quiet_transformers
 
 _CONFIG = "adapter_config.json"

@@ -12,7 +12,7 @@ from typing import Any
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.checkpoint import weight_files
-from polybasic.chain.formats.files import sha256_of_object
+from polybasic.chain.formats.files import sha256_of_file, sha256_of_object
 from polybasic.chain.formats.manifest import HEAD_KINDS, Kind, Member
 
 ORIGIN_KEY = "polybasic"
@@ -28,7 +28,7 @@ class Verifier:
     Attributes:
         name: of the member.
         hidden_size: of its config; None where that has none.
-        sha256: `polybasic.chain.formats.digests.weights_digest` of its weights.
+        sha256: `weights_digest` of its weights.
         made_from: the same of the weights that it is a 4-bit copy of, where it says so.
     """
 
@@ -36,6 +36,17 @@ class Verifier:
     hidden_size: int | None
     sha256: str
     made_from: str | None
+
+
+def weights_digest(folder: Path) -> str:
+    """Hex SHA-256 that names the weights in `folder`, whatever the folder is called.
+
+    It is taken over {file name: digest of its bytes} of the files that loading reads.
+
+    Raises:
+        UserError: the folder is missing or holds no weight file.
+    """
+    return sha256_of_object({path.name: sha256_of_file(path) for path in weight_files(folder)})
 
 
 def verifier_of(member: Member, config: dict[str, Any], folder: Path) -> Verifier:

@@ -24,10 +24,9 @@ from polybasic.chain.formats.config import (
     head_config,
     read_decoder_config,
 )
-from polybasic.chain.formats.digests import weights_digest
 from polybasic.chain.formats.draft_vocabulary import OFFSETS, draft_token_ids
 from polybasic.chain.formats.files import whole_folder, write_json
-from polybasic.chain.formats.lineage import ORIGIN_KEY, TRAINED_FOR_KEY
+from polybasic.chain.formats.lineage import ORIGIN_KEY, TRAINED_FOR_KEY, weights_digest
 from polybasic.chain.formats.manifest import HeadKind
 from polybasic.chain.formats.names import DRAFT_TABLES, HEAD_LAYER
 from polybasic.chain.formats.shapes import expected_shapes

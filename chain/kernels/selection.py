@@ -7,11 +7,10 @@ from importlib.metadata import version
 
 import torch
 
-from polybasic.chain.kernels.cpu.build import kernels_wanted
+from polybasic.chain.kernels.cuda import KERNEL_DTYPES
+from polybasic.chain.kernels.environment import kernels_wanted
 from polybasic.chain.kernels.torch.operations import Operations
 
-KERNEL_DTYPES = (torch.bfloat16, torch.float16)
-"""That the Triton kernels compute in."""
 LEAST_CAPABILITY = (8, 0)
 """Ampere: tensor cores for bfloat16, and copies that run ahead."""
 

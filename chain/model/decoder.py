@@ -17,8 +17,7 @@ from polybasic.chain.formats.config import DecoderConfig
 from polybasic.chain.kernels.cpu.matrices import NativeLinear
 from polybasic.chain.kernels.cpu.passes import NativeLayer, NativeModel, NativeParts, supports
 from polybasic.chain.kernels.torch.attend import Attend, View
-from polybasic.chain.kernels.torch.device_weights import DeviceLinear
-from polybasic.chain.kernels.torch.operations import Heads, Norm
+from polybasic.chain.kernels.torch.operations import DeviceLinear, Heads, Norm
 from polybasic.chain.kernels.torch.rotary import RotaryTable
 from polybasic.chain.model.device_model import DeviceLayer, DeviceModel, DeviceParts
 from polybasic.chain.model.linear import Linear, Softcapped, drafts_in_4_bits, softcapped

@@ -14,8 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from polybasic.chain.formats.config import DecoderConfig
-from polybasic.chain.kernels.torch.device_weights import DeviceLinear
-from polybasic.chain.kernels.torch.operations import Heads, Norm, Operations
+from polybasic.chain.kernels.torch.operations import DeviceLinear, Heads, Norm, Operations
 from polybasic.chain.kernels.torch.rotary import RotaryTable
 from polybasic.chain.kernels.torch.rows import DeviceRows, Span
 from polybasic.chain.model.linear import softcapped

@@ -14,8 +14,7 @@ from polybasic.chain.formats.config import DecoderConfig
 from polybasic.chain.kernels.cpu.matrices import NativeLinear
 from polybasic.chain.kernels.cpu.passes import NativeModel, NativeParts, supports
 from polybasic.chain.kernels.torch.attend import Attend
-from polybasic.chain.kernels.torch.device_weights import DeviceLinear
-from polybasic.chain.kernels.torch.operations import Norm
+from polybasic.chain.kernels.torch.operations import DeviceLinear, Norm
 from polybasic.chain.kernels.torch.rotary import RotaryTable
 from polybasic.chain.model.decoder import DecoderLayer, rms_norm
 from polybasic.chain.model.device_model import DeviceModel, DeviceParts

@@ -19,8 +19,10 @@ from polybasic.chain.formats.awq import (
 from polybasic.chain.kernels.cpu import matrices
 from polybasic.chain.kernels.cpu.library import kernels_for
 from polybasic.chain.kernels.cpu.matrices import LANES
-from polybasic.chain.kernels.selection import KERNEL_DTYPES, operations_for, reads_4_bits
-from polybasic.chain.kernels.torch.device_weights import DeviceLinear, PackedWeight
+from polybasic.chain.kernels.cuda import KERNEL_DTYPES
+from polybasic.chain.kernels.selection import operations_for, reads_4_bits
+from polybasic.chain.kernels.torch.operations import DeviceLinear
+from polybasic.chain.kernels.torch.packed_weight import PackedWeight
 
 Linear = Callable[[Tensor], Tensor]
 """x [R, I] -> [R, O], both in the compute dtype."""

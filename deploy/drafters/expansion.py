@@ -28,9 +28,8 @@ from polybasic.chain.kernels.torch.attend import (
     seen_from,
 )
 from polybasic.chain.model.linear import Linear
-from polybasic.deploy.planner.measurements import ABSENT, Counts
 from polybasic.deploy.rounds.cache import KeyValueCache
-from polybasic.deploy.rounds.tree import DraftTree
+from polybasic.deploy.rounds.tree import ABSENT, Counts, DraftTree
 from polybasic.deploy.rounds.verifier import PassClock
 
 Forward = Callable[[Tensor, Tensor, Attend], Tensor]

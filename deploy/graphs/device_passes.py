@@ -86,6 +86,8 @@ class CausalPass:
 class DevicePasses:
     """The captured passes of one verifier, by their rows."""
 
+    most_rows = MAX_CAPTURED_ROWS
+
     def __init__(self, name: str, decoder: Decoder, cache: KeyValueCache, graphs: Graphs) -> None:
         self.name, self.decoder, self.cache, self.graphs = name, decoder, cache, graphs
         self._passes: dict[int, CausalPass] = {}

@@ -18,7 +18,7 @@ from polybasic.deploy.drafters.interface import Drafter
 from polybasic.deploy.drafters.model import ModelDrafter
 from polybasic.deploy.graphs.capture import Graphs
 from polybasic.deploy.graphs.device_draws import DeviceDraws, DeviceSampler, Drawing
-from polybasic.deploy.graphs.device_passes import Captured, bucket_of
+from polybasic.deploy.graphs.device_passes import Captured, DevicePasses, bucket_of
 from polybasic.deploy.graphs.device_rounds import (
     NO_TOKEN,
     UNREAD_BUCKETS,
@@ -236,7 +236,7 @@ class DeviceBlockStage(BaseBlockStage):
     def captured(self, most_tokens: int) -> Iterator[Captured]:
         """What runs over blocks of up to so many tokens, and between two of them."""
         below = self.below.verifier
-        if not self.shares_cache and below.passes is not None:
+        if not self.shares_cache and isinstance(below.passes, DevicePasses):
             yield from below.passes.captured(most_tokens, below.window)
         for rows in sorted({bucket_of(1 + max(num, 1)) for num in range(most_tokens + 1)}):
             yield self._verification(self._part(rows))

@@ -12,12 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from polybasic.chain.formats.manifest import Window
-
-ABSENT = 1_000_000
-"""Rank of a token that is among no candidates; beyond the rows of any tree."""
+from polybasic.deploy.rounds.tree import Counts
 
 Values = NDArray[np.float64]
-Counts = NDArray[np.int64]
 
 
 @dataclass(frozen=True)

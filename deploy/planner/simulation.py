@@ -32,8 +32,9 @@ import numpy as np
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.manifest import Flush, Ngram, Plan, Rule, Tree
-from polybasic.deploy.planner.measurements import Counts, Measurements, Values, num_candidates
+from polybasic.deploy.planner.measurements import Measurements, Values, num_candidates
 from polybasic.deploy.rounds.flushing import AdaptiveFlushing
+from polybasic.deploy.rounds.tree import Counts
 
 NUM_DRAWS = 4
 """Times that traces are played with other uniforms, at a temperature above 0."""

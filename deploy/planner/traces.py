@@ -19,10 +19,10 @@ from polybasic.deploy.drafters.ngram import NgramDrafter
 from polybasic.deploy.engine import Engine, Request
 from polybasic.deploy.hardware import hardware_name
 from polybasic.deploy.planner.costs import measure_costs
-from polybasic.deploy.planner.measurements import ABSENT, Measurements, Trace
+from polybasic.deploy.planner.measurements import Measurements, Trace
 from polybasic.deploy.rounds.sampling import Prefixes, Sampling, make_sampler
 from polybasic.deploy.rounds.stages import BaseTreeStage
-from polybasic.deploy.rounds.tree import DraftTree
+from polybasic.deploy.rounds.tree import ABSENT, DraftTree
 from polybasic.deploy.settings import PlanGrid
 
 BLOCK_TOKENS = 16

@@ -3,6 +3,14 @@
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+ABSENT = 1_000_000
+"""Rank of a token that is among no candidates; beyond the rows of any tree."""
+
+Counts = NDArray[np.int64]
+
 
 @dataclass(frozen=True)
 class DraftTree:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -14,8 +15,6 @@ from torch import Tensor
 from polybasic.chain.formats.manifest import MAX_TREE_ROWS, Window
 from polybasic.chain.kernels.torch.attend import Attend, attend_in_blocks, attend_to_ancestors
 from polybasic.chain.model.decoder import Decoder
-from polybasic.deploy.graphs.capture import Graphs
-from polybasic.deploy.graphs.device_passes import MAX_CAPTURED_ROWS, DevicePasses
 from polybasic.deploy.rounds.cache import KeyValueCache
 from polybasic.deploy.rounds.tree import DraftTree
 
@@ -65,6 +64,19 @@ class PassClock:
         return self._seconds
 
 
+class ShortPasses(Protocol):
+    """Another way to run a decoder's passes over few consecutive tokens, with the same states.
+
+    Attributes:
+        most_rows: longer passes are left to the decoder.
+    """
+
+    most_rows: int
+
+    def read(self, token_ids: Sequence[int], window: Window | None) -> Tensor:
+        """States [R, W] of consecutive tokens after the committed ones of the cache."""
+
+
 class Verifier:
     """Runs a decoder over rows behind the committed ones of its cache.
 
@@ -72,7 +84,7 @@ class Verifier:
     provisional rows over the other's.
 
     Args:
-        graphs: run the passes over few rows of a decoder whose numbers stay on the device.
+        passes: run the passes over few consecutive tokens, prompts excepted.
 
     Attributes:
         window: what its rows see of a long context; None for all. May be set between sequences.
@@ -81,20 +93,21 @@ class Verifier:
     window: Window | None = None
 
     def __init__(
-        self, name: str, decoder: Decoder, cache: KeyValueCache, graphs: Graphs | None = None
+        self,
+        name: str,
+        decoder: Decoder,
+        cache: KeyValueCache,
+        passes: ShortPasses | None = None,
     ) -> None:
-        self.name, self.decoder, self.cache = name, decoder, cache
+        self.name, self.decoder, self.cache, self.passes = name, decoder, cache, passes
         self.clock = PassClock(decoder.device)
         self.num_rows = 0
-        self.passes: DevicePasses | None = None
-        if graphs is not None and decoder.device_model is not None:
-            self.passes = DevicePasses(name, decoder, cache, graphs)
 
     def read(self, token_ids: Sequence[int]) -> Tensor:
         """States [R, W] of consecutive tokens; their rows are provisional."""
         start = self.cache.length
         # a prompt is read once, by kernels for many rows
-        if self.passes is not None and start > 0 and len(token_ids) <= MAX_CAPTURED_ROWS:
+        if self.passes is not None and start > 0 and len(token_ids) <= self.passes.most_rows:
             self.num_rows += len(token_ids)
             with self.clock.running(num_passes=1):
                 return self.passes.read(token_ids, self.window)

@@ -10,8 +10,8 @@ import torch
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats import awq
-from polybasic.chain.kernels.torch.device_weights import DeviceLinear, PackedWeight
-from polybasic.chain.kernels.torch.operations import Operations
+from polybasic.chain.kernels.torch.operations import DeviceLinear, Operations
+from polybasic.chain.kernels.torch.packed_weight import PackedWeight
 from polybasic.chain.model.loading import load_decoder
 from polybasic.deploy import load_chain
 from polybasic.deploy.rounds.sampling import Sampling

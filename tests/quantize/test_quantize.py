@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.awq import QUANTIZATION_CONFIG
-from polybasic.chain.formats.digests import weights_digest
+from polybasic.chain.formats.lineage import weights_digest
 from polybasic.quantize import awq as quantizing
 from polybasic.quantize.awq import quantize_target
 from polybasic.quantize.models import load_dequantized, load_target

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.digests import weights_digest
+from polybasic.chain.formats.lineage import weights_digest
 from polybasic.train.adapters import merge_adapter
 from tests.checkpoints import write_family
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.checkpoint import TOKENIZER_FILES
 from polybasic.chain.formats.config import stored_dtype
-from polybasic.chain.formats.digests import weights_digest
 from polybasic.chain.formats.files import read_json, sha256_of_file, sha256_of_object, write_json
+from polybasic.chain.formats.lineage import weights_digest
 from polybasic.train.data.batches import BatchStream
 from polybasic.train.data.chat import check_chat_template
 from polybasic.train.data.conversations import (

@@ -20,10 +20,16 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.files import sha256_of_file, sha256_of_object
+from polybasic.chain.kernels.environment import (
+    CACHE_VARIABLE,
+    KERNELS_VARIABLE,
+    cache_folder,
+    kernels_wanted,
+)
 
 SOURCE_FOLDER = Path(__file__).parent / "source"
 TRANSLATION_UNIT = "kernels.cpp"
@@ -31,14 +37,10 @@ KERNEL_FEATURES = ("avx512_bf16", "avx512_vnni")
 """Processor flags, as /proc/cpuinfo names them, for which the kernels have code of their own."""
 INSTALL_COMPILER = "install g++ or pip install 'polybasic[native]'"
 
-_WANTED_NAME = "POLYBASIC_KERNELS"
-_CACHE_NAME = "POLYBASIC_CACHE"
 _ON_PATH = ("c++", "g++", "clang++")
 _CPU_INFO = Path("/proc/cpuinfo")
 
 _log = logging.getLogger(__name__)
-
-Wanted = Literal["auto", "native", "eager", "device"]
 
 
 class NativeUnavailable(Exception):
@@ -90,24 +92,6 @@ class OpenmpFunctions(NamedTuple):
     num_threads: int
 
 
-def kernels_wanted() -> Wanted:
-    """What POLYBASIC_KERNELS asks for: "auto" (also where it is not set) or one of `Wanted`.
-
-    "native" and "device" are about CPUs: there, "device" runs what GPUs run, in PyTorch's
-    operations. "eager" is about CPUs and GPUs.
-
-    Raises:
-        UserError: it has another value.
-    """
-    value = os.environ.get(_WANTED_NAME) or "auto"
-    for known in get_args(Wanted):
-        if value == known:
-            return known
-    raise UserError(
-        "unknown kernels", f"{_WANTED_NAME}={value}", "use auto, native, eager or device"
-    )
-
-
 def native_library() -> ctypes.CDLL | None:
     """The library of native kernels as POLYBASIC_KERNELS wants it; None where others are wanted.
 
@@ -126,8 +110,8 @@ def native_library() -> ctypes.CDLL | None:
         if wanted == "native":
             raise UserError(
                 "native CPU kernels are unavailable",
-                f"{_WANTED_NAME}=native ({unavailable.reason})",
-                f"{unavailable.do}, or set {_WANTED_NAME}=auto",
+                f"{KERNELS_VARIABLE}=native ({unavailable.reason})",
+                f"{unavailable.do}, or set {KERNELS_VARIABLE}=auto",
             ) from unavailable
         _warn_once(f"CPU kernels: eager PyTorch, which is slower: {unavailable}")
         return None
@@ -161,7 +145,7 @@ def describe_kernels() -> str:
     """
     wanted = kernels_wanted()
     if wanted in ("eager", "device"):
-        return f"{wanted} ({_WANTED_NAME}={wanted})"
+        return f"{wanted} ({KERNELS_VARIABLE}={wanted})"
     try:
         if _outcome.cache_info().currsize:
             load_library()
@@ -229,7 +213,7 @@ def built_library(compiler: Compiler) -> Path:
         "the cache folder cannot be written (%s): CPU kernels are compiled again by each process; "
         "set %s to a folder that can be written",
         cause,
-        _CACHE_NAME,
+        CACHE_VARIABLE,
     )
     return _cached_or_compiled(compiler, temporary, name)
 
@@ -284,7 +268,8 @@ def _loaded(path: Path) -> ctypes.CDLL:
     except OSError as error:
         raise NativeUnavailable(
             f"the compiled CPU kernels cannot be loaded ({error})",
-            f"remove that file, or set CXX to another compiler or {_CACHE_NAME} to another folder",
+            f"remove that file, or set CXX to another compiler or {CACHE_VARIABLE} to "
+            "another folder",
         ) from error
 
 
@@ -323,17 +308,6 @@ def _tried(command: tuple[str, ...], name: str) -> Compiler | None:
         return None
     lines = ran.stdout.splitlines()
     return Compiler(command, name, lines[0]) if ran.returncode == 0 and lines else None
-
-
-def cache_folder() -> Path:
-    """Where what was made for this machine is kept: $POLYBASIC_CACHE, else the user's cache.
-
-    Raises:
-        RuntimeError: there is no home folder.
-    """
-    if named := os.environ.get(_CACHE_NAME):
-        return Path(named).expanduser().absolute()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "polybasic"
 
 
 def _digest(compiler: Compiler) -> str:

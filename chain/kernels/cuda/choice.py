@@ -21,7 +21,6 @@ import torch
 import triton
 
 from polybasic.chain.formats.files import sha256_of_file, sha256_of_object
-from polybasic.chain.kernels.cpu.build import cache_folder
 from polybasic.chain.kernels.cuda.product_launch import Product, Tiling, can_begin_early
 from polybasic.chain.kernels.cuda.product_options import (
     Option,
@@ -33,7 +32,8 @@ from polybasic.chain.kernels.cuda.product_options import (
 )
 from polybasic.chain.kernels.cuda.product_samples import relative_error, samples_of
 from polybasic.chain.kernels.cuda.product_timing import interleaved_seconds
-from polybasic.chain.kernels.torch.device_weights import PackedWeight
+from polybasic.chain.kernels.environment import cache_folder
+from polybasic.chain.kernels.torch.packed_weight import PackedWeight
 
 Timer = Callable[[Sequence[Callable[[], object]]], list[float]]
 """Seconds of one call of each function."""

@@ -11,10 +11,10 @@ import torch
 import triton
 from torch import Tensor
 
+from polybasic.chain.kernels.cuda import KERNEL_DTYPES
 from polybasic.chain.kernels.cuda.product_kernels import norm_kernel, product_kernel
-from polybasic.chain.kernels.selection import KERNEL_DTYPES
-from polybasic.chain.kernels.torch.device_weights import DeviceLinear, PackedWeight
-from polybasic.chain.kernels.torch.operations import Norm, Operations
+from polybasic.chain.kernels.torch.operations import DeviceLinear, Norm, Operations
+from polybasic.chain.kernels.torch.packed_weight import PackedWeight
 
 MOST_ROWS = 64
 """Of the kernels; more rows keep the tensor cores busy enough for PyTorch's operations."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from polybasic.chain.kernels.cuda.product_launch import Product, Tiling
-from polybasic.chain.kernels.torch.device_weights import PackedWeight
+from polybasic.chain.kernels.torch.packed_weight import PackedWeight
 
 Option = Tiling | None
 """A way to compute a product; None stands for PyTorch's operations."""

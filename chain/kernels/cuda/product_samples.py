@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from polybasic.chain.kernels.cuda.product_launch import Product
-from polybasic.chain.kernels.torch.device_weights import DeviceLinear, PackedWeight
-from polybasic.chain.kernels.torch.operations import ACTIVATIONS, Norm
+from polybasic.chain.kernels.torch.operations import ACTIVATIONS, DeviceLinear, Norm
+from polybasic.chain.kernels.torch.packed_weight import PackedWeight
 
 _MOST_CHECKED = 1024
 _CACHES = 3

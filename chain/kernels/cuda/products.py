@@ -8,8 +8,7 @@ from torch import Tensor
 from polybasic.chain.kernels.cuda.choice import choices_of
 from polybasic.chain.kernels.cuda.product_launch import Product, normed
 from polybasic.chain.kernels.cuda.product_options import fixed_option
-from polybasic.chain.kernels.torch.device_weights import DeviceLinear
-from polybasic.chain.kernels.torch.operations import Norm
+from polybasic.chain.kernels.torch.operations import DeviceLinear, Norm
 
 
 def product(

@@ -4,8 +4,7 @@ from torch import Tensor
 
 from polybasic.chain.kernels.cuda import attention, products
 from polybasic.chain.kernels.cuda.draft_operations import DraftOperations
-from polybasic.chain.kernels.torch.device_weights import DeviceLinear
-from polybasic.chain.kernels.torch.operations import Heads, Norm
+from polybasic.chain.kernels.torch.operations import DeviceLinear, Heads, Norm
 from polybasic.chain.kernels.torch.rotary import Rotation
 from polybasic.chain.kernels.torch.rows import DeviceRows, Span
 

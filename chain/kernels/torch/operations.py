@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from polybasic.chain.kernels.torch import trees
-from polybasic.chain.kernels.torch.device_weights import DeviceLinear
+from polybasic.chain.kernels.torch.packed_weight import PackedWeight
 from polybasic.chain.kernels.torch.rotary import Rotation
 from polybasic.chain.kernels.torch.rows import DeviceRows, Span
 
@@ -56,6 +56,38 @@ class Heads:
     softcap: float | None = None
     query_norm: Norm | None = None
     key_norm: Norm | None = None
+
+
+class DeviceLinear:
+    """A product on the device: x [R, I] -> [R, O], in the dtype of x.
+
+    Args:
+        operations: compute products of few rows, with what stands before and behind them.
+        weight: [O, I] or packed.
+        bias: [O] or None.
+    """
+
+    def __init__(
+        self, operations: "Operations", weight: Tensor | PackedWeight, bias: Tensor | None
+    ) -> None:
+        self.operations, self.weight, self.bias = operations, weight, bias
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(O, I)."""
+        if isinstance(self.weight, PackedWeight):
+            return self.weight.shape
+        return self.weight.shape[0], self.weight.shape[1]
+
+    def __call__(self, x_RI: Tensor) -> Tensor:
+        """The product by PyTorch's operations, over any number of rows."""
+        return F.linear(x_RI, self.dense(x_RI.dtype), self.bias)
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        """The weight [O, I]; a packed one is dequantized."""
+        if isinstance(self.weight, PackedWeight):
+            return self.weight.dequantized(dtype)
+        return self.weight
 
 
 class Operations:

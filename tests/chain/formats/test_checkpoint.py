@@ -28,7 +28,7 @@ from polybasic.chain.model.reference import load_reference_model
 
 
 def test_modules_of_files_import_no_torch() -> None:
-    modules = ("card", "checkpoint", "describe", "digests", "hub", "manifest", "package", "verify")
+    modules = ("card", "checkpoint", "describe", "hub", "lineage", "manifest", "package", "verify")
     imports = "; ".join(f"import polybasic.chain.formats.{module}" for module in modules)
     code = f"{imports}; import sys; print('torch' in sys.modules, 'transformers' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -15,8 +15,8 @@ from transformers import AutoTokenizer, LlamaTokenizer
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.card import record_plan, record_results
 from polybasic.chain.formats.checkpoint import resolve_checkpoint
-from polybasic.chain.formats.digests import weights_digest
 from polybasic.chain.formats.files import sha256_of_file
+from polybasic.chain.formats.lineage import weights_digest
 from polybasic.chain.formats.manifest import (
     NUM_PROBABILITY_BINS,
     AdaptiveFlush,

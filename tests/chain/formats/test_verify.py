@@ -242,7 +242,7 @@ def test_a_target_outside_is_checked(referring_chain: Path, tiny_chain_parts: An
 
 
 def test_weights_that_would_shadow_the_listed_ones(tiny_chain_parts: Any, tmp_path: Path) -> None:
-    from polybasic.chain.formats.digests import weights_digest
+    from polybasic.chain.formats.lineage import weights_digest
 
     target, draft = tiny_chain_parts.target, tiny_chain_parts.draft
     shadow = target / "model.safetensors"
@@ -361,7 +361,7 @@ def test_another_target_of_the_same_shape(tiny_chain: Path) -> None:
 
 
 def sign_head_for_target(chain: Path) -> None:
-    from polybasic.chain.formats.digests import weights_digest
+    from polybasic.chain.formats.lineage import weights_digest
 
     digest = weights_digest(chain / "target")
     edit_config(chain, "draft", polybasic={"target_sha256": digest})

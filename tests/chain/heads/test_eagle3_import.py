@@ -15,8 +15,8 @@ from torch import Tensor
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.checkpoint import load_tensors
 from polybasic.chain.formats.config import read_head_config
-from polybasic.chain.formats.digests import weights_digest
 from polybasic.chain.formats.draft_vocabulary import draft_tables, draft_token_ids
+from polybasic.chain.formats.lineage import weights_digest
 from polybasic.chain.formats.shapes import check_shapes
 from polybasic.chain.heads.importing import import_head, required_weights
 from polybasic.chain.kernels.torch.attend import attend_causally

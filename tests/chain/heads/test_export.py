@@ -13,7 +13,7 @@ from torch import Tensor
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.checkpoint import load_tensors
-from polybasic.chain.formats.digests import weights_digest
+from polybasic.chain.formats.lineage import weights_digest
 from polybasic.chain.formats.manifest import Plan, Tree
 from polybasic.chain.formats.package import Part, package_chain
 from polybasic.chain.heads.export import ENGINES, Engine, Exported, export_head, launch_command

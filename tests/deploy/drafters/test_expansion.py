@@ -14,8 +14,7 @@ from polybasic.chain.formats.config import LayerKind
 from polybasic.chain.formats.manifest import Tree
 from polybasic.chain.kernels.torch.attend import Attend
 from polybasic.deploy.drafters.expansion import Candidates, Expansion
-from polybasic.deploy.planner.measurements import ABSENT
-from polybasic.deploy.rounds.tree import DraftTree, walk
+from polybasic.deploy.rounds.tree import ABSENT, DraftTree, walk
 
 ROOT, START, CAPACITY, GROUPS = 99, 3, 60, 2
 

@@ -8,7 +8,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, BatchEncoding
 
-from polybasic.chain.formats.digests import weights_digest
+from polybasic.chain.formats.lineage import weights_digest
 from polybasic.chain.formats.manifest import read_manifest
 from polybasic.deploy import load_chain
 from polybasic.recipes.pipeline.run import run_recipe

@@ -19,7 +19,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from transformers import PreTrainedTokenizerFast as FastTokenizer
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.digests import weights_digest
+from polybasic.chain.formats.lineage import weights_digest
 from polybasic.train.data.batches import BatchStream
 from polybasic.train.data.conversations import load_conversations
 from polybasic.train.head.acceptance import Acceptance
@@ -597,7 +597,7 @@ def test_settings_that_cannot_work_are_refused():
 
 def test_settings_and_digests_import_no_torch():
     code = (
-        "import sys, polybasic.train.settings, polybasic.chain.formats.digests;"
+        "import sys, polybasic.train.settings, polybasic.chain.formats.lineage;"
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

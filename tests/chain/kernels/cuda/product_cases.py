@@ -5,8 +5,8 @@ from torch import Tensor
 
 from polybasic.chain.formats.awq import dequantize, round_to_nearest
 from polybasic.chain.kernels.cuda.product_launch import Product
-from polybasic.chain.kernels.torch.device_weights import DeviceLinear, PackedWeight
-from polybasic.chain.kernels.torch.operations import ACTIVATIONS, Norm, Operations
+from polybasic.chain.kernels.torch.operations import ACTIVATIONS, DeviceLinear, Norm, Operations
+from polybasic.chain.kernels.torch.packed_weight import PackedWeight
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float16, torch.bfloat16]

@@ -13,7 +13,7 @@ from polybasic.chain.formats.config import read_head_config
 from polybasic.chain.formats.manifest import Window
 from polybasic.chain.formats.shapes import expected_shapes
 from polybasic.chain.kernels.torch.attend import attend_causally, attend_to_ancestors
-from polybasic.chain.kernels.torch.device_weights import PackedWeight
+from polybasic.chain.kernels.torch.packed_weight import PackedWeight
 from polybasic.chain.kernels.torch.rows import causal_rows, tree_rows
 from polybasic.chain.model.decoder import Decoder
 from polybasic.chain.model.device_model import DeviceModel

@@ -10,8 +10,8 @@ from polybasic.chain.formats.awq import GROUP_SIZE, dequantize, round_to_nearest
 from polybasic.chain.kernels import selection as library
 from polybasic.chain.kernels.cpu.library import kernels_for
 from polybasic.chain.kernels.selection import describe_gpu_kernels, operations_for, reads_4_bits
-from polybasic.chain.kernels.torch.device_weights import DeviceLinear, PackedWeight
-from polybasic.chain.kernels.torch.operations import Operations
+from polybasic.chain.kernels.torch.operations import DeviceLinear, Operations
+from polybasic.chain.kernels.torch.packed_weight import PackedWeight
 from polybasic.chain.model import linear as linears
 from polybasic.chain.model.linear import (
     DRAFT_GROUP_SIZE,

@@ -14,7 +14,7 @@ from polybasic.chain.formats.awq import QUANTIZATION_CONFIG, dequantize
 from polybasic.chain.formats.checkpoint import load_tensors
 from polybasic.chain.formats.manifest import Window
 from polybasic.chain.kernels.torch.attend import attend_causally
-from polybasic.chain.kernels.torch.device_weights import PackedWeight
+from polybasic.chain.kernels.torch.packed_weight import PackedWeight
 from polybasic.chain.kernels.torch.rows import causal_rows
 from polybasic.chain.model.device_model import DeviceLayer, DeviceModel
 from tests.chain.kernels.cuda.device_models import (

@@ -12,8 +12,8 @@ from polybasic.chain.formats.awq import QuantizedWeight, dequantize
 from polybasic.chain.kernels.cuda import product_launch, products
 from polybasic.chain.kernels.cuda.product_launch import Tiling, normed
 from polybasic.chain.kernels.cuda.products import gated_product, product
-from polybasic.chain.kernels.torch.device_weights import PackedWeight
 from polybasic.chain.kernels.torch.operations import ACTIVATIONS, Norm
+from polybasic.chain.kernels.torch.packed_weight import PackedWeight
 from tests.chain.kernels.cuda.product_cases import (
     ABSENT,
     CPU,

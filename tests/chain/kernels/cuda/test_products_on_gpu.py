@@ -17,8 +17,8 @@ from polybasic.chain.kernels.cuda.product_options import (
     Task,
     options_of,
 )
-from polybasic.chain.kernels.torch.device_weights import DeviceLinear, PackedWeight
-from polybasic.chain.kernels.torch.operations import Norm
+from polybasic.chain.kernels.torch.operations import DeviceLinear, Norm
+from polybasic.chain.kernels.torch.packed_weight import PackedWeight
 from tests.chain.kernels.cuda.product_cases import ABSENT, OPERATIONS, in_float32, random_product
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -1,21 +1,16 @@
-"""Weights as device kernels read them: dense, or in 4 bits.
+"""Weights of 4 bits as device kernels read them.
 
-#   R = rows (tokens of one pass), I = in features, O = out features, G = groups of inputs
+#   I = in features, O = out features, G = groups of inputs
 #   w = words of a group: 32 inputs b, of which each of four threads q reads pairs p, j times
 """
 
 from dataclasses import dataclass
 from itertools import product
-from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from polybasic.chain.formats.awq import QuantizedWeight
-
-if TYPE_CHECKING:
-    from polybasic.chain.kernels.torch.operations import Operations
 
 CODES_PER_WORD = 8
 GROUP_MULTIPLE = 32
@@ -109,35 +104,3 @@ class PackedWeight:
         codes_OGi = codes_GOqbjp.permute(1, 0, 3, 4, 2, 5).flatten(2)
         scales, zeros = self.scales[:, rows].t(), self.zeros[:, rows].t()
         return ((codes_OGi - zeros[..., None]) * scales[..., None]).flatten(1)
-
-
-class DeviceLinear:
-    """A product on the device: x [R, I] -> [R, O], in the dtype of x.
-
-    Args:
-        operations: compute products of few rows, with what stands before and behind them.
-        weight: [O, I] or packed.
-        bias: [O] or None.
-    """
-
-    def __init__(
-        self, operations: "Operations", weight: Tensor | PackedWeight, bias: Tensor | None
-    ) -> None:
-        self.operations, self.weight, self.bias = operations, weight, bias
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(O, I)."""
-        if isinstance(self.weight, PackedWeight):
-            return self.weight.shape
-        return self.weight.shape[0], self.weight.shape[1]
-
-    def __call__(self, x_RI: Tensor) -> Tensor:
-        """The product by PyTorch's operations, over any number of rows."""
-        return F.linear(x_RI, self.dense(x_RI.dtype), self.bias)
-
-    def dense(self, dtype: torch.dtype) -> Tensor:
-        """The weight [O, I]; a packed one is dequantized."""
-        if isinstance(self.weight, PackedWeight):
-            return self.weight.dequantized(dtype)
-        return self.weight
