@@ -1,5 +1,7 @@
 # make demo     from conversations to a measured chain, with no download and no GPU
-# make test     all tests, the slow ones included
+# make test     the tests, in as many processes as the machine has cores, one thread each
+# make proof    what takes long by its nature: statistics of samples, grids of GPU kernels, compiled
+#               for several GPUs, and the rehearsal of the GPU benchmark
 # make lint     style, types and import rules
 # make bench    what a chain costs on this CPU, and what changed against the record of such hardware;
 #               BENCH="--strict" fails where something is slower, BENCH="--update" renews the record
@@ -21,13 +23,18 @@ CHECK_PYTHON = $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' |
 	$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { \
 	    echo "error: Python's venv module is missing: $(PYTHON); apt-get install python3-venv" >&2; exit 2; }
 
-.PHONY: demo test lint bench interop install clean
+PYTEST := $(BIN)/python -m pytest -n logical --maxprocesses 4
+
+.PHONY: demo test proof lint bench interop install clean
 
 demo: install
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/polybasic run recipes/tiny.yaml
 
 test: install
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(PYTEST) -m 'not proof'
+
+proof: install
+	OMP_NUM_THREADS=1 $(PYTEST) -m proof
 
 lint: install
 	$(BIN)/ruff check .
