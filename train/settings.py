@@ -1,10 +1,18 @@
 """The tunable fields of data, of targets trained from scratch and of draft heads."""
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
 from polybasic.chain.settings import Settings
+
+_WITHOUT_EFFECT = {
+    "log",
+    "save_every_steps",
+    "keep_every_steps",
+    "num_processes",
+    "features_folder",
+}
 
 
 class RegenerateSettings(Settings):
@@ -163,6 +171,13 @@ class HeadSettings(Settings):
         "none", description="beside metrics.jsonl, which is always written"
     )
     intermediate_size: int | None = Field(None, description="of the head's MLP; default: target's")
+
+    def decisive(self) -> dict[str, Any]:
+        """JSON content of what the trained head follows from, but for the rounding of sums.
+
+        The other settings may change without the head being trained again.
+        """
+        return self.model_dump(mode="json", exclude=_WITHOUT_EFFECT)
 
     @model_validator(mode="after")
     def _warmup_ends(self) -> "HeadSettings":

@@ -33,10 +33,11 @@ def list_recipes(
 
 @app.command()
 def show(recipe: NameArgument) -> None:
-    """Print a recipe with its comments."""
-    from polybasic.recipes.schema.loading import find_recipe
+    """Print a recipe with its comments, complete, whatever it is based on."""
+    from polybasic.recipes.layers import resolved_text
+    from polybasic.recipes.loading import read_layers
 
-    typer.echo(find_recipe(recipe).read_text("utf-8"), nl=False)
+    typer.echo(resolved_text(read_layers(recipe)), nl=False)
 
 
 @app.command("cp")
@@ -47,20 +48,20 @@ def copy(
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
 ) -> None:
-    """Copy a recipe, to be changed."""
+    """Copy a recipe, complete, to be changed."""
     from polybasic.chain.errors import UserError
-    from polybasic.chain.formats.files import whole_file
-    from polybasic.recipes.schema.loading import find_recipe
+    from polybasic.chain.files import whole_file
+    from polybasic.recipes.layers import resolved_text
+    from polybasic.recipes.loading import read_layers
 
-    source = find_recipe(recipe)
+    layers = read_layers(recipe)
     path = destination or Path()
     if path.is_dir():
-        path = path / source.name
+        path = path / layers[0].path.name
     if path.exists() and not force:
         raise UserError("file exists", str(path), "name another one, or give --force")
-    content = source.read_bytes()
     with whole_file(path) as partial:
-        partial.write_bytes(content)
+        partial.write_text(resolved_text(layers), "utf-8")
     typer.echo(path)
     print(f"wrote {path}; next: polybasic run {path} --dry-run", file=sys.stderr)
 

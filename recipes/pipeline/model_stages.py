@@ -29,7 +29,7 @@ from polybasic.train.settings import DraftSettings
 QUALITY_NAME = "quality.json"
 _IMPORTED_NAME = "imported"
 _FEATURES_NAME = "features"
-_WITHOUT_EFFECT = {"save_every_steps", "keep_every_steps", "log", "features_folder"}
+_FORMAT = {"bits": 4, "group_size": 128}  # of 4-bit copies, without an import of torch
 
 
 def _identify_model(workspace: Workspace, folder: Path) -> dict[str, Any]:
@@ -52,7 +52,8 @@ def head_stage(recipe: Recipe, name: str, source: str, copy: str) -> Stage:
     def inputs(workspace: Workspace) -> dict[str, Any]:
         settings = workspace.recipe.train
         training = {
-            "train": settings.model_dump(mode="json", exclude=_WITHOUT_EFFECT),
+            # as of one process: more of them round sums differently, no more
+            "train": {**settings.decisive(), "num_processes": 1},
             **learned_from(workspace, source),
         }
         if learns_from_copy:
@@ -126,7 +127,7 @@ def quantized_stage(recipe: Recipe, name: str, source: str) -> Stage:
 
     def inputs(workspace: Workspace) -> dict[str, Any]:
         return {
-            "quantize": workspace.recipe.quantize.model_dump(mode="json"),
+            "quantize": {**_FORMAT, **workspace.recipe.quantize.model_dump(mode="json")},
             **learned_from(workspace, source),
         }
 

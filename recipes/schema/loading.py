@@ -14,9 +14,9 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from polybasic.chain.errors import UserError
-from polybasic.recipes.schema.recipe import Recipe
+from polybasic.recipes.layers import BASE, Key, Layer, merged, places, read_layer
+from polybasic.recipes.schema import Recipe
 
-Key = tuple[str, ...]
 Places = dict[Key, str]
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -27,16 +27,18 @@ def shipped_recipes() -> dict[str, Path]:
     return {path.stem: path for path in sorted(folder.glob("*.yaml"), key=lambda path: path.stem)}
 
 
-def find_recipe(name_or_path: str) -> Path:
+def find_recipe(name_or_path: str, folder: Path = Path(), where: str | None = None) -> Path:
     """The file of a recipe.
 
     Args:
         name_or_path: a path, or the name of a shipped recipe ("tiny").
+        folder: that paths start from; the current one by default.
+        where: the recipe is named, for the error; the name itself by default.
 
     Raises:
         UserError: neither exists.
     """
-    path = Path(name_or_path)
+    path = folder / name_or_path
     if path.is_file():
         return path
     shipped = shipped_recipes()
@@ -45,7 +47,24 @@ def find_recipe(name_or_path: str) -> Path:
     near = difflib.get_close_matches(path.stem, shipped, n=1)
     what = "recipe is a folder" if path.is_dir() else "recipe not found"
     do = f"did you mean {near[0]}?" if near else f"shipped recipes: {', '.join(shipped)}"
-    raise UserError(what, name_or_path, do)
+    raise UserError(what, where or name_or_path, do)
+
+
+def read_layers(name_or_path: str) -> list[Layer]:
+    """A recipe's file, then its base, then that one's base.
+
+    Raises:
+        UserError: a file is missing or malformed, or a recipe is its own base.
+    """
+    layers = [read_layer(find_recipe(name_or_path))]
+    while (base := layers[-1].base) is not None:
+        path = layers[-1].path
+        where = f"{BASE} = {base} ({layers[-1].place((BASE,))})"
+        found = find_recipe(base, path.parent, where)
+        if any(found.samefile(layer.path) for layer in layers):
+            raise UserError("recipe is its own base", where, "name another one there")
+        layers.append(read_layer(found))
+    return layers
 
 
 def load_recipe(name_or_path: str, overrides: list[str] | None = None) -> Recipe:
@@ -56,45 +75,13 @@ def load_recipe(name_or_path: str, overrides: list[str] | None = None) -> Recipe
         overrides: "section.key=value" each; the value is read as YAML.
 
     Raises:
-        UserError: anything is wrong with the file, a key or a value.
+        UserError: anything is wrong with the file, its base, a key or a value.
     """
-    path = find_recipe(name_or_path)
-    content, places = read_yaml(path)
+    layers = read_layers(name_or_path)
+    content, read_at = merged(layers), places(layers)
     for override in overrides or []:
-        _apply_override(content, places, override)
-    return validated(Recipe, content, places, str(path))
-
-
-def read_yaml(path: Path) -> tuple[dict[str, Any], Places]:
-    """Read a mapping from YAML and note where each key stands.
-
-    Returns:
-        The content, and for every key its place ("recipes/tiny.yaml line 12").
-
-    Raises:
-        UserError: no YAML, not a mapping, or a key twice.
-    """
-    try:
-        text = path.read_text("utf-8")
-        root, content = yaml.compose(text, Loader=yaml.SafeLoader), yaml.safe_load(text)
-    except UnicodeDecodeError as error:
-        raise UserError("recipe is not UTF-8 text", str(path), "save it as UTF-8") from error
-    except yaml.YAMLError as error:
-        raise UserError(
-            "recipe is not YAML", f"{path}{_yaml_problem(error)}", "repair that line"
-        ) from error
-    if not isinstance(root, yaml.MappingNode):
-        raise UserError("recipe holds no keys", str(path), "start from `polybasic recipes cp tiny`")
-    places: Places = {}
-    for key, line in _keys(root, ()):
-        if key in places:
-            raise UserError(
-                "key given twice",
-                f"{'.'.join(key)} ({path} line {line}; first in {places[key]})",
-                "remove one of the two",
-            )
-        places[key] = f"{path} line {line}"
-    return content, places
+        _apply_override(content, read_at, override)
+    return validated(Recipe, content, read_at, str(layers[0].path))
 
 
 def validated(model: type[Model], content: Mapping[str, Any], places: Places, source: str) -> Model:
@@ -125,20 +112,6 @@ def known_keys(model: type[BaseModel], prefix: Key = ()) -> Iterator[Key]:
         for part in (field.annotation, *get_args(field.annotation)):
             if isinstance(part, type) and issubclass(part, BaseModel):
                 yield from known_keys(part, (*prefix, name))
-
-
-def _keys(mapping: yaml.MappingNode, prefix: Key) -> Iterator[tuple[Key, int]]:
-    for key_node, value_node in mapping.value:
-        key = (*prefix, str(key_node.value))
-        yield key, key_node.start_mark.line + 1
-        if isinstance(value_node, yaml.MappingNode) and len(key) < 8:
-            yield from _keys(value_node, key)
-
-
-def _yaml_problem(error: yaml.YAMLError) -> str:
-    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
-        return f" line {error.problem_mark.line + 1} ({error.problem})"
-    return f" ({error})"
 
 
 def _apply_override(content: dict[str, Any], places: Places, override: str) -> None:

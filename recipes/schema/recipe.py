@@ -1,8 +1,8 @@
 """What a recipe may say: the one schema behind files, overrides, docs and `recipes schema`."""
 
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.settings import Settings
@@ -101,8 +101,19 @@ class GrowSettings(Settings):
     )
 
 
+def _tell_of_the_base(schema: dict[str, Any]) -> None:
+    """A recipe's file may name another recipe, whose values it takes; a read recipe has none."""
+    description = "the recipe that this one differs from: a shipped one, or a path from its folder"
+    schema["properties"] = {
+        "base": {"type": "string", "description": description},
+        **schema["properties"],
+    }
+
+
 class Recipe(Settings):
     """Everything that `polybasic run` needs: one section a stage."""
+
+    model_config = ConfigDict(json_schema_extra=_tell_of_the_base)
 
     name: str = Field(
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="names the output folder: runs/<name>"

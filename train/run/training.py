@@ -44,13 +44,6 @@ from polybasic.train.settings import DataSettings, HeadSettings, LoraSettings
 
 _FEATURES_NAME = "features"
 _OF_TEXT = ("data_sha256", "tokenizer_sha256")
-_WITHOUT_EFFECT = {  # but for the rounding of sums
-    "log",
-    "save_every_steps",
-    "keep_every_steps",
-    "num_processes",
-    "features_folder",
-}
 _PACKAGES = ("polybasic", "torch", "transformers", "deepspeed", "datasets", "peft", "safetensors")
 
 
@@ -320,7 +313,7 @@ def _identity(given: _Given, sources: dict[str, str]) -> str:
             **sources,
             "seed": given.seed,
             "data": _data_identity(given.data),
-            "settings": given.settings.model_dump(mode="json", exclude=_WITHOUT_EFFECT),
+            "settings": given.settings.decisive(),
             "lora": None if given.lora is None else given.lora.model_dump(mode="json"),
         }
     )

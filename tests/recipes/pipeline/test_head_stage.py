@@ -158,6 +158,10 @@ def test_inputs_are_what_the_result_depends_on(head: Path, tmp_path: Path) -> No
     longer = {"num_steps": 900_000}
     ready, adapted = {"model": str(head)}, {"model": str(head), "adapt": "lora"}
     assert inputs() != inputs(train=longer)
+    elsewhere = {"features": "offline", "features_folder": "elsewhere"}
+    assert inputs(train={"features": "offline"}) == inputs(train=elsewhere)
+    for changed in ({"num_processes": 2}, {"log": "wandb"}, {"save_every_steps": 7}):
+        assert inputs() == inputs(train=changed), "the head is not trained again"
     assert inputs() != inputs(draft=ready)
     assert inputs(draft=ready) == inputs(draft=ready, train=longer)
     assert inputs(draft=ready) != inputs(draft=adapted)

@@ -4,16 +4,19 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from polybasic.recipes.estimates.costs import StageEstimate
-from polybasic.recipes.estimates.dry_run import estimate
-from polybasic.recipes.estimates.hardware_profiles import PROFILES
-from polybasic.recipes.estimates.sizes import shape_of_target
-from polybasic.recipes.pipeline.running import Workspace
-from polybasic.recipes.pipeline.stages import stages_of
-from polybasic.recipes.schema.loading import load_recipe, shipped_recipes
+from polybasic.recipes.costs import StageEstimate
+from polybasic.recipes.estimate import estimate
+from polybasic.recipes.hardware_profiles import PROFILES
+from polybasic.recipes.layers import resolved_text
+from polybasic.recipes.loading import known_keys, load_recipe, read_layers, shipped_recipes
+from polybasic.recipes.pipeline import Workspace
+from polybasic.recipes.schema import Recipe
+from polybasic.recipes.sizes import shape_of_target
+from polybasic.recipes.stages import stages_of
 from tests.recipes.published_configs import CONFIGS, NUM_PARAMETERS, write_config
 
 NAMES = [name for name in shipped_recipes() if load_recipe(name).target.model != "scratch"]
@@ -21,7 +24,9 @@ HEADER = re.compile(
     r"On (?P<hardware>[\w-]+): about (?P<hours>[\d.]+) hours, (?P<device>\d+) GB of device memory"
     r"(?: a GPU)?, (?P<host>\d+) GB of host memory \(to quantize\), (?P<disk>\d+) GB of disk"
 )
-COMMAND = re.compile(r"polybasic (run|package) \S+ --dry-run --hardware (\S+)")
+DRY_RUN = re.compile(
+    r"(?P<package>polybasic package \S+ )?--dry-run --hardware (?P<hardware>[\w-]+)"
+)
 
 
 def header(name: str) -> str:
@@ -30,16 +35,38 @@ def header(name: str) -> str:
     return " ".join(line.removeprefix("#").strip() for line in head.splitlines())
 
 
-def counted(name: str, folder: Path, hardware: str, command: str) -> list[StageEstimate]:
+def counted(
+    name: str, folder: Path, hardware: str, only: tuple[str, ...] | None
+) -> list[StageEstimate]:
     """What a dry run says of a recipe whose models are here as config.json alone."""
     plain = load_recipe(name)
     overrides = [f"target.model={write_config(folder, plain.target.model)}"]
     if plain.small is not None:
         overrides.append(f"small.model={write_config(folder, plain.small.model)}")
     recipe = load_recipe(name, overrides)
-    only = ("chain",) if command == "package" else None
     workspace = Workspace(recipe, folder / "out")
     return estimate(stages_of(recipe), workspace, only, PROFILES[hardware])
+
+
+@pytest.mark.parametrize("name", shipped_recipes())
+def test_a_shipped_recipe_is_shown_whole(name: str, tmp_path: Path) -> None:
+    """Whoever reads it sees every key that there is, and a copy of it says the same."""
+    shown = resolved_text(read_layers(name))
+    assert f"polybasic run recipes/{name}.yaml" in shown.split("\n\n")[0]
+    copy = tmp_path / "copy.yaml"
+    copy.write_text(shown, "utf-8")
+    assert read_layers(str(copy))[0].base is None
+    assert load_recipe(str(copy)) == load_recipe(name)
+    content = yaml.safe_load(shown)
+    for key in known_keys(Recipe):
+        if name == "llama31-8b-four" and key[:2] == ("small", "scratch"):
+            continue  # says how a model is trained that is ready-made here
+        section = content
+        for part in key:
+            if section is None:
+                break  # a section that is left out; null is told
+            assert part in section, f"{name}.yaml lacks {'.'.join(key)}"
+            section = section[part]
 
 
 def test_all_models_of_the_paper_and_more_have_a_recipe() -> None:
@@ -51,11 +78,12 @@ def test_all_models_of_the_paper_and_more_have_a_recipe() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_headers_say_what_a_dry_run_counts(name: str, tmp_path: Path) -> None:
-    told, command = HEADER.search(header(name)), COMMAND.search(header(name))
+    told, dry_run = HEADER.search(header(name)), DRY_RUN.search(header(name))
     assert told is not None
-    assert command is not None
-    assert command[2] == told["hardware"]
-    rows = counted(name, tmp_path, told["hardware"], command[1])
+    assert dry_run is not None
+    assert dry_run["hardware"] == told["hardware"]
+    only = ("chain",) if dry_run["package"] else None
+    rows = counted(name, tmp_path, told["hardware"], only)
     found = {
         "hours": sum(row.seconds for row in rows) / 3600,
         "device": max(row.memory_bytes for row in rows if not row.is_on_host) / 1e9,
