@@ -32,7 +32,7 @@ from polybasic.deploy.planner.search import candidate_plans, choose_plan
 from polybasic.deploy.planner.simulation import simulate
 from polybasic.deploy.rounds.sampling import Sampling
 from polybasic.deploy.settings import PlanGrid, PlanSettings
-from polybasic.recipes.pipeline.sources import write_calibration_prompts
+from polybasic.recipes.prompts import plan_prompts
 
 SWEEP_GRID = PlanGrid(
     depths=(4, 7), top_ks=(4,), rows=(8, 12, 20), flush_lengths=(6, 12, 20), ngram_matches=()
@@ -155,7 +155,7 @@ def main() -> None:
     chain = load_chain(arguments.chain, dtype=arguments.dtype)
     with tempfile.TemporaryDirectory() as folder:
         calibration = Path(folder) / "calibration.jsonl"
-        write_calibration_prompts(calibration, PlanSettings().num_prompts_per_task, seed=0)
+        plan_prompts(PlanSettings(), seed=0).write(calibration)
         settings = PlanSettings(
             prompts=str(calibration),
             max_new_tokens=arguments.max_new_tokens,

@@ -2,11 +2,15 @@
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from polybasic.recipes.cli.chain import ChainArgument, JsonOption, NoGraphsOption, note
+
+if TYPE_CHECKING:
+    from polybasic.deploy.planning import Planning
+    from polybasic.deploy.settings import PlanSettings
 
 PromptsOption = Annotated[
     str | None,
@@ -82,7 +86,8 @@ def bench(
 
     from polybasic.chain.formats.checkpoint import resolve_chain
     from polybasic.deploy.settings import BenchSettings, PlanSettings
-    from polybasic.recipes.schema.loading import validated
+    from polybasic.recipes.loading import validated
+    from polybasic.recipes.prompts import bench_prompts
 
     given: dict[str, Any] = {
         "prompts": prompts,
@@ -101,15 +106,11 @@ def bench(
         note(f"{chain} has no plan that was measured on this machine: measuring it first")
         shared = settings.model_dump(include={"temperature", "dtype", "graphs"})
         _plan(folder, PlanSettings(**shared))
-    if settings.prompts == "embedded":
-        from polybasic.recipes.embedded.conversations import write_prompts
-
-        path = folder / "report" / "prompts.jsonl"
-        write_prompts(path, settings.num_prompts_per_task, _seed(folder))
-        settings = settings.model_copy(update={"prompts": str(path)})
-    settings = _downloaded(settings, folder / "report" / "prompts.jsonl")
-    from polybasic.deploy.bench.report import print_report
-    from polybasic.deploy.bench.running import bench_chain
+    source = bench_prompts(settings, _seed(folder), "--prompts")
+    path = source.write(folder / "report" / "prompts.jsonl")
+    settings = settings.model_copy(update={"prompts": str(path)})
+    from polybasic.deploy.benchmark import bench_chain
+    from polybasic.deploy.report import print_report
 
     report = bench_chain(folder, settings, note)
     if as_json:
@@ -119,26 +120,13 @@ def bench(
     note(f"wrote {folder / 'report' / 'report.md'}; next: polybasic inspect {chain}")
 
 
-def _plan(folder: Path, settings: Any) -> Any:
-    from polybasic.deploy.planner.run import plan_chain
-    from polybasic.recipes.pipeline.sources import write_calibration_prompts
+def _plan(folder: Path, settings: "PlanSettings") -> "Planning":
+    from polybasic.deploy.planning import plan_chain
+    from polybasic.recipes.prompts import plan_prompts
 
-    if settings.prompts == "embedded":
-        path = folder / "report" / "calibration.jsonl"
-        write_calibration_prompts(path, settings.num_prompts_per_task, _seed(folder))
-        settings = settings.model_copy(update={"prompts": str(path)})
-    settings = _downloaded(settings, folder / "report" / "calibration.jsonl")
-    return plan_chain(folder, settings, note)
-
-
-def _downloaded(settings: Any, path: Path) -> Any:
-    """The settings, with prompts that are named by a URL fetched to `path`."""
-    from polybasic.recipes.pipeline.downloads import fetch, is_url
-
-    if not is_url(settings.prompts):
-        return settings
-    fetch(settings.prompts, path, "--prompts")
-    return settings.model_copy(update={"prompts": str(path)})
+    source = plan_prompts(settings, _seed(folder), "--prompts")
+    path = source.write(folder / "report" / "calibration.jsonl")
+    return plan_chain(folder, settings.model_copy(update={"prompts": str(path)}), note)
 
 
 def _has_plan(folder: Path) -> bool:

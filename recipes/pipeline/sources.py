@@ -11,22 +11,17 @@ from polybasic.chain.formats.checkpoint import (
     resolve_checkpoint,
     resolve_head,
 )
-from polybasic.chain.formats.files import sha256_of_file, sha256_of_object
-from polybasic.recipes.pipeline.downloads import is_url
-from polybasic.recipes.pipeline.running import Workspace
-from polybasic.recipes.schema.recipe import Recipe
+from polybasic.chain.files import sha256_of_file, sha256_of_object
+from polybasic.recipes.pipeline import Workspace
+from polybasic.recipes.schema import Recipe
 
 CONVERSATIONS_NAME = "conversations.jsonl"
 REGENERATED = "regenerated"
 """The stage in which the target answers the conversations again."""
-PROMPTS_NAME = "prompts.jsonl"
-PLAN_PROMPTS_NAME = "plan_prompts.jsonl"
 MERGED_NAME = "merged"
 TOKENIZER_NAME = "tokenizer"
 SOURCE_STAGES = ("target", "small_target")
 """Stages that give the models that all others are made from."""
-GENERATED_PROMPTS = ("embedded", "heldout")
-"""What `plan.prompts` may say beside a file or a URL; `bench.prompts` only the first."""
 _MODEL_PATTERNS = ("*.safetensors", "*.bin", "config.json", "tokenizer*.json", "*.jinja")
 
 
@@ -43,33 +38,6 @@ def answers_of(workspace: Workspace) -> str:
     if workspace.recipe.data.regenerate is None:
         return conversations_of(workspace)
     return str(workspace.folder(REGENERATED) / CONVERSATIONS_NAME)
-
-
-def prompts_of(workspace: Workspace) -> Path:
-    """The file of benchmark prompts."""
-    prompts = workspace.recipe.bench.prompts
-    if prompts == "embedded" or is_url(prompts):
-        return workspace.folder("data") / PROMPTS_NAME
-    return Path(prompts)
-
-
-def plan_prompts_of(workspace: Workspace) -> Path:
-    """The file of calibration prompts that the recipe names; not for GENERATED_PROMPTS."""
-    prompts = workspace.recipe.plan.prompts
-    assert prompts not in GENERATED_PROMPTS, f"plan.prompts = {prompts} is no file"
-    if is_url(prompts):
-        return workspace.folder("data") / PLAN_PROMPTS_NAME
-    return Path(prompts)
-
-
-def write_calibration_prompts(path: Path, num_per_task: int, seed: int) -> None:
-    """Write embedded prompts to plan on, others than those of a report with the same seed.
-
-    A plan is not judged on what it was chosen by.
-    """
-    from polybasic.recipes.embedded.conversations import write_prompts
-
-    write_prompts(path, num_per_task, seed + 1)
 
 
 def model_named(recipe: Recipe, stage: str) -> str:

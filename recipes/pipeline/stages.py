@@ -9,38 +9,35 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from polybasic.chain.formats.files import sha256_of_file, write_json
-from polybasic.chain.formats.manifest import HEAD_KINDS, SCHEMA, Kind, Manifest, Provenance
-from polybasic.chain.formats.package import Part, package_chain
-from polybasic.deploy.prompts import read_questions, write_first_turns
+from polybasic.chain.files import sha256_of_file, write_json
+from polybasic.chain.grown_shapes import shape_named
+from polybasic.chain.manifest import HEAD_KINDS, SCHEMA, Kind, Manifest, Provenance
+from polybasic.chain.package import Part, package_chain
+from polybasic.deploy.prompts import write_first_turns
 from polybasic.deploy.settings import PlanSettings
-from polybasic.recipes.growth.shapes import shape_named
-from polybasic.recipes.pipeline.conversation_rows import conversations_input, split_rows
-from polybasic.recipes.pipeline.downloads import fetch, is_url
-from polybasic.recipes.pipeline.members import last_chain, model_stages, packed_plan, parts_of
-from polybasic.recipes.pipeline.model_stages import head_stage, quantized_stage
-from polybasic.recipes.pipeline.provenance import git_commit, package_versions
-from polybasic.recipes.pipeline.regenerated_stage import REGENERATED_STAGE
-from polybasic.recipes.pipeline.running import Stage, Workspace
-from polybasic.recipes.pipeline.source_stages import SMALL_TARGET, TARGET
-from polybasic.recipes.pipeline.sources import (
+from polybasic.recipes.conversation_rows import conversations_input, split_rows
+from polybasic.recipes.members import last_chain, model_stages, packed_plan, parts_of
+from polybasic.recipes.model_stages import head_stage, quantized_stage
+from polybasic.recipes.pipeline import Stage, Workspace
+from polybasic.recipes.prompts import PromptSource, bench_prompts, plan_prompts
+from polybasic.recipes.provenance import git_commit, package_versions
+from polybasic.recipes.regenerated_stage import REGENERATED_STAGE
+from polybasic.recipes.schema import NUM_TASKS, Recipe
+from polybasic.recipes.source_stages import SMALL_TARGET, TARGET
+from polybasic.recipes.sources import (
     CONVERSATIONS_NAME,
-    PLAN_PROMPTS_NAME,
-    PROMPTS_NAME,
     checkpoint_of,
     generator_digest,
     is_made_here,
-    plan_prompts_of,
-    prompts_of,
     source_digest,
     tokenizer_of,
-    write_calibration_prompts,
 )
 from polybasic.recipes.schema.recipe import NUM_TASKS, Recipe
 
 CALIBRATION_NAME = "calibration.jsonl"
 PLAN_NAME = "plan.json"
-_DOWNLOADED_NAMES = {"bench.prompts": PROMPTS_NAME, "plan.prompts": PLAN_PROMPTS_NAME}
+PROMPTS_NAME = "prompts.jsonl"
+PLAN_PROMPTS_NAME = "plan_prompts.jsonl"
 
 
 def stages_of(recipe: Recipe) -> tuple[Stage, ...]:
@@ -75,26 +72,26 @@ def _data_inputs(workspace: Workspace) -> dict[str, Any]:
         }
     else:
         inputs["conversations"] = source_digest(recipe.data.conversations)
-    if recipe.bench.prompts == "embedded":
+    bench, plan = _prompts(recipe)
+    if bench.is_embedded:
         inputs["prompts"] = {
-            "num_per_task": recipe.bench.num_prompts_per_task,
-            "seed": recipe.seed,
+            "num_per_task": bench.num_per_task,
+            "seed": bench.seed,
             "generator": generator_digest(),
         }
-    elif not is_url(recipe.bench.prompts):
-        inputs["prompts"] = sha256_of_file(Path(recipe.bench.prompts))
-    return inputs | _downloads(recipe)
+    elif bench.file is not None:
+        inputs["prompts"] = sha256_of_file(bench.file)
+    return inputs | {source.key: source.named for source in (bench, plan) if source.is_url}
 
 
-def _downloads(recipe: Recipe) -> dict[str, str]:
-    """Prompts that the recipe names by URL."""
-    named = {"bench.prompts": recipe.bench.prompts, "plan.prompts": recipe.plan.prompts}
-    return {key: name for key, name in named.items() if is_url(name)}
+def _prompts(recipe: Recipe) -> tuple[PromptSource, PromptSource]:
+    """Those of the report, and those of the plan."""
+    return bench_prompts(recipe.bench, recipe.seed), plan_prompts(recipe.plan, recipe.seed)
 
 
 def _run_data(workspace: Workspace, folder: Path) -> dict[str, Any]:
-    from polybasic.recipes.embedded.conversations import write_conversations, write_prompts
-    from polybasic.train.data.conversations import load_conversations, split_conversations
+    from polybasic.recipes.embedded.conversations import write_conversations
+    from polybasic.train.conversations import load_conversations, split_conversations
 
     recipe = workspace.recipe
     source = recipe.data.conversations
@@ -102,12 +99,10 @@ def _run_data(workspace: Workspace, folder: Path) -> dict[str, Any]:
         source = str(folder / CONVERSATIONS_NAME)
         num = recipe.target.scratch.num_embedded_conversations
         write_conversations(Path(source), num, recipe.seed)
-    if recipe.bench.prompts == "embedded":
-        write_prompts(folder / PROMPTS_NAME, recipe.bench.num_prompts_per_task, recipe.seed)
-    for key, url in _downloads(recipe).items():
-        path = folder / _DOWNLOADED_NAMES[key]
-        fetch(url, path, key)
-        read_questions(path)
+    bench, plan = _prompts(recipe)
+    bench.write(folder / PROMPTS_NAME)
+    if plan.is_url:
+        plan.write(folder / PLAN_PROMPTS_NAME)
     training, heldout = split_conversations(
         load_conversations(source, recipe.data.limit), recipe.data.num_heldout
     )
@@ -116,15 +111,14 @@ def _run_data(workspace: Workspace, folder: Path) -> dict[str, Any]:
 
 def _identify_data(workspace: Workspace, folder: Path) -> dict[str, Any]:
     recipe = workspace.recipe
-    conversations, prompts = folder / CONVERSATIONS_NAME, folder / PROMPTS_NAME
+    bench, plan = _prompts(recipe)
     if recipe.data.conversations != "embedded":
         conversations_sha256 = source_digest(recipe.data.conversations)
     else:
-        conversations_sha256 = sha256_of_file(conversations)
-    if recipe.bench.prompts != "embedded" and not is_url(recipe.bench.prompts):
-        prompts = Path(recipe.bench.prompts)
-    identity = {"conversations": conversations_sha256, "prompts": sha256_of_file(prompts)}
-    if is_url(recipe.plan.prompts):
+        conversations_sha256 = sha256_of_file(folder / CONVERSATIONS_NAME)
+    prompts_sha256 = sha256_of_file(bench.file or folder / PROMPTS_NAME)
+    identity = {"conversations": conversations_sha256, "prompts": prompts_sha256}
+    if plan.is_url:
         identity["plan_prompts"] = sha256_of_file(folder / PLAN_PROMPTS_NAME)
     return identity
 
@@ -217,11 +211,13 @@ def _plan_inputs(workspace: Workspace) -> dict[str, Any]:
         "chain": workspace.identity(last_chain(workspace.recipe)),
         "seed": workspace.recipe.seed,
     }
-    if settings.prompts == "embedded":
+    _, source = _prompts(workspace.recipe)
+    if source.is_embedded:
         return {**inputs, "generator": generator_digest()}
-    if settings.prompts == "heldout":
+    if source.is_heldout:
         return {**inputs, "heldout": conversations_input(workspace)}
-    return {**inputs, "prompts": sha256_of_file(plan_prompts_of(workspace))}
+    downloaded = workspace.folder("data") / PLAN_PROMPTS_NAME
+    return {**inputs, "prompts": sha256_of_file(source.file or downloaded)}
 
 
 def _run_plan(workspace: Workspace, folder: Path) -> dict[str, Any]:
@@ -239,20 +235,18 @@ def _run_plan(workspace: Workspace, folder: Path) -> dict[str, Any]:
 
 
 def _with_prompts(workspace: Workspace, path: Path) -> PlanSettings:
-    """The plan's settings with a file of prompts; generated ones are written to `path`."""
-    settings = workspace.recipe.plan
-    match settings.prompts:
-        case "embedded":
-            write_calibration_prompts(path, settings.num_prompts_per_task, workspace.recipe.seed)
-            return settings.model_copy(update={"prompts": str(path)})
-        case "heldout":
-            # one task, whatever the conversations are about: it has the prompts of all six
-            num_prompts = NUM_TASKS * settings.num_prompts_per_task
-            write_first_turns(path, split_rows(workspace)[1]["messages"])
-            return settings.model_copy(
-                update={"prompts": str(path), "num_prompts_per_task": num_prompts}
-            )
-    return settings.model_copy(update={"prompts": str(plan_prompts_of(workspace))})
+    """The plan's settings with a file of prompts; those that are made here are at `path`."""
+    settings, (_, source) = workspace.recipe.plan, _prompts(workspace.recipe)
+    num_prompts = settings.num_prompts_per_task
+    if source.is_heldout:
+        write_first_turns(path, split_rows(workspace)[1]["messages"])
+        num_prompts *= NUM_TASKS  # they are one task, whatever they are about
+    elif source.is_url:
+        path = workspace.folder("data") / PLAN_PROMPTS_NAME
+    else:
+        path = source.write(path)
+    changes = {"prompts": str(path), "num_prompts_per_task": num_prompts}
+    return settings.model_copy(update=changes)
 
 
 def _identify_plan(workspace: Workspace, folder: Path) -> dict[str, Any]:
@@ -271,8 +265,9 @@ def _report_inputs(workspace: Workspace) -> dict[str, Any]:
 def _run_report(workspace: Workspace, folder: Path) -> dict[str, Any]:
     from polybasic.deploy.bench.running import bench_chain
 
-    prompts = str(prompts_of(workspace))
-    settings = workspace.recipe.bench.model_copy(update={"prompts": prompts})
+    bench, _ = _prompts(workspace.recipe)
+    path = bench.file or workspace.folder("data") / PROMPTS_NAME
+    settings = workspace.recipe.bench.model_copy(update={"prompts": str(path)})
     report = bench_chain(_last_chain_folder(workspace), settings, _say)
     return {
         "speedup_vs_target": {

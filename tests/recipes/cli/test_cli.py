@@ -182,6 +182,7 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(capsys, tmp_path, monkeypa
         (["run", "tiny", "data.conversations=no.jsonl"], "data.conversations = no.jsonl"),
         (["run", "tiny", "data.conversations=no.jsonl", "--dry-run"], "data.conversations"),
         (["run", "tiny", "bench.prompts=no.jsonl"], "prompts not found: no.jsonl"),
+        (["run", "tiny", "bench.prompts=heldout"], "prompts not found: heldout"),
         (["run", "tiny", "--dry-run", "--hardware", "abacus"], "known: cpu, a100-80gb"),
         (["run", "tiny", "--hardware", "cpu"], "hardware without --dry-run"),
         (["run", "tiny", "target.model=nowhere"], "neither a folder nor a hub id"),
@@ -363,6 +364,8 @@ def test_prompts_of_a_url_are_fetched_into_the_chain(capsys, tiny_chain: Path, t
             fetched = tiny_chain / "report" / name
             assert f"prompt without question_id: {fetched} line 1" in refusal(capsys, *asked)
         with_plan(tiny_chain)
+        given = [command, str(tiny_chain), "--dtype", "float32", "--prompts", "heldout"]
+        assert "prompts not found: heldout; " in refusal(capsys, *given)
 
 
 def with_plan(chain: Path) -> None:

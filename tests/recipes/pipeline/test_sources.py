@@ -15,8 +15,6 @@ from polybasic.recipes.pipeline.running import Stage, Workspace, run_stages
 from polybasic.recipes.pipeline.sources import (
     chat_template_of,
     checkpoint_of,
-    plan_prompts_of,
-    prompts_of,
     tokenizer_of,
 )
 from polybasic.recipes.pipeline.stages import stages_of
@@ -86,8 +84,9 @@ def test_the_data_stage_keeps_downloaded_prompts(tmp_path: Path) -> None:
     with served(tmp_path) as url:
         named = [f"bench.prompts={url}/bench.jsonl", f"plan.prompts={url}/plan.jsonl"]
         workspace = data_stage(tmp_path, *named)
-    assert len(read_questions(prompts_of(workspace))) == 2
-    assert len(read_questions(plan_prompts_of(workspace))) == 1
+    data = workspace.folder("data")
+    assert len(read_questions(data / "prompts.jsonl")) == 2
+    assert len(read_questions(data / "plan_prompts.jsonl")) == 1
     identity = workspace.identity("data")
     assert set(identity) == {"conversations", "prompts", "plan_prompts"}
     before = workspace.record("data")
