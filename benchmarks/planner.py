@@ -32,7 +32,7 @@ from polybasic.deploy.planner.search import candidate_plans, choose_plan
 from polybasic.deploy.planner.simulation import simulate
 from polybasic.deploy.rounds.sampling import Sampling
 from polybasic.deploy.settings import PlanGrid, PlanSettings
-from polybasic.recipes.prompts import plan_prompts
+from polybasic.recipes.pipeline.prompts import plan_prompts
 
 SWEEP_GRID = PlanGrid(
     depths=(4, 7), top_ks=(4,), rows=(8, 12, 20), flush_lengths=(6, 12, 20), ngram_matches=()

@@ -9,7 +9,7 @@ import typer
 from polybasic.recipes.cli.chain import ChainArgument, JsonOption, NoGraphsOption, note
 
 if TYPE_CHECKING:
-    from polybasic.deploy.planning import Planning
+    from polybasic.deploy.planner.run import Planning
     from polybasic.deploy.settings import PlanSettings
 
 PromptsOption = Annotated[
@@ -86,8 +86,8 @@ def bench(
 
     from polybasic.chain.formats.checkpoint import resolve_chain
     from polybasic.deploy.settings import BenchSettings, PlanSettings
-    from polybasic.recipes.loading import validated
-    from polybasic.recipes.prompts import bench_prompts
+    from polybasic.recipes.pipeline.prompts import bench_prompts
+    from polybasic.recipes.schema.loading import validated
 
     given: dict[str, Any] = {
         "prompts": prompts,
@@ -109,8 +109,8 @@ def bench(
     source = bench_prompts(settings, _seed(folder), "--prompts")
     path = source.write(folder / "report" / "prompts.jsonl")
     settings = settings.model_copy(update={"prompts": str(path)})
-    from polybasic.deploy.benchmark import bench_chain
-    from polybasic.deploy.report import print_report
+    from polybasic.deploy.bench.report import print_report
+    from polybasic.deploy.bench.running import bench_chain
 
     report = bench_chain(folder, settings, note)
     if as_json:
@@ -121,8 +121,8 @@ def bench(
 
 
 def _plan(folder: Path, settings: "PlanSettings") -> "Planning":
-    from polybasic.deploy.planning import plan_chain
-    from polybasic.recipes.prompts import plan_prompts
+    from polybasic.deploy.planner.run import plan_chain
+    from polybasic.recipes.pipeline.prompts import plan_prompts
 
     source = plan_prompts(settings, _seed(folder), "--prompts")
     path = source.write(folder / "report" / "calibration.jsonl")

@@ -34,8 +34,8 @@ def list_recipes(
 @app.command()
 def show(recipe: NameArgument) -> None:
     """Print a recipe with its comments, complete, whatever it is based on."""
-    from polybasic.recipes.layers import resolved_text
-    from polybasic.recipes.loading import read_layers
+    from polybasic.recipes.schema.layers import resolved_text
+    from polybasic.recipes.schema.loading import read_layers
 
     typer.echo(resolved_text(read_layers(recipe)), nl=False)
 
@@ -50,9 +50,9 @@ def copy(
 ) -> None:
     """Copy a recipe, complete, to be changed."""
     from polybasic.chain.errors import UserError
-    from polybasic.chain.files import whole_file
-    from polybasic.recipes.layers import resolved_text
-    from polybasic.recipes.loading import read_layers
+    from polybasic.chain.formats.files import whole_file
+    from polybasic.recipes.schema.layers import resolved_text
+    from polybasic.recipes.schema.loading import read_layers
 
     layers = read_layers(recipe)
     path = destination or Path()

@@ -11,14 +11,19 @@ from polybasic.chain.errors import UserError
 from polybasic.chain.formats.checkpoint import resolve_adapter, resolve_head, split_hub_id
 from polybasic.chain.formats.files import partial_path
 from polybasic.deploy.prompts import read_questions
-from polybasic.recipes.costs import Case, Shapes, StageEstimate, estimate_stage
-from polybasic.recipes.disk import check_free, free_bytes
-from polybasic.recipes.hardware_profiles import CPU, Hardware
-from polybasic.recipes.pipeline import Stage, StageState, Workspace, closure, state_of
-from polybasic.recipes.prompts import bench_prompts, plan_prompts
-from polybasic.recipes.schema import Recipe
-from polybasic.recipes.sizes import has_weights, shape_of_grown, shape_of_small, shape_of_target
-from polybasic.recipes.sources import chat_template_of
+from polybasic.recipes.estimates.costs import Case, Shapes, StageEstimate, estimate_stage
+from polybasic.recipes.estimates.hardware_profiles import CPU, Hardware
+from polybasic.recipes.estimates.sizes import (
+    has_weights,
+    shape_of_grown,
+    shape_of_small,
+    shape_of_target,
+)
+from polybasic.recipes.pipeline.disk import check_free, free_bytes
+from polybasic.recipes.pipeline.prompts import bench_prompts, plan_prompts
+from polybasic.recipes.pipeline.running import Stage, StageState, Workspace, closure, state_of
+from polybasic.recipes.pipeline.sources import chat_template_of
+from polybasic.recipes.schema.recipe import Recipe
 
 _MODULES = {
     "data": ("train", ("datasets", "zstandard")),

@@ -11,9 +11,9 @@ from polybasic.chain.formats.checkpoint import (
     resolve_checkpoint,
     resolve_head,
 )
-from polybasic.chain.files import sha256_of_file, sha256_of_object
-from polybasic.recipes.pipeline import Workspace
-from polybasic.recipes.schema import Recipe
+from polybasic.chain.formats.files import sha256_of_file, sha256_of_object
+from polybasic.recipes.pipeline.running import Workspace
+from polybasic.recipes.schema.recipe import Recipe
 
 CONVERSATIONS_NAME = "conversations.jsonl"
 REGENERATED = "regenerated"

@@ -9,22 +9,21 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from polybasic.chain.files import sha256_of_file, write_json
-from polybasic.chain.grown_shapes import shape_named
-from polybasic.chain.manifest import HEAD_KINDS, SCHEMA, Kind, Manifest, Provenance
-from polybasic.chain.package import Part, package_chain
+from polybasic.chain.formats.files import sha256_of_file, write_json
+from polybasic.chain.formats.manifest import HEAD_KINDS, SCHEMA, Kind, Manifest, Provenance
+from polybasic.chain.formats.package import Part, package_chain
 from polybasic.deploy.prompts import write_first_turns
 from polybasic.deploy.settings import PlanSettings
-from polybasic.recipes.conversation_rows import conversations_input, split_rows
-from polybasic.recipes.members import last_chain, model_stages, packed_plan, parts_of
-from polybasic.recipes.model_stages import head_stage, quantized_stage
-from polybasic.recipes.pipeline import Stage, Workspace
-from polybasic.recipes.prompts import PromptSource, bench_prompts, plan_prompts
-from polybasic.recipes.provenance import git_commit, package_versions
-from polybasic.recipes.regenerated_stage import REGENERATED_STAGE
-from polybasic.recipes.schema import NUM_TASKS, Recipe
-from polybasic.recipes.source_stages import SMALL_TARGET, TARGET
-from polybasic.recipes.sources import (
+from polybasic.recipes.growth.shapes import shape_named
+from polybasic.recipes.pipeline.conversation_rows import conversations_input, split_rows
+from polybasic.recipes.pipeline.members import last_chain, model_stages, packed_plan, parts_of
+from polybasic.recipes.pipeline.model_stages import head_stage, quantized_stage
+from polybasic.recipes.pipeline.prompts import PromptSource, bench_prompts, plan_prompts
+from polybasic.recipes.pipeline.provenance import git_commit, package_versions
+from polybasic.recipes.pipeline.regenerated_stage import REGENERATED_STAGE
+from polybasic.recipes.pipeline.running import Stage, Workspace
+from polybasic.recipes.pipeline.source_stages import SMALL_TARGET, TARGET
+from polybasic.recipes.pipeline.sources import (
     CONVERSATIONS_NAME,
     checkpoint_of,
     generator_digest,
@@ -91,7 +90,7 @@ def _prompts(recipe: Recipe) -> tuple[PromptSource, PromptSource]:
 
 def _run_data(workspace: Workspace, folder: Path) -> dict[str, Any]:
     from polybasic.recipes.embedded.conversations import write_conversations
-    from polybasic.train.conversations import load_conversations, split_conversations
+    from polybasic.train.data.conversations import load_conversations, split_conversations
 
     recipe = workspace.recipe
     source = recipe.data.conversations

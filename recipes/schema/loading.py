@@ -14,8 +14,8 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from polybasic.chain.errors import UserError
-from polybasic.recipes.layers import BASE, Key, Layer, merged, places, read_layer
-from polybasic.recipes.schema import Recipe
+from polybasic.recipes.schema.layers import BASE, Key, Layer, merged, places, read_layer
+from polybasic.recipes.schema.recipe import Recipe
 
 Places = dict[Key, str]
 Model = TypeVar("Model", bound=BaseModel)

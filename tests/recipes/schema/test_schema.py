@@ -7,9 +7,9 @@ import yaml
 from pydantic import ValidationError
 
 from polybasic.chain.errors import UserError
-from polybasic.recipes.loading import known_keys
-from polybasic.recipes.run import as_yaml
-from polybasic.recipes.schema import Recipe
+from polybasic.recipes.pipeline.run import as_yaml
+from polybasic.recipes.schema.loading import known_keys
+from polybasic.recipes.schema.recipe import Recipe
 
 NUM_SHORT_STEPS = {"num_steps": 10, "warmup_steps": 1}
 

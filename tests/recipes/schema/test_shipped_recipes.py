@@ -8,15 +8,15 @@ import yaml
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from polybasic.recipes.costs import StageEstimate
-from polybasic.recipes.estimate import estimate
-from polybasic.recipes.hardware_profiles import PROFILES
-from polybasic.recipes.layers import resolved_text
-from polybasic.recipes.loading import known_keys, load_recipe, read_layers, shipped_recipes
-from polybasic.recipes.pipeline import Workspace
-from polybasic.recipes.schema import Recipe
-from polybasic.recipes.sizes import shape_of_target
-from polybasic.recipes.stages import stages_of
+from polybasic.recipes.estimates.costs import StageEstimate
+from polybasic.recipes.estimates.dry_run import estimate
+from polybasic.recipes.estimates.hardware_profiles import PROFILES
+from polybasic.recipes.estimates.sizes import shape_of_target
+from polybasic.recipes.pipeline.running import Workspace
+from polybasic.recipes.pipeline.stages import stages_of
+from polybasic.recipes.schema.layers import resolved_text
+from polybasic.recipes.schema.loading import known_keys, load_recipe, read_layers, shipped_recipes
+from polybasic.recipes.schema.recipe import Recipe
 from tests.recipes.published_configs import CONFIGS, NUM_PARAMETERS, write_config
 
 NAMES = [name for name in shipped_recipes() if load_recipe(name).target.model != "scratch"]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from polybasic.deploy.prompts import read_questions
 from polybasic.deploy.settings import BenchSettings, PlanSettings
-from polybasic.recipes.downloads import fetch, is_url
+from polybasic.recipes.pipeline.downloads import fetch, is_url
 
 
 @dataclass(frozen=True)

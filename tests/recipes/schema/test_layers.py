@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from polybasic.chain.errors import UserError
-from polybasic.recipes.layers import merged, resolved_text
-from polybasic.recipes.loading import load_recipe, read_layers
+from polybasic.recipes.schema.layers import merged, resolved_text
+from polybasic.recipes.schema.loading import load_recipe, read_layers
 
 BASE = """\
 # Opens the base.
