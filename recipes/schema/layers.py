@@ -60,7 +60,7 @@ def read_layer(path: Path) -> Layer:
         text = path.read_text("utf-8")
         loader = yaml.SafeLoader(text)
         root = loader.get_single_node()
-        content = loader.construct_document(root) if root is not None else None
+        content: Any = loader.construct_document(root) if root is not None else None
     except UnicodeDecodeError as error:
         raise UserError("recipe is not UTF-8 text", str(path), "save it as UTF-8") from error
     except yaml.YAMLError as error:
@@ -164,8 +164,9 @@ def _merged(base: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
     content = dict(base)
     for key, value in own.items():
         below = content.get(key)
-        is_section = isinstance(below, dict) and isinstance(value, dict)
-        content[key] = _merged(below, value) if is_section else value
+        if isinstance(below, dict) and isinstance(value, dict):
+            value = _merged(below, value)
+        content[key] = value
     return content
 
 

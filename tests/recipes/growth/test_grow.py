@@ -22,7 +22,7 @@ from polybasic.recipes.cli.chain import inspect
 from polybasic.recipes.cli.grow import grow
 from polybasic.recipes.estimates.costs import StageEstimate
 from polybasic.recipes.estimates.dry_run import estimate
-from polybasic.recipes.estimates.hardware_profiles import CPU, PROFILES
+from polybasic.recipes.estimates.hardware_profiles import PROFILES
 from polybasic.recipes.growth.shapes import SHAPES, GrownShape
 from polybasic.recipes.pipeline.run import run_recipe
 from polybasic.recipes.pipeline.running import Workspace
@@ -32,13 +32,6 @@ from polybasic.recipes.schema.recipe import ShapeName
 from tests.checkpoints import write_family
 
 SHAPE = GrownShape(3, 256, 512, 4, 4, 64)
-RECIPES = [name for name in shipped_recipes() if load_recipe(name).grow.shape is not None]
-COUNTED = re.compile(
-    r"about (?P<minutes>\d+) minutes, (?P<device>\d+) GB of device memory, (?P<host>\d+) GB of "
-    r"host memory \(to grow\), (?P<disk>\d+) GB of disk"
-    r"|Needs two CPU cores, (?P<memory>[\d.]+) GB of memory, (?P<written>[\d.]+) GB of disk and "
-    r"about (?P<all_minutes>\d+) minutes"
-)
 Usage = namedtuple("Usage", "total used free")
 
 
@@ -154,7 +147,8 @@ def test_reports_of_grown_chains_are_labelled(
 
 def test_the_schema_names_the_shapes() -> None:
     assert get_args(ShapeName) == tuple(SHAPES)
-    assert {load_recipe(name).grow.shape for name in RECIPES} == set(SHAPES)
+    shapes = {load_recipe(name).grow.shape for name in shipped_recipes()}
+    assert shapes - {None} == set(SHAPES)
 
 
 def test_a_shape_adds_a_stage_behind_the_chain() -> None:
@@ -178,27 +172,6 @@ def dry_run(name: str, folder: Path, hardware: str, *overrides: str) -> list[Sta
     recipe = load_recipe(name, list(overrides))
     workspace = Workspace(recipe, folder / "out")
     return estimate(stages_of(recipe), workspace, None, PROFILES[hardware])
-
-
-@pytest.mark.parametrize("name", RECIPES)
-def test_headers_say_what_a_dry_run_counts(name: str, tmp_path: Path) -> None:
-    head = shipped_recipes()[name].read_text("utf-8").split("\n\n")[0]
-    told = COUNTED.search(" ".join(line.removeprefix("#").strip() for line in head.splitlines()))
-    assert told is not None
-    hardware = "h200" if told["device"] else CPU.name
-    rows = dry_run(name, tmp_path, hardware)
-    found = {
-        "minutes": sum(row.seconds for row in rows) / 60,
-        "all_minutes": sum(row.seconds for row in rows) / 60,
-        "device": max(row.memory_bytes for row in rows if not row.is_on_host) / 1e9,
-        "host": max(row.memory_bytes for row in rows if row.is_on_host) / 1e9,
-        "memory": max(row.memory_bytes for row in rows) / 1e9,
-        "disk": sum(row.disk_bytes for row in rows) / 1e9,
-        "written": sum(row.disk_bytes for row in rows) / 1e9,
-    }
-    for key, value in told.groupdict().items():
-        if value is not None:
-            assert float(value) == pytest.approx(found[key], rel=0.2), key
 
 
 def test_a_dry_run_counts_the_grown_shapes(tmp_path: Path) -> None:
