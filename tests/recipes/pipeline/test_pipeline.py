@@ -17,7 +17,7 @@ from polybasic.recipes.schema.recipe import Recipe
 SCRIPT = '''
 """Three stages that count to four; KILL names the moment at which the process dies."""
 import json, os, pathlib, signal, sys
-from polybasic.recipes import pipeline
+from polybasic.recipes.pipeline import running as pipeline
 from polybasic.recipes.schema.recipe import Recipe
 
 out, kill, inputs = pathlib.Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
