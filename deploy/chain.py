@@ -36,13 +36,11 @@ from polybasic.deploy.engine import (
     Request,
     Statistics,
 )
-from polybasic.deploy.hardware import available_bytes, hardware_name
-from polybasic.deploy.memory import Memory, state_memory
-from polybasic.deploy.resident import LoadedMemory, give_back, usage
+from polybasic.deploy.hardware import available_bytes, hardware_name, usage
+from polybasic.deploy.memory import Kernels, Layout, LoadedMemory, Memory, state_memory
 from polybasic.deploy.rounds.sampling import Sampling
 from polybasic.deploy.rounds.stopping import AnswerText
 from polybasic.deploy.rounds.verifier import SPARE_ROWS
-from polybasic.deploy.weight_memory import Kernels, Layout
 
 Messages = Sequence[dict[str, str]]
 
@@ -389,7 +387,6 @@ def load_checked(
     models = _load_models(checked, where, compute_dtype, num_tokens)
     engine = Engine(models, share_caches, graphs)
     _allocate(engine, running)
-    give_back(where)
     memory = LoadedMemory(stated, before, usage(where))
     tokenizer = load_tokenizer(checked.tokenizer, "chain's tokenizer")
     stop_tokens = read_stop_tokens(checked.target, tokenizer.eos_token_id)
@@ -437,21 +434,8 @@ def _stated(
     num_tokens: int,
     share_caches: bool = True,
 ) -> Memory:
-    layout = Layout(
-        device.type,
-        str(dtype).removeprefix("torch."),
-        _kernels(device, dtype),
-        is_laid_out_anew(device, dtype),
-    )
-    return state_memory(
-        checked.manifest.members,
-        checked.members,
-        checked.tokenizer,
-        plan,
-        layout,
-        num_tokens,
-        share_caches=share_caches,
-    )
+    layout = Layout(device.type, str(dtype).removeprefix("torch."), _kernels(device, dtype))
+    return state_memory(checked, plan, layout, num_tokens, share_caches=share_caches)
 
 
 def _kernels(device: torch.device, dtype: torch.dtype) -> Kernels:

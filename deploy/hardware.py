@@ -1,11 +1,16 @@
 """The machine at hand, as a report names it, and the memory that it has left."""
 
+import gc
 import os
 import platform
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from polybasic.deploy.memory import Usage
+
+_STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 def describe_hardware(device: torch.device) -> dict[str, Any]:
@@ -53,6 +58,29 @@ def available_bytes(device: torch.device, root: Path = Path("/")) -> int | None:
     fields = dict(line.split(":", 1) for line in described.read_text().splitlines())
     left = [1024 * int(fields["MemAvailable"].split()[0])]
     return min(left + _left_to_groups(root))
+
+
+def usage(device: torch.device) -> Usage | None:
+    """What is in use: by the process on a CPU, by torch's tensors on a CUDA device.
+
+    None on systems without Linux' /proc.
+    """
+    if device.type == "cuda":
+        return Usage(torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device))
+    if not _STATUS.exists():
+        return None
+    fields = dict(line.split(":", 1) for line in _STATUS.read_text().splitlines())
+    return Usage(*(1024 * int(fields[key].split()[0]) for key in ("VmRSS", "VmHWM")))
+
+
+def forget_peak(device: torch.device) -> None:
+    """Free what nobody uses, and count the peak of `usage` anew, where the system can."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    elif os.access(_CLEAR, os.W_OK):
+        _CLEAR.write_text("5")  # man 5 proc
 
 
 def _left_to_groups(root: Path) -> list[int]:

@@ -1,14 +1,15 @@
 """What a chain takes of its device's memory, stated before a weight is loaded. No torch in here.
 
-Bytes follow from configs and from the headers of the weight files: weights as the runtime lays
-them out, caches for the whole context, and what is taken for a while beside them.
+The bytes are those of weights as they lie when loaded, of caches for the whole context, and of the
+workspace of a pass, by the configs and the headers of weight files; `MARGIN` is for all the rest.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import pairwise
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.config import (
@@ -17,32 +18,74 @@ from polybasic.chain.formats.config import (
     read_decoder_config,
     read_head_config,
 )
-from polybasic.chain.formats.manifest import HEAD_KINDS, MAX_TREE_ROWS, Member, Plan
-from polybasic.chain.formats.shapes import tensor_headers
-from polybasic.chain.formats.vocabulary import TOKENIZER_NAME
+from polybasic.chain.formats.manifest import HEAD_KINDS, MAX_TREE_ROWS, Kind, Member, Plan
+from polybasic.chain.formats.names import DRAFT_TABLES
+from polybasic.chain.formats.shapes import expected_shapes, tensor_headers
+from polybasic.chain.formats.verify import CheckedChain
 from polybasic.chain.readable import readable_bytes
-from polybasic.deploy.weight_memory import Layout, WeightFiles
 
-WEIGHT_KINDS = ("embedding", "lm_head", "linears", "int4", "norms", "draft_tokens")
-CONTEXT_KINDS = ("cache", "observed", "mask", "rotary")
-"""What grows with the context, in proportion."""
-LIBRARY_BYTES = 150_000_000
-"""Of the host: what torch and transformers take when a first chain is loaded and answers."""
-TOKENIZER_BYTES = 13
-"""Of the host, for each byte of tokenizer.json while it is read."""
+MARGIN = 1.2
+"""Factor of the sum, for what the formula leaves out (benchmarks/memory.py)."""
 
+Kernels = Literal["eager", "native", "device"]
+"""What multiplies: PyTorch's operations, the CPU's kernels, or the GPU's."""
+Form = Literal["kept", "dense", "int4", "rounded"]
+"""How a weight lies: as a tensor of its own, as a dense product's, as a 4-bit product's, or as a
+draft head's product, which is rounded to 4 bits where kernels read those."""
+
+_ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+_ROUNDED_DTYPES = {"eager": (), "native": ("bfloat16",), "device": ("bfloat16", "float16")}
+_INT4_BYTES, _ROUNDED_BYTES = 0.5 + 5 / 128, 0.5 + 5 / 64
+"""Of a weight in 4 bits and its part of a group's scale and zero."""
+_MAKING_BYTES: dict[Form, float] = {"kept": 4, "dense": 4, "int4": 10, "rounded": 6}
+"""Of a weight while it is converted, beside what stays of it."""
 _NATIVE_ROWS = 256
-"""Of a native pass (chain/kernels/cpu/passes.py)."""
-_LANES, _SEGMENT, _MOST_PARTIAL_VALUES = 16, 256, 8 << 20
-"""Of native attention (chain/kernels/cpu/source/attention_plan.h)."""
-_HELD_BYTES = 256_000_000
-"""Most that the C library's allocator holds of the host's memory behind tensors of a pass."""
-_BLOCK_ROWS = 512
-"""Rows of a pass that needs a mask (chain/kernels/torch/attend.py)."""
-_TAKING_APART_BYTES = 25
-"""For each weight of a packed product while PyTorch's operations multiply by it."""
-_SAMPLING_BYTES = 24
-"""For each logit that is sampled from, beside itself: six float32."""
+"""Of a native pass: longer prompts are read in several."""
+_SAMPLING_BYTES = 28
+"""Of a logit that is sampled from, in float32 at each step of the way."""
+_LIBRARY_BYTES = 200_000_000
+"""That libraries take when a first chain is loaded and answers."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How weights lie on a device.
+
+    Attributes:
+        device: "cpu" or "cuda".
+        dtype: of weights and caches.
+        kernels: that multiply.
+        widens: dense products are in float32 all the same.
+    """
+
+    device: str
+    dtype: str
+    kernels: Kernels
+    widens: bool = False
+
+    @property
+    def item_bytes(self) -> int:
+        """Of one value in `dtype`."""
+        return _ITEM_BYTES[self.dtype]
+
+    @property
+    def rounds_heads(self) -> bool:
+        """Whether draft heads are rounded to 4 bits."""
+        return self.dtype in _ROUNDED_DTYPES[self.kernels]
+
+    def weight_bytes(self, form: Form) -> float:
+        """Of one weight once it is loaded."""
+        dense = 4 if self.widens else self.item_bytes
+        if form == "kept":
+            return self.item_bytes
+        if form == "rounded" and self.rounds_heads:
+            return _ROUNDED_BYTES
+        if form != "int4":
+            return dense
+        if self.kernels != "eager":
+            return _INT4_BYTES
+        # PyTorch's 4-bit product is for few rows: more of them read a dequantized copy
+        return _INT4_BYTES + (4 if self.widens else 2) if self.device == "cpu" else dense
 
 
 @dataclass(frozen=True)
@@ -52,40 +95,31 @@ class Memory:
     Attributes:
         layout: that they hold for.
         context_tokens: prompt and answer together; caches have `MAX_TREE_ROWS` rows more.
-        members: by name and kind; a cache counts for the first of the members that share it.
-        loading_bytes: most that is taken until all weights and caches are there.
-        workspace_bytes: most that passes take beside all that stays: one over a prompt which fills
-            the context, or one of a round; and the native kernels' buffers, which fill with use.
-        process_bytes: libraries and tokenizer; 0 where the device has a memory of its own.
+        members: bytes of "weights" and of "cache" by name; a cache that members share counts for
+            the first of them.
+        workspace_bytes: that are taken for a while beside those.
     """
 
     layout: Layout
     context_tokens: int
     members: dict[str, dict[str, int]]
-    loading_bytes: int
     workspace_bytes: int
-    process_bytes: int
 
     @property
     def staying_bytes(self) -> int:
         """Weights and caches."""
-        return sum(sum(kinds.values()) for kinds in self.members.values())
+        return sum(sum(parts.values()) for parts in self.members.values())
 
     @property
     def peak_bytes(self) -> int:
-        """Most that is taken at a time."""
-        answering = self.staying_bytes + self.workspace_bytes
-        return self.process_bytes + max(self.loading_bytes, answering)
+        """Most that is taken at a time, with the margin."""
+        return round(MARGIN * (self.staying_bytes + self.workspace_bytes))
 
     @property
     def bytes_per_1000_tokens(self) -> int:
         """Of the context, without the workspace."""
-        grows = sum(self.bytes_of(name, CONTEXT_KINDS) for name in self.members)
-        return round(1000 * grows / (self.context_tokens + MAX_TREE_ROWS))
-
-    def bytes_of(self, member: str, kinds: Iterable[str]) -> int:
-        """Of one member, of some kinds."""
-        return sum(self.members[member].get(kind, 0) for kind in kinds)
+        cache_bytes = sum(parts["cache"] for parts in self.members.values())
+        return round(1000 * cache_bytes / (self.context_tokens + MAX_TREE_ROWS))
 
     def check_fits(self, available_bytes: int) -> None:
         """Refuse a chain that needs more than there is.
@@ -108,22 +142,51 @@ class Memory:
     def to_json(self) -> dict[str, Any]:
         """All of it, with the sums."""
         return {
-            **vars(self.layout),
+            "device": self.layout.device,
+            "dtype": self.layout.dtype,
+            "kernels": self.layout.kernels,
             "context_tokens": self.context_tokens,
             "members": self.members,
             "staying_bytes": self.staying_bytes,
-            "loading_bytes": self.loading_bytes,
             "workspace_bytes": self.workspace_bytes,
-            "process_bytes": self.process_bytes,
             "peak_bytes": self.peak_bytes,
             "bytes_per_1000_tokens": self.bytes_per_1000_tokens,
         }
 
 
+class Usage(NamedTuple):
+    """Bytes in use now, and the most that were."""
+
+    now: int
+    peak: int
+
+
+@dataclass(frozen=True)
+class LoadedMemory:
+    """What was stated of a chain, and what was in use before and after it was loaded, if known."""
+
+    stated: Memory
+    before: Usage | None
+    after: Usage | None
+
+    def report(self, answered: Usage | None) -> dict[str, Any]:
+        """What was stated, what was measured, and the ratio of the bytes that stay.
+
+        Args:
+            answered: what was in use once the chain had answered.
+        """
+        report: dict[str, Any] = {"stated": self.stated.to_json(), "measured": None, "ratio": None}
+        if self.before is None or self.after is None or answered is None:
+            return report
+        staying = self.after.now - self.before.now
+        peak = max(self.after.peak, answered.peak) - self.before.now
+        report["measured"] = {"staying_bytes": staying, "peak_bytes": peak}
+        report["ratio"] = staying / self.stated.staying_bytes
+        return report
+
+
 def state_memory(
-    members: Sequence[Member],
-    folders: Mapping[str, Path],
-    tokenizer: Path,
+    checked: CheckedChain,
     plan: Plan,
     layout: Layout,
     context_tokens: int,
@@ -133,60 +196,69 @@ def state_memory(
     """What a chain will take; of weights, nothing but the headers of their files is read.
 
     Args:
-        members: of the chain, from the target down; all of them are loaded.
-        folders: where each lies, by name.
-        tokenizer: the folder of the tokenizer.
+        checked: the chain; all of its members are loaded.
         plan: the one that runs.
         layout: of the weights.
         context_tokens: prompt and answer together.
         share_caches: False gives every verifying member a cache of its own.
-
-    Raises:
-        UserError: a config or a weight file that cannot be read.
     """
-    capacity = context_tokens + MAX_TREE_ROWS
-    configs = {member.name: _config(member, folders[member.name]) for member in members}
-    bytes_by_kind: dict[str, dict[str, int]] = {}
-    staying = peak = most_packed = 0
+    members, capacity = checked.manifest.members, context_tokens + MAX_TREE_ROWS
+    configs = {one.name: _config(one.kind, checked.members[one.name]) for one in members}
+    sharing = _sharing_members(members, configs) if share_caches else set()
+    found: dict[str, dict[str, int]] = {}
+    making = 0.0
     for member in members:
-        config = configs[member.name]
-        kinds = bytes_by_kind[member.name] = {"rotary": _rotary_bytes(config, capacity, layout)}
-        staying += kinds["rotary"]
-        headers = tensor_headers(folders[member.name])
-        for part in WeightFiles(member.kind, config, headers, layout).parts():
-            peak = max(peak, staying + part.loading_bytes)
-            staying += part.num_bytes
-            kinds[part.kind] = kinds.get(part.kind, 0) + part.num_bytes
-            most_packed = max(most_packed, part.num_packed)
-    for name in _owners_of_caches(members, configs) if share_caches else configs:
-        bytes_by_kind[name]["cache"] = _cache_bytes(configs[name], capacity, layout)
-    for member in members:
-        if member.role == "drafter":
-            config = configs[member.name]
-            bytes_by_kind[member.name] |= _drafting_bytes(config, capacity, plan, layout)
-    return Memory(
-        layout,
-        context_tokens,
-        bytes_by_kind,
-        max(peak, sum(sum(kinds.values()) for kinds in bytes_by_kind.values())),
-        _workspace_bytes(list(configs.values()), context_tokens, plan, layout, most_packed),
-        _process_bytes(tokenizer, layout),
-    )
+        config, folder = configs[member.name], checked.members[member.name]
+        weights = list(_weights(member.kind, config, tensor_headers(folder).keys(), layout))
+        making = max(making, *(num * _MAKING_BYTES[form] for form, num in weights))
+        row_values = 0 if member.name in sharing else _row_values(config)
+        found[member.name] = {
+            "weights": round(sum(num * layout.weight_bytes(form) for form, num in weights)),
+            "cache": capacity * row_values * layout.item_bytes,
+        }
+    num_rows = plan.tree.rows + max((flush.length for flush in plan.flush.values()), default=0)
+    sampling = num_rows * configs[members[0].name].vocab_size * _SAMPLING_BYTES
+    prompt = _prompt_bytes(list(configs.values()), context_tokens, layout)
+    workspace = _LIBRARY_BYTES + max(making, sampling, prompt)
+    return Memory(layout, context_tokens, found, round(workspace))
 
 
-def _config(member: Member, folder: Path) -> DecoderConfig:
-    return read_head_config(folder) if member.kind in HEAD_KINDS else read_decoder_config(folder)
+def _config(kind: Kind, folder: Path) -> DecoderConfig:
+    return read_head_config(folder) if kind in HEAD_KINDS else read_decoder_config(folder)
 
 
-def _owners_of_caches(members: Sequence[Member], configs: Mapping[str, DecoderConfig]) -> list[str]:
-    """Members with a cache of their own: an intermediate may share that of the member above."""
+def _weights(
+    kind: Kind, config: DecoderConfig, stored: Set[str], layout: Layout
+) -> Iterator[tuple[Form, int]]:
+    """Form and number of the weights of each tensor that is loaded.
+
+    Args:
+        stored: names of the checkpoint's tensors.
+    """
+    is_head = isinstance(config, HeadConfig)
+    for name, shape in expected_shapes(kind, config, 128 if kind == "awq" else None, stored):
+        if name.endswith(".qweight"):
+            yield "int4", 8 * prod(shape)
+        elif name == "model.embed_tokens.weight" or len(shape) == 1:
+            yield "kept", prod(shape)
+        # a head reads its verifier's embedding; a 4-bit weight counts with its scales and zeros
+        elif not name.endswith(("embed_tokens.weight", ".qzeros", ".scales")):
+            yield "rounded" if is_head else "dense", prod(shape)
+    copies = layout.device == "cpu" and layout.kernels != "device"
+    if not is_head and config.tie_word_embeddings and copies:
+        yield "dense", config.vocab_size * config.hidden_size
+    if kind == "eagle2" and (layout.rounds_heads or stored & {*DRAFT_TABLES}):
+        yield "rounded", config.num_draft_tokens * config.hidden_size
+
+
+def _sharing_members(members: Sequence[Member], configs: Mapping[str, DecoderConfig]) -> set[str]:
+    """Verifying members that share the cache of the one above, whose layers have their shapes."""
     verifying = [member.name for member in members if member.role != "drafter"]
-    sharing = {
+    return {
         below
         for above, below in pairwise(verifying)
         if _cache_shape(configs[below]) == _cache_shape(configs[above])
     }
-    return [member.name for member in members if member.name not in sharing]
 
 
 def _cache_shape(config: DecoderConfig) -> tuple[object, ...]:
@@ -195,101 +267,21 @@ def _cache_shape(config: DecoderConfig) -> tuple[object, ...]:
     return kinds, config.num_kv_heads, config.head_dim, config.hidden_size
 
 
-def _cache_bytes(config: DecoderConfig, capacity: int, layout: Layout) -> int:
-    """Keys and values; a head has one layer."""
-    num_layers = 1 if isinstance(config, HeadConfig) else config.num_layers
-    return num_layers * 2 * config.num_kv_heads * capacity * config.head_dim * layout.item_bytes
+def _row_values(config: DecoderConfig) -> int:
+    """Of a row of the cache: keys and values, cosines and sines, and what a head observed."""
+    is_head = isinstance(config, HeadConfig)
+    num_layers = 1 if is_head else config.num_layers
+    attended = 2 * config.head_dim * (num_layers * config.num_kv_heads + len(config.kinds))
+    observed = config.hidden_size * (len(config.feature_layers) or 1) if is_head else 0
+    return attended + observed
 
 
-def _buffer_bytes(config: DecoderConfig, num_positions: int) -> int:
-    """As `Workspace` of chain/kernels/cpu/source/decoder.h, but for what is filled up there."""
-    attended = config.num_heads * config.head_dim
-    widest = max(2 * config.hidden_size, config.intermediate_size, attended)
-    operand = widest + 2 * (widest // _LANES + 1)
-    residuals = (3 if isinstance(config, HeadConfig) else 2) * config.hidden_size
-    num_segments = -(-num_positions // _SEGMENT)
-    head_values = -(-config.head_dim // (2 * _LANES)) * 2 * _LANES + _LANES
-    partial = _NATIVE_ROWS * config.num_heads * num_segments * head_values
-    a_row = residuals + 2 * attended + config.intermediate_size + operand
-    return 4 * (_NATIVE_ROWS * a_row + min(partial, _MOST_PARTIAL_VALUES))
-
-
-def _rotary_bytes(config: DecoderConfig, num_positions: int, layout: Layout) -> int:
-    """Cosines and sines; layers with the same frequencies share them."""
-    ropes: list[dict[str, Any]] = []
-    for kind in config.kinds:
-        if kind.rope not in ropes:
-            ropes.append(kind.rope)
-    return len(ropes) * 2 * num_positions * config.head_dim * layout.item_bytes
-
-
-def _drafting_bytes(
-    config: DecoderConfig, capacity: int, plan: Plan, layout: Layout
-) -> dict[str, int]:
-    """What a drafter keeps beside its cache: which rows a draft sees, and what a head observed."""
-    row_bytes = capacity * layout.item_bytes
-    beams = plan.tree.top_k * config.query_groups
-    kept = {"mask": beams * (row_bytes + plan.tree.top_k * layout.item_bytes)}
-    if isinstance(config, HeadConfig):
-        kept["observed"] = (len(config.feature_layers) or 1) * config.hidden_size * row_bytes
-    return kept
-
-
-def _workspace_bytes(
-    configs: Sequence[DecoderConfig],
-    context_tokens: int,
-    plan: Plan,
-    layout: Layout,
-    most_packed: int,
-) -> int:
-    """Most that one pass takes, of any member.
-
-    On the device path prompts are read by eager operations, too. Of these on the host twice as
-    much, as was measured over prompts: the allocator does not give back at once what one took.
-
-    Args:
-        most_packed: weights of the largest 4-bit product.
-    """
-    flush_lengths = [flush.length for flush in plan.flush.values()]
-    num_rows = max(plan.tree.rows, plan.tree.depth + 1 + max(flush_lengths, default=0))
-    sampling = num_rows * configs[0].vocab_size * (layout.item_bytes + _SAMPLING_BYTES)
-    features = [config.feature_layers for config in configs if isinstance(config, HeadConfig)]
-    num_features = max(map(len, features), default=0)
-    prompts = [_prompt_bytes(one, context_tokens, num_features, layout) for one in configs]
-    if layout.kernels == "device":
-        prompts = [one + _TAKING_APART_BYTES * most_packed for one in prompts]
-    taken = max(sampling, *prompts)
+def _prompt_bytes(configs: Sequence[DecoderConfig], context_tokens: int, layout: Layout) -> int:
+    """Of passes over a prompt that fills the context, with the states that a head reads of it."""
+    features = [len(one.feature_layers) for one in configs if isinstance(one, HeadConfig)]
+    width = max(5 * one.hidden_size + 3 * one.intermediate_size for one in configs)
+    states = (1 + max(features, default=0)) * configs[0].hidden_size
     if layout.kernels == "native":
-        taken += sum(_buffer_bytes(one, context_tokens + MAX_TREE_ROWS) for one in configs)
-        return taken
-    return taken + min(taken, _HELD_BYTES) if layout.device == "cpu" else taken
-
-
-def _prompt_bytes(config: DecoderConfig, rows: int, num_features: int, layout: Layout) -> int:
-    """Of a pass over a prompt, which is read in blocks where it needs a mask.
-
-    Args:
-        num_features: layers whose inputs are a part of the states, for an EAGLE-3 head.
-    """
-    width, inner = config.hidden_size, config.intermediate_size
-    states = rows * (1 + num_features) * width * layout.item_bytes
-    if layout.kernels == "native":
-        return states
-    rotated = (config.num_heads + config.num_kv_heads) * config.head_dim
-    has_softcap = config.attention_softcap is not None
-    is_masked = has_softcap or any(
-        kind.window is not None and rows > kind.window for kind in config.kinds
-    )
-    block = min(rows, _BLOCK_ROWS) if is_masked else rows
-    # residuals and their norms beside gate and up, or beside queries, keys and values
-    values_a_row = max(5 * width + 3 * inner, 3 * width + 4 * rotated) + num_features * width
-    a_row = values_a_row * layout.item_bytes
-    if is_masked:
-        a_row += rows * config.num_heads * (2 * layout.item_bytes + (8 if has_softcap else 0))
-    return states + block * a_row
-
-
-def _process_bytes(tokenizer: Path, layout: Layout) -> int:
-    if layout.device != "cpu":
-        return 0
-    return LIBRARY_BYTES + TOKENIZER_BYTES * (tokenizer / TOKENIZER_NAME).stat().st_size
+        # every member keeps buffers of its own, in float32
+        return context_tokens * states * layout.item_bytes + 4 * _NATIVE_ROWS * width * len(configs)
+    return context_tokens * (states + width) * layout.item_bytes

@@ -16,7 +16,6 @@ from polybasic.deploy.bench.rounding_report import (
     rounding_notes,
     rounding_rows,
 )
-from polybasic.deploy.memory import CONTEXT_KINDS, WEIGHT_KINDS
 
 
 def print_report(report: dict[str, Any], console: Console) -> None:
@@ -231,15 +230,11 @@ def draft_vocabulary_line(entry: dict[str, Any]) -> str:
 
 
 def memory_rows(stated: dict[str, Any]) -> Rows:
-    """Header, a row for each member and their sum: bytes that stay, as they were stated."""
+    """Header and a row for each member: bytes that stay, as they were stated."""
     rows = [["member", "weights", "caches"]]
-    sums = [0, 0]
-    for name, kinds in stated["members"].items():
-        groups = WEIGHT_KINDS, CONTEXT_KINDS
-        numbers = [sum(kinds.get(kind, 0) for kind in group) for group in groups]
-        rows.append([name, *map(readable_bytes, numbers)])
-        sums = [one + other for one, other in zip(sums, numbers, strict=True)]
-    return [*rows, ["all", *map(readable_bytes, sums)]]
+    for name, parts in stated["members"].items():
+        rows.append([name, *(readable_bytes(parts[key]) for key in ("weights", "cache"))])
+    return rows
 
 
 def memory_line(memory: dict[str, Any]) -> str:
@@ -250,8 +245,7 @@ def memory_line(memory: dict[str, Any]) -> str:
         return f"{line}; not measured: this system does not tell"
     return (
         f"{line}; measured {readable_bytes(measured['staying_bytes'])} ({memory['ratio']:.2f}x), "
-        f"at most {readable_bytes(measured['loading_bytes'])} while loading and "
-        f"{readable_bytes(measured['answering_bytes'])} while answering"
+        f"at most {readable_bytes(measured['peak_bytes'])}"
     )
 
 

@@ -12,7 +12,6 @@ from rich.console import Console
 from rich.progress import Progress
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.card import record_results, shown_flush, shown_members, shown_tree
 from polybasic.chain.formats.files import write_json
 from polybasic.chain.formats.manifest import HEAD_KINDS, Kind, Member, Ngram, Plan
 from polybasic.deploy.bench.adaptations import adaptations
@@ -23,9 +22,8 @@ from polybasic.deploy.bench.report import write_markdown
 from polybasic.deploy.bench.rereading import ways_of
 from polybasic.deploy.bench.rounding import NUM_POSITIONS, Rounding, measure_rounding
 from polybasic.deploy.chain import Chain, device_named, load_chain
-from polybasic.deploy.hardware import describe_hardware
+from polybasic.deploy.hardware import describe_hardware, forget_peak, usage
 from polybasic.deploy.prompts import Question, choose_fitting, read_questions
-from polybasic.deploy.resident import forget_peak, usage
 from polybasic.deploy.rounds.sampling import Sampling
 from polybasic.deploy.settings import BenchSettings, SystemName
 
@@ -97,7 +95,6 @@ def bench_chain(
     questions = read_questions(Path(settings.prompts))
     forget_peak(device_named())
     chain = load_chain(folder, dtype=settings.dtype, graphs=settings.graphs, say=say)
-    forget_peak(device_named())
     chosen, num_too_long = _fitting(chain, questions, settings)
     systems = _systems(chain, settings)
     prompts = _prompts(chain, chosen, settings)
