@@ -22,6 +22,7 @@ from record import console, header, print_header, write_record
 from rich import box
 from rich.table import Table
 
+from polybasic.chain.errors import UserError
 from polybasic.chain.readable import readable_bytes
 from polybasic.deploy import load_chain
 from polybasic.deploy.chain import device_named
@@ -36,11 +37,20 @@ def measure(folder: Path, dtype: str, context_tokens: int) -> dict[str, Any]:
     """What is stated and measured of a chain; to be called once, in a fresh process."""
     device = device_named()
     forget_peak(device)
+    before = usage(device)
     chain = load_chain(folder, dtype=dtype, context_tokens=context_tokens, beyond_declared=True)
+    loaded = usage(device)
     vocab_size = chain.engine.models.target.config.vocab_size
     prompt = [place % (vocab_size - 1) for place in range(context_tokens - NUM_ANSWERED)]
     list(chain.stream_ids(prompt, NUM_ANSWERED, Sampling()))
-    return chain.memory.report(usage(device))
+    answered = usage(device)
+    if before is None or loaded is None or answered is None:
+        raise UserError("memory in use is not known", f"{device} of this system", "run it on Linux")
+    measured = {
+        "staying_bytes": loaded.now - before.now,
+        "peak_bytes": answered.peak - before.now,
+    }
+    return {"stated": chain.memory.to_json(), "measured": measured}
 
 
 def in_a_fresh_process(arguments: argparse.Namespace, case: tuple[str, str, int]) -> dict[str, Any]:

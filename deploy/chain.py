@@ -36,8 +36,8 @@ from polybasic.deploy.engine import (
     Request,
     Statistics,
 )
-from polybasic.deploy.hardware import available_bytes, hardware_name, usage
-from polybasic.deploy.memory import Kernels, Layout, LoadedMemory, Memory, state_memory
+from polybasic.deploy.hardware import available_bytes, hardware_name
+from polybasic.deploy.memory import Kernels, Layout, Memory, state_memory
 from polybasic.deploy.rounds.sampling import Sampling
 from polybasic.deploy.rounds.stopping import AnswerText
 from polybasic.deploy.rounds.verifier import SPARE_ROWS
@@ -113,7 +113,7 @@ class Chain:
         measured_plan: where the plan comes from, if it was measured on this kind of machine.
         default_sampling: of the target's generation_config.json.
         stop_tokens: ids that end an answer.
-        memory: what was stated before loading, and what loading took.
+        memory: that was stated before loading.
         last_statistics: of the last finished generation.
     """
 
@@ -125,7 +125,7 @@ class Chain:
         plan: Plan | MeasuredPlan,
         stop_tokens: frozenset[int],
         default_sampling: Sampling,
-        memory: LoadedMemory,
+        memory: Memory,
     ) -> None:
         self.folder, self.manifest = checked.folder, checked.manifest
         self.target_folder = checked.target
@@ -383,15 +383,13 @@ def load_checked(
     stated = _stated(checked, running, where, compute_dtype, num_tokens, share_caches)
     if (available := available_bytes(where)) is not None:
         stated.check_fits(available)
-    before = usage(where)
     models = _load_models(checked, where, compute_dtype, num_tokens)
     engine = Engine(models, share_caches, graphs)
     _allocate(engine, running)
-    memory = LoadedMemory(stated, before, usage(where))
     tokenizer = load_tokenizer(checked.tokenizer, "chain's tokenizer")
     stop_tokens = read_stop_tokens(checked.target, tokenizer.eos_token_id)
     engine.capture(running, default_sampling, stop_tokens, say or _log.info)
-    return Chain(checked, tokenizer, engine, chosen, stop_tokens, default_sampling, memory)
+    return Chain(checked, tokenizer, engine, chosen, stop_tokens, default_sampling, stated)
 
 
 def _allocate(engine: Engine, plan: Plan) -> None:

@@ -4,13 +4,23 @@ import gc
 import os
 import platform
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from polybasic.deploy.memory import Usage
-
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
+
+class Usage(NamedTuple):
+    """Bytes in use: by the process on a CPU, by torch's tensors on a CUDA device.
+
+    Attributes:
+        now: at this moment.
+        peak: the most since `forget_peak`, or since the process began.
+    """
+
+    now: int
+    peak: int
 
 
 def describe_hardware(device: torch.device) -> dict[str, Any]:
@@ -61,10 +71,7 @@ def available_bytes(device: torch.device, root: Path = Path("/")) -> int | None:
 
 
 def usage(device: torch.device) -> Usage | None:
-    """What is in use: by the process on a CPU, by torch's tensors on a CUDA device.
-
-    None on systems without Linux' /proc.
-    """
+    """What is in use; None on systems without Linux' /proc."""
     if device.type == "cuda":
         return Usage(torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device))
     if not _STATUS.exists():
@@ -74,7 +81,7 @@ def usage(device: torch.device) -> Usage | None:
 
 
 def forget_peak(device: torch.device) -> None:
-    """Free what nobody uses, and count the peak of `usage` anew, where the system can."""
+    """Free what nobody uses, and count the peak of `usage` anew where the system can."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.config import (
@@ -152,37 +152,6 @@ class Memory:
             "peak_bytes": self.peak_bytes,
             "bytes_per_1000_tokens": self.bytes_per_1000_tokens,
         }
-
-
-class Usage(NamedTuple):
-    """Bytes in use now, and the most that were."""
-
-    now: int
-    peak: int
-
-
-@dataclass(frozen=True)
-class LoadedMemory:
-    """What was stated of a chain, and what was in use before and after it was loaded, if known."""
-
-    stated: Memory
-    before: Usage | None
-    after: Usage | None
-
-    def report(self, answered: Usage | None) -> dict[str, Any]:
-        """What was stated, what was measured, and the ratio of the bytes that stay.
-
-        Args:
-            answered: what was in use once the chain had answered.
-        """
-        report: dict[str, Any] = {"stated": self.stated.to_json(), "measured": None, "ratio": None}
-        if self.before is None or self.after is None or answered is None:
-            return report
-        staying = self.after.now - self.before.now
-        peak = max(self.after.peak, answered.peak) - self.before.now
-        report["measured"] = {"staying_bytes": staying, "peak_bytes": peak}
-        report["ratio"] = staying / self.stated.staying_bytes
-        return report
 
 
 def state_memory(

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from polybasic.chain.errors import UserError
+from polybasic.chain.formats.card import record_results, shown_flush, shown_members, shown_tree
 from polybasic.chain.formats.files import write_json
 from polybasic.chain.formats.manifest import HEAD_KINDS, Kind, Member, Ngram, Plan
 from polybasic.deploy.bench.adaptations import adaptations
@@ -22,7 +23,8 @@ from polybasic.deploy.bench.report import write_markdown
 from polybasic.deploy.bench.rereading import ways_of
 from polybasic.deploy.bench.rounding import NUM_POSITIONS, Rounding, measure_rounding
 from polybasic.deploy.chain import Chain, device_named, load_chain
-from polybasic.deploy.hardware import describe_hardware, forget_peak, usage
+from polybasic.deploy.hardware import Usage, describe_hardware, forget_peak, usage
+from polybasic.deploy.memory import Memory
 from polybasic.deploy.prompts import Question, choose_fitting, read_questions
 from polybasic.deploy.rounds.sampling import Sampling
 from polybasic.deploy.settings import BenchSettings, SystemName
@@ -93,12 +95,16 @@ def bench_chain(
             "add target, over which speedups are counted",
         )
     questions = read_questions(Path(settings.prompts))
-    forget_peak(device_named())
+    device = device_named()
+    forget_peak(device)
+    before = usage(device)
     chain = load_chain(folder, dtype=settings.dtype, graphs=settings.graphs, say=say)
+    loaded = usage(device)
     chosen, num_too_long = _fitting(chain, questions, settings)
     systems = _systems(chain, settings)
     prompts = _prompts(chain, chosen, settings)
-    memory = _warmed_up(chain, systems, prompts, settings)
+    _warm_up(chain, systems, prompts, settings)
+    memory = _memory_report(chain.memory, before, loaded, usage(device))
     baseline = _baseline(chain, settings)
     _run_in_turns(chain, baseline, systems, prompts, settings)
     rounding = _rounding(chain, baseline, systems, prompts) if settings.temperature == 0 else None
@@ -213,19 +219,26 @@ def _drafters_of(verifying: str, chain: Chain, kinds: tuple[Kind, ...]) -> list[
     ]
 
 
-def _warmed_up(
+def _warm_up(
     chain: Chain, systems: list[System], prompts: list[Prompt], settings: BenchSettings
-) -> dict[str, Any]:
-    """Let each system of this runtime answer the longest prompt, which is not counted.
-
-    Returns:
-        The memory that was stated for the chain, and what it takes.
-    """
+) -> None:
+    """Let each system of this runtime answer the longest prompt, which is not counted."""
     longest = max(prompts, key=lambda prompt: len(prompt.token_ids))
     for system in systems:
         if system.plan is not None:
             _answer(chain, system.plan, longest, settings)
-    return chain.memory.report(usage(chain.engine.models.target.device))
+
+
+def _memory_report(
+    stated: Memory, before: Usage | None, loaded: Usage | None, answered: Usage | None
+) -> dict[str, Any]:
+    """Bytes as stated and, where the system tells, as measured; and the ratio of those that stay."""
+    report: dict[str, Any] = {"stated": stated.to_json(), "measured": None, "ratio": None}
+    if before is not None and loaded is not None and answered is not None:
+        staying, peak = loaded.now - before.now, answered.peak - before.now
+        report["measured"] = {"staying_bytes": staying, "peak_bytes": peak}
+        report["ratio"] = staying / stated.staying_bytes
+    return report
 
 
 def _baseline(chain: Chain, settings: BenchSettings) -> TransformersBaseline | None:
