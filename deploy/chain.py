@@ -36,7 +36,7 @@ from polybasic.deploy.engine import (
     Request,
     Statistics,
 )
-from polybasic.deploy.hardware import available_bytes, hardware_name
+from polybasic.deploy.hardware import available_bytes, hardware_name, release_unused
 from polybasic.deploy.memory import Kernels, Layout, Memory, state_memory
 from polybasic.deploy.rounds.sampling import Sampling
 from polybasic.deploy.rounds.stopping import AnswerText
@@ -386,6 +386,7 @@ def load_checked(
     models = _load_models(checked, where, compute_dtype, num_tokens)
     engine = Engine(models, share_caches, graphs)
     _allocate(engine, running)
+    release_unused(where)
     tokenizer = load_tokenizer(checked.tokenizer, "chain's tokenizer")
     stop_tokens = read_stop_tokens(checked.target, tokenizer.eos_token_id)
     engine.capture(running, default_sampling, stop_tokens, say or _log.info)

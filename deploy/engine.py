@@ -127,7 +127,7 @@ class Engine:
         self.verifiers: dict[str, Verifier] = {}
         for name, decoder in models.decoders.items():
             above = next(reversed(self.verifiers.values()), None) if share_caches else None
-            if above is not None and above.decoder.cache_shape == decoder.cache_shape:
+            if above is not None and above.decoder.config.cache_shape == decoder.config.cache_shape:
                 cache = above.cache
             else:
                 cache = KeyValueCache(

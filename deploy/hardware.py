@@ -1,5 +1,6 @@
 """The machine at hand, as a report names it, and the memory that it has left."""
 
+import ctypes
 import gc
 import os
 import platform
@@ -80,11 +81,19 @@ def usage(device: torch.device) -> Usage | None:
     return Usage(*(1024 * int(fields[key].split()[0]) for key in ("VmRSS", "VmHWM")))
 
 
-def forget_peak(device: torch.device) -> None:
-    """Free what nobody uses, and count the peak of `usage` anew where the system can."""
+def release_unused(device: torch.device) -> None:
+    """Return what allocators hold of tensors that are gone."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
+    elif platform.system() == "Linux" and hasattr(library := ctypes.CDLL(None), "malloc_trim"):
+        library.malloc_trim(0)
+
+
+def forget_peak(device: torch.device) -> None:
+    """Release what is unused, and count the peak of `usage` anew where the system can."""
+    release_unused(device)
+    if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     elif os.access(_CLEAR, os.W_OK):
         _CLEAR.write_text("5")  # man 5 proc

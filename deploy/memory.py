@@ -4,11 +4,9 @@ The bytes are those of weights as they lie when loaded, of caches for the whole 
 workspace of a pass, by the configs and the headers of weight files; `MARGIN` is for all the rest.
 """
 
-from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Iterator, Sequence, Set
+from dataclasses import asdict, dataclass
 from math import prod
-from pathlib import Path
 from typing import Any, Literal
 
 from polybasic.chain.errors import UserError
@@ -18,7 +16,7 @@ from polybasic.chain.formats.config import (
     read_decoder_config,
     read_head_config,
 )
-from polybasic.chain.formats.manifest import HEAD_KINDS, MAX_TREE_ROWS, Kind, Member, Plan
+from polybasic.chain.formats.manifest import HEAD_KINDS, MAX_TREE_ROWS, Kind, Plan
 from polybasic.chain.formats.names import DRAFT_TABLES
 from polybasic.chain.formats.shapes import expected_shapes, tensor_headers
 from polybasic.chain.formats.verify import CheckedChain
@@ -141,16 +139,12 @@ class Memory:
 
     def to_json(self) -> dict[str, Any]:
         """All of it, with the sums."""
+        sums = ("staying_bytes", "workspace_bytes", "peak_bytes", "bytes_per_1000_tokens")
         return {
-            "device": self.layout.device,
-            "dtype": self.layout.dtype,
-            "kernels": self.layout.kernels,
+            **asdict(self.layout),
             "context_tokens": self.context_tokens,
             "members": self.members,
-            "staying_bytes": self.staying_bytes,
-            "workspace_bytes": self.workspace_bytes,
-            "peak_bytes": self.peak_bytes,
-            "bytes_per_1000_tokens": self.bytes_per_1000_tokens,
+            **{name: getattr(self, name) for name in sums},
         }
 
 
@@ -171,39 +165,36 @@ def state_memory(
         context_tokens: prompt and answer together.
         share_caches: False gives every verifying member a cache of its own.
     """
-    members, capacity = checked.manifest.members, context_tokens + MAX_TREE_ROWS
-    configs = {one.name: _config(one.kind, checked.members[one.name]) for one in members}
-    sharing = _sharing_members(members, configs) if share_caches else set()
+    capacity, making = context_tokens + MAX_TREE_ROWS, 0.0
+    configs: list[DecoderConfig] = []
+    above: tuple[object, ...] | None = None
     found: dict[str, dict[str, int]] = {}
-    making = 0.0
-    for member in members:
-        config, folder = configs[member.name], checked.members[member.name]
+    for member in checked.manifest.members:
+        folder, is_head = checked.members[member.name], member.kind in HEAD_KINDS
+        config = read_head_config(folder) if is_head else read_decoder_config(folder)
         weights = list(_weights(member.kind, config, tensor_headers(folder).keys(), layout))
         making = max(making, *(num * _MAKING_BYTES[form] for form, num in weights))
-        row_values = 0 if member.name in sharing else _row_values(config)
         found[member.name] = {
             "weights": round(sum(num * layout.weight_bytes(form) for form, num in weights)),
-            "cache": capacity * row_values * layout.item_bytes,
+            "cache": capacity * _cached_values(config) * layout.item_bytes,
         }
-    num_rows = plan.tree.rows + max((flush.length for flush in plan.flush.values()), default=0)
-    sampling = num_rows * configs[members[0].name].vocab_size * _SAMPLING_BYTES
-    prompt = _prompt_bytes(list(configs.values()), context_tokens, layout)
-    workspace = _LIBRARY_BYTES + max(making, sampling, prompt)
+        if member.role != "drafter":
+            if share_caches and config.cache_shape == above:
+                found[member.name]["cache"] = 0
+            above = config.cache_shape
+        configs.append(config)
+    flushed = max((flush.length for flush in plan.flush.values()), default=0)
+    sampling = (plan.tree.rows + flushed) * configs[0].vocab_size * _SAMPLING_BYTES
+    workspace = _LIBRARY_BYTES + max(
+        making, sampling, _prompt_bytes(configs, context_tokens, layout)
+    )
     return Memory(layout, context_tokens, found, round(workspace))
-
-
-def _config(kind: Kind, folder: Path) -> DecoderConfig:
-    return read_head_config(folder) if kind in HEAD_KINDS else read_decoder_config(folder)
 
 
 def _weights(
     kind: Kind, config: DecoderConfig, stored: Set[str], layout: Layout
 ) -> Iterator[tuple[Form, int]]:
-    """Form and number of the weights of each tensor that is loaded.
-
-    Args:
-        stored: names of the checkpoint's tensors.
-    """
+    """Form and number of the weights of each tensor that is loaded; `stored` are all names."""
     is_head = isinstance(config, HeadConfig)
     for name, shape in expected_shapes(kind, config, 128 if kind == "awq" else None, stored):
         if name.endswith(".qweight"):
@@ -213,44 +204,33 @@ def _weights(
         # a head reads its verifier's embedding; a 4-bit weight counts with its scales and zeros
         elif not name.endswith(("embed_tokens.weight", ".qzeros", ".scales")):
             yield "rounded" if is_head else "dense", prod(shape)
-    copies = layout.device == "cpu" and layout.kernels != "device"
-    if not is_head and config.tie_word_embeddings and copies:
+    is_copied = layout.device == "cpu" and layout.kernels != "device"
+    if not is_head and config.tie_word_embeddings and is_copied:
         yield "dense", config.vocab_size * config.hidden_size
-    if kind == "eagle2" and (layout.rounds_heads or stored & {*DRAFT_TABLES}):
+    reads_copy = layout.rounds_heads or stored & {*DRAFT_TABLES}
+    if isinstance(config, HeadConfig) and kind == "eagle2" and reads_copy:
+        # rows of its verifier's lm_head
         yield "rounded", config.num_draft_tokens * config.hidden_size
 
 
-def _sharing_members(members: Sequence[Member], configs: Mapping[str, DecoderConfig]) -> set[str]:
-    """Verifying members that share the cache of the one above, whose layers have their shapes."""
-    verifying = [member.name for member in members if member.role != "drafter"]
-    return {
-        below
-        for above, below in pairwise(verifying)
-        if _cache_shape(configs[below]) == _cache_shape(configs[above])
-    }
-
-
-def _cache_shape(config: DecoderConfig) -> tuple[object, ...]:
-    """As `polybasic.chain.model.decoder.Decoder.cache_shape`."""
-    kinds = [config.kinds[config.kind_of(layer)] for layer in range(config.num_layers)]
-    return kinds, config.num_kv_heads, config.head_dim, config.hidden_size
-
-
-def _row_values(config: DecoderConfig) -> int:
-    """Of a row of the cache: keys and values, cosines and sines, and what a head observed."""
+def _cached_values(config: DecoderConfig) -> int:
+    """Of a row: keys and values, cosines and sines, and what a head observed of its verifier."""
     is_head = isinstance(config, HeadConfig)
     num_layers = 1 if is_head else config.num_layers
     attended = 2 * config.head_dim * (num_layers * config.num_kv_heads + len(config.kinds))
-    observed = config.hidden_size * (len(config.feature_layers) or 1) if is_head else 0
-    return attended + observed
+    return attended + (config.hidden_size * _num_read(config) if is_head else 0)
 
 
 def _prompt_bytes(configs: Sequence[DecoderConfig], context_tokens: int, layout: Layout) -> int:
     """Of passes over a prompt that fills the context, with the states that a head reads of it."""
-    features = [len(one.feature_layers) for one in configs if isinstance(one, HeadConfig)]
+    states = max(map(_num_read, configs)) * configs[0].hidden_size
     width = max(5 * one.hidden_size + 3 * one.intermediate_size for one in configs)
-    states = (1 + max(features, default=0)) * configs[0].hidden_size
-    if layout.kernels == "native":
-        # every member keeps buffers of its own, in float32
-        return context_tokens * states * layout.item_bytes + 4 * _NATIVE_ROWS * width * len(configs)
-    return context_tokens * (states + width) * layout.item_bytes
+    if layout.kernels != "native":
+        return context_tokens * (states + width) * layout.item_bytes
+    # every member keeps buffers of its own, in float32
+    return context_tokens * states * layout.item_bytes + 4 * _NATIVE_ROWS * width * len(configs)
+
+
+def _num_read(config: DecoderConfig) -> int:
+    """Layers whose states a head reads; 1 for a decoder."""
+    return len(config.feature_layers) or 1 if isinstance(config, HeadConfig) else 1

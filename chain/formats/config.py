@@ -107,6 +107,15 @@ class DecoderConfig:
         """Place of a layer's kind in `kinds`."""
         return self.kinds.index(self.layer_kinds[layer]) if self.layer_kinds else 0
 
+    @property
+    def cache_shape(self) -> tuple[object, ...]:
+        """Layers with their kinds, key/value heads, head size and width of the states.
+
+        Decoders that agree in it can share a cache, and one's states serve a head of the other.
+        """
+        kinds = [self.kinds[self.kind_of(layer)] for layer in range(self.num_layers)]
+        return kinds, self.num_kv_heads, self.head_dim, self.hidden_size
+
 
 @dataclass(frozen=True)
 class HeadConfig(DecoderConfig):

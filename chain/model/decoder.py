@@ -244,16 +244,6 @@ class Decoder:
     def dtype(self) -> torch.dtype:
         return self.embedding.dtype
 
-    @property
-    def cache_shape(self) -> tuple[object, ...]:
-        """Layers with their kinds, key/value heads, head size and width of the states.
-
-        Decoders that agree in it can share a cache, and one's states serve a head of the other.
-        """
-        config = self.config
-        kinds = [config.kinds[layer.kind] for layer in self.layers]
-        return kinds, config.num_kv_heads, config.head_dim, config.hidden_size
-
     @cached_property
     def native(self) -> NativeModel | None:
         """Runs passes and drafts in one call, on a CPU with native kernels; else None."""

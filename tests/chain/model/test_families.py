@@ -343,16 +343,16 @@ def test_4_bit_copies_compute_their_dequantized_weights(
     # the model before it was rounded to 4 bits is far away
     unquantized = consecutive_logits(load(source), ids, ends)
     assert (unquantized - exact).pow(2).mean() > 20 * error
-    assert awq.cache_shape == load(source).cache_shape
+    assert awq.config.cache_shape == load(source).config.cache_shape
 
 
 def test_decoders_of_different_kinds_of_layers_share_no_cache(
     folders: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shapes = [load(folders(case)).cache_shape for case in ("mistral", "mistral-no-window")]
+    shapes = [load(folders(case)).config.cache_shape for case in ("mistral", "mistral-no-window")]
     assert shapes[0] != shapes[1]
     load_with(monkeypatch, lambda config: replace(config, rope=config.rope | {"rope_theta": 2e4}))
-    assert load(folders("mistral-no-window")).cache_shape != shapes[1]
+    assert load(folders("mistral-no-window")).config.cache_shape != shapes[1]
 
 
 @torch.inference_mode()

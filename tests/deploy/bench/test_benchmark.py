@@ -87,7 +87,7 @@ def test_results_reach_files_and_manifest(tiny_chain: Path, report: dict[str, An
     assert memory["stated"]["context_tokens"] == 128
     assert set(memory["stated"]["members"]) == {"target", "intermediate", "draft"}
     measured = memory["measured"]
-    assert 0 < measured["staying_bytes"] <= measured["loading_bytes"]
+    assert 0 < measured["staying_bytes"] <= measured["peak_bytes"]
     assert memory["ratio"] == measured["staying_bytes"] / memory["stated"]["staying_bytes"]
     assert "## Memory" in markdown
     assert "of weights and caches for 128 tokens of context (cpu, float32" in markdown

@@ -18,7 +18,7 @@ def test_what_is_stated_is_what_loading_states(
     memory = json.loads(capsys.readouterr().out)["memory"]
     assert memory.pop("available_bytes") > memory["peak_bytes"]
     loaded = load_chain(tiny_chain, dtype="float32", context_tokens=50)
-    assert memory == loaded.memory.stated.to_json()
+    assert memory == loaded.memory.to_json()
     inspect(str(tiny_chain))
     shown = capsys.readouterr().out.splitlines()[-1]
     assert shown.startswith("memory: ")

@@ -1,0 +1,43 @@
+"""What a machine is said to have left."""
+
+from pathlib import Path
+
+import torch
+
+from polybasic.deploy.hardware import available_bytes
+
+CPU = torch.device("cpu")
+
+
+def write_system(root: Path, groups: str, files: dict[str, str]) -> Path:
+    """A system with 8 GB available."""
+    files = {
+        "proc/meminfo": "MemTotal: 16000000 kB\nMemAvailable: 8000000 kB\n",
+        "proc/self/cgroup": groups,
+    } | files
+    for name, content in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content)
+    return root
+
+
+def test_what_is_available_ends_at_the_control_groups_limits(tmp_path: Path) -> None:
+    free = write_system(tmp_path / "free", "0::/a\n", {"sys/fs/cgroup/a/memory.max": "max\n"})
+    assert available_bytes(CPU, free) == 8_000_000 * 1024
+    above = {
+        "sys/fs/cgroup/a/memory.max": "5000000000\n",
+        "sys/fs/cgroup/a/memory.current": "3000000000\n",
+        "sys/fs/cgroup/a/memory.stat": "anon 2\ninactive_file 500000000\n",
+        "sys/fs/cgroup/a/b/memory.max": "max\n",
+    }
+    new = write_system(tmp_path / "new", "0::/a/b\n", above)
+    assert available_bytes(CPU, new) == 2_500_000_000
+    within = {
+        "sys/fs/cgroup/memory/a/memory.limit_in_bytes": "4000000000\n",
+        "sys/fs/cgroup/memory/a/memory.usage_in_bytes": "1000000000\n",
+        "sys/fs/cgroup/memory/a/memory.stat": "total_inactive_file 0\n",
+    }
+    old = write_system(tmp_path / "old", "5:cpu:/a\n4:memory:/a\n0::/\n", within)
+    assert available_bytes(CPU, old) == 3_000_000_000
+    assert available_bytes(CPU, tmp_path / "nothing") is None
