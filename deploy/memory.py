@@ -4,7 +4,7 @@ The bytes are those of weights as they lie when loaded, of caches for the whole 
 workspace of a pass, by the configs and the headers of weight files; `MARGIN` is for all the rest.
 """
 
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Set
 from dataclasses import asdict, dataclass
 from math import prod
 from typing import Any, Literal
@@ -16,7 +16,7 @@ from polybasic.chain.formats.config import (
     read_decoder_config,
     read_head_config,
 )
-from polybasic.chain.formats.manifest import HEAD_KINDS, MAX_TREE_ROWS, Kind, Plan
+from polybasic.chain.formats.manifest import HEAD_KINDS, MAX_TREE_ROWS, Kind
 from polybasic.chain.formats.names import DRAFT_TABLES
 from polybasic.chain.formats.shapes import expected_shapes, tensor_headers
 from polybasic.chain.formats.verify import CheckedChain
@@ -37,12 +37,8 @@ _INT4_BYTES, _ROUNDED_BYTES = 0.5 + 5 / 128, 0.5 + 5 / 64
 """Of a weight in 4 bits and its part of a group's scale and zero."""
 _MAKING_BYTES: dict[Form, float] = {"kept": 4, "dense": 4, "int4": 10, "rounded": 6}
 """Of a weight while it is converted, beside what stays of it."""
-_NATIVE_ROWS = 256
-"""Of a native pass: longer prompts are read in several."""
-_SAMPLING_BYTES = 28
-"""Of a logit that is sampled from, in float32 at each step of the way."""
-_LIBRARY_BYTES = 200_000_000
-"""That libraries take when a first chain is loaded and answers."""
+_LIBRARY_BYTES = 250_000_000
+"""That libraries and the kernels' buffers take when a first chain is loaded and answers."""
 
 
 @dataclass(frozen=True)
@@ -71,19 +67,17 @@ class Layout:
         """Whether draft heads are rounded to 4 bits."""
         return self.dtype in _ROUNDED_DTYPES[self.kernels]
 
-    def weight_bytes(self, form: Form) -> float:
+    @property
+    def weight_bytes(self) -> dict[Form, float]:
         """Of one weight once it is loaded."""
-        dense = 4 if self.widens else self.item_bytes
-        if form == "kept":
-            return self.item_bytes
-        if form == "rounded" and self.rounds_heads:
-            return _ROUNDED_BYTES
-        if form != "int4":
-            return dense
+        dense = int4 = 4 if self.widens else self.item_bytes
         if self.kernels != "eager":
-            return _INT4_BYTES
-        # PyTorch's 4-bit product is for few rows: more of them read a dequantized copy
-        return _INT4_BYTES + (4 if self.widens else 2) if self.device == "cpu" else dense
+            int4 = _INT4_BYTES
+        elif self.device == "cpu":
+            # PyTorch's 4-bit product is for few rows; more of them read a copy in bfloat16
+            int4 = _INT4_BYTES + (4 if self.widens else 2)
+        rounded = _ROUNDED_BYTES if self.rounds_heads else dense
+        return {"kept": self.item_bytes, "dense": dense, "int4": int4, "rounded": rounded}
 
 
 @dataclass(frozen=True)
@@ -149,46 +143,35 @@ class Memory:
 
 
 def state_memory(
-    checked: CheckedChain,
-    plan: Plan,
-    layout: Layout,
-    context_tokens: int,
-    *,
-    share_caches: bool = True,
+    checked: CheckedChain, layout: Layout, context_tokens: int, *, share_caches: bool = True
 ) -> Memory:
     """What a chain will take; of weights, nothing but the headers of their files is read.
 
     Args:
         checked: the chain; all of its members are loaded.
-        plan: the one that runs.
         layout: of the weights.
         context_tokens: prompt and answer together.
         share_caches: False gives every verifying member a cache of its own.
     """
-    capacity, making = context_tokens + MAX_TREE_ROWS, 0.0
-    configs: list[DecoderConfig] = []
-    above: tuple[object, ...] | None = None
     found: dict[str, dict[str, int]] = {}
+    above: tuple[object, ...] | None = None
+    making, row_values = 0.0, 0
     for member in checked.manifest.members:
         folder, is_head = checked.members[member.name], member.kind in HEAD_KINDS
         config = read_head_config(folder) if is_head else read_decoder_config(folder)
         weights = list(_weights(member.kind, config, tensor_headers(folder).keys(), layout))
         making = max(making, *(num * _MAKING_BYTES[form] for form, num in weights))
-        found[member.name] = {
-            "weights": round(sum(num * layout.weight_bytes(form) for form, num in weights)),
-            "cache": capacity * _cached_values(config) * layout.item_bytes,
-        }
+        row_values = max(row_values, _prompt_values(config, layout))
+        cached = (context_tokens + MAX_TREE_ROWS) * _cached_values(config)
         if member.role != "drafter":
-            if share_caches and config.cache_shape == above:
-                found[member.name]["cache"] = 0
+            cached = 0 if share_caches and config.cache_shape == above else cached
             above = config.cache_shape
-        configs.append(config)
-    flushed = max((flush.length for flush in plan.flush.values()), default=0)
-    sampling = (plan.tree.rows + flushed) * configs[0].vocab_size * _SAMPLING_BYTES
-    workspace = _LIBRARY_BYTES + max(
-        making, sampling, _prompt_bytes(configs, context_tokens, layout)
-    )
-    return Memory(layout, context_tokens, found, round(workspace))
+        found[member.name] = {
+            "weights": round(sum(num * layout.weight_bytes[form] for form, num in weights)),
+            "cache": cached * layout.item_bytes,
+        }
+    passing = max(making, context_tokens * row_values * layout.item_bytes)
+    return Memory(layout, context_tokens, found, _LIBRARY_BYTES + round(passing))
 
 
 def _weights(
@@ -218,19 +201,16 @@ def _cached_values(config: DecoderConfig) -> int:
     is_head = isinstance(config, HeadConfig)
     num_layers = 1 if is_head else config.num_layers
     attended = 2 * config.head_dim * (num_layers * config.num_kv_heads + len(config.kinds))
-    return attended + (config.hidden_size * _num_read(config) if is_head else 0)
+    return attended + is_head * _state_values(config)
 
 
-def _prompt_bytes(configs: Sequence[DecoderConfig], context_tokens: int, layout: Layout) -> int:
-    """Of passes over a prompt that fills the context, with the states that a head reads of it."""
-    states = max(map(_num_read, configs)) * configs[0].hidden_size
-    width = max(5 * one.hidden_size + 3 * one.intermediate_size for one in configs)
-    if layout.kernels != "native":
-        return context_tokens * (states + width) * layout.item_bytes
-    # every member keeps buffers of its own, in float32
-    return context_tokens * states * layout.item_bytes + 4 * _NATIVE_ROWS * width * len(configs)
+def _prompt_values(config: DecoderConfig, layout: Layout) -> int:
+    """Of a row of a prompt: states, and but for native kernels, which read blocks, activations."""
+    activations = 5 * config.hidden_size + 3 * config.intermediate_size
+    return _state_values(config) + (0 if layout.kernels == "native" else activations)
 
 
-def _num_read(config: DecoderConfig) -> int:
-    """Layers whose states a head reads; 1 for a decoder."""
-    return len(config.feature_layers) or 1 if isinstance(config, HeadConfig) else 1
+def _state_values(config: DecoderConfig) -> int:
+    """Of a row's states, which an EAGLE-3 head reads of several layers."""
+    num_layers = len(config.feature_layers) if isinstance(config, HeadConfig) else 1
+    return max(1, num_layers) * config.hidden_size

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.manifest import Plan, Tree
 from polybasic.chain.formats.verify import check_chain
 from polybasic.chain.kernels.cpu.library import load_kernels
 from polybasic.chain.kernels.torch import device_weights
@@ -27,7 +26,6 @@ from tests.head_kinds import trim, write_eagle3
 CPU = torch.device("cpu")
 CONTEXT_TOKENS = 100
 Result = TypeVar("Result")
-PLAN = Plan(members=("target",), tree=Tree(depth=3, top_k=2, rows=6))
 
 
 @pytest.fixture(params=["eager", "native", "device"])
@@ -54,8 +52,7 @@ def allocated_by(run: Callable[[], Result]) -> tuple[Result, int, int]:
 
 
 def state_chain(folder: Path, layout: Layout, **options: Any) -> Memory:
-    checked = check_chain(folder)
-    return state_memory(checked, checked.manifest.plan, layout, CONTEXT_TOKENS, **options)
+    return state_memory(check_chain(folder), layout, CONTEXT_TOKENS, **options)
 
 
 @pytest.mark.parametrize("family", ["qwen25", "phi3", "gemma3"])
@@ -67,7 +64,7 @@ def test_stated_weights_are_those_that_are_loaded(
     manifest = SimpleNamespace(members=[member])
     checked: Any = SimpleNamespace(manifest=manifest, members={"target": tmp_path})
     _, stays, _ = allocated_by(lambda: load_decoder(tmp_path, torch.float32, CPU, 1))
-    stated = state_memory(checked, PLAN, Layout("cpu", "float32", kernels), CONTEXT_TOKENS)
+    stated = state_memory(checked, Layout("cpu", "float32", kernels), CONTEXT_TOKENS)
     assert stays == pytest.approx(stated.members["target"]["weights"], rel=0.05)
 
 
