@@ -380,7 +380,7 @@ def load_checked(
     chosen = _plan(checked, plan, hardware_name(where))
     num_tokens = _context_tokens(checked, context_tokens, beyond_declared)
     running = chosen.plan if isinstance(chosen, MeasuredPlan) else chosen
-    stated = _stated(checked, running, where, compute_dtype, num_tokens, share_caches)
+    stated = _stated(checked, where, compute_dtype, num_tokens, share_caches)
     if (available := available_bytes(where)) is not None:
         stated.check_fits(available)
     models = _load_models(checked, where, compute_dtype, num_tokens)
@@ -418,23 +418,20 @@ def stated_memory(
         UserError: a dtype that there is not, or a context longer than a member's.
     """
     where = device_named(device)
-    chosen = checked.manifest.plan_for(hardware_name(where))
-    plan = chosen.plan if chosen is not None else checked.manifest.plan
     num_tokens = _context_tokens(checked, context_tokens)
-    memory = _stated(checked, plan, where, _dtype(dtype, checked.target), num_tokens)
+    memory = _stated(checked, where, _dtype(dtype, checked.target), num_tokens)
     return memory, available_bytes(where)
 
 
 def _stated(
     checked: CheckedChain,
-    plan: Plan,
     device: torch.device,
     dtype: torch.dtype,
     num_tokens: int,
     share_caches: bool = True,
 ) -> Memory:
     layout = Layout(device.type, str(dtype).removeprefix("torch."), _kernels(device, dtype))
-    return state_memory(checked, plan, layout, num_tokens, share_caches=share_caches)
+    return state_memory(checked, layout, num_tokens, share_caches=share_caches)
 
 
 def _kernels(device: torch.device, dtype: torch.dtype) -> Kernels:

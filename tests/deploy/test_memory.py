@@ -1,7 +1,7 @@
 """Memory stated before loading against the tensors of a loaded chain; refusals."""
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
@@ -14,7 +14,7 @@ import torch
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.verify import check_chain
 from polybasic.chain.kernels.cpu.library import load_kernels
-from polybasic.chain.kernels.torch import device_weights
+from polybasic.chain.kernels.torch import packed_weight
 from polybasic.chain.model.loading import load_decoder
 from polybasic.chain.readable import readable_bytes
 from polybasic.deploy import Chain, chain, load_chain, memory
@@ -29,15 +29,17 @@ Result = TypeVar("Result")
 
 
 @pytest.fixture(params=["eager", "native", "device"])
-def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Kernels:
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernels]:
     """What multiplies while a test runs."""
-    if request.param == "native" and load_kernels() is None:
-        pytest.skip("no native kernels here")
-    monkeypatch.setenv("POLYBASIC_KERNELS", request.param)
+    monkeypatch.setenv("POLYBASIC_KERNELS", "auto" if request.param == "native" else request.param)
     monkeypatch.setattr(memory, "_LIBRARY_BYTES", 0)
     # some rows of a tiny weight at a time, as of one of real size
-    monkeypatch.setattr(device_weights, "_CODES_AT_ONCE", 1 << 12)
-    return request.param
+    monkeypatch.setattr(packed_weight, "_CODES_AT_ONCE", 1 << 12)
+    load_kernels.cache_clear()
+    if request.param == "native" and load_kernels() is None:
+        pytest.skip("no native kernels here")
+    yield request.param
+    load_kernels.cache_clear()
 
 
 def allocated_by(run: Callable[[], Result]) -> tuple[Result, int, int]:
