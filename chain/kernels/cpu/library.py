@@ -53,8 +53,6 @@ def load_kernels() -> Kernels | None:
     library.polybasic_new_workspace.restype = pointer
     library.polybasic_new_workspace.argtypes = [pointer, integer]
     library.polybasic_delete_workspace.argtypes = [pointer]
-    library.polybasic_workspace_bytes.restype = ctypes.c_int64
-    library.polybasic_workspace_bytes.argtypes = [pointer]
     library.polybasic_pass.argtypes = [pointer, pointer, pointer, integer]
     library.polybasic_draft.argtypes = [pointer, pointer, pointer, integer]
     library.polybasic_product.argtypes = [

@@ -214,11 +214,6 @@ class NativeModel:
         self._workspace = library.polybasic_new_workspace(self._model, self.num_positions)
         weakref.finalize(self, library.polybasic_delete_workspace, self._workspace)
 
-    @property
-    def workspace_bytes(self) -> int:
-        """Bytes of the buffers."""
-        return int(self.kernels.library.polybasic_workspace_bytes(self._workspace))
-
     def forward(
         self,
         token_ids: Tensor,

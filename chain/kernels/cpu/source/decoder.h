@@ -88,7 +88,6 @@ struct Workspace {
         void operator()(void* memory) const { std::free(memory); }
     };
     std::unique_ptr<float, Free> memory;    // pages that no pass touches stay unused
-    size_t num_floats = 0;
     std::vector<float> logits;  // of a draft's beam, from the first draft on
     float* residual;    // [R][D]
     float* features;    // [R][D], of a head
@@ -119,6 +118,7 @@ struct Workspace {
         float** places[] = {&residual,  &features,  &added,     &queries,
                             &attended,  &activated, &attention, &operand.floats,
                             &operand.scales, &operand.sums};
+        size_t num_floats = 0;
         for (size_t size : sizes) num_floats += (size + kLanes - 1) / kLanes * kLanes;
         memory.reset(static_cast<float*>(std::aligned_alloc(64, num_floats * sizeof(float))));
         if (memory == nullptr) throw std::bad_alloc();

@@ -103,11 +103,6 @@ void* polybasic_new_workspace(const Model* model, int max_context) {
 
 void polybasic_delete_workspace(void* space) { delete static_cast<Workspace*>(space); }
 
-int64_t polybasic_workspace_bytes(const void* space) {
-    const Workspace& workspace = *static_cast<const Workspace*>(space);
-    return int64_t((workspace.num_floats + workspace.logits.size()) * sizeof(float));
-}
-
 void polybasic_pass(const Model* model, const Pass* pass, void* space, int num_threads) {
     Workspace& workspace = *static_cast<Workspace*>(space);
     if (model->element == kBfloat16)
