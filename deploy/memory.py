@@ -70,7 +70,8 @@ class Layout:
     @property
     def weight_bytes(self) -> dict[Form, float]:
         """Of one weight once it is loaded."""
-        dense = int4 = 4 if self.widens else self.item_bytes
+        dense = 4 if self.widens else self.item_bytes
+        int4: float = dense
         if self.kernels != "eager":
             int4 = _INT4_BYTES
         elif self.device == "cpu":
