@@ -28,7 +28,7 @@ from polybasic.recipes.schema.recipe import Recipe
 _MODULES = {
     "data": ("train", ("datasets", "zstandard")),
     "target": ("train", ("datasets",)),
-    "regenerated": ("train", ("datasets", "httpx")),
+    "regenerated": ("train", ("datasets", "openai")),
     "draft": ("train", ("datasets", "deepspeed")),
     "intermediate": ("quantize", ("awq",)),
     "small_target": ("train", ("datasets",)),

@@ -1,7 +1,6 @@
 """A model server on this machine: OpenAI's two addresses, with faults on demand, over HTTP."""
 
 import json
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,15 +17,15 @@ class Fault:
         status: of the HTTP answer.
         body: of it, in the place of what is right.
         headers: beside the usual ones.
-        seconds: to wait before anything is sent.
         drops: the connection breaks without an answer.
+        hangs: nothing is sent until the client goes away.
     """
 
     status: int = 200
     body: bytes | None = None
     headers: dict[str, str] = field(default_factory=dict)
-    seconds: float = 0.0
     drops: bool = False
+    hangs: bool = False
 
 
 @dataclass
@@ -135,8 +134,9 @@ class _Handler(BaseHTTPRequestHandler):
         return self._send(200, completion(text, reason))
 
     def _fail(self, fault: Fault) -> None:
-        time.sleep(fault.seconds)
-        if fault.drops:
+        if fault.hangs:
+            self.connection.recv(1)
+        if fault.drops or fault.hangs:
             self.close_connection = True
             return
         self._write(fault.status, fault.body or b"{}", fault.headers)
