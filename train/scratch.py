@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import nn
 from transformers import (
@@ -69,7 +69,7 @@ def train_scratch_target(
 
     Raises:
         UserError: no conversations, settings that do not fit together, a loss that is not finite,
-            a disk that is full.
+            a run in `out` that was interrupted with other settings, a disk that is full.
     """
 
     def make_vocabulary(messages: list[list[dict[str, str]]]) -> _Vocabulary:
@@ -236,18 +236,19 @@ class _Run:
         if not self.state_path.exists():
             return
         state = torch.load(self.state_path, weights_only=True)
-        console = Console(stderr=True)
         if state["digest"] != self.digest:
-            console.print(
-                f"{self.section}: settings or conversations changed, training starts over"
+            raise UserError(
+                f"interrupted training of the {self.section} model with other settings, "
+                "conversations or seed",
+                str(self.state_path),
+                "restore them to continue it, or remove it to start over",
             )
-            return
         self.model.load_state_dict(state["model"])
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
         self.losses, self.num_tokens = state["losses"], state["num_tokens"]
         self.seconds = state["seconds"]
-        console.print(f"{self.section}: training continues at step {len(self.losses)}")
+        print(f"{self.section}: training continues at step {len(self.losses)}", file=sys.stderr)
 
 
 def build_model(

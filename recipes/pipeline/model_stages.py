@@ -30,6 +30,7 @@ QUALITY_NAME = "quality.json"
 _IMPORTED_NAME = "imported"
 _FEATURES_NAME = "features"
 _FORMAT = {"bits": 4, "group_size": 128}  # of 4-bit copies, without an import of torch
+_HEAD_PROGRESS = ("checkpoints/*", "training.json")
 
 
 def _identify_model(workspace: Workspace, folder: Path) -> dict[str, Any]:
@@ -80,7 +81,7 @@ def head_stage(recipe: Recipe, name: str, source: str, copy: str) -> Stage:
         return summary
 
     needs = conversation_stages(recipe, source) + ((copy,) if learns_from_copy else ())
-    return Stage(name, needs, inputs, run, _identify_model, resumes=True)
+    return Stage(name, needs, inputs, run, _identify_model, _HEAD_PROGRESS)
 
 
 def draft_settings(recipe: Recipe, stage: str) -> DraftSettings:

@@ -120,4 +120,5 @@ def _identify(workspace: Workspace, folder: Path) -> dict[str, Any]:
     return {"conversations": sha256_of_file(folder / CONVERSATIONS_NAME)}
 
 
-REGENERATED_STAGE = Stage(REGENERATED, ("data", "target"), _inputs, _run, _identify, resumes=True)
+# answers, which are its progress, lie in the journals, outside of the stage's folder
+REGENERATED_STAGE = Stage(REGENERATED, ("data", "target"), _inputs, _run, _identify, progress=())

@@ -106,7 +106,8 @@ class Stage:
         inputs: exactly what the result depends on, as JSON content; called when `needs` are whole.
         run: does the work in the given folder and returns the summary.
         identify: JSON content that tells one result from another; called on the done folder.
-        resumes: `run` continues from what an interrupted `run` left in the folder.
+        progress: patterns of the files in its folder that hold what an interrupted `run` did, from
+            which the next one continues; None where it starts over.
     """
 
     name: str
@@ -114,7 +115,7 @@ class Stage:
     inputs: Callable[[Workspace], dict[str, Any]]
     run: Callable[[Workspace, Path], dict[str, Any]]
     identify: Callable[[Workspace, Path], dict[str, Any]]
-    resumes: bool = False
+    progress: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -146,13 +147,14 @@ def state_of(stage: Stage, workspace: Workspace) -> StageState:
         return StageState("skip", f"whole since {record.finished_at}", inputs)
     started = partial_path(workspace.folder(stage.name)) / _STARTED_NAME
     if (
-        stage.resumes
+        stage.progress is not None
         and started.is_file()
         and sha256_of_object(read_json(started, "stage record")) == digest
     ):
         return StageState("continue", "interrupted earlier", inputs)
     if record is not None:
-        return StageState("run", f"changed: {', '.join(_changes(record.inputs, inputs))}", inputs)
+        names = [name for name, *_ in _changes(record.inputs, inputs)]
+        return StageState("run", f"changed: {', '.join(names)}", inputs)
     return StageState("run", "not there yet", inputs)
 
 
@@ -171,7 +173,8 @@ def run_stages(
         say: takes one line for people.
 
     Raises:
-        UserError: bad input, or a full disk; what was whole is kept.
+        UserError: bad input, a full disk, or training that was interrupted with other inputs; what
+            was whole and what was trained is kept.
     """
     for stage in closure(stages, only):
         finish_rename(workspace.folder(stage.name))
@@ -179,6 +182,8 @@ def run_stages(
         if state.action == "skip":
             say(f"{stage.name}: {state.reason}, skipped")
             continue
+        if state.action == "run":
+            _refuse_to_discard(stage, workspace, state.inputs)
         say(
             f"{stage.name}: {'continues' if state.action == 'continue' else 'runs'}"
             f" ({state.reason})"
@@ -224,11 +229,29 @@ def locked(out: Path) -> Iterator[None]:
         yield
 
 
+def _refuse_to_discard(stage: Stage, workspace: Workspace, inputs: dict[str, Any]) -> None:
+    """Refuse to start over where a run with other inputs was interrupted and could continue.
+
+    Raises:
+        UserError: what differs, and how to go on.
+    """
+    partial = partial_path(workspace.folder(stage.name))
+    if not any(found for pattern in stage.progress or () for found in partial.glob(pattern)):
+        return
+    started = read_json(partial / _STARTED_NAME, "stage record")
+    changes = [f"{name} was {was}, now {now}" for name, was, now in _changes(started, inputs)]
+    raise UserError(
+        f"{stage.name} was interrupted with other inputs",
+        f"{partial} ({'; '.join(changes)})",
+        "go back to the old ones to continue it, or remove that folder to start over",
+    )
+
+
 def _run_stage(stage: Stage, workspace: Workspace, state: StageState) -> float:
     folder, started_seconds = workspace.folder(stage.name), time.monotonic()
     if state.action == "run":
         shutil.rmtree(partial_path(folder), ignore_errors=True)
-    with whole_folder(folder, keep_partial=stage.resumes) as partial:
+    with whole_folder(folder, keep_partial=stage.progress is not None) as partial:
         write_json(partial / _STARTED_NAME, state.inputs)
         with full_disk_is_an_oserror(partial):
             summary = stage.run(workspace, partial)
@@ -247,12 +270,12 @@ def _run_stage(stage: Stage, workspace: Workspace, state: StageState) -> float:
     return seconds
 
 
-def _changes(before: Any, after: Any, prefix: str = "") -> list[str]:
-    """Names of the leaves in which two inputs differ."""
+def _changes(before: Any, after: Any, prefix: str = "") -> list[tuple[str, Any, Any]]:
+    """The leaves in which two inputs differ: name, value before, value after."""
     if isinstance(before, dict) and isinstance(after, dict):
         return [
             change
             for key in sorted(before.keys() | after.keys())
             for change in _changes(before.get(key), after.get(key), f"{prefix}.{key}".lstrip("."))
         ]
-    return [] if before == after else [prefix]
+    return [] if before == after else [(prefix, before, after)]

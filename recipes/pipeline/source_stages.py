@@ -24,6 +24,8 @@ from polybasic.recipes.pipeline.sources import (
     tokenizer_of,
 )
 
+_SCRATCH_PROGRESS = ("training_state.pt", "training.json")
+
 
 def _target_inputs(workspace: Workspace) -> dict[str, Any]:
     target = workspace.recipe.target
@@ -122,12 +124,14 @@ def _identify_small_target(workspace: Workspace, folder: Path) -> dict[str, Any]
     return model_digests(folder) if model == "scratch" else checkpoint_stamp(model)
 
 
-TARGET = Stage("target", ("data",), _target_inputs, _run_target, _identify_target, resumes=True)
+TARGET = Stage(
+    "target", ("data",), _target_inputs, _run_target, _identify_target, _SCRATCH_PROGRESS
+)
 SMALL_TARGET = Stage(
     "small_target",
     ("data", "target"),
     _small_target_inputs,
     _run_small_target,
     _identify_small_target,
-    resumes=True,
+    _SCRATCH_PROGRESS,
 )

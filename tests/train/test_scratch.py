@@ -140,8 +140,8 @@ def test_finished_run_is_not_repeated_and_a_changed_one_is(
     assert taken == list(range(SETTINGS.num_steps))
 
 
-def test_state_of_other_settings_is_not_continued(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_state_of_other_settings_is_neither_continued_nor_overwritten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scratch, "_SAVE_EVERY_STEPS", 3)
     with monkeypatch.context() as patch:
@@ -149,9 +149,10 @@ def test_state_of_other_settings_is_not_continued(
         with pytest.raises(Killed):
             train_scratch_target(CONVERSATIONS, SETTINGS, seed=1, out=tmp_path)
     taken = _stop_at(monkeypatch, -1)
-    train_scratch_target(CONVERSATIONS, SETTINGS, seed=2, out=tmp_path)
-    assert taken[0] == 0
-    assert "training starts over" in capsys.readouterr().err
+    with pytest.raises(UserError, match=r"other settings.*training_state\.pt.*remove it"):
+        train_scratch_target(CONVERSATIONS, SETTINGS, seed=2, out=tmp_path)
+    train_scratch_target(CONVERSATIONS, SETTINGS, seed=1, out=tmp_path)
+    assert taken[0] == 3
 
 
 def test_documents_of_a_row_do_not_see_each_other() -> None:

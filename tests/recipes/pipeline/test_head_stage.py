@@ -1,14 +1,17 @@
 """Where a draft head comes from: which parts do the work, and on what the result depends."""
 
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from polybasic.recipes.pipeline.running import Stage, Workspace
-from polybasic.recipes.pipeline.stages import stages_of
-from polybasic.recipes.schema.recipe import Recipe
+from polybasic.chain.errors import UserError
+from polybasic.recipes.pipeline import Stage, Workspace, run_stages, state_of
+from polybasic.recipes.schema import Recipe
+from polybasic.recipes.stages import stages_of
+from polybasic.train.interruption import Interrupted
 from polybasic.train.settings import LoraSettings
 
 Calls = list[tuple[str, dict[str, Any]]]
@@ -76,6 +79,26 @@ def test_a_head_is_trained_in_the_processes_of_the_recipe(calls: Calls, tmp_path
     assert arguments["target"] == arguments["tokenizer"] == Path("/models/target")
     assert arguments["out"] == folder
     assert not {"start", "lora"} & set(arguments)
+
+
+def test_a_checkpoint_outlives_another_number_of_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(num_processes: int, out: Path, **arguments: Any) -> dict[str, Any]:
+        (out / "checkpoints" / "step-00000010").mkdir(parents=True)
+        raise Interrupted(signal.SIGTERM, "saved", is_saved=True)
+
+    monkeypatch.setattr("polybasic.train.launch.train_head_in_processes", interrupted)
+    first, second = (
+        workspace_of(tmp_path, train={"num_processes": num, "batch_size": 4}) for num in (1, 2)
+    )
+    draft = replace(stage_of(first, "draft"), needs=())
+    with pytest.raises(Interrupted):
+        run_stages([draft], first, None, print)
+    with pytest.raises(UserError, match=r"\(train.num_processes was 1, now 2\)"):
+        run_stages([draft], second, None, print)
+    assert (tmp_path / "out" / ".draft.partial" / "checkpoints" / "step-00000010").is_dir()
+    assert state_of(draft, first).action == "continue"
 
 
 def test_a_head_learns_the_copy_that_verifies(calls: Calls, tmp_path: Path) -> None:

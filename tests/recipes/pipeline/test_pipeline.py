@@ -28,7 +28,7 @@ def reach(moment):
     if moment == kill:
         os.kill(os.getpid(), signal.SIGKILL)
 
-def stage(name, needs, resumes):
+def stage(name, needs, progress=None):
     def run(workspace, folder):
         path = folder / "count.txt"
         done = path.read_text().split() if path.exists() else []
@@ -41,7 +41,7 @@ def stage(name, needs, resumes):
         return {"own": inputs.get(name), **{need: workspace.identity(need) for need in needs}}
     def identify(workspace, folder):
         return {"text": (folder / "count.txt").read_text(), "own": inputs.get(name)}
-    return pipeline.Stage(name, needs, stage_inputs, run, identify, resumes)
+    return pipeline.Stage(name, needs, stage_inputs, run, identify, progress)
 
 write_json, rename = pipeline.write_json, pathlib.Path.rename
 def watched_write_json(path, content):
@@ -56,7 +56,7 @@ def watched_rename(self, target):
     return renamed
 pipeline.write_json, pathlib.Path.rename = watched_write_json, watched_rename
 
-stages = [stage("a", (), False), stage("b", ("a",), True), stage("c", ("a", "b"), False)]
+stages = [stage("a", ()), stage("b", ("a",), ("count.*",)), stage("c", ("a", "b"))]
 workspace = pipeline.Workspace(Recipe(name="x", train={"warmup_steps": 0, "num_steps": 1}), out)
 with pipeline.locked(out):
     pipeline.run_stages(stages, workspace, None, print)
@@ -161,12 +161,25 @@ def test_changed_inputs_redo_a_stage_and_what_depends_on_it(run, tmp_path) -> No
     assert "c: runs (changed: b.own)" in again.stdout
 
 
-def test_leftovers_of_other_inputs_are_not_continued(run, tmp_path) -> None:
+def test_progress_under_other_inputs_is_neither_continued_nor_removed(run, tmp_path) -> None:
     run("b step 2")
-    assert (tmp_path / "out" / ".b.partial" / "count.txt").read_text() == "0 1"
-    run(b=1)
+    partial = tmp_path / "out" / ".b.partial"
+    refused = run(b=1)
+    assert refused.returncode == 1
+    assert f"b was interrupted with other inputs: {partial} (own was None, now 1)" in refused.stderr
+    assert (partial / "count.txt").read_text() == "0 1"
+    # the old inputs continue
+    assert run().returncode == 0
     taken = [line for line in moments(tmp_path) if line.startswith("b step")]
-    assert taken == ["b step 0", "b step 1", "b step 2"] + [f"b step {n}" for n in range(4)]
+    assert taken == [f"b step {step}" for step in (0, 1, 2, 2, 3)]
+
+
+def test_progress_that_was_removed_and_leftovers_without_any_are_forgotten(run, tmp_path) -> None:
+    run("b step 2")
+    (tmp_path / "out" / ".b.partial" / "count.txt").unlink()
+    run("a step 2", a=1)  # a stage that starts over leaves no progress
+    assert run(a=2, b=1).returncode == 0
+    assert (tmp_path / "out" / "b" / "count.txt").read_text() == "0 1 2 3"
 
 
 def test_a_second_run_is_refused_while_the_first_lives(tmp_path) -> None:
@@ -181,12 +194,14 @@ def workspace_with(tmp_path: Path) -> Workspace:
     return Workspace(Recipe(name="x", train={"warmup_steps": 0, "num_steps": 1}), tmp_path)
 
 
-def stage_that(run: Callable[[Path], None], name: str = "a", resumes: bool = False) -> Stage:
+def stage_that(
+    run: Callable[[Path], None], name: str = "a", progress: tuple[str, ...] | None = None
+) -> Stage:
     def run_in(workspace: Workspace, folder: Path) -> dict:
         run(folder)
         return {}
 
-    return Stage(name, (), lambda workspace: {}, run_in, lambda workspace, folder: {}, resumes)
+    return Stage(name, (), lambda workspace: {}, run_in, lambda workspace, folder: {}, progress)
 
 
 def write_on_a_full_disk(folder: Path) -> None:
@@ -199,14 +214,14 @@ def raise_like_safetensors(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("failing", [write_on_a_full_disk, raise_like_safetensors])
-@pytest.mark.parametrize("resumes", [False, True])
-def test_a_full_disk_is_one_line_and_keeps_what_is_whole(failing, resumes, tmp_path) -> None:
-    stages = [stage_that(lambda folder: None), stage_that(failing, "b", resumes)]
+@pytest.mark.parametrize("progress", [None, ()])
+def test_a_full_disk_is_one_line_and_keeps_what_is_whole(failing, progress, tmp_path) -> None:
+    stages = [stage_that(lambda folder: None), stage_that(failing, "b", progress)]
     with pytest.raises(UserError, match="disk full"):
         run_stages(stages, workspace_with(tmp_path), None, lambda line: None)
     assert (tmp_path / "a" / "stage.json").is_file()
     assert not (tmp_path / "b").exists()
-    assert (tmp_path / ".b.partial").exists() == resumes
+    assert (tmp_path / ".b.partial").exists() == (progress is not None)
 
 
 def test_other_errors_keep_their_type(tmp_path) -> None:
