@@ -12,7 +12,7 @@ def calibration_samples(
     """Choose `num_samples` samples of exactly `num_tokens` token ids each.
 
     Rows are shuffled and joined. Of each row only the first `num_tokens` are taken at first, and
-    what lies behind them only after all other rows, so that long rows do not crowd out the rest.
+    what follows them only after all other rows, so that long rows do not crowd out the rest.
 
     Args:
         encoded: token-id rows, one for a conversation; empty ones count for nothing.

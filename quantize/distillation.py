@@ -22,8 +22,9 @@ from polybasic.chain.formats.checkpoint import copy_checkpoint, load_tensors
 from polybasic.chain.formats.files import read_json, whole_folder
 from polybasic.chain.formats.lineage import ORIGIN_KEY, QUANTIZED_FROM_KEY, weights_digest
 from polybasic.chain.model.dequantized import packed_weight
+from polybasic.chain.progress import ProgressReport
 from polybasic.quantize.awq import check_token_ids, write_checkpoint
-from polybasic.quantize.models import load_dequantized, load_target, tracked
+from polybasic.quantize.models import load_dequantized, load_target
 from polybasic.quantize.quality import compare_models
 from polybasic.quantize.rounding import RoundedLinear, adapt_linears
 from polybasic.quantize.settings import DistillSettings
@@ -159,23 +160,27 @@ def _train(
         model.activation_checkpointing_enable({"use_reentrant": False})
         model.train()
     batches = _batches(rows, settings.batch_tokens // settings.row_tokens, reference.device)
-    steps = tracked(range(settings.num_steps), "distill", settings.num_steps)
-    for step, token_ids in zip(steps, batches, strict=False):
-        with torch.no_grad():
-            expected = _log_probabilities(reference, token_ids)
-        actual = _log_probabilities(model, token_ids)
-        loss = F.kl_div(actual, expected, reduction="batchmean", log_target=True)
-        if not torch.isfinite(loss):
-            raise UserError(
-                "distillation diverged",
-                f"loss {loss.item()} at step {step} of {settings.num_steps}",
-                "lower quantize.distill.learning_rate",
-            )
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(parameters, settings.max_gradient_norm)
-        optimizer.step()
-        schedule.step()
+    num_tokens = 0
+    with ProgressReport("distillation", settings.num_steps) as progress:
+        for step, token_ids in enumerate(itertools.islice(batches, settings.num_steps)):
+            with torch.no_grad():
+                expected = _log_probabilities(reference, token_ids)
+            actual = _log_probabilities(model, token_ids)
+            loss = F.kl_div(actual, expected, reduction="batchmean", log_target=True)
+            if not torch.isfinite(loss):
+                raise UserError(
+                    "distillation diverged",
+                    f"loss {loss.item()} at step {step} of {settings.num_steps}",
+                    "lower quantize.distill.learning_rate",
+                )
+            optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(parameters, settings.max_gradient_norm)
+            optimizer.step()
+            schedule.step()
+            num_tokens += token_ids.numel()
+            speed = progress.per_second(num_tokens)
+            progress.step(f"loss {loss.item():.4f}  {speed:,.0f} tokens/s")
     model.eval()
 
 

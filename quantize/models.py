@@ -1,12 +1,8 @@
 """Target and intermediate as transformers models in float32, for calibration and measurement."""
 
-from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TypeVar
 
 import torch
-from rich.console import Console
-from rich.progress import track
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
@@ -14,8 +10,6 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 
 from polybasic.chain.model import dequantized
 from polybasic.chain.model.reference import load_reference_model
-
-Item = TypeVar("Item")
 
 ONE_PLUS_NORMS = (Gemma2RMSNorm, Gemma3RMSNorm)
 """Norms that multiply by 1 + weight."""
@@ -43,9 +37,3 @@ def norm_factor(norm: nn.Module) -> Tensor:
     """What a norm multiplies its channels by [hidden size]."""
     weight: Tensor = norm.get_parameter("weight").detach()
     return 1 + weight if isinstance(norm, ONE_PLUS_NORMS) else weight
-
-
-def tracked(items: Iterable[Item], description: str, total: int) -> Iterator[Item]:
-    """Iterate with a progress bar on stderr."""
-    console = Console(stderr=True)
-    yield from track(items, description, total=total, console=console)

@@ -10,7 +10,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from polybasic.chain.errors import UserError
-from polybasic.quantize.models import load_dequantized, load_target, tracked
+from polybasic.chain.progress import tracked
+from polybasic.quantize.models import load_dequantized, load_target
 
 _WINDOW_TOKENS = 1024  # bounds the memory of the logits
 
@@ -70,7 +71,7 @@ def compare_models(
         )
     sums = torch.zeros(5, dtype=torch.float64)
     with torch.inference_mode():
-        for window in tracked(windows, "measure quality", len(windows)):
+        for window in tracked(windows, "measure quality"):
             token_ids = torch.tensor([window], device=reference.device)
             logits = reference(token_ids, use_cache=False).logits[0]
             other = model(token_ids, use_cache=False).logits[0]

@@ -25,7 +25,8 @@ from transformers import PreTrainedModel
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.awq import GROUP_SIZE
-from polybasic.quantize.models import ONE_PLUS_NORMS, norm_factor, tracked
+from polybasic.chain.progress import tracked
+from polybasic.quantize.models import ONE_PLUS_NORMS, norm_factor
 
 try:
     with warnings.catch_warnings(record=True) as _import_warnings:
@@ -270,5 +271,4 @@ def _keeping_values(family: Any) -> Any:
 
 
 def _layer_bar(layers: Iterable[int], desc: str) -> Iterator[int]:
-    layers = list(layers)
-    return tracked(layers, "quantize layers", len(layers))
+    return tracked(list(layers), "quantize layers")

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -33,6 +32,7 @@ from polybasic.chain.formats.files import (
     write_json,
 )
 from polybasic.chain.model.reference import quiet_transformers
+from polybasic.chain.progress import ProgressReport
 from polybasic.train.data.tokenizer import train_tokenizer
 from polybasic.train.settings import ScratchModelSettings, ScratchSettings
 
@@ -175,8 +175,7 @@ class _Run:
         num_done, num_steps = len(self.losses), self.settings.num_steps
         batches = _batches(documents, self.settings, self.seed)
         self.model.train()
-        with _progress() as progress:
-            bar = progress.add_task(self.section, total=num_steps, completed=num_done, note="")
+        with ProgressReport(f"{self.section} model", num_steps, num_done) as progress:
             for step, rows in enumerate(itertools.islice(batches, num_done, num_steps), num_done):
                 started = time.perf_counter()
                 loss, num_tokens = self._take_step(step, rows)
@@ -184,7 +183,7 @@ class _Run:
                 self.num_tokens += num_tokens
                 self.seconds += time.perf_counter() - started
                 speed = self.num_tokens / self.seconds
-                progress.update(bar, advance=1, note=f"loss {loss:.3f}  {speed:,.0f} tokens/s")
+                progress.step(f"loss {loss:.3f}  {speed:,.0f} tokens/s")
                 if (step + 1) % _SAVE_EVERY_STEPS == 0:
                     self._save_state()
         self.model.eval()
@@ -437,14 +436,3 @@ def _check(settings: ScratchModelSettings, section: str) -> None:
             f"num_steps {settings.num_steps}"
         )
         raise UserError("warm-up takes all steps", where, "lower warmup_steps")
-
-
-def _progress() -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.completed}/{task.total}"),
-        TextColumn("{task.fields[note]}"),
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
-    )

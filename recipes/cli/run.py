@@ -179,7 +179,7 @@ def _run(given: _Given, only: Sequence[str] | None) -> "Workspace | None":
         recipe = load_recipe(given.recipe, overrides)
     out = given.out or Path("runs") / recipe.name
     if given.dry_run:
-        _foretell(recipe, out, given.hardware, only)
+        _print_estimate(recipe, out, given.hardware, only)
         return None
     if given.hardware is not None:
         raise UserError(
@@ -190,7 +190,7 @@ def _run(given: _Given, only: Sequence[str] | None) -> "Workspace | None":
     return run_recipe(recipe, out, shlex.join(given.words), only, given.hostfile)
 
 
-def _foretell(
+def _print_estimate(
     recipe: "Recipe", out: Path, hardware: str | None, only: Sequence[str] | None
 ) -> None:
     from rich.console import Console

@@ -1,5 +1,6 @@
 import json
 import random
+import re
 import shutil
 from pathlib import Path
 
@@ -71,7 +72,11 @@ def test_it_raises_the_acceptance_on_text_it_never_saw(models, tmp_path, capsys,
     assert summary["mean_kl_after"] < 0.95 * summary["mean_kl_before"]
     assert (summary["steps"], summary["num_tokens"]) == (40, NUM_TOKENS)
     assert summary["seconds"] > 0
-    assert "after; kept" in capsys.readouterr().err
+    reported = capsys.readouterr().err
+    assert "after; kept" in reported
+    assert re.search(
+        r"distillation: 40 of 40  loss \d\.\d{4}  [\d,]+ tokens/s  0:00:00 left", reported
+    )
     # as anyone measures the two checkpoints, each with a cache of its own
     for folder, when in ((models / "intermediate", "before"), (tmp_path / "out", "after")):
         quality = measure_quality(models / "target", folder, token_rows(20, 2), NUM_TOKENS)

@@ -1,6 +1,7 @@
 """A target trained from scratch: learns, loads, resumes to the same bytes."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -74,11 +75,15 @@ def _stop_at(monkeypatch: pytest.MonkeyPatch, stopped_step: int) -> list[int]:
     return taken
 
 
-def test_checkpoint_is_ordinary_and_answers(tmp_path: Path) -> None:
+def test_checkpoint_is_ordinary_and_answers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     settings = SETTINGS.model_copy(update={"num_steps": 150, "warmup_steps": 10})
     summary = train_scratch_target(CONVERSATIONS, settings, seed=0, out=tmp_path / "target")
     assert summary["steps"] == 150
     assert summary["loss"] < 1.0
+    line = r"target model: 150 of 150  loss \d\.\d{3}  [\d,]+ tokens/s  0:00:00 left"
+    assert re.search(line, capsys.readouterr().err)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "target")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "target")
     assert model.dtype == torch.bfloat16

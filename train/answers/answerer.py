@@ -1,4 +1,4 @@
-"""Who answers prompts: what is asked, what comes back, and what may go wrong."""
+"""The interface between regeneration and whoever answers: a server, or this runtime."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ class Prompt:
     Attributes:
         messages: up to the user's turn that is to be answered.
         token_ids: the same by the target's chat template, with the opening of the answer.
-        max_new_tokens: of the answer; they fit the context behind the prompt.
+        max_new_tokens: of the answer; they fit the context after the prompt.
         temperature: 0 is greedy.
         seed: of the random numbers; the same in every run.
     """
@@ -47,7 +47,7 @@ class Answerer(Protocol):
     """Who answers.
 
     Attributes:
-        identity: JSON content that tells its answers from those of others.
+        identity: JSON content that distinguishes its answers from those of others.
         context_tokens: of a prompt with its answer.
         num_parallel: prompts that it answers at once.
     """

@@ -1,6 +1,6 @@
 """Conversations answered again by the target, with an account of every one that was given.
 
-Each assistant turn is answered anew, in order, behind the target's own earlier answers. Who
+Each assistant turn is answered anew, in order, after the target's own earlier answers. Who
 answers is an `Answerer`; this module knows neither servers nor runtimes.
 """
 
@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.files import sha256_of_object, whole_file, write_json
+from polybasic.chain.progress import ProgressReport
 from polybasic.train.answers.accounting import (
     Outcome,
     account_in_words,
@@ -29,7 +30,6 @@ from polybasic.train.answers.accounting import (
 )
 from polybasic.train.answers.answer_journal import AnswerJournal
 from polybasic.train.answers.answerer import Answer, Answerer, FailedAnswer, Prompt
-from polybasic.train.answers.regeneration_bar import RegenerationBar
 from polybasic.train.data.chat import Messages, RefusedConversation, encode_prompt
 from polybasic.train.data.conversations import FEATURES, SkippedRow, fit_to_template, read_rows
 from polybasic.train.settings import DataSettings, RegenerateSettings
@@ -66,7 +66,7 @@ def regenerate(
     """Answer all conversations again and write them, with the account of every row.
 
     Answers are kept in a journal as they come and never asked for again, whatever ended an earlier
-    run. Turns behind the first `data.max_tokens` tokens, which training does not read, are left
+    run. Turns after the first `data.max_tokens` tokens, which training does not read, are left
     out, and so are those that do not fit the context. Rows that failed are left out of the result
     and counted.
 
@@ -75,7 +75,7 @@ def regenerate(
         data: `limit`, `max_tokens` and `regenerate`, which must be set.
         tokenizer: the target's, with its chat template.
         opened: gives who answers.
-        identity: JSON content that tells the target and its chat template from others.
+        identity: JSON content that identifies the target and its chat template.
         seed: of all answers, at a temperature above 0.
         journals: folder of journals, kept for other runs.
         out: folder for `CONVERSATIONS_NAME` (ShareGPT rows with the ids and tasks of the source)
@@ -155,21 +155,26 @@ class _Run:
                     print(
                         f"{len(journal):,} answers of earlier runs: {journal.path}", file=sys.stderr
                     )
-                with RegenerationBar(len(self.conversations)) as bar:
-                    await self._work(answerer, journal, bar)
+                with ProgressReport("the target answers", len(self.conversations)) as progress:
+                    await self._work(answerer, journal, progress)
 
-    async def _work(self, answerer: Answerer, journal: AnswerJournal, bar: RegenerationBar) -> None:
-        waiting = iter(self.conversations)
+    async def _work(
+        self, answerer: Answerer, journal: AnswerJournal, progress: ProgressReport
+    ) -> None:
+        waiting, num_answers = iter(self.conversations), 0
 
         async def work() -> None:
+            nonlocal num_answers
             for conversation in waiting:
-                # an interrupt is heard here even where every answer is in the journal
+                # lets an interrupt in even where every answer is in the journal
                 await asyncio.sleep(0)
                 outcome = await self._outcome(conversation, answerer, journal)
                 self.outcomes.append(outcome)
                 if outcome.status == "failed":
                     self.failed.append(outcome)
-                bar.advance(outcome.num_answers, len(self.failed))
+                num_answers += outcome.num_answers
+                speed = progress.per_second(num_answers)
+                progress.step(f"failed {len(self.failed):,}  {speed:.1f} answers/s")
                 self._check_failures()
 
         try:

@@ -109,8 +109,8 @@ class BatchStream:
     Unpacked, conversations of like length share a batch: so many as fill `WINDOW_BATCHES` batches
     are encoded together, sorted by length and cut into batches, whose order is drawn again.
     Packed, the rows of `WINDOW_BATCHES` batches are filled together and their order is drawn
-    again. The lengths of the conversations tell where a packed window begins, so the first batch
-    asked for after a stop takes the time to encode those before it.
+    again. Where a packed window begins follows from the lengths of the conversations before it, so
+    the first batch after a stop takes the time to encode those.
 
     Args:
         conversations: with the columns id and messages.
@@ -141,7 +141,7 @@ class BatchStream:
         self._epoch = -1
         self._order: list[int] = []
         self._refusal: RefusedConversation | None = None
-        self._has_told = False
+        self._has_reported = False
         # what the packing of a window encodes for its length is then at hand for the batches
         self._encode_once = lru_cache(_KEPT_PER_ROW * self._num_window_rows)(self._encode)
         self._lengths: dict[int, int] = {}
@@ -169,7 +169,7 @@ class BatchStream:
         """Each conversation that steps 0 .. `num_steps` - 1 draw, once, in order of drawing.
 
         They are those with a token to train on in all windows that the steps enter. More steps
-        add conversations behind them.
+        append conversations.
 
         Raises:
             UserError: there is none.
@@ -226,7 +226,7 @@ class BatchStream:
         encoded, refusal = encode_accepted(self._tokenizer, [found["messages"]], self._max_tokens)
         if refusal is not None:
             self._refusal = refusal
-            self._tell(refusal)
+            self._report(refusal)
         if not encoded or not any(encoded[0].is_assistant[MIN_TOKENS - 1 :]):
             return None
         return Drawn(found["id"], encoded[0])
@@ -238,14 +238,14 @@ class BatchStream:
             "raise data.max_tokens, or check that the chat template keeps the answers",
         )
 
-    def _tell(self, refusal: RefusedConversation) -> None:
-        """Say once that conversations are left out."""
-        if not self._has_told and is_first_process():
+    def _report(self, refusal: RefusedConversation) -> None:
+        """Report once that conversations are left out."""
+        if not self._has_reported and is_first_process():
             print(
                 f"conversations that the chat template refuses are left out, as: {refusal}",
                 file=sys.stderr,
             )
-        self._has_told = True
+        self._has_reported = True
 
     def _row(self, position: int) -> int:
         """The conversation at a position of the endless stream of epochs."""

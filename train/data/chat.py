@@ -42,13 +42,13 @@ def encode_conversation(
 
     The assistant's text is what stands between `{% generation %}` and `{% endgeneration %}` where
     the template has them. Otherwise it is found by rendering parts of the conversation: each turn
-    goes from the end of its prompt to the end of turn behind its content. A token that is only in
+    goes from the end of its prompt to the end of turn after its content. A token that is only in
     part the assistant's counts as the prompt's.
 
     Raises:
         UserError: no chat template, or a tokenizer without character offsets.
         RefusedConversation: the template rejects the messages, or it renders them so that the
-            assistant's text cannot be told for sure.
+            assistant's text cannot be found for sure.
     """
     if not tokenizer.is_fast:
         raise UserError(
@@ -207,11 +207,11 @@ def _text_after(
 
 
 def _end_of_turn(tokenizer: PreTrainedTokenizerBase, after: str, if_last: str) -> int | None:
-    """How many characters of `after` end the turn, None if that cannot be told.
+    """How many characters of `after` end the turn, None if that is unclear.
 
     That is all that follows an answer which is the last one. Some templates (Phi-3's) end the whole
     conversation there too; then it is up to the last control token that both texts have, with the
-    white space behind it.
+    white space after it.
     """
     if after.startswith(if_last):
         return len(if_last)

@@ -101,7 +101,7 @@ class PlannedShard:
         return self.tensor_bytes + _HEADER_BYTES
 
     def is_written(self, folder: Path) -> bool:
-        """Whether its file has all its conversations; a longer run may have put more behind them.
+        """Whether its file has all its conversations; a longer run may have appended more.
 
         Raises:
             UserError: the file is damaged.

@@ -1,6 +1,6 @@
 """The folder of offline features: a manifest, and safetensors shards of whole conversations.
 
-A shard holds its conversations one behind another, N tokens in all: `states` [N, H], for an
+A shard holds its conversations one after another, N tokens in all: `states` [N, H], for an
 EAGLE-3 head `layers` [N, 3H], and of each of its C conversations the length in `lengths`
 int64 [C] and the SHA-256 of its token ids in `keys` uint8 [C, 32]. A conversation is found by its
 token ids alone, whatever file, order or batch it comes from.
@@ -32,7 +32,7 @@ _SHARD = re.compile(r"features-\d{5,}\.safetensors")
 
 
 def conversation_key(token_ids: Sequence[int]) -> bytes:
-    """SHA-256 of token ids: what a conversation's features are found by."""
+    """SHA-256 of token ids, the key of a conversation's features."""
     return hashlib.sha256(array("i", token_ids).tobytes()).digest()
 
 

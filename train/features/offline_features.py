@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import track
 
 from polybasic.chain.errors import UserError
+from polybasic.chain.progress import tracked
 from polybasic.train.data.batches import BatchStream, Share
 from polybasic.train.features.feature_plan import (
     FeatureLayout,
@@ -211,13 +210,8 @@ def _write(
     """
     count = num_processes()
     rounds = [missing[start : start + count] for start in range(0, len(missing), count)]
-    shown = track(
-        rounds,
-        "offline features",
-        console=Console(stderr=True),
-        disable=not (rounds and is_first_process()),
-    )
-    for shards in shown:
+    is_shown = bool(rounds) and is_first_process()
+    for shards in tracked(rounds, "offline features") if is_shown else rounds:
         num_passes = max(len(shard.passes()) for shard in shards)
         for shard in shards[process_index() : process_index() + 1]:
             features = _compute(verifier, layout, shard)

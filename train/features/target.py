@@ -1,4 +1,4 @@
-"""The frozen target: its features, its lm_head, and what they tell about a head for it.
+"""The frozen target: its features, its lm_head, and the shape of a head for it.
 
 Shapes: B = batch, T = tokens, H = hidden size, V = vocabulary.
 """
@@ -52,7 +52,7 @@ class Target:
         document_ids: Tensor | None = None,
         feature_layers: FeatureLayers | None = None,
     ) -> Features:
-        """States behind right-padded token ids.
+        """States of right-padded token ids.
 
         Args:
             token_ids: [B, T].
@@ -63,7 +63,7 @@ class Target:
         """
         positions = None if document_ids is None else positions_in_documents(document_ids)
         with self._inputs_of(feature_layers or ()) as inputs:
-            # positions that begin anew are what transformers tells packed conversations by
+            # transformers recognizes packed conversations by positions that begin anew
             states = self.model.model(
                 input_ids=token_ids, position_ids=positions, use_cache=False
             ).last_hidden_state

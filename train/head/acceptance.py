@@ -189,7 +189,7 @@ class _Drafter:
         self._is_trimmed = trimmed
 
     def best(self, outputs: Tensor, num: int) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and the target's ids of the best tokens behind [..., H]."""
+        """Log-probabilities and the target's ids of the best tokens after outputs [..., H]."""
         logits = self._projection(self.head.projected(outputs))
         scores, tokens = logits.float().log_softmax(dim=-1).topk(num)
         return scores, self.head.target_token_ids(tokens) if self._is_trimmed else tokens

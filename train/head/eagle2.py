@@ -64,7 +64,7 @@ class DraftHead(nn.Module, ABC):
         """The features [B, T, H] that rows have, made of what `source` returns."""
 
     def read(self, features: Features) -> Tensor:
-        """The features [B, T, H] that rows have behind a verifier's pass, in the head's dtype."""
+        """The features [B, T, H] of rows that the verifier has read, in the head's dtype."""
         return self.fuse(self.source(features).to(self.dtype))
 
     @abstractmethod

@@ -20,8 +20,8 @@ from polybasic.train.head.shape import HeadShape
 class Eagle3Head(DraftHead):
     """A head that learns a feature of its own, which only its own norm and lm_head read.
 
-    Rows behind a verifier's pass have as their feature what fc makes of the inputs of three of its
-    layers, drafted rows the output of the row before as it is.
+    The feature of a row that the verifier has read is fc of the inputs of three of its layers; the
+    feature of a drafted row is the output of the row before, as it is.
     """
 
     def __init__(

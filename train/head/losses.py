@@ -1,4 +1,4 @@
-"""What a head is trained on: the verifier's states, and its distribution behind lm_head.
+"""The loss of a head, against the verifier's states and the distribution that they give.
 
 Shapes: S = unrolled steps, N = assistant tokens of a batch, C = tokens of a chunk of them,
 H = hidden size, V = vocabulary, D = draft vocabulary (all of V, or a part).
@@ -94,7 +94,7 @@ def unrolled_loss(
     token_counts: Tensor | None = None,
     eager: bool = False,
 ) -> UnrolledLoss:
-    """Smooth-L1 between states plus a token loss between the distributions behind them.
+    """Smooth-L1 between states plus a token loss between the distributions that they give.
 
     Each part is a mean over the tokens that count in a step, then a mean over the steps, in which
     step s weighs `step_decay ** (s - 1)`. No more than a chunk of logits is held at a time.

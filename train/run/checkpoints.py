@@ -21,7 +21,7 @@ from polybasic.chain.formats.files import (
 from polybasic.train.run.processes import is_first_process, num_processes, wait_for_all
 
 RECORD_NAME = "run.json"
-"""What was run, beside every checkpoint."""
+"""The record of the run, beside every checkpoint."""
 
 _PREFIX = "step-"
 _TAG = "engine"

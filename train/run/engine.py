@@ -52,7 +52,7 @@ def start_engine(module: nn.Module, settings: HeadSettings) -> Any:
 
 
 def quiet_deepspeed() -> Any:
-    """The package, told to say nothing below errors and to compile nothing."""
+    """DeepSpeed, set to log errors only and to compile nothing."""
     import deepspeed
 
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)

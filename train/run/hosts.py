@@ -96,7 +96,7 @@ def ssh_command(host: str, arguments: Sequence[str], environment: Mapping[str, s
 
 
 def failure_on(host: str, code: int | None, last_line: str, folder: Path) -> UserError | None:
-    """What the exit code of ssh tells about a worker; None: it is the worker's own.
+    """The failure that ssh's exit code stands for; None where the code is the worker's own.
 
     Args:
         host: its name.

@@ -1,4 +1,4 @@
-"""What a run does when it is told to end: it saves at the next step boundary, then ends."""
+"""How a run reacts to SIGINT and SIGTERM: it saves at the next step boundary, then ends."""
 
 import signal
 import threading
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-HEEDED = (signal.SIGINT, signal.SIGTERM)
+HANDLED_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interrupted(KeyboardInterrupt):
@@ -28,14 +28,14 @@ class Interrupted(KeyboardInterrupt):
         return 128 + self.signal_number
 
 
-class Heard:
-    """The signal that came; 0 as long as none did."""
+class ReceivedSignal:
+    """The number of the last signal that arrived; 0 as long as none did."""
 
     number = 0
 
 
 def end_at_once(number: int, frame: FrameType | None) -> None:
-    """A handler for work that needs no step boundary.
+    """Handle a signal during work that can end anywhere.
 
     Raises:
         Interrupted: always.
@@ -60,23 +60,23 @@ def sigterm_raises() -> Iterator[None]:
 
 
 @contextmanager
-def heed_signals(is_second_heeded: bool) -> Iterator[Heard]:
+def record_signals(second_ends_at_once: bool) -> Iterator[ReceivedSignal]:
     """Remember SIGINT and SIGTERM instead of ending at once.
 
     What the process ignores stays ignored (a shell starts background jobs so). In a thread other
     than the main one signals are left to the program.
 
     Args:
-        is_second_heeded: let a second signal have its usual effect. False in a process whose
-            launcher ends it: there one and the same signal may come twice, from the launcher too.
+        second_ends_at_once: whether a second signal has its usual effect. False in a process that a
+            launcher started: it may get the same signal twice, once from the launcher.
     """
-    heard = Heard()
+    received = ReceivedSignal()
     if threading.current_thread() is not threading.main_thread():
-        yield heard
+        yield received
         return
     before = {
         number: handler
-        for number in HEEDED
+        for number in HANDLED_SIGNALS
         if (handler := signal.getsignal(number)) is not signal.SIG_IGN
     }
 
@@ -85,13 +85,13 @@ def heed_signals(is_second_heeded: bool) -> Iterator[Heard]:
             signal.signal(number, handler)
 
     def remember(number: int, frame: FrameType | None) -> None:
-        heard.number = number
-        if is_second_heeded:
+        received.number = number
+        if second_ends_at_once:
             restore()
 
     for number in before:
         signal.signal(number, remember)
     try:
-        yield heard
+        yield received
     finally:
         restore()

@@ -29,8 +29,14 @@ from polybasic.train.run.hosts import (
     read_hostfile,
     ssh_command,
 )
-from polybasic.train.run.interruption import HEEDED, Heard, Interrupted, end_at_once, heed_signals
-from polybasic.train.run.processes import MEETING_FILE, MEETING_HOST, is_first_process
+from polybasic.train.run.interruption import (
+    HANDLED_SIGNALS,
+    Interrupted,
+    ReceivedSignal,
+    end_at_once,
+    record_signals,
+)
+from polybasic.train.run.processes import RENDEZVOUS_FILE, RENDEZVOUS_HOST, is_first_process
 from polybasic.train.settings import DataSettings, HeadSettings, LoraSettings
 
 _SETTINGS: dict[str, type[BaseModel]] = {
@@ -43,9 +49,9 @@ _SHARED_NAME = ".processes"  # in the output folder, for processes of several ma
 _ARGUMENTS_NAME = "arguments.json"
 _SUMMARY_NAME = "summary.json"
 _NUM_LOCAL = "LOCAL_WORLD_SIZE"
-_SAVED = 75  # exit code of a worker that a signal ended and that has saved
+_SAVED_EXIT_CODE = 75  # exit code of a worker that a signal ended and that has saved
 _POLL_SECONDS = 0.05
-_GRACE_SECONDS = 5.0  # for workers that were told to end
+_GRACE_SECONDS = 5.0  # for workers to end after SIGTERM
 _LAST_LINES = 20
 
 
@@ -64,9 +70,9 @@ def train_head_in_processes(
 ) -> dict[str, Any]:
     """`train_head` in so many processes; they see the batches that one process would see.
 
-    On a machine without a GPU the processes share the CPU's cores. What the first one says on
-    stderr is passed through. Whatever ends this process ends the others. SIGINT or SIGTERM to
-    this process, or to any of them, lets all save a checkpoint first.
+    On a machine without a GPU the processes share the CPU's cores. The first one writes to this
+    process's stderr. However this process ends, the others end with it. On SIGINT or SIGTERM to
+    this process or to any of them, all save a checkpoint first.
 
     Args:
         num_processes: at most one for each GPU; with a hostfile, one for each of its slots.
@@ -96,8 +102,11 @@ def train_head_in_processes(
         return train_head(**arguments)
     with folders as folder:
         write_json(folder / _ARGUMENTS_NAME, _as_json(arguments))
-        with heed_signals(is_second_heeded=True) as heard, _workers(places, folder) as workers:
-            _wait(workers, places, folder, heard)
+        with (
+            record_signals(second_ends_at_once=True) as received,
+            _workers(places, folder) as workers,
+        ):
+            _wait(workers, places, folder, received)
         return read_json(folder / _SUMMARY_NAME, "training summary")
 
 
@@ -158,25 +167,25 @@ def _workers(places: Sequence[_Place], folder: Path) -> Iterator[list[subprocess
                 workers.append(worker)
             yield workers
         finally:
-            _end(workers)
+            _stop(workers)
 
 
 def _command(
     place: _Place, places: Sequence[_Place], folder: Path
 ) -> tuple[list[str], dict[str, str]]:
-    """What starts a worker, and which variables it gets."""
+    """The command that starts a worker, and the environment variables for it."""
     arguments = ["-P", "-m", "polybasic.train.run.launch", str(folder)]
     environment = {
         "RANK": str(place.index),
         "LOCAL_RANK": str(place.local_index),
         "WORLD_SIZE": str(len(places)),
         _NUM_LOCAL: str(place.num_local),
-        MEETING_FILE: str(folder / "meeting"),
+        RENDEZVOUS_FILE: str(folder / "rendezvous"),
     }
     if place.host is None:
         return [sys.executable, *arguments], environment
     assert places[0].host is not None
-    environment[MEETING_HOST] = places[0].host.split("@")[-1]
+    environment[RENDEZVOUS_HOST] = places[0].host.split("@")[-1]
     return ssh_command(place.host, arguments, environment), {}
 
 
@@ -184,26 +193,26 @@ def _wait(
     workers: Sequence[subprocess.Popen[bytes]],
     places: Sequence[_Place],
     folder: Path,
-    heard: Heard,
+    received: ReceivedSignal,
 ) -> None:
-    """Return when all workers are done; hand on to them what signal comes.
+    """Return when all workers are done; forward a received signal to them.
 
     Raises:
         Interrupted: a signal has ended them.
         UserError: that of a worker, or of its machine.
         RuntimeError: a worker ended in another way.
     """
-    is_told = False
+    is_forwarded = False
     while True:
-        if heard.number and not is_told:
-            is_told = True
+        if received.number and not is_forwarded:
+            is_forwarded = True
             for worker in workers:
-                _tell(worker, heard.number)
+                _send_signal(worker, received.number)
         codes = [worker.poll() for worker in workers]
-        if any(code not in (None, 0, _SAVED) for code in codes):
+        if any(code not in (None, 0, _SAVED_EXIT_CODE) for code in codes):
             failure = _failure([worker.poll() for worker in workers], folder, places)
-            if is_told and not isinstance(failure, UserError):
-                end_at_once(heard.number, None)  # there was no step whose end could be awaited
+            if is_forwarded and not isinstance(failure, UserError):
+                end_at_once(received.number, None)  # there was no step whose end could be awaited
             raise failure
         if None not in codes:
             break
@@ -212,20 +221,20 @@ def _wait(
         raise Interrupted(**read_json(path, "end of a process"))
 
 
-def _tell(worker: subprocess.Popen[bytes], signal_number: int) -> None:
-    """Hand a signal on, also through ssh; a worker that has ended needs none."""
+def _send_signal(worker: subprocess.Popen[bytes], signal_number: int) -> None:
+    """Forward a signal, also through ssh, unless the worker has already ended."""
     assert worker.stdin is not None
     with contextlib.suppress(BrokenPipeError):
         worker.stdin.write(bytes([signal_number]))
 
 
 def _failure(codes: Sequence[int | None], folder: Path, places: Sequence[_Place] = ()) -> Exception:
-    """The first cause: where one process ends, the others soon break off too.
+    """The first cause: when one process fails, the others fail soon after.
 
-    What a process tells is written before it ends, hence before the others notice.
+    A process writes its error before it ends, hence before the others notice.
     """
-    for told in sorted(folder.glob("error-*.json")):
-        return UserError(**read_json(told, "error of a process"))
+    for path in sorted(folder.glob("error-*.json")):
+        return UserError(**read_json(path, "error of a process"))
     traces = sorted(folder.glob("trace-*.txt"), key=lambda path: path.stat().st_mtime_ns)
     for place, code in zip(places, codes, strict=False):
         if place.host is not None and not traces:
@@ -239,7 +248,7 @@ def _failure(codes: Sequence[int | None], folder: Path, places: Sequence[_Place]
     else:
         source = traces[0]
         index = int(source.stem.split("-")[1])
-    code = codes[index] or 1  # None: it has told all and is about to end
+    code = codes[index] or 1  # None: it has written its error and is about to end
     ending = signal.Signals(-code).name if code < 0 else f"exit code {code}"
     return RuntimeError(
         "\n".join([f"training process {index} ended with {ending}", *_last_lines(source)])
@@ -250,7 +259,7 @@ def _last_lines(path: Path) -> list[str]:
     return path.read_text("utf-8", "replace").strip().splitlines()[-_LAST_LINES:]
 
 
-def _end(workers: Sequence[subprocess.Popen[bytes]]) -> None:
+def _stop(workers: Sequence[subprocess.Popen[bytes]]) -> None:
     for worker in workers:
         if worker.stdin is not None:
             worker.stdin.close()
@@ -289,13 +298,13 @@ def _log(folder: Path, index: int) -> Path:
     return folder / f"log-{index}.txt"
 
 
-def _work(folder: Path) -> int:
-    """What a worker does; returns its exit code."""
+def _run_worker(folder: Path) -> int:
+    """Train as one of the workers; returns the exit code."""
     if not (folder / _ARGUMENTS_NAME).is_file():
         return NOT_SHARED
-    for number in HEEDED:
+    for number in HANDLED_SIGNALS:
         signal.signal(number, end_at_once)
-    threading.Thread(target=_heed_launcher, daemon=True).start()
+    threading.Thread(target=_follow_launcher, daemon=True).start()
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ[_NUM_LOCAL])))
     index = os.environ["RANK"]
@@ -313,17 +322,17 @@ def _work(folder: Path) -> int:
         if not interrupted.is_saved:
             return interrupted.exit_code
         write_json(folder / f"interrupted-{index}.json", vars(interrupted))
-        return _SAVED
+        return _SAVED_EXIT_CODE
     except Exception:
         (folder / f"trace-{index}.txt").write_text(traceback.format_exc(), "utf-8")
         return 1
     return 0
 
 
-def _heed_launcher() -> None:
-    """Raise here what signal the launcher hands on; end with it.
+def _follow_launcher() -> None:
+    """Raise in this process the signals that the launcher forwards, and end when it ends.
 
-    It holds the other end of stdin, which closes with it.
+    The launcher holds the other end of stdin, which closes when it ends.
     """
     while number := os.read(0, 1):
         os.kill(os.getpid(), number[0])
@@ -331,7 +340,7 @@ def _heed_launcher() -> None:
 
 
 if __name__ == "__main__":
-    code = _work(Path(sys.argv[1]))
+    code = _run_worker(Path(sys.argv[1]))
     if code:
         os._exit(code)  # an orderly end would wait for processes that wait for this one
     if torch.distributed.is_initialized():

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.files import whole_folder, write_json
+from polybasic.chain.progress import ProgressReport
 from polybasic.train.data.batches import Batch, BatchStream, row_noise
 from polybasic.train.features.lm_head import LmHead
 from polybasic.train.features.states import FeatureSource
@@ -31,7 +32,12 @@ from polybasic.train.run.checkpoints import (
     save_checkpoint,
 )
 from polybasic.train.run.engine import start_engine
-from polybasic.train.run.interruption import HEEDED, Heard, Interrupted, heed_signals
+from polybasic.train.run.interruption import (
+    HANDLED_SIGNALS,
+    Interrupted,
+    ReceivedSignal,
+    record_signals,
+)
 from polybasic.train.run.metrics import MetricsLog, start_tracker
 from polybasic.train.run.processes import (
     is_first_process,
@@ -40,7 +46,6 @@ from polybasic.train.run.processes import (
     sum_over_processes,
     wait_for_all,
 )
-from polybasic.train.run.progress import TrainingBar
 from polybasic.train.settings import HeadSettings
 
 _BEST_NAME = "best"
@@ -117,27 +122,29 @@ class HeadRun:
         saved = latest_checkpoint(self._checkpoints)
         with ExitStack() as opened:
             # alone, a second signal ends the process at once; others are ended by their launcher
-            heard = opened.enter_context(heed_signals(is_second_heeded=num_processes() == 1))
+            received = opened.enter_context(
+                record_signals(second_ends_at_once=num_processes() == 1)
+            )
             log = self._start_log() if is_first_process() else None
             if log is not None:
                 opened.callback(log.finish)
-            bar = opened.enter_context(
-                TrainingBar("draft head", settings.num_steps, state.step, state.accepted_length)
+            progress = opened.enter_context(
+                ProgressReport("draft head", settings.num_steps, state.step)
             )
             if state.step == 0 and not self._is_random_at_first:
-                self._evaluate(log, bar)
+                self._evaluate(log, progress)
                 state.initial_accepted_length = state.best_accepted_length
             while state.step < settings.num_steps:
-                signal_number = self._step(log, bar, heard)
+                signal_number = self._step(log, progress, received)
                 is_last = state.step == settings.num_steps
                 if is_last or state.step % settings.eval_every_steps == 0:
-                    self._evaluate(log, bar)
+                    self._evaluate(log, progress)
                 if signal_number or is_last or state.step % settings.save_every_steps == 0:
                     saved = self._save()
                 if signal_number:
                     self._end(signal_number, saved)
-        if heard.number:
-            self._end(heard.number, saved)
+        if received.number:
+            self._end(received.number, saved)
         return self._summary()
 
     def export(self) -> None:
@@ -184,14 +191,16 @@ class HeadRun:
         )
         return MetricsLog(self._out / "metrics.jsonl", state.step, tracker)
 
-    def _step(self, log: MetricsLog | None, bar: TrainingBar, heard: Heard) -> int:
-        """Train on one batch; returns the signal that a process has heard, or 0."""
+    def _step(
+        self, log: MetricsLog | None, progress: ProgressReport, received: ReceivedSignal
+    ) -> int:
+        """Train on one batch; returns a signal that any process received, or 0."""
         started = time.perf_counter()
         state = self._state
         batch = self._parts.batches.batch(state.step)
         loss = self._loss(batch)
         learning_rate = self._engine.get_lr()[0]
-        means, signal_number = _over_processes(loss, heard)
+        means, signal_number = _over_processes(loss, received)
         state.loss = means.total
         if not math.isfinite(state.loss):
             self._refuse(f"loss is not finite: {state.loss}", state.step + 1, batch)
@@ -215,7 +224,11 @@ class HeadRun:
                     "tokens_per_second": tokens_per_second,
                 },
             )
-        bar.advance(state.loss, means.agreement, tokens_per_second)
+        agreement = " ".join(f"{each:.2f}" for each in means.agreement)
+        numbers = [f"loss {state.loss:.3f}", f"agreement {agreement}"]
+        if state.accepted_length is not None:
+            numbers.append(f"{state.accepted_length:.2f} tokens/round")
+        progress.step("  ".join([*numbers, f"{tokens_per_second:,.0f} tokens/s"]))
         return signal_number
 
     def _loss(self, batch: Batch) -> UnrolledLoss:
@@ -263,12 +276,12 @@ class HeadRun:
             is_saved=True,
         )
 
-    def _evaluate(self, log: MetricsLog | None, bar: TrainingBar) -> None:
+    def _evaluate(self, log: MetricsLog | None, progress: ProgressReport) -> None:
         if log is not None:
-            self._simulate(log, bar)
+            self._simulate(log, progress)
         wait_for_all()
 
-    def _simulate(self, log: MetricsLog, bar: TrainingBar) -> None:
+    def _simulate(self, log: MetricsLog, progress: ProgressReport) -> None:
         started = time.perf_counter()
         state, parts = self._state, self._parts
         found = simulate(self._module.head, parts.lm_head, parts.heldout, self.tree)
@@ -290,8 +303,7 @@ class HeadRun:
                 "rounds": found.num_rounds,
             },
         )
-        bar.evaluated(
-            found.accepted_length,
+        progress.say(
             f"step {state.step}: {found.accepted_length:.2f} tokens a round, simulated over "
             f"{found.num_rounds} rounds (best {state.best_accepted_length:.2f} "
             f"at step {state.best_step})",
@@ -314,14 +326,18 @@ class _Means(NamedTuple):
     acceptance: list[float]
 
 
-def _over_processes(loss: UnrolledLoss, heard: Heard) -> tuple[_Means, int]:
-    """The losses of all, and the signal that any of them has heard, or 0."""
-    is_heard = torch.tensor([float(heard.number == each) for each in HEEDED])
+def _over_processes(loss: UnrolledLoss, received: ReceivedSignal) -> tuple[_Means, int]:
+    """Losses averaged over the processes, and a signal that any of them received, or 0."""
+    is_received = torch.tensor([float(received.number == each) for each in HANDLED_SIGNALS])
     parts = torch.stack((loss.total.detach(), loss.feature, loss.token))
     steps = torch.stack((loss.agreement, loss.acceptance)).flatten()
-    own = torch.cat((parts.float(), steps.float(), is_heard.to(parts.device)))
+    own = torch.cat((parts.float(), steps.float(), is_received.to(parts.device)))
     total, feature, token, *found = (sum_over_processes(own) / num_processes()).tolist()
     num_steps = len(loss.agreement)
     means = _Means(total, feature, token, found[:num_steps], found[num_steps : 2 * num_steps])
-    signals = [number for number, share in zip(HEEDED, found[-len(HEEDED) :], strict=True) if share]
+    signals = [
+        number
+        for number, share in zip(HANDLED_SIGNALS, found[-len(HANDLED_SIGNALS) :], strict=True)
+        if share
+    ]
     return means, signals[-1] if signals else 0

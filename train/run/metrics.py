@@ -69,7 +69,7 @@ def start_tracker(
         folder: of the run.
         run_id: wandb's name of the run, by which it is continued.
         settings: shown by wandb.
-        resume_step: tensorboard hides what an earlier process told of later steps.
+        resume_step: tensorboard hides what an earlier process logged of later steps.
     """
     if kind == "wandb":
         import wandb

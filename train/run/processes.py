@@ -14,17 +14,17 @@ from torch import Tensor, distributed
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.files import read_json, write_json
 
-MEETING_FILE = "POLYBASIC_MEETING_FILE"
+RENDEZVOUS_FILE = "POLYBASIC_RENDEZVOUS_FILE"
 """Environment variable of a worker: the file through which the processes find each other."""
 
-MEETING_HOST = "POLYBASIC_MEETING_HOST"
+RENDEZVOUS_HOST = "POLYBASIC_RENDEZVOUS_HOST"
 """Environment variable of a worker among several machines: the first process's machine."""
 
 _ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
 _ON_ONE_MACHINE = {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
 # the first process loads and evaluates for minutes while the others wait
-_PATIENCE = datetime.timedelta(hours=6)
-_MEETING_PATIENCE = datetime.timedelta(minutes=10)
+_TIMEOUT = datetime.timedelta(hours=6)
+_RENDEZVOUS_TIMEOUT = datetime.timedelta(minutes=10)
 _POLL_SECONDS = 0.05
 
 
@@ -39,9 +39,9 @@ def process_group() -> Iterator[None]:
     Raises:
         UserError: another launcher has started several processes.
     """
-    meeting_host = os.environ.get(MEETING_HOST)
-    wanted = dict(_ON_ONE_MACHINE) if meeting_host is None else {"MASTER_ADDR": meeting_host}
-    if MEETING_FILE not in os.environ:
+    rendezvous_host = os.environ.get(RENDEZVOUS_HOST)
+    wanted = dict(_ON_ONE_MACHINE) if rendezvous_host is None else {"MASTER_ADDR": rendezvous_host}
+    if RENDEZVOUS_FILE not in os.environ:
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise UserError(
                 "training runs in one process",
@@ -73,12 +73,14 @@ def _join() -> None:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         backend = "nccl"
     store: distributed.Store = distributed.HashStore()
-    if MEETING_HOST in os.environ:
-        store = _store_of_hosts(Path(os.environ[MEETING_FILE]), os.environ[MEETING_HOST], rank)
-    elif MEETING_FILE in os.environ:
-        store = distributed.FileStore(str(Path(os.environ[MEETING_FILE])), count)
+    if RENDEZVOUS_HOST in os.environ:
+        store = _store_of_hosts(
+            Path(os.environ[RENDEZVOUS_FILE]), os.environ[RENDEZVOUS_HOST], rank
+        )
+    elif RENDEZVOUS_FILE in os.environ:
+        store = distributed.FileStore(str(Path(os.environ[RENDEZVOUS_FILE])), count)
     distributed.init_process_group(
-        backend, store=store, rank=rank, world_size=count, timeout=_PATIENCE
+        backend, store=store, rank=rank, world_size=count, timeout=_TIMEOUT
     )
 
 
@@ -91,7 +93,7 @@ def _check_gpu(index: int) -> None:
         )
 
 
-def _store_of_hosts(meeting: Path, host: str, rank: int) -> distributed.Store:
+def _store_of_hosts(rendezvous: Path, host: str, rank: int) -> distributed.Store:
     """A store that the first process serves on a free port, which it writes into a shared file.
 
     Raises:
@@ -99,25 +101,25 @@ def _store_of_hosts(meeting: Path, host: str, rank: int) -> distributed.Store:
     """
     if rank == 0:
         store = distributed.TCPStore(
-            host, 0, is_master=True, timeout=_MEETING_PATIENCE, wait_for_workers=False
+            host, 0, is_master=True, timeout=_RENDEZVOUS_TIMEOUT, wait_for_workers=False
         )
-        write_json(meeting, {"port": store.port})
+        write_json(rendezvous, {"port": store.port})
     else:
-        deadline = time.monotonic() + _MEETING_PATIENCE.total_seconds()
-        while not meeting.exists():
+        deadline = time.monotonic() + _RENDEZVOUS_TIMEOUT.total_seconds()
+        while not rendezvous.exists():
             if time.monotonic() > deadline:
-                raise TimeoutError(f"the first process did not write {meeting}")
+                raise TimeoutError(f"the first process did not write {rendezvous}")
             time.sleep(_POLL_SECONDS)
-        port = read_json(meeting, "meeting of the processes")["port"]
+        port = read_json(rendezvous, "rendezvous of the processes")["port"]
         try:
-            store = distributed.TCPStore(host, port, timeout=_MEETING_PATIENCE)
+            store = distributed.TCPStore(host, port, timeout=_RENDEZVOUS_TIMEOUT)
         except distributed.DistError as error:
             raise UserError(
                 "first host does not answer",
                 f"{host} port {port}, asked by {socket.gethostname()}",
                 "let the hosts reach each other's ports, by the names in the hostfile",
             ) from error
-    store.set_timeout(_PATIENCE)
+    store.set_timeout(_TIMEOUT)
     return store
 
 

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import torch
 from datasets import Dataset
-from rich.console import Console
 from torch import Tensor
 
 from polybasic.chain.errors import UserError
@@ -72,7 +71,7 @@ def train_head(
         data: limit, split and length of the conversations.
         settings: of the head and its training.
         seed: of initial weights, order and noise.
-        out: working folder; in the end it has config.json, model.safetensors, training.json and
+        out: working folder; at the end it has config.json, model.safetensors, training.json and
             metrics.jsonl, and `checkpoints` where `settings.keep_every_steps` keeps some. While
             the run goes on `checkpoints` holds the last one and, as a head that can be loaded,
             `best`, each with a run.json.
@@ -227,14 +226,11 @@ def _heldout(
     settings = given.settings
     if settings.zero_stage < 3 and not is_first_process():
         return []  # the first process evaluates; a sharded target answers in all
-    with Console(stderr=True).status(f"{len(rows)} held-out prompts are answered"):
-        found = heldout_batches(
-            verifier,
-            rows,
-            given.data.max_tokens,
-            settings.eval_answer_tokens,
-            shape.feature_layers,
-        )
+    if is_first_process():
+        print(f"{len(rows)} held-out prompts are answered", file=sys.stderr)
+    found = heldout_batches(
+        verifier, rows, given.data.max_tokens, settings.eval_answer_tokens, shape.feature_layers
+    )
     return found if is_first_process() else []
 
 
@@ -320,5 +316,5 @@ def _identity(given: _Given, sources: dict[str, str]) -> str:
 
 
 def _data_identity(data: DataSettings) -> dict[str, Any]:
-    """All but where conversations and answers come from: their digest tells that."""
+    """All but where conversations and answers come from, which their digest stands for."""
     return data.model_dump(mode="json", exclude={"conversations", "regenerate"})

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from polybasic.chain.errors import UserError
-from polybasic.recipes.pipeline import Stage, Workspace, run_stages, state_of
-from polybasic.recipes.schema import Recipe
-from polybasic.recipes.stages import stages_of
-from polybasic.train.interruption import Interrupted
+from polybasic.recipes.pipeline.running import Stage, Workspace, run_stages, state_of
+from polybasic.recipes.pipeline.stages import stages_of
+from polybasic.recipes.schema.recipe import Recipe
+from polybasic.train.run.interruption import Interrupted
 from polybasic.train.settings import LoraSettings
 
 Calls = list[tuple[str, dict[str, Any]]]
@@ -88,7 +88,7 @@ def test_a_checkpoint_outlives_another_number_of_processes(
         (out / "checkpoints" / "step-00000010").mkdir(parents=True)
         raise Interrupted(signal.SIGTERM, "saved", is_saved=True)
 
-    monkeypatch.setattr("polybasic.train.launch.train_head_in_processes", interrupted)
+    monkeypatch.setattr("polybasic.train.run.launch.train_head_in_processes", interrupted)
     first, second = (
         workspace_of(tmp_path, train={"num_processes": num, "batch_size": 4}) for num in (1, 2)
     )

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -120,7 +121,7 @@ def account(folder: Path) -> dict[str, Any]:
     return found
 
 
-def test_each_turn_is_answered_behind_the_targets_own_answers(
+def test_each_turn_is_answered_after_the_targets_own_answers(
     run: Run, endpoint: FakeEndpoint, tmp_path: Path
 ) -> None:
     long = row_of("long", "one", "two", "three", task="talk")
@@ -246,6 +247,9 @@ def test_every_row_is_accounted_for(
     assert endpoint.questions().count("question 12") == 3
     told = capsys.readouterr().err
     assert "answered 33 of 40 conversations again" in told
+    assert re.search(
+        r"the target answers: 38 of 38  failed 3  [\d.]+ answers/s  0:00:00 left", told
+    )
     assert "failed 3: HTTP 400 (not that) (1)" in told
 
 
@@ -456,7 +460,7 @@ def test_the_key_is_sent_and_never_shown(
         ),
     ],
 )
-def test_what_is_no_server_is_told_in_one_line(
+def test_what_is_no_server_is_reported_in_one_line(
     run: Run, tmp_path: Path, settings: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(UserError, match=message) as told:
@@ -477,7 +481,7 @@ def test_the_model_is_named_where_there_are_several(
         run(source, endpoint=endpoint.url.removesuffix("/v1"))
 
 
-def test_a_full_disk_is_told_and_the_journal_stays_readable(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_and_the_journal_stays_readable(tmp_path: Path) -> None:
     full = Path("/dev/full")
     if not full.exists():
         pytest.skip("no /dev/full here")

@@ -29,7 +29,7 @@ from polybasic.train.features.offline_features import (
 )
 from polybasic.train.features.states import Features
 from polybasic.train.features.target import load_target
-from polybasic.train.run.processes import MEETING_FILE, process_group
+from polybasic.train.run.processes import RENDEZVOUS_FILE, process_group
 from tests.checkpoints import byte_level_tokenizer, write_family
 
 ROOT = Path(__file__).parents[3]
@@ -339,7 +339,7 @@ def begin(folder, pause, meeting):
 
 def work(folder, pause, meeting, index):
     os.environ.update({"RANK": str(index), "LOCAL_RANK": str(index), "WORLD_SIZE": "2"})
-    os.environ[MEETING_FILE] = str(meeting)
+    os.environ[RENDEZVOUS_FILE] = str(meeting)
     verifier = SmallVerifier(pause=pause)
     with process_group():
         written(verifier, folder)

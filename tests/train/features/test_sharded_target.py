@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from polybasic.train.features.target import load_target
-from polybasic.train.run.processes import MEETING_FILE
+from polybasic.train.run.processes import RENDEZVOUS_FILE
 from tests.checkpoints import write_family
 
 ROOT = Path(__file__).parents[3]
@@ -89,7 +89,7 @@ def sharded(folders, tmp_path_factory):
                 "RANK": str(index),
                 "LOCAL_RANK": str(index),
                 "WORLD_SIZE": "2",
-                MEETING_FILE: str(out / "meeting"),
+                RENDEZVOUS_FILE: str(out / "meeting"),
             },
             cwd=ROOT,
             stderr=subprocess.PIPE,

@@ -24,7 +24,7 @@ from polybasic.train.data.batches import BatchStream
 from polybasic.train.data.conversations import load_conversations
 from polybasic.train.head.acceptance import Acceptance
 from polybasic.train.run.engine import learning_rate_factor
-from polybasic.train.run.interruption import Interrupted, heed_signals, sigterm_raises
+from polybasic.train.run.interruption import Interrupted, record_signals, sigterm_raises
 from polybasic.train.run.loop import HeadRun
 from polybasic.train.run.training import train_head
 from polybasic.train.settings import DataSettings, DraftSettings, HeadSettings, LoraSettings
@@ -186,7 +186,7 @@ def adapted(trained, target, conversations, out, lora, **changes):
 
 
 def test_run_from_a_ready_head_begins_where_that_one_ended(
-    trained, target, conversations, tmp_path
+    trained, target, conversations, tmp_path, capsys
 ):
     summary, before, after = adapted(
         trained, target, conversations, tmp_path / "more", None, dtype="bfloat16"
@@ -201,6 +201,8 @@ def test_run_from_a_ready_head_begins_where_that_one_ended(
     )
     assert first < 0.9 * fresh
     assert before.keys() == after.keys()
+    line = r"draft head: 4 of 4  loss .*  \d\.\d\d tokens/round  [\d,]+ tokens/s  0:00:00 left"
+    assert re.search(line, capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(("lora", "dtype"), [(None, "float32"), (LoraSettings(), "bfloat16")])
@@ -292,15 +294,15 @@ def test_second_signal_ends_at_once_where_no_launcher_does_that():
     which = (signal.SIGINT, signal.SIGTERM)
     before = [signal.getsignal(each) for each in which]
 
-    def hear(is_second_heeded):
-        with heed_signals(is_second_heeded) as heard:
+    def interrupt_twice(second_ends_at_once):
+        with record_signals(second_ends_at_once) as received:
             os.kill(os.getpid(), signal.SIGINT)
-            assert heard.number == signal.SIGINT
+            assert received.number == signal.SIGINT
             os.kill(os.getpid(), signal.SIGINT)
 
-    hear(is_second_heeded=False)
+    interrupt_twice(second_ends_at_once=False)
     with pytest.raises(KeyboardInterrupt):
-        hear(is_second_heeded=True)
+        interrupt_twice(second_ends_at_once=True)
     with pytest.raises(Interrupted, match=r"^SIGTERM: what was whole is kept"), sigterm_raises():
         os.kill(os.getpid(), signal.SIGTERM)
     assert [signal.getsignal(each) for each in which] == before
