@@ -40,8 +40,7 @@ from polybasic.train.data.conversations import (
     load_conversations,
     split_conversations,
 )
-from polybasic.train.features.target import Target, load_target
-from polybasic.train.features.verifier import load_intermediate
+from polybasic.train.features.target import Target, load_intermediate, load_target
 from polybasic.train.head.acceptance import HeldoutBatch, TreeShape, heldout_batches, simulate
 from polybasic.train.head.eagle2 import DraftHead
 from polybasic.train.head.shape import FeatureLayers

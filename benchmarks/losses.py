@@ -27,7 +27,8 @@ from timing import resident
 from torch import Tensor
 
 from polybasic.train.features.lm_head import LmHead
-from polybasic.train.head.losses import TOKEN_LOSSES, LossSettings, unrolled_loss
+from polybasic.train.head.losses import TOKEN_LOSSES, unrolled_loss
+from polybasic.train.settings import HeadSettings
 
 SIZES = ("1024x256x4096", "256x2048x32000")
 FORMS = ("eager", "chunked")
@@ -67,7 +68,9 @@ class Case:
             student = LmHead(teacher.weight[drafted].requires_grad_())
             learned = [*outputs, student.weight]
         is_label = torch.ones(1, num_tokens, dtype=torch.bool, device=device)
-        settings = LossSettings(self.token_loss, 1.0, 0.0, 1.0)
+        settings = HeadSettings(
+            token_loss=self.token_loss, token_loss_weight=1.0, feature_loss_weight=0.0
+        )
 
         def run(eager: bool) -> tuple[Tensor, ...]:
             arguments = outputs, states, teacher, student, is_label, settings, drafted

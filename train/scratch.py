@@ -34,6 +34,7 @@ from polybasic.chain.formats.files import (
 from polybasic.chain.model.reference import quiet_transformers
 from polybasic.chain.progress import ProgressReport
 from polybasic.train.data.tokenizer import train_tokenizer
+from polybasic.train.run.engine import learning_rate_factor
 from polybasic.train.settings import ScratchModelSettings, ScratchSettings
 
 _SAVE_EVERY_STEPS = 60
@@ -165,6 +166,7 @@ class _Run:
         self.state_path = state_path
         self.model = build_model(settings, vocabulary.tokenizer, vocabulary.size, seed)
         self.optimizers = _optimizers(self.model, settings)
+        self.learning_rate = learning_rate_factor(settings.warmup_steps, settings.num_steps)
         self.losses: list[float] = []  # one a step
         self.num_tokens = 0
         self.seconds = 0.0
@@ -200,7 +202,7 @@ class _Run:
         }
 
     def _take_step(self, step: int, rows: list[list[Document]]) -> tuple[float, int]:
-        share = learning_rate_share(step, self.settings)
+        share = self.learning_rate(step)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = group["peak"] * share
@@ -281,13 +283,6 @@ def build_model(
             layer.self_attn.o_proj.weight.mul_(residual_scale)
             layer.mlp.down_proj.weight.mul_(residual_scale)
     return model
-
-
-def learning_rate_share(step: int, settings: ScratchModelSettings) -> float:
-    """Share of the peak learning rate at `step`: linear warm-up, then linear to zero."""
-    if step < settings.warmup_steps:
-        return (step + 1) / settings.warmup_steps
-    return (settings.num_steps - step) / (settings.num_steps - settings.warmup_steps)
 
 
 def pack_documents(documents: list[Document], row_tokens: int) -> list[list[Document]]:

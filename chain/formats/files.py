@@ -1,6 +1,7 @@
 """Files and folders are absent or whole: written under a temporary name, then renamed."""
 
 import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -31,10 +32,9 @@ def disk_errors(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            free_bytes = shutil.disk_usage(_existing_parent(path)).free
             raise UserError(
                 "disk full",
-                f"{path} ({free_bytes / 1e6:.0f} MB free)",
+                f"{path} ({free_bytes(path) / 1e6:.0f} MB free)",
                 "free some space and run the same command again; what was whole is kept",
             ) from error
         if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
@@ -42,6 +42,36 @@ def disk_errors(path: Path) -> Iterator[None]:
                 "cannot write", f"{path} ({error.strerror})", "choose another folder with --out"
             ) from error
         raise
+
+
+def free_bytes(path: Path) -> int:
+    """Free bytes of the disk on which `path` lies or would lie."""
+    while not path.exists():
+        path = path.absolute().parent
+    return shutil.disk_usage(path).free
+
+
+@contextmanager
+def locked_folder(path: Path, what: str, do: str) -> Iterator[None]:
+    """Hold a folder, made where it is missing; the lock ends with the process, however it ends.
+
+    Args:
+        path: the folder.
+        what: is wrong where another process holds it.
+        do: what to do then.
+
+    Raises:
+        UserError: another process holds it, or it cannot be written.
+    """
+    with disk_errors(path):
+        path.mkdir(parents=True, exist_ok=True)
+        lock = (path / ".lock").open("a")
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UserError(what, str(path), do) from error
+        yield
 
 
 @contextmanager
@@ -152,9 +182,3 @@ def _open_to_readers(folder: Path) -> None:
     for path in folder.rglob("*"):
         if path.is_file():
             path.chmod(0o666 & ~umask)
-
-
-def _existing_parent(path: Path) -> Path:
-    while not path.exists():
-        path = path.parent
-    return path

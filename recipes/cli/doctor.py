@@ -51,8 +51,8 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] 
 def _findings() -> dict[str, Any]:
     import torch
 
+    from polybasic.chain.formats.files import free_bytes
     from polybasic.chain.kernels.selection import describe_gpu_kernels
-    from polybasic.recipes.pipeline.disk import free_bytes
 
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return {

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.checkpoint import resolve_adapter, resolve_head, split_hub_id
-from polybasic.chain.formats.files import partial_path
+from polybasic.chain.formats.files import free_bytes, partial_path
 from polybasic.deploy.prompts import read_questions
 from polybasic.recipes.estimates.costs import Case, Shapes, StageEstimate, estimate_stage
 from polybasic.recipes.estimates.hardware_profiles import CPU, Hardware
@@ -19,7 +19,7 @@ from polybasic.recipes.estimates.sizes import (
     shape_of_small,
     shape_of_target,
 )
-from polybasic.recipes.pipeline.disk import check_free, free_bytes
+from polybasic.recipes.pipeline.disk import check_free
 from polybasic.recipes.pipeline.prompts import bench_prompts, plan_prompts
 from polybasic.recipes.pipeline.running import Stage, StageState, Workspace, closure, state_of
 from polybasic.recipes.pipeline.sources import chat_template_of

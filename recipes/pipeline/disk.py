@@ -2,22 +2,15 @@
 
 import errno
 import os
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from polybasic.chain.errors import UserError
+from polybasic.chain.formats.files import free_bytes
 
 _SIGNS = ("No space left on device", "os error 28", "Disk quota exceeded", "os error 122")
 _MARGIN_BYTES = 64 << 20
-
-
-def free_bytes(path: Path) -> int:
-    """Free bytes of the disk on which `path` lies or would lie."""
-    while not path.exists():
-        path = path.absolute().parent
-    return shutil.disk_usage(path).free
 
 
 def check_free(path: Path, needed_bytes: int) -> None:

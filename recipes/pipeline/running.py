@@ -5,11 +5,10 @@ done, its record `stage.json` is written there and the folder gets the stage's n
 whose digest equals that of today's inputs means that there is nothing to do.
 """
 
-import fcntl
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any, Literal
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.files import (
-    disk_errors,
+    locked_folder,
     partial_path,
     read_json,
     sha256_of_object,
@@ -207,26 +206,14 @@ def finish_rename(folder: Path) -> None:
     shutil.rmtree(replaced, ignore_errors=True)
 
 
-@contextmanager
-def locked(out: Path) -> Iterator[None]:
-    """Hold the output folder; the lock ends with the process, however it ends.
+def locked(out: Path) -> AbstractContextManager[None]:
+    """Hold the output folder.
 
     Raises:
         UserError: another process holds it, or it cannot be written.
     """
-    with disk_errors(out):
-        out.mkdir(parents=True, exist_ok=True)
-        lock = (out / ".lock").open("a")
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise UserError(
-                "another run is writing there",
-                str(out),
-                "wait for it, or choose another folder with --out",
-            ) from error
-        yield
+    what = "another run is writing there"
+    return locked_folder(out, what, "wait for it, or choose another folder with --out")
 
 
 def _refuse_to_discard(stage: Stage, workspace: Workspace, inputs: dict[str, Any]) -> None:

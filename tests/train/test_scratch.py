@@ -16,7 +16,6 @@ from polybasic.train import scratch
 from polybasic.train.data.tokenizer import train_tokenizer
 from polybasic.train.scratch import (
     build_model,
-    learning_rate_share,
     pack_documents,
     train_scratch_small,
     train_scratch_target,
@@ -200,11 +199,6 @@ def test_epochs_have_orders_of_their_own() -> None:
     )
     assert sorted(first) == sorted(second) == list(range(8))
     assert first != second
-
-
-def test_learning_rate_rises_and_falls_to_zero() -> None:
-    shares = [learning_rate_share(step, SETTINGS) for step in range(SETTINGS.num_steps + 1)]
-    assert shares == pytest.approx([1 / 2, 1, 1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6, 0])
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,9 @@
-"""Rows of several conversations each: first-fit, window by window."""
+"""Rows of several conversations each: which ones, window by window, and the places in them."""
 
 from collections.abc import Callable
+
+import torch
+from torch import Tensor
 
 
 class PackedWindows:
@@ -65,3 +68,15 @@ class PackedWindows:
             num_passed_over = 0 if length else num_passed_over + 1
             position += 1
         return [row for row in rows if row], position
+
+
+def positions_in_documents(document_ids: Tensor) -> Tensor:
+    """The place of each token in its own conversation, int64 [B, T].
+
+    Args:
+        document_ids: int64 [B, T], 0, 1, 2, .. by conversation in the row, -1 where it is padding.
+    """
+    places = torch.arange(document_ids.shape[1], device=document_ids.device)
+    is_first = torch.ones_like(document_ids, dtype=torch.bool)
+    is_first[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
+    return places - torch.where(is_first, places, 0).cummax(dim=1).values

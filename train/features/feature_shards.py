@@ -6,7 +6,6 @@ int64 [C] and the SHA-256 of its token ids in `keys` uint8 [C, 32]. A conversati
 token ids alone, whatever file, order or batch it comes from.
 """
 
-import fcntl
 import hashlib
 import re
 from array import array
@@ -22,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.files import disk_errors, read_json, whole_file, write_json
+from polybasic.chain.formats.files import locked_folder, read_json, whole_file, write_json
 from polybasic.train.features.states import Features
 
 MANIFEST = "features.json"
@@ -168,18 +167,9 @@ def folder_to_write(folder: Path, identity: Mapping[str, Any]) -> Iterator[None]
     Raises:
         UserError: another run is writing there, or the disk is full or not writable.
     """
-    with disk_errors(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / ".lock").open("a")
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise UserError(
-                "offline features are being written by another run",
-                str(folder),
-                "wait for it, or set train.features_folder to another folder",
-            ) from error
+    what = "offline features are being written by another run"
+    do = "wait for it, or set train.features_folder to another folder"
+    with locked_folder(folder, what, do):
         if not (folder / MANIFEST).exists():
             write_json(folder / MANIFEST, {"schema": _SCHEMA, **identity})
         yield

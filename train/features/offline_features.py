@@ -7,7 +7,6 @@ in several goes, or by several processes, is bit for bit the one written without
 """
 
 import itertools
-import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 
 from polybasic.chain.errors import UserError
+from polybasic.chain.formats.files import free_bytes
 from polybasic.chain.progress import tracked
 from polybasic.train.data.batches import BatchStream, Share
 from polybasic.train.features.feature_plan import (
@@ -187,10 +187,7 @@ def _check_disk(folder: Path, missing: Sequence[PlannedShard]) -> None:
     if not missing:
         return
     needed = sum(shard.most_bytes for shard in missing) + _MARGIN_BYTES
-    existing = folder.absolute()
-    while not existing.exists():
-        existing = existing.parent
-    free = shutil.disk_usage(existing).free
+    free = free_bytes(folder)
     if free < needed:
         raise UserError(
             "not enough disk for offline features",

@@ -1,4 +1,4 @@
-"""The frozen target: its features, its lm_head, and the shape of a head for it.
+"""The frozen target or its 4-bit copy: its features, its lm_head, the shape of a head for it.
 
 Shapes: B = batch, T = tokens, H = hidden size, V = vocabulary.
 """
@@ -16,8 +16,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.config import SUPPORTED_ROPE_TYPES
 from polybasic.chain.formats.tokenizer import load_tokenizer
+from polybasic.chain.model.dequantized import load_dequantized
 from polybasic.chain.model.reference import load_reference_model
-from polybasic.train.data.documents import positions_in_documents
+from polybasic.train.data.packing import positions_in_documents
 from polybasic.train.features.lm_head import LmHead
 from polybasic.train.features.states import Features
 from polybasic.train.head.shape import FeatureLayers, HeadShape
@@ -124,6 +125,26 @@ def load_target(folder: Path, device: torch.device, tokenizer: Path | None = Non
     """
     model = load_reference_model(folder, "auto", device)
     return checked_target(model, load_tokenizer(tokenizer or folder, "target's tokenizer"), folder)
+
+
+def load_intermediate(
+    folder: Path, tokenizer: Path, device: torch.device, dtype: torch.dtype
+) -> Target:
+    """Load a 4-bit copy of a target, dequantized, as one whose states a head can learn.
+
+    Its embedding and output projection are the target's as the copy stores them, in float16.
+
+    Args:
+        folder: of an AutoAWQ checkpoint.
+        tokenizer: folder of the tokenizer, with a chat template.
+        device: for its weights, which lie there whole.
+        dtype: of its passes; the target's own is what a chain is served in.
+
+    Raises:
+        UserError: as `polybasic.chain.model.dequantized.load_dequantized`, or as `load_target`.
+    """
+    model = load_dequantized(folder, dtype, device)
+    return checked_target(model, load_tokenizer(tokenizer, "target's tokenizer"), folder)
 
 
 def checked_target(

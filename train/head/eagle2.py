@@ -12,11 +12,12 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from polybasic.train.data.documents import positions_in_documents
+from polybasic.train.data.packing import positions_in_documents
 from polybasic.train.features.lm_head import LmHead
 from polybasic.train.features.states import Features
-from polybasic.train.head.layers import Attention, KeysValues, Mlp, RMSNorm
+from polybasic.train.head.layers import Attention, KeysValues, Mlp
 from polybasic.train.head.shape import HeadShape
 
 
@@ -205,7 +206,7 @@ class _Eagle2Layer(nn.Module):
     def __init__(self, shape: HeadShape) -> None:
         super().__init__()
         self.self_attn = Attention(shape, shape.hidden_size)
-        self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.post_attention_layernorm = LlamaRMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.mlp = Mlp(shape.hidden_size, shape.intermediate_size)
 
     def forward(

@@ -9,11 +9,12 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from polybasic.train.features.lm_head import LmHead
 from polybasic.train.features.states import Features
 from polybasic.train.head.eagle2 import DraftHead
-from polybasic.train.head.layers import Attention, KeysValues, Mlp, RMSNorm
+from polybasic.train.head.layers import Attention, KeysValues, Mlp
 from polybasic.train.head.shape import HeadShape
 
 
@@ -34,7 +35,7 @@ class Eagle3Head(DraftHead):
         size, eps = shape.hidden_size, shape.rms_norm_eps
         self.fc = nn.Linear(3 * size, size, bias=False)
         self.midlayer = _Eagle3Layer(shape)
-        self.norm = RMSNorm(size, eps)
+        self.norm = LlamaRMSNorm(size, eps)
         self.lm_head = nn.Linear(size, shape.draft_vocab_size or shape.vocab_size, bias=False)
 
     def source(self, features: Features) -> Tensor:
@@ -73,10 +74,10 @@ class _Eagle3Layer(nn.Module):
     def __init__(self, shape: HeadShape) -> None:
         super().__init__()
         size, eps = shape.hidden_size, shape.rms_norm_eps
-        self.input_layernorm = RMSNorm(size, eps)
-        self.hidden_norm = RMSNorm(size, eps)
+        self.input_layernorm = LlamaRMSNorm(size, eps)
+        self.hidden_norm = LlamaRMSNorm(size, eps)
         self.self_attn = Attention(shape, 2 * size)
-        self.post_attention_layernorm = RMSNorm(size, eps)
+        self.post_attention_layernorm = LlamaRMSNorm(size, eps)
         self.mlp = Mlp(size, shape.intermediate_size)
 
     def forward(

@@ -1,4 +1,4 @@
-"""The parts of a draft head's layer: Llama's norm, attention and MLP.
+"""The parts of a draft head's layer: Llama's attention and MLP.
 
 Shapes: B = batch, R = rows, C = rows in the cache, H = hidden size, D = head size.
 """
@@ -18,21 +18,6 @@ class KeysValues(NamedTuple):
 
     keys: Tensor
     values: Tensor
-
-
-class RMSNorm(nn.Module):
-    """Root-mean-square norm, computed in float32."""
-
-    def __init__(self, hidden_size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(hidden_size))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., H] -> [..., H]."""
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight * wide.to(x.dtype)
 
 
 class Attention(nn.Module):

@@ -10,7 +10,7 @@ from polybasic.train.data.batches import Share
 from polybasic.train.features.lm_head import LmHead
 from polybasic.train.features.states import Features
 from polybasic.train.head.eagle2 import DraftHead
-from polybasic.train.head.losses import LossSettings, UnrolledLoss, unrolled_loss
+from polybasic.train.head.losses import UnrolledLoss, unrolled_loss
 from polybasic.train.settings import HeadSettings
 
 
@@ -20,8 +20,7 @@ class LossModule(nn.Module):
     def __init__(self, head: DraftHead, settings: HeadSettings) -> None:
         super().__init__()
         self.head = head
-        self._unroll_steps = settings.unroll_steps
-        self._loss = LossSettings.of(settings)
+        self._settings = settings
 
     def noise_shape(self, features: Features) -> torch.Size:
         """Of the noise on a share's features: [B, T - 2, H], of an EAGLE-3 head [B, T - 2, 3H]."""
@@ -51,7 +50,7 @@ class LossModule(nn.Module):
         outputs = head.unroll(
             share.token_ids[:, 1:-1],
             inputs,
-            self._unroll_steps,
+            self._settings.unroll_steps,
             None if document_ids is None else document_ids[:, :-2],
         )
         teacher = lm_head.to(head.dtype)
@@ -61,7 +60,7 @@ class LossModule(nn.Module):
             teacher,
             head.projection(teacher),
             share.is_assistant[:, 2:],
-            self._loss,
+            self._settings,
             head.draft_token_ids,
             token_counts,
         )

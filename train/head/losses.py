@@ -30,26 +30,6 @@ _CHUNK_TOKENS = 128  # but not less, for a GPU's sake
 
 
 @dataclass(frozen=True)
-class LossSettings:
-    """What `unrolled_loss` reads of a head's settings; the fields are described there."""
-
-    token_loss: str
-    token_loss_weight: float
-    feature_loss_weight: float
-    step_decay: float
-
-    @classmethod
-    def of(cls, settings: HeadSettings) -> "LossSettings":
-        """Those of a training run."""
-        return cls(
-            token_loss=settings.token_loss,
-            token_loss_weight=settings.token_loss_weight,
-            feature_loss_weight=settings.feature_loss_weight,
-            step_decay=settings.step_decay,
-        )
-
-
-@dataclass(frozen=True)
 class UnrolledLoss:
     """The loss and its parts; `total` is the only one with a gradient."""
 
@@ -89,7 +69,7 @@ def unrolled_loss(
     teacher: LmHead,
     student: LmHead,
     is_label: Tensor,
-    settings: LossSettings,
+    settings: HeadSettings,
     draft_token_ids: Tensor | None = None,
     token_counts: Tensor | None = None,
     eager: bool = False,
@@ -106,7 +86,8 @@ def unrolled_loss(
         student: the head's [D, H], in the dtype of `outputs`; its weight gets a gradient if it
             requires one. The teacher itself for an EAGLE-2 head that drafts all tokens.
         is_label: bool [B, R], whether the token predicted by a row is the assistant's.
-        settings: losses and weights. Of a loss that is weighted 0 no gradient is computed.
+        settings: of the run, whose losses and weights are read; a loss that is weighted 0 gets no
+            gradient.
         draft_token_ids: int64 [D], the student's tokens, ascending; None: all V.
         token_counts: [S], what each step's sum is divided by; default: as many tokens as count
             in it. A process that has a share of a batch passes its part of the batch's count.

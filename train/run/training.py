@@ -32,8 +32,7 @@ from polybasic.train.data.draft_vocabulary import (
 from polybasic.train.features.offline_features import OnlineFeatures, write_features
 from polybasic.train.features.sharded_target import load_sharded_target
 from polybasic.train.features.states import FeatureSource
-from polybasic.train.features.target import Target, load_target
-from polybasic.train.features.verifier import load_intermediate
+from polybasic.train.features.target import Target, load_intermediate, load_target
 from polybasic.train.head.acceptance import HeldoutBatch, heldout_batches, simulate
 from polybasic.train.head.shape import HeadShape
 from polybasic.train.head.start import new_head

@@ -18,7 +18,7 @@ from torch import distributed
 
 from polybasic.chain.errors import UserError
 from polybasic.train.data.batches import BatchStream
-from polybasic.train.data.documents import positions_in_documents
+from polybasic.train.data.packing import positions_in_documents
 from polybasic.train.features import offline_features
 from polybasic.train.features.feature_plan import FeatureLayout, planned_shards
 from polybasic.train.features.feature_shards import shard_path, shard_paths

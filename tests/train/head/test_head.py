@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
-from polybasic.train.data.documents import positions_in_documents
+from polybasic.train.data.packing import positions_in_documents
 from polybasic.train.features.lm_head import LmHead
 from polybasic.train.features.states import Features
 from polybasic.train.head.eagle2 import Eagle2Head, unrolled_mask

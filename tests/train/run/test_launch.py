@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from polybasic.chain.errors import UserError
 from polybasic.train.data.batches import Batch, row_noise
 from polybasic.train.features.lm_head import LmHead
-from polybasic.train.head.losses import LossSettings, step_weights, unrolled_loss
+from polybasic.train.head.losses import step_weights, unrolled_loss
 from polybasic.train.run.hosts import Host, read_hostfile
 from polybasic.train.run.interruption import Interrupted
 from polybasic.train.run.launch import _failure, train_head_in_processes
@@ -375,7 +375,7 @@ def test_loss_and_gradient_of_shares_average_to_the_batchs(num_rows, num_shares)
 
     def loss_of(rows, is_label, counts=None):
         picked = [output[list(rows)] for output in outputs]
-        settings = LossSettings("cross_entropy", 1.0, 1.0, 1.0)
+        settings = HeadSettings(token_loss_weight=1.0)
         states = features[list(rows)]
         return unrolled_loss(
             picked, states, lm_head, lm_head, is_label, settings, token_counts=counts

@@ -8,8 +8,7 @@ from safetensors.torch import save_file
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.awq import GROUP_SIZE, QUANTIZATION_CONFIG, QuantizedWeight, dequantize
-from polybasic.train.features.target import load_target
-from polybasic.train.features.verifier import load_intermediate
+from polybasic.train.features.target import load_intermediate, load_target
 from tests.checkpoints import write_family
 
 CPU = torch.device("cpu")
