@@ -23,7 +23,7 @@ def partial_path(path: Path) -> Path:
 
 @contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
-    """Tell a full, read-only or forbidden disk in one line.
+    """Report a full, read-only or forbidden disk in one line.
 
     Raises:
         UserError: for ENOSPC, EDQUOT, EROFS, EACCES and EPERM while writing `path`.

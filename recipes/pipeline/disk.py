@@ -1,4 +1,4 @@
-"""A full disk, told before a run where possible, and in one way whoever meets it."""
+"""A full disk, refused before a run where possible, and reported in one way whoever meets it."""
 
 import errno
 import os
@@ -43,8 +43,8 @@ def full_disk_is_an_oserror(path: Path) -> Iterator[None]:
     except (UserError, OSError):
         raise
     except Exception as error:
-        told = any(sign in str(error) for sign in _SIGNS)
+        is_full = any(sign in str(error) for sign in _SIGNS)
         torch_cut_short = "PytorchStreamWriter" in str(error) and free_bytes(path) < _MARGIN_BYTES
-        if told or torch_cut_short:
+        if is_full or torch_cut_short:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path)) from error
         raise

@@ -104,7 +104,7 @@ class RuntimeAnswerer:
         self.identity: dict[str, Any] = {"through": "runtime"}
 
     async def answer(self, prompt: "Prompt") -> "Answer":
-        """Answer one prompt; an interrupt is heard between two passes of the target."""
+        """Answer one prompt; an interrupt takes effect between two passes of the target."""
         from polybasic.train.answers.answerer import Answer
 
         tokens: list[int] = []

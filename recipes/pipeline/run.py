@@ -51,5 +51,5 @@ def as_yaml(recipe: Recipe) -> str:
 
 
 def say(line: str) -> None:
-    """Tell people; standard output is for results."""
+    """Print a line for people; standard output is for results."""
     print(line, file=sys.stderr, flush=True)

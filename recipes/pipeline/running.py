@@ -104,7 +104,7 @@ class Stage:
         needs: stages that must be whole before this one.
         inputs: exactly what the result depends on, as JSON content; called when `needs` are whole.
         run: does the work in the given folder and returns the summary.
-        identify: JSON content that tells one result from another; called on the done folder.
+        identify: JSON content that identifies the result; called on the done folder.
         progress: patterns of the files in its folder that hold what an interrupted `run` did, from
             which the next one continues; None where it starts over.
     """

@@ -1,4 +1,4 @@
-"""Where the inputs of stages lie, and digests that tell when they changed."""
+"""Where the inputs of stages lie, and digests that change with them."""
 
 from importlib import resources
 from pathlib import Path
@@ -79,7 +79,7 @@ def tokenizer_of(workspace: Workspace) -> Path:
 
 
 def tokenizer_identity(workspace: Workspace) -> dict[str, Any]:
-    """What tells the chain's tokenizer from another one; the target stage must be whole."""
+    """What identifies the chain's tokenizer; the target stage must be whole."""
     identity = workspace.identity("target")
     if "tokenizer" in identity:
         prepared: dict[str, Any] = identity["tokenizer"]

@@ -46,11 +46,9 @@ class FakeEndpoint:
     """What is served, and what was asked.
 
     Attributes:
-        models: as the list of models tells them.
+        models: the entries of the list of models.
         faults: of the next requests for a question's answer, the first comes first.
         always: the fault of every request.
-        answers: to questions; others are answered by `answer_to`.
-        cut: questions whose answers end by their length.
         together: answers wait until so many are under way.
         asked: requests for answers, in order.
         most_at_once: of them under way.
@@ -60,8 +58,6 @@ class FakeEndpoint:
     models: list[dict[str, Any]] = field(default_factory=lambda: [{"id": "tiny"}])
     faults: dict[str, list[Fault]] = field(default_factory=dict)
     always: Fault | None = None
-    answers: dict[str, str] = field(default_factory=dict)
-    cut: set[str] = field(default_factory=set)
     together: Barrier | None = None
     asked: list[Asked] = field(default_factory=list)
     most_at_once: int = 0
@@ -129,9 +125,7 @@ class _Handler(BaseHTTPRequestHandler):
             endpoint.num_under_way -= 1
         if fault is not None:
             return self._fail(fault)
-        text = endpoint.answers.get(request.question, answer_to(body["messages"]))
-        reason = "length" if request.question in endpoint.cut else "stop"
-        return self._send(200, completion(text, reason))
+        return self._send(200, completion(answer_to(body["messages"]), "stop"))
 
     def _fail(self, fault: Fault) -> None:
         if fault.hangs:

@@ -32,7 +32,7 @@ class HubData:
 
 
 def parse_source(source: str) -> Path | HubData:
-    """Tell files from hub data sets; what lies here under that name wins.
+    """Distinguish files from hub data sets; what lies here under that name wins.
 
     Args:
         source: a path, or `org/name[@revision][:path/of/file.json]`.

@@ -245,12 +245,12 @@ def test_every_row_is_accounted_for(
     assert written == [each["id"] for each in found["inputs"] if each["status"] == "done"]
     assert endpoint.questions().count("question 11") == 1  # a refusal is final
     assert endpoint.questions().count("question 12") == 3
-    told = capsys.readouterr().err
-    assert "answered 33 of 40 conversations again" in told
+    reported = capsys.readouterr().err
+    assert "answered 33 of 40 conversations again" in reported
     assert re.search(
-        r"the target answers: 38 of 38  failed 3  [\d.]+ answers/s  0:00:00 left", told
+        r"the target answers: 38 of 38  failed 3  [\d.]+ answers/s  0:00:00 left", reported
     )
-    assert "failed 3: HTTP 400 (not that) (1)" in told
+    assert "failed 3: HTTP 400 (not that) (1)" in reported
 
 
 def test_more_than_a_tenth_failed_is_an_error_and_loses_nothing(
@@ -393,8 +393,9 @@ def test_turns_that_nobody_reads_or_that_do_not_fit_are_left_out(
 
 
 def test_cut_answers_are_kept_and_counted(run: Run, endpoint: FakeEndpoint, tmp_path: Path) -> None:
-    endpoint.cut = {"question 1", "question 2"}
-    endpoint.answers["question 1"] = "half a character\ufffd"
+    for question, text in (("question 1", "half a character\ufffd"), ("question 2", "half an")):
+        cut = Fault(200, json.dumps(completion(text, "length")).encode())
+        endpoint.faults[question] = [cut]
     assert run(many(tmp_path, 4))["num_cut_answers"] == 2
     rows = read_rows(tmp_path / "out" / "conversations.jsonl")
     assert rows[1]["conversations"][1]["value"] == "half a character"
@@ -430,9 +431,9 @@ def test_the_key_is_sent_and_never_shown(
     assert list(account(tmp_path / "out")["failed"]) == ["HTTP 400 (quota of (the key))"]
     endpoint.always = Fault(401, echo.body)
     endpoint.asked.clear()
-    with pytest.raises(UserError, match=r"refuses every request: .*401.*OPENAI_API_KEY") as told:
+    with pytest.raises(UserError, match=r"refuses every request: .*401.*OPENAI_API_KEY") as caught:
         run(source, "again")
-    assert KEY not in str(told.value)
+    assert KEY not in str(caught.value)
     assert KEY not in "".join(capsys.readouterr())
     for path in tmp_path.rglob("*"):
         assert not path.is_file() or KEY not in path.read_text("utf-8")
@@ -442,9 +443,9 @@ def test_the_key_is_sent_and_never_shown(
         run(source, "again", num_parallel=1, max_new_tokens=3)
     assert len(endpoint.asked) == 8
     monkeypatch.setenv("OPENAI_API_KEY", "two words")
-    with pytest.raises(UserError, match="unusable key: OPENAI_API_KEY") as told:
+    with pytest.raises(UserError, match="unusable key: OPENAI_API_KEY") as caught:
         run(source, "again")
-    assert "two words" not in str(told.value)
+    assert "two words" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -463,9 +464,9 @@ def test_the_key_is_sent_and_never_shown(
 def test_what_is_no_server_is_reported_in_one_line(
     run: Run, tmp_path: Path, settings: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(UserError, match=message) as told:
+    with pytest.raises(UserError, match=message) as caught:
         run(many(tmp_path, 2), **settings)
-    assert "pass@" not in str(told.value)
+    assert "pass@" not in str(caught.value)
 
 
 def test_the_model_is_named_where_there_are_several(

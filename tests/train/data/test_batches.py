@@ -80,9 +80,9 @@ def test_a_refused_conversation_is_left_out_and_told_once(
         assert batch.is_assistant.any(dim=1).all()
         forbidden = batch.token_ids[batch.token_ids == FORBIDDEN_LETTER]
         assert not len(forbidden)
-    told = capsys.readouterr().err
-    assert told.count("conversations that the chat template refuses are left out") == 1
-    assert "not this one" in told
+    reported = capsys.readouterr().err
+    assert reported.count("conversations that the chat template refuses are left out") == 1
+    assert "not this one" in reported
 
 
 @pytest.mark.parametrize("pack", [False, True])

@@ -208,8 +208,8 @@ def test_system_turns_go_where_the_template_refuses_them(tmp_path, capsys, templ
     roles = [message["role"] for row in fitted for message in row["messages"]]
     assert roles.count("system") == num_left
     assert [role for role in roles if role != "system"] == ["user", "assistant"] * 2
-    told = "takes no system turns: dropped those of 1 of 2 conversations"
-    assert (told in capsys.readouterr().err) == (num_left == 0)
+    reported = "takes no system turns: dropped those of 1 of 2 conversations"
+    assert (reported in capsys.readouterr().err) == (num_left == 0)
     # what splits them is the first user turn, with or without a system turn before it
     assert split_conversations(fitted, 1)[1]["id"][:] == split_conversations(dataset, 1)[1]["id"][:]
 

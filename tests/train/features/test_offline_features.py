@@ -240,7 +240,7 @@ def test_too_little_disk_is_told_before_anything_is_written(tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("identity", "layers", "dtype", "told"),
+    ("identity", "layers", "dtype", "reported"),
     [
         (IDENTITY | {"seed": 1}, None, torch.float32, "seed 0, not 1"),
         (IDENTITY | {"target_sha256": "c3"}, None, torch.float32, "target_sha256 'a1', not 'c3'"),
@@ -249,10 +249,10 @@ def test_too_little_disk_is_told_before_anything_is_written(tmp_path, monkeypatc
         (IDENTITY, None, torch.bfloat16, "dtype 'float32', not 'bfloat16'"),
     ],
 )
-def test_folder_of_another_run_is_refused(identity, layers, dtype, told, tmp_path):
+def test_folder_of_another_run_is_refused(identity, layers, dtype, reported, tmp_path):
     written(SmallVerifier(), tmp_path)
     before = contents(tmp_path)
-    with pytest.raises(UserError, match=rf"offline features of another run: .*\({told}\)"):
+    with pytest.raises(UserError, match=rf"offline features of another run: .*\({reported}\)"):
         written(SmallVerifier(dtype), tmp_path, layers, identity)
     assert contents(tmp_path) == before
 

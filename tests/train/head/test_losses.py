@@ -296,7 +296,7 @@ def test_what_is_weighted_0_has_no_gradient(eager):
     assert of_weight is None
     assert of_outputs.abs().max() > 0
     assert feature.total == feature.feature == both.feature
-    assert feature.token == token.token == both.token, "still told"
+    assert feature.token == token.token == both.token, "still reported"
     assert torch.equal(feature.acceptance, both.acceptance)
     assert token.total == token.token
     assert (token.feature, both.feature > 0) == (0.0, True)

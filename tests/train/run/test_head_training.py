@@ -261,9 +261,9 @@ def test_lora_that_sigterm_stops_continues_to_the_same_bits(
     out = tmp_path / "stopped"
     with pytest.raises(
         Interrupted, match=r"^SIGTERM: step 2 of 4 is saved in \S+/step-\d{8}; "
-    ) as told:
+    ) as caught:
         adapted(trained, target, conversations, out, lora, **changes)
-    assert told.value.exit_code == 143
+    assert caught.value.exit_code == 143
     assert signal.getsignal(signal.SIGTERM) is before
     stopped, *_ = adapted(trained, target, conversations, out, lora, **changes)
     assert steps == [1, 2, 3, 4]
@@ -318,9 +318,9 @@ def test_packed_offline_eagle3_that_ctrl_c_stops_continues_to_the_same_bits(
     whole = train(tmp_path / "whole")
     steps = signal_in_step(monkeypatch, 3, signal.SIGINT)
     out = tmp_path / "stopped"
-    with pytest.raises(Interrupted, match=r"^SIGINT: step 3 of 5 is saved") as told:
+    with pytest.raises(Interrupted, match=r"^SIGINT: step 3 of 5 is saved") as caught:
         train(out)
-    assert told.value.exit_code == 130
+    assert caught.value.exit_code == 130
     checkpoints = out / "checkpoints"
     names = ["best", "step-00000002", "step-00000003"]
     assert sorted(path.name for path in checkpoints.iterdir()) == names
@@ -393,12 +393,12 @@ def growing_acceptance():
 
 def test_other_start_or_adapter_is_another_run(trained, target, conversations, tmp_path, capsys):
     out = tmp_path / "run"
-    told = []
+    reported = []
     for lora in (None, None, LoraSettings(rank=2), LoraSettings(rank=2), LoraSettings(rank=3)):
         capsys.readouterr()
         adapted(trained, target, conversations, out, lora, num_steps=3)
-        told.append("already trained" in capsys.readouterr().err)
-    assert told == [False, True, False, True, False]
+        reported.append("already trained" in capsys.readouterr().err)
+    assert reported == [False, True, False, True, False]
 
 
 def test_tokenizer_of_another_folder_is_used_and_tells_runs_apart(
@@ -485,19 +485,19 @@ def test_other_settings_do_not_continue_an_interrupted_run(
 
 
 def broken(target, conversations, settings, out):
-    with pytest.raises(UserError) as told:
+    with pytest.raises(UserError) as caught:
         train_head(target, conversations, DATA, settings, 0, out)
     assert not (out / "model.safetensors").exists()
-    return str(told.value)
+    return str(caught.value)
 
 
 def test_loss_that_is_not_finite_names_step_conversations_and_last_good_checkpoint(
     target, conversations, tmp_path
 ):
     settings = SETTINGS.model_copy(update={"learning_rate": 1e30, "save_every_steps": 1})
-    told = broken(target, conversations, settings, tmp_path / "run")
+    reported = broken(target, conversations, settings, tmp_path / "run")
     where = r"step 2, conversations \d+(, \d+){3}; last good checkpoint: \S+/step-00000001; "
-    assert re.match(f"loss is not finite: nan: {where}", told)
+    assert re.match(f"loss is not finite: nan: {where}", reported)
 
 
 def test_weights_that_are_not_finite_are_not_saved(target, conversations, tmp_path, monkeypatch):
@@ -510,9 +510,9 @@ def test_weights_that_are_not_finite_are_not_saved(target, conversations, tmp_pa
 
     monkeypatch.setattr(HeadRun, "_save", break_and_save)
     settings, out = SETTINGS.model_copy(update={"save_every_steps": 2}), tmp_path / "run"
-    told = broken(target, conversations, settings, out)
+    reported = broken(target, conversations, settings, out)
     where = r"step 4, conversations \d+(, \d+){3}; last good checkpoint: \S+/step-00000002; "
-    assert re.match(f"weights are not finite: {where}", told)
+    assert re.match(f"weights are not finite: {where}", reported)
 
 
 def test_wandb_offline_gets_the_run(target, conversations, tmp_path, monkeypatch):

@@ -289,7 +289,7 @@ def test_two_hosts_train_packed_rows_on_offline_features_as_one_process(
 
 
 @pytest.mark.parametrize(
-    ("host", "told"),
+    ("host", "reported"),
     [
         (
             "gone",
@@ -299,9 +299,9 @@ def test_two_hosts_train_packed_rows_on_offline_features_as_one_process(
         ("bare", f"no Python for the training processes: bare: {sys.executable}; install "),
     ],
 )
-def test_host_that_cannot_train_is_named(host, told, ssh_log, tmp_path):
+def test_host_that_cannot_train_is_named(host, reported, ssh_log, tmp_path):
     file = hostfile(tmp_path, "127.0.0.1 slots=1", f"{host} slots=1")
-    with pytest.raises(UserError, match=f"^{told}"):
+    with pytest.raises(UserError, match=f"^{reported}"):
         train_head_in_processes(2, file, out=tmp_path / "run")
     assert not list((tmp_path / "run").iterdir())
 
@@ -309,13 +309,13 @@ def test_host_that_cannot_train_is_named(host, told, ssh_log, tmp_path):
 def test_hostfile_is_deepspeeds(tmp_path):
     file = hostfile(tmp_path, "# a comment", "worker-1 slots=4", "", "me@10.0.0.2  slots=2 # more")
     assert read_hostfile(file) == [Host("worker-1", 4), Host("me@10.0.0.2", 2)]
-    for lines, told in (
+    for lines, reported in (
         (["worker-1 slots=0"], r"malformed: \S+hostfile line 1 \(worker-1 slots=0\)"),
         (["a slots=1", "-oProxyCommand=x slots=1"], "malformed: .* line 2"),
         (["a slots=1", "a slots=2"], r"named twice: .* line 2 \(a slots=2\)"),
         (["# nobody"], "names no host"),
     ):
-        with pytest.raises(UserError, match=told):
+        with pytest.raises(UserError, match=reported):
             read_hostfile(hostfile(tmp_path, *lines))
     with pytest.raises(UserError, match="hostfile cannot be read"):
         read_hostfile(tmp_path / "none")
@@ -349,8 +349,8 @@ def test_first_cause_is_told(tmp_path):
     (tmp_path / "trace-1.txt").write_text("ValueError: odd")
     os.utime(tmp_path / "trace-1.txt", ns=(1, 1))
     assert failed(tmp_path, [1, 1]) == "training process 1 ended with exit code 1\nValueError: odd"
-    told = {"what": "no weights", "where": "here", "do": "fetch them"}
-    (tmp_path / "error-1.json").write_text(json.dumps(told))
+    reported = {"what": "no weights", "where": "here", "do": "fetch them"}
+    (tmp_path / "error-1.json").write_text(json.dumps(reported))
     assert isinstance(_failure([1, 2], tmp_path), UserError)
     assert failed(tmp_path, [1, 2]) == "no weights: here; fetch them"
 
