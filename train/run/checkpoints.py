@@ -127,7 +127,8 @@ def load_checkpoint(path: Path, engine: Any, identity: str) -> tuple[RunState, d
         raise UserError(
             f"interrupted training in another number of processes than {num_processes()}",
             f"{path} (num_processes {stored['num_processes']})",
-            f"restore it to continue, or remove {path.parent} to start anew",
+            f"set train.num_processes={stored['num_processes']} to continue it, or remove "
+            f"{path.parent} to start over",
         )
     if stored["identity"] != identity:
         raise UserError(
