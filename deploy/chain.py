@@ -373,9 +373,6 @@ def load_checked(
     compute_dtype = _dtype(dtype, checked.target)
     for warning in checked.warnings:
         _log.warning("%s", warning)
-    is_half = compute_dtype == torch.float16
-    if where.type == "cpu" and is_half and not is_laid_out_anew(where, compute_dtype):
-        _log.warning("this CPU multiplies no float16: dtype bfloat16 is about 3 times as fast")
     default_sampling = read_default_sampling(checked.target)
     chosen = _plan(checked, plan, hardware_name(where))
     num_tokens = _context_tokens(checked, context_tokens, beyond_declared)

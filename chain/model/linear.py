@@ -3,8 +3,10 @@
 #   R = rows (tokens of one pass), I = in features, O = out features
 """
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -34,6 +36,8 @@ CPU_INT4_MAX_ROWS = 4
 DRAFT_GROUP_SIZE = 64
 """Inputs that share a scale where a head's weights are rounded to 4 bits."""
 
+_log = logging.getLogger(__name__)
+
 _WEIGHTS_AT_ONCE = 1 << 22
 """That are rounded to 4 bits or dequantized: in float32 all would be larger than what is made."""
 
@@ -59,7 +63,8 @@ def dense_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
 
     On a CPU the weight is laid out once for the native kernels, or without them for oneDNN, which
     reads it at 1.3x to 2x the rate of `F.linear` over few rows; the given tensor is then not kept.
-    The device path keeps it as it is.
+    Where PyTorch has no fast products in the dtype, it is kept in float32. The device path keeps
+    it as it is.
     """
     operations = operations_for(weight.device, weight.dtype)
     if operations is not None:
@@ -67,7 +72,10 @@ def dense_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
     kernels = kernels_for(weight.device, weight.dtype)
     if kernels is not None and weight.shape[1] % LANES == 0:
         return matrices.dense(kernels, weight, bias)
-    if is_laid_out_anew(weight.device, weight.dtype):
+    is_on_cpu = weight.device.type == "cpu"
+    if is_on_cpu and not multiplies_fast(weight.dtype):
+        return _widened(weight, bias)
+    if is_on_cpu and torch.backends.mkldnn.is_available():
         packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
         product = torch.ops.mkldnn._linear_pointwise
         return lambda x_RI: product(x_RI, packed, bias, "none", [], "")
@@ -102,10 +110,25 @@ def is_laid_out_anew(device: torch.device, dtype: torch.dtype) -> bool:
         return False
     if kernels_for(device, dtype) is not None:
         return True
-    if device.type != "cpu" or not torch.backends.mkldnn.is_available():
+    if device.type != "cpu":
         return False
-    # oneDNN multiplies float16 on the newest CPUs only
-    return dtype != torch.float16 or torch.ops.mkldnn._is_mkldnn_fp16_supported()
+    return torch.backends.mkldnn.is_available() or not multiplies_fast(dtype)
+
+
+def multiplies_fast(dtype: torch.dtype) -> bool:
+    """Whether PyTorch has fast products in `dtype` on this CPU: oneDNN's, if it is no float32.
+
+    Without the instructions that oneDNN needs, `F.linear` takes many times as long in bfloat16 or
+    float16 as in float32, and weights cannot be laid out for oneDNN at all.
+    """
+    if dtype not in (torch.bfloat16, torch.float16):
+        return True
+    if not torch.backends.mkldnn.is_available():
+        return False
+    operations = torch.ops.mkldnn
+    if dtype == torch.bfloat16:
+        return bool(operations._is_mkldnn_bf16_supported())
+    return bool(operations._is_mkldnn_fp16_supported())
 
 
 def int4_linear(
@@ -115,9 +138,9 @@ def int4_linear(
 
     On a CPU the native kernels round activations to eight bits, group by group. Without them,
     activations are rounded to bfloat16, passes of up to `CPU_INT4_MAX_ROWS` rows read the 4-bit
-    codes, and longer ones a dequantized copy in bfloat16. The device path reads packed codes where
-    it has kernels for them. Elsewhere a dequantized copy in `dtype` is read. `bias` [O] is in
-    `dtype` and on the device.
+    codes, and longer ones a copy that is dequantized to bfloat16 and kept by `dense_linear`. The
+    device path reads packed codes where it has kernels for them. Elsewhere a dequantized copy in
+    `dtype` is read. `bias` [O] is in `dtype` and on the device.
     """
     operations = operations_for(device, dtype)
     if operations is not None and reads_4_bits(device, dtype):
@@ -139,6 +162,24 @@ def int4_linear(
         return product(x_RI, packed, group_size, scales_and_zeros).to(dtype)
 
     return multiply if bias is None else lambda x_RI: multiply(x_RI) + bias
+
+
+def _widened(weight: Tensor, bias: Tensor | None) -> Linear:
+    """A product in float32 whose outputs are rounded to the dtype of `weight`."""
+    dtype = weight.dtype
+    _announce_widening(dtype)
+    product = dense_linear(weight.float(), None if bias is None else bias.float())
+    return lambda x_RI: product(x_RI.float()).to(dtype)
+
+
+@cache
+def _announce_widening(dtype: torch.dtype) -> None:
+    name = str(dtype).removeprefix("torch.")
+    _log.warning(
+        "PyTorch has no fast %s on this CPU: weights are kept in float32, in twice the memory%s",
+        name,
+        "; dtype bfloat16 is faster here" if multiplies_fast(torch.bfloat16) else "",
+    )
 
 
 def _dequantized(weight: QuantizedWeight, dtype: torch.dtype, device: torch.device) -> Tensor:
