@@ -28,7 +28,7 @@ from traffic import linear_bytes
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.awq import GROUP_SIZE, QuantizedWeight, cpu_int4_weight
 from polybasic.chain.formats.manifest import Kind
-from polybasic.chain.model.linear import Linear, dense_linear, int4_linear
+from polybasic.chain.model.linear import Linear, dense_linear, int4_linear, multiplies_fast
 
 ROWS = (1, 2, 4, 8, 16, 32)
 SHAPES = ("512x256", "1536x256", "256x768", "4096x256", "2048x1024", "4096x4096")
@@ -100,12 +100,13 @@ class Kernel:
 KERNELS = {
     "float32": Kernel(_float32, torch.float32),
     "bfloat16": Kernel(_bfloat16),
-    "bfloat16 packed": Kernel(_bfloat16_packed),
     "int4": Kernel(_int4, is_int4=True),
     "runtime": Kernel(_bfloat16_runtime),
     "runtime int4": Kernel(_int4_runtime, is_int4=True),
 }
 """A new kernel is one more entry."""
+if multiplies_fast(torch.bfloat16):
+    KERNELS["bfloat16 packed"] = Kernel(_bfloat16_packed)
 
 
 @dataclass(frozen=True)

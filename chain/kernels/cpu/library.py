@@ -76,6 +76,6 @@ def kernels_for(device: torch.device, dtype: torch.dtype) -> Kernels | None:
     Raises:
         UserError: as `load_kernels`.
     """
-    if device.type != "cpu" or dtype not in ELEMENTS or kernels_wanted() == "device":
+    if device.type != "cpu" or dtype not in ELEMENTS or kernels_wanted() in ("device", "eager"):
         return None
     return load_kernels()

@@ -145,7 +145,8 @@ def test_merged_lora_is_the_adapted_head(embedding, ready):
                 parameter.copy_(torch.randn_like(parameter) * 0.05)
     merged = Eagle2Head(READY, embedding)
     merged.load_state_dict(trained_weights(adapted), strict=False)
-    torch.testing.assert_close(run(merged), run(adapted), rtol=1e-5, atol=1e-5)
+    # sums of float32 in another order, which depends on the processor
+    torch.testing.assert_close(run(merged), run(adapted), rtol=1e-4, atol=1e-4)
     plain = new_head(SMALL_SHAPE, embedding, SETTINGS, 0, ready, None)
     assert not torch.allclose(run(plain), run(adapted), atol=1e-2)
     for name, tensor in trained_weights(plain).items():
