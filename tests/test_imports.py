@@ -51,7 +51,9 @@ def test_a_module_that_imports_torch_is_noticed() -> None:
 
 
 def test_help_imports_nothing_heavy() -> None:
-    code = "import sys; from polybasic.recipes.cli.main import main; sys.argv[1:] = ['--help']; main()"
+    code = (
+        "import sys; from polybasic.recipes.cli import main; sys.argv = [0, '--help']; main.main()"
+    )
     assert heavy_imports_of(code) == []
 
 

@@ -1,0 +1,103 @@
+"""Products without native kernels, on this processor and on one without AVX-512."""
+
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from polybasic.chain.formats.awq import dequantize, round_to_nearest
+from polybasic.chain.model import linear
+from polybasic.chain.model.linear import dense_linear, int4_linear, multiplies_fast
+from polybasic.deploy import load_chain
+
+CPU = torch.device("cpu")
+ROUNDING = {torch.float32: 2**-22, torch.bfloat16: 2**-8, torch.float16: 2**-11}
+WITHOUT_AVX512 = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
+ANNOUNCED = "PyTorch has no fast {} on this CPU: weights are kept in float32"
+
+
+@pytest.fixture(autouse=True)
+def _eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("POLYBASIC_KERNELS", "eager")
+    linear._announce_widening.cache_clear()
+
+
+def random(*shape: int) -> Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(*shape, generator=generator) / shape[-1] ** 0.5
+
+
+def assert_rounded(found: Tensor, exact: Tensor) -> None:
+    """Rounded once, from a sum in float32."""
+    torch.testing.assert_close(found.float(), exact, rtol=ROUNDING[found.dtype], atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ROUNDING)
+@pytest.mark.parametrize("num_rows", [1, 3, 40])
+def test_dense_products_are_rounded_once(dtype: torch.dtype, num_rows: int) -> None:
+    x, weight, bias = (random(*shape).to(dtype) for shape in ((num_rows, 96), (50, 96), (50,)))
+    for given in (bias, None):
+        found = dense_linear(weight.clone(), given)(x)
+        exact = x.float() @ weight.float().t()
+        assert found.dtype == dtype
+        assert_rounded(found, exact if given is None else exact + given.float())
+    disturbed = weight.clone()
+    disturbed[7] = 0
+    with pytest.raises(AssertionError, match="not close"):
+        assert_rounded(dense_linear(disturbed)(x), x.float() @ weight.float().t())
+
+
+@pytest.mark.parametrize("dtype", ROUNDING)
+def test_4_bit_products_are_those_of_the_dequantized_weight(dtype: torch.dtype) -> None:
+    weight = round_to_nearest(random(64, 256), 128)
+    product = int4_linear(weight, dtype, CPU)
+    for num_rows in (1, linear.CPU_INT4_MAX_ROWS + 1):
+        x = random(num_rows, 256).to(dtype)
+        exact = x.float() @ dequantize(weight).t()
+        found = product(x)
+        assert found.dtype == dtype
+        # weights and activations are rounded to bfloat16 too
+        assert (found.float() - exact).norm() < 2**-7 * exact.norm()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_what_is_kept_in_float32_is_announced_once(
+    tiny_chain: Path, caplog: pytest.LogCaptureFixture, dtype: str
+) -> None:
+    for _ in range(2):
+        chain = load_chain(tiny_chain, dtype=dtype)
+        # without the head, whose random weights leave float16
+        answer = chain.generate("w1 w2 w3", max_new_tokens=9, members=["target"])
+        assert answer.statistics.num_tokens == 9
+    slow = [
+        name
+        # the intermediate's 4-bit products are rounded to bfloat16 whatever the dtype
+        for name in dict.fromkeys((dtype, "bfloat16"))
+        if not multiplies_fast(getattr(torch, name))
+    ]
+    announced = sorted(line.partition(", in twice")[0] for line in caplog.messages)
+    assert announced == sorted(ANNOUNCED.format(name) for name in slow)
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="other processors have other limits")
+def test_all_of_it_holds_without_avx512() -> None:
+    """oneDNN raises there when it is given bfloat16 weights to lay out."""
+    code = (
+        "import sys, pytest, torch; from polybasic.chain.model.linear import multiplies_fast; "
+        "assert not multiplies_fast(torch.bfloat16); sys.exit(pytest.main(sys.argv[1:]))"
+    )
+    options = [__file__, "-p", "no:cacheprovider", "-k", "not without_avx512"]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *options],
+        env=os.environ | WITHOUT_AVX512,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "15 passed" in done.stdout
