@@ -1,5 +1,6 @@
 """Runs a chain's models over token ids, one sequence at a time."""
 
+import threading
 import time
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
@@ -145,6 +146,7 @@ class Engine:
             self.verifiers[name] = Verifier(name, decoder, cache, passes)
         _hand_out_feature_layers(models, self.verifiers)
         self.drafters = Drafters(models, capacity)
+        self._running = threading.Lock()
         self._parts: DeviceParts | None = None
         if all(verifier.passes is not None for verifier in self.verifiers.values()):
             self._parts = DeviceParts(self.graphs, models.target.device)
@@ -152,47 +154,26 @@ class Engine:
     def run(self, request: Request) -> Iterator[list[int]]:
         """Yield new tokens as they are gained; `request.statistics` is set at the end.
 
+        The caches hold one text: from its first tokens on, a request that has not ended and is not
+        closed keeps others out.
+
         Raises:
             UserError: an empty prompt, one that does not fit the context with its new tokens, a
-                token id outside of the vocabulary, or a plan that these members cannot run.
+                token id outside of the vocabulary, a plan that these members cannot run, or
+                another request that is running.
         """
         self._check(request)
-        begin = time.perf_counter()
-        stages, drafter = self.stages(request)
-        root = stages[0]
-        with torch.inference_mode():
-            root.prefill(request.token_ids)
-        clocks = {stage.verifier.name: stage.verifier.clock for stage in stages}
-        if drafter.clock is not None:
-            clocks[request.plan.members[-1]] = drafter.clock
-        for clock in clocks.values():
-            clock.reset()
-        prefill_seconds = time.perf_counter() - begin
-        num_tokens, stopped_by = 0, "length"
-        while num_tokens < request.max_new_tokens:
-            with torch.inference_mode():
-                block = root.propose(1, request.max_new_tokens - num_tokens)
-            new_tokens = block.tokens
-            kept = request.cut(new_tokens) if request.cut is not None else None
-            if kept is not None:
-                new_tokens, stopped_by = new_tokens[:kept], "stop_string"
-            elif new_tokens[-1] in request.stop_tokens:
-                stopped_by = "stop"
-            num_tokens += len(new_tokens)
-            seconds = time.perf_counter() - begin
-            yield new_tokens
-            if stopped_by != "length":
-                break
-        request.statistics = Statistics(
-            num_prompt_tokens=len(request.token_ids),
-            num_tokens=num_tokens,
-            seconds=seconds,
-            prefill_seconds=prefill_seconds,
-            forward_passes={name: clock.num_passes for name, clock in clocks.items()},
-            seconds_by_member={name: clock.seconds for name, clock in clocks.items()},
-            accepted_lengths={stage.verifier.name: stage.accepted_lengths for stage in stages},
-            stopped_by=stopped_by,
-        )
+        if not self._running.acquire(blocking=False):
+            raise UserError(
+                "another answer is being generated",
+                "this chain, whose caches hold one text at a time",
+                "finish or close the first stream, or load the chain once more",
+            )
+        try:
+            yield from self._generate(request)
+        finally:
+            # also where a stream is closed or forgotten half-way
+            self._running.release()
 
     def stages(
         self,
@@ -256,6 +237,44 @@ class Engine:
                 most_tokens += stage.flush.length
                 captured += stage.captured(most_tokens)
         self.graphs.prepare(captured, say)
+
+    def _generate(self, request: Request) -> Iterator[list[int]]:
+        begin = time.perf_counter()
+        stages, drafter = self.stages(request)
+        root = stages[0]
+        with torch.inference_mode():
+            root.prefill(request.token_ids)
+        clocks = {stage.verifier.name: stage.verifier.clock for stage in stages}
+        if drafter.clock is not None:
+            clocks[request.plan.members[-1]] = drafter.clock
+        for clock in clocks.values():
+            clock.reset()
+        prefill_seconds = time.perf_counter() - begin
+        num_tokens, stopped_by = 0, "length"
+        while num_tokens < request.max_new_tokens:
+            with torch.inference_mode():
+                block = root.propose(1, request.max_new_tokens - num_tokens)
+            new_tokens = block.tokens
+            kept = request.cut(new_tokens) if request.cut is not None else None
+            if kept is not None:
+                new_tokens, stopped_by = new_tokens[:kept], "stop_string"
+            elif new_tokens[-1] in request.stop_tokens:
+                stopped_by = "stop"
+            num_tokens += len(new_tokens)
+            seconds = time.perf_counter() - begin
+            yield new_tokens
+            if stopped_by != "length":
+                break
+        request.statistics = Statistics(
+            num_prompt_tokens=len(request.token_ids),
+            num_tokens=num_tokens,
+            seconds=seconds,
+            prefill_seconds=prefill_seconds,
+            forward_passes={name: clock.num_passes for name, clock in clocks.items()},
+            seconds_by_member={name: clock.seconds for name, clock in clocks.items()},
+            accepted_lengths={stage.verifier.name: stage.accepted_lengths for stage in stages},
+            stopped_by=stopped_by,
+        )
 
     def _device_sampler(self, parts: DeviceParts, request: Request) -> DeviceSampler:
         tells_confidence = any(flush.adaptive for flush in request.plan.flush.values())

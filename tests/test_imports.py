@@ -51,9 +51,8 @@ def test_a_module_that_imports_torch_is_noticed() -> None:
 
 
 def test_help_imports_nothing_heavy() -> None:
-    code = (
-        "import sys; from polybasic.recipes.cli import main; sys.argv = [0, '--help']; main.main()"
-    )
+    run = "runpy.run_module('polybasic.recipes.cli.main', run_name='__main__')"
+    code = f"import runpy, sys; sys.argv[1:] = ['--help']; {run}"
     assert heavy_imports_of(code) == []
 
 

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import math
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -465,6 +466,65 @@ def test_refusals_of_options_come_before_the_first_piece(chain: Chain) -> None:
             chain.stream("w5", **options)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="tempratur"):
         chain.stream("w5", tempratur=1)  # type: ignore[call-arg]
+
+
+BUSY = (
+    "another answer is being generated: this chain, whose caches hold one text at a time; "
+    "finish or close the first stream, or load the chain once more"
+)
+
+
+@pytest.mark.parametrize("members", MEMBER_SETS[1:], ids=len)
+def test_a_second_stream_is_refused_until_the_first_has_ended(
+    chain: Chain, members: tuple[str, ...]
+) -> None:
+    expected = [continue_ids(chain, prompt, 20, members=members) for prompt in PROMPTS[:2]]
+    plan = chain.plan_of(members)
+    first, second = (chain.stream_ids(prompt, 20, Sampling(), plan) for prompt in PROMPTS[:2])
+    tokens = next(first)
+    with pytest.raises(UserError) as refusal:
+        list(second)
+    assert str(refusal.value) == BUSY
+    with ThreadPoolExecutor(1) as threads, pytest.raises(UserError, match="another answer"):
+        threads.submit(chain.generate, "w5", max_new_tokens=9).result()
+    assert [*tokens, *itertools.chain(*first)] == expected[0]
+    assert continue_ids(chain, PROMPTS[1], 20, members=members) == expected[1]
+
+
+def test_threads_get_the_right_answer_or_are_refused(chain: Chain) -> None:
+    expected = chain.generate("w5 w9", max_new_tokens=20).token_ids
+
+    def answer(_: int) -> list[int] | str:
+        try:
+            return chain.generate("w5 w9", max_new_tokens=20).token_ids
+        except UserError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(4) as threads:
+        answers = list(threads.map(answer, range(12)))
+    assert expected in answers
+    assert all(found in (expected, BUSY) for found in answers)
+
+
+def test_a_stream_that_is_given_up_keeps_nobody_out(chain: Chain) -> None:
+    expected = chain.generate("w5 w9", max_new_tokens=20).text
+
+    def give_up() -> None:
+        for piece in chain.stream("w7", max_new_tokens=20):
+            raise ZeroDivisionError(piece.text)
+
+    stream = chain.stream("w7", max_new_tokens=20)
+    next(stream)
+    stream.close()  # type: ignore[attr-defined]
+    assert chain.generate("w5 w9", max_new_tokens=20).text == expected
+    stream = chain.stream("w7", max_new_tokens=20)
+    next(stream)
+    del stream
+    assert chain.generate("w5 w9", max_new_tokens=20).text == expected
+    with pytest.raises(ZeroDivisionError) as kept:
+        give_up()
+    assert chain.generate("w5 w9", max_new_tokens=20).text == expected
+    assert kept.tb is not None, "the frame that was left is still held"
 
 
 def test_messages_without_a_template_are_refused(chain: Chain) -> None:
