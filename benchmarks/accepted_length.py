@@ -28,7 +28,7 @@ from rich.progress import track
 from rich.table import Table
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.config import read_head_config
+from polybasic.chain.formats.config import read_config
 from polybasic.chain.formats.manifest import HEAD_KINDS, Flush, Member, Plan, Tree
 from polybasic.chain.formats.tokenizer import load_tokenizer
 from polybasic.chain.model.reference import load_reference_model
@@ -100,7 +100,7 @@ def head_for_training(chain: Chain, head: Member, target: Target) -> DraftHead:
     """The chain's head as training runs it, in the target's dtype."""
     assert head.reference.path is not None  # a chain holds its heads itself
     folder = chain.folder / head.reference.path
-    config = read_head_config(folder)
+    config = read_config(folder).head
     settings = HeadSettings(
         kind=config.kind,
         feature_layers=config.feature_layers or None,

@@ -32,7 +32,7 @@ from timing import Spread, clock_of, rotated
 from torch import Tensor
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.config import read_decoder_config
+from polybasic.chain.formats.config import read_config
 from polybasic.chain.formats.manifest import Plan, Window
 from polybasic.deploy import Chain, load_chain
 from polybasic.deploy.drafters.head import EagleDrafter
@@ -386,7 +386,7 @@ def main() -> None:
     device = chain.engine.models.target.device
     head = header("contexts", device, {arguments.chain: "CHAIN", arguments.json: "FILE"})
     print_header(head)
-    declared = read_decoder_config(chain.target_folder).context_tokens
+    declared = read_config(chain.target_folder).decoder.context_tokens
     print(f"declared for {declared:,} tokens, behind which texts and acceptance mean nothing")
     systems = make_systems(chain, settings.windows)
     contexts = Contexts(systems, long_texts(chain, settings.contexts), settings)

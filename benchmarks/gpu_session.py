@@ -13,7 +13,7 @@ from gpu_products import ProductSettings
 from gpu_prompts import prompts_of_lengths
 from timing import measure_bandwidth
 
-from polybasic.chain.formats.config import read_decoder_config
+from polybasic.chain.formats.config import read_config
 from polybasic.chain.formats.manifest import Plan, Tree
 from polybasic.chain.formats.verify import check_chain
 from polybasic.deploy.bench.baselines import TransformersBaseline
@@ -179,6 +179,6 @@ class Session:
     def _shape(self, name: str) -> GrownShape:
         if not self.is_rehearsal:
             return SHAPES[name]
-        small = read_decoder_config(check_chain(self.places.small).target)
+        small = read_config(check_chain(self.places.small).target).decoder
         is_grouped = SHAPES[name].num_kv_heads < SHAPES[name].num_heads
         return rehearsal_shape(small, (1 if is_grouped else 2) * small.num_heads)

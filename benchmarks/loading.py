@@ -25,6 +25,7 @@ from timing import resident
 from torch import Tensor
 
 from polybasic.chain.formats.awq import CODES_PER_WORD, GROUP_SIZE, QUANTIZATION_CONFIG
+from polybasic.chain.formats.config import read_config
 from polybasic.chain.formats.files import write_json
 from polybasic.chain.formats.shapes import num_parameters, tensor_headers
 from polybasic.chain.model.linear import dense_linear
@@ -141,7 +142,7 @@ def load(case: str, folder: Path, dtype: torch.dtype) -> object:
     """The model of one case, on the CPU, with all of its pages read."""
     device = torch.device("cpu")
     if not case.startswith("reference"):
-        return load_decoder(folder, dtype, device, CONFIG["max_position_embeddings"])
+        return load_decoder(read_config(folder), dtype, device, CONFIG["max_position_embeddings"])
     model = load_reference_model(folder, dtype, device)
     for parameter in model.parameters():
         parameter.data.flatten()[::VALUES_BETWEEN_PAGES].sum()

@@ -25,8 +25,8 @@ from rich.table import Table
 from polybasic.chain.errors import UserError
 from polybasic.chain.readable import readable_bytes
 from polybasic.deploy import load_chain
-from polybasic.deploy.chain import device_named
 from polybasic.deploy.hardware import forget_peak, usage
+from polybasic.deploy.load import device_named
 from polybasic.deploy.rounds.sampling import Sampling
 
 NUM_ANSWERED = 16

@@ -10,8 +10,8 @@ if TYPE_CHECKING:
         Piece,
         Sampling,
         Statistics,
-        load_chain,
     )
+    from polybasic.deploy.load import load_chain
 
 __all__ = ["Chain", "Generation", "Options", "Piece", "Sampling", "Statistics", "load_chain"]
 
@@ -19,7 +19,7 @@ __all__ = ["Chain", "Generation", "Options", "Piece", "Sampling", "Statistics", 
 def __getattr__(name: str) -> Any:
     # Imported when it is first asked for: the settings beside it must not wait for torch.
     if name in __all__:
-        from polybasic.deploy import chain as runtime
+        from polybasic.deploy import chain, load
 
-        return getattr(runtime, name)
+        return getattr(load if name == "load_chain" else chain, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.config import stored_dtype
-from polybasic.chain.formats.files import read_json, sha256_of_file
+from polybasic.chain.formats.config import read_config
+from polybasic.chain.formats.files import sha256_of_file
 from polybasic.chain.formats.manifest import Member, Ngram, Plan, Reference, Tree
 from polybasic.chain.formats.package import TARGET_NAME
 from polybasic.chain.formats.tokenizer import load_tokenizer
@@ -45,14 +45,12 @@ class LoneTarget:
         graphs: bool = True,
     ) -> None:
         device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        config = read_json(checkpoint / "config.json", "model config")
-        dtype = stored_dtype(config)
+        config = read_config(checkpoint)
+        dtype = config.dtype
         if dtype not in _DTYPES:
-            raise UserError(
-                "unknown dtype", f"{checkpoint / 'config.json'} dtype {dtype}", "export it again"
-            )
+            raise UserError("unknown dtype", f"{config.path} dtype {dtype}", "export it again")
         num_positions = context_tokens + SPARE_ROWS
-        decoder = load_decoder(checkpoint, getattr(torch, dtype), device, num_positions)
+        decoder = load_decoder(config, getattr(torch, dtype), device, num_positions)
         # the engine reads names and roles of members, nothing else
         member = Member(
             name=TARGET_NAME,
@@ -68,7 +66,7 @@ class LoneTarget:
         self._engine = Engine(models, graphs=graphs)
         loaded = load_tokenizer(tokenizer, "target's tokenizer")
         self._backend = loaded.backend_tokenizer
-        self._stop_tokens = read_stop_tokens(checkpoint, loaded.eos_token_id)
+        self._stop_tokens = read_stop_tokens(config, loaded.eos_token_id)
         self._sampling = read_default_sampling(checkpoint)
 
     def stream(

@@ -1,50 +1,28 @@
 """A chain, loaded: text in, text out, with what it cost."""
 
-import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
 import jinja2
-import torch
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.checkpoint import resolve_chain
-from polybasic.chain.formats.config import read_decoder_config, read_head_config, stored_dtype
-from polybasic.chain.formats.files import read_json
 from polybasic.chain.formats.manifest import (
-    HEAD_KINDS,
     MeasuredPlan,
     Plan,
     PredictedPlan,
-    check_plan,
 )
-from polybasic.chain.formats.tokenizer import load_tokenizer
-from polybasic.chain.formats.verify import CheckedChain, check_chain
-from polybasic.chain.kernels.cpu.library import kernels_for
-from polybasic.chain.kernels.selection import reads_4_bits
-from polybasic.chain.model.decoder import Decoder
-from polybasic.chain.model.head import EagleHead
-from polybasic.chain.model.linear import is_laid_out_anew
-from polybasic.chain.model.loading import load_decoder, load_head
-from polybasic.deploy.defaults import read_default_sampling, read_stop_tokens
+from polybasic.chain.formats.verify import CheckedChain
 from polybasic.deploy.engine import (
-    CONTEXT_TOKENS_BY_DEFAULT,
     Engine,
-    Models,
     Request,
     Statistics,
 )
-from polybasic.deploy.hardware import available_bytes, hardware_name, release_unused
-from polybasic.deploy.memory import Kernels, Layout, Memory, state_memory
+from polybasic.deploy.memory import Memory
 from polybasic.deploy.rounds.sampling import Sampling
 from polybasic.deploy.rounds.stopping import AnswerText
-from polybasic.deploy.rounds.verifier import SPARE_ROWS
 
 Messages = Sequence[dict[str, str]]
-
-_log = logging.getLogger(__name__)
 
 
 class Options(TypedDict, total=False):
@@ -303,216 +281,5 @@ class Chain:
         self.last_statistics = request.statistics
 
 
-def load_chain(
-    path: str | Path,
-    *,
-    device: str | None = None,
-    dtype: str | None = None,
-    context_tokens: int | None = None,
-    plan: Plan | None = None,
-    digests: bool = True,
-    share_caches: bool = True,
-    beyond_declared: bool = False,
-    graphs: bool = True,
-    say: Callable[[str], None] | None = None,
-) -> Chain:
-    """Check a chain and load it.
-
-    Args:
-        path: a folder, or a hub id org/name[@revision].
-        device: default: cuda if there is one, else cpu.
-        dtype: "bfloat16", "float16" or "float32"; default: as the target is stored.
-        context_tokens: prompt and answer together; caches are allocated for this many. Default:
-            what all members are declared for, at most 8192.
-        plan: run by this one, not by the manifest's: the one that was measured on this kind of
-            machine, or else the one that the chain was packed with.
-        digests: compare the sha256 of every file first.
-        share_caches: False gives every verifying member a cache of its own.
-        beyond_declared: more `context_tokens` than members are declared for are no error. What is
-            answered behind as many tokens means nothing; what it costs is right.
-        graphs: on a GPU, capture CUDA graphs of passes and rounds, those of the plan at once; False
-            launches every kernel by itself, with equal outputs.
-        say: takes a line for people about what is captured; default: the log.
-
-    Raises:
-        UserError: whatever `check_chain` finds, a plan that the members cannot run, a context
-            longer than a member's, more memory than there is, or a graph that cannot be captured.
-    """
-    return load_checked(
-        check_chain(resolve_chain(str(path)), digests=digests),
-        device=device,
-        dtype=dtype,
-        context_tokens=context_tokens,
-        plan=plan,
-        share_caches=share_caches,
-        beyond_declared=beyond_declared,
-        graphs=graphs,
-        say=say,
-    )
-
-
-def load_checked(
-    checked: CheckedChain,
-    *,
-    device: str | None = None,
-    dtype: str | None = None,
-    context_tokens: int | None = None,
-    plan: Plan | None = None,
-    share_caches: bool = True,
-    beyond_declared: bool = False,
-    graphs: bool = True,
-    say: Callable[[str], None] | None = None,
-) -> Chain:
-    """Load a chain that was checked; see `load_chain`.
-
-    Raises:
-        UserError: a plan that the members cannot run, a context longer than a member's, more
-            memory than there is, or a graph that cannot be captured.
-    """
-    where = device_named(device)
-    compute_dtype = _dtype(dtype, checked.target)
-    for warning in checked.warnings:
-        _log.warning("%s", warning)
-    default_sampling = read_default_sampling(checked.target)
-    chosen = _plan(checked, plan, hardware_name(where))
-    num_tokens = _context_tokens(checked, context_tokens, beyond_declared)
-    running = chosen.plan if isinstance(chosen, MeasuredPlan) else chosen
-    stated = _stated(checked, where, compute_dtype, num_tokens, share_caches)
-    if (available := available_bytes(where)) is not None:
-        stated.check_fits(available)
-    models = _load_models(checked, where, compute_dtype, num_tokens)
-    engine = Engine(models, share_caches, graphs)
-    _allocate(engine, running)
-    release_unused(where)
-    tokenizer = load_tokenizer(checked.tokenizer, "chain's tokenizer")
-    stop_tokens = read_stop_tokens(checked.target, tokenizer.eos_token_id)
-    engine.capture(running, default_sampling, stop_tokens, say or _log.info)
-    return Chain(checked, tokenizer, engine, chosen, stop_tokens, default_sampling, stated)
-
-
-def _allocate(engine: Engine, plan: Plan) -> None:
-    """Make what is made when it is first asked for: the drafter's cache, the kernels' buffers."""
-    engine.drafters.of(plan)
-    models: list[Decoder | EagleHead] = [*engine.models.decoders.values()]
-    for model in (*models, *engine.models.drafters.values()):
-        _ = model.native, model.device_model
-
-
-def stated_memory(
-    checked: CheckedChain,
-    *,
-    device: str | None = None,
-    dtype: str | None = None,
-    context_tokens: int | None = None,
-) -> tuple[Memory, int | None]:
-    """What a chain will take, and what its device has left where the system tells.
-
-    Args:
-        checked: the chain.
-        device, dtype, context_tokens: as `load_chain`.
-
-    Raises:
-        UserError: a dtype that there is not, or a context longer than a member's.
-    """
-    where = device_named(device)
-    num_tokens = _context_tokens(checked, context_tokens)
-    memory = _stated(checked, where, _dtype(dtype, checked.target), num_tokens)
-    return memory, available_bytes(where)
-
-
-def _stated(
-    checked: CheckedChain,
-    device: torch.device,
-    dtype: torch.dtype,
-    num_tokens: int,
-    share_caches: bool = True,
-) -> Memory:
-    layout = Layout(device.type, str(dtype).removeprefix("torch."), _kernels(device, dtype))
-    return state_memory(checked, layout, num_tokens, share_caches=share_caches)
-
-
-def _kernels(device: torch.device, dtype: torch.dtype) -> Kernels:
-    """Whose layout weights are kept in."""
-    if reads_4_bits(device, dtype):
-        return "device"
-    return "eager" if kernels_for(device, dtype) is None else "native"
-
-
-def device_named(name: str | None = None) -> torch.device:
-    """A device by its name; by default cuda if there is one, else cpu."""
-    return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
-
-
-def _plan(checked: CheckedChain, given: Plan | None, hardware: str) -> Plan | MeasuredPlan:
-    """The plan that runs on this hardware."""
-    manifest = checked.manifest
-    if given is not None:
-        try:
-            check_plan(given, manifest.members)
-        except ValueError as error:
-            names = ", ".join(member.name for member in manifest.members)
-            raise UserError("plan cannot run", str(error), f"members: {names}") from error
-        return given
-    if (measured := manifest.plan_for(hardware)) is not None:
-        return measured
-    if manifest.plans:
-        _log.warning(
-            "the chain's plans were measured on %s, not on %s; it runs as it was packed; "
-            "measure here: polybasic plan %s",
-            " and ".join(measured.hardware for measured in manifest.plans),
-            hardware,
-            checked.folder,
-        )
-    return manifest.plan
-
-
-def _context_tokens(checked: CheckedChain, given: int | None, beyond_declared: bool = False) -> int:
-    """Prompt and answer together: as given, or as much as all members are declared for."""
-    declared = {}
-    for member in checked.manifest.members:
-        read = read_head_config if member.kind in HEAD_KINDS else read_decoder_config
-        declared[member.name] = read(checked.members[member.name]).context_tokens
-    shortest = min(declared, key=lambda name: declared[name])
-    if given is None:
-        return min(declared[shortest], CONTEXT_TOKENS_BY_DEFAULT)
-    if given < 1 or (given > declared[shortest] and not beyond_declared):
-        raise UserError(
-            "context out of range",
-            f"context_tokens={given}",
-            f"use 1 to {declared[shortest]}, for which {shortest} is declared",
-        )
-    return given
-
-
-def _load_models(
-    checked: CheckedChain, device: torch.device, dtype: torch.dtype, context_tokens: int
-) -> Models:
-    manifest, num_positions = checked.manifest, context_tokens + SPARE_ROWS
-
-    def decoder(name: str) -> Decoder:
-        return load_decoder(checked.members[name], dtype, device, num_positions)
-
-    decoders = {member.name: decoder(member.name) for member in manifest.verifying}
-    drafters: dict[str, EagleHead | Decoder] = {}
-    for member in manifest.drafters:
-        if member.kind in HEAD_KINDS:
-            verifier = decoders[member.drafts_for[0]]
-            head = load_head(checked.members[member.name], verifier, num_positions)
-            drafters[member.name] = head
-        else:
-            drafters[member.name] = decoder(member.name)
-    return Models(decoders, drafters, manifest.members, context_tokens)
-
-
 def _strings(stop: str | Sequence[str]) -> tuple[str, ...]:
     return (stop,) if isinstance(stop, str) else tuple(stop)
-
-
-def _dtype(name: str | None, target: Path) -> torch.dtype:
-    if name is None:
-        config = read_json(target / "config.json", "model config")
-        name = stored_dtype(config)
-    known = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-    if name not in known:
-        raise UserError("unknown dtype", f"dtype={name}", f"use one of {', '.join(known)}")
-    return known[name]

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from polybasic.chain.errors import UserError
+from polybasic.chain.formats.config import ConfigFile
 from polybasic.chain.formats.files import read_json
 from polybasic.deploy.rounds.warping import Sampling
 
@@ -63,12 +64,12 @@ def read_default_sampling(target: Path) -> Sampling:
     return sampling
 
 
-def read_stop_tokens(target: Path, eos_token_id: int | None) -> frozenset[int]:
+def read_stop_tokens(config: ConfigFile, eos_token_id: int | None) -> frozenset[int]:
     """End-of-sequence ids: of generation_config.json, or config.json, and the tokenizer's."""
     found = [] if eos_token_id is None else [eos_token_id]
-    ids = read_generation_config(target).get("eos_token_id")
+    ids = read_generation_config(config.folder).get("eos_token_id")
     if ids is None:
-        ids = read_json(target / "config.json", "model config").get("eos_token_id")
+        ids = config.content.get("eos_token_id")
     if ids is not None:
         found += ids if isinstance(ids, list) else [ids]
     return frozenset(found)

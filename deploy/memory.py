@@ -10,13 +10,8 @@ from math import prod
 from typing import Any, Literal
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.config import (
-    DecoderConfig,
-    HeadConfig,
-    read_decoder_config,
-    read_head_config,
-)
-from polybasic.chain.formats.manifest import HEAD_KINDS, MAX_TREE_ROWS, Kind
+from polybasic.chain.formats.config import DecoderConfig, HeadConfig
+from polybasic.chain.formats.manifest import MAX_TREE_ROWS, Kind
 from polybasic.chain.formats.names import DRAFT_TABLES
 from polybasic.chain.formats.shapes import expected_shapes, tensor_headers
 from polybasic.chain.formats.verify import CheckedChain
@@ -158,9 +153,9 @@ def state_memory(
     above: tuple[object, ...] | None = None
     making, row_values = 0.0, 0
     for member in checked.manifest.members:
-        folder, is_head = checked.members[member.name], member.kind in HEAD_KINDS
-        config = read_head_config(folder) if is_head else read_decoder_config(folder)
-        weights = list(_weights(member.kind, config, tensor_headers(folder).keys(), layout))
+        file = checked.configs[member.name]
+        config, stored = file.of(member.kind), tensor_headers(file.folder).keys()
+        weights = list(_weights(member.kind, config, stored, layout))
         making = max(making, *(num * _MAKING_BYTES[form] for form, num in weights))
         row_values = max(row_values, _prompt_values(config, layout))
         cached = (context_tokens + MAX_TREE_ROWS) * _cached_values(config)

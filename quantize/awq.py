@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.awq import GROUP_SIZE, QUANTIZATION_CONFIG
 from polybasic.chain.formats.checkpoint import checkpoint_files, copy_files, model_files
-from polybasic.chain.formats.files import read_json, whole_folder, write_json
+from polybasic.chain.formats.config import read_config
+from polybasic.chain.formats.files import whole_folder, write_json
 from polybasic.chain.formats.lineage import ORIGIN_KEY, QUANTIZED_FROM_KEY, weights_digest
 from polybasic.quantize.calibration import calibration_samples
 from polybasic.quantize.models import load_target
@@ -49,7 +50,7 @@ def quantize_target(
             weights beyond float16, too little data, token ids outside of the vocabulary, a full
             disk.
     """
-    config = read_json(target / "config.json", "model config")
+    config = read_config(target).content
     _check_config(config, settings, target)
     check_token_ids(samples, config["vocab_size"], target)
     rows = calibration_samples(

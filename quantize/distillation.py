@@ -19,7 +19,8 @@ from transformers import PreTrainedModel
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.checkpoint import copy_checkpoint, load_tensors
-from polybasic.chain.formats.files import read_json, whole_folder
+from polybasic.chain.formats.config import read_config
+from polybasic.chain.formats.files import whole_folder
 from polybasic.chain.formats.lineage import ORIGIN_KEY, QUANTIZED_FROM_KEY, weights_digest
 from polybasic.chain.model.dequantized import packed_weight
 from polybasic.chain.progress import ProgressReport
@@ -201,19 +202,19 @@ def _write_merged(linears: dict[str, RoundedLinear], intermediate: Path, folder:
     tensors = load_tensors(intermediate)
     for name, linear in linears.items():
         tensors[f"{name}.qweight"] = linear.merged().pack(name)[0].contiguous()
-    config = read_json(intermediate / "config.json", "model config")
+    config = read_config(intermediate).content
     write_checkpoint(tensors, config, intermediate, folder)
 
 
 def _check_origin(target: Path, intermediate: Path) -> None:
-    path = intermediate / "config.json"
-    origin = read_json(path, "model config").get(ORIGIN_KEY)
+    config = read_config(intermediate)
+    origin = config.content.get(ORIGIN_KEY)
     recorded = origin.get(QUANTIZED_FROM_KEY) if isinstance(origin, dict) else None
     digest = weights_digest(target)
     if recorded != digest:
         raise UserError(
             "intermediate of another target",
-            f"{ORIGIN_KEY}.{QUANTIZED_FROM_KEY} {recorded} in {path}, {target} has {digest}",
+            f"{ORIGIN_KEY}.{QUANTIZED_FROM_KEY} {recorded} in {config.path}, {target} has {digest}",
             "quantize this target",
         )
 
@@ -221,15 +222,14 @@ def _check_origin(target: Path, intermediate: Path) -> None:
 def _check_rows(
     target: Path, settings: DistillSettings, *token_ids: Sequence[Sequence[int]]
 ) -> None:
-    path = target / "config.json"
-    config = read_json(path, "model config")
+    config = read_config(target)
     for rows in token_ids:
-        check_token_ids(rows, config["vocab_size"], target)
-    context_tokens = config.get("max_position_embeddings", settings.row_tokens)
+        check_token_ids(rows, config.content["vocab_size"], target)
+    context_tokens = config.content.get("max_position_embeddings", settings.row_tokens)
     if settings.row_tokens > context_tokens:
         raise UserError(
             "rows exceed the context",
-            f"quantize.distill.row_tokens {settings.row_tokens}, {path} has "
+            f"quantize.distill.row_tokens {settings.row_tokens}, {config.path} has "
             f"max_position_embeddings {context_tokens}",
             "lower quantize.distill.row_tokens",
         )

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from polybasic.chain.formats.config import HeadConfig, read_decoder_config
+from polybasic.chain.formats.config import HeadConfig, read_config
 from polybasic.chain.formats.draft_vocabulary import draft_tables
 from polybasic.chain.formats.files import write_json
 from polybasic.chain.formats.lineage import weights_digest
@@ -32,7 +32,7 @@ def write_eagle3(
     """
     generator = torch.Generator().manual_seed(seed)
     num_tokens = None if token_ids is None else len(token_ids)
-    shape = read_decoder_config(target)
+    shape = read_config(target).decoder
     head = HeadConfig(
         **vars(shape), draft_vocab_size=num_tokens, feature_layers=tuple(feature_layers)
     )

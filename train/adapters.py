@@ -19,7 +19,7 @@ from polybasic.chain.formats.checkpoint import (
     model_files,
     read_tensors,
 )
-from polybasic.chain.formats.config import read_decoder_config
+from polybasic.chain.formats.config import read_config
 from polybasic.chain.formats.files import read_json, sha256_of_file, whole_folder
 from polybasic.chain.formats.lineage import weights_digest
 from polybasic.chain.model.reference import load_reference_model, quiet_transformers
@@ -94,15 +94,15 @@ def _read_config(base: Path, adapter: Path) -> dict[str, Any]:
                 f"{path} {name} {json.dumps(config[name])}",
                 "upgrade peft, or save the adapter with the installed one",
             )
-    base_config = read_json(base / "config.json", "model config")
-    if base_config.get("quantization_config"):
+    base_config = read_config(base)
+    if base_config.content.get("quantization_config"):
         raise UserError(
             "base is quantized",
-            f"{base / 'config.json'} has a quantization_config",
+            f"{base_config.path} has a quantization_config",
             "name the checkpoint that it was quantized from",
         )
     # what the file leaves out is the family's default: Gemma ties
-    if read_decoder_config(base).tie_word_embeddings:
+    if base_config.decoder.tie_word_embeddings:
         _refuse_one_tied_end(config, path)
     named = str(config.get("base_model_name_or_path") or "").rstrip("/").split("/")[-1]
     if named and not any(part.endswith(named) for part in base.absolute().parts):

@@ -23,6 +23,7 @@ from transformers import (
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.checkpoint import copy_files, tokenizer_files
+from polybasic.chain.formats.config import read_config
 from polybasic.chain.formats.files import (
     read_json,
     sha256_of_file,
@@ -100,7 +101,7 @@ def train_scratch_small(
     names = tokenizer_files(target)
 
     def make_vocabulary(_: list[list[dict[str, str]]]) -> _Vocabulary:
-        vocab_size = read_json(target / "config.json", "model config")["vocab_size"]
+        vocab_size = read_config(target).content["vocab_size"]
         return _Vocabulary(
             PreTrainedTokenizerFast.from_pretrained(target),
             vocab_size,

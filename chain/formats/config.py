@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.files import read_json
-from polybasic.chain.formats.manifest import HeadKind
+from polybasic.chain.formats.manifest import HEAD_KINDS, HeadKind, Kind
 
 SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3_text")
 SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -25,6 +25,13 @@ _SIZES = (
     "intermediate_size",
     "num_hidden_layers",
     "num_attention_heads",
+)
+_POSITIVE = (
+    *_SIZES,
+    "num_key_value_heads",
+    "head_dim",
+    "draft_vocab_size",
+    "target_hidden_size",
 )
 
 
@@ -156,30 +163,84 @@ class LayerSizes(Protocol):
     def head_dim(self) -> int: ...
 
 
-def read_decoder_config(folder: Path) -> DecoderConfig:
-    """Read `folder/config.json` of a decoder.
+@dataclass(frozen=True)
+class ConfigFile:
+    """The config.json of a checkpoint.
+
+    Attributes:
+        folder: where it lies.
+        content: all that it says, also to other programs.
+    """
+
+    folder: Path
+    content: dict[str, Any]
+
+    @property
+    def path(self) -> Path:
+        """Of the file, for errors."""
+        return self.folder / "config.json"
+
+    @property
+    def dtype(self) -> str:
+        """Name of the dtype of the weights."""
+        return self.content.get("dtype") or self.content.get("torch_dtype") or "float32"
+
+    @cached_property
+    def decoder(self) -> DecoderConfig:
+        """What it says of a decoder.
+
+        Raises:
+            UserError: as `decoder_config`.
+        """
+        return decoder_config(self.content, str(self.path))
+
+    @cached_property
+    def head(self) -> HeadConfig:
+        """What it says of an EAGLE-2 or EAGLE-3 head.
+
+        Raises:
+            UserError: as `head_config`.
+        """
+        return head_config(self.content, str(self.path))
+
+    def of(self, kind: Kind) -> DecoderConfig:
+        """What it says of a member of this kind; a `HeadConfig` of a head."""
+        return self.head if kind in HEAD_KINDS else self.decoder
+
+
+def read_config(folder: Path) -> ConfigFile:
+    """Read the config.json of a checkpoint; what it says of a model is translated when asked for.
 
     Raises:
-        UserError: no config, a malformed one, or an architecture, activation or rotary scaling
-            that the decoder does not compute.
+        UserError: no JSON object, remote code in place of a supported architecture, or a size that
+            is no positive integer.
     """
     path = folder / "config.json"
-    return decoder_config(read_json(path, "model config"), str(path))
+    content = read_json(path, "model config")
+    if not isinstance(content, dict):
+        raise UserError("malformed config", f"{path} holds no JSON object", "fetch it again")
+    if content.get("model_type") not in SUPPORTED_MODEL_TYPES:
+        # Phi-3's checkpoints still name the code that they were published with
+        refuse_remote_code(path, content)
+    for key in _POSITIVE:
+        value = content.get(key)
+        if value is not None and (not isinstance(value, int) or value < 1):
+            raise UserError("malformed config", f"{key} = {value!r} in {path}", "fetch it again")
+    return ConfigFile(folder, content)
 
 
-def stored_dtype(config: dict[str, Any]) -> str:
-    """Name of the dtype that a checkpoint's config.json gives its weights."""
-    return config.get("dtype") or config.get("torch_dtype") or "float32"
-
-
-def read_head_config(folder: Path) -> HeadConfig:
-    """Read `folder/config.json` of an EAGLE-2 or EAGLE-3 head.
+def refuse_remote_code(path: Path, content: dict[str, Any]) -> None:
+    """Refuse a config that names code of its own.
 
     Raises:
-        UserError: as `head_config`.
+        UserError: it has an auto_map.
     """
-    path = folder / "config.json"
-    return head_config(read_json(path, "head config"), str(path))
+    if "auto_map" in content:
+        raise UserError(
+            "remote code refused",
+            f"auto_map in {path}",
+            "use a checkpoint of a model that transformers itself has",
+        )
 
 
 def head_config(config: dict[str, Any], where: str) -> HeadConfig:
@@ -189,7 +250,7 @@ def head_config(config: dict[str, Any], where: str) -> HeadConfig:
     read where they are stored; none is required.
 
     Raises:
-        UserError: as `read_decoder_config`, an EAGLE-3 head without its three feature layers or
+        UserError: as `decoder_config`, an EAGLE-3 head without its three feature layers or
             of another width than its verifier, or more tokens to draft than there are.
     """
     # kinds of layers that were copied from the target's config are those of more than one layer
@@ -242,7 +303,8 @@ def decoder_config(config: dict[str, Any], where: str) -> DecoderConfig:
     What the file leaves out or spells in an older way is as transformers reads it.
 
     Raises:
-        UserError: as `read_decoder_config`.
+        UserError: a malformed config, or an architecture, activation or rotary scaling that the
+            decoder does not compute.
     """
     model_type = config.get("model_type")
     if model_type not in SUPPORTED_MODEL_TYPES:

@@ -12,6 +12,7 @@ from typing import Any
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.checkpoint import weight_files
+from polybasic.chain.formats.config import ConfigFile
 from polybasic.chain.formats.files import sha256_of_file, sha256_of_object
 from polybasic.chain.formats.manifest import HEAD_KINDS, Kind, Member
 
@@ -49,19 +50,19 @@ def weights_digest(folder: Path) -> str:
     return sha256_of_object({path.name: sha256_of_file(path) for path in weight_files(folder)})
 
 
-def verifier_of(member: Member, config: dict[str, Any], folder: Path) -> Verifier:
+def verifier_of(member: Member, config: ConfigFile) -> Verifier:
     """Describe a verifying member; digests are taken from its manifest entry."""
-    weights = {path.name: member.files[path.name] for path in weight_files(folder)}
+    weights = {path.name: member.files[path.name] for path in weight_files(config.folder)}
     return Verifier(
         name=member.name,
-        hidden_size=config.get("hidden_size"),
+        hidden_size=config.content.get("hidden_size"),
         sha256=sha256_of_object(weights),
-        made_from=_recorded(config, QUANTIZED_FROM_KEY),
+        made_from=_recorded(config.content, QUANTIZED_FROM_KEY),
     )
 
 
 def find_drafts_for(
-    name: str, kind: Kind, config: dict[str, Any], folder: Path, verifiers: Sequence[Verifier]
+    name: str, kind: Kind, config: ConfigFile, verifiers: Sequence[Verifier]
 ) -> tuple[str, ...]:
     """Names of the verifying members that a drafter can draft for, from the target down.
 
@@ -70,7 +71,6 @@ def find_drafts_for(
         kind: a head reads the states of its model; any other model stands on its own and drafts
             for all.
         config: of the drafter.
-        folder: where the drafter lies, for errors.
         verifiers: the verifying members.
 
     Raises:
@@ -79,23 +79,22 @@ def find_drafts_for(
     """
     if kind not in HEAD_KINDS:
         return tuple(verifier.name for verifier in verifiers)
-    path = folder / "config.json"
-    trained_for = _recorded(config, TRAINED_FOR_KEY)
+    trained_for = _recorded(config.content, TRAINED_FOR_KEY)
     if trained_for is None:
         raise UserError(
             "head without target",
-            f"no {ORIGIN_KEY}.{TRAINED_FOR_KEY} in {path}",
+            f"no {ORIGIN_KEY}.{TRAINED_FOR_KEY} in {config.path}",
             "train the head with `polybasic train`",
         )
     models = [model for model in verifiers if trained_for in (model.sha256, model.made_from)]
     if not models:
         raise UserError(
             "head without its model",
-            f"{name} in {path} was trained for weights {trained_for[:8]}…, the chain has "
+            f"{name} in {config.path} was trained for weights {trained_for[:8]}…, the chain has "
             f"{', '.join(map(_shown, verifiers))}",
             "train a head for one of them, or add the model that it was trained for",
         )
-    width = config.get("hidden_size")
+    width = config.content.get("hidden_size")
     fitting = tuple(model.name for model in models if model.hidden_size == width)
     if not fitting:
         raise UserError(

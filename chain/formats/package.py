@@ -19,6 +19,7 @@ from polybasic.chain.formats.checkpoint import (
     tokenizer_files,
     weight_files,
 )
+from polybasic.chain.formats.config import read_config
 from polybasic.chain.formats.files import sha256_of_file, whole_folder
 from polybasic.chain.formats.lineage import find_drafts_for, verifier_of
 from polybasic.chain.formats.manifest import (
@@ -35,7 +36,7 @@ from polybasic.chain.formats.manifest import (
     write_manifest,
 )
 from polybasic.chain.formats.shapes import main_dtype, num_parameters, tensor_headers
-from polybasic.chain.formats.verify import check_fit, check_weight_files, read_config, size_warnings
+from polybasic.chain.formats.verify import check_fit, check_weight_files, size_warnings
 
 TARGET_NAME = "target"
 _TOKENIZER_FOLDER = "tokenizer"
@@ -131,17 +132,15 @@ def _members_of(
     """The parts' members; drafters are made last, so that each finds what it drafts for."""
     configs = {part.name: read_config(part.folder) for part in parts}
     members: dict[str, Member] = {}
-    verifiers = [verifier_of(target_member, read_config(target), target)]
+    verifiers = [verifier_of(target_member, read_config(target))]
     for part in parts:
         if part.role != "drafter":
             member = _member(part, Reference(path=part.name), files)
-            verifiers.append(verifier_of(member, configs[part.name], part.folder))
+            verifiers.append(verifier_of(member, configs[part.name]))
             members[part.name] = member
     for part in parts:
         if part.role == "drafter":
-            drafts_for = find_drafts_for(
-                part.name, part.kind, configs[part.name], part.folder, verifiers
-            )
+            drafts_for = find_drafts_for(part.name, part.kind, configs[part.name], verifiers)
             members[part.name] = _member(part, Reference(path=part.name), files, drafts_for)
     return [members[part.name] for part in parts]
 

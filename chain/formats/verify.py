@@ -5,16 +5,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.checkpoint import resolve_checkpoint, weight_files
 from polybasic.chain.formats.config import (
-    SUPPORTED_MODEL_TYPES,
+    ConfigFile,
     HeadConfig,
     check_feature_layers,
-    decoder_config,
-    head_config,
+    read_config,
+    refuse_remote_code,
 )
 from polybasic.chain.formats.files import read_json, sha256_of_file
 from polybasic.chain.formats.lineage import find_drafts_for, verifier_of
@@ -37,37 +36,35 @@ from polybasic.chain.readable import readable_bytes
 _PACKAGE_AGAIN = "package the chain again or fetch the file anew"
 _CODE_SUFFIXES = {".py", ".pyc", ".so", ".pt", ".pth", ".pkl", ".pickle", ".ckpt"}
 _READ_SUFFIXES = {".bin", ".safetensors", ".json", ".jinja", ".model", ".txt"}
-_SIZES = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "draft_vocab_size",
-    "target_hidden_size",
-)
 
 
 @dataclass(frozen=True)
 class CheckedChain:
-    """A chain that may be loaded: its manifest and where its members lie.
+    """A chain that may be loaded: its manifest and its members.
 
     Attributes:
+        members: where they lie, by name.
+        configs: what their config.json say, by name.
+        tokenizer: where it lies.
         warnings: one line each, of what is allowed and costs speed.
     """
 
     folder: Path
     manifest: Manifest
     members: dict[str, Path]
+    configs: dict[str, ConfigFile]
     tokenizer: Path
     warnings: tuple[str, ...] = ()
 
     @property
     def target(self) -> Path:
         """Where the first member lies."""
-        return self.members[self.manifest.members[0].name]
+        return self.target_config.folder
+
+    @property
+    def target_config(self) -> ConfigFile:
+        """Of the first member."""
+        return self.configs[self.manifest.members[0].name]
 
 
 def check_chain(folder: Path, digests: bool = True) -> CheckedChain:
@@ -91,11 +88,14 @@ def check_chain(folder: Path, digests: bool = True) -> CheckedChain:
         inside = folder if member.reference.path is not None else None
         _check_files(inside, folders[member.name], member.files, member.name, digests)
         check_weight_files(member, folders[member.name])
-    check_fit(manifest.members, folders, tokenizer)
-    return CheckedChain(folder, manifest, folders, tokenizer, size_warnings(manifest.members))
+    configs = check_fit(manifest.members, folders, tokenizer)
+    warnings = size_warnings(manifest.members)
+    return CheckedChain(folder, manifest, folders, configs, tokenizer, warnings)
 
 
-def check_fit(members: Sequence[Member], folders: dict[str, Path], tokenizer: Path) -> None:
+def check_fit(
+    members: Sequence[Member], folders: dict[str, Path], tokenizer: Path
+) -> dict[str, ConfigFile]:
     """Check that the members belong together; digests are taken from `members` as they are.
 
     Depth and width may differ from member to member; vocabulary and tokenizer may not.
@@ -104,6 +104,9 @@ def check_fit(members: Sequence[Member], folders: dict[str, Path], tokenizer: Pa
         members: from the target down.
         folders: where each member's files lie, by name.
         tokenizer: the folder of the tokenizer.
+
+    Returns:
+        The config of each member, by name.
 
     Raises:
         UserError: remote code, another vocabulary or tokenizer, a head whose model is not among
@@ -115,19 +118,18 @@ def check_fit(members: Sequence[Member], folders: dict[str, Path], tokenizer: Pa
     configs = {member.name: read_config(folders[member.name]) for member in members}
     for member in others:
         _check_vocab_size(target, member, configs)
-    vocabulary = _check_tokenizer(tokenizer, configs[target.name]["vocab_size"])
+    vocabulary = _check_tokenizer(tokenizer, configs[target.name].content["vocab_size"])
     for member in others:
         _check_same_tokenizer(member, folders[member.name], tokenizer, vocabulary)
-    _check_drafts_for(members, folders, configs)
+    _check_drafts_for(members, configs)
     for member in members:
-        config, folder = configs[member.name], folders[member.name]
-        group_size = _check_quantization(member, config, folder)
+        config = configs[member.name]
+        group_size = _check_quantization(member, config)
         if member.kind in HEAD_KINDS:
-            check_shapes(member.kind, folder, _head_config(member, config, folder))
-        else:
-            read = decoder_config(config, f"{folder / 'config.json'}")
-            check_shapes(member.kind, folder, read, group_size)
-    _check_feature_layers(members, folders, configs)
+            _check_kind(member, config)
+        check_shapes(member.kind, config.folder, config.of(member.kind), group_size)
+    _check_feature_layers(members, configs)
+    return configs
 
 
 def size_warnings(members: Sequence[Member]) -> tuple[str, ...]:
@@ -241,43 +243,8 @@ def check_weight_files(member: Member, folder: Path) -> None:
             )
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    """Read the config.json of a member.
-
-    Raises:
-        UserError: no JSON object, remote code in place of a supported architecture, or a size that
-            is no positive integer.
-    """
-    path = folder / "config.json"
-    config = read_json(path, "config")
-    if not isinstance(config, dict):
-        raise UserError("malformed config", f"{path} holds no JSON object", _PACKAGE_AGAIN)
-    if config.get("model_type") not in SUPPORTED_MODEL_TYPES:
-        # Phi-3's checkpoints still name the code that they were published with
-        refuse_remote_code(path, config)
-    for key in _SIZES:
-        value = config.get(key)
-        if value is not None and (not isinstance(value, int) or value < 1):
-            raise UserError("malformed config", f"{key} = {value!r} in {path}", _PACKAGE_AGAIN)
-    return config
-
-
-def refuse_remote_code(path: Path, config: dict[str, Any]) -> None:
-    """Refuse a config that names code of its own.
-
-    Raises:
-        UserError: it has an auto_map.
-    """
-    if "auto_map" in config:
-        raise UserError(
-            "remote code refused",
-            f"auto_map in {path}",
-            "use a checkpoint of a model that transformers itself has",
-        )
-
-
-def _check_vocab_size(target: Member, other: Member, configs: dict[str, dict[str, Any]]) -> None:
-    expected, found = (configs[member.name].get("vocab_size") for member in (target, other))
+def _check_vocab_size(target: Member, other: Member, configs: dict[str, ConfigFile]) -> None:
+    expected, found = (configs[member.name].content.get("vocab_size") for member in (target, other))
     if found != expected or found is None:
         raise UserError(
             "vocab_size differs",
@@ -315,19 +282,14 @@ def _check_same_tokenizer(
     check_same_vocabulary(read_vocabulary(path), vocabulary, member.name, path, expected)
 
 
-def _check_drafts_for(
-    members: Sequence[Member], folders: dict[str, Path], configs: dict[str, dict[str, Any]]
-) -> None:
+def _check_drafts_for(members: Sequence[Member], configs: dict[str, ConfigFile]) -> None:
     verifiers = [
-        verifier_of(member, configs[member.name], folders[member.name])
-        for member in members
-        if member.role != "drafter"
+        verifier_of(member, configs[member.name]) for member in members if member.role != "drafter"
     ]
     for member in members:
         if member.role != "drafter":
             continue
-        config, folder = configs[member.name], folders[member.name]
-        found = find_drafts_for(member.name, member.kind, config, folder, verifiers)
+        found = find_drafts_for(member.name, member.kind, configs[member.name], verifiers)
         if member.drafts_for != found:
             raise UserError(
                 "manifest and configs disagree",
@@ -337,30 +299,24 @@ def _check_drafts_for(
             )
 
 
-def _head_config(member: Member, config: dict[str, Any], folder: Path) -> HeadConfig:
-    where = f"{folder / 'config.json'}"
-    head = head_config(config, where)
-    if head.kind != member.kind:
+def _check_kind(member: Member, config: ConfigFile) -> None:
+    if config.head.kind != member.kind:
         raise UserError(
             "head of another kind",
-            f"{member.name} is {member.kind}, by {where} {head.kind}",
+            f"{member.name} is {member.kind}, by {config.path} {config.head.kind}",
             "name its kind, or fetch the head again",
         )
-    return head
 
 
-def _check_feature_layers(
-    members: Sequence[Member], folders: dict[str, Path], configs: dict[str, dict[str, Any]]
-) -> None:
+def _check_feature_layers(members: Sequence[Member], configs: dict[str, ConfigFile]) -> None:
     """That verifying members have the layers that heads read, and hand out one choice of them."""
     found: dict[str, HeadConfig] = {}
     for member in members:
         if member.kind != "eagle3":
             continue
-        head = _head_config(member, configs[member.name], folders[member.name])
-        where = f"{folders[member.name] / 'config.json'}"
+        head, where = configs[member.name].head, f"{configs[member.name].path}"
         for name in member.drafts_for:
-            check_feature_layers(head, configs[name]["num_hidden_layers"], where)
+            check_feature_layers(head, configs[name].decoder.num_layers, where)
             if (layers := found.setdefault(name, head).feature_layers) != head.feature_layers:
                 raise UserError(
                     "heads of one model read different layers",
@@ -374,18 +330,17 @@ def _shown(layers: Sequence[int]) -> str:
     return f"layers {', '.join(map(str, layers))}"
 
 
-def _check_quantization(member: Member, config: dict[str, Any], folder: Path) -> int | None:
+def _check_quantization(member: Member, config: ConfigFile) -> int | None:
     """The group size of an AWQ member, None for the others."""
-    path = folder / "config.json"
     if member.kind == "awq":
         # here, because the format's module needs torch
         from polybasic.chain.formats.awq import read_quantization_config
 
-        return read_quantization_config(config, path)
-    if config.get("quantization_config") is not None:
+        return read_quantization_config(config.content, config.path)
+    if config.content.get("quantization_config") is not None:
         raise UserError(
             f"{member.name} is quantized",
-            f"quantization_config in {path}",
+            f"quantization_config in {config.path}",
             f"a member of kind {member.kind} must not be",
         )
     return None

@@ -21,13 +21,13 @@ from torch import Tensor
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.checkpoint import load_tensors
-from polybasic.chain.formats.config import HeadConfig, head_config, read_decoder_config
+from polybasic.chain.formats.config import ConfigFile, HeadConfig
 from polybasic.chain.formats.draft_vocabulary import draft_token_ids
 from polybasic.chain.formats.files import read_json, whole_folder, write_json
 from polybasic.chain.formats.lineage import ORIGIN_KEY
 from polybasic.chain.formats.manifest import HEAD_KINDS, HeadKind, Manifest, Member
 from polybasic.chain.formats.names import DRAFT_TABLES
-from polybasic.chain.formats.verify import CheckedChain, check_chain, read_config
+from polybasic.chain.formats.verify import CheckedChain, check_chain
 from polybasic.chain.heads.eagle_config import eagle3_config, eagle_config
 from polybasic.chain.heads.foreign import EAGLE_SECTION, HOT_TOKENS, LAYER_IDS
 from polybasic.chain.heads.importing import FC_BIAS, ROPE_THETA, qkv_biases, required_weights
@@ -87,16 +87,16 @@ def export_head(chain: Path, to: Engine, member: str | None, out: Path | None) -
     folder = out or Path(f"{head.name}-{to}")
     _refuse_replacing(folder)
     source = checked.members[head.name]
-    tensors, config = load_tensors(source), read_config(source)
-    shape = head_config(config, f"{source / 'config.json'}")
+    tensors, config = load_tensors(source), checked.configs[head.name]
+    shape = config.head
     model, *copies = head.drafts_for
-    _check_computes(to, shape, head.name, tensors, checked.members[model])
+    _check_computes(to, shape, head.name, tensors, checked.configs[model])
     four_bit_copies = [name for name in copies if checked.manifest.member(name).kind == "awq"]
     token_ids = draft_token_ids(tensors, f"{source}")
     written = _written(shape, tensors)
     check_is_whole(shape, written, source)
-    origin = dict(config.get(ORIGIN_KEY, {})) | {EXPORTED_TO_KEY: to}
-    num_layers = read_decoder_config(checked.members[model]).num_layers
+    origin = dict(config.content.get(ORIGIN_KEY, {})) | {EXPORTED_TO_KEY: to}
+    num_layers = checked.configs[model].decoder.num_layers
     writes_hot_tokens = to == "sglang" and shape.kind == "eagle2" and token_ids is not None
     with whole_folder(folder) as partial:
         content = _config(to, shape, written, num_layers)
@@ -204,16 +204,18 @@ def _is_export(folder: Path) -> bool:
 
 
 def _check_computes(
-    to: Engine, shape: HeadConfig, name: str, tensors: dict[str, Tensor], target: Path
+    to: Engine, shape: HeadConfig, name: str, tensors: dict[str, Tensor], target: ConfigFile
 ) -> None:
     """That the engine computes with head and target what this runtime does."""
     is_eagle3 = shape.kind == "eagle3"
-    if to != "eagle" and read_decoder_config(target).embedding_scale is not None:
-        model_type = read_config(target)["model_type"]
+    if to != "eagle" and target.decoder.embedding_scale is not None:
+        model_type = target.content["model_type"]
         reason = "its EAGLE class is Llama's"
         if is_eagle3:
             reason = "its class does not hand out the inputs of that model's layers"
-        raise _not_computed(to, f"{name} drafts for {target} of model_type {model_type}, {reason}")
+        raise _not_computed(
+            to, f"{name} drafts for {target.folder} of model_type {model_type}, {reason}"
+        )
     if len({*shape.feature_layers}) < len(shape.feature_layers):
         layers = _listed(shape.feature_layers)
         raise _not_computed(to, f"{name} reads layers {layers}, and it hands out each layer once")

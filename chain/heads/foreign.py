@@ -14,13 +14,12 @@ import torch
 from torch import Tensor
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.config import EAGLE3_ARCHITECTURE, DecoderConfig
+from polybasic.chain.formats.config import EAGLE3_ARCHITECTURE, DecoderConfig, read_config
 from polybasic.chain.formats.draft_vocabulary import IS_DRAFTED, OFFSETS, draft_tables
 from polybasic.chain.formats.files import read_json
 from polybasic.chain.formats.lineage import ORIGIN_KEY
 from polybasic.chain.formats.manifest import HeadKind
 from polybasic.chain.formats.names import HEAD_LAYER
-from polybasic.chain.formats.verify import read_config
 from polybasic.chain.heads.eagle_config import default_feature_layers
 
 EAGLE_SECTION, LAYER_IDS = "eagle_config", "eagle_aux_hidden_state_layer_ids"
@@ -55,7 +54,7 @@ def read_foreign_config(source: Path) -> dict[str, Any]:
     path = source / "config.json"
     config = read_json(path, "config")
     if not isinstance(config, dict) or _SPECULATORS_KIND not in config:
-        return read_config(source)
+        return read_config(source).content
     return _of_speculators(f"{path}", config)
 
 

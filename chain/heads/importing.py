@@ -22,7 +22,7 @@ from polybasic.chain.formats.config import (
     HeadConfig,
     check_feature_layers,
     head_config,
-    read_decoder_config,
+    read_config,
 )
 from polybasic.chain.formats.draft_vocabulary import OFFSETS, draft_token_ids
 from polybasic.chain.formats.files import whole_folder, write_json
@@ -98,7 +98,7 @@ def import_head(
     """
     if out.resolve() == source.resolve():
         raise UserError("head would be replaced", f"{out}", "write to another folder")
-    config, model = read_foreign_config(source), read_decoder_config(target)
+    config, model = read_foreign_config(source), read_config(target).decoder
     stored = load_tensors(source)
     tensors = {name: tensor for name, tensor in stored.items() if not _IGNORED.fullmatch(name)}
     kind, config, tensors = in_own_spelling(source, config, tensors, model)

@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from polybasic.chain.formats.awq import QuantizedWeight, dequantize, read_quantization_config
 from polybasic.chain.formats.checkpoint import load_tensors
-from polybasic.chain.formats.files import read_json
+from polybasic.chain.formats.config import read_config
 from polybasic.chain.model.reference import require_all_weights
 
 
@@ -27,7 +27,7 @@ def load_dequantized(
         UserError: no config, another quantization, no weights, a damaged file, or a weight that
             the model needs is missing.
     """
-    config = read_json(folder / "config.json", "model config")
+    config = read_config(folder).content
     read_quantization_config(config, folder / "config.json")
     del config["quantization_config"]
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=dtype)

@@ -1,21 +1,17 @@
 """Checkpoints to decoders and draft heads, on a device and in a dtype."""
 
-from pathlib import Path
-
 import torch
 from torch import Tensor
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.awq import read_quantization_config
 from polybasic.chain.formats.config import (
+    ConfigFile,
     DecoderConfig,
     HeadConfig,
     check_feature_layers,
-    decoder_config,
-    read_head_config,
 )
 from polybasic.chain.formats.draft_vocabulary import draft_token_ids
-from polybasic.chain.formats.files import read_json
 from polybasic.chain.formats.manifest import Kind
 from polybasic.chain.formats.names import (
     DRAFT_TABLES,
@@ -32,22 +28,21 @@ from polybasic.chain.model.weights import Weights
 
 
 def load_decoder(
-    folder: Path, dtype: torch.dtype, device: torch.device, num_positions: int
+    file: ConfigFile, dtype: torch.dtype, device: torch.device, num_positions: int
 ) -> Decoder:
-    """Load a target (dense) or an intermediate (AWQ) from a checkpoint folder.
+    """Load a target (dense) or an intermediate (AWQ) from a checkpoint.
 
     Args:
+        file: of the checkpoint.
         num_positions: positions that the rotary table is made for.
 
     Raises:
         UserError: an unsupported architecture or quantization, or a missing weight.
     """
-    path = folder / "config.json"
-    raw_config = read_json(path, "model config")
-    config = decoder_config(raw_config, str(path))
-    if raw_config.get("quantization_config"):
-        read_quantization_config(raw_config, str(path))
-    weights = Weights(folder, dtype, device)
+    config = file.decoder
+    if file.content.get("quantization_config"):
+        read_quantization_config(file.content, str(file.path))
+    weights = Weights(file.folder, dtype, device)
     rotary = RotaryTable(config, num_positions, dtype, device)
     # the largest tensors first: converting them takes the most memory, while little else is there
     embedding = weights.dense("model.embed_tokens.weight")
@@ -74,22 +69,27 @@ def load_decoder(
     return Decoder(config, embedding, layers, final_norm, lm_head, rotary, draft_lm_head)
 
 
-def load_head(folder: Path, target: Decoder, num_positions: int) -> EagleHead:
+def load_head(file: ConfigFile, target: Decoder, num_positions: int) -> EagleHead:
     """Load a head that drafts for `target`; the embedding is the target's own.
+
+    Args:
+        file: of the head.
+        target: whose states it reads.
+        num_positions: as `load_decoder`.
 
     Raises:
         UserError: shapes that differ from the target's, a missing weight, or a malformed draft
             vocabulary.
     """
-    config = read_head_config(folder)
-    _check_target(config, target, f"{folder / 'config.json'}")
-    weights = Weights(folder, target.dtype, target.device, draft_linear)
+    config = file.head
+    _check_target(config, target, f"{file.path}")
+    weights = Weights(file.folder, target.dtype, target.device, draft_linear)
     prefix = HEAD_LAYER[config.kind]
     rotary = RotaryTable(config, num_positions, target.dtype, target.device)
     norms = _load_norms(config, weights, prefix, config.kind)
     layer = _load_layer(config, weights, prefix, norms, kind=config.kind)
     tables = {name: weights.stored(name) for name in DRAFT_TABLES if name in weights}
-    token_ids = draft_token_ids(tables, f"{folder}")
+    token_ids = draft_token_ids(tables, f"{file.folder}")
     if token_ids is not None:
         token_ids = token_ids.to(target.device)
     parts = config, target.embedding, weights.linear("fc"), layer, rotary

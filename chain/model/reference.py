@@ -13,7 +13,7 @@ from transformers.utils import logging
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.checkpoint import tensor_files
-from polybasic.chain.formats.files import read_json
+from polybasic.chain.formats.config import read_config
 
 
 def load_reference_model(
@@ -32,7 +32,7 @@ def load_reference_model(
         UserError: no config or weights, a damaged file, a pickle that holds more than tensors, a
             weight that the model needs is missing, or what transformers refuses.
     """
-    config = read_json(folder / "config.json", "model config")
+    config = read_config(folder).content
     tensor_files(folder)
     is_on_cpu = device is None or device.type == "cpu"
     load: Callable[..., Any] = AutoModelForCausalLM.from_pretrained

@@ -22,8 +22,9 @@ from polybasic.deploy.bench.exactness import Agreement
 from polybasic.deploy.bench.report import write_markdown
 from polybasic.deploy.bench.rereading import ways_of
 from polybasic.deploy.bench.rounding import NUM_POSITIONS, Rounding, measure_rounding
-from polybasic.deploy.chain import Chain, device_named, load_chain
+from polybasic.deploy.chain import Chain
 from polybasic.deploy.hardware import Usage, describe_hardware, forget_peak, usage
+from polybasic.deploy.load import device_named, load_chain
 from polybasic.deploy.memory import Memory
 from polybasic.deploy.prompts import Question, choose_fitting, read_questions
 from polybasic.deploy.rounds.sampling import Sampling

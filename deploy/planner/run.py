@@ -6,7 +6,8 @@ from pathlib import Path
 
 from polybasic.chain.formats.card import record_plan
 from polybasic.chain.formats.manifest import MeasuredPlan, PredictedPlan
-from polybasic.deploy.chain import Chain, load_chain
+from polybasic.deploy.chain import Chain
+from polybasic.deploy.load import load_chain
 from polybasic.deploy.planner.explanation import explain
 from polybasic.deploy.planner.measurements import Measurements
 from polybasic.deploy.planner.search import choose_plan

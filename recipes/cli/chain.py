@@ -165,9 +165,10 @@ def _stated_memory(
     except UserError as error:
         note(f"memory: not stated, {error}")
         return None
-    from polybasic.deploy.chain import stated_memory
+    from polybasic.deploy.load import LoadOptions, stated_memory
 
-    memory, available = stated_memory(checked, dtype=dtype, context_tokens=context_tokens)
+    options = LoadOptions(dtype=dtype, context_tokens=context_tokens)
+    memory, available = stated_memory(checked, options)
     return memory.to_json() | {"available_bytes": available}
 
 

@@ -44,14 +44,13 @@ def grow(
 
 def _num_bytes(folder: Path, shape: "GrownShape") -> int:
     """Of a chain's members in the grown shapes."""
-    from polybasic.chain.formats.config import read_decoder_config
     from polybasic.chain.formats.verify import check_chain
     from polybasic.recipes.estimates.sizes import grown_shape
 
     chain = check_chain(folder, digests=False)
     members = chain.manifest.members
     weight_bytes = 4 if members[0].dtype == "float32" else 2
-    vocab_size = read_decoder_config(chain.target).vocab_size
+    vocab_size = chain.target_config.decoder.vocab_size
     grown = grown_shape(shape, vocab_size, weight_bytes)
     of_kind = {
         "decoder": grown.num_bytes,

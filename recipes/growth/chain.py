@@ -14,7 +14,7 @@ from polybasic.chain.errors import UserError
 from polybasic.chain.formats.awq import GROUP_SIZE, QuantizedWeight
 from polybasic.chain.formats.card import write_card
 from polybasic.chain.formats.checkpoint import copy_files, model_files, weight_files
-from polybasic.chain.formats.config import DecoderConfig, read_decoder_config, read_head_config
+from polybasic.chain.formats.config import DecoderConfig, read_config
 from polybasic.chain.formats.draft_vocabulary import draft_tables, draft_token_ids
 from polybasic.chain.formats.files import sha256_of_file, whole_folder, write_json
 from polybasic.chain.formats.lineage import (
@@ -27,7 +27,7 @@ from polybasic.chain.formats.manifest import Manifest, Member, Reference, write_
 from polybasic.chain.formats.names import DRAFT_TABLES
 from polybasic.chain.formats.package import refuse_replacing
 from polybasic.chain.formats.shapes import num_parameters, tensor_headers
-from polybasic.chain.formats.verify import CheckedChain, check_chain, check_fit, read_config
+from polybasic.chain.formats.verify import CheckedChain, check_chain, check_fit
 from polybasic.chain.model.weights import Weights
 from polybasic.recipes.growth.model import GrownWeights, Growth, Placing
 from polybasic.recipes.growth.shapes import GrownShape, check_family
@@ -78,7 +78,7 @@ def grow_chain(
     with whole_folder(out) as partial:
         target, *others = chain.manifest.members
         members = [_grow_member(chain, target, growths[target.name], partial, {}, write)]
-        digest = verifier_of(members[0], {}, partial / target.name).sha256
+        digest = verifier_of(members[0], read_config(partial / target.name)).sha256
         for member in others:
             key = TRAINED_FOR_KEY if member.kind == "eagle2" else QUANTIZED_FROM_KEY
             growth, origin = growths[member.name], {key: digest}
@@ -97,7 +97,7 @@ def grow_chain(
 
 def _growths(chain: CheckedChain, shape: GrownShape, device: torch.device) -> dict[str, Growth]:
     """Of each member; all that can be refused is, before anything is written."""
-    small = read_decoder_config(chain.target)
+    small = chain.target_config.decoder
     _check_members(chain, small)
     growth = Growth(small, shape, device)
     growths = {}
@@ -106,7 +106,7 @@ def _growths(chain: CheckedChain, shape: GrownShape, device: torch.device) -> di
         if member.kind == "awq":
             GrownWeights(growth).check_groups()
         elif member.kind == "eagle2":
-            head = read_head_config(chain.members[member.name])
+            head = chain.configs[member.name].head
             growths[member.name] = Growth(head, _head_shape(growth, head), device)
     return growths
 
@@ -120,8 +120,8 @@ def _check_members(chain: CheckedChain, small: DecoderConfig) -> None:
             "grow the chain that it was grown from",
         )
     target = chain.manifest.members[0]
-    check_family(read_config(chain.target), small, str(chain.target / "config.json"))
-    digest = verifier_of(target, {}, chain.target).sha256
+    check_family(chain.target_config.content, small, str(chain.target_config.path))
+    digest = verifier_of(target, chain.target_config).sha256
     for member in chain.manifest.members[1:]:
         folder = chain.members[member.name]
         if member.kind == "eagle3":
@@ -134,7 +134,7 @@ def _check_members(chain: CheckedChain, small: DecoderConfig) -> None:
             _check_head(member, folder)
         elif (
             member.kind != "awq"
-            or verifier_of(member, read_config(folder), folder).made_from != digest
+            or verifier_of(member, chain.configs[member.name]).made_from != digest
         ):
             raise UserError(
                 "member cannot be grown",
@@ -175,7 +175,9 @@ def _grow_member(
             assert kind == "decoder", "EAGLE-3 heads are refused before"
             tensors = _decoder_tensors(weights, grown, _dense_linear)
     digests = write_weights(folder, tensors)
-    write_json(folder / "config.json", _grown_config(read_config(source), growth, origin))
+    write_json(
+        folder / "config.json", _grown_config(chain.configs[member.name].content, growth, origin)
+    )
     if (source / "generation_config.json").is_file():
         copy_files(source, folder, ["generation_config.json"])
     others = set(model_files(folder)) - digests.keys()

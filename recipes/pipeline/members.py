@@ -2,8 +2,7 @@
 
 from collections.abc import Sequence
 
-from polybasic.chain.formats.config import read_head_config
-from polybasic.chain.formats.files import read_json
+from polybasic.chain.formats.config import read_config
 from polybasic.chain.formats.manifest import Flush, Kind, Plan
 from polybasic.chain.formats.package import TARGET_NAME, Part
 from polybasic.deploy.settings import PlanSettings
@@ -57,7 +56,7 @@ def packed_plan(settings: PlanSettings, parts: Sequence[Part]) -> Plan:
 
 def _head_part(stage: str, workspace: Workspace) -> Part:
     folder = workspace.folder(stage)
-    return Part(stage, "drafter", read_head_config(folder).kind, folder)
+    return Part(stage, "drafter", read_config(folder).head.kind, folder)
 
 
 def _small_part(workspace: Workspace) -> Part:
@@ -66,6 +65,6 @@ def _small_part(workspace: Workspace) -> Part:
     if small.quantize:
         return Part("small", small.role, "awq", workspace.folder("small"))
     folder = checkpoint_of(workspace, "small_target")
-    config = read_json(folder / "config.json", "model config")
+    config = read_config(folder).content
     kind: Kind = "awq" if config.get("quantization_config") else "decoder"
     return Part("small", small.role, kind, folder)

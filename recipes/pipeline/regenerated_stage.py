@@ -72,10 +72,10 @@ def _run(workspace: Workspace, folder: Path) -> dict[str, Any]:
 
 def _opened(workspace: Workspace) -> "AbstractAsyncContextManager[Answerer]":
     """Who answers: the server that the recipe names, else this runtime."""
-    from polybasic.chain.formats.config import read_decoder_config
+    from polybasic.chain.formats.config import read_config
 
     target, settings = checkpoint_of(workspace, "target"), _settings(workspace)
-    declared = read_decoder_config(target).context_tokens
+    declared = read_config(target).decoder.context_tokens
     if settings.endpoint is not None:
         from polybasic.train.answers.endpoint import open_endpoint
 

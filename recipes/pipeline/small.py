@@ -4,7 +4,7 @@ from pathlib import Path
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.checkpoint import resolve_checkpoint, weight_files
-from polybasic.chain.formats.files import read_json
+from polybasic.chain.formats.config import read_config
 from polybasic.chain.formats.vocabulary import (
     TOKENIZER_NAME,
     check_same_vocabulary,
@@ -30,24 +30,22 @@ def check_small(small: SmallSettings, target: Path, tokenizer: Path, prepared: P
     """
     folder = resolve_checkpoint(small.model)
     weight_files(folder)
-    path = folder / "config.json"
-    config = read_json(path, "model config")
+    config = read_config(folder)
     vocab_size, expected = (
-        content.get("vocab_size")
-        for content in (config, read_json(target / "config.json", "model config"))
+        each.content.get("vocab_size") for each in (config, read_config(target))
     )
     if vocab_size != expected:
         raise UserError(
             "small.model has another vocabulary",
-            f"vocab_size {vocab_size} in {path}, the target has {expected}",
+            f"vocab_size {vocab_size} in {config.path}, the target has {expected}",
             "use a model of the target's family",
         )
-    if config.get("quantization_config"):
+    if config.content.get("quantization_config"):
         for key, is_on in (("quantize", small.quantize), ("train_head", small.has_head)):
             if is_on:
                 raise UserError(
                     "small.model is quantized already",
-                    f"quantization_config in {path}, small.{key} = true",
+                    f"quantization_config in {config.path}, small.{key} = true",
                     f"set small.{key}=false, or name the unquantized checkpoint",
                 )
     if any((folder / name).is_file() for name in _TOKENIZER_NAMES):

@@ -10,6 +10,7 @@ import torch
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats import awq
+from polybasic.chain.formats.config import read_config
 from polybasic.chain.kernels.torch.operations import DeviceLinear, Operations
 from polybasic.chain.kernels.torch.packed_weight import PackedWeight
 from polybasic.chain.model.loading import load_decoder
@@ -78,12 +79,16 @@ def test_weight_files_of_a_chain_in_memory_are_holes(tiny_chain: Path, tmp_path:
         grown = chains.grow_and_load(
             tiny_chain, SHAPE, "gpu-7b", tmp_path / "grown", serve, CPU, "float32", 100
         )
-        inside = load_decoder(grown.chain.target_folder, torch.float32, CPU, 8).embedding
+        inside = load_decoder(
+            read_config(grown.chain.target_folder), torch.float32, CPU, 8
+        ).embedding
     weights = grown.chain.target_folder / "model.safetensors"
     assert weights.stat().st_size > 1 << 20 > 512 * weights.stat().st_blocks
     assert inside.count_nonzero() > inside.numel() // 10
     # who is not served reads the holes
-    assert not load_decoder(grown.chain.target_folder, torch.float32, CPU, 8).embedding.any()
+    assert not load_decoder(
+        read_config(grown.chain.target_folder), torch.float32, CPU, 8
+    ).embedding.any()
 
 
 # Prompts

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from polybasic.chain.formats.config import LayerKind, read_decoder_config
+from polybasic.chain.formats.config import LayerKind, read_config
 from polybasic.deploy import Chain, load_chain
 from tests.benchmarks.scripts import load_script
 
@@ -65,7 +65,7 @@ def test_eagle3_head_fuses_features_once(chain: Chain) -> None:
 
 
 def test_layers_with_a_window_read_no_more_than_it(tiny_target: Path) -> None:
-    config = read_decoder_config(tiny_target)
+    config = read_config(tiny_target).decoder
     kinds = (LayerKind(config.rope), LayerKind(config.rope, window=8))
     config = dataclasses.replace(config, layer_kinds=kinds)
     moved = traffic.decoder_pass(config, "decoder", 2, 40, 3)
@@ -75,7 +75,7 @@ def test_layers_with_a_window_read_no_more_than_it(tiny_target: Path) -> None:
 
 
 def test_biases_that_the_config_asks_for_count(tiny_target: Path) -> None:
-    config = read_decoder_config(tiny_target)
+    config = read_config(tiny_target).decoder
     biased = dataclasses.replace(config, biased=("q_proj", "k_proj", "v_proj"))
     plain, more = (traffic.layer_bytes(each, "decoder", 2) for each in (config, biased))
     assert more - plain == 2 * (128 + 64 + 64)

@@ -424,7 +424,7 @@ def test_warnings_of_the_check_are_told(
     def warned(folder: Path, digests: bool) -> Any:
         return dataclasses.replace(check_chain(folder, digests), warnings=("small is large",))
 
-    monkeypatch.setattr("polybasic.deploy.chain.check_chain", warned)
+    monkeypatch.setattr("polybasic.deploy.load.check_chain", warned)
     load_chain(tiny_chain)
     assert caplog.messages == ["small is large"]
 

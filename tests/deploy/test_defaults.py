@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from polybasic.chain.errors import UserError
+from polybasic.chain.formats.config import read_config
 from polybasic.deploy.defaults import read_default_sampling, read_stop_tokens
 from polybasic.deploy.rounds.sampling import Sampling
 
@@ -83,6 +84,6 @@ def test_what_is_not_applied_is_told(tmp_path: Path, caplog: pytest.LogCaptureFi
 
 
 def test_stop_tokens_are_of_the_generation_config_or_else_the_config(tmp_path: Path) -> None:
-    assert read_stop_tokens(write(tmp_path, {"eos_token_id": [5, 6]}), 7) == {5, 6, 7}
-    assert read_stop_tokens(write(tmp_path, {}), 7) == {7, 9}
-    assert read_stop_tokens(write(tmp_path, {"eos_token_id": 0}), None) == {0}
+    assert read_stop_tokens(read_config(write(tmp_path, {"eos_token_id": [5, 6]})), 7) == {5, 6, 7}
+    assert read_stop_tokens(read_config(write(tmp_path, {})), 7) == {7, 9}
+    assert read_stop_tokens(read_config(write(tmp_path, {"eos_token_id": 0})), None) == {0}

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from polybasic.chain.errors import UserError
+from polybasic.chain.formats.config import read_config
 from polybasic.chain.formats.files import write_json
 from polybasic.chain.formats.package import Part
 from polybasic.chain.formats.verify import check_chain
@@ -129,7 +130,7 @@ def test_states_hold_the_inputs_of_layers_as_transformers_gives_them(
     tmp_path: Path, family: str
 ) -> None:
     write_family(tmp_path, family, dtype=torch.float32)
-    decoder = load_decoder(tmp_path, torch.float32, torch.device("cpu"), 64)
+    decoder = load_decoder(read_config(tmp_path), torch.float32, torch.device("cpu"), 64)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     tokens = list(range(3, 20))
     with torch.inference_mode():
@@ -150,7 +151,7 @@ def test_states_hold_the_inputs_of_layers_as_transformers_gives_them(
 def test_rows_of_the_projection_are_as_in_the_whole(tmp_path: Path, family: str) -> None:
     """Gemma's are those of its embedding, and cap the logits."""
     write_family(tmp_path, family, dtype=torch.float32)
-    decoder = load_decoder(tmp_path, torch.float32, torch.device("cpu"), 64)
+    decoder = load_decoder(read_config(tmp_path), torch.float32, torch.device("cpu"), 64)
     token_ids, states = torch.tensor([3, 4, 90, 319]), 10 * torch.randn(5, 128)
     found = decoder.draft_lm_head(token_ids)(states)
     torch.testing.assert_close(found, decoder.logits(states)[:, token_ids], rtol=1e-5, atol=1e-5)
@@ -226,9 +227,11 @@ def test_layers_that_the_model_lacks_are_refused(tiny_chain_parts: Any, tmp_path
     write_eagle3(tiny_chain_parts.draft, tiny_chain_parts.target, feature_layers=(0, 1, 2))
     with pytest.raises(UserError, match="reads layers 0, 1, 2 of 2"):
         package(tiny_chain_parts, tmp_path / "chain")
-    decoder = load_decoder(tiny_chain_parts.target, torch.float32, torch.device("cpu"), 64)
+    decoder = load_decoder(
+        read_config(tiny_chain_parts.target), torch.float32, torch.device("cpu"), 64
+    )
     with pytest.raises(UserError, match="reads layers 0, 1, 2 of 2"):
-        load_head(tiny_chain_parts.draft, decoder, 64)
+        load_head(read_config(tiny_chain_parts.draft), decoder, 64)
 
 
 def test_heads_that_read_different_layers_are_refused(

@@ -12,12 +12,14 @@ import pytest
 import torch
 
 from polybasic.chain.errors import UserError
+from polybasic.chain.formats.config import read_config
 from polybasic.chain.formats.verify import check_chain
 from polybasic.chain.kernels.cpu.library import load_kernels
 from polybasic.chain.kernels.torch import packed_weight
 from polybasic.chain.model.loading import load_decoder
 from polybasic.chain.readable import readable_bytes
-from polybasic.deploy import Chain, chain, load_chain, memory
+from polybasic.deploy import Chain, load_chain, memory
+from polybasic.deploy import load as loading
 from polybasic.deploy.memory import Kernels, Layout, Memory, state_memory
 from polybasic.deploy.rounds.sampling import Sampling
 from tests.checkpoints import write_family
@@ -64,8 +66,9 @@ def test_stated_weights_are_those_that_are_loaded(
     write_family(tmp_path, family)
     member = SimpleNamespace(name="target", role="target", kind="decoder")
     manifest = SimpleNamespace(members=[member])
-    checked: Any = SimpleNamespace(manifest=manifest, members={"target": tmp_path})
-    _, stays, _ = allocated_by(lambda: load_decoder(tmp_path, torch.float32, CPU, 1))
+    config = read_config(tmp_path)
+    checked: Any = SimpleNamespace(manifest=manifest, configs={"target": config})
+    _, stays, _ = allocated_by(lambda: load_decoder(config, torch.float32, CPU, 1))
     stated = state_memory(checked, Layout("cpu", "float32", kernels), CONTEXT_TOKENS)
     assert stays == pytest.approx(stated.members["target"]["weights"], rel=0.05)
 
@@ -127,10 +130,10 @@ def test_too_little_memory_is_refused_before_anything_is_loaded(
         return load_chain(tiny_chain, dtype="float32", context_tokens=CONTEXT_TOKENS)
 
     needed = load().memory.peak_bytes
-    monkeypatch.setattr(chain, "available_bytes", lambda _: needed)
+    monkeypatch.setattr(loading, "available_bytes", lambda _: needed)
     load()
-    monkeypatch.setattr(chain, "available_bytes", lambda _: needed - 1)
-    monkeypatch.setattr(chain, "load_decoder", None)
+    monkeypatch.setattr(loading, "available_bytes", lambda _: needed - 1)
+    monkeypatch.setattr(loading, "load_decoder", None)
     with pytest.raises(UserError) as refused:
         load()
     line = str(refused.value)

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AwqConfig
 
 from polybasic.chain.formats.awq import QuantizedWeight, dequantize
+from polybasic.chain.formats.config import read_config
 from polybasic.chain.model.loading import load_decoder
 from polybasic.deploy.rounds.cache import KeyValueCache
 from polybasic.deploy.rounds.verifier import Verifier
@@ -71,7 +72,7 @@ def logits_by_gptqmodel(folder: Path, token_ids: list[int], backend: str = "auto
 @torch.inference_mode()
 def logits_by_runtime(folder: Path, token_ids: list[int], rows: int) -> Tensor:
     """[R, V], read in passes of so many rows."""
-    decoder = load_decoder(folder, torch.float32, CPU, NUM_TOKENS)
+    decoder = load_decoder(read_config(folder), torch.float32, CPU, NUM_TOKENS)
     cache = KeyValueCache(decoder.config, decoder.config.num_layers, 64, torch.float32, CPU)
     verifier, parts = Verifier("intermediate", decoder, cache), []
     for first in range(0, len(token_ids), rows):

@@ -15,7 +15,7 @@ from transformers import LlamaConfig
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.checkpoint import load_tensors
-from polybasic.chain.formats.config import read_head_config
+from polybasic.chain.formats.config import read_config
 from polybasic.chain.formats.draft_vocabulary import draft_tables
 from polybasic.chain.heads.importing import import_head
 from polybasic.chain.kernels.torch.attend import attend_causally
@@ -88,8 +88,8 @@ def logits_by_speculators(head: Eagle3DraftModel, token_ids: Tensor, read: Tenso
 @torch.inference_mode()
 def logits_by_runtime(draft: Path, target: Path, token_ids: Tensor, read: Tensor) -> Tensor:
     """[R, D]."""
-    decoder = load_decoder(target, torch.float32, CPU, NUM_ROWS)
-    head = load_head(draft, decoder, NUM_ROWS)
+    decoder = load_decoder(read_config(target), torch.float32, CPU, NUM_ROWS)
+    head = load_head(read_config(draft), decoder, NUM_ROWS)
     cache = KeyValueCache(head.config, 1, 64, torch.float32, CPU)
     rows = attend_causally(0, NUM_ROWS)
     return head.logits(head.forward(token_ids, head.features(read), cache.layers[0], rows))
@@ -100,7 +100,7 @@ def test_logits_are_those_of_speculators(target: Path, tmp_path: Path, is_import
     head = new_head(target)
     head.save_pretrained(tmp_path / "head")
     import_head(tmp_path / "head", target, tmp_path / "draft")
-    assert read_head_config(tmp_path / "draft").feature_layers == tuple(FEATURE_LAYERS)
+    assert read_config(tmp_path / "draft").head.feature_layers == tuple(FEATURE_LAYERS)
     if not is_imported:
         with torch.no_grad():
             head.layers[0].hidden_norm.weight += 0.1

@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from polybasic.chain.errors import UserError
+from polybasic.chain.formats.config import read_config
 from polybasic.chain.kernels.torch.attend import attend_causally
 from polybasic.chain.model.loading import load_decoder, load_head
 from polybasic.recipes.embedded.conversations import write_conversations
@@ -66,8 +67,8 @@ def in_training(target_folder, draft, token_ids, features):
 
 @torch.no_grad()
 def when_served(target_folder, draft, token_ids, features):
-    target = load_decoder(target_folder, torch.float32, CPU, 256)
-    head = load_head(draft, target, 256)
+    target = load_decoder(read_config(target_folder), torch.float32, CPU, 256)
+    head = load_head(read_config(draft), target, 256)
     config = head.config
     cache = torch.zeros(2 * config.num_kv_heads, 256, config.head_dim)
     attend = attend_causally(0, len(token_ids))
@@ -121,8 +122,8 @@ def test_other_kinds_are_the_same_in_training_and_when_served(
     with torch.no_grad():
         output, _ = head(token_ids[None, 1:], head.read(features), torch.arange(ROWS - 1))
         expected = head.projection(target.lm_head)(head.projected(output[0]))
-    decoder = load_decoder(folder, torch.float32, CPU, 256)
-    served = load_head(draft, decoder, 256)
+    decoder = load_decoder(read_config(folder), torch.float32, CPU, 256)
+    served = load_head(read_config(draft), decoder, 256)
     decoder.feature_layers = served.feature_layers
     caches = [torch.zeros(4, 256, decoder.config.head_dim) for _ in decoder.layers]
     states = decoder.forward(token_ids[:-1], caches, attend_causally(0, ROWS - 1))

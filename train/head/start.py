@@ -11,7 +11,7 @@ from torch import Tensor
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.checkpoint import load_tensors
-from polybasic.chain.formats.config import HeadConfig, read_head_config
+from polybasic.chain.formats.config import HeadConfig, read_config
 from polybasic.chain.formats.draft_vocabulary import IS_DRAFTED, OFFSETS
 from polybasic.chain.formats.draft_vocabulary import draft_token_ids as stored_draft_token_ids
 from polybasic.chain.formats.names import HEAD_LAYER
@@ -128,7 +128,7 @@ def _ready(
     for name in (_EMBEDDING, OFFSETS, IS_DRAFTED):
         weights.pop(name, None)
     _drop_biases_of_zeros(weights)
-    config = read_head_config(start)
+    config = read_config(start).head
     _check_fit(start, config, shape, settings)
     if own_token_ids is not None and settings.draft_vocab_size in (None, len(own_token_ids)):
         draft_token_ids = own_token_ids

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.checkpoint import TOKENIZER_FILES
-from polybasic.chain.formats.config import stored_dtype
+from polybasic.chain.formats.config import read_config
 from polybasic.chain.formats.files import read_json, sha256_of_file, sha256_of_object, write_json
 from polybasic.chain.formats.lineage import weights_digest
 from polybasic.train.data.batches import BatchStream
@@ -276,8 +276,7 @@ def _draft_vocabulary_summary(prepared: _Prepared, run: HeadRun, given: _Given) 
 
 def _stored_dtype(target: Path) -> torch.dtype:
     """In which a chain is served: the target's own."""
-    config = read_json(target / "config.json", "model config")
-    dtype = getattr(torch, stored_dtype(config))
+    dtype = getattr(torch, read_config(target).dtype)
     assert isinstance(dtype, torch.dtype)
     return dtype
 
@@ -296,7 +295,7 @@ def _sources(given: _Given) -> dict[str, str]:
     if given.intermediate is not None:
         sources["intermediate_sha256"] = weights_digest(given.intermediate)
     if given.start is not None:
-        config = read_json(given.start / "config.json", "head config")
+        config = read_config(given.start).content
         sources["start_sha256"] = weights_digest(given.start)
         sources["start_config_sha256"] = sha256_of_object(config)
     return sources

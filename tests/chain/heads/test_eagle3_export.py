@@ -13,7 +13,7 @@ from torch import Tensor
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.checkpoint import load_tensors
-from polybasic.chain.formats.config import HeadConfig, read_head_config
+from polybasic.chain.formats.config import HeadConfig, read_config
 from polybasic.chain.formats.draft_vocabulary import draft_tables
 from polybasic.chain.formats.manifest import HeadKind, Plan, Tree
 from polybasic.chain.formats.package import Part, package_chain
@@ -83,7 +83,7 @@ def loaded(folder: Path) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def read_config(folder: Path) -> dict[str, Any]:
+def content_of(folder: Path) -> dict[str, Any]:
     content: dict[str, Any] = json.loads((folder / "config.json").read_text())
     return content
 
@@ -121,7 +121,7 @@ def packed(target: Path, tmp_path: Path) -> Callable[..., Path]:
         write(tmp_path / "head", tensors)  # type: ignore[operator]
         import_head(tmp_path / "head", of, tmp_path / "draft")
         path = tmp_path / "draft" / "config.json"
-        path.write_text(json.dumps(read_config(tmp_path / "draft") | (change or {})))
+        path.write_text(json.dumps(content_of(tmp_path / "draft") | (change or {})))
         package(tmp_path / "chain", of, tmp_path / "draft", "eagle3" if is_eagle3 else "eagle2")
         return tmp_path / "chain"
 
@@ -144,8 +144,8 @@ def test_an_export_comes_back_bit_for_bit(
     assert all(torch.equal(written[name], tensors[name]) for name in tensors)
     import_head(exported.folder, target, tmp_path / "again")
     before, after = tmp_path / "draft", tmp_path / "again"
-    assert read_head_config(after) == read_head_config(before)
-    assert read_head_config(after).feature_layers == (1, 3, 6)
+    assert read_config(after).head == read_config(before).head
+    assert read_config(after).head.feature_layers == (1, 3, 6)
 
 
 @pytest.mark.parametrize("to", ["vllm", "sglang"])
@@ -154,7 +154,7 @@ def test_the_engines_find_all_parameters(
 ) -> None:
     folder = export_head(packed(eagle3_tensors(target)), to, None, tmp_path / "out").folder
     assert loaded(folder) == PARAMETERS
-    config = read_config(folder)
+    config = content_of(folder)
     assert (config["architectures"], config["model_type"]) == (["LlamaForCausalLMEagle3"], "llama")
     # SGLang: fc has a bias by `bias`; both: the attention by it or by `attention_bias`
     assert (config["bias"], config["attention_bias"], config["qkv_bias"]) == (False, False, False)
@@ -189,7 +189,7 @@ def test_without_a_draft_vocabulary_there_are_no_tables(
         folder = export_head(chain, to, None, tmp_path / to).folder
         assert not load_tensors(folder).keys() & {"d2t", "t2d"}
         # SGLang reads the key whatever the head
-        assert read_config(folder)["draft_vocab_size"] == VOCAB_SIZE
+        assert content_of(folder)["draft_vocab_size"] == VOCAB_SIZE
 
 
 @pytest.mark.parametrize("to", ENGINES)
@@ -198,7 +198,7 @@ def test_layers_are_named_as_each_engine_counts(
 ) -> None:
     chain = packed(eagle3_tensors(target), layers_of(0, 3, 6))
     exported = export_head(chain, to, None, tmp_path / "out")
-    config = read_config(exported.folder)
+    config = content_of(exported.folder)
     # vllm/v1/worker/gpu_model_runner.py looks at the top first, and llama.py captures what enters
     assert config["eagle_aux_hidden_state_layer_ids"] == [0, 3, 6]
     # SGLang's set_eagle3_layers_to_capture adds one and captures what enters
@@ -215,11 +215,11 @@ def test_layers_that_all_engines_read_are_not_named(
     target: Path, packed: Callable[..., Path], tmp_path: Path, to: Engine
 ) -> None:
     exported = export_head(packed(eagle3_tensors(target)), to, None, tmp_path / "out")
-    config = read_config(exported.folder)
+    config = content_of(exported.folder)
     assert "eagle_aux_hidden_state_layer_ids" not in config
     assert config["eagle_config"] == {"use_aux_hidden_state": True}
     assert exported.warnings == ()
-    assert read_head_config(tmp_path / "draft").feature_layers == FEATURE_LAYERS
+    assert read_config(tmp_path / "draft").head.feature_layers == FEATURE_LAYERS
 
 
 @pytest.mark.parametrize("to", ENGINES)
@@ -256,8 +256,8 @@ def test_eagle_reads_its_keys(target: Path, packed: Callable[..., Path], tmp_pat
     assert {path.name for path in folder.iterdir()} == {"config.json", "pytorch_model.bin"}
     # what eagle/model/cnets.py reads of a config
     for key in ("draft_vocab_size", "head_dim", "hidden_act", "rope_theta", "target_hidden_size"):
-        assert key in read_config(folder)
-    assert read_config(folder)["rope_scaling"] is None
+        assert key in content_of(folder)
+    assert content_of(folder)["rope_scaling"] is None
 
 
 def test_a_gemma_target_is_none_of_the_engines(packed: Callable[..., Path], tmp_path: Path) -> None:
@@ -275,7 +275,7 @@ def test_what_an_engine_would_leave_random_is_told(
     target: Path, packed: Callable[..., Path], tmp_path: Path, name: str
 ) -> None:
     packed(eagle3_tensors(target))
-    head, tensors = read_head_config(tmp_path / "draft"), load_tensors(tmp_path / "draft")
+    head, tensors = read_config(tmp_path / "draft").head, load_tensors(tmp_path / "draft")
     check_is_whole(head, tensors, tmp_path)
     del tensors[name]
     with pytest.raises(UserError, match=f"missing tensor: {name} in"):
@@ -285,7 +285,7 @@ def test_what_an_engine_would_leave_random_is_told(
 def test_an_eagle2_head_needs_its_own_weights_only(target: Path, tmp_path: Path) -> None:
     write_eagle(tmp_path / "eagle", eagle_tensors(target))
     import_head(tmp_path / "eagle", target, tmp_path / "draft")
-    head, tensors = read_head_config(tmp_path / "draft"), load_tensors(tmp_path / "draft")
+    head, tensors = read_config(tmp_path / "draft").head, load_tensors(tmp_path / "draft")
     check_is_whole(head, tensors, tmp_path)
     trimmed: HeadConfig = replace(head, draft_vocab_size=D)
     check_is_whole(trimmed, tensors, tmp_path)
@@ -310,7 +310,7 @@ def test_sglang_reads_a_draft_vocabulary_beside_an_eagle2_head(
     command = launch_command("sglang", exported)
     assert command.endswith(f"--speculative-token-map {exported.hot_tokens}")
     # eagle_draft_extend_cuda_graph_runner.py sizes logits by these keys before it counts the tokens
-    assert not read_config(exported.folder).keys() & {"draft_vocab_size", "hot_vocab_size"}
+    assert not content_of(exported.folder).keys() & {"draft_vocab_size", "hot_vocab_size"}
     assert not load_tensors(exported.folder).keys() & tables.keys()
     assert exported.warnings == ()
     import_head(exported.folder, target, tmp_path / "again")
@@ -334,7 +334,7 @@ def test_others_draft_over_the_whole_vocabulary(
     assert exported.hot_tokens is None
     # vLLM's AutoWeightsLoader stops at names that its class does not have
     assert not load_tensors(exported.folder).keys() & tables.keys()
-    assert "draft_vocab_size" not in read_config(exported.folder)
+    assert "draft_vocab_size" not in content_of(exported.folder)
 
 
 @pytest.mark.parametrize("kind", ["eagle2", "eagle3"])

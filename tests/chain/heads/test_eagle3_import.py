@@ -14,7 +14,7 @@ from torch import Tensor
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.checkpoint import load_tensors
-from polybasic.chain.formats.config import read_head_config
+from polybasic.chain.formats.config import read_config
 from polybasic.chain.formats.draft_vocabulary import draft_tables, draft_token_ids
 from polybasic.chain.formats.lineage import weights_digest
 from polybasic.chain.formats.shapes import check_shapes
@@ -134,7 +134,7 @@ def test_weights_are_kept_bit_for_bit(
     for name, tensor in tensors.items():
         assert torch.equal(written[name], tensor), name
         assert written[name].dtype == tensor.dtype
-    head = read_head_config(tmp_path / "draft")
+    head = read_config(tmp_path / "draft").head
     assert (head.kind, head.feature_layers) == ("eagle3", FEATURE_LAYERS)
     assert head.num_draft_tokens == (VOCAB_SIZE if drafted is None else len(drafted))
     assert (head.rms_norm_eps, head.rope["rope_theta"]) == (1e-5, 500000.0)
@@ -160,7 +160,7 @@ def test_an_imported_head_is_imported_again(target: Path, tmp_path: Path) -> Non
     as_specforge(tmp_path / "head", eagle3_tensors(target), **layers)
     import_head(tmp_path / "head", target, tmp_path / "draft")
     import_head(tmp_path / "draft", target, tmp_path / "again")
-    assert read_head_config(tmp_path / "again").feature_layers == (1, 3, 5)
+    assert read_config(tmp_path / "again").head.feature_layers == (1, 3, 5)
     once, twice = load_tensors(tmp_path / "draft"), load_tensors(tmp_path / "again")
     assert all(torch.equal(once[name], twice[name]) for name in once)
 
@@ -174,7 +174,7 @@ def test_layers_that_can_be_meant_in_one_way(
     section = {"eagle_aux_hidden_state_layer_ids": named}
     as_specforge(tmp_path / "head", eagle3_tensors(target), eagle_config=section)
     import_head(tmp_path / "head", target, tmp_path / "draft")
-    assert read_head_config(tmp_path / "draft").feature_layers == read
+    assert read_config(tmp_path / "draft").head.feature_layers == read
 
 
 @pytest.mark.parametrize(
@@ -337,8 +337,8 @@ def test_the_runtime_computes_eagles_formula(
     tensors = eagle3_tensors(target)
     spelled(tmp_path / "head", tensors)
     import_head(tmp_path / "head", target, tmp_path / "draft")
-    decoder = load_decoder(target, torch.float32, torch.device("cpu"), CONTEXT_TOKENS)
-    head = load_head(tmp_path / "draft", decoder, CONTEXT_TOKENS)
+    decoder = load_decoder(read_config(target), torch.float32, torch.device("cpu"), CONTEXT_TOKENS)
+    head = load_head(read_config(tmp_path / "draft"), decoder, CONTEXT_TOKENS)
     torch.manual_seed(0)
     token_ids, read = torch.randint(0, VOCAB_SIZE, (30,)), torch.randn(30, 3 * H)
     # the runtime reads the target's own embedding, not its copy in bfloat16
@@ -376,7 +376,7 @@ def test_the_draft_vocabulary_of_an_eagle2_head_is_kept(target: Path, tmp_path: 
     assert (summary["kind"], summary["draft_vocab_size"]) == ("eagle2", len(DRAFTED))
     written = load_tensors(tmp_path / "draft")
     assert all(torch.equal(written[name], table) for name, table in tables.items())
-    head = read_head_config(tmp_path / "draft")
+    head = read_config(tmp_path / "draft").head
     assert (head.kind, head.draft_vocab_size) == ("eagle2", len(DRAFTED))
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.checkpoint import load_tensors
+from polybasic.chain.formats.config import read_config
 from polybasic.chain.formats.lineage import weights_digest
 from polybasic.chain.formats.manifest import Plan, Tree
 from polybasic.chain.formats.package import Part, package_chain
@@ -342,8 +343,8 @@ def imported(
 @torch.inference_mode()
 def test_the_runtime_computes_eagles_formula(imported: tuple[Path, Path, Tensors]) -> None:
     target, draft, tensors = imported
-    decoder = load_decoder(target, torch.float32, torch.device("cpu"), CONTEXT_TOKENS)
-    head = load_head(draft, decoder, CONTEXT_TOKENS)
+    decoder = load_decoder(read_config(target), torch.float32, torch.device("cpu"), CONTEXT_TOKENS)
+    head = load_head(read_config(draft), decoder, CONTEXT_TOKENS)
     torch.manual_seed(0)
     token_ids, features = torch.randint(0, VOCAB_SIZE, (40,)), torch.randn(40, H)
     # the runtime reads the target's own embedding, not its copy in float16

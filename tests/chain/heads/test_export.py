@@ -80,7 +80,7 @@ def loaded(folder: Path) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def read_config(folder: Path) -> dict[str, Any]:
+def content_of(folder: Path) -> dict[str, Any]:
     content: dict[str, Any] = json.loads((folder / "config.json").read_text())
     return content
 
@@ -88,7 +88,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 def change_head(draft: Path, tensors: dict[str, Tensor], **config: Any) -> None:
     """Put tensors and keys into a draft folder."""
     save_file(load_tensors(draft) | tensors, draft / "model.safetensors", {"format": "pt"})
-    (draft / "config.json").write_text(json.dumps(read_config(draft) | config))
+    (draft / "config.json").write_text(json.dumps(content_of(draft) | config))
 
 
 def qkv_biases() -> dict[str, Tensor]:
@@ -137,7 +137,7 @@ def test_vllm_finds_all_parameters(tiny_chain: Path, tmp_path: Path) -> None:
     # AutoWeightsLoader of models/utils.py ignores biases of modules that have none
     assert found.pop("model.fc.bias") == (H,)
     assert found == VLLM_PARAMETERS
-    config = read_config(folder)
+    config = content_of(folder)
     # EAGLEConfig puts "Eagle" before it: EagleLlamaForCausalLM, as in registry.py
     assert config["architectures"] == ["LlamaForCausalLM"]
     # AutoConfig makes a LlamaConfig of it, which EAGLEConfig wraps (vllm/config/speculative.py)
@@ -151,7 +151,7 @@ def test_vllm_finds_all_parameters(tiny_chain: Path, tmp_path: Path) -> None:
 def test_sglang_finds_all_parameters(tiny_chain: Path, tmp_path: Path) -> None:
     folder = export_head(tiny_chain, "sglang", None, tmp_path / "out").folder
     assert loaded(folder) == SGLANG_PARAMETERS
-    config = read_config(folder)
+    config = content_of(folder)
     assert config["architectures"] == ["LlamaForCausalLMEagle"]
     assert config["model_type"] == "llama"
     # LlamaDecoderLayer of llama.py: `attention_bias` or `bias` give q, k, v and o biases
@@ -171,7 +171,7 @@ def test_a_loader_that_misses_a_tensor_shows(tiny_chain: Path, tmp_path: Path) -
 
 def test_eagle_reads_its_keys(tiny_chain: Path, tmp_path: Path) -> None:
     folder = export_head(tiny_chain, "eagle", None, tmp_path / "out").folder
-    config, ours = read_config(folder), read_config(tiny_chain / "target")
+    config, ours = content_of(folder), content_of(tiny_chain / "target")
     # EaModel makes fc with a bias unless the config says `bias: false`
     assert config["bias"] is True
     assert config["qkv_bias"] is False
@@ -207,7 +207,7 @@ def test_an_export_to_eagle_comes_back_bit_for_bit(
     for name in stored:
         assert torch.equal(back[name], stored[name])
         assert back[name].dtype == stored[name].dtype
-    assert read_config(tmp_path / "again")["polybasic"]["target_sha256"] == weights_digest(target)
+    assert content_of(tmp_path / "again")["polybasic"]["target_sha256"] == weights_digest(target)
 
 
 def test_biases_of_attention(tiny_chain_parts: ChainParts, tmp_path: Path) -> None:
@@ -218,14 +218,14 @@ def test_biases_of_attention(tiny_chain_parts: ChainParts, tmp_path: Path) -> No
         return export_head(tmp_path / "chain", to, None, tmp_path / to).folder
 
     # LlamaDecoderLayer: `qkv_bias` alone gives biases on q, k and v and none on o
-    assert read_config(export("vllm"))["qkv_bias"] is True
-    assert read_config(tmp_path / "vllm")["bias"] is False
+    assert content_of(export("vllm"))["qkv_bias"] is True
+    assert content_of(tmp_path / "vllm")["bias"] is False
     assert loaded(tmp_path / "vllm") == SGLANG_PARAMETERS | QKV_BIAS
     # Qwen2ForCausalLMEagle of qwen2_eagle.py: qkv_proj with, o_proj without a bias (qwen2.py)
-    config = read_config(export("sglang"))
+    config = content_of(export("sglang"))
     assert (config["architectures"], config["model_type"]) == (["Qwen2ForCausalLMEagle"], "qwen2")
     assert loaded(tmp_path / "sglang") == SGLANG_PARAMETERS | QKV_BIAS
-    assert read_config(export("eagle"))["qkv_bias"] is True
+    assert content_of(export("eagle"))["qkv_bias"] is True
 
 
 def test_vllm_would_drop_a_bias_of_fc(tiny_chain_parts: ChainParts, tmp_path: Path) -> None:
@@ -258,7 +258,7 @@ def test_scaled_rotations_are_spelled_as_transformers_reads_them(
     change_head(tiny_chain_parts.draft, {}, rope_scaling=LLAMA3_ROPE, rope_parameters=None)
     tiny_chain_parts.package(tmp_path / "chain")
     exported = export_head(tmp_path / "chain", to, None, tmp_path / "out")
-    assert read_config(exported.folder)["rope_scaling"] == LLAMA3_ROPE
+    assert content_of(exported.folder)["rope_scaling"] == LLAMA3_ROPE
     assert exported.warnings == ()
 
 
@@ -278,7 +278,7 @@ def test_what_eagles_code_does_not_load_is_told(
         exported = export_head(tmp_path / "chain", "eagle", None, tmp_path / "out")
         assert len(exported.warnings) == num_warnings
     # the two keys that its config class accepts
-    assert read_config(exported.folder)["rope_scaling"] == {"type": "linear", "factor": 2.0}
+    assert content_of(exported.folder)["rope_scaling"] == {"type": "linear", "factor": 2.0}
 
 
 def test_a_gemma_target_is_none_of_the_engines(tmp_path: Path) -> None:
@@ -414,7 +414,7 @@ def test_the_command_prints_the_folder_and_what_comes_next(
     assert following.startswith(
         "wrote draft into draft-sglang; next: python -m sglang.launch_server"
     )
-    assert read_config(Path("draft-sglang"))["architectures"] == ["LlamaForCausalLMEagle"]
+    assert content_of(Path("draft-sglang"))["architectures"] == ["LlamaForCausalLMEagle"]
     code, out, err = call("export", str(tiny_chain), "--to", "tgi")
     assert (code, out) == (2, "")
     assert err == "error: unknown engine: --to tgi; use one of eagle, vllm, sglang\n"

@@ -7,7 +7,11 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.config import LayerKind, decoder_config
+from polybasic.chain.formats.config import (
+    LayerKind,
+    decoder_config,
+    read_config,
+)
 from polybasic.chain.model.decoder import Decoder
 from polybasic.chain.model.loading import load_decoder
 from polybasic.deploy.rounds.cache import KeyValueCache
@@ -51,7 +55,7 @@ def models(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[LlamaForCaus
         if parameter.dim() == 1:
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
     model.save_pretrained(tmp_path)
-    return model, load_decoder(tmp_path, torch.float32, torch.device("cpu"), 256)
+    return model, load_decoder(read_config(tmp_path), torch.float32, torch.device("cpu"), 256)
 
 
 def make_verifier(decoder: Decoder) -> Verifier:

@@ -17,17 +17,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.awq import GROUP_SIZE, QUANTIZATION_CONFIG, dequantize
 from polybasic.chain.formats.checkpoint import load_tensors
-from polybasic.chain.formats.config import (
-    DecoderConfig,
-    LayerKind,
-    decoder_config,
-    read_decoder_config,
-    read_head_config,
-)
+from polybasic.chain.formats.config import DecoderConfig, LayerKind, decoder_config, read_config
 from polybasic.chain.formats.manifest import Tree
 from polybasic.chain.formats.shapes import check_shapes
 from polybasic.chain.kernels.torch.rotary import inverse_frequency
-from polybasic.chain.model import loading
 from polybasic.chain.model.decoder import Decoder
 from polybasic.chain.model.loading import load_decoder, load_head
 from polybasic.chain.model.weights import Weights
@@ -101,7 +94,7 @@ def reference(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedMod
 
 
 def load(folder: Path, dtype: torch.dtype = torch.float32) -> Decoder:
-    return load_decoder(folder, dtype, CPU, CAPACITY)
+    return load_decoder(read_config(folder), dtype, CPU, CAPACITY)
 
 
 def make_verifier(decoder: Decoder) -> Verifier:
@@ -281,7 +274,8 @@ def load_with(
 ) -> None:
     """Checkpoints are loaded as if their configs said something else."""
     monkeypatch.setattr(
-        loading, "decoder_config", lambda raw, where: change(decoder_config(raw, where))
+        "polybasic.chain.formats.config.decoder_config",
+        lambda raw, where: change(decoder_config(raw, where)),
     )
 
 
@@ -383,7 +377,7 @@ def test_drafts_look_back_as_far_as_the_window(
 
 @pytest.mark.parametrize("case", CASES)
 def test_shapes_of_all_families_are_checked(case: str, folders: Folders) -> None:
-    check_shapes("decoder", folders(case), read_decoder_config(folders(case)))
+    check_shapes("decoder", folders(case), read_config(folders(case)).decoder)
 
 
 @pytest.mark.parametrize(
@@ -405,7 +399,7 @@ def test_what_a_family_needs_is_missed(
     tensor = tensors.pop(full_name)
     (tmp_path / "config.json").write_bytes((folders(family) / "config.json").read_bytes())
     save_file(tensors, tmp_path / "model.safetensors")
-    config = read_decoder_config(tmp_path)
+    config = read_config(tmp_path).decoder
     with pytest.raises(UserError, match=f"missing tensor: {full_name} in"):
         check_shapes("decoder", tmp_path, config)
     with pytest.raises(UserError, match=f"weight missing: {full_name} in"):
@@ -417,7 +411,7 @@ def test_what_a_family_needs_is_missed(
 
 @pytest.mark.parametrize("rope_type", ["linear", "yarn"])
 def test_a_wrong_rotary_scaling_shows(rope_type: str, folders: Folders) -> None:
-    config = read_decoder_config(folders(f"llama-{rope_type}"))
+    config = read_config(folders(f"llama-{rope_type}")).decoder
     assert config.rope["rope_type"] == rope_type
     scaled, _ = inverse_frequency(config.rope, config.head_dim, config.context_tokens)
     plain, factor = inverse_frequency(
@@ -455,13 +449,13 @@ def test_biases_of_heads_are_used(model_type: str, folders: Folders, tmp_path: P
     config = json.loads((folders("qwen2") / "config.json").read_text())
     config |= {"model_type": model_type, "num_hidden_layers": 1, "sliding_window": 4}
     (tmp_path / "config.json").write_text(json.dumps(config | {"use_sliding_window": True}))
-    assert read_head_config(tmp_path).layer_kinds == ()
+    assert read_config(tmp_path).head.layer_kinds == ()
 
     x = torch.randn(3, width)
     for stored in ({}, biases):
         save_file(tensors | stored, tmp_path / "model.safetensors")
-        check_shapes("eagle2", tmp_path, read_head_config(tmp_path))
-        head = load_head(tmp_path, target, CAPACITY)
+        check_shapes("eagle2", tmp_path, read_config(tmp_path).head)
+        head = load_head(read_config(tmp_path), target, CAPACITY)
         qkv = [
             torch.nn.functional.linear(x, tensors[f"{name}.weight"], stored.get(f"{name}.bias"))
             for name in (f"layers.0.self_attn.{part}_proj" for part in "qkv")
@@ -473,7 +467,7 @@ def test_biases_of_heads_are_used(model_type: str, folders: Folders, tmp_path: P
     tensors["fc.bias"] = torch.randn(width - 1)
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(UserError, match=r"tensor shape mismatch: fc\.bias"):
-        check_shapes("eagle2", tmp_path, read_head_config(tmp_path))
+        check_shapes("eagle2", tmp_path, read_config(tmp_path).head)
 
 
 @torch.inference_mode()

@@ -15,6 +15,7 @@ from torch import Tensor
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.awq import dequantize
 from polybasic.chain.formats.checkpoint import load_tensors
+from polybasic.chain.formats.config import read_config
 from polybasic.chain.model import linear, loading
 from polybasic.chain.model.weights import Weights
 from tests.conftest import round_to_nearest
@@ -158,7 +159,7 @@ def peak_over_weights(warm_up: Path, folder: Path, holds_files: bool) -> float:
     """Peak of resident memory while `folder` is loaded, over the bytes of its weights."""
     if holds_files:
         loading.Weights = HeldWeights  # type: ignore[misc]
-    loading.load_decoder(warm_up, torch.bfloat16, CPU, 64)
+    loading.load_decoder(read_config(warm_up), torch.bfloat16, CPU, 64)
 
     def resident(key: str) -> int:
         lines = Path("/proc/self/status").read_text().splitlines()
@@ -166,7 +167,7 @@ def peak_over_weights(warm_up: Path, folder: Path, holds_files: bool) -> float:
 
     before = resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak so far is forgotten (man 5 proc)
-    decoder = loading.load_decoder(folder, torch.bfloat16, CPU, 64)
+    decoder = loading.load_decoder(read_config(folder), torch.bfloat16, CPU, 64)
     peak = resident("VmHWM") - before
     del decoder
     return peak / sum(tensor.nbytes for tensor in load_tensors(folder).values())

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor
 
+from polybasic.chain.formats.config import read_config
 from polybasic.chain.formats.manifest import Tree
 from polybasic.chain.kernels.torch.attend import attend_causally
 from polybasic.chain.model.decoder import Decoder
@@ -75,10 +76,12 @@ def cache_of(decoder: Decoder) -> KeyValueCache:
 @pytest.fixture
 def models(tiny_chain_parts: Any) -> Models:
     target, intermediate = (
-        load_decoder(folder, torch.float32, CPU, CAPACITY)
+        load_decoder(read_config(folder), torch.float32, CPU, CAPACITY)
         for folder in (tiny_chain_parts.target, tiny_chain_parts.intermediate)
     )
-    return Models(target, intermediate, load_head(tiny_chain_parts.draft, target, CAPACITY))
+    return Models(
+        target, intermediate, load_head(read_config(tiny_chain_parts.draft), target, CAPACITY)
+    )
 
 
 def over_all_tokens(log_probabilities: Tensor, token_ids: Tensor) -> Tensor:
@@ -91,7 +94,7 @@ def eagle3_case(target: Decoder, folder: Path, target_folder: Path, token_ids: T
     is_trimmed = len(token_ids) < VOCAB_SIZE
     write_eagle3(folder, target_folder, token_ids if is_trimmed else None)
     target.feature_layers = FEATURE_LAYERS
-    head, config = load_head(folder, target, CAPACITY), target.config
+    head, config = load_head(read_config(folder), target, CAPACITY), target.config
     weights = {
         name: tensor.float() for name, tensor in load_file(folder / "model.safetensors").items()
     }
@@ -137,7 +140,7 @@ def case(
 
     if request.param == "trimmed head":
         trim(tiny_chain_parts.draft, DRAFTED)
-        trimmed = load_head(tiny_chain_parts.draft, target, CAPACITY)
+        trimmed = load_head(read_config(tiny_chain_parts.draft), target, CAPACITY)
         return Case(target, lambda tree: EagleDrafter(trimmed, tree, CAPACITY), of_trimmed)
     if request.param == "head":
         return Case(target, lambda tree: EagleDrafter(head, tree, CAPACITY), of_head)

@@ -15,7 +15,7 @@ from polybasic.chain.errors import UserError
 from polybasic.chain.formats.manifest import Flush, Ngram, Plan, Tree, read_manifest
 from polybasic.chain.formats.package import Part
 from polybasic.deploy import Chain, load_chain
-from polybasic.deploy import chain as runtime_module
+from polybasic.deploy import load as loading
 from polybasic.deploy.bench.running import bench_chain
 from polybasic.deploy.engine import Request
 from polybasic.deploy.graphs.capture import Graphs
@@ -275,7 +275,7 @@ def test_a_plan_is_chosen_written_run_and_reported(
         assert (agreement["prompts"], agreement["identical"], agreement["near_ties"]) == (2, 2, 0)
 
     caplog.set_level(logging.WARNING)
-    monkeypatch.setattr(runtime_module, "hardware_name", lambda device: "another machine")
+    monkeypatch.setattr(loading, "hardware_name", lambda device: "another machine")
     elsewhere = load_chain(tiny_chain, dtype="float32")
     assert elsewhere.plan == read_manifest(tiny_chain).plan
     assert any(hardware in line and "polybasic plan" in line for line in caplog.messages)

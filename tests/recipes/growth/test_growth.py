@@ -18,7 +18,7 @@ from polybasic.chain.errors import UserError
 from polybasic.chain.formats.awq import QuantizedWeight, dequantize
 from polybasic.chain.formats.card import render_card
 from polybasic.chain.formats.checkpoint import load_tensors
-from polybasic.chain.formats.config import read_decoder_config, read_head_config
+from polybasic.chain.formats.config import read_config
 from polybasic.chain.formats.describe import describe_chain
 from polybasic.chain.formats.manifest import read_manifest
 from polybasic.chain.formats.verify import check_chain
@@ -98,7 +98,7 @@ def library_logits(folder: Path) -> Tensor:
 
 def states_of(folder: Path) -> tuple[Verifier, Tensor]:
     """The runtime's decoder in float32, and its states of TOKEN_IDS."""
-    decoder = load_decoder(folder, torch.float32, CPU, len(TOKEN_IDS) + 8)
+    decoder = load_decoder(read_config(folder), torch.float32, CPU, len(TOKEN_IDS) + 8)
     config = decoder.config
     cache = KeyValueCache(config, config.num_layers, len(TOKEN_IDS), torch.float32, CPU)
     verifier = Verifier("target", decoder, cache)
@@ -125,7 +125,7 @@ def test_logits_of_the_target_stay(
         small, large = logits(parts.target), logits(folder)
         assert large.shape == (len(TOKEN_IDS), shape.vocab_size or VOCAB_SIZE)
         assert_same(small, large)
-    config = read_decoder_config(folder)
+    config = read_config(folder).decoder
     for size in ("num_layers", "hidden_size", "intermediate_size", "num_heads", "head_dim"):
         assert getattr(config, size) == getattr(shape, size)
     assert config.num_kv_heads == shape.num_kv_heads
@@ -150,7 +150,7 @@ def test_drafts_of_the_head_stay(
     found = []
     for target, folder in ((parts.target, parts.draft), (chain / "target", chain / "draft")):
         verifier, features = states_of(target)
-        head = load_head(folder, verifier.decoder, len(TOKEN_IDS) + 8)
+        head = load_head(read_config(folder), verifier.decoder, len(TOKEN_IDS) + 8)
         cache = KeyValueCache(head.config, 1, len(TOKEN_IDS) + 8, torch.float32, CPU)
         num = len(TOKEN_IDS) - 1
         features = head.forward(
@@ -183,7 +183,7 @@ def test_four_bit_weights_move_as_they_are(
     name: str, parts: ChainParts, grown: Callable[[str], Path]
 ) -> None:
     small, large = quantized(parts.intermediate), quantized(grown(name) / "intermediate")
-    growth = Growth(read_decoder_config(parts.target), SHAPE_CASES[name])
+    growth = Growth(read_config(parts.target).decoder, SHAPE_CASES[name])
     linears = GrownWeights(growth).linears
     assert len(large) == SHAPE_CASES[name].num_layers * len(linears)
     for key, weight in small.items():
@@ -288,7 +288,7 @@ def test_a_head_with_an_mlp_of_its_own_keeps_the_proportion(
     (models.draft / "config.json").write_text(json.dumps(config))
     models.package(tmp_path / "chain")
     grow_chain(tmp_path / "chain", GrownShape(2, 256, 1024, 4, 2, 32), "x", tmp_path / "grown")
-    assert read_head_config(tmp_path / "grown" / "draft").intermediate_size == 512
+    assert read_config(tmp_path / "grown" / "draft").head.intermediate_size == 512
 
 
 def test_a_head_over_a_part_of_the_vocabulary_grows(parts: ChainParts, tmp_path: Path) -> None:
@@ -302,7 +302,7 @@ def test_a_head_over_a_part_of_the_vocabulary_grows(parts: ChainParts, tmp_path:
     assert ALL.vocab_size is not None
     assert tensors["t2d"].nonzero().flatten().tolist() == token_ids.tolist()
     assert len(tensors["t2d"]) == ALL.vocab_size > VOCAB_SIZE
-    assert read_head_config(tmp_path / "grown" / "draft").num_draft_tokens == len(token_ids)
+    assert read_config(tmp_path / "grown" / "draft").head.num_draft_tokens == len(token_ids)
     answers = [
         load_chain(folder, dtype="float32").generate("w5", max_new_tokens=24, temperature=0.0)
         for folder in (tmp_path / "chain", tmp_path / "grown")
@@ -483,7 +483,7 @@ def test_nothing_but_a_chain_is_replaced(small_chain: Path, tmp_path: Path) -> N
 
 
 def test_scaled_rotations_grow_where_they_can(parts: ChainParts) -> None:
-    small = read_decoder_config(parts.target)
+    small = read_config(parts.target).decoder
     linear = replace(small, rope={"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0})
     assert Growth(linear, SHAPE_CASES["heads four times as wide"]).rope == linear.rope
     with pytest.raises(UserError, match="rope_type linear, a head size 2 times as large"):

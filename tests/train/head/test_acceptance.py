@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from polybasic.chain.errors import UserError
+from polybasic.chain.formats.config import read_config
 from polybasic.chain.formats.manifest import Tree
 from polybasic.chain.kernels.torch.attend import attend_causally
 from polybasic.chain.model.loading import load_decoder, load_head
@@ -179,8 +180,8 @@ def test_an_eagle3_head_drafts_by_its_own_norm_and_projection():
 @torch.no_grad()
 def served(folder, draft, tree, num_rounds):
     """A text that takes a drafted path each round, as the runtime drafts: tokens and gains."""
-    decoder = load_decoder(folder, torch.float32, CPU, 256)
-    head = load_head(draft, decoder, 256)
+    decoder = load_decoder(read_config(folder), torch.float32, CPU, 256)
+    head = load_head(read_config(draft), decoder, 256)
     decoder.feature_layers = head.feature_layers
     drafter = EagleDrafter(head, Tree(depth=tree.depth, top_k=tree.top_k, rows=tree.rows), 256)
     choice = random.Random(0)

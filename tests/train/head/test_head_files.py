@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from polybasic.chain.formats.config import read_head_config
+from polybasic.chain.formats.config import read_config
 from polybasic.chain.formats.draft_vocabulary import draft_token_ids
 from polybasic.chain.formats.files import read_json
 from polybasic.chain.formats.shapes import check_shapes
@@ -29,7 +29,7 @@ def test_written_head_is_read_back(kind, drafted, tmp_path):
     embedding = torch.randn(50, 32)
     head = new_head(SHAPES[kind], embedding, settings, 0, None, None, draft_token_ids=drafted)
     write_head(tmp_path, head, trained_weights(head), "ab" * 32, "float32")
-    config = read_head_config(tmp_path)
+    config = read_config(tmp_path).head
     assert config.kind == kind
     assert config.feature_layers == (SHAPES[kind].feature_layers or ())
     assert config.num_draft_tokens == (50 if drafted is None else 5)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from polybasic.chain.formats.awq import dequantize
+from polybasic.chain.formats.config import read_config
 from polybasic.chain.kernels.cpu.matrices import NativeLinear
 from polybasic.chain.kernels.cpu.passes import MAX_ROWS
 from polybasic.chain.kernels.torch.attend import attend_causally, attend_to_ancestors
@@ -241,5 +242,5 @@ def test_a_long_prompt_is_read_in_blocks_into_one_cache() -> None:
 
 def test_small_checkpoints_run_native(tiny_chain_parts: ChainParts) -> None:
     folder = tiny_chain_parts.target
-    assert load_decoder(folder, torch.bfloat16, CPU, 64).native is not None
-    assert load_decoder(folder, torch.float16, CPU, 64).native is None
+    assert load_decoder(read_config(folder), torch.bfloat16, CPU, 64).native is not None
+    assert load_decoder(read_config(folder), torch.float16, CPU, 64).native is None

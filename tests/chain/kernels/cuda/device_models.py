@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from polybasic.chain.formats.config import read_config
 from polybasic.chain.formats.manifest import Window
 from polybasic.chain.kernels.torch.attend import Attend, attend_causally, attend_to_ancestors
 from polybasic.chain.kernels.torch.rows import DeviceRows, causal_rows, tree_rows
@@ -65,12 +66,12 @@ def family_folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
 
 def load_eager(folder: Path, dtype: torch.dtype = torch.float32) -> Decoder:
     with eager():
-        return load_decoder(folder, dtype, CPU, CAPACITY)
+        return load_decoder(read_config(folder), dtype, CPU, CAPACITY)
 
 
 def load(folder: Path, dtype: torch.dtype = torch.float32) -> Decoder:
     with device_path():
-        decoder = load_decoder(folder, dtype, CPU, CAPACITY)
+        decoder = load_decoder(read_config(folder), dtype, CPU, CAPACITY)
     assert decoder.device_model is not None
     assert decoder.native is None
     return decoder

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from polybasic.chain.formats.config import read_head_config
+from polybasic.chain.formats.config import read_config
 from polybasic.chain.formats.manifest import Window
 from polybasic.chain.formats.shapes import expected_shapes
 from polybasic.chain.kernels.torch.attend import attend_causally, attend_to_ancestors
@@ -56,7 +56,7 @@ def write_eagle2(folder: Path, target: Path, with_biases: bool = False) -> None:
     config = json.loads((target / "config.json").read_text()) | {"num_hidden_layers": 1}
     (folder / "config.json").write_text(json.dumps(config))
     generator = torch.Generator().manual_seed(7)
-    head = read_head_config(folder)
+    head = read_config(folder).head
     tensors = {
         name: torch.randn(size, generator=generator) / size[-1] ** (0.5 if len(size) > 1 else 0)
         for name, size in expected_shapes("eagle2", head, None, set())
@@ -81,11 +81,11 @@ def write_head(folder: Path, target: Path, case: str, trimmed: bool) -> None:
 
 def load_both(target: Path, folder: Path, dtype: torch.dtype) -> list[tuple[Decoder, EagleHead]]:
     with eager():
-        expected = load_decoder(target, dtype, CPU, CAPACITY)
-        heads = [(expected, load_head(folder, expected, CAPACITY))]
+        expected = load_decoder(read_config(target), dtype, CPU, CAPACITY)
+        heads = [(expected, load_head(read_config(folder), expected, CAPACITY))]
     with device_path():
-        found = load_decoder(target, dtype, CPU, CAPACITY)
-        heads.append((found, load_head(folder, found, CAPACITY)))
+        found = load_decoder(read_config(target), dtype, CPU, CAPACITY)
+        heads.append((found, load_head(read_config(folder), found, CAPACITY)))
     for decoder, head in heads:
         decoder.feature_layers = head.feature_layers
     return heads

@@ -1,0 +1,215 @@
+"""Chains from their folders into memory: what is chosen, what is refused, what it will take."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from polybasic.chain.errors import UserError
+from polybasic.chain.formats.checkpoint import resolve_chain
+from polybasic.chain.formats.manifest import HEAD_KINDS, MeasuredPlan, Plan, check_plan
+from polybasic.chain.formats.tokenizer import load_tokenizer
+from polybasic.chain.formats.verify import CheckedChain, check_chain
+from polybasic.chain.kernels.cpu.library import kernels_for
+from polybasic.chain.kernels.selection import reads_4_bits
+from polybasic.chain.model.decoder import Decoder
+from polybasic.chain.model.head import EagleHead
+from polybasic.chain.model.linear import multiplies_fast
+from polybasic.chain.model.loading import load_decoder, load_head
+from polybasic.deploy.chain import Chain
+from polybasic.deploy.defaults import read_default_sampling, read_stop_tokens
+from polybasic.deploy.engine import CONTEXT_TOKENS_BY_DEFAULT, Engine, Models
+from polybasic.deploy.hardware import available_bytes, hardware_name, release_unused
+from polybasic.deploy.memory import Kernels, Layout, Memory, state_memory
+from polybasic.deploy.rounds.verifier import SPARE_ROWS
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """How a chain is loaded: the keyword arguments of `load_chain`.
+
+    Attributes:
+        device: default: cuda if there is one, else cpu.
+        dtype: "bfloat16", "float16" or "float32"; default: as the target is stored.
+        context_tokens: prompt and answer together; caches are allocated for this many. Default:
+            what all members are declared for, at most 8192.
+        plan: run by this one, not by the manifest's: the one that was measured on this kind of
+            machine, or else the one that the chain was packed with.
+        share_caches: False gives every verifying member a cache of its own.
+        beyond_declared: more `context_tokens` than members are declared for are no error. What is
+            answered after as many tokens means nothing; what it costs is right.
+        graphs: on a GPU, capture CUDA graphs of passes and rounds, those of the plan at once; False
+            launches every kernel by itself, with equal outputs.
+        say: takes a line for people about what is captured; default: the log.
+    """
+
+    device: str | None = None
+    dtype: str | None = None
+    context_tokens: int | None = None
+    plan: Plan | None = None
+    share_caches: bool = True
+    beyond_declared: bool = False
+    graphs: bool = True
+    say: Callable[[str], None] | None = None
+
+
+def load_chain(path: str | Path, *, digests: bool = True, **options: Any) -> Chain:
+    """Check a chain and load it.
+
+    Args:
+        path: a folder, or a hub id org/name[@revision].
+        digests: compare the sha256 of every file first.
+        options: device, dtype, context_tokens, plan and others: see `LoadOptions`.
+
+    Raises:
+        UserError: whatever `check_chain` finds, a plan that the members cannot run, a context
+            longer than a member's, more memory than there is, or a graph that cannot be captured.
+    """
+    given = LoadOptions(**options)
+    return load_checked(check_chain(resolve_chain(str(path)), digests=digests), given)
+
+
+def load_checked(checked: CheckedChain, options: LoadOptions) -> Chain:
+    """Load a chain that was checked.
+
+    Raises:
+        UserError: a plan that the members cannot run, a context longer than a member's, more
+            memory than there is, or a graph that cannot be captured.
+    """
+    device, dtype = device_named(options.device), _dtype(checked, options)
+    for warning in checked.warnings:
+        _log.warning("%s", warning)
+    default_sampling = read_default_sampling(checked.target)
+    chosen = _plan(checked, options.plan, hardware_name(device))
+    running = chosen.plan if isinstance(chosen, MeasuredPlan) else chosen
+    stated = _stated(checked, options)
+    if (available := available_bytes(device)) is not None:
+        stated.check_fits(available)
+    models = _load_models(checked, device, dtype, stated.context_tokens)
+    engine = Engine(models, options.share_caches, options.graphs)
+    _allocate(engine, running)
+    release_unused(device)
+    tokenizer = load_tokenizer(checked.tokenizer, "chain's tokenizer")
+    stop_tokens = read_stop_tokens(checked.target_config, tokenizer.eos_token_id)
+    engine.capture(running, default_sampling, stop_tokens, options.say or _log.info)
+    return Chain(checked, tokenizer, engine, chosen, stop_tokens, default_sampling, stated)
+
+
+def stated_memory(checked: CheckedChain, options: LoadOptions) -> tuple[Memory, int | None]:
+    """What a chain will take, and what its device has left where the system tells.
+
+    Raises:
+        UserError: a dtype that there is not, or a context longer than a member's.
+    """
+    return _stated(checked, options), available_bytes(device_named(options.device))
+
+
+def device_named(name: str | None = None) -> torch.device:
+    """A device by its name; by default cuda if there is one, else cpu."""
+    return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def _allocate(engine: Engine, plan: Plan) -> None:
+    """Make what is made when it is first asked for: the drafter's cache, the kernels' buffers."""
+    engine.drafters.of(plan)
+    models: list[Decoder | EagleHead] = [*engine.models.decoders.values()]
+    for model in (*models, *engine.models.drafters.values()):
+        _ = model.native, model.device_model
+
+
+def _stated(checked: CheckedChain, options: LoadOptions) -> Memory:
+    device, dtype = device_named(options.device), _dtype(checked, options)
+    kernels = _kernels(device, dtype)
+    # 4-bit products keep a copy that was rounded to bfloat16
+    is_fast = multiplies_fast(dtype) and multiplies_fast(torch.bfloat16)
+    layout = Layout(
+        device.type,
+        str(dtype).removeprefix("torch."),
+        kernels,
+        widens=device.type == "cpu" and kernels == "eager" and not is_fast,
+    )
+    num_tokens = _context_tokens(checked, options)
+    return state_memory(checked, layout, num_tokens, share_caches=options.share_caches)
+
+
+def _kernels(device: torch.device, dtype: torch.dtype) -> Kernels:
+    """Whose layout weights are kept in."""
+    if reads_4_bits(device, dtype):
+        return "device"
+    return "eager" if kernels_for(device, dtype) is None else "native"
+
+
+def _plan(checked: CheckedChain, given: Plan | None, hardware: str) -> Plan | MeasuredPlan:
+    """The plan that runs on this hardware."""
+    manifest = checked.manifest
+    if given is not None:
+        try:
+            check_plan(given, manifest.members)
+        except ValueError as error:
+            names = ", ".join(member.name for member in manifest.members)
+            raise UserError("plan cannot run", str(error), f"members: {names}") from error
+        return given
+    if (measured := manifest.plan_for(hardware)) is not None:
+        return measured
+    if manifest.plans:
+        _log.warning(
+            "the chain's plans were measured on %s, not on %s; it runs as it was packed; "
+            "measure here: polybasic plan %s",
+            " and ".join(measured.hardware for measured in manifest.plans),
+            hardware,
+            checked.folder,
+        )
+    return manifest.plan
+
+
+def _context_tokens(checked: CheckedChain, options: LoadOptions) -> int:
+    """Prompt and answer together: as given, or as much as all members are declared for."""
+    given = options.context_tokens
+    declared = {
+        member.name: checked.configs[member.name].of(member.kind).context_tokens
+        for member in checked.manifest.members
+    }
+    shortest = min(declared, key=lambda name: declared[name])
+    if given is None:
+        return min(declared[shortest], CONTEXT_TOKENS_BY_DEFAULT)
+    if given < 1 or (given > declared[shortest] and not options.beyond_declared):
+        raise UserError(
+            "context out of range",
+            f"context_tokens={given}",
+            f"use 1 to {declared[shortest]}, for which {shortest} is declared",
+        )
+    return given
+
+
+def _load_models(
+    checked: CheckedChain, device: torch.device, dtype: torch.dtype, context_tokens: int
+) -> Models:
+    manifest, num_positions = checked.manifest, context_tokens + SPARE_ROWS
+
+    def decoder(name: str) -> Decoder:
+        return load_decoder(checked.configs[name], dtype, device, num_positions)
+
+    decoders = {member.name: decoder(member.name) for member in manifest.verifying}
+    drafters: dict[str, EagleHead | Decoder] = {}
+    for member in manifest.drafters:
+        if member.kind in HEAD_KINDS:
+            verifier = decoders[member.drafts_for[0]]
+            head = load_head(checked.configs[member.name], verifier, num_positions)
+            drafters[member.name] = head
+        else:
+            drafters[member.name] = decoder(member.name)
+    return Models(decoders, drafters, manifest.members, context_tokens)
+
+
+def _dtype(checked: CheckedChain, options: LoadOptions) -> torch.dtype:
+    name = options.dtype or checked.target_config.dtype
+    if name not in _DTYPES:
+        raise UserError("unknown dtype", f"dtype={name}", f"use one of {', '.join(_DTYPES)}")
+    return _DTYPES[name]
