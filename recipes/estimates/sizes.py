@@ -5,8 +5,7 @@ from pathlib import Path
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.checkpoint import split_hub_id
-from polybasic.chain.formats.config import DecoderConfig, decoder_config
-from polybasic.chain.formats.files import read_json
+from polybasic.chain.formats.config import DecoderConfig, read_config
 from polybasic.chain.formats.hub import snapshot
 from polybasic.recipes.growth.shapes import GrownShape, check_family, check_sizes, shape_named
 from polybasic.recipes.schema.recipe import Recipe
@@ -135,7 +134,7 @@ def shape_of_target(recipe: Recipe) -> Shape:
     """
     if recipe.target.model == "scratch":
         return _shape_of_scratch(recipe.target.scratch, recipe.target.scratch.vocab_size)
-    return _shape_of_config(_config_path(recipe.target.model, "target.model"))
+    return _shape_of_config(_config_folder(recipe.target.model, "target.model"))
 
 
 def shape_of_small(recipe: Recipe, target: Shape) -> Shape | None:
@@ -144,7 +143,7 @@ def shape_of_small(recipe: Recipe, target: Shape) -> Shape | None:
         return None
     if recipe.small.model == "scratch":
         return _shape_of_scratch(recipe.small.scratch, target.vocab_size)
-    return _shape_of_config(_config_path(recipe.small.model, "small.model"))
+    return _shape_of_config(_config_folder(recipe.small.model, "small.model"))
 
 
 def shape_of_grown(recipe: Recipe, target: Shape) -> Shape | None:
@@ -156,9 +155,8 @@ def shape_of_grown(recipe: Recipe, target: Shape) -> Shape | None:
     if recipe.grow.shape is None:
         return None
     if recipe.target.model != "scratch":
-        path = _config_path(recipe.target.model, "target.model")
-        content = read_json(path, "model config")
-        check_family(content, decoder_config(content, str(path)), str(path))
+        config = read_config(_config_folder(recipe.target.model, "target.model"))
+        check_family(config.content, config.decoder, str(config.path))
     shape = shape_named(recipe.grow.shape)
     small = GrownShape(
         target.num_layers,
@@ -221,9 +219,9 @@ def _shape_of_scratch(scratch: ScratchModelSettings, vocab_size: int) -> Shape:
     )
 
 
-def _shape_of_config(path: Path) -> Shape:
-    content = read_json(path, "model config")
-    decoder = decoder_config(content, str(path))
+def _shape_of_config(folder: Path) -> Shape:
+    config = read_config(folder)
+    content, decoder = config.content, config.decoder
     dtype = content.get("dtype") or content.get("torch_dtype")
     return Shape(
         vocab_size=decoder.vocab_size,
@@ -256,7 +254,7 @@ def _num_layer_vectors(decoder: DecoderConfig) -> int:
     return num + (2 * decoder.hidden_size if decoder.has_post_norms else 0)
 
 
-def _config_path(model: str, key: str) -> Path:
+def _config_folder(model: str, key: str) -> Path:
     folder = Path(model).expanduser()
     if folder.exists():
         if not (folder / "config.json").is_file():
@@ -265,10 +263,10 @@ def _config_path(model: str, key: str) -> Path:
                 f"{folder} (no config.json in it)",
                 "name a folder that holds config.json",
             )
-        return folder / "config.json"
-    path = snapshot(*split_hub_id(model), ["config.json"]) / "config.json"
-    if not path.is_file():
+        return folder
+    folder = snapshot(*split_hub_id(model), ["config.json"])
+    if not (folder / "config.json").is_file():
         raise UserError(
             "not a checkpoint", f"{key} = {model} (no config.json in it)", "name another one"
         )
-    return path
+    return folder
