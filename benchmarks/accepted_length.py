@@ -29,7 +29,8 @@ from rich.table import Table
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.config import read_config
-from polybasic.chain.formats.manifest import HEAD_KINDS, Flush, Member, Plan, Tree
+from polybasic.chain.formats.manifest import HEAD_KINDS, Member
+from polybasic.chain.formats.plan import Flush, Plan, Tree
 from polybasic.chain.formats.tokenizer import load_tokenizer
 from polybasic.chain.model.reference import load_reference_model
 from polybasic.deploy import Chain, load_chain

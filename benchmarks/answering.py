@@ -22,7 +22,7 @@ import torch
 from pydantic import ValidationError
 
 from polybasic.chain import errors
-from polybasic.chain.formats.manifest import Plan
+from polybasic.chain.formats.plan import Plan
 from polybasic.deploy import Chain, load_chain
 from polybasic.deploy.rounds.sampling import Sampling
 from polybasic.recipes.pipeline.provenance import git_commit

@@ -36,7 +36,7 @@ from timing import Bandwidth, measure_bandwidth
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.files import read_json, sha256_of_object
-from polybasic.chain.formats.manifest import Plan
+from polybasic.chain.formats.plan import Plan
 from polybasic.deploy import Chain
 
 RECORDS = Path(__file__).resolve().parent / "records"

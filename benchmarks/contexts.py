@@ -33,7 +33,7 @@ from torch import Tensor
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.config import read_config
-from polybasic.chain.formats.manifest import Plan, Window
+from polybasic.chain.formats.plan import Plan, Window
 from polybasic.deploy import Chain, load_chain
 from polybasic.deploy.drafters.head import EagleDrafter
 from polybasic.deploy.drafters.interface import Drafter

@@ -32,7 +32,7 @@ from timing import Spread, measure_bandwidth, rotated
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.files import sha256_of_object
-from polybasic.chain.formats.manifest import Plan
+from polybasic.chain.formats.plan import Plan
 from polybasic.deploy import Chain
 from polybasic.deploy.bench.baselines import TransformersBaseline
 from polybasic.deploy.rounds.sampling import Sampling

@@ -12,7 +12,7 @@ from timing import rotated
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.files import sha256_of_object
-from polybasic.chain.formats.manifest import Flush, Plan, Tree
+from polybasic.chain.formats.plan import Flush, Plan, Tree
 from polybasic.deploy import Chain
 from polybasic.deploy.bench.baselines import TransformersBaseline
 from polybasic.deploy.rounds.sampling import Sampling

@@ -18,7 +18,7 @@ from torch import Tensor
 from traffic import Moved, member_draft, member_pass
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.manifest import Tree
+from polybasic.chain.formats.plan import Tree
 from polybasic.chain.kernels.torch.operations import Operations
 from polybasic.chain.kernels.torch.rows import causal_rows
 from polybasic.chain.model.device_model import DeviceModel

@@ -14,7 +14,7 @@ from gpu_prompts import prompts_of_lengths
 from timing import measure_bandwidth
 
 from polybasic.chain.formats.config import read_config
-from polybasic.chain.formats.manifest import Plan, Tree
+from polybasic.chain.formats.plan import Plan, Tree
 from polybasic.chain.formats.verify import check_chain
 from polybasic.deploy.bench.baselines import TransformersBaseline
 from polybasic.recipes.growth.shapes import SHAPES, GrownShape

@@ -18,7 +18,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from polybasic.chain.formats.files import whole_file
-from polybasic.chain.formats.manifest import Plan
+from polybasic.chain.formats.plan import Plan
 from polybasic.deploy import Chain
 from polybasic.deploy.rounds.sampling import Sampling
 

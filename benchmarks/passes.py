@@ -24,7 +24,7 @@ from timing import Bandwidth, Spread, in_turns, measure_bandwidth
 from traffic import Moved, member_draft, member_pass
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.manifest import Tree
+from polybasic.chain.formats.plan import Tree
 from polybasic.deploy import Chain, load_chain
 from polybasic.deploy.engine import CONTEXT_TOKENS_BY_DEFAULT, Drafters
 from polybasic.deploy.rounds.sampling import Prefixes, Sampling, make_sampler

@@ -25,7 +25,7 @@ from rich.progress import track
 from rich.table import Table
 from systems import read_prompts, shown_plan
 
-from polybasic.chain.formats.manifest import Plan
+from polybasic.chain.formats.plan import Plan
 from polybasic.deploy import Chain, load_chain
 from polybasic.deploy.planner.run import plan_loaded
 from polybasic.deploy.planner.search import candidate_plans, choose_plan

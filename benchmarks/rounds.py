@@ -40,7 +40,7 @@ from traffic import member_draft, member_pass
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.files import whole_file
-from polybasic.chain.formats.manifest import Plan
+from polybasic.chain.formats.plan import Plan
 from polybasic.deploy import Chain
 from polybasic.deploy.engine import Engine, Request
 from polybasic.deploy.rounds.sampling import Sampling

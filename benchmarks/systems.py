@@ -7,7 +7,8 @@ from typing import Any
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.card import shown_flush, shown_members, shown_tree
-from polybasic.chain.formats.manifest import HEAD_KINDS, Plan, check_plan
+from polybasic.chain.formats.manifest import HEAD_KINDS, check_plan
+from polybasic.chain.formats.plan import Plan
 from polybasic.deploy import Chain
 from polybasic.deploy.prompts import choose_fitting, read_questions
 from polybasic.deploy.settings import BenchSettings

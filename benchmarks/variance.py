@@ -36,7 +36,7 @@ from record import header, write_record
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.files import whole_file
-from polybasic.chain.formats.manifest import Flush, Plan
+from polybasic.chain.formats.plan import Flush, Plan
 from polybasic.deploy import Chain, load_chain
 from polybasic.deploy.planner.theory import accepted_length_moments, estimate_acceptance
 from polybasic.deploy.prompts import read_questions

@@ -9,8 +9,9 @@ import torch
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.config import read_config
 from polybasic.chain.formats.files import sha256_of_file
-from polybasic.chain.formats.manifest import Member, Ngram, Plan, Reference, Tree
+from polybasic.chain.formats.manifest import Member, Reference
 from polybasic.chain.formats.package import TARGET_NAME
+from polybasic.chain.formats.plan import Ngram, Plan, Tree
 from polybasic.chain.formats.tokenizer import load_tokenizer
 from polybasic.chain.model.loading import load_decoder
 from polybasic.deploy.defaults import read_default_sampling, read_stop_tokens

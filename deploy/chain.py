@@ -7,11 +7,7 @@ from typing import Any, TypedDict, Unpack
 import jinja2
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.manifest import (
-    MeasuredPlan,
-    Plan,
-    PredictedPlan,
-)
+from polybasic.chain.formats.plan import MeasuredPlan, Plan, PredictedPlan
 from polybasic.chain.formats.verify import CheckedChain
 from polybasic.deploy.engine import (
     Engine,

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.manifest import Member, Plan, Tree, Window, check_plan
+from polybasic.chain.formats.manifest import Member, check_plan
+from polybasic.chain.formats.plan import Plan, Tree, Window
 from polybasic.chain.model.decoder import Decoder
 from polybasic.chain.model.head import EagleHead
 from polybasic.deploy.drafters.head import EagleDrafter

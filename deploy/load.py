@@ -10,7 +10,8 @@ import torch
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.checkpoint import resolve_chain
-from polybasic.chain.formats.manifest import HEAD_KINDS, MeasuredPlan, Plan, check_plan
+from polybasic.chain.formats.manifest import HEAD_KINDS, check_plan
+from polybasic.chain.formats.plan import MeasuredPlan, Plan
 from polybasic.chain.formats.tokenizer import load_tokenizer
 from polybasic.chain.formats.verify import CheckedChain, check_chain
 from polybasic.chain.kernels.cpu.library import kernels_for

@@ -11,8 +11,9 @@ from typing import Any, Literal
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.config import DecoderConfig, HeadConfig
-from polybasic.chain.formats.manifest import MAX_TREE_ROWS, Kind
+from polybasic.chain.formats.manifest import Kind
 from polybasic.chain.formats.names import DRAFT_TABLES
+from polybasic.chain.formats.plan import MAX_TREE_ROWS
 from polybasic.chain.formats.shapes import expected_shapes, tensor_headers
 from polybasic.chain.formats.verify import CheckedChain
 from polybasic.chain.readable import readable_bytes

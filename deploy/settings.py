@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
-from polybasic.chain.formats.manifest import Rule, Tree
+from polybasic.chain.formats.plan import Rule, Tree
 from polybasic.chain.settings import Settings
 
 TASKS = ("mt_bench", "translation", "summarization", "qa", "math_reasoning", "rag")

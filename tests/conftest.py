@@ -20,8 +20,9 @@ from safetensors.torch import load_file, save_file
 
 from polybasic.chain.formats.awq import QUANTIZATION_CONFIG, QuantizedWeight
 from polybasic.chain.formats.lineage import weights_digest
-from polybasic.chain.formats.manifest import Flush, Manifest, Plan, Provenance, Tree
+from polybasic.chain.formats.manifest import Manifest, Provenance
 from polybasic.chain.formats.package import Part, package_chain
+from polybasic.chain.formats.plan import Flush, Plan, Tree
 
 # Triton reads this when it is first imported, which tests of other parts may do
 if not torch.cuda.is_available():

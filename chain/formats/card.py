@@ -10,17 +10,13 @@ from polybasic.chain.errors import UserError
 from polybasic.chain.formats.files import whole_file
 from polybasic.chain.formats.manifest import (
     HEAD_KINDS,
-    Flush,
     Manifest,
-    MeasuredPlan,
     Member,
-    Plan,
-    Tree,
-    Window,
     check_plan,
     read_manifest,
     write_manifest,
 )
+from polybasic.chain.formats.plan import Flush, MeasuredPlan, Plan, Tree, Window
 from polybasic.chain.readable import readable_bytes, readable_count
 
 CARD_NAME = "README.md"

@@ -16,7 +16,8 @@ from polybasic.chain.formats.card import (
     shown_members,
     shown_tree,
 )
-from polybasic.chain.formats.manifest import SCHEMA, Plan, read_manifest
+from polybasic.chain.formats.manifest import SCHEMA, read_manifest
+from polybasic.chain.formats.plan import Plan
 from polybasic.chain.readable import readable_bytes, readable_count
 
 _RESULT_KEYS = ("tokens_per_second", "speedup_vs_target", "mean_accepted_length")

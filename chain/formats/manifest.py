@@ -8,6 +8,7 @@ from pydantic import Field, StringConstraints, ValidationError, model_validator
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.files import read_json, write_json
+from polybasic.chain.formats.plan import MeasuredPlan, Name, Plan
 from polybasic.chain.settings import Settings
 
 SCHEMA = "polybasic.chain/2"
@@ -16,8 +17,6 @@ MANIFEST_NAME = "chain.json"
 Role = Literal["target", "intermediate", "drafter"]
 HeadKind = Literal["eagle2", "eagle3"]
 Kind = Literal["decoder", "awq", HeadKind]
-Rule = Literal["block", "token"]
-Name = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_]*$")]
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 
 _KINDS_OF_ROLE: dict[Role, tuple[Kind, ...]] = {
@@ -27,10 +26,6 @@ _KINDS_OF_ROLE: dict[Role, tuple[Kind, ...]] = {
 }
 HEAD_KINDS: tuple[HeadKind, ...] = get_args(HeadKind)
 """Draft heads, which read the states of the model that they draft for."""
-MAX_TREE_ROWS = 256
-"""Of a verification pass, and of a draft over all of its levels; caches hold so many more."""
-NUM_PROBABILITY_BINS = 8
-"""Bins of the adaptive flush: the proposing model's probability of a token, by its square."""
 
 
 class Reference(Settings):
@@ -83,101 +78,6 @@ class TokenizerFiles(Settings):
 
     path: str
     files: dict[str, Sha256] = Field(min_length=1, description="file name -> sha256")
-
-
-class Tree(Settings):
-    """Shape of the draft tree."""
-
-    depth: int = Field(ge=1, description="draft passes a round")
-    top_k: int = Field(ge=1, description="beams kept and children a beam, at each depth")
-    rows: int = Field(
-        ge=2, le=MAX_TREE_ROWS, description="rows of the verification pass, root included"
-    )
-
-    @model_validator(mode="after")
-    def _drafts_fit_the_cache(self) -> "Tree":
-        if self.depth * self.top_k > MAX_TREE_ROWS:
-            raise ValueError(f"depth * top_k must be at most {MAX_TREE_ROWS}")
-        return self
-
-
-class AdaptiveFlush(Settings):
-    """Lets a stage hand its block up before the flush length; see deploy/rounds/flushing.py."""
-
-    break_even: float = Field(
-        gt=0, lt=1, description="probability of the whole block below which no round is added"
-    )
-    acceptance: tuple[float, ...] = Field(
-        min_length=NUM_PROBABILITY_BINS,
-        max_length=NUM_PROBABILITY_BINS,
-        description="share of tokens kept, by bin of the proposing model's probability of them",
-    )
-
-
-class Flush(Settings):
-    """When and how a verifying member is asked about the block that is collected below it."""
-
-    length: int = Field(ge=1, description="tokens collected before the member is asked")
-    rule: Rule = Field(default="block", description="verification of the block")
-    adaptive: AdaptiveFlush | None = Field(
-        default=None, description="stops earlier where one more round would not pay"
-    )
-
-
-class Ngram(Settings):
-    """Drafts copied from prompt and output: see `polybasic.deploy.drafters.ngram`."""
-
-    min_match: int = Field(default=2, ge=1, description="tokens that must repeat before a copy")
-    num_tokens: int = Field(default=8, ge=1, description="tokens of a copy at most")
-    capacity: int = Field(default=65536, ge=1, description="entries kept, the latest used ones")
-
-
-class Window(Settings):
-    """What a member sees of a long context: its first tokens, and the latest ones.
-
-    Of the middle it reads nothing, so that its passes stop growing with the context (StreamingLLM,
-    Xiao et al., 2024). The target sees everything, hence what others see decides the speed alone.
-    """
-
-    sinks: int = Field(default=4, ge=0, description="first tokens of the context, always seen")
-    tokens: int = Field(ge=1, description="latest tokens that a token sees, itself included")
-
-
-class Plan(Settings):
-    """Which members run and how."""
-
-    members: tuple[Name, ...] = Field(
-        min_length=1, description="names from the target down; at most one drafter, at the end"
-    )
-    tree: Tree
-    flush: dict[Name, Flush] = Field(
-        default={}, description="of each verifying member but the innermost, by name"
-    )
-    ngram: Ngram | None = Field(
-        default=None, description="drafts by n-grams, alone or beside the drafter"
-    )
-    windows: dict[Name, Window] = Field(
-        default={}, description="of members that see only a part of a long context, by name"
-    )
-
-
-class PredictedPlan(Settings):
-    """A plan and what it is expected to cost."""
-
-    plan: Plan
-    seconds_per_token: float = Field(gt=0, description="behind the prefill")
-
-
-class MeasuredPlan(PredictedPlan):
-    """A plan that was chosen by measurement, and the machine that it holds for."""
-
-    hardware: str = Field(description="as `polybasic.deploy.hardware.hardware_name` gives it")
-    dtype: str
-    temperature: float
-    others: tuple[PredictedPlan, ...] = Field(
-        default=(), description="the best plan of each other set of members, the fastest first"
-    )
-    explanation: dict[str, Any] = Field(default={}, description="what `polybasic plan` prints")
 
 
 class Provenance(Settings):

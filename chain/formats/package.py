@@ -28,13 +28,13 @@ from polybasic.chain.formats.manifest import (
     Kind,
     Manifest,
     Member,
-    Plan,
     Provenance,
     Reference,
     Role,
     TokenizerFiles,
     write_manifest,
 )
+from polybasic.chain.formats.plan import Plan
 from polybasic.chain.formats.shapes import main_dtype, num_parameters, tensor_headers
 from polybasic.chain.formats.verify import check_fit, check_weight_files, size_warnings
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from polybasic.chain.formats.manifest import Tree
+from polybasic.chain.formats.plan import Tree
 from polybasic.chain.model.head import EagleHead
 from polybasic.deploy.chain import Chain
 from polybasic.deploy.drafters.head import EagleDrafter

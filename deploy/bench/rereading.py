@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from polybasic.chain.formats.manifest import Plan
+from polybasic.chain.formats.plan import Plan
 from polybasic.chain.kernels.torch.rows import causal_rows, tree_rows
 from polybasic.deploy.graphs.device_passes import PADDING, ROW_BUCKETS, bucket_of
 from polybasic.deploy.graphs.device_tree import DeviceTree

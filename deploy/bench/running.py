@@ -14,7 +14,8 @@ from rich.progress import Progress
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.card import record_results, shown_flush, shown_members, shown_tree
 from polybasic.chain.formats.files import write_json
-from polybasic.chain.formats.manifest import HEAD_KINDS, Kind, Member, Ngram, Plan
+from polybasic.chain.formats.manifest import HEAD_KINDS, Kind, Member
+from polybasic.chain.formats.plan import Ngram, Plan
 from polybasic.deploy.bench.adaptations import adaptations
 from polybasic.deploy.bench.baselines import TransformersBaseline
 from polybasic.deploy.bench.draft_vocabulary import draft_vocabularies

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.manifest import Tree, Window
+from polybasic.chain.formats.plan import Tree, Window
 from polybasic.chain.kernels.cpu.passes import NativeModel
 from polybasic.chain.kernels.torch.attend import (
     Attend,

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from polybasic.chain.formats.manifest import Tree
+from polybasic.chain.formats.plan import Tree
 from polybasic.chain.kernels.torch.attend import Attend
 from polybasic.chain.model.head import EagleHead
 from polybasic.deploy.drafters.expansion import ExpandingDrafter, Expansion

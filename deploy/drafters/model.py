@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from polybasic.chain.formats.manifest import Tree
+from polybasic.chain.formats.plan import Tree
 from polybasic.chain.kernels.torch.attend import Attend
 from polybasic.chain.model.decoder import Decoder
 from polybasic.deploy.drafters.expansion import ExpandingDrafter, Expansion

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from polybasic.chain.formats.manifest import Ngram, Tree
+from polybasic.chain.formats.plan import Ngram, Tree
 from polybasic.deploy.drafters.interface import Drafter, NoDrafter
 from polybasic.deploy.rounds.tree import DraftTree
 from polybasic.deploy.rounds.verifier import PassClock

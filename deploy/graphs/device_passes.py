@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from polybasic.chain.formats.manifest import MAX_TREE_ROWS, Window
+from polybasic.chain.formats.plan import MAX_TREE_ROWS, Window
 from polybasic.chain.kernels.torch.rows import causal_rows
 from polybasic.chain.model.decoder import Decoder
 from polybasic.chain.model.device_model import DeviceModel

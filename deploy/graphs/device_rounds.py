@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from polybasic.chain.formats.manifest import Rule, Tree, Window
+from polybasic.chain.formats.plan import Rule, Tree, Window
 from polybasic.chain.kernels.torch.rows import DeviceRows, causal_rows, tree_rows
 from polybasic.chain.model.device_model import DeviceModel
 from polybasic.deploy.drafters.head import EagleDrafter

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from polybasic.chain.formats.manifest import Flush, Rule, Tree
+from polybasic.chain.formats.plan import Flush, Rule, Tree
 from polybasic.deploy.drafters.expansion import ExpandingDrafter
 from polybasic.deploy.drafters.head import EagleDrafter
 from polybasic.deploy.drafters.interface import Drafter

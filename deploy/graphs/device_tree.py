@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from polybasic.chain.formats.manifest import Window
+from polybasic.chain.formats.plan import Window
 from polybasic.chain.kernels.torch.operations import Operations
 from polybasic.chain.kernels.torch.rows import DeviceRows
 from polybasic.chain.kernels.torch.trees import Beam, Rows, ancestors

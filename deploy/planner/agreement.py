@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from polybasic.chain.formats.manifest import NUM_PROBABILITY_BINS
+from polybasic.chain.formats.plan import NUM_PROBABILITY_BINS
 from polybasic.deploy.planner.measurements import Measurements, Values
 from polybasic.deploy.rounds.flushing import probability_bin
 from polybasic.deploy.rounds.tree import ABSENT

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from polybasic.chain.formats.manifest import Flush, Ngram, Plan, Tree, Window
+from polybasic.chain.formats.plan import Flush, Ngram, Plan, Tree, Window
 from polybasic.deploy.drafters.interface import NoDrafter
 from polybasic.deploy.drafters.ngram import NgramDrafter
 from polybasic.deploy.engine import Engine, Request

@@ -12,7 +12,7 @@ from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 
-from polybasic.chain.formats.manifest import Plan
+from polybasic.chain.formats.plan import Plan
 from polybasic.deploy.planner.agreement import acceptance_between, candidates_by_depth
 from polybasic.deploy.planner.measurements import Measurements, PassCosts
 from polybasic.deploy.planner.search import LEAST_GAIN, Candidate, Choice

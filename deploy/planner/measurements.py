@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from polybasic.chain.formats.manifest import Window
+from polybasic.chain.formats.plan import Window
 from polybasic.deploy.rounds.tree import Counts
 
 Values = NDArray[np.float64]

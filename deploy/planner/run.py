@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from polybasic.chain.formats.card import record_plan
-from polybasic.chain.formats.manifest import MeasuredPlan, PredictedPlan
+from polybasic.chain.formats.plan import MeasuredPlan, PredictedPlan
 from polybasic.deploy.chain import Chain
 from polybasic.deploy.load import load_chain
 from polybasic.deploy.planner.explanation import explain

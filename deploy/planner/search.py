@@ -12,15 +12,7 @@ from itertools import combinations, pairwise, product
 
 import numpy as np
 
-from polybasic.chain.formats.manifest import (
-    AdaptiveFlush,
-    Flush,
-    Ngram,
-    Plan,
-    Rule,
-    Tree,
-    Window,
-)
+from polybasic.chain.formats.plan import AdaptiveFlush, Flush, Ngram, Plan, Rule, Tree, Window
 from polybasic.deploy.planner.agreement import acceptance_by_bin
 from polybasic.deploy.planner.measurements import Measurements
 from polybasic.deploy.planner.simulation import NUM_DRAWS, Predicted, Simulator

@@ -31,7 +31,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.manifest import Flush, Ngram, Plan, Rule, Tree
+from polybasic.chain.formats.plan import Flush, Ngram, Plan, Rule, Tree
 from polybasic.deploy.planner.measurements import Measurements, Values, num_candidates
 from polybasic.deploy.rounds.flushing import AdaptiveFlushing
 from polybasic.deploy.rounds.tree import Counts

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from polybasic.chain.formats.manifest import Ngram, Plan, Tree, Window
+from polybasic.chain.formats.plan import Ngram, Plan, Tree, Window
 from polybasic.deploy.drafters.head import EagleDrafter
 from polybasic.deploy.drafters.model import ModelDrafter
 from polybasic.deploy.drafters.ngram import NgramDrafter

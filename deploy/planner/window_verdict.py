@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from polybasic.chain.formats.manifest import Window
+from polybasic.chain.formats.plan import Window
 from polybasic.deploy.planner.measurements import Measurements
 from polybasic.deploy.planner.search import LEAST_GAIN, Choice
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from polybasic.chain.formats.manifest import Plan, Tree, Window
+from polybasic.chain.formats.plan import Plan, Tree, Window
 from polybasic.deploy.planner.costs import NUM_TURNS, RoundCosts, compare_costs
 from polybasic.deploy.planner.measurements import DraftCosts, Measurements, PassCosts, Trace
 from polybasic.deploy.planner.search import Candidate, Choice, WindowTrial, choose_windows

@@ -9,7 +9,7 @@ drawn before it, never by its own. And it stays reproducible: estimates begin an
 request, and costs are numbers of the plan, not of a clock.
 """
 
-from polybasic.chain.formats.manifest import NUM_PROBABILITY_BINS, AdaptiveFlush
+from polybasic.chain.formats.plan import NUM_PROBABILITY_BINS, AdaptiveFlush
 
 PRIOR_WEIGHT = 8.0
 """Tokens that the plan's acceptance of a bin counts for."""

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from polybasic.chain.formats.manifest import Flush
+from polybasic.chain.formats.plan import Flush
 from polybasic.deploy.drafters.interface import Drafter
 from polybasic.deploy.rounds.flushing import AdaptiveFlushing
 from polybasic.deploy.rounds.sampling import Joiner, Prefixes, Sampler

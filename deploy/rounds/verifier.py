@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from polybasic.chain.formats.manifest import MAX_TREE_ROWS, Window
+from polybasic.chain.formats.plan import MAX_TREE_ROWS, Window
 from polybasic.chain.kernels.torch.attend import Attend, attend_in_blocks, attend_to_ancestors
 from polybasic.chain.model.decoder import Decoder
 from polybasic.deploy.rounds.cache import KeyValueCache

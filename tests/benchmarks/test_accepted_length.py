@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from polybasic.chain.formats.manifest import Tree
+from polybasic.chain.formats.plan import Tree
 from polybasic.deploy import Chain, load_chain
 from polybasic.train.features.states import Features
 from polybasic.train.features.target import Target

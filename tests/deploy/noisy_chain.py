@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from polybasic.chain.formats.manifest import AdaptiveFlush, Flush, Plan, Rule, Tree
 from polybasic.chain.formats.package import Part, package_chain
+from polybasic.chain.formats.plan import AdaptiveFlush, Flush, Plan, Rule, Tree
 from polybasic.deploy import Chain, load_chain
 from polybasic.deploy.engine import Request
 from polybasic.deploy.rounds.sampling import Sampling

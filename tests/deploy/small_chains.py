@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from polybasic.chain.formats.config import DecoderConfig
-from polybasic.chain.formats.manifest import Member, Plan, Reference
+from polybasic.chain.formats.manifest import Member, Reference
+from polybasic.chain.formats.plan import Plan
 from polybasic.chain.kernels.torch.rotary import RotaryTable
 from polybasic.chain.model.decoder import Decoder, DecoderLayer
 from polybasic.chain.model.head import EagleHead

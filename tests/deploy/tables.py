@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from polybasic.chain.formats.manifest import Flush, Tree
+from polybasic.chain.formats.plan import Flush, Tree
 from polybasic.deploy.rounds.sampling import Prefixes, Probabilities, RandomSampler, Sampling
 from polybasic.deploy.rounds.stages import BlockStage, Stage, TreeStage
 from polybasic.deploy.rounds.tree import DraftTree

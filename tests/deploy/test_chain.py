@@ -14,16 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.files import read_json, write_json
-from polybasic.chain.formats.manifest import (
-    Flush,
-    MeasuredPlan,
-    Ngram,
-    Plan,
-    PredictedPlan,
-    Tree,
-    read_manifest,
-    write_manifest,
-)
+from polybasic.chain.formats.manifest import read_manifest, write_manifest
+from polybasic.chain.formats.plan import Flush, MeasuredPlan, Ngram, Plan, PredictedPlan, Tree
 from polybasic.chain.formats.verify import check_chain
 from polybasic.deploy import Chain, load_chain
 from polybasic.deploy.hardware import hardware_name

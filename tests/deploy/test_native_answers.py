@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from polybasic.chain.formats.manifest import Flush, Plan, Tree
+from polybasic.chain.formats.plan import Flush, Plan, Tree
 from polybasic.deploy import load_chain
 from polybasic.deploy.rounds.sampling import Sampling
 

@@ -8,11 +8,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from polybasic.chain.formats.manifest import (
-    NUM_PROBABILITY_BINS,
-    AdaptiveFlush,
-    Flush,
-)
+from polybasic.chain.formats.plan import NUM_PROBABILITY_BINS, AdaptiveFlush, Flush
 from polybasic.deploy import Chain, load_chain
 from polybasic.deploy.rounds.sampling import GreedyRows, GreedySampler, Sampling
 from polybasic.deploy.rounds.stages import TreeStage

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.config import DecoderConfig, LayerKind
-from polybasic.chain.formats.manifest import Flush, Ngram, Plan, Tree, Window, check_plan
+from polybasic.chain.formats.manifest import check_plan
+from polybasic.chain.formats.plan import Flush, Ngram, Plan, Tree, Window
 from polybasic.chain.kernels.torch import attend
 from polybasic.chain.kernels.torch.attend import Attend, View
 from polybasic.chain.model.decoder import Decoder

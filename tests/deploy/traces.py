@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from polybasic.chain.formats.manifest import Tree
+from polybasic.chain.formats.plan import Tree
 from polybasic.deploy.planner.measurements import (
     ABSENT,
     DraftCosts,

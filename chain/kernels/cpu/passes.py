@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from polybasic.chain.formats.config import DecoderConfig
-from polybasic.chain.formats.manifest import Window
+from polybasic.chain.formats.plan import Window
 from polybasic.chain.kernels.cpu.library import ELEMENTS, Kernels
 from polybasic.chain.kernels.cpu.matrices import LANES, MatrixStruct, NativeLinear
 from polybasic.chain.kernels.torch.attend import Attend, attend_causally

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from polybasic.chain.formats.config import DecoderConfig, LayerKind
-from polybasic.chain.formats.manifest import Window
+from polybasic.chain.formats.plan import Window
 from polybasic.chain.kernels.torch.rotary import RotaryTable, Rotation
 
 BLOCK_ROWS = 512

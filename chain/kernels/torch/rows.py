@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from polybasic.chain.formats.config import LayerKind
-from polybasic.chain.formats.manifest import Window
+from polybasic.chain.formats.plan import Window
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ import pytest
 from pydantic import ValidationError
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.manifest import Manifest, Plan, read_manifest, write_manifest
+from polybasic.chain.formats.manifest import Manifest, read_manifest, write_manifest
+from polybasic.chain.formats.plan import Plan
 
 Content = dict[str, Any]
 

@@ -13,8 +13,9 @@ from safetensors.torch import load_file, save_file
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.describe import describe_chain, print_chain
 from polybasic.chain.formats.lineage import weights_digest
-from polybasic.chain.formats.manifest import Manifest, Plan, Tree, read_manifest
+from polybasic.chain.formats.manifest import Manifest, read_manifest
 from polybasic.chain.formats.package import Part
+from polybasic.chain.formats.plan import Plan, Tree
 from polybasic.chain.formats.verify import check_chain
 
 TREE = Tree(depth=2, top_k=2, rows=4)

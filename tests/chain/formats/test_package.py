@@ -17,7 +17,8 @@ from polybasic.chain.formats.card import record_plan, record_results
 from polybasic.chain.formats.checkpoint import resolve_checkpoint
 from polybasic.chain.formats.files import sha256_of_file
 from polybasic.chain.formats.lineage import weights_digest
-from polybasic.chain.formats.manifest import (
+from polybasic.chain.formats.manifest import read_manifest
+from polybasic.chain.formats.plan import (
     NUM_PROBABILITY_BINS,
     AdaptiveFlush,
     Flush,
@@ -25,7 +26,6 @@ from polybasic.chain.formats.manifest import (
     Ngram,
     Plan,
     Tree,
-    read_manifest,
 )
 from polybasic.chain.formats.tokenizer import prepare_tokenizer
 from polybasic.chain.formats.verify import check_chain

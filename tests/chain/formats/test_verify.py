@@ -17,7 +17,7 @@ from polybasic.chain.errors import UserError
 from polybasic.chain.formats.card import record_results
 from polybasic.chain.formats.describe import describe_chain, print_chain
 from polybasic.chain.formats.files import sha256_of_file
-from polybasic.chain.formats.manifest import Plan, Tree
+from polybasic.chain.formats.plan import Plan, Tree
 from polybasic.chain.formats.verify import check_chain
 
 

@@ -15,8 +15,9 @@ from polybasic.chain.errors import UserError
 from polybasic.chain.formats.checkpoint import load_tensors
 from polybasic.chain.formats.config import HeadConfig, read_config
 from polybasic.chain.formats.draft_vocabulary import draft_tables
-from polybasic.chain.formats.manifest import HeadKind, Plan, Tree
+from polybasic.chain.formats.manifest import HeadKind
 from polybasic.chain.formats.package import Part, package_chain
+from polybasic.chain.formats.plan import Plan, Tree
 from polybasic.chain.heads.export import (
     ENGINES,
     Engine,

@@ -16,8 +16,8 @@ from polybasic.chain.errors import UserError
 from polybasic.chain.formats.checkpoint import load_tensors
 from polybasic.chain.formats.config import read_config
 from polybasic.chain.formats.lineage import weights_digest
-from polybasic.chain.formats.manifest import Plan, Tree
 from polybasic.chain.formats.package import Part, package_chain
+from polybasic.chain.formats.plan import Plan, Tree
 from polybasic.chain.heads.importing import import_head
 from polybasic.chain.kernels.torch.attend import attend_causally
 from polybasic.chain.model.loading import load_decoder, load_head

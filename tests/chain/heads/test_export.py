@@ -14,8 +14,8 @@ from torch import Tensor
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.checkpoint import load_tensors
 from polybasic.chain.formats.lineage import weights_digest
-from polybasic.chain.formats.manifest import Plan, Tree
 from polybasic.chain.formats.package import Part, package_chain
+from polybasic.chain.formats.plan import Plan, Tree
 from polybasic.chain.heads.export import ENGINES, Engine, Exported, export_head, launch_command
 from polybasic.chain.heads.importing import import_head
 from polybasic.recipes.cli import main as cli

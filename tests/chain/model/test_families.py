@@ -18,7 +18,7 @@ from polybasic.chain.errors import UserError
 from polybasic.chain.formats.awq import GROUP_SIZE, QUANTIZATION_CONFIG, dequantize
 from polybasic.chain.formats.checkpoint import load_tensors
 from polybasic.chain.formats.config import DecoderConfig, LayerKind, decoder_config, read_config
-from polybasic.chain.formats.manifest import Tree
+from polybasic.chain.formats.plan import Tree
 from polybasic.chain.formats.shapes import check_shapes
 from polybasic.chain.kernels.torch.rotary import inverse_frequency
 from polybasic.chain.model.decoder import Decoder

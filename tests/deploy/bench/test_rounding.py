@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.manifest import AdaptiveFlush, Flush, Ngram, Plan, Tree
+from polybasic.chain.formats.plan import AdaptiveFlush, Flush, Ngram, Plan, Tree
 from polybasic.chain.kernels.torch.rows import DeviceRows
 from polybasic.deploy.bench.exactness import Agreement, gap_where_they_part
 from polybasic.deploy.bench.rereading import ONE_ROW, Way, answer_logits, disturbed_logits, ways_of

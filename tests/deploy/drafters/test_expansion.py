@@ -11,7 +11,7 @@ from torch import Tensor
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.config import LayerKind
-from polybasic.chain.formats.manifest import Tree
+from polybasic.chain.formats.plan import Tree
 from polybasic.chain.kernels.torch.attend import Attend
 from polybasic.deploy.drafters.expansion import Candidates, Expansion
 from polybasic.deploy.rounds.tree import ABSENT, DraftTree, walk

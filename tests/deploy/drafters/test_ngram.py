@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from polybasic.chain.formats.manifest import Ngram, Tree
+from polybasic.chain.formats.plan import Ngram, Tree
 from polybasic.deploy.drafters import ngram
 from polybasic.deploy.drafters.interface import NoDrafter
 from polybasic.deploy.drafters.ngram import MAX_COPIES, NUM_MATCH_LENGTHS, NgramDrafter

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from polybasic.chain.formats.config import read_config
-from polybasic.chain.formats.manifest import Tree
+from polybasic.chain.formats.plan import Tree
 from polybasic.chain.kernels.torch.attend import attend_causally
 from polybasic.chain.model.decoder import Decoder
 from polybasic.chain.model.head import EagleHead

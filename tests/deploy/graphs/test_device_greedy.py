@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from polybasic.chain.formats.manifest import Plan
+from polybasic.chain.formats.plan import Plan
 from polybasic.deploy import Chain
 from polybasic.deploy.bench.exactness import Agreement
 from polybasic.deploy.bench.rereading import ways_of

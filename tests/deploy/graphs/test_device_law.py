@@ -26,7 +26,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from polybasic.chain.formats.manifest import Plan
+from polybasic.chain.formats.plan import Plan
 from polybasic.deploy import Chain, load_chain
 from polybasic.deploy.bench.rereading import Way, answer_logits
 from polybasic.deploy.engine import Request

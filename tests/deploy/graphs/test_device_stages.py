@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from polybasic.chain.formats.manifest import AdaptiveFlush, Flush, Member, Ngram, Plan, Tree, Window
+from polybasic.chain.formats.manifest import Member
+from polybasic.chain.formats.plan import AdaptiveFlush, Flush, Ngram, Plan, Tree, Window
 from polybasic.chain.model.decoder import Decoder
 from polybasic.chain.model.head import EagleHead
 from polybasic.deploy.engine import Engine, Models, Request

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.config import LayerKind
-from polybasic.chain.formats.manifest import Tree, Window
+from polybasic.chain.formats.plan import Tree, Window
 from polybasic.chain.kernels.torch.operations import Operations
 from polybasic.chain.kernels.torch.rows import DeviceRows
 from polybasic.deploy.drafters.expansion import Candidates, Expansion

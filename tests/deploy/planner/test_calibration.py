@@ -12,8 +12,9 @@ import torch
 from rich.console import Console
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.manifest import Flush, Ngram, Plan, Tree, read_manifest
+from polybasic.chain.formats.manifest import read_manifest
 from polybasic.chain.formats.package import Part
+from polybasic.chain.formats.plan import Flush, Ngram, Plan, Tree
 from polybasic.deploy import Chain, load_chain
 from polybasic.deploy import load as loading
 from polybasic.deploy.bench.running import bench_chain

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from rich.console import Console
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.manifest import Plan, Tree
+from polybasic.chain.formats.plan import Plan, Tree
 from polybasic.deploy.planner import search as planner
 from polybasic.deploy.planner.agreement import (
     acceptance_between,

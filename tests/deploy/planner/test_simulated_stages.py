@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from polybasic.chain.formats.manifest import AdaptiveFlush, Flush, Plan, Tree
+from polybasic.chain.formats.plan import AdaptiveFlush, Flush, Plan, Tree
 from polybasic.deploy.planner import simulation
 from polybasic.deploy.planner.measurements import Measurements, Trace
 from polybasic.deploy.planner.simulation import Simulator, simulate

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.manifest import Flush, Ngram, Plan, Tree
+from polybasic.chain.formats.plan import Flush, Ngram, Plan, Tree
 from polybasic.deploy.planner.measurements import (
     ABSENT,
     DraftCosts,

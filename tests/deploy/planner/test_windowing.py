@@ -11,8 +11,9 @@ import pytest
 from rich.console import Console
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.manifest import Flush, Plan, Tree, Window, read_manifest
+from polybasic.chain.formats.manifest import read_manifest
 from polybasic.chain.formats.package import Part
+from polybasic.chain.formats.plan import Flush, Plan, Tree, Window
 from polybasic.deploy import Chain, load_chain
 from polybasic.deploy.bench.running import bench_chain
 from polybasic.deploy.engine import Request

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from polybasic.chain.formats.manifest import AdaptiveFlush, Flush, Rule
+from polybasic.chain.formats.plan import AdaptiveFlush, Flush, Rule
 from polybasic.deploy.rounds import stages, verification
 from polybasic.deploy.rounds.flushing import AdaptiveFlushing
 from polybasic.deploy.rounds.sampling import Prefixes, Probabilities, Sampling, make_sampler

@@ -9,7 +9,7 @@ import itertools
 import pytest
 import torch
 
-from polybasic.chain.formats.manifest import AdaptiveFlush, Flush, Plan, Tree
+from polybasic.chain.formats.plan import AdaptiveFlush, Flush, Plan, Tree
 from polybasic.deploy.rounds import stages
 from polybasic.deploy.rounds.flushing import PRIOR_WEIGHT, AdaptiveFlushing, probability_bin
 from polybasic.deploy.rounds.sampling import RandomSampler, Sampling

@@ -27,7 +27,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from polybasic.chain.formats.manifest import AdaptiveFlush, Flush, Plan, Tree, Window
+from polybasic.chain.formats.plan import AdaptiveFlush, Flush, Plan, Tree, Window
 from polybasic.chain.kernels.torch.attend import attend_causally
 from polybasic.chain.model.decoder import Decoder
 from polybasic.deploy.engine import Request

@@ -10,7 +10,7 @@ from collections import Counter
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from polybasic.chain.formats.manifest import AdaptiveFlush, Flush, Tree
+from polybasic.chain.formats.plan import AdaptiveFlush, Flush, Tree
 from polybasic.deploy.rounds.sampling import Sampling
 from tests.deploy.tables import Case, TooManyOutcomes, output_law, target_law
 

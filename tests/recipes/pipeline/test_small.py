@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.manifest import Flush
 from polybasic.chain.formats.package import Part
+from polybasic.chain.formats.plan import Flush
 from polybasic.recipes.pipeline.members import packed_plan, parts_of
 from polybasic.recipes.pipeline.running import Workspace, closure
 from polybasic.recipes.pipeline.small import check_small

@@ -9,7 +9,7 @@ import torch
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.config import read_config
-from polybasic.chain.formats.manifest import Tree
+from polybasic.chain.formats.plan import Tree
 from polybasic.chain.kernels.torch.attend import attend_causally
 from polybasic.chain.model.loading import load_decoder, load_head
 from polybasic.deploy.drafters.head import EagleDrafter

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from polybasic.chain.formats.config import read_config
-from polybasic.chain.formats.manifest import Window
+from polybasic.chain.formats.plan import Window
 from polybasic.chain.kernels.torch.attend import Attend, attend_causally, attend_to_ancestors
 from polybasic.chain.kernels.torch.rows import DeviceRows, causal_rows, tree_rows
 from polybasic.chain.model.decoder import Decoder

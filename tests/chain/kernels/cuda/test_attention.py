@@ -9,7 +9,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from polybasic.chain.formats.config import LayerKind
-from polybasic.chain.formats.manifest import Window
+from polybasic.chain.formats.plan import Window
 from polybasic.chain.kernels.cuda.attention import _tickets, attention, attention_by
 from polybasic.chain.kernels.cuda.attention_plan import Gpu, Layer, Plan
 from polybasic.chain.kernels.torch.operations import Heads, Norm, Operations

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from polybasic.chain.formats.config import read_config
-from polybasic.chain.formats.manifest import Window
+from polybasic.chain.formats.plan import Window
 from polybasic.chain.formats.shapes import expected_shapes
 from polybasic.chain.kernels.torch.attend import attend_causally, attend_to_ancestors
 from polybasic.chain.kernels.torch.packed_weight import PackedWeight

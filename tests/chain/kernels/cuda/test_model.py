@@ -12,7 +12,7 @@ from torch import Tensor
 
 from polybasic.chain.formats.awq import QUANTIZATION_CONFIG, dequantize
 from polybasic.chain.formats.checkpoint import load_tensors
-from polybasic.chain.formats.manifest import Window
+from polybasic.chain.formats.plan import Window
 from polybasic.chain.kernels.torch.attend import attend_causally
 from polybasic.chain.kernels.torch.packed_weight import PackedWeight
 from polybasic.chain.kernels.torch.rows import causal_rows
