@@ -6,13 +6,13 @@ import numpy as np
 
 from polybasic.chain.formats.plan import Tree
 from polybasic.deploy.planner.measurements import (
-    ABSENT,
     DraftCosts,
     Measurements,
     PassCosts,
     StageOverhead,
     Trace,
 )
+from polybasic.deploy.rounds.tree import ABSENT
 
 LEAST = Tree(depth=1, top_k=1, rows=2)
 LINE = PassCosts((1, 2), (10.0, 11.0))  # 9 + rows

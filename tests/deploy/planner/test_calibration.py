@@ -23,11 +23,12 @@ from polybasic.deploy.graphs.capture import Graphs
 from polybasic.deploy.hardware import hardware_name
 from polybasic.deploy.planner.costs import _line, _mean, measure_costs
 from polybasic.deploy.planner.explanation import print_explanation
-from polybasic.deploy.planner.measurements import ABSENT, Measurements
+from polybasic.deploy.planner.measurements import Measurements
 from polybasic.deploy.planner.run import plan_chain
 from polybasic.deploy.planner.simulation import simulate
 from polybasic.deploy.planner.traces import calibrate
 from polybasic.deploy.rounds.sampling import Sampling
+from polybasic.deploy.rounds.tree import ABSENT
 from polybasic.deploy.settings import BenchSettings, PlanGrid, PlanSettings
 
 NUM_TOKENS = 24

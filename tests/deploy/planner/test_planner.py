@@ -20,7 +20,6 @@ from polybasic.deploy.planner.agreement import (
 )
 from polybasic.deploy.planner.explanation import decide, explain, print_explanation, render
 from polybasic.deploy.planner.measurements import (
-    ABSENT,
     DraftCosts,
     Measurements,
     PassCosts,
@@ -36,6 +35,7 @@ from polybasic.deploy.planner.search import (
     member_sets,
 )
 from polybasic.deploy.planner.simulation import Simulator, simulate
+from polybasic.deploy.rounds.tree import ABSENT
 from polybasic.deploy.settings import PlanGrid
 
 GRID = PlanGrid(

@@ -9,16 +9,11 @@ import torch
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.plan import Flush, Ngram, Plan, Tree
-from polybasic.deploy.planner.measurements import (
-    ABSENT,
-    DraftCosts,
-    Measurements,
-    PassCosts,
-    StageOverhead,
-)
+from polybasic.deploy.planner.measurements import DraftCosts, Measurements, PassCosts, StageOverhead
 from polybasic.deploy.planner.simulation import Simulator, simulate
 from polybasic.deploy.planner.theory import kept_probabilities
 from polybasic.deploy.rounds.sampling import Probabilities, RandomSampler, Sampling
+from polybasic.deploy.rounds.tree import ABSENT
 from tests.deploy.traces import LEAST, make_measurements, make_trace
 
 # Costs and their JSON
