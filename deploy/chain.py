@@ -119,8 +119,8 @@ class Chain:
             options: max_new_tokens, temperature, seed, stop, members and others: see `Options`.
 
         Raises:
-            UserError: a setting out of range, members that cannot run, or what does not fit the
-                context.
+            UserError: a setting out of range, members that cannot run, what does not fit the
+                context, or another answer that is being generated.
         """
         pieces = list(self.stream(prompt, **options))
         assert self.last_statistics is not None
@@ -133,7 +133,8 @@ class Chain:
     def stream(self, prompt: str | Messages, **options: Unpack[Options]) -> Iterator[Piece]:
         """As `generate`, yielding a piece for each pass of the target.
 
-        Options are checked before the first piece is asked for.
+        Options are checked before the first piece is asked for. From then on, until the stream
+        has ended or is closed, the chain gives no other answer.
         """
         return self._pieces(*self._answer(prompt, **options))
 
