@@ -21,12 +21,7 @@ from typing import Any
 
 from answering import Here
 from comparison import compare, table_of
-from end_to_end import (
-    HERE,
-    EndToEndSettings,
-    measure_end_to_end,
-    print_end_to_end,
-)
+from end_to_end import HERE, EndToEndSettings, measure_end_to_end, print_end_to_end
 from end_to_end import to_json as end_to_end_json
 from passes import PassSettings, load_for, measure_passes, print_passes
 from record import console, header, print_header, write_record

@@ -3,14 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from polybasic.deploy.chain import (
-        Chain,
-        Generation,
-        Options,
-        Piece,
-        Sampling,
-        Statistics,
-    )
+    from polybasic.deploy.chain import Chain, Generation, Options, Piece, Sampling, Statistics
     from polybasic.deploy.load import load_chain
 
 __all__ = ["Chain", "Generation", "Options", "Piece", "Sampling", "Statistics", "load_chain"]

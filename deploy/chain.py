@@ -9,11 +9,7 @@ import jinja2
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.plan import MeasuredPlan, Plan, PredictedPlan
 from polybasic.chain.formats.verify import CheckedChain
-from polybasic.deploy.engine import (
-    Engine,
-    Request,
-    Statistics,
-)
+from polybasic.deploy.engine import Engine, Request, Statistics
 from polybasic.deploy.memory import Memory
 from polybasic.deploy.rounds.sampling import Sampling
 from polybasic.deploy.rounds.stopping import AnswerText

@@ -7,11 +7,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.config import (
-    LayerKind,
-    decoder_config,
-    read_config,
-)
+from polybasic.chain.formats.config import LayerKind, decoder_config, read_config
 from polybasic.chain.model.decoder import Decoder
 from polybasic.chain.model.loading import load_decoder
 from polybasic.deploy.rounds.cache import KeyValueCache
