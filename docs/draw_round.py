@@ -137,12 +137,11 @@ def answer() -> list[str]:
     words = [("The", "given"), ("weather", "given"), ("is", "given")]
     words += [(word, "kept") for word in BLOCK[:NUM_KEPT]] + [(OWN, "own")]
     boxes = [token(MARGIN + 74 * index, 330, *each, 68) for index, each in enumerate(words)]
-    num_gained = NUM_KEPT + 1
-    note = f"One pass of the target gained {num_gained} tokens, drawn exactly from its own distribution."
+    gained = f"One pass of the target gained {NUM_KEPT + 1} tokens"
     return [
         text(MARGIN, 294, "title", "The text"),
         *boxes,
-        text(MARGIN, 374, "note", note),
+        text(MARGIN, 374, "note", f"{gained}, drawn exactly from its own distribution."),
     ]
 
 
