@@ -40,10 +40,10 @@ from polybasic.train.data.conversations import (
     load_conversations,
     split_conversations,
 )
+from polybasic.train.features.head_shape import FeatureLayers
 from polybasic.train.features.target import Target, load_intermediate, load_target
 from polybasic.train.head.acceptance import HeldoutBatch, TreeShape, heldout_batches, simulate
 from polybasic.train.head.eagle2 import DraftHead
-from polybasic.train.head.shape import FeatureLayers
 from polybasic.train.head.start import new_head
 from polybasic.train.run.interruption import Interrupted
 from polybasic.train.run.launch import train_head_in_processes

@@ -35,7 +35,7 @@ from polybasic.chain.formats.files import (
 from polybasic.chain.model.reference import quiet_transformers
 from polybasic.chain.progress import ProgressReport
 from polybasic.train.data.tokenizer import train_tokenizer
-from polybasic.train.run.engine import learning_rate_factor
+from polybasic.train.engine import learning_rate_factor
 from polybasic.train.settings import ScratchModelSettings, ScratchSettings
 
 _SAVE_EVERY_STEPS = 60

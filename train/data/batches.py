@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from polybasic.chain.errors import UserError
 from polybasic.train.data.chat import EncodedConversation, RefusedConversation, encode_accepted
 from polybasic.train.data.packing import PackedWindows
-from polybasic.train.run.processes import is_first_process
+from polybasic.train.processes import is_first_process
 
 WINDOW_BATCHES = 8
 MIN_TOKENS = 3  # the first row reads tokens 0 and 1 and predicts token 2

@@ -15,8 +15,8 @@ from polybasic.train.features.feature_shards import (
     open_shard,
     shard_path,
 )
+from polybasic.train.features.head_shape import FeatureLayers
 from polybasic.train.features.target import Target
-from polybasic.train.head.shape import FeatureLayers
 
 PASS_TOKENS = 8192
 """Of one pass of the verifier, padding included; a conversation that is longer has its own."""

@@ -34,10 +34,10 @@ from polybasic.train.features.feature_shards import (
     shard_paths,
     write_shard,
 )
+from polybasic.train.features.head_shape import FeatureLayers
 from polybasic.train.features.states import Features
 from polybasic.train.features.target import Target
-from polybasic.train.head.shape import FeatureLayers
-from polybasic.train.run.processes import (
+from polybasic.train.processes import (
     is_first_process,
     num_processes,
     process_index,

@@ -12,8 +12,8 @@ from transformers.integrations import HfDeepSpeedConfig
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.tokenizer import load_tokenizer
 from polybasic.chain.model.reference import load_reference_model
+from polybasic.train.engine import quiet_deepspeed
 from polybasic.train.features.target import Target, checked_target
-from polybasic.train.run.engine import quiet_deepspeed
 
 _WHOLE_BELOW = 10_000
 """Parameters of fewer elements (norms, biases) stay whole in each process."""

@@ -19,9 +19,9 @@ from polybasic.chain.formats.tokenizer import load_tokenizer
 from polybasic.chain.model.dequantized import load_dequantized
 from polybasic.chain.model.reference import load_reference_model
 from polybasic.train.data.packing import positions_in_documents
+from polybasic.train.features.head_shape import FeatureLayers, HeadShape
 from polybasic.train.features.lm_head import LmHead
 from polybasic.train.features.states import Features
-from polybasic.train.head.shape import FeatureLayers, HeadShape
 from polybasic.train.settings import HeadSettings
 
 

@@ -23,12 +23,12 @@ from transformers import GenerationConfig
 
 from polybasic.chain.errors import UserError
 from polybasic.train.data.chat import RefusedConversation, encode_prompt
+from polybasic.train.features.head_shape import FeatureLayers
 from polybasic.train.features.lm_head import LmHead
 from polybasic.train.features.states import Features
 from polybasic.train.features.target import Target
 from polybasic.train.head.eagle2 import DraftHead
 from polybasic.train.head.layers import KeysValues
-from polybasic.train.head.shape import FeatureLayers
 
 NO_TASK = "other"
 """Stands for the task of a conversation that names none."""

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from polybasic.train.data.packing import positions_in_documents
+from polybasic.train.features.head_shape import HeadShape
 from polybasic.train.features.lm_head import LmHead
 from polybasic.train.features.states import Features
 from polybasic.train.head.layers import Attention, KeysValues, Mlp
-from polybasic.train.head.shape import HeadShape
 
 
 class DraftHead(nn.Module, ABC):

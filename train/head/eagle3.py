@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+from polybasic.train.features.head_shape import HeadShape
 from polybasic.train.features.lm_head import LmHead
 from polybasic.train.features.states import Features
 from polybasic.train.head.eagle2 import DraftHead
 from polybasic.train.head.layers import Attention, KeysValues, Mlp
-from polybasic.train.head.shape import HeadShape
 
 
 class Eagle3Head(DraftHead):

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from polybasic.chain.kernels.torch.rotary import inverse_frequency
-from polybasic.train.head.shape import HeadShape
+from polybasic.train.features.head_shape import HeadShape
 
 
 class KeysValues(NamedTuple):

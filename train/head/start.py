@@ -15,10 +15,10 @@ from polybasic.chain.formats.config import HeadConfig, read_config
 from polybasic.chain.formats.draft_vocabulary import IS_DRAFTED, OFFSETS
 from polybasic.chain.formats.draft_vocabulary import draft_token_ids as stored_draft_token_ids
 from polybasic.chain.formats.names import HEAD_LAYER
+from polybasic.train.features.head_shape import HeadShape
 from polybasic.train.features.lm_head import LmHead
 from polybasic.train.head.eagle2 import DraftHead, Eagle2Head
 from polybasic.train.head.eagle3 import Eagle3Head
-from polybasic.train.head.shape import HeadShape
 from polybasic.train.settings import HeadSettings, LoraSettings
 
 _EMBEDDING = "embed_tokens.weight"

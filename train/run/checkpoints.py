@@ -18,7 +18,7 @@ from polybasic.chain.formats.files import (
     whole_folder,
     write_json,
 )
-from polybasic.train.run.processes import is_first_process, num_processes, wait_for_all
+from polybasic.train.processes import is_first_process, num_processes, wait_for_all
 
 RECORD_NAME = "run.json"
 """The record of the run, beside every checkpoint."""

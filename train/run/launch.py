@@ -21,6 +21,7 @@ from pydantic import BaseModel
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.files import disk_errors, read_json, write_json
+from polybasic.train.processes import RENDEZVOUS_FILE, RENDEZVOUS_HOST, is_first_process
 from polybasic.train.run.hosts import (
     NOT_SHARED,
     Host,
@@ -36,7 +37,6 @@ from polybasic.train.run.interruption import (
     end_at_once,
     record_signals,
 )
-from polybasic.train.run.processes import RENDEZVOUS_FILE, RENDEZVOUS_HOST, is_first_process
 from polybasic.train.settings import DataSettings, HeadSettings, LoraSettings
 
 _SETTINGS: dict[str, type[BaseModel]] = {

@@ -16,6 +16,7 @@ from polybasic.chain.errors import UserError
 from polybasic.chain.formats.files import whole_folder, write_json
 from polybasic.chain.progress import ProgressReport
 from polybasic.train.data.batches import Batch, BatchStream, row_noise
+from polybasic.train.engine import start_engine
 from polybasic.train.features.lm_head import LmHead
 from polybasic.train.features.states import FeatureSource
 from polybasic.train.head.acceptance import HeldoutBatch, TreeShape, simulate
@@ -24,6 +25,13 @@ from polybasic.train.head.files import write_head
 from polybasic.train.head.loss_module import LossModule
 from polybasic.train.head.losses import UnrolledLoss, step_weights
 from polybasic.train.head.start import trained_weights
+from polybasic.train.processes import (
+    is_first_process,
+    num_processes,
+    process_index,
+    sum_over_processes,
+    wait_for_all,
+)
 from polybasic.train.run.checkpoints import (
     RECORD_NAME,
     RunState,
@@ -31,7 +39,6 @@ from polybasic.train.run.checkpoints import (
     load_checkpoint,
     save_checkpoint,
 )
-from polybasic.train.run.engine import start_engine
 from polybasic.train.run.interruption import (
     HANDLED_SIGNALS,
     Interrupted,
@@ -39,13 +46,6 @@ from polybasic.train.run.interruption import (
     record_signals,
 )
 from polybasic.train.run.metrics import MetricsLog, start_tracker
-from polybasic.train.run.processes import (
-    is_first_process,
-    num_processes,
-    process_index,
-    sum_over_processes,
-    wait_for_all,
-)
 from polybasic.train.settings import HeadSettings
 
 _BEST_NAME = "best"

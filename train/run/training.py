@@ -29,15 +29,15 @@ from polybasic.train.data.draft_vocabulary import (
     count_answer_tokens,
     coverage,
 )
+from polybasic.train.features.head_shape import HeadShape
 from polybasic.train.features.offline_features import OnlineFeatures, write_features
 from polybasic.train.features.sharded_target import load_sharded_target
 from polybasic.train.features.states import FeatureSource
 from polybasic.train.features.target import Target, load_intermediate, load_target
 from polybasic.train.head.acceptance import HeldoutBatch, heldout_batches, simulate
-from polybasic.train.head.shape import HeadShape
 from polybasic.train.head.start import new_head
+from polybasic.train.processes import is_first_process, process_device, process_group
 from polybasic.train.run.loop import HeadRun, Parts
-from polybasic.train.run.processes import is_first_process, process_device, process_group
 from polybasic.train.settings import DataSettings, HeadSettings, LoraSettings
 
 _FEATURES_NAME = "features"

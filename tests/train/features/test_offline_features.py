@@ -29,7 +29,7 @@ from polybasic.train.features.offline_features import (
 )
 from polybasic.train.features.states import Features
 from polybasic.train.features.target import load_target
-from polybasic.train.run.processes import RENDEZVOUS_FILE, process_group
+from polybasic.train.processes import RENDEZVOUS_FILE, process_group
 from tests.checkpoints import byte_level_tokenizer, write_family
 
 ROOT = Path(__file__).parents[3]

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from polybasic.train.features.target import load_target
-from polybasic.train.run.processes import RENDEZVOUS_FILE
+from polybasic.train.processes import RENDEZVOUS_FILE
 from tests.checkpoints import write_family
 
 ROOT = Path(__file__).parents[3]
@@ -21,7 +21,7 @@ import json, sys
 from pathlib import Path
 from safetensors.torch import save_file
 from tests.train.features.test_sharded_target import measured
-from polybasic.train.run.processes import process_group, process_index
+from polybasic.train.processes import process_group, process_index
 from polybasic.train.features.sharded_target import load_sharded_target
 folders, out = sys.argv[1:-1], Path(sys.argv[-1])
 with process_group():

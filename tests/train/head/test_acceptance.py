@@ -14,6 +14,7 @@ from polybasic.chain.kernels.torch.attend import attend_causally
 from polybasic.chain.model.loading import load_decoder, load_head
 from polybasic.deploy.drafters.head import EagleDrafter
 from polybasic.train.data.chat import encode_prompt
+from polybasic.train.features.head_shape import HeadShape
 from polybasic.train.features.lm_head import LmHead
 from polybasic.train.features.states import Features
 from polybasic.train.features.target import load_target
@@ -21,7 +22,6 @@ from polybasic.train.head.acceptance import HeldoutBatch, TreeShape, heldout_bat
 from polybasic.train.head.eagle2 import Eagle2Head
 from polybasic.train.head.eagle3 import Eagle3Head
 from polybasic.train.head.files import write_head
-from polybasic.train.head.shape import HeadShape
 from polybasic.train.head.start import new_head, trained_weights
 from polybasic.train.settings import HeadSettings
 from tests.checkpoints import write_family

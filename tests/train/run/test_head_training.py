@@ -22,8 +22,8 @@ from polybasic.chain.errors import UserError
 from polybasic.chain.formats.lineage import weights_digest
 from polybasic.train.data.batches import BatchStream
 from polybasic.train.data.conversations import load_conversations
+from polybasic.train.engine import learning_rate_factor
 from polybasic.train.head.acceptance import Acceptance
-from polybasic.train.run.engine import learning_rate_factor
 from polybasic.train.run.interruption import Interrupted, record_signals, sigterm_raises
 from polybasic.train.run.loop import HeadRun
 from polybasic.train.run.training import train_head

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from polybasic.train.run.processes import num_processes
+from polybasic.train.processes import num_processes
 from polybasic.train.settings import HeadSettings
 
 _HEAD_ZERO_STAGE = 2
