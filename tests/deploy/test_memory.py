@@ -100,7 +100,8 @@ def test_what_is_stated_of_a_chain_is_enough(
     assert max(loading - mapped, stays + answering) < stated.peak_bytes
     # a cache for each is more than is there
     separate = state_chain(folder, stated.layout, share_caches=False)
-    assert separate.staying_bytes > 1.05 * stated.staying_bytes
+    added = separate.staying_bytes - stated.staying_bytes
+    assert added >= stated.members["target"]["cache"] > 0
 
 
 def test_a_layout_decides_what_weights_take(tiny_chain: Path) -> None:
