@@ -1,31 +1,23 @@
-"""Answers whole prompts with a chain: in this process, or in one of another checkout's code.
+"""Who answers prompts: this process, transformers' own loop, or the code of another checkout."""
 
-    python benchmarks/answering.py CHAIN --dtype bfloat16 --code FOLDER
-
-is such a process: it loads the chain, and answers one prompt for each line of stdin. Of the code
-that it runs only what every checkout has is used.
-"""
-
-import argparse
 import json
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, Protocol
 
-import torch
-from pydantic import ValidationError
+import worker
 
-from polybasic.chain import errors
+from polybasic.chain.errors import UserError
 from polybasic.chain.formats.plan import Plan
-from polybasic.deploy import Chain, load_chain
+from polybasic.deploy import Chain
+from polybasic.deploy.bench.baselines import TransformersBaseline
 from polybasic.deploy.rounds.sampling import Sampling
-from polybasic.recipes.pipeline.provenance import git_commit
 
 
 @dataclass(frozen=True)
@@ -33,21 +25,26 @@ class Answer:
     """One answer.
 
     Attributes:
-        seconds: prefill included.
-        target_passes: of the target, behind the prefill.
+        seconds: until the last token, prefill included.
+        first_seconds: until the first tokens, which takes the prefill and one round.
+        first_tokens: how many these are.
+        target_passes: of the target, without the prefill.
     """
 
     token_ids: list[int]
     seconds: float
-    prefill_seconds: float
+    first_seconds: float
+    first_tokens: int
     target_passes: int
 
 
 class Answering(Protocol):
     """Answers prompts, one at a time."""
 
-    def answer(self, token_ids: list[int], plan: Plan | None, max_new_tokens: int) -> Answer:
-        """Answer greedily; without a plan as what answers does without one."""
+    def answer(
+        self, token_ids: list[int], plan: Plan, max_new_tokens: int, sampling: Sampling
+    ) -> Answer:
+        """Answer by a plan of the chain."""
 
 
 class Here:
@@ -56,43 +53,62 @@ class Here:
     def __init__(self, chain: Chain) -> None:
         self.chain = chain
 
-    def answer(self, token_ids: list[int], plan: Plan | None, max_new_tokens: int) -> Answer:
+    def answer(
+        self, token_ids: list[int], plan: Plan, max_new_tokens: int, sampling: Sampling
+    ) -> Answer:
         """See `Answering`."""
-        sampling = Sampling(temperature=0.0, seed=0)
-        batches = list(self.chain.stream_ids(token_ids, max_new_tokens, sampling, plan))
-        statistics = self.chain.last_statistics
-        assert statistics is not None
-        return Answer(
-            [token for batch in batches for token in batch],
-            statistics.seconds,
-            statistics.prefill_seconds,
-            next(iter(statistics.forward_passes.values())),
+        return Answer(**worker.answer(self.chain, token_ids, max_new_tokens, sampling, plan))
+
+
+class HfGenerate:
+    """Answers by transformers' own loop over the target, whatever the plan."""
+
+    def __init__(self, baseline: TransformersBaseline) -> None:
+        self._baseline = baseline
+
+    @classmethod
+    def of(cls, chain: Chain) -> "HfGenerate":
+        """Over the target of a chain."""
+        target = chain.engine.models.target
+        return cls(
+            TransformersBaseline(
+                chain.target_folder, target.dtype, target.device, chain.stop_tokens
+            )
         )
+
+    def answer(
+        self, token_ids: list[int], plan: Plan, max_new_tokens: int, sampling: Sampling
+    ) -> Answer:
+        """See `Answering`; the first token is timed in an answer of its own."""
+        _, first_seconds = self._baseline.generate(token_ids, 1, sampling)
+        tokens, seconds = self._baseline.generate(token_ids, max_new_tokens, sampling)
+        return Answer(tokens, seconds, first_seconds, 1, len(tokens))
 
 
 class Elsewhere:
-    """Answers in a process that runs the code of a checkout; made by `worker`."""
+    """Answers in a process that runs the code of a checkout; made by `checkout`."""
 
     def __init__(self, process: "subprocess.Popen[str]", code: Path) -> None:
         self._process, self._code = process, code
 
-    def wait_until_loaded(self) -> str | None:
-        """Once, before anything is asked; the checkout's commit.
+    def wait_until_loaded(self) -> None:
+        """Once, before anything is asked.
 
         Raises:
             UserError: its code cannot load the chain.
         """
-        commit: str | None = self._reply()["commit"]
-        return commit
+        self._reply()
 
-    def answer(self, token_ids: list[int], plan: Plan | None, max_new_tokens: int) -> Answer:
+    def answer(
+        self, token_ids: list[int], plan: Plan, max_new_tokens: int, sampling: Sampling
+    ) -> Answer:
         """See `Answering`."""
-        assert plan is not None, "another process has no system but the chain's"
         asked = {
             "token_ids": token_ids,
             # another checkout knows only the settings that it has
             "plan": plan.model_dump(mode="json", exclude_defaults=True),
             "max_new_tokens": max_new_tokens,
+            "sampling": {"temperature": sampling.temperature, "seed": sampling.seed},
         }
         assert self._process.stdin is not None
         try:
@@ -109,8 +125,8 @@ class Elsewhere:
         reply: dict[str, Any] = json.loads(line)
         return reply
 
-    def _ended(self) -> errors.UserError:
-        return errors.UserError(
+    def _ended(self) -> UserError:
+        return UserError(
             "the code of a checkout cannot answer",
             f"{self._code} (exit code {self._process.wait()}; its message is above)",
             "see whether it runs this chain: polybasic generate",
@@ -118,7 +134,9 @@ class Elsewhere:
 
 
 @contextmanager
-def worker(code: Path, chain: Path, dtype: str, threads: int | None = None) -> Iterator[Elsewhere]:
+def checkout(
+    code: Path, chain: Path, dtype: str, device: str, threads: int | None = None
+) -> Iterator[Elsewhere]:
     """A process that runs the code of a checkout, and begins to load the chain.
 
     Args:
@@ -130,15 +148,15 @@ def worker(code: Path, chain: Path, dtype: str, threads: int | None = None) -> I
         UserError: no checkout.
     """
     if not (code / "chain" / "__init__.py").is_file():
-        raise errors.UserError("no checkout", f"{code}", "name a folder with this project's code")
+        raise UserError("no checkout", f"{code}", "name a folder with this project's code")
+    words = [str(chain.resolve()), "--dtype", dtype, "--device", device]
+    words += ["--code", str(code.resolve())]
+    words += [] if threads is None else ["--threads", str(threads)]
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "polybasic").symlink_to(code.resolve())
-        environment = {**os.environ, "PYTHONPATH": folder}
-        words = [str(chain.resolve()), "--dtype", dtype, "--code", str(code.resolve())]
-        words += [] if threads is None else ["--threads", str(threads)]
         process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).resolve()), *words],
-            env=environment,
+            [sys.executable, str(Path(worker.__file__).resolve()), *words],
+            env={**os.environ, "PYTHONPATH": folder},
             cwd=folder,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -150,46 +168,8 @@ def worker(code: Path, chain: Path, dtype: str, threads: int | None = None) -> I
             process.communicate()  # the end of its input ends it
 
 
-def serve(chain: Chain, questions: TextIO, replies: TextIO) -> None:
-    """Answer each line of `questions` with a line of `replies`.
-
-    Raises:
-        UserError: a plan that this checkout's code does not know.
-    """
-    answering = Here(chain)
-    for line in questions:
-        asked = json.loads(line)
-        try:
-            plan = Plan.model_validate(asked["plan"])
-        except ValidationError as error:
-            raise errors.UserError(
-                "unknown plan", json.dumps(asked["plan"]), "compare with plans that both know"
-            ) from error
-        answer = answering.answer(asked["token_ids"], plan, asked["max_new_tokens"])
-        print(json.dumps(vars(answer)), file=replies, flush=True)
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("chain", type=Path)
-    parser.add_argument("--dtype", required=True)
-    parser.add_argument("--code", type=Path, required=True, help="the checkout that must run")
-    parser.add_argument("--threads", type=int)
-    parsed = parser.parse_args(arguments)
-    running = Path(errors.__file__).resolve().parents[1]
-    assert running == parsed.code, f"runs {running}, not {parsed.code}"
-    # what anybody else prints must not be taken for a reply
-    replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    if parsed.threads is not None:
-        torch.set_num_threads(parsed.threads)
-    chain = load_chain(parsed.chain, dtype=parsed.dtype)
-    print(json.dumps({"commit": git_commit()}), file=replies, flush=True)
-    serve(chain, sys.stdin, replies)
-
-
-if __name__ == "__main__":
-    try:
-        main()
-    except errors.UserError as error:
-        sys.exit(f"error: {error}")
+def commit_of(code: Path) -> str:
+    """The commit of a checkout, "-dirty" if it was changed."""
+    command = ["git", "-C", str(code), "describe", "--always", "--dirty", "--abbrev=40"]
+    found = subprocess.run([*command, "--exclude=*"], capture_output=True, text=True, check=False)
+    return found.stdout.strip() or "unknown"

@@ -1,10 +1,11 @@
 """A run's figures against those of a record: slower, faster, or the same within the noise."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
-from rich.table import Table
+from command import Report
+from measuring import Spread
 
 LEAST_CHANGE = 0.05
 """Smaller changes of a median are never called any."""
@@ -19,27 +20,37 @@ class Figure:
     """One measured thing.
 
     Attributes:
-        is_time: milliseconds, of which fewer are better; else a factor, of which more are.
         turns: the figure of each turn; how far they lie apart is its noise.
-        depends_on_weights: on what the models answer, not on their shapes alone.
     """
 
     median: float
     turns: tuple[float, ...]
-    is_time: bool = True
-    depends_on_weights: bool = False
 
     @classmethod
-    def read(
-        cls, spread: Mapping[str, Any], is_time: bool = True, depends_on_weights: bool = False
-    ) -> "Figure":
-        """Of a spread in a record."""
-        return cls(spread["median"], tuple(spread["turns"]), is_time, depends_on_weights)
+    def of(cls, spread: Spread) -> "Figure":
+        return cls(spread.median, spread.turns)
+
+    @classmethod
+    def from_json(cls, numbers: Sequence[float]) -> "Figure":
+        return cls(numbers[0], tuple(numbers[1:]))
+
+    def to_json(self) -> list[float]:
+        """As a record holds it: the median, then the turns, in five digits."""
+        return [float(f"{number:.5g}") for number in (self.median, *self.turns)]
 
     def times(self, factor: float) -> "Figure":
         """Scaled."""
-        turns = tuple(factor * one for one in self.turns)
-        return Figure(factor * self.median, turns, self.is_time, self.depends_on_weights)
+        return Figure(factor * self.median, tuple(factor * one for one in self.turns))
+
+
+def is_time(name: str) -> bool:
+    """Whether a figure is in milliseconds, of which fewer are better; else a factor."""
+    return not name.startswith(("speedup", "tokens a pass"))
+
+
+def depends_on_weights(name: str) -> bool:
+    """Whether a figure depends on what the models answer, not on their shapes alone."""
+    return not name.startswith(("pass", "draft"))
 
 
 @dataclass(frozen=True)
@@ -60,33 +71,13 @@ class Change:
     verdict: Verdict
 
 
-def figures(content: Mapping[str, Any]) -> dict[str, Figure]:
-    """All that is compared of a record of benchmarks/bench.py, by name."""
-    found: dict[str, Figure] = {}
-    for member, by_rows in content["passes"].items():
-        for rows, cost in by_rows.items():
-            found[f"pass {member}, {rows} rows"] = Figure.read(cost["milliseconds"])
-    for drafter, by_shape in content["drafts"].items():
-        for shape, cost in by_shape.items():
-            found[f"draft {drafter}, {shape}"] = Figure.read(cost["milliseconds"])
-    for system, one in content["rounds"]["systems"].items():
-        for operation, cost in one["operations"].items():
-            name = f"round {system}, {operation}"
-            found[name] = Figure.read(cost["milliseconds_per_round"], depends_on_weights=True)
-    for system, one in content["end_to_end"]["checkouts"]["here"].items():
-        name = f"token {system}"
-        found[name] = Figure.read(one["milliseconds_per_token"], depends_on_weights=True)
-        if system != "target" and "speedup_vs_target" in one:
-            found[f"speedup {system}"] = Figure.read(one["speedup_vs_target"], False, True)
-        lengths = one["tokens_per_target_pass"]
-        found[f"tokens a pass {system}"] = Figure(lengths, (lengths,), False, True)
-    return found
-
-
 def compare(
-    then: Mapping[str, Any], now: Mapping[str, Any], has_same_weights: bool = True
+    then: Mapping[str, Figure],
+    now: Mapping[str, Figure],
+    speed: float,
+    has_same_weights: bool = True,
 ) -> list[Change]:
-    """What changed from one record of benchmarks/bench.py to another, name by name.
+    """What changed from one run of benchmarks/bench.py to another, name by name.
 
     A figure is slower or faster where its median moved by more than `LEAST_CHANGE` and the turns
     of the two runs do not overlap. Times must have done so both as they are and in relation to the
@@ -94,63 +85,50 @@ def compare(
     slower, and neither does a fast one that only the bandwidth has seen.
 
     Args:
+        speed: the bandwidth now over that of then.
         has_same_weights: else what depends on answers is shown and not judged.
     """
-    known = figures(then)
-    speed = now["bandwidth"]["read"]["median"] / then["bandwidth"]["read"]["median"]
-    changes = []
-    for name, figure in figures(now).items():
-        if name not in known:
-            continue
-        is_judged = has_same_weights or not figure.depends_on_weights
-        changes.append(_change(name, known[name], figure, speed, is_judged))
-    return changes
+    return [
+        _change(name, then[name], now[name], speed, has_same_weights)
+        for name in now
+        if name in then
+    ]
 
 
-def _change(name: str, then: Figure, now: Figure, speed: float, is_judged: bool) -> Change:
+def _change(name: str, then: Figure, now: Figure, speed: float, has_same_weights: bool) -> Change:
     ratio = now.median / then.median if then.median else 1.0
-    if not is_judged:
-        return Change(name, then, now, ratio, ratio * speed if now.is_time else None, "")
-    verdict = _verdict(then, now)
-    if not now.is_time:
-        return Change(name, then, now, ratio, None, verdict)
-    if _verdict(then, now.times(speed)) != verdict:
-        verdict = ""
-    return Change(name, then, now, ratio, ratio * speed, verdict)
+    related = ratio * speed if is_time(name) else None
+    verdict: Verdict = ""
+    if has_same_weights or not depends_on_weights(name):
+        verdict = _verdict(name, then, now)
+        if related is not None and _verdict(name, then, now.times(speed)) != verdict:
+            verdict = ""
+    return Change(name, then, now, ratio, related, verdict)
 
 
-def _verdict(then: Figure, now: Figure) -> Verdict:
-    if now.is_time and abs(now.median - then.median) < LEAST_MILLISECONDS:
+def _verdict(name: str, then: Figure, now: Figure) -> Verdict:
+    if is_time(name) and abs(now.median - then.median) < LEAST_MILLISECONDS:
         return ""
     if now.median > then.median * (1 + LEAST_CHANGE) and min(now.turns) > max(then.turns):
-        return "slower" if now.is_time else "faster"
+        return "slower" if is_time(name) else "faster"
     if now.median < then.median / (1 + LEAST_CHANGE) and max(now.turns) < min(then.turns):
-        return "faster" if now.is_time else "slower"
+        return "faster" if is_time(name) else "slower"
     return ""
 
 
-def table_of(changes: list[Change]) -> Table:
+def report_changes(report: Report, changes: Sequence[Change]) -> None:
     """All figures but times next to nothing; the changed ones say so."""
-    table = Table(title="against the record", title_justify="left")
-    table.add_column("figure", no_wrap=True)
-    for column in ("record", "its turns", "now", "its turns", "now/record", "by bandwidth"):
-        table.add_column(column, justify="right")
-    table.add_column("")
-    for change in changes:
-        if change.now.is_time and max(change.then.median, change.now.median) < LEAST_MILLISECONDS:
+    rows = []
+    for one in changes:
+        if is_time(one.name) and max(one.then.median, one.now.median) < LEAST_MILLISECONDS:
             continue
-        table.add_row(
-            change.name,
-            *_shown(change.then),
-            *_shown(change.now),
-            f"{change.ratio:.2f}",
-            "" if change.related is None else f"{change.related:.2f}",
-            change.verdict,
-            style={"slower": "red", "faster": "green", "": None}[change.verdict],
-        )
-    return table
+        related = "" if one.related is None else f"{one.related:.2f}"
+        figures = [*_shown(one.name, one.then), *_shown(one.name, one.now)]
+        rows.append([one.name, *figures, f"{one.ratio:.2f}", related, one.verdict])
+    columns = ["figure", "record", "its turns", "now", "its turns", "now/record", "by bandwidth"]
+    report.table("Against the record", [*columns, "verdict"], rows)
 
 
-def _shown(figure: Figure) -> tuple[str, str]:
-    unit = " ms" if figure.is_time else "x"
+def _shown(name: str, figure: Figure) -> tuple[str, str]:
+    unit = " ms" if is_time(name) else "x"
     return f"{figure.median:.3f}{unit}", f"{min(figure.turns):.3f} to {max(figure.turns):.3f}"

@@ -1,54 +1,39 @@
-"""Seconds a token of whole answers, system by system; and of two checkouts in one run.
+"""Milliseconds a token of whole answers, system by system; and of two checkouts in one run.
 
-    python benchmarks/end_to_end.py CHAIN [--against FOLDER] [--systems target eagle2]
-        [--prompts FILE] [--num-prompts-per-task 1] [--max-new-tokens 96] [--turns 5]
-        [--hf-generate] [--dtype bfloat16] [--threads N] [--json FILE]
+    python benchmarks/end_to_end.py CHAIN [--device cpu] [--against FOLDER] [--hf-generate]
+        [--systems target eagle2] [--prompts FILE] [--max-new-tokens 96] [--turns 5] [--record FILE]
 
 In a turn every prompt is answered by every system before the next prompt comes, and another system
-begins each time. Speedups are ratios of medians over turns.
+begins each time. Speedups are ratios of medians over turns. Where the first round is left out, so
+is the prefill.
 
 With `--against FOLDER`, another checkout of this project, every prompt is answered by the code of
 both: each runs in a process of its own that keeps the chain loaded and sleeps while the other one
 answers. A change is judged by such a run, not by two runs one after the other.
 """
 
-import argparse
-import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from answering import Answer, Answering, Here, worker
-from passes import load_for
-from record import console, header, print_header, write_record
-from rich.console import Console
-from rich.progress import track
-from rich.table import Table
-from systems import chosen_plans, read_prompts, shown_plan
-from timing import Spread, measure_bandwidth, rotated
+from answering import Answer, Answering, Here, HfGenerate, checkout, commit_of
+from command import PROMPT_OPTIONS, SYSTEM_OPTIONS, Report, begin, device_of, load, options, run
+from measuring import Spread, measure_bandwidth, progress, rotated
+from systems import chosen_plans, prompts_of, shown_plan
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.files import sha256_of_object
 from polybasic.chain.formats.plan import Plan
 from polybasic.deploy import Chain
-from polybasic.deploy.bench.baselines import TransformersBaseline
 from polybasic.deploy.rounds.sampling import Sampling
 
 HF_GENERATE = "hf_generate"
 HERE, AGAINST = "here", "against"
+WARM_UP_TOKENS = 64
+"""Of a prompt, at most."""
 PAUSE_SECONDS = 0.05
 """Before another process answers: threads of OpenMP spin for a while after their last work."""
-
-
-@dataclass(frozen=True)
-class EndToEndSettings:
-    """What is asked; greedy answers."""
-
-    max_new_tokens: int = 96
-    turns: int = 5
 
 
 @dataclass(frozen=True)
@@ -58,54 +43,45 @@ class SystemTimes:
     turns: list[list[Answer]]
 
     @property
-    def tokens(self) -> int:
-        """Of one turn; all turns have the same answers, but for rounding."""
-        return sum(len(answer.token_ids) for answer in self.turns[0])
-
-    @property
     def per_token(self) -> Spread:
         """Milliseconds a token, prefill included."""
-        return self._per_token(lambda answer: answer.seconds)
+        return self._spread(lambda one: (one.seconds, len(one.token_ids)))
 
     @property
-    def behind_prefill(self) -> Spread:
-        """Milliseconds a token, without the prefill."""
-        return self._per_token(lambda answer: answer.seconds - answer.prefill_seconds)
+    def after_first(self) -> Spread:
+        """Milliseconds a token after the first round, and after the prefill with it; infinite
+        where one round gave all tokens."""
+        return self._spread(
+            lambda one: (one.seconds - one.first_seconds, len(one.token_ids) - one.first_tokens)
+        )
 
     @property
     def tokens_per_target_pass(self) -> float:
-        passes = sum(answer.target_passes for answer in self.turns[0])
-        return self.tokens / passes if passes else 1.0
-
-    def speedup_over(self, other: "SystemTimes") -> Spread:
-        """How many times as fast as another one: the ratio of medians, and those of the turns."""
-        own, others = self.per_token, other.per_token
-        turns = [b / a for a, b in zip(own.turns, others.turns, strict=True)]
-        spread = Spread.of_turns(turns)
-        return Spread(spread.min, others.median / own.median, spread.max, spread.turns)
+        tokens, passes = (
+            sum(values)
+            for values in zip(
+                *((len(one.token_ids), one.target_passes) for one in self.turns[0]), strict=True
+            )
+        )
+        return tokens / passes if passes else 1.0
 
     def num_identical(self, other: "SystemTimes") -> int:
-        """Prompts whose answers are equal, token for token."""
-        pairs = zip(self.turns[0], other.turns[0], strict=True)
+        """Prompts whose answers are equal, token for token, among those that both answered."""
+        pairs = zip(self.turns[0], other.turns[0], strict=False)
         return sum(one.token_ids == another.token_ids for one, another in pairs)
 
-    def to_json(self) -> dict[str, Any]:
-        """As a record holds it."""
-        return {
-            "milliseconds_per_token": self.per_token.to_json(),
-            "milliseconds_per_token_behind_prefill": self.behind_prefill.to_json(),
-            "tokens": self.tokens,
-            "tokens_per_target_pass": self.tokens_per_target_pass,
-            "answers_sha256": sha256_of_object([answer.token_ids for answer in self.turns[0]]),
-        }
+    def _spread(self, read: Callable[[Answer], tuple[float, int]]) -> Spread:
+        values = []
+        for turn in self.turns:
+            seconds, tokens = map(sum, zip(*map(read, turn), strict=True))
+            values.append(1e3 * seconds / tokens if tokens else float("inf"))
+        return Spread.of_turns(values)
 
-    def _per_token(self, seconds: Any) -> Spread:
-        return Spread.of_turns(
-            [
-                1e3 * sum(map(seconds, turn)) / sum(len(answer.token_ids) for answer in turn)
-                for turn in self.turns
-            ]
-        )
+
+def speedup(over: Spread, under: Spread) -> Spread:
+    """How many times as fast the second is: the ratio of medians, and those of the turns."""
+    turns = [a / b for a, b in zip(over.turns, under.turns, strict=False)]
+    return Spread(min(turns), over.median / under.median, max(turns), tuple(turns))
 
 
 Times = dict[str, dict[str, SystemTimes]]
@@ -113,202 +89,155 @@ Times = dict[str, dict[str, SystemTimes]]
 
 
 def measure_end_to_end(
-    answering: Mapping[str, Answering],
-    plans: Mapping[str, Plan | None],
+    answering: Mapping[str, Mapping[str, Answering]],
+    plans: Mapping[str, Plan],
     prompts: Sequence[list[int]],
-    settings: EndToEndSettings,
+    max_new_tokens: int,
+    turns: int,
+    temperature: float = 0.0,
+    is_over: Callable[[], bool] = lambda: False,
 ) -> Times:
     """Answer every prompt with every system of every checkout, in turns.
 
     Args:
-        answering: checkout -> what answers; with more than one, each is a process that the
-            others must not disturb.
-        plans: system -> what runs, None where that is of no matter.
+        answering: checkout -> system -> what answers; with more than one checkout, each is a
+            process that the others must not disturb.
+        plans: system -> what runs.
+        is_over: asked before each prompt; a turn that it ends counts as far as it came where it is
+            the first, and else not at all. Without any answer nothing is returned.
     """
     pairs = [(checkout, system) for system in plans for checkout in answering]
-    turns: dict[tuple[str, str], list[list[Answer]]] = {pair: [] for pair in pairs}
+    answers: dict[tuple[str, str], list[list[Answer]]] = {pair: [] for pair in pairs}
 
-    def answer(pair: tuple[str, str], prompt: list[int]) -> Answer:
+    def answer(pair: tuple[str, str], prompt: list[int], seed: int) -> Answer:
         if len(answering) > 1:
             time.sleep(PAUSE_SECONDS)
         checkout, system = pair
-        return answering[checkout].answer(prompt, plans[system], settings.max_new_tokens)
+        sampling = Sampling(temperature=temperature, seed=seed)
+        return answering[checkout][system].answer(prompt, plans[system], max_new_tokens, sampling)
 
     for pair in pairs:
-        answer(pair, prompts[0])  # warm-up, not counted
-    shown = track(range(settings.turns), "end to end", console=Console(stderr=True))
-    for turn in shown:
-        for of_pair in turns.values():
-            of_pair.append([])
+        # captures and warms up, whatever the context, and is not counted
+        answer(pair, prompts[0][-WARM_UP_TOKENS:], 0)
+    for turn in progress("end to end", turns):
+        begun: dict[tuple[str, str], list[Answer]] = {pair: [] for pair in pairs}
         for number, prompt in enumerate(prompts):
+            if is_over():
+                break
             for pair in rotated(pairs, turn + number):
-                turns[pair][-1].append(answer(pair, prompt))
+                begun[pair].append(answer(pair, prompt, 1 + turn))
+        is_whole = all(len(found) == len(prompts) for found in begun.values())
+        for pair, found in begun.items():
+            if is_whole or (turn == 0 and found):
+                answers[pair].append(found)
+        if not is_whole:
+            break
+    found_all = all(answers.values())
     return {
-        checkout: {system: SystemTimes(turns[checkout, system]) for system in plans}
-        for checkout in answering
+        checkout: {system: SystemTimes(answers[checkout, system]) for system in plans}
+        for checkout in (answering if found_all else ())
     }
 
 
-class HfGenerate:
-    """transformers' own loop, among the systems of this process.
+def report_end_to_end(report: Report, times: Times, shown: Mapping[str, str]) -> None:
+    """A table of systems, and what the code of one checkout gains over the other's.
 
     Args:
-        chain: whose target it runs.
-        others: answers where there is a plan.
+        shown: each system's plan, for people.
     """
-
-    def __init__(self, chain: Chain, others: Answering) -> None:
-        target = chain.engine.models.target
-        self._others = others
-        self._baseline = TransformersBaseline(
-            chain.target_folder, target.dtype, target.device, chain.stop_tokens
+    for name, plan in shown.items():
+        report.say(f"{name}: {plan}")
+    has_two = AGAINST in times
+    columns = ["min", "median", "max", "without first round", "speedup", "by turns"]
+    columns += ["without first round", "as the target", "tokens/pass"]
+    rows = [
+        [f"{name}, {checkout}" if has_two else name, *_cells(systems, name)]
+        for name in shown
+        for checkout, systems in times.items()
+    ]
+    report.table("Milliseconds a token", ["system", *columns], rows)
+    if not has_two:
+        return
+    for name, one in times[HERE].items():
+        other = times[AGAINST][name]
+        gained = speedup(other.per_token, one.per_token)
+        report.say(
+            f"{name}: here {gained.median:.3f}x as fast ({gained.min:.3f} to {gained.max:.3f} by "
+            f"turns), {one.num_identical(other)} of {len(one.turns[0])} answers identical"
         )
-
-    def answer(self, token_ids: list[int], plan: Plan | None, max_new_tokens: int) -> Answer:
-        """See `Answering`."""
-        if plan is not None:
-            return self._others.answer(token_ids, plan, max_new_tokens)
-        sampling = Sampling(temperature=0.0)
-        tokens, seconds = self._baseline.generate(token_ids, max_new_tokens, sampling)
-        return Answer(tokens, seconds, 0.0, len(tokens))
-
-
-def to_json(times: Times, plans: Mapping[str, Plan | None]) -> dict[str, Any]:
-    """As a record holds it."""
-    content: dict[str, Any] = {
-        "plans": {name: plan.model_dump(mode="json") for name, plan in plans.items() if plan},
-        "checkouts": {
-            checkout: {
-                name: {**one.to_json(), **_speedup(systems, name)} for name, one in systems.items()
-            }
-            for checkout, systems in times.items()
-        },
-    }
-    if AGAINST in times:
-        content["here_over_against"] = {
-            name: {
-                "speedup": one.speedup_over(times[AGAINST][name]).to_json(),
-                "identical_answers": one.num_identical(times[AGAINST][name]),
-            }
-            for name, one in times[HERE].items()
-        }
-    return content
-
-
-def _speedup(systems: Mapping[str, SystemTimes], name: str) -> dict[str, Any]:
-    if "target" not in systems:
-        return {}
-    return {"speedup_vs_target": systems[name].speedup_over(systems["target"]).to_json()}
-
-
-def print_end_to_end(times: Times, plans: Mapping[str, Plan | None], chain: Chain) -> None:
-    """A table of systems, and what the code of one checkout gains over the other's."""
-    for name, plan in plans.items():
-        print(f"{name}: {shown_plan(plan, chain) if plan else 'transformers generate()'}")
-    table = Table("system", title="milliseconds a token", title_justify="left")
-    columns = ["min", "median", "max", "without prefill", "speedup", "by turns", "tokens/pass"]
-    if AGAINST in times:
-        table.add_column("checkout")
-    for column in columns:
-        table.add_column(column, justify="right")
-    for name in plans:
-        for checkout, systems in times.items():
-            table.add_row(name, *([checkout] if AGAINST in times else []), *_cells(systems, name))
-    console().print(table)
-    if AGAINST in times:
-        num_prompts = len(times[HERE][next(iter(plans))].turns[0])
-        for name, one in times[HERE].items():
-            gained = one.speedup_over(times[AGAINST][name])
-            print(
-                f"{name}: here {gained.median:.3f}x as fast ({gained.min:.3f} to "
-                f"{gained.max:.3f} by turns), "
-                f"{one.num_identical(times[AGAINST][name])} of {num_prompts} answers identical"
-            )
 
 
 def _cells(systems: Mapping[str, SystemTimes], name: str) -> list[str]:
-    one = systems[name]
-    numbers = [one.per_token.min, one.per_token.median, one.per_token.max]
-    cells = [f"{value:.3f}" for value in (*numbers, one.behind_prefill.median)]
-    if "target" in systems:
-        speedup = one.speedup_over(systems["target"])
-        cells += [f"{speedup.median:.2f}x", f"{speedup.min:.2f} to {speedup.max:.2f}"]
-    else:
-        cells += ["", ""]
-    return [*cells, f"{one.tokens_per_target_pass:.2f}"]
+    one, alone = systems[name], systems.get("target")
+    compared = [""] * 4
+    if alone is not None:
+        gained = speedup(alone.per_token, one.per_token)
+        compared = [
+            f"{gained.median:.2f}x",
+            f"{gained.min:.2f} to {gained.max:.2f}",
+            f"{speedup(alone.after_first, one.after_first).median:.2f}x",
+            f"{one.num_identical(alone)}/{len(one.turns[0])}",
+        ]
+    times = [*one.per_token.cells(), f"{one.after_first.median:.3f}"]
+    return [*times, *compared, f"{one.tokens_per_target_pass:.2f}"]
 
 
-def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("chain", type=Path)
-    parser.add_argument("--against", type=Path, metavar="FOLDER", help="another checkout")
-    parser.add_argument("--systems", nargs="+", default=(), help="default: all that there are")
-    parser.add_argument("--members", nargs="+", default=(), metavar="A,B,C", help="further plans")
-    parser.add_argument("--hf-generate", action="store_true", help="transformers' loop, too")
-    parser.add_argument("--prompts", type=Path, help="a question file; default: embedded prompts")
-    parser.add_argument("--num-prompts-per-task", type=int, default=1)
-    parser.add_argument("--max-new-tokens", type=int, default=96)
-    parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--threads", type=int, help="default: torch's own choice")
-    parser.add_argument("--json", type=Path, help="write the record here")
-    return parser.parse_args(arguments)
+def shown_plans(plans: Mapping[str, Plan], chain: Chain) -> dict[str, str]:
+    """Each system's plan for people."""
+    loop = "transformers generate()"
+    return {
+        name: loop if name == HF_GENERATE else shown_plan(plan, chain)
+        for name, plan in plans.items()
+    }
 
 
 def main() -> None:
-    arguments = parsed()
+    parser = options(
+        __doc__, "chain", "--device", "--dtype", "--turns", "--temperature",
+        *SYSTEM_OPTIONS, *PROMPT_OPTIONS,
+    )  # fmt: skip
+    parser.add_argument("--against", type=Path, metavar="FOLDER", help="another checkout")
+    parser.add_argument("--hf-generate", action="store_true", help="transformers' loop, too")
+    arguments = parser.parse_args()
     if arguments.hf_generate and arguments.against:
         raise UserError(
             "both", "--hf-generate --against", "compare with transformers in a run alone"
         )
-    chain = load_for(arguments.chain, arguments.dtype, arguments.threads, 0)
-    device = chain.engine.models.target.device
-    places = {
-        arguments.chain: "CHAIN",
-        arguments.against: "FOLDER",
-        arguments.prompts: "PROMPTS",
-        arguments.json: "FILE",
-    }
-    head = header("end_to_end", device, places)
-    print_header(head)
-    settings = EndToEndSettings(arguments.max_new_tokens, arguments.turns)
-    plans: dict[str, Plan | None] = dict(chosen_plans(chain, arguments.systems, arguments.members))
-    num_per_task = arguments.num_prompts_per_task
-    prompts = read_prompts(chain, arguments.prompts, num_per_task, settings.max_new_tokens)
-    bandwidth = measure_bandwidth(device)
-    print(f"{bandwidth.shown()}; {len(prompts)} prompts, {arguments.dtype}")
-    commits: dict[str, str | None] = {}
+    report = begin(__file__, __doc__, arguments)
+    chain = load(arguments)
+    plans = chosen_plans(chain, arguments.systems, arguments.members)
+    prompts = prompts_of(arguments, chain)
+    bandwidth = measure_bandwidth(chain.engine.models.target.device)
+    report.say(f"{bandwidth.shown()} {len(prompts)} prompts.")
     with ExitStack() as stack:
-        answering: dict[str, Answering] = {HERE: Here(chain)}
+        answering: dict[str, dict[str, Answering]] = {HERE: dict.fromkeys(plans, Here(chain))}
         if arguments.hf_generate:
-            plans[HF_GENERATE] = None
-            answering = {HERE: HfGenerate(chain, answering[HERE])}
+            plans[HF_GENERATE] = chain.plan_of([chain.manifest.members[0].name])
+            answering[HERE][HF_GENERATE] = HfGenerate.of(chain)
         if arguments.against is not None:
+            codes = {HERE: Path(__file__).resolve().parents[1], AGAINST: arguments.against}
+            device = str(device_of(arguments))
             workers = {
                 name: stack.enter_context(
-                    worker(code, chain.folder, arguments.dtype, arguments.threads)
+                    checkout(code, chain.folder, arguments.dtype, device, arguments.threads)
                 )
-                for name, code in ((HERE, _own_checkout()), (AGAINST, arguments.against))
+                for name, code in codes.items()
             }
-            commits = {name: one.wait_until_loaded() for name, one in workers.items()}
-            answering = dict(workers)
-        times = measure_end_to_end(answering, plans, prompts, settings)
-    print_end_to_end(times, plans, chain)
-    content = {
-        "settings": {**vars(settings), "num_prompts": len(prompts), "dtype": arguments.dtype},
-        "bandwidth": bandwidth.to_json(),
-        "commits": commits,
-        **to_json(times, plans),
-    }
-    write_record(arguments.json, head, content)
-
-
-def _own_checkout() -> Path:
-    return Path(__file__).resolve().parents[1]
+            for name, one in workers.items():
+                one.wait_until_loaded()
+                report.say(f"{name}: commit {commit_of(codes[name])}")
+            answering = {name: dict.fromkeys(plans, one) for name, one in workers.items()}
+        times = measure_end_to_end(
+            answering,
+            plans,
+            prompts,
+            arguments.max_new_tokens,
+            arguments.turns,
+            arguments.temperature,
+        )
+    report_end_to_end(report, times, shown_plans(plans, chain))
+    report.write(arguments.record)
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except UserError as error:
-        sys.exit(f"error: {error}")
+    run(main)

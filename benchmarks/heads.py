@@ -3,12 +3,12 @@
     python benchmarks/heads.py TARGET INTERMEDIATE CONVERSATIONS --work DIR [--recipe tiny]
         [--set section.key=value ...] [--objectives ...] [--features-from ...]
         [--unroll-steps ...] [--also LINE ...] [--only LINE ...] [--offline-features]
-        [--json FILE]
+        [--record FILE]
 
 A line of the table is a head, and is written as the settings of `train` in which it differs from
 the recipe: every combination of the three axes, and those that `--also` names one by one. All have
-the recipe's other settings, as many steps, one seed and one held-out split. `--only LINE` trains
-and judges that one alone: it is the command of the line.
+the recipe's other settings, as many steps, one seed and one held-out split. `--only LINE`, beside
+the other options of a table, trains and judges that line alone.
 
 Each head is judged twice along greedy answers to the held-out prompts: verified by the target, and
 by the 4-bit intermediate, whose own answers and states these are then. A finished head, and what
@@ -18,18 +18,16 @@ disk, which all lines of a verifier share, save most of the time where a line is
 
 import argparse
 import itertools
-import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-from record import header, write_record
+from command import Report, begin, options, positive, run
 
-from polybasic.chain.errors import UserError
 from polybasic.chain.formats.files import read_json, sha256_of_object, write_json
 from polybasic.chain.formats.lineage import weights_digest
 from polybasic.recipes.schema.loading import load_recipe
@@ -43,7 +41,6 @@ from polybasic.train.data.conversations import (
 from polybasic.train.features.head_shape import FeatureLayers
 from polybasic.train.features.target import Target, load_intermediate, load_target
 from polybasic.train.head.acceptance import HeldoutBatch, TreeShape, heldout_batches, simulate
-from polybasic.train.head.eagle2 import DraftHead
 from polybasic.train.head.start import new_head
 from polybasic.train.run.interruption import Interrupted
 from polybasic.train.run.launch import train_head_in_processes
@@ -117,46 +114,30 @@ class Judges:
     def __init__(self, study: Study) -> None:
         self._study = study
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self._models: dict[str, Target] = {}
-        self._batches: dict[tuple[str, FeatureLayers | None], list[HeldoutBatch]] = {}
+        self._model, self._answered = cache(self._load), cache(self._answer)
 
-    def judge(self, name: str, folder: Path, recipe: Recipe) -> dict[str, Any]:
+    def judge(self, name: str, folder: Path, settings: HeadSettings) -> dict[str, Any]:
         """What a head gains on the held-out prompts when this model verifies it."""
-        head = self._head(folder, recipe.train)
-        batches = self._answered(name, recipe, head.shape.feature_layers)
-        lm_head = self._model(name).lm_head
-        return asdict(simulate(head, lm_head, batches, self._study.tree))
-
-    def _model(self, name: str) -> Target:
-        if name not in self._models:
-            if name == "target":
-                model = load_target(self._study.target, self._device)
-            else:
-                dtype = self._model("target").lm_head.weight.dtype
-                model = load_intermediate(
-                    self._study.intermediate, self._study.target, self._device, dtype
-                )
-            self._models[name] = model
-        return self._models[name]
-
-    def _head(self, folder: Path, settings: HeadSettings) -> DraftHead:
         target = self._model("target")
         head = new_head(target.head_shape(settings), target.embedding, settings, 0, folder, None)
-        return head.to(device=self._device, dtype=_DTYPES[settings.dtype])
+        head = head.to(device=self._device, dtype=_DTYPES[settings.dtype])
+        batches = self._answered(name, head.shape.feature_layers)
+        return asdict(simulate(head, self._model(name).lm_head, batches, self._study.tree))
 
-    def _answered(
-        self, name: str, recipe: Recipe, layers: FeatureLayers | None
-    ) -> list[HeldoutBatch]:
-        key = (name, layers)
-        if key not in self._batches:
-            data, model = recipe.data, self._model(name)
-            rows = load_conversations(self._study.conversations, data.limit)
-            _, heldout_rows = split_conversations(rows, data.num_heldout)
-            heldout_rows = fit_to_template(heldout_rows, model.tokenizer)
-            self._batches[key] = heldout_batches(
-                model, heldout_rows, data.max_tokens, recipe.train.eval_answer_tokens, layers
-            )
-        return self._batches[key]
+    def _load(self, name: str) -> Target:
+        target, intermediate = self._study.target, self._study.intermediate
+        if name == "target":
+            return load_target(target, self._device)
+        dtype = self._model("target").lm_head.weight.dtype
+        return load_intermediate(intermediate, target, self._device, dtype)
+
+    def _answer(self, name: str, layers: FeatureLayers | None) -> list[HeldoutBatch]:
+        recipe, model = self._study.recipe_of(""), self._model(name)
+        data, tokens = recipe.data, recipe.train.eval_answer_tokens
+        rows = load_conversations(self._study.conversations, data.limit)
+        _, heldout_rows = split_conversations(rows, data.num_heldout)
+        heldout_rows = fit_to_template(heldout_rows, model.tokenizer)
+        return heldout_batches(model, heldout_rows, data.max_tokens, tokens, layers)
 
 
 def grid(arguments: argparse.Namespace) -> list[str]:
@@ -204,71 +185,45 @@ def finished_line(study: Study, line: str, judges: Judges) -> dict[str, Any]:
     result = {
         "line": line,
         "training": summary,
-        "verified_by": {name: judges.judge(name, folder / "head", recipe) for name in JUDGES},
+        "verified_by": {name: judges.judge(name, folder / "head", settings) for name in JUDGES},
     }
     write_json(kept, {"identity": identity, "result": result})
     return result
 
 
-def print_table(results: list[dict[str, Any]], judge: str) -> None:
-    """Tokens a round by task, of heads that one model verifies, as Markdown."""
+def report_heads(report: Report, results: Sequence[Mapping[str, Any]], judge: str) -> None:
+    """Tokens a round by task, of heads that one model verifies."""
     tasks = list(results[0]["verified_by"][judge]["by_task"])
-    header = ["line", "tokens of training", "seconds", *tasks, "all", "rounds"]
-    print(f"\nTokens a round, simulated, verified by the {judge}:\n")
-    print(f"| {' | '.join(header)} |")
-    print(f"|---|{'---:|' * (len(header) - 1)}")
+    columns = ["line", "tokens of training", "seconds", *tasks, "all", "rounds"]
+    rows = []
     for result in results:
         found, training = result["verified_by"][judge], result["training"]
-        cells = [
-            result["line"],
-            f"{training['tokens']:,}",
-            f"{training['seconds']:.0f}",
-            *(f"{found['by_task'][task]:.2f}" for task in tasks),
-            f"{found['accepted_length']:.2f}",
-            str(found["num_rounds"]),
-        ]
-        print(f"| {' | '.join(cells)} |")
-
-
-def command_of(arguments: argparse.Namespace, lines: Sequence[str]) -> str:
-    """The command for these lines alone, or for the table, without places on this machine."""
-    recipe = "RECIPE" if Path(arguments.recipe).is_absolute() else arguments.recipe
-    words = ["TARGET", "INTERMEDIATE", "CONVERSATIONS", "--work", "DIR", "--recipe", recipe]
-    for name in ("depth", "top_k", "rows"):
-        words += [f"--{name.replace('_', '-')}", str(getattr(arguments, name))]
-    if arguments.offline_features:
-        words.append("--offline-features")
-    if arguments.set:
-        words += ["--set", *arguments.set]
-    if lines:
-        words += ["--only", *lines]
-    else:
-        words += ["--objectives", *arguments.objectives]
-        words += ["--features-from", *arguments.features_from]
-        words += ["--unroll-steps", *map(str, arguments.unroll_steps), "--also", *arguments.also]
-    return shlex.join(["python", "benchmarks/heads.py", *words])
+        lengths = [*(found["by_task"][task] for task in tasks), found["accepted_length"]]
+        of_training = [f"{training['tokens']:,}", f"{training['seconds']:.0f}"]
+        cells = [*of_training, *(f"{one:.2f}" for one in lengths), str(found["num_rounds"])]
+        rows.append([result["line"], *cells])
+    report.table(f"Tokens a round, simulated, verified by the {judge}", columns, rows)
 
 
 def parsed() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options(__doc__)
     parser.add_argument("target", type=Path)
     parser.add_argument("intermediate", type=Path, help="the target in 4 bits")
-    parser.add_argument("conversations", help="as data.conversations")
+    parser.add_argument("conversations", type=Path, help="as data.conversations")
     parser.add_argument("--work", type=Path, required=True, help="heads and results stay here")
     parser.add_argument("--recipe", default="tiny", help="settings that all lines share")
     parser.add_argument("--set", nargs="+", default=[], help="section.key=value of the recipe")
     parser.add_argument("--objectives", nargs="+", choices=OBJECTIVES, default=tuple(OBJECTIVES))
     parser.add_argument("--features-from", nargs="+", choices=JUDGES, default=JUDGES)
-    parser.add_argument("--unroll-steps", nargs="+", type=int, default=(1, 3, 5))
+    parser.add_argument("--unroll-steps", nargs="+", type=positive, default=(1, 3, 5))
     parser.add_argument("--also", nargs="*", default=ALSO, help="lines beside the combinations")
     parser.add_argument("--only", nargs="+", default=[], help="these lines and no others")
     parser.add_argument(
         "--offline-features", action="store_true", help="written once for all lines of a verifier"
     )
-    parser.add_argument("--depth", type=int, default=8)
-    parser.add_argument("--top-k", type=int, default=4)
-    parser.add_argument("--rows", type=int, default=24)
-    parser.add_argument("--json", type=Path, help="write the record here")
+    parser.add_argument("--depth", type=positive, default=8)
+    parser.add_argument("--top-k", type=positive, default=4)
+    parser.add_argument("--rows", type=positive, default=24)
     return parser.parse_args()
 
 
@@ -277,46 +232,36 @@ def main() -> None:
     study = Study(
         arguments.target,
         arguments.intermediate,
-        arguments.conversations,
+        str(arguments.conversations),
         arguments.recipe,
         tuple(arguments.set),
         TreeShape(arguments.depth, arguments.top_k, arguments.rows),
         arguments.work,
         arguments.offline_features,
     )
-    lines, judges = grid(arguments), Judges(study)
+    lines = grid(arguments)
     for line in lines:
-        study.recipe_of(line)  # whatever is wrong with a line is told before hours of training
-    results = []
+        study.recipe_of(line)  # whatever is wrong with a line is said before hours of training
+    report = begin(__file__, __doc__, arguments)
+    digests = (f"{name} {digest[:12]}" for name, digest in study.digests.items())
+    report.say(f"Made from {', '.join(digests)}.")
+    judges, results = Judges(study), []
     for number, line in enumerate(lines, 1):
         print(f"line {number} of {len(lines)}: {line}", file=sys.stderr)
         results.append(finished_line(study, line, judges))
     for judge in JUDGES:
-        print_table(results, judge)
-    print("\nEach line with its own command:\n")
-    for line in lines:
-        print(f"    {command_of(arguments, [line])}")
-    base = study.recipe_of("")
-    content = {
-        "command": command_of(arguments, arguments.only),
-        "digests": study.digests,
-        "tree": asdict(study.tree),
-        "seed": base.seed,
-        "data": base.data.model_dump(mode="json", exclude={"conversations"}),
-        "train": base.train.model_dump(mode="json"),
-        "lines": [
-            {**result, "command": command_of(arguments, [result["line"]])} for result in results
-        ],
-    }
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    write_record(arguments.json, header("heads", device, {}), content)
+        report_heads(report, results, judge)
+    report.write(arguments.record)
+
+
+def interruptible() -> int | None:
+    """`main`, with the exit code of what stopped a training."""
+    try:
+        return main()
+    except Interrupted as stopped:
+        print(stopped, file=sys.stderr)
+        return stopped.exit_code
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except UserError as error:
-        sys.exit(f"error: {error}")
-    except Interrupted as stopped:
-        print(stopped, file=sys.stderr)
-        sys.exit(stopped.exit_code)
+    run(interruptible)

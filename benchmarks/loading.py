@@ -1,45 +1,43 @@
 """How much memory loading takes beside the weights that stay loaded, and how long it takes.
 
-    python benchmarks/loading.py [--gigabytes 2] [--cases NAME ...] [--json FILE]
+    python benchmarks/loading.py [--gigabytes 2] [--cases NAME ...] [--record FILE]
 
 Writes random Llama checkpoints of that size in bfloat16 (and their like in other formats), loads
-each in a fresh process, and prints its peak of resident memory over what was resident before.
-Weights that stay loaded are those in memory of their own: of the decoder also the embedding, and of
-4-bit linears both the codes and the copy in bfloat16. Runs on Linux, on the CPU.
+each in a fresh process on the CPU, and prints its peak of resident memory over what was resident
+before. Weights that stay loaded are those in memory of their own: of the decoder also the
+embedding, and of 4-bit linears both the codes and the copy in bfloat16.
 """
 
-import argparse
 import json
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 
 import torch
-from record import header, print_header, write_record
+from command import begin, in_a_process, options, run
 from safetensors.torch import save_file
-from timing import resident
 from torch import Tensor
 
-from polybasic.chain.formats.awq import CODES_PER_WORD, GROUP_SIZE, QUANTIZATION_CONFIG
+from polybasic.chain.errors import UserError
+from polybasic.chain.formats.awq import GROUP_SIZE, QUANTIZATION_CONFIG
 from polybasic.chain.formats.config import read_config
 from polybasic.chain.formats.files import write_json
-from polybasic.chain.formats.shapes import num_parameters, tensor_headers
+from polybasic.chain.formats.shapes import expected_shapes, num_parameters, tensor_headers
 from polybasic.chain.model.linear import dense_linear
 from polybasic.chain.model.loading import load_decoder
 from polybasic.chain.model.reference import load_reference_model
+from polybasic.deploy.hardware import forget_peak, usage
 
+CPU = torch.device("cpu")
 CASES = {
-    "decoder": ("safetensors", "bfloat16"),
-    "decoder of float16": ("float16", "bfloat16"),
-    "decoder of pickles": ("bin", "bfloat16"),
-    "decoder of 4 bits": ("awq", "bfloat16"),
-    "reference model": ("safetensors", "bfloat16"),
-    "reference model of pickles": ("bin", "bfloat16"),
-    "reference model in float32": ("safetensors", "float32"),
+    "decoder": ("safetensors", torch.bfloat16),
+    "decoder of float16": ("float16", torch.bfloat16),
+    "decoder of pickles": ("bin", torch.bfloat16),
+    "decoder of 4 bits": ("awq", torch.bfloat16),
+    "reference model": ("safetensors", torch.bfloat16),
+    "reference model of pickles": ("bin", torch.bfloat16),
+    "reference model in float32": ("safetensors", torch.float32),
 }
 """Stored as, and computed in. The decoder is what serves, the reference model what transformers
 runs."""
@@ -61,48 +59,17 @@ CONFIG = {
     "tie_word_embeddings": False,
     "torch_dtype": "bfloat16",
 }
+LAYER_BYTES, OUTSIDE_BYTES = 88_080_384, 262_144_000
+"""In bfloat16: a layer of that config, and embedding with output projection."""
 
 
-def linears(config: dict) -> Iterator[tuple[str, int, int]]:
-    """Name, out and in features of one layer's linears."""
-    hidden, inner = config["hidden_size"], config["intermediate_size"]
-    keys = hidden // config["num_attention_heads"] * config["num_key_value_heads"]
-    for name, out_size in (("q", hidden), ("k", keys), ("v", keys), ("o", hidden)):
-        yield f"self_attn.{name}_proj", out_size, hidden
-    for name in ("gate", "up"):
-        yield f"mlp.{name}_proj", inner, hidden
-    yield "mlp.down_proj", hidden, inner
-
-
-def random_tensors(config: dict, layout: str) -> Iterator[tuple[str, Tensor]]:
-    """A model's tensors, one after the other."""
-    dtype = torch.bfloat16 if layout in ("safetensors", "bin") else torch.float16
-
-    def random(*shape: int) -> Tensor:
-        return torch.empty(shape, dtype=dtype).normal_(std=0.02)
-
-    hidden, vocabulary = config["hidden_size"], config["vocab_size"]
-    yield "model.embed_tokens.weight", random(vocabulary, hidden)
-    yield "model.norm.weight", random(hidden)
-    yield "lm_head.weight", random(vocabulary, hidden)
-    for layer in range(config["num_hidden_layers"]):
-        prefix = f"model.layers.{layer}"
-        yield f"{prefix}.input_layernorm.weight", random(hidden)
-        yield f"{prefix}.post_attention_layernorm.weight", random(hidden)
-        for name, out_size, in_size in linears(config):
-            if layout != "awq":
-                yield f"{prefix}.{name}.weight", random(out_size, in_size)
-                continue
-            num_groups, num_words = in_size // GROUP_SIZE, out_size // CODES_PER_WORD
-            for part, rows in (("qweight", in_size), ("qzeros", num_groups)):
-                words = torch.randint(-(2**31), 2**31, (rows, num_words), dtype=torch.int32)
-                yield f"{prefix}.{name}.{part}", words
-            yield f"{prefix}.{name}.scales", random(num_groups, out_size).abs()
-
-
-def write_checkpoint(folder: Path, layout: str, config: dict) -> None:
+def write_checkpoint(folder: Path, layout: str, num_layers: int) -> None:
     """Write random tensors in shards with their index, holding one shard at a time."""
-    stem, suffix = ("pytorch_model", "bin") if layout == "bin" else ("model", "safetensors")
+    is_int4, suffix = layout == "awq", "bin" if layout == "bin" else "safetensors"
+    stem = "pytorch_model" if suffix == "bin" else "model"
+    quantization = {"quantization_config": QUANTIZATION_CONFIG} if is_int4 else {}
+    folder.mkdir()
+    write_json(folder / "config.json", {**CONFIG, "num_hidden_layers": num_layers, **quantization})
     weight_map: dict[str, str] = {}
     shard: dict[str, Tensor] = {}
 
@@ -115,15 +82,23 @@ def write_checkpoint(folder: Path, layout: str, config: dict) -> None:
             save_file(shard, folder / name, {"format": "pt"})
         shard.clear()
 
-    folder.mkdir()
-    for name, tensor in random_tensors(config, layout):
-        shard[name] = tensor
+    config, kind = read_config(folder).decoder, "awq" if is_int4 else "decoder"
+    group_size = GROUP_SIZE if is_int4 else None
+    dtype = torch.bfloat16 if layout in ("safetensors", "bin") else torch.float16
+    for name, shape in expected_shapes(kind, config, group_size, frozenset()):
+        shard[name] = random_tensor(name, shape, dtype)
         if sum(tensor.nbytes for tensor in shard.values()) >= SHARD_BYTES:
             write_shard()
     write_shard()
     write_json(folder / f"{stem}.{suffix}.index.json", {"metadata": {}, "weight_map": weight_map})
-    quantization = {"quantization_config": QUANTIZATION_CONFIG} if layout == "awq" else {}
-    write_json(folder / "config.json", config | quantization)
+
+
+def random_tensor(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Codes, positive scales, or a weight."""
+    if name.endswith((".qweight", ".qzeros")):
+        return torch.randint(-(2**31), 2**31, shape, dtype=torch.int32)
+    weight = torch.empty(shape, dtype=dtype).normal_(std=0.02)
+    return weight.abs() if name.endswith(".scales") else weight
 
 
 def staying_bytes(folder: Path, dtype: torch.dtype) -> int:
@@ -140,74 +115,61 @@ def staying_bytes(folder: Path, dtype: torch.dtype) -> int:
 
 def load(case: str, folder: Path, dtype: torch.dtype) -> object:
     """The model of one case, on the CPU, with all of its pages read."""
-    device = torch.device("cpu")
     if not case.startswith("reference"):
-        return load_decoder(read_config(folder), dtype, device, CONFIG["max_position_embeddings"])
-    model = load_reference_model(folder, dtype, device)
+        return load_decoder(read_config(folder), dtype, CPU, CONFIG["max_position_embeddings"])
+    model = load_reference_model(folder, dtype, CPU)
     for parameter in model.parameters():
         parameter.data.flatten()[::VALUES_BETWEEN_PAGES].sum()
     return model
 
 
-def measure(case: str, folder: Path) -> dict[str, float]:
-    """Load in this process; to be called once, in a fresh one."""
-    dtype = getattr(torch, CASES[case][1])
+def measure(case: str, folder: Path) -> list[str]:
+    """A line of the table; to be called once, in a fresh process."""
+    _, dtype = CASES[case]
     # what a first use of oneDNN and of transformers' model takes is not the checkpoint's
     dense_linear(torch.ones(16, 16, dtype=dtype))(torch.ones(1, 16, dtype=dtype))
     import_module("transformers.models.llama.modeling_llama")
-    before = resident("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak so far is forgotten (man 5 proc)
-    begin = time.perf_counter()
+    forget_peak(CPU)
+    before = usage(CPU)
+    begun = time.perf_counter()
     loaded = load(case, folder, dtype)
-    seconds = time.perf_counter() - begin
-    staying, peak, after = staying_bytes(folder, dtype), resident("VmHWM"), resident("VmRSS")
+    seconds = time.perf_counter() - begun
+    staying, after = staying_bytes(folder, dtype), usage(CPU)
     del loaded
-    return {
-        "staying_bytes": staying,
-        "resident_before_bytes": before,
-        "peak_bytes": peak - before,
-        "resident_after_bytes": after - before,
-        "ratio": (peak - before) / staying,
-        "seconds": seconds,
-    }
+    if before is None or after is None:
+        raise UserError("no resident memory", "/proc/self/status", "run on Linux")
+    peak = after.peak - before.now
+    sizes = (staying, before.now, peak, after.now - before.now)
+    megabytes = (f"{size / 1e6:.1f}" for size in sizes)
+    return [case, *megabytes, f"{peak / staying:.3f}", f"{seconds:.2f}"]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options(__doc__)
     parser.add_argument("--gigabytes", type=float, default=2.0)
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=CASES, metavar="NAME")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--measure", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--measure", type=Path, help="a checkpoint; for the script itself")
     arguments = parser.parse_args()
     if arguments.measure:
         print(json.dumps(measure(arguments.cases[0], arguments.measure)))
         return
-    layer_bytes = 2 * sum(out_size * in_size for _, out_size, in_size in linears(CONFIG))
-    outside_bytes = 4 * CONFIG["vocab_size"] * CONFIG["hidden_size"]
-    num_layers = max(1, round((1e9 * arguments.gigabytes - outside_bytes) / layer_bytes))
-    config = CONFIG | {"num_hidden_layers": num_layers}
-    head = header("loading", torch.device("cpu"), {arguments.json: "FILE"})
-    print_header(head)
-    print(f"{num_layers} layers")
-    cases: dict[str, dict[str, float]] = {}
-    with tempfile.TemporaryDirectory() as parent:
-        for layout in dict.fromkeys(CASES[case][0] for case in arguments.cases):
+    report = begin(__file__, __doc__, arguments)
+    num_layers = max(1, round((1e9 * arguments.gigabytes - OUTSIDE_BYTES) / LAYER_BYTES))
+    report.say(f"{num_layers} layers of width {CONFIG['hidden_size']}.")
+    rows = []
+    for layout in dict.fromkeys(CASES[case][0] for case in arguments.cases):
+        with tempfile.TemporaryDirectory() as parent:
             folder = Path(parent) / layout
-            write_checkpoint(folder, layout, config)
-            for case in (name for name in arguments.cases if CASES[name][0] == layout):
-                command = [sys.executable, __file__, "--measure", str(folder), "--cases", case]
-                done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-                found = cases[case] = json.loads(done.stdout)
-                print(
-                    f"{case:28s} {found['staying_bytes'] / 1e6:6.0f} MB stay, "
-                    f"peak {found['peak_bytes'] / 1e6:6.0f} MB over "
-                    f"{found['resident_before_bytes'] / 1e6:4.0f} MB, "
-                    f"{found['ratio']:.3f}x, {found['seconds']:.1f} s"
-                )
-            for path in folder.iterdir():
-                path.unlink()
-    write_record(arguments.json, head, {"config": config, "cases": cases})
+            write_checkpoint(folder, layout, num_layers)
+            cases = (case for case in arguments.cases if CASES[case][0] == layout)
+            rows += [
+                in_a_process(__file__, ["--measure", str(folder), "--cases", case])
+                for case in cases
+            ]
+    columns = ["case", "staying", "before", "peak", "after", "peak/staying", "seconds"]
+    report.table("Megabytes: weights, resident before, and over that", columns, rows)
+    report.write(arguments.record)
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -1,59 +1,53 @@
 """What a head's token losses cost: all logits and autograd against the chunked form.
 
-    python benchmarks/losses.py [--sizes 1024x256x4096 256x2048x32000] [--losses NAME ...]
-        [--draft-vocab-size N] [--num-steps 3] [--dtype bfloat16] [--device cpu] [--json FILE]
+    python benchmarks/losses.py [--device cpu] [--sizes 1024x256x4096] [--losses NAME ...]
+        [--draft-vocab-size N] [--num-steps 3] [--record FILE]
 
 A size is tokens x hidden size x vocabulary. A pass is the unrolled loss of so many tokens and its
 gradient in the head's outputs; with a draft vocabulary also in a projection of the head's own, as
-EAGLE-3 has it. Prints median milliseconds (the two forms take turns), the peak of memory during a
-pass over what was held before (of a CPU resident memory, each form in a fresh process, on Linux),
-and how far the two lie apart: the loss, and the gradients by their largest entry.
+EAGLE-3 has it. Printed are median milliseconds (the two forms take turns), the peak of memory in a
+pass over what was held before (of a CPU resident memory, each form in a fresh process), and how
+far the two lie apart: the loss as a share of it, the gradients of their largest entry.
 """
 
-import argparse
 import json
-import statistics
-import subprocess
 import sys
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
-from record import header, print_header, write_record
-from timing import resident
+from command import begin, device_of, in_a_process, options, positive, run
+from measuring import in_turns
 from torch import Tensor
 
+from polybasic.chain.errors import UserError
+from polybasic.deploy.hardware import forget_peak, usage
 from polybasic.train.features.lm_head import LmHead
 from polybasic.train.head.losses import TOKEN_LOSSES, unrolled_loss
 from polybasic.train.settings import HeadSettings
 
 SIZES = ("1024x256x4096", "256x2048x32000")
 FORMS = ("eager", "chunked")
-REPEATS = 5
 
 
 @dataclass(frozen=True)
 class Case:
-    """One token loss on random states of one size."""
+    """One token loss on random states of one size: tokens, hidden size, vocabulary."""
 
-    size: str
+    size: tuple[int, int, int]
     token_loss: str
     num_steps: int
     draft_vocab_size: int | None
-    dtype: str
-    device: str
+    dtype: torch.dtype
+    device: torch.device
 
     def passes(self) -> dict[str, Callable[[], tuple[Tensor, ...]]]:
         """Each form as a call that gives the loss and its gradients."""
-        num_tokens, hidden_size, vocab_size = map(int, self.size.split("x"))
-        dtype, device = getattr(torch, self.dtype), torch.device(self.device)
+        num_tokens, hidden_size, vocab_size = self.size
         random = torch.Generator().manual_seed(0)
 
         def normal(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=random).to(device, dtype)
+            return torch.randn(shape, generator=random).to(self.device, self.dtype)
 
         teacher = LmHead(normal(vocab_size, hidden_size) / hidden_size**0.5)
         states = normal(1, num_tokens, hidden_size)
@@ -64,116 +58,96 @@ class Case:
         student, drafted, learned = teacher, None, outputs
         if self.draft_vocab_size is not None:
             drafted = torch.randperm(vocab_size, generator=random)[: self.draft_vocab_size]
-            drafted = drafted.sort().values.to(device)
+            drafted = drafted.sort().values.to(self.device)
             student = LmHead(teacher.weight[drafted].requires_grad_())
             learned = [*outputs, student.weight]
-        is_label = torch.ones(1, num_tokens, dtype=torch.bool, device=device)
+        is_label = torch.ones(1, num_tokens, dtype=torch.bool, device=self.device)
         settings = HeadSettings(
             token_loss=self.token_loss, token_loss_weight=1.0, feature_loss_weight=0.0
         )
 
-        def run(eager: bool) -> tuple[Tensor, ...]:
+        def run_pass(eager: bool) -> tuple[Tensor, ...]:
             arguments = outputs, states, teacher, student, is_label, settings, drafted
             loss = unrolled_loss(*arguments, eager=eager).total
             return loss.detach(), *torch.autograd.grad(loss, learned)
 
-        return {"eager": lambda: run(True), "chunked": lambda: run(False)}
-
-    def milliseconds(self) -> dict[str, float]:
-        """Medians of both forms in turns; the first turn warms up."""
-        taken: dict[str, list[float]] = {form: [] for form in FORMS}
-        passes = self.passes()
-        for turn in range(REPEATS + 1):
-            for form, run in passes.items():
-                self._synchronize()
-                begin = time.perf_counter()
-                run()
-                self._synchronize()
-                if turn:
-                    taken[form].append(1e3 * (time.perf_counter() - begin))
-        return {form: statistics.median(values) for form, values in taken.items()}
+        return {"eager": lambda: run_pass(True), "chunked": lambda: run_pass(False)}
 
     def peak_bytes(self, form: str) -> int:
         """Of one pass; to be called once, in a fresh process."""
-        run = self.passes()[form]
-        if self.device != "cpu":
-            held = torch.cuda.memory_allocated()
-            torch.cuda.reset_peak_memory_stats()
-            run()
-            return torch.cuda.max_memory_allocated() - held
+        run_pass = self.passes()[form]
         # what a first product and a first gradient take is not the loss's
-        Case("8x16x32", self.token_loss, 1, None, self.dtype, "cpu").passes()[form]()
-        held = resident("VmRSS")
-        Path("/proc/self/clear_refs").write_text("5")  # the peak so far is forgotten (man 5 proc)
-        run()
-        return resident("VmHWM") - held
+        replace(self, size=(8, 16, 32), num_steps=1, draft_vocab_size=None).passes()[form]()
+        forget_peak(self.device)
+        held = usage(self.device)
+        run_pass()
+        found = usage(self.device)
+        assert held is not None
+        assert found is not None, "only where the system tells"
+        return found.peak - held.now
 
-    def differences(self) -> dict[str, float]:
-        """Of the loss, as a share of it, and of the gradients, of their largest entry."""
-        (loss, *gradients), (expected, *others) = (
-            self.passes()[form]() for form in reversed(FORMS)
-        )
+    def differences(self) -> tuple[float, float]:
+        """Of the loss and of the gradients."""
+        passes = self.passes()
+        (expected, *others), (loss, *gradients) = (passes[form]() for form in FORMS)
         furthest = max(
             ((one - other).abs().max() / other.abs().max()).item()
             for one, other in zip(gradients, others, strict=True)
         )
-        return {"loss": abs((loss / expected).item() - 1), "gradient": furthest}
-
-    def _synchronize(self) -> None:
-        if self.device != "cpu":
-            torch.cuda.synchronize()
+        return abs((loss / expected).item() - 1), furthest
 
 
-def measure(case: Case, arguments: list[str]) -> dict[str, Any]:
-    """Time and differences here, peaks in processes of their own."""
-    peaks = {}
-    for form in FORMS:
-        command = [sys.executable, __file__, *arguments, "--sizes", case.size]
-        command += ["--losses", case.token_loss, "--measure", form]
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-        peaks[form] = json.loads(done.stdout)
-    return {
-        "milliseconds": case.milliseconds(),
-        "peak_bytes": peaks,
-        "differences": case.differences(),
-    }
+def size_of(word: str) -> tuple[int, int, int]:
+    """Tokens, hidden size and vocabulary.
+
+    Raises:
+        UserError: it is no size.
+    """
+    try:
+        num_tokens, hidden_size, vocab_size = map(int, word.split("x"))
+    except ValueError as error:
+        raise UserError("no size", f"--sizes {word}", "write 1024x256x4096") from error
+    return num_tokens, hidden_size, vocab_size
+
+
+def row_of(word: str, case: Case, turns: int) -> list[str]:
+    """A line of the table."""
+    taken = in_turns(case.passes(), turns, 1, case.device, warm_up=1)
+    words = [*sys.argv[1:], "--sizes", word, "--losses", case.token_loss, "--measure"]
+    peaks = [in_a_process(__file__, [*words, form]) for form in FORMS]
+    return [
+        f"{word} {case.token_loss}",
+        *(f"{1e3 * taken[form].median:.1f}" for form in FORMS),
+        *(f"{peak / 1e6:.1f}" for peak in peaks),
+        *(f"{apart:.0e}" for apart in case.differences()),
+    ]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options(__doc__, "--device", "--dtype", "--turns")
     parser.add_argument("--sizes", nargs="+", default=SIZES, metavar="NxHxV")
     parser.add_argument("--losses", nargs="+", default=list(TOKEN_LOSSES), choices=TOKEN_LOSSES)
-    parser.add_argument("--draft-vocab-size", type=int, help="train a projection of so many rows")
-    parser.add_argument("--num-steps", type=int, default=3)
-    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--measure", choices=FORMS, help=argparse.SUPPRESS)
+    parser.add_argument("--draft-vocab-size", type=positive, help="train a projection of its own")
+    parser.add_argument("--num-steps", type=positive, default=3)
+    parser.add_argument("--measure", choices=FORMS, help="for the script itself")
     arguments = parser.parse_args()
-    shared = (arguments.num_steps, arguments.draft_vocab_size, arguments.dtype, arguments.device)
-    cases = [Case(size, name, *shared) for size in arguments.sizes for name in arguments.losses]
+    shared = arguments.num_steps, arguments.draft_vocab_size, getattr(torch, arguments.dtype)
+    device = device_of(arguments)
+    cases = [
+        (word, Case(size_of(word), name, *shared, device))
+        for word in arguments.sizes
+        for name in arguments.losses
+    ]
     if arguments.measure:
-        print(json.dumps(cases[0].peak_bytes(arguments.measure)))
+        print(json.dumps(cases[0][1].peak_bytes(arguments.measure)))
         return
-    head = header("losses", torch.device(arguments.device), {arguments.json: "FILE"})
-    print_header(head)
-    print(f"{arguments.dtype}, {arguments.num_steps} steps")
-    found: dict[str, dict[str, Any]] = {}
-    for case in cases:
-        measured = found[f"{case.size} {case.token_loss}"] = measure(case, sys.argv[1:])
-        milliseconds, peaks = measured["milliseconds"], measured["peak_bytes"]
-        cells = "  ".join(
-            f"{form} {milliseconds[form]:8.1f} ms {peaks[form] / 1e6:7.0f} MB" for form in FORMS
-        )
-        apart = measured["differences"]
-        print(
-            f"{case.size:>16s} {case.token_loss:16s} {cells}  "
-            f"apart {apart['loss']:.0e} {apart['gradient']:.0e}"
-        )
-    names = ("num_steps", "draft_vocab_size", "dtype")
-    settings = {name: getattr(arguments, name) for name in names}
-    write_record(arguments.json, head, {"settings": settings, "cases": found})
+    report = begin(__file__, __doc__, arguments)
+    columns = ["tokens x hidden x vocabulary, loss", "eager, ms", "chunked, ms"]
+    columns += ["eager, MB", "chunked, MB", "apart: loss", "gradient"]
+    rows = [row_of(word, case, arguments.turns) for word, case in cases]
+    report.table("Unrolled losses with their gradients", columns, rows)
+    report.write(arguments.record)
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -1,32 +1,37 @@
 """What one pass of each member of a chain costs, by rows, and what a draft costs, by shape.
 
-    python benchmarks/passes.py CHAIN [--context 256] [--dtype bfloat16] [--rows 1 4 8]
-        [--shapes 7x4] [--only NAME ...] [--repeats 12] [--turns 5] [--threads N] [--json FILE]
+    python benchmarks/passes.py CHAIN [--device cpu] [--contexts 256] [--rows 1 4 8] [--shapes 7x4]
+        [--only NAME ...] [--record FILE]
 
-A pass is what a verifying member does in a round: states, logits and the choice of tokens. Printed
-are minimum, median and maximum in milliseconds, and beside them the bound: the bytes that the pass
-must move (benchmarks/traffic.py) over the best bandwidth that was measured in the same run. The
-members take turns, call by call, so that a drift of the machine hits all alike and nobody finds its
-weights in a cache because it ran just before.
+A pass is what a verifying member does in a round: states, logits and the choice of tokens. Beside
+its milliseconds stands the bound: the bytes that it must move (benchmarks/traffic.py) over the
+bandwidth that was measured in the same run. The members take turns, call by call, so that a drift
+of the machine hits all alike and nobody finds its weights in a cache because it ran just before.
+
+On a GPU passes and drafts are captured as graphs, as rounds run them.
 """
 
-import argparse
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
-from record import console, header, print_header, write_record
-from rich.table import Table
-from timing import Bandwidth, Spread, in_turns, measure_bandwidth
+from command import Report, begin, load, options, positive, run
+from measuring import Bandwidth, Case, Spread, all_of, captured, in_turns, measure_bandwidth
+from torch import Tensor
 from traffic import Moved, member_draft, member_pass
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.plan import Tree
-from polybasic.deploy import Chain, load_chain
+from polybasic.chain.kernels.torch.rows import causal_rows
+from polybasic.chain.model.device_model import DeviceModel
+from polybasic.chain.model.head import EagleHead
+from polybasic.deploy import Chain
 from polybasic.deploy.engine import CONTEXT_TOKENS_BY_DEFAULT, Drafters
+from polybasic.deploy.graphs.capture import Graphs
+from polybasic.deploy.graphs.device_tree import expand
+from polybasic.deploy.rounds.cache import KeyValueCache
 from polybasic.deploy.rounds.sampling import Prefixes, Sampling, make_sampler
 from polybasic.deploy.rounds.verifier import SPARE_ROWS
 
@@ -34,6 +39,8 @@ ROWS = (1, 2, 4, 8, 12, 16, 24, 32)
 SHAPES = ("1x4", "2x4", "5x4", "7x2", "7x4", "7x8", "10x2", "10x4")
 NEW_TOKENS = 4
 """Observed since the draft before."""
+GRAPHS = 4
+"""Kept at a time, of passes that are not run again."""
 
 
 @dataclass(frozen=True)
@@ -41,14 +48,14 @@ class PassSettings:
     """What is measured.
 
     Attributes:
-        context: tokens before the pass.
+        contexts: tokens before a pass; drafts stand after the first of them.
         rows: of passes.
         shapes: of drafts, "depth x top_k".
         repeats: calls of each in a turn.
         only: members; none for all.
     """
 
-    context: int = 256
+    contexts: tuple[int, ...] = (256,)
     rows: tuple[int, ...] = ROWS
     shapes: tuple[str, ...] = SHAPES
     repeats: int = 12
@@ -61,11 +68,14 @@ class Cost:
     """Of a pass or a whole draft.
 
     Attributes:
-        seconds: what it takes.
+        what: "4 rows", or the shape of a draft.
         moved: what it must move.
         bound_seconds: what moving that takes at least.
     """
 
+    member: str
+    what: str
+    context: int
     seconds: Spread
     moved: Moved
     bound_seconds: float
@@ -75,87 +85,71 @@ class Cost:
         """The median over the bound."""
         return self.seconds.median / self.bound_seconds
 
-    def to_json(self) -> dict[str, Any]:
-        """As a record holds it."""
-        return {
-            "milliseconds": self.seconds.times(1e3).to_json(),
-            "bytes": {**vars(self.moved), "total": self.moved.total},
-            "bound_milliseconds": 1e3 * self.bound_seconds,
-            "times_bound": self.times_bound,
-        }
 
-
-@dataclass(frozen=True)
-class PassTimes:
-    """What was measured.
-
-    Attributes:
-        passes: member -> rows -> cost.
-        drafts: drafter -> "depth x top_k" -> cost.
-    """
-
-    passes: dict[str, dict[int, Cost]]
-    drafts: dict[str, dict[str, Cost]]
-
-    def to_json(self) -> dict[str, Any]:
-        """As a record holds it."""
-        return {
-            kind: {
-                name: {str(key): cost.to_json() for key, cost in costs.items()}
-                for name, costs in of_kind.items()
-            }
-            for kind, of_kind in vars(self).items()
-        }
-
-
-@torch.inference_mode()
-def measure_passes(chain: Chain, settings: PassSettings, bandwidth: Bandwidth) -> PassTimes:
-    """Time passes and drafts of a chain's members.
-
-    Raises:
-        UserError: a context that the chain has no room for, or members that it does not have.
-    """
+def pass_cases(chain: Chain, settings: PassSettings, bandwidth: Bandwidth) -> Iterator[Case[Cost]]:
+    """Passes of all verifying members in turns, a case for each context and number of rows."""
     _check(chain, settings)
-    device = chain.engine.models.target.device
+    graphs = _graphs(chain)
+    members = [name for name in chain.engine.verifiers if _is_asked_for(name, settings)]
 
-    def costs(runs: dict[Any, Callable[[], object]], moved: dict[Any, Moved]) -> dict[Any, Cost]:
-        found = in_turns(runs, settings.turns, settings.repeats, device)
-        return {
-            key: Cost(seconds, moved[key], moved[key].total / bandwidth.bound)
-            for key, seconds in found.items()
+    @torch.inference_mode()
+    def measure(context: int, rows: int) -> list[Cost]:
+        runs = {
+            name: captured(graphs, (name, context, rows), _pass(chain, name, context, rows))
+            for name in members
         }
+        found = in_turns(runs, settings.turns, settings.repeats, graphs.device)
+        costs = []
+        for name, seconds in found.items():
+            moved = member_pass(chain, name, context, rows)
+            bound = moved.total / bandwidth.bound
+            costs.append(Cost(name, f"{rows} rows", context, seconds, moved, bound))
+        return costs
 
-    def is_asked_for(name: str) -> bool:
-        return not settings.only or name in settings.only
+    for context in settings.contexts:
+        for rows in settings.rows if members else ():
+            yield f"passes of {rows} rows after {context} tokens", partial(measure, context, rows)
 
-    passes: dict[str, dict[int, Cost]] = {
-        name: {} for name in chain.engine.verifiers if is_asked_for(name)
-    }
-    for rows in settings.rows:
-        runs = {name: _pass(chain, name, settings.context, rows) for name in passes}
-        moved = {name: member_pass(chain, name, settings.context, rows) for name in passes}
-        for name, cost in costs(runs, moved).items():
-            passes[name][rows] = cost
-    drafts: dict[str, dict[str, Cost]] = {}
-    for name in filter(is_asked_for, chain.engine.models.drafters):
-        shapes = {shape: _tree(shape) for shape in settings.shapes}
-        runs = {shape: _draft(chain, name, tree, settings) for shape, tree in shapes.items()}
-        moved = {
-            shape: member_draft(chain, name, settings.context, tree.depth, tree.top_k)
-            for shape, tree in shapes.items()
-        }
-        drafts[name] = costs(runs, moved)
-    return PassTimes(passes, drafts)
+
+def draft_cases(chain: Chain, settings: PassSettings, bandwidth: Bandwidth) -> Iterator[Case[Cost]]:
+    """Whole drafts, a case for each drafter and shape."""
+    _check(chain, settings)
+    graphs, context = _graphs(chain), settings.contexts[0]
+
+    @torch.inference_mode()
+    def measure(name: str, tree: Tree, shape: str) -> list[Cost]:
+        run_draft = captured(graphs, (name, shape), _draft(chain, name, tree, context))
+        found = in_turns({name: run_draft}, settings.turns, settings.repeats, graphs.device)
+        moved = member_draft(chain, name, context, tree.depth, tree.top_k)
+        bound = moved.total / bandwidth.bound
+        return [Cost(name, shape, context, found[name], moved, bound)]
+
+    for name in chain.engine.models.drafters:
+        if _is_asked_for(name, settings):
+            for shape in settings.shapes:
+                yield f"draft {shape} of {name}", partial(measure, name, tree_of(shape), shape)
+
+
+def _graphs(chain: Chain) -> Graphs:
+    target = chain.engine.models.target
+    # passes that wait for the host cannot be captured
+    enabled = chain.engine.graphs.enabled and target.device_model is not None
+    return Graphs(target.device, enabled, most=GRAPHS)
+
+
+def _is_asked_for(name: str, settings: PassSettings) -> bool:
+    return not settings.only or name in settings.only
 
 
 def _check(chain: Chain, settings: PassSettings) -> None:
-    if not 2 * NEW_TOKENS <= settings.context <= chain.engine.context_tokens:
-        raise UserError(
-            "context out of range",
-            f"--context {settings.context}",
-            f"use {2 * NEW_TOKENS} to {chain.engine.context_tokens}",
-        )
-    if not 1 <= min(settings.rows, default=1) <= max(settings.rows, default=1) <= SPARE_ROWS:
+    for context in settings.contexts:
+        if not 2 * NEW_TOKENS <= context <= chain.engine.context_tokens:
+            raise UserError(
+                "context out of range",
+                f"--contexts {context}",
+                f"use {2 * NEW_TOKENS} to {chain.engine.context_tokens}",
+            )
+    if max(settings.rows, default=1) > SPARE_ROWS:
         raise UserError("rows out of range", f"--rows {settings.rows}", f"use 1 to {SPARE_ROWS}")
     members = [*chain.engine.verifiers, *chain.engine.models.drafters]
     for name in settings.only:
@@ -163,7 +157,12 @@ def _check(chain: Chain, settings: PassSettings) -> None:
             raise UserError("no such member", f"--only {name}", f"members: {', '.join(members)}")
 
 
-def _tree(shape: str) -> Tree:
+def tree_of(shape: str) -> Tree:
+    """A tree of a shape "depth x top_k".
+
+    Raises:
+        UserError: it is none.
+    """
     try:
         depth, top_k = map(int, shape.split("x"))
         return Tree(depth=depth, top_k=top_k, rows=24)
@@ -171,27 +170,59 @@ def _tree(shape: str) -> Tree:
         raise UserError("no shape of a draft", f"--shapes {shape}", "write 7x4") from error
 
 
-def _pass(chain: Chain, name: str, context: int, rows: int) -> Callable[[], object]:
-    """A pass of `rows` tokens behind `context` ones, with all that a round makes of it."""
+def _pass(chain: Chain, name: str, context: int, rows: int) -> Callable[[], None]:
+    verifier = chain.engine.verifiers[name]
+    model = verifier.decoder.device_model
+    if model is None:
+        return _host_pass(chain, name, context, rows)
+    return _device_pass(model, verifier.cache, context, rows)
+
+
+def _host_pass(chain: Chain, name: str, context: int, rows: int) -> Callable[[], None]:
+    """A pass of `rows` tokens after `context` ones, with all that a round makes of it."""
     verifier = chain.engine.verifiers[name]
     tokens = torch.randint(0, verifier.decoder.config.vocab_size, (rows,)).tolist()
     prefixes = Prefixes(tokens[:1], [tokens[1:end] for end in range(1, rows + 1)])
     sampler = make_sampler(Sampling(temperature=0.0), verifier.decoder.device, 1)
 
-    def run() -> object:
+    def run_pass() -> None:
         # nothing is moved, and rows that are not kept are forgotten with the next pass
         verifier.cache.truncate(0)
         verifier.cache.keep(range(context))
         states = verifier.read(tokens)
         distributions = sampler.distributions(verifier.logits(states), prefixes)
-        return [sampler.draw(distributions, row) for row in range(rows)]
+        for row in range(rows):
+            sampler.draw(distributions, row)
 
-    return run
+    return run_pass
 
 
-def _draft(chain: Chain, name: str, tree: Tree, settings: PassSettings) -> Callable[[], object]:
-    """A whole draft behind `settings.context` tokens, `NEW_TOKENS` of them new."""
-    context, models = settings.context, chain.engine.models
+def _device_pass(
+    model: DeviceModel, cache: KeyValueCache, context: int, rows: int
+) -> Callable[[], None]:
+    """The same as a round runs it on a GPU, up to the choice of tokens."""
+    device = cache.block.device
+    prefix = torch.tensor(context, device=device)
+    tokens = torch.randint(0, model.parts.config.vocab_size, (rows,)).to(device)
+    chosen = torch.zeros(rows, dtype=torch.int64, device=device)
+
+    def run_pass() -> None:
+        states = model.forward(tokens, cache.layers, causal_rows(prefix, rows))
+        chosen.copy_(model.operations.most_probable(model.logits(states)))
+
+    return run_pass
+
+
+def _draft(chain: Chain, name: str, tree: Tree, context: int) -> Callable[[], None]:
+    """A whole draft after `context` tokens."""
+    drafter = chain.engine.models.drafters[name]
+    if isinstance(drafter, EagleHead) and drafter.device_model is not None:
+        return _device_draft(drafter, context, tree)
+    return _host_draft(chain, name, tree, context)
+
+
+def _host_draft(chain: Chain, name: str, tree: Tree, context: int) -> Callable[[], None]:
+    models = chain.engine.models
     # of its own: a change of shape is no part of a draft
     drafter = Drafters(models, context + 2 * SPARE_ROWS).named(name, tree)
     decoder = models.decoders[chain.manifest.member(name).drafts_for[0]]
@@ -200,97 +231,110 @@ def _draft(chain: Chain, name: str, tree: Tree, settings: PassSettings) -> Calla
     drafter.observe(states)
     drafter.draft(tokens, tree.depth)
 
-    def run() -> object:
+    def run_draft() -> None:
         drafter.rewind(context - NEW_TOKENS)
         drafter.observe(states[context - NEW_TOKENS :])
-        return drafter.draft(tokens, tree.depth)
+        drafter.draft(tokens, tree.depth)
 
-    return run
-
-
-def print_passes(times: PassTimes) -> None:
-    """Tables: passes by member and rows, drafts by shape."""
-    target = next(iter(times.passes), None)
-    if target is not None:
-        table = _table("milliseconds a pass", "member", "rows", f"of {target}'s")
-        for name, by_rows in times.passes.items():
-            for rows, cost in by_rows.items():
-                share = cost.seconds.median / times.passes[target][rows].seconds.median
-                table.add_row(name, str(rows), *_cells(cost), f"{share:.2f}")
-        console().print(table)
-    if times.drafts:
-        table = _table("milliseconds a draft", "drafter", "depth x top k")
-        for name, by_shape in times.drafts.items():
-            for shape, cost in by_shape.items():
-                table.add_row(name, shape, *_cells(cost))
-        console().print(table)
+    return run_draft
 
 
-def _table(title: str, first: str, second: str, *last: str) -> Table:
-    table = Table(first, title=title, title_justify="left")
-    for name in (second, "min", "median", "max", "MB", "bound", "times bound", *last):
-        table.add_column(name, justify="right")
-    return table
+def _device_draft(head: EagleHead, context: int, tree: Tree) -> Callable[[], None]:
+    model = device_model_of(head, "the draft head")
+    cache = KeyValueCache(head.config, 1, context + SPARE_ROWS, head.dtype, head.device)
+    state = torch.randn(1, head.config.hidden_size).to(head.device, head.dtype)
+    prefix = torch.tensor(context, device=head.device)
+
+    def forward(tokens: Tensor, states: Tensor, rows: Any) -> Tensor:
+        return model.forward(tokens, cache.layers, rows, states)
+
+    shape = tree.depth, tree.top_k, head.draft_token_ids
+
+    def run_draft() -> None:
+        expand(forward, model.logits, model.operations, state, prefix, *shape)
+
+    return run_draft
+
+
+def device_model_of(model: Any, name: str) -> DeviceModel:
+    """The passes of a decoder or a draft head on the device.
+
+    Raises:
+        UserError: it has none.
+    """
+    found: DeviceModel | None = model.device_model
+    if found is None:
+        raise UserError(
+            "no passes on the device",
+            f"{name} on {model.device}",
+            "set POLYBASIC_KERNELS=device on a CPU, and unset it on a GPU",
+        )
+    return found
+
+
+COLUMNS = ["context", "min", "median", "max", "MB", "bound", "times bound"]
+
+
+def report_passes(report: Report, costs: Sequence[Cost]) -> None:
+    """A row for each member, context and number of rows."""
+    target = costs[0].member if costs else ""
+    of_target = {
+        (cost.what, cost.context): cost.seconds.median for cost in costs if cost.member == target
+    }
+    rows = []
+    for cost in costs:
+        alone = of_target.get((cost.what, cost.context))
+        rows.append([*_cells(cost), "" if alone is None else f"{cost.seconds.median / alone:.2f}"])
+    report.table("Milliseconds a pass", ["member", "rows", *COLUMNS, f"of {target}'s"], rows)
+
+
+def report_drafts(report: Report, costs: Sequence[Cost]) -> None:
+    """A row for each drafter and shape."""
+    rows = [_cells(cost) for cost in costs]
+    report.table("Milliseconds a draft", ["drafter", "depth x top k", *COLUMNS], rows)
 
 
 def _cells(cost: Cost) -> list[str]:
-    seconds = cost.seconds
-    numbers = [f"{1e3 * one:.3f}" for one in (seconds.min, seconds.median, seconds.max)]
-    megabytes = f"{cost.moved.total / 1e6:.1f}"
-    return [*numbers, megabytes, f"{1e3 * cost.bound_seconds:.3f}", f"{cost.times_bound:.2f}"]
+    return [
+        cost.member,
+        cost.what.removesuffix(" rows"),
+        str(cost.context),
+        *cost.seconds.times(1e3).cells(),
+        f"{cost.moved.total / 1e6:.1f}",
+        f"{1e3 * cost.bound_seconds:.3f}",
+        f"{cost.times_bound:.2f}",
+    ]
 
 
-def load_for(path: Path, dtype: str, threads: int | None, context: int) -> Chain:
-    """A chain with room for `context` tokens, run by so many threads (default: torch's own)."""
-    if threads is not None:
-        torch.set_num_threads(threads)
-    long = context if context > CONTEXT_TOKENS_BY_DEFAULT else None
-    return load_chain(path, dtype=dtype, context_tokens=long)
-
-
-def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("chain", type=Path)
-    parser.add_argument("--context", type=int, default=256, help="tokens before the pass")
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--rows", type=int, nargs="*", default=ROWS)
-    parser.add_argument("--shapes", nargs="*", default=SHAPES, metavar="DEPTHxTOP_K")
-    parser.add_argument("--only", nargs="+", default=(), metavar="NAME", help="these members")
-    parser.add_argument("--repeats", type=int, default=12, help="calls of each in a turn")
-    parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--threads", type=int, help="default: torch's own choice")
-    parser.add_argument("--json", type=Path, help="write the record here")
-    return parser.parse_args(arguments)
+def room_for(contexts: Sequence[int]) -> int:
+    """What a chain is loaded with; 0 for what it is declared for."""
+    longest = max(contexts, default=0)
+    return longest if longest > CONTEXT_TOKENS_BY_DEFAULT else 0
 
 
 def main() -> None:
-    arguments = parsed()
-    chain = load_for(arguments.chain, arguments.dtype, arguments.threads, arguments.context)
-    device = chain.engine.models.target.device
-    head = header("passes", device, {arguments.chain: "CHAIN", arguments.json: "FILE"})
-    print_header(head)
-    bandwidth = measure_bandwidth(device)
-    print(f"{bandwidth.shown()}; context {arguments.context}, {arguments.dtype}")
+    parser = options(__doc__, "chain", "--device", "--dtype", "--turns", "--repeats")
+    parser.add_argument("--contexts", type=positive, nargs="+", default=(256,), metavar="TOKENS")
+    parser.add_argument("--rows", type=positive, nargs="*", default=ROWS)
+    parser.add_argument("--shapes", nargs="*", default=SHAPES, metavar="DEPTHxTOP_K")
+    parser.add_argument("--only", nargs="+", default=(), metavar="NAME", help="these members")
+    arguments = parser.parse_args()
+    report = begin(__file__, __doc__, arguments)
+    chain = load(arguments, room_for(arguments.contexts))
+    bandwidth = measure_bandwidth(chain.engine.models.target.device)
+    report.say(bandwidth.shown())
     settings = PassSettings(
-        arguments.context,
+        tuple(arguments.contexts),
         tuple(arguments.rows),
         tuple(arguments.shapes),
         arguments.repeats,
         arguments.turns,
         tuple(arguments.only),
     )
-    times = measure_passes(chain, settings, bandwidth)
-    print_passes(times)
-    content = {
-        "settings": {**vars(settings), "dtype": arguments.dtype},
-        "bandwidth": bandwidth.to_json(),
-        **times.to_json(),
-    }
-    write_record(arguments.json, head, content)
+    report_passes(report, all_of(pass_cases(chain, settings, bandwidth)))
+    report_drafts(report, all_of(draft_cases(chain, settings, bandwidth)))
+    report.write(arguments.record)
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except UserError as error:
-        sys.exit(f"error: {error}")
+    run(main)

@@ -1,32 +1,31 @@
 """Is the planner right? Predicted against measured time, and its choice against a sweep.
 
-    python benchmarks/planner.py CHAIN [--prompts FILE] [--sweep] [--json FILE]
+    python benchmarks/planner.py CHAIN [--prompts FILE] [--sweep] [--record FILE]
 
 Plans on calibration prompts, then runs the best plan of every set of members on other prompts, in
 turns. With `--sweep` every plan of a small grid is run too, the planner chooses from the same grid,
 and the fastest plans of the sweep meet the choice once more in turns of their own: the best of many
-noisy figures is too good to be true. Seconds are those behind the prefill. A machine that others
+noisy figures is too good to be true. Seconds are those after the prefill. A machine that others
 use drifts between prediction and measurement, all plans alike: the speedups over the target alone
 are free of that.
 """
 
-import argparse
 import random
 import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from record import header, write_record
-from rich.console import Console
-from rich.progress import track
-from rich.table import Table
-from systems import read_prompts, shown_plan
+from command import PROMPT_OPTIONS, Report, begin, load, options, run
+from measuring import progress
+from systems import prompts_of, shown_plan
 
+from polybasic.chain.errors import UserError
 from polybasic.chain.formats.plan import Plan
-from polybasic.deploy import Chain, load_chain
+from polybasic.deploy import Chain
+from polybasic.deploy.planner.measurements import Measurements
 from polybasic.deploy.planner.run import plan_loaded
 from polybasic.deploy.planner.search import candidate_plans, choose_plan
 from polybasic.deploy.planner.simulation import simulate
@@ -47,7 +46,7 @@ def seconds_per_token(
     settings: PlanSettings,
     turns: int,
 ) -> list[float]:
-    """Medians over turns of total seconds behind the prefill over total tokens.
+    """Medians over turns of total seconds after the prefill over total tokens.
 
     In a turn every prompt is answered by every plan before the next prompt comes, in an order of
     its own.
@@ -55,7 +54,7 @@ def seconds_per_token(
     shuffled = random.Random(0)
     sampling = Sampling(settings.temperature, seed=settings.seed)
     found: list[list[float]] = [[] for _ in plans]
-    for _ in track(range(turns), description="turns", console=Console(stderr=True)):
+    for _ in progress("turns", turns):
         seconds, tokens = [0.0] * len(plans), [0] * len(plans)
         for prompt in prompts:
             order = list(range(len(plans)))
@@ -72,30 +71,33 @@ def seconds_per_token(
     return [statistics.median(one) for one in found]
 
 
+@dataclass(frozen=True)
+class Compared:
+    """A plan's seconds a token after the prefill, as predicted and as measured."""
+
+    plan: Plan
+    predicted: float
+    measured: float
+
+    @property
+    def error(self) -> float:
+        """By which share the prediction is more than the measurement."""
+        return self.predicted / self.measured - 1
+
+
 def compare(
     chain: Chain, prompts: Sequence[list[int]], settings: PlanSettings, turns: int
-) -> tuple[list[dict[str, Any]], Any]:
-    """The best plan of every set of members: predicted and measured."""
+) -> tuple[list[Compared], Measurements]:
+    """The best plan of every set of members, and what the planner had measured."""
     planning = plan_loaded(chain, settings, print_to_stderr)
     candidates = [planning.measured, *planning.measured.others]
     plans = [one.plan for one in candidates]
     measured = seconds_per_token(chain, plans, prompts, settings, turns)
-    rows = [
-        {
-            "plan": one.plan.model_dump(mode="json"),
-            "shown": shown_plan(one.plan, chain),
-            "predicted_seconds_per_token": one.seconds_per_token,
-            "measured_seconds_per_token": seconds,
-            "error": one.seconds_per_token / seconds - 1,
-        }
+    found = [
+        Compared(one.plan, one.seconds_per_token, seconds)
         for one, seconds in zip(candidates, measured, strict=True)
     ]
-    (alone,) = (row for row, plan in zip(rows, plans, strict=True) if runs_alone(plan))
-    for row in rows:
-        for way in ("predicted", "measured"):
-            key = f"{way}_seconds_per_token"
-            row[f"{way}_speedup"] = alone[key] / row[key]
-    return rows, planning.measurements
+    return found, planning.measurements
 
 
 def runs_alone(plan: Plan) -> bool:
@@ -104,55 +106,81 @@ def runs_alone(plan: Plan) -> bool:
 
 
 def sweep(
-    chain: Chain,
-    prompts: Sequence[list[int]],
-    settings: PlanSettings,
-    measurements: Any,
+    chain: Chain, prompts: Sequence[list[int]], settings: PlanSettings, measurements: Measurements,
     turns: int,
-) -> dict[str, Any]:
-    """Every plan of the small grid, and how far the planner's choice from it is from the best."""
+) -> tuple[list[Compared], Compared, Compared]:  # fmt: skip
+    """Every plan of the small grid; the planner's choice and the best, in turns of their own.
+
+    Raises:
+        UserError: a chain without a drafter.
+    """
     plans = [plan for plan in candidate_plans(measurements, SWEEP_GRID) if len(plan.members) > 1]
     plans = [plan for plan in plans if plan.members[-1] in measurements.drafters]
+    if not plans:
+        raise UserError("nothing to sweep", f"{chain.folder}", "name a chain with a draft head")
     choice = choose_plan(measurements, SWEEP_GRID).best.plan
-    first = seconds_per_token(chain, plans, prompts, settings, 1)
-    ranked = [plan for _, plan in sorted(zip(first, plans, strict=True), key=lambda one: one[0])]
-    finalists = [choice, *(plan for plan in ranked[:NUM_FINALISTS] if plan != choice)]
-    final = seconds_per_token(chain, finalists, prompts, settings, turns)
-    predicted = [simulate(plan, measurements).seconds_per_token for plan in plans]
-    errors = [abs(one / other - 1) for one, other in zip(predicted, first, strict=True)]
-    return {
-        "num_plans": len(plans),
-        "choice": shown_plan(choice, chain),
-        "best": shown_plan(finalists[final.index(min(final))], chain),
-        "choice_seconds_per_token": final[0],
-        "best_seconds_per_token": min(final),
-        "choice_behind_best": final[0] / min(final) - 1,
-        "median_error": statistics.median(errors),
-        "largest_error": max(errors),
-        "plans": [
-            {"shown": shown_plan(plan, chain), "predicted": one, "measured": other}
-            for plan, one, other in zip(plans, predicted, first, strict=True)
-        ],
-    }
+
+    def compared(plans: Sequence[Plan], turns: int) -> list[Compared]:
+        measured = seconds_per_token(chain, plans, prompts, settings, turns)
+        return [
+            Compared(plan, simulate(plan, measurements).seconds_per_token, seconds)
+            for plan, seconds in zip(plans, measured, strict=True)
+        ]
+
+    once = compared(plans, 1)
+    fastest = sorted(once, key=lambda one: one.measured)[:NUM_FINALISTS]
+    final = compared([choice, *(one.plan for one in fastest if one.plan != choice)], turns)
+    return once, final[0], min(final, key=lambda one: one.measured)
 
 
 def print_to_stderr(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
+def report_compared(report: Report, compared: Sequence[Compared], chain: Chain) -> None:
+    """A row for each plan."""
+    (alone,) = (one for one in compared if runs_alone(one.plan))
+    columns = ["plan", "predicted", "measured", "off by", "predicted speedup", "measured speedup"]
+    rows = [
+        [
+            *_cells(one, chain),
+            f"{100 * one.error:+.1f} %",
+            f"{alone.predicted / one.predicted:.2f}x",
+            f"{alone.measured / one.measured:.2f}x",
+        ]
+        for one in compared
+    ]
+    report.table("Milliseconds a token after the prefill", columns, rows)
+
+
+def report_sweep(
+    report: Report, plans: Sequence[Compared], choice: Compared, best: Compared, chain: Chain
+) -> None:
+    """What the choice lacks, how far predictions are off, and all plans."""
+    errors = [abs(one.error) for one in plans]
+    report.say(
+        f"Sweep of {len(plans)} plans: the choice ({shown_plan(choice.plan, chain)}) is "
+        f"{100 * (choice.measured / best.measured - 1):.1f} % behind the best "
+        f"({shown_plan(best.plan, chain)}); predictions are off by "
+        f"{100 * statistics.median(errors):.1f} % in the median, at most {100 * max(errors):.1f} %."
+    )
+    rows = [_cells(one, chain) for one in plans]
+    report.table("All plans, milliseconds a token", ["plan", "predicted", "measured"], rows)
+
+
+def _cells(one: Compared, chain: Chain) -> list[str]:
+    return [shown_plan(one.plan, chain), f"{1e3 * one.predicted:.3f}", f"{1e3 * one.measured:.3f}"]
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("chain", type=Path)
-    parser.add_argument("--prompts", type=Path, help="a question file; default: embedded prompts")
-    parser.add_argument("--num-prompts-per-task", type=int, default=4)
-    parser.add_argument("--max-new-tokens", type=int, default=96)
-    parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--sweep", action="store_true")
-    parser.add_argument("--json", type=Path)
+    parser = options(
+        __doc__, "chain", "--device", "--dtype", "--turns", "--temperature", *PROMPT_OPTIONS,
+        turns=3, num_prompts_per_task=4,
+    )  # fmt: skip
+    parser.add_argument("--sweep", action="store_true", help="run every plan of a small grid, too")
     arguments = parser.parse_args()
-    chain = load_chain(arguments.chain, dtype=arguments.dtype)
+    report = begin(__file__, __doc__, arguments)
+    chain, turns = load(arguments), arguments.turns
     with tempfile.TemporaryDirectory() as folder:
         calibration = Path(folder) / "calibration.jsonl"
         plan_prompts(PlanSettings(), seed=0).write(calibration)
@@ -162,54 +190,13 @@ def main() -> None:
             temperature=arguments.temperature,
             dtype=arguments.dtype,
         )
-        prompts = read_prompts(
-            chain, arguments.prompts, arguments.num_prompts_per_task, arguments.max_new_tokens
-        )
-        rows, measurements = compare(chain, prompts, settings, arguments.turns)
-        swept = (
-            sweep(chain, prompts, settings, measurements, arguments.turns)
-            if arguments.sweep
-            else None
-        )
-    print_rows(rows)
-    if swept is not None:
-        print(
-            f"sweep of {swept['num_plans']} plans: the choice ({swept['choice']}) is "
-            f"{100 * swept['choice_behind_best']:.1f} % behind the best ({swept['best']}); "
-            f"predicted times are off by {100 * swept['median_error']:.0f} % in the median, at "
-            f"most {100 * swept['largest_error']:.0f} %"
-        )
-    content = {
-        "num_prompts": len(prompts),
-        "max_new_tokens": arguments.max_new_tokens,
-        "temperature": arguments.temperature,
-        "plans": rows,
-        "sweep": swept,
-    }
-    places = {arguments.chain: "CHAIN", arguments.prompts: "PROMPTS", arguments.json: "FILE"}
-    head = header("planner", chain.engine.models.target.device, places)
-    write_record(arguments.json, head, content)
-
-
-def print_rows(rows: Sequence[dict[str, Any]]) -> None:
-    table = Table(
-        "plan",
-        title="milliseconds a token behind the prefill, and speedup over the target",
-        title_justify="left",
-    )
-    for name in ("predicted", "measured", "off by", "predicted", "measured"):
-        table.add_column(name, justify="right")
-    for row in rows:
-        table.add_row(
-            row["shown"],
-            f"{1e3 * row['predicted_seconds_per_token']:.3f}",
-            f"{1e3 * row['measured_seconds_per_token']:.3f}",
-            f"{100 * row['error']:+.0f} %",
-            f"{row['predicted_speedup']:.2f}x",
-            f"{row['measured_speedup']:.2f}x",
-        )
-    Console().print(table)
+        prompts = prompts_of(arguments, chain)
+        compared, measurements = compare(chain, prompts, settings, turns)
+        report_compared(report, compared, chain)
+        if arguments.sweep:
+            report_sweep(report, *sweep(chain, prompts, settings, measurements, turns), chain)
+    report.write(arguments.record)
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -1,7 +1,9 @@
 """The ways in which a chain answers, and the prompts that it is asked."""
 
+import argparse
 import tempfile
 from collections.abc import Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,9 @@ from polybasic.deploy import Chain
 from polybasic.deploy.prompts import choose_fitting, read_questions
 from polybasic.deploy.settings import BenchSettings
 from polybasic.recipes.embedded.conversations import write_prompts
+
+QUESTIONS_PER_TASK = 64
+"""Read of a question file to choose prompts of a length from, and to fill contexts with."""
 
 
 def system_plans(chain: Chain) -> dict[str, Plan]:
@@ -77,6 +82,12 @@ def shown_plan(plan: Plan, chain: Chain) -> str:
     return "; ".join(parts)
 
 
+def prompts_of(arguments: argparse.Namespace, chain: Chain) -> list[list[int]]:
+    """Those that the shared options ask for; see `read_prompts`."""
+    num_per_task, max_new_tokens = arguments.num_prompts_per_task, arguments.max_new_tokens
+    return read_prompts(chain, arguments.prompts, num_per_task, max_new_tokens)
+
+
 def read_prompts(
     chain: Chain, path: Path | None, num_per_task: int, max_new_tokens: int
 ) -> list[list[int]]:
@@ -109,3 +120,37 @@ def read_prompts(
         questions, lambda one: len(encoded(one)), chain.engine.context_tokens, settings, "bench"
     )
     return [encoded(question) for question in chosen]
+
+
+def prompts_of_length(
+    chain: Chain, path: Path | None, length: int, num: int, max_new_tokens: int
+) -> list[list[int]]:
+    """So many prompts of about `length` tokens.
+
+    Short prompts are questions as they are, those whose lengths are nearest. Where the questions
+    are all much shorter, other ones stand before each, one after the other, and the first of them
+    is cut; then the length is exact.
+
+    Args:
+        path: as `read_prompts` takes it.
+
+    Raises:
+        UserError: a malformed file, or no prompt that fits the context.
+    """
+    questions = read_prompts(chain, path, QUESTIONS_PER_TASK, max_new_tokens)
+    nearest = sorted(questions, key=lambda question: abs(len(question) - length))[:num]
+    if all(4 * len(question) >= 3 * length for question in nearest):
+        return nearest
+    last = sorted(questions, key=lambda question: len(question) > length)[:num]
+    return [_filled(questions, number, question, length) for number, question in enumerate(last)]
+
+
+def _filled(questions: Sequence[list[int]], number: int, last: list[int], length: int) -> list[int]:
+    """Other questions, from another one on for each number, and `last` after them."""
+    needed = length - len(last)
+    before: list[int] = []
+    for place in count(number * len(questions) // 3 + 1):
+        if len(before) >= needed:
+            break
+        before += questions[place % len(questions)]
+    return [*before[len(before) - needed :], *last]

@@ -9,7 +9,6 @@ from polybasic.deploy.drafters.interface import Drafter
 from polybasic.deploy.rounds import stages as stages_module
 from polybasic.deploy.rounds.stages import Stage
 
-CALIBRATION_CALLS = 20000
 _SAMPLER_OPERATIONS = {
     "distributions": "*: choice of tokens",
     "draw": "*: choice of tokens",
@@ -19,7 +18,7 @@ _SAMPLER_OPERATIONS = {
 
 
 class Timers:
-    """Seconds and calls of operations, each without the operations that it calls.
+    """Seconds of operations, each without the operations that it calls.
 
     Args:
         now: seconds.
@@ -31,7 +30,6 @@ class Timers:
     def __init__(self, now: Callable[[], float]) -> None:
         self.now, self.member = now, ""
         self.seconds: dict[str, float] = defaultdict(float)
-        self.calls: dict[str, int] = defaultdict(int)
         self._inner = [0.0]
 
     def around(
@@ -54,7 +52,6 @@ class Timers:
             finally:
                 inner = self._inner.pop()
                 operation = name.replace("*", self.member)
-                self.calls[operation] += 1
                 seconds = self.now() - begin
                 self._inner[-1] += seconds
                 self.seconds[operation] += seconds - inner
@@ -96,18 +93,3 @@ def timed(stages: Sequence[Stage], drafter: Drafter, timers: Timers) -> Iterator
         stages_module.walk = walk
         for thing, method in put:
             delattr(thing, method)
-
-
-def timer_seconds(now: Callable[[], float]) -> float:
-    """What a timer adds to a call."""
-
-    def nothing() -> None:
-        pass
-
-    def seconds_of(function: Callable[[], None]) -> float:
-        begin = now()
-        for _ in range(CALIBRATION_CALLS):
-            function()
-        return (now() - begin) / CALIBRATION_CALLS
-
-    return seconds_of(Timers(now).around(nothing, "nothing")) - seconds_of(nothing)

@@ -89,14 +89,7 @@ def member_draft(chain: Chain, name: str, context: int, depth: int, top_k: int) 
             num_tokens = len(model.draft_token_ids)
         is_rounded = drafts_in_4_bits(model.device, model.dtype, model.config.hidden_size)
         return head_draft(
-            model.config,
-            kind,
-            num_tokens,
-            model.dtype.itemsize,
-            context,
-            depth,
-            top_k,
-            is_rounded,
+            model.config, kind, num_tokens, model.dtype.itemsize, context, depth, top_k, is_rounded
         )
     itemsize = model.dtype.itemsize
     return decoder_pass(model.config, kind, itemsize, context, top_k).times(depth)

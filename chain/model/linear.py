@@ -31,7 +31,7 @@ Linear = Callable[[Tensor], Tensor]
 
 CPU_INT4_MAX_ROWS = 4
 """Beyond this many rows PyTorch's int4 kernel for the CPU loses to prepacked bfloat16 weights
-(benchmarks/kernels.py)."""
+(benchmarks/products.py)."""
 
 DRAFT_GROUP_SIZE = 64
 """Inputs that share a scale where a head's weights are rounded to 4 bits."""

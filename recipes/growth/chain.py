@@ -42,8 +42,6 @@ NamedTensors = Iterator[tuple[str, Tensor]]
 GrowLinear = Callable[[Weights, str, Placing, bool], NamedTensors]
 """Tensors of one linear from those of the small model's of a name; or of an added layer's, whose
 name is then that of a layer like it."""
-WriteWeights = Callable[[Path, NamedTensors], dict[str, str]]
-"""Writes a member's tensors into its folder, as they come; digests of the files by their names."""
 
 
 def grow_chain(
@@ -53,7 +51,6 @@ def grow_chain(
     out: Path,
     *,
     device: torch.device = _CPU,
-    write_weights: WriteWeights | None = None,
 ) -> Manifest:
     """Write `source` grown to `shape` as the chain `out`, whole, with all members inside.
 
@@ -65,7 +62,6 @@ def grow_chain(
         shape_name: labels the chain as grown.
         out: the folder to write; an older chain there is replaced.
         device: where weights are grown.
-        write_weights: default: into safetensors files.
 
     Raises:
         UserError: no chain, other members, a shape that the target does not fit into, `out` holds
@@ -74,15 +70,14 @@ def grow_chain(
     chain = check_chain(source)
     refuse_replacing(out, {"chain": source, **chain.members})
     growths = _growths(chain, shape, device)
-    write = write_weights or _write_shards
     with whole_folder(out) as partial:
         target, *others = chain.manifest.members
-        members = [_grow_member(chain, target, growths[target.name], partial, {}, write)]
+        members = [_grow_member(chain, target, growths[target.name], partial, {})]
         digest = verifier_of(members[0], read_config(partial / target.name)).sha256
         for member in others:
             key = TRAINED_FOR_KEY if member.kind == "eagle2" else QUANTIZED_FROM_KEY
             growth, origin = growths[member.name], {key: digest}
-            members.append(_grow_member(chain, member, growth, partial, origin, write))
+            members.append(_grow_member(chain, member, growth, partial, origin))
         tokenizer = chain.manifest.tokenizer
         copy_files(chain.tokenizer, partial / tokenizer.path, list(tokenizer.files))
         folders = {member.name: partial / member.name for member in members}
@@ -160,7 +155,6 @@ def _grow_member(
     growth: Growth,
     out: Path,
     origin: dict[str, str],
-    write_weights: WriteWeights,
 ) -> Member:
     source, folder = chain.members[member.name], out / member.name
     folder.mkdir()
@@ -174,7 +168,7 @@ def _grow_member(
         case kind:
             assert kind == "decoder", "EAGLE-3 heads are refused before"
             tensors = _decoder_tensors(weights, grown, _dense_linear)
-    digests = write_weights(folder, tensors)
+    digests = _write_shards(folder, tensors)
     write_json(
         folder / "config.json", _grown_config(chain.configs[member.name].content, growth, origin)
     )

@@ -9,224 +9,285 @@ from typing import Any
 import pytest
 import torch
 
+from polybasic.chain.errors import UserError
+from polybasic.deploy import load_chain
 from tests.benchmarks.scripts import load_script
 
-gpu, budget, session = (load_script(name) for name in ("gpu", "gpu_budget", "gpu_session"))
-parts, clock, names = (load_script(f"gpu_{name}") for name in ("parts", "clock", "names"))
-timeline, targets = load_script("gpu_timeline"), load_script("gpu_targets")
+gpu, parts, timeline = (load_script(name) for name in ("gpu", "gpu_parts", "timeline"))
+attention = load_script("attention")
 
 CPU = torch.device("cpu")
 
+pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without")
 
-@pytest.mark.slow
+
+def session_of(chain: Path, work: Path) -> Any:
+    return parts.Session(chain, [None], work / "record.md", work, CPU)
+
+
+@pytest.mark.proof
 def test_rehearsal_measures_every_part(
     tiny_chain: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    path = tmp_path / "record.json"
+    path = tmp_path / "record.md"
     question = {"question_id": 1, "category": "qa", "turns": ["Who was the first to say so?"]}
     (tmp_path / "real.jsonl").write_text(json.dumps(question))
-    words = ["gpu.py", str(tiny_chain), "--record", str(path), "--rehearse", "--minutes", "3"]
+    words = ["gpu.py", str(tiny_chain), "--record", str(path), "--rehearse", "--minutes", "5"]
     words += ["--prompts", "embedded", str(tmp_path / "real.jsonl")]
     monkeypatch.setattr(sys, "argv", words)
-    # small products on a busy machine: two threads would wait for each other
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert gpu.main() == 0
-    content = json.loads(path.read_text())
-    assert str(tmp_path) not in path.read_text(), "no place on this machine stays in a record"
-    assert content["schema"] == "polybasic.benchmark.gpu/1"
-    assert content["command"] == (
-        "python benchmarks/gpu.py CHAIN --record FILE --rehearse --minutes 3 "
-        "--prompts embedded real.jsonl"
-    )
-    measured = content["parts"]
-    assert list(measured) == [part.name for part in parts.parts_of(session.REHEARSAL, 2)]
-    assert {part["status"] for part in measured.values()} == {"done"}, measured
+    text = path.read_text()
+    assert str(tmp_path) not in text, "no place on this machine stays in a record"
+    command = "python benchmarks/gpu.py CHAIN --record RECORD --rehearse --minutes 5"
+    assert f"{command} --prompts embedded real.jsonl" in text
+    session = session_of(tiny_chain, tmp_path)
+    session.prompts = [None, tmp_path / "real.jsonl"]
+    names = [part.name for part in parts.parts_of(session)]
+    sections = text.split("\n## ")[1:]
+    assert [section.splitlines()[0] for section in sections] == names
+    assert {section.splitlines()[2].split(",")[0] for section in sections} == {"done"}, text
+    found = dict(zip(names, sections, strict=True))
+    # a chain's answers are the target's, and there is no device whose gaps a trace could show
+    assert found["gpu-7b answers after 20, greedy"].count("1/1") == 3
+    assert "Prompts of real" in found["gpu-7b answers after 20, greedy, prompts 2"]
+    assert "intermediate" in found["gpu-7b passes"]
     shown = capfd.readouterr().out
-    assert shown.rstrip().endswith("┘"), "the table comes last"
-    for figure in content["targets"]:
-        # there is no device whose gaps a trace could show
-        assert (figure["measured"] is None) == (targets.HOST_GAPS in figure["name"])
-        assert figure["name"].partition(":")[0] in shown
-    short = names.answers_part("gpu-7b", 20, 0.0)
-    for name in (short, names.answers_part("gpu-8b", 20, 0.0)):
-        systems = measured[name]["found"]
-        for system in (names.TARGET, names.EAGLE2, names.THREE):
-            assert systems[system]["answers_as_target"] == systems[system]["answers"] == 1
-        assert systems[names.HF_GENERATE]["answers"] == 1
-    other = measured[names.answers_part("gpu-7b", 20, 0.0, 1)]["found"]
-    assert (other["prompts"], measured[short]["found"]["prompts"]) == ("real", "embedded")
-    assert other["target"]["tokens"] == 12, "no token ends an answer"
-    found = measured[short]["found"]
-    over = found["speedups"][names.WHOLE]["polybasic_full over target"]
-    times = [found[name][names.WHOLE]["median"] for name in ("target", "polybasic_full")]
-    assert over == pytest.approx(times[0] / times[1])
-    trace = path.with_suffix(f".{'gpu-7b'}.trace.json.gz")
-    assert measured["gpu-7b timeline"]["found"]["trace"] == trace.name
-    assert any(event.get("name") == timeline.ROUND for event in timeline.read_trace(trace))
-    passed = measured["gpu-7b passes"]["found"]["passes"]
-    assert list(passed["target"]) == [names.RUNTIME, names.CUBLAS]
-    assert passed["intermediate"][names.RUNTIME]["16"]["24"]["milliseconds"]["median"] > 0
+    for name in gpu.WANTED:
+        row = next(line for line in shown.splitlines() if line.startswith(f"| {name}"))
+        assert ("not measured" in row) == ("host gaps" in name)
+    trace = timeline.read_trace(path.with_suffix(".trace.json.gz"))
+    assert any(event.get("name") == timeline.ROUND for event in trace)
 
 
 # Time
 
 
 def test_parts_end_fail_and_are_left_out(tmp_path: Path) -> None:
-    record = budget.Record(tmp_path / "record.json", {"schema": "x"})
-    written: list[dict[str, Any]] = []
+    session = session_of(tmp_path, tmp_path)
+    saved: list[list[str]] = []
 
-    def announce(part: str, seconds: float) -> None:
-        record.save()
-        written.append(json.loads(record.path.read_text())["parts"])
+    def whole(session: Any, found: Any) -> None:
+        found.report.say("a figure")
+        found.figures["figure"] = 1.0
 
-    def whole(session: Any, found: dict[str, Any], allowance: Any) -> None:
-        found["figure"] = 1
-
-    def wrong(session: Any, found: dict[str, Any], allowance: Any) -> None:
-        found["figure"] = 2
+    def wrong(session: Any, found: Any) -> None:
+        found.report.say("found before")
         raise RuntimeError("kernel is wrong")
 
-    def slow(session: Any, found: dict[str, Any], allowance: Any) -> None:
-        assert allowance.allows("what fits")
-        assert not allowance.allows("what does not fit", 3.0)
+    def slow(session: Any, found: Any) -> None:
+        assert found.attempt("what fits", lambda: 3) == 3
+        found.until = time.time() - 1
+        assert found.all_of([("what does not fit", lambda: [3])]) == []
 
-    def never(session: Any, found: dict[str, Any], allowance: Any) -> None:
+    def never(session: Any, found: Any) -> None:
         raise AssertionError("there is no time for it")
 
     listed = [
         parts.Part("first", 60, whole),
         parts.Part("wrong", 60, wrong),
-        parts.Part("slow", 2, slow, least=1.0),
+        parts.Part("slow", 60, slow),
         parts.Part("never", 60, never, least=100.0),
         parts.Part("last", 60, whole),
     ]
-    shared = session.Session(session.REHEARSAL, None, record, CPU)
-    parts.run_parts(listed, shared, time.time() + 90, announce)
-    found = json.loads(record.path.read_text())["parts"]
-    assert [one["status"] for one in found.values()] == [
-        "done",
-        "failed",
-        "partly",
-        "left out",
-        "done",
-    ]
-    assert found["wrong"]["error"] == "RuntimeError: kernel is wrong"
-    assert found["wrong"]["found"] == {"figure": 2}, "what was found before stays"
-    assert found["slow"]["left_out"] == ["what does not fit"]
-    # the record was written after each part
-    assert [list(one) for one in written] == [
-        [],
-        ["first"],
-        ["first", "wrong"],
-        ["first", "wrong", "slow", "never"],
-    ]
-    lines = targets.left_out(found)
-    assert [line.split(":")[0] for line in lines] == ["wrong", "slow", "never"]
-    # another process goes on behind what the record has
-    again = [*listed[:-1], parts.Part("new", 60, whole)]
-    parts.run_parts(again, shared, time.time() + 90, announce)
-    assert list(record.parts) == ["first", "wrong", "slow", "never", "last", "new"]
+
+    def save() -> None:
+        saved.append([one["status"] for one in session.parts.values()])
+
+    parts.run_parts(listed, session, time.time() + 90, save)
+    assert saved[-1] == ["done", "partly", "partly", "left out", "done"]
+    assert ["done", "running"] in saved, "written at the beginning of each part"
+    found = session.parts
+    assert found["wrong"]["left_out"] == ["wrong: RuntimeError: kernel is wrong"]
+    assert "found before" in found["wrong"]["text"]
+    assert found["slow"]["left_out"] == ["what does not fit: no time was left"]
+    assert found["first"]["figures"] == {"figure": 1.0}
+    # another process goes on after what the record has
+    parts.run_parts([*listed, parts.Part("new", 60, whole)], session, time.time() + 90, save)
+    assert list(session.parts) == ["first", "wrong", "slow", "never", "last", "new"]
+
+
+WORKER = """
+import json, pathlib, signal, sys, time
+state = pathlib.Path(sys.argv[sys.argv.index("--state") + 1])
+signal.signal(signal.SIGUSR1, lambda *_: print("is at its line", flush=True))
+part = {"seconds": 0.0, "begun": time.time(), "until": 0, "text": "", "figures": {}, "left_out": []}
+if not state.exists():
+    parts = {"hangs": {**part, "status": "running"}}
+    (state.parent / "part").write_text(json.dumps({"head": "# Head", "parts": parts}))
+    (state.parent / "part").rename(state)
+    while True:
+        time.sleep(1)
+content = json.loads(state.read_text())
+content["parts"]["next"] = {**part, "status": "done"}
+state.write_text(json.dumps(content))
+"""
 
 
 def test_a_process_that_hangs_is_ended_and_another_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    script = tmp_path / "worker.py"
-    script.write_text(
-        """
-import json, pathlib, signal, sys, time
-words = sys.argv
-record = pathlib.Path(words[words.index("--record") + 1])
-running = pathlib.Path(words[words.index("--work") + 1]) / "running.json"
-signal.signal(signal.SIGUSR1, lambda *_: print("is at its line", flush=True))
-if not record.exists():
-    content = {"settings": {"contexts": [20]}, "begun": {"hangs": time.time()}, "parts": {}}
-    record.write_text(json.dumps(content))
-    running.write_text(json.dumps({"part": "hangs", "until": time.time()}))
-    while True:
-        time.sleep(1)
-content = json.loads(record.read_text())
-content["parts"]["next"] = {"status": "done", "found": {}, "seconds": 1}
-record.write_text(json.dumps(content))
-"""
-    )
-    record = tmp_path / "record.json"
+    (tmp_path / "worker.py").write_text(WORKER)
+    record = tmp_path / "record.md"
     words = ["gpu.py", "chain", "--record", str(record), "--rehearse", "--minutes", "1"]
     monkeypatch.setattr(sys, "argv", words)
-    monkeypatch.setattr(gpu, "__file__", str(script))
+    monkeypatch.setattr(gpu, "__file__", str(tmp_path / "worker.py"))
     monkeypatch.setattr(gpu, "GRACE_SECONDS", 0.5)
     monkeypatch.setattr(gpu, "LEAST_SECONDS", 1.0)
-    begin = time.monotonic()
     assert gpu.main() == 0
-    assert time.monotonic() - begin < 20, "nothing waits for what hangs"
-    found = json.loads(record.read_text())["parts"]
-    assert (found["hangs"]["status"], found["next"]["status"]) == ("ended", "done")
-    assert "code -9" in found["hangs"]["error"]
+    text = record.read_text()
+    assert "## hangs\n\nended" in text
+    assert "its process ended with code -9" in text
+    assert "## next\n\ndone" in text
 
 
 def test_time_is_over_whatever_happens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    script = tmp_path / "worker.py"
-    script.write_text("import time\nwhile True: time.sleep(1)\n")
-    words = ["gpu.py", "chain", "--record", str(tmp_path / "record.json"), "--minutes", "0.05"]
+    (tmp_path / "worker.py").write_text("import time\nwhile True: time.sleep(1)\n")
+    words = ["gpu.py", "chain", "--record", str(tmp_path / "record.md"), "--minutes", "0.05"]
     monkeypatch.setattr(sys, "argv", words)
-    monkeypatch.setattr(gpu, "__file__", str(script))
+    monkeypatch.setattr(gpu, "__file__", str(tmp_path / "worker.py"))
     monkeypatch.setattr(gpu, "RESERVE_SECONDS", 1.0)
-    begin = time.monotonic()
     assert gpu.main() != 0, "there is no record"
-    assert time.monotonic() - begin < 10
 
 
 def test_what_fails_before_its_first_part_is_not_begun_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["gpu.py", str(tmp_path), "--record", str(tmp_path / "record.json"), "--minutes", "1"]
+    words = ["gpu.py", str(tmp_path), "--record", str(tmp_path / "record.md"), "--minutes", "1"]
     monkeypatch.setattr(sys, "argv", words)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert gpu.main() == 1
+    assert gpu.main() == 2
     assert capfd.readouterr().err.count("error: no GPU: torch finds none") == 1
 
 
-def test_times_of_a_device_take_turns() -> None:
-    called: list[str] = []
-    runs = {name: (lambda name=name: called.append(name)) for name in "ab"}
-    found = clock.device_seconds(runs, 2, 3, CPU)
-    assert len(called) == 2 * (clock.WARM_UP + 6)
-    assert [called[number : number + 2] for number in (0, 2)] == [["a", "b"], ["b", "a"]]
-    assert all(len(spread.turns) == 2 for spread in found.values())
-
-
-# Targets
-
-
 def test_figures_beside_what_they_are_to_be() -> None:
-    def cost(milliseconds: float) -> dict[str, Any]:
-        return {"milliseconds": {"median": milliseconds}, "times_bound": milliseconds / 3}
-
-    of_target = {names.RUNTIME: {"256": {"1": cost(3.3)}, "8192": {"1": cost(4.0)}}}
-    of_copy = {names.RUNTIME: {"256": {"24": cost(1.65)}}}
-    level = {"milliseconds_a_level": {"median": 0.165}}
-    speedups = {names.WHOLE: {"polybasic_full over target": 4.5}}
-    measured = {
-        "gpu-7b passes": {
-            "found": {
-                "passes": {"big": of_target, "copy": of_copy},
-                "drafts": {"draft": {"2x2": {"milliseconds_a_level": {"median": 9}}, "6x8": level}},
-            }
-        },
-        "gpu-7b plans": {
-            "found": {"chosen": {"polybasic_full": {"tree": {"depth": 6, "top_k": 8}}}}
-        },
-        names.answers_part("gpu-7b", 100, 0.0): {"found": {"speedups": speedups}},
+    figures = {
+        "gpu-7b: bf16 pass of 1 row, times its bound": 1.1,
+        "gpu-7b: 4-bit pass of 24 rows over it": 0.5,
+        "gpu-7b: three models over target (real)": 4.5,
     }
-    found = {one.name: one for one in targets.figures(measured, 100)}
-    values = {name: (one.measured, one.is_met) for name, one in found.items()}
-    assert values["gpu-7b: bf16 pass of 1 row, times its bound"] == (pytest.approx(1.1), True)
-    assert values["gpu-7b: 4-bit pass of 24 rows over it"] == (pytest.approx(0.5), False)
-    assert values["gpu-7b: a level of a draft over it"] == (pytest.approx(0.05), True)
-    assert values["gpu-7b: host gaps of a round"] == (None, None)
-    assert values["gpu-7b: three models over target"] == (4.5, True)
-    assert values["gpu-8b: three models over target"] == (None, None)
-    assert all(one.measured is None for one in targets.figures({}, 100))
+    part = {"status": "partly", "figures": figures, "left_out": ["drafts: no time was left"]}
+    rows, rest = gpu.shown_targets({"parts": {"gpu-7b passes": part}}).split("\n\n")
+    cells = {row.split("|")[1].strip(): row.split("|")[-2].strip() for row in rows.splitlines()}
+    assert cells["gpu-7b: bf16 pass of 1 row, times its bound"] == "yes"
+    assert cells["gpu-7b: 4-bit pass of 24 rows over it"] == "no"
+    assert cells["gpu-7b: three models over target (real)"] == "yes"
+    assert "not measured" in next(row for row in rows.splitlines() if "host gaps" in row)
+    assert rest == "gpu-7b passes: partly (drafts: no time was left)"
+
+
+# What parts measure
+
+
+def test_a_chain_of_other_members_is_refused(tiny_four_chain: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="chain of other members"):
+        session_of(tiny_four_chain, tmp_path).chain("gpu-7b")
+
+
+def test_plans_that_are_found_are_the_fastest(
+    tiny_chain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = session_of(tiny_chain, tmp_path)
+    session.chains["gpu-7b"] = load_chain(tiny_chain)
+    monkeypatch.setattr(parts.Session, "prompts_of", lambda *_: [[1, 2, 3]])
+    shape = {"depth": 2, "top_k": 2, "rows": 4}
+    asked: list[Any] = []
+
+    class Times:
+        def __init__(self, plan: Any) -> None:
+            asked.append(plan)
+            is_best = plan.tree.model_dump() == shape and len(plan.members) == 3
+            flush = [one.length for one in plan.flush.values()]
+            self.median = 3.0 - is_best - (is_best and flush == [4])
+            self.per_token = self
+
+    def measure(answering: Any, plans: Any, *_: Any) -> Any:
+        return {"here": {name: Times(plan) for name, plan in plans.items()}}
+
+    monkeypatch.setattr(parts, "measure_end_to_end", measure)
+    found = parts.Found(time.time() + 60)
+    parts._plans("gpu-7b", session, found)
+    assert found.plans["polybasic_full"]["tree"] == shape
+    assert found.plans["polybasic_full"]["flush"]["target"]["length"] == 4
+    assert found.plans["eagle2"]["tree"] != shape, "none was faster"
+    assert len(asked) == 5, "each plan once"
+    session.parts["gpu-7b plans"] = {"plans": found.plans}
+    assert session.plans("gpu-7b")["polybasic_full"].tree.model_dump() == shape
+
+
+def test_kinds_of_attention_see_the_same(tiny_chain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("POLYBASIC_KERNELS", "device")
+    verifier = load_chain(tiny_chain, dtype="float32").engine.verifiers["target"]
+    model, cache = verifier.decoder.device_model, verifier.cache
+    cache.block.normal_(generator=torch.Generator().manual_seed(0))
+    layer, context, rows = cache.layers[1], 40, 6
+    found = attention.sdpa(model, cache, context, rows)(layer)
+    other = attention.flex(model, cache, context, rows)(layer)
+    torch.testing.assert_close(found, other, rtol=0, atol=1e-5)
+    # the first row sees its own column and none after it
+    changed = layer.clone()
+    changed[:, context + 1 :] = 0
+    again = attention.sdpa(model, cache, context, rows)(changed)
+    torch.testing.assert_close(again[:, :, 0], found[:, :, 0], rtol=0, atol=1e-5)
+    assert not torch.allclose(again[:, :, 1], found[:, :, 1], rtol=0, atol=1e-3)
+    assert attention.runtime(model, cache, context, rows)(layer).shape == (rows, 4 * 32)
+
+
+# Timeline
+
+
+def event(cat: str, name: str, begin: float, microseconds: float, **arguments: Any) -> Any:
+    return {"cat": cat, "name": name, "ts": begin, "dur": microseconds, "args": arguments}
+
+
+TRACE = [
+    # profiling begins in the first mark, and no round ends in the last
+    event("user_annotation", timeline.ROUND, 0, 50),
+    event("user_annotation", timeline.ROUND, 100, 100),
+    event("user_annotation", timeline.ROUND, 200, 100),
+    event("user_annotation", timeline.ROUND, 300, 5),
+    event("cuda_runtime", "cudaGraphLaunch", 110, 4, correlation=1),
+    event("cuda_runtime", "cudaGraphLaunch", 160, 4, correlation=2),
+    event("cuda_runtime", "cudaMemcpyAsync", 205, 4, correlation=3),
+    event("kernel", "read", 10, 20, correlation=0),
+    event("kernel", "read", 115, 30, correlation=1),
+    # waited 5 for its own scheduling, and 15 for a launch at 160
+    event("kernel", "choose", 150, 15, correlation=1),
+    event("kernel", "read", 180, 40, correlation=2),
+    # on another stream, beside the kernel before
+    event("gpu_memcpy", "copy", 210, 80, correlation=3),
+    event("cpu_op", "aten::mm", 100, 90),
+]
+
+
+def test_gaps_are_the_hosts_where_it_had_not_launched_yet() -> None:
+    found = timeline.timeline(TRACE)
+    assert (found.rounds, found.milliseconds, found.launches) == (2, 0.1, 1)
+    # 115-145, 150-165, 180-290
+    assert found.busy_milliseconds == pytest.approx((30 + 15 + 110) / 2e3)
+    # 100-115, 165-180 and, after all, 290-300; the launch at 160 came before 165
+    assert found.host_gaps == pytest.approx((15 + 10) / 200)
+    assert found.device_gaps == pytest.approx((5 + 15) / 200)
+    assert (found.longest_gaps[0].microseconds, found.longest_gaps[0].before) == (15, "begin")
+    # rounds that take half as long without a profiler leave the host nothing of its own
+    own = (30 + 15 + 110 + 5 + 15) / 200
+    assert found.host_gaps_of(0.1) == pytest.approx(1 - own)
+    later = [dict(one) for one in TRACE]
+    later[5]["ts"] = 170
+    assert timeline.timeline(later).host_gaps == pytest.approx((15 + 15 + 10) / 200)
+    assert timeline.timeline(TRACE[:4]).host_gaps is None, "no work of a device"
+    with pytest.raises(ValueError, match="no mark"):
+        timeline.timeline(TRACE[4:])
+
+
+def test_trace_of_the_cpu_has_rounds_and_no_gaps(tiny_chain: Path, tmp_path: Path) -> None:
+    path, chain = tmp_path / "answer.trace.json.gz", load_chain(tiny_chain)
+    kernels = timeline.trace_rounds(chain, [3, 1, 4], chain.plan_of(["target"]), 5, path)
+    found = timeline.timeline(timeline.read_trace(path))
+    assert found.rounds >= 1
+    assert found.milliseconds > 0
+    assert found.host_gaps is None
+    assert "aten::" in kernels
+    assert list(tmp_path.glob("*.json*")) == [path], "nothing else is left"

@@ -1,4 +1,4 @@
-"""The suite on a tiny chain: each script's record, and two checkouts in turns."""
+"""The scripts on a tiny chain: what they measure, and two checkouts in turns."""
 
 import json
 import shutil
@@ -13,23 +13,24 @@ from polybasic.chain.errors import UserError
 from polybasic.deploy import load_chain
 from polybasic.deploy.hardware import describe_hardware
 from polybasic.deploy.rounds import stages
+from polybasic.deploy.rounds.sampling import Sampling
 from tests.benchmarks.scripts import load_script
 
-timing, passes, rounds = (load_script(name) for name in ("timing", "passes", "rounds"))
-end_to_end, bench, kernels = (load_script(name) for name in ("end_to_end", "bench", "kernels"))
-systems, record, comparison = map(load_script, ("systems", "record", "comparison"))
+measuring, passes, rounds = (load_script(name) for name in ("measuring", "passes", "rounds"))
+end_to_end, bench, products = (load_script(name) for name in ("end_to_end", "bench", "products"))
+systems, command, contexts = (load_script(name) for name in ("systems", "command", "contexts"))
+answering, memory = load_script("answering"), load_script("memory")
 
-HEAD = {"schema", "command", "commit", "hardware", "kernels", "versions"}
-SPREAD = {"min", "median", "max", "turns"}
 SHORT = "--max-new-tokens 6 --turns 2"
 ROOT = Path(__file__).parents[2]
+CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Little memory is read, and eager operations need no compiler."""
-    monkeypatch.setattr(timing, "buffer_bytes", lambda device: 1 << 20)
-    monkeypatch.setattr(kernels, "last_cache_bytes", lambda: 1 << 16)
+    monkeypatch.setattr(measuring, "buffer_bytes", lambda device: 1 << 20)
+    monkeypatch.setattr(products, "last_cache_bytes", lambda device: 1 << 16)
     monkeypatch.setenv("POLYBASIC_KERNELS", "eager")
 
 
@@ -38,114 +39,103 @@ def run(script: Any, words: str, monkeypatch: pytest.MonkeyPatch) -> Any:
     return script.main()
 
 
-def written(script: Any, words: str, path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """The record of a script, whose head is that of all."""
-    run(script, f"{words} --json {path}", monkeypatch)
-    content: dict[str, Any] = json.loads(path.read_text())
-    assert content.keys() >= HEAD
-    assert content["schema"] == f"polybasic.benchmark.{script.__name__}/1"
-    assert str(path.parent) not in path.read_text(), "no place on this machine stays in a record"
-    assert content["command"].startswith(f"python benchmarks/{script.__name__}.py")
-    assert content["hardware"] == describe_hardware(torch.device("cpu"))
-    return content
+def written(script: Any, words: str, path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The record of a script, which says what was run where."""
+    run(script, f"{words} --record {path}", monkeypatch)
+    text = path.read_text()
+    assert str(path.parent) not in text, "no place on this machine stays in a record"
+    assert f"- command: `python benchmarks/{script.__name__}.py" in text
+    assert describe_hardware(CPU)["processor"] in text
+    return text
 
 
-def test_passes_have_bounds(
-    tiny_chain: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    words = f"{tiny_chain} --context 16 --rows 1 3 --shapes 2x2 --repeats 2 --turns 2"
-    content = written(passes, words, tmp_path / "record.json", monkeypatch)
-    assert list(content["passes"]) == ["target", "intermediate"]
-    assert list(content["drafts"]["draft"]) == ["2x2"]
-    for cost in (content["passes"]["intermediate"]["3"], content["drafts"]["draft"]["2x2"]):
-        assert cost["milliseconds"].keys() == SPREAD
-        bound = 1e3 * cost["bytes"]["total"] / content["bandwidth"]["bound"]
-        assert cost["bound_milliseconds"] == pytest.approx(bound)
-        assert cost["times_bound"] == pytest.approx(cost["milliseconds"]["median"] / bound)
-    assert "milliseconds a pass" in capsys.readouterr().out
+@pytest.fixture
+def bandwidth() -> Any:
+    return measuring.measure_bandwidth(CPU)
 
 
-def test_passes_of_chosen_members(tiny_chain: Path) -> None:
+def test_passes_and_drafts_have_bounds(tiny_chain: Path, bandwidth: Any) -> None:
     chain = load_chain(tiny_chain)
-    bandwidth = timing.measure_bandwidth(torch.device("cpu"))
-    settings = passes.PassSettings(16, (2,), ("1x2",), 1, 1, only=("draft",))
-    found = passes.measure_passes(chain, settings, bandwidth)
-    assert (list(found.passes), list(found.drafts)) == ([], ["draft"])
-    for changes, match in (({"only": ("drift",)}, "no such member"), ({"context": 4000}, "contex")):
-        wrong = passes.PassSettings(**{**vars(settings), **changes})
-        with pytest.raises(UserError, match=match):
-            passes.measure_passes(chain, wrong, bandwidth)
+
+    def measured(settings: Any) -> list[Any]:
+        cases = (
+            each(chain, settings, bandwidth) for each in (passes.pass_cases, passes.draft_cases)
+        )
+        return [cost for one in cases for cost in measuring.all_of(one)]
+
+    found = measured(passes.PassSettings((16,), (1, 3), ("2x2",), repeats=2, turns=2))
+    of_rows = [(name, rows) for rows in ("1 rows", "3 rows") for name in chain.engine.verifiers]
+    assert [(one.member, one.what) for one in found] == [*of_rows, ("draft", "2x2")]
+    for cost in found:
+        assert len(cost.seconds.turns) == 2
+        assert cost.bound_seconds == cost.moved.total / bandwidth.bound
+        assert cost.times_bound == cost.seconds.median / cost.bound_seconds
+    (only,) = measured(passes.PassSettings((16,), (2,), ("1x2",), 1, 1, only=("draft",)))
+    assert only.what == "1x2"
+
+
+@pytest.mark.parametrize(
+    ("words", "match"),
+    [
+        ("--only drift", "no such member"),
+        ("--contexts 4000", "context out of range"),
+        ("--shapes seven", "no shape of a draft"),
+    ],
+)
+def test_passes_that_cannot_be_measured_are_refused(
+    words: str, match: str, tiny_chain: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short = "--rows 1 --shapes 2x2 --contexts 16 --turns 1 --repeats 1"
+    with pytest.raises(UserError, match=match):
+        run(passes, f"{tiny_chain} {short} {words}", monkeypatch)
+
+
+def test_wrong_input_is_one_line_and_exit_code_2(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["x", str(tmp_path)])
+    with pytest.raises(SystemExit) as ended:
+        command.run(passes.main)
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.count("\n") == 1
+    monkeypatch.setattr(sys, "argv", ["x", str(tmp_path), "--turns", "0"])
+    with pytest.raises(SystemExit) as ended:
+        command.run(passes.main)
+    assert ended.value.code == 2
 
 
 def test_rounds_break_down_whole_answers(
-    tiny_chain: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    tiny_chain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bandwidth: Any
 ) -> None:
-    walk = stages.walk
-    profile = tmp_path / "profile.txt"
-    words = (
-        f"{tiny_chain} --dtype float32 {SHORT} --systems target polybasic_full --profile {profile}"
-    )
-    content = written(rounds, words, tmp_path / "record.json", monkeypatch)
+    walk, chain = stages.walk, load_chain(tiny_chain, dtype="float32")
+    plan = systems.chosen_plans(chain, ["polybasic_full"])["polybasic_full"]
+    (prompt, *_) = systems.read_prompts(chain, None, 1, 12)
+    found = rounds.measure_rounds(chain, {"full": plan}, [prompt], 12, 2)["full"]
     assert stages.walk is walk, "timers are taken off"
-    assert list(content["systems"]) == ["target", "polybasic_full"]
-    assert content["timer_seconds"] > 0
-    three = content["systems"]["polybasic_full"]
-    assert set(three["operations"]) == {
-        *(f"{name}: {part}" for name in ("target", "intermediate") for part in rounds_parts()),
+    assert not {"read", "logits"} & vars(chain.engine.verifiers["target"]).keys()
+    ids = [t for new in chain.stream_ids(prompt, 12, Sampling(0.0), plan) for t in new]
+    assert chain.last_statistics is not None
+    for turn in found.turns:
+        assert turn.tokens == len(ids), "timed answers are the answers"
+        of_answer = chain.last_statistics.forward_passes
+        assert turn.passes == {name: of_answer[name] for name in ("target", "intermediate")}
+    parts = ("states", "logits", "choice of tokens")
+    assert set(found.operations()) == {
+        *(f"{name}: {part}" for name in ("target", "intermediate") for part in parts),
         "target: verification of blocks",
         *("draft", "walk", "blocks", "observe", "cache moves", rounds.REST),
     }
-    total = three["milliseconds_per_token_with_timers"]
-    for operation in three["operations"].values():
-        spent = operation["milliseconds_per_token"]
-        assert operation["milliseconds_per_token_without"] == pytest.approx(total - spent)
-        assert operation["milliseconds_per_round"].keys() == SPREAD
-    assert sum(one["share"] for one in three["operations"].values()) == pytest.approx(1)
-    assert set(three["passes"]) == {"target", "intermediate", "draft"}
-    one = three["passes"]["intermediate"]
-    assert one["per_round"] == pytest.approx(1)
-    saved = one["milliseconds"] - one["bound_milliseconds"]
-    assert one["milliseconds_per_token_at_bound"] == pytest.approx(
-        total - saved / three["tokens_per_round"]
-    )
-    assert content["systems"]["target"]["tokens_per_round"] == 1
-    shown = capsys.readouterr().out
-    assert "if it cost nothing" in shown
-    assert "polybasic_full: target → intermediate → draft" in profile.read_text()
-
-
-def rounds_parts() -> tuple[str, ...]:
-    return "states", "logits", "choice of tokens"
-
-
-def test_timed_answers_are_the_answers(tiny_chain: Path) -> None:
-    chain = load_chain(tiny_chain, dtype="float32")
-    plan = systems.chosen_plans(chain, ["polybasic_full"])["polybasic_full"]
-    (prompt, *_) = systems.read_prompts(chain, None, 1, 12)
-    bandwidth = timing.measure_bandwidth(torch.device("cpu"))
-    settings = rounds.RoundSettings(max_new_tokens=12, turns=1)
-    found = rounds.measure_rounds(chain, {"full": plan}, [prompt], settings, bandwidth)
-    ids = [t for new in chain.stream_ids(prompt, 12, chain.sampling(), plan) for t in new]
-    assert chain.last_statistics is not None
-    (turn,) = found.systems["full"].turns
-    assert turn.tokens == len(ids)
-    assert dict(turn.passes) == {
-        name: chain.last_statistics.forward_passes[name] for name in ("target", "intermediate")
-    }
-    verifier = chain.engine.verifiers["target"]
-    assert not {"read", "logits"} & vars(verifier).keys()
+    assert sum(found.total.operations.values()) == pytest.approx(found.total.seconds)
+    by_member = found.passes(chain, bandwidth)
+    assert set(by_member) == {"target", "intermediate", "draft"}
+    assert by_member["intermediate"].count == found.total.rounds
+    words = f"{tiny_chain} --dtype float32 {SHORT} --systems target polybasic_full"
+    assert "if it cost nothing" in written(rounds, words, tmp_path / "r.md", monkeypatch)
 
 
 def test_systems_are_those_that_the_chain_has_members_for(tiny_chain: Path) -> None:
     chain = load_chain(tiny_chain)
-    plans = systems.system_plans(chain)
-    assert {name: plan.members for name, plan in plans.items()} == {
+    assert {name: plan.members for name, plan in systems.system_plans(chain).items()} == {
         "target": ("target",),
         "eagle2": ("target", "draft"),
         "polybasic_full": ("target", "intermediate", "draft"),
@@ -157,46 +147,76 @@ def test_systems_are_those_that_the_chain_has_members_for(tiny_chain: Path) -> N
             systems.chosen_plans(chain, names, members)
 
 
-def test_end_to_end_compares_systems(
-    tiny_chain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_prompts_have_the_lengths_asked_for(
+    tiny_chain: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = f"{tiny_chain} --dtype float32 {SHORT} --systems target eagle2 --hf-generate"
-    content = written(end_to_end, words, tmp_path / "record.json", monkeypatch)
-    here = content["checkouts"]["here"]
-    assert list(here) == ["target", "eagle2", "hf_generate"]
-    assert len({one["answers_sha256"] for one in here.values()}) == 1, "greedy, in float32"
-    eagle2 = here["eagle2"]
-    ratio = here["target"]["milliseconds_per_token"]["median"]
-    ratio /= eagle2["milliseconds_per_token"]["median"]
-    assert eagle2["speedup_vs_target"]["median"] == pytest.approx(ratio)
-    assert eagle2["tokens_per_target_pass"] > 0
-    assert content["plans"]["eagle2"]["members"] == ["target", "draft"]
+    chain = load_chain(tiny_chain)
+    lengths = [18, 40, 21, 30, 19, 70, 25]
+    questions = [[number] * length for number, length in enumerate(lengths)]
+    monkeypatch.setattr(systems, "read_prompts", lambda *_: questions)
+    found = {num: systems.prompts_of_length(chain, None, num, 3, 12) for num in (20, 150, 60)}
+    assert found[20] == [questions[2], questions[4], questions[0]], "the nearest, as they are"
+    assert [len(one) for one in found[150]] == [150] * 3
+    for number, one in enumerate(found[150]):
+        assert one[-len(questions[number]) :] == questions[number]
+        assert len(set(one)) > 2, "real questions stand before it"
+    # one that is longer is no end of a shorter context
+    assert [set(one[-18:]) for one in found[60]] == [{0}, {1}, {2}]
 
 
+def test_end_to_end_compares_systems(tiny_chain: Path) -> None:
+    chain = load_chain(tiny_chain, dtype="float32")
+    plans = systems.chosen_plans(chain, ["target", "eagle2"])
+    plans[end_to_end.HF_GENERATE] = plans["target"]
+    here = answering.Here(chain)
+    by_system = dict.fromkeys(plans, here)
+    by_system[end_to_end.HF_GENERATE] = answering.HfGenerate.of(chain)
+    prompts = systems.read_prompts(chain, None, 1, 8)[:2]
+    settings = ({end_to_end.HERE: by_system}, plans, prompts, 8, 2)
+    times = end_to_end.measure_end_to_end(*settings)[end_to_end.HERE]
+    for one in times.values():
+        assert [len(turn) for turn in one.turns] == [2, 2]
+        assert one.num_identical(times["target"]) == 2, "greedy, in float32"
+    first = times["target"].turns[0]
+    per_token = 1e3 * sum(one.seconds for one in first) / sum(len(one.token_ids) for one in first)
+    assert times["target"].per_token.turns[0] == pytest.approx(per_token)
+    assert times["target"].tokens_per_target_pass == 1
+    over = iter([False, True])
+    cut = end_to_end.measure_end_to_end(*settings, is_over=lambda: next(over))
+    assert [len(turn) for turn in cut[end_to_end.HERE]["eagle2"].turns] == [1], "as far as it came"
+    assert end_to_end.measure_end_to_end(*settings, is_over=lambda: True) == {}
+
+
+CLONED = """
+_load_chain = load_chain
+
+def load_chain(*arguments, **options):
+    print("this is the clone")  # on stdout, where it must not be taken for a reply
+    return _load_chain(*arguments, **options)
+"""
+
+
+@pytest.mark.proof
 def test_two_checkouts_in_turns(
     tiny_chain: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     clone = tmp_path / "clone"
     for folder in ("chain", "train", "quantize", "deploy", "recipes"):
         shutil.copytree(ROOT / folder, clone / folder)
-    provenance = clone / "recipes" / "provenance.py"
-    provenance.write_text(provenance.read_text() + '\n\ndef git_commit():\n    return "clone"\n')
+    (loading,) = (
+        path for path in clone.glob("deploy/*.py") if "def load_chain(" in path.read_text()
+    )
+    loading.write_text(loading.read_text() + CLONED)
     monkeypatch.setattr(end_to_end, "PAUSE_SECONDS", 0.0)
-    words = f"{tiny_chain} --dtype float32 {SHORT} --systems target eagle2 --against {clone}"
-    content = written(end_to_end, words, tmp_path / "record.json", monkeypatch)
-    assert content["commits"]["against"] == "clone", "each process runs its own checkout's code"
-    assert content["commits"]["here"] != "clone"
-    here, against = content["checkouts"]["here"], content["checkouts"]["against"]
-    assert here["eagle2"]["answers_sha256"] == against["eagle2"]["answers_sha256"]
-    gained = content["here_over_against"]["eagle2"]
-    assert gained["identical_answers"] == content["settings"]["num_prompts"]
-    ratio = against["eagle2"]["milliseconds_per_token"]["median"]
-    ratio /= here["eagle2"]["milliseconds_per_token"]["median"]
-    assert gained["speedup"]["median"] == pytest.approx(ratio)
-    assert "eagle2: here" in capsys.readouterr().out
+    words = f"{tiny_chain} --dtype float32 --max-new-tokens 6 --turns 1 --systems eagle2"
+    words += f" --against {clone}"
+    text = written(end_to_end, words, tmp_path / "record.md", monkeypatch)
+    assert capfd.readouterr().err.count("this is the clone") == 1
+    assert "eagle2: here" in text
+    assert "6 of 6 answers identical" in text
     with pytest.raises(UserError, match="no checkout"):
         run(end_to_end, f"{tiny_chain} --against {tmp_path}", monkeypatch)
 
@@ -211,33 +231,39 @@ def test_bench_writes_a_record_and_compares_with_it(
     words = f"{tiny_chain} --records {records} --context 16 --rows 2 --shapes 2x2 --repeats 2"
     words += f" --num-prompts-per-task 1 {SHORT}"
     assert run(bench, words, monkeypatch) == 0
-    (path,) = records.iterdir()
-    cores = describe_hardware(torch.device("cpu"))["cores"]
-    assert path.name == f"cpu-{cores}-cores-bench.json"
+    path, beside = sorted(records.iterdir())
+    assert path.name == f"cpu-{describe_hardware(CPU)['cores']}-cores-bench.json"
+    assert "Milliseconds a pass" in beside.read_text()
     assert "no record of this hardware was there" in capsys.readouterr().out
-    content = json.loads(path.read_text())
-    assert content.keys() >= HEAD | {"bandwidth", "chain", "passes", "rounds", "end_to_end"}
     assert str(tmp_path) not in path.read_text()
-    # a million times as fast as this machine
-    for cost in content["passes"]["target"].values():
-        fast = cost["milliseconds"]
-        fast["median"] /= 1e6
-        fast["turns"] = [one / 1e6 for one in fast["turns"]]
+    content = json.loads(path.read_text())
+    # more than the chain can gain
+    name = "tokens a pass polybasic_full"
+    content["figures"][name] = [2 * one for one in content["figures"][name]]
     path.write_text(json.dumps(content))
     before = path.read_bytes()
-    monkeypatch.setattr(comparison, "LEAST_MILLISECONDS", 0.0)
     assert run(bench, f"{words} --strict", monkeypatch) == 1
-    shown = capsys.readouterr().out
-    assert "slower" in next(line for line in shown.splitlines() if "pass target, 2 rows" in line)
+    shown = capsys.readouterr().out.partition("Against the record")[2]
+    assert "slower" in next(line for line in shown.splitlines() if name in line)
     assert path.read_bytes() == before, "a record changes by --update alone"
     with pytest.raises(UserError, match="record of other settings"):
         run(bench, words.replace("--context 16", "--context 20"), monkeypatch)
 
 
+def test_the_record_in_the_tree_is_one_that_bench_reads() -> None:
+    (path,) = bench.RECORDS.glob("*.json")
+    content = json.loads(path.read_text())
+    assert bench.record_of(bench.RECORDS, content["hardware"]) == (path, content)
+    for figure in content["figures"].values():
+        assert len(figure) >= 2
+    for plan in content["plans"].values():
+        bench.Plan.model_validate(plan)
+
+
 def test_record_is_found_by_its_hardware(tmp_path: Path) -> None:
     hardware = {"device": "cpu", "processor": "A 1", "cores": 2, "threads": 2}
     assert bench.record_of(tmp_path, hardware) == (tmp_path / "cpu-2-cores-bench.json", None)
-    content = {"schema": "polybasic.benchmark.bench/1", "hardware": hardware}
+    content = {"schema": bench.SCHEMA, "hardware": hardware}
     (tmp_path / "cpu-2-cores-bench.json").write_text(json.dumps(content))
     (tmp_path / "another.json").write_text(json.dumps({"hardware": hardware}))
     assert bench.record_of(tmp_path, hardware | {"memory_bytes": 3})[1] == content
@@ -246,18 +272,68 @@ def test_record_is_found_by_its_hardware(tmp_path: Path) -> None:
     assert bench.record_of(tmp_path, hardware | {"threads": 1})[1] is None
 
 
-def test_kernels_are_one_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    words = "--shapes 128x256 --rows 1 3 --turns 1"
-    content = written(kernels, words, tmp_path / "record.json", monkeypatch)
-    assert list(content["products"]) == ["128x256 1 rows", "128x256 3 rows"]
-    assert set(content["products"]["128x256 3 rows"]) == set(kernels.KERNELS)
-    by_kernel = content["products"]["128x256 1 rows"]
-    assert by_kernel["bfloat16"]["bytes"] == 128 * 256 * 2
-    assert by_kernel["int4"]["bytes"] == 128 * 256 // 2 + 128 * 2 * 4
+def test_products_that_are_wrong_or_fail_are_named_and_not_timed(bandwidth: Any) -> None:
+    def fail(weight: Any) -> Any:
+        raise RuntimeError("no such instruction\nand more")
+
+    right = products.KERNELS["cpu"]["float32"]
+    double = products.Kernel(lambda one: lambda x: 2 * right.prepare(one)(x), torch.float32)
+    kernels = {"right": right, "double": double, "fails": products.Kernel(fail)}
+    cases = products.product_cases(["128x256"], [1, 3], kernels, 1, bandwidth, CPU)
+    found = {(one.kernel, one.rows): one for one in measuring.all_of(cases)}
+    assert len(found) == 6
+    assert found["right", 3].bound_seconds == 128 * 256 * 4 / bandwidth.bound
+    assert found["right", 3].seconds.median > 0
+    assert found["double", 3].seconds is found["fails", 1].seconds is None
+    assert found["double", 3].error == pytest.approx(1)
+    assert found["fails", 1].error == "RuntimeError: no such instruction"
+
+
+def test_contexts_answer_as_the_target(
+    tiny_chain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = f"{tiny_chain} --contexts 90 --windows 8 --dtype float32 --max-new-tokens 8 --turns 1"
+    text = written(contexts, words, tmp_path / "record.md", monkeypatch)
+    table = text.partition("after 90 tokens:")[2].strip().splitlines()[2:]
+    cells = {row.split("|")[1].strip(): row.split("|") for row in table}
+    full = ["eagle2", "eagle2, window 8", "polybasic_full", "polybasic_full, window 8"]
+    assert list(cells) == ["target", *full]
+    assert {row[-2].strip() for row in cells.values()} == {"yes"}
+    chain = load_chain(tiny_chain, dtype="float32", share_caches=False)
+    plan = systems.system_plans(chain)["polybasic_full"]
+    own = contexts.cache_bytes(chain, plan, 10)
+    shared = contexts.cache_bytes(load_chain(tiny_chain, dtype="float32"), plan, 10)
+    a_layer = 2 * 2 * 32 * 10 * 4
+    assert (own, shared) == (5 * a_layer, 3 * a_layer), "two layers each, and the head's"
+
+
+def test_memory_beyond_what_was_stated_is_a_failure(
+    tiny_chain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[list[str], dict[str, str]]] = []
+    peaks = iter([60, 60, 60, 170])
+
+    def measured(script: str, words: list[str], **environment: str) -> Any:
+        asked.append((words[-4:], environment))
+        stated = {"kernels": "native", "dtype": "float32", "context_tokens": 40}
+        stated |= {"staying_bytes": 50, "peak_bytes": 150}
+        return {"stated": stated, "measured": {"staying_bytes": 40, "peak_bytes": next(peaks)}}
+
+    monkeypatch.setattr(memory, "in_a_process", measured)
+    words = f"{tiny_chain} --contexts 40 --dtypes float32"
+    assert run(memory, words, monkeypatch) == 0
+    asking = ["--dtype", "float32", "--measure", "40"]
+    assert asked == [(asking, {}), (asking, {"POLYBASIC_KERNELS": "eager"})]
+    assert run(memory, words, monkeypatch) == 1
+    with pytest.raises(UserError, match="context out of range"):
+        run(memory, f"{tiny_chain} --contexts 3", monkeypatch)
 
 
 def test_command_line_names_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["x", "/home/me/chain", "--json=/tmp/r.json", "--turns", "2"])
-    places = {Path("/home/me/chain"): "CHAIN", Path("/tmp/r.json"): "FILE", None: "NOTHING"}
-    shown = record.command_line("passes", places)
-    assert shown == "python benchmarks/passes.py CHAIN --json=FILE --turns 2"
+    words = ["/home/me/chain", "--record=/tmp/r.md", "--recipe", "/home/me/x.yaml", "--turns", "2"]
+    monkeypatch.setattr(sys, "argv", ["x", *words])
+    parser = command.options("A script.", "chain", "--turns")
+    parser.add_argument("--recipe")
+    shown = command.command_line("/somewhere/passes.py", parser.parse_args())
+    expected = "python benchmarks/passes.py CHAIN --record=RECORD --recipe x.yaml --turns 2"
+    assert shown == expected

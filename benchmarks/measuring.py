@@ -1,16 +1,25 @@
-"""Times of calls that take turns, and memory: how fast it moves, and how much is resident."""
+"""Times of calls that take turns, and how fast memory moves."""
 
 import os
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from rich.console import Console
+from rich.progress import track
+
+from polybasic.deploy.graphs.capture import Graphs
 
 T = TypeVar("T")
+Name = TypeVar("Name", bound=Hashable)
+Case = tuple[str, Callable[[], list[T]]]
+"""What is measured, in words, and the function that measures it: a script runs all cases one after
+the other, and benchmarks/gpu.py those that there is time for."""
+
 BUFFER_BYTES = 256 << 20
 """Of a buffer that bandwidth is measured on, at least; see `buffer_bytes`."""
 BANDWIDTH_REPEATS = 7
@@ -47,36 +56,25 @@ class Spread:
         turns = tuple(value * factor for value in self.turns)
         return Spread(self.min * factor, self.median * factor, self.max * factor, turns)
 
-    def to_json(self) -> dict[str, Any]:
-        """As a record holds it."""
-        return {**asdict(self), "turns": list(self.turns)}
+    def cells(self, digits: int = 3) -> list[str]:
+        """Minimum, median and maximum, for a table."""
+        return [f"{value:.{digits}f}" for value in (self.min, self.median, self.max)]
 
 
 @dataclass(frozen=True)
 class Bandwidth:
-    """Bytes a second between memory and what computes, by torch's threads.
+    """Bytes a second between memory and what computes.
 
     Attributes:
         read: by the fastest of several reductions.
         copy: of a buffer to another; what is read and what is written both count.
+        bound: by which bounds are computed: the best that was seen by a processor's threads; on a
+            GPU, whose reductions read slower than its copies do, the median of the copies.
     """
 
     read: Spread
     copy: Spread
-
-    @property
-    def bound(self) -> float:
-        """The best that was seen, by which bounds are computed."""
-        return max(self.read.max, self.copy.max)
-
-    @classmethod
-    def joined(cls, parts: Sequence["Bandwidth"]) -> "Bandwidth":
-        """Measured at several times: each is a turn."""
-        return cls(_joined([part.read for part in parts]), _joined([part.copy for part in parts]))
-
-    def to_json(self) -> dict[str, Any]:
-        """As a record holds it, in bytes a second."""
-        return {"read": self.read.to_json(), "copy": self.copy.to_json(), "bound": self.bound}
+    bound: float
 
     def shown(self) -> str:
         """For people: median and best."""
@@ -84,7 +82,12 @@ class Bandwidth:
             f"{name} {spread.median / 1e9:.1f} GB/s (best {spread.max / 1e9:.1f})"
             for name, spread in (("read", self.read), ("copy", self.copy))
         )
-        return f"memory: {', '.join(parts)}; bounds by {self.bound / 1e9:.1f} GB/s"
+        return f"Memory: {', '.join(parts)}; bounds by {self.bound / 1e9:.1f} GB/s."
+
+
+def all_of(cases: Iterable[Case[T]]) -> list[T]:
+    """What all cases find."""
+    return [found for _, measure in cases for found in measure()]
 
 
 def clock_of(device: torch.device) -> Callable[[], float]:
@@ -100,37 +103,74 @@ def clock_of(device: torch.device) -> Callable[[], float]:
 
 
 def in_turns(
-    runs: Mapping[str, Callable[[], object]],
+    runs: Mapping[Name, Callable[[], object]],
     turns: int,
     repeats: int,
     device: torch.device,
     warm_up: int = 3,
-) -> dict[str, Spread]:
-    """Seconds of each run.
+) -> dict[Name, Spread]:
+    """Seconds of each run, on a GPU by its own clock.
 
     All runs are called once before any is called again, so that a drift of the machine hits all
-    alike, and another one begins each time: nobody always runs behind the same other.
+    alike, and another one begins each time: nobody always runs after the same other. On a GPU all
+    calls are handed over before any is waited for: the host's time is hidden where it is shorter.
 
     Args:
         repeats: calls of each run in a turn.
         warm_up: calls of each that are not counted.
     """
-    names, now = list(runs), clock_of(device)
-    seconds: dict[str, list[list[float]]] = {name: [[] for _ in range(turns)] for name in names}
+    names, marks = list(runs), []
     for number in range(-warm_up, turns * repeats):
         for name in rotated(names, number):
-            begin = now()
+            begin = _mark(device)
             runs[name]()
-            taken = now() - begin
+            end = _mark(device)
             if number >= 0:
-                seconds[name][number // repeats].append(taken)
+                marks.append((name, number // repeats, begin, end))
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    seconds: dict[Name, list[list[float]]] = {name: [[] for _ in range(turns)] for name in names}
+    for name, turn, begin, end in marks:
+        seconds[name][turn].append(_between(begin, end))
     return {name: Spread.of(of_turns) for name, of_turns in seconds.items()}
+
+
+def _mark(device: torch.device) -> Any:
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _between(begin: Any, end: Any) -> float:
+    if isinstance(begin, float):
+        return float(end) - begin
+    return float(begin.elapsed_time(end)) / 1e3
+
+
+def progress(what: str, num: int) -> Iterable[int]:
+    """Numbers below `num`, with a bar on stderr."""
+    return track(range(num), what, console=Console(stderr=True))
 
 
 def rotated(things: Sequence[T], number: int) -> list[T]:
     """The things from another one on for each number."""
     first = number % len(things) if things else 0
     return [*things[first:], *things[:first]]
+
+
+def captured(graphs: Graphs, key: Hashable, function: Callable[[], None]) -> Callable[[], None]:
+    """A function that replays the graph of `function`, which is captured now.
+
+    On a CPU, where nothing is captured, it calls it.
+    """
+
+    def run() -> None:
+        graphs.run(key, function)
+
+    run()
+    return run
 
 
 def measure_bandwidth(device: torch.device, num_bytes: int | None = None) -> Bandwidth:
@@ -151,38 +191,29 @@ def measure_bandwidth(device: torch.device, num_bytes: int | None = None) -> Ban
     taken = in_turns(runs, BANDWIDTH_REPEATS, 1, device, warm_up=1)
     rates = {name: _rate(source.nbytes, spread) for name, spread in taken.items()}
     reads = [rate for name, rate in rates.items() if name != "copy"]
-    return Bandwidth(max(reads, key=lambda rate: rate.median), rates["copy"].times(2))
+    read, copy = max(reads, key=lambda rate: rate.median), rates["copy"].times(2)
+    bound = copy.median if device.type == "cuda" else max(read.max, copy.max)
+    return Bandwidth(read, copy, bound)
+
+
+def _rate(num_bytes: int, seconds: Spread) -> Spread:
+    turns = tuple(num_bytes / one for one in seconds.turns)
+    rates = (num_bytes / one for one in (seconds.max, seconds.median, seconds.min))
+    return Spread(*rates, turns)
 
 
 def buffer_bytes(device: torch.device) -> int:
     """Four times the last cache, at least `BUFFER_BYTES`, at most a sixteenth of the memory."""
     if device.type == "cuda":
-        return 4 * BUFFER_BYTES
+        return 16 * BUFFER_BYTES
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min(max(4 * last_cache_bytes(), BUFFER_BYTES), memory_bytes // 16)
+    return min(max(4 * last_cache_bytes(device), BUFFER_BYTES), memory_bytes // 16)
 
 
-def last_cache_bytes() -> int:
-    """Bytes of the processor's largest cache; 32 MiB where the system does not tell."""
+def last_cache_bytes(device: torch.device) -> int:
+    """Bytes of the device's largest cache; 32 MiB where the system does not tell."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).L2_cache_size)
     sizes = Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
     known = [int(size.read_text().strip().removesuffix("K")) << 10 for size in sizes]
     return max(known, default=32 << 20)
-
-
-def resident(key: str) -> int:
-    """VmRSS (resident bytes) or VmHWM (their peak) of this process."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{key}:"):
-            return 1024 * int(line.split()[1])
-    raise RuntimeError(f"no {key} in /proc/self/status")
-
-
-def _rate(num_bytes: int, seconds: Spread) -> Spread:
-    turns = tuple(num_bytes / one for one in seconds.turns)
-    return Spread(
-        num_bytes / seconds.max, num_bytes / seconds.median, num_bytes / seconds.min, turns
-    )
-
-
-def _joined(spreads: Sequence[Spread]) -> Spread:
-    return Spread.of([spread.turns for spread in spreads])
