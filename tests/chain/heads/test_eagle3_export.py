@@ -36,7 +36,7 @@ from tests.chain.heads.test_eagle3_import import (
     as_specforge,
     eagle3_tensors,
 )
-from tests.chain.heads.test_eagle_import import eagle_tensors, write_eagle
+from tests.chain.heads.test_importing import eagle_tensors, write_eagle
 from tests.checkpoints import VOCAB_SIZE, write_family
 from tests.conftest import PROVENANCE
 

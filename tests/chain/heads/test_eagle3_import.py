@@ -22,7 +22,7 @@ from polybasic.chain.heads.importing import import_head, required_weights
 from polybasic.chain.kernels.torch.attend import attend_causally
 from polybasic.chain.model.loading import load_decoder, load_head
 from polybasic.deploy.rounds.cache import KeyValueCache
-from tests.chain.heads.test_eagle_import import EAGLE_CONFIG, H, eagle_tensors, write_eagle
+from tests.chain.heads.test_importing import EAGLE_CONFIG, H, eagle_tensors, write_eagle
 from tests.checkpoints import CONTEXT_TOKENS, VOCAB_SIZE, write_family
 
 I, HEAD_DIM, NUM_LAYERS = 256, 32, 7  # noqa: E741

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from polybasic.chain.kernels.cpu.build import SOURCE_FOLDER, compiler_flags
 
-HARNESS = Path(__file__).with_name("native_attention_harness.cpp")
+HARNESS = Path(__file__).with_name("attention_harness.cpp")
 VARIANTS = {"native": (), "portable": ("-DPOLYBASIC_PORTABLE",)}
 # of a float32 sum over a few hundred positions; of bfloat16 weights, relative to the values
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}

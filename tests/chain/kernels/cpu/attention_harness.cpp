@@ -1,4 +1,4 @@
-// What tests/chain/kernels/cpu/test_native_attention.py calls of chain/kernels/cpu/source/attention.h.
+// What tests/chain/kernels/cpu/test_attention.py calls of chain/kernels/cpu/source/attention.h.
 #include "attention.h"
 
 #include <cstdlib>
