@@ -11,7 +11,7 @@ from polybasic.chain.kernels.cuda import KERNEL_DTYPES
 from polybasic.chain.kernels.environment import kernels_wanted
 from polybasic.chain.kernels.torch.operations import Operations
 
-LEAST_CAPABILITY = (8, 0)
+MIN_CAPABILITY = (8, 0)
 """Ampere: tensor cores for bfloat16, and copies that run ahead."""
 
 _log = logging.getLogger(__name__)
@@ -34,8 +34,8 @@ def operations_for(device: torch.device, dtype: torch.dtype) -> Operations | Non
         return None
     if dtype not in KERNEL_DTYPES:
         return _reference()
-    lack = _lack(device)
-    return _kernels() if lack is None else _reference_for_lack(lack)
+    lack = _missing(device)
+    return _kernels() if lack is None else _reference_because(lack)
 
 
 def reads_4_bits(device: torch.device, dtype: torch.dtype) -> bool:
@@ -61,7 +61,7 @@ def describe_gpu_kernels() -> str:
     """
     if kernels_wanted() == "eager":
         return "eager PyTorch (POLYBASIC_KERNELS=eager)"
-    if lack := _lack(torch.device("cuda")):
+    if lack := _missing(torch.device("cuda")):
         return f"PyTorch's operations ({lack})"
     return f"triton {version('triton')} (float32: PyTorch's operations)"
 
@@ -71,7 +71,7 @@ def has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def _lack(device: torch.device) -> str | None:
+def _missing(device: torch.device) -> str | None:
     """What the kernels lack on a GPU, in one line; None for nothing."""
     if not has_triton():
         return "no triton found; pip install triton"
@@ -79,9 +79,9 @@ def _lack(device: torch.device) -> str | None:
         return "they are written for NVIDIA's GPUs"
     if torch.cuda.is_available():
         found = torch.cuda.get_device_capability(device)
-        if found < LEAST_CAPABILITY:
+        if found < MIN_CAPABILITY:
             return "compute capability {}.{}, at least {}.{} is needed".format(
-                *found, *LEAST_CAPABILITY
+                *found, *MIN_CAPABILITY
             )
     return None
 
@@ -99,6 +99,6 @@ def _kernels() -> Operations:
 
 
 @cache
-def _reference_for_lack(lack: str) -> Operations:
+def _reference_because(lack: str) -> Operations:
     _log.warning("GPU kernels: PyTorch's operations, which are slower: %s", lack)
     return _reference()

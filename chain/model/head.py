@@ -37,7 +37,7 @@ class EagleHead:
 
     Attributes:
         feature_layers: the verifier's layers whose inputs the head reads.
-        read_width: columns of the verifier's states that it reads.
+        input_width: columns of the verifier's states that it reads.
     """
 
     feature_layers: tuple[int, ...] = ()
@@ -55,7 +55,7 @@ class EagleHead:
         self.config, self.rotary = config, rotary
         self.embedding, self.fc, self.layer = embedding, fc, layer
         self.lm_head, self.draft_token_ids = lm_head, draft_token_ids
-        self.read_width = config.hidden_size
+        self.input_width = config.hidden_size
 
     @property
     def device(self) -> torch.device:
@@ -65,10 +65,10 @@ class EagleHead:
     def dtype(self) -> torch.dtype:
         return self.embedding.dtype
 
-    def read_of(self, states: Tensor) -> Tensor:
-        """What the head reads, [R, read_width], of the verifier's states."""
+    def select_inputs(self, states: Tensor) -> Tensor:
+        """What the head reads, [R, input_width], of the verifier's states."""
         # the verifier may have an EAGLE-3 head, too
-        return states if states.shape[-1] == self.read_width else states[:, : self.read_width]
+        return states if states.shape[-1] == self.input_width else states[:, : self.input_width]
 
     def features(self, read: Tensor) -> Tensor:
         """Features [R, D] of what the head reads of the verifier's states."""
@@ -179,11 +179,11 @@ class Eagle3Head(EagleHead):
     ) -> None:
         super().__init__(config, embedding, fc, layer, rotary, lm_head, draft_token_ids)
         self.feature_layers = feature_layers
-        self.read_width = len(feature_layers) * config.hidden_size
+        self.input_width = len(feature_layers) * config.hidden_size
         self.embedding_norm, self.feature_norm = embedding_norm, feature_norm
         self.final_norm = final_norm
 
-    def read_of(self, states: Tensor) -> Tensor:
+    def select_inputs(self, states: Tensor) -> Tensor:
         return states[:, self.config.hidden_size :]
 
     def features(self, read: Tensor) -> Tensor:

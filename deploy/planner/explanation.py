@@ -15,7 +15,7 @@ from rich.table import Table
 from polybasic.chain.formats.plan import Plan
 from polybasic.deploy.planner.agreement import acceptance_between, candidates_by_depth
 from polybasic.deploy.planner.measurements import Measurements, PassCosts
-from polybasic.deploy.planner.search import LEAST_GAIN, Candidate, Choice
+from polybasic.deploy.planner.search import MIN_GAIN, Candidate, Choice
 from polybasic.deploy.planner.simulation import Predicted
 from polybasic.deploy.planner.theory import (
     Condition,
@@ -37,7 +37,7 @@ def explain(choice: Choice, measurements: Measurements) -> dict[str, Any]:
         },
         "num_traces": len(measurements.traces),
         "num_tokens": measurements.num_tokens,
-        "num_plans": choice.num_played,
+        "num_plans": choice.num_simulated,
         "pass_seconds": {
             name: {str(rows): seconds for rows, seconds in zip(one.rows, one.seconds, strict=True)}
             for name, one in _passes(best, measurements).items()
@@ -103,7 +103,7 @@ def _verdict(name: str, runs: bool, with_it: Candidate, without: Candidate, cost
     if runs:
         return f"keep {name}: without it the best plan needs " + without.milliseconds
     if with_it.seconds_per_token <= without.seconds_per_token:
-        return f"leave {name} out: it would save less than {LEAST_GAIN:.0%} of the time"
+        return f"leave {name} out: it would save less than {MIN_GAIN:.0%} of the time"
     return (
         f"leave {name} out: {cost}with it the best plan needs "
         f"{with_it.milliseconds} a token, without it "

@@ -19,7 +19,7 @@ from polybasic.deploy.planner.simulation import NUM_DRAWS, Predicted, Simulator
 from polybasic.deploy.settings import PlanGrid
 
 BREAK_EVENS = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
-LEAST_GAIN = 0.01
+MIN_GAIN = 0.01
 """Share of the time that a member, or an adaptive flush, must save to be preferred."""
 RULE: Rule = "block"
 EXHAUSTIVE_POINTS = 100
@@ -97,13 +97,13 @@ class Choice:
 
     Attributes:
         by_members: the best plan of each set of members, the fastest first; at least one.
-        num_played: plans that were simulated.
+        num_simulated: plans that were simulated.
         windows: lengths of windows that the grid has.
         window_trials: windows that were tried.
     """
 
     by_members: tuple[Candidate, ...]
-    num_played: int
+    num_simulated: int
     windows: tuple[int, ...] = ()
     window_trials: tuple[WindowTrial, ...] = ()
 
@@ -111,14 +111,14 @@ class Choice:
     def best(self) -> Candidate:
         """The fastest plan, or one with a part of its members that is as good as that.
 
-        What saves less than `LEAST_GAIN` is left out: predictions are not finer than that.
+        What saves less than `MIN_GAIN` is left out: predictions are not finer than that.
         """
         fastest = self.by_members[0]
         as_good = [
             one
             for one in self.by_members
             if one.members.is_part_of(fastest.members)
-            and (1 - LEAST_GAIN) * one.seconds_per_token <= fastest.seconds_per_token
+            and (1 - MIN_GAIN) * one.seconds_per_token <= fastest.seconds_per_token
         ]
         return min(as_good, key=lambda one: len(one.names) + one.members.has_ngram)
 
@@ -163,13 +163,13 @@ def choose_plan(
     """
     simulator = Simulator(measurements, seed, num_draws)
     found: list[Candidate] = []
-    num_played = 0
+    num_simulated = 0
     for members in member_sets(measurements, grid):
         best, num = _best_plan(members, simulator, grid)
-        num_played += num
+        num_simulated += num
         found.append(best)
     found.sort(key=lambda candidate: candidate.seconds_per_token)
-    return Choice(tuple(found), num_played, grid.windows)
+    return Choice(tuple(found), num_simulated, grid.windows)
 
 
 def choose_windows(
@@ -188,14 +188,14 @@ def choose_windows(
     The others are as for `choose_plan`.
     """
     tried: dict[MemberSet, list[Candidate]] = {one.members: [] for one in choice.by_members}
-    num_played = choice.num_played
+    num_simulated = choice.num_simulated
     for measurements in windowed:
         simulator = Simulator(measurements, seed, num_draws)
         for members in member_sets(measurements, grid):
             if members in tried and set(measurements.windows) <= set(members.names):
                 best, num = _best_plan(members, simulator, grid)
                 tried[members].append(best)
-                num_played += num
+                num_simulated += num
     found: list[Candidate] = []
     trials: list[WindowTrial] = []
     for without in choice.by_members:
@@ -203,16 +203,16 @@ def choose_windows(
         found.append(best)
         trials += [WindowTrial(one, without, one is best) for one in tried[without.members]]
     found.sort(key=lambda candidate: candidate.seconds_per_token)
-    return Choice(tuple(found), num_played, grid.windows, tuple(trials))
+    return Choice(tuple(found), num_simulated, grid.windows, tuple(trials))
 
 
 def _fewest_windows_that_pay(without: Candidate, tried: Sequence[Candidate]) -> Candidate:
-    """The fastest, but for windows that save less than `LEAST_GAIN` over fewer of them."""
+    """The fastest, but for windows that save less than `MIN_GAIN` over fewer of them."""
     best = without
     for num in sorted({len(one.plan.windows) for one in tried}):
         same_number = [one for one in tried if len(one.plan.windows) == num]
         fastest = min(same_number, key=lambda one: one.seconds_per_token)
-        if fastest.seconds_per_token <= (1 - LEAST_GAIN) * best.seconds_per_token:
+        if fastest.seconds_per_token <= (1 - MIN_GAIN) * best.seconds_per_token:
             best = fastest
     return best
 
@@ -254,7 +254,7 @@ def _best_plan(members: MemberSet, simulator: Simulator, grid: PlanGrid) -> tupl
     """The best plan of a set of members, and the number of plans played."""
     search = _Search(simulator, _Lattice(members, simulator.measurements, grid))
     best, num_adaptive = _with_adaptive_flush(search.run(), simulator, grid)
-    return best, search.num_played + num_adaptive
+    return best, search.num_simulated + num_adaptive
 
 
 _Point = tuple[int, ...]
@@ -335,7 +335,7 @@ class _Search:
         self._played: dict[_Point, Candidate] = {}
 
     @property
-    def num_played(self) -> int:
+    def num_simulated(self) -> int:
         return len(self._played)
 
     def run(self) -> Candidate:
@@ -369,7 +369,7 @@ def _with_adaptive_flush(
     fixed: Candidate, simulator: Simulator, grid: PlanGrid
 ) -> tuple[Candidate, int]:
     """The plan with adaptive flushes where they save enough, and the number of plans played."""
-    best, num_played = fixed, 0
+    best, num_simulated = fixed, 0
     for above, below in pairwise(fixed.names):
         if above not in fixed.plan.flush:
             continue
@@ -379,11 +379,11 @@ def _with_adaptive_flush(
             plan = best.plan.model_copy(update={"flush": best.plan.flush | {above: flush}})
             predicted = simulator.run(plan)
             adaptive.append(Candidate(fixed.members, plan, predicted, simulator.measurements))
-        num_played += len(adaptive)
+        num_simulated += len(adaptive)
         fastest = min(adaptive, key=lambda one: one.seconds_per_token)
-        if fastest.seconds_per_token <= (1 - LEAST_GAIN) * best.seconds_per_token:
+        if fastest.seconds_per_token <= (1 - MIN_GAIN) * best.seconds_per_token:
             best = fastest
-    return best, num_played
+    return best, num_simulated
 
 
 def _adaptive_flushes(

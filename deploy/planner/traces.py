@@ -261,7 +261,7 @@ def _ranks(
     for place in range(len(answer)):
         if place:
             drafter.observe(states[len(prompt) + place - 2 : len(prompt) + place - 1])
-        if len(prompt) + place < drafter.least_tokens:
+        if len(prompt) + place < drafter.min_tokens:
             continue
         candidates = drafter.candidates([*prompt, *answer[:place]], depth)
         for ranks, text in zip(found, texts, strict=True):

@@ -5,7 +5,7 @@ from typing import Any
 
 from polybasic.chain.formats.plan import Window
 from polybasic.deploy.planner.measurements import Measurements
-from polybasic.deploy.planner.search import LEAST_GAIN, Choice
+from polybasic.deploy.planner.search import MIN_GAIN, Choice
 
 
 def windows_tried(choice: Choice) -> list[dict[str, Any]]:
@@ -38,7 +38,7 @@ def window_verdict(choice: Choice, measurements: Measurements) -> str | None:
         return f"{_shown_windows(taken.windows)}: if all saw everything, it would need {without}"
     best = min(trials, key=lambda one: one.best.seconds_per_token)
     if best.best.seconds_per_token <= best.without.seconds_per_token:
-        return f"no windows: the best would save less than {LEAST_GAIN:.0%} of the time"
+        return f"no windows: the best would save less than {MIN_GAIN:.0%} of the time"
     seconds = best.best.milliseconds
     return f"no windows: with the best, {_shown_windows(best.windows)}, it would need {seconds}"
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from polybasic.chain.kernels.cuda.attention_kernels import attend, combine
-from polybasic.chain.kernels.cuda.attention_plan import MOST_TICKETS, NUM_WARPS, Gpu, Layer, Plan
+from polybasic.chain.kernels.cuda.attention_plan import MAX_TICKETS, NUM_WARPS, Gpu, Layer, Plan
 from polybasic.chain.kernels.torch.operations import Heads
 from polybasic.chain.kernels.torch.rotary import Rotation
 from polybasic.chain.kernels.torch.rows import DeviceRows, Span
@@ -48,7 +48,7 @@ def attention_by(
     """As `attention`, divided by a plan."""
     for tensor in (qkv, cache, *rotation):
         assert tensor.is_contiguous()
-    assert plan.num_units <= MOST_TICKETS, f"{plan.num_units} heads times tiles"
+    assert plan.num_units <= MAX_TICKETS, f"{plan.num_units} heads times tiles"
     layer, tickets = plan.layer, _tickets(qkv.device)
     out = qkv.new_empty(len(qkv), layer.num_kv_heads * layer.query_groups * layer.head_dim)
     partial = torch.empty(plan.num_partial, dtype=torch.float32, device=qkv.device)
@@ -106,4 +106,4 @@ def _tickets(device: torch.device) -> Tensor:
     if device.type == "cuda":
         is_captured = torch.cuda.is_current_stream_capturing()
         assert not is_captured, "attention must run once before it is captured"
-    return torch.zeros(MOST_TICKETS, dtype=torch.int32, device=device)
+    return torch.zeros(MAX_TICKETS, dtype=torch.int32, device=device)

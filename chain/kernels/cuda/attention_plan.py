@@ -9,22 +9,22 @@ from typing import Any
 
 import torch
 
-LEAST_DOT = 16
+MIN_DOT = 16
 """Rows and columns of the smallest matrix product."""
 NUM_WARPS = 8
-LEAST_COLUMNS = 384
+MIN_COLUMNS = 384
 """Below which work is not worth a part of its own."""
 GRAIN = 16
 """Columns of a part are a multiple."""
-MOST_PARTS = 64
-MOST_COMBINED_BYTES = 1 << 17
+MAX_PARTS = 64
+MAX_COMBINED_BYTES = 1 << 17
 """Partial results that one program adds up; for more a second kernel is launched."""
 
-MOST_TICKETS = 4096
+MAX_TICKETS = 4096
 """Key/value heads times tiles of queries; in truth some dozens."""
 
-_MOST_STAGES = 3
-_MOST_NEW_ROWS = 32
+_MAX_STAGES = 3
+_MAX_NEW_ROWS = 32
 _HOPPER = 9
 _NUMBER_BYTES = 2  # float32 is interpreted only
 _SUM_BYTES = 1024
@@ -66,7 +66,7 @@ class Layer:
     @property
     def padded_dim(self) -> int:
         """H as kernels hold it: the next power of 2 that matrix products take."""
-        return max(LEAST_DOT, _power_of_2(self.head_dim))
+        return max(MIN_DOT, _power_of_2(self.head_dim))
 
 
 @dataclass(frozen=True)
@@ -99,23 +99,23 @@ class Plan:
         """The division for a pass over so many rows."""
         num_queries, padded = num_rows * layer.query_groups, layer.padded_dim
         most = 128 if gpu.is_hopper and padded <= 128 else 64
-        tile = min(most, max(LEAST_DOT, _power_of_2(num_queries)))
+        tile = min(most, max(MIN_DOT, _power_of_2(num_queries)))
         num_columns = 128 if padded <= 128 and tile <= 64 else 64
-        stages = _MOST_STAGES
+        stages = _MAX_STAGES
         while _shared(gpu, padded, tile, num_columns, stages) > gpu.shared_bytes:
             if num_columns > 64:
                 num_columns = 64
             elif stages > 2:
                 stages -= 1
             else:
-                assert tile > LEAST_DOT, f"heads of {layer.head_dim} in {gpu.shared_bytes} bytes"
+                assert tile > MIN_DOT, f"heads of {layer.head_dim} in {gpu.shared_bytes} bytes"
                 tile //= 2
         num_tiles = -(-num_queries // tile)
-        useful = -(-(layer.capacity + num_columns) // LEAST_COLUMNS)
+        useful = -(-(layer.capacity + num_columns) // MIN_COLUMNS)
         parts = gpu.num_processors // (layer.num_kv_heads * num_tiles)
-        parts = max(1, min(parts, useful, MOST_PARTS))
+        parts = max(1, min(parts, useful, MAX_PARTS))
         combined_bytes = 4 * parts * min(tile, num_queries) * layer.head_dim
-        new_rows = max(LEAST_DOT, min(_MOST_NEW_ROWS, _power_of_2(num_rows)))
+        new_rows = max(MIN_DOT, min(_MAX_NEW_ROWS, _power_of_2(num_rows)))
         return cls(
             layer=layer,
             tile=tile,
@@ -125,7 +125,7 @@ class Plan:
             new_chunks=-(-_power_of_2(num_rows) // new_rows),
             parts=parts,
             stages=stages,
-            combines=combined_bytes <= MOST_COMBINED_BYTES,
+            combines=combined_bytes <= MAX_COMBINED_BYTES,
         )
 
     @property
@@ -162,7 +162,7 @@ class Plan:
             "NEW": self.new_rows,
             "CHUNKS": self.new_chunks,
             "GRAIN": GRAIN,
-            "LEAST": LEAST_COLUMNS,
+            "LEAST": MIN_COLUMNS,
             "STAGES": self.stages,
             "COMBINES": self.combines,
             "AHEAD": max(1, min(4, 128 // registers_a_part)),

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from polybasic.chain.kernels.torch.trees import Beam
 
-MOST_BEST = 64
+MAX_BEST = 64
 """Outputs that are searched for: one pass over what is left for each."""
-_LEAST_CHUNK = 1024
-_MOST_CHUNKS = 64
+_MIN_CHUNK = 1024
+_MAX_CHUNKS = 64
 _STATE_BLOCK = 512
-_LEAST_COLUMNS = 64
+_MIN_COLUMNS = 64
 
 _LOWEST = tl.constexpr(-3.0e38)
 """Stands for minus infinity, which marks what was taken already, and for what is no number."""
@@ -141,14 +141,14 @@ def take_beam(
 def continuations(
     logits: Tensor, k: int, above: Tensor | None, token_ids: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """See `Operations.continuations`; k is at most `MOST_BEST`, and the logits of a row adjoin."""
+    """See `Operations.continuations`; k is at most `MAX_BEST`, and the logits of a row adjoin."""
     scores = logits.new_empty(len(logits), k, dtype=torch.float32)
     tokens = _search(logits, k, scores, above, token_ids)
     return scores.flatten(), tokens.flatten()
 
 
 def best(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """See `Operations.best`; k is at most `MOST_BEST`, and the logits of a row adjoin."""
+    """See `Operations.best`; k is at most `MAX_BEST`, and the logits of a row adjoin."""
     scores = logits.new_empty(len(logits), k, dtype=torch.float32)
     return scores, _search(logits, k, scores)
 
@@ -176,7 +176,7 @@ def next_beam(scores: Tensor, tokens: Tensor, states: Tensor, visible: Tensor) -
         K=top_k,
         CANDIDATES=candidates,
         BLOCK=_STATE_BLOCK,
-        COLUMNS=max(_LEAST_COLUMNS, triton.next_power_of_2(num_seen + top_k)),
+        COLUMNS=max(_MIN_COLUMNS, triton.next_power_of_2(num_seen + top_k)),
         num_warps=_num_warps(candidates),
     )  # fmt: skip
     return beam
@@ -191,10 +191,10 @@ def _search(
 ) -> Tensor:
     """Tokens int64 [R, k] of the best; `scores` [R, k], where there is room for them, is filled."""
     num_rows, num_outputs = logits.shape
-    assert 1 <= k <= min(MOST_BEST, num_outputs), f"the best {k} of {num_outputs}"
+    assert 1 <= k <= min(MAX_BEST, num_outputs), f"the best {k} of {num_outputs}"
     assert logits.stride(1) == 1
-    chunk = triton.next_power_of_2(triton.cdiv(num_outputs, _MOST_CHUNKS))
-    chunk = max(_LEAST_CHUNK, chunk)
+    chunk = triton.next_power_of_2(triton.cdiv(num_outputs, _MAX_CHUNKS))
+    chunk = max(_MIN_CHUNK, chunk)
     num_chunks = triton.cdiv(num_outputs, chunk)
     found = logits.new_empty(num_rows, num_chunks, k, dtype=torch.float32)
     found_at = torch.empty_like(found, dtype=torch.int32)

@@ -14,7 +14,7 @@ class DraftOperations(Operations):
     """
 
     def best(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        if k > candidates.MOST_BEST:
+        if k > candidates.MAX_BEST:
             return super().best(logits, k)
         return candidates.best(logits, k)
 
@@ -27,19 +27,19 @@ class DraftOperations(Operations):
     def continuations(
         self, logits: Tensor, k: int, above: Tensor | None, token_ids: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        if k > candidates.MOST_BEST:
+        if k > candidates.MAX_BEST:
             return super().continuations(logits, k, above, token_ids)
         return candidates.continuations(logits, k, above, token_ids)
 
     def next_beam(self, scores: Tensor, tokens: Tensor, states: Tensor, visible: Tensor) -> Beam:
-        if len(states) > candidates.MOST_BEST:
+        if len(states) > candidates.MAX_BEST:
             return super().next_beam(scores, tokens, states, visible)
         return candidates.next_beam(scores, tokens, states, visible)
 
     def keep_best(
         self, top_k: int, tokens: Tensor, scores: Tensor, beams: Tensor, root: Tensor, rows: int
     ) -> Rows:
-        is_large = len(tokens) > tree_kernels.MOST_CANDIDATES or rows > tree_kernels.MOST_ROWS
+        is_large = len(tokens) > tree_kernels.MAX_CANDIDATES or rows > tree_kernels.MAX_ROWS
         keep = super().keep_best if is_large else tree_kernels.keep_best
         return keep(top_k, tokens, scores, beams, root, rows)
 

@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_LEAST_CHUNK = 1024
-_MOST_CHUNKS = 128
+_MIN_CHUNK = 1024
+_MAX_CHUNKS = 128
 
 
 @triton.jit
@@ -64,7 +64,7 @@ def draw(probabilities: Tensor, uniforms: Tensor) -> Tensor:
     num_rows, num_outputs = probabilities.shape
     assert probabilities.dtype == torch.float32
     assert probabilities.stride(1) == uniforms.stride(0) == 1
-    chunk = max(_LEAST_CHUNK, triton.next_power_of_2(triton.cdiv(num_outputs, _MOST_CHUNKS)))
+    chunk = max(_MIN_CHUNK, triton.next_power_of_2(triton.cdiv(num_outputs, _MAX_CHUNKS)))
     num_chunks = triton.cdiv(num_outputs, chunk)
     sums = probabilities.new_empty(num_rows, num_chunks)
     drawn = probabilities.new_empty(num_rows, dtype=torch.int64)

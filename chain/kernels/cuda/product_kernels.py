@@ -48,7 +48,7 @@ _WAIT = tl.constexpr("griddepcontrol.launch_dependents; griddepcontrol.wait; mov
 _BF16_MAGIC = tl.constexpr(0x4300)
 _FP16_MAGIC = tl.constexpr(0x6400)
 _SIGNS = tl.constexpr(-0x7FFF8000)  # 0x80008000
-_MOST_READ = tl.constexpr(128)
+_MAX_READ = tl.constexpr(128)
 _GELU_FACTOR = tl.constexpr(1.5957691216057308)  # 2 * sqrt(2 / pi)
 _GELU_CUBIC = tl.constexpr(0.044715)
 
@@ -205,8 +205,8 @@ def product_kernel(
             sums_RO = tl.zeros((ROWS, OUTS), tl.float32)
             squares_R = tl.zeros((ROWS,), tl.float32)
             # as many parts at once as registers can take
-            for base in tl.range(0, num_splits, _MOST_READ // ROWS, num_stages=1):
-                for ahead in tl.static_range(_MOST_READ // ROWS):
+            for base in tl.range(0, num_splits, _MAX_READ // ROWS, num_stages=1):
+                for ahead in tl.static_range(_MAX_READ // ROWS):
                     part_at = parts_ptr + (base + ahead) * part_size
                     is_read = is_row & (base + ahead < num_splits)
                     sums_RO += tl.load(

@@ -16,12 +16,12 @@ from polybasic.chain.kernels.cuda.product_kernels import norm_kernel, product_ke
 from polybasic.chain.kernels.torch.operations import DeviceLinear, Norm, Operations
 from polybasic.chain.kernels.torch.packed_weight import PackedWeight
 
-MOST_ROWS = 64
+MAX_ROWS = 64
 """Of the kernels; more rows keep the tensor cores busy enough for PyTorch's operations."""
-MOST_SPLIT_TILES = 8192
+MAX_SPLIT_TILES = 8192
 """Tiles of one product over which inputs can be split."""
 
-_LEAST_ROWS = 16
+_MIN_ROWS = 16
 _ALIGNED_INPUTS = 8
 _WIDE_CAPABILITIES = (9, 10, 11)
 _EARLY_CAPABILITY = 9
@@ -80,7 +80,7 @@ class Product:
         num_rows, in_size = self.x_RI.shape
         if self.x_RI.stride(1) != 1:
             return False
-        if not 0 < num_rows <= MOST_ROWS or self.x_RI.dtype not in KERNEL_DTYPES:
+        if not 0 < num_rows <= MAX_ROWS or self.x_RI.dtype not in KERNEL_DTYPES:
             return False
         if isinstance(weight, PackedWeight):
             return _is_power_of_2(weight.group_size)
@@ -97,7 +97,7 @@ class Product:
     @property
     def num_kernel_rows(self) -> int:
         """R as kernels are compiled for it: the next power of two, 16 at least."""
-        return max(_LEAST_ROWS, triton.next_power_of_2(len(self.x_RI)))
+        return max(_MIN_ROWS, triton.next_power_of_2(len(self.x_RI)))
 
     def computed(self, tiling: Tiling | None) -> Tensor:
         """[R, O], of an activated product [R, O / 2], in the dtype of x.
@@ -133,7 +133,7 @@ class Product:
         num_tiles = triton.cdiv(num_outs, tile_outs)
         parts = tickets = None
         if tiling.splits > 1:
-            assert num_tiles <= MOST_SPLIT_TILES, f"{num_tiles} tiles of {tiling.splits} parts"
+            assert num_tiles <= MAX_SPLIT_TILES, f"{num_tiles} tiles of {tiling.splits} parts"
             part_size = self.num_kernel_rows * (tiling.outs + 1)
             num_parts = num_tiles * tiling.splits
             parts = torch.empty(num_parts * part_size, dtype=torch.float32, device=device)
@@ -200,7 +200,7 @@ def _in_words(weight: Tensor) -> Tensor:
 def _tickets(device: torch.device) -> Tensor:
     """Zeros, to which every launch leaves them again; launches follow one another on a stream."""
     with torch.inference_mode(False):
-        return torch.zeros(MOST_SPLIT_TILES, dtype=torch.int32, device=device)
+        return torch.zeros(MAX_SPLIT_TILES, dtype=torch.int32, device=device)
 
 
 @cache

@@ -10,8 +10,8 @@ from polybasic.chain.kernels.torch.packed_weight import PackedWeight
 Option = Tiling | None
 """A way to compute a product; None stands for PyTorch's operations."""
 
-_LEAST_STEPS = 4
-_MOST_SPLITS = 16
+_MIN_STEPS = 4
+_MAX_SPLITS = 16
 _LIKELIEST = 2
 
 
@@ -108,7 +108,7 @@ def options_of(task: Task, processors: int) -> list[Tiling]:
         if packed:
             tiling = replace(tiling, ins=int(task.weight.partition("/")[2]))
         num_tiles = -(-task.out_size // tiling.outs)
-        most = max(1, min(_MOST_SPLITS, task.in_size // tiling.ins // _LEAST_STEPS))
+        most = max(1, min(_MAX_SPLITS, task.in_size // tiling.ins // _MIN_STEPS))
         filling = sorted(range(1, shape.resident + 1), key=lambda each: abs(each - _LIKELIEST))
         splits = [max(1, min(most, each * processors // num_tiles)) for each in filling]
         options += [replace(tiling, splits=each) for each in dict.fromkeys(splits)]

@@ -13,7 +13,7 @@ from polybasic.chain.kernels.cuda.product_launch import Product
 from polybasic.chain.kernels.torch.operations import ACTIVATIONS, DeviceLinear, Norm
 from polybasic.chain.kernels.torch.packed_weight import PackedWeight
 
-_MOST_CHECKED = 1024
+_MAX_CHECKED = 1024
 _CACHES = 3
 _DEFAULT_CACHE_BYTES = 1 << 20
 
@@ -50,7 +50,7 @@ def samples_of(product: Product) -> list[Product]:
 def relative_error(product: Product, found: Tensor) -> float:
     """Of a result against float32, in the Euclidean norm; of some columns where there are many."""
     num_columns = found.shape[1]
-    columns = torch.linspace(0, num_columns - 1, min(num_columns, _MOST_CHECKED)).long()
+    columns = torch.linspace(0, num_columns - 1, min(num_columns, _MAX_CHECKED)).long()
     columns = columns.to(found.device)
     expected = _expected(product, columns)
     difference = found.index_select(1, columns).float() - expected

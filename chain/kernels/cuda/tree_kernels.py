@@ -15,9 +15,9 @@ from torch import Tensor
 from polybasic.chain.kernels.cuda.candidates import comparable
 from polybasic.chain.kernels.torch.trees import Rows, Walk
 
-MOST_ROWS = 64
+MAX_ROWS = 64
 """R of a tree that one program keeps: it compares rows with rows."""
-MOST_CANDIDATES = 8192
+MAX_CANDIDATES = 8192
 
 _NO_CANDIDATE = tl.constexpr(1 << 30)
 
@@ -102,11 +102,11 @@ def walk_rows(
 def keep_best(
     top_k: int, tokens: Tensor, scores: Tensor, beams: Tensor, root: Tensor, rows: int
 ) -> Rows:
-    """See `Operations.keep_best`; at most `MOST_ROWS` of at most `MOST_CANDIDATES`."""
+    """See `Operations.keep_best`; at most `MAX_ROWS` of at most `MAX_CANDIDATES`."""
     num_candidates = len(tokens)
     num_rows = min(rows, num_candidates + 1)
-    assert num_rows <= MOST_ROWS, f"{num_rows} rows"
-    assert num_candidates <= MOST_CANDIDATES, f"{num_candidates} candidates"
+    assert num_rows <= MAX_ROWS, f"{num_rows} rows"
+    assert num_candidates <= MAX_CANDIDATES, f"{num_candidates} candidates"
     numbers = torch.empty(3, num_rows, dtype=torch.int64, device=tokens.device)
     ancestors = numbers.new_empty(num_rows, num_rows, dtype=torch.bool)
     kept = Rows(numbers[0], numbers[1], numbers[2], ancestors)

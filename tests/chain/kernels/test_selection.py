@@ -8,7 +8,7 @@ import torch
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.awq import GROUP_SIZE, dequantize, round_to_nearest
 from polybasic.chain.kernels import selection
-from polybasic.chain.kernels.cpu.selection import kernels_for
+from polybasic.chain.kernels.cpu.library import kernels_for
 from polybasic.chain.kernels.selection import describe_gpu_kernels, operations_for, reads_4_bits
 from polybasic.chain.kernels.torch.operations import DeviceLinear, Operations
 from polybasic.chain.kernels.torch.packed_weight import PackedWeight
@@ -37,9 +37,9 @@ def _no_wish(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.delenv("POLYBASIC_KERNELS", raising=False)
     kernels = Kernels()
     monkeypatch.setattr(selection, "_kernels", lambda: kernels)
-    selection._reference_for_lack.cache_clear()
+    selection._reference_because.cache_clear()
     yield
-    selection._reference_for_lack.cache_clear()
+    selection._reference_because.cache_clear()
 
 
 def has_triton(monkeypatch: pytest.MonkeyPatch, answer: bool) -> None:

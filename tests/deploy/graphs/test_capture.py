@@ -62,7 +62,7 @@ def test_an_error_of_the_first_run_is_no_failing_capture() -> None:
 
 
 def test_the_graph_that_was_not_used_for_longest_makes_room() -> None:
-    graphs, out = RecordedGraphs(most=2), torch.zeros(())
+    graphs, out = RecordedGraphs(max_graphs=2), torch.zeros(())
 
     def function() -> None:
         out.add_(1)
@@ -149,7 +149,7 @@ class FakeStream:
 
 def test_a_first_run_is_followed_by_a_capture_on_the_same_stream(monkeypatch) -> None:
     cuda = FakeCuda(monkeypatch)
-    graphs = Graphs(torch.device("cuda"), most=1)
+    graphs = Graphs(torch.device("cuda"), max_graphs=1)
     assert graphs.num_bytes == 0
     for key in ("a", "a", "b"):
         graphs.run(key, lambda key=key: cuda.asked.append(f"run {key}"))
@@ -205,7 +205,7 @@ def test_on_a_gpu_a_failing_capture_leaves_graphs_usable() -> None:
 @needs_gpu
 def test_on_a_gpu_many_graphs_share_one_pool() -> None:
     device = torch.device("cuda")
-    graphs, out = Graphs(device, most=3), torch.zeros(4096, 1024, device=device)
+    graphs, out = Graphs(device, max_graphs=3), torch.zeros(4096, 1024, device=device)
 
     def function() -> None:
         out.copy_((out * 2 + 1).sin())

@@ -8,7 +8,7 @@ import torch
 from polybasic.chain.formats.plan import Plan
 from polybasic.deploy import Chain
 from polybasic.deploy.bench.exactness import Agreement
-from polybasic.deploy.bench.rereading import ways_of
+from polybasic.deploy.bench.rereading import read_patterns_of
 from polybasic.deploy.bench.rounding import NUM_POSITIONS, Rounding, measure_rounding
 from polybasic.deploy.rounds.sampling import Sampling
 from tests.deploy.changed_kernels import kernels_that, rounds_otherwise
@@ -43,7 +43,7 @@ def agreement_with_the_target(chain: Chain) -> tuple[Agreement, Rounding]:
     alone = Plan(members=("target",), tree=TREE)
     expected = [answer(chain, alone, Sampling(), prompt) for prompt in prompts]
     verifier, plans = chain.engine.verifiers["target"], [PLANS["two"], PLANS["block"]]
-    ways = ways_of(plans, ["target", "near"], NUM_POSITIONS)
+    ways = read_patterns_of(plans, ["target", "near"], NUM_POSITIONS)
     rounding = measure_rounding(verifier, list(zip(prompts, expected, strict=True)), ways, {})
     agreement = Agreement(rounding.tolerance)
     for prompt, own in zip(prompts, expected, strict=True):

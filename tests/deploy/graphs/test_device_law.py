@@ -28,12 +28,12 @@ from torch import Tensor
 
 from polybasic.chain.formats.plan import Plan
 from polybasic.deploy import Chain, load_chain
-from polybasic.deploy.bench.rereading import Way, answer_logits
+from polybasic.deploy.bench.rereading import ReadPattern, answer_logits
 from polybasic.deploy.engine import Request
-from polybasic.deploy.graphs import device_rounds
-from polybasic.deploy.graphs.device_draws import DeviceSampler
+from polybasic.deploy.graphs import round_parts
 from polybasic.deploy.graphs.device_sampling import draw
 from polybasic.deploy.graphs.device_stages import DeviceTreeStage
+from polybasic.deploy.graphs.drawing import DeviceSampler
 from polybasic.deploy.rounds.sampling import Prefixes, Sampling
 from polybasic.deploy.rounds.warping import warp
 from tests.deploy.noisy_chain import (
@@ -108,7 +108,7 @@ def answers(chain: Chain, plan: Plan, sampling: Sampling, num_tokens: int) -> li
 def warped(reference: Chain, name: str, tokens: list[int], sampling: Sampling) -> Any:
     """Float64 [T, V], what a member draws each token of an answer from."""
     verifier = reference.engine.verifiers[name]
-    logits = answer_logits(verifier, PROMPT, tokens, Way(len(tokens)))
+    logits = answer_logits(verifier, PROMPT, tokens, ReadPattern(len(tokens)))
     prefixes = Prefixes(PROMPT, [[]] * len(tokens))
     return warp(logits, sampling, prefixes, len(PROMPT)).double().numpy()
 
@@ -251,25 +251,25 @@ def test_blocks_that_are_kept_whole_are_rejected(
     chain_at: ChainAt, reference: Chain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The law is then the intermediate's."""
-    right = device_rounds.verify
+    right = round_parts.verify
 
     def verify(block: Tensor, num: Tensor, p: Tensor, q: Tensor, *others: Any) -> Any:
         return right(block, num, p, p[: len(q)], *others)
 
-    monkeypatch.setattr(device_rounds, "verify", verify)
+    monkeypatch.setattr(round_parts, "verify", verify)
     assert is_rejected(chain_at(DEVICE), reference, "block")
 
 
 def test_a_token_behind_a_cut_that_is_no_residual_is_rejected(
     chain_at: ChainAt, reference: Chain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = device_rounds.verify
+    right = round_parts.verify
 
     def verify(block: Tensor, num: Tensor, p: Tensor, q: Tensor, u: Tensor, *others: Any) -> Any:
         num_kept, _ = right(block, num, p, q, u, *others)
         return num_kept, draw(p.index_select(0, num_kept), u[-1:]).squeeze(0)
 
-    monkeypatch.setattr(device_rounds, "verify", verify)
+    monkeypatch.setattr(round_parts, "verify", verify)
     assert is_rejected(chain_at(DEVICE), reference, "token")
 
 
@@ -277,12 +277,12 @@ def test_walks_that_prefer_candidates_are_rejected(
     chain_at: ChainAt, reference: Chain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every row steps to a child of its own, whatever was drawn."""
-    right = device_rounds.walk
+    right = round_parts.walk
 
     def walk(tree: Any, drawn: Tensor, *others: Any) -> Any:
         return right(tree, drawn.index_copy(0, tree.parents[1:], tree.tokens[1:]), *others)
 
-    monkeypatch.setattr(device_rounds, "walk", walk)
+    monkeypatch.setattr(round_parts, "walk", walk)
     assert is_rejected(chain_at(DEVICE), reference, "two")
 
 

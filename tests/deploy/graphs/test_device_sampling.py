@@ -65,10 +65,10 @@ def test_probabilities_are_the_hosts(sampling: Sampling) -> None:
 
 def test_warpings_of_equal_parts_share_a_round() -> None:
     few, more = Sampling(temperature=1, top_k=5), Sampling(temperature=2, top_k=8, top_p=1.0)
-    assert Warping.of(few) == Warping.of(more) == Warping(most_top_k=8)
+    assert Warping.of(few) == Warping.of(more) == Warping(max_top_k=8)
     assert Warping.of(few) != Warping.of(Sampling(temperature=1, top_k=9))
     assert Warping.of(Sampling(temperature=1, top_k=0, min_p=0.0)) == Warping()
-    assert Warping.of(Sampling(temperature=1, top_k=1)).most_top_k == 1
+    assert Warping.of(Sampling(temperature=1, top_k=1)).max_top_k == 1
 
 
 @pytest.mark.parametrize("vocab_size", [3, 1000, 1024, 2500])

@@ -241,7 +241,7 @@ def test_the_search_finds_the_best_of_all_plans(seed: int) -> None:
     for one in choice.by_members:
         assert one.seconds_per_token <= 1.01 * best[one.names]
     assert choice.best.seconds_per_token <= 1.01 / 0.99 * min(best.values())
-    assert choice.num_played < 0.5 * num_plans
+    assert choice.num_simulated < 0.5 * num_plans
     seconds = [one.seconds_per_token for one in choice.by_members]
     assert seconds == sorted(seconds)
     assert choice.runner_up is next(one for one in choice.by_members if one is not choice.best)
@@ -261,14 +261,14 @@ def test_what_saves_next_to_nothing_is_left_out(gain: float, leaves_out: bool) -
 
     more, less = candidate(("a", "draft"), 1 - gain), candidate(("a",), 1.0)
     other = candidate(("a", "b"), 0.999)
-    choice = Choice((more, other, less), num_played=3)
+    choice = Choice((more, other, less), num_simulated=3)
     assert choice.best is (less if leaves_out else more), "b is no part of the fastest"
     assert choice.runner_up is (more if leaves_out else other)
 
 
 def test_a_search_that_does_not_climb_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planner._Search, "_climb", lambda self, point: point)
-    monkeypatch.setattr(planner, "LEAST_GAIN", 1.0)  # and no adaptive flush makes up for it
+    monkeypatch.setattr(planner, "MIN_GAIN", 1.0)  # and no adaptive flush makes up for it
     measured = random_measurements(2)
     best, _ = exhaustive(measured)
     choice = choose_plan(measured, SEARCH_GRID, num_draws=2)

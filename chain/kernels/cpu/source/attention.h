@@ -148,7 +148,7 @@ public:
 private:
     static constexpr int kScoresStride = kSegment + kLanes;
     static constexpr int kFetchedAhead = 8 * kLanes;
-    static constexpr int kMostPadded = kMostHead + kLanes;
+    static constexpr int kMaxPadded = kMaxHead + kLanes;
 
     size_t offset(int head, int query) const {
         const int G = shape_.query_groups, row = query / G;
@@ -344,9 +344,9 @@ private:
     const T* values_;
     int first_;             // position at which the segment begins
     Viewer<T> viewers_[kBlock];
-    alignas(64) T block_queries_[kBlock * kMostHead];
-    alignas(64) float wholes_[kBlock * kMostPadded];
-    alignas(64) float spares_[kBatch * kMostPadded];
+    alignas(64) T block_queries_[kBlock * kMaxHead];
+    alignas(64) float wholes_[kBlock * kMaxPadded];
+    alignas(64) float spares_[kBatch * kMaxPadded];
     alignas(64) float scores_[kBatch * kScoresStride];
 };
 
@@ -355,7 +355,7 @@ private:
 // Whether the kernels serve the shape: heads of 16, 32, ... 256.
 inline bool supports(const AttentionShape& shape) {
     return shape.head_dim > 0 && shape.head_dim % kLanes == 0 &&
-           shape.head_dim <= attention::kMostHead;
+           shape.head_dim <= attention::kMaxHead;
 }
 
 // Size of the workspace of passes of at most `max_rows` rows that see at most `max_context`
@@ -364,7 +364,7 @@ inline size_t attention_workspace_floats(const AttentionShape& shape, int max_ro
     const size_t num_partials = size_t(shape.num_kv_heads) * shape.query_groups * max_rows *
                                 attention::ceil_divide(max_context, attention::kSegment);
     return std::min(num_partials * attention::partial_size(shape.head_dim),
-                    attention::kMostPartialFloats);
+                    attention::kMaxPartialFloats);
 }
 
 // Whether `combine_part` must run behind `attend_part`, once all threads are through with it.

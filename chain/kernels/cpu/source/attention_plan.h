@@ -33,11 +33,11 @@ struct AttentionShape {
 
 namespace attention {
 
-constexpr int kMostHead = 256;
+constexpr int kMaxHead = 256;
 constexpr int kSegment = 256;       // positions that make one partial result
 constexpr int kBlock = 96;          // queries that share what is read of the cache, at most
 constexpr int kBatch = 24;          // queries whose scores of a segment stay in the nearest cache
-constexpr size_t kMostPartialFloats = size_t(8) << 20;  // 32 MiB
+constexpr size_t kMaxPartialFloats = size_t(8) << 20;  // 32 MiB
 
 inline int ceil_divide(int x, int by) { return (x + by - 1) / by; }
 
@@ -121,7 +121,7 @@ struct Work {
         while (!is_balanced(num_threads) && num_blocks < most_blocks)
             num_blocks = std::min(2 * num_blocks, most_blocks);
         if (is_balanced(num_threads) || num_segments == 1) return;
-        is_split = num_partials() * partial_size(shape.head_dim) <= kMostPartialFloats;
+        is_split = num_partials() * partial_size(shape.head_dim) <= kMaxPartialFloats;
         if (is_split) num_blocks = ceil_divide(num_queries, kBlock);
     }
 

@@ -11,7 +11,7 @@ from polybasic.chain.formats.package import Part
 from polybasic.chain.model.head import EagleHead
 from polybasic.deploy import load_chain
 from polybasic.deploy.bench import draft_vocabulary
-from polybasic.deploy.bench.draft_vocabulary import draft_vocabularies
+from polybasic.deploy.bench.members import draft_vocabularies
 from polybasic.deploy.bench.report import print_report
 from polybasic.deploy.bench.running import bench_chain
 from polybasic.deploy.drafters.head import EagleDrafter
