@@ -43,7 +43,7 @@ class AdaptiveFlushing:
         return self._survival >= self.break_even
 
     def learn(self, num_kept: int) -> None:
-        """Learn that the verifier kept the block's first `num_kept` tokens and rejected the rest."""
+        """Learn that the verifier kept the first `num_kept` tokens and rejected the next one."""
         for place, index in enumerate(self._bins[: num_kept + 1]):
             self._num_asked[index] += 1
             self._num_kept[index] += place < num_kept

@@ -10,7 +10,7 @@ from rich.console import Console
 from polybasic.chain.formats.package import Part
 from polybasic.chain.model.head import EagleHead
 from polybasic.deploy import load_chain
-from polybasic.deploy.bench import draft_vocabulary
+from polybasic.deploy.bench import members
 from polybasic.deploy.bench.members import draft_vocabularies
 from polybasic.deploy.bench.report import print_report
 from polybasic.deploy.bench.running import bench_chain
@@ -88,7 +88,7 @@ def test_both_ways_of_drafting_take_turns(
     trim(tiny_chain_parts.draft)
     tiny_chain_parts.package(tmp_path / "chain")
     chain = load_chain(tmp_path / "chain", dtype="float32")
-    monkeypatch.setattr(draft_vocabulary, "EagleDrafter", Recorded)
+    monkeypatch.setattr(members, "EagleDrafter", Recorded)
     (entry,) = draft_vocabularies(chain, [[3, 5], [1, 2, 3, 4, 5, 6, 7], [9]])
     assert entry["coverage"] is None, "training told none"
     assert entry["whole"]["accepted_length"] is None

@@ -23,7 +23,6 @@ from polybasic.deploy.planner.measurements import (
     DraftCosts,
     Measurements,
     PassCosts,
-    StageOverhead,
     Trace,
 )
 from polybasic.deploy.planner.search import (
@@ -140,7 +139,7 @@ def make_measurements(
             for name in drafters
         },
         shares_cache=dict.fromkeys(names, names[0]),
-        round_overhead_seconds={name: StageOverhead(1e-5, 1e-5) for name in names},
+        block_overhead_seconds=dict.fromkeys(names, 1e-5),
         ngram_seconds=1e-6,
         traces=traces,
     )
