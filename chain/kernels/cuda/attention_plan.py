@@ -1,4 +1,4 @@
-"""How `polybasic.chain.kernels.cuda.attention` divides its work: by shapes and the GPU alone.
+"""How `polybasic.chain.kernels.cuda.attention` divides its work: by shapes and GPU alone.
 
 #   K = key/value heads, G = query heads that read one of them, H = head size
 #   M = queries that one program serves, N = columns (rows of the cache) read at once
@@ -13,20 +13,20 @@ MIN_DOT = 16
 """Rows and columns of the smallest matrix product."""
 NUM_WARPS = 8
 MIN_COLUMNS = 384
-"""Below which work is not worth a part of its own."""
+"""Columns below which a part of its own does not pay."""
 GRAIN = 16
-"""Columns of a part are a multiple."""
+"""The columns of a part are a multiple of this."""
 MAX_PARTS = 64
 MAX_COMBINED_BYTES = 1 << 17
-"""Partial results that one program adds up; for more a second kernel is launched."""
+"""Partial results that one program combines; beyond that, a second kernel does it."""
 
 MAX_TICKETS = 4096
-"""Key/value heads times tiles of queries; in truth some dozens."""
+"""Key/value heads times tiles of queries; in practice a few dozen."""
 
 _MAX_STAGES = 3
 _MAX_NEW_ROWS = 32
 _HOPPER = 9
-_NUMBER_BYTES = 2  # float32 is interpreted only
+_NUMBER_BYTES = 2  # float32 occurs only in the interpreter
 _SUM_BYTES = 1024
 
 
@@ -36,7 +36,7 @@ class Gpu:
 
     Attributes:
         num_processors: streaming multiprocessors.
-        shared_bytes: that one program may use.
+        shared_bytes: shared memory that one program may use.
         is_hopper: compute capability 9, whose matrix units read both factors from shared memory.
     """
 
@@ -56,7 +56,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Layer:
-    """What the division depends on of one layer: K, G, H, and rows of the cache."""
+    """What the division depends on in a layer: K, G, H, and rows of the cache."""
 
     num_kv_heads: int
     query_groups: int
@@ -65,7 +65,7 @@ class Layer:
 
     @property
     def padded_dim(self) -> int:
-        """H as kernels hold it: the next power of 2 that matrix products take."""
+        """H as kernels hold it: the next power of 2 that matrix products accept."""
         return max(MIN_DOT, _power_of_2(self.head_dim))
 
 
@@ -78,10 +78,10 @@ class Plan:
         num_tiles: of a head's queries.
         num_columns: N.
         new_rows: rows of the pass whose keys are rotated at once.
-        new_chunks: that many rows come so often.
-        parts: most parts of one head's cache.
-        stages: blocks of columns in flight and in work.
-        combines: the program of a head that ends last adds up; else a second kernel does.
+        new_chunks: how many such groups of rows there are.
+        parts: maximum number of parts of one head's cache.
+        stages: blocks of columns in flight and in use.
+        combines: the last program of a head combines the results; else a second kernel does.
     """
 
     layer: Layer
@@ -96,7 +96,7 @@ class Plan:
 
     @classmethod
     def of(cls, gpu: Gpu, layer: Layer, num_rows: int) -> "Plan":
-        """The division for a pass over so many rows."""
+        """The division for a pass over `num_rows` rows."""
         num_queries, padded = num_rows * layer.query_groups, layer.padded_dim
         most = 128 if gpu.is_hopper and padded <= 128 else 64
         tile = min(most, max(MIN_DOT, _power_of_2(num_queries)))
@@ -130,20 +130,20 @@ class Plan:
 
     @property
     def num_units(self) -> int:
-        """Programs of one part."""
+        """Number of programs for one part."""
         return self.layer.num_kv_heads * self.num_tiles
 
     @property
     def num_partial(self) -> int:
-        """Numbers that parts leave behind to be added up."""
+        """Size of the parts' results that are to be combined."""
         return self.num_units * self.parts * self.tile * (self.layer.head_dim + 2)
 
     def shared_bytes(self, gpu: Gpu) -> int:
-        """Shared memory that a program uses at most."""
+        """Upper bound of the shared memory of a program."""
         return _shared(gpu, self.layer.padded_dim, self.tile, self.num_columns, self.stages)
 
     def shape(self) -> dict[str, int]:
-        """What both kernels are compiled for."""
+        """Constants of both kernels."""
         return {
             "K": self.layer.num_kv_heads,
             "G": self.layer.query_groups,
@@ -155,7 +155,7 @@ class Plan:
         }
 
     def constants(self) -> dict[str, int]:
-        """What the first kernel is compiled for beside `shape`."""
+        """Further constants of the first kernel."""
         registers_a_part = self.tile * self.layer.padded_dim // (32 * NUM_WARPS)
         return {
             "N": self.num_columns,
@@ -177,5 +177,5 @@ def _shared(gpu: Gpu, padded_dim: int, tile: int, num_columns: int, stages: int)
 
 
 def _power_of_2(number: int) -> int:
-    """The least power of 2 that is not less."""
+    """The smallest power of 2 that is at least `number`."""
     return 1 << (number - 1).bit_length()

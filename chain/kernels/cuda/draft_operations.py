@@ -1,4 +1,4 @@
-"""What a round does between its passes, by Triton's kernels where they have the size for it."""
+"""A round's work between its passes, by Triton kernels where they support the size."""
 
 from torch import Tensor
 
@@ -8,9 +8,9 @@ from polybasic.chain.kernels.torch.trees import Beam, Rows, Walk
 
 
 class DraftOperations(Operations):
-    """Chooses, draws, keeps trees and walks them in Triton; passes are left to `Operations`.
+    """Chooses, draws, prunes and walks trees in Triton; passes are left to `Operations`.
 
-    Results are those of `Operations`, but that of equal scores the first is always taken.
+    Results equal those of `Operations`, except that of equal scores the first is always taken.
     """
 
     def best(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -44,6 +44,6 @@ class DraftOperations(Operations):
         return keep(top_k, tokens, scores, beams, root, rows)
 
     def walk(
-        self, tree: Rows, drawn: Tensor, limit: Tensor, stop_tokens: Tensor, most: int
+        self, tree: Rows, drawn: Tensor, limit: Tensor, stop_tokens: Tensor, max_tokens: int
     ) -> Walk:
-        return tree_kernels.walk(tree, drawn, limit, stop_tokens, most)
+        return tree_kernels.walk(tree, drawn, limit, stop_tokens, max_tokens)
