@@ -213,7 +213,7 @@ def _recorded_kernels(recording: _Recording) -> Iterator[None]:
     launch = executor.__call__
 
     def record(self: Any, *args: Any, **kwargs: Any) -> None:
-        # Which of its tensors a kernel writes is not told.
+        # It is not known which of its tensors a kernel writes.
         with _disable_current_modes(), torch._C.DisableTorchFunction():
             recording.save_before(_tensors((args, kwargs)))
             launch(self, *args, **kwargs)

@@ -61,7 +61,7 @@ def test_a_gpu_runs_kernels_in_half_precision(wanted: str, monkeypatch: pytest.M
     assert all(kernels_for(GPU, dtype) is None for dtype in DTYPES)
 
 
-def test_a_gpu_without_triton_is_told_once(
+def test_a_gpu_without_triton_is_reported_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     has_triton(monkeypatch, False)
@@ -74,7 +74,7 @@ def test_a_gpu_without_triton_is_told_once(
     assert describe_gpu_kernels() == "PyTorch's operations (no triton found; pip install triton)"
 
 
-def test_an_older_gpu_is_told(
+def test_an_older_gpu_is_reported(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     has_triton(monkeypatch, True)

@@ -108,7 +108,7 @@ def test_heads_draft_as_on_the_eager_path(
     folders: Folders,
     tmp_path: Path,
 ) -> None:
-    """A head reads the observed states of a text; then two levels hang below its last row."""
+    """A head reads the observed states of a text; then two levels follow its last row."""
     write_head(tmp_path / "head", folders(family), head_kind, trimmed)
     both = load_both(folders(family), tmp_path / "head", torch.float32)
     (expected_target, expected), (_, found) = both

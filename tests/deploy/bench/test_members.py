@@ -35,7 +35,7 @@ def prompts(tmp_path: Path) -> Path:
     return path
 
 
-def test_report_tells_what_trimming_gains(
+def test_report_shows_what_trimming_gains(
     tiny_chain_parts: Any, prompts: Path, tmp_path: Path
 ) -> None:
     trim(tiny_chain_parts.draft)
@@ -90,7 +90,7 @@ def test_both_ways_of_drafting_take_turns(
     chain = load_chain(tmp_path / "chain", dtype="float32")
     monkeypatch.setattr(members, "EagleDrafter", Recorded)
     (entry,) = draft_vocabularies(chain, [[3, 5], [1, 2, 3, 4, 5, 6, 7], [9]])
-    assert entry["coverage"] is None, "training told none"
+    assert entry["coverage"] is None, "training recorded none"
     assert entry["whole"]["accepted_length"] is None
     assert [is_trimmed for is_trimmed, _ in drafted] == [True, False] * (len(drafted) // 2)
     trimmed = {token for is_trimmed, tokens in drafted if is_trimmed for token in tokens}

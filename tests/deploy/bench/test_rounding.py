@@ -206,7 +206,7 @@ def test_a_fault_over_some_row_counts_excuses_nothing() -> None:
     assert wrong > 3 * right.tolerance, "it would have excused more than rounding does"
 
 
-def test_a_sound_pattern_still_sets_the_tolerance_beside_a_fault() -> None:
+def test_a_sound_pattern_still_sets_the_tolerance_despite_a_fault() -> None:
     verifier = on_device(torch.bfloat16)
     with kernels_that(rounds_otherwise):
         right = measured(verifier)

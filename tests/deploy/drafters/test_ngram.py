@@ -26,7 +26,7 @@ def make_drafter(min_match: int = 2, num_tokens: int = 3, **changes: Any) -> Ngr
 
 
 def draft(drafter: NgramDrafter, tokens: list[int], max_depth: int = 99) -> DraftTree:
-    """The draft behind `tokens`, of which all that is missing is observed first."""
+    """The draft after `tokens`, all missing ones of which are observed first."""
     drafter.observe(torch.zeros(len(tokens) - 1 - drafter._num_observed, 1))
     return drafter.draft(tokens, max_depth)
 
@@ -136,7 +136,7 @@ def test_a_token_is_learned_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class RecordingDrafter(NoDrafter):
-    """Notes what it is told and proposes one token."""
+    """Records its calls and proposes one token."""
 
     clock = PassClock(torch.device("cpu"))
 
@@ -154,7 +154,7 @@ class RecordingDrafter(NoDrafter):
         return DraftTree([tokens[-1], 42], [-1, 0])
 
 
-def test_the_drafter_beside_it_drafts_where_nothing_matches() -> None:
+def test_the_fallback_drafts_where_nothing_matches() -> None:
     fallback = RecordingDrafter()
     drafter = make_drafter(fallback=fallback)
     assert draft(drafter, [1, 2, 3, 1], 5).tokens == [1, 42]

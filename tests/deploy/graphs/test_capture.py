@@ -39,11 +39,11 @@ def test_a_call_is_made_in_inference_mode() -> None:
     assert modes == [True, True, True]
 
 
-def test_a_failing_capture_is_told_in_one_line_and_leaves_nothing() -> None:
+def test_a_failing_capture_is_reported_in_one_line_and_leaves_nothing() -> None:
     graphs, out = RecordedGraphs(), torch.zeros(2)
-    with pytest.raises(UserError) as told:
+    with pytest.raises(UserError) as message:
         graphs.prepare([("tree pass of 24 rows", 1, lambda: out.tolist())], print)
-    assert str(told.value) == (
+    assert str(message.value) == (
         "CUDA graph cannot be captured: tree pass of 24 rows (tolist reads device data on the "
         "host); use --no-graphs, or graphs=False in load_chain"
     )
@@ -78,7 +78,7 @@ def test_the_graph_that_was_not_used_for_longest_makes_room() -> None:
     assert out.item() == 7
 
 
-def test_prepare_captures_what_is_missing_and_tells_of_it() -> None:
+def test_prepare_captures_what_is_missing_and_reports_it() -> None:
     graphs, said = RecordedGraphs(), list[str]()
     outs = torch.zeros(3)
     steps: list[tuple[str, object, Step]] = [
@@ -161,7 +161,7 @@ def test_a_first_run_is_followed_by_a_capture_on_the_same_stream(monkeypatch) ->
     assert graphs.num_bytes == 10
 
 
-def test_what_stopped_a_capture_is_told_not_what_followed(monkeypatch) -> None:
+def test_the_error_that_stopped_a_capture_is_reported(monkeypatch) -> None:
     cuda = FakeCuda(monkeypatch)
     graphs = Graphs(torch.device("cuda"))
 
@@ -169,9 +169,9 @@ def test_what_stopped_a_capture_is_told_not_what_followed(monkeypatch) -> None:
         if any(call.startswith("capture ") for call in cuda.asked):
             raise RuntimeError("CUDA error: operation not permitted\nwhen stream is capturing")
 
-    with pytest.raises(UserError) as told:
+    with pytest.raises(UserError) as message:
         graphs.run("pass", function)
-    assert "pass (CUDA error: operation not permitted); use --no-graphs" in str(told.value)
+    assert "pass (CUDA error: operation not permitted); use --no-graphs" in str(message.value)
     assert graphs.num_graphs == 0
     # The pool of a capture that failed is not used again.
     cuda.asked.clear()

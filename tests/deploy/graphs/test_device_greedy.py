@@ -53,7 +53,7 @@ def agreement_with_the_target(chain: Chain) -> tuple[Agreement, Rounding]:
 
 
 @pytest.mark.parametrize("where", [*PLACES, *ROUNDED_PLACES], ids=str)
-def test_greedy_answers_part_at_near_ties_only(chain_at: ChainAt, where: Where) -> None:
+def test_greedy_answers_diverge_at_near_ties_only(chain_at: ChainAt, where: Where) -> None:
     agreement, rounding = agreement_with_the_target(chain_at(where))
     assert rounding.unsound == []
     assert rounding.close_share < 0.2
@@ -62,7 +62,7 @@ def test_greedy_answers_part_at_near_ties_only(chain_at: ChainAt, where: Where) 
         assert agreement.near_ties == 0
 
 
-def test_answers_of_kernels_that_round_otherwise_part_at_near_ties(chain_at: ChainAt) -> None:
+def test_answers_of_kernels_that_round_differently_diverge_at_near_ties(chain_at: ChainAt) -> None:
     chain = chain_at(ROUNDED[0])
     with kernels_that(rounds_otherwise):
         agreement, rounding = agreement_with_the_target(chain)

@@ -83,13 +83,13 @@ def make_measurements(
     ngram: float | None = None,
     drafters: dict[str, tuple[str, ...]] | None = None,
     num_traces: int = 8,
-    tells: bool = True,
+    predicts: bool = True,
 ) -> Measurements:
     """A machine on which a pass costs `cost` milliseconds at one row and a tenth for each more.
 
     Args:
         agreement: of each intermediate with the target.
-        tells: whether the intermediates' probabilities tell where they are wrong.
+        predicts: whether the intermediates' probabilities show where they are wrong.
     """
     chance = np.random.default_rng(seed)
     names = tuple(cost)
@@ -105,7 +105,7 @@ def make_measurements(
                 probability[name] = agrees.astype(float)
             else:
                 probability[name] = np.where(agrees, 0.9, 0.1)
-            sure = np.where(agrees, 0.97, 0.4) if tells else chance.uniform(0.6, 0.99, num)
+            sure = np.where(agrees, 0.97, 0.4) if predicts else chance.uniform(0.6, 0.99, num)
             confidence[name] = sure
         traces.append(
             Trace(
@@ -354,15 +354,15 @@ def test_copies_are_made_where_they_come_true() -> None:
         assert word in decide(choice, measured)
 
 
-@pytest.mark.parametrize("tells", [True, False])
-def test_adaptive_flushes_where_probabilities_tell_what_is_refused(tells: bool) -> None:
+@pytest.mark.parametrize("predicts", [True, False])
+def test_adaptive_flushes_where_probabilities_predict_what_is_rejected(predicts: bool) -> None:
     measured = make_measurements(
-        0, {"a": 4.0, "b": 2.0}, {"b": 0.9}, drafters={}, tells=tells, num_traces=24
+        0, {"a": 4.0, "b": 2.0}, {"b": 0.9}, drafters={}, predicts=predicts, num_traces=24
     )
     choice = choose_plan(measured, GRID)
     with_b = choice.best_with("b")
     assert with_b is not None
-    assert (with_b.plan.flush["a"].adaptive is not None) is tells
+    assert (with_b.plan.flush["a"].adaptive is not None) is predicts
 
 
 # What is read off traces
