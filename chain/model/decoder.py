@@ -7,7 +7,7 @@ values that the caller owns.
 """
 
 from collections.abc import Callable
-from functools import cached_property, partial
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -17,15 +17,10 @@ from polybasic.chain.formats.config import DecoderConfig
 from polybasic.chain.kernels.cpu.matrices import NativeLinear
 from polybasic.chain.kernels.cpu.passes import NativeLayer, NativeModel, NativeParts, supports
 from polybasic.chain.kernels.torch.attend import Attend, View
-from polybasic.chain.kernels.torch.operations import DeviceLinear, Heads, Norm
+from polybasic.chain.kernels.torch.operations import ACTIVATIONS, DeviceLinear, Heads, Norm
 from polybasic.chain.kernels.torch.rotary import RotaryTable
 from polybasic.chain.model.device_model import DeviceLayer, DeviceModel, DeviceParts
 from polybasic.chain.model.linear import Linear, Softcapped, drafts_in_4_bits, softcapped
-
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
-}
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -71,7 +66,7 @@ class DecoderLayer:
         self.input_norm, self.mlp_norm = input_norm, mlp_norm
         self.attention_post_norm, self.mlp_post_norm = attention_post_norm, mlp_post_norm
         self.qkv, self.out, self.gate_up, self.down = qkv, out, gate_up, down
-        self.activation = _ACTIVATIONS[config.activation]
+        self.activation = ACTIVATIONS[config.activation]
         self.num_kv_heads, self.query_groups = config.num_kv_heads, config.query_groups
         self.head_dim = config.head_dim
         self.num_rotated = config.num_heads + config.num_kv_heads

@@ -14,7 +14,6 @@ from polybasic.chain.kernels.cuda.attention import _tickets, attention, attentio
 from polybasic.chain.kernels.cuda.attention_plan import Gpu, Layer, Plan
 from polybasic.chain.kernels.torch.operations import Heads, Norm, Operations
 from polybasic.chain.kernels.torch.rows import DeviceRows, causal_rows
-from polybasic.chain.kernels.torch.sdpa import sdpa_attention
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
@@ -193,24 +192,6 @@ def test_layers(case: Case, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_passes(case: Case, dtype: torch.dtype) -> None:
     assert_is_attention(replace(case, dtype=dtype))
-
-
-@pytest.mark.parametrize(
-    "case",
-    [case for case in (*LAYERS.values(), *PASSES.values()) if case.softcap is None],
-    ids=str,
-)
-def test_sdpa_is_attention(case: Case) -> None:
-    inputs = made(replace(case, dtype=torch.float32))
-    cache = inputs.cache.clone()
-    span = inputs.rows.span_of(inputs.kind)
-    arguments = (inputs.qkv, cache, inputs.rows, span, inputs.heads, inputs.rotation)
-    end = case.prefix + case.first + case.num_rows
-    expected, expected_cache = inputs.expected()
-    for num_columns in (None, end):
-        assert (sdpa_attention(*arguments, num_columns) - expected).abs().max() < 2e-5
-    assert (sdpa_attention(*arguments, end - 1) - expected).abs().max() > 1e-3
-    assert torch.equal(cache, expected_cache)
 
 
 @pytest.mark.parametrize("prefix", [0, 1, 63, 64, 65, 257, 700, 1290])
