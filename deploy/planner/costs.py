@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from itertools import combinations, cycle, product
 from statistics import mean
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -281,7 +281,7 @@ class _Watch:
         return self._graphs.counts.captures
 
 
-class _TimedStage(Stage, Protocol):
+class _TimedStage:
     """Adds up the seconds of its blocks."""
 
     watch: _Watch
@@ -291,7 +291,7 @@ class _TimedStage(Stage, Protocol):
         self, num_tokens: int, limit: int, flushing: AdaptiveFlushing | None = None
     ) -> Block:
         begin = self.watch.now()
-        block = super().propose(num_tokens, limit, flushing)  # type: ignore[safe-super]
+        block: Block = super().propose(num_tokens, limit, flushing)  # type: ignore[misc]
         self.seconds += self.watch.now() - begin
         return block
 
