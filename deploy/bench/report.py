@@ -279,11 +279,11 @@ def memory_rows(stated: dict[str, Any]) -> Rows:
 
 
 def memory_line(memory: dict[str, Any]) -> str:
-    """What a chain takes, in a line: as stated, and as measured where the system tells."""
+    """What a chain takes, in one line: as stated, and as measured if the system reports it."""
     stated, measured = memory["stated"], memory["measured"]
     line = stated_memory_line(stated)
     if measured is None:
-        return f"{line}; not measured: this system does not tell"
+        return f"{line}; not measured: this system does not report it"
     return (
         f"{line}; measured {readable_bytes(measured['staying_bytes'])} ({memory['ratio']:.2f}x), "
         f"at most {readable_bytes(measured['peak_bytes'])}"

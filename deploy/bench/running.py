@@ -233,7 +233,7 @@ def _warm_up(
 def _memory_report(
     stated: Memory, before: Usage | None, loaded: Usage | None, answered: Usage | None
 ) -> dict[str, Any]:
-    """Bytes as stated, as measured where the system tells, and the ratio of those that stay."""
+    """Bytes as stated, as measured if the system reports them, and the ratio of those that stay."""
     report: dict[str, Any] = {"stated": stated.to_json(), "measured": None, "ratio": None}
     if before is not None and loaded is not None and answered is not None:
         staying, peak = loaded.now - before.now, answered.peak - before.now
