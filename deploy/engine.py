@@ -18,14 +18,14 @@ from polybasic.deploy.drafters.interface import Drafter, NoDrafter
 from polybasic.deploy.drafters.model import ModelDrafter
 from polybasic.deploy.drafters.ngram import NgramDrafter
 from polybasic.deploy.graphs.capture import Graphs
-from polybasic.deploy.graphs.device_draws import DeviceSampler, draws_on_device
 from polybasic.deploy.graphs.device_passes import DevicePasses
 from polybasic.deploy.graphs.device_stages import (
-    Captured,
     DeviceBlockStage,
-    DeviceParts,
     DeviceTreeStage,
+    NamedStep,
+    RoundParts,
 )
+from polybasic.deploy.graphs.drawing import DeviceSampler, draws_on_device
 from polybasic.deploy.rounds.cache import KeyValueCache
 from polybasic.deploy.rounds.sampling import Joiner, Sampling, make_sampler
 from polybasic.deploy.rounds.stages import BlockStage, Stage, TreeStage
@@ -96,8 +96,8 @@ class Request:
     Attributes:
         token_ids: the prompt, at least one token.
         plan: which members run and how.
-        cut: is told each batch of new tokens, and answers how many of them to keep where the
-            answer ends among them, else None.
+        cut: called with each batch of new tokens; returns how many of them to keep if the answer
+            ends among them, else None.
     """
 
     token_ids: list[int]
@@ -148,9 +148,9 @@ class Engine:
         _hand_out_feature_layers(models, self.verifiers)
         self.drafters = Drafters(models, capacity)
         self._running = threading.Lock()
-        self._parts: DeviceParts | None = None
+        self._parts: RoundParts | None = None
         if all(verifier.passes is not None for verifier in self.verifiers.values()):
-            self._parts = DeviceParts(self.graphs, models.target.device)
+            self._parts = RoundParts(self.graphs, models.target.device)
 
     def run(self, request: Request) -> Iterator[list[int]]:
         """Yield new tokens as they are gained; `request.statistics` is set at the end.
@@ -199,7 +199,7 @@ class Engine:
         make_tree, make_block = tree_stage or _made, block_stage or _made
         kinds: tuple[Callable[..., Stage], Callable[..., Stage]] = (TreeStage, BlockStage)
         sampler: Joiner
-        parts: tuple[DeviceParts, ...] = ()
+        parts: tuple[RoundParts, ...] = ()
         if self._parts is not None and draws_on_device(request.sampling):
             kinds, parts = (DeviceTreeStage, DeviceBlockStage), (self._parts,)
             sampler = self._device_sampler(self._parts, request)
@@ -219,25 +219,25 @@ class Engine:
     def capture(
         self, plan: Plan, sampling: Sampling, stop: Collection[int], say: Callable[[str], None]
     ) -> None:
-        """Capture the graphs that a plan needs, ahead of the first request.
+        """Capture the graphs that a plan needs, before the first request.
 
         Args:
-            sampling: of the requests to come; others capture what they need when they run.
-            say: takes a line for people.
+            sampling: of the coming requests; others capture what they need when they run.
+            say: called with each line of progress.
         """
         if not self.graphs.is_active:
             return
         stages, _ = self.stages(Request([0], 1, sampling, stop, plan))
-        captured: list[Captured] = []
-        most_tokens = 0
+        steps: list[NamedStep] = []
+        max_tokens = 0
         for stage in reversed(stages):
             if isinstance(stage, DeviceTreeStage):
-                captured += stage.captured()
-                most_tokens = stage.most_tokens
+                steps += stage.steps_to_capture()
+                max_tokens = stage.max_tokens
             elif isinstance(stage, DeviceBlockStage):
-                most_tokens += stage.flush.length
-                captured += stage.captured(most_tokens)
-        self.graphs.prepare(captured, say)
+                max_tokens += stage.flush.length
+                steps += stage.steps_to_capture(max_tokens)
+        self.graphs.prepare(steps, say)
 
     def _generate(self, request: Request) -> Iterator[list[int]]:
         begin = time.perf_counter()
@@ -277,9 +277,9 @@ class Engine:
             stopped_by=stopped_by,
         )
 
-    def _device_sampler(self, parts: DeviceParts, request: Request) -> DeviceSampler:
-        tells_confidence = any(flush.adaptive for flush in request.plan.flush.values())
-        drawing = parts.drawing(request.sampling, tells_confidence)
+    def _device_sampler(self, parts: RoundParts, request: Request) -> DeviceSampler:
+        reports_confidence = any(flush.adaptive for flush in request.plan.flush.values())
+        drawing = parts.drawing(request.sampling, reports_confidence)
         return DeviceSampler(request.sampling, drawing)
 
     def _check(self, request: Request) -> None:
@@ -331,7 +331,7 @@ class Drafters:
             name = plan.members[-1]
             drafter = self.named(name, plan.tree, plan.windows.get(name))
         if plan.ngram is not None:
-            return NgramDrafter(plan.ngram, plan.tree, beside=drafter)
+            return NgramDrafter(plan.ngram, plan.tree, fallback=drafter)
         return drafter or NoDrafter()
 
     def named(

@@ -1,1 +1,1 @@
-"""Calibration to AWQ to a 4-bit checkpoint. Writes intermediates."""
+"""From calibration by AWQ to a 4-bit checkpoint. Writes intermediates."""

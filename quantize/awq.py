@@ -20,7 +20,7 @@ from polybasic.quantize.models import load_target
 from polybasic.quantize.search import FAMILIES, search_and_round
 from polybasic.quantize.settings import QuantizeSettings
 
-_PACKED_OUT_MULTIPLE = 32  # autoawq packs so; the format itself needs a multiple of 8
+_PACKED_OUT_MULTIPLE = 32  # for autoawq's packing; the format itself needs a multiple of 8
 _SHARD_SIZE = "5GB"
 
 
@@ -33,22 +33,22 @@ def quantize_target(
 ) -> None:
     """Write the target's 4-bit copy to the folder `out`, whole or not at all.
 
-    Keys and values stay on the target's scale, so that both can share one cache: AWQ's scaling
-    between v_proj and o_proj is left out. The scales of the other linears are folded into norms
-    and up projections. Linears of the decoder layers are quantized, all else is float16. The config
-    records the digest of the weights that the copy was made from.
+    Keys and values keep the target's scale, so that both can share one cache: AWQ's scaling between
+    v_proj and o_proj is left out. The scales of the other linears are folded into norms and up
+    projections. Linears of the decoder layers are quantized, everything else is float16. The config
+    records the digest of the source weights.
 
     Args:
         target: checkpoint folder.
         samples: token-id rows of any length; `calibration_samples` chooses and cuts them.
         settings: number and length of the calibration samples.
-        seed: of that choice; the search itself draws nothing.
+        seed: of that choice; the search itself is deterministic.
         out: folder to write; an older one of this name is replaced.
 
     Raises:
         UserError: an unsupported or quantized target, linears that do not divide into groups,
-            weights beyond float16, too little data, token ids outside of the vocabulary, a full
-            disk.
+            weights beyond float16, too little data, token ids outside of the vocabulary, or a
+            full disk.
     """
     config = read_config(target).content
     _check_config(config, settings, target)
@@ -78,7 +78,7 @@ def write_checkpoint(
     Args:
         tensors: by name.
         config: the content of config.json.
-        source: checkpoint folder whose tokenizer, generation config and licences are copied.
+        source: checkpoint folder from which tokenizer, generation config and licences are copied.
         folder: to write.
     """
     save_torch_state_dict(tensors, folder, max_shard_size=_SHARD_SIZE)
@@ -88,10 +88,10 @@ def write_checkpoint(
 
 
 def check_token_ids(rows: Sequence[Sequence[int]], vocab_size: int, target: Path) -> None:
-    """Refuse rows that the target's embedding cannot take.
+    """Refuse rows with token ids that the target does not have.
 
     Raises:
-        UserError: the first token id outside of its vocabulary.
+        UserError: the first token id outside of the vocabulary.
     """
     for row in rows:
         for token_id in row:
@@ -138,7 +138,7 @@ def _check_config(config: dict[str, Any], settings: QuantizeSettings, target: Pa
 
 
 def _check_weights(model: PreTrainedModel, target: Path) -> None:
-    """Refuse what could not be written, before hours of search."""
+    """Refuse weights that could not be written, before hours of search."""
     for name, parameter in model.named_parameters():
         _check_float16(name, parameter, target)
     for name, module in model.model.layers.named_modules(prefix="model.layers"):

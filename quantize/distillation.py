@@ -1,7 +1,7 @@
-"""Bring the 4-bit intermediate closer to its target, and keep that only if it pays.
+"""Bring the 4-bit intermediate closer to its target, and keep the result only if it pays.
 
-What counts is acceptance: the chance that a token which the intermediate draws is kept by the
-target. The loss is KL(target || intermediate) of each next token on the recipe's conversations.
+The measure is acceptance: the probability that the target keeps a token drawn by the intermediate.
+The loss is KL(target || intermediate) of each next token on the recipe's conversations.
 """
 
 import itertools
@@ -46,21 +46,21 @@ def distill_intermediate(
 ) -> dict[str, float | int | bool]:
     """Write the intermediate to `out`, distilled if that raises its acceptance, else as it is.
 
-    Training and measurement are as in a chain with the target: past tokens have the target's keys
-    and values. Trained on its own, the intermediate learns to make up for errors of its cache that
-    the chain does not have, and gains little there. So k_proj and v_proj are left alone (and all
-    of a fused qkv_proj): only a token's own key and value come from them.
+    Training and measurement run as in a chain with the target: past tokens have the target's keys
+    and values. Trained on its own, the intermediate would learn to compensate errors of its cache
+    that do not occur in the chain, and would gain little there. k_proj and v_proj (or a fused
+    qkv_proj) are left unchanged: only a token's own key and value come from them.
 
     Args:
         target: checkpoint folder.
-        intermediate: what `quantize_target` wrote for it; may be `out`.
+        intermediate: folder that `quantize_target` wrote for it; may be `out`.
         training_token_ids: token-id rows of any length, joined and cut to rows of one length.
-        heldout_token_ids: token-id rows that neither training nor calibration saw.
+        heldout_token_ids: token-id rows that were used in neither training nor calibration.
         settings: steps, batches, learning rate, LoRA.
         num_quality_tokens: held-out tokens to measure at most, the same before and after.
         seed: of the order of rows and the LoRA's initial weights.
         out: folder to write; an older one of this name is replaced.
-        shares_cache: False for a copy whose target is no member of the chain: it attends to its
+        shares_cache: False for a copy whose target is not a member of the chain: it attends to its
             own keys and values, and acceptance is that of `measure_quality`.
 
     Returns:
@@ -107,7 +107,7 @@ def distill_intermediate(
 
 
 def packed_rows(token_ids: Sequence[Sequence[int]], row_tokens: int, seed: int) -> list[list[int]]:
-    """Shuffle rows of token ids, join them and cut them to rows of `row_tokens`, without the rest.
+    """Shuffle and join rows of token ids and cut them to rows of `row_tokens`; drop the rest.
 
     Raises:
         UserError: they do not fill one row.
@@ -192,7 +192,7 @@ def _log_probabilities(model: PreTrainedModel, token_ids: Tensor) -> Tensor:
 
 
 def _batches(rows: list[list[int]], rows_of_batch: int, device: torch.device) -> Iterator[Tensor]:
-    """Batches of rows in their order, from the first again after the last."""
+    """Batches of rows in order, starting again after the last."""
     endless = itertools.cycle(rows)
     while True:
         yield torch.tensor(list(itertools.islice(endless, rows_of_batch)), device=device)

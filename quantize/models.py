@@ -34,6 +34,6 @@ def load_dequantized(folder: Path) -> PreTrainedModel:
 
 
 def norm_factor(norm: nn.Module) -> Tensor:
-    """What a norm multiplies its channels by [hidden size]."""
+    """The factors by which a norm multiplies its channels [hidden size]."""
     weight: Tensor = norm.get_parameter("weight").detach()
     return 1 + weight if isinstance(norm, ONE_PLUS_NORMS) else weight

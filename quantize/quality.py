@@ -1,4 +1,4 @@
-"""What quantizing cost: intermediate against target on held-out text."""
+"""The loss of quality by quantizing: intermediate against target on held-out text."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -24,7 +24,7 @@ def measure_quality(
     Args:
         target: checkpoint folder.
         intermediate: AutoAWQ checkpoint folder of the same vocabulary.
-        heldout_token_ids: token-id rows that neither training nor calibration saw.
+        heldout_token_ids: token-id rows that were used in neither training nor calibration.
         num_tokens: predicted tokens to measure at most; fewer if the rows hold fewer.
 
     Returns:
@@ -55,8 +55,8 @@ def compare_models(
     Returns:
         perplexity_target, perplexity_intermediate; mean_kl, the mean KL(target || intermediate)
         of a token in nats; top1_agreement, the share of tokens with equal argmax, 0 to 1;
-        acceptance, the mean chance of a token that the intermediate draws to be kept by the target,
-        sum of min(p, q) over the vocabulary, 0 to 1; num_tokens, how many were measured.
+        acceptance, the mean probability that the target keeps a token drawn by the intermediate,
+        the sum of min(p, q) over the vocabulary, 0 to 1; num_tokens, how many were measured.
 
     Raises:
         UserError: no row with two tokens.
@@ -89,7 +89,7 @@ def compare_models(
 
 
 def _window_sums(logits_TV: Tensor, other_TV: Tensor, token_ids: Tensor) -> Tensor:
-    """Summed over a window: loss of the first, of the second, KL, equal argmax, overlap."""
+    """Sums over a window: losses of target and model, KL, equal argmax, overlap."""
     next_ids = token_ids[1:]
     log_p = logits_TV[:-1].log_softmax(dim=-1)
     log_q = other_TV[:-1].log_softmax(dim=-1)
@@ -107,7 +107,7 @@ def _window_sums(logits_TV: Tensor, other_TV: Tensor, token_ids: Tensor) -> Tens
 def _windows(
     rows: Sequence[Sequence[int]], window_tokens: int, num_tokens: int
 ) -> Iterator[Sequence[int]]:
-    """Cut rows into windows that predict `num_tokens` tokens together (each all but its first)."""
+    """Cut rows into windows that together predict `num_tokens` (each all tokens but its first)."""
     remaining = num_tokens
     for row in rows:
         for start in range(0, len(row), window_tokens):

@@ -1,9 +1,9 @@
-"""Linears on a 4-bit grid that a LoRA moves, rounded at every use.
+"""Linears on a 4-bit grid that are trained by a LoRA and rounded at every use.
 
 The deltas of a plain LoRA are smaller than half a step of the grid: merged into the weights and
-rounded again, most of them vanish. Here the rounding is in the loop and grid and zeros are fixed,
-so the packed weight is the trained one, bit for bit. As in the source the LoRA's product counts in
-steps of the grid, which makes one learning rate fit all groups.
+rounded again, most of them vanish. Here rounding is part of training and grid and zeros are fixed,
+so the packed weight is the trained one, bit for bit. As in the source, the LoRA's product is in
+steps of the grid, so that one learning rate fits all groups.
 
 Source: Bondarenko, Del Chiaro and Nagel 2024, "Low-Rank Quantization-Aware Training for LLMs",
 arXiv 2406.06385. LoRA modules are peft's.
@@ -38,10 +38,10 @@ class RoundedLinear(nn.Module):
     """A linear whose codes are round(position + LoRA's product), within 0 to 15.
 
     Args:
-        lora: peft's module around the linear; its own weight is given up.
-        weight: the codes before training, with the zeros and scales that stay.
-        unrounded: the weight [O, I] that was rounded to these codes. What differs from them by
-            more than half a step (it was clipped) starts at the border of its cell.
+        lora: peft's module around the linear; the linear's own weight is dropped.
+        weight: the codes before training, with zeros and scales, which stay fixed.
+        unrounded: the weight [O, I] that was rounded to these codes. Entries that differ from them
+            by more than half a step, because they were clipped, start at the border of their cell.
     """
 
     positions: Tensor
@@ -68,7 +68,7 @@ class RoundedLinear(nn.Module):
 
     @torch.no_grad()
     def merged(self) -> QuantizedWeight:
-        """The weight with what was trained in its codes."""
+        """The weight with the trained codes."""
         codes = _codes(self._moved()).flatten(1).to(torch.uint8).cpu()
         return QuantizedWeight(codes, self.quantized.zeros, self.quantized.scales)
 
@@ -78,13 +78,13 @@ class RoundedLinear(nn.Module):
 
 
 class _Rounded(torch.autograd.Function):
-    """Positions [O, G, g] to weights; the gradient passes the rounding as if it were not there."""
+    """Positions [O, G, g] to weights; the gradient ignores the rounding (straight-through)."""
 
     @staticmethod
     def forward(ctx: Any, positions: Tensor, zeros: Tensor, scales: Tensor) -> Tensor:
         is_inside = (positions >= -0.5) & (positions <= _LARGEST_CODE + 0.5)
         ctx.save_for_backward(is_inside, scales)
-        # the operations of `chain.awq.dequantize`, in its order
+        # the operations of `chain.formats.awq.dequantize`, in the same order
         return (_codes(positions) - zeros) * scales
 
     @staticmethod
@@ -103,21 +103,21 @@ def adapt_linears(
     unrounded: Mapping[str, Tensor],
     settings: DistillSettings,
 ) -> dict[str, RoundedLinear]:
-    """Replace linears of a layer, in place, by ones that can be trained; all else is frozen.
+    """Replace linears of a layer, in place, by trainable ones; everything else is frozen.
 
-    The LoRA's initial weights come from torch's generator; they change nothing by themselves.
+    The LoRA's initial weights come from torch's generator; at first they change nothing.
 
     Args:
         layer: with dequantized linears.
-        weights: the linears to adapt in 4 bits, by name in the layer.
-        unrounded: the weights that were rounded to these.
+        weights: 4-bit weights of the linears to adapt, by name in the layer.
+        unrounded: the same weights before rounding.
         settings: rank and scale of the LoRA.
     """
     config = LoraConfig(
         r=settings.lora_rank,
         lora_alpha=settings.lora_alpha,  # type: ignore[arg-type]
         target_modules=list(weights),
-        # entries of one size whatever the width, so that steps of the grid stay the unit
+        # entries of the same size at any width, so that the unit stays a step of the grid
         init_lora_weights="gaussian",
     )
     inject_adapter_in_model(config, layer, adapter_name=_ADAPTER)

@@ -1,16 +1,16 @@
-"""AWQ's search and rounding with autoawq, which stays behind this module.
+"""AWQ's search and rounding with autoawq, which only this module uses.
 
-autoawq 0.2.9 is archived. Under transformers 5 and on a CPU it needs:
-- its import kept from turning on every DeprecationWarning of the process;
-- models loaded by us, without a cache (its own loader trusts remote code);
-- its tqdm bar replaced by ours;
-- its clip search as a matrix product: the broadcast product there is thirty times slower and stops
-  at out features that are no multiple of 64;
-- its scale search over fewer tokens;
-- each layer called with the arguments that transformers gives it: it calls all as the first one,
-  but masks and rotary tables differ between layers with and without a sliding window;
-- Gemma 3, which it does not know, as Gemma 2; and the norms of both, which multiply by
-  1 + weight, scaled so that the small difference from -1 survives being stored.
+autoawq 0.2.9 is archived. Under transformers 5 and on a CPU it needs these changes:
+- its import must not turn on every DeprecationWarning of the process;
+- models are loaded by us, without a cache (its own loader trusts remote code);
+- its tqdm bar is replaced by ours;
+- its clip search becomes a matrix product: the broadcast product there is thirty times slower and
+  fails if out features are not a multiple of 64;
+- its scale search uses fewer tokens;
+- each layer is called with the arguments that transformers passes: autoawq calls all layers like
+  the first, but masks and rotary tables differ between layers with and without a sliding window;
+- Gemma 3, which it does not know, is treated as Gemma 2; and the norms of both, which multiply by
+  1 + weight, are scaled so that the small difference from -1 survives being stored.
 The rounding to 4 bits is its own.
 """
 
@@ -48,13 +48,13 @@ FAMILIES = {
     name: AWQ_CAUSAL_LM_MODEL_MAP[name]
     for name in ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma2")
 } | {"gemma3_text": AWQ_CAUSAL_LM_MODEL_MAP["gemma2"]}
-"""autoawq's class by model_type, where its layers are transformers 5's; the tests quantize each."""
+"""autoawq's class by model_type, if its layers match transformers 5; the tests quantize each."""
 
-# what it asks of a norm before it divides 1 + weight instead of weight
+# the type that it checks for norms, to divide 1 + weight instead of weight
 autoawq_scale.Gemma2RMSNorm = ONE_PLUS_NORMS
 
 _VALUE_PROJECTIONS = ("v_proj", "qkv_proj")
-_SEARCH_TOKENS = 2048  # enough to tell 20 grid points apart; the channel means use all samples
+_SEARCH_TOKENS = 2048  # enough to rank 20 grid points; the channel means use all samples
 _CLIP_ROWS = 1024  # output features at a time, bounds the memory of the clip search
 
 
@@ -82,8 +82,8 @@ def search_and_round(model: PreTrainedModel, rows: list[list[int]]) -> None:
         max_calib_seq_len=len(rows[0]),
         quantizer_cls=_Quantizer,
     )
-    # autoawq walks the layers itself: a transformers that calls them otherwise (a mask or a rotary
-    # table that it misses) would calibrate on wrong activations without a word
+    # autoawq runs the layers itself: if transformers calls them differently (a mask or a rotary
+    # table that it misses), it would silently calibrate on wrong activations
     expected = wrapper.quantizer.last_output
     deviation = (wrapper.quantizer.inps[:1].cpu() - expected).norm() / expected.norm()
     if not deviation < 1e-3:
@@ -95,7 +95,7 @@ def search_and_round(model: PreTrainedModel, rows: list[list[int]]) -> None:
 
 
 class _Quantizer(autoawq.AwqQuantizer):
-    """autoawq's search with its two slow loops shortened, and each layer called as it should be.
+    """autoawq's search with its two slow loops shortened, and correct arguments for each layer.
 
     Attributes:
         layer_arguments: named arguments of each layer for one sample, which fit any number: the
@@ -176,7 +176,7 @@ class _Quantizer(autoawq.AwqQuantizer):
 def layer_calls(
     model: PreTrainedModel, layers: Iterable[nn.Module], row: list[int]
 ) -> tuple[dict[nn.Module, dict[str, Any]], Tensor]:
-    """What transformers calls each layer with in a pass over one row of token ids.
+    """The arguments with which transformers calls each layer in a pass over one row of token ids.
 
     Returns:
         The named arguments of each layer, and the last layer's output [1, tokens, hidden size].
@@ -206,7 +206,7 @@ def _apply_scale(
     scalings: list[tuple[str, tuple[str, ...], Tensor]],
     input_feat_dict: dict[str, Tensor],
 ) -> None:
-    """autoawq's folding of the scales that were found into norms and linears."""
+    """autoawq's folding of the chosen scales into norms and linears."""
     storable = [
         (before, linears, _storable_scales(layer.get_submodule(before), scales))
         for before, linears, scales in scalings
@@ -225,7 +225,7 @@ def _storable_scales(before: nn.Module, scales: Tensor) -> Tensor:
         return scales
     factor = norm_factor(before)
     stored = 1 + (factor / scales.to(factor) - 1).bfloat16().half().float()
-    # no step away from -1, or a norm that switches its channel off
+    # no scaling where the weight would become -1, which would switch the channel off
     return torch.where(stored * factor > 0, factor / stored, torch.ones_like(factor)).to(scales)
 
 
@@ -233,8 +233,8 @@ def _storable_scales(before: nn.Module, scales: Tensor) -> Tensor:
 def _state_dict_of_copies(module: nn.Module) -> Iterator[None]:
     """Let `module.state_dict()` return copies.
 
-    autoawq's search keeps the weights by `state_dict()` and `.cpu()`, which on a CPU are views,
-    then scales the weights in place: what it restores would be the first scales' weights.
+    autoawq's search saves the weights by `state_dict()` and `.cpu()`, which on a CPU are views, and
+    then scales the weights in place: it would restore the weights of the first scales.
     """
     state_dict = module.state_dict
     module.state_dict = lambda: {  # type: ignore[method-assign, assignment]
@@ -247,7 +247,7 @@ def _state_dict_of_copies(module: nn.Module) -> Iterator[None]:
 
 
 def _keeping_values(family: Any) -> Any:
-    """autoawq's class of a model family, without scalings that change the values in the cache."""
+    """autoawq's class of a model family, without scalings that would change cached values."""
 
     class KeepingValues(family):
         @staticmethod

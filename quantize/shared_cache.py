@@ -1,8 +1,8 @@
-"""An intermediate run as in a chain: past tokens have the target's keys and values.
+"""Runs an intermediate as in a chain: past tokens have the target's keys and values.
 
-In a chain both share one cache, where a pass of the target replaces what the intermediate wrote. A
-token's own key and value are always the intermediate's; those before it are the target's as soon
-as the target has seen them. Here it has seen all of them.
+In a chain both share one cache, in which a pass of the target overwrites what the intermediate
+wrote. A token's own key and value are always the intermediate's; those of earlier tokens are the
+target's once the target has read them. Here it has read all of them.
 
 #   B = rows, H = query heads, T = tokens, D = head dimension
 """

@@ -1,9 +1,9 @@
-"""The weights that AWQ had scaled and not yet rounded, worked out from target and intermediate.
+"""Reconstructs the weights that AWQ had scaled but not yet rounded, from target and intermediate.
 
-Where in its cell of the grid a weight lies says which way it goes first when it is trained; the
-rounded weight alone lies in the middle of all of them. What AWQ folded into a norm is the quotient
-of both models' norms, and what it folded into an up projection the factor that brings its rows
-closest. So nothing but the two checkpoints is needed, whenever they were written.
+The position of a weight in its cell of the grid determines in which direction it moves first in
+training; the rounded weight alone is always in the middle. The scale that AWQ folded into a norm is
+the quotient of both models' norms, and that of an up projection is the factor that brings its rows
+closest. So only the two checkpoints are needed, whenever they were written.
 """
 
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ _READERS = {
     "post_attention_layernorm": ("mlp.gate_proj", "mlp.up_proj", "mlp.gate_up_proj"),
     "pre_feedforward_layernorm": ("mlp.gate_proj", "mlp.up_proj", "mlp.gate_up_proj"),
 }
-"""Linears that read a norm; the third is Gemma's, whose second normalizes attention's output."""
+"""Linears that read each norm; the third norm is Gemma's, whose second norms attention's output."""
 _UP = ("mlp.up_proj", "mlp.gate_up_proj")
 
 
@@ -26,7 +26,7 @@ _UP = ("mlp.up_proj", "mlp.gate_up_proj")
 def unrounded_weights(exact: nn.Module, rounded: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Weights [out, in] that compute what the target's do, by the linear's name in the layer.
 
-    Without those that make keys and values (k_proj, v_proj, and qkv_proj where they are fused).
+    Keys and values are left out (k_proj and v_proj, or a fused qkv_proj).
 
     Args:
         exact: a layer of the target.
@@ -61,5 +61,5 @@ def _quotient(numerator: Tensor, denominator: Tensor) -> Tensor:
 
 
 def _closest_factor(rows: Tensor, rounded: Tensor) -> Tensor:
-    """Of each row the factor that brings it closest to the rounded one."""
+    """For each row, the factor that brings it closest to the rounded one."""
     return _quotient((rows * rounded).sum(1), rows.square().sum(1))

@@ -1,1 +1,1 @@
-"""Draft heads as EAGLE and other engines store them: imported, exported. Trains and runs none."""
+"""Draft heads in the formats of EAGLE and other engines: import and export. Runs no heads."""

@@ -1,4 +1,4 @@
-"""The config.json of a draft head, in the style of the Llama family as EAGLE's own."""
+"""The config.json of a draft head, in Llama style like EAGLE's own."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -7,7 +7,7 @@ from polybasic.chain.formats.config import EAGLE3_ARCHITECTURE, LayerSizes
 
 
 class HeadSizes(LayerSizes, Protocol):
-    """What the file says of a head's layer; a `DecoderConfig` says it."""
+    """The sizes in the file, as a `DecoderConfig` has them."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -22,7 +22,7 @@ class HeadSizes(LayerSizes, Protocol):
 def eagle_config(
     sizes: HeadSizes, has_qkv_biases: bool, dtype: str, draft_vocab_size: int | None = None
 ) -> dict[str, Any]:
-    """The content of config.json for an EAGLE-2 head that is stored with an `fc.bias`.
+    """The content of config.json for an EAGLE-2 head stored with an `fc.bias`.
 
     Args:
         sizes: of the head's one layer.
@@ -63,10 +63,10 @@ def eagle3_config(
 
 
 def default_feature_layers(num_layers: int) -> tuple[int, int, int]:
-    """Layers of a verifier whose inputs an EAGLE-3 head reads unless it says otherwise.
+    """Layers of a verifier whose inputs an EAGLE-3 head reads by default.
 
-    They are EAGLE-3's own (Li et al., 2025): 2, half of them, and the third from the end; where
-    there are few, as near to these as there are, in order.
+    They are EAGLE-3's own (Li et al., 2025): 2, the middle, and the third from the end; with few
+    layers, the nearest to these, in order.
     """
     wanted = (2, num_layers // 2, num_layers - 3)
     first, middle, last = sorted(min(max(layer, 0), num_layers - 1) for layer in wanted)

@@ -1,6 +1,6 @@
-"""A chain's draft head, written as EAGLE's own code, vLLM or SGLang reads it.
+"""Writes a chain's draft head in the format of EAGLE's own code, vLLM or SGLang.
 
-What each of them reads was taken from its loader: SafeAILab/EAGLE cb7e084 (eagle/model/ea_model.py
+The formats follow their loaders: SafeAILab/EAGLE cb7e084 (eagle/model/ea_model.py
 and cnets1.py) and, for EAGLE-3, 148042c (cnets.py) and f2f2366 (modeling_llama_kv.py); vLLM 0.33.0
 (vllm/model_executor/models/llama_eagle.py, llama_eagle3.py and llama.py, vllm/transformers_utils/
 configs/eagle.py, vllm/v1/worker/gpu_model_runner.py); SGLang 0.5.23 (sglang/srt/models/
@@ -41,16 +41,16 @@ _FILES = {"config.json", "model.safetensors", "pytorch_model.bin", HOT_TOKENS}
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written and what it goes with.
+    """The result of an export.
 
     Attributes:
         folder: the exported head.
         member: the head's name in the chain.
         kind: the head's.
-        model: what the head drafts for, as an engine is given it: a folder or a hub id.
-        four_bit_copies: folders of its copies in 4 bits, which the head drafts for too.
-        hot_tokens: the file of a draft vocabulary that the engine reads beside the head.
-        warnings: one line each, of what the engine's code will stop at or do otherwise.
+        model: the model that the head drafts for, as engines take it: a folder or a hub id.
+        four_bit_copies: folders of the model's 4-bit copies, which the head also drafts for.
+        hot_tokens: the file with the draft vocabulary that the engine reads besides the head.
+        warnings: one line for each thing that the engine's code refuses or does differently.
     """
 
     folder: Path
@@ -65,11 +65,11 @@ class Exported:
 def export_head(chain: Path, to: Engine, member: str | None, out: Path | None) -> Exported:
     """Write one of a chain's draft heads as a folder that an engine loads.
 
-    Weights and their dtype are kept. An EAGLE-2 head's `fc.bias` is always written, because SGLang
-    leaves it random without (and EAGLE's older loader refuses the file), and must be zero for
-    vLLM, which drops it. Its draft vocabulary becomes the file of hot tokens that SGLang reads;
-    the others know none and draft over all tokens, which is told. An EAGLE-3 head's goes with its
-    weights.
+    Weights keep their dtype. An EAGLE-2 head's `fc.bias` is always written, because without it
+    SGLang leaves it random (and EAGLE's older loader refuses the file), and must be zero for vLLM,
+    which drops it. Its draft vocabulary becomes the file of hot tokens that SGLang reads; the other
+    engines support none and draft over all tokens, which is reported. An EAGLE-3 head stores its
+    draft vocabulary with its weights.
 
     Args:
         chain: folder of the chain.
@@ -79,7 +79,7 @@ def export_head(chain: Path, to: Engine, member: str | None, out: Path | None) -
             that is there is replaced.
 
     Raises:
-        UserError: a broken chain, no such head, a head or target that the engine does not compute,
+        UserError: a broken chain, no such head, a head or target that the engine does not support,
             something else at `out`, or a full disk.
     """
     checked = check_chain(chain)
@@ -116,7 +116,7 @@ def export_head(chain: Path, to: Engine, member: str | None, out: Path | None) -
 
 
 def launch_command(to: Engine, exported: Exported) -> str:
-    """What runs a model with its exported head: a shell command, for EAGLE a line of Python."""
+    """How to run a model with its exported head: a shell command, or a line of Python for EAGLE."""
     model, head, is_eagle3 = exported.model, str(exported.folder), exported.kind == "eagle3"
     if to == "eagle":
         return (
@@ -143,7 +143,7 @@ def launch_command(to: Engine, exported: Exported) -> str:
 
 
 def check_is_whole(shape: HeadConfig, tensors: dict[str, Tensor], source: Path) -> None:
-    """That nothing is missing which an engine would leave random without a word.
+    """Check that no tensor is missing that an engine would silently leave random.
 
     Raises:
         UserError: a weight, or a table of a draft vocabulary, is missing.
@@ -157,10 +157,10 @@ def check_is_whole(shape: HeadConfig, tensors: dict[str, Tensor], source: Path) 
 
 
 def _written(shape: HeadConfig, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors that all three engines are given of a head, in EAGLE's own names."""
+    """The tensors that are exported to all three engines, by EAGLE's own names."""
     if shape.kind == "eagle2":
         zeros = torch.zeros_like(tensors["layers.0.post_attention_layernorm.weight"])
-        # no engine's class of an EAGLE-2 head has a place for the tables, and vLLM's stops at them
+        # no engine's EAGLE-2 class has a place for the tables, and vLLM's refuses them
         rest = {name: each for name, each in tensors.items() if name not in DRAFT_TABLES}
         return {FC_BIAS: zeros} | rest
     unused = {FC_BIAS, *qkv_biases("eagle3")}
@@ -206,7 +206,7 @@ def _is_export(folder: Path) -> bool:
 def _check_computes(
     to: Engine, shape: HeadConfig, name: str, tensors: dict[str, Tensor], target: ConfigFile
 ) -> None:
-    """That the engine computes with head and target what this runtime does."""
+    """Check that the engine computes the same with head and target as this runtime."""
     is_eagle3 = shape.kind == "eagle3"
     if to != "eagle" and target.decoder.embedding_scale is not None:
         model_type = target.content["model_type"]
@@ -230,7 +230,7 @@ def _check_computes(
 
 
 def _warnings(to: Engine, shape: HeadConfig, num_layers: int) -> tuple[str, ...]:
-    """What the engine's code stops at when it loads, or does otherwise than this runtime."""
+    """What the engine's code refuses to load, or does differently from this runtime."""
     warnings = []
     is_trimmed = shape.num_draft_tokens < shape.vocab_size
     if is_trimmed and shape.kind == "eagle2" and to != "sglang":
@@ -238,7 +238,7 @@ def _warnings(to: Engine, shape: HeadConfig, num_layers: int) -> tuple[str, ...]
             f"{_NAMES[to]} knows no draft vocabulary of an EAGLE-2 head: it drafts over all "
             f"{shape.vocab_size} tokens, not over {shape.num_draft_tokens}"
         )
-    # others follow EAGLE's own code in the layout only
+    # the other engines share only the layout with EAGLE's own code
     if to != "eagle":
         return tuple(warnings)
     if shape.kind == "eagle2" and shape.head_dim * shape.num_heads != shape.hidden_size:
@@ -258,7 +258,7 @@ def _warnings(to: Engine, shape: HeadConfig, num_layers: int) -> tuple[str, ...]
 
 
 def _engine_layers(num_layers: int) -> tuple[int, ...]:
-    """Layers whose inputs all three engines read where a config names none."""
+    """Layers whose inputs all three engines read if a config names none."""
     return 2, num_layers // 2, num_layers - 3
 
 
@@ -267,7 +267,7 @@ def _listed(layers: tuple[int, ...]) -> str:
 
 
 def _is_eagle_linear(rope: dict[str, Any]) -> bool:
-    """Scaled as EAGLE's code scales: it takes no other base beside a factor."""
+    """Whether EAGLE's code scales in this way: with a factor it supports only its default base."""
     return rope["rope_type"] == "linear" and rope["rope_theta"] == ROPE_THETA
 
 
@@ -283,9 +283,9 @@ def _config(
 ) -> dict[str, Any]:
     """The config.json that the engine reads.
 
-    `bias` is that of fc for EAGLE and for SGLang's EAGLE-3 class; vLLM and SGLang read it as biases
-    on the attention projections, which then hold whatever memory did. `qkv_bias` is read by EAGLE
-    and vLLM; SGLang has another class for EAGLE-2 heads that have them.
+    `bias` means that of fc for EAGLE and for SGLang's EAGLE-3 class; otherwise vLLM and SGLang read
+    it as biases of the attention projections, which would be uninitialised memory. `qkv_bias` is
+    read by EAGLE and vLLM; SGLang has another class for EAGLE-2 heads with such biases.
     """
     dtype = str(tensors["fc.weight"].dtype).removeprefix("torch.")
     if shape.kind == "eagle3":
@@ -301,16 +301,16 @@ def _config(
             if has_qkv_bias:
                 config |= {"architectures": ["Qwen2ForCausalLMEagle"], "model_type": "qwen2"}
     if to == "eagle" and _is_eagle_linear(shape.rope):
-        # its config class takes these two keys and no others
+        # its config class accepts only these two keys
         config["rope_scaling"] = {"type": "linear", "factor": shape.rope["factor"]}
     return {**config, "attention_bias": False, "hidden_act": shape.activation}
 
 
 def _layer_ids(layers: tuple[int, ...], num_layers: int) -> dict[str, Any]:
-    """Names the layers that an EAGLE-3 head reads, for each engine in its way of counting.
+    """The layers that an EAGLE-3 head reads, in each engine's way of counting.
 
-    vLLM looks at the top first and takes layers by their inputs; SGLang and SpecForge look into
-    `eagle_config` and take them by their outputs. EAGLE's own code reads neither.
+    vLLM looks at the top level first and counts layers by their inputs; SGLang and SpecForge look
+    into `eagle_config` and count them by their outputs. EAGLE's own code reads neither.
     """
     if layers == _engine_layers(num_layers):
         return {EAGLE_SECTION: {"use_aux_hidden_state": True}}
@@ -323,7 +323,7 @@ def _layer_ids(layers: tuple[int, ...], num_layers: int) -> dict[str, Any]:
 
 def _save(to: Engine, folder: Path, tensors: dict[str, Tensor]) -> None:
     if to == "eagle":
-        # all versions of EAGLE's loader look for this file, the older ones for no other
+        # all versions of EAGLE's loader look for this file, older ones only for this
         torch.save(
             {name: tensor.clone() for name, tensor in tensors.items()}, folder / "pytorch_model.bin"
         )
@@ -332,7 +332,7 @@ def _save(to: Engine, folder: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def _name_for_engines(checked: CheckedChain, name: str) -> str:
-    """A verifying member as an engine is given it."""
+    """A verifying member as engines take it: a hub id or a folder."""
     reference = checked.manifest.member(name).reference
     if reference.path is None and reference.source and not reference.source.startswith((".", "/")):
         return reference.source

@@ -1,6 +1,6 @@
-"""Draft heads in the spellings of those who train them, brought into one.
+"""Normalises the formats in which others store draft heads.
 
-Read of: SafeAILab/EAGLE 148042c (eagle/model/cnets.py) and f2f2366 (modeling_llama_kv.py),
+Sources: SafeAILab/EAGLE 148042c (eagle/model/cnets.py) and f2f2366 (modeling_llama_kv.py),
 SpecForge 01dd714 (specforge/modeling/draft/llama3_eagle.py) and 00c4bba (target/
 eagle3_target_model.py), speculators 0.9.0 (speculators/models/eagle3), SGLang 0.5.23 and vLLM
 0.33.0 (their llama_eagle3.py).
@@ -45,11 +45,11 @@ _NEEDED_OF_SPECULATORS = (
 def read_foreign_config(source: Path) -> dict[str, Any]:
     """Content of a head's config.json, flat where that of speculators is nested.
 
-    The `auto_map` that speculators writes beside a copy of its own classes is left out: they are
-    known by the kind that they name, and nothing of the folder is run.
+    The `auto_map` that speculators writes next to a copy of its own classes is dropped: the config
+    names the kind of head, and no code in the folder is run.
 
     Raises:
-        UserError: as `read_config`, or a kind of head of speculators that is not computed.
+        UserError: as `read_config`, or a kind of head from speculators that is not supported.
     """
     path = source / "config.json"
     config = read_json(path, "config")
@@ -58,22 +58,22 @@ def read_foreign_config(source: Path) -> dict[str, Any]:
     return _of_speculators(f"{path}", config)
 
 
-def in_own_spelling(
+def in_eagle_format(
     source: Path, config: dict[str, Any], tensors: dict[str, Tensor], target: DecoderConfig
 ) -> tuple[HeadKind, dict[str, Any], dict[str, Tensor]]:
-    """Kind, config and tensors of a head as EAGLE's own code spells them.
+    """Kind, config and tensors of a head in the format of EAGLE's own code.
 
-    EAGLE-3: one flat config that names the layers whose *inputs* are read, the layer called
-    `midlayer`. Either kind: no tables of a draft vocabulary that is the whole one.
+    EAGLE-3: one flat config that names the layers whose *inputs* are read, with the layer called
+    `midlayer`. Either kind: no tables for a draft vocabulary that is the whole vocabulary.
 
     Args:
         source: the head's folder.
-        config: as `read_foreign_config` gives it.
-        tensors: all that it stores, by name.
+        config: as `read_foreign_config` returns it.
+        tensors: all stored tensors, by name.
         target: of the model that it drafts for.
 
     Raises:
-        UserError: a variant that is not computed, or feature layers that can be meant in two ways.
+        UserError: a variant that is not supported, or ambiguous feature layers.
     """
     where = f"{source / 'config.json'}"
     tensors = _without_whole_vocabulary(tensors, target.vocab_size)
@@ -93,7 +93,7 @@ def _is_eagle3(config: dict[str, Any], tensors: dict[str, Tensor]) -> bool:
 
 
 def _of_speculators(where: str, config: dict[str, Any]) -> dict[str, Any]:
-    """The flat config of a head whose layer's own is nested."""
+    """The flat config of a head whose layer config is nested."""
     nested = config.get(_SPECULATORS_LAYER)
     layer: dict[str, Any] = nested if isinstance(nested, dict) else {}
     seen = {*(layer.get("layer_types") or ["full_attention"])}
@@ -105,7 +105,7 @@ def _of_speculators(where: str, config: dict[str, Any]) -> dict[str, Any]:
         if not is_computed:
             raise UserError("unsupported head", f"{where} {key} {value!r}", OTHER_HEAD)
     missing = [key for key in _NEEDED_OF_SPECULATORS if key not in layer]
-    # speculators takes false where it is left out, vLLM true
+    # if it is missing, speculators assumes false, vLLM true
     if missing := missing + [key for key in (_NORM_BEFORE_RESIDUAL,) if key not in config]:
         raise UserError("head config lacks a key", f"{where} {missing[0]}", "complete the config")
     own = {key: value for key, value in config.items() if key != "auto_map"}
@@ -122,11 +122,11 @@ def _refuse_variants(where: str, config: dict[str, Any]) -> None:
 
 
 def _feature_layers(where: str, config: dict[str, Any], num_layers: int) -> tuple[int, ...]:
-    """The layers whose inputs the head reads, by whichever way its config counts.
+    """The layers whose inputs the head reads, whichever way its config counts them.
 
     vLLM and speculators name layers by their inputs, SGLang and SpecForge by their outputs. At the
-    top of a config, where the latter two do not look, inputs are meant; so they are in what this
-    project writes into a chain.
+    top level of a config, which the latter two do not read, inputs are meant, as in the configs
+    that this project writes into a chain.
     """
     default = default_feature_layers(num_layers)
     inputs = config.get(LAYER_IDS) or []
@@ -152,7 +152,7 @@ def _feature_layers(where: str, config: dict[str, Any], num_layers: int) -> tupl
 
 
 def _with_midlayer(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The layer under EAGLE-3's own name; speculators and SGLang count it as the first."""
+    """The tensors with EAGLE-3's own layer name; speculators and SGLang call it layer 0."""
     own, counted = (f"{HEAD_LAYER[kind]}." for kind in ("eagle3", "eagle2"))
     if any(name.startswith(own) for name in tensors):
         return tensors
@@ -163,7 +163,7 @@ def _with_midlayer(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _without_whole_vocabulary(tensors: dict[str, Tensor], vocab_size: int) -> dict[str, Tensor]:
-    """SpecForge stores both tables in any case; where all tokens are drafted they say nothing."""
+    """Drop the tables of a whole vocabulary, which SpecForge always stores."""
     offsets = tensors.get(OFFSETS)
     if offsets is None or tuple(offsets.shape) != (vocab_size,) or offsets.any():
         return tensors
@@ -173,7 +173,7 @@ def _without_whole_vocabulary(tensors: dict[str, Tensor], vocab_size: int) -> di
 def _hot_token_tables(
     source: Path, tensors: dict[str, Tensor], vocab_size: int
 ) -> dict[str, Tensor]:
-    """The tables of a draft vocabulary that lies beside the weights, as SGLang wants it."""
+    """The tables of a draft vocabulary that is stored next to the weights, as for SGLang."""
     path = source / HOT_TOKENS
     if OFFSETS in tensors or not path.is_file():
         return {}

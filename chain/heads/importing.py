@@ -1,8 +1,8 @@
-"""Draft heads that others trained, of EAGLE-1, EAGLE-2 and EAGLE-3, made ready for a chain.
+"""Imports EAGLE-1, EAGLE-2 and EAGLE-3 heads that others trained into a chain.
 
-The layouts are those of SafeAILab/EAGLE's own checkpoints (eagle/model/cnets1.py and cnets.py):
-one fc and one Llama layer, config.json in Llama style beside the weights; other spellings of
-EAGLE-3 are brought to it by `polybasic.chain.heads.foreign`.
+The layouts are those of SafeAILab/EAGLE's own checkpoints (eagle/model/cnets1.py and cnets.py): one
+fc and one Llama layer, with a config.json in Llama style; other formats of EAGLE-3 are converted by
+`polybasic.chain.heads.foreign`.
 """
 
 import re
@@ -34,17 +34,17 @@ from polybasic.chain.heads.foreign import (
     DRAFT_VOCAB_SIZE,
     EAGLE_SECTION,
     OTHER_HEAD,
-    in_own_spelling,
+    in_eagle_format,
     read_foreign_config,
 )
 from polybasic.chain.model.weights import Weights
 
 IMPORTED_FROM_KEY = "imported_from"
-"""Beside `TRAINED_FOR_KEY` in a head's config.json: where the head came from."""
+"""Next to `TRAINED_FOR_KEY` in a head's config.json: where the head came from."""
 EMBEDDING = "embed_tokens.weight"
 FC_BIAS = "fc.bias"
 ROPE_THETA = 10000.0
-"""What EAGLE's code takes where the head's config has none, whatever the target has."""
+"""What EAGLE's code uses if the head's config has none, whatever the target's."""
 _IGNORED = re.compile(r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 _LATER_LAYER = re.compile(r"layers\.[1-9]\d*\.")
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -54,12 +54,12 @@ _RELATIVE_ROUNDING, _ABSOLUTE_ROUNDING = 2**-8, 2e-7
 
 
 def qkv_biases(kind: HeadKind) -> tuple[str, ...]:
-    """Names of the biases that a head may have on queries, keys and values."""
+    """Names of the optional biases of queries, keys and values."""
     return tuple(f"{HEAD_LAYER[kind]}.self_attn.{part}_proj.bias" for part in "qkv")
 
 
 def required_weights(kind: HeadKind) -> tuple[str, ...]:
-    """Names of what every head of the kind stores; engines leave random what is missing."""
+    """Names of the tensors of every head of the kind; engines leave missing ones random."""
     layer = HEAD_LAYER[kind]
     names = (
         "fc.weight",
@@ -76,16 +76,16 @@ def required_weights(kind: HeadKind) -> tuple[str, ...]:
 def import_head(
     source: Path, target: Path, out: Path, trained_for: Path | None = None
 ) -> dict[str, Any]:
-    """Make a chain's draft head of one that is stored in EAGLE's layout.
+    """Turn a head that is stored in EAGLE's layout into a chain's draft head.
 
-    Its weights are kept bit for bit, in the dtype that they are stored in; a missing `fc.bias` of
-    an EAGLE-2 head is written as zeros, a missing embedding is the target's.
+    Its weights are kept bit for bit, in their stored dtype; a missing `fc.bias` of an EAGLE-2 head
+    is written as zeros, and a missing embedding is the target's.
 
     Args:
         source: the head: config.json, and model.safetensors or pytorch_model.bin.
         target: the model that the head will draft for.
         out: folder to write, whole; an older one is replaced.
-        trained_for: whose weights the head is declared for; default: `target`.
+        trained_for: the model whose weights the head is declared for; default: `target`.
 
     Returns:
         imported_from, kind, parameters (without the embedding), dtype, draft_vocab_size (None:
@@ -93,15 +93,15 @@ def import_head(
         they have any effect).
 
     Raises:
-        UserError: no head in EAGLE's layout, one of another shape or for another model than
-            `target`, a variant that is not computed, or a full disk.
+        UserError: no head in EAGLE's layout, a head of another shape or for another model than
+            `target`, an unsupported variant, or a full disk.
     """
     if out.resolve() == source.resolve():
         raise UserError("head would be replaced", f"{out}", "write to another folder")
     config, model = read_foreign_config(source), read_config(target).decoder
     stored = load_tensors(source)
     tensors = {name: tensor for name, tensor in stored.items() if not _IGNORED.fullmatch(name)}
-    kind, config, tensors = in_own_spelling(source, config, tensors, model)
+    kind, config, tensors = in_eagle_format(source, config, tensors, model)
     _check_layout(kind, source, config, tensors)
     completed = _complete(kind, config, tensors, model)
     where = f"{source / 'config.json'}"
@@ -148,7 +148,7 @@ def import_head(
 def _check_layout(
     kind: HeadKind, folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]
 ) -> None:
-    """That all tensors of the layout are there, and no others."""
+    """Check that all tensors of the layout are there, and no others."""
     names, biases = sorted(tensors), qkv_biases(kind)
     if found := [name for name in names if _LATER_LAYER.match(name)]:
         raise UserError("head of several layers", f"{found[0]} in {folder}", OTHER_HEAD)
@@ -179,8 +179,8 @@ def _check_layout(
 def _complete(
     kind: HeadKind, config: dict[str, Any], tensors: dict[str, Tensor], model: DecoderConfig
 ) -> dict[str, Any]:
-    """The head's config.json as this project writes it: what it lacks is read off the weights,
-    else taken from the target."""
+    """The head's config.json as this project writes it; missing values come from the weights, else
+    from the target."""
     given = {key: value for key, value in config.items() if value is not None}
     layer = HEAD_LAYER[kind]
     num_heads = given.get("num_attention_heads", model.num_heads)
@@ -202,26 +202,26 @@ def _complete(
         "head_dim": head_dim,
         "rms_norm_eps": given.get("rms_norm_eps", model.rms_norm_eps),
         **_rope(given),
-        # heads declare the length that they were trained at; rotary positions go on beyond it
+        # heads declare the length that they were trained at; rotary positions work beyond it
         "max_position_embeddings": model.context_tokens,
         "vocab_size": given.get("vocab_size", model.vocab_size),
         "tie_word_embeddings": False,
         **_vocabulary(kind, given, tensors),
-        **(_of_eagle3(given, tensors) if kind == "eagle3" else {}),
+        **(_eagle3_keys(given, tensors) if kind == "eagle3" else {}),
     }
 
 
 def _vocabulary(
     kind: HeadKind, given: dict[str, Any], tensors: dict[str, Tensor]
 ) -> dict[str, Any]:
-    """How many tokens are drafted, where the config or the weights say it."""
+    """How many tokens are drafted, if the config or the weights say so."""
     name = "lm_head.weight" if kind == "eagle3" else OFFSETS
     stored = {DRAFT_VOCAB_SIZE: len(tensors[name])} if name in tensors else {}
     return stored | {key: given[key] for key in (DRAFT_VOCAB_SIZE,) if key in given}
 
 
-def _of_eagle3(given: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """What the config of an EAGLE-3 head says otherwise, or beside that of an EAGLE-2 head."""
+def _eagle3_keys(given: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """Where the config of an EAGLE-3 head differs from that of an EAGLE-2 head."""
     return {
         "architectures": [EAGLE3_ARCHITECTURE],
         "bias": False,

@@ -1,1 +1,1 @@
-"""What computes a pass: PyTorch, C++ or Triton. Knows rows and tensors, no files and no models."""
+"""Executors of passes: PyTorch, C++ and Triton. Know rows and tensors, but no files or models."""

@@ -1,4 +1,4 @@
-"""What the environment of a process says of kernels: which are wanted, and where they are kept."""
+"""What environment variables set: which kernels to use, and where to cache them."""
 
 import os
 from pathlib import Path
@@ -13,10 +13,10 @@ Wanted = Literal["auto", "native", "eager", "device"]
 
 
 def kernels_wanted() -> Wanted:
-    """What POLYBASIC_KERNELS asks for: "auto" (also where it is not set) or one of `Wanted`.
+    """The value of POLYBASIC_KERNELS, one of `Wanted`; "auto" if it is not set.
 
-    "native" and "device" are about CPUs: there, "device" runs what GPUs run, in PyTorch's
-    operations. "eager" is about CPUs and GPUs.
+    "native" and "device" apply to CPUs, where "device" runs the path of GPUs in PyTorch's
+    operations. "eager" applies to CPUs and GPUs.
 
     Raises:
         UserError: it has another value.
@@ -31,7 +31,7 @@ def kernels_wanted() -> Wanted:
 
 
 def cache_folder() -> Path:
-    """Where what was made for this machine is kept: $POLYBASIC_CACHE, else the user's cache.
+    """The folder for what was made for this machine: $POLYBASIC_CACHE, else in the user's cache.
 
     Raises:
         RuntimeError: there is no home folder.

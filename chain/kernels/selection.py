@@ -1,4 +1,4 @@
-"""Where the device path runs, and what computes there."""
+"""Selects what computes passes on a device."""
 
 import importlib.util
 import logging
@@ -11,18 +11,18 @@ from polybasic.chain.kernels.cuda import KERNEL_DTYPES
 from polybasic.chain.kernels.environment import kernels_wanted
 from polybasic.chain.kernels.torch.operations import Operations
 
-LEAST_CAPABILITY = (8, 0)
-"""Ampere: tensor cores for bfloat16, and copies that run ahead."""
+MIN_CAPABILITY = (8, 0)
+"""Ampere: tensor cores for bfloat16, and asynchronous copies."""
 
 _log = logging.getLogger(__name__)
 
 
 def operations_for(device: torch.device, dtype: torch.dtype) -> Operations | None:
-    """What computes passes on a device, the same object at each call; None for the eager path.
+    """The operations that compute passes on a device, one shared object; None for the eager path.
 
-    On a GPU these are Triton's kernels, or PyTorch's operations in float32 and where the kernels
-    cannot run, which is told in one warning a process. On a CPU they are PyTorch's operations,
-    where POLYBASIC_KERNELS asks for the device path.
+    On a GPU these are the Triton kernels, or PyTorch's operations in float32 and where the kernels
+    cannot run, which one warning a process reports. On a CPU they are PyTorch's operations if
+    POLYBASIC_KERNELS asks for the device path.
 
     Raises:
         UserError: POLYBASIC_KERNELS has an unknown value.
@@ -34,15 +34,15 @@ def operations_for(device: torch.device, dtype: torch.dtype) -> Operations | Non
         return None
     if dtype not in KERNEL_DTYPES:
         return _reference()
-    lack = _lack(device)
-    return _kernels() if lack is None else _reference_for_lack(lack)
+    missing = _missing(device)
+    return _kernels() if missing is None else _reference_because(missing)
 
 
 def reads_4_bits(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the device path keeps 4-bit weights packed: where a kernel reads them.
+    """Whether the device path keeps 4-bit weights packed because a kernel reads them.
 
-    On a CPU they are kept as on a GPU. PyTorch's operations would take them apart at each product,
-    so on a GPU they read a dequantized copy.
+    On a CPU they are kept as on a GPU. PyTorch's operations would dequantize them in each product,
+    so on a GPU without kernels they read a dequantized copy.
 
     Raises:
         UserError: POLYBASIC_KERNELS has an unknown value.
@@ -52,7 +52,7 @@ def reads_4_bits(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def describe_gpu_kernels() -> str:
-    """What computes passes on a GPU, here or where there is one, and why.
+    """What would compute passes on a GPU, and why.
 
     For example "triton 3.6.0 (float32: PyTorch's operations)".
 
@@ -61,8 +61,8 @@ def describe_gpu_kernels() -> str:
     """
     if kernels_wanted() == "eager":
         return "eager PyTorch (POLYBASIC_KERNELS=eager)"
-    if lack := _lack(torch.device("cuda")):
-        return f"PyTorch's operations ({lack})"
+    if missing := _missing(torch.device("cuda")):
+        return f"PyTorch's operations ({missing})"
     return f"triton {version('triton')} (float32: PyTorch's operations)"
 
 
@@ -71,17 +71,17 @@ def has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def _lack(device: torch.device) -> str | None:
-    """What the kernels lack on a GPU, in one line; None for nothing."""
+def _missing(device: torch.device) -> str | None:
+    """Why the kernels cannot run on a GPU, in one line; None if they can."""
     if not has_triton():
         return "no triton found; pip install triton"
     if torch.version.hip is not None:
         return "they are written for NVIDIA's GPUs"
     if torch.cuda.is_available():
         found = torch.cuda.get_device_capability(device)
-        if found < LEAST_CAPABILITY:
+        if found < MIN_CAPABILITY:
             return "compute capability {}.{}, at least {}.{} is needed".format(
-                *found, *LEAST_CAPABILITY
+                *found, *MIN_CAPABILITY
             )
     return None
 
@@ -99,6 +99,6 @@ def _kernels() -> Operations:
 
 
 @cache
-def _reference_for_lack(lack: str) -> Operations:
-    _log.warning("GPU kernels: PyTorch's operations, which are slower: %s", lack)
+def _reference_because(missing: str) -> Operations:
+    _log.warning("GPU kernels: PyTorch's operations, which are slower: %s", missing)
     return _reference()

@@ -1,1 +1,1 @@
-"""Decoders and draft heads: weights are loaded, layers run. Knows no chain and no sampling."""
+"""Decoders and draft heads: loads weights and runs layers. Knows no chains and no sampling."""

@@ -3,11 +3,11 @@ values that the caller owns.
 
 #   R = rows (tokens of one pass), S = rows in the cache, T = S + R, D = hidden size
 #   K = key/value heads, G = query heads that read one of them, H = head size, V = vocabulary
-#   W = width of the states: D, and D for each feature layer
+#   W = width of the states: D, plus D for each feature layer
 """
 
 from collections.abc import Callable
-from functools import cached_property, partial
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -17,15 +17,10 @@ from polybasic.chain.formats.config import DecoderConfig
 from polybasic.chain.kernels.cpu.matrices import NativeLinear
 from polybasic.chain.kernels.cpu.passes import NativeLayer, NativeModel, NativeParts, supports
 from polybasic.chain.kernels.torch.attend import Attend, View
-from polybasic.chain.kernels.torch.operations import DeviceLinear, Heads, Norm
+from polybasic.chain.kernels.torch.operations import ACTIVATIONS, DeviceLinear, Heads, Norm
 from polybasic.chain.kernels.torch.rotary import RotaryTable
 from polybasic.chain.model.device_model import DeviceLayer, DeviceModel, DeviceParts
 from polybasic.chain.model.linear import Linear, Softcapped, drafts_in_4_bits, softcapped
-
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
-}
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -38,16 +33,16 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 class DecoderLayer:
     """One layer: attention over the cache, then the gated MLP; residuals around both.
 
-    Weights of norms are in the compute dtype, or in float32 where the norm is computed in it.
+    Weights of norms are in the compute dtype, or in float32 if the norm is computed in float32.
 
     Args:
         input_norm: weight [D] of the norm before attention; a draft head's layer has none.
         qkv: D -> (K*G + K + K) * H, queries first, then keys, then values.
         gate_up: D -> 2 * intermediate size, gate first.
-        kind: place in `config.kinds`.
+        kind: index into `config.kinds`.
         query_norm: weight [H] of the norm of each query; comes with `key_norm`.
-        attention_post_norm: weight [D] of the norm of what attention adds.
-        mlp_post_norm: weight [D] of the norm of what the MLP adds.
+        attention_post_norm: weight [D] of the norm of attention's output.
+        mlp_post_norm: weight [D] of the norm of the MLP's output.
     """
 
     def __init__(
@@ -71,7 +66,7 @@ class DecoderLayer:
         self.input_norm, self.mlp_norm = input_norm, mlp_norm
         self.attention_post_norm, self.mlp_post_norm = attention_post_norm, mlp_post_norm
         self.qkv, self.out, self.gate_up, self.down = qkv, out, gate_up, down
-        self.activation = _ACTIVATIONS[config.activation]
+        self.activation = ACTIVATIONS[config.activation]
         self.num_kv_heads, self.query_groups = config.num_kv_heads, config.query_groups
         self.head_dim = config.head_dim
         self.num_rotated = config.num_heads + config.num_kv_heads
@@ -82,7 +77,7 @@ class DecoderLayer:
             self.head_norms = torch.cat([query_norm.expand(*queries), key_norm.expand(*keys)])
 
     def native(self) -> NativeLayer | None:
-        """The layer's parts for the native kernels, where these laid out its weights."""
+        """The layer's parts for the native kernels, or None if its weights have another layout."""
         qkv, out, gate_up, down = self.qkv, self.out, self.gate_up, self.down
         if not (isinstance(qkv, NativeLinear) and isinstance(out, NativeLinear)):
             return None
@@ -103,7 +98,7 @@ class DecoderLayer:
         )
 
     def on_device(self) -> DeviceLayer | None:
-        """The layer's parts for the device path, where its weights are kept for that."""
+        """The layer's parts for the device path, or None if its weights have another layout."""
         qkv, out, gate_up, down = self.qkv, self.out, self.gate_up, self.down
         if not (isinstance(qkv, DeviceLinear) and isinstance(out, DeviceLinear)):
             return None
@@ -135,18 +130,25 @@ class DecoderLayer:
         return None if weight is None else Norm(weight, self.eps)
 
     def forward(
-        self, x_RD: Tensor, cache: Tensor, start: int, view: View, read: Tensor | None = None
+        self,
+        x_RD: Tensor,
+        cache: Tensor,
+        start: int,
+        view: View,
+        attention_input: Tensor | None = None,
     ) -> Tensor:
         """Read `x_RD` and write its keys and values into `cache` [2K, capacity, H].
 
         Args:
             start: first row of the cache that is written.
-            view: how layers of this kind look at the cache.
-            read: [R, inputs of `qkv`], what attention reads in the place of the normed `x_RD`.
+            view: how layers of this kind attend to the cache.
+            attention_input: [R, inputs of `qkv`], instead of the normed `x_RD`.
         """
-        if read is None:
-            read = x_RD if self.input_norm is None else rms_norm(x_RD, self.input_norm, self.eps)
-        attended = self.out(self._attention(read, cache, start, view))
+        if attention_input is None:
+            attention_input = x_RD
+            if self.input_norm is not None:
+                attention_input = rms_norm(x_RD, self.input_norm, self.eps)
+        attended = self.out(self._attention(attention_input, cache, start, view))
         if self.attention_post_norm is not None:
             attended = rms_norm(attended, self.attention_post_norm, self.eps)
         x_RD = x_RD + attended
@@ -156,10 +158,10 @@ class DecoderLayer:
             added = rms_norm(added, self.mlp_post_norm, self.eps)
         return x_RD + added
 
-    def _attention(self, read: Tensor, cache: Tensor, start: int, view: View) -> Tensor:
-        rows, end = read.shape[0], start + read.shape[0]
+    def _attention(self, x: Tensor, cache: Tensor, start: int, view: View) -> Tensor:
+        rows, end = x.shape[0], start + x.shape[0]
         K, G, H = self.num_kv_heads, self.query_groups, self.head_dim
-        qkv = self.qkv(read).view(rows, -1, H)
+        qkv = self.qkv(x).view(rows, -1, H)
         cos, sin = view.rotation
         rotated = qkv[:, : self.num_rotated]
         if self.head_norms is not None:
@@ -171,7 +173,7 @@ class DecoderLayer:
         keys, values = view.of(cache[None], end, 2).split(K, 1)
         if view.is_prompt:
             if view.mask is not None and G > 1:
-                # CUDA has no fused kernel for a mask with fewer key heads than query heads
+                # CUDA has no fused kernel for masks with fewer key heads than query heads
                 keys, values = keys.repeat_interleave(G, 1), values.repeat_interleave(G, 1)
             attended = F.scaled_dot_product_attention(
                 queries.reshape(rows, K * G, H).transpose(0, 1)[None],
@@ -196,7 +198,7 @@ class DecoderLayer:
         return attended.view(K, rows, G, H).transpose(0, 1).reshape(rows, -1)
 
     def _normed_heads(self, heads: Tensor, weight: Tensor) -> Tensor:
-        """Norm of queries and keys [R, K*G + K, H], each head with its own weights."""
+        """Norm queries and keys [R, K*G + K, H], each head with its own weights."""
         wide = heads.to(weight.dtype)
         normed = F.rms_norm(wide, wide.shape[-1:], None, self.eps)
         return (normed * weight).to(heads.dtype)
@@ -209,11 +211,12 @@ class Decoder:
         embedding: [V, D] in the compute dtype.
         final_norm: [D].
         lm_head: D -> V, before soft-capping.
-        draft_lm_head: token ids, int64 [V'] or None for all -> D -> V', for `draft_lm_head`.
+        draft_lm_head: token ids (int64 [V'], or None for all) -> a linear D -> V', for the method
+            of this name.
 
     Attributes:
-        lm_head: D -> V with the soft-capping that the config asks for: for drafters, too.
-        feature_layers: layers whose inputs are a part of the states: an EAGLE-3 head reads them.
+        lm_head: D -> V with the config's soft-capping, for drafters too.
+        feature_layers: layers whose inputs are part of the states, for an EAGLE-3 head.
     """
 
     feature_layers: tuple[int, ...] = ()
@@ -246,7 +249,7 @@ class Decoder:
 
     @cached_property
     def native(self) -> NativeModel | None:
-        """Runs passes and drafts in one call, on a CPU with native kernels; else None."""
+        """Runs each pass or draft in one call, on a CPU with native kernels; else None."""
         lm_head = self.lm_head.linear if isinstance(self.lm_head, Softcapped) else self.lm_head
         layers = [layer.native() for layer in self.layers]
         if not isinstance(lm_head, NativeLinear) or not supports(self.config):
@@ -268,7 +271,7 @@ class Decoder:
 
     @cached_property
     def device_model(self) -> DeviceModel | None:
-        """Runs passes without the host, where the weights are kept for that; else None."""
+        """Runs passes without the host, if the weights have the layout for it; else None."""
         lm_head = self.lm_head.linear if isinstance(self.lm_head, Softcapped) else self.lm_head
         layers = [layer.on_device() for layer in self.layers]
         if not isinstance(lm_head, DeviceLinear) or any(layer is None for layer in layers):
@@ -291,14 +294,15 @@ class Decoder:
         return (1 + len(self.feature_layers)) * self.config.hidden_size
 
     def forward(self, token_ids: Tensor, cache: list[Tensor], attend: Attend) -> Tensor:
-        """States [R, W]: what the output projection and a draft head read.
+        """States [R, W], which the output projection and draft heads read.
 
-        That is the residual stream after the final norm, and behind it what enters each of
-        `feature_layers`, in their order.
+        These are the residual stream after the final norm, followed by the inputs of
+        `feature_layers` in order.
 
         Args:
             token_ids: int64 [R].
-            cache: one [2K, capacity, H] a layer, keys first; rows start..T are written.
+            cache: one [2K, capacity, H] a layer, keys first; rows `attend.start` to T - 1 are
+                written.
         """
         if self.native is not None:
             return self.native.forward(token_ids, cache, attend, feature_layers=self.feature_layers)
@@ -323,12 +327,12 @@ class Decoder:
         return self.lm_head(states)
 
     def draft_lm_head(self, token_ids: Tensor | None) -> Linear:
-        """`lm_head` as a draft head multiplies by it: D -> V'.
+        """The output projection of a draft head: D -> V'.
 
-        It is the decoder's own but for the tokens given, or where drafts are rounded to 4 bits.
+        It is the decoder's own unless it is limited to some tokens or drafts are rounded to 4 bits.
 
         Args:
-            token_ids: int64 [V'], the tokens that are drafted; None for all.
+            token_ids: int64 [V'], the tokens to draft; None for all.
         """
         is_rounded = drafts_in_4_bits(self.device, self.dtype, self.config.hidden_size)
         if token_ids is None and not is_rounded:

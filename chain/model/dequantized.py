@@ -1,4 +1,4 @@
-"""A 4-bit checkpoint as transformers runs it, with its linears dequantized."""
+"""A 4-bit checkpoint as a transformers model with dequantized linears."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,7 +21,7 @@ def load_dequantized(
     Args:
         folder: of the checkpoint.
         dtype: of all its weights.
-        device: for them.
+        device: of all its weights.
 
     Raises:
         UserError: no config, another quantization, no weights, a damaged file, or a weight that

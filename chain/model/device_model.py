@@ -1,6 +1,6 @@
-"""A decoder or a draft head as passes that the host never looks into.
+"""A decoder or a draft head whose passes run without the host reading anything.
 
-The twin of `polybasic.chain.kernels.cpu.passes`, in the operations of a device.
+The counterpart of `polybasic.chain.kernels.cpu.passes`, in the operations of a device.
 
 #   R = rows (tokens of one pass), D = hidden size, W = width of the states, V = tokens to draft
 #   K = key/value heads, H = head size
@@ -38,16 +38,15 @@ class DeviceLayer:
 
 @dataclass(frozen=True)
 class DeviceParts:
-    """What a device model is made of.
+    """The parts of a device model.
 
     Attributes:
         final_norm: before the output projection; None for an EAGLE-2 head.
         embedding_norm: of an EAGLE-3 head; so is `feature_norm`.
-        fc: of a head: 2D -> D of an EAGLE-2 head, features of the verifier's states -> D of an
-            EAGLE-3 head.
+        fc: of a head: 2D -> D for EAGLE-2, features of the verifier's states -> D for EAGLE-3.
         lm_head: before soft-capping.
         softcap: of its logits, None for none.
-        embedding_scale: as the compute dtype rounds it.
+        embedding_scale: as rounded to the compute dtype.
     """
 
     config: DecoderConfig
@@ -64,15 +63,15 @@ class DeviceParts:
 
     @property
     def is_head(self) -> bool:
-        """Whether these are a draft head's, whose states are not normed yet."""
+        """Whether these are the parts of a draft head, whose states are not normed yet."""
         return self.fc is not None
 
 
 class DeviceModel:
-    """Runs passes of one model, none of which waits for the host or decides anything there.
+    """Runs passes of one model without waiting for the host.
 
-    Shapes follow from the number of rows, the cache's capacity and the rows that are provisional;
-    all else is read from tensors on the device.
+    Shapes depend on the number of rows, the cache's capacity and the number of provisional rows;
+    everything else is read from tensors on the device.
     """
 
     def __init__(self, parts: DeviceParts) -> None:
@@ -92,17 +91,17 @@ class DeviceModel:
         Args:
             token_ids: int64 [R].
             cache: one [2K, capacity, H] a layer; the rows of the pass are written.
-            features: [R, D], of a head: feature of the token before each row's.
+            features: [R, D], for a head: the feature of the token before each row's.
             feature_layers: layers whose inputs are a part of the states.
         """
         parts = self.parts
-        x_RD, read = self._entered(token_ids, features)
+        x_RD, attention_input = self._embed(token_ids, features)
         spans = [rows.span_of(kind) for kind in parts.config.kinds]
         inputs: dict[int, Tensor] = {}
         for index, (layer, layer_cache) in enumerate(zip(parts.layers, cache, strict=True)):
             if index in feature_layers:
                 inputs[index] = x_RD
-            x_RD = self._layer(layer, x_RD, layer_cache, rows, spans[layer.kind], read)
+            x_RD = self._layer(layer, x_RD, layer_cache, rows, spans[layer.kind], attention_input)
         if parts.is_head or parts.final_norm is None:
             return x_RD
         final = self.operations.norm(x_RD, parts.final_norm)
@@ -111,24 +110,24 @@ class DeviceModel:
         return torch.cat([final, *(inputs[index] for index in feature_layers)], -1)
 
     def logits(self, states: Tensor) -> Tensor:
-        """Logits [R, V] of states [R, W] as `forward` gives them."""
+        """Logits [R, V] of states [R, W] as `forward` returns them."""
         parts = self.parts
-        # a decoder's states are normed, and features may stand behind them
+        # a decoder's states are normed, and features may follow them
         norm = parts.final_norm if parts.is_head else None
         states = states[:, : parts.config.hidden_size].contiguous()
         logits = self.operations.product(parts.lm_head, states, norm)
         return logits if parts.softcap is None else softcapped(logits, parts.softcap)
 
-    def features(self, read: Tensor) -> Tensor:
-        """A head's features [R, D] of what it reads of the verifier's states."""
+    def features(self, inputs: Tensor) -> Tensor:
+        """A head's features [R, D] of its inputs from the verifier's states."""
         parts = self.parts
         if parts.feature_norm is None:
-            return read
+            return inputs
         assert parts.fc is not None
-        return self.operations.product(parts.fc, read.contiguous())
+        return self.operations.product(parts.fc, inputs.contiguous())
 
-    def _entered(self, token_ids: Tensor, features: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """The residual stream before the first layer, and what its attention reads if not that."""
+    def _embed(self, token_ids: Tensor, features: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """The residual stream before the first layer, and its attention's input if different."""
         parts, operations = self.parts, self.operations
         embedded = F.embedding(token_ids, parts.embedding)
         if features is None:
@@ -150,24 +149,24 @@ class DeviceModel:
         cache: Tensor,
         rows: DeviceRows,
         span: Span,
-        read: Tensor | None,
+        attention_input: Tensor | None,
     ) -> Tensor:
         operations, rotation = self.operations, self.parts.rotary.tables[layer.kind]
-        if read is None:
+        if attention_input is None:
             qkv = operations.product(layer.qkv, x_RD, layer.input_norm)
         else:
-            qkv = operations.product(layer.qkv, read)
+            qkv = operations.product(layer.qkv, attention_input)
         attended = operations.attention(qkv, cache, rows, span, layer.heads, rotation)
-        x_RD = self._added(layer.out, attended, x_RD, layer.attention_post_norm)
+        x_RD = self._add_product(layer.out, attended, x_RD, layer.attention_post_norm)
         inner = operations.gated_product(
             layer.gate_up, x_RD, layer.mlp_norm, self.parts.config.activation
         )
-        return self._added(layer.down, inner, x_RD, layer.mlp_post_norm)
+        return self._add_product(layer.down, inner, x_RD, layer.mlp_post_norm)
 
-    def _added(
+    def _add_product(
         self, linear: DeviceLinear, rows: Tensor, x_RD: Tensor, post_norm: Norm | None
     ) -> Tensor:
-        """`x_RD` and the product of the rows, normed first where there is a norm."""
+        """`x_RD` plus the product of the rows, which is normed first if there is a norm."""
         if post_norm is None:
             return self.operations.product(linear, rows, added=x_RD)
         return x_RD + self.operations.norm(self.operations.product(linear, rows), post_norm)

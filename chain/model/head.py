@@ -25,19 +25,19 @@ class EagleHead:
     """An EAGLE-2 head: one decoder layer that continues the verifier's features (Li et al., 2024).
 
     Row t reads the feature of token t (the verifier's state after its final norm) together with
-    token t+1, and answers with a guess of the feature of token t+1; the verifier's own output
-    projection turns that into a distribution over token t+2. The row's position is t.
+    token t+1, and predicts the feature of token t+1, which the verifier's own output projection
+    turns into a distribution over token t+2. The row's position is t.
 
     Args:
         config: of the head's single layer.
-        embedding: the verifier's, [vocabulary, D], as it is stored: no family's factor is applied.
+        embedding: the verifier's, [vocabulary, D], as stored, without any scaling factor.
         fc: 2D -> D.
-        lm_head: D -> V, the verifier's: of the whole vocabulary, or of `draft_token_ids` alone.
-        draft_token_ids: int64 [V], the token of each draft id; None where they are the same.
+        lm_head: D -> V, the verifier's, for the whole vocabulary or only `draft_token_ids`.
+        draft_token_ids: int64 [V], the token of each draft id; None if they are the same.
 
     Attributes:
         feature_layers: the verifier's layers whose inputs the head reads.
-        read_width: columns of the verifier's states that it reads.
+        input_width: number of columns of the verifier's states that it reads.
     """
 
     feature_layers: tuple[int, ...] = ()
@@ -55,7 +55,7 @@ class EagleHead:
         self.config, self.rotary = config, rotary
         self.embedding, self.fc, self.layer = embedding, fc, layer
         self.lm_head, self.draft_token_ids = lm_head, draft_token_ids
-        self.read_width = config.hidden_size
+        self.input_width = config.hidden_size
 
     @property
     def device(self) -> torch.device:
@@ -65,17 +65,17 @@ class EagleHead:
     def dtype(self) -> torch.dtype:
         return self.embedding.dtype
 
-    def read_of(self, states: Tensor) -> Tensor:
-        """What the head reads, [R, read_width], of the verifier's states."""
+    def select_inputs(self, states: Tensor) -> Tensor:
+        """The columns of the verifier's states that the head reads, [R, input_width]."""
         # the verifier may have an EAGLE-3 head, too
-        return states if states.shape[-1] == self.read_width else states[:, : self.read_width]
+        return states if states.shape[-1] == self.input_width else states[:, : self.input_width]
 
-    def features(self, read: Tensor) -> Tensor:
-        """Features [R, D] of what the head reads of the verifier's states."""
-        return read
+    def features(self, inputs: Tensor) -> Tensor:
+        """Features [R, D] of the selected inputs."""
+        return inputs
 
     def forward(self, token_ids: Tensor, features: Tensor, cache: Tensor, attend: Attend) -> Tensor:
-        """Guessed features [R, D].
+        """Predicted features [R, D].
 
         Args:
             token_ids: int64 [R], token t+1 of each row.
@@ -94,7 +94,7 @@ class EagleHead:
 
     @cached_property
     def native(self) -> NativeModel | None:
-        """Runs passes and drafts in one call, on a CPU with native kernels; else None."""
+        """Runs each pass or draft in one call, on a CPU with native kernels; else None."""
         lm_head, softcap = self._uncapped()
         layer = self.layer.native()
         if layer is None or not isinstance(lm_head, NativeLinear) or not supports(self.config):
@@ -112,7 +112,7 @@ class EagleHead:
 
     @cached_property
     def device_model(self) -> DeviceModel | None:
-        """Runs passes without the host, where the weights are kept for that; else None."""
+        """Runs passes without the host, if the weights have the layout for it; else None."""
         lm_head, softcap = self._uncapped()
         layer = self.layer.on_device()
         if layer is None or not (
@@ -132,7 +132,7 @@ class EagleHead:
         return DeviceModel(parts)
 
     def _uncapped(self) -> tuple[Linear, float | None]:
-        """The output projection before soft-capping, and what it is capped by."""
+        """The output projection before soft-capping, and the soft cap."""
         if isinstance(self.lm_head, Softcapped):
             return self.lm_head.linear, self.lm_head.softcap
         return self.lm_head, None
@@ -145,21 +145,21 @@ class EagleHead:
 
 
 class Eagle3Head(EagleHead):
-    """An EAGLE-3 head (Li et al., arXiv 2503.01840): features are fused from three of the
-    verifier's layers, and the head has an output projection of its own.
+    """An EAGLE-3 head (Li et al., arXiv 2503.01840): its features are fused from three of the
+    verifier's layers, and it has an output projection of its own.
 
-    Its layer's attention reads the token's embedding and the feature, each normed, side by side;
-    the feature goes on as the residual.
+    Its layer's attention reads the token's embedding and the feature, each normed and
+    concatenated; the feature itself is the residual.
 
     Args:
-        fc: 3D -> D, of the inputs of the verifier's `feature_layers` side by side.
+        fc: 3D -> D, of the concatenated inputs of the verifier's `feature_layers`.
         layer: without a norm before attention, which reads 2D.
         lm_head: D -> V, the head's own.
         embedding_norm: [D].
         feature_norm: [D].
         final_norm: [D], before the output projection.
 
-    The others are those of `EagleHead`.
+    The other arguments are those of `EagleHead`.
     """
 
     def __init__(
@@ -179,24 +179,24 @@ class Eagle3Head(EagleHead):
     ) -> None:
         super().__init__(config, embedding, fc, layer, rotary, lm_head, draft_token_ids)
         self.feature_layers = feature_layers
-        self.read_width = len(feature_layers) * config.hidden_size
+        self.input_width = len(feature_layers) * config.hidden_size
         self.embedding_norm, self.feature_norm = embedding_norm, feature_norm
         self.final_norm = final_norm
 
-    def read_of(self, states: Tensor) -> Tensor:
+    def select_inputs(self, states: Tensor) -> Tensor:
         return states[:, self.config.hidden_size :]
 
-    def features(self, read: Tensor) -> Tensor:
-        return self.fc(read)
+    def features(self, inputs: Tensor) -> Tensor:
+        return self.fc(inputs)
 
     def forward(self, token_ids: Tensor, features: Tensor, cache: Tensor, attend: Attend) -> Tensor:
         if self.native is not None:
             return self.native.forward(token_ids, [cache], attend, features)
         eps = self.config.rms_norm_eps
         embedded = rms_norm(F.embedding(token_ids, self.embedding), self.embedding_norm, eps)
-        read = torch.cat([embedded, rms_norm(features, self.feature_norm, eps)], -1)
+        inputs = torch.cat([embedded, rms_norm(features, self.feature_norm, eps)], -1)
         (view,) = attend.views_of(self)
-        return self.layer.forward(features, cache, attend.start, view, read)
+        return self.layer.forward(features, cache, attend.start, view, inputs)
 
     def logits(self, features: Tensor) -> Tensor:
         return self.lm_head(rms_norm(features, self.final_norm, self.config.rms_norm_eps))

@@ -1,4 +1,4 @@
-"""Checkpoints to decoders and draft heads, on a device and in a dtype."""
+"""Loads checkpoints as decoders and draft heads, on a device and in a dtype."""
 
 import torch
 from torch import Tensor
@@ -34,7 +34,7 @@ def load_decoder(
 
     Args:
         file: of the checkpoint.
-        num_positions: positions that the rotary table is made for.
+        num_positions: positions of the rotary table.
 
     Raises:
         UserError: an unsupported architecture or quantization, or a missing weight.
@@ -44,7 +44,7 @@ def load_decoder(
         read_quantization_config(file.content, str(file.path))
     weights = Weights(file.folder, dtype, device)
     rotary = RotaryTable(config, num_positions, dtype, device)
-    # the largest tensors first: converting them takes the most memory, while little else is there
+    # the largest tensors first: converting them takes the most memory, when little is in use
     embedding = weights.dense("model.embed_tokens.weight")
     lm_head = dense_linear(embedding) if config.tie_word_embeddings else weights.linear("lm_head")
     layers = []
@@ -58,7 +58,7 @@ def load_decoder(
         chosen = slice(None) if token_ids is None else token_ids.cpu()
         if config.tie_word_embeddings:
             return draft_linear(embedding[chosen])
-        # the weight itself may be laid out by now, in a way that cannot be read
+        # the weight itself may already be in a layout that cannot be read
         rows = {
             name: weights.stored(name)[chosen].to(device, dtype)
             for name in ("lm_head.weight", "lm_head.bias")
@@ -151,7 +151,7 @@ def _load_layer(
 def _load_norms(
     config: DecoderConfig, weights: Weights, prefix: str, kind: Kind = "decoder"
 ) -> dict[str, Tensor]:
-    """A layer's norms by their parts."""
+    """A layer's norms by part."""
     return {
         part: _load_norm(config, weights, f"{prefix}.{name}")
         for part, (name, _) in layer_norms(config, kind).items()

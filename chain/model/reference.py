@@ -1,4 +1,4 @@
-"""A checkpoint as transformers runs it: for training, for quantizing, and to compare with."""
+"""Checkpoints as transformers models: for training, for quantizing, and as a reference."""
 
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -21,8 +21,8 @@ def load_reference_model(
 ) -> PreTrainedModel:
     """Load a causal language model; code in the folder is never run.
 
-    Weights go straight to the device and dtype. On the CPU those that are stored in `dtype` stay
-    mapped and are not copied at all; of others no more than one file is mapped beside them.
+    Weights go straight to the device and dtype. On the CPU, weights stored in `dtype` stay mapped
+    and are not copied; while others are converted, at most one file is mapped besides.
 
     Args:
         dtype: of the weights; "auto" keeps them as they are stored.
@@ -30,7 +30,7 @@ def load_reference_model(
 
     Raises:
         UserError: no config or weights, a damaged file, a pickle that holds more than tensors, a
-            weight that the model needs is missing, or what transformers refuses.
+            missing weight, or anything else that transformers refuses.
     """
     config = read_config(folder).content
     tensor_files(folder)
@@ -61,7 +61,7 @@ def load_reference_model(
 
 
 def require_all_weights(missing: Iterable[str], folder: Path) -> None:
-    """Refuse weights that transformers would leave at random.
+    """Refuse missing weights, which transformers would initialise at random.
 
     Raises:
         UserError: the first of `missing`.
@@ -73,7 +73,7 @@ def require_all_weights(missing: Iterable[str], folder: Path) -> None:
 def _convert(model: PreTrainedModel, dtype: torch.dtype) -> None:
     """Convert the weights, not the buffers: rotary frequencies are float32 in models of any dtype.
 
-    A file is unmapped with the last weight that lies in it, so they are taken by their address.
+    In order of their addresses, because a file is unmapped with the last of its weights.
     """
     for parameter in sorted(model.parameters(), key=torch.Tensor.data_ptr):
         parameter.data = parameter.data.to(dtype)
@@ -82,9 +82,9 @@ def _convert(model: PreTrainedModel, dtype: torch.dtype) -> None:
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """No bars for files that are read or written in a moment, and nothing on stdout."""
+    """No progress bars for files that take a moment, and nothing on stdout."""
     if not torch.cuda.is_available():
-        # transformers imports DeepSpeed when it saves, which tells stdout that it took the CPU.
+        # transformers imports DeepSpeed to save, which prints to stdout that it chose the CPU.
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     shows_bars = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()

@@ -13,20 +13,20 @@ from polybasic.chain.model.linear import Linear, dense_linear, int4_linear, is_l
 
 
 class Weights:
-    """Tensors of one checkpoint by name; a file is mapped while one is taken and unmapped after.
+    """Tensors of one checkpoint by name; a file is mapped only while one of them is read.
 
-    Pages of a mapping that stays open would count as resident once they were read. So what is
-    resident is what was made of the tensors, and beside it no more than what is being converted.
+    Pages of an open mapping count as resident once they have been read. This way only the converted
+    tensors stay resident, plus those that are being converted.
 
     Args:
         folder: of the checkpoint.
-        dtype: of what is taken.
-        device: of what is taken.
+        dtype: of the results.
+        device: of the results.
         product: weight [O, I] and bias [O] -> the linear's product.
 
     Raises:
         UserError: no weights, a damaged file, a pickle that holds more than tensors, or a tensor
-            that two files hold.
+            in two files.
     """
 
     def __init__(
@@ -43,27 +43,27 @@ class Weights:
         return name in self._files
 
     def stored(self, name: str) -> Tensor:
-        """One tensor as it is stored: a view of its file's mapping, which lives as long as it.
+        """One tensor as stored: a view of its file's mapping, which it keeps open.
 
         Raises:
-            UserError: there is none of this name.
+            UserError: there is no such tensor.
         """
-        (tensor,) = self._taken([name])
+        (tensor,) = self._read([name])
         return tensor
 
     def dense(self, name: str) -> Tensor:
         """One tensor on the device and in the dtype, in memory of its own.
 
         Raises:
-            UserError: there is none of this name.
+            UserError: there is no such tensor.
         """
         return self.stored(name).to(self.device, self.dtype, copy=True)
 
     def linear(self, *names: str) -> Linear:
-        """One product for several linears of the same input, side by side in their outputs.
+        """One product for several linears of the same input, their outputs concatenated.
 
-        Read are `name.weight` [O, I] or, where `name.qweight` is stored, AutoAWQ's three tensors,
-        and `name.bias` [O] where it is stored.
+        Reads `name.weight` [O, I] or, if `name.qweight` is stored, AutoAWQ's three tensors, and
+        `name.bias` [O] if it is stored.
 
         Raises:
             UserError: a tensor is missing or not in AutoAWQ's format.
@@ -74,26 +74,26 @@ class Weights:
         if f"{names[0]}.qweight" in self:
             weight = QuantizedWeight.stack([self._quantized(name) for name in names])
             return int4_linear(weight, self.dtype, self.device, bias)
-        return self.product(self._side_by_side([f"{name}.weight" for name in names]), bias)
+        return self.product(self._concatenated([f"{name}.weight" for name in names]), bias)
 
     def _quantized(self, name: str) -> QuantizedWeight:
         parts = (f"{name}.{part}" for part in ("qweight", "qzeros", "scales"))
-        return QuantizedWeight.unpack(*self._taken(list(parts)), name=name)
+        return QuantizedWeight.unpack(*self._read(list(parts)), name=name)
 
-    def _side_by_side(self, names: Sequence[str]) -> Tensor:
+    def _concatenated(self, names: Sequence[str]) -> Tensor:
         """Tensors joined along their first dimension, for `dense_linear`."""
-        parts = self._taken(names)
+        parts = self._read(names)
         if len(parts) == 1:
             is_copied_later = is_laid_out_anew(self.device, self.dtype)
             return parts[0].to(self.device, self.dtype, copy=not is_copied_later)
         num_rows = sum(part.shape[0] for part in parts)
         joined = torch.empty((num_rows, *parts[0].shape[1:]), dtype=self.dtype, device=self.device)
-        # torch.cat would need every part in this dtype first: a second copy of all of them
+        # torch.cat would need every part in this dtype first, a second copy of all of them
         for part, rows in zip(parts, joined.split([len(part) for part in parts]), strict=True):
             rows.copy_(part)
         return joined
 
-    def _taken(self, names: Sequence[str]) -> list[Tensor]:
+    def _read(self, names: Sequence[str]) -> list[Tensor]:
         for name in names:
             if name not in self:
                 raise UserError(

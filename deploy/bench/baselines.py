@@ -28,7 +28,7 @@ class TransformersBaseline:
         stop_tokens: frozenset[int],
     ) -> None:
         self.model: Any = load_reference_model(target, dtype, device)
-        # Else what the checkpoint sets and a request does not would be merged into the request.
+        # Otherwise the checkpoint's settings would be merged into requests that do not set them.
         self.model.generation_config = GenerationConfig()
         self.stop_tokens = stop_tokens
 
@@ -38,7 +38,7 @@ class TransformersBaseline:
         """New token ids, a stop token included, and seconds.
 
         Raises:
-            UserError: a setting that transformers' loop does not have.
+            UserError: a setting that transformers' loop does not support.
         """
         ids = torch.tensor([token_ids], device=self.model.device)
         stop = sorted(self.stop_tokens)
@@ -60,17 +60,17 @@ class TransformersBaseline:
 
     @torch.inference_mode()
     def logits(self, token_ids: list[int], num: int) -> torch.Tensor:
-        """Float32 logits [num, V] behind each of the last `num` tokens, read in one pass."""
+        """Float32 logits [num, V] after each of the last `num` tokens, read in one pass."""
         ids = torch.tensor([token_ids], device=self.model.device)
         found = self.model(ids, use_cache=False, logits_to_keep=num).logits[0, -num:]
         return torch.as_tensor(found).float()
 
 
 def _options(sampling: Sampling) -> dict[str, Any]:
-    """Every setting by its name in transformers, the neutral value where it is off.
+    """Every setting by its name in transformers, with the neutral value if it is off.
 
     Raises:
-        UserError: a setting that transformers' loop does not have.
+        UserError: a setting that transformers' loop does not support.
     """
     for name in ("presence_penalty", "frequency_penalty"):
         if value := getattr(sampling, name):

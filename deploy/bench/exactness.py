@@ -1,4 +1,4 @@
-"""Whether two greedy outputs differ for a reason: rounding, or a fault."""
+"""Whether two greedy outputs differ by rounding or by a fault."""
 
 from dataclasses import asdict, dataclass
 
@@ -10,13 +10,13 @@ from polybasic.deploy.rounds.verifier import Verifier
 
 @dataclass
 class Agreement:
-    """Outputs of a system beside the target's, token for token.
+    """Outputs of a system compared with the target's, token for token.
 
     Attributes:
-        tolerance: candidates whose logits differ by less cannot be told apart; measured, see
+        tolerance: logits that differ by less are indistinguishable; measured by
             `polybasic.deploy.bench.rounding`.
-        widest_near_tie: by how much the logits of two candidates differed at most, where outputs
-            parted at a near tie.
+        widest_near_tie: largest difference between two candidates' logits where outputs diverged
+            at a near tie.
     """
 
     tolerance: float
@@ -28,26 +28,26 @@ class Agreement:
     def count(
         self, verifier: Verifier, prompt: list[int], expected: list[int], found: list[int]
     ) -> None:
-        """Compare one output; `verifier` computes the logits where they part."""
+        """Compare one output; `verifier` computes the logits where the two diverge."""
         self.prompts += 1
         if found == expected:
             self.identical += 1
-        elif (gap := gap_where_they_part(verifier, prompt, expected, found)) < self.tolerance:
+        elif (gap := gap_at_divergence(verifier, prompt, expected, found)) < self.tolerance:
             self.near_ties += 1
             self.widest_near_tie = max(self.widest_near_tie, gap)
 
     def to_json(self) -> dict[str, float]:
-        """As a report holds it."""
+        """As the report holds it."""
         return asdict(self)
 
 
 @torch.inference_mode()
-def gap_where_they_part(
+def gap_at_divergence(
     verifier: Verifier, prompt: list[int], expected: list[int], found: list[int]
 ) -> float:
-    """How far the logits of the first tokens that differ lie apart, as the target alone reads.
+    """Difference of the logits of the first two tokens that differ, as the target alone reads.
 
-    Infinite where one output ends before they differ: no rounding leaves a token out.
+    Infinite if one output ends before they differ: rounding leaves no token out.
     """
     pairs = zip(expected, found, strict=False)
     place = next((place for place, (one, other) in enumerate(pairs) if one != other), None)

@@ -10,12 +10,9 @@ from rich.table import Table
 from polybasic.chain.formats.card import grown_note
 from polybasic.chain.formats.files import whole_file
 from polybasic.chain.readable import readable_bytes
-from polybasic.deploy.bench.rounding_report import (
-    Rows,
-    rounding_line,
-    rounding_notes,
-    rounding_rows,
-)
+
+Rows = list[list[str]]
+"""Of a table, the header first."""
 
 
 def print_report(report: dict[str, Any], console: Console) -> None:
@@ -58,7 +55,7 @@ def write_markdown(path: Path, report: dict[str, Any]) -> None:
         "this runtime running the target alone; `vs hf`: against `hf_generate`. Systems took turns",
         "prompt by prompt. Tokens/pass: mean number of tokens gained by one forward pass of the",
         "target.",
-        "Identical: greedy outputs equal to `target`'s token for token; a tie parts at two",
+        "Identical: greedy outputs equal to `target`'s token for token; a tie diverges at two",
         "tokens whose logits differ by less than their measured rounding.",
         "",
         *_rounding(report),
@@ -76,8 +73,8 @@ def write_markdown(path: Path, report: dict[str, Any]) -> None:
         "",
         *_markdown_table(plan_rows(report)),
         "",
-        "Milliseconds a token behind the prefill; predictions are those of `polybasic plan`, made",
-        "on other prompts.",
+        "Milliseconds a token, decode only; predictions are those of `polybasic plan`, made on",
+        "other prompts.",
         "",
         *_adapted(report.get("adaptations", [])),
         *_draft_vocabulary(report.get("draft_vocabulary", [])),
@@ -164,12 +161,12 @@ def member_rows(report: dict[str, Any]) -> Rows:
 
 
 def plan_line(report: dict[str, Any]) -> str:
-    """The plan that `polybasic` ran, in a line."""
+    """The plan that `polybasic` ran, in one line."""
     plan = report["plan"]
     seconds = plan["measured_seconds_per_token"]
     line = plan["shown"]
     if seconds is not None:
-        line += f"; {1e3 * seconds:.2f} ms a token behind the prefill"
+        line += f"; {1e3 * seconds:.2f} ms a token, decode only"
         if (predicted := plan["predicted_seconds_per_token"]) is not None:
             line += f", predicted {1e3 * predicted:.2f}"
     if plan["explanation"] is None:
@@ -218,7 +215,7 @@ def draft_vocabulary_rows(entries: list[dict[str, Any]]) -> Rows:
 
 
 def draft_vocabulary_line(entry: dict[str, Any]) -> str:
-    """A trimmed head, in a line."""
+    """A trimmed head, in one line."""
     (length, milliseconds), (whole_length, whole_milliseconds) = (
         _gain_and_cost(entry[name]) for name in ("part", "whole")
     )
@@ -227,6 +224,50 @@ def draft_vocabulary_line(entry: dict[str, Any]) -> str:
         f"tokens: {length} tokens a round ({whole_length} among all), {milliseconds} ms a draft "
         f"pass ({whole_milliseconds})"
     )
+
+
+def rounding_line(report: dict[str, Any]) -> str:
+    """The target's measured rounding, and the near ties that it excuses, in one line."""
+    rounding = report["rounding"]
+    agreements = [one["identical_to_target"] for one in report["systems"].values()]
+    ties = sum(one["near_ties"] for one in agreements)
+    line = (
+        f"{rounding['dtype']} passes over different numbers of rows change the difference of two "
+        f"logits by up to {rounding['tolerance']:.3g}, at {rounding['num_positions']} positions of "
+        f"the target's answers, of which {100 * rounding['close_share']:.1f}% have two best tokens "
+        f"that close; {ties} near ties"
+    )
+    if ties:
+        line += f", the widest {max(one['widest_near_tie'] for one in agreements):.3g}"
+    unsound = [name for name, change in rounding["ways"].items() if not change["is_sound"]]
+    if unsound:
+        line += f"; WRONG, not rounding, and excused by nothing: passes in {', '.join(unsound)}"
+    return line
+
+
+def rounding_rows(rounding: dict[str, Any]) -> Rows:
+    """Header and a row for each way of computing logits."""
+    rows = [["passes in", "change from 1 row", "from the reference", "is"]]
+    for name, change in (rounding["ways"] | rounding["others"]).items():
+        numbers = (
+            "not finite" if change[key] is None else f"{change[key]:.3g}"
+            for key in ("from_one_row", "from_reference")
+        )
+        rows.append([name, *numbers, "rounding" if change["is_sound"] else "WRONG"])
+    return rows
+
+
+def rounding_notes(report: dict[str, Any]) -> list[str]:
+    """What the rows mean, in Markdown."""
+    usual = report["rounding"]["usual"]
+    return [
+        "Largest change in the difference of two leading candidates' logits, between passes as the",
+        "systems run them and those of the target alone, which read 1 row, and between them and a",
+        f"reference, from which the operations for prompts deviate by {usual:.3g}. What deviates",
+        "by several times as much is not rounding but wrong; it excuses no output.",
+        "",
+        f"- {rounding_line(report)}",
+    ]
 
 
 def memory_rows(stated: dict[str, Any]) -> Rows:
@@ -238,11 +279,11 @@ def memory_rows(stated: dict[str, Any]) -> Rows:
 
 
 def memory_line(memory: dict[str, Any]) -> str:
-    """What a chain takes, in a line: as stated, and as measured where the system tells."""
+    """What a chain takes, in one line: as stated, and as measured if the system reports it."""
     stated, measured = memory["stated"], memory["measured"]
     line = stated_memory_line(stated)
     if measured is None:
-        return f"{line}; not measured: this system does not tell"
+        return f"{line}; not measured: this system does not report it"
     return (
         f"{line}; measured {readable_bytes(measured['staying_bytes'])} ({memory['ratio']:.2f}x), "
         f"at most {readable_bytes(measured['peak_bytes'])}"
@@ -260,7 +301,7 @@ def stated_memory_line(stated: dict[str, Any]) -> str:
 
 
 def settings_line(settings: dict[str, Any]) -> str:
-    """What was run, in a line."""
+    """What was run, in one line."""
     line = (
         f"{settings['num_prompts']} prompts, {settings['repeats']} repeats, at most "
         f"{settings['max_new_tokens']} new tokens, temperature {settings['temperature']:g}, "
@@ -272,7 +313,7 @@ def settings_line(settings: dict[str, Any]) -> str:
 
 
 def hardware_line(hardware: dict[str, Any]) -> str:
-    """The machine, in a line."""
+    """The machine, in one line."""
     line = (
         f"{hardware['processor']}, {hardware['cores']} cores, {hardware['threads']} threads, "
         f"{hardware['memory_bytes'] / 2**30:.0f} GiB"
@@ -301,10 +342,10 @@ def _draft_vocabulary(entries: list[dict[str, Any]]) -> list[str]:
         "",
         *_markdown_table(draft_vocabulary_rows(entries)),
         "",
-        "A head that drafts among frequent tokens alone, beside itself over the whole vocabulary,",
-        "where it can draft over that. Of the answers' tokens: the share that it can draft, and",
+        "A head that drafts among frequent tokens only, compared with itself over the whole",
+        "vocabulary if it can draft that. Of the answers' tokens: the share that it can draft, and",
         "tokens a round: simulated on held-out conversations when it was trained. Milliseconds:",
-        "medians of drafts behind one of the prompts, both ways in turns.",
+        "medians of drafts after one of the prompts, both ways in turns.",
         "",
     ]
 

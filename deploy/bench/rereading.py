@@ -1,4 +1,4 @@
-"""An answer of the target, read again in one of the ways in which plans read it.
+"""Reads an answer of the target again, in passes of the shapes that plans use.
 
 #   R = rows (tokens of one pass), T = tokens of an answer, V = vocabulary
 """
@@ -18,8 +18,8 @@ from polybasic.deploy.rounds.verifier import Verifier
 
 
 @dataclass(frozen=True)
-class Way:
-    """How passes read an answer: in blocks, or along trees that other tokens fill.
+class ReadPattern:
+    """How passes read an answer: in blocks, or along trees whose other rows hold wrong tokens.
 
     Attributes:
         rows: of a pass.
@@ -35,18 +35,20 @@ class Way:
         return "1 row" if self.rows == 1 else f"blocks of {self.rows} rows"
 
 
-ONE_ROW = Way(1)
+ONE_ROW = ReadPattern(1)
 """How the target alone reads its answers."""
 
 
-def ways_of(plans: Iterable[Plan], verifying: Sequence[str], most_rows: int) -> list[Way]:
-    """How the target reads in the rounds of some plans, a token at a time first.
+def read_patterns_of(
+    plans: Iterable[Plan], verifying: Sequence[str], max_rows: int
+) -> list[ReadPattern]:
+    """How the target reads in the rounds of some plans; one token at a time comes first.
 
     Args:
         verifying: names of the chain's verifying members, the target first.
-        most_rows: of a block; answers are not longer.
+        max_rows: of a block; answers are not longer.
     """
-    ways = [ONE_ROW]
+    patterns = [ONE_ROW]
     for plan in plans:
         asking = [name for name in plan.members if name in verifying][:-1]
         asked = [plan.flush[name].length for name in asking]
@@ -56,32 +58,36 @@ def ways_of(plans: Iterable[Plan], verifying: Sequence[str], most_rows: int) -> 
             plan.ngram.num_tokens if plan.ngram is not None else 0,
         )
         if not asked and depth:
-            ways.append(Way(plan.tree.rows, min(depth, plan.tree.rows - 1)))
+            patterns.append(ReadPattern(plan.tree.rows, min(depth, plan.tree.rows - 1)))
         if asked:
-            # an unread token, and a block whose last round brought up all that it can gain
-            most = min(sum(asked) + depth + 1, most_rows)
+            # an unread token, and a block whose last round gained as much as it can
+            largest = min(sum(asked) + depth + 1, max_rows)
             flush = plan.flush[verifying[0]]
-            least = 2 if flush.adaptive is not None else flush.length + 1
-            between = [rows for rows in ROW_BUCKETS if least < rows < most]
-            ways += map(Way, (least, *between, most))
-    return list(dict.fromkeys(ways))
+            smallest = 2 if flush.adaptive is not None else flush.length + 1
+            between = [rows for rows in ROW_BUCKETS if smallest < rows < largest]
+            patterns += map(ReadPattern, (smallest, *between, largest))
+    return list(dict.fromkeys(patterns))
 
 
 @torch.inference_mode()
-def answer_logits(verifier: Verifier, prompt: list[int], answer: list[int], way: Way) -> Tensor:
-    """Float32 logits [T, V] behind each token before one of the answer's, read in one way.
+def answer_logits(
+    verifier: Verifier, prompt: list[int], answer: list[int], pattern: ReadPattern
+) -> Tensor:
+    """Float32 logits [T, V] for each token of the answer, read in one pattern.
 
-    As when answers are generated, the prompt is read first but for its last token.
+    As in generation, the prompt is read first, without its last token.
     """
     _begin(verifier, prompt)
-    return _continue(verifier, prompt, answer, way)
+    return _continue(verifier, prompt, answer, pattern)
 
 
 @torch.inference_mode()
-def disturbed_logits(verifier: Verifier, prompt: list[int], answer: list[int], way: Way) -> Tensor:
-    """As `answer_logits`, behind a prompt whose keys and values were rounded otherwise.
+def perturbed_logits(
+    verifier: Verifier, prompt: list[int], answer: list[int], pattern: ReadPattern
+) -> Tensor:
+    """As `answer_logits`, after a prompt whose keys and values are rounded differently.
 
-    Each is moved by up to one unit in its last place, always by the same.
+    Each is moved by up to one unit in its last place, by the same amount in every call.
     """
     _begin(verifier, prompt)
     generator = torch.Generator(verifier.decoder.device).manual_seed(0)
@@ -89,7 +95,7 @@ def disturbed_logits(verifier: Verifier, prompt: list[int], answer: list[int], w
         read = layer[:, : verifier.cache.length]
         noise = torch.rand(read.shape, generator=generator, device=read.device) * 2 - 1
         read.copy_(read * (1 + torch.finfo(read.dtype).eps * noise))
-    return _continue(verifier, prompt, answer, way)
+    return _continue(verifier, prompt, answer, pattern)
 
 
 def _begin(verifier: Verifier, prompt: list[int]) -> None:
@@ -99,22 +105,24 @@ def _begin(verifier: Verifier, prompt: list[int]) -> None:
         verifier.cache.keep(range(len(prompt) - 1))
 
 
-def _continue(verifier: Verifier, prompt: list[int], answer: list[int], way: Way) -> Tensor:
+def _continue(
+    verifier: Verifier, prompt: list[int], answer: list[int], pattern: ReadPattern
+) -> Tensor:
     tokens = [prompt[-1], *answer[:-1]]
-    num_tokens = way.rows if way.depth is None else way.depth + 1
+    num_tokens = pattern.rows if pattern.depth is None else pattern.depth + 1
     return torch.cat(
         [
-            _read(verifier, tokens[first : first + num_tokens], way).float()
+            _read(verifier, tokens[first : first + num_tokens], pattern).float()
             for first in range(0, len(tokens), num_tokens)
         ]
     )
 
 
-def _read(verifier: Verifier, tokens: list[int], way: Way) -> Tensor:
-    """Logits behind each of the next tokens, which are then committed."""
+def _read(verifier: Verifier, tokens: list[int], pattern: ReadPattern) -> Tensor:
+    """Logits after each of the next tokens, which are then committed."""
     tree, rows = None, list(range(len(tokens)))
-    if way.depth is not None:
-        tree, rows = _tree_along(tokens, way.rows, verifier.decoder.config.vocab_size)
+    if pattern.depth is not None:
+        tree, rows = _tree_along(tokens, pattern.rows, verifier.decoder.config.vocab_size)
     if verifier.passes is not None:
         logits = _logits_on_device(verifier, tokens if tree is None else tree)[rows]
     else:
@@ -127,7 +135,7 @@ def _read(verifier: Verifier, tokens: list[int], way: Way) -> Tensor:
 def _tree_along(tokens: list[int], num_rows: int, vocab_size: int) -> tuple[DraftTree, list[int]]:
     """A tree of `num_rows` rows with a path of `tokens`, and the rows of these.
 
-    Below each of them hang some that are wrong, before the next one and its own.
+    Each of them has wrong children, which come before the next token of the path.
     """
     tree_tokens: list[int] = []
     parents: list[int] = []
@@ -143,7 +151,7 @@ def _tree_along(tokens: list[int], num_rows: int, vocab_size: int) -> tuple[Draf
 
 
 def _logits_on_device(verifier: Verifier, read: list[int] | DraftTree) -> Tensor:
-    """Logits [R, V] of a block, which is filled up, or of a tree, as rounds compute them."""
+    """Logits [R, V] of a block, padded, or of a tree, as rounds compute them."""
     model, cache, device = verifier.decoder.device_model, verifier.cache, verifier.decoder.device
     assert model is not None
     prefix = torch.tensor(cache.length, device=device)

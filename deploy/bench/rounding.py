@@ -1,14 +1,14 @@
 """How much the target's logits change with the rows of the pass that computes them.
 
-A card takes other kernels for other numbers of rows, which add up in another order; in bfloat16 and
-float16 a logit then rounds to another value, and a greedy output may part from the target's where
-two tokens are close. How close is measured here: some answers of the target are read again in each
-of the ways in which plans read them: a token at a time, in blocks and along trees.
+A GPU uses different kernels for different numbers of rows, which sum in different orders. In
+bfloat16 and float16 a logit then rounds to a different value, and a greedy output may diverge from
+the target's where two tokens are close. How close is measured here: some answers of the target are
+read again in each pattern that plans use: one token at a time, in blocks and along trees.
 
-Whether a way is sound is judged by the operations that read prompts. They read the same answers in
-one pass, which is the reference, then in blocks, and then behind a prompt that was rounded
-otherwise. A way that departs from the reference by much more than these do does not round, it is
-wrong, and excuses nothing.
+Whether a pattern is sound is judged by the operations that read prompts. They read the same answers
+in one pass, which is the reference, then in blocks, and then after a prompt that was rounded
+differently. A pattern that deviates from the reference by much more than these do is not rounding
+but wrong, and excuses nothing.
 
 #   T = tokens of an answer, V = vocabulary, C = leading candidates of a position
 """
@@ -22,38 +22,38 @@ import torch
 from torch import Tensor
 
 from polybasic.chain.errors import UserError
-from polybasic.deploy.bench.rereading import ONE_ROW, Way, answer_logits, disturbed_logits
+from polybasic.deploy.bench.rereading import ONE_ROW, ReadPattern, answer_logits, perturbed_logits
 from polybasic.deploy.rounds.verifier import Verifier
 
 NUM_ANSWERS = 6
-"""Answers that are read again, evenly taken from all."""
+"""Answers that are read again, spread evenly over all."""
 NUM_POSITIONS = 48
-"""Leading tokens of each that are."""
+"""Leading tokens of each answer that are read again."""
 NUM_LEADING = 8
-"""C: tokens of a position between which an output may part."""
+"""C: tokens of a position between which outputs may diverge."""
 USUAL_ROWS = (1, 8)
-"""Of blocks in which the operations that read prompts read an answer."""
-MOST_OF_USUAL = 2.5
-"""How many times as far as these a sound way may depart from the reference.
+"""Rows of the blocks in which the operations for prompts read an answer."""
+MAX_SOUND_RATIO = 2.5
+"""How many times further than these a sound pattern may deviate from the reference.
 
 On random decoders of 1 to 24 layers, in bfloat16, float16 and float32, passes of the device path
-departed 0.4 to 1.5 times as far.
+deviated 0.4 to 1.5 times as far.
 """
 
 Answered = tuple[list[int], list[int]]
 """A prompt and the target's answer to it."""
 
-OtherWay = Callable[[list[int], int], Tensor]
-"""Token ids, T -> float32 logits [T, V] behind each of the last T of them, in some other way."""
+ComputeLogits = Callable[[list[int], int], Tensor]
+"""Token ids, T -> float32 logits [T, V] after each of the last T tokens, by another system."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """Of the difference of two leading candidates' logits: the largest change that was seen.
+    """The largest change seen in the difference of two leading candidates' logits.
 
     Attributes:
-        from_one_row: to `ONE_ROW`; None where a logit was not finite.
-        from_reference: to the reference; None likewise.
+        from_one_row: relative to `ONE_ROW`; None if a logit was not finite.
+        from_reference: relative to the reference; None likewise.
         is_sound: whether the latter can be rounding.
     """
 
@@ -68,13 +68,13 @@ class Rounding:
 
     Attributes:
         dtype: of the target's passes.
-        num_positions: of answers, at which logits were compared.
-        usual: the largest change of the operations that read prompts from the reference, and not
-            less than the distance of two neighbouring numbers of the dtype at the largest logit.
-        ways: of the chain, by name.
-        others: ways of systems that compute logits otherwise, by system.
-        close_share: of the positions, how many have two best tokens that `tolerance` cannot tell
-            apart: an output that parted for another reason passes for a near tie so often.
+        num_positions: at which logits were compared.
+        usual: the largest change from the reference in the operations for prompts, at least the
+            spacing of the dtype at the largest logit.
+        ways: changes by read pattern of the chain.
+        others: changes by system that computes logits by other means.
+        close_share: share of positions whose two best tokens `tolerance` cannot tell apart: so
+            often would an output that diverged for another reason pass for a near tie.
     """
 
     dtype: str
@@ -90,17 +90,17 @@ class Rounding:
         return _tolerance(self.ways)
 
     def tolerance_of(self, system: str) -> float:
-        """As `tolerance`, for a system: its own way is taken in where it has one."""
+        """As `tolerance`, for one system: includes its own change, if it computes logits itself."""
         own = {name: change for name, change in self.others.items() if name == system}
         return _tolerance(self.ways | own)
 
     @property
     def unsound(self) -> list[str]:
-        """Names of the chain's ways that do not only round."""
+        """Names of the chain's read patterns whose changes are more than rounding."""
         return [name for name, change in self.ways.items() if not change.is_sound]
 
     def to_json(self) -> dict[str, Any]:
-        """As a report holds it."""
+        """As the report holds it."""
         return {**asdict(self), "tolerance": self.tolerance}
 
 
@@ -114,28 +114,28 @@ def _tolerance(ways: Mapping[str, Change]) -> float:
 def measure_rounding(
     verifier: Verifier,
     answers: Sequence[Answered],
-    ways: Sequence[Way],
-    others: Mapping[str, OtherWay],
+    patterns: Sequence[ReadPattern],
+    others: Mapping[str, ComputeLogits],
 ) -> Rounding:
-    """Read some of the target's answers in all ways.
+    """Read some of the target's answers in all patterns.
 
     Args:
         verifier: of the target.
         answers: greedy ones, of at least one token each.
-        ways: of the plans, with `ONE_ROW`; see `ways_of`.
-        others: of systems that compute logits otherwise, by name.
+        patterns: of the plans, with `ONE_ROW`; see `read_patterns_of`.
+        others: of systems that compute logits by other means, by name.
 
     Raises:
-        UserError: the operations that read prompts give a logit that is not finite.
+        UserError: the operations for prompts compute a logit that is not finite.
     """
     eager = Verifier(verifier.name, verifier.decoder, verifier.cache)
     eager.window = verifier.window
-    found = _Found()
-    for prompt, answer in _some_of(answers):
-        whole = Way(len(answer))
+    found = _LeadingLogits()
+    for prompt, answer in _sample_answers(answers):
+        whole = ReadPattern(len(answer))
         reference = answer_logits(eager, prompt, answer, whole)
-        usual = [answer_logits(eager, prompt, answer, Way(rows)) for rows in USUAL_ROWS]
-        usual.append(disturbed_logits(eager, prompt, answer, whole))
+        usual = [answer_logits(eager, prompt, answer, ReadPattern(rows)) for rows in USUAL_ROWS]
+        usual.append(perturbed_logits(eager, prompt, answer, whole))
         if not all(logits.isfinite().all() for logits in (reference, *usual)):
             raise UserError(
                 "logits are not finite",
@@ -151,8 +151,8 @@ def measure_rounding(
             of_leading(reference),
             [of_leading(logits) for logits in usual],
             {
-                str(way): of_leading(answer_logits(verifier, prompt, answer, way))
-                for way in dict.fromkeys((ONE_ROW, *ways))
+                str(pattern): of_leading(answer_logits(verifier, prompt, answer, pattern))
+                for pattern in dict.fromkeys((ONE_ROW, *patterns))
             },
             {
                 name: of_leading(logits(prompt + answer[:-1], len(answer)))
@@ -162,10 +162,10 @@ def measure_rounding(
     return found.rounding(verifier.decoder.dtype)
 
 
-class _Found:
-    """Logits of leading candidates, answer by answer, and what they say.
+class _LeadingLogits:
+    """Logits of the leading candidates, collected answer by answer.
 
-    Every tensor is [T, C]; those of one answer follow those of another.
+    Every tensor is [T, C]; one tensor for each answer.
     """
 
     def __init__(self) -> None:
@@ -181,7 +181,7 @@ class _Found:
         ways: dict[str, Tensor],
         others: dict[str, Tensor],
     ) -> None:
-        """Take in one answer's."""
+        """Add the logits of one answer."""
         self.reference.append(reference)
         self.usual.append(usual)
         for kept, given in ((self.ways, ways), (self.others, others)):
@@ -189,20 +189,20 @@ class _Found:
                 kept.setdefault(name, []).append(logits)
 
     def rounding(self, dtype: torch.dtype) -> Rounding:
-        """What all of them say."""
+        """The changes over all answers."""
         reference = torch.cat(self.reference)
         one_row = torch.cat(self.ways[str(ONE_ROW)])
-        least = torch.finfo(dtype).eps * float(reference.abs().max())
-        by_way = [torch.cat(logits) for logits in zip(*self.usual, strict=True)]
-        usual = max(least, *(_largest_change(logits, reference) or 0.0 for logits in by_way))
+        spacing = torch.finfo(dtype).eps * float(reference.abs().max())
+        by_pattern = [torch.cat(logits) for logits in zip(*self.usual, strict=True)]
+        usual = max(spacing, *(_largest_change(logits, reference) or 0.0 for logits in by_pattern))
 
         def changes(ways: dict[str, list[Tensor]]) -> dict[str, Change]:
             found = {}
             for name, parts in ways.items():
                 logits = torch.cat(parts)
-                departure = _largest_change(logits, reference)
-                is_sound = departure is not None and departure <= MOST_OF_USUAL * usual
-                found[name] = Change(_largest_change(logits, one_row), departure, is_sound)
+                deviation = _largest_change(logits, reference)
+                is_sound = deviation is not None and deviation <= MAX_SOUND_RATIO * usual
+                found[name] = Change(_largest_change(logits, one_row), deviation, is_sound)
             return found
 
         ways, others = changes(self.ways), changes(self.others)
@@ -219,14 +219,14 @@ class _Found:
 
 
 def _largest_change(one: Tensor, other: Tensor) -> float | None:
-    """By how much the difference of two candidates differs at most between two ways [T, C]."""
+    """Most by which the difference of two candidates differs between two sets of logits [T, C]."""
     shifts = one - other
     change = float((shifts.amax(1) - shifts.amin(1)).max())
     return change if math.isfinite(change) else None
 
 
-def _some_of(answers: Sequence[Answered]) -> list[Answered]:
-    """A few answers from all over, cut to their first tokens."""
+def _sample_answers(answers: Sequence[Answered]) -> list[Answered]:
+    """A few answers spread over all, cut to their first tokens."""
     num = min(NUM_ANSWERS, len(answers))
     chosen = [answers[place * len(answers) // num] for place in range(num)]
     return [(prompt, answer[:NUM_POSITIONS]) for prompt, answer in chosen]

@@ -16,12 +16,11 @@ from polybasic.chain.formats.card import record_results, shown_flush, shown_memb
 from polybasic.chain.formats.files import write_json
 from polybasic.chain.formats.manifest import HEAD_KINDS, Kind, Member
 from polybasic.chain.formats.plan import Ngram, Plan
-from polybasic.deploy.bench.adaptations import adaptations
 from polybasic.deploy.bench.baselines import TransformersBaseline
-from polybasic.deploy.bench.draft_vocabulary import draft_vocabularies
 from polybasic.deploy.bench.exactness import Agreement
+from polybasic.deploy.bench.members import adaptations, draft_vocabularies
 from polybasic.deploy.bench.report import write_markdown
-from polybasic.deploy.bench.rereading import ways_of
+from polybasic.deploy.bench.rereading import read_patterns_of
 from polybasic.deploy.bench.rounding import NUM_POSITIONS, Rounding, measure_rounding
 from polybasic.deploy.chain import Chain
 from polybasic.deploy.hardware import Usage, describe_hardware, forget_peak, usage
@@ -75,18 +74,18 @@ def bench_chain(
 
     Each system runs the plan that was measured as the best of its members on this machine, where
     there is one, else the chain's own tree and flush length with these members. The results are
-    entered into the chain's manifest and card.
+    recorded in the chain's manifest and card.
 
     Args:
         folder: a chain.
         settings: `prompts` names a Spec-Bench question file.
-        say: as `load_chain`.
+        say: as for `load_chain`.
 
     Returns:
         The content of report.json (polybasic.report/1).
 
     Raises:
-        UserError: whatever loading refuses, prompts that are malformed or all too long, systems
+        UserError: the chain cannot be loaded, prompts that are malformed or all too long, systems
             without the target, over which speedups are counted, or one that the chain has no
             members for.
     """
@@ -234,7 +233,7 @@ def _warm_up(
 def _memory_report(
     stated: Memory, before: Usage | None, loaded: Usage | None, answered: Usage | None
 ) -> dict[str, Any]:
-    """Bytes as stated, as measured where the system tells, and the ratio of those that stay."""
+    """Bytes as stated, as measured if the system reports them, and the ratio of those that stay."""
     report: dict[str, Any] = {"stated": stated.to_json(), "measured": None, "ratio": None}
     if before is not None and loaded is not None and answered is not None:
         staying, peak = loaded.now - before.now, answered.peak - before.now
@@ -257,7 +256,7 @@ def _run_in_turns(
     prompts: list[Prompt],
     settings: BenchSettings,
 ) -> None:
-    """Every system answers a prompt before the next prompt comes, so that drift hits all alike."""
+    """Every system answers a prompt before the next one, so that drift affects all alike."""
     with Progress(console=Console(stderr=True)) as progress:
         total = settings.repeats * len(prompts) * len(systems)
         bar = progress.add_task("bench", total=total)
@@ -266,7 +265,7 @@ def _run_in_turns(
                 _answer_with(chain, baseline, system, prompts[0], settings)  # not counted
         for repeat in range(settings.repeats):
             for prompt in prompts:
-                # The order changes with the repeat: nobody always runs behind the same system.
+                # The order changes with the repeat: no system always runs after the same one.
                 first = repeat % len(systems)
                 for system in systems[first:] + systems[:first]:
                     run = _answer_with(chain, baseline, system, prompt, settings)
@@ -312,7 +311,7 @@ def _rounding(
     systems: list[System],
     prompts: list[Prompt],
 ) -> Rounding:
-    """How close two tokens must be for the systems' ways of reading to confuse them."""
+    """How close two tokens must be for the systems' read patterns to swap them."""
     answers = [
         (prompt.token_ids, run.token_ids)
         for prompt, (_, run) in zip(prompts, _target_of(systems).runs, strict=False)
@@ -322,7 +321,7 @@ def _rounding(
     return measure_rounding(
         chain.engine.verifiers[verifying[0]],
         answers,
-        ways_of(plans, verifying, NUM_POSITIONS),
+        read_patterns_of(plans, verifying, NUM_POSITIONS),
         {"hf_generate": baseline.logits} if baseline is not None else {},
     )
 
@@ -415,9 +414,9 @@ def _agreement(
 def _seconds_per_token(
     chain: Chain, system: System, settings: BenchSettings
 ) -> dict[str, float | None]:
-    """What the plan was expected to need behind the prefill, and what it needed.
+    """Predicted and measured seconds a token, decode only.
 
-    Nothing is expected at another temperature, or in another dtype, than the plan was made for.
+    There is no prediction at another temperature or in another dtype than the plan was made for.
     """
     tokens, seconds = _tokens_and_seconds(system.runs)
     seconds -= sum(run.prefill_seconds for _, run in system.runs)
@@ -445,7 +444,7 @@ def _plan_summary(chain: Chain, summaries: dict[str, Any]) -> dict[str, Any]:
 
 
 def _shown(plan: Plan, chain: Chain) -> str:
-    """A plan for people."""
+    """A plan in a few words."""
     verifying = [member.name for member in chain.manifest.verifying]
     parts = [shown_members(plan, verifying)]
     if plan.members[-1] not in verifying or plan.ngram is not None:

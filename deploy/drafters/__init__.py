@@ -1,1 +1,1 @@
-"""What proposes candidates: draft heads, small models, n-grams. Verifies nothing."""
+"""Drafters, which propose candidates: draft heads, small models, n-grams. Verifies nothing."""

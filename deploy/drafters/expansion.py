@@ -33,25 +33,26 @@ from polybasic.deploy.rounds.tree import ABSENT, Counts, DraftTree
 from polybasic.deploy.rounds.verifier import PassClock
 
 Forward = Callable[[Tensor, Tensor, Attend], Tensor]
-"""Tokens [K], the states [K, D] of the rows that they hang below and where the pass writes and
-looks -> the tokens' own states [K, D]. A model that reads tokens alone ignores the states."""
+"""Tokens [K], the states [K, D] of their parents, and how the pass attends to the cache -> the
+tokens' own states [K, D]. A model that reads only tokens ignores the states."""
 
 
 @dataclass(frozen=True)
 class Candidates:
     """All candidates of an expansion, before the best are kept; numbered level by level.
 
-    The first level has K candidates, which hang below the root. Every other level has K * K: K
-    for each member of its beam, which are the best K candidates of the level above, best first.
-    Beams do not depend on how deep the expansion goes: the first d levels are those of an
-    expansion to depth d.
+    The first level has K candidates, the children of the root. Every other level has K * K: K for
+    each member of its beam, which is the best K candidates of the level above, best first. Beams do
+    not depend on the depth of the expansion: the first d levels are those of an expansion to depth
+    d.
 
     Attributes:
         top_k: K.
         tokens: int64 [N].
         scores: float32 [N], cumulative log-probabilities.
         beams: int64 [L - 1, K], for each level but the first the members of its beam, as places
-            in the level above: the candidate at place c hangs below the one at beams[.., c // K].
+            in the level above: the candidate at place c is a child of the one at
+            beams[.., c // K].
     """
 
     top_k: int
@@ -78,21 +79,21 @@ class Candidates:
         return DraftTree([root, *tokens], parents)
 
     def ranks(self, continuation: list[int]) -> Counts:
-        """Where the tokens that followed in truth stand among the candidates.
+        """The ranks of the tokens that actually followed among the candidates.
 
-        The tree that `keep_best` makes of the first d levels with so many rows holds the
-        candidate of rank r if r <= rows - 1. Ranks grow along a path, hence the tree gains as many
-        of the tokens as `ranks(continuation)[d - 1]` has ranks up to rows - 1.
+        The tree that `keep_best` makes of the first d levels contains the candidate of rank r if
+        r <= rows - 1. Ranks increase along a path, so the tree gains as many of the tokens as
+        `ranks(continuation)[d - 1]` has ranks of at most rows - 1.
 
         Args:
-            continuation: tokens behind the root, in order.
+            continuation: tokens after the root, in order.
 
         Returns:
             int64 [L, L]: at [d - 1, l - 1], for l <= d, the rank (from 1, in the order of
             `keep_best`) of the continuation's l-th token among all candidates of the first d
-            levels; `ABSENT` where it is not among them, and where the continuation has ended.
+            levels; `ABSENT` if it is not among them or the continuation has ended.
         """
-        # One transfer; float64 holds scores and token ids exactly.
+        # A single transfer: float64 holds scores and token ids exactly.
         parts = (self.scores, self.tokens, self.beams.flatten())
         values = torch.cat([part.double() for part in parts]).cpu().numpy()
         scores, tokens, beams = np.split(values, [len(self.tokens), 2 * len(self.tokens)])
@@ -108,7 +109,7 @@ class Candidates:
         return ranks
 
     def _path(self, continuation: list[int], tokens: Any, beams: Any) -> list[int]:
-        """Numbers of the candidates along a continuation, as far as they go."""
+        """Numbers of the candidates along a continuation, as far as there are any."""
         path: list[int] = []
         begin = 0
         for level, token in enumerate(continuation[: self.num_levels]):
@@ -124,11 +125,11 @@ class Candidates:
         return path
 
     def _first(self, level: int) -> int:
-        """Number of the first candidate of a level; here levels count from 0."""
+        """Number of the first candidate of a level, counted from 0."""
         return 0 if level == 0 else self.top_k + (level - 1) * self.top_k**2
 
     def _parent(self, candidate: int, beams: list[int]) -> int:
-        """Number of the candidate that this one hangs below; -1 is the root."""
+        """Number of the candidate's parent; -1 is the root."""
         if candidate < self.top_k:
             return -1
         level, place = divmod(candidate - self.top_k, self.top_k**2)
@@ -136,7 +137,7 @@ class Candidates:
 
 
 class Expandable(Attending, Protocol):
-    """What is expanded: a `Decoder` or an `EagleHead`."""
+    """A model that can be expanded: a `Decoder` or an `EagleHead`."""
 
     @property
     def device(self) -> torch.device: ...
@@ -149,24 +150,24 @@ class Expandable(Attending, Protocol):
 
 
 class Expansion:
-    """Expands a model's candidates behind the committed rows of its cache.
+    """Expands a model's candidates after the committed rows of its cache.
 
-    The rows that it writes stay provisional, so the next pass writes over them.
+    The rows that it writes stay provisional: the next pass overwrites them.
 
     Args:
-        model: gives shapes and positions.
+        model: provides shapes and positions.
         forward: runs the model over the beam of one level.
         lm_head: D -> V.
         tree: shape of the drafts.
         cache: the model's.
-        token_ids: int64 [V], the token of each output of `lm_head`; None where the model drafts
-            the whole vocabulary.
+        token_ids: int64 [V], the token of each output of `lm_head`; None if the model drafts the
+            whole vocabulary.
 
     Attributes:
-        window: what the model's rows see of a long context; None for all.
+        window: the part of a long context that the model's rows see; None for all of it.
 
     Raises:
-        UserError: a tree that is wider than the vocabulary, here or when `tree` is set.
+        UserError: a tree wider than the vocabulary, here or when `tree` is set.
     """
 
     window: Window | None = None
@@ -204,16 +205,16 @@ class Expansion:
             self._mask = _Mask(tree.top_k, self.model, self.cache.capacity)
 
     def expand(self, state: Tensor, start: int, depth: int) -> Candidates:
-        """All candidates behind a state.
+        """All candidates that follow a state.
 
         Args:
-            state: [1, D], of which `lm_head` makes the distribution of the first level.
+            state: [1, D], from which `lm_head` computes the distribution of the first level.
             start: committed rows of the cache; the position of the first level.
-            depth: levels, at least one; the tree's own depth does not matter here.
+            depth: levels, at least one; independent of the tree's own depth.
         """
         top_k, mask = self._tree.top_k, self._mask
         end = start + (depth - 1) * top_k
-        assert end <= self.cache.capacity, f"depth {depth} behind {start} rows"
+        assert end <= self.cache.capacity, f"depth {depth} after {start} rows"
         if self.model.native is not None:
             drafted = self.model.native.draft(
                 state, self.cache.layers, start, depth, top_k, self.token_ids, self.window
@@ -247,7 +248,7 @@ class Expansion:
         )
 
     def _attend(self, start: int, level: int) -> Attend:
-        """How the beam of a level looks at the cache: all its rows have one position."""
+        """How the beam of a level attends to the cache: all its rows have one position."""
         position, mask = start + level, self._mask.of_level(level)
         rotations = self.model.rotary.between(position, position + 1)
         views = []
@@ -261,18 +262,18 @@ class Expansion:
         return Attend(start + level * top_k, top_k, start, prepared=views, window=self.window)
 
     def _row_of(self, position: int, start: int) -> int:
-        """The first row of the cache for a position: behind `start` there are top_k for each."""
+        """The first row of the cache for a position; from `start` on, each has top_k rows."""
         return min(position, start) + max(position - start, 0) * self._tree.top_k
 
     def _best(self, states: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and tokens, each [R, K], of the best behind each state."""
+        """Log-probabilities and tokens, each [R, K], of the best outputs after each state."""
         log_probabilities = self.lm_head(states).log_softmax(-1, dtype=torch.float32)
         best, outputs = log_probabilities.topk(self._tree.top_k)
         return best, outputs if self.token_ids is None else self.token_ids[outputs]
 
 
 class ExpandingDrafter(ABC):
-    """What drafters that expand a model have in common: a tree's shape, and how it is drafted.
+    """Base of drafters that expand a model into a tree.
 
     Args:
         expansion: of the model.
@@ -285,13 +286,13 @@ class ExpandingDrafter(ABC):
         self.clock = PassClock(expansion.model.device)
 
     @property
-    def least_tokens(self) -> int:
-        """Tokens that must stand before a draft."""
+    def min_tokens(self) -> int:
+        """Tokens that a sequence needs before a draft."""
         return self.lag + 1
 
     @property
     def cache(self) -> KeyValueCache:
-        """The model's."""
+        """The cache of the model."""
         return self.expansion.cache
 
     @property
@@ -306,14 +307,14 @@ class ExpandingDrafter(ABC):
     def draft(self, tokens: list[int], max_depth: int) -> DraftTree:
         """See `polybasic.deploy.drafters.interface.Drafter`."""
         depth = min(max_depth, self.tree.depth)
-        if depth == 0 or len(tokens) < self.least_tokens:
+        if depth == 0 or len(tokens) < self.min_tokens:
             return DraftTree.of_root(tokens[-1])
         with self.clock.running(num_passes=depth):
             return self.candidates(tokens, depth).keep_best(tokens[-1], self.tree.rows)
 
     @property
     def window(self) -> Window | None:
-        """What the model sees of a long context; None for all. Set before a sequence begins."""
+        """The part of a long context that the model sees; None for all. Set between sequences."""
         return self.expansion.window
 
     @window.setter
@@ -321,25 +322,25 @@ class ExpandingDrafter(ABC):
         self.expansion.window = window
 
     def candidates(self, tokens: list[int], depth: int) -> Candidates:
-        """All candidates behind the sequence `tokens`, of which `least_tokens` stand.
+        """All candidates after the sequence `tokens`, which has at least `min_tokens`.
 
         Args:
-            depth: levels, which may be more than the tree has.
+            depth: levels; may exceed those of the tree.
         """
         self.begin(tokens)
         state = self.read(tokens, len(tokens) - self.lag)
         return self.expansion.expand(state, self.cache.length, depth)
 
     def begin(self, tokens: list[int]) -> int:
-        """Rows of the cache that stay for a draft behind `tokens`.
+        """Prepare for a draft after `tokens`; the number of rows of the cache that stay.
 
-        The last row is always read again: its state is what the draft begins with.
+        The last row is always read again: the draft starts from its state.
         """
         self.cache.truncate(min(self.cache.length, len(tokens) - self.lag - 1))
         return self.cache.length
 
     def read(self, tokens: list[int], end: int) -> Tensor:
-        """Read the rows from the cache's length to `end`; the state [1, D] of the last."""
+        """Read the rows from the cache's length up to `end`; the state [1, D] of the last one."""
         start, model = self.cache.length, self.expansion.model
         for block in attend_in_blocks(model, start, end - start, self.window):
             first = block.start + self.lag
@@ -350,11 +351,11 @@ class ExpandingDrafter(ABC):
 
     @abstractmethod
     def _read(self, token_ids: Tensor, attend: Attend) -> Tensor:
-        """States [R, D] of consecutive tokens, which the cache does not hold yet."""
+        """States [R, D] of consecutive tokens that the cache does not hold yet."""
 
 
 class _Mask:
-    """Which rows the candidates of a draft see: what was read before, their ancestors, themselves.
+    """Which rows each candidate of a draft sees: all earlier rows, its ancestors and itself.
 
     One row for each beam member and query head, one column for each row of the model's cache.
     """
@@ -369,7 +370,7 @@ class _Mask:
         self._columns = slice(0, 0)
 
     def begin(self, start: int, num_columns: int) -> None:
-        """A draft of so many rows behind `start` rows, all of which are seen."""
+        """Start a draft of `num_columns` rows after `start` rows, all of which are seen."""
         self._buffer[..., self._columns] = 0
         self._start, self._columns = start, slice(start, start + num_columns)
 

@@ -1,4 +1,4 @@
-"""Drafts of a head, which continues the verifier's features."""
+"""Drafts by a head, which continues the verifier's features."""
 
 import torch
 from torch import Tensor
@@ -11,9 +11,9 @@ from polybasic.deploy.rounds.cache import KeyValueCache
 
 
 class EagleDrafter(ExpandingDrafter):
-    """Drafts by a head: the first level reads what was observed, every other one `top_k` rows.
+    """Drafts by a head: the first level reads the new observations, every other one `top_k` rows.
 
-    A draft is decided by the tokens and the states that were observed.
+    A draft depends only on the tokens and the observed states.
 
     Args:
         head: the draft head.
@@ -21,22 +21,24 @@ class EagleDrafter(ExpandingDrafter):
         capacity: rows of the head's cache, those of a draft included.
 
     Attributes:
-        observed: [capacity, columns that the head reads], of the verifier's states, by position.
+        observed: [capacity, input width of the head], from the verifier's states, by position.
     """
 
     def __init__(self, head: EagleHead, tree: Tree, capacity: int) -> None:
         self.head = head
         cache = KeyValueCache(head.config, 1, capacity, head.dtype, head.device)
         # By position, so that any row of the cache can be read again.
-        self.observed = torch.zeros(capacity, head.read_width, dtype=head.dtype, device=head.device)
+        self.observed = torch.zeros(
+            capacity, head.input_width, dtype=head.dtype, device=head.device
+        )
         self._num_observed = 0
-        # A row reads the state of one token and the token behind it.
+        # A row reads the state of one token and the token after it.
         expansion = Expansion(head, self._forward, head.logits, tree, cache, head.draft_token_ids)
         super().__init__(expansion, lag=1)
 
     def observe(self, states: Tensor) -> None:
         end = self._num_observed + len(states)
-        self.observed[self._num_observed : end] = self.head.read_of(states)
+        self.observed[self._num_observed : end] = self.head.select_inputs(states)
         self._num_observed = end
 
     def rewind(self, num_observed: int) -> None:

@@ -1,4 +1,4 @@
-"""What proposes a tree of candidates for the innermost verifier.
+"""The interface of drafters, which propose a tree of candidates for the innermost verifier.
 
 #   R = rows (tokens), W = width of the verifier's states
 """
@@ -15,9 +15,9 @@ from polybasic.deploy.rounds.verifier import PassClock
 class Drafter(Protocol):
     """Proposes candidates for one sequence at a time.
 
-    Drafts are decided by the calls since the last `rewind(0)` and by nothing else: no randomness,
-    no memory of other sequences. A walk over them then needs no rejection, and a seed gives one
-    answer whatever was answered before.
+    Drafts depend only on the calls since the last `rewind(0)`: there is no randomness and no memory
+    of other sequences. Hence a walk over them needs no rejection, and a seed gives the same answer
+    whatever was answered before.
 
     Attributes:
         tree: shape of the drafts; may be set between sequences.
@@ -27,26 +27,26 @@ class Drafter(Protocol):
 
     @property
     def clock(self) -> PassClock | None:
-        """Counts the passes of the drafter's model; None where there is none."""
+        """Counts the passes of the drafter's model; None if it has none."""
 
     def observe(self, states: Tensor) -> None:
         """Append the verifier's states [R, W] of the next R tokens of the sequence."""
 
     def rewind(self, num_observed: int) -> None:
-        """Forget all but the first `num_observed` states; the tokens behind them may change.
+        """Forget all but the first `num_observed` states; the tokens after them may change.
 
-        With 0 a sequence begins.
+        0 begins a new sequence.
         """
 
     def draft(self, tokens: list[int], max_depth: int) -> DraftTree:
-        """Candidates behind the sequence `tokens`, at most `max_depth` deep.
+        """Candidates after the sequence `tokens`, at most `max_depth` deep.
 
-        All tokens but the last, which becomes the root, were observed.
+        All tokens have been observed except the last, which becomes the root.
         """
 
 
 class NoDrafter:
-    """Proposes nothing: the verifier runs alone, a token a pass."""
+    """Proposes nothing: the verifier runs alone, one token a pass."""
 
     clock: PassClock | None = None
 

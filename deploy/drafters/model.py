@@ -1,4 +1,4 @@
-"""Drafts of an independent small model, dense or in 4 bits."""
+"""Drafts by an independent small model, dense or in 4 bits."""
 
 from torch import Tensor
 
@@ -12,7 +12,7 @@ from polybasic.deploy.rounds.cache import KeyValueCache
 class ModelDrafter(ExpandingDrafter):
     """Drafts by a decoder: the first level reads the unread tokens, every other `top_k` rows.
 
-    A draft is decided by the tokens alone; the verifier's states are only counted.
+    A draft depends on the tokens alone; the verifier's states are only counted.
 
     Args:
         decoder: shares the verifier's token ids.

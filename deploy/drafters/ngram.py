@@ -1,6 +1,6 @@
-"""Drafts copied from the sequence itself: what followed its last tokens earlier, follows again.
+"""Drafts copied from the sequence itself: what followed the last tokens before may follow again.
 
-Prompt look-up with a bounded table: the least recently used n-grams are forgotten, as in
+Prompt lookup with a bounded table: the least recently used n-grams are forgotten, as in
 Cacheback (Ma et al., "Cacheback: Speculative Decoding With Nothing But Cache", 2025).
 """
 
@@ -15,70 +15,70 @@ from polybasic.deploy.rounds.tree import DraftTree
 from polybasic.deploy.rounds.verifier import PassClock
 
 NUM_MATCH_LENGTHS = 4
-"""Lengths of matches that are looked for: from the settings' `min_match` upwards."""
+"""How many match lengths are tried, from the settings' `min_match` upwards."""
 MAX_COPIES = 4
-"""Places that a draft copies from, the latest ones; equal beginnings share their rows."""
+"""Most recent places that a draft copies from; common beginnings share rows."""
 
 
 class NgramDrafter:
-    """Copies what followed an earlier occurrence of the last tokens, or lets another draft.
+    """Copies what followed an earlier occurrence of the last tokens; else another drafter drafts.
 
-    The longest match decides; several places where it occurred give a tree. The table holds the
-    current sequence only, and tokens that are taken back are unlearned, so a draft depends on
-    nothing but the calls since the sequence began. A token costs the same work to learn, to
-    unlearn and to look up however long the sequence is.
+    The longest match is used; several places where it occurred give a tree. The table holds only
+    the current sequence, and tokens that are rewound are unlearned, so a draft depends only on the
+    calls since the sequence began. Learning, unlearning and looking up a token take the same time
+    however long the sequence is.
 
     Args:
         settings: shortest match, longest copy and size of the table.
-        tree: shape of the drafts; of a copy it bounds the rows, `settings` bound its depth.
-        beside: drafts where nothing matches; by default nothing is proposed there.
+        tree: shape of the drafts; it bounds the rows of a copy, `settings` bound its depth.
+        fallback: drafts if nothing matches; by default nothing is proposed then.
     """
 
-    def __init__(self, settings: Ngram, tree: Tree, beside: Drafter | None = None) -> None:
-        self.settings, self.beside = settings, beside or NoDrafter()
+    def __init__(self, settings: Ngram, tree: Tree, fallback: Drafter | None = None) -> None:
+        self.settings, self.fallback = settings, fallback or NoDrafter()
         self.tree = tree
         shortest = settings.min_match
         self._match_lengths = range(shortest, shortest + NUM_MATCH_LENGTHS)
         self._num_observed = 0
         self._tokens: list[int] = []
-        # n-gram -> place of the token behind its latest occurrence, the latest used n-gram last.
+        # n-gram -> place of the token after its latest occurrence; most recently used last.
         self._places: OrderedDict[tuple[int, ...], int] = OrderedDict()
-        # For each token, by match length, the place before its own that its n-gram pointed to.
+        # For each token, by match length, the place that its n-gram pointed to before.
         self._earlier: list[list[int | None]] = []
 
     @property
     def tree(self) -> Tree:
         """Shape of the next drafts."""
-        return self.beside.tree
+        return self.fallback.tree
 
     @tree.setter
     def tree(self, tree: Tree) -> None:
-        self.beside.tree = tree
+        self.fallback.tree = tree
 
     @property
     def clock(self) -> PassClock | None:
-        return self.beside.clock
+        return self.fallback.clock
 
     def observe(self, states: Tensor) -> None:
         self._num_observed += len(states)
-        self.beside.observe(states)
+        self.fallback.observe(states)
 
     def rewind(self, num_observed: int) -> None:
         assert num_observed <= self._num_observed
         self._num_observed = num_observed
         while len(self._tokens) > num_observed:
             self._unlearn_last()
-        self.beside.rewind(num_observed)
+        self.fallback.rewind(num_observed)
 
     def draft(self, tokens: list[int], max_depth: int) -> DraftTree:
         assert self._num_observed == len(tokens) - 1
         for place in range(len(self._tokens), len(tokens)):
             self._learn(tokens[place])
         tree = self._copy(min(self.settings.num_tokens, max_depth))
-        return self.beside.draft(tokens, max_depth) if tree is None else tree
+        return self.fallback.draft(tokens, max_depth) if tree is None else tree
 
     def _copy(self, depth: int) -> DraftTree | None:
-        """Candidates from the latest places where the longest match was seen; None without one."""
+        """Candidates from the latest places where the longest match occurred; None if no match."""
         tokens, parents = [self._tokens[-1]], [-1]
         row_of: dict[tuple[int, int], int] = {}
         for place in self._matches():
@@ -95,7 +95,7 @@ class NgramDrafter:
         return DraftTree(tokens, parents) if len(tokens) > 1 else None
 
     def _matches(self) -> Iterator[int]:
-        """Places of the tokens behind the longest match, the latest first, at most `MAX_COPIES`."""
+        """Places of the tokens after the longest match, latest first, at most `MAX_COPIES`."""
         for length in reversed(self._match_lengths):
             if length > len(self._tokens):
                 continue
@@ -112,7 +112,7 @@ class NgramDrafter:
             return
 
     def _continuation(self, place: int, depth: int) -> list[int]:
-        """`depth` tokens from `place` on; a copy that reaches the sequence's end repeats itself."""
+        """`depth` tokens from `place` on; a copy that reaches the end of the sequence repeats."""
         copied = self._tokens[place : place + depth]
         while len(copied) < depth:
             copied.append(copied[place - len(self._tokens)])
@@ -135,7 +135,7 @@ class NgramDrafter:
         self._earlier.append(earlier)
 
     def _unlearn_last(self) -> None:
-        """Take the last token back: the n-grams before it point where they did."""
+        """Unlearn the last token: the n-grams before it point to where they did."""
         self._tokens.pop()
         place = len(self._tokens)
         for length, earlier in zip(self._match_lengths, self._earlier.pop(), strict=False):

@@ -1,1 +1,1 @@
-"""Rounds that stay on the device, captured in CUDA graphs. Decides nothing that stages do not."""
+"""Rounds that run on the device as CUDA graphs. Follows the stages; decides nothing of its own."""

@@ -1,8 +1,8 @@
 """CUDA graphs of passes and rounds: captured once, then launched by one call each.
 
-A graph repeats the kernels of one run over the same memory. What changes from call to call must
-therefore stand in tensors that stay, and nothing may be read on the host. On a CPU, or switched
-off, the same functions are called as they are.
+A graph repeats the kernels of one run over the same memory. Whatever changes from call to call must
+therefore be kept in persistent tensors, and nothing may be read on the host. On a CPU, or with
+graphs switched off, the same functions are simply called.
 """
 
 import time
@@ -15,27 +15,27 @@ import torch
 
 from polybasic.chain.errors import UserError
 
-MOST_GRAPHS = 256
+MAX_GRAPHS = 256
 
 Step = Callable[[], None]
-"""Reads and writes tensors that stay; its host code has no effect of its own."""
+"""Reads and writes persistent tensors; its host code has no effect of its own."""
 
 
-class Captured(Protocol):
-    """What a capture leaves: a `torch.cuda.CUDAGraph`."""
+class CapturedGraph(Protocol):
+    """The result of a capture: a `torch.cuda.CUDAGraph`."""
 
     def replay(self) -> None:
-        """Do the captured work again, over the same memory."""
+        """Repeat the captured work over the same memory."""
 
 
 @dataclass
 class GraphCounts:
-    """What was done with graphs so far.
+    """How graphs have been used so far.
 
     Attributes:
         captures, replays: of all graphs.
-        drops: graphs that made room for others; frequent ones call for a larger `most`.
-        seconds: that first runs and captures took.
+        drops: graphs dropped to make room for others; if frequent, raise `max_graphs`.
+        seconds: spent on first runs and captures.
     """
 
     captures: int = 0
@@ -47,24 +47,26 @@ class GraphCounts:
 class Graphs:
     """Captures functions as CUDA graphs when they first run, and replays them afterwards.
 
-    All graphs share one pool for what they allocate, since one runs after the other: what a
-    function leaves for others must stand in tensors that were made outside of it.
+    All graphs share one memory pool, since they run one after another: results that other functions
+    read must be written to tensors allocated outside of the function.
 
     Args:
-        device: that the functions run on.
-        enabled: False calls every function as it is, with the same results.
-        most: graphs kept; the one that was not used for longest makes room.
+        device: the device that the functions run on.
+        enabled: False calls every function without capturing it, with the same results.
+        max_graphs: graphs to keep; the least recently used one is dropped first.
 
     Attributes:
-        counts: what was done so far.
+        counts: captures, replays and drops so far.
     """
 
-    def __init__(self, device: torch.device, enabled: bool = True, most: int = MOST_GRAPHS) -> None:
-        assert most >= 1, f"{most} graphs"
-        self.device, self.enabled, self.most = device, enabled, most
+    def __init__(
+        self, device: torch.device, enabled: bool = True, max_graphs: int = MAX_GRAPHS
+    ) -> None:
+        assert max_graphs >= 1, f"{max_graphs} graphs"
+        self.device, self.enabled, self.max_graphs = device, enabled, max_graphs
         self.counts = GraphCounts()
         # A graph needs the tensors that its function holds.
-        self._kept: OrderedDict[Hashable, tuple[Captured, Step]] = OrderedDict()
+        self._kept: OrderedDict[Hashable, tuple[CapturedGraph, Step]] = OrderedDict()
         self._stream: torch.cuda.Stream | None = None
         self._pool: Any = None
 
@@ -87,15 +89,15 @@ class Graphs:
         return sum(part["total_size"] for part in own)
 
     def run(self, key: Hashable, function: Step, label: str | None = None) -> None:
-        """Run a function; its work on the device is done once with each call.
+        """Run a function; each call does its work on the device once.
 
-        The first call with a key runs it as it is, which also compiles and measures kernels, and
-        captures it; later calls replay that, whatever function they bring.
+        The first call with a key runs the function, which also compiles and times kernels, and
+        captures it; later calls replay the capture, whatever function they pass.
 
         Args:
-            key: stands for the function, the tensors that it holds and every number on which its
-                host code depends.
-            label: what it is called in messages; default: the key, a tuple word by word.
+            key: identifies the function, the tensors that it holds and every number that its host
+                code depends on.
+            label: its name in messages; default: the key, a tuple word by word.
 
         Raises:
             UserError: it cannot be captured.
@@ -115,13 +117,13 @@ class Graphs:
     def prepare(
         self, labelled: Sequence[tuple[str, Hashable, Step]], say: Callable[[str], None]
     ) -> None:
-        """Capture ahead what was not captured yet; tell of it before and after.
+        """Capture in advance what has not been captured yet, and report it before and after.
 
-        The functions run once, over whatever stands in their tensors.
+        The functions run once, over whatever their tensors contain.
 
         Args:
-            labelled: what each is called in messages, its key, and the function.
-            say: takes a line for people; nothing is told where nothing is captured.
+            labelled: for each function its name in messages, its key, and the function itself.
+            say: called with each line of progress; not called if there is nothing to capture.
 
         Raises:
             UserError: one cannot be captured.
@@ -142,26 +144,26 @@ class Graphs:
     def _first_run(self, key: Hashable, function: Step, label: str | None) -> None:
         begin = time.perf_counter()
         with torch.inference_mode():
-            self._run_ahead(function)
+            self._warm_up(function)
             try:
                 captured = self._capture(function)
             except RuntimeError as error:
-                # What a broken capture leaves of its pool cannot be relied on.
+                # A failed capture leaves its pool in an unknown state.
                 self._pool = None
                 raise UserError(
                     "CUDA graph cannot be captured",
-                    f"{label or _shown(key)} ({_reason(error)})",
+                    f"{label or _described(key)} ({_reason(error)})",
                     "use --no-graphs, or graphs=False in load_chain",
                 ) from error
         self._kept[key] = captured, function
         self.counts.captures += 1
         self.counts.seconds += time.perf_counter() - begin
         # Dropped after the capture: a pool lives as long as one graph uses it.
-        while len(self._kept) > self.most:
+        while len(self._kept) > self.max_graphs:
             self._drop_oldest()
 
-    def _run_ahead(self, function: Step) -> None:
-        """The run before the capture, on the stream of all captures, whose workspaces it makes."""
+    def _warm_up(self, function: Step) -> None:
+        """Run once before the capture, on its stream, so that workspaces get allocated."""
         with torch.cuda.device(self.device):
             if self._stream is None:
                 self._stream = torch.cuda.Stream()
@@ -171,11 +173,11 @@ class Graphs:
                 function()
             current.wait_stream(self._stream)
 
-    def _capture(self, function: Step) -> Captured:
+    def _capture(self, function: Step) -> CapturedGraph:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        # The outer contexts put stream and device back where a capture fails.
+        # The outer contexts restore stream and device if the capture fails.
         with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
             capture = torch.cuda.graph(
                 graph, self._pool, self._stream, capture_error_mode="thread_local"
@@ -192,14 +194,14 @@ class Graphs:
         self.counts.drops += 1
 
 
-def _shown(key: Hashable) -> str:
+def _described(key: Hashable) -> str:
     return " ".join(map(str, key)) if isinstance(key, tuple) else str(key)
 
 
 def _reason(error: RuntimeError) -> str:
-    """The first line of what stopped a capture.
+    """The first line of the error that stopped a capture.
 
-    Where a function's error has made the capture invalid, ending it raises another.
+    If an error in the function has invalidated the capture, ending it raises a second error.
     """
     stopped_by = error.__context__ if isinstance(error.__context__, RuntimeError) else error
     return str(stopped_by).strip().partition("\n")[0]

@@ -1,9 +1,10 @@
-"""Warping, draws, walks and the verification of blocks, all without a number that the host reads.
+"""Warping, draws, walks and block verification, none of which reads a number on the host.
 
-The twin of warping, sampling, tree and verification in `polybasic.deploy.rounds`: their laws, as
-functions of uniform numbers that are given. Equal numbers give equal results, on a GPU too.
+The counterpart of warping, sampling, tree and verification in `polybasic.deploy.rounds`: the same
+distributions, as functions of given uniform numbers. Equal numbers give equal results, on a GPU
+too.
 
-#   R = rows, V = vocabulary, T = most tokens that a walk gains, S = stop tokens
+#   R = rows, V = vocabulary, T = most tokens of a walk, S = stop tokens
 #   B = most tokens of a block
 """
 
@@ -24,25 +25,25 @@ _TORCH = Operations()
 
 @dataclass(frozen=True)
 class Warping:
-    """What of a user's settings shapes probabilities: the part that a captured round is made for.
+    """Which sampling settings are on: the part of them that a captured round depends on.
 
-    Rounds of equal warpings differ in the values that `values_of` gives.
+    Rounds of equal warpings differ only in the values that `values_of` returns.
 
     Attributes:
-        most_top_k: top-k is on and keeps at most so many, a power of two; None where it is off.
+        max_top_k: the most tokens that top-k keeps, a power of two; None if it is off.
         has_top_p: whether top-p is on.
         has_min_p: whether min-p is on.
     """
 
     NUM_VALUES: ClassVar = 4
 
-    most_top_k: int | None = None
+    max_top_k: int | None = None
     has_top_p: bool = False
     has_min_p: bool = False
 
     @classmethod
     def of(cls, sampling: Sampling) -> "Warping":
-        """The warping of settings of a temperature above 0."""
+        """The warping of settings with a temperature above 0."""
         assert not sampling.is_greedy, "greedy draws are the argmax"
         return cls(
             1 << (sampling.top_k - 1).bit_length() if sampling.top_k else None,
@@ -52,7 +53,7 @@ class Warping:
 
     @staticmethod
     def values_of(sampling: Sampling) -> list[float]:
-        """Temperature, top-k, top-p and min-p; 0 for what is not set."""
+        """Temperature, top-k, top-p and min-p; 0 for those that are not set."""
         values = (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
         return [float(value or 0) for value in values]
 
@@ -66,8 +67,8 @@ def probabilities(logits: Tensor, warping: Warping, values: Tensor) -> Tensor:
     """
     temperature, top_k, top_p, min_p = values.unbind()
     logits = logits.float() / temperature
-    if warping.most_top_k is not None and warping.most_top_k // 2 < logits.shape[1]:
-        best = logits.topk(min(warping.most_top_k, logits.shape[1])).values
+    if warping.max_top_k is not None and warping.max_top_k // 2 < logits.shape[1]:
+        best = logits.topk(min(warping.max_top_k, logits.shape[1])).values
         last = (top_k.long() - 1).clamp(max=best.shape[1] - 1)
         threshold = best.index_select(1, last)
         logits = logits.masked_fill(logits < threshold, float("-inf"))
@@ -82,10 +83,10 @@ def probabilities(logits: Tensor, warping: Warping, values: Tensor) -> Tensor:
 
 
 def draw(probabilities: Tensor, uniforms: Tensor, operations: Operations = _TORCH) -> Tensor:
-    """One token of each row by inversion, int64 [R]; none of probability 0.
+    """One token from each row by inversion, int64 [R]; none of probability 0.
 
     Args:
-        probabilities: float32 [R, V]; each row may be multiplied by any positive number.
+        probabilities: float32 [R, V]; rows need not be normalised.
         uniforms: float32 [R], from 0 to 1 (excluded).
     """
     return operations.draw(probabilities, uniforms)
@@ -96,19 +97,19 @@ def walk(
     drawn: Tensor,
     limit: Tensor,
     stop_tokens: Tensor,
-    most: int,
+    max_tokens: int,
     operations: Operations = _TORCH,
 ) -> Walk:
     """Walk from the root by sampling, as `polybasic.deploy.rounds.tree.walk`.
 
     Args:
-        tree: of whose rows some may only fill up, with the token -1.
+        tree: some rows may be padding, with the token -1.
         drawn: int64 [R], the token drawn from the verifier's distribution after each row.
-        limit: int64 [], gain at most so many tokens; at least 1.
-        stop_tokens: int64 [S], of which the first that is gained is the last; may be none.
-        most: T, more than the greatest depth of the tree.
+        limit: int64 [], the most tokens to gain; at least 1.
+        stop_tokens: int64 [S]; the walk ends with the first of them. May be empty.
+        max_tokens: T, more than the maximum depth of the tree.
     """
-    return operations.walk(tree, drawn, limit, stop_tokens, most)
+    return operations.walk(tree, drawn, limit, stop_tokens, max_tokens)
 
 
 def verify(
@@ -120,42 +121,42 @@ def verify(
     rule: str,
     operations: Operations = _TORCH,
 ) -> tuple[Tensor, Tensor]:
-    """How many tokens of a block are kept, and the token behind them: both int64 [].
+    """How many tokens of a block are kept, and the token after them: both int64 [].
 
     Args:
         tokens: int64 [B], drawn from the rows of q.
-        num_tokens: int64 [], of the block; what lies behind them in `tokens` and `q`, and behind
-            one row more in `p`, means nothing.
-        p: float32 [B + 1 or more, V], probabilities of the verifier before each token of the
-            block and behind its last.
+        num_tokens: int64 [], of the block; later entries of `tokens` and `q`, and rows of `p` after
+            one more, are ignored.
+        p: float32 [B + 1 or more, V], the verifier's probabilities for each token of the block and
+            for the token after its last.
         q: float32 [B, V].
         uniforms: float32 [B + 1], from 0 to 1 (excluded).
         rule: "block" or "token", see `polybasic.deploy.rounds.verification`.
     """
-    most = len(tokens)
-    places = torch.arange(most, device=tokens.device)
+    size = len(tokens)
+    places = torch.arange(size, device=tokens.device)
     is_token = places < num_tokens
     columns = torch.where(is_token, tokens, 0)[:, None]
-    ratios = (p[:most].gather(1, columns) / q.gather(1, columns))[:, 0]
+    ratios = (p[:size].gather(1, columns) / q.gather(1, columns))[:, 0]
     if rule == "token":
-        weights = p.new_ones(most + 1)
-        num_kept = _num_leading(is_token & (uniforms[:most] < ratios))
+        weights = p.new_ones(size + 1)
+        num_kept = _num_leading(is_token & (uniforms[:size] < ratios))
     else:
         assert rule == "block", rule
         weights = _block_weights(ratios)
         acceptance = _block_acceptance(p, q, weights, num_tokens)
-        happened = is_token & (uniforms[:most] < acceptance)
+        happened = is_token & (uniforms[:size] < acceptance)
         num_kept = torch.where(happened, places + 1, 0).amax()
     p_row = p.index_select(0, num_kept)
-    q_row = q.index_select(0, num_kept.clamp(max=most - 1))
+    q_row = q.index_select(0, num_kept.clamp(max=size - 1))
     positive = (weights.index_select(0, num_kept) * p_row - q_row).clamp(min=0)
     is_cut = (num_kept < num_tokens) & (positive.sum() > 0)
     following = torch.where(is_cut, positive, p_row)
-    return num_kept, operations.draw(following, uniforms[most : most + 1]).squeeze(0)
+    return num_kept, operations.draw(following, uniforms[size : size + 1]).squeeze(0)
 
 
 def verify_greedy(tokens: Tensor, num_tokens: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
-    """As `verify` where all distributions are their most probable tokens.
+    """As `verify`, for greedy draws.
 
     Args:
         tokens: int64 [B].
@@ -173,14 +174,14 @@ def _without(found: Tensor, dropped: Tensor) -> Tensor:
 
 
 def _num_leading(is_kept: Tensor) -> Tensor:
-    """How many entries of [B] are true before the first that is not, int64 []."""
+    """Number of leading true entries of [B], int64 []."""
     return is_kept.long().cumprod(0).sum()
 
 
 def _block_weights(ratios: Tensor) -> Tensor:
     """w_0..w_B float32: w_0 = 1, w_i = min(w_(i-1) * ratio_i, 1), for ratios [B].
 
-    That is exp(S_i - max(S_0, .., S_i)), where S sums the logarithms, here in float64.
+    This is exp(S_i - max(S_0, .., S_i)), where S is the running sum of logarithms, in float64.
     """
     logarithms = F.pad(ratios.double().log(), (1, 0))
     places = torch.arange(len(logarithms), device=ratios.device)
@@ -191,7 +192,7 @@ def _block_weights(ratios: Tensor) -> Tensor:
 
 
 def _block_acceptance(p: Tensor, q: Tensor, weights: Tensor, num_tokens: Tensor) -> Tensor:
-    """h_1..h_B [B], of which those up to h_num_tokens mean something."""
+    """h_1..h_B [B]; only those up to h_num_tokens are defined."""
     own = weights[1:]
     excess = (own[:-1, None] * p[1 : len(q)] - q[1:]).clamp(min=0).sum(1)
     total = excess + 1 - own[:-1]

@@ -1,7 +1,7 @@
-"""Draft trees on the device: expanded and kept without a number that the host reads.
+"""Draft trees on the device, expanded and pruned without reading a number on the host.
 
-The twin of `polybasic.deploy.drafters.expansion`. All sizes follow from a draft's shape, so that
-a captured round serves every draft of it.
+The counterpart of `polybasic.deploy.drafters.expansion`. All sizes follow from a draft's shape, so
+that a captured round serves every draft of that shape.
 
 #   K = top_k, L = levels, N = K + (L - 1) * K * K candidates, H = hidden size
 #   R = rows of a tree, V = tokens that can be drafted
@@ -19,8 +19,8 @@ from polybasic.chain.kernels.torch.trees import Beam, Rows, ancestors
 from polybasic.deploy.rounds.tree import DraftTree
 
 Forward = Callable[[Tensor, Tensor, DeviceRows], Tensor]
-"""Tokens [K], the states [K, H] of the rows that they hang below and how the pass looks at the
-cache -> the tokens' own states [K, H]."""
+"""Tokens [K], the states [K, H] of their parents, and how the pass attends to the cache -> the
+tokens' own states [K, H]."""
 _TORCH = Operations()
 
 
@@ -48,21 +48,21 @@ def expand(
     token_ids: Tensor | None = None,
     window: Window | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """All candidates behind a state, as `polybasic.deploy.drafters.expansion.Expansion.expand`.
+    """All candidates after a state, as `polybasic.deploy.drafters.expansion.Expansion.expand`.
 
     Args:
-        model_forward: runs the model over the beam of one level, whose rows are provisional: the
-            level l writes K of them behind the l * K of those above it.
+        model_forward: runs the model over the beam of one level, whose rows are provisional:
+            level l writes K rows after the l * K rows of the levels above it.
         lm_head: states -> logits [rows, V].
-        state: [1, H], of which `lm_head` makes the distribution of the first level.
+        state: [1, H], from which `lm_head` computes the distribution of the first level.
         prefix: int64 [], committed rows of the model's cache; the position of the first level.
         depth: levels, at least one.
-        token_ids: int64 [V], the token of each output of `lm_head`; None where that is its number.
-        window: what the rows see of a long context; None for all.
+        token_ids: int64 [V], the token of each output of `lm_head`; None if outputs are token ids.
+        window: the part of a long context that rows see; None for all of it.
 
     Returns:
-        tokens int64 [N], scores float32 [N] and beams int64 [L - 1, K], as
-        `polybasic.deploy.drafters.expansion.Candidates` has them.
+        tokens int64 [N], scores float32 [N] and beams int64 [L - 1, K], as in
+        `polybasic.deploy.drafters.expansion.Candidates`.
     """
     device = state.device
     scores, tokens = operations.continuations(lm_head(state), top_k, None, token_ids)
@@ -102,7 +102,7 @@ def keep_best(
 
     Args:
         tokens, scores, beams: as `expand` returns them.
-        root: int64 [], the last token that stands.
-        rows: R, if there are candidates enough.
+        root: int64 [], the last token of the sequence.
+        rows: R, or fewer if there are not enough candidates.
     """
     return DeviceTree(*operations.keep_best(top_k, tokens, scores, beams, root, rows))

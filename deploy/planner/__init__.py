@@ -1,1 +1,1 @@
-"""Measures, simulates, chooses members, trees and flush lengths. Answers no request."""
+"""Measures costs, simulates plans and chooses the fastest. Serves no requests."""

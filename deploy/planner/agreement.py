@@ -1,4 +1,4 @@
-"""How models agree, read off the traces of a measurement."""
+"""How well models agree, computed from the traces of a measurement."""
 
 from typing import Any
 
@@ -13,9 +13,9 @@ from polybasic.deploy.rounds.tree import ABSENT
 def acceptance_by_bin(measurements: Measurements, above: str, below: str) -> tuple[float, ...]:
     """Share of the tokens drawn by `below` that `above` keeps, by bin of their probability.
 
-    Kept is E_x~q min(1, p/q) = E_y~p1 min(q, p)/p1, for x in a bin and y in it, with p1 the
-    target's probabilities; the bin's share of draws is that of the model's own. A bin counts the
-    share over all bins once besides, so that an empty one has an estimate.
+    The share kept is E_x~q min(1, p/q) = E_y~p1 min(q, p)/p1, for x and y in a bin, with p1 the
+    target's probabilities; the share drawn is that of the model's own draws. Each bin also counts
+    the overall share once, so that an empty bin has an estimate.
     """
     kept, stands = _kept(measurements, above, below)
     confidence = measurements.along("confidence", below)[stands]
@@ -29,7 +29,7 @@ def acceptance_by_bin(measurements: Measurements, above: str, below: str) -> tup
 
 
 def acceptance_between(measurements: Measurements, above: str, below: str) -> float:
-    """Probability that `above` keeps a token that `below` draws, where all before it stand."""
+    """Probability that `above` keeps a token drawn by `below`, given that it kept all before it."""
     kept, stands = _kept(measurements, above, below)
     return min(float(kept[stands].mean()), 1.0) if stands.any() else 0.0
 
@@ -48,7 +48,7 @@ def candidates_by_depth(
     shares: list[float] = []
     ranks = [trace.ranks[drafter, verifying][top_k] for trace in measurements.traces]
     for depth in range(1, ranks[0].shape[1] + 1):
-        # The answer has so many tokens left.
+        # Positions with at least `depth` tokens of the answer left.
         whole = [one[: max(len(one) - depth + 1, 0), depth - 1, :depth] for one in ranks]
         found = np.concatenate(whole) < ABSENT
         if len(found):

@@ -1,8 +1,8 @@
 """What rounds cost on this machine, timed in real answers.
 
-Rounds are timed in place and not as passes in a loop: which weights lie in the caches of a
-processor depends on the models that ran before, and a round does more than its pass. On a GPU they
-are rounds of graphs that were captured before, and the host does not wait within one.
+Rounds are timed in place and not as passes in a loop: which weights are in a processor's caches
+depends on the models that ran before, and a round does more than its pass. On a GPU these are
+rounds of graphs captured earlier, within which the host does not wait.
 """
 
 import time
@@ -21,7 +21,7 @@ from polybasic.chain.formats.plan import Flush, Ngram, Plan, Tree, Window
 from polybasic.deploy.drafters.interface import NoDrafter
 from polybasic.deploy.drafters.ngram import NgramDrafter
 from polybasic.deploy.engine import Engine, Request
-from polybasic.deploy.planner.measurements import DraftCosts, PassCosts, StageOverhead
+from polybasic.deploy.planner.measurements import DraftCosts, PassCosts
 from polybasic.deploy.rounds.flushing import AdaptiveFlushing
 from polybasic.deploy.rounds.sampling import Sampling
 from polybasic.deploy.rounds.stages import BaseBlockStage, BaseTreeStage, Block, Round, Stage
@@ -29,11 +29,11 @@ from polybasic.deploy.rounds.verifier import PassClock
 from polybasic.deploy.settings import PlanGrid
 
 MIN_SAMPLES = 5
-"""Rounds of a row count from which its cost is taken."""
+"""Fewest rounds of a row count from which its cost is estimated."""
 NUM_TURNS = 3
-"""Times that every shape is run, in turns, so that drift hits all alike."""
+"""Times that every shape is run, in turns, so that drift affects all alike."""
 COST_TOKENS = 48
-"""Tokens of an answer that is only timed."""
+"""Tokens of an answer that serves only for timing."""
 
 
 def measure_costs(
@@ -51,7 +51,7 @@ def measure_costs(
     costs, in_turns = RoundCosts(), cycle(prompts)
     plans = list(_plans_to_time(engine, grid))
     if engine.models.target.device.type == "cuda":
-        # kernels are compiled, and the fastest ones found, when they first run
+        # kernels are compiled, and the fastest ones chosen, when they first run
         for plan in plans:
             request = Request(prompts[0], COST_TOKENS, sampling, stop_tokens, plan)
             _time_rounds(engine, request, RoundCosts())
@@ -75,7 +75,7 @@ def compare_costs(
     Args:
         prompts: each is answered by every plan.
         plans: without windows.
-        windows: by member; the plans in which all of these run are timed.
+        windows: by member; plans are timed if all of these members run in them.
 
     Returns:
         For each of `windows`, the same plans without and with them.
@@ -136,7 +136,7 @@ def _spread(values: Sequence[int]) -> list[int]:
 
 @torch.inference_mode()
 def _time_rounds(engine: Engine, request: Request, costs: "RoundCosts") -> None:
-    """Answer once with stages that time their rounds."""
+    """Answer once, using stages that time their rounds."""
     watch = _Watch(engine, request.plan.members[-1], costs)
 
     def timed(kind: type, *arguments: Any) -> Stage:
@@ -154,11 +154,11 @@ def _time_rounds(engine: Engine, request: Request, costs: "RoundCosts") -> None:
 
 @dataclass
 class RoundCosts:
-    """Seconds of real rounds, of which means are given; see `_mean`.
+    """Seconds of real rounds, and their means; see `_mean`.
 
     Attributes:
         trees: (verifying member, rows) -> seconds of its tree rounds, without the draft.
-        blocks: the same of its block rounds, without what ran below.
+        blocks: the same for its block rounds, without the stages below.
         levels: (drafter, top_k, depth) -> seconds of a draft.
         copies: seconds of n-gram drafts.
     """
@@ -171,7 +171,7 @@ class RoundCosts:
     copies: list[float] = field(default_factory=list)
 
     def add(self, other: "RoundCosts") -> None:
-        """Take in what the other has."""
+        """Add the other's rounds."""
         for key, seconds in other.trees.items():
             self.trees[key] += seconds
         for key, seconds in other.blocks.items():
@@ -191,17 +191,14 @@ class RoundCosts:
             for name, by_rows in found.items()
         }
 
-    def overheads(self) -> dict[str, StageOverhead]:
-        """What a block round costs beyond a tree round over as many rows: not less than nothing,
-        whatever a noisy machine says."""
+    def block_overheads(self) -> dict[str, float]:
+        """Mean seconds of a block round beyond a tree round over as many rows; at least 0, however
+        noisy the machine."""
         passes = self.passes()
         beyond: dict[str, list[float]] = defaultdict(list)
         for (name, rows), seconds in self.blocks.items():
             beyond[name] += [one - passes[name].at(rows) for one in seconds]
-        return {
-            name: StageOverhead(0.0, max(_mean(beyond[name]), 0.0) if name in beyond else 0.0)
-            for name in passes
-        }
+        return {name: max(_mean(beyond[name]), 0.0) if name in beyond else 0.0 for name in passes}
 
     def draft_means(self, name: str) -> dict[tuple[int, int], float]:
         """Mean seconds of a drafter's drafts, by (top_k, depth)."""
@@ -212,7 +209,7 @@ class RoundCosts:
         }
 
     def drafts(self) -> dict[str, DraftCosts]:
-        """A line through the mean seconds of drafts over their depths, for each top_k."""
+        """For each top_k, a line fitted to the mean seconds of drafts by depth."""
         means: dict[str, dict[int, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
         for name in dict.fromkeys(name for name, _, _ in self.levels):
             for (top_k, depth), seconds in self.draft_means(name).items():
@@ -237,8 +234,8 @@ class RoundCosts:
 def _mean(values: list[float]) -> float:
     """The mean without the largest and smallest twentieth.
 
-    A plan takes the sum over all of its rounds, hence no median; but what else runs on the machine
-    is left out.
+    A plan takes the sum of all its rounds, hence no median; trimming removes other load on the
+    machine.
     """
     ordered = sorted(values)
     cut = len(ordered) // 20
@@ -248,8 +245,8 @@ def _mean(values: list[float]) -> float:
 def _line(by_depth: dict[int, float]) -> tuple[float, float]:
     """Seconds of the first level and of each further one.
 
-    Where one depth was measured, or noise would make one of the two negative, all levels are
-    taken to cost the same.
+    If only one depth was measured, or noise would make one of the two negative, all levels are
+    assumed to cost the same.
     """
     depths = np.array(sorted(by_depth))
     seconds = np.array([by_depth[depth] for depth in depths])
@@ -262,7 +259,7 @@ def _line(by_depth: dict[int, float]) -> tuple[float, float]:
 
 
 class _Watch:
-    """What the timed stages of an answer share.
+    """The clock and the results that the timed stages of an answer share.
 
     Args:
         drafter: name of the last member.
@@ -273,30 +270,34 @@ class _Watch:
         self.device, self._graphs = engine.models.target.device, engine.graphs
 
     def now(self) -> float:
-        """Seconds; the device has done what it was given."""
+        """Seconds, once the device has finished its work."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return time.perf_counter()
 
     @property
     def num_captured(self) -> int:
-        """Graphs that were captured so far: a round that captures one is not like others."""
+        """Graphs captured so far: a round that captures one is not representative."""
         return self._graphs.counts.captures
 
 
-class _TimedTree(BaseTreeStage):
-    """Times its rounds, the draft apart."""
+class _TimedStage:
+    """Adds up the seconds of its blocks."""
 
     watch: _Watch
-    seconds = 0.0
+    seconds: float = 0.0
 
     def propose(
         self, num_tokens: int, limit: int, flushing: AdaptiveFlushing | None = None
     ) -> Block:
         begin = self.watch.now()
-        block = super().propose(num_tokens, limit, flushing)
+        block: Block = super().propose(num_tokens, limit, flushing)  # type: ignore[misc]
         self.seconds += self.watch.now() - begin
         return block
+
+
+class _TimedTree(_TimedStage, BaseTreeStage):
+    """Times its rounds and their drafts separately."""
 
     def _round(self, limit: int) -> Round:
         watch, rows, num_captured = self.watch, self.verifier.num_rows, self.watch.num_captured
@@ -323,20 +324,10 @@ class _TimedTree(BaseTreeStage):
             costs.levels[self.watch.drafter, tree.top_k, tree.depth].append(seconds)
 
 
-class _TimedBlock(BaseBlockStage):
-    """Times its rounds, what runs below apart."""
+class _TimedBlock(_TimedStage, BaseBlockStage):
+    """Times its rounds without the stages below."""
 
-    watch: _Watch
     below: "_TimedTree | _TimedBlock"
-    seconds = 0.0
-
-    def propose(
-        self, num_tokens: int, limit: int, flushing: AdaptiveFlushing | None = None
-    ) -> Block:
-        begin = self.watch.now()
-        block = super().propose(num_tokens, limit, flushing)
-        self.seconds += self.watch.now() - begin
-        return block
 
     def _round(self, limit: int) -> Round:
         watch, rows, num_captured = self.watch, self.verifier.num_rows, self.watch.num_captured
@@ -351,6 +342,6 @@ class _TimedBlock(BaseBlockStage):
 
 @cache
 def _timed_kind(kind: type) -> Any:
-    """A stage of this kind that times its rounds."""
+    """The class of stages of this kind that time their rounds."""
     timed = _TimedTree if issubclass(kind, BaseTreeStage) else _TimedBlock
     return type(f"Timed{kind.__name__}", (timed, kind), {})

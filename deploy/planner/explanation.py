@@ -1,8 +1,8 @@
 """Why a plan was chosen: measurements, theory and simulation side by side.
 
-The decision compares simulated times. The theory stands beside them with the simulated numbers:
-an accepted length is tokens of the finished answer for each pass of a member, so that refused
-tokens count as cost, and a pass time is the mean over the rows that the plan's passes have.
+The decision compares simulated times. The theory is shown beside them, computed from the simulated
+numbers: an accepted length counts tokens of the finished answer for each pass of a member, so that
+rejected tokens count as cost, and a pass time is the mean over the rows of the plan's passes.
 """
 
 from itertools import pairwise
@@ -15,7 +15,7 @@ from rich.table import Table
 from polybasic.chain.formats.plan import Plan
 from polybasic.deploy.planner.agreement import acceptance_between, candidates_by_depth
 from polybasic.deploy.planner.measurements import Measurements, PassCosts
-from polybasic.deploy.planner.search import LEAST_GAIN, Candidate, Choice
+from polybasic.deploy.planner.search import MIN_GAIN, Candidate, Choice
 from polybasic.deploy.planner.simulation import Predicted
 from polybasic.deploy.planner.theory import (
     Condition,
@@ -23,11 +23,11 @@ from polybasic.deploy.planner.theory import (
     judge_insertion,
     seconds_of_chain,
 )
-from polybasic.deploy.planner.window_verdict import window_verdict, windows_tried
+from polybasic.deploy.planner.windows import window_verdict, windows_tried
 
 
 def explain(choice: Choice, measurements: Measurements) -> dict[str, Any]:
-    """Everything that speaks for and against a choice, as plain JSON."""
+    """All reasons for and against a choice, as plain JSON."""
     best, runner_up, alone = choice.best, choice.runner_up, choice.alone
     return {
         "machine": {
@@ -37,7 +37,7 @@ def explain(choice: Choice, measurements: Measurements) -> dict[str, Any]:
         },
         "num_traces": len(measurements.traces),
         "num_tokens": measurements.num_tokens,
-        "num_plans": choice.num_played,
+        "num_plans": choice.num_simulated,
         "pass_seconds": {
             name: {str(rows): seconds for rows, seconds in zip(one.rows, one.seconds, strict=True)}
             for name, one in _passes(best, measurements).items()
@@ -103,7 +103,7 @@ def _verdict(name: str, runs: bool, with_it: Candidate, without: Candidate, cost
     if runs:
         return f"keep {name}: without it the best plan needs " + without.milliseconds
     if with_it.seconds_per_token <= without.seconds_per_token:
-        return f"leave {name} out: it would save less than {LEAST_GAIN:.0%} of the time"
+        return f"leave {name} out: it would save less than {MIN_GAIN:.0%} of the time"
     return (
         f"leave {name} out: {cost}with it the best plan needs "
         f"{with_it.milliseconds} a token, without it "
@@ -112,7 +112,7 @@ def _verdict(name: str, runs: bool, with_it: Candidate, without: Candidate, cost
 
 
 def describe_shape(plan: Plan, measurements: Measurements) -> str:
-    """Tree and flush lengths, in a few words."""
+    """Tree and flush lengths in a few words."""
     parts: list[str] = []
     if plan.members[-1] not in measurements.verifying:
         tree = plan.tree
@@ -129,13 +129,13 @@ def describe_shape(plan: Plan, measurements: Measurements) -> str:
 
 
 def print_explanation(explanation: dict[str, Any], console: Console) -> None:
-    """Print what `explain` gave, for people."""
+    """Print what `explain` returned."""
     for shown in render(explanation):
         console.print(shown, soft_wrap=isinstance(shown, str), markup=False, highlight=False)
 
 
 def render(explanation: dict[str, Any]) -> list[RenderableType]:
-    """What `explain` gave, as lines and tables for people."""
+    """What `explain` returned, as lines and tables."""
     machine = explanation["machine"]
     headline = (
         f"{machine['hardware']}, {machine['dtype']}, temperature {machine['temperature']:g}; "
@@ -161,7 +161,7 @@ def render(explanation: dict[str, Any]) -> list[RenderableType]:
 
 
 def _acceptance(plan: Plan, measurements: Measurements) -> dict[str, Any]:
-    """Between verifying members that are neighbours in the chain or the plan, and of drafters."""
+    """Acceptance between neighbouring verifying members of chain or plan, and of drafters."""
     running = [name for name in plan.members if name in measurements.verifying]
     pairs = dict.fromkeys([*pairwise(measurements.verifying), *pairwise(running)])
     return {
@@ -184,7 +184,7 @@ def _acceptance(plan: Plan, measurements: Measurements) -> dict[str, Any]:
 
 
 def _lemma(best: Candidate, measurements: Measurements) -> dict[str, Any]:
-    """Lemma 3.1 term by term; what it leaves out is told apart."""
+    """Lemma 3.1 term by term; what it leaves out is reported separately."""
     predicted = best.predicted
     names = _verifying(best, measurements)
     innermost, drafter = names[-1], best.plan.members[-1]
@@ -221,7 +221,7 @@ def _lemma(best: Candidate, measurements: Measurements) -> dict[str, Any]:
 
 
 def _passes(best: Candidate, measurements: Measurements) -> dict[str, PassCosts]:
-    """Costs of passes, those of members with windows besides."""
+    """Costs of passes, including those of members with windows."""
     with_windows = {
         f"{name}, window": best.measurements.passes[name]
         for name in best.plan.windows
@@ -231,7 +231,7 @@ def _passes(best: Candidate, measurements: Measurements) -> dict[str, PassCosts]
 
 
 def _moments(best: Candidate) -> list[dict[str, Any]]:
-    """Theorem 3.3, corrected, for blocks of the length that the simulation found."""
+    """Theorem 3.3, corrected, for blocks of the mean simulated length."""
     found = []
     for above, below in pairwise(best.plan.members):
         if above not in best.plan.flush:
@@ -256,7 +256,7 @@ def _moments(best: Candidate) -> list[dict[str, Any]]:
 def _insertion(name: str, choice: Choice, measurements: Measurements) -> dict[str, Any] | None:
     """Theorem 3.2 for an intermediate inserted into the best plan without it.
 
-    None if it cannot be inserted there: nothing of that kind was measured.
+    None if it cannot be inserted there because nothing of that kind was measured.
     """
     without = choice.best_without(name)
     wanted = {*_verifying(without, measurements), name}
@@ -315,7 +315,7 @@ def _pass_seconds(predicted: Predicted, name: str) -> float | None:
 
 
 def _cost_beside_above(name: str, with_it: Candidate) -> str:
-    """What a pass of a verifying member costs beside one of the model above it, over its rows."""
+    """The cost of a verifying member's pass relative to the model above, over the same rows."""
     measurements = with_it.measurements
     if name not in measurements.verifying:
         return ""

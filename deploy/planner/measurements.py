@@ -1,6 +1,6 @@
-"""What was measured on a machine: seconds of passes, and how models agree about the target's text.
+"""Measurements on one machine: seconds of passes, and how well models agree on the target's text.
 
-Data only, with a JSON form, so that a measurement can be kept and planned from again. Filled by
+Data only, with a JSON form, so that measurements can be stored and planned from again. Written by
 `polybasic.deploy.planner.traces`, read by `polybasic.deploy.planner.simulation`. No torch in here.
 """
 
@@ -19,11 +19,11 @@ Values = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class PassCosts:
-    """Seconds of a member's pass, logits and the choice of tokens included.
+    """Seconds of a member's passes, logits and the choice of tokens included.
 
     Attributes:
         rows: measured row counts, increasing.
-        seconds: mean seconds of a pass over so many rows; need not increase.
+        seconds: mean seconds of a pass over each; need not increase.
     """
 
     rows: tuple[int, ...]
@@ -36,8 +36,8 @@ class PassCosts:
     def at(self, rows: float) -> float:
         """Seconds of a pass over `rows`.
 
-        Linear between measured points; behind the last one with the slope of the last two, if
-        that is positive; before the first one as there.
+        Linear between measured points; beyond the last one with the slope of the last two, if it
+        is positive; constant before the first.
         """
         if rows > self.rows[-1] and len(self.rows) > 1:
             run = self.rows[-1] - self.rows[-2]
@@ -78,51 +78,32 @@ class DraftCosts:
         return cls({int(top_k): (one[0], one[1]) for top_k, one in content.items()})
 
 
-@dataclass(frozen=True)
-class StageOverhead:
-    """Seconds that a round of a member's stage costs beside the passes.
-
-    Attributes:
-        tree_seconds: as the innermost stage: tree, walk, moving rows of the cache.
-        block_seconds: as a stage over another one: verification of the block.
-    """
-
-    tree_seconds: float
-    block_seconds: float
-
-    def to_json(self) -> dict[str, float]:
-        return {"tree_seconds": self.tree_seconds, "block_seconds": self.block_seconds}
-
-    @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> "StageOverhead":
-        return cls(content["tree_seconds"], content["block_seconds"])
-
-
 @dataclass(frozen=True, eq=False)
 class Trace:
-    """One answer y of the target, N tokens, and what every model says along it.
+    """One answer y of the target, N tokens, and how every model rates it.
 
-    At position t the tokens before y_t stand, and y_t is the next to be drawn.
+    At position t the tokens before y_t are given, and y_t is the next to be drawn.
 
     Attributes:
         task: of the prompt.
         probability: of each verifying member, [N]: warped probability of y_t; at temperature 0
-            1.0 where y_t is its choice, else 0.0.
-        confidence: of each verifying member, [N]: what `Sampler.probabilities` gives for y_t drawn
-            by the member; at temperature 0 the softmax probability of y_t.
+            1.0 if y_t is its choice, else 0.0.
+        confidence: of each verifying member, [N]: the value of `Sampler.probabilities` if the
+            member draws y_t; at temperature 0 the softmax probability of y_t.
         own_confidence: of each verifying member, [N]: the same for the member's own draw at t,
-            which stands in the block where the member leaves y; at temperature 0 the softmax
-            probability of its choice, equal to `confidence` where that is y_t.
+            which the block contains where the member leaves y; at temperature 0 the softmax
+            probability of its choice, equal to `confidence` if that is y_t.
         ranks: of each drafter with each verifying member, by top_k, [N, D, D]: element
-            [t, d - 1, l - 1] is the 1-based rank of y's token at level l (y_(t+l-1) behind
-            y_t..y_(t+l-2)) among all candidates of levels 1..d, `ABSENT` where it is none. A tree
-            of depth d and r rows accepts as many consecutive l = 1..d as have a rank <= r - 1.
-        ngram: by min_match, [N]: how many tokens of y the copy proposed at t gets right, -1 where
-            none is proposed (then the drafter drafts); None if it was not measured.
-        own_ranks: of drafters with an intermediate, as `ranks` of the tokens that the intermediate
-            itself draws from position t on, which are y's up to where it leaves y.
-        max_tokens: that the answer might have had: where it has fewer, its last is a stop token,
-            which nothing that drafts can foresee. None: as many as it has.
+            [t, d - 1, l - 1] is the 1-based rank of y's token at level l (y_(t+l-1) after
+            y_t..y_(t+l-2)) among all candidates of levels 1..d, `ABSENT` if it is not among them.
+            A tree of depth d and r rows accepts consecutive l = 1..d as long as their rank is at
+            most r - 1.
+        ngram: by min_match, [N]: how many tokens of y the copy proposed at t gets right, -1 if
+            none is proposed (then the drafter drafts); None if not measured.
+        own_ranks: of drafters with an intermediate, as `ranks`, for the tokens that the
+            intermediate itself draws from position t on; they equal y's until it leaves y.
+        max_tokens: most tokens that the answer could have had. If it has fewer, its last token is
+            a stop token, which no drafter can foresee. None: as many as it has.
         num_prompt_tokens: before the answer.
     """
 
@@ -175,14 +156,15 @@ class Measurements:
         hardware: as `polybasic.deploy.hardware.hardware_name` gives it.
         dtype: of the passes.
         verifying: names, from the target down.
-        drafters: name -> verifying members that it can draft for.
+        drafters: name -> verifying members that it drafts for.
         passes: of each verifying member.
         drafts: of each drafter.
-        shares_cache: verifying member -> the first member whose cache it uses, itself if its own.
-        round_overhead_seconds: of each verifying member.
+        shares_cache: verifying member -> the first member whose cache it uses, or itself.
+        block_overhead_seconds: of each verifying member, what a round that verifies a block costs
+            beyond its pass.
         ngram_seconds: of looking up a copy, once a round.
         traces: calibration answers.
-        windows: of the members that ran with one; all numbers hold for these.
+        windows: of the members that ran with one; all numbers are for these windows.
     """
 
     hardware: str
@@ -193,7 +175,7 @@ class Measurements:
     passes: dict[str, PassCosts]
     drafts: dict[str, DraftCosts]
     shares_cache: dict[str, str]
-    round_overhead_seconds: dict[str, StageOverhead]
+    block_overhead_seconds: dict[str, float]
     ngram_seconds: float
     traces: list[Trace]
     windows: dict[str, Window] = field(default_factory=dict)
@@ -213,11 +195,11 @@ class Measurements:
         return max((trace.num_prompt_tokens + len(trace) for trace in self.traces), default=0)
 
     def along(self, what: str, name: str) -> Values:
-        """`probability`, `confidence` or `own_confidence` of a member, all traces in a row."""
+        """`probability`, `confidence` or `own_confidence` of a member, all traces concatenated."""
         return np.concatenate([getattr(trace, what)[name] for trace in self.traces])
 
     def measured_depths(self, drafter: str, verifying: str) -> dict[int, int]:
-        """Of each top_k whose drafts were measured, in acceptance and in seconds, the depth."""
+        """top_k -> depth of the drafts that were measured, both in acceptance and in seconds."""
         by_top_k = self.traces[0].ranks.get((drafter, verifying), {})
         timed = self.drafts[drafter].by_top_k if drafter in self.drafts else {}
         return {top_k: ranks.shape[1] for top_k, ranks in by_top_k.items() if top_k in timed}
@@ -233,9 +215,7 @@ class Measurements:
             "passes": {name: costs.to_json() for name, costs in self.passes.items()},
             "drafts": {name: costs.to_json() for name, costs in self.drafts.items()},
             "shares_cache": dict(self.shares_cache),
-            "round_overhead_seconds": {
-                name: overhead.to_json() for name, overhead in self.round_overhead_seconds.items()
-            },
+            "block_overhead_seconds": dict(self.block_overhead_seconds),
             "ngram_seconds": self.ngram_seconds,
             "traces": [trace.to_json() for trace in self.traces],
             "windows": {name: one.model_dump() for name, one in self.windows.items()},
@@ -243,8 +223,7 @@ class Measurements:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "Measurements":
-        """What `to_json` gave."""
-        overhead = content["round_overhead_seconds"]
+        """The measurements that `to_json` returned."""
         return cls(
             hardware=content["hardware"],
             dtype=content["dtype"],
@@ -254,9 +233,7 @@ class Measurements:
             passes={name: PassCosts.from_json(one) for name, one in content["passes"].items()},
             drafts={name: DraftCosts.from_json(one) for name, one in content["drafts"].items()},
             shares_cache=dict(content["shares_cache"]),
-            round_overhead_seconds={
-                name: StageOverhead.from_json(one) for name, one in overhead.items()
-            },
+            block_overhead_seconds=dict(content["block_overhead_seconds"]),
             ngram_seconds=content["ngram_seconds"],
             traces=[Trace.from_json(one) for one in content["traces"]],
             windows={name: Window(**one) for name, one in content["windows"].items()},
@@ -264,7 +241,7 @@ class Measurements:
 
 
 def num_candidates(depth: int, top_k: int) -> int:
-    """Candidates that a drafter of this shape makes before it keeps the best of them."""
+    """Candidates that a drafter of this shape computes before it keeps the best."""
     return top_k + (depth - 1) * top_k * top_k if depth else 0
 
 

@@ -32,10 +32,10 @@ def plan_chain(folder: Path, settings: PlanSettings, say: Callable[[str], None])
     Args:
         folder: a chain.
         settings: `prompts` names a Spec-Bench question file.
-        say: takes one line for people.
+        say: called with each line of progress.
 
     Raises:
-        UserError: whatever loading refuses, or prompts that are malformed or all too long.
+        UserError: the chain cannot be loaded, or prompts are malformed or all too long.
     """
     chain = load_chain(folder, dtype=settings.dtype, graphs=settings.graphs, say=say)
     planning = plan_loaded(chain, settings, say)
@@ -44,7 +44,7 @@ def plan_chain(folder: Path, settings: PlanSettings, say: Callable[[str], None])
 
 
 def plan_loaded(chain: Chain, settings: PlanSettings, say: Callable[[str], None]) -> Planning:
-    """As `plan_chain`, on a chain that is loaded; writes nothing."""
+    """As `plan_chain`, for a loaded chain; writes nothing."""
     calibration = answer_prompts(
         chain.engine,
         _prompts(chain, settings),
@@ -55,7 +55,7 @@ def plan_loaded(chain: Chain, settings: PlanSettings, say: Callable[[str], None]
         say,
     )
     measurements = measure(calibration, say)
-    say("plan: simulates rounds of every plan")
+    say("plan: simulates the rounds of every plan")
     choice = choose_plan(measurements, settings.grid)
     choice = try_windows(calibration, measurements, choice, say)
     best = choice.best

@@ -1,8 +1,8 @@
 """Which members run, with which trees and flush lengths: the fastest of all plans, as simulated.
 
-Every set of members that can run is tried, each with the trees and flush lengths of the grid. Of a
-large set the search plays a coarse grid first and climbs from its best points; a test holds it to
-within a hundredth of the exhaustive search.
+Every set of members that can run is tried with the trees and flush lengths of the grid. If there
+are many of them, the search simulates a coarse grid first and climbs from its best points; a test
+keeps it within one percent of the exhaustive search.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,11 +19,11 @@ from polybasic.deploy.planner.simulation import NUM_DRAWS, Predicted, Simulator
 from polybasic.deploy.settings import PlanGrid
 
 BREAK_EVENS = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
-LEAST_GAIN = 0.01
-"""Share of the time that a member, or an adaptive flush, must save to be preferred."""
+MIN_GAIN = 0.01
+"""Share of the time that a member or an adaptive flush must save to be chosen."""
 RULE: Rule = "block"
 EXHAUSTIVE_POINTS = 100
-"""Plans of one set of members up to which each of them is played."""
+"""Up to this many plans of one set of members, all are simulated."""
 NUM_CLIMBS = 4
 
 
@@ -40,7 +40,7 @@ class MemberSet:
     has_ngram: bool
 
     def is_part_of(self, other: "MemberSet") -> bool:
-        """Whether all of it runs in the other, too."""
+        """Whether the other set contains all of it."""
         return set(self.names) <= set(other.names) and self.has_ngram <= other.has_ngram
 
     def __str__(self) -> str:
@@ -49,7 +49,7 @@ class MemberSet:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A plan and what it is predicted to take by a measurement."""
+    """A plan and its predicted time, by one measurement."""
 
     members: MemberSet
     plan: Plan
@@ -67,18 +67,18 @@ class Candidate:
 
     @property
     def milliseconds(self) -> str:
-        """A token's time for people."""
+        """The time of a token, as text."""
         return f"{1e3 * self.seconds_per_token:.3g} ms"
 
 
 @dataclass(frozen=True)
 class WindowTrial:
-    """What windows would save a set of members.
+    """How much time windows would save a set of members.
 
     Attributes:
         best: their best plan with these windows.
-        without: their best plan without any.
-        is_taken: whether that is now the best plan of the set.
+        without: their best plan without windows.
+        is_taken: whether `best` is now the best plan of the set.
     """
 
     best: Candidate
@@ -97,28 +97,28 @@ class Choice:
 
     Attributes:
         by_members: the best plan of each set of members, the fastest first; at least one.
-        num_played: plans that were simulated.
-        windows: lengths of windows that the grid has.
+        num_simulated: plans that were simulated.
+        windows: window lengths of the grid.
         window_trials: windows that were tried.
     """
 
     by_members: tuple[Candidate, ...]
-    num_played: int
+    num_simulated: int
     windows: tuple[int, ...] = ()
     window_trials: tuple[WindowTrial, ...] = ()
 
     @property
     def best(self) -> Candidate:
-        """The fastest plan, or one with a part of its members that is as good as that.
+        """The fastest plan, or one with fewer of its members that is as good.
 
-        What saves less than `LEAST_GAIN` is left out: predictions are not finer than that.
+        Members that save less than `MIN_GAIN` are left out: predictions are no more precise.
         """
         fastest = self.by_members[0]
         as_good = [
             one
             for one in self.by_members
             if one.members.is_part_of(fastest.members)
-            and (1 - LEAST_GAIN) * one.seconds_per_token <= fastest.seconds_per_token
+            and (1 - MIN_GAIN) * one.seconds_per_token <= fastest.seconds_per_token
         ]
         return min(as_good, key=lambda one: len(one.names) + one.members.has_ngram)
 
@@ -130,7 +130,7 @@ class Choice:
 
     @property
     def alone(self) -> Candidate:
-        """The target without anything below it."""
+        """The plan of the target alone."""
         return next(
             one for one in self.by_members if one.members == MemberSet(one.names[:1], False)
         )
@@ -154,7 +154,7 @@ def choose_plan(
     """The fastest plan of every set of members.
 
     Args:
-        grid: trees and flush lengths; of the trees, those that were measured count.
+        grid: trees and flush lengths; only trees that were measured are used.
         seed: of the simulation's uniforms.
         num_draws: see `Simulator`.
 
@@ -163,13 +163,13 @@ def choose_plan(
     """
     simulator = Simulator(measurements, seed, num_draws)
     found: list[Candidate] = []
-    num_played = 0
+    num_simulated = 0
     for members in member_sets(measurements, grid):
         best, num = _best_plan(members, simulator, grid)
-        num_played += num
+        num_simulated += num
         found.append(best)
     found.sort(key=lambda candidate: candidate.seconds_per_token)
-    return Choice(tuple(found), num_played, grid.windows)
+    return Choice(tuple(found), num_simulated, grid.windows)
 
 
 def choose_windows(
@@ -183,19 +183,19 @@ def choose_windows(
 
     Args:
         choice: without windows.
-        windowed: measurements with windows, on the scale of those that were chosen from.
+        windowed: measurements with windows, on the same scale as those without.
 
-    The others are as for `choose_plan`.
+    The other arguments are those of `choose_plan`.
     """
     tried: dict[MemberSet, list[Candidate]] = {one.members: [] for one in choice.by_members}
-    num_played = choice.num_played
+    num_simulated = choice.num_simulated
     for measurements in windowed:
         simulator = Simulator(measurements, seed, num_draws)
         for members in member_sets(measurements, grid):
             if members in tried and set(measurements.windows) <= set(members.names):
                 best, num = _best_plan(members, simulator, grid)
                 tried[members].append(best)
-                num_played += num
+                num_simulated += num
     found: list[Candidate] = []
     trials: list[WindowTrial] = []
     for without in choice.by_members:
@@ -203,23 +203,23 @@ def choose_windows(
         found.append(best)
         trials += [WindowTrial(one, without, one is best) for one in tried[without.members]]
     found.sort(key=lambda candidate: candidate.seconds_per_token)
-    return Choice(tuple(found), num_played, grid.windows, tuple(trials))
+    return Choice(tuple(found), num_simulated, grid.windows, tuple(trials))
 
 
 def _fewest_windows_that_pay(without: Candidate, tried: Sequence[Candidate]) -> Candidate:
-    """The fastest, but for windows that save less than `LEAST_GAIN` over fewer of them."""
+    """The fastest plan, ignoring windows that save less than `MIN_GAIN` over fewer windows."""
     best = without
     for num in sorted({len(one.plan.windows) for one in tried}):
         same_number = [one for one in tried if len(one.plan.windows) == num]
         fastest = min(same_number, key=lambda one: one.seconds_per_token)
-        if fastest.seconds_per_token <= (1 - LEAST_GAIN) * best.seconds_per_token:
+        if fastest.seconds_per_token <= (1 - MIN_GAIN) * best.seconds_per_token:
             best = fastest
     return best
 
 
 def member_sets(measurements: Measurements, grid: PlanGrid) -> list[MemberSet]:
-    """Every set of members that can run: the target, intermediates below it, what drafts for the
-    innermost of them or nothing, and n-grams or not."""
+    """Every set of members that can run: the target, some intermediates, a drafter for the
+    innermost verifier or none, with n-grams or without."""
     target, *intermediates = measurements.verifying
     has_ngrams = [False]
     if _ngram_matches(measurements, grid):
@@ -243,7 +243,7 @@ def member_sets(measurements: Measurements, grid: PlanGrid) -> list[MemberSet]:
 
 
 def candidate_plans(measurements: Measurements, grid: PlanGrid) -> Iterator[Plan]:
-    """Every plan of the grid with flush lengths that are fixed."""
+    """Every plan of the grid with fixed flush lengths."""
     for members in member_sets(measurements, grid):
         lattice = _Lattice(members, measurements, grid)
         for point in lattice.points():
@@ -251,10 +251,10 @@ def candidate_plans(measurements: Measurements, grid: PlanGrid) -> Iterator[Plan
 
 
 def _best_plan(members: MemberSet, simulator: Simulator, grid: PlanGrid) -> tuple[Candidate, int]:
-    """The best plan of a set of members, and the number of plans played."""
+    """The best plan of a set of members, and the number of plans simulated."""
     search = _Search(simulator, _Lattice(members, simulator.measurements, grid))
     best, num_adaptive = _with_adaptive_flush(search.run(), simulator, grid)
-    return best, search.num_played + num_adaptive
+    return best, search.num_simulated + num_adaptive
 
 
 _Point = tuple[int, ...]
@@ -332,18 +332,18 @@ class _Search:
 
     def __init__(self, simulator: Simulator, lattice: _Lattice) -> None:
         self.simulator, self.lattice = simulator, lattice
-        self._played: dict[_Point, Candidate] = {}
+        self._simulated: dict[_Point, Candidate] = {}
 
     @property
-    def num_played(self) -> int:
-        return len(self._played)
+    def num_simulated(self) -> int:
+        return len(self._simulated)
 
     def run(self) -> Candidate:
         lattice = self.lattice
         if np.prod(lattice.sizes, initial=1) <= EXHAUSTIVE_POINTS:
-            return self._play(min(lattice.points(), key=self._seconds))
+            return self._simulate(min(lattice.points(), key=self._seconds))
         starts = sorted(lattice.coarse_points(), key=self._seconds)[:NUM_CLIMBS]
-        return self._play(min(map(self._climb, starts), key=self._seconds))
+        return self._simulate(min(map(self._climb, starts), key=self._seconds))
 
     def _climb(self, point: _Point) -> _Point:
         while True:
@@ -353,23 +353,23 @@ class _Search:
             point = best
 
     def _seconds(self, point: _Point) -> float:
-        return self._play(point).seconds_per_token
+        return self._simulate(point).seconds_per_token
 
-    def _play(self, point: _Point) -> Candidate:
-        if point not in self._played:
+    def _simulate(self, point: _Point) -> Candidate:
+        if point not in self._simulated:
             plan = self.lattice.plan(point)
             predicted = self.simulator.run(plan)
-            self._played[point] = Candidate(
+            self._simulated[point] = Candidate(
                 self.lattice.members, plan, predicted, self.simulator.measurements
             )
-        return self._played[point]
+        return self._simulated[point]
 
 
 def _with_adaptive_flush(
     fixed: Candidate, simulator: Simulator, grid: PlanGrid
 ) -> tuple[Candidate, int]:
-    """The plan with adaptive flushes where they save enough, and the number of plans played."""
-    best, num_played = fixed, 0
+    """The plan with adaptive flushes if they save enough, and the number of plans simulated."""
+    best, num_simulated = fixed, 0
     for above, below in pairwise(fixed.names):
         if above not in fixed.plan.flush:
             continue
@@ -379,17 +379,17 @@ def _with_adaptive_flush(
             plan = best.plan.model_copy(update={"flush": best.plan.flush | {above: flush}})
             predicted = simulator.run(plan)
             adaptive.append(Candidate(fixed.members, plan, predicted, simulator.measurements))
-        num_played += len(adaptive)
+        num_simulated += len(adaptive)
         fastest = min(adaptive, key=lambda one: one.seconds_per_token)
-        if fastest.seconds_per_token <= (1 - LEAST_GAIN) * best.seconds_per_token:
+        if fastest.seconds_per_token <= (1 - MIN_GAIN) * best.seconds_per_token:
             best = fastest
-    return best, num_played
+    return best, num_simulated
 
 
 def _adaptive_flushes(
     fixed: Flush, acceptance: tuple[float, ...], grid: PlanGrid
 ) -> Iterator[Flush]:
-    """At most as long as the fixed one, as the next two lengths of the grid, or as its last."""
+    """With the maximum length of the fixed one, of the next two of the grid, and of its last."""
     longer = sorted(length for length in grid.flush_lengths if length > fixed.length)
     for length in sorted({fixed.length, *longer[:2], *longer[-1:]}):
         for break_even in BREAK_EVENS:
@@ -400,7 +400,7 @@ def _adaptive_flushes(
 def _tree_axes(
     measurements: Measurements, grid: PlanGrid, drafter: str, verifying: str
 ) -> dict[str, tuple[int, ...]]:
-    """Trees of the grid that were measured; empty if none was."""
+    """Trees of the grid that were measured; empty if there are none."""
     deepest = measurements.measured_depths(drafter, verifying)
     top_ks = tuple(sorted(top_k for top_k in grid.top_ks if top_k in deepest))
     at_most = min((deepest[top_k] for top_k in top_ks), default=0)

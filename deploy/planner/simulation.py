@@ -1,25 +1,25 @@
-"""What a plan would take: its rounds played along answers of the target, with measured costs.
+"""How long a plan would take: its rounds simulated along answers of the target, at measured costs.
 
-The output is the target's text y whatever the plan, so a plan is played along a given y; see
-`polybasic.deploy.planner.measurements.Trace` for what is known of it. The two stages here do what
-those of `polybasic.deploy.rounds.stages` do, with positions in y instead of tokens.
-The prefill is left out.
+The output is the target's text y whatever the plan, so a plan is simulated along a given y, of
+which `polybasic.deploy.planner.measurements.Trace` lists what is known. The two stages here mirror
+those of `polybasic.deploy.rounds.stages`, with positions in y instead of tokens. The prefill is
+left out.
 
 Let p_k, q_k be the probabilities of y_k under a verifier and the model below it. Given y, a block
 keeps at least i tokens with probability prod_{k<=i} min(1, q_k/p_k) under the rule `token` and
 min(1, min_{j<=i} prod_{k<=j} q_k/p_k) under the rule `block` (docs/theory.md), so one uniform u
-cuts the block behind the last i of probability u or more. And y parts from the block exactly
-there: both rules replace the first token that they do not keep by another one. So the stage below
-has followed y for that many tokens, and wherever it follows y the same holds between it and the
-stage below it, with its probabilities of y in p's place. At temperature 0 all of this is exact.
+cuts the block after the last i of probability u or more. The block diverges from y exactly there:
+both rules replace the first token that they do not keep. So the stage below has followed y for that
+many tokens, and wherever it follows y the same holds between it and the stage below it, with its
+probabilities of y in place of p. At temperature 0 all of this is exact.
 
-Exact, too, are the innermost walks on y, limits, and what is read again into caches of their own.
-Approximated is what lies behind the parting in a block, which is refused: it is played as if y
-went on and the innermost model parted from it as it does elsewhere. There, where the upper model
-does not draw y_k, the lower one counts as agreeing with it if it does not draw y_k either. A copied
-draft counts the rows of one copy.
+The innermost walks on y, limits, and re-reading into separate caches are exact too. What follows
+the divergence in a block is rejected, and approximated: it is simulated as if y went on and the
+innermost model diverged from it as it does elsewhere. There, if the upper model does not draw y_k,
+the lower one counts as agreeing with it if it does not draw y_k either. A copied draft counts the
+rows of one copy.
 
-The uniforms belong to positions: two plans meet the same luck at the same place.
+The uniforms belong to positions: any two plans get the same one at the same position.
 """
 
 import math
@@ -37,7 +37,7 @@ from polybasic.deploy.rounds.flushing import AdaptiveFlushing
 from polybasic.deploy.rounds.tree import Counts
 
 NUM_DRAWS = 4
-"""Times that traces are played with other uniforms, at a temperature above 0."""
+"""How often traces are simulated, each time with other uniforms, at a temperature above 0."""
 NGRAM = "ngram"
 """Name of the n-gram drafts among members."""
 _Made = TypeVar("_Made")
@@ -47,15 +47,15 @@ _LOG_NEVER = -1e4
 
 @dataclass(frozen=True)
 class Predicted:
-    """What a plan takes, on average over all tokens of the traces.
+    """Predicted costs of a plan, averaged over all tokens of the traces.
 
     Attributes:
         seconds_per_token: without the prefill.
-        tokens_per_pass: of each verifying member, tokens gained by a pass, refused ones included.
+        tokens_per_pass: of each verifying member, tokens gained by a pass, rejected ones included.
         passes: of each member that runs a model, for each token of the answer.
-        rows_per_pass: of each verifying member; like `tokens_per_pass` 0 without passes.
+        rows_per_pass: of each verifying member; like `tokens_per_pass`, 0 without passes.
         seconds_by_member: of each member, and of `NGRAM`, for each token of the answer.
-        overhead_seconds: of all rounds beside their passes, for each token of the answer.
+        overhead_seconds: of block rounds beyond their passes, for each token of the answer.
         block_tokens: of each verifying member but the innermost, mean length of its blocks.
     """
 
@@ -71,18 +71,18 @@ class Predicted:
 def simulate(
     plan: Plan, measurements: Measurements, seed: int = 0, num_draws: int = NUM_DRAWS
 ) -> Predicted:
-    """Play a plan along all traces; see `Simulator` for many plans."""
+    """Simulate a plan along all traces; see `Simulator` for many plans."""
     return Simulator(measurements, seed, num_draws).run(plan)
 
 
 class Simulator:
-    """Plays plans along the traces of one measurement.
+    """Simulates plans along the traces of one measurement.
 
-    Traces lie one behind the other: a position is a place in all of them.
+    Traces are concatenated: a position is an index into all of them.
 
     Args:
         seed: of the uniforms.
-        num_draws: times that the traces are played; once at temperature 0, where nothing is drawn.
+        num_draws: how often traces are simulated; once at temperature 0, where nothing is random.
 
     Raises:
         UserError: a measurement without traces.
@@ -98,7 +98,7 @@ class Simulator:
         ends = np.cumsum([len(trace) for trace in measurements.traces]).tolist()
         self.spans = list(pairwise([0, *ends]))
         self._ends = np.concatenate([np.full(end - start, end) for start, end in self.spans])
-        # Where an answer would have ended for its length; a stop token ends it unforeseen.
+        # Where an answer would have reached its maximum length; a stop token may end it earlier.
         self.limits = [
             start + (trace.max_tokens or len(trace))
             for (start, _), trace in zip(self.spans, measurements.traces, strict=True)
@@ -113,10 +113,10 @@ class Simulator:
         self._cached: dict[tuple[Any, ...], Any] = {}
 
     def run(self, plan: Plan) -> Predicted:
-        """Play a plan.
+        """Simulate a plan.
 
         Raises:
-            UserError: the plan asks for what was not measured.
+            UserError: the plan needs something that was not measured.
         """
         self._check_windows(plan)
         names = [name for name in plan.members if name in self.measurements.verifying]
@@ -164,15 +164,15 @@ class Simulator:
     def _tree_rounds(
         self, name: str, level: int, drafter: str | None, tree: Tree, ngram: Ngram | None
     ) -> "_TreeRounds":
-        """What a round of the innermost stage gains and costs at each position."""
+        """The gain and cost of a round of the innermost stage, at each position."""
         # A stage may gain all that remains but one token for each stage above it.
         positions = np.arange(len(self._ends))
-        room = np.maximum(self._limits - positions - level - 1, 0)
-        depths = np.zeros_like(room)
-        accepted, rows = np.zeros_like(room), np.ones_like(room)
+        headroom = np.maximum(self._limits - positions - level - 1, 0)
+        depths = np.zeros_like(headroom)
+        accepted, rows = np.zeros_like(headroom), np.ones_like(headroom)
         own_accepted = accepted
         if drafter is not None:
-            depths = np.minimum(room, tree.depth)
+            depths = np.minimum(headroom, tree.depth)
             ranks = self._ranks("ranks", drafter, name, tree)
             by_depth = [num_candidates(depth, tree.top_k) for depth in range(tree.depth + 1)]
             rows = np.minimum(tree.rows, 1 + np.array(by_depth)[depths])
@@ -182,20 +182,20 @@ class Simulator:
                 own_accepted = _accepted(own_ranks, depths, tree)
         if ngram is not None:
             copied = self._copied(ngram.min_match)
-            copy_tokens = np.minimum(room, min(ngram.num_tokens, tree.rows - 1))
+            copy_tokens = np.minimum(headroom, min(ngram.num_tokens, tree.rows - 1))
             is_copied = copied >= 0
             depths = np.where(is_copied, 0, depths)
             rows = np.where(is_copied, 1 + copy_tokens, rows)
             copied = np.minimum(copied, copy_tokens)
             accepted = np.where(is_copied, copied, accepted)
             own_accepted = np.where(is_copied, copied, own_accepted)
-        draft_seconds = np.zeros(len(room))
+        draft_seconds = np.zeros(len(headroom))
         if drafter is not None:
             costs = self.measurements.drafts[drafter]
             by_depth_seconds = [costs.at(depth, tree.top_k) for depth in range(tree.depth + 1)]
             draft_seconds = np.array(by_depth_seconds)[depths]
-        most = np.minimum(room + 1, self._ends - positions)
-        gains, own_gains = (np.minimum(one + 1, most) for one in (accepted, own_accepted))
+        longest = np.minimum(headroom + 1, self._ends - positions)
+        gains, own_gains = (np.minimum(one + 1, longest) for one in (accepted, own_accepted))
         return _TreeRounds(
             gains.tolist(), own_gains.tolist(), rows, depths, draft_seconds, ngram is not None
         )
@@ -228,7 +228,7 @@ class Simulator:
         return np.concatenate([part for part in parts if part is not None])
 
     def _extents(self, above: str, below: str, rule: Rule, draw: int) -> list[int]:
-        """For each position, tokens that a block from there on would keep if it were endless."""
+        """For each position, how many tokens an endless block from there on would keep."""
         return self._memo(
             ("extents", above, below, rule, draw),
             lambda: self._find_extents(above, below, rule, draw),
@@ -275,9 +275,7 @@ class Simulator:
             rows_per_pass[name] = float(rows @ counts) / max(num_passes, 1)
             costs = np.array([self._pass_seconds(name, one) for one in rows.tolist()])
             seconds[name] = float(costs @ counts) / num_tokens
-            each = self.measurements.round_overhead_seconds[name]
             if isinstance(stage, _TreeStage):
-                overhead += each.tree_seconds * len(stage.visited) / num_tokens
                 rounds, at = stage.rounds, np.array(stage.visited, dtype=np.int64)
                 if drafter is not None:
                     passes[drafter] = int(rounds.depths[at].sum()) / num_tokens
@@ -285,7 +283,8 @@ class Simulator:
                 if rounds.looks_up_ngrams:
                     seconds[NGRAM] = self.measurements.ngram_seconds * len(at) / num_tokens
             else:
-                overhead += each.block_seconds * num_passes / num_tokens
+                seconds_each = self.measurements.block_overhead_seconds[name]
+                overhead += seconds_each * num_passes / num_tokens
                 block_tokens[name] = stage.num_proposed / max(num_passes, 1)
         return Predicted(
             seconds_per_token=sum(seconds.values()) + overhead,
@@ -302,7 +301,7 @@ class Simulator:
         return self._memo(("pass", name, rows), lambda: costs.at(rows))
 
     def _confidences(self, name: str) -> tuple[list[float], list[float]]:
-        """What the flush sees at each position, while the block follows y and behind that."""
+        """The flush's input at each position, while the block follows y and after that."""
 
         def make() -> tuple[list[float], list[float]]:
             along, own = self.measurements.along, self.measurements.along("own_confidence", name)
@@ -320,7 +319,7 @@ class Simulator:
 
 
 def _accepted(ranks: Counts, depths: Counts, tree: Tree) -> Counts:
-    """Drafted tokens that a walk accepts, by position, of trees that are `depths` deep there."""
+    """Drafted tokens that a walk accepts, by position, for trees of the given depths."""
     accepted = np.zeros_like(depths)
     for depth in range(1, tree.depth + 1):
         at = np.flatnonzero(depths == depth)
@@ -363,7 +362,7 @@ _WantsMore = Callable[[int, int], bool]
 
 
 class _TreeStage:
-    """Plays `polybasic.deploy.rounds.stages.TreeStage`."""
+    """Simulates `polybasic.deploy.rounds.stages.TreeStage`."""
 
     def __init__(self, rounds: _TreeRounds) -> None:
         self.rounds = rounds
@@ -374,10 +373,12 @@ class _TreeStage:
         self._end = 0
 
     def begin(self, start: int, end: int, limit: int) -> None:
-        # The last token of the prompt stands and is not read.
+        # The last token of the prompt has not been read yet.
         self._read, self._end = start - 1, end
 
-    def propose(self, position: int, goal: int, wants_more: _WantsMore | None, parting: int) -> int:
+    def propose(
+        self, position: int, goal: int, wants_more: _WantsMore | None, divergence: int
+    ) -> int:
         if position - 1 > self._read:
             self.catch_up_rows.append(position - 1 - self._read)
         gains, own_gains, visited = self.rounds.gains, self.rounds.own_gains, self.visited
@@ -385,9 +386,9 @@ class _TreeStage:
         while position < goal:
             visited.append(position)
             begun, gain = position, gains[position]
-            if position + gain > parting:
-                # The walk leaves y at the parting and goes on along the model's own tokens.
-                gain = max(parting + 1 - position, own_gains[position])
+            if position + gain > divergence:
+                # The walk leaves y there and goes on along the model's own tokens.
+                gain = max(divergence + 1 - position, own_gains[position])
             position += gain
             self._num_gained += gain
             if wants_more is not None and not wants_more(begun, position):
@@ -408,7 +409,7 @@ class _TreeStage:
 
 
 class _BlockStage:
-    """Plays `polybasic.deploy.rounds.stages.BlockStage`."""
+    """Simulates `polybasic.deploy.rounds.stages.BlockStage`."""
 
     extents: list[int]
     confidence: list[float]
@@ -421,19 +422,21 @@ class _BlockStage:
         self._flushing: AdaptiveFlushing | None = None
         self._rows: list[int] = []
         self._num_gained = 0
-        self._read = self._end = self._limit = self._parting = 0
+        self._read = self._end = self._limit = self._divergence = 0
 
     def begin(self, start: int, end: int, limit: int) -> None:
-        # It adds a token to what the stage below may gain.
+        # The stage adds one token to the gain of the stage below.
         self._read, self._end, self._limit = start - 1, end, limit - 1
         if self.flush.adaptive is not None:
             self._flushing = AdaptiveFlushing(self.flush.adaptive)
         self.below.begin(start, end, limit - 1)
 
-    def propose(self, position: int, goal: int, wants_more: _WantsMore | None, parting: int) -> int:
+    def propose(
+        self, position: int, goal: int, wants_more: _WantsMore | None, divergence: int
+    ) -> int:
         goal = min(goal, self._end)
         while position < goal:
-            begun, position = position, self._round(position, parting)
+            begun, position = position, self._round(position, divergence)
             if wants_more is not None and not wants_more(begun, position):
                 break
         return position
@@ -442,21 +445,21 @@ class _BlockStage:
         self._read = length if was_read else min(self._read, length)
         self.below.resolve(length, was_read and self.shares_cache)
 
-    def _round(self, position: int, parting_above: int) -> int:
+    def _round(self, position: int, divergence_above: int) -> int:
         goal = min(position + self._flush_length, self._limit)
-        self._parting = position + self.extents[position]
-        parting = min(self._parting, parting_above)
+        self._divergence = position + self.extents[position]
+        divergence = min(self._divergence, divergence_above)
         if self._flushing is None:
-            reached = self.below.propose(position, goal, None, parting)
+            reached = self.below.propose(position, goal, None, divergence)
         else:
             self._flushing.begin_block()
-            reached = self.below.propose(position, goal, self._wants_more, parting)
-        kept = min(self._parting, reached)
+            reached = self.below.propose(position, goal, self._wants_more, divergence)
+        kept = min(self._divergence, reached)
         if self._flushing is not None:
             self._flushing.learn(kept - position)
         self.num_proposed += reached - position
         self._rows.append(reached - self._read)
-        # Nothing stands behind a stop token, so the one that is kept is not followed by another.
+        # Nothing follows a stop token that is kept.
         stands = min(kept + 1, self._end)
         self._num_gained += stands - position
         self._read = stands - 1
@@ -465,9 +468,9 @@ class _BlockStage:
 
     def _wants_more(self, begun: int, reached: int) -> bool:
         assert self._flushing is not None
-        parting = min(max(self._parting, begun), reached)
+        divergence = min(max(self._divergence, begun), reached)
         return self._flushing.wants_more(
-            self.confidence[begun:parting] + self.own_confidence[parting:reached]
+            self.confidence[begun:divergence] + self.own_confidence[divergence:reached]
         )
 
     def rows_read(self) -> tuple[Counts, Counts]:

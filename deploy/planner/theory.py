@@ -1,11 +1,11 @@
-"""The theory that chains rest on, as functions of numbers. No torch in here.
+"""The theory behind chains, as functions of numbers. No torch in here.
 
 "Polybasic Speculative Decoding Through a Theoretical Perspective" (Wang et al., ICML 2025, arXiv
-2510.26527): Lemma 3.1, Theorem 3.2 and, corrected, Theorem 3.3; and how much of a block is kept
-along a text that is known. Derived and explained in docs/theory.md.
+2510.26527): Lemma 3.1, Theorem 3.2, a corrected Theorem 3.3, and how much of a block is kept along
+a known text. Derived and explained in docs/theory.md.
 
-The functions compute with whatever numbers they are given: floats, or fractions when the tests
-compare them with an enumeration.
+The functions work on any kind of number: floats, or fractions when the tests compare them with an
+enumeration.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from typing import Any, Literal
 from polybasic.chain.errors import UserError
 
 Number = Any
-"""A float or a fraction; what comes out is of the kind that went in."""
+"""A float or a fraction; results have the type of the arguments."""
 
 
 def seconds_of_chain(
@@ -69,13 +69,13 @@ class Condition:
 
 @dataclass(frozen=True)
 class Insertion:
-    """Whether a model pays between a verifying model and the drafter below it.
+    """Whether inserting a model between a verifying model and the drafter below it pays.
 
     Attributes:
-        fewer_passes_above: T_new/T_i < L_new (1/L_i - 1/L_i_new): the passes that the model above
-            is spared pay for the passes of the inserted one. Sufficient if L_new >= L_i.
-        fewer_drafts: T_new/T_(i+1) < beta (L_new/L_i - 1): the drafts that are spared pay for
-            them. Sufficient if L_i_new >= L_i. None where nothing below costs time.
+        fewer_passes_above: T_new/T_i < L_new (1/L_i - 1/L_i_new): the saved passes of the model
+            above pay for the passes of the inserted one. Sufficient if L_new >= L_i.
+        fewer_drafts: T_new/T_(i+1) < beta (L_new/L_i - 1): the saved drafts pay for them.
+            Sufficient if L_i_new >= L_i. None if nothing below costs time.
         seconds_per_token_without: Lemma 3.1 for these models, without the inserted one.
         seconds_per_token_with: the same with it.
     """
@@ -102,15 +102,15 @@ def judge_insertion(
 ) -> Insertion:
     """Theorem 3.2, and both full times of Lemma 3.1.
 
-    Models above these two take the same time with and without it and are left out. With another
-    verifying model below, compare `seconds_of_chain` of both chains: the theorem's second
-    condition counts what is below as drafts.
+    Models above these two take the same time in both cases and are left out. If another verifying
+    model is below, compare `seconds_of_chain` of both chains: the theorem's second condition treats
+    everything below as drafts.
 
     Args:
         above_seconds: T_i, a pass of the model above; more than 0.
         new_seconds: T_new, a pass of the inserted model.
         below_seconds: T_(i+1), a pass of the drafter, more than 0; None if nothing below costs
-            time, or if it is not known: both full times then leave it out.
+            time or its time is unknown: both full times then leave it out.
         accepted: L_i, tokens for each pass of the model above, without the inserted one.
         accepted_above_new: L_i_new, the same with it.
         accepted_new: L_new, tokens for each pass of the inserted model.
@@ -151,7 +151,7 @@ def accepted_length_moments(acceptance: Number, max_tokens: int) -> tuple[Number
     """Mean and variance of the accepted length: Theorem 3.3, corrected.
 
     A pass over a block of n - 1 tokens, each kept with probability a if all before it were, gains
-    these and one of its own: E = (1 - a^n) / (1 - a) and
+    the kept ones and one of its own: E = (1 - a^n) / (1 - a) and
     Var = (a - (2n - 1) a^n (1 - a) - a^(2n)) / (1 - a)^2.
 
     Args:
@@ -174,7 +174,7 @@ def accepted_length_moments(acceptance: Number, max_tokens: int) -> tuple[Number
 
 
 def estimate_acceptance(accepted_lengths: Sequence[int], max_tokens: int) -> float:
-    """The acceptance a that makes accepted lengths likeliest: tokens kept over tokens judged.
+    """The maximum-likelihood acceptance a: tokens kept over tokens judged.
 
     A token is judged if all before it in its block were kept; a pass that gained fewer than
     `max_tokens` judged one token more than it kept.
@@ -202,19 +202,19 @@ def estimate_acceptance(accepted_lengths: Sequence[int], max_tokens: int) -> flo
 def kept_probabilities(
     verifier: Sequence[Number], proposer: Sequence[Number], rule: Literal["block", "token"]
 ) -> list[Number]:
-    """P(at least i tokens of a block are kept | the text that came about), for i = 1..K.
+    """P(at least i tokens of a block are kept | the resulting text), for i = 1..K.
 
-    Exact for every text y of the verifier's own distribution; K may depend on tokens that were
-    drawn before (docs/theory.md).
+    Exact for every text y from the verifier's own distribution; K may depend on tokens drawn
+    earlier (docs/theory.md).
 
     Args:
         verifier: p_1..p_K, the verifier's probabilities (after temperature and the like) of the
-            text's next K tokens, each behind those before it; above 0.
+            text's next K tokens, each given those before it; above 0.
         proposer: q_1..q_K, the proposing model's probabilities of the same tokens.
         rule: see `polybasic.deploy.rounds.verification`.
 
     Raises:
-        UserError: the text has a token that the verifier does not draw.
+        UserError: the text has a token that the verifier never draws.
     """
     kept: list[Number] = []
     product: Number = 1
@@ -230,7 +230,7 @@ def kept_probabilities(
 
 @dataclass(frozen=True)
 class PredictedSpeedup:
-    """What inserting a model is predicted to gain.
+    """The predicted gain of inserting a model.
 
     Attributes:
         speedup: time a token without it, over time a token with it and the best flush length.
@@ -250,11 +250,11 @@ def predicted_speedup(
     drafts_per_round: float,
     max_rounds: int = 32,
 ) -> PredictedSpeedup:
-    """Speedup by a model between target and drafter, over the two alone, by Lemma 3.1.
+    """Speedup of a model between target and drafter over the two alone, by Lemma 3.1.
 
     The drafter serves both equally well: a pass over its tree gains `tokens_per_round` in either.
-    The inserted model collects whole rounds, the target keeps each of their tokens with
-    probability `acceptance` if all before it were kept, and the number of rounds is the best.
+    The inserted model collects whole rounds, and the target keeps each token with probability
+    `acceptance` if all before it were kept. The number of rounds is the optimal one.
 
     Args:
         cost_ratio: T_new/T_i, a pass of the inserted model over one of the target; above 0.

@@ -1,7 +1,7 @@
 """Measures what a plan is chosen from: acceptance along the target's text, and costs of rounds.
 
-Acceptance is read off the target's own answers: every verifying model reads them, and each drafter
-drafts behind each of their tokens.
+Acceptance is measured along the target's own answers: every verifying model reads them, and each
+drafter drafts after each of their tokens.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,9 +26,9 @@ from polybasic.deploy.rounds.tree import ABSENT, DraftTree
 from polybasic.deploy.settings import PlanGrid
 
 BLOCK_TOKENS = 16
-"""Tokens that a model which shares its cache reads behind the rows of the model above."""
+"""Tokens that a model with a shared cache reads after the rows of the model above."""
 OWN_TEXT_TREE = Tree(depth=5, top_k=2, rows=8)
-"""Drafts for what intermediates write where they leave the answer."""
+"""Shape of the drafts for an intermediate's own text where it leaves the answer."""
 
 RanksByDrafter = dict[tuple[str, str], dict[int, np.ndarray]]
 """Drafter and its verifier -> top_k -> ranks, see `polybasic.deploy.planner.measurements.Trace`."""
@@ -52,15 +52,15 @@ class CalibrationPrompt:
 
 @dataclass(frozen=True)
 class Calibration:
-    """A chain with the answers that it is measured along, and how.
+    """A chain, the answers that it is measured along, and the settings.
 
     Attributes:
         engine: of the chain.
         answered: prompts with answers of at least two tokens.
-        stop_tokens: that end an answer.
+        stop_tokens: end an answer.
         max_new_tokens: of an answer.
-        sampling: of the answers; a plan holds for its temperature.
-        grid: the shapes that are measured.
+        sampling: of the answers; a plan is valid for its temperature.
+        grid: the shapes to measure.
     """
 
     engine: Engine
@@ -69,20 +69,6 @@ class Calibration:
     max_new_tokens: int
     sampling: Sampling
     grid: PlanGrid
-
-
-def calibrate(
-    engine: Engine,
-    prompts: Sequence[tuple[str, list[int]]],
-    stop_tokens: frozenset[int],
-    max_new_tokens: int,
-    sampling: Sampling,
-    grid: PlanGrid,
-    say: Callable[[str], None],
-) -> Measurements:
-    """Measure a chain on the machine that it is loaded on: `answer_prompts`, then `measure`."""
-    calibration = answer_prompts(engine, prompts, stop_tokens, max_new_tokens, sampling, grid, say)
-    return measure(calibration, say)
 
 
 def answer_prompts(
@@ -94,11 +80,11 @@ def answer_prompts(
     grid: PlanGrid,
     say: Callable[[str], None],
 ) -> Calibration:
-    """Let the target answer what a chain is to be measured along.
+    """Let the target answer the prompts that a chain is measured along.
 
     Args:
         prompts: (task, token ids) of each; not those that the plan will be judged on.
-        say: takes one line for people.
+        say: called with each line of progress.
     """
     say("plan: the target answers the calibration prompts")
     answered = [
@@ -110,7 +96,7 @@ def answer_prompts(
 
 
 def measure(calibration: Calibration, say: Callable[[str], None]) -> Measurements:
-    """Costs, and a trace of each answer, of members that see the whole context."""
+    """Costs and traces of members that see the whole context."""
     engine, answered, grid = calibration.engine, calibration.answered, calibration.grid
     models = engine.models
     say("plan: acceptance along the answers")
@@ -132,7 +118,7 @@ def measure(calibration: Calibration, say: Callable[[str], None]) -> Measurement
         passes=costs.passes(),
         drafts=costs.drafts(),
         shares_cache={name: _cache_owner(engine, name) for name in engine.verifiers},
-        round_overhead_seconds=costs.overheads(),
+        block_overhead_seconds=costs.block_overheads(),
         ngram_seconds=costs.ngram_seconds(),
         traces=traces,
     )
@@ -159,7 +145,7 @@ def _cache_owner(engine: Engine, name: str) -> str:
 def trace_answer(
     calibration: Calibration, one: CalibrationPrompt, windows: Windows, top_ks: Sequence[int]
 ) -> Trace:
-    """What every model says along one answer.
+    """How every model rates one answer.
 
     Args:
         top_ks: of the drafts.
@@ -182,7 +168,7 @@ def trace_answer(
         probability[name] = confidence[name] if is_random else np.equal(drawn[name], answer) * 1.0
     target = next(iter(engine.verifiers))
     if sampling.temperature == 0:
-        # Where passes of other lengths round to another token, the answer is right all the same.
+        # Passes of other lengths may round to another token; the answer is right all the same.
         probability[target][:] = 1.0
     ranks: RanksByDrafter = {}
     own_ranks: RanksByDrafter = {}
@@ -214,10 +200,10 @@ def trace_answer(
 
 @torch.inference_mode()
 def _states(engine: Engine, one: CalibrationPrompt, windows: Windows) -> dict[str, Tensor]:
-    """States [T, W] of each verifying model over prompt and answer, the last token excepted.
+    """States [T, W] of each verifying model over prompt and answer, without the last token.
 
-    As when a chain runs, a model that shares its cache reads a block behind rows of the model
-    above, which then reads the block again.
+    As when a chain runs, a model that shares its cache reads a block after rows of the model above,
+    which then reads the block again.
     """
     tokens = [*one.prompt, *one.answer[:-1]]
     num_prompt = len(one.prompt) - 1
@@ -261,7 +247,7 @@ def _ranks(
     for place in range(len(answer)):
         if place:
             drafter.observe(states[len(prompt) + place - 2 : len(prompt) + place - 1])
-        if len(prompt) + place < drafter.least_tokens:
+        if len(prompt) + place < drafter.min_tokens:
             continue
         candidates = drafter.candidates([*prompt, *answer[:place]], depth)
         for ranks, text in zip(found, texts, strict=True):
@@ -279,9 +265,9 @@ def _continuations(
     depth: int,
     windows: Windows,
 ) -> list[list[int]]:
-    """What a model itself draws from each position of the answer on, `depth` tokens or more.
+    """The tokens that a model draws from each position of the answer on, `depth` or more.
 
-    That is the answer up to where the model leaves it, and its own text from there.
+    These are the answer until the model leaves it, and its own text from there.
 
     Args:
         drawn: the model's own draw at each position.
@@ -299,7 +285,7 @@ def _continuations(
         if drawn[place] == answer[place]:
             following = [answer[place], *following]
         else:
-            # from the end to the beginning: what is read stays read
+            # from the end to the beginning, so that the cache's rows stay valid
             if stage.tokens:
                 stage.resolve(len(prompt) + place, drawn[place])
             else:
@@ -310,7 +296,7 @@ def _continuations(
 
 
 def _copied(prompt: list[int], answer: list[int], min_match: int, grid: PlanGrid) -> np.ndarray:
-    """Tokens of the n-gram drafter's proposals that come true, [N]; -1 where it has none."""
+    """Tokens of the n-gram drafter's proposals that are right, [N]; -1 if it proposes none."""
     tree = Tree(depth=grid.ngram_tokens, top_k=1, rows=grid.ngram_tokens + 1)
     drafter = NgramDrafter(Ngram(min_match=min_match, num_tokens=grid.ngram_tokens), tree)
     drafter.rewind(0)

@@ -1,12 +1,12 @@
-"""Windows on the members below the target: measured beside plans without them, and chosen alike.
+"""Windows for the members below the target: measured alongside plans without them, and explained.
 
-A window pays by the length of the context, hence it is judged on the planning prompts as they are.
-What is measured anew is what a window changes: the traces of answers that are longer than it, and
-the costs of the members that have one, in turns with the same plans without windows. These costs
-are put on the scale of the first measurement, so that one prediction can be held against another.
+Whether a window pays depends on the length of the context, so it is judged on the planning prompts
+as they are. Only what a window changes is measured again: the traces of answers longer than it, and
+the costs of members that have one, in turns with the same plans without windows. These costs are
+scaled to the first measurement, so that predictions can be compared.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,11 +15,17 @@ import numpy as np
 from polybasic.chain.formats.plan import Plan, Tree, Window
 from polybasic.deploy.planner.costs import NUM_TURNS, RoundCosts, compare_costs
 from polybasic.deploy.planner.measurements import DraftCosts, Measurements, PassCosts, Trace
-from polybasic.deploy.planner.search import Candidate, Choice, WindowTrial, choose_windows
+from polybasic.deploy.planner.search import (
+    MIN_GAIN,
+    Candidate,
+    Choice,
+    WindowTrial,
+    choose_windows,
+)
 from polybasic.deploy.planner.traces import Calibration, Windows, trace_answer
 
 NUM_MEMBER_SETS = 2
-"""The best sets of members with which windows are tried."""
+"""How many of the best sets of members windows are tried with."""
 
 
 def try_windows(
@@ -30,24 +36,59 @@ def try_windows(
 ) -> Choice:
     """The same choice, with windows where they save enough.
 
-    Each member of the best sets is given each window of the grid that hides something of a text;
-    of the members for which one saves time, the best windows are then tried together.
+    Each member of the best sets gets each window of the grid that is shorter than some text; the
+    best windows of members for which one saves time are then tried together.
 
     Args:
-        measurements: without windows, from which was chosen.
+        measurements: without windows, on which the choice is based.
     """
     tried = _sets_to_try(choice)
     single = _single_windows(calibration, tried)
     if not single:
         return choice
     grid = calibration.grid
-    say(f"plan: windows of {_listed(calibration)} tokens, beside the same plans without")
+    say(f"plan: windows of {_listed(calibration)} tokens, and the same plans without")
     windowed = _measure(calibration, measurements, tried, single, say)
     found = choose_windows(choice, windowed, grid)
     if together := _joint_windows(found.window_trials):
         windowed += _measure(calibration, measurements, tried, together, say)
         found = choose_windows(choice, windowed, grid)
     return found
+
+
+def windows_tried(choice: Choice) -> list[dict[str, Any]]:
+    """The windows that were tried and what each saves, as plain JSON."""
+    return [
+        {
+            "members": str(one.best.members),
+            "windows": {name: window.model_dump() for name, window in one.windows.items()},
+            "seconds_per_token_without": one.without.seconds_per_token,
+            "seconds_per_token_with": one.best.seconds_per_token,
+            "is_taken": one.is_taken,
+        }
+        for one in choice.window_trials
+    ]
+
+
+def window_verdict(choice: Choice, measurements: Measurements) -> str | None:
+    """Why members see part of the context or all of it; None if there was nothing to decide."""
+    if not choice.windows or all(len(one.names) == 1 for one in choice.by_members):
+        return None
+    if measurements.longest_text_tokens <= min(choice.windows):
+        longest = f"{measurements.longest_text_tokens:,} tokens"
+        return f"no windows: planning prompts with answers have at most {longest}"
+    trials = [one for one in choice.window_trials if one.best.members == choice.best.members]
+    if not trials:
+        return None
+    without = trials[0].without.milliseconds
+    taken = next((one for one in trials if one.is_taken), None)
+    if taken is not None:
+        return f"{_shown_windows(taken.windows)}: if all saw everything, it would need {without}"
+    best = min(trials, key=lambda one: one.best.seconds_per_token)
+    if best.best.seconds_per_token <= best.without.seconds_per_token:
+        return f"no windows: the best would save less than {MIN_GAIN:.0%} of the time"
+    seconds = best.best.milliseconds
+    return f"no windows: with the best, {_shown_windows(best.windows)}, it would need {seconds}"
 
 
 def usable_windows(calibration: Calibration) -> list[int]:
@@ -61,7 +102,7 @@ def _listed(calibration: Calibration) -> str:
 
 
 def _sets_to_try(choice: Choice) -> list[Candidate]:
-    """The best plan of each of the best sets of members that has one below the target."""
+    """The best plan of each of the best sets of members, those with more than the target."""
     by_names: dict[tuple[str, ...], Candidate] = {}
     for one in choice.by_members:
         if len(one.names) > 1:
@@ -97,7 +138,7 @@ def _measure(
     windows: Sequence[Windows],
     say: Callable[[str], None],
 ) -> list[Measurements]:
-    """What was measured, with each of the windows; without those that could not be timed."""
+    """Measurements with each of the windows, except those that could not be timed."""
     top_ks = sorted({one.plan.tree.top_k for one in tried if _drafter(one.plan, measurements)})
     timed = compare_costs(
         calibration.engine,
@@ -124,7 +165,7 @@ def _drafter(plan: Plan, measurements: Measurements) -> str | None:
 
 
 def _shapes(plan: Plan, calibration: Calibration, measurements: Measurements) -> list[Plan]:
-    """The plan, and the same with the smallest tree: costs are needed over more rows than one."""
+    """The plan, and the same with the smallest tree, to get costs over several row counts."""
     plan = plan.model_copy(update={"ngram": None})
     if _drafter(plan, measurements) is None:
         return [plan]
@@ -134,7 +175,7 @@ def _shapes(plan: Plan, calibration: Calibration, measurements: Measurements) ->
 
 
 def _prompts_of_all_lengths(calibration: Calibration) -> list[list[int]]:
-    """As many as there are turns, spread evenly over the prompts by length."""
+    """One prompt for each turn, spread evenly by length."""
     by_length = sorted((one.prompt for one in calibration.answered), key=len)
     places = (np.arange(NUM_TURNS) + 0.5) / NUM_TURNS * len(by_length)
     return [by_length[int(place)] for place in places]
@@ -174,7 +215,7 @@ def _costs(
 
 
 def _scaled(costs: PassCosts, rows: list[int], ratios: list[float]) -> PassCosts:
-    """Costs times a ratio that is known at some rows."""
+    """Costs times a ratio that was measured at some rows."""
     factors = np.interp(costs.rows, rows, ratios)
     seconds = (float(one * factor) for one, factor in zip(costs.seconds, factors, strict=True))
     return PassCosts(costs.rows, tuple(seconds))
@@ -192,9 +233,16 @@ def _draft_ratio(without: RoundCosts, with_windows: RoundCosts, name: str) -> fl
 def _traces(
     calibration: Calibration, measurements: Measurements, windows: Windows, top_ks: Sequence[int]
 ) -> list[Trace]:
-    """Of all answers; those of texts that no window cuts are as they were."""
+    """Of all answers; traces of texts that no window shortens are reused."""
     shortest = min(window.tokens for window in windows.values())
     return [
         trace_answer(calibration, one, windows, top_ks) if len(one) > shortest else trace
         for one, trace in zip(calibration.answered, measurements.traces, strict=True)
     ]
+
+
+def _shown_windows(windows: Mapping[str, Window]) -> str:
+    return " and ".join(
+        f"{name} sees the first {one.sinks} and the latest {one.tokens:,} tokens"
+        for name, one in windows.items()
+    )

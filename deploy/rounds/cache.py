@@ -12,16 +12,16 @@ from polybasic.chain.kernels.cpu.library import kernels_for
 class KeyValueCache:
     """A fixed number of rows a layer; `length` of them are committed.
 
-    A pass writes its rows behind the committed ones. `keep` then commits some of them, in the
-    order given, and forgets the others: rejected rows cost nothing but the shortening.
+    A pass writes its rows after the committed ones. `keep` then commits some of them, in the order
+    given, and drops the others: rejecting rows only shortens the cache.
 
     Args:
         num_layers: of the decoder, or 1 for a draft head.
         capacity: rows, committed and provisional together.
 
     Attributes:
-        block: [layers, 2 * key/value heads, capacity, head size], keys first; zeros at first.
-        layers: its parts, one a layer.
+        block: [layers, 2 * key/value heads, capacity, head size], keys first; initially zeros.
+        layers: views of `block`, one for each layer.
     """
 
     def __init__(
@@ -46,19 +46,19 @@ class KeyValueCache:
         self.length += len(rows)
 
     def move_on_device(self, sources: Tensor, first: Tensor) -> None:
-        """Put rows one after the other from `first` on, in place, without a look by the host.
+        """Move rows, in place and on the device, to consecutive places from `first` on.
 
         `length` does not change.
 
         Args:
-            sources: int64 [n], rows of the cache, in any order; a row may come more than once.
+            sources: int64 [n], rows of the cache in any order, possibly repeated.
             first: int64 [], at most capacity - n. Rows first to first + n - 1 are overwritten.
         """
         places = first + torch.arange(len(sources), device=sources.device)
         self.block.index_copy_(2, places, self.block.index_select(2, sources))
 
     def _move(self, sources: list[int], first: int) -> None:
-        """Put rows, in ascending order, one after the other from `first` on."""
+        """Move rows, given in ascending order, to consecutive places from `first` on."""
         kernels = kernels_for(self.block.device, self.block.dtype)
         if kernels is not None:
             kernels.move_rows(self.layers, sources, first)
@@ -67,6 +67,6 @@ class KeyValueCache:
         self.block[:, :, first : first + len(sources)] = self.block[:, :, moved]
 
     def truncate(self, length: int) -> None:
-        """Forget all rows from `length` on."""
+        """Drop all rows from `length` on."""
         assert 0 <= length <= self.length, f"truncate to {length} of {self.length} rows"
         self.length = length

@@ -1,26 +1,26 @@
-"""When a stage hands up its block before the flush length: where one more round would not pay.
+"""When a stage hands up its block before the flush length: as soon as another round would not pay.
 
-The verifier above keeps a block up to the first token that it refuses, so a round is worth its
-time only while the whole block is likely to stand. `AdaptiveFlushing` estimates that from the
-proposing model's own probability of each token, which tells much about the verifier's.
+The verifier above keeps a block up to the first token that it rejects, so another round is worth
+its time only while the whole block is likely to be accepted. `AdaptiveFlushing` estimates this from
+the proposing model's own probability of each token, which predicts the verifier's well.
 
-The output stays exact: whether a position belongs to the block is decided by tokens that were
-drawn before it, never by its own. And it stays reproducible: estimates begin anew with every
-request, and costs are numbers of the plan, not of a clock.
+The output stays exact: whether a position belongs to the block depends on tokens drawn before it,
+never on its own. It also stays reproducible: estimates start afresh with every request, and costs
+come from the plan, not from a clock.
 """
 
 from polybasic.chain.formats.plan import NUM_PROBABILITY_BINS, AdaptiveFlush
 
 PRIOR_WEIGHT = 8.0
-"""Tokens that the plan's acceptance of a bin counts for."""
+"""Number of tokens that the plan's acceptance of a bin counts as."""
 
 
 class AdaptiveFlushing:
     """Stops a block once the probability that all of it is kept falls below the break-even.
 
-    With S that probability, a round that gains g kept tokens if they are reached, costs c seconds
-    and a chain that makes r tokens a second, one more round pays while S g > r c. The planner
-    gives r c / g as `break_even`.
+    Let S be that probability, g the kept tokens of a round that is reached, c its seconds and r the
+    chain's tokens a second: another round pays while S g > r c. The planner sets `break_even` to
+    r c / g.
     """
 
     def __init__(self, settings: AdaptiveFlush) -> None:
@@ -31,11 +31,11 @@ class AdaptiveFlushing:
         self._survival = 1.0
 
     def begin_block(self) -> None:
-        """Forget the block; what was learned stays."""
+        """Start a new block; what was learned is kept."""
         self._bins, self._survival = [], 1.0
 
     def wants_more(self, probabilities: list[float]) -> bool:
-        """Take the tokens of one round, by the proposing model's probability of each."""
+        """Add a round's tokens by the proposing model's probability of each; whether to go on."""
         for probability in probabilities:
             index = probability_bin(probability)
             self._bins.append(index)
@@ -43,13 +43,13 @@ class AdaptiveFlushing:
         return self._survival >= self.break_even
 
     def learn(self, num_kept: int) -> None:
-        """The verifier kept the block's first `num_kept` tokens and refused the one behind."""
+        """Learn that the verifier kept the first `num_kept` tokens and rejected the next one."""
         for place, index in enumerate(self._bins[: num_kept + 1]):
             self._num_asked[index] += 1
             self._num_kept[index] += place < num_kept
 
 
 def probability_bin(probability: float) -> int:
-    """Bin of a probability by its square, which tells apart what is nearly certain."""
+    """Bin of a probability by its square, for finer bins where tokens are nearly certain."""
     last = NUM_PROBABILITY_BINS - 1
     return min(last, int(NUM_PROBABILITY_BINS * probability * probability))

@@ -1,9 +1,9 @@
 """How tokens are drawn: the random numbers and the two samplers.
 
-Stages know a sampler only by six verbs: `distributions` turns logits into what tokens are drawn
-from, `draw` draws, `take` keeps of a round's rows what verification asks for, `join` collects them
-into a block's distributions, `verify` cuts a block, `probabilities` tells how sure the proposing
-model was.
+Stages use six methods of a sampler: `distributions` turns logits into the distributions that tokens
+are drawn from, `draw` draws, `take` selects the rows of a round that verification needs, `join`
+combines them into a block's distributions, `verify` cuts a block, and `probabilities` returns how
+sure the proposing model was.
 """
 
 from dataclasses import dataclass, field
@@ -30,33 +30,33 @@ __all__ = [
 
 
 class Joiner(Protocol):
-    """What joins a stage's rounds to a block."""
+    """The part of a sampler that joins a stage's rounds into a block."""
 
     def take(self, rows: Any, chosen: list[int]) -> Any:
-        """Chosen rows alone, as `verify` asks for them: nothing of the others is kept."""
+        """Only the chosen rows, in the form that `verify` needs; the others can be freed."""
 
     def join(self, parts: list[Any]) -> Any:
-        """Rows that were taken, one below the other."""
+        """Concatenate rows that were taken."""
 
     def probabilities(self, rows: Any, chosen: list[int], tokens: list[int]) -> list[float]:
-        """What the model of `rows` itself gave to tokens that were drawn from chosen rows.
+        """The proposing model's own probability of each token, given the row it was drawn from.
 
-        A sampler of random numbers answers with the probabilities that it drew with, the greedy
-        one with the softmax of its logits, in float32.
+        The random sampler returns the probabilities that it drew with, the greedy one the softmax
+        of its logits in float32.
 
         Args:
-            rows: as `distributions` made them.
+            rows: as `distributions` returned them.
         """
 
 
 class Sampler(Joiner, Protocol):
-    """Draws tokens and cuts blocks, exactly from the distributions that it makes of logits."""
+    """Draws tokens and cuts blocks, exactly from the distributions that it computes."""
 
     def distributions(self, logits: Tensor, prefixes: Prefixes) -> Any:
-        """What tokens are drawn from, one row for each row of `logits` [R, V].
+        """The distributions to draw tokens from, one for each row of `logits` [R, V].
 
         Args:
-            prefixes: what stands before each row's draw.
+            prefixes: the tokens before each row's draw.
         """
 
     def draw(self, rows: Any, row: int) -> int:
@@ -67,7 +67,7 @@ class Sampler(Joiner, Protocol):
 
         Args:
             proposed: the K rows that the tokens were drawn from, joined.
-            own: the verifier's K + 1 rows, as `distributions` made them.
+            own: the verifier's K + 1 rows, as `distributions` returned them.
         """
 
 
@@ -76,7 +76,7 @@ class GreedyRows:
     """The most probable token of each row.
 
     Attributes:
-        logits: of the rows, [R, V] after the penalties; None where only the tokens were taken.
+        logits: [R, V] after the penalties; None after `take`.
     """
 
     tokens: list[int]
@@ -87,8 +87,8 @@ class GreedySampler:
     """Temperature 0: a distribution is its most probable token.
 
     Args:
-        sampling: of which bias and penalties count; the truncations keep the argmax.
-        num_prompt_tokens: leading tokens of every prefix that are no output.
+        sampling: only bias and penalties matter, since truncation keeps the argmax.
+        num_prompt_tokens: leading tokens of every prefix that are not output.
     """
 
     def __init__(self, sampling: Sampling, num_prompt_tokens: int) -> None:
@@ -118,14 +118,14 @@ class GreedySampler:
     def probabilities(self, rows: GreedyRows, chosen: list[int], tokens: list[int]) -> list[float]:
         if not chosen:
             return []
-        assert rows.logits is not None, "rows that were taken have no logits"
+        assert rows.logits is not None, "taken rows have no logits"
         values = rows.logits[chosen].float().softmax(-1)
         return list(values[list(range(len(tokens))), tokens].tolist())
 
 
 @dataclass
 class Probabilities:
-    """Rows [R, V] of float32 probabilities, with the tokens once they were drawn."""
+    """Rows [R, V] of float32 probabilities, and the tokens once they have been drawn."""
 
     values: Any
     drawn: list[int] | None = field(default=None)
@@ -135,7 +135,7 @@ class RandomSampler:
     """Draws from the softmax of the warped logits, in float32, on the logits' device.
 
     Args:
-        num_prompt_tokens: leading tokens of every prefix that are no output.
+        num_prompt_tokens: leading tokens of every prefix that are not output.
     """
 
     def __init__(self, sampling: Sampling, device: torch.device, num_prompt_tokens: int) -> None:
@@ -147,7 +147,7 @@ class RandomSampler:
 
     def draw(self, rows: Probabilities, row: int) -> int:
         if rows.drawn is None:
-            # All rows in one go, so that a device is asked once; a walk reads only its own.
+            # All rows at once, so that the host waits for a device once, not for each step.
             rows.drawn = self._categorical(rows.values)
         return rows.drawn[row]
 
@@ -176,7 +176,7 @@ class RandomSampler:
         return list(rows.values[chosen, tokens].tolist()) if chosen else []
 
     def _cut(self, tokens: list[int], p: Any, q: Any, rule: str) -> tuple[int, Any]:
-        """Number of kept tokens, and the weight of p in the residual behind them."""
+        """Number of kept tokens, and the weight of p in the residual after them."""
         if rule == "token":
             acceptance = verification.token_acceptance(p, q, tokens)
             for num_kept, probability in enumerate(acceptance):
@@ -201,14 +201,14 @@ class RandomSampler:
         """One token from each row of probabilities, by inversion."""
         cumulative = rows.cumsum(-1)
         uniform = torch.rand(len(rows), 1, generator=self.generator, device=rows.device)
-        # The last sum stands for 1, and a token of probability 0 is never reached.
+        # Scaled by the last sum instead of 1; a token of probability 0 is never reached.
         drawn = torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True)
         last = (rows > 0).int().cumsum(-1).argmax(-1, keepdim=True)
         return torch.minimum(drawn, last).squeeze(1).tolist()
 
 
 def seeded_generator(sampling: Sampling, device: torch.device) -> torch.Generator:
-    """Random numbers of the seed that is set, or of one that is drawn."""
+    """Random numbers from the given seed, or from a random one."""
     generator = torch.Generator(device)
     if sampling.seed is None:
         generator.seed()
@@ -220,7 +220,7 @@ def seeded_generator(sampling: Sampling, device: torch.device) -> torch.Generato
 def _most_probable(logits: Tensor) -> list[int]:
     """The first of the most probable tokens of each row."""
     if logits.device.type == "cpu":
-        # NumPy's takes a tenth of the time of torch's
+        # NumPy's argmax takes a tenth of the time of torch's
         return list(logits.float().numpy().argmax(-1).tolist())
     return list(logits.argmax(-1).tolist())
 
@@ -229,7 +229,7 @@ def make_sampler(sampling: Sampling, device: torch.device, num_prompt_tokens: in
     """The sampler for these settings.
 
     Args:
-        num_prompt_tokens: leading tokens of every prefix that are no output.
+        num_prompt_tokens: leading tokens of every prefix that are not output.
     """
     if sampling.is_greedy:
         return GreedySampler(sampling, num_prompt_tokens)

@@ -4,7 +4,7 @@ Stages nest: a `TreeStage` verifies a drafter's tree, a `BlockStage` verifies th
 stage below it hands up. Two models are one TreeStage, three are a BlockStage over a TreeStage,
 four two BlockStages over one. A stage sees token ids only.
 
-#   R = rows (tokens), W = width of the verifier's states, which stages only hand on
+#   R = rows (tokens), W = width of the verifier's states, which stages only pass on
 """
 
 from abc import ABC, abstractmethod
@@ -28,7 +28,7 @@ class Block:
 
     Attributes:
         tokens: in order.
-        distributions: one row for each token, as the sampler joins them; None without tokens.
+        distributions: one row for each token, as the sampler joins them; None if there are none.
     """
 
     tokens: list[int]
@@ -37,7 +37,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Round:
-    """What one pass of a stage's verifier gained.
+    """The gain of one pass of a stage's verifier.
 
     Attributes:
         tokens: at least one.
@@ -51,11 +51,11 @@ class Round:
 
 
 class Stage(Protocol):
-    """What a stage does for the stage above it, or for the engine.
+    """What the stage above, or the engine, can ask of a stage.
 
     Attributes:
         verifier: the stage's own model.
-        accepted_lengths: tokens gained by each pass of it since the stage was made.
+        accepted_lengths: tokens gained by each of its passes since the stage was made.
     """
 
     verifier: Verifier
@@ -66,34 +66,33 @@ class Stage(Protocol):
 
         Args:
             tokens: the prompt, at least one token.
-            states: the states [len(tokens) - 1, W] of all tokens but the last, when the stage
-                above has read them into the cache that this stage shares.
+            states: the states [len(tokens) - 1, W] of all tokens but the last, if the stage above
+                has already read them into the shared cache.
         """
 
     def propose(
         self, num_tokens: int, limit: int, flushing: AdaptiveFlushing | None = None
     ) -> Block:
-        """Continue the sequence until `num_tokens` were gained or a stop token was drawn.
+        """Continue the sequence until `num_tokens` are gained or a stop token is drawn.
 
-        The last round may bring more, but never more than `limit` in all; with `flushing` fewer
-        rounds may be enough. Whether a position belongs to the block is decided before its token
-        is drawn.
+        The last round may gain more, but the total never exceeds `limit`; `flushing` may stop
+        earlier. Whether a position belongs to the block is decided before its token is drawn.
         """
 
     def resolve(self, length: int, next_token: int, states: Tensor | None = None) -> None:
         """Cut the sequence to its first `length` tokens and continue with `next_token`.
 
         Args:
-            states: the states [R, W] of the last R of those `length` tokens, when the stage above
-                has read them into the cache that this stage shares.
+            states: the states [R, W] of the last R of these `length` tokens, if the stage above
+                has already read them into the shared cache.
         """
 
 
 class BaseTreeStage(ABC):
     """The innermost stage: a verifier walks the drafter's tree by sampling.
 
-    Each token is a draw from the verifier's own distribution, whatever was drafted; candidates
-    only decide how many draws one pass serves.
+    Each token is drawn from the verifier's own distribution, whatever was drafted; the candidates
+    only decide how many draws one pass allows.
     """
 
     def __init__(
@@ -140,14 +139,14 @@ class BaseTreeStage(ABC):
 
     @abstractmethod
     def _draft(self, limit: int) -> Any:
-        """The candidates that `_verify` reads, for a round that gains at most `limit` tokens."""
+        """Candidates for `_verify`, in a round that gains at most `limit` tokens."""
 
     @abstractmethod
     def _verify(self, tree: Any, limit: int) -> Round:
-        """A pass over the tree, and the walk; what was gained is committed."""
+        """A pass over the tree and the walk; the gained tokens are committed."""
 
     def _catch_up(self) -> None:
-        """Read what stands in the sequence but not in the cache, the last token excepted."""
+        """Read the tokens that the cache does not hold yet, except the last."""
         missing = self.tokens[self.verifier.cache.length : -1]
         if missing:
             states = self.verifier.read(missing)
@@ -156,7 +155,7 @@ class BaseTreeStage(ABC):
 
 
 class TreeStage(BaseTreeStage):
-    """A tree stage whose trees and draws the host reads."""
+    """A tree stage whose trees and draws are on the host."""
 
     def __init__(
         self,
@@ -189,11 +188,11 @@ class TreeStage(BaseTreeStage):
 
 
 class BaseBlockStage(ABC):
-    """A verifier over a stage: the block that the stage proposes is cut by speculative sampling.
+    """A verifier above a stage: it cuts the block that the stage proposes by speculative sampling.
 
     Args:
-        flush: how many tokens the stage below collects before this verifier is asked, and the
-            rule of `polybasic.deploy.rounds.verification` by which it answers.
+        flush: how many tokens the stage below collects before this verifier runs, and the rule of
+            `polybasic.deploy.rounds.verification` by which it cuts the block.
     """
 
     def __init__(
@@ -211,7 +210,7 @@ class BaseBlockStage(ABC):
         self.shares_cache = verifier.cache is below.verifier.cache
         self.tokens: list[int] = []
         self.accepted_lengths: list[int] = []
-        self._num_read = 0  # leading tokens whose rows in the cache are this verifier's own
+        self._num_read = 0  # leading tokens whose rows in the cache were written by this verifier
 
     def prefill(self, tokens: list[int], states: Tensor | None = None) -> None:
         self.tokens = list(tokens)
@@ -254,16 +253,16 @@ class BaseBlockStage(ABC):
 
     @abstractmethod
     def _verify(self, unread: list[int], block: Block) -> tuple[int, int, Tensor, Any]:
-        """A pass over the tokens that were not read yet and the block behind them.
+        """A pass over the unread tokens and the block after them.
 
         Returns:
-            How many of the block's tokens are kept, the token behind them, the states of the rows
-            that were read, and the distributions of the block's rows and the one behind it.
+            How many of the block's tokens are kept, the token after them, the states of the rows
+            that were read, and the distributions for the block's tokens and the one after.
         """
 
 
 class BlockStage(BaseBlockStage):
-    """A block stage whose draws the host reads."""
+    """A block stage whose draws are on the host."""
 
     def __init__(
         self,
@@ -291,10 +290,10 @@ class BlockStage(BaseBlockStage):
 
 @dataclass(frozen=True)
 class _Rounds:
-    """Runs a stage's rounds until they make a block.
+    """Runs a stage's rounds until a block is complete.
 
     Attributes:
-        run_round: limit -> a round that gains at most so many tokens.
+        run_round: limit -> a round that gains at most `limit` tokens.
     """
 
     run_round: Callable[[int], Round]
@@ -317,7 +316,7 @@ class _Rounds:
     ) -> tuple[list[int], Any, bool]:
         """A round's tokens, their rows, and whether another round may follow.
 
-        All else of the round, the logits of all its rows above all, ends here.
+        The rest of the round, above all the logits of its rows, is freed here.
         """
         one = self.run_round(limit)
         wants_more = one.tokens[-1] not in self.stop_tokens

@@ -1,4 +1,4 @@
-"""The text of an answer while its tokens come, and the stop strings that end it."""
+"""The text of an answer while its tokens arrive, and the stop strings that end it."""
 
 from collections.abc import Sequence
 
@@ -6,21 +6,21 @@ from tokenizers import Tokenizer
 
 from polybasic.chain.errors import UserError
 
-_INCOMPLETE = "\ufffd"  # what tokenizers write for bytes that are no character, or not yet
+_INCOMPLETE = "\ufffd"  # how tokenizers decode bytes that are not a whole character
 
 
 class AnswerText:
-    """Decodes tokens one by one and finds the first at which the text contains a stop string.
+    """Decodes tokens one by one and finds the first one that completes a stop string.
 
     The text ends before the stop string. The answer's token ids end with the token that completed
-    it, so that decoding them may give the stop string and more. Special tokens have no text.
+    it, so decoding them may give the stop string and more. Special tokens have no text.
 
     Args:
         tokenizer: of the answer's tokens.
         stop: the stop strings.
 
     Attributes:
-        text: all that is complete, without what a stop string cut off.
+        text: all complete characters, up to a stop string.
         has_stopped: whether a stop string was found.
 
     Raises:
@@ -32,8 +32,8 @@ class AnswerText:
             raise UserError("empty stop string", f"stop={list(stop)}", "give it a character")
         self.tokenizer, self.stop = tokenizer, tuple(stop)
         self.text, self.has_stopped = "", False
-        # Tokens since the last but one complete text; those before `_num_context` are in `text`,
-        # and stand here because some tokenizers write a token otherwise at the beginning.
+        # Recent tokens. Those before `_num_context` are in `text` already; they are kept because
+        # some tokenizers decode a token differently at the start of a text.
         self._window: list[int] = []
         self._num_context = 0
         self._num_taken = 0
@@ -42,7 +42,7 @@ class AnswerText:
         """Read the answer's next tokens.
 
         Returns:
-            How many of them belong to the answer where a stop string ends it, else None.
+            How many of them belong to the answer if a stop string ends it, else None.
         """
         for index, token in enumerate(tokens):
             begin = max(0, len(self.text) - max(map(len, self.stop), default=0) + 1)
@@ -55,23 +55,23 @@ class AnswerText:
         return None
 
     def take(self) -> str:
-        """The text since the last call, but for an end that may begin a stop string."""
+        """The text since the last call, except an end that may begin a stop string."""
         end = len(self.text) if self.has_stopped else len(self.text) - self._num_held_back()
         taken, self._num_taken = self.text[self._num_taken : end], end
         return taken
 
     def finish(self) -> str:
-        """What is left when the answer has ended: all of it, an incomplete character too."""
+        """The remaining text once the answer has ended, incomplete characters included."""
         if not self.has_stopped:
-            self.text += self._behind_context()
+            self.text += self._text_after_context()
             self._window, self._num_context = [], 0
         taken, self._num_taken = self.text[self._num_taken :], len(self.text)
         return taken
 
     def _read(self, token: int) -> str:
-        """Add a token to `text` where it completes characters, else return what there is."""
+        """Add a token to `text` if it completes characters, else return the incomplete text."""
         self._window.append(token)
-        added = self._behind_context()
+        added = self._text_after_context()
         if added.endswith(_INCOMPLETE):
             return added
         if added:
@@ -80,12 +80,12 @@ class AnswerText:
             self._num_context = len(self._window)
         return ""
 
-    def _behind_context(self) -> str:
+    def _text_after_context(self) -> str:
         context = self.tokenizer.decode(self._window[: self._num_context])
         return self.tokenizer.decode(self._window)[len(context) :]
 
     def _num_held_back(self) -> int:
-        """Length of the longest end of the text with which a stop string begins."""
+        """Length of the longest end of the text that is the start of a stop string."""
         lengths = [
             length
             for string in self.stop

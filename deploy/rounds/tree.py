@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 ABSENT = 1_000_000
-"""Rank of a token that is among no candidates; beyond the rows of any tree."""
+"""Rank of a token that is not among the candidates; larger than any tree."""
 
 Counts = NDArray[np.int64]
 
@@ -17,8 +17,8 @@ class DraftTree:
     """Rows of one verification pass: the root, then candidates, parents before children.
 
     Attributes:
-        tokens: token id of each row; row 0 is the last token that stands.
-        parents: row of each row's parent; the root has -1.
+        tokens: token id of each row; row 0 is the last token of the sequence.
+        parents: row of each row's parent; -1 for the root.
     """
 
     tokens: list[int]
@@ -53,7 +53,7 @@ class DraftTree:
         return children
 
     def paths(self) -> list[list[int]]:
-        """For each row, the tokens behind the root down to it; the root's is empty."""
+        """For each row, the tokens from below the root down to it; empty for the root."""
         paths: list[list[int]] = [[]]
         for row in range(1, len(self)):
             paths.append([*paths[self.parents[row]], self.tokens[row]])
@@ -63,7 +63,7 @@ class DraftTree:
 def walk(tree: DraftTree, draw: Any) -> tuple[list[int], int]:
     """Walk from the root by sampling: every token is a draw from the verifier's distribution.
 
-    A drawn token that is a child of the row is stepped to; one that is not ends the walk.
+    If the drawn token is a child of the row, the walk steps there; if not, the walk ends.
 
     Args:
         draw: row -> token drawn from the verifier's distribution after that row.

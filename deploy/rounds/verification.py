@@ -7,8 +7,8 @@ verifier's. Both rules keep a prefix and add one token so that the result follow
 - `block`: Sun et al., "Block Verification Accelerates Speculative Decoding", 2024; never keeps
   fewer tokens in expectation.
 
-The functions compute with whatever numbers they are given: float32 tensors when a chain runs,
-arrays of fractions when the tests enumerate every outcome.
+The functions work on any kind of number: float32 tensors when a chain runs, arrays of fractions
+when the tests enumerate every outcome.
 """
 
 from typing import Any
@@ -49,8 +49,8 @@ def block_acceptance(p: Rows, q: Rows, weights: list[Any]) -> list[Any]:
 def residual(p_row: Any, q_row: Any, weight: Any) -> Any:
     """Distribution of the token after a cut: the normalised positive part of weight * p - q.
 
-    In floating point the positive part can vanish where p and q agree to the last bit; any
-    distribution is right there, because the cut then has probability zero, and p is taken.
+    In floating point the positive part can vanish where p and q agree to the last bit. The cut then
+    has probability zero, so any distribution is right, and p is used.
     """
     positive = (weight * p_row - q_row).clip(0)
     total = positive.sum()

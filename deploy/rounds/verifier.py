@@ -19,15 +19,15 @@ from polybasic.deploy.rounds.cache import KeyValueCache
 from polybasic.deploy.rounds.tree import DraftTree
 
 SPARE_ROWS = MAX_TREE_ROWS
-"""Rows of every cache beyond the context: a draft's or a tree's lie behind the last token."""
+"""Rows of every cache beyond the context, for the draft or tree after the last token."""
 
 
 @dataclass
 class PassClock:
     """Number and seconds of a member's forward passes.
 
-    On a CUDA device seconds are read from events when they are asked for, so that counting
-    never waits for the device.
+    On a CUDA device seconds are read from events on demand, so that counting never waits for the
+    device.
     """
 
     device: torch.device
@@ -37,7 +37,7 @@ class PassClock:
 
     @contextmanager
     def running(self, num_passes: int) -> Iterator[None]:
-        """Time what runs inside and count it as `num_passes` passes."""
+        """Time the enclosed code and count it as `num_passes` passes."""
         self.num_passes += num_passes
         if self.device.type == "cuda":
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -68,26 +68,27 @@ class ShortPasses(Protocol):
     """Another way to run a decoder's passes over few consecutive tokens, with the same states.
 
     Attributes:
-        most_rows: longer passes are left to the decoder.
+        max_rows: longer passes run on the decoder itself.
     """
 
-    most_rows: int
+    max_rows: int
 
     def read(self, token_ids: Sequence[int], window: Window | None) -> Tensor:
         """States [R, W] of consecutive tokens after the committed ones of the cache."""
 
 
 class Verifier:
-    """Runs a decoder over rows behind the committed ones of its cache.
+    """Runs a decoder over rows after the committed ones of its cache.
 
-    Several verifiers may share one cache when their layers have the same shapes: each writes its
-    provisional rows over the other's.
+    Verifiers whose layers have the same shapes may share one cache: each overwrites the other's
+    provisional rows.
 
     Args:
-        passes: run the passes over few consecutive tokens, prompts excepted.
+        passes: runs passes over few consecutive tokens, except prompts.
 
     Attributes:
-        window: what its rows see of a long context; None for all. May be set between sequences.
+        window: the part of a long context that its rows see; None for all of it. May be set
+            between sequences.
     """
 
     window: Window | None = None
@@ -107,7 +108,7 @@ class Verifier:
         """States [R, W] of consecutive tokens; their rows are provisional."""
         start = self.cache.length
         # a prompt is read once, by kernels for many rows
-        if self.passes is not None and start > 0 and len(token_ids) <= self.passes.most_rows:
+        if self.passes is not None and start > 0 and len(token_ids) <= self.passes.max_rows:
             self.num_rows += len(token_ids)
             with self.clock.running(num_passes=1):
                 return self.passes.read(token_ids, self.window)

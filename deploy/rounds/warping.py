@@ -1,6 +1,6 @@
-"""From logits to what tokens are drawn from: biases, penalties, temperature and truncation.
+"""From logits to the distribution of a token: biases, penalties, temperature and truncation.
 
-Every model of a chain processes its logits in this one way, for the prefix at hand; therefore what
+Every model of a chain processes its logits in this way, given the tokens before them, so that what
 is verified is what was drawn. The order is that of transformers 5.23, `_get_logits_processor` in
 generation/utils.py, and of vLLM's sampler where transformers has no such setting:
 
@@ -9,7 +9,7 @@ generation/utils.py, and of vLLM's sampler where transformers has no such settin
 3. frequency and presence penalty (OpenAI, vLLM), over the output only,
 4. temperature, 5. top-k, 6. top-p, 7. min-p.
 
-At temperature 0 the argmax is taken behind step 3; the later steps would not change it.
+At temperature 0 the argmax is taken after step 3; the later steps would not change it.
 """
 
 import math
@@ -27,19 +27,19 @@ from polybasic.chain.errors import UserError
 
 @dataclass(frozen=True)
 class Sampling:
-    """What a user may set; the values that come without asking change nothing but the argmax.
+    """A user's sampling settings; by default, plain greedy decoding.
 
     Attributes:
         temperature: 0 is greedy.
-        top_k: keep the k most probable tokens, and what ties with the last; None and 0 keep all.
+        top_k: keep the k most probable tokens and those tied with the last; None and 0 keep all.
         top_p: keep the smallest set of most probable tokens whose mass reaches top_p.
         min_p: keep tokens of at least min_p times the probability of the most probable one.
         repetition_penalty: logits of tokens in prompt and output are divided by it if positive,
             else multiplied; 1 is off.
         presence_penalty: subtracted from the logit of each token in the output.
         frequency_penalty: subtracted once for each time that the token is in the output.
-        logit_bias: token id -> what is added to its logit.
-        seed: of the random numbers; None draws one.
+        logit_bias: token id -> number added to its logit.
+        seed: of the random numbers; None picks one at random.
 
     Raises:
         UserError: a value out of range.
@@ -56,7 +56,7 @@ class Sampling:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        # Upper and lower bounds keep float32 logits finite behind every step.
+        # Upper and lower bounds keep float32 logits finite after every step.
         for name, is_valid, bound in (
             (
                 "temperature",
@@ -97,7 +97,7 @@ class Sampling:
 
     @property
     def in_effect(self) -> dict[str, Any]:
-        """What shapes the law of the draws, by name; nothing for plain greedy."""
+        """The settings that change the distribution of draws, by name; none for plain greedy."""
         values: dict[str, Any] = {
             "repetition_penalty": self.repetition_penalty if self.repetition_penalty != 1 else None,
             "presence_penalty": self.presence_penalty,
@@ -117,7 +117,7 @@ class Sampling:
         """Check that the logit bias names tokens of a vocabulary.
 
         Raises:
-            UserError: it names another.
+            UserError: it names a token outside of it.
         """
         for token in self.logit_bias:
             if token >= vocab_size:
@@ -130,11 +130,11 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Prefixes:
-    """What stands before each row's draw.
+    """The tokens before each row's draw.
 
     Attributes:
         sequence: shared by all rows: prompt and answer so far.
-        suffixes: of each row, what follows the sequence; may be empty lists.
+        suffixes: for each row, the tokens after the sequence; may be empty.
     """
 
     sequence: list[int]
@@ -144,11 +144,11 @@ class Prefixes:
 def process_logits(
     logits: Tensor, sampling: Sampling, prefixes: Prefixes, num_prompt_tokens: int
 ) -> Tensor:
-    """Logits [R, V] after bias and penalties; in float32, or as they are where none is set.
+    """Logits [R, V] after bias and penalties: in float32, or unchanged if none is set.
 
     Args:
         prefixes: one suffix for each row.
-        num_prompt_tokens: leading tokens of the sequence that are no output.
+        num_prompt_tokens: leading tokens of the sequence that are not output.
     """
     if sampling.logit_bias:
         tokens = torch.tensor(list(sampling.logit_bias), device=logits.device)
@@ -192,7 +192,7 @@ def _without(probabilities: Tensor, dropped: Tensor) -> Tensor:
 
 
 def _count(prefixes: Prefixes, begin: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Token ids [T] that stand before any row, and how often [R, T] before each, in float32.
+    """Token ids [T] that occur before any row, and their counts [R, T] before each, in float32.
 
     Args:
         begin: leading tokens of the sequence that are not counted.
@@ -219,7 +219,7 @@ def _is_whole(value: Any) -> bool:
 
 
 def _lies_within(value: Any, low: float, high: float) -> bool:
-    """Whether it is a finite number between the bounds, both included."""
+    """Whether it is a finite number between the bounds, inclusive."""
     is_number = isinstance(value, Real) and not isinstance(value, bool)
     return is_number and math.isfinite(value) and low <= value <= high
 

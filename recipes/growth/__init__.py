@@ -1,1 +1,1 @@
-"""Small chains in the shapes of large models, for measurements: outputs stay, costs grow."""
+"""Grows small chains to shapes of large models, for measurements: same outputs, larger costs."""

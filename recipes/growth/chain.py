@@ -1,4 +1,4 @@
-"""Grows a whole chain: target, 4-bit copies and draft heads together, into a folder of its own."""
+"""Grows a whole chain, its target, 4-bit copies and draft heads, into a new folder."""
 
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -40,8 +40,8 @@ _ROPE_KEYS = ("rope_parameters", "rope_scaling", "rope_theta")
 
 NamedTensors = Iterator[tuple[str, Tensor]]
 GrowLinear = Callable[[Weights, str, Placing, bool], NamedTensors]
-"""Tensors of one linear from those of the small model's of a name; or of an added layer's, whose
-name is then that of a layer like it."""
+"""Weights, the small linear's name, placing, whether its layer is added -> the grown linear's
+tensors. An added layer takes its name and sizes from an existing one."""
 
 
 def grow_chain(
@@ -54,18 +54,18 @@ def grow_chain(
 ) -> Manifest:
     """Write `source` grown to `shape` as the chain `out`, whole, with all members inside.
 
-    Measured plans and results of the source do not hold for the grown chain and are left out.
+    Measured plans and results of the source do not apply to the grown chain and are left out.
 
     Args:
         source: a chain of a Llama target, 4-bit copies of it and heads for it.
         shape: to grow to.
         shape_name: labels the chain as grown.
         out: the folder to write; an older chain there is replaced.
-        device: where weights are grown.
+        device: computes the grown weights.
 
     Raises:
-        UserError: no chain, other members, a shape that the target does not fit into, `out` holds
-            something else, or a full disk.
+        UserError: not a chain, other kinds of members, a shape that the target does not fit into,
+            something else at `out`, or a full disk.
     """
     chain = check_chain(source)
     refuse_replacing(out, {"chain": source, **chain.members})
@@ -91,7 +91,7 @@ def grow_chain(
 
 
 def _growths(chain: CheckedChain, shape: GrownShape, device: torch.device) -> dict[str, Growth]:
-    """Of each member; all that can be refused is, before anything is written."""
+    """The growth of each member; everything is checked before anything is written."""
     small = chain.target_config.decoder
     _check_members(chain, small)
     growth = Growth(small, shape, device)
@@ -107,7 +107,7 @@ def _growths(chain: CheckedChain, shape: GrownShape, device: torch.device) -> di
 
 
 def _check_members(chain: CheckedChain, small: DecoderConfig) -> None:
-    """Refuse what the growth of the target does not carry along."""
+    """Refuse members that do not grow along with the target."""
     if chain.manifest.grown is not None:
         raise UserError(
             "chain is grown already",
@@ -187,7 +187,7 @@ def _grow_member(
 
 
 def _head_shape(growth: Growth, head: DecoderConfig) -> GrownShape:
-    """The grown target's, but as many layers, and an MLP in the same proportion to the target's."""
+    """The grown target's shape, with the head's layers and an MLP in proportion to the target's."""
     shape, small = growth.shape, growth.small
     wanted = shape.intermediate_size * head.intermediate_size / small.intermediate_size
     size = -(-int(wanted) // GROUP_SIZE) * GROUP_SIZE
@@ -273,7 +273,7 @@ def _head_tensors(weights: Weights, grown: GrownWeights) -> NamedTensors:
 
 @dataclass
 class _Shards:
-    """Weight files of one folder, written one by one; digests are taken beside that."""
+    """Weight files of one folder, written one by one while digests are computed in parallel."""
 
     folder: Path
     pool: ThreadPoolExecutor
@@ -288,7 +288,7 @@ class _Shards:
 
 
 def _write_shards(folder: Path, tensors: NamedTensors) -> dict[str, str]:
-    """Write tensors as they come: one file, or several with their index; digests of the files."""
+    """Write tensors as they arrive, to one file or several with an index; digests of the files."""
     shard: dict[str, Tensor] = {}
     num_bytes, total_bytes = 0, 0
     with ThreadPoolExecutor() as pool:

@@ -1,20 +1,20 @@
 """Function-preserving growth: a small Llama inside the shapes of a large one.
 
-A grown model computes the small model's logits at the large model's price: acceptance can be
-measured with weights that fit into a repository, time on shapes that people serve.
+A grown model computes the small model's logits at the large model's cost: acceptance can be
+measured with weights that fit into a repository, and time with shapes that people serve.
 
 - Width: added channels of the residual stream are zero everywhere. A norm over D' channels sees
   D/D' of the mean square, so its weights are scaled by sqrt(D/D') and epsilon by D/D'.
 - Heads: a head of h dimensions moves into one of H; rotary pair i goes where the large head has
   its frequency, and scores are scaled by sqrt(H/h) against the larger divisor. Query heads that
   shared a key/value head may get copies of it.
-- Added heads, neurons and layers compute something that nothing reads: the columns of o_proj and
-  down_proj behind them are zero.
+- Added heads, neurons and layers compute values that nothing reads: their columns of o_proj and
+  down_proj are zero.
 - Vocabulary: one added channel carries a constant, which the output projection turns into very
   low logits of the added tokens.
 
-Weights that cannot reach an output are random, so that they cost what ordinary numbers do. They are
-the same in all layers: drawn once, and copied.
+Weights that cannot affect an output are random, so that they cost as much as ordinary numbers. They
+are drawn once and are the same in all layers.
 
 #   D = hidden size, I = in features, O = out features, V = vocabulary, G = 4-bit groups of an input
 #   row; primed in the grown model
@@ -37,15 +37,15 @@ _CPU = torch.device("cpu")
 NOWHERE = -1
 """In an index: this feature of the grown model has no origin in the small one."""
 _CONSTANT = 1e-2
-"""Of the added channel: in the embedding over its root mean square, in a head's states as it is.
-Too little to move a norm."""
+"""Value of the added channel: in the embedding relative to its root mean square, in a head's states
+as it is. Too small to affect a norm."""
 _CONSTANT_GAIN = 1e3
-"""Of the final norm for the added channel."""
+"""Weight of the final norm for the added channel."""
 _ADDED_TOKEN_WEIGHT = -3e4
-"""Of the output projection for the added channel; float16 still holds it."""
+"""Weight of the output projection for the added channel; within the range of float16."""
 _FILLER_BLOCK = 1 << 20
 _FILLER_ZERO, _FILLER_SCALE = 8, 0.004
-"""Of groups that the small model does not have; their weights are as large as `_filler`'s."""
+"""For groups that the small model does not have; their weights are as large as `_filler`'s."""
 
 Packed = tuple[Tensor, Tensor, Tensor]
 """AutoAWQ's qweight, qzeros and scales of one linear."""
@@ -61,10 +61,10 @@ class Growth:
     Args:
         small: of the model, or of a draft head.
         shape: to grow to.
-        device: where the indices lie and weights are grown.
+        device: of the indices and the grown weights.
 
     Raises:
-        UserError: as `check_sizes`, or rotary parameters that heads of another size do not share.
+        UserError: as `check_sizes`, or rotary parameters that do not carry over to larger heads.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Growth:
 
     @property
     def constant_channel(self) -> int | None:
-        """The added channel that keeps added tokens improbable, where there are any."""
+        """The added channel that keeps added tokens improbable; None if no tokens are added."""
         return None if self.vocab_size == self.small.vocab_size else self.small.hidden_size
 
     @property
@@ -104,8 +104,8 @@ class Placing:
         rows: origin of each output feature, int64 [O'].
         columns: origin of each input feature, int64 [I'].
         fills_rows: added rows may hold random weights, since nothing reads their outputs.
-        fills_columns: added columns may, since their inputs are zero.
-        zero_column: an added column that must stay zero all the same.
+        fills_columns: added columns may hold random weights, since their inputs are zero.
+        zero_column: an added column that must stay zero nevertheless.
         scale: of all weights that are moved.
     """
 
@@ -117,7 +117,7 @@ class Placing:
     scale: float = 1.0
 
     def dense(self, weight: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """`weight` [O, I] as [O', I'] in `dtype`; of an added layer for None."""
+        """`weight` [O, I] as [O', I'] in `dtype`; None stands for an added layer's."""
         grown = self._dense_surroundings(dtype).clone()
         if weight is not None:
             weight = weight.to(self.rows.device)
@@ -164,7 +164,7 @@ class Placing:
 
     @cached_property
     def _is_filled(self) -> Tensor:
-        """Where random weights lie, bool [O', I']."""
+        """Which weights are random, bool [O', I']."""
         rows = (self.rows == NOWHERE) & self.fills_rows
         columns = (self.columns == NOWHERE) & self.fills_columns
         is_filled = rows[:, None] | columns
@@ -196,8 +196,8 @@ class Placing:
         """The 4-bit group that each grown group takes its codes from, int64 [G'].
 
         Raises:
-            UserError: one would take codes from two groups, or the grown sizes are no multiples of
-                groups and words.
+            UserError: a group would take codes from two groups, or the grown sizes are not
+                multiples of groups and words.
         """
         for what, size, divisor in (
             ("inputs", len(self.columns), GROUP_SIZE),
@@ -238,7 +238,7 @@ class GrownWeights:
             "self_attn.q_proj": Placing(
                 growth.queries, fills_rows=True, scale=growth.query_scale, **reads
             ),
-            # a dimension that a head gains meets queries that may be random: its keys are zero
+            # queries may be random in a head's added dimensions, so their keys are zero
             "self_attn.k_proj": Placing(growth.keys, **reads),
             "self_attn.v_proj": Placing(growth.values, fills_rows=True, **reads),
             "self_attn.o_proj": Placing(hidden, growth.attended),
@@ -246,10 +246,10 @@ class GrownWeights:
             "mlp.up_proj": Placing(growth.neurons, fills_rows=True, **reads),
             "mlp.down_proj": Placing(hidden, growth.neurons),
         }
-        """Of each layer, by their names in checkpoints."""
+        """Placings of each layer's linears, by name in checkpoints."""
 
     def check_groups(self) -> None:
-        """Check that 4-bit weights can be grown, before anything is.
+        """Check that 4-bit weights can be grown, before any are.
 
         Raises:
             UserError: as `Placing.group_origins`.
@@ -258,7 +258,7 @@ class GrownWeights:
             _ = placing.group_origins
 
     def norm(self, weight: Tensor | None, *, is_final: bool = False) -> Tensor:
-        """Weight [D'] of a norm in float32; of an added layer for None."""
+        """Weight [D'] of a norm in float32; None stands for an added layer's."""
         growth = self.growth
         scale = sqrt(growth.small.hidden_size / growth.shape.hidden_size)
         grown = torch.zeros(growth.shape.hidden_size, device=growth.hidden.device)
@@ -277,7 +277,7 @@ class GrownWeights:
         return grown
 
     def lm_head(self, weight: Tensor) -> Tensor:
-        """[V, D] as [V', D']; added tokens read the constant alone."""
+        """[V, D] as [V', D']; added tokens read only the constant."""
         growth, constant = self.growth, self.growth.constant_channel
         grown = Placing(growth.tokens, **self._reads_hidden).dense(weight, weight.dtype)
         if constant is not None:
@@ -289,8 +289,8 @@ class GrownWeights:
     def fc(self, weight: Tensor, embedding: Tensor) -> Tensor:
         """[D, 2D] of a head as [D', 2D'].
 
-        The constant comes from the embedding, not from the feature: that of the final norm is
-        large enough to move a head's norm.
+        The constant comes from the embedding, not from the feature, whose constant is large enough
+        after the final norm to affect a head's norm.
 
         Args:
             weight: of the small head.
@@ -318,7 +318,7 @@ def _root_mean_square(weight: Tensor) -> float:
 
 @cache
 def _filler() -> Tensor:
-    """Random weights of a usual size."""
+    """Random weights of ordinary magnitude."""
     generator = torch.Generator().manual_seed(0)
     return torch.randn(_FILLER_BLOCK, generator=generator).mul_(0.02).bfloat16()
 
@@ -330,18 +330,18 @@ def _filler_codes() -> Tensor:
 
 
 def _repeated(block: Tensor, shape: torch.Size) -> Tensor:
-    """One block over and over, since drawing is slow."""
+    """One block repeated, since drawing is slow."""
     num = prod(shape)
     return block.repeat(-(-num // len(block)))[:num].view(shape)
 
 
 def _each(units: Tensor, size: int) -> Tensor:
-    """Indices of all that lies in these units of `size`."""
+    """Indices of all elements of these units of `size`."""
     return (units[:, None] * size + torch.arange(size, device=units.device)).flatten()
 
 
 def _first(size: int, grown_size: int) -> Tensor:
-    """The small features first, then added ones."""
+    """Origins with the small model's features first, then added ones."""
     indices = torch.arange(grown_size)
     return torch.where(indices < size, indices, NOWHERE)
 
@@ -349,8 +349,8 @@ def _first(size: int, grown_size: int) -> Tensor:
 def _scaled_scores(small: DecoderConfig, ratio: int) -> tuple[float, dict[str, Any]]:
     """Factor of the queries and rotary parameters that undo a head size `ratio` times as large.
 
-    A power of two leaves stored weights exact, 4-bit scales too. Any other factor goes into the
-    rotations, of which YaRN scales queries and keys; its frequencies are the default at factor 1.
+    A power of two keeps stored weights exact, 4-bit scales too. Any other factor goes into the
+    rotations: YaRN scales queries and keys, and at factor 1 has the default frequencies.
     """
     root, rope = sqrt(ratio), small.rope
     is_power_of_two = frexp(root)[0] == 0.5

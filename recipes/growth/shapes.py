@@ -10,7 +10,7 @@ from polybasic.chain.formats.config import DecoderConfig, LayerSizes
 
 @dataclass(frozen=True)
 class GrownShape:
-    """Sizes to grow to; the vocabulary stays as it is for None."""
+    """Sizes to grow to; None keeps the vocabulary."""
 
     num_layers: int
     hidden_size: int
@@ -26,11 +26,11 @@ SHAPES: Mapping[str, GrownShape] = {
     "gpu-7b": GrownShape(32, 4096, 11008, 32, 32, 128, 32000),
     "gpu-8b": GrownShape(32, 4096, 14336, 32, 8, 128, 128256),
 }
-"""For a CPU (85 M parameters and the vocabulary's); Llama-2-7B's and Llama-3-8B's for a GPU."""
+"""For CPUs (85 M parameters plus the vocabulary's), and Llama-2-7B's and Llama-3-8B's for GPUs."""
 
 
 class Sizes(LayerSizes, Protocol):
-    """What is compared of a small model: a `DecoderConfig`, or a `GrownShape` with a vocabulary."""
+    """Sizes of a small model: a `DecoderConfig`, or a `GrownShape` with a vocabulary."""
 
     @property
     def num_layers(self) -> int: ...
@@ -50,7 +50,7 @@ def shape_named(name: str) -> GrownShape:
 
 
 def num_kv_copies(small: Sizes, shape: GrownShape) -> int:
-    """Key/value heads that one of the small model becomes, so that each serves few enough."""
+    """Copies of each of the small model's key/value heads, so that none serves too many queries."""
     served = shape.num_heads // shape.num_kv_heads
     return -(-(small.num_heads // small.num_kv_heads) // served)
 
@@ -59,8 +59,8 @@ def check_sizes(small: Sizes, shape: GrownShape) -> None:
     """Check that a small model fits into a shape.
 
     Raises:
-        UserError: the shape is too small in a dimension, its head size is no multiple, or its
-            vocabulary is larger while its width is the same.
+        UserError: the shape is too small in a dimension, its head size is not a multiple, or its
+            vocabulary is larger at the same width.
     """
     small_vocab, vocab = small.vocab_size or 0, shape.vocab_size or small.vocab_size or 0
     for what, needed, available in (

@@ -25,7 +25,7 @@ class PlainEagle3:
     eps: float
 
     def log_probabilities(self, layers: Tensor, next_tokens: list[int], path: list[int]) -> Tensor:
-        """Of the token behind the path, [V]; all rows are read again for each of its tokens.
+        """Of the token after the path, [V]; all rows are read again for each of its tokens.
 
         Args:
             layers: [R, 3D], inputs of the target's layers at the tokens before `next_tokens`.

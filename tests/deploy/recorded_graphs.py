@@ -17,7 +17,7 @@ from torch import Tensor, UntypedStorage
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from polybasic.deploy.graphs.capture import MOST_GRAPHS, Captured, Graphs, Step
+from polybasic.deploy.graphs.capture import MAX_GRAPHS, CapturedGraph, Graphs, Step
 from tests.deploy.capture_rules import RefusingHostData, refuse_operation
 
 aten = torch.ops.aten
@@ -36,15 +36,15 @@ class RecordedGraphs(Graphs):
     """Graphs on a CPU that behave as CUDA's.
 
     Args:
-        enabled, most: as `Graphs`.
+        enabled, max_graphs: as for `Graphs`.
         checked: each replay is compared with its function, run from the same state, so that an
             AssertionError names the first graph whose replay does something else.
     """
 
     def __init__(
-        self, enabled: bool = True, most: int = MOST_GRAPHS, checked: bool = False
+        self, enabled: bool = True, max_graphs: int = MAX_GRAPHS, checked: bool = False
     ) -> None:
-        super().__init__(torch.device("cpu"), enabled, most)
+        super().__init__(torch.device("cpu"), enabled, max_graphs)
         self.checked = checked
         self._is_busy = False
 
@@ -67,10 +67,10 @@ class RecordedGraphs(Graphs):
         finally:
             self._is_busy = False
 
-    def _run_ahead(self, function: Step) -> None:
+    def _warm_up(self, function: Step) -> None:
         function()
 
-    def _capture(self, function: Step) -> Captured:
+    def _capture(self, function: Step) -> CapturedGraph:
         recording = _Recording()
         with RefusingHostData(), _recorded(recording):
             function()
@@ -213,7 +213,7 @@ def _recorded_kernels(recording: _Recording) -> Iterator[None]:
     launch = executor.__call__
 
     def record(self: Any, *args: Any, **kwargs: Any) -> None:
-        # Which of its tensors a kernel writes is not told.
+        # It is not known which of its tensors a kernel writes.
         with _disable_current_modes(), torch._C.DisableTorchFunction():
             recording.save_before(_tensors((args, kwargs)))
             launch(self, *args, **kwargs)

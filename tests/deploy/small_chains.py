@@ -98,7 +98,7 @@ class Weights:
         )
 
     def head(self, decoder: Decoder) -> EagleHead:
-        """Of a random layer behind a mean of embedding and feature."""
+        """Of a random layer after a mean of embedding and feature."""
         width = decoder.config.hidden_size
         config = small_config(1, width)
         mean = torch.cat([torch.eye(width), torch.eye(width)], -1) / 2
@@ -178,7 +178,7 @@ def small_chain(
 class Memory:
     """Rows that were computed once.
 
-    A row is a token read by a model behind the rows that it saw, each known by its number.
+    A row is a token read by a model after the rows that it saw, each known by its number.
 
     Attributes:
         numbers: (model, rows seen, token) -> the row's number.
@@ -228,7 +228,7 @@ class RememberedVerifier:
         return states
 
     def number_of(self, seen: tuple[int, ...], token: int) -> int:
-        """The number of a token's row behind the rows that it sees."""
+        """The number of a token's row after the rows that it sees."""
         return self._pass(seen, [token], None)[0]
 
     def _read(self, tokens: list[int], tree: DraftTree | None) -> Any:

@@ -104,7 +104,7 @@ def logits_of(
 
 
 class TokenCache:
-    """Rows are (token, writer); committed up to `length`, provisional behind."""
+    """Rows are (token, writer); committed up to `length`, provisional after."""
 
     def __init__(self) -> None:
         self.rows: list[tuple[int, int]] = []
@@ -331,7 +331,7 @@ def target_law(case: Case) -> Law:
 
 
 def target_row(case: Case, prefix: tuple[int, ...]) -> list[Fraction]:
-    """The distribution of the token behind a prefix."""
+    """The distribution of the token after a prefix."""
     rows = rows_of(case, 0, [prefix])
     if case.sampling is not None:
         before = Prefixes(list(prefix), [[]])

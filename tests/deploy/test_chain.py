@@ -179,7 +179,7 @@ def test_sampled_law_is_the_targets(
     assert chi_square(counts, law) > 1e-3
 
 
-def test_a_wrong_law_is_told_apart(chain: Chain, model: Any) -> None:
+def test_a_wrong_law_is_detected(chain: Chain, model: Any) -> None:
     """The control of the test above: a target that is a little too warm."""
     law = joint_law(model, [5, 9, 2], Sampling(temperature=1.5, top_k=5))
     chain.stop_tokens = frozenset()
@@ -187,7 +187,7 @@ def test_a_wrong_law_is_told_apart(chain: Chain, model: Any) -> None:
     assert chi_square(counts, law) < 1e-3
 
 
-def test_penalties_that_forget_the_output_are_told_apart(chain: Chain, model: Any) -> None:
+def test_penalties_that_forget_the_output_are_detected(chain: Chain, model: Any) -> None:
     """The control of the penalised case: a law in which the first token leaves no trace."""
     settings: dict[str, Any] = {"temperature": 1.5, "top_k": 8, **SHAPED}
     law = joint_law(model, [5, 9, 2], Sampling(**settings), forgets_output=True)
@@ -351,7 +351,7 @@ def test_the_plan_that_was_measured_on_this_machine_runs(
     assert caplog.messages == []
 
 
-def test_plans_of_other_machines_are_told(
+def test_plans_of_other_machines_are_reported(
     tiny_chain: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     chain = load_chain(tiny_chain, dtype="float32")
@@ -405,12 +405,12 @@ def test_the_shortest_member_bounds_the_context(tiny_chain_parts: Any, tmp_path:
     tiny_chain_parts.package(tmp_path / "chain")
     assert load_chain(tmp_path / "chain").engine.context_tokens == 100
     assert load_chain(tmp_path / "chain", context_tokens=64).engine.context_tokens == 64
-    told = "context out of range: context_tokens=101; use 1 to 100, for which draft is declared"
-    with pytest.raises(UserError, match=told):
+    refusal = "context out of range: context_tokens=101; use 1 to 100, for which draft is declared"
+    with pytest.raises(UserError, match=refusal):
         load_chain(tmp_path / "chain", context_tokens=101)
 
 
-def test_warnings_of_the_check_are_told(
+def test_warnings_of_the_check_are_reported(
     tiny_chain: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def warned(folder: Path, digests: bool) -> Any:
@@ -442,19 +442,19 @@ def test_refusals_of_loading(tiny_chain: Path) -> None:
     with pytest.raises(UserError, match="unknown dtype: dtype=int8; use one of bfloat16"):
         load_chain(tiny_chain, dtype="int8")
     for context_tokens in (0, 129):
-        told = f"context out of range: context_tokens={context_tokens}; use 1 to 128"
-        with pytest.raises(UserError, match=told):
+        refusal = f"context out of range: context_tokens={context_tokens}; use 1 to 128"
+        with pytest.raises(UserError, match=refusal):
             load_chain(tiny_chain, context_tokens=context_tokens)
 
 
 def test_refusals_of_options_come_before_the_first_piece(chain: Chain) -> None:
-    for options, told in (
+    for options, refusal in (
         ({"top_p": 3}, "sampling setting out of range: top_p=3"),
         ({"logit_bias": {64: 1}}, "token outside of the vocabulary"),
         ({"stop": ""}, "empty stop string"),
         ({"stop": ["a", ""]}, "empty stop string"),
     ):
-        with pytest.raises(UserError, match=told):
+        with pytest.raises(UserError, match=refusal):
             chain.stream("w5", **options)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="tempratur"):
         chain.stream("w5", tempratur=1)  # type: ignore[call-arg]

@@ -47,7 +47,7 @@ def test_no_file_is_greedy(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "message"),
     [
         ({"top_p": 1.5}, "sampling setting out of range: top_p=1.5 in {path}; use above 0"),
         ({"temperature": -1}, "sampling setting out of range: temperature=-1 in {path}; use 0 for"),
@@ -64,14 +64,14 @@ def test_no_file_is_greedy(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_refusals_name_the_file(content: Any, told: str, tmp_path: Path) -> None:
+def test_refusals_name_the_file(content: Any, message: str, tmp_path: Path) -> None:
     with pytest.raises(UserError) as refusal:
         read_default_sampling(write(tmp_path, content))
     path = tmp_path / "generation_config.json"
-    assert str(refusal.value).startswith(told.format(path=path))
+    assert str(refusal.value).startswith(message.format(path=path))
 
 
-def test_what_is_not_applied_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_not_applied_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     neutral = {"no_repeat_ngram_size": 0, "typical_p": 1.0, "suppress_tokens": None}
     with caplog.at_level(logging.WARNING):
         read_default_sampling(write(tmp_path, neutral))

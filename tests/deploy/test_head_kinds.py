@@ -107,7 +107,7 @@ def test_trimmed_heads_draft_their_tokens_alone(tiny_chain_parts: Any, tmp_path:
     assert len(set(drafted)) > 2
 
 
-def test_heads_of_both_kinds_live_beside_each_other(tiny_chain_parts: Any, tmp_path: Path) -> None:
+def test_heads_of_both_kinds_coexist(tiny_chain_parts: Any, tmp_path: Path) -> None:
     models = tiny_chain_parts.target.parent
     write_eagle3(models / "third", tiny_chain_parts.target)
     alone = load_chain(package(tiny_chain_parts, tmp_path / "alone"), dtype="float32")
@@ -223,7 +223,9 @@ def test_a_head_declared_to_be_of_another_kind_is_refused(
         tiny_chain_parts.package(tmp_path / "chain")
 
 
-def test_layers_that_the_model_lacks_are_refused(tiny_chain_parts: Any, tmp_path: Path) -> None:
+def test_layers_beyond_those_of_the_model_are_refused(
+    tiny_chain_parts: Any, tmp_path: Path
+) -> None:
     write_eagle3(tiny_chain_parts.draft, tiny_chain_parts.target, feature_layers=(0, 1, 2))
     with pytest.raises(UserError, match="reads layers 0, 1, 2 of 2"):
         package(tiny_chain_parts, tmp_path / "chain")

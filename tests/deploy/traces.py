@@ -9,7 +9,6 @@ from polybasic.deploy.planner.measurements import (
     DraftCosts,
     Measurements,
     PassCosts,
-    StageOverhead,
     Trace,
 )
 from polybasic.deploy.rounds.tree import ABSENT
@@ -62,7 +61,7 @@ def make_measurements(*traces: Trace, **changes: Any) -> Measurements:
         },
         "drafts": {"draft": DraftCosts({1: (0.5, 0.25)})},
         "shares_cache": shares,
-        "round_overhead_seconds": {name: StageOverhead(0.0, 0.0) for name in names},
+        "block_overhead_seconds": dict.fromkeys(names, 0.0),
         "ngram_seconds": 0.0,
         "traces": list(traces),
     }

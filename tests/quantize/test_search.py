@@ -136,7 +136,7 @@ assert ("default", None, DeprecationWarning, None, 0) not in warnings.filters
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-def test_autoawq_not_installed_is_told(monkeypatch):
+def test_autoawq_not_installed_is_reported(monkeypatch):
     monkeypatch.setitem(sys.modules, "awq.models._config", None)
     with pytest.raises(UserError, match=r"autoawq cannot be imported: .*polybasic\[quantize\]"):
         runpy.run_path(search.__file__)
@@ -144,7 +144,7 @@ def test_autoawq_not_installed_is_told(monkeypatch):
 
 @pytest.mark.parametrize("quantizer", [_Quantizer, AwqQuantizer], ids=["ours", "autoawq's"])
 def test_the_search_for_scales_leaves_the_weights_alone(quantizer: type) -> None:
-    """The control shows that autoawq's own search on a CPU leaves scaled weights behind."""
+    """The control shows that autoawq's own search on a CPU leaves scaled weights."""
     torch.manual_seed(0)
     linear = torch.nn.Linear(256, 64, bias=False)
     linear.weight.data *= torch.rand(256) + 0.1

@@ -129,7 +129,7 @@ def test_other_kinds_are_the_same_in_training_and_when_served(
     states = decoder.forward(token_ids[:-1], caches, attend_causally(0, ROWS - 1))
     cache = torch.zeros(2 * served.config.num_kv_heads, 256, served.config.head_dim)
     attend = attend_causally(0, ROWS - 1)
-    read = served.features(served.read_of(states))
+    read = served.features(served.select_inputs(states))
     logits = served.logits(served.forward(token_ids[1:], read, cache, attend))
     assert logits.shape == (ROWS - 1, size or target.embedding.shape[0])
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)

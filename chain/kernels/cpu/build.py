@@ -1,7 +1,7 @@
-"""How the native CPU kernels are compiled, kept and found; which kernels the user wants.
+"""Compiles, caches and finds the native CPU kernels.
 
-The kernels start their threads in the OpenMP runtime that torch has loaded, so that both share one
-pool; hence they are compiled without an OpenMP flag and get the runtime's functions by address.
+The kernels run their threads in the OpenMP runtime that torch has loaded, so that both share one
+pool; therefore they are compiled without an OpenMP flag and get the runtime's functions by address.
 """
 
 import atexit
@@ -34,7 +34,7 @@ from polybasic.chain.kernels.environment import (
 SOURCE_FOLDER = Path(__file__).parent / "source"
 TRANSLATION_UNIT = "kernels.cpp"
 KERNEL_FEATURES = ("avx512_bf16", "avx512_vnni")
-"""Processor flags, as /proc/cpuinfo names them, for which the kernels have code of their own."""
+"""Processor flags, as /proc/cpuinfo names them, that the kernels have special code for."""
 INSTALL_COMPILER = "install g++ or pip install 'polybasic[native]'"
 
 _ON_PATH = ("c++", "g++", "clang++")
@@ -48,7 +48,7 @@ class NativeUnavailable(Exception):
 
     Args:
         reason: why, in one line.
-        do: what would make them usable.
+        do: how to make them usable.
     """
 
     def __init__(self, reason: str, do: str) -> None:
@@ -58,10 +58,10 @@ class NativeUnavailable(Exception):
 
 @dataclass(frozen=True)
 class Compiler:
-    """A C++ compiler that was run once.
+    """A C++ compiler that is known to run.
 
     Attributes:
-        command: program and arguments that come before the flags.
+        command: program and arguments before the flags.
         name: for messages ("g++", "zig c++").
         version_line: the first line that it prints for --version.
     """
@@ -78,7 +78,7 @@ class Compiler:
 
 
 class OpenmpFunctions(NamedTuple):
-    """Addresses of functions of the OpenMP runtime that torch runs its own threads with.
+    """Addresses of functions of the OpenMP runtime that runs torch's threads.
 
     Attributes:
         parallel: void GOMP_parallel(void (*function)(void*), void* data, unsigned num_threads,
@@ -93,12 +93,12 @@ class OpenmpFunctions(NamedTuple):
 
 
 def native_library() -> ctypes.CDLL | None:
-    """The library of native kernels as POLYBASIC_KERNELS wants it; None where others are wanted.
+    """The library of native kernels, or None if POLYBASIC_KERNELS asks for other kernels.
 
-    With "auto", kernels that are unavailable are told in one warning a process.
+    With "auto", unavailable kernels are reported in one warning a process.
 
     Raises:
-        UserError: POLYBASIC_KERNELS has an unknown value, or is "native" where the kernels are
+        UserError: POLYBASIC_KERNELS has an unknown value, or is "native" but the kernels are
             unavailable; CXX names a program that cannot be run.
     """
     wanted = kernels_wanted()
@@ -120,11 +120,11 @@ def native_library() -> ctypes.CDLL | None:
 def load_library() -> ctypes.CDLL:
     """The library of native kernels, compiled if this machine has none yet; loaded once a process.
 
-    A failure too is kept for the process: nothing is compiled twice in vain.
+    A failure is remembered as well, so that nothing is compiled twice in vain.
 
     Raises:
-        NativeUnavailable: torch has no OpenMP runtime, there is no compiler, it failed, or what it
-            made cannot be loaded.
+        NativeUnavailable: torch has no OpenMP runtime, there is no compiler, it failed, or its
+            result cannot be loaded.
         UserError: CXX names a program that cannot be run.
     """
     outcome = _outcome()
@@ -134,11 +134,11 @@ def load_library() -> ctypes.CDLL:
 
 
 def describe_kernels() -> str:
-    """What runs on the CPU here and why, without compiling.
+    """Which kernels run on this CPU and why, without compiling.
 
     For example "native (g++ 12.2.0, avx512_bf16, avx512_vnni)" or "eager (no C++ compiler found;
-    install g++ or pip install 'polybasic[native]')". Where this process has tried to load the
-    kernels, it tells what came of it.
+    install g++ or pip install 'polybasic[native]')". If this process has already tried to load the
+    kernels, it states the outcome.
 
     Raises:
         UserError: POLYBASIC_KERNELS has an unknown value; CXX names a program that cannot be run.
@@ -193,14 +193,14 @@ def compiler_flags() -> tuple[str, ...]:
 
 
 def built_library(compiler: Compiler) -> Path:
-    """The compiled library's file: of the cache folder, else made now, with a line on stderr.
+    """The compiled library's file, from the cache folder or compiled now, with a line on stderr.
 
-    Its name is a digest of sources, flags, compiler and processor. It is written whole, so
-    processes that build at once do not disturb each other. Where the cache folder cannot be
-    written, which is told in a warning, it lies in a temporary folder of this process.
+    Its name is a digest of sources, flags, compiler and processor. It is written whole, so that
+    processes that build at once do not disturb each other. If the cache folder cannot be written,
+    a warning says so, and the file is put into a temporary folder of this process.
 
     Raises:
-        NativeUnavailable: the compiler failed (its first error line is told).
+        NativeUnavailable: the compiler failed (with its first error line).
     """
     name = f"{_digest(compiler)}.so"
     try:
@@ -219,14 +219,14 @@ def built_library(compiler: Compiler) -> Path:
 
 
 def openmp_functions() -> OpenmpFunctions:
-    """Functions of the OpenMP runtime whose threads torch uses; the process may hold others.
+    """Functions of the OpenMP runtime whose threads torch uses; the process may have loaded others.
 
     Raises:
         NativeUnavailable: this torch has no such runtime.
     """
     import torch
 
-    # the scope of symbols in which torch's own calls are resolved: the process, then its libraries
+    # the scopes in which torch's own calls are resolved: the process, then torch's libraries
     for name in (None, torch._C.__file__):
         runtime = ctypes.CDLL(name)
         try:
@@ -236,7 +236,7 @@ def openmp_functions() -> OpenmpFunctions:
                     _address(runtime, "omp_get_thread_num"),
                     _address(runtime, "omp_get_num_threads"),
                 )
-        except AttributeError:  # a symbol that it lacks
+        except AttributeError:  # a missing symbol
             continue
     raise NativeUnavailable(
         "torch's OpenMP runtime was not found", "install a torch that is built with OpenMP"
@@ -244,7 +244,7 @@ def openmp_functions() -> OpenmpFunctions:
 
 
 def processor_flags() -> frozenset[str]:
-    """Instruction sets as /proc/cpuinfo names them; empty where there is no such file."""
+    """Instruction sets as /proc/cpuinfo names them; empty if there is no such file."""
     return frozenset(_flags_line().split())
 
 
@@ -294,7 +294,7 @@ def _named_compiler(named: str) -> Compiler:
 
 
 def _tried(command: tuple[str, ...], name: str) -> Compiler | None:
-    """The compiler behind `command` if it tells its version."""
+    """The compiler of `command`, if it prints its version."""
     try:
         ran = subprocess.run(
             [*command, "--version"],
@@ -383,10 +383,10 @@ def _first_error(output: str, returncode: int) -> str:
 
 
 def _is_runtime_of_torch(runtime: ctypes.CDLL) -> bool:
-    """Whether torch counts its threads by this runtime: it sees a number that is set there.
+    """Whether torch uses this runtime: it then sees a number of threads that is set there.
 
     Raises:
-        AttributeError: `runtime` is no OpenMP runtime.
+        AttributeError: `runtime` is not an OpenMP runtime.
     """
     import torch
 

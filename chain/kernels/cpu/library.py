@@ -23,7 +23,7 @@ class Kernels:
     library: ctypes.CDLL
 
     def move_rows(self, tensors: Sequence[Tensor], sources: Sequence[int], first: int) -> None:
-        """In each tensor [heads, capacity, H]: copy rows to `first` and behind, in place.
+        """In each tensor [heads, capacity, H], copy rows to the places from `first` on, in place.
 
         Args:
             sources: ascending, none before the place that it is copied to.
@@ -38,7 +38,7 @@ class Kernels:
 
 @lru_cache(maxsize=1)
 def load_kernels() -> Kernels | None:
-    """The kernels; None where others are wanted or nothing can compile them.
+    """The kernels; None if other kernels are wanted or nothing can compile them.
 
     Raises:
         UserError: POLYBASIC_KERNELS says native and they cannot be had, or is unknown.
@@ -71,7 +71,7 @@ def load_kernels() -> Kernels | None:
 
 
 def kernels_for(device: torch.device, dtype: torch.dtype) -> Kernels | None:
-    """The kernels, where they compute on this device and in this dtype.
+    """The kernels, if they support this device and dtype.
 
     Raises:
         UserError: as `load_kernels`.

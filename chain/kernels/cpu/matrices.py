@@ -1,4 +1,4 @@
-"""Weights laid out for the native kernels: sixteen outputs side by side.
+"""Weights in the layout of the native kernels: sixteen outputs side by side.
 
 #   O = out features, B = blocks of 16 outputs, I = in features, G = groups of inputs
 """
@@ -33,7 +33,7 @@ class MatrixStruct(ctypes.Structure):
 class NativeLinear:
     """A product that the native kernels compute: x [R, I] -> [R, O], in the dtype of x.
 
-    Each row's result is the same to the bit however many rows are multiplied at a time.
+    The product is batch-invariant: a row's result has the same bits however many rows there are.
 
     Args:
         tensors: weights, and scales and zeros of 4-bit ones, as source/matrix.h lays them out.
@@ -81,7 +81,7 @@ def dense(kernels: Kernels, weight: Tensor, bias: Tensor | None) -> NativeLinear
         laid_out = blocks_B16I.transpose(1, 2)
     else:
         laid_out = blocks_B16I.unflatten(2, (-1, 2)).transpose(1, 2)
-    # a copy even where the order happens to be the same: the given tensor is not kept
+    # a copy even if the order happens to be the same: the given tensor is not kept
     laid_out = laid_out.clone(memory_format=torch.contiguous_format)
     return NativeLinear(kernels, ELEMENTS[weight.dtype], (out_size, in_size), (laid_out,), bias)
 
@@ -102,7 +102,7 @@ def int4(kernels: Kernels, weight: QuantizedWeight, bias: Tensor | None) -> Nati
 
 
 def _padded(tensor: Tensor, value: float) -> Tensor:
-    """`tensor` with its first dimension filled up to a multiple of 16."""
+    """`tensor` with its first dimension padded to a multiple of 16."""
     missing = -len(tensor) % LANES
     if not missing:
         return tensor

@@ -1,7 +1,7 @@
 """A decoder or a draft head as one native call a pass.
 
 #   R = rows (tokens of one pass), D = hidden size, W = width of the states, V = tokens to draft
-#   K = candidates below each row of a draft, L = its levels
+#   K = children of each row of a draft, L = its levels
 """
 
 import ctypes
@@ -21,7 +21,7 @@ from polybasic.chain.kernels.torch.attend import Attend, attend_causally
 from polybasic.chain.kernels.torch.rotary import RotaryTable
 
 MAX_ROWS = 256
-"""Rows of one native pass; longer prompts are read in blocks, which give the same bits."""
+"""Most rows of one native pass; longer prompts are read in blocks, with the same bits."""
 _MAX_HEAD_DIM = 256
 _ACTIVATIONS = {"silu": 0, "gelu_pytorch_tanh": 1}
 _HEAD_KINDS = {"decoder": 0, "eagle2": 2, "eagle3": 3}
@@ -167,7 +167,7 @@ class NativeParts:
 
 
 def supports(config: DecoderConfig) -> bool:
-    """Whether the kernels compute models of these sizes: in multiples of sixteen."""
+    """Whether the kernels support these sizes: multiples of sixteen."""
     sizes = config.hidden_size, config.intermediate_size, config.head_dim
     return all(size % LANES == 0 for size in sizes) and config.head_dim <= _MAX_HEAD_DIM
 
@@ -175,13 +175,13 @@ def supports(config: DecoderConfig) -> bool:
 class NativeModel:
     """Runs passes and drafts of one model, each in one call.
 
-    Not for several threads at a time: passes share buffers, which are allocated here.
+    Not thread-safe: passes share buffers, which are allocated here.
     """
 
     def __init__(self, kernels: Kernels, parts: NativeParts) -> None:
         self.kernels, self.parts = kernels, parts
         config, tables = parts.config, parts.rotary.tables
-        self._kept: list[object] = []  # what the structures point into
+        self._kept: list[object] = []  # memory that the structures point into
         self.num_positions = len(tables[0][0])
         layers = (_LayerStruct * len(parts.layers))(*(self._layer(one) for one in parts.layers))
         self._kept.append(layers)
@@ -262,12 +262,12 @@ class NativeModel:
         """Tokens int64 [N], scores float32 [N] and beams int64 [L - 1, K] of an expansion.
 
         Args:
-            state: [1, D], behind which the first level hangs.
+            state: [1, D], which the first level follows.
             start: committed rows of the cache.
             depth: L.
             top_k: K.
-            token_ids: int64 [V], the token of each output; None where they are the same.
-            window: what the model's rows see of a long context; None for all.
+            token_ids: int64 [V], the token of each output; None if outputs are token ids.
+            window: the part of a long context that rows see; None for all of it.
         """
         assert top_k <= _MAX_BEAM
         assert start + depth <= self.num_positions

@@ -1,6 +1,6 @@
-"""Triton kernels for NVIDIA GPUs, each with the result of its twin in PyTorch's operations."""
+"""Triton kernels for NVIDIA GPUs, each equivalent to its counterpart in PyTorch's operations."""
 
 import torch
 
 KERNEL_DTYPES = (torch.bfloat16, torch.float16)
-"""That the kernels compute in; others are left to PyTorch's operations."""
+"""Dtypes that the kernels compute in; others are left to PyTorch's operations."""

@@ -1,11 +1,11 @@
 """`Operations.attention` in Triton: a few rows over a long cache, in one launch.
 
-Each program reads a part of one key/value head's cache once, for all rows of the pass and all
-queries of the head. How many parts there are follows from the cache's length, which programs read
-on the device; programs of parts that are not needed end at once. The first part also rotates the
-keys of the pass, writes them into the cache, and looks at the provisional rows. The program that
-ends last adds up what the parts of its head found, in their order, so that results do not depend
-on which one that is; where that is much for one program, a second kernel does it.
+Each program reads one part of a key/value head's cache once, for all rows of the pass and all
+queries of the head. The number of parts depends on the cache's length, which programs read on the
+device; programs whose part is not needed exit at once. The first part also rotates the keys of the
+pass, writes them into the cache, and attends to the provisional rows. The program that finishes
+last combines the results of all parts of its head in a fixed order, so that they do not depend on
+which program that is; if this is too much for one program, a second kernel does it.
 """
 
 from functools import cache as remembered
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from polybasic.chain.kernels.cuda.attention_kernels import attend, combine
-from polybasic.chain.kernels.cuda.attention_plan import MOST_TICKETS, NUM_WARPS, Gpu, Layer, Plan
+from polybasic.chain.kernels.cuda.attention_plan import MAX_TICKETS, NUM_WARPS, Gpu, Layer, Plan
 from polybasic.chain.kernels.torch.operations import Heads
 from polybasic.chain.kernels.torch.rotary import Rotation
 from polybasic.chain.kernels.torch.rows import DeviceRows, Span
@@ -27,9 +27,9 @@ def attention(
 ) -> Tensor:
     """See `Operations.attention`; scores are not rounded on their way to the softmax.
 
-    Rows of the pass that the cache has no room for are not written, and rows that see nothing
-    come out as 0. All calls on a device share what the first one allocates: it runs outside of a
-    graph, and all run one after the other.
+    Rows of the pass beyond the cache's capacity are not written, and the result of rows that see
+    nothing is 0. All calls on a device share what the first one allocates, which must run outside
+    of a graph; calls run one after another.
     """
     layer = Layer(heads.num_kv_heads, heads.query_groups, heads.head_dim, cache.shape[1])
     plan = Plan.of(_gpu(qkv.device), layer, len(qkv))
@@ -45,10 +45,10 @@ def attention_by(
     heads: Heads,
     rotation: Rotation,
 ) -> Tensor:
-    """As `attention`, divided by a plan."""
+    """As `attention`, with a given plan."""
     for tensor in (qkv, cache, *rotation):
         assert tensor.is_contiguous()
-    assert plan.num_units <= MOST_TICKETS, f"{plan.num_units} heads times tiles"
+    assert plan.num_units <= MAX_TICKETS, f"{plan.num_units} heads times tiles"
     layer, tickets = plan.layer, _tickets(qkv.device)
     out = qkv.new_empty(len(qkv), layer.num_kv_heads * layer.query_groups * layer.head_dim)
     partial = torch.empty(plan.num_partial, dtype=torch.float32, device=qkv.device)
@@ -102,8 +102,8 @@ def _gpu(device: torch.device) -> Gpu:
 
 @remembered
 def _tickets(device: torch.device) -> Tensor:
-    """Programs of a head that have ended, int32; all 0 between two launches."""
+    """Counters of the finished programs of a head, int32; all 0 between two launches."""
     if device.type == "cuda":
         is_captured = torch.cuda.is_current_stream_capturing()
         assert not is_captured, "attention must run once before it is captured"
-    return torch.zeros(MOST_TICKETS, dtype=torch.int32, device=device)
+    return torch.zeros(MAX_TICKETS, dtype=torch.int32, device=device)

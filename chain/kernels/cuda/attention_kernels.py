@@ -1,12 +1,12 @@
 """Kernels of `polybasic.chain.kernels.cuda.attention`, which says how they divide the work.
 
-Scores stand as [columns, rows]: there are many columns, which fill the matrix units however few
-the rows are.
+Scores are [columns, rows]: the many columns keep the matrix units busy however few rows there
+are.
 
 #   R = rows (tokens of one pass), P = provisional rows of the cache, those of the pass included
 #   K = key/value heads, G = query heads that read one of them
 #   H = head size, HP = the next power of 2
-#   M = queries (of R * G) that one program serves, N = columns (rows of the cache) read at once
+#   M = queries (of R * G) of one program, N = columns (rows of the cache) read at once
 """
 # mypy: allow-untyped-defs
 
@@ -16,21 +16,21 @@ import triton.language as tl
 
 @triton.jit
 def _read(heads, cos, sin, position, num_positions, is_row, H: tl.constexpr, HP: tl.constexpr):
-    """What turning heads [rows, HP] takes: them, their halves exchanged, cosines and sines."""
+    """Inputs for rotating heads [rows, HP]: heads, the same with halves swapped, cosines, sines."""
     head = tl.arange(0, HP)
     mask = is_row[:, None] & (head < H)[None, :]
     x = tl.load(heads[:, None] + head[None, :], mask=mask, other=0.0)
     rolled = tl.load(heads[:, None] + ((head + H // 2) % H)[None, :], mask=mask, other=0.0)
     place = tl.minimum(tl.maximum(position, 0), num_positions - 1).to(tl.int64)
     turn = place[:, None] * H + head[None, :]
-    turn_cos = tl.load(cos + turn, mask=mask, other=0.0)
-    turn_sin = tl.load(sin + turn, mask=mask, other=0.0)
-    return x, rolled, turn_cos, turn_sin
+    cos_rows = tl.load(cos + turn, mask=mask, other=0.0)
+    sin_rows = tl.load(sin + turn, mask=mask, other=0.0)
+    return x, rolled, cos_rows, sin_rows
 
 
 @triton.jit
-def _turned(x, rolled, cos, sin, norm, eps, H: tl.constexpr, HP: tl.constexpr):
-    """Heads in float32, normed where there is a norm, turned to their positions."""
+def _rotated(x, rolled, cos, sin, norm, eps, H: tl.constexpr, HP: tl.constexpr):
+    """Heads in float32, normed if there is a norm, and rotated by their positions."""
     x, rolled = x.to(tl.float32), rolled.to(tl.float32)
     if norm is not None:
         head = tl.arange(0, HP)
@@ -46,11 +46,12 @@ def _turned(x, rolled, cos, sin, norm, eps, H: tl.constexpr, HP: tl.constexpr):
 def _fold(keys, values, queries, seen, most, total, sums, scale, softcap, IS_CAPPED: tl.constexpr):
     """Add the columns of one block [N, H] to the running softmax of the queries [H, M].
 
-    most, total: [M], greatest score in powers of 2 and sum of weights; sums: [H, M] of values.
+    most, total: [M], largest score as an exponent of 2, and sum of weights; sums: [H, M] of
+    values.
     """
     scores = tl.dot(keys, queries, input_precision="ieee") * scale
     if IS_CAPPED:
-        # tanh(s / c) * c, in powers of 2 with the factor that softcap brings
+        # tanh(s / c) * c by powers of 2; softcap holds the factor
         scores = softcap - 2 * softcap / (tl.exp2(scores) + 1)
     scores = tl.where(seen, scores, float("-inf"))
     new_most = tl.maximum(most, tl.max(scores, 0))
@@ -68,13 +69,13 @@ def _combined(
     found, num_parts, inside, H: tl.constexpr, HP: tl.constexpr, M: tl.constexpr,
     POWER: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """The rows [M, HP] that the parts of one unit make together; AHEAD of them are read at once."""
+    """Combine the parts of one unit into rows [M, HP], reading AHEAD of them at once."""
     PART: tl.constexpr = M * (H + 2)
     query = tl.arange(0, M)
     numbers = tl.arange(0, POWER)
     stats = found + M * H + numbers[:, None] * PART + query[None, :]
     is_part = (numbers < num_parts)[:, None]
-    # Other programs wrote these: they are read past the nearest cache.
+    # Other programs wrote these, so the L1 cache is bypassed.
     most = tl.load(stats, mask=is_part, other=float("-inf"), cache_modifier=".cg")
     totals = tl.load(stats + M, mask=is_part, other=0.0, cache_modifier=".cg")
     peak = tl.max(most, 0)
@@ -159,7 +160,7 @@ def attend(
     # what is read of the prefix: the leading columns, and those from the window on
     num_columns, num_leading, num_skipped = num_committed, 0, 0
     if HAS_WINDOW:
-        # no row lies before the end of the prefix
+        # no row is before the end of the prefix
         num_leading = tl.minimum(sinks, num_committed)
         from_window = tl.minimum(tl.maximum(num_committed - tokens + 1, num_leading), num_committed)
         num_skipped = from_window - num_leading
@@ -180,12 +181,12 @@ def attend(
         value_rows = cache + (K + kv_head) * plane
         is_first_part = part == 0
 
-        # Loads stand before stores, so that one wait serves them all.
+        # Loads come before stores, so that one wait serves them all.
         heads = qkv + row * WIDTH + (kv_head * G + query % G) * H
-        x, rolled, turn_cos, turn_sin = _read(
+        x, rolled, cos_rows, sin_rows = _read(
             heads, cos, sin, position, num_positions, is_query, H, HP
         )
-        # All tiles of a head write the same, and each reads only what it wrote itself.
+        # All tiles of a head write the same values, and each reads only what it wrote itself.
         for chunk in tl.static_range(CHUNKS):
             new_row = chunk * NEW + tl.arange(0, NEW)
             written = num_committed + first + new_row
@@ -199,11 +200,11 @@ def attend(
             new_values = tl.load(
                 new_heads[:, None] + K * H + head[None, :], mask=inside_new, other=0.0
             )
-            new_keys = _turned(new_x, new_rolled, new_cos, new_sin, key_norm, key_eps, H, HP)
+            new_keys = _rotated(new_x, new_rolled, new_cos, new_sin, key_norm, key_eps, H, HP)
             target = written[:, None] * H + head[None, :]
             tl.store(key_rows + target, new_keys.to(cache.dtype.element_ty), mask=inside_new)
             tl.store(value_rows + target, new_values, mask=inside_new)
-        queries = _turned(x, rolled, turn_cos, turn_sin, query_norm, query_eps, H, HP)
+        queries = _rotated(x, rolled, cos_rows, sin_rows, query_norm, query_eps, H, HP)
         queries = tl.trans(queries.to(cache.dtype.element_ty))
 
         most = tl.full([M], float("-inf"), tl.float32)
@@ -226,7 +227,7 @@ def attend(
                 keys, values, queries, seen, most, total, sums, scale, softcap, IS_CAPPED
             )
 
-        tl.debug_barrier()  # the new rows stand in the cache
+        tl.debug_barrier()  # the new rows are in the cache
         for start in tl.range(0, tl.where(is_first_part, num_provisional, 0), N, num_stages=1):
             column = start + tl.arange(0, N)
             is_column = (column < num_provisional) & (num_committed + column < capacity)
@@ -258,7 +259,7 @@ def attend(
             tl.store(own + M * H + spot, most)
             tl.store(own + M * H + M + spot, total)
             if COMBINES:
-                tl.debug_barrier()  # all threads have stored before one draws the ticket
+                tl.debug_barrier()  # all threads have stored before one takes the ticket
                 ticket = tl.atomic_add(tickets + unit, 1, sem="acq_rel")
                 if ticket == num_parts - 1:
                     tl.store(tickets + unit, 0)

@@ -1,4 +1,4 @@
-"""How `polybasic.chain.kernels.cuda.attention` divides its work: by shapes and the GPU alone.
+"""How `polybasic.chain.kernels.cuda.attention` divides its work: by shapes and GPU alone.
 
 #   K = key/value heads, G = query heads that read one of them, H = head size
 #   M = queries that one program serves, N = columns (rows of the cache) read at once
@@ -9,24 +9,24 @@ from typing import Any
 
 import torch
 
-LEAST_DOT = 16
+MIN_DOT = 16
 """Rows and columns of the smallest matrix product."""
 NUM_WARPS = 8
-LEAST_COLUMNS = 384
-"""Below which work is not worth a part of its own."""
+MIN_COLUMNS = 384
+"""Columns below which a part of its own does not pay."""
 GRAIN = 16
-"""Columns of a part are a multiple."""
-MOST_PARTS = 64
-MOST_COMBINED_BYTES = 1 << 17
-"""Partial results that one program adds up; for more a second kernel is launched."""
+"""The columns of a part are a multiple of this."""
+MAX_PARTS = 64
+MAX_COMBINED_BYTES = 1 << 17
+"""Partial results that one program combines; beyond that, a second kernel does it."""
 
-MOST_TICKETS = 4096
-"""Key/value heads times tiles of queries; in truth some dozens."""
+MAX_TICKETS = 4096
+"""Key/value heads times tiles of queries; in practice a few dozen."""
 
-_MOST_STAGES = 3
-_MOST_NEW_ROWS = 32
+_MAX_STAGES = 3
+_MAX_NEW_ROWS = 32
 _HOPPER = 9
-_NUMBER_BYTES = 2  # float32 is interpreted only
+_NUMBER_BYTES = 2  # float32 occurs only in the interpreter
 _SUM_BYTES = 1024
 
 
@@ -36,7 +36,7 @@ class Gpu:
 
     Attributes:
         num_processors: streaming multiprocessors.
-        shared_bytes: that one program may use.
+        shared_bytes: shared memory that one program may use.
         is_hopper: compute capability 9, whose matrix units read both factors from shared memory.
     """
 
@@ -56,7 +56,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Layer:
-    """What the division depends on of one layer: K, G, H, and rows of the cache."""
+    """What the division depends on in a layer: K, G, H, and rows of the cache."""
 
     num_kv_heads: int
     query_groups: int
@@ -65,8 +65,8 @@ class Layer:
 
     @property
     def padded_dim(self) -> int:
-        """H as kernels hold it: the next power of 2 that matrix products take."""
-        return max(LEAST_DOT, _power_of_2(self.head_dim))
+        """H as kernels hold it: the next power of 2 that matrix products accept."""
+        return max(MIN_DOT, _power_of_2(self.head_dim))
 
 
 @dataclass(frozen=True)
@@ -78,10 +78,10 @@ class Plan:
         num_tiles: of a head's queries.
         num_columns: N.
         new_rows: rows of the pass whose keys are rotated at once.
-        new_chunks: that many rows come so often.
-        parts: most parts of one head's cache.
-        stages: blocks of columns in flight and in work.
-        combines: the program of a head that ends last adds up; else a second kernel does.
+        new_chunks: how many such groups of rows there are.
+        parts: maximum number of parts of one head's cache.
+        stages: blocks of columns in flight and in use.
+        combines: the last program of a head combines the results; else a second kernel does.
     """
 
     layer: Layer
@@ -96,26 +96,26 @@ class Plan:
 
     @classmethod
     def of(cls, gpu: Gpu, layer: Layer, num_rows: int) -> "Plan":
-        """The division for a pass over so many rows."""
+        """The division for a pass over `num_rows` rows."""
         num_queries, padded = num_rows * layer.query_groups, layer.padded_dim
         most = 128 if gpu.is_hopper and padded <= 128 else 64
-        tile = min(most, max(LEAST_DOT, _power_of_2(num_queries)))
+        tile = min(most, max(MIN_DOT, _power_of_2(num_queries)))
         num_columns = 128 if padded <= 128 and tile <= 64 else 64
-        stages = _MOST_STAGES
+        stages = _MAX_STAGES
         while _shared(gpu, padded, tile, num_columns, stages) > gpu.shared_bytes:
             if num_columns > 64:
                 num_columns = 64
             elif stages > 2:
                 stages -= 1
             else:
-                assert tile > LEAST_DOT, f"heads of {layer.head_dim} in {gpu.shared_bytes} bytes"
+                assert tile > MIN_DOT, f"heads of {layer.head_dim} in {gpu.shared_bytes} bytes"
                 tile //= 2
         num_tiles = -(-num_queries // tile)
-        useful = -(-(layer.capacity + num_columns) // LEAST_COLUMNS)
+        useful = -(-(layer.capacity + num_columns) // MIN_COLUMNS)
         parts = gpu.num_processors // (layer.num_kv_heads * num_tiles)
-        parts = max(1, min(parts, useful, MOST_PARTS))
+        parts = max(1, min(parts, useful, MAX_PARTS))
         combined_bytes = 4 * parts * min(tile, num_queries) * layer.head_dim
-        new_rows = max(LEAST_DOT, min(_MOST_NEW_ROWS, _power_of_2(num_rows)))
+        new_rows = max(MIN_DOT, min(_MAX_NEW_ROWS, _power_of_2(num_rows)))
         return cls(
             layer=layer,
             tile=tile,
@@ -125,25 +125,25 @@ class Plan:
             new_chunks=-(-_power_of_2(num_rows) // new_rows),
             parts=parts,
             stages=stages,
-            combines=combined_bytes <= MOST_COMBINED_BYTES,
+            combines=combined_bytes <= MAX_COMBINED_BYTES,
         )
 
     @property
     def num_units(self) -> int:
-        """Programs of one part."""
+        """Number of programs for one part."""
         return self.layer.num_kv_heads * self.num_tiles
 
     @property
     def num_partial(self) -> int:
-        """Numbers that parts leave behind to be added up."""
+        """Size of the parts' results that are to be combined."""
         return self.num_units * self.parts * self.tile * (self.layer.head_dim + 2)
 
     def shared_bytes(self, gpu: Gpu) -> int:
-        """Shared memory that a program uses at most."""
+        """Upper bound of the shared memory of a program."""
         return _shared(gpu, self.layer.padded_dim, self.tile, self.num_columns, self.stages)
 
     def shape(self) -> dict[str, int]:
-        """What both kernels are compiled for."""
+        """Constants of both kernels."""
         return {
             "K": self.layer.num_kv_heads,
             "G": self.layer.query_groups,
@@ -155,14 +155,14 @@ class Plan:
         }
 
     def constants(self) -> dict[str, int]:
-        """What the first kernel is compiled for beside `shape`."""
+        """Further constants of the first kernel."""
         registers_a_part = self.tile * self.layer.padded_dim // (32 * NUM_WARPS)
         return {
             "N": self.num_columns,
             "NEW": self.new_rows,
             "CHUNKS": self.new_chunks,
             "GRAIN": GRAIN,
-            "LEAST": LEAST_COLUMNS,
+            "LEAST": MIN_COLUMNS,
             "STAGES": self.stages,
             "COMBINES": self.combines,
             "AHEAD": max(1, min(4, 128 // registers_a_part)),
@@ -177,5 +177,5 @@ def _shared(gpu: Gpu, padded_dim: int, tile: int, num_columns: int, stages: int)
 
 
 def _power_of_2(number: int) -> int:
-    """The least power of 2 that is not less."""
+    """The smallest power of 2 that is at least `number`."""
     return 1 << (number - 1).bit_length()

@@ -1,10 +1,10 @@
 """Choosing among a model's outputs, in Triton: the best of each row of logits, and the next beam.
 
-A row is cut into chunks, each searched by a program of its own; a second kernel searches what they
-found. Of equal numbers the one that stands first is better.
+A row is cut into chunks, each searched by its own program; a second kernel searches their results.
+Of equal numbers the first one is better.
 
-#   R = rows, V = outputs of the model, C = chunks of a row, k = outputs wanted of each
-#   K = candidates below a row of a draft, H = hidden size, P = provisional rows of the cache
+#   R = rows, V = outputs of the model, C = chunks of a row, k = outputs wanted from each row
+#   K = children of a row of a draft, H = hidden size, P = provisional rows of the cache
 """
 # mypy: allow-untyped-defs
 
@@ -15,26 +15,26 @@ from torch import Tensor
 
 from polybasic.chain.kernels.torch.trees import Beam
 
-MOST_BEST = 64
-"""Outputs that are searched for: one pass over what is left for each."""
-_LEAST_CHUNK = 1024
-_MOST_CHUNKS = 64
+MAX_BEST = 64
+"""Most outputs to search for: each takes one pass over the rest."""
+_MIN_CHUNK = 1024
+_MAX_CHUNKS = 64
 _STATE_BLOCK = 512
-_LEAST_COLUMNS = 64
+_MIN_COLUMNS = 64
 
 _LOWEST = tl.constexpr(-3.0e38)
-"""Stands for minus infinity, which marks what was taken already, and for what is no number."""
+"""Replaces minus infinity, which marks what was taken already, and NaN."""
 
 
 @triton.jit
 def comparable(x):
-    """`x` without what a search could not tell from a number that was taken."""
+    """`x` without values that a search would confuse with numbers already taken."""
     return tl.where(x > _LOWEST, x, _LOWEST)
 
 
 @triton.jit
 def restored(x):
-    """`comparable`'s argument, but for what is no number."""
+    """The argument of `comparable`, except for NaN."""
     return tl.where(x > _LOWEST, x, float("-inf"))
 
 
@@ -45,8 +45,8 @@ def search_chunks(
 ):  # fmt: skip
     """The best k of one chunk, and its part of the softmax. Grid: (C, R).
 
-    found, found_at: float32 and int32 [R, C, k]; most, total: float32 [R, C], greatest logit and
-    sum of exp(logit - greatest), or None.
+    found, found_at: float32 and int32 [R, C, k]; most, total: float32 [R, C], largest logit and
+    sum of exp(logit - largest), or None.
     """
     chunk, row = tl.program_id(0), tl.program_id(1)
     part = row * tl.num_programs(0) + chunk
@@ -111,7 +111,7 @@ def take_beam(
     places, beam_scores, beam_tokens, beam_states, beam_visible, width, num_seen,
     K: tl.constexpr, CANDIDATES: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """The best K of K * K candidates. Grid: (blocks of a state,), of which each chooses anew."""
+    """The best K of K * K candidates. Grid: (blocks of a state,), each repeating the choice."""
     block = tl.program_id(0)
     inner = block * BLOCK + tl.arange(0, BLOCK)
     is_inner = inner < width
@@ -141,20 +141,20 @@ def take_beam(
 def continuations(
     logits: Tensor, k: int, above: Tensor | None, token_ids: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """See `Operations.continuations`; k is at most `MOST_BEST`, and the logits of a row adjoin."""
+    """See `Operations.continuations`; k is at most `MAX_BEST`, rows of logits are contiguous."""
     scores = logits.new_empty(len(logits), k, dtype=torch.float32)
     tokens = _search(logits, k, scores, above, token_ids)
     return scores.flatten(), tokens.flatten()
 
 
 def best(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """See `Operations.best`; k is at most `MOST_BEST`, and the logits of a row adjoin."""
+    """See `Operations.best`; k is at most `MAX_BEST`, and rows of logits are contiguous."""
     scores = logits.new_empty(len(logits), k, dtype=torch.float32)
     return scores, _search(logits, k, scores)
 
 
 def most_probable(logits: Tensor) -> Tensor:
-    """See `Operations.most_probable`; the logits of a row adjoin."""
+    """See `Operations.most_probable`; rows of logits are contiguous."""
     return _search(logits, 1).squeeze(1)
 
 
@@ -176,7 +176,7 @@ def next_beam(scores: Tensor, tokens: Tensor, states: Tensor, visible: Tensor) -
         K=top_k,
         CANDIDATES=candidates,
         BLOCK=_STATE_BLOCK,
-        COLUMNS=max(_LEAST_COLUMNS, triton.next_power_of_2(num_seen + top_k)),
+        COLUMNS=max(_MIN_COLUMNS, triton.next_power_of_2(num_seen + top_k)),
         num_warps=_num_warps(candidates),
     )  # fmt: skip
     return beam
@@ -189,12 +189,12 @@ def _search(
     above: Tensor | None = None,
     token_ids: Tensor | None = None,
 ) -> Tensor:
-    """Tokens int64 [R, k] of the best; `scores` [R, k], where there is room for them, is filled."""
+    """Tokens int64 [R, k] of the best; fills `scores` [R, k] if given."""
     num_rows, num_outputs = logits.shape
-    assert 1 <= k <= min(MOST_BEST, num_outputs), f"the best {k} of {num_outputs}"
+    assert 1 <= k <= min(MAX_BEST, num_outputs), f"the best {k} of {num_outputs}"
     assert logits.stride(1) == 1
-    chunk = triton.next_power_of_2(triton.cdiv(num_outputs, _MOST_CHUNKS))
-    chunk = max(_LEAST_CHUNK, chunk)
+    chunk = triton.next_power_of_2(triton.cdiv(num_outputs, _MAX_CHUNKS))
+    chunk = max(_MIN_CHUNK, chunk)
     num_chunks = triton.cdiv(num_outputs, chunk)
     found = logits.new_empty(num_rows, num_chunks, k, dtype=torch.float32)
     found_at = torch.empty_like(found, dtype=torch.int32)
@@ -219,5 +219,5 @@ def _search(
 
 
 def _num_warps(size: int) -> int:
-    """Of a program that searches so many numbers again and again: few wait less for each other."""
+    """Warps of a program that searches `size` numbers repeatedly; few wait less for each other."""
     return 1 if size <= 128 else 4 if size <= 2048 else 8

@@ -1,8 +1,8 @@
-"""Which kernel computes a product: measured once on each card, then remembered.
+"""Which kernel computes a product: measured once on each GPU, then remembered.
 
-A product can be divided in several ways, and a dense one be left to PyTorch. Each way is first
-checked against float32, then timed over weights that the card's cache cannot hold, in a CUDA graph
-as in use. What was found is kept in the user's cache folder for the next process.
+A product can be divided in several ways, and a dense one can be left to PyTorch. Each option is
+first checked against float32, then timed over weights that exceed the GPU's cache, in a CUDA graph
+as in real use. The results are kept in the user's cache folder for later processes.
 """
 
 import json
@@ -39,7 +39,7 @@ Timer = Callable[[Sequence[Callable[[], object]]], list[float]]
 """Seconds of one call of each function."""
 
 TOLERANCES = {torch.bfloat16: 2e-2, torch.float16: 4e-3}
-"""Relative errors, in the Euclidean norm, of wrong results; rounding makes a tenth of them."""
+"""Relative errors (Euclidean norm) from which a result is wrong; rounding causes a tenth."""
 
 _SOURCES = ("product_kernels.py", "product_launch.py", "product_options.py", "product_timing.py")
 _COMPILERS = 8
@@ -54,15 +54,16 @@ def choose(
     timer: Timer = interleaved_seconds,
     begins_early: bool = False,
 ) -> tuple[Option, dict[str, float]]:
-    """The fastest of the ways that are right, and microseconds by way.
+    """The fastest of the correct options, and microseconds by option.
 
-    Ways that fail or are wrong are told in a warning and dropped. Where none is left PyTorch's
-    operations are, which take a packed weight apart at each product.
+    Options that fail or are wrong are dropped with a warning. If none is left, PyTorch's operations
+    are used, which dequantize a packed weight in each product.
 
     Args:
-        product: the shapes, dtypes and device; all numbers are replaced by random ones.
-        options: to compare, with the norm fused; the best are compared without, too.
-        begins_early: compare the best also where they begin before the kernel before them ended.
+        product: shapes, dtypes and device; all numbers are replaced by random ones.
+        options: to compare, with the norm fused; the best are also compared without.
+        begins_early: compare the best also with launches that begin before the previous kernel
+            has ended.
     """
     samples = samples_of(product)
     task = Task.of(product)
@@ -90,11 +91,11 @@ def choose(
 
 
 class Choices:
-    """What was chosen on one card.
+    """The choices for one GPU.
 
     Args:
         device: a GPU.
-        file: where choices are kept for other processes; None keeps them in this one.
+        file: stores choices for other processes; None keeps them in this process.
         timer: for tests.
     """
 
@@ -104,13 +105,13 @@ class Choices:
         self.device, self.file, self.timer = device, file, timer
         self._chosen: dict[str, dict[str, Any]] = {} if file is None else _read(file)
         self._options: dict[Task, Option] = {}
-        self._has_told = False
+        self._has_announced = False
 
     def option_for(self, product: Product) -> Option:
-        """The way to compute a product; measured now if it never was.
+        """The option that computes a product; measured now if it was not before.
 
-        While a CUDA graph is captured nothing can be measured: then the likeliest way is taken,
-        and not remembered.
+        While a CUDA graph is captured nothing can be measured: the likeliest option is returned
+        then, and not remembered.
         """
         task = Task.of(product)
         if task in self._options:
@@ -126,12 +127,12 @@ class Choices:
 
     @property
     def microseconds(self) -> dict[str, dict[str, float]]:
-        """Of all ways that were compared, by task."""
+        """Microseconds of all options that were compared, by task."""
         return {name: found["microseconds"] for name, found in self._chosen.items()}
 
     def _measured(self, product: Product, task: Task) -> dict[str, Any]:
-        if not self._has_told:
-            self._has_told = True
+        if not self._has_announced:
+            self._has_announced = True
             print(
                 f"choosing kernels on {_card(self.device)}, once on this machine", file=sys.stderr
             )
@@ -149,7 +150,7 @@ class Choices:
 
 @cache
 def choices_of(device: torch.device) -> Choices:
-    """The choices of a GPU, with those of earlier processes; the same object at each call."""
+    """The choices for a GPU, with those of earlier processes; one shared object."""
     try:
         folder = cache_folder()
     except RuntimeError:  # there is no home folder
@@ -158,7 +159,7 @@ def choices_of(device: torch.device) -> Choices:
 
 
 def _compile_all(product: Product, options: Sequence[Tiling]) -> None:
-    """Compile in threads: most of the time is spent outside of Python. Errors come up later."""
+    """Compile in threads, as most time is spent outside of Python. Errors are raised later."""
     if product.x_RI.device.type != "cuda" or not options:
         return
 
@@ -169,14 +170,14 @@ def _compile_all(product: Product, options: Sequence[Tiling]) -> None:
         except Exception as error:
             _log.debug("%s: %s", described(option), error)
 
-    # the first one alone makes what all share
+    # the first one alone, which creates what all share
     compile_one(options[0])
     with ThreadPoolExecutor(min(_COMPILERS, os.cpu_count() or 1)) as pool:
         list(pool.map(compile_one, options[1:]))
 
 
 def _is_right(product: Product, option: Option, task: Task) -> bool:
-    """Whether a way computes a product; one that does not is told in a warning."""
+    """Whether an option computes a product correctly; warns if not."""
     try:
         error = relative_error(product, product.computed(option))
     except Exception as failure:
@@ -192,7 +193,7 @@ def _is_right(product: Product, option: Option, task: Task) -> bool:
 def _timed(
     samples: Sequence[Product], options: Sequence[Option], timer: Timer
 ) -> dict[Option, float]:
-    """Seconds of one product by each way."""
+    """Seconds of one product by each option."""
 
     def runs(option: Option) -> Callable[[], object]:
         return lambda: [sample.computed(option) for sample in samples]
@@ -217,7 +218,7 @@ def _digest(device: torch.device) -> str:
 
 
 def _read(file: Path) -> dict[str, dict[str, Any]]:
-    """Choices of earlier processes; none where there is no such file, or not one of ours."""
+    """Choices of earlier processes; none if the file is missing or not one of ours."""
     try:
         content = json.loads(file.read_text("utf-8"))
         return {

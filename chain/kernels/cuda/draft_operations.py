@@ -1,4 +1,4 @@
-"""What a round does between its passes, by Triton's kernels where they have the size for it."""
+"""A round's work between its passes, by Triton kernels where they support the size."""
 
 from torch import Tensor
 
@@ -8,13 +8,13 @@ from polybasic.chain.kernels.torch.trees import Beam, Rows, Walk
 
 
 class DraftOperations(Operations):
-    """Chooses, draws, keeps trees and walks them in Triton; passes are left to `Operations`.
+    """Chooses, draws, prunes and walks trees in Triton; passes are left to `Operations`.
 
-    Results are those of `Operations`, but that of equal scores the first is always taken.
+    Results equal those of `Operations`, except that of equal scores the first is always taken.
     """
 
     def best(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        if k > candidates.MOST_BEST:
+        if k > candidates.MAX_BEST:
             return super().best(logits, k)
         return candidates.best(logits, k)
 
@@ -27,23 +27,23 @@ class DraftOperations(Operations):
     def continuations(
         self, logits: Tensor, k: int, above: Tensor | None, token_ids: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        if k > candidates.MOST_BEST:
+        if k > candidates.MAX_BEST:
             return super().continuations(logits, k, above, token_ids)
         return candidates.continuations(logits, k, above, token_ids)
 
     def next_beam(self, scores: Tensor, tokens: Tensor, states: Tensor, visible: Tensor) -> Beam:
-        if len(states) > candidates.MOST_BEST:
+        if len(states) > candidates.MAX_BEST:
             return super().next_beam(scores, tokens, states, visible)
         return candidates.next_beam(scores, tokens, states, visible)
 
     def keep_best(
         self, top_k: int, tokens: Tensor, scores: Tensor, beams: Tensor, root: Tensor, rows: int
     ) -> Rows:
-        is_large = len(tokens) > tree_kernels.MOST_CANDIDATES or rows > tree_kernels.MOST_ROWS
+        is_large = len(tokens) > tree_kernels.MAX_CANDIDATES or rows > tree_kernels.MAX_ROWS
         keep = super().keep_best if is_large else tree_kernels.keep_best
         return keep(top_k, tokens, scores, beams, root, rows)
 
     def walk(
-        self, tree: Rows, drawn: Tensor, limit: Tensor, stop_tokens: Tensor, most: int
+        self, tree: Rows, drawn: Tensor, limit: Tensor, stop_tokens: Tensor, max_tokens: int
     ) -> Walk:
-        return tree_kernels.walk(tree, drawn, limit, stop_tokens, most)
+        return tree_kernels.walk(tree, drawn, limit, stop_tokens, max_tokens)

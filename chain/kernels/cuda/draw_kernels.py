@@ -1,7 +1,7 @@
 """Draws from rows of probabilities, in Triton: `Operations.draw`.
 
-Sums of chunks tell in which of them a number falls; only that one is read again. Sums are made in
-an order that depends on nothing but sizes, so that equal numbers give equal draws.
+The sums of chunks determine the chunk of a draw; only that chunk is read again. The order of
+additions depends only on sizes, so that equal numbers give equal draws.
 
 #   R = rows, V = vocabulary, C = chunks of a row
 """
@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_LEAST_CHUNK = 1024
-_MOST_CHUNKS = 128
+_MIN_CHUNK = 1024
+_MAX_CHUNKS = 128
 
 
 @triton.jit
@@ -30,8 +30,8 @@ def sum_chunks(probabilities, stride, num_outputs, sums, CHUNK: tl.constexpr):
 def _found(weights, target, places):
     """Place where the running sum of weights passes the target, and the sum before that place.
 
-    Where rounding keeps the sum from passing it, that is the last place of a positive weight. None
-    of another weight is found, unless there is none.
+    If rounding keeps the sum from passing it, that is the last place of a positive weight. A place
+    without positive weight is returned only if there is no other.
     """
     cumulative = tl.cumsum(weights, 0)
     is_possible = weights > 0
@@ -60,11 +60,11 @@ def draw_rows(
 
 
 def draw(probabilities: Tensor, uniforms: Tensor) -> Tensor:
-    """See `Operations.draw`; the probabilities of a row adjoin."""
+    """See `Operations.draw`; rows of probabilities are contiguous."""
     num_rows, num_outputs = probabilities.shape
     assert probabilities.dtype == torch.float32
     assert probabilities.stride(1) == uniforms.stride(0) == 1
-    chunk = max(_LEAST_CHUNK, triton.next_power_of_2(triton.cdiv(num_outputs, _MOST_CHUNKS)))
+    chunk = max(_MIN_CHUNK, triton.next_power_of_2(triton.cdiv(num_outputs, _MAX_CHUNKS)))
     num_chunks = triton.cdiv(num_outputs, chunk)
     sums = probabilities.new_empty(num_rows, num_chunks)
     drawn = probabilities.new_empty(num_rows, dtype=torch.int64)

@@ -1,13 +1,13 @@
 """Triton kernels of products of few rows; `polybasic.chain.kernels.cuda.products` launches them.
 
-The weight stands on the side of the tensor cores' product that is 64 or 128 wide, and the rows on
-the side that may be as narrow as 8: out[o, r] = sum of weight[o, i] * x[r, i] over i. So weights
-are read once, and few rows waste little.
+The weight is the operand of the tensor cores' product that is 64 or 128 wide, and the rows are the
+one that may be as narrow as 8: out[o, r] = sum of weight[o, i] * x[r, i] over i. So weights are
+read once, and few rows waste little.
 
 #   R = rows (tokens of one pass), I = in features, O = out features
 #   ROWS, OUTS, INS = what one step of a program reads of them, all powers of two
 #   w = words of a group of 4-bit codes: four threads q, INS / 32 blocks b of inputs, of which a
-#   word holds pairs p and, in s and h, 8 and 16 inputs on; see `PackedWeight`
+#   word holds pairs p and, in s and h, those 8 and 16 inputs on; see `PackedWeight`
 """
 
 # mypy: allow-untyped-defs
@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 
 # A word becomes four registers of two codes each: (word >> 4 j) & 0x000f000f | MAGIC is a pair of
-# 128 + code in bfloat16 and of 1024 + code in float16, from which 128 (1024) + zero is taken: all
-# of it is exact.
+# 128 + code in bfloat16 and of 1024 + code in float16, from which 128 (1024) + zero is subtracted:
+# all of this is exact.
 _UNPACK = """{
 .reg .b32 one, mask, magic, word1, word2, word3;
 mov.b32 one, ONE;
@@ -48,7 +48,7 @@ _WAIT = tl.constexpr("griddepcontrol.launch_dependents; griddepcontrol.wait; mov
 _BF16_MAGIC = tl.constexpr(0x4300)
 _FP16_MAGIC = tl.constexpr(0x6400)
 _SIGNS = tl.constexpr(-0x7FFF8000)  # 0x80008000
-_MOST_READ = tl.constexpr(128)
+_MAX_READ = tl.constexpr(128)
 _GELU_FACTOR = tl.constexpr(1.5957691216057308)  # 2 * sqrt(2 / pi)
 _GELU_CUBIC = tl.constexpr(0.044715)
 
@@ -95,10 +95,10 @@ def product_kernel(
 ):
     """out = activation of (x, normed, times weight transposed, plus bias), plus added.
 
-    A program computes OUTS rows of the weight (of a gated product, half of them gate and half of
-    them up) over one of num_splits parts of the inputs. The last program of a tile to arrive, as a
-    ticket tells it, adds the parts in their order, so that the sum does not depend on who came
-    last, and leaves the ticket at 0 for the next launch.
+    A program computes OUTS rows of the weight (for a gated product, half of them gate and half of
+    them up) over one of num_splits parts of the inputs. The program of a tile that finishes last,
+    by its ticket, adds the parts in a fixed order, so that the sum does not depend on which one
+    that is, and resets the ticket to 0 for the next launch.
 
     Args:
         x_ptr: [R, I], rows x_stride apart.
@@ -113,8 +113,8 @@ def product_kernel(
         IS_EVEN: I is a multiple of INS; always so for words.
         IS_NARROW: the result has fewer columns than a tile.
         IS_WIDE: the tensor cores read x from shared memory, as Hopper's do.
-        IS_EARLY: programs begin before the kernel before this one has ended, and wait for it when
-            they have asked for their first weights.
+        IS_EARLY: programs begin before the previous kernel has ended, and wait for it after they
+            have requested their first weights.
     """
     tile, split = tl.program_id(0), 0
     if IS_SPLIT:
@@ -125,7 +125,7 @@ def product_kernel(
         first, last = split * num_steps // num_splits, (split + 1) * num_steps // num_splits
     WIDTH: tl.constexpr = OUTS // 2 if IS_GATED else OUTS
     num_outs = out_size // 2 if IS_GATED else out_size
-    # the last tile begins early enough to be full: what two tiles compute they find equal
+    # the last tile starts early enough to be full: outputs of two tiles are equal
     first_out = tl.maximum(tl.minimum(tile * WIDTH, num_outs - WIDTH), 0)
     columns = tl.arange(0, WIDTH)
     if IS_NARROW:
@@ -138,7 +138,7 @@ def product_kernel(
     ins = tl.arange(0, INS)
     words = tl.arange(0, INS // 8)
     is_row = rows < num_rows
-    # addresses are a number that programs share plus offsets that stay: few registers
+    # addresses are a shared number plus constant offsets, which saves registers
     x_places = rows[:, None] * x_stride + ins[None, :]
     dense_places = outs[:, None] * in_size + ins[None, :]
     word_places = outs[:, None] * (INS // 8) + words[None, :]
@@ -171,7 +171,7 @@ def product_kernel(
             codes = _unpacked(packed, group & 15, x.dtype, OUTS, INS, IS_ON_GPU)
             if IS_WIDE:
                 codes = codes.permute(0, 2, 5, 4, 1, 3)
-            else:  # what a thread holds of 16 inputs lies side by side: so it must in x
+            else:  # a thread's part of 16 inputs is adjacent, so it must be in x as well
                 codes = codes.permute(0, 2, 5, 1, 4, 3)
                 x = x.reshape(ROWS, INS // 16, 2, 4, 2).permute(0, 1, 3, 2, 4).reshape(ROWS, INS)
             scale = (group & -16).to(tl.float32, bitcast=True)
@@ -195,7 +195,7 @@ def product_kernel(
         part_at = parts_ptr + split * part_size
         tl.store(part_at + places_RO, sums_RO, is_row[:, None])
         tl.store(part_at + ROWS * OUTS + rows, squares_R, is_row)
-        # the stores of all threads come before the ticket is drawn
+        # all threads have stored before the ticket is taken
         tl.debug_barrier()
         ticket = tl.atomic_add(tickets_ptr + tile, 1, sem="acq_rel", scope="gpu")
         is_last = ticket == num_splits - 1
@@ -204,9 +204,9 @@ def product_kernel(
             tl.store(tickets_ptr + tile, 0)
             sums_RO = tl.zeros((ROWS, OUTS), tl.float32)
             squares_R = tl.zeros((ROWS,), tl.float32)
-            # as many parts at once as registers can take
-            for base in tl.range(0, num_splits, _MOST_READ // ROWS, num_stages=1):
-                for ahead in tl.static_range(_MOST_READ // ROWS):
+            # as many parts at once as fit into registers
+            for base in tl.range(0, num_splits, _MAX_READ // ROWS, num_stages=1):
+                for ahead in tl.static_range(_MAX_READ // ROWS):
                     part_at = parts_ptr + (base + ahead) * part_size
                     is_read = is_row & (base + ahead < num_splits)
                     sums_RO += tl.load(
@@ -232,7 +232,7 @@ def product_kernel(
 
 @triton.jit
 def _prefetch(rows_at, NUMBERS: tl.constexpr):
-    """Ask the L2 cache for so many numbers from each address on."""
+    """Prefetch NUMBERS numbers from each address on into the L2 cache."""
     BYTES: tl.constexpr = rows_at.dtype.element_ty.primitive_bitwidth // 8
     COPIED: tl.constexpr = min(NUMBERS, _PREFETCHED_BYTES // BYTES)
     copied_at = rows_at[:, None] + tl.arange(0, NUMBERS // COPIED)[None, :] * COPIED
@@ -245,7 +245,7 @@ def _prefetch(rows_at, NUMBERS: tl.constexpr):
 def _norm_weights(
     norm_ptr, first, in_size, dtype: tl.constexpr, INS: tl.constexpr, IS_EVEN: tl.constexpr
 ):
-    """float32 [INS]; of 16 bits they are read in pairs, as copies that run ahead need 4 bytes."""
+    """float32 [INS]; those of 16 bits are read in pairs, as asynchronous copies need 4 bytes."""
     if norm_ptr.dtype.element_ty == tl.float32:
         places = first + tl.arange(0, INS)
         is_input = places < in_size

@@ -1,4 +1,4 @@
-"""Launches of the product kernels: in what tiles a weight is read, and where results go.
+"""Launches the product kernels: tiles of the weight, and buffers for results.
 
 #   R = rows (tokens of one pass), I = in features, O = out features
 """
@@ -16,12 +16,12 @@ from polybasic.chain.kernels.cuda.product_kernels import norm_kernel, product_ke
 from polybasic.chain.kernels.torch.operations import DeviceLinear, Norm, Operations
 from polybasic.chain.kernels.torch.packed_weight import PackedWeight
 
-MOST_ROWS = 64
-"""Of the kernels; more rows keep the tensor cores busy enough for PyTorch's operations."""
-MOST_SPLIT_TILES = 8192
-"""Tiles of one product over which inputs can be split."""
+MAX_ROWS = 64
+"""Most rows of the kernels; with more, PyTorch's operations keep the tensor cores busy."""
+MAX_SPLIT_TILES = 8192
+"""Most tiles of a product whose inputs are split."""
 
-_LEAST_ROWS = 16
+_MIN_ROWS = 16
 _ALIGNED_INPUTS = 8
 _WIDE_CAPABILITIES = (9, 10, 11)
 _EARLY_CAPABILITY = 9
@@ -38,11 +38,11 @@ class Tiling:
         ins: inputs of one step, a power of two; of a packed weight the size of its groups.
         splits: programs that share the inputs of a tile.
         warps: of a program, a multiple of 4.
-        stages: steps whose data are on their way at once.
-        registers: most of a thread; None for as many as it takes.
-        is_fused: the norm is a part of the kernel; else another one comes before it.
-        is_early: programs begin, and ask for weights, while the kernel before this one ends; of
-            GPUs for which `can_begin_early`.
+        stages: steps whose data are in flight at once.
+        registers: limit for a thread; None for no limit.
+        is_fused: the norm is part of the kernel; else another kernel computes it first.
+        is_early: programs begin, and request weights, while the previous kernel ends; on GPUs for
+            which `can_begin_early`.
     """
 
     outs: int
@@ -57,14 +57,14 @@ class Tiling:
 
 @dataclass(frozen=True)
 class Product:
-    """A product with what stands before and behind it.
+    """A product with the operations before and after it.
 
     Attributes:
-        x_RI: its rows may lie apart.
+        x_RI: rows need not be adjacent.
         norm: of the rows; None for none.
-        added: contiguous [R, O], to the product; None for none.
-        activation: "silu" or "gelu_pytorch_tanh" of the first half of the product, by which the
-            second half is multiplied; None for none. Never with `added`.
+        added: contiguous [R, O], added to the product; None for none.
+        activation: "silu" or "gelu_pytorch_tanh", applied to the first half of the product, which
+            then multiplies the second half; None for none. Never with `added`.
     """
 
     linear: DeviceLinear
@@ -80,7 +80,7 @@ class Product:
         num_rows, in_size = self.x_RI.shape
         if self.x_RI.stride(1) != 1:
             return False
-        if not 0 < num_rows <= MOST_ROWS or self.x_RI.dtype not in KERNEL_DTYPES:
+        if not 0 < num_rows <= MAX_ROWS or self.x_RI.dtype not in KERNEL_DTYPES:
             return False
         if isinstance(weight, PackedWeight):
             return _is_power_of_2(weight.group_size)
@@ -90,17 +90,17 @@ class Product:
     def can_fuse(self) -> bool:
         """Whether a kernel can multiply by the norm's weights before it knows the norm.
 
-        In float16 the rows times these weights may be too large or lose digits.
+        In float16 the rows times these weights may overflow or lose precision.
         """
         return self.norm is not None and self.x_RI.dtype == torch.bfloat16
 
     @property
     def num_kernel_rows(self) -> int:
-        """R as kernels are compiled for it: the next power of two, 16 at least."""
-        return max(_LEAST_ROWS, triton.next_power_of_2(len(self.x_RI)))
+        """R as kernels are compiled for it: the next power of two, at least 16."""
+        return max(_MIN_ROWS, triton.next_power_of_2(len(self.x_RI)))
 
     def computed(self, tiling: Tiling | None) -> Tensor:
-        """[R, O], of an activated product [R, O / 2], in the dtype of x.
+        """[R, O], or [R, O / 2] of a gated product, in the dtype of x.
 
         Args:
             tiling: of the kernel; None leaves the product to PyTorch's operations.
@@ -118,7 +118,7 @@ class Product:
         return out
 
     def compile(self, tiling: Tiling) -> None:
-        """Compile what `computed` launches, if that was not done yet."""
+        """Compile what `computed` launches, unless already done."""
         is_fused = tiling.is_fused and self.can_fuse
         grid, arguments = (self if is_fused else replace(self, norm=None)).arguments(tiling)
         product_kernel.warmup(grid=grid, **arguments)
@@ -133,7 +133,7 @@ class Product:
         num_tiles = triton.cdiv(num_outs, tile_outs)
         parts = tickets = None
         if tiling.splits > 1:
-            assert num_tiles <= MOST_SPLIT_TILES, f"{num_tiles} tiles of {tiling.splits} parts"
+            assert num_tiles <= MAX_SPLIT_TILES, f"{num_tiles} tiles of {tiling.splits} parts"
             part_size = self.num_kernel_rows * (tiling.outs + 1)
             num_parts = num_tiles * tiling.splits
             parts = torch.empty(num_parts * part_size, dtype=torch.float32, device=device)
@@ -198,21 +198,21 @@ def _in_words(weight: Tensor) -> Tensor:
 
 @cache
 def _tickets(device: torch.device) -> Tensor:
-    """Zeros, to which every launch leaves them again; launches follow one another on a stream."""
+    """Zeros, restored by every launch; launches follow one another on a stream."""
     with torch.inference_mode(False):
-        return torch.zeros(MOST_SPLIT_TILES, dtype=torch.int32, device=device)
+        return torch.zeros(MAX_SPLIT_TILES, dtype=torch.int32, device=device)
 
 
 @cache
 def _is_wide(device: torch.device) -> bool:
-    """Whether the tensor cores read rows from shared memory; so an interpreted kernel takes it."""
+    """Whether the tensor cores read rows from shared memory; assumed in the interpreter."""
     if device.type != "cuda":
         return True
     return torch.cuda.get_device_capability(device)[0] in _WIDE_CAPABILITIES
 
 
 def can_begin_early(device: torch.device) -> bool:
-    """Whether a GPU can start a kernel before the one before it has ended."""
+    """Whether a GPU can start a kernel before the previous one has ended."""
     if device.type != "cuda":
         return False
     return torch.cuda.get_device_capability(device)[0] >= _EARLY_CAPABILITY

@@ -1,4 +1,4 @@
-"""Ways to compute a product that are worth a measurement."""
+"""Options for computing a product that are worth measuring."""
 
 from dataclasses import dataclass, replace
 
@@ -8,10 +8,10 @@ from polybasic.chain.kernels.cuda.product_launch import Product, Tiling
 from polybasic.chain.kernels.torch.packed_weight import PackedWeight
 
 Option = Tiling | None
-"""A way to compute a product; None stands for PyTorch's operations."""
+"""How to compute a product; None means PyTorch's operations."""
 
-_LEAST_STEPS = 4
-_MOST_SPLITS = 16
+_MIN_STEPS = 4
+_MAX_SPLITS = 16
 _LIKELIEST = 2
 
 
@@ -20,8 +20,8 @@ class Task:
     """What the choice of a kernel depends on.
 
     Attributes:
-        weight: "bfloat16", "float16", or with the size of groups: "bfloat16 int4/128".
-        rows: for which kernels are compiled, at most 64.
+        weight: "bfloat16", "float16", or with the group size: "bfloat16 int4/128".
+        rows: that kernels are compiled for, at most 64.
     """
 
     weight: str
@@ -89,17 +89,17 @@ DENSE_SHAPES = {
         Shape(Tiling(128, 64, warps=8, stages=4), 2),
     ),
 }
-"""By rows; registers, shared memory and spills of these were read off the machine code for
-sm_90, and steps on their way at once cover its memory's latency. Steps of a packed weight are its
-groups, whatever stands here; its tiles have a row for each thread, or their scales would not be
-copied ahead."""
+"""By rows. Registers, shared memory and spills were checked in the machine code for sm_90, and the
+stages cover its memory latency. Steps of a packed weight are its groups, whatever is given here;
+its
+tiles have a row for each thread, or their scales would not be copied asynchronously."""
 
 
 def options_of(task: Task, processors: int) -> list[Tiling]:
-    """Divisions worth a measurement, the likeliest first; the norm is a part of each.
+    """Divisions worth measuring, the likeliest first, all with the norm fused.
 
-    Inputs are split so that there is about one program on each multiprocessor, or two, or as many
-    as there is room for.
+    Inputs are split so that there are about one or two programs on each multiprocessor, or as many
+    as fit.
     """
     packed = "int4" in task.weight
     options = []
@@ -108,7 +108,7 @@ def options_of(task: Task, processors: int) -> list[Tiling]:
         if packed:
             tiling = replace(tiling, ins=int(task.weight.partition("/")[2]))
         num_tiles = -(-task.out_size // tiling.outs)
-        most = max(1, min(_MOST_SPLITS, task.in_size // tiling.ins // _LEAST_STEPS))
+        most = max(1, min(_MAX_SPLITS, task.in_size // tiling.ins // _MIN_STEPS))
         filling = sorted(range(1, shape.resident + 1), key=lambda each: abs(each - _LIKELIEST))
         splits = [max(1, min(most, each * processors // num_tiles)) for each in filling]
         options += [replace(tiling, splits=each) for each in dict.fromkeys(splits)]
@@ -116,12 +116,12 @@ def options_of(task: Task, processors: int) -> list[Tiling]:
 
 
 def fixed_option(product: Product) -> Tiling:
-    """The likeliest division; what an interpreted kernel takes."""
+    """The likeliest division, which interpreted kernels use."""
     return options_of(Task.of(product), num_processors(product.x_RI.device))[0]
 
 
 def described(option: Option) -> str:
-    """A way in a few words, such as "128x64 splits 4 warps 4 stages 3"."""
+    """An option in a few words, such as "128x64 splits 4 warps 4 stages 3"."""
     if option is None:
         return "torch"
     limit = "" if option.registers is None else f" registers {option.registers}"

@@ -1,4 +1,4 @@
-"""Random products of given shapes, and what float32 makes of them.
+"""Random products of given shapes, and their results in float32.
 
 #   R = rows (tokens of one pass), I = in features, O = out features
 """
@@ -13,15 +13,15 @@ from polybasic.chain.kernels.cuda.product_launch import Product
 from polybasic.chain.kernels.torch.operations import ACTIVATIONS, DeviceLinear, Norm
 from polybasic.chain.kernels.torch.packed_weight import PackedWeight
 
-_MOST_CHECKED = 1024
+_MAX_CHECKED = 1024
 _CACHES = 3
 _DEFAULT_CACHE_BYTES = 1 << 20
 
 
 def samples_of(product: Product) -> list[Product]:
-    """Products of the same shapes over random numbers, with so many different weights.
+    """Products of the same shapes over random numbers, with enough different weights.
 
-    Read one after the other, they are three times as large as the card's cache.
+    Together they are three times as large as the GPU's cache.
     """
     generator = torch.Generator(product.x_RI.device).manual_seed(0)
     linear, norm = product.linear, product.norm
@@ -48,9 +48,9 @@ def samples_of(product: Product) -> list[Product]:
 
 
 def relative_error(product: Product, found: Tensor) -> float:
-    """Of a result against float32, in the Euclidean norm; of some columns where there are many."""
+    """Relative error against float32 (Euclidean norm), over some columns if there are many."""
     num_columns = found.shape[1]
-    columns = torch.linspace(0, num_columns - 1, min(num_columns, _MOST_CHECKED)).long()
+    columns = torch.linspace(0, num_columns - 1, min(num_columns, _MAX_CHECKED)).long()
     columns = columns.to(found.device)
     expected = _expected(product, columns)
     difference = found.index_select(1, columns).float() - expected

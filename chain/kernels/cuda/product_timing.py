@@ -1,4 +1,4 @@
-"""Times of functions on a GPU, as they are in use: replayed from a CUDA graph."""
+"""Times functions on a GPU as in real use: replayed from a CUDA graph."""
 
 from collections.abc import Callable, Sequence
 
@@ -9,10 +9,10 @@ _CALLS = 4
 
 
 def interleaved_seconds(functions: Sequence[Callable[[], object]]) -> list[float]:
-    """Seconds of one call of each function on the current GPU, the best of some rounds.
+    """Seconds of one call of each function on the current GPU, the best of several rounds.
 
-    Functions take turns, so that none meets another state of the clocks than the others. They
-    have run before, so that nothing is compiled while it is captured.
+    Functions take turns, so that all see the same clock rates. They must have run before, so that
+    nothing is compiled during a capture.
     """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())

@@ -1,4 +1,4 @@
-"""Products of a few rows on a GPU, with what stands before and behind them: one launch each.
+"""Products of a few rows on a GPU, fused with what comes before and after: one launch each.
 
 #   R = rows (tokens of one pass), I = in features, O = out features
 """
@@ -14,13 +14,13 @@ from polybasic.chain.kernels.torch.operations import DeviceLinear, Norm
 def product(
     linear: DeviceLinear, x_RI: Tensor, norm: Norm | None = None, added: Tensor | None = None
 ) -> Tensor:
-    """`Operations.product` by the fastest kernel of the card; many rows by PyTorch's operations."""
+    """`Operations.product` by the GPU's fastest kernel; many rows by PyTorch's operations."""
     added = None if added is None else added.contiguous()
     return _computed(Product(linear, x_RI, norm, added))
 
 
 def gated_product(linear: DeviceLinear, x_RI: Tensor, norm: Norm | None, activation: str) -> Tensor:
-    """`Operations.gated_product` by the fastest kernel of the card; as `product`."""
+    """`Operations.gated_product` by the GPU's fastest kernel; as `product`."""
     return _computed(Product(linear, x_RI, norm, activation=activation))
 
 

@@ -1,9 +1,9 @@
 """Draft trees between the passes of a round, in Triton: as `polybasic.chain.kernels.torch.trees`.
 
-Each is one program: what a GPU would wait for is the number of launches.
+Each is a single program, since the number of launches is what costs time on a GPU.
 
-#   K = candidates below a row, L = levels, N = K + (L - 1) * K * K candidates
-#   R = rows of a tree, T = most tokens that a walk gains, S = stop tokens
+#   K = children of a row, L = levels, N = K + (L - 1) * K * K candidates
+#   R = rows of a tree, T = most tokens of a walk, S = stop tokens
 """
 # mypy: allow-untyped-defs
 
@@ -15,16 +15,16 @@ from torch import Tensor
 from polybasic.chain.kernels.cuda.candidates import comparable
 from polybasic.chain.kernels.torch.trees import Rows, Walk
 
-MOST_ROWS = 64
-"""R of a tree that one program keeps: it compares rows with rows."""
-MOST_CANDIDATES = 8192
+MAX_ROWS = 64
+"""Most rows of a tree: its program compares every row with every other."""
+MAX_CANDIDATES = 8192
 
 _NO_CANDIDATE = tl.constexpr(1 << 30)
 
 
 @triton.jit
 def _above(candidates, beams, K: tl.constexpr):
-    """Numbers of the candidates that these hang below; -1 is the root."""
+    """Numbers of the parents of these candidates; -1 is the root."""
     is_below = candidates >= K
     place = tl.load(beams + (candidates - K) // K, mask=is_below, other=0).to(tl.int32)
     level = (candidates + K * (K - 1)) // (K * K)
@@ -90,7 +90,7 @@ def walk_rows(
         tl.store(path + step, row.to(tl.int64))
         tl.store(gained + step, next_token)
         count += is_walking
-        # 0 stands for none: the root is its own parent, but no row's child
+        # 0 means none: the root is its own parent, but never a child
         child = tl.max(tl.where((parent == row) & (token == next_token), rows, 0), 0)
         is_stopped = tl.max((stop == next_token).to(tl.int32), 0)
         goes_on = (child > 0) & (is_stopped == 0) & (count < most)
@@ -102,11 +102,11 @@ def walk_rows(
 def keep_best(
     top_k: int, tokens: Tensor, scores: Tensor, beams: Tensor, root: Tensor, rows: int
 ) -> Rows:
-    """See `Operations.keep_best`; at most `MOST_ROWS` of at most `MOST_CANDIDATES`."""
+    """See `Operations.keep_best`; at most `MAX_ROWS` of at most `MAX_CANDIDATES`."""
     num_candidates = len(tokens)
     num_rows = min(rows, num_candidates + 1)
-    assert num_rows <= MOST_ROWS, f"{num_rows} rows"
-    assert num_candidates <= MOST_CANDIDATES, f"{num_candidates} candidates"
+    assert num_rows <= MAX_ROWS, f"{num_rows} rows"
+    assert num_candidates <= MAX_CANDIDATES, f"{num_candidates} candidates"
     numbers = torch.empty(3, num_rows, dtype=torch.int64, device=tokens.device)
     ancestors = numbers.new_empty(num_rows, num_rows, dtype=torch.bool)
     kept = Rows(numbers[0], numbers[1], numbers[2], ancestors)
@@ -121,13 +121,15 @@ def keep_best(
     return kept
 
 
-def walk(tree: Rows, drawn: Tensor, limit: Tensor, stop_tokens: Tensor, most: int) -> Walk:
+def walk(tree: Rows, drawn: Tensor, limit: Tensor, stop_tokens: Tensor, max_tokens: int) -> Walk:
     """See `Operations.walk`."""
-    numbers = torch.empty(2 * most + 1, dtype=torch.int64, device=drawn.device)
-    walked = Walk(numbers[:most], numbers[most : 2 * most], numbers[2 * most])
+    numbers = torch.empty(2 * max_tokens + 1, dtype=torch.int64, device=drawn.device)
+    walked = Walk(
+        numbers[:max_tokens], numbers[max_tokens : 2 * max_tokens], numbers[2 * max_tokens]
+    )
     walk_rows[(1,)](
         tree.tokens, tree.parents, drawn, limit, stop_tokens, *walked, len(drawn), len(stop_tokens),
-        MOST=most,
+        MOST=max_tokens,
         ROWS=triton.next_power_of_2(len(drawn)),
         STOPS=triton.next_power_of_2(max(1, len(stop_tokens))),
         num_warps=1,

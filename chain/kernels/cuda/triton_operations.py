@@ -1,4 +1,4 @@
-"""The operations of a device by Triton's kernels, where they have the sizes for it."""
+"""The operations of a device by Triton kernels, where they support the sizes."""
 
 from torch import Tensor
 
@@ -10,7 +10,7 @@ from polybasic.chain.kernels.torch.rows import DeviceRows, Span
 
 
 class TritonOperations(DraftOperations):
-    """Norms, products and attention of few rows in Triton, too."""
+    """Adds norms, products and attention of few rows in Triton."""
 
     def norm(self, x_RI: Tensor, norm: Norm) -> Tensor:
         return products.norm(x_RI, norm)

@@ -1,1 +1,1 @@
-"""The reference in PyTorch's operations, which decides what is right on every device."""
+"""The reference in PyTorch's operations, which defines the right results on every device."""

@@ -1,4 +1,4 @@
-"""How the rows of one pass look at the cache: positions, ancestors, windows.
+"""How the rows of a pass attend to the cache: positions, ancestors, windows.
 
 #   R = rows (tokens of one pass), S = rows in the cache, T = S + R
 #   G = query heads that read one key/value head, H = head size
@@ -17,22 +17,22 @@ from polybasic.chain.formats.plan import Window
 from polybasic.chain.kernels.torch.rotary import RotaryTable, Rotation
 
 BLOCK_ROWS = 512
-"""Of a pass over many tokens that needs a mask, whose size is rows by rows seen."""
+"""Rows of a block of a pass that needs a mask, whose size is rows by columns."""
 NO_ROWS = range(0)
 
 
 @dataclass
 class View:
-    """How the layers of one kind look at the cache.
+    """How the layers of one kind attend to the cache.
 
     Attributes:
         rotation: cosines and sines of the rows' positions, each [R, 1, H].
         mask: [R * G, sinks and T - first] added to the scores (0 or -inf), each row repeated for
-            its G query heads; None where every row sees all of these columns.
-        first: first row of the cache that is seen, but for the sinks.
-        sinks: leading rows of the cache that are seen before those from `first` on.
-        is_prompt: an empty cache, read from left to right. The mask is then [R, T], None for all
-            that came before.
+            its G query heads; None if every row sees all of these columns.
+        first: first row of the cache that is seen, apart from the sinks.
+        sinks: leading rows of the cache that are seen in addition to those from `first` on.
+        is_prompt: the cache was empty and is read from left to right. The mask is then [R, T], or
+            None for a causal one.
     """
 
     rotation: Rotation
@@ -42,7 +42,7 @@ class View:
     is_prompt: bool = False
 
     def of(self, cached: Tensor, end: int, dim: int) -> Tensor:
-        """What is seen of the first `end` rows of a cache, which lie along a dimension."""
+        """The visible part of the first `end` rows of a cache, which lie along dimension `dim`."""
         latest = cached.narrow(dim, self.first, end - self.first)
         if not self.sinks:
             return latest
@@ -51,7 +51,7 @@ class View:
 
 
 class Attending(Protocol):
-    """What looks at a cache: a `Decoder` or an `EagleHead`."""
+    """A model that attends to a cache: a `Decoder` or an `EagleHead`."""
 
     config: DecoderConfig
     rotary: RotaryTable
@@ -59,19 +59,19 @@ class Attending(Protocol):
 
 @dataclass(frozen=True)
 class Attend:
-    """How the rows of one pass look at the cache.
+    """How the rows of one pass attend to the cache.
 
     Attributes:
         start: first row of the cache that the pass writes.
         num_rows: R.
-        prefix: leading rows of the cache that all rows of the pass see, each at the position of
-            its number, but for what a window hides.
-        paths: for each row of the pass, the rows of the cache behind the prefix that it sees, by
-            position, itself last; None where the rows are consecutive tokens behind the prefix,
-            which is then `start`.
-        prepared: views that were made ahead, for `views_of`.
-        window: hides the middle of a long context from all rows; None hides nothing. Layers whose
-            own window is narrower keep that.
+        prefix: leading rows of the cache, each at the position of its index, which all rows of the
+            pass see, except what a window hides.
+        paths: for each row of the pass, the rows of the cache after the prefix that it sees, by
+            position, itself last; None if the rows are consecutive tokens after the prefix, which
+            is then `start`.
+        prepared: precomputed views for `views_of`.
+        window: hides the middle of a long context from all rows; None hides nothing. Layers with a
+            narrower window of their own keep it.
     """
 
     start: int
@@ -88,21 +88,21 @@ class Attend:
         return [self.prefix + len(path) - 1 for path in self.paths]
 
     def views_of(self, model: Attending) -> list[View]:
-        """How each kind of the model's layers looks at the cache."""
+        """How each kind of the model's layers attends to the cache."""
         if self.prepared is not None:
             return self.prepared
         return _tree_views(model, self) if self.paths is not None else _causal_views(model, self)
 
 
 def attend_causally(start: int, rows: int, window: Window | None = None) -> Attend:
-    """`rows` consecutive tokens behind `start` cached ones."""
+    """`rows` consecutive tokens after `start` cached ones."""
     return Attend(start, rows, prefix=start, window=window)
 
 
 def attend_in_blocks(
     model: Attending, start: int, rows: int, window: Window | None = None
 ) -> list[Attend]:
-    """As `attend_causally`, in several passes where one would need too large a mask."""
+    """As `attend_causally`, in several passes if one would need too large a mask."""
     whole = attend_causally(start, rows, window)
     if rows <= BLOCK_ROWS or _is_whole_prompt(model, whole):
         return [whole]
@@ -113,10 +113,10 @@ def attend_in_blocks(
 
 
 def attend_to_ancestors(start: int, parents: Sequence[int], window: Window | None = None) -> Attend:
-    """Rows of a tree behind `start` cached tokens, all of which they see but for the window.
+    """Rows of a tree after `start` cached tokens, all of which they see except for the window.
 
     Args:
-        parents: of each row, the row that it hangs below, before it; -1 for none.
+        parents: of each row, an earlier row, or -1 for none.
     """
     paths: list[list[int]] = []
     for row, parent in enumerate(parents):
@@ -126,13 +126,13 @@ def attend_to_ancestors(start: int, parents: Sequence[int], window: Window | Non
 
 
 def seen_from(position: int, kind: LayerKind, window: Window | None) -> tuple[range, int]:
-    """What a token sees: leading positions, and all from another one up to its own.
+    """What a token sees: leading positions, and all from a later one up to its own.
 
-    Positions are those of the whole text, under a window too: the cache holds keys as they were
-    rotated when they were written, for all models that share it.
+    Positions are those of the whole text even with a window, because the cache holds keys as they
+    were rotated when written, for all models that share it.
 
     Returns:
-        No leading positions where nothing lies between the two.
+        Leading positions, none if there is no gap after them, and the later position.
     """
     if window is None or not _is_narrower(window, kind):
         return NO_ROWS, kind.first_seen(position)
@@ -143,12 +143,12 @@ def seen_from(position: int, kind: LayerKind, window: Window | None) -> tuple[ra
 
 
 def _is_narrower(window: Window, kind: LayerKind) -> bool:
-    """Whether the window, with its sinks, takes the place of the kind's own."""
+    """Whether the window, with its sinks, replaces the kind's own."""
     return kind.window is None or window.tokens < kind.window
 
 
 def _is_whole_prompt(model: Attending, attend: Attend) -> bool:
-    """Whether each row of an empty cache sees all rows before it, as fused kernels have it."""
+    """Whether each row of an empty cache sees all rows before it, as fused kernels assume."""
     last = attend.num_rows - 1
     return (
         attend.start == 0
@@ -203,7 +203,7 @@ def _views(
     views = []
     for kind, rotation in zip(model.config.kinds, rotations, strict=True):
         sinks, first = seen_from(start, kind, window)
-        # the rows among which all is visible, but for the window
+        # among these rows everything is visible, except for the window
         mask = F.pad(among_rows, (len(sinks) + start - first, 0))
         if seen_from(start + attend.num_rows - 1, kind, window)[1] > 0:
             leading = torch.arange(sinks.start, sinks.stop, device=positions.device)

@@ -1,7 +1,7 @@
-"""What a pass on a device is made of, in PyTorch's operations.
+"""The operations of a pass on a device, in PyTorch.
 
-These run anywhere, and decide what is right: `polybasic.chain.kernels.cuda` computes the same with
-Triton. None reads a number on the host, none has a shape that depends on one: all can be
+They run anywhere and define the right results; `polybasic.chain.kernels.cuda` computes the same in
+Triton. None reads a number on the host and none has a shape that depends on one, so all can be
 captured.
 
 #   R = rows (tokens of one pass), I = in features, O = out features, V = tokens to choose from
@@ -23,12 +23,12 @@ from polybasic.chain.kernels.torch.rotary import Rotation
 from polybasic.chain.kernels.torch.rows import DeviceRows, Span
 
 _CHUNK = 1024
-"""Outputs whose probabilities are summed in a row; chunks are summed after that."""
+"""Outputs whose probabilities are summed first; the sums of chunks are added after that."""
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
 }
-"""Of a gated MLP, by name."""
+"""Activations of a gated MLP, by name."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class DeviceLinear:
     """A product on the device: x [R, I] -> [R, O], in the dtype of x.
 
     Args:
-        operations: compute products of few rows, with what stands before and behind them.
+        operations: compute products of few rows, fused with what comes before and after them.
         weight: [O, I] or packed.
         bias: [O] or None.
     """
@@ -91,7 +91,7 @@ class DeviceLinear:
 
 
 class Operations:
-    """The operations of a pass; tensors are in the compute dtype unless they say otherwise."""
+    """The operations of a pass; tensors are in the compute dtype unless stated otherwise."""
 
     def norm(self, x_RI: Tensor, norm: Norm) -> Tensor:
         """The norm of each row, computed in the dtype of its weight."""
@@ -129,8 +129,8 @@ class Operations:
 
         Args:
             qkv: [R, (K*G + K + K) * H], queries first, then keys, then values.
-            cache: [2K, capacity, H], keys first; rows of it that were never written are finite.
-            span: what the layer's kind sees; `rows.span_of`.
+            cache: [2K, capacity, H], keys first; rows that were never written are finite.
+            span: what layers of this kind see; from `rows.span_of`.
             rotation: cosines and signed sines of all positions, each [positions, 1, H].
         """
         K, G, H = heads.num_kv_heads, heads.query_groups, heads.head_dim
@@ -150,7 +150,7 @@ class Operations:
     def write_rows(
         self, qkv: Tensor, cache: Tensor, rows: DeviceRows, heads: Heads, rotation: Rotation
     ) -> Tensor:
-        """Write the rows' keys and values as `attention` does; its queries [R, K * G, H]."""
+        """Write the rows' keys and values as `attention` does; the queries [R, K * G, H]."""
         K, G, H = heads.num_kv_heads, heads.query_groups, heads.head_dim
         num_rows = len(qkv)
         parts = qkv.view(num_rows, -1, H)
@@ -166,7 +166,7 @@ class Operations:
         return rotated[:, : K * G]
 
     def best(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """Log-probabilities float32 and outputs int64, both [R, k], of the best, best first."""
+        """Log-probabilities float32 and outputs int64, both [R, k], best first."""
         best, outputs = logits.log_softmax(-1, dtype=torch.float32).topk(k)
         return best, outputs
 
@@ -177,15 +177,15 @@ class Operations:
     def draw(self, probabilities: Tensor, uniforms: Tensor) -> Tensor:
         """One output of each row by inversion, int64 [R]; none of probability 0.
 
-        Equal numbers give equal draws, on a GPU too, where PyTorch's cumulative sum of one row
-        would not.
+        Equal numbers give equal draws, on a GPU too, where PyTorch's cumulative sum of one row is
+        not reproducible.
 
         Args:
-            probabilities: float32 [R, V]; a row may be multiplied by any positive number.
+            probabilities: float32 [R, V]; rows need not be normalised.
             uniforms: float32 [R], from 0 to 1 (excluded).
         """
         num_rows, num_outputs = probabilities.shape
-        # a scan of several rows keeps its order of additions, hence two chunks at least
+        # a scan over several rows has a fixed order of additions, hence at least two chunks
         num_chunks = max(2, -(-num_outputs // _CHUNK))
         padded = F.pad(probabilities, (0, num_chunks * _CHUNK - num_outputs))
         within = padded.view(num_rows, num_chunks, _CHUNK).cumsum(-1)
@@ -194,7 +194,7 @@ class Operations:
         before = torch.where(chunks < chunks[:, None], sums[:, None], 0).sum(-1)
         total = before[:, -1] + sums[:, -1]
         cumulative = (before[..., None] + within).flatten(1)[:, :num_outputs]
-        # sums that a GPU makes side by side may step up where nothing is added
+        # parallel sums on a GPU may increase where nothing is added
         is_possible = probabilities > 0
         is_beyond = is_possible & (cumulative > (uniforms * total)[:, None])
         outputs = torch.arange(num_outputs, device=sums.device)
@@ -204,11 +204,11 @@ class Operations:
     def continuations(
         self, logits: Tensor, k: int, above: Tensor | None, token_ids: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Scores float32 and tokens int64, both [R * k], of the k best behind each row of a draft.
+        """Scores float32 and tokens int64, both [R * k], of the k best children of each draft row.
 
         Args:
             above: float32 [R], the rows' own scores, to which log-probabilities are added.
-            token_ids: int64 [V], the token of each output; None where that is its number.
+            token_ids: int64 [V], the token of each output; None if outputs are token ids.
         """
         scores, outputs = self.best(logits, k)
         if above is not None:
@@ -220,10 +220,10 @@ class Operations:
     def next_beam(
         self, scores: Tensor, tokens: Tensor, states: Tensor, visible: Tensor
     ) -> trees.Beam:
-        """The best n of a level's n * n candidates, of which n hang below each of n rows.
+        """The best n of a level's n * n candidates, n children of each of n rows.
 
         Args:
-            scores: float32 [n * n]; of equal ones any may come first.
+            scores: float32 [n * n]; equal ones may come in any order.
             tokens: int64 [n * n].
             states: [n, H] of the rows.
             visible: bool [n, P], provisional rows of the cache that each row sees.
@@ -235,27 +235,27 @@ class Operations:
     ) -> trees.Rows:
         """The token `root` int64 [] and the best `rows - 1` of all candidates, or all of them.
 
-        Of equal scores the candidate of the smaller number is better.
+        Of equal scores the candidate with the smaller number is better.
 
         Args:
-            tokens, scores, beams: int64 [N], float32 [N] and int64 [levels - 1, top_k], as
-                `polybasic.deploy.drafters.expansion.Candidates` has them.
+            tokens, scores, beams: int64 [N], float32 [N] and int64 [levels - 1, top_k], as in
+                `polybasic.deploy.drafters.expansion.Candidates`.
         """
         return trees.keep_best(top_k, tokens, scores, beams, root, rows)
 
     def walk(
-        self, tree: trees.Rows, drawn: Tensor, limit: Tensor, stop_tokens: Tensor, most: int
+        self, tree: trees.Rows, drawn: Tensor, limit: Tensor, stop_tokens: Tensor, max_tokens: int
     ) -> trees.Walk:
-        """Walk from the root: a drawn token that is a child of the row is stepped to.
+        """Walk from the root, stepping to the child with the drawn token as long as there is one.
 
         Args:
-            tree: of whose rows some may only fill up: no draw is their token.
-            drawn: int64 [tree rows], the token drawn behind each row.
-            limit: int64 [], gain at most so many tokens; at least 1.
-            stop_tokens: int64 [S], of which the first that is gained is the last; may be none.
-            most: more than the greatest depth of the tree.
+            tree: some rows may be padding, whose token is never drawn.
+            drawn: int64 [tree rows], the token drawn after each row.
+            limit: int64 [], the most tokens to gain; at least 1.
+            stop_tokens: int64 [S]; the walk ends with the first of them. May be empty.
+            max_tokens: more than the maximum depth of the tree.
         """
-        return trees.walk(tree, drawn, limit, stop_tokens, most)
+        return trees.walk(tree, drawn, limit, stop_tokens, max_tokens)
 
 
 def seen(rows: DeviceRows, span: Span, capacity: int) -> Tensor:

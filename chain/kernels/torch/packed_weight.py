@@ -1,4 +1,4 @@
-"""Weights of 4 bits as device kernels read them.
+"""4-bit weights in the layout that device kernels read.
 
 #   I = in features, O = out features, G = groups of inputs
 #   w = words of a group: 32 inputs b, of which each of four threads q reads pairs p, j times
@@ -14,7 +14,7 @@ from polybasic.chain.formats.awq import QuantizedWeight
 
 CODES_PER_WORD = 8
 GROUP_MULTIPLE = 32
-"""Inputs of a group are a multiple of this many."""
+"""The number of inputs of a group is a multiple of this."""
 
 _CODES_AT_ONCE = 1 << 24
 _ZERO_MASK = 15
@@ -24,17 +24,17 @@ _ZERO_MASK = 15
 class PackedWeight:
     """A 4-bit weight, laid out once: weight[o, i] = (code[o, i] - zero[o, g]) * scale[o, g].
 
-    Tensor cores want of each thread, of every 16 inputs of a row, two neighbours and the two that
-    lie 8 behind them. A word holds what one thread needs of 32 inputs, and the words that it needs
-    of one group stand side by side: codes go from memory into the product without being moved
+    Of every 16 inputs of a row, tensor cores need from each thread two neighbours and the two that
+    are 8 places further on. A word holds what one thread needs of 32 inputs, and the words that it
+    needs of one group are adjacent: codes go from memory into the product without being moved
     between threads.
 
     Attributes:
         words: int32 [G, O, n / 8] for groups of n inputs. Word q * n / 32 + b of a group holds the
             inputs 32 b + 8 j + 2 q + p of it, for j from 0 to 3 and p of 0 and 1, in the four bits
             from 16 p + 4 j on.
-        groups: int32 [G, O]: the bits of the scale as float32, whose lowest hold the zero instead;
-            a scale of 16 bits has none there.
+        groups: int32 [G, O]: the scale's bits as float32, the lowest of which hold the zero; they
+            are unused in a scale of 16 bits.
     """
 
     words: Tensor

@@ -23,7 +23,7 @@ class RotaryTable:
         positions = torch.arange(num_positions).float()
         self.tables: list[Rotation] = []
         for number, kind in enumerate(config.kinds):
-            ropes = [above.rope for above in config.kinds[:number]]
+            ropes = [earlier.rope for earlier in config.kinds[:number]]
             if kind.rope in ropes:
                 self.tables.append(self.tables[ropes.index(kind.rope)])
                 continue
@@ -44,7 +44,7 @@ class RotaryTable:
         return [(cos[positions], sin[positions]) for cos, sin in self.tables]
 
     def between(self, first: int, end: int) -> list[Rotation]:
-        """Rotations by the positions first..end, one for each kind of layer, without a copy."""
+        """Rotations of positions `first` to `end` - 1, one for each kind of layer; views."""
         return [(cos[first:end], sin[first:end]) for cos, sin in self.tables]
 
 
@@ -56,7 +56,7 @@ def inverse_frequency(
     Args:
         rope: as transformers 5 names rope_parameters; rope_type default, linear, llama3 or yarn.
         head_dim: size of a head.
-        context_tokens: positions that the model is made for.
+        context_tokens: the model's number of positions.
     """
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS

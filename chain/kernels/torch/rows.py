@@ -1,7 +1,7 @@
-"""How the rows of one pass look at the cache, told in tensors that the host never reads.
+"""How the rows of a pass attend to the cache, in tensors that the host never reads.
 
-The twin of `polybasic.chain.kernels.torch.attend`: a captured pass runs again over other rows when
-the numbers in these tensors change, while all of their shapes stay.
+The counterpart of `polybasic.chain.kernels.torch.attend`: a captured pass runs over other rows when
+the numbers in these tensors change while their shapes stay the same.
 
 #   R = rows (tokens of one pass), P = provisional rows of the cache, those of the pass included
 """
@@ -17,14 +17,14 @@ from polybasic.chain.formats.plan import Window
 
 @dataclass(frozen=True)
 class DeviceRows:
-    """How the rows of one pass look at the cache.
+    """How the rows of one pass attend to the cache.
 
-    The cache holds committed rows, each at the position of its number, and provisional ones behind
-    them. The pass writes the provisional rows `first` to P - 1, that is, the rows `prefix + first`
-    and behind of the cache.
+    The cache holds committed rows, each at the position of its index, followed by provisional rows.
+    The pass writes the provisional rows `first` to P - 1, that is, the cache's rows from
+    `prefix + first` on.
 
     Attributes:
-        prefix: int64 [], committed rows of the cache; all rows of the pass see them, but for what
+        prefix: int64 [], committed rows of the cache; all rows of the pass see them, except what
             a window hides.
         positions: int64 [R], of the rows.
         columns: int64 [P], positions of the provisional rows; the last R are `positions`.
@@ -45,7 +45,7 @@ class DeviceRows:
 
     @property
     def first(self) -> int:
-        """Provisional rows of the cache before those of the pass."""
+        """Number of provisional rows of the cache before those of the pass."""
         return len(self.columns) - len(self.positions)
 
     def span_of(self, kind: LayerKind) -> "Span":
@@ -65,9 +65,9 @@ class Span:
     """What rows see in layers of one kind.
 
     Attributes:
-        tokens: committed rows at position - tokens and before are hidden, but for the sinks; 0
+        tokens: committed rows at position - tokens and before are hidden, except the sinks; 0
             hides none.
-        sinks: leading committed rows that are seen all the same.
+        sinks: leading committed rows that are always seen.
         visible: bool [R, P], as `DeviceRows.visible`, without what the window hides.
     """
 
@@ -77,7 +77,7 @@ class Span:
 
 
 def causal_rows(prefix: Tensor, num_rows: int, window: Window | None = None) -> DeviceRows:
-    """`num_rows` consecutive tokens behind `prefix` (int64 []) committed ones."""
+    """`num_rows` consecutive tokens after `prefix` (int64 []) committed ones."""
     positions = prefix + torch.arange(num_rows, device=prefix.device)
     visible = torch.ones(num_rows, num_rows, dtype=torch.bool, device=prefix.device).tril()
     return DeviceRows(prefix, positions, positions, visible, window)
@@ -86,11 +86,11 @@ def causal_rows(prefix: Tensor, num_rows: int, window: Window | None = None) -> 
 def tree_rows(
     prefix: Tensor, depths: Tensor, ancestors: Tensor, window: Window | None = None
 ) -> DeviceRows:
-    """Rows of a tree behind `prefix` committed tokens.
+    """Rows of a tree after `prefix` committed tokens.
 
     Args:
         depths: int64 [R], distance of each row from the root.
-        ancestors: bool [R, R], which rows lie on the path to each, itself included.
+        ancestors: bool [R, R], which rows are on the path to each, itself included.
     """
     positions = prefix + depths
     return DeviceRows(prefix, positions, positions, ancestors, window)

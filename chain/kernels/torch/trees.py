@@ -1,10 +1,10 @@
 """Draft trees between the passes of a round, in PyTorch's operations.
 
-All sizes follow from a draft's shape; no number is read by the host. Candidates are numbered as
-`polybasic.deploy.drafters.expansion.Candidates` numbers them.
+All sizes follow from a draft's shape; the host reads no number. Candidates are numbered as in
+`polybasic.deploy.drafters.expansion.Candidates`.
 
-#   K = candidates below a row, L = levels, N = K + (L - 1) * K * K candidates, H = hidden size
-#   P = provisional rows of the cache, R = rows of a tree, T = most tokens that a walk gains
+#   K = children of a row, L = levels, N = K + (L - 1) * K * K candidates, H = hidden size
+#   P = provisional rows of the cache, R = rows of a tree, T = most tokens of a walk
 #   S = stop tokens
 """
 
@@ -21,9 +21,9 @@ class Beam(NamedTuple):
         places: int64 [K] in the level, best first.
         scores: float32 [K].
         tokens: int64 [K].
-        states: [K, H] of the rows that they hang below.
+        states: [K, H] of their parents' rows.
         visible: bool [K, P + K], provisional rows that each sees: those that its parent saw, and
-            of the K that the pass writes its own.
+            its own among the K rows that the pass writes.
     """
 
     places: Tensor
@@ -40,7 +40,7 @@ class Rows(NamedTuple):
         tokens: int64 [R].
         parents: int64 [R]; the root has 0.
         depths: int64 [R], distance from the root.
-        ancestors: bool [R, R], which rows lie on the path to each, itself included.
+        ancestors: bool [R, R], which rows are on the path to each, itself included.
     """
 
     tokens: Tensor
@@ -50,12 +50,12 @@ class Rows(NamedTuple):
 
 
 class Walk(NamedTuple):
-    """What a walk from the root gained.
+    """The result of a walk from the root.
 
     Attributes:
-        path: int64 [T], accepted rows, root first; behind the first `num` they are rows of the
-            tree as well, but mean nothing.
-        gained: int64 [T], the token drawn behind each row of the path.
+        path: int64 [T], accepted rows, root first; entries after the first `num` are valid rows
+            without meaning.
+        gained: int64 [T], the token drawn after each row of the path.
         num: int64 [], how many tokens are gained, at least one.
     """
 
@@ -98,11 +98,11 @@ def keep_best(
 
 
 def ancestors(parents: Tensor, max_depth: int) -> Tensor:
-    """Which rows lie on the path to each, itself included: bool [R, R].
+    """Which rows are on the path to each, itself included: bool [R, R].
 
     Args:
         parents: int64 [R]; the root has 0.
-        max_depth: no row lies deeper.
+        max_depth: of any row.
     """
     found = torch.eye(len(parents), dtype=torch.bool, device=parents.device)
     jumps, num_rows = parents, 1
@@ -112,15 +112,15 @@ def ancestors(parents: Tensor, max_depth: int) -> Tensor:
     return found
 
 
-def walk(tree: Rows, drawn: Tensor, limit: Tensor, stop_tokens: Tensor, most: int) -> Walk:
+def walk(tree: Rows, drawn: Tensor, limit: Tensor, stop_tokens: Tensor, max_tokens: int) -> Walk:
     """Walk from the root by what was drawn; see `Operations.walk`."""
     rows = torch.arange(len(drawn), device=drawn.device)
     is_child = (tree.parents == rows[:, None]) & (tree.tokens == drawn[:, None])
-    # 0 stands for none: the root is its own parent, but no row's child
+    # 0 means none: the root is its own parent, but never a child
     child = torch.where(is_child, rows, 0).amax(1)
     is_reached = (child[tree.parents] == rows) | (rows == 0)
     is_accepted = (is_reached | ~tree.ancestors).all(1)
-    steps = torch.arange(most, device=drawn.device)
+    steps = torch.arange(max_tokens, device=drawn.device)
     is_step = is_accepted & (tree.depths == steps[:, None])
     path = torch.where(is_step, rows, 0).amax(1)
     gained = drawn[path]
@@ -129,12 +129,12 @@ def walk(tree: Rows, drawn: Tensor, limit: Tensor, stop_tokens: Tensor, most: in
 
 
 def num_to_stop(tokens: Tensor, num: Tensor, stop_tokens: Tensor) -> Tensor:
-    """How many of the first `num` tokens stand up to the first stop token, itself included.
+    """How many of the first `num` tokens there are up to and including the first stop token.
 
     Args:
         tokens: int64 [T].
         num: int64 [], at most T.
-        stop_tokens: int64 [S]; may be none.
+        stop_tokens: int64 [S]; may be empty.
 
     Returns:
         int64 [].

@@ -36,7 +36,7 @@ from tests.chain.heads.test_eagle3_import import (
     as_specforge,
     eagle3_tensors,
 )
-from tests.chain.heads.test_eagle_import import eagle_tensors, write_eagle
+from tests.chain.heads.test_importing import eagle_tensors, write_eagle
 from tests.checkpoints import VOCAB_SIZE, write_family
 from tests.conftest import PROVENANCE
 
@@ -204,11 +204,11 @@ def test_layers_are_named_as_each_engine_counts(
     assert config["eagle_aux_hidden_state_layer_ids"] == [0, 3, 6]
     # SGLang's set_eagle3_layers_to_capture adds one and captures what enters
     assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [-1, 2, 5]
-    told = (
+    message = (
         "EAGLE's own code reads the inputs of layers 2, 3, 4 of this model, the head was trained "
         "on those of 0, 3, 6"
     )
-    assert exported.warnings == ((told,) if to == "eagle" else ())
+    assert exported.warnings == ((message,) if to == "eagle" else ())
 
 
 @pytest.mark.parametrize("to", ENGINES)
@@ -272,7 +272,7 @@ def test_a_gemma_target_is_none_of_the_engines(packed: Callable[..., Path], tmp_
 
 
 @pytest.mark.parametrize("name", [*required_weights("eagle3"), "d2t", "t2d"])
-def test_what_an_engine_would_leave_random_is_told(
+def test_what_an_engine_would_leave_random_is_reported(
     target: Path, packed: Callable[..., Path], tmp_path: Path, name: str
 ) -> None:
     packed(eagle3_tensors(target))
@@ -295,7 +295,7 @@ def test_an_eagle2_head_needs_its_own_weights_only(target: Path, tmp_path: Path)
         check_is_whole(head, tensors, tmp_path)
 
 
-def test_sglang_reads_a_draft_vocabulary_beside_an_eagle2_head(
+def test_sglang_reads_the_draft_vocabulary_of_an_eagle2_head(
     target: Path, packed: Callable[..., Path], tmp_path: Path
 ) -> None:
     tables = draft_tables(DRAFTED, VOCAB_SIZE)

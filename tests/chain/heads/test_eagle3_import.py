@@ -22,7 +22,7 @@ from polybasic.chain.heads.importing import import_head, required_weights
 from polybasic.chain.kernels.torch.attend import attend_causally
 from polybasic.chain.model.loading import load_decoder, load_head
 from polybasic.deploy.rounds.cache import KeyValueCache
-from tests.chain.heads.test_eagle_import import EAGLE_CONFIG, H, eagle_tensors, write_eagle
+from tests.chain.heads.test_importing import EAGLE_CONFIG, H, eagle_tensors, write_eagle
 from tests.checkpoints import CONTEXT_TOKENS, VOCAB_SIZE, write_family
 
 I, HEAD_DIM, NUM_LAYERS = 256, 32, 7  # noqa: E741
@@ -178,7 +178,7 @@ def test_layers_that_can_be_meant_in_one_way(
 
 
 @pytest.mark.parametrize(
-    ("config", "told"),
+    ("config", "message"),
     [
         (
             {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 3, 5]}},
@@ -198,14 +198,14 @@ def test_layers_that_can_be_meant_in_one_way(
     ],
 )
 def test_what_is_not_computed_is_refused(
-    target: Path, tmp_path: Path, config: dict[str, Any], told: str
+    target: Path, tmp_path: Path, config: dict[str, Any], message: str
 ) -> None:
     as_specforge(tmp_path / "head", eagle3_tensors(target), **config)
-    assert refusal(tmp_path / "head", target).startswith(told)
+    assert refusal(tmp_path / "head", target).startswith(message)
 
 
 @pytest.mark.parametrize(
-    ("config", "told"),
+    ("config", "message"),
     [
         ({"speculators_model_type": "peagle"}, "unsupported head:"),
         ({"transformer_layer_config": {"model_type": "qwen3"}}, "unsupported head:"),
@@ -224,13 +224,13 @@ def test_what_is_not_computed_is_refused(
     ],
 )
 def test_what_speculators_can_be_otherwise_is_refused(
-    target: Path, tmp_path: Path, config: dict[str, Any], told: str
+    target: Path, tmp_path: Path, config: dict[str, Any], message: str
 ) -> None:
     as_speculators(tmp_path / "head", eagle3_tensors(target), **config)
-    assert refusal(tmp_path / "head", target).startswith(told)
+    assert refusal(tmp_path / "head", target).startswith(message)
 
 
-def test_code_beside_another_head_is_refused(target: Path, tmp_path: Path) -> None:
+def test_code_next_to_another_head_is_refused(target: Path, tmp_path: Path) -> None:
     code = {"model_type": "eagle3", "auto_map": {"AutoModel": "head.Head"}}
     as_specforge(tmp_path / "head", eagle3_tensors(target), **code)
     assert refusal(tmp_path / "head", target).startswith("remote code refused: auto_map in")
@@ -242,9 +242,9 @@ def test_a_norm_that_two_readers_take_otherwise_must_be_named(target: Path, tmp_
     config = json.loads(path.read_text())
     del config["norm_before_residual"]
     path.write_text(json.dumps(config))
-    told = refusal(tmp_path / "head", target)
-    assert told.startswith("head config lacks a key:")
-    assert "norm_before_residual" in told
+    message = refusal(tmp_path / "head", target)
+    assert message.startswith("head config lacks a key:")
+    assert "norm_before_residual" in message
 
 
 @pytest.mark.parametrize("name", [*required_weights("eagle3"), "d2t", "t2d"])
@@ -258,12 +258,12 @@ def test_every_missing_tensor_is_named(target: Path, tmp_path: Path, name: str) 
         architectures=["LlamaForCausalLMEagle3"],
         draft_vocab_size=len(DRAFTED),
     )
-    told = refusal(tmp_path / "head", target)
-    assert told == f"missing tensor: {name} in {tmp_path / 'head'}; download the head again"
+    message = refusal(tmp_path / "head", target)
+    assert message == f"missing tensor: {name} in {tmp_path / 'head'}; download the head again"
 
 
 @pytest.mark.parametrize(
-    ("name", "tensor", "told"),
+    ("name", "tensor", "message"),
     [
         ("fc.bias", torch.zeros(H), "unknown tensor in the head: fc.bias"),
         ("input_norm.weight", torch.ones(3 * H), "unknown tensor in the head: input_norm.weight"),
@@ -279,11 +279,11 @@ def test_every_missing_tensor_is_named(target: Path, tmp_path: Path, name: str) 
     ],
 )
 def test_other_tensors_are_refused(
-    target: Path, tmp_path: Path, name: str, tensor: Tensor, told: str
+    target: Path, tmp_path: Path, name: str, tensor: Tensor, message: str
 ) -> None:
     sizes = {"draft_vocab_size": len(DRAFTED)}
     as_specforge(tmp_path / "head", eagle3_tensors(target) | {name: tensor}, **sizes)
-    assert refusal(tmp_path / "head", target).startswith(told)
+    assert refusal(tmp_path / "head", target).startswith(message)
 
 
 def eagle3_formula(
@@ -380,7 +380,7 @@ def test_the_draft_vocabulary_of_an_eagle2_head_is_kept(target: Path, tmp_path: 
     assert (head.kind, head.draft_vocab_size) == ("eagle2", len(DRAFTED))
 
 
-def test_hot_tokens_beside_an_eagle2_head_become_its_tables(target: Path, tmp_path: Path) -> None:
+def test_hot_tokens_of_an_eagle2_head_become_its_tables(target: Path, tmp_path: Path) -> None:
     write_eagle(tmp_path / "eagle", eagle_tensors(target))
     # FR-Spec's lists are in the order of frequency
     hot_tokens = DRAFTED[torch.randperm(len(DRAFTED))].tolist()

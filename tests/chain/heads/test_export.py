@@ -262,7 +262,7 @@ def test_scaled_rotations_are_spelled_as_transformers_reads_them(
     assert exported.warnings == ()
 
 
-def test_what_eagles_code_does_not_load_is_told(
+def test_what_eagles_code_does_not_load_is_reported(
     tiny_chain_parts: ChainParts, tmp_path: Path
 ) -> None:
     linear = {"rope_type": "linear", "factor": 2.0}
@@ -330,16 +330,18 @@ def test_a_head_of_another_member_goes_with_that_member(
 
 
 @pytest.mark.parametrize(
-    ("member", "told"),
+    ("member", "message"),
     [
         ("drafft", "no such member: drafft; the chain's heads: draft; name one with --member"),
         ("intermediate", "member is no draft head: intermediate; the chain's heads: draft; name"),
     ],
 )
-def test_a_wrong_member_is_told(tiny_chain: Path, tmp_path: Path, member: str, told: str) -> None:
+def test_a_wrong_member_is_reported(
+    tiny_chain: Path, tmp_path: Path, member: str, message: str
+) -> None:
     with pytest.raises(UserError) as refused:
         export_head(tiny_chain, "vllm", member, tmp_path / "out")
-    assert str(refused.value).startswith(told)
+    assert str(refused.value).startswith(message)
 
 
 def test_only_an_export_is_replaced(tiny_chain: Path, tmp_path: Path) -> None:
@@ -349,8 +351,8 @@ def test_only_an_export_is_replaced(tiny_chain: Path, tmp_path: Path) -> None:
     export_head(tiny_chain, "eagle", None, out)
     assert {path.name for path in out.iterdir()} == {"config.json", "pytorch_model.bin"}
     (out / "notes.txt").write_text("mine")
-    told = f"would replace something that is no export: {out}; choose another with --out"
-    with pytest.raises(UserError, match=told):
+    message = f"would replace something that is no export: {out}; choose another with --out"
+    with pytest.raises(UserError, match=message):
         export_head(tiny_chain, "vllm", None, out)
     assert (out / "notes.txt").read_text() == "mine"
     for other in (tiny_chain / "draft", tiny_chain / "chain.json"):

@@ -106,7 +106,7 @@ def test_a_wrong_cache_move_shows(models: tuple[LlamaForCausalLM, Decoder]) -> N
     verifier.read(prompt)
     verifier.cache.keep(range(len(prompt)))
     verifier.read_tree(tree)
-    verifier.cache.keep([0, 1, 3])  # row 3 hangs below row 2
+    verifier.cache.keep([0, 1, 3])  # row 3 is a child of row 2
     following = verifier.logits(verifier.read([3]))
     expected = model(torch.tensor([[*prompt, 5, 12, 13, 3]])).logits[0, -1:]
     assert (following - expected).abs().max() > 100 * TOLERANCE * expected.abs().max()

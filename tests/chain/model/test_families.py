@@ -126,7 +126,7 @@ KEPT = [0, 2, 5, 6, 7, 8, 9, 10, 11]
 
 
 def tree_and_following(decoder: Decoder, start: int) -> list[tuple[list[int], Tensor]]:
-    """Prefixes and the logits behind them: of a tree's rows, and of a block behind a kept path.
+    """Prefixes and the logits after them: of a tree's rows, and of a block after a kept path.
 
     Args:
         start: length of the prompt before the tree.
@@ -168,7 +168,7 @@ def largest_differences(decoder: Decoder, model: PreTrainedModel) -> dict[str, f
             logits.float() - model(torch.tensor([text])).logits[0, -1].float()
             for text, logits in tree_and_following(decoder, start)
         ]
-        differences[f"tree behind {start}"] = torch.stack(rows)
+        differences[f"tree after {start}"] = torch.stack(rows)
     return {
         name: float(difference.abs().max() / largest) for name, difference in differences.items()
     }

@@ -175,7 +175,7 @@ def peak_over_weights(warm_up: Path, folder: Path, holds_files: bool) -> float:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("suffix", ["safetensors", "bin"])
-def test_loading_holds_little_beside_the_weights(
+def test_loading_holds_little_besides_the_weights(
     tiny_target: Path, tmp_path: Path, suffix: str
 ) -> None:
     folder = tmp_path / "large"

@@ -10,10 +10,16 @@ from torch import Tensor
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.plan import AdaptiveFlush, Flush, Ngram, Plan, Tree
 from polybasic.chain.kernels.torch.rows import DeviceRows
-from polybasic.deploy.bench.exactness import Agreement, gap_where_they_part
-from polybasic.deploy.bench.rereading import ONE_ROW, Way, answer_logits, disturbed_logits, ways_of
+from polybasic.deploy.bench.exactness import Agreement, gap_at_divergence
+from polybasic.deploy.bench.rereading import (
+    ONE_ROW,
+    ReadPattern,
+    answer_logits,
+    perturbed_logits,
+    read_patterns_of,
+)
 from polybasic.deploy.bench.rounding import (
-    MOST_OF_USUAL,
+    MAX_SOUND_RATIO,
     NUM_ANSWERS,
     NUM_POSITIONS,
     Answered,
@@ -31,7 +37,7 @@ TREE = Tree(depth=3, top_k=2, rows=6)
 FLUSH = {"target": Flush(length=5)}
 TWO = Plan(members=("target", "draft"), tree=TREE, flush=FLUSH)
 THREE = Plan(members=(*VERIFYING, "draft"), tree=TREE, flush=FLUSH)
-WAYS = ways_of([TWO, THREE], VERIFYING, 48)
+PATTERNS = read_patterns_of([TWO, THREE], VERIFYING, 48)
 HALVES = (torch.bfloat16, torch.float16)
 
 
@@ -68,44 +74,48 @@ def texts(num: int = 3, length: int = 30) -> list[Answered]:
 
 
 def measured(verifier: Verifier) -> Rounding:
-    return measure_rounding(verifier, texts(), WAYS, {})
+    return measure_rounding(verifier, texts(), PATTERNS, {})
 
 
 # What is measured
 
 
-def test_ways_are_those_of_the_plans() -> None:
+def test_read_patterns_are_those_of_the_plans() -> None:
     alone = Plan(members=("target",), tree=TREE)
     copies = Plan(members=("target",), tree=Tree(depth=1, top_k=1, rows=9), ngram=Ngram())
-    assert ways_of([alone], VERIFYING, 48) == [ONE_ROW]
-    assert ways_of([TWO, TWO], VERIFYING, 48) == [ONE_ROW, Way(6, 3)]
-    assert ways_of([copies], VERIFYING, 48) == [ONE_ROW, Way(9, 8)]
+    assert read_patterns_of([alone], VERIFYING, 48) == [ONE_ROW]
+    assert read_patterns_of([TWO, TWO], VERIFYING, 48) == [ONE_ROW, ReadPattern(6, 3)]
+    assert read_patterns_of([copies], VERIFYING, 48) == [ONE_ROW, ReadPattern(9, 8)]
     # an unread token and 5 to 8 tokens: a round that follows 4 may gain 4
-    assert ways_of([THREE], VERIFYING, 48) == [ONE_ROW, Way(6), Way(8), Way(9)]
+    expected = [ONE_ROW, *map(ReadPattern, (6, 8, 9))]
+    assert read_patterns_of([THREE], VERIFYING, 48) == expected
     undrafted = THREE.model_copy(update={"members": VERIFYING})
-    assert ways_of([undrafted], VERIFYING, 48) == [ONE_ROW, Way(6)]
+    assert read_patterns_of([undrafted], VERIFYING, 48) == [ONE_ROW, ReadPattern(6)]
     adaptive = AdaptiveFlush(break_even=0.5, acceptance=(0.5,) * 8)
     flush = {"target": Flush(length=5, adaptive=adaptive)}
-    found = ways_of([THREE.model_copy(update={"flush": flush})], VERIFYING, 48)
-    assert found == [ONE_ROW, Way(2), Way(4), Way(8), Way(9)]
+    found = read_patterns_of([THREE.model_copy(update={"flush": flush})], VERIFYING, 48)
+    assert found == [ONE_ROW, ReadPattern(2), ReadPattern(4), ReadPattern(8), ReadPattern(9)]
     four = Plan(
         members=("target", "intermediate", "small", "draft"),
         tree=TREE,
         flush={"target": Flush(length=6), "intermediate": Flush(length=3)},
     )
-    # an unread token, and 5 tokens behind which a round of the intermediate brings 2 + 4 + 1
-    assert ways_of([four], (*VERIFYING, "small"), 48)[-1] == Way(13)
+    # an unread token, and 5 tokens after which a round of the intermediate brings 2 + 4 + 1
+    assert read_patterns_of([four], (*VERIFYING, "small"), 48)[-1] == ReadPattern(13)
 
 
 @pytest.mark.parametrize("verifier_of", [on_device, on_host])
-def test_all_ways_read_the_same(verifier_of: Callable[[torch.dtype], Verifier]) -> None:
+def test_all_patterns_read_the_same_logits(
+    verifier_of: Callable[[torch.dtype], Verifier],
+) -> None:
     verifier = verifier_of(torch.float32)
     prompt, answer = texts()[2]
     others = texts()[1][1]
     expected = answer_logits(verifier, prompt, answer, ONE_ROW)
     assert expected.shape == (len(answer), 100)
-    for way in (*WAYS, Way(17), Way(40), Way(24, 5), Way(8, 7), Way(40, 2)):
-        found = answer_logits(verifier, prompt, answer, way)
+    more = [ReadPattern(*one) for one in ((17,), (40,), (24, 5), (8, 7), (40, 2))]
+    for pattern in (*PATTERNS, *more):
+        found = answer_logits(verifier, prompt, answer, pattern)
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     other = answer_logits(verifier, prompt, others, ONE_ROW)
     assert torch.equal(other[0], expected[0])
@@ -118,20 +128,21 @@ def test_changes_are_those_of_the_logits(dtype: torch.dtype) -> None:
     with kernels_that(rounds_otherwise):
         rounding = measured(verifier)
         for prompt, answer in texts():
-            one, eight = (answer_logits(verifier, prompt, answer, way) for way in (ONE_ROW, Way(8)))
+            one = answer_logits(verifier, prompt, answer, ONE_ROW)
+            eight = answer_logits(verifier, prompt, answer, ReadPattern(8))
             # of all tokens, not of the leading ones alone
             shifts = eight - one
             largest = max(largest, float((shifts.amax(1) - shifts.amin(1)).max()))
     assert rounding.dtype == str(dtype).removeprefix("torch.")
     assert rounding.num_positions == 3 * 30
-    assert list(rounding.ways) == ["1 row", "trees of 6 rows, 3 deep", *map(str, WAYS[2:])]
+    assert list(rounding.ways) == ["1 row", "trees of 6 rows, 3 deep", *map(str, PATTERNS[2:])]
     assert rounding.unsound == []
     change = rounding.ways["blocks of 8 rows"].from_one_row
     assert change is not None
     assert largest / 4 < change <= largest
     assert rounding.ways["1 row"].from_one_row == 0
     assert rounding.tolerance == max(one.from_one_row or 0 for one in rounding.ways.values())
-    assert 0 < rounding.tolerance < rounding.usual * 2 * MOST_OF_USUAL
+    assert 0 < rounding.tolerance < rounding.usual * 2 * MAX_SOUND_RATIO
     assert 0 < rounding.close_share < 0.5
 
 
@@ -148,21 +159,21 @@ def test_rounding_shrinks_with_the_dtype() -> None:
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-def test_a_disturbed_prompt_moves_logits_by_their_rounding(dtype: torch.dtype) -> None:
+def test_a_perturbed_prompt_moves_logits_by_their_rounding(dtype: torch.dtype) -> None:
     verifier, exact = on_host(dtype), on_host(torch.float32)
     prompt, answer = texts()[2]
-    right, disturbed, again, wide = (
-        logits(one, prompt, answer, Way(len(answer)))
+    right, perturbed, again, wide = (
+        logits(one, prompt, answer, ReadPattern(len(answer)))
         for one, logits in (
             (verifier, answer_logits),
-            (verifier, disturbed_logits),
-            (verifier, disturbed_logits),
+            (verifier, perturbed_logits),
+            (verifier, perturbed_logits),
             (exact, answer_logits),
         )
     )
-    assert torch.equal(disturbed, again)
+    assert torch.equal(perturbed, again)
     error = float((right - wide).abs().mean())
-    assert error / 3 < float((disturbed - right).abs().mean()) < 3 * error
+    assert error / 3 < float((perturbed - right).abs().mean()) < 3 * error
 
 
 @pytest.mark.parametrize("dtype", HALVES)
@@ -171,7 +182,7 @@ def test_eager_passes_round_soundly(dtype: torch.dtype) -> None:
 
 
 def test_a_part_of_many_answers_is_read() -> None:
-    rounding = measure_rounding(on_host(torch.float32), texts(40, NUM_POSITIONS + 9), WAYS, {})
+    rounding = measure_rounding(on_host(torch.float32), texts(40, NUM_POSITIONS + 9), PATTERNS, {})
     assert rounding.num_positions == NUM_ANSWERS * NUM_POSITIONS
 
 
@@ -188,14 +199,14 @@ def test_a_fault_over_some_row_counts_excuses_nothing() -> None:
 
     with kernels_that(lose):
         rounding = measured(verifier)
-    # blocks are filled up to 8 and 12 rows, trees stay at 6
-    assert rounding.unsound == [str(way) for way in WAYS[2:]]
-    assert rounding.tolerance == rounding.ways[str(WAYS[1])].from_one_row
+    # blocks are padded to 8 and 12 rows, trees stay at 6
+    assert rounding.unsound == [str(pattern) for pattern in PATTERNS[2:]]
+    assert rounding.tolerance == rounding.ways[str(PATTERNS[1])].from_one_row
     wrong = max(one.from_one_row or 0 for one in rounding.ways.values())
     assert wrong > 3 * right.tolerance, "it would have excused more than rounding does"
 
 
-def test_a_sound_way_still_sets_the_tolerance_beside_a_fault() -> None:
+def test_a_sound_pattern_still_sets_the_tolerance_despite_a_fault() -> None:
     verifier = on_device(torch.bfloat16)
     with kernels_that(rounds_otherwise):
         right = measured(verifier)
@@ -252,15 +263,16 @@ def test_logits_that_are_not_finite_are_no_rounding() -> None:
 # What other systems and outputs make of it
 
 
-def test_another_system_is_judged_by_its_own_way_too() -> None:
+def test_another_system_is_judged_by_its_own_logits_too() -> None:
     verifier = on_device(torch.bfloat16)
     exact = on_host(torch.float32)
 
     def in_float32(token_ids: list[int], num: int) -> Tensor:
-        return answer_logits(exact, token_ids[: 1 - num], [*token_ids[1 - num :], 0], Way(64))
+        answer = [*token_ids[1 - num :], 0]
+        return answer_logits(exact, token_ids[: 1 - num], answer, ReadPattern(64))
 
     others = {"exact": in_float32, "nonsense": lambda ids, num: -10 * in_float32(ids, num)}
-    rounding = measure_rounding(verifier, texts(), WAYS, others)
+    rounding = measure_rounding(verifier, texts(), PATTERNS, others)
     exact_change, nonsense = rounding.others["exact"], rounding.others["nonsense"]
     assert exact_change.is_sound
     assert not nonsense.is_sound
@@ -270,7 +282,7 @@ def test_another_system_is_judged_by_its_own_way_too() -> None:
     assert "exact" not in rounding.ways
 
 
-def test_outputs_part_at_a_near_tie_or_for_another_reason() -> None:
+def test_outputs_diverge_at_a_near_tie_or_for_another_reason() -> None:
     verifier = on_host(torch.bfloat16)
     prompt, answer = texts()[0]
     logits = answer_logits(verifier, prompt, [*answer, 0], ONE_ROW)[-1]
@@ -280,7 +292,7 @@ def test_outputs_part_at_a_near_tie_or_for_another_reason() -> None:
     tolerance = gaps[3]
     agreement = Agreement(tolerance)
     for count, (other, gap) in enumerate(zip(ordered[1:], gaps, strict=True), 1):
-        assert gap_where_they_part(verifier, prompt, best, [*answer, other, 7]) == gap
+        assert gap_at_divergence(verifier, prompt, best, [*answer, other, 7]) == gap
         agreement.count(verifier, prompt, best, [*answer, other, 7])
         assert agreement.near_ties == sum(one < tolerance for one in gaps[:count])
     assert 0 < agreement.near_ties < len(gaps)

@@ -37,7 +37,7 @@ class TableModel:
         self.begin(START)
 
     def begin(self, start: int) -> None:
-        """A draft behind `start` rows."""
+        """A draft after `start` rows."""
         self.start = start
         self.rows = [-1] * CAPACITY
         self.prefixes: list[tuple[int, ...]] = [()]
@@ -75,7 +75,7 @@ def expand(seed: int, vocab_size: int, top_k: int, depth: int) -> Candidates:
     model = TableModel(seed, vocab_size)
     tree = Tree(depth=1, top_k=top_k, rows=2)
     expansion = Expansion(model, model.forward, model.lm_head, tree, model.cache)
-    # A draft before this one, behind fewer rows and deeper: nothing of it may show.
+    # An earlier draft, after fewer rows and deeper, must leave no trace.
     model.begin(START - 2)
     expansion.expand(torch.zeros(1, 1), START - 2, depth + 1)
     model.begin(START)
@@ -91,7 +91,7 @@ def num_walked(tree: DraftTree, continuation: list[int]) -> int:
 
 @settings(derandomize=True, max_examples=60, deadline=None)
 @given(st.data())
-def test_one_deep_expansion_tells_what_every_smaller_tree_gains(data: st.DataObject) -> None:
+def test_one_deep_expansion_gives_the_gain_of_every_smaller_tree(data: st.DataObject) -> None:
     seed, depth = data.draw(st.integers(0, 999)), data.draw(st.integers(1, 5))
     vocab_size = data.draw(st.integers(2, 6))
     top_k = data.draw(st.integers(1, min(4, vocab_size)))
@@ -152,7 +152,7 @@ def test_equal_scores_rank_by_level_and_place() -> None:
 
 
 def test_children_hang_below_the_members_of_their_beam() -> None:
-    # The beam of the second level is turned round: the first pair hangs below token 11.
+    # The beam of the second level is reversed: the first pair are children of token 11.
     turned = Candidates(
         2,
         torch.tensor([10, 11, 20, 21, 22, 23]),

@@ -20,13 +20,13 @@ TREE = Tree(depth=1, top_k=1, rows=16)
 
 def make_drafter(min_match: int = 2, num_tokens: int = 3, **changes: Any) -> NgramDrafter:
     tree = changes.pop("tree", TREE)
-    beside = changes.pop("beside", None)
+    fallback = changes.pop("fallback", None)
     ngram_settings = Ngram(min_match=min_match, num_tokens=num_tokens, **changes)
-    return NgramDrafter(ngram_settings, tree, beside)
+    return NgramDrafter(ngram_settings, tree, fallback)
 
 
 def draft(drafter: NgramDrafter, tokens: list[int], max_depth: int = 99) -> DraftTree:
-    """The draft behind `tokens`, of which all that is missing is observed first."""
+    """The draft after `tokens`, all missing ones of which are observed first."""
     drafter.observe(torch.zeros(len(tokens) - 1 - drafter._num_observed, 1))
     return drafter.draft(tokens, max_depth)
 
@@ -136,7 +136,7 @@ def test_a_token_is_learned_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class RecordingDrafter(NoDrafter):
-    """Notes what it is told and proposes one token."""
+    """Records its calls and proposes one token."""
 
     clock = PassClock(torch.device("cpu"))
 
@@ -154,14 +154,14 @@ class RecordingDrafter(NoDrafter):
         return DraftTree([tokens[-1], 42], [-1, 0])
 
 
-def test_the_drafter_beside_it_drafts_where_nothing_matches() -> None:
-    beside = RecordingDrafter()
-    drafter = make_drafter(beside=beside)
+def test_the_fallback_drafts_where_nothing_matches() -> None:
+    fallback = RecordingDrafter()
+    drafter = make_drafter(fallback=fallback)
     assert draft(drafter, [1, 2, 3, 1], 5).tokens == [1, 42]
     assert draft(drafter, [1, 2, 3, 1, 2], 5).tokens == [2, 3, 1, 2]
     drafter.rewind(3)
     assert draft(drafter, [1, 2, 3, 9], 4).tokens == [9, 42]
-    assert beside.calls == [
+    assert fallback.calls == [
         ("observe", 3),
         ("draft", 5),
         ("observe", 1),
@@ -170,8 +170,8 @@ def test_the_drafter_beside_it_drafts_where_nothing_matches() -> None:
         ("draft", 4),
     ]
     drafter.tree = Tree(depth=2, top_k=3, rows=4)
-    assert beside.tree == drafter.tree
-    assert drafter.clock is beside.clock
+    assert fallback.tree == drafter.tree
+    assert drafter.clock is fallback.clock
     assert make_drafter().clock is None
 
 

@@ -54,7 +54,7 @@ class Case:
     Attributes:
         make: a drafter of this shape.
         log_probabilities: states of the sequence, the sequence, a path below its last token
-            -> log-probabilities [V] of the token behind the path.
+            -> log-probabilities [V] of the token after the path.
     """
 
     target: Decoder
@@ -169,7 +169,7 @@ def expected_paths(
 
 
 def paths_of(tree: DraftTree) -> set[tuple[int, ...]]:
-    """Tokens behind the root down to each candidate."""
+    """Tokens from below the root down to each candidate."""
     paths: list[tuple[int, ...]] = [()]
     for token, parent in zip(tree.tokens[1:], tree.parents[1:], strict=True):
         paths.append((*paths[parent], token))
@@ -187,7 +187,7 @@ def test_tree_is_eagle_2s(case: Case, tree: Tree) -> None:
     tokens = random_tokens(12)
     states = case.states(tokens[:-1])
     drafter = case.make(tree)
-    # Read in three goes, one of them taken back: the tree must not tell.
+    # Read in three steps, one of them rewound: the tree must be the same.
     drafter.observe(states[:6])
     drafter.draft([*tokens[:6], 63], tree.depth)
     drafter.observe(states[:3])
@@ -209,7 +209,7 @@ def test_scores_are_those_of_the_definition(case: Case) -> None:
     drafter.observe(states)
 
     def defined(tokens: list[int]) -> Tensor:
-        """Of the first level, and of what hangs below its best."""
+        """Of the first level, and of the children of its best."""
         first = case.log_probabilities(states, tokens, []).topk(4)
         below = case.log_probabilities(states, tokens, [int(first.indices[0])]).topk(4)
         return torch.cat([first.values, first.values[0] + below.values])

@@ -8,7 +8,7 @@ import torch
 from polybasic.chain.formats.plan import Plan
 from polybasic.deploy import Chain
 from polybasic.deploy.bench.exactness import Agreement
-from polybasic.deploy.bench.rereading import ways_of
+from polybasic.deploy.bench.rereading import read_patterns_of
 from polybasic.deploy.bench.rounding import NUM_POSITIONS, Rounding, measure_rounding
 from polybasic.deploy.rounds.sampling import Sampling
 from tests.deploy.changed_kernels import kernels_that, rounds_otherwise
@@ -43,7 +43,7 @@ def agreement_with_the_target(chain: Chain) -> tuple[Agreement, Rounding]:
     alone = Plan(members=("target",), tree=TREE)
     expected = [answer(chain, alone, Sampling(), prompt) for prompt in prompts]
     verifier, plans = chain.engine.verifiers["target"], [PLANS["two"], PLANS["block"]]
-    ways = ways_of(plans, ["target", "near"], NUM_POSITIONS)
+    ways = read_patterns_of(plans, ["target", "near"], NUM_POSITIONS)
     rounding = measure_rounding(verifier, list(zip(prompts, expected, strict=True)), ways, {})
     agreement = Agreement(rounding.tolerance)
     for prompt, own in zip(prompts, expected, strict=True):
@@ -53,7 +53,7 @@ def agreement_with_the_target(chain: Chain) -> tuple[Agreement, Rounding]:
 
 
 @pytest.mark.parametrize("where", [*PLACES, *ROUNDED_PLACES], ids=str)
-def test_greedy_answers_part_at_near_ties_only(chain_at: ChainAt, where: Where) -> None:
+def test_greedy_answers_diverge_at_near_ties_only(chain_at: ChainAt, where: Where) -> None:
     agreement, rounding = agreement_with_the_target(chain_at(where))
     assert rounding.unsound == []
     assert rounding.close_share < 0.2
@@ -62,7 +62,7 @@ def test_greedy_answers_part_at_near_ties_only(chain_at: ChainAt, where: Where) 
         assert agreement.near_ties == 0
 
 
-def test_answers_of_kernels_that_round_otherwise_part_at_near_ties(chain_at: ChainAt) -> None:
+def test_answers_of_kernels_that_round_differently_diverge_at_near_ties(chain_at: ChainAt) -> None:
     chain = chain_at(ROUNDED[0])
     with kernels_that(rounds_otherwise):
         agreement, rounding = agreement_with_the_target(chain)

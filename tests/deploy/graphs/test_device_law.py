@@ -1,7 +1,7 @@
 """The law of chains' answers is the target's, wherever the rounds run.
 
 Stages of the host, stages of the device in PyTorch's operations, and those on a GPU answer the same
-requests. Each token of an answer is held against the target's warped distribution behind all before
+requests. Each token of an answer is compared with the target's warped distribution after all before
 it, which plain float32 passes of the target give: the place of the token between 0 and 1, where
 tokens stand in some order and fill the interval by their probabilities, is uniform and independent
 of all places before, whatever the order was, as long as it does not depend on the token. There are
@@ -28,12 +28,12 @@ from torch import Tensor
 
 from polybasic.chain.formats.plan import Plan
 from polybasic.deploy import Chain, load_chain
-from polybasic.deploy.bench.rereading import Way, answer_logits
+from polybasic.deploy.bench.rereading import ReadPattern, answer_logits
 from polybasic.deploy.engine import Request
-from polybasic.deploy.graphs import device_rounds
-from polybasic.deploy.graphs.device_draws import DeviceSampler
+from polybasic.deploy.graphs import round_parts
 from polybasic.deploy.graphs.device_sampling import draw
 from polybasic.deploy.graphs.device_stages import DeviceTreeStage
+from polybasic.deploy.graphs.drawing import DeviceSampler
 from polybasic.deploy.rounds.sampling import Prefixes, Sampling
 from polybasic.deploy.rounds.warping import warp
 from tests.deploy.noisy_chain import (
@@ -108,7 +108,7 @@ def answers(chain: Chain, plan: Plan, sampling: Sampling, num_tokens: int) -> li
 def warped(reference: Chain, name: str, tokens: list[int], sampling: Sampling) -> Any:
     """Float64 [T, V], what a member draws each token of an answer from."""
     verifier = reference.engine.verifiers[name]
-    logits = answer_logits(verifier, PROMPT, tokens, Way(len(tokens)))
+    logits = answer_logits(verifier, PROMPT, tokens, ReadPattern(len(tokens)))
     prefixes = Prefixes(PROMPT, [[]] * len(tokens))
     return warp(logits, sampling, prefixes, len(PROMPT)).double().numpy()
 
@@ -135,7 +135,7 @@ def place(probabilities: Any, order: Any, tokens: list[int], share: Any) -> Any:
     """[T]: where the tokens [T] lie in the interval that the rows' probabilities fill in an order.
 
     Args:
-        share: [T] of [0, 1), how far behind the beginning of a token's own part.
+        share: [T] of [0, 1), distance from the beginning of the token's own part.
     """
     rows = np.arange(len(tokens))
     ordered = np.take_along_axis(probabilities, order, -1)
@@ -166,7 +166,7 @@ def test_places_are_uniform_in_any_order() -> None:
     order = np.argsort(numbers.random((20_000, 5)), axis=-1)
     found = place(probabilities, order, tokens, numbers.random(20_000))
     assert p_value((found, found)) > 0.01
-    # by hand: in the order 2, 0, 1 token 0 fills what lies behind token 2's 0.3
+    # by hand: in the order 2, 0, 1 token 0 fills what follows token 2's 0.3
     row, order = np.array([[0.5, 0.2, 0.3]]), np.array([[2, 0, 1]])
     assert place(row, order, [0], np.array([0.4])) == pytest.approx([0.3 + 0.4 * 0.5])
 
@@ -251,25 +251,25 @@ def test_blocks_that_are_kept_whole_are_rejected(
     chain_at: ChainAt, reference: Chain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The law is then the intermediate's."""
-    right = device_rounds.verify
+    right = round_parts.verify
 
     def verify(block: Tensor, num: Tensor, p: Tensor, q: Tensor, *others: Any) -> Any:
         return right(block, num, p, p[: len(q)], *others)
 
-    monkeypatch.setattr(device_rounds, "verify", verify)
+    monkeypatch.setattr(round_parts, "verify", verify)
     assert is_rejected(chain_at(DEVICE), reference, "block")
 
 
-def test_a_token_behind_a_cut_that_is_no_residual_is_rejected(
+def test_a_token_after_a_cut_that_is_not_from_the_residual_is_rejected(
     chain_at: ChainAt, reference: Chain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = device_rounds.verify
+    right = round_parts.verify
 
     def verify(block: Tensor, num: Tensor, p: Tensor, q: Tensor, u: Tensor, *others: Any) -> Any:
         num_kept, _ = right(block, num, p, q, u, *others)
         return num_kept, draw(p.index_select(0, num_kept), u[-1:]).squeeze(0)
 
-    monkeypatch.setattr(device_rounds, "verify", verify)
+    monkeypatch.setattr(round_parts, "verify", verify)
     assert is_rejected(chain_at(DEVICE), reference, "token")
 
 
@@ -277,12 +277,12 @@ def test_walks_that_prefer_candidates_are_rejected(
     chain_at: ChainAt, reference: Chain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every row steps to a child of its own, whatever was drawn."""
-    right = device_rounds.walk
+    right = round_parts.walk
 
     def walk(tree: Any, drawn: Tensor, *others: Any) -> Any:
         return right(tree, drawn.index_copy(0, tree.parents[1:], tree.tokens[1:]), *others)
 
-    monkeypatch.setattr(device_rounds, "walk", walk)
+    monkeypatch.setattr(round_parts, "walk", walk)
     assert is_rejected(chain_at(DEVICE), reference, "two")
 
 

@@ -65,10 +65,10 @@ def test_probabilities_are_the_hosts(sampling: Sampling) -> None:
 
 def test_warpings_of_equal_parts_share_a_round() -> None:
     few, more = Sampling(temperature=1, top_k=5), Sampling(temperature=2, top_k=8, top_p=1.0)
-    assert Warping.of(few) == Warping.of(more) == Warping(most_top_k=8)
+    assert Warping.of(few) == Warping.of(more) == Warping(max_top_k=8)
     assert Warping.of(few) != Warping.of(Sampling(temperature=1, top_k=9))
     assert Warping.of(Sampling(temperature=1, top_k=0, min_p=0.0)) == Warping()
-    assert Warping.of(Sampling(temperature=1, top_k=1)).most_top_k == 1
+    assert Warping.of(Sampling(temperature=1, top_k=1)).max_top_k == 1
 
 
 @pytest.mark.parametrize("vocab_size", [3, 1000, 1024, 2500])
@@ -164,20 +164,20 @@ def test_tokens_are_cut_at_the_first_stop() -> None:
 
 
 def random_block(
-    generator: torch.Generator, num_tokens: int, most: int, vocab_size: int
+    generator: torch.Generator, num_tokens: int, size: int, vocab_size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens [most], p [most + 2, V] and q [most, V]; behind the block's own is what may lie there.
+    """Tokens [size], p [size + 2, V] and q [size, V]; beyond the block's own, arbitrary numbers.
 
     Many probabilities are 0, many ratios are above 1, and some rows of p and q agree.
     """
-    q = torch.randn(most, vocab_size, generator=generator).mul(2).softmax(1)
-    p = torch.randn(most + 2, vocab_size, generator=generator).mul(2).softmax(1)
+    q = torch.randn(size, vocab_size, generator=generator).mul(2).softmax(1)
+    p = torch.randn(size + 2, vocab_size, generator=generator).mul(2).softmax(1)
     p[torch.rand(p.shape, generator=generator) < 0.2] = 0
     q[torch.rand(q.shape, generator=generator) < 0.2] = 0
     p += 1e-3 * torch.eye(vocab_size)[0]
     q += 1e-3 * torch.eye(vocab_size)[0]
-    is_equal = torch.rand(most, generator=generator) < 0.3
-    p[:most][is_equal] = q[is_equal]
+    is_equal = torch.rand(size, generator=generator) < 0.3
+    p[:size][is_equal] = q[is_equal]
     p, q = p / p.sum(1, keepdim=True), q / q.sum(1, keepdim=True)
     tokens = torch.multinomial(q, 1, generator=generator)[:, 0]
     tokens[num_tokens:] = 1 << 40
@@ -189,7 +189,7 @@ def random_block(
 def cut_by_host(
     tokens: list[int], p: Tensor, q: Tensor, uniforms: list[float], rule: str
 ) -> tuple[int, Tensor, float]:
-    """Kept tokens, distribution behind them, and how near a uniform number came to its limit."""
+    """Kept tokens, distribution after them, and how near a uniform number came to its limit."""
     if rule == "token":
         acceptance = verification.token_acceptance(p, q, tokens)
         happened = [u < h for u, h in zip(uniforms, acceptance, strict=True)]
@@ -212,9 +212,9 @@ def test_cuts_are_the_hosts(rule: str) -> None:
     generator = torch.Generator().manual_seed(3)
     kept: Counter[int] = Counter()
     for case in range(300):
-        num_tokens, most = case % 7, 6
-        tokens, p, q = random_block(generator, num_tokens, most, 9)
-        uniforms = torch.rand(most + 1, generator=generator)
+        num_tokens, size = case % 7, 6
+        tokens, p, q = random_block(generator, num_tokens, size, 9)
+        uniforms = torch.rand(size + 1, generator=generator)
         own = uniforms[:num_tokens].tolist()
         doubles = p[: num_tokens + 1].double(), q[:num_tokens].double()
         expected, following, margin = cut_by_host(tokens[:num_tokens].tolist(), *doubles, own, rule)
@@ -227,7 +227,7 @@ def test_cuts_are_the_hosts(rule: str) -> None:
         if expected < num_tokens and torch.equal(p[expected], q[expected]):
             continue  # of probability 0 but for rounding
         cumulative = following.cumsum(0) / following.sum()
-        target = float(uniforms[most])
+        target = float(uniforms[size])
         assert int(next_token) in {
             int(torch.searchsorted(cumulative, target + shift, right=True))
             for shift in (-1e-5, 0.0, 1e-5)
@@ -241,14 +241,14 @@ def test_cuts_are_the_hosts(rule: str) -> None:
 def test_a_cut_has_the_law_of_the_verifier(rule: str) -> None:
     """A proposal drawn from q and verified is distributed as p, over a grid of all numbers."""
     q, p = torch.tensor([0.6, 0.1, 0.3]), torch.tensor([0.2, 0.5, 0.3])
-    behind, other = torch.tensor([0.1, 0.2, 0.7]), torch.tensor([0.1, 0.8, 0.1])
+    after, other = torch.tensor([0.1, 0.2, 0.7]), torch.tensor([0.1, 0.8, 0.1])
     size = 24
     law, wrong = torch.zeros(3), torch.zeros(3)
     for token in range(3):
         for accepting in midpoints(size):
             for drawing in midpoints(size):
                 uniforms = torch.stack([accepting, drawing])
-                rows = torch.stack([p, behind]), q[None]
+                rows = torch.stack([p, after]), q[None]
                 block = torch.tensor([token]), torch.tensor(1)
                 num_kept, next_token = verify(*block, *rows, uniforms, rule)
                 first = token if int(num_kept) else int(next_token)

@@ -176,7 +176,7 @@ def test_a_captured_draft_serves_other_states_and_prefixes() -> None:
 
 
 def test_kinds_of_layers_see_the_draft() -> None:
-    """What a window hides of a level is told by the positions that `expand` gives its columns."""
+    """What a window hides of a level depends on the positions that `expand` gives its columns."""
     spans = []
 
     def forward(tokens: Tensor, states: Tensor, rows: DeviceRows) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.plan import Flush, Ngram, Plan, Tree
-from polybasic.deploy.planner.measurements import DraftCosts, Measurements, PassCosts, StageOverhead
+from polybasic.deploy.planner.measurements import DraftCosts, Measurements, PassCosts
 from polybasic.deploy.planner.simulation import Simulator, simulate
 from polybasic.deploy.planner.theory import kept_probabilities
 from polybasic.deploy.rounds.sampling import Probabilities, RandomSampler, Sampling
@@ -61,12 +61,11 @@ def test_tree_is_cut_where_the_answer_ends() -> None:
     # which is right: 2 tokens.
     trace = make_trace({"a": [1] * 5}, {"a": [2, 0, 0, 3, 0]})
     plan = Plan(members=("a", "draft"), tree=Tree(depth=2, top_k=1, rows=3))
-    overhead = {"a": StageOverhead(100.0, 1e6)}
-    predicted = simulate(plan, make_measurements(trace, round_overhead_seconds=overhead))
+    predicted = simulate(plan, make_measurements(trace, block_overhead_seconds={"a": 1e6}))
     assert predicted.seconds_by_member["a"] * 5 == pytest.approx(12 + 11)
     assert predicted.seconds_by_member["draft"] * 5 == pytest.approx(0.75 + 0.5)
-    assert predicted.overhead_seconds * 5 == pytest.approx(200)
-    assert predicted.seconds_per_token * 5 == pytest.approx(12 + 11 + 1.25 + 200)
+    assert predicted.overhead_seconds == 0, "no block was verified"
+    assert predicted.seconds_per_token * 5 == pytest.approx(12 + 11 + 1.25)
     assert predicted.passes == {"a": 2 / 5, "draft": 3 / 5}
     assert predicted.tokens_per_pass == {"a": 2.5}
 
@@ -97,9 +96,12 @@ def test_blocks_over_single_tokens(shares: bool, catch_up: float) -> None:
     trace = make_trace({"a": [1] * 6, "b": [1, 1, 1, 0, 1, 1]})
     shares_cache = {"a": "a", "b": "a" if shares else "b"}
     plan = Plan(members=("a", "b"), tree=LEAST, flush={"a": Flush(length=2)})
-    predicted = simulate(plan, make_measurements(trace, shares_cache=shares_cache))
+    overhead = {"a": 100.0, "b": 1e6}
+    measured = make_measurements(trace, shares_cache=shares_cache, block_overhead_seconds=overhead)
+    predicted = simulate(plan, measured)
+    assert predicted.overhead_seconds * 6 == pytest.approx(3 * 100)
     assert predicted.seconds_by_member["a"] * 6 == pytest.approx(12 + 12 + 11)
-    # Behind the block that was kept whole the lower model reads its last token into its own cache.
+    # After the block that was kept whole the lower model reads its last token into its own cache.
     assert predicted.seconds_by_member["b"] * 6 == pytest.approx(5 + catch_up)
     assert predicted.block_tokens["a"] == pytest.approx(5 / 3)
     assert predicted.tokens_per_pass["a"] == 2

@@ -125,7 +125,7 @@ def test_judge_insertion_refuses_passes_without_time() -> None:
             judge_insertion(above, 1, below, 2, 3, 2, 1)
 
 
-def test_insertion_tells_the_times_of_lemma_3_1() -> None:
+def test_insertion_has_the_times_of_lemma_3_1() -> None:
     judged = judge_insertion(10, 6, 1, 4, 8, 5, 14)
     assert isinstance(judged, Insertion)
     assert judged.seconds_per_token_without == seconds_of_chain(1, [4], [10, 1], 14) == 6
@@ -225,7 +225,7 @@ class Tables:
                 self.rows[model, prefix] = np.array(row, dtype=object)
 
     def along(self, model: str, tokens: tuple[int, ...]) -> Any:
-        """Rows behind each prefix of `tokens`, the empty one first."""
+        """Rows after each prefix of `tokens`, the empty one first."""
         rows = [self.rows[model, tokens[:length]] for length in range(len(tokens) + 1)]
         return np.array(rows, dtype=object)
 
@@ -298,7 +298,7 @@ def enumerated_law(
 def predicted_law(
     tables: Tables, rule: Any, block_length: BlockLength
 ) -> Counter[tuple[int, tuple[int, ...]]]:
-    """The same from a text that p draws: how many are kept is drawn behind it."""
+    """The same from a text that p draws: how many are kept is drawn after it."""
     law: Counter[Any] = Counter()
     for text in itertools.product(range(VOCAB_SIZE), repeat=NUM_TOKENS):
         length = block_length(text)

@@ -1,6 +1,6 @@
 """The output law of chains of tables, through every outcome, equals the target's in every entry.
 
-Exact, in fractions; `tests/deploy/tables.py` tells how. Each negative control breaks one thing
+Exact, in fractions; see `tests/deploy/tables.py`. Each negative control breaks one thing
 and must be seen.
 """
 
@@ -147,7 +147,7 @@ def test_wrong_residuals_are_detected(
 
 
 class BonusFromBelow(TableVerifier):
-    """A target whose last row, from which the token behind a whole block is drawn, is another's."""
+    """A target whose last row, from which the token after a whole block is drawn, is another's."""
 
     def logits(self, states: torch.Tensor) -> Any:
         rows = super().logits(states)
@@ -339,6 +339,6 @@ class PeekingTreeStage(TreeStage):
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_block_that_ends_by_the_token_behind_it_is_detected(rule: Rule) -> None:
+def test_block_that_ends_by_the_token_after_it_is_detected(rule: Rule) -> None:
     one = case(flush(2, rule), num_tokens=4, caches=(0, 1))
     assert output_law(one, Wiring(tree_stage=PeekingTreeStage)) != target_law(one)

@@ -91,7 +91,7 @@ def test_what_is_learned() -> None:
     assert survival_after(([0.65, 0.65], 1)) == 5 / 10
     # the first refused: nothing is learned of the second; 4 of 9
     assert survival_after(([0.65, 0.65], 0)) == 4 / 9
-    # other bins tell nothing: 0.9 is kept, 0.65 refused
+    # other bins are not affected: 0.9 is kept, 0.65 rejected
     assert survival_after(([0.9, 0.65], 1)) == 4 / 9
     assert survival_after(([0.9, 0.9], 0)) == 4 / 8
     # over several blocks: 4 + 1 + 0 + 2 kept of 8 + 1 + 1 + 2
@@ -167,7 +167,7 @@ def test_block_is_full_where_tokens_are_kept(monkeypatch: pytest.MonkeyPatch) ->
     assert set(lengths) <= {5, 6}
 
 
-def test_block_ends_behind_an_unlikely_token(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_block_ends_after_an_unlikely_token(monkeypatch: pytest.MonkeyPatch) -> None:
     # below 0.5 a token is as good as refused, above it is as good as kept
     probabilities: list[list[float]] = []
     ask = RandomSampler.probabilities

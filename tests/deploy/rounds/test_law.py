@@ -88,7 +88,7 @@ def chain_of(num_members: int) -> SmallChain:
     members = (*decoders, "draft")
     head = Weights(9).head(decoders[members[-2]])
     plan = Plan(members=members, tree=TREE, flush=flush)
-    # a block of three may stand in the one, two tokens and the one behind them fill the other
+    # the first can hold a block of three, two tokens and the one after them fill the other
     num_tokens = 7 - num_members
     return small_chain(decoders, head, plan, SAMPLING, PROMPT, num_tokens)
 
@@ -106,7 +106,7 @@ def exact_law() -> Any:
 
 @torch.inference_mode()
 def next_row(decoder: Decoder, tokens: list[int]) -> list[float]:
-    """The warped distribution behind `tokens`, read in one go into an empty cache."""
+    """The warped distribution after `tokens`, read in one pass into an empty cache."""
     config = decoder.config
     cache = KeyValueCache(config, config.num_layers, len(tokens), torch.float32, CPU)
     attend = attend_causally(0, len(tokens))
@@ -252,7 +252,7 @@ class UnnormalisedResidual(RememberingSampler):
 
 
 class BonusFromBelow(RememberedVerifier):
-    """A target whose last row, from which the token behind a whole block is drawn, is another's."""
+    """A target whose last row, from which the token after a whole block is drawn, is another's."""
 
     below: RememberedVerifier
 

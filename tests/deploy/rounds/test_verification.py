@@ -32,7 +32,7 @@ def test_block_rule() -> None:
     # w_1 = (1/4)/(1/2) = 1/2, w_2 = min(1/2 * (1/2)/(1/4), 1) = 1
     weights = block_weights(P, Q, [0, 1])
     assert weights == [1, Fraction(1, 2), 1]
-    # s_1 = max(1/4 - 3/4, 0) + max(1/4 - 1/4, 0) = 0, so a cut behind the first token is never
+    # s_1 = max(1/4 - 3/4, 0) + max(1/4 - 1/4, 0) = 0, so a cut after the first token is never
     # taken there; h_2 = w_2 = 1 keeps the whole block
     assert block_acceptance(P, Q, weights) == [0, 1]
     # w_1 = 1, w_2 = (1/2)/(3/4) = 2/3; s_1 = max(1/2 - 3/4, 0) + max(1/2 - 1/4, 0) = 1/4

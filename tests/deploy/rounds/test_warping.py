@@ -159,7 +159,7 @@ def test_bounds_keep_probabilities_finite(extreme: Sampling) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "message"),
     [
         ({"temperature": -1}, "temperature=-1; use 0 for greedy, or 1e-6 or more"),
         ({"temperature": 1e-7}, "temperature=1e-07; use 0"),
@@ -184,10 +184,10 @@ def test_bounds_keep_probabilities_finite(extreme: Sampling) -> None:
         ({"seed": 1 << 64}, "seed=18446744073709551616; use a whole number"),
     ],
 )
-def test_out_of_range_is_one_line(settings: dict[str, Any], told: str) -> None:
+def test_out_of_range_is_one_line(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError) as refusal:
         Sampling(**settings)
-    assert str(refusal.value).startswith(f"sampling setting out of range: {told}")
+    assert str(refusal.value).startswith(f"sampling setting out of range: {message}")
 
 
 def test_bias_outside_of_the_vocabulary_is_refused() -> None:

@@ -49,7 +49,7 @@ def num_bytes(manifest: Manifest) -> int:
 # The command
 
 
-def test_grow_writes_a_chain_beside_the_small_one(
+def test_grow_writes_a_chain_next_to_the_small_one(
     tiny_chain: Path, small_shape: GrownShape, capsys: pytest.CaptureFixture[str]
 ) -> None:
     grow(str(tiny_chain), "cpu-100m")
@@ -57,8 +57,8 @@ def test_grow_writes_a_chain_beside_the_small_one(
     folder = tiny_chain.with_name("chain-cpu-100m")
     assert out == f"{folder}\n"
     written = num_bytes(check_chain(folder).manifest)
-    (told,) = re.findall(r"growing .* to cpu-100m: about ([\d.]+) GB into", err)
-    assert float(told) == pytest.approx(written / 1e9, abs=0.06)
+    (message,) = re.findall(r"growing .* to cpu-100m: about ([\d.]+) GB into", err)
+    assert float(message) == pytest.approx(written / 1e9, abs=0.06)
     last = err.strip().splitlines()[-1]
     assert last.endswith(f"next: polybasic plan {folder}, then polybasic bench {folder}")
     inspect(str(folder))
@@ -76,7 +76,7 @@ def test_grow_writes_where_it_is_told(
     check_chain(out)
 
 
-def test_mistakes_are_told_before_anything_is_written(
+def test_mistakes_are_reported_before_anything_is_written(
     tiny_chain: Path, tiny_four_chain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "grown"
@@ -151,7 +151,7 @@ def test_the_schema_names_the_shapes() -> None:
     assert shapes - {None} == set(SHAPES)
 
 
-def test_a_shape_adds_a_stage_behind_the_chain() -> None:
+def test_a_shape_adds_a_stage_after_the_chain() -> None:
     plain = stages_of(load_recipe("cpu-100m", ["grow.shape=null"]))
     grown = stages_of(load_recipe("cpu-100m"))
     names = [stage.name for stage in plain]
@@ -187,7 +187,7 @@ def test_a_dry_run_counts_the_grown_shapes(tmp_path: Path) -> None:
         assert of[stage] == plain[stage]
 
 
-def test_targets_that_do_not_fit_are_told_by_the_dry_run(tmp_path: Path) -> None:
+def test_targets_that_do_not_fit_are_reported_by_the_dry_run(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="layers 12, 24 needed"):
         dry_run("tiny", tmp_path, "cpu", "grow.shape=cpu-100m")
     write_family(tmp_path / "qwen", "qwen2")
@@ -207,9 +207,9 @@ def test_a_recipe_plans_and_measures_the_grown_chain(
     packed = (out / "chain" / "chain.json").read_bytes()
     recipe = load_recipe(str(micro_recipe), ["grow.shape=cpu-100m"])
     run_recipe(recipe, out, "polybasic run micro.yaml grow.shape=cpu-100m")
-    told = capsys.readouterr().err
-    assert told.count("skipped") == 5
-    assert "grown: runs (not there yet)" in told
+    message = capsys.readouterr().err
+    assert message.count("skipped") == 5
+    assert "grown: runs (not there yet)" in message
     assert (out / "chain" / "chain.json").read_bytes() == packed
     checked = check_chain(out / "grown")
     assert checked.manifest.grown == "cpu-100m"
@@ -224,12 +224,12 @@ def test_a_recipe_plans_and_measures_the_grown_chain(
     assert answers[0].token_ids == answers[1].token_ids
     capsys.readouterr()
     commands_run.package(str(micro_recipe), ["grow.shape=cpu-100m"], out)
-    printed, told = capsys.readouterr()
+    printed, message = capsys.readouterr()
     assert printed.splitlines() == [str(out / "chain"), str(out / "grown")]
-    assert told.count("skipped") == 6
-    assert told.endswith(f"next: polybasic bench {out / 'grown'}\n")
+    assert message.count("skipped") == 6
+    assert message.endswith(f"next: polybasic bench {out / 'grown'}\n")
     commands_run.run(str(micro_recipe), ["grow.shape=cpu-100m"], out)
-    printed, told = capsys.readouterr()
+    printed, message = capsys.readouterr()
     assert f"report: {out / 'grown' / 'report' / 'report.md'}" in printed
-    assert told.count("skipped") == 8
-    assert f"chain: {out / 'grown'}; next: polybasic generate" in told
+    assert message.count("skipped") == 8
+    assert f"chain: {out / 'grown'}; next: polybasic generate" in message

@@ -348,7 +348,7 @@ def test_scores_must_be_rescaled(
 
 
 @pytest.mark.parametrize("name", ["self_attn.o_proj", "mlp.down_proj"])
-def test_columns_behind_what_is_added_must_be_zero(
+def test_columns_of_what_is_added_must_be_zero(
     name: str,
     small_chain: Path,
     parts: ChainParts,

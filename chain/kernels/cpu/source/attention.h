@@ -1,10 +1,10 @@
 // Attention of the rows of a pass over a cache of keys and values.
 //
-// The positions are cut into segments. Of each a query has a partial result: the largest score, the
-// sum of the weights relative to it, and the weighted values. They are folded in the order of the
-// segments. All sums follow positions alone, so what comes out for a row is the same to the bit
-// however many rows are beside it, wherever the rows of its path lie in the cache, and however many
-// threads share the work.
+// The positions are cut into segments. In each segment a query has a partial result: the largest
+// score, the sum of the weights relative to it, and the weighted values. These are combined in the
+// order of the segments. The order of all sums depends on positions alone, so attention is
+// batch-invariant: a row's result has the same bits however many rows are beside it, wherever the
+// rows of its path are in the cache, and however many threads share the work.
 #pragma once
 
 #include <limits>
@@ -27,7 +27,7 @@ struct Partial {
     bool is_empty() const { return sum() == 0.0f; }
     void clear() const { sum() = 0.0f; }
 
-    // Take in the partial result of a later segment.
+    // Combine with the partial result of a later segment.
     void fold(const Partial& later) const {
         if (later.is_empty()) return;
         if (is_empty()) {
@@ -73,7 +73,7 @@ inline void hide(float* scores, int begin, int end) {
 }
 
 // Turn the scores of the positions first..end, a whole number of vectors, into weights relative to
-// the largest, in their place: float, or pairs of bfloat16 numbers where values are read in pairs.
+// the largest, in place: float, or pairs of bfloat16 numbers if values are read in pairs.
 template <class T>
 void weigh(float* scores, int first, int end, float scale, const Partial& partial) {
     Floats most = load(scores + first), total{};
@@ -81,10 +81,10 @@ void weigh(float* scores, int first, int end, float scale, const Partial& partia
     const float reference = largest(most);
     partial.largest() = reference * scale;
     for (int i = first; i < end; i += kLanes) {
-        // the difference first: where scores are huge, their products with the scale are rounded
+        // the difference first: for huge scores, products with the scale would be rounded
         Floats weights = exponential((load(scores + i) - reference) * scale);
         if constexpr (ValuePart<T>::kPositions == 2) {
-            // the sum is that of the rounded weights, so what comes out is a mean of the values
+            // the sum is that of the rounded weights, so that the result is a mean of the values
             Bfloat16* pairs = reinterpret_cast<Bfloat16*>(scores) + i;
             store(pairs, weights);
             weights = load(pairs);
@@ -101,8 +101,8 @@ template <class T>
 struct Viewer {
     SegmentView view;
     const T* query;     // [head]
-    Partial whole;      // of the segments before
-    Partial partial;    // of this one: `whole` itself if that is empty
+    Partial whole;      // of the earlier segments
+    Partial partial;    // of this segment: `whole` itself if that is empty
 
     // Rows of the cache of the positions from `from` on, and the last one repeated.
     void list_rows(int first, int from, int32_t* rows) const {
@@ -112,7 +112,7 @@ struct Viewer {
     }
 };
 
-// What one thread does of a pass. kHead: the size of a head where it is known to the compiler, else 0.
+// One thread's work in a pass. kHead: the size of a head if the compiler knows it, else 0.
 template <class T, int kHead>
 class Worker {
 public:
@@ -136,7 +136,7 @@ public:
             write_mean<T>(whole(item, i), shape_.head_dim, out + offset(item.head, i));
     }
 
-    // Fold what the items of all segments have left of one query.
+    // Combine the partial results of one query over all segments.
     template <class Out>
     void combine(int head, int query, Out* out) {
         const Partial result = slot(head, query, 0);
@@ -148,7 +148,7 @@ public:
 private:
     static constexpr int kScoresStride = kSegment + kLanes;
     static constexpr int kFetchedAhead = 8 * kLanes;
-    static constexpr int kMostPadded = kMostHead + kLanes;
+    static constexpr int kMaxPadded = kMaxHead + kLanes;
 
     size_t offset(int head, int query) const {
         const int G = shape_.query_groups, row = query / G;
@@ -218,7 +218,7 @@ private:
                 viewers[q].whole.fold(viewers[q].partial);
     }
 
-    // Scores of the positions that lie one behind the other, for all queries of the batch.
+    // Scores of the positions that are consecutive in the cache, for all queries of the batch.
     void score_plain(const Viewer<T>* viewers, int num, int begin, bool is_first) {
         const T* queries[kBatch];
         int end = 0;
@@ -240,8 +240,8 @@ private:
         }
     }
 
-    // Bring the keys that are needed soon nearer: a processor that follows the rows by itself stops at
-    // the end of each page of memory.
+    // Prefetch the keys that are needed soon: the processor's own prefetching stops at the end of
+    // each page of memory.
     void fetch_ahead(int at) const {
         if (first_ + at + kFetchedAhead >= plain_end_) return;
         const char* bytes = reinterpret_cast<const char*>(row_of(keys_, at + kFetchedAhead));
@@ -295,8 +295,8 @@ private:
         weigh<T>(scores, begin, end, cap != 0.0f ? 1.0f : shape_.scale, viewer.partial);
     }
 
-    // Weighted values: of the positions that all of kQueries have one behind the other together, of
-    // the others one query after the other.
+    // Weighted values: for positions that are consecutive for all kQueries, together; for the others,
+    // one query after the other.
     template <int kQueries>
     void add_values(const Viewer<T>* viewers, int place, int begin) {
         constexpr int kPositions = ValuePart<T>::kPositions;
@@ -316,7 +316,7 @@ private:
             if (end < viewers[place + q].view.end) add_values_alone(viewers[place + q], end, weights[q]);
     }
 
-    // Those of one query at the positions from `begin` on, to what its sums are.
+    // Those of one query at the positions from `begin` on, added to its sums.
     void add_values_alone(const Viewer<T>& viewer, int begin, const float* weights) {
         constexpr int kPositions = ValuePart<T>::kPositions;
         int32_t rows[kSegment + kLanes];
@@ -339,14 +339,14 @@ private:
     const T* cache_;
     float* partials_;
     const int head_;        // size of a head in the buffers
-    const int plain_end_;   // rows of the cache from here on are seen by paths alone
+    const int plain_end_;   // rows of the cache from here on are seen only by paths
     const T* keys_;         // of the item's head
     const T* values_;
     int first_;             // position at which the segment begins
     Viewer<T> viewers_[kBlock];
-    alignas(64) T block_queries_[kBlock * kMostHead];
-    alignas(64) float wholes_[kBlock * kMostPadded];
-    alignas(64) float spares_[kBatch * kMostPadded];
+    alignas(64) T block_queries_[kBlock * kMaxHead];
+    alignas(64) float wholes_[kBlock * kMaxPadded];
+    alignas(64) float spares_[kBatch * kMaxPadded];
     alignas(64) float scores_[kBatch * kScoresStride];
 };
 
@@ -355,7 +355,7 @@ private:
 // Whether the kernels serve the shape: heads of 16, 32, ... 256.
 inline bool supports(const AttentionShape& shape) {
     return shape.head_dim > 0 && shape.head_dim % kLanes == 0 &&
-           shape.head_dim <= attention::kMostHead;
+           shape.head_dim <= attention::kMaxHead;
 }
 
 // Size of the workspace of passes of at most `max_rows` rows that see at most `max_context`
@@ -364,10 +364,10 @@ inline size_t attention_workspace_floats(const AttentionShape& shape, int max_ro
     const size_t num_partials = size_t(shape.num_kv_heads) * shape.query_groups * max_rows *
                                 attention::ceil_divide(max_context, attention::kSegment);
     return std::min(num_partials * attention::partial_size(shape.head_dim),
-                    attention::kMostPartialFloats);
+                    attention::kMaxPartialFloats);
 }
 
-// Whether `combine_part` must run behind `attend_part`, once all threads are through with it.
+// Whether `combine_part` must run after `attend_part`, once all threads have finished it.
 inline bool needs_combining(const AttentionShape& shape, const Rows& rows, int num_threads) {
     return attention::Work(shape, rows, num_threads).is_split;
 }
@@ -395,7 +395,7 @@ void attend_part(const AttentionShape& shape, const Rows& rows, const float* que
         run(std::integral_constant<int, 0>{});
 }
 
-// One thread's share of what is left where `needs_combining`.
+// One thread's share of the rest, if `needs_combining`.
 template <class T, class Out>
 void combine_part(const AttentionShape& shape, const Rows& rows, Out* out, float* workspace,
                   int thread, int num_threads) {

@@ -1,4 +1,4 @@
-// What the rows of a pass see of the cache, and how the work is shared out among threads.
+// What the rows of a pass see of the cache, and how the work is divided among threads.
 //
 //   R = rows, K = key/value heads, G = query heads that read one of them, H = head size
 #pragma once
@@ -10,14 +10,14 @@
 
 namespace polybasic {
 
-// How the rows of a pass look at the cache.
+// How the rows of a pass attend to the cache.
 struct Rows {
     int num_rows;
     int start;                  // first row of the cache that the pass wrote
-    int prefix;                 // rows of the cache that all see, each at the position of its number
+    int prefix;                 // rows of the cache that all see, each at the position of its index
     const int32_t* path_ends;   // [R] end of each row's path in `paths`; null: the rows are
                                 // consecutive tokens, and `prefix` is `start`
-    const int32_t* paths;       // rows of the cache seen behind the prefix, by position, itself last
+    const int32_t* paths;       // rows of the cache seen after the prefix, by position, itself last
 };
 
 struct AttentionShape {
@@ -28,20 +28,20 @@ struct AttentionShape {
     float scale;        // of the scores
     float softcap;      // scores are kept between -softcap and softcap; 0: they are not
     int window;         // positions that a row sees, itself included; 0: all
-    int sinks;          // first positions, seen besides the window
+    int sinks;          // first positions, seen in addition to the window
 };
 
 namespace attention {
 
-constexpr int kMostHead = 256;
+constexpr int kMaxHead = 256;
 constexpr int kSegment = 256;       // positions that make one partial result
 constexpr int kBlock = 96;          // queries that share what is read of the cache, at most
 constexpr int kBatch = 24;          // queries whose scores of a segment stay in the nearest cache
-constexpr size_t kMostPartialFloats = size_t(8) << 20;  // 32 MiB
+constexpr size_t kMaxPartialFloats = size_t(8) << 20;  // 32 MiB
 
 inline int ceil_divide(int x, int by) { return (x + by - 1) / by; }
 
-// A head in the scratch memory: filled up with zeros to pairs of vectors.
+// A head in scratch memory: padded with zeros to pairs of vectors.
 inline int padded(int head_dim) { return ceil_divide(head_dim, 2 * kLanes) * 2 * kLanes; }
 
 // Floats of a partial result: weighted values, the largest score, the sum of the weights.
@@ -50,7 +50,7 @@ inline int partial_size(int head_dim) { return padded(head_dim) + kLanes; }
 // What one row of the pass sees.
 struct RowView {
     int end;                // its position + 1
-    int plain_end;          // positions below lie in the row of the cache of their number
+    int plain_end;          // positions below it are in the cache's row of the same index
     const int32_t* path;    // rows of the others
 
     RowView(const Rows& rows, int row) {
@@ -83,7 +83,7 @@ inline int context_of(const Rows& rows) {
 struct SegmentView {
     int begin, end;         // positions seen,
     int gap_begin, gap_end; // but for those between sinks and window
-    int plain_end;          // positions below lie one behind the other in the cache
+    int plain_end;          // positions below it are consecutive in the cache
     const int32_t* path;    // rows of the cache of the positions from there on
 
     SegmentView() = default;
@@ -104,8 +104,8 @@ struct SegmentView {
     bool is_empty() const { return begin >= end; }
 };
 
-// A pass in items: heads, blocks of queries and, where these are too few to keep all threads busy,
-// segments. The results do not depend on the cut.
+// A pass divided into items: heads, blocks of queries and, if these are too few to keep all threads
+// busy, segments. The results do not depend on the division.
 struct Work {
     int num_heads, num_blocks, num_segments;
     int num_queries;    // of a head: R * G
@@ -121,11 +121,11 @@ struct Work {
         while (!is_balanced(num_threads) && num_blocks < most_blocks)
             num_blocks = std::min(2 * num_blocks, most_blocks);
         if (is_balanced(num_threads) || num_segments == 1) return;
-        is_split = num_partials() * partial_size(shape.head_dim) <= kMostPartialFloats;
+        is_split = num_partials() * partial_size(shape.head_dim) <= kMaxPartialFloats;
         if (is_split) num_blocks = ceil_divide(num_queries, kBlock);
     }
 
-    // Whether items that are not split leave no thread with much more than the mean.
+    // Whether unsplit items give no thread much more work than the mean.
     bool is_balanced(int num_threads) const {
         const int items = num_heads * num_blocks;
         return 8 * ceil_divide(items, num_threads) * num_threads <= 9 * items;
@@ -149,7 +149,7 @@ struct Item {
         end_query = work.first_query(block + 1);
     }
 
-    // Time, roughly: to read a position takes as long as for eight queries to look at it.
+    // Time, roughly: reading a position takes as long as eight queries attending to it.
     int64_t cost(const AttentionShape& shape, const Rows& rows) const {
         const RowView last(rows, (end_query - 1) / shape.query_groups);
         const int begin = std::max(last.window_begin(shape), first_segment * kSegment);
@@ -158,7 +158,7 @@ struct Item {
     }
 };
 
-// Hand the items of one thread to `work_on`: consecutive ones, of about the same cost for each.
+// Pass the items of one thread to `work_on`: consecutive ones, with about equal cost a thread.
 template <class WorkOn>
 void for_each_item(const AttentionShape& shape, const Rows& rows, const Work& work, int thread,
                    int num_threads, WorkOn work_on) {

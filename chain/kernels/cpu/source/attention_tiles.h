@@ -1,8 +1,8 @@
 // The two products of attention in tiles of registers: queries with keys, weights with values.
 //
-// A score is summed in sixteen lanes, each running over the head in order, and these by one tree. A
-// weighted sum of values runs over the positions in order. Neither depends on the tile that it is
-// computed in.
+// A score is summed in sixteen lanes, each over the head in order, which are then added by one tree.
+// A weighted sum of values runs over the positions in order. Neither depends on the tile in which it
+// is computed.
 #pragma once
 
 #include <cstddef>
@@ -12,7 +12,7 @@
 namespace polybasic {
 namespace attention {
 
-// Rows of one head in the cache, one behind the other.
+// Consecutive rows of one head in the cache.
 template <class T>
 struct ConsecutiveRows {
     const T* first;
@@ -63,7 +63,7 @@ struct ScorePart<Bfloat16> {
     static Floats add_product(Floats sum, Type x, Type y) { return add_pair_products(sum, x, y); }
 };
 
-// The products of kQueries queries, filled up with zeros to whole parts, with 16 / kQueries keys from
+// The products of kQueries queries, padded with zeros to whole parts, with 16 / kQueries keys from
 // `first` on; that of query q and key k is in lane q * 16 / kQueries + k.
 template <class T, int kQueries, class Keys>
 POLYBASIC_INLINE Floats score_tile(const T* const* queries, const Keys& keys, int first, int head_dim) {

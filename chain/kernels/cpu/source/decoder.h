@@ -66,7 +66,7 @@ struct Model {
     int attended_width() const { return num_heads * head_dim; }
 };
 
-// Rows of one pass, and where they are written and look.
+// Rows of one pass, where they are written, and what they attend to.
 struct Input {
     Rows rows;
     const int64_t* tokens;      // [R]
@@ -147,8 +147,8 @@ public:
     Forward(const Model& model, const Input& input, Workspace& space, Thread& self)
         : model_(model), input_(input), space_(space), self_(self), num_rows_(input.rows.num_rows) {}
 
-    // Embed the tokens and run all layers: `space.residual` is what comes out of the last one, once
-    // all threads are through. `space.features` must stand for a head. States [R][W] may be null.
+    // Embed the tokens and run all layers: `space.residual` is the output of the last one, once all
+    // threads have finished. `space.features` must be set for a head. States [R][W] may be null.
     void run(T* states, const int32_t* feature_layers, int num_feature_layers) {
         enter();
         const int width = (1 + num_feature_layers) * model_.hidden_size;
@@ -161,8 +161,8 @@ public:
         if (states != nullptr) write_final(states, width);
     }
 
-    // What the output projection reads of the rows: normed where the model has a final norm, unless
-    // they are already.
+    // The output projection's input: the rows, normed if the model has a final norm, unless they are
+    // already.
     void fill_final(int num_rows, bool are_normed) {
         const float* rows = space_.residual;
         if (model_.final_norm != nullptr && !are_normed)
@@ -172,7 +172,7 @@ public:
         self_.wait();
     }
 
-    // A product whose tiles [block][row][16] are handed to `emit(blocks, first row, rows, tile)`.
+    // A product whose tiles [block][row][16] are passed to `emit(blocks, first row, rows, tile)`.
     template <class Emit>
     void multiply(const Matrix& matrix, int unit, int num_rows, Emit emit) {
         alignas(64) float tile[kMaxHeadBlocks * kRowsAtOnce * kLanes];
@@ -215,7 +215,7 @@ private:
         return 1.0f / std::sqrt(sum(squares) / float(model_.hidden_size) + model_.norm_eps);
     }
 
-    // Every thread needs the factors of all rows: so it computes them itself, and nobody waits.
+    // Every thread needs the factors of all rows, so each computes them itself instead of waiting.
     void compute_factors(const float* rows, int num_rows) {
         for (int row = 0; row < num_rows; ++row)
             factors_[row] = norm_factor(rows + size_t(row) * model_.hidden_size);
@@ -259,7 +259,7 @@ private:
         self_.wait();
     }
 
-    // What an EAGLE-3 head's attention reads: embedding and feature, each normed, side by side.
+    // The input of an EAGLE-3 head's attention: embedding and feature, each normed, side by side.
     void fill_side_by_side(const Matrix& matrix) {
         const int D = model_.hidden_size;
         const T* embedding = static_cast<const T*>(model_.embedding);
@@ -375,7 +375,7 @@ private:
         add(layer.down, layer.mlp_post_norm);
     }
 
-    // The gate of some neurons and what it lets through are multiplied by one thread.
+    // One thread computes both gate and up of its neurons and multiplies them.
     void gate(const Matrix& matrix) {
         constexpr int kUnit = 4;
         alignas(64) float gates[kUnit * kRowsAtOnce * kLanes], ups[kUnit * kRowsAtOnce * kLanes];
@@ -415,7 +415,7 @@ private:
         };
     }
 
-    // Add a product to the residual, normed where the family asks for it.
+    // Add a product to the residual, normed if the family requires it.
     void add(const Matrix& matrix, const float* norm) {
         const int D = model_.hidden_size;
         if (norm == nullptr) {

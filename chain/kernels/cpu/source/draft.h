@@ -1,6 +1,6 @@
 // A whole draft: EAGLE-2's dynamic tree of candidates, level by level (polybasic.deploy.drafters.expansion).
 //
-//   K = candidates below each row, and rows of a beam; L = levels; V = tokens that can be drafted
+//   K = children of each row, and rows of a beam; L = levels; V = tokens that can be drafted
 #pragma once
 
 #include <algorithm>
@@ -14,13 +14,13 @@ namespace polybasic {
 struct DraftShape {
     int32_t depth;              // L
     int32_t top_k;              // K
-    int32_t start;              // rows of the cache that stand; position of the first level
+    int32_t start;              // committed rows of the cache; position of the first level
     int32_t capacity;
     int32_t window_tokens;
     int32_t window_sinks;
     void* const* caches;
-    const void* state;          // [D], behind which the first level hangs
-    const int64_t* token_ids;   // [V], or null where outputs are token ids
+    const void* state;          // [D], which the first level follows
+    const int64_t* token_ids;   // [V], or null if outputs are token ids
     int64_t* tokens;            // [K + (L - 1) K K]
     float* scores;              // the same
     int64_t* beams;             // [L - 1][K]
@@ -31,12 +31,12 @@ struct Candidate {
     int32_t place;
 };
 
-// The better score first, of equal ones the earlier place.
+// The better score first; of equal ones, the earlier place.
 inline bool operator<(const Candidate& one, const Candidate& other) {
     return one.score > other.score || (one.score == other.score && one.place < other.place);
 }
 
-// The best few of what is offered, best first.
+// The best few of the offered scores, best first.
 class Best {
 public:
     Best(Candidate* kept, int num) : kept_(kept), num_(num) {
@@ -102,20 +102,20 @@ private:
             store(space_.residual + column, load(state + column));
     }
 
-    // The best K tokens behind each of the beam's rows, with their cumulative log-probabilities.
+    // The best K tokens after each of the beam's rows, with their cumulative log-probabilities.
     void score(Thread& self, int num_rows, int level) {
         Input none{};
         none.rows.num_rows = num_rows;
         Forward<T> forward(model_, none, space_, self);
-        // a decoder's state that begins a draft is normed already
+        // the state that a decoder's draft starts from is normed already
         forward.fill_final(num_rows, level == 0 && model_.head_kind == kNoHead);
         scan(forward, self, num_rows);
         self.wait();
         if (self.number == 0) merge(num_rows, level, self.num_threads);
     }
 
-    // This thread's share of the vocabulary: its greatest logit, the sum of exponentials over
-    // that, and the best K of each row.
+    // This thread's share of the vocabulary: its largest logit, the sum of exponentials relative to
+    // it, and the best K of each row.
     void scan(Forward<T>& forward, Thread& self, int num_rows) {
         const int K = shape_.top_k, V = model_.lm_head.num_outputs;
         const size_t width = size_t(model_.lm_head.num_blocks()) * kLanes;
@@ -183,7 +183,7 @@ private:
         }
     }
 
-    // Scores that are no numbers are never among the best.
+    // NaN scores are never among the best.
     static int place_of(const Candidate& candidate) {
         return candidate.place == INT32_MAX ? 0 : candidate.place;
     }

@@ -1,4 +1,4 @@
-// What polybasic.chain.kernels.cpu.binding calls.
+// The functions that polybasic.chain.kernels.cpu.library and .passes call.
 
 #include "draft.h"
 
@@ -87,7 +87,7 @@ using namespace polybasic;
 
 extern "C" {
 
-// Raised with every change of a structure or of a signature below.
+// To be raised with every change of a structure or signature below.
 int polybasic_version() { return 1; }
 
 void polybasic_use_openmp(void* parallel, void* thread_number, void* num_threads) {
@@ -129,7 +129,7 @@ void polybasic_product(const Matrix* matrix, int element, const void* rows, void
 }
 
 // In each of `num_tensors` tensors [heads][capacity][row_bytes]: copy the rows `sources`, ascending,
-// one after the other to `first` and behind.
+// to consecutive places from `first` on.
 void polybasic_move_rows(void* const* tensors, int num_tensors, int heads, int64_t capacity,
                          int64_t row_bytes, const int32_t* sources, int num_rows, int first) {
     for (int index = 0; index < num_tensors; ++index)

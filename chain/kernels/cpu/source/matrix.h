@@ -1,7 +1,7 @@
 // Products of a few rows with a matrix: float32, bfloat16 and 4-bit weights.
 //
-// Outputs come in blocks of sixteen, one lane each, so that every sum runs over the inputs in one
-// order, however many rows are multiplied at a time.
+// Outputs come in blocks of sixteen, one lane each, so that every sum runs over the inputs in the
+// same order, however many rows are multiplied at a time (batch-invariant).
 #pragma once
 
 #include <utility>
@@ -17,7 +17,7 @@ namespace polybasic {
 enum Format : int32_t { kFloat32 = 0, kBfloat16 = 1, kInt4 = 2 };
 
 // Weights of a linear, laid out by polybasic.chain.kernels.cpu.matrices. B blocks of 16 outputs, the last
-// one filled up with zeros; I inputs; G groups of inputs.
+// one padded with zeros; I inputs; G groups of inputs.
 struct Matrix {
     int32_t format;
     int32_t num_outputs;
@@ -57,7 +57,7 @@ struct Range {
     int first, end;
 };
 
-// The part of `size` things that one thread of a team does, in whole multiples of `step`.
+// One thread's part of `size` items, in whole multiples of `step`.
 inline Range share(int size, int thread, int num_threads, int step = 1) {
     const int64_t steps = (size + step - 1) / step;
     const int first = int(steps * thread / num_threads) * step;
@@ -65,7 +65,7 @@ inline Range share(int size, int thread, int num_threads, int step = 1) {
     return {first, end < size ? end : size};
 }
 
-// Sixteen values as they stand in an operand of floats: row after row of the same input.
+// Sixteen values in the order of an operand of floats: row after row of the same input.
 inline void place_floats(float* to, int rows, Floats values) {
     float lanes[kLanes];
     store(lanes, values);
@@ -115,7 +115,7 @@ void place_group(uint32_t* to, float* scale, float* sum_of_bytes, int size, int 
 
 // Fill an operand with the columns first..end of all rows; both are multiples of the group size for
 // 4-bit weights, else of sixteen. `read(row, column)` gives sixteen values. Rows are the inner loop
-// because they lie side by side.
+// because they are adjacent.
 template <class Read>
 void fill_operand(const Matrix& matrix, const Operand& operand, int num_rows, Range columns, Read read) {
     const Chunks chunks{num_rows};

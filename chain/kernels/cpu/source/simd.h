@@ -1,7 +1,7 @@
 // Sixteen floats at a time. One implementation for processors with AVX-512 and its bfloat16
-// instructions, one in the compiler's own vectors for all others. Nothing here depends on how many
-// rows a pass has, and products are never contracted by the compiler (-ffp-contract=off): what is
-// computed for a row is the same to the bit whatever is computed beside it.
+// instructions, one in the compiler's own vectors for all others. Everything is batch-invariant:
+// nothing depends on the number of rows of a pass, and the compiler never contracts products
+// (-ffp-contract=off), so a row's result has the same bits whatever is computed beside it.
 #pragma once
 
 #include <cmath>
@@ -19,14 +19,14 @@
 #endif
 #endif
 
-// Two vectors of sixteen 32-bit lanes as one list of 32: those named by the numbers behind them.
+// Two vectors of sixteen 32-bit lanes as one list of 32: the lanes with the given numbers.
 #if defined(__clang__)
 #define POLYBASIC_SHUFFLE(x, y, ...) __builtin_shufflevector(x, y, __VA_ARGS__)
 #else
 #define POLYBASIC_SHUFFLE(x, y, ...) __builtin_shuffle(x, y, Ints{__VA_ARGS__})
 #endif
 
-// For what must become a part of its caller, so that its constants are known there.
+// For functions that must be inlined, so that their constants are known in the caller.
 #define POLYBASIC_INLINE inline __attribute__((always_inline))
 
 namespace polybasic {
@@ -131,12 +131,12 @@ inline void round_to(Bfloat16* to, float value) {
 
 inline void round_to(float* to, float value) { *to = value; }
 
-// Sixteen vectors in, one out: lane i holds the sum of the lanes of vector i. Every sum is the same
+// From sixteen vectors, one: lane i holds the sum of the lanes of vector i. Every sum is the same
 // tree: lanes eight apart, then four, two and one apart.
 inline Floats sum_each(const Floats (&of)[kLanes]) {
     Floats eights[8], fours[4], twos[2];
-    // Two vectors become one: half of the terms stay where they are, since to choose lanes is cheaper
-    // than to move them.
+    // Two vectors become one: half of the terms stay in place, since selecting lanes is cheaper than
+    // moving them.
     const Ints eighth = {0, 0, 0, 0, 0, 0, 0, 0, -1, -1, -1, -1, -1, -1, -1, -1};
     const Ints fourth = {0, 0, 0, 0, -1, -1, -1, -1, 0, 0, 0, 0, -1, -1, -1, -1};
     const Ints second = {0, 0, -1, -1, 0, 0, -1, -1, 0, 0, -1, -1, 0, 0, -1, -1};
@@ -198,10 +198,10 @@ inline Floats add_pair_products(Floats added, Words weights, Words values) {
 #endif
 }
 
-// e to the power of each lane; below -87 it is 0, above 88 what it is at 88, of no number none.
+// e to the power of each lane; 0 below -87, its value at 88 above 88, and NaN for NaN.
 // Relative error under 2e-7.
 inline Floats exponential(Floats x) {
-    // comparisons with what is no number are false, hence the order
+    // comparisons with NaN are false, hence the order
     const Floats bounded = x > 88.0f ? broadcast(88.0f) : x;
     const Floats clamped = maximum(broadcast(-87.0f), bounded);
     // x = n ln 2 + rest, |rest| <= ln 2 / 2; adding 1.5 * 2^23 rounds to an integer

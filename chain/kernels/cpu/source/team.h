@@ -35,7 +35,7 @@ struct Thread {
 
 class Team {
 public:
-    // Run `work(thread)` on each of `num_threads` threads; fewer where the runtime has no more.
+    // Run `work(thread)` on each of `num_threads` threads, or fewer if the runtime has no more.
     template <class Work>
     static void run(int num_threads, Work work) {
         Team team;
@@ -56,7 +56,7 @@ public:
             &shared, unsigned(num_threads), 0);
     }
 
-    // Wait until all threads came here. What they wrote before is seen by all behind it.
+    // Wait until all threads are here. What they wrote before is visible to all afterwards.
     void wait(int num_threads) {
         if (num_threads == 1) return;
         const unsigned phase = phase_.load(std::memory_order_acquire);

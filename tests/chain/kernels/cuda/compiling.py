@@ -60,7 +60,7 @@ class Compiled:
         shared_bytes: of a program.
         ttgir: Triton's last form of it, with layouts.
         ptx: as given to ptxas.
-        sass: machine code, one instruction a line behind its address.
+        sass: machine code, one instruction a line, after its address.
     """
 
     registers: int

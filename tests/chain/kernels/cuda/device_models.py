@@ -39,7 +39,7 @@ CASES = {family: (family, {}) for family in FAMILIES} | VARIANTS
 PARENTS = [-1, 0, 0, 1, 2, 2, 5, 6, 7, 8, 9, 10]
 TOP_K = 3
 BEAMS = [[-1, -1, -1], [0, 0, 2], [4, 3, 5], [6, 6, 7]]
-"""Levels of a draft: the provisional row that each row hangs below."""
+"""Levels of a draft: the provisional row that is each row's parent."""
 Folders = Callable[[str], Path]
 
 
@@ -91,7 +91,7 @@ def cache_of(model: Decoder | EagleHead) -> KeyValueCache:
 
 
 Pass = tuple[Attend, DeviceRows]
-"""The same rows, as each path is told of them."""
+"""The same rows, as each path takes them."""
 
 
 def block(start: int, end: int, window: Window | None = None) -> Pass:
@@ -129,7 +129,7 @@ def level_rows(start: int, level: int, window: Window | None = None) -> DeviceRo
 def both_answers(
     expected: Decoder, found: Decoder, passes: Sequence[Pass], token_ids: Tensor
 ) -> tuple[Tensor, Tensor, KeyValueCache, KeyValueCache]:
-    """Logits and caches of one pass behind the other, by the eager path and on the device."""
+    """Logits and caches of one pass after another, by the eager path and on the device."""
     model = found.device_model
     assert model is not None
     caches = cache_of(expected), cache_of(found)
@@ -146,13 +146,13 @@ def both_answers(
 
 
 def passes_of(window: Window | None) -> dict[str, list[Pass]]:
-    """Blocks over the edge of families' windows, and trees before, at and behind it."""
+    """Blocks over the edge of families' windows, and trees before, at and after it."""
     sequence = {
         "blocks": [block(0, 20, window), block(20, 21, window), block(21, 33, window)],
         "one token after the other": [block(row, row + 1, window) for row in range(30)],
     }
     for start in (2, 19, 23, 60):
-        sequence[f"tree behind {start}"] = [block(0, start, window), tree(start, PARENTS, window)]
+        sequence[f"tree after {start}"] = [block(0, start, window), tree(start, PARENTS, window)]
     return sequence
 
 

@@ -14,7 +14,6 @@ from polybasic.chain.kernels.cuda.attention import _tickets, attention, attentio
 from polybasic.chain.kernels.cuda.attention_plan import Gpu, Layer, Plan
 from polybasic.chain.kernels.torch.operations import Heads, Norm, Operations
 from polybasic.chain.kernels.torch.rows import DeviceRows, causal_rows
-from polybasic.chain.kernels.torch.sdpa import sdpa_attention
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
@@ -50,7 +49,7 @@ class Case:
 
 @dataclass
 class Inputs:
-    """What attention is told, and what the cache holds."""
+    """The inputs of attention, and the contents of the cache."""
 
     qkv: Tensor
     cache: Tensor
@@ -60,10 +59,17 @@ class Inputs:
     kind: LayerKind
 
     def run(self, plan: Plan | None = None) -> tuple[Tensor, Tensor]:
-        """What the kernels return, and the cache behind them."""
+        """What the kernels return, and the cache afterwards."""
         cache = self.cache.clone()
-        told = (self.qkv, cache, self.rows, self.rows.span_of(self.kind), self.heads, self.rotation)
-        return (attention(*told) if plan is None else attention_by(plan, *told)), cache
+        arguments = (
+            self.qkv,
+            cache,
+            self.rows,
+            self.rows.span_of(self.kind),
+            self.heads,
+            self.rotation,
+        )
+        return (attention(*arguments) if plan is None else attention_by(plan, *arguments)), cache
 
     def expected(self) -> tuple[Tensor, Tensor]:
         """The same by PyTorch's operations in float32."""
@@ -80,7 +86,7 @@ class Inputs:
 
 
 def made(case: Case, seed: int = 0) -> Inputs:
-    """Random inputs; what stands in the cache behind the pass is large."""
+    """Random inputs; what is in the cache after the pass is large."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -188,24 +194,6 @@ def test_passes(case: Case, dtype: torch.dtype) -> None:
     assert_is_attention(replace(case, dtype=dtype))
 
 
-@pytest.mark.parametrize(
-    "case",
-    [case for case in (*LAYERS.values(), *PASSES.values()) if case.softcap is None],
-    ids=str,
-)
-def test_sdpa_is_attention(case: Case) -> None:
-    inputs = made(replace(case, dtype=torch.float32))
-    cache = inputs.cache.clone()
-    span = inputs.rows.span_of(inputs.kind)
-    told = (inputs.qkv, cache, inputs.rows, span, inputs.heads, inputs.rotation)
-    end = case.prefix + case.first + case.num_rows
-    expected, expected_cache = inputs.expected()
-    for num_columns in (None, end):
-        assert (sdpa_attention(*told, num_columns) - expected).abs().max() < 2e-5
-    assert (sdpa_attention(*told, end - 1) - expected).abs().max() > 1e-3
-    assert torch.equal(cache, expected_cache)
-
-
 @pytest.mark.parametrize("prefix", [0, 1, 63, 64, 65, 257, 700, 1290])
 def test_one_plan_serves_all_lengths(prefix: int) -> None:
     case = Case(K=1, prefix=prefix, capacity=1300)
@@ -229,7 +217,7 @@ def test_is_attention_of_random_trees() -> None:
         )
 
 
-def test_what_lies_behind_is_not_read() -> None:
+def test_rows_beyond_the_prefix_are_not_read() -> None:
     case = Case(prefix=500, first=3, num_rows=6, capacity=700)
     inputs = made(case)
     out, _ = inputs.run()
@@ -275,7 +263,7 @@ def test_rows_that_see_nothing_are_0() -> None:
     assert out[[0, 1, 3]].ne(0).all()
 
 
-def test_nothing_is_written_behind_the_cache() -> None:
+def test_nothing_is_written_beyond_the_cache() -> None:
     case = Case(num_rows=8, prefix=156, capacity=160)
     inputs = made(case)
     numbers = inputs.cache.numel()
@@ -330,7 +318,7 @@ def test_a_captured_pass_serves_all_lengths() -> None:
 
 
 @pytest.mark.skipif(not HAS_GPU, reason="needs a GPU")
-def test_runs_repeat_whatever_program_ends_last() -> None:
+def test_results_do_not_depend_on_the_program_that_ends_last() -> None:
     inputs = made(Case(K=8, H=128, num_rows=8, prefix=3900, capacity=4096, dtype=torch.float16))
     out, _ = inputs.run()
     assert all(torch.equal(inputs.run()[0], out) for _ in range(200))

@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from polybasic.chain.kernels.cuda.attention_plan import MOST_TICKETS, NUM_WARPS, Gpu, Layer, Plan
+from polybasic.chain.kernels.cuda.attention_plan import MAX_TICKETS, NUM_WARPS, Gpu, Layer, Plan
 from tests.chain.kernels.cuda.compiling import (
     MOST_SHARED_BYTES,
     Compiled,
@@ -89,7 +89,7 @@ def test_a_plan_fits_its_gpu(gpu: Gpu, layer: Layer) -> None:
         assert plan.shared_bytes(gpu) <= gpu.shared_bytes
         assert plan.tile * plan.num_tiles >= num_rows * layer.query_groups
         assert plan.new_rows * plan.new_chunks >= num_rows
-        assert plan.num_units <= MOST_TICKETS
+        assert plan.num_units <= MAX_TICKETS
         # at most one program for each processor, unless there are more heads than processors
         assert plan.parts == 1 or plan.num_units * plan.parts <= gpu.num_processors
 

@@ -162,7 +162,7 @@ def test_kept_rows(top_k: int, levels: int, rows: int, is_tied: bool) -> None:
     assert len(found.tokens) == min(rows, len(given[0]) + 1)
 
 
-def test_impossible_candidates_are_kept_behind_their_parents() -> None:
+def test_impossible_candidates_are_kept_after_their_parents() -> None:
     tokens, scores, beams = random_candidates(3, 3, 1)
     scores[2:] = float("-inf")
     root = torch.tensor(5, device=DEVICE)

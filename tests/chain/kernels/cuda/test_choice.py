@@ -86,7 +86,7 @@ def test_narrow_weights_are_split_and_wide_ones_are_not() -> None:
     assert splits == {1024: 16, 4096: 8, 12288: 2, 22016: 1, 128256: 1}
 
 
-def test_a_task_tells_what_it_depends_on(a_product: Product) -> None:
+def test_a_task_names_what_it_depends_on(a_product: Product) -> None:
     assert str(Task.of(a_product)) == "bfloat16 int4/128 256x256 16 rows norm"
     gated = random_product(torch.float16, ABSENT, 256, 256, 33, "silu")[0]
     assert str(Task.of(gated)) == "float16 256x256 64 rows gated"
@@ -158,7 +158,7 @@ def faulty(monkeypatch: pytest.MonkeyPatch) -> set[Option]:
     return options
 
 
-def test_wrong_and_failing_kernels_are_told_and_dropped(
+def test_wrong_and_failing_kernels_are_reported_and_dropped(
     a_product: Product, faulty: set[Option], caplog: pytest.LogCaptureFixture
 ) -> None:
     faulty |= set(OPTIONS[:2])
@@ -224,7 +224,7 @@ def test_a_file_that_cannot_be_read_is_written_again(
     assert list(json.loads(file.read_text())) == [str(Task.of(a_product))]
 
 
-def test_a_folder_that_cannot_be_written_is_told(
+def test_a_folder_that_cannot_be_written_is_reported(
     a_product: Product, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").write_text("")

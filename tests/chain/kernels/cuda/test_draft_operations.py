@@ -131,7 +131,7 @@ def test_rounds_are_those_of_torch_and_can_be_captured() -> None:
 
 def test_what_is_large_is_left_to_torch() -> None:
     operations, torch_operations = DraftOperations(), Operations()
-    top_k, width = candidates.MOST_BEST + 1, 4
+    top_k, width = candidates.MAX_BEST + 1, 4
     logits = torch.randn(1, 100, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     for one, other in zip(
         (*operations.best(logits, top_k), *operations.continuations(logits, top_k, None, None)),
@@ -149,9 +149,9 @@ def test_what_is_large_is_left_to_torch() -> None:
     root = torch.tensor(9, device=DEVICE)
     all_tokens, all_scores = (torch.cat([part[:top_k], part]) for part in (tokens, scores))
     rows = operations.keep_best(
-        top_k, all_tokens, all_scores, beams, root, tree_kernels.MOST_ROWS + 1
+        top_k, all_tokens, all_scores, beams, root, tree_kernels.MAX_ROWS + 1
     )
-    assert len(rows.tokens) == tree_kernels.MOST_ROWS + 1
+    assert len(rows.tokens) == tree_kernels.MAX_ROWS + 1
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)

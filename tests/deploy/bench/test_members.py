@@ -10,8 +10,8 @@ from rich.console import Console
 from polybasic.chain.formats.package import Part
 from polybasic.chain.model.head import EagleHead
 from polybasic.deploy import load_chain
-from polybasic.deploy.bench import draft_vocabulary
-from polybasic.deploy.bench.draft_vocabulary import draft_vocabularies
+from polybasic.deploy.bench import members
+from polybasic.deploy.bench.members import draft_vocabularies
 from polybasic.deploy.bench.report import print_report
 from polybasic.deploy.bench.running import bench_chain
 from polybasic.deploy.drafters.head import EagleDrafter
@@ -35,7 +35,7 @@ def prompts(tmp_path: Path) -> Path:
     return path
 
 
-def test_report_tells_what_trimming_gains(
+def test_report_shows_what_trimming_gains(
     tiny_chain_parts: Any, prompts: Path, tmp_path: Path
 ) -> None:
     trim(tiny_chain_parts.draft)
@@ -88,9 +88,9 @@ def test_both_ways_of_drafting_take_turns(
     trim(tiny_chain_parts.draft)
     tiny_chain_parts.package(tmp_path / "chain")
     chain = load_chain(tmp_path / "chain", dtype="float32")
-    monkeypatch.setattr(draft_vocabulary, "EagleDrafter", Recorded)
+    monkeypatch.setattr(members, "EagleDrafter", Recorded)
     (entry,) = draft_vocabularies(chain, [[3, 5], [1, 2, 3, 4, 5, 6, 7], [9]])
-    assert entry["coverage"] is None, "training told none"
+    assert entry["coverage"] is None, "training recorded none"
     assert entry["whole"]["accepted_length"] is None
     assert [is_trimmed for is_trimmed, _ in drafted] == [True, False] * (len(drafted) // 2)
     trimmed = {token for is_trimmed, tokens in drafted if is_trimmed for token in tokens}

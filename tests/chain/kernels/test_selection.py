@@ -7,7 +7,7 @@ import torch
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.awq import GROUP_SIZE, dequantize, round_to_nearest
-from polybasic.chain.kernels import selection as library
+from polybasic.chain.kernels import selection
 from polybasic.chain.kernels.cpu.library import kernels_for
 from polybasic.chain.kernels.selection import describe_gpu_kernels, operations_for, reads_4_bits
 from polybasic.chain.kernels.torch.operations import DeviceLinear, Operations
@@ -36,14 +36,14 @@ class Kernels(Operations):
 def _no_wish(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.delenv("POLYBASIC_KERNELS", raising=False)
     kernels = Kernels()
-    monkeypatch.setattr(library, "_kernels", lambda: kernels)
-    library._reference_for_lack.cache_clear()
+    monkeypatch.setattr(selection, "_kernels", lambda: kernels)
+    selection._reference_because.cache_clear()
     yield
-    library._reference_for_lack.cache_clear()
+    selection._reference_because.cache_clear()
 
 
 def has_triton(monkeypatch: pytest.MonkeyPatch, answer: bool) -> None:
-    monkeypatch.setattr(library, "has_triton", lambda: answer)
+    monkeypatch.setattr(selection, "has_triton", lambda: answer)
 
 
 @pytest.mark.parametrize("wanted", ["auto", "native", "device"])
@@ -61,7 +61,7 @@ def test_a_gpu_runs_kernels_in_half_precision(wanted: str, monkeypatch: pytest.M
     assert all(kernels_for(GPU, dtype) is None for dtype in DTYPES)
 
 
-def test_a_gpu_without_triton_is_told_once(
+def test_a_gpu_without_triton_is_reported_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     has_triton(monkeypatch, False)
@@ -74,7 +74,7 @@ def test_a_gpu_without_triton_is_told_once(
     assert describe_gpu_kernels() == "PyTorch's operations (no triton found; pip install triton)"
 
 
-def test_an_older_gpu_is_told(
+def test_an_older_gpu_is_reported(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     has_triton(monkeypatch, True)
@@ -123,7 +123,7 @@ def test_other_devices_have_no_device_path(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_the_kernels_of_a_gpu_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     has_triton(monkeypatch, True)
-    monkeypatch.setattr(library, "version", {"triton": "3.6.0"}.__getitem__)
+    monkeypatch.setattr(selection, "version", {"triton": "3.6.0"}.__getitem__)
     assert describe_gpu_kernels() == "triton 3.6.0 (float32: PyTorch's operations)"
 
 

@@ -63,8 +63,8 @@ def test_a_pass_continues_a_prompt_that_eager_operations_read(case: str, folders
     caches = cache_of(expected), cache_of(found)
     theirs = expected.forward(ids, caches[0].layers, attend_causally(0, 80))
     prompt = found.forward(ids[:75], caches[1].layers, attend_causally(0, 75))
-    behind = model.forward(ids[75:], caches[1].layers, causal_rows(torch.tensor(75), 5))
-    assert relative(torch.cat([prompt, behind]) - theirs, theirs) < TOLERANCE
+    after = model.forward(ids[75:], caches[1].layers, causal_rows(torch.tensor(75), 5))
+    assert relative(torch.cat([prompt, after]) - theirs, theirs) < TOLERANCE
     assert relative(caches[1].block - caches[0].block, caches[0].block) < TOLERANCE
 
 
@@ -117,7 +117,7 @@ def test_a_draft_by_levels_is_its_whole_tree(
 
 @torch.inference_mode()
 def test_rows_that_only_fill_up_change_nothing(folders: Folders) -> None:
-    """A captured pass reads more rows than there are tokens: those behind see those before."""
+    """A captured pass reads more rows than there are tokens: later ones see earlier ones."""
     found = load(folders("gemma3"))
     model, ids = found.device_model, random_tokens(40)
     assert model is not None
@@ -212,7 +212,7 @@ def test_a_window_off_by_one_shows(change: int, folders: Folders) -> None:
     config = replace(model.parts.config, layer_kinds=kinds)
     vars(found)["device_model"] = DeviceModel(replace(model.parts, config=config))
     differences = largest_differences(expected, found)
-    shown = [name for name in differences if "None" in name and name != "tree behind 2, None"]
+    shown = [name for name in differences if "None" in name and name != "tree after 2, None"]
     assert min(differences[name] for name in shown) > 10 * TOLERANCE, differences
 
 

@@ -53,7 +53,7 @@ TOKENIZERS = pytest.mark.parametrize(
 )
 
 
-def told(text: AnswerText, tokens: list[int], batch: int = 1) -> tuple[list[str], int | None]:
+def feed(text: AnswerText, tokens: list[int], batch: int = 1) -> tuple[list[str], int | None]:
     """What is shown of a stream of batches, and the number of tokens kept."""
     shown = []
     for begin in range(0, len(tokens), batch):
@@ -77,7 +77,7 @@ def test_text_is_what_decoding_all_gives(tokenizer: Tokenizer) -> None:
     tokens = tokenizer.encode(TEXT).ids
     assert len(tokens) > 20
     for batch in (1, 3, 100):
-        shown, kept = told(AnswerText(tokenizer), tokens, batch)
+        shown, kept = feed(AnswerText(tokenizer), tokens, batch)
         assert "".join(shown) == tokenizer.decode(tokens) == TEXT
         assert kept is None
         assert all("\ufffd" not in piece for piece in shown)
@@ -94,7 +94,7 @@ def test_the_answer_ends_at_the_first_stop_string(tokenizer: Tokenizer, stop: li
     position = min(TEXT.find(string) for string in stop if string in TEXT)
     for batch in (1, 2, 7, 100):
         text = AnswerText(tokenizer, stop)
-        shown, kept = told(text, tokens, batch)
+        shown, kept = feed(text, tokens, batch)
         assert "".join(shown) == text.text == TEXT[:position]
         assert text.has_stopped
         assert kept == first_token_with(tokenizer, tokens, stop)
@@ -106,7 +106,7 @@ def test_a_stop_string_may_begin_and_end_inside_of_tokens() -> None:
     tokens = tokenizer.encode("the stop is").ids
     parts = [tokenizer.decode([token]) for token in tokens]
     assert any("top" in part and part != "top" for part in parts)
-    shown, kept = told(AnswerText(tokenizer, ["e sto"]), tokens)
+    shown, kept = feed(AnswerText(tokenizer, ["e sto"]), tokens)
     assert ("".join(shown), kept) == ("th", 2)
     assert tokenizer.decode(tokens[:2]) == "the stop"
 
@@ -133,9 +133,9 @@ def test_the_beginning_of_a_stop_string_is_held_back_until_it_is_none(tokenizer:
 def test_of_two_stop_strings_the_one_that_is_complete_first_counts() -> None:
     tokenizer = byte_fallback()  # one token for each character
     tokens = tokenizer.encode("the wide END").ids
-    shown, kept = told(AnswerText(tokenizer, ["wide END", "de"]), tokens)
+    shown, kept = feed(AnswerText(tokenizer, ["wide END", "de"]), tokens)
     assert ("".join(shown), kept) == ("the wi", len(tokenizer.encode("the wide").ids))
-    shown, kept = told(AnswerText(tokenizer, ["the wide", "e wide"]), tokens)
+    shown, kept = feed(AnswerText(tokenizer, ["the wide", "e wide"]), tokens)
     assert "".join(shown) == ""
 
 
@@ -143,9 +143,9 @@ def test_a_stop_string_before_an_incomplete_character_is_found_at_once() -> None
     tokenizer = byte_level()
     first_byte = tokenizer.encode("東").ids[:1]
     tokens = [*tokenizer.encode("EN").ids, *first_byte]
-    shown, kept = told(AnswerText(tokenizer, ["EN"]), tokens)
+    shown, kept = feed(AnswerText(tokenizer, ["EN"]), tokens)
     assert ("".join(shown), kept) == ("", len(tokens) - 1)
-    shown, kept = told(AnswerText(tokenizer), tokens)
+    shown, kept = feed(AnswerText(tokenizer), tokens)
     assert shown[-1] == "\ufffd"
     assert "".join(shown) == "EN\ufffd" == tokenizer.decode(tokens)
 
@@ -156,7 +156,7 @@ def test_any_tokens_can_be_read(tokenizer: Tokenizer) -> None:
     numbers = random.Random(0)
     for _ in range(50):
         tokens = [numbers.randrange(1, tokenizer.get_vocab_size()) for _ in range(40)]
-        shown, _ = told(AnswerText(tokenizer), tokens, 3)
+        shown, _ = feed(AnswerText(tokenizer), tokens, 3)
         if tokenizer is byte_level():
             assert "".join(shown) == tokenizer.decode(tokens)
         assert "".join(shown)
@@ -166,7 +166,7 @@ def test_special_tokens_have_no_text() -> None:
     tokenizer = byte_level()
     end = tokenizer.token_to_id("<eos>")
     tokens = [*tokenizer.encode("the").ids, end, *tokenizer.encode(" END").ids]
-    shown, kept = told(AnswerText(tokenizer, ["<eos>", "the END"]), tokens)
+    shown, kept = feed(AnswerText(tokenizer, ["<eos>", "the END"]), tokens)
     assert ("".join(shown), kept) == ("", len(tokens))
 
 

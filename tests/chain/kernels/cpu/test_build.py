@@ -48,7 +48,7 @@ def no_zig(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def fake_compiler(path: Path, body: str = COPIES, version: str = "fake (Test 1.0) 1.2.3") -> Path:
-    """A script that tells its version, notes each compilation beside itself and runs `body`."""
+    """A script that prints its version, logs each compilation next to itself and runs `body`."""
     path.write_text(
         "#!/bin/sh\nPATH=/usr/bin:/bin\n"
         f'case " $* " in *" --version "*) echo "{version}"; exit 0;; esac\n'
@@ -131,12 +131,12 @@ def test_a_real_compiler_makes_a_library_that_is_used_again(
     library = build.load_library()
     assert library.answer() == 42
     assert build.load_library() is library
-    told = capsys.readouterr().err.splitlines()
-    assert [line.startswith(f"compiling the CPU kernels with {compiler}") for line in told] == [
+    message = capsys.readouterr().err.splitlines()
+    assert [line.startswith(f"compiling the CPU kernels with {compiler}") for line in message] == [
         True,
         False,
     ]
-    assert told[1].startswith("compiled the CPU kernels in ")
+    assert message[1].startswith("compiled the CPU kernels in ")
     (name,) = cached(tmp_path)
     build._outcome.cache_clear()
     build.load_library()
@@ -232,7 +232,7 @@ def test_a_compiler_that_fails_gives_its_first_error_line(tmp_path: Path) -> Non
         build.load_library()
 
 
-def test_a_library_that_cannot_be_loaded_is_told(tmp_path: Path) -> None:
+def test_a_library_that_cannot_be_loaded_is_reported(tmp_path: Path) -> None:
     fake_compiler(tmp_path / "bin" / "c++", 'for path; do :; done\necho nonsense > "$path"')
     with pytest.raises(build.NativeUnavailable, match=r"cannot be loaded .*remove that file"):
         build.load_library()
@@ -334,7 +334,7 @@ def test_the_openmp_functions_run_torchs_own_threads(tmp_path: Path) -> None:
     assert set(ran) <= before
     assert torch.get_num_threads() == 3
 
-    # a second copy of the same runtime has threads of its own, and is told apart
+    # a second copy of the same runtime has threads of its own, and is distinguished
     copy = tmp_path / "other-openmp.so"
     shutil.copy(library_of("libgomp"), copy)
     other = ctypes.CDLL(str(copy))

@@ -166,7 +166,7 @@ def test_windows_are_tried_one_by_one_and_then_together(
     narrow = Window(tokens=16)
     assert sorted(calls[0], key=str) == [{"copy": narrow}, {"intermediate": narrow}]
     assert calls[1:] == [[{"copy": narrow, "intermediate": narrow}]]
-    assert lines == ["plan: windows of 16 tokens, beside the same plans without"]
+    assert lines == ["plan: windows of 16 tokens, and the same plans without"]
     best = found.best
     assert best.plan.windows == dict.fromkeys(best.names[1:], narrow)
     assert best.seconds_per_token < 0.9 * choice.best.seconds_per_token

@@ -1,6 +1,6 @@
-"""How tokens are drawn within captured rounds, and the sampler that stages see there.
+"""How captured rounds draw tokens, and the sampler that their stages use.
 
-#   R = rows, V = vocabulary, D = rows that are asked about
+#   R = rows, V = vocabulary, D = rows whose confidence is asked for
 """
 
 from dataclasses import dataclass
@@ -15,8 +15,8 @@ from polybasic.deploy.rounds.warping import Sampling
 
 
 def draws_on_device(sampling: Sampling) -> bool:
-    """Whether rounds draw by themselves: a penalty or a bias depends on what stands before a row,
-    which the host counts."""
+    """Whether rounds can draw on the device: penalties and biases need counts of the tokens before
+    a row, which the host keeps."""
     return not (
         sampling.logit_bias
         or sampling.repetition_penalty != 1
@@ -26,60 +26,60 @@ def draws_on_device(sampling: Sampling) -> bool:
 
 
 class Drawing:
-    """One kind of drawing, whose settings lie in a tensor: a graph serves all values of them.
+    """One kind of drawing; its settings are kept in a tensor, so that one graph serves all values.
 
     Args:
-        warping: what is done to logits; None takes the most probable token.
-        tells_confidence: rounds tell how probable each of their tokens was.
+        warping: applied to logits; None takes the most probable token.
+        reports_confidence: whether rounds report how probable each of their tokens was.
     """
 
     def __init__(
-        self, warping: Warping | None, tells_confidence: bool, device: torch.device
+        self, warping: Warping | None, reports_confidence: bool, device: torch.device
     ) -> None:
-        self.warping, self.tells_confidence, self.device = warping, tells_confidence, device
+        self.warping, self.reports_confidence, self.device = warping, reports_confidence, device
         self.values = torch.ones(Warping.NUM_VALUES, device=device)
 
     def set(self, sampling: Sampling) -> None:
-        """The settings of a request of this kind."""
+        """Take over the settings of a request of this kind."""
         if self.warping is not None:
             self.values.copy_(torch.tensor(Warping.values_of(sampling)), non_blocking=True)
 
-    def room(self, rows: int, vocab_size: int) -> Tensor | None:
-        """For the probabilities of so many rows; None where there are none."""
+    def buffer(self, rows: int, vocab_size: int) -> Tensor | None:
+        """Memory for the probabilities of `rows` rows; None if this kind computes none."""
         if self.warping is None:
             return None
         return torch.zeros(rows, vocab_size, device=self.device)
 
-    def fill(self, logits: Tensor, room: Tensor | None) -> None:
-        """Probabilities of `logits` [R, V] into their room."""
-        if self.warping is not None and room is not None:
-            room.copy_(probabilities(logits, self.warping, self.values))
+    def fill(self, logits: Tensor, buffer: Tensor | None) -> None:
+        """Write the probabilities of `logits` [R, V] into their buffer."""
+        if self.warping is not None and buffer is not None:
+            buffer.copy_(probabilities(logits, self.warping, self.values))
 
     def draw(
-        self, operations: Operations, logits: Tensor, uniforms: Tensor, room: Tensor | None
+        self, operations: Operations, logits: Tensor, uniforms: Tensor, buffer: Tensor | None
     ) -> Tensor:
-        """A token behind each row, int64 [R].
+        """A token after each row, int64 [R].
 
         Args:
-            uniforms: float32 [R] of [0, 1).
-            room: that was filled.
+            uniforms: float32 [R] in [0, 1).
+            buffer: as `fill` left it.
         """
-        if room is None:
+        if buffer is None:
             return operations.most_probable(logits)
-        return draw(room, uniforms, operations)
+        return draw(buffer, uniforms, operations)
 
     def confidence(
-        self, logits: Tensor, room: Tensor | None, rows: Tensor, tokens: Tensor
+        self, logits: Tensor, buffer: Tensor | None, rows: Tensor, tokens: Tensor
     ) -> Tensor:
-        """Float64 [D], how probable each of the tokens int64 [D] is behind its row; zeros where
-        that is not told.
+        """How probable each token of `tokens` (int64 [D]) is after its row, float64 [D]; zeros if
+        confidence is not reported.
 
-        As the host's samplers say it: where the most probable token is taken, by the softmax.
+        As in the host's samplers, greedy draws are rated by the softmax of their logits.
         """
-        if not self.tells_confidence:
+        if not self.reports_confidence:
             return torch.zeros(len(rows), dtype=torch.float64, device=self.device)
-        if room is not None:
-            return room.flatten().index_select(0, rows * room.shape[1] + tokens).double()
+        if buffer is not None:
+            return buffer.flatten().index_select(0, rows * buffer.shape[1] + tokens).double()
         chosen = logits.index_select(0, rows).float()
         of_tokens = chosen.gather(1, tokens[:, None]).squeeze(1)
         return (of_tokens - chosen.logsumexp(-1)).exp().double()
@@ -87,10 +87,10 @@ class Drawing:
 
 @dataclass(frozen=True)
 class DeviceDraws:
-    """What tokens of a round were drawn from.
+    """What the tokens of a round were drawn from.
 
     Attributes:
-        probabilities: float32 [R, V], until the next round; None where the most probable was taken.
+        probabilities: float32 [R, V], valid until the next round; None if draws are greedy.
         rows: int64, the row of each token of the round.
         confidence: of each token of the round.
     """
@@ -101,7 +101,7 @@ class DeviceDraws:
 
 
 class DeviceSampler:
-    """The verbs of a sampler that are left to stages whose rounds draw by themselves.
+    """The part of a sampler that stages still need if their rounds draw on the device.
 
     Args:
         drawing: of the kind of `sampling`.
@@ -113,18 +113,18 @@ class DeviceSampler:
         drawing.set(sampling)
 
     def fill(self, uniforms: Tensor) -> None:
-        """New random numbers for the next run of a part."""
+        """Draw new random numbers for the next run of a part."""
         if self.drawing.warping is not None:
             uniforms.uniform_(generator=self.generator)
 
     def take(self, draws: DeviceDraws, chosen: list[int]) -> Tensor | None:
-        """The rows of the round's tokens, `chosen` among all, for the stage above."""
+        """The rows that the round's tokens were drawn from, for the stage above."""
         if draws.probabilities is None:
             return None
         return draws.probabilities.index_select(0, draws.rows[: len(chosen)])
 
     def join(self, parts: list[Tensor | None]) -> Tensor | None:
-        """Rows that were taken, one below the other."""
+        """Concatenate rows that were taken."""
         taken = [part for part in parts if part is not None]
         return torch.cat(taken) if taken else None
 

@@ -1,6 +1,6 @@
-"""What a head gains and costs that drafts among a part of the vocabulary, beside itself over all.
+"""What single members gained: heads with a draft vocabulary, and members adapted to their target.
 
-Accepted lengths are those of training, from the manifest; costs are measured here.
+Accepted lengths are those of training, from the manifest; costs of drafts are measured here.
 """
 
 import statistics
@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from polybasic.chain.formats.manifest import Manifest
 from polybasic.chain.formats.plan import Tree
 from polybasic.chain.model.head import EagleHead
 from polybasic.deploy.chain import Chain
@@ -16,22 +17,22 @@ from polybasic.deploy.rounds.verifier import SPARE_ROWS, Verifier
 
 _NUM_TURNS, _NUM_WARM_UPS = 20, 3
 _TOKENS_A_ROUND = 4
-"""So many observed states are read by the first pass of a timed draft, as after a round."""
+"""Observed states that the first pass of a timed draft reads, as after a round."""
 
 
 def draft_vocabularies(chain: Chain, prompts: list[list[int]]) -> list[dict[str, Any]]:
-    """One entry for each head of the chain that drafts a part of the vocabulary.
+    """One entry for each head of the chain that drafts only part of the vocabulary.
 
     Args:
-        chain: whose plan's tree is drafted.
-        prompts: drafts are timed behind the longest of them, of at least two tokens.
+        chain: drafts have the shape of its plan's tree.
+        prompts: drafts are timed after the longest of them, which has at least two tokens.
 
     Returns:
-        member; num_tokens that it drafts of vocab_size; coverage, the share of the tokens of the
-        target's answers that are among them; part and whole: accepted_length (tokens a round,
+        member; num_tokens that it can draft of vocab_size; coverage, the share of the tokens of
+        the target's answers that are among them; part and whole: accepted_length (tokens a round,
         simulated) and seconds_per_pass (median), drafting among these tokens and among all. None
-        where training did not tell, and for an EAGLE-3 head over all tokens, which it has no
-        projection for.
+        if training did not record it, and for an EAGLE-3 head over all tokens, for which it has
+        no projection.
     """
     prompt = max(prompts, key=len)
     entries = []
@@ -61,10 +62,43 @@ def draft_vocabularies(chain: Chain, prompts: list[list[int]]) -> list[dict[str,
     return entries
 
 
+def adaptations(manifest: Manifest) -> list[dict[str, Any]]:
+    """One entry for each ready-made member that was adapted, from the records in the manifest.
+
+    Returns:
+        member; measure, taken on held-out text; before, after; is_kept, false if the member was
+        left unchanged because adapting it gained nothing.
+    """
+    entries = []
+    for name, record in manifest.training.items():
+        if "initial_accepted_length" in record:
+            entries.append(
+                {
+                    "member": name,
+                    "measure": "tokens a round, simulated",
+                    "before": record["initial_accepted_length"],
+                    "after": record["simulated_accepted_length"],
+                    "is_kept": record["best_step"] > 0,
+                }
+            )
+    for name, record in manifest.quality.items():
+        if "distillation_is_kept" in record:
+            entries.append(
+                {
+                    "member": name,
+                    "measure": "share of its tokens that the target keeps",
+                    "before": record["distillation_acceptance_before"],
+                    "after": record["distillation_acceptance_after"],
+                    "is_kept": record["distillation_is_kept"],
+                }
+            )
+    return entries
+
+
 def _seconds_per_pass(
     head: EagleHead, verifier: Verifier, tree: Tree, prompt: list[int]
 ) -> dict[str, float]:
-    """Medians over turns, in which each way of drafting comes once."""
+    """Medians over turns; each turn drafts once in each way."""
     capacity = len(prompt) + SPARE_ROWS
     drafters = {"part": EagleDrafter(head, tree, capacity)}
     if type(head) is EagleHead:

@@ -108,14 +108,14 @@ def test_heads_draft_as_on_the_eager_path(
     folders: Folders,
     tmp_path: Path,
 ) -> None:
-    """A head reads the observed states of a text; then two levels hang below its last row."""
+    """A head reads the observed states of a text; then two levels follow its last row."""
     write_head(tmp_path / "head", folders(family), head_kind, trimmed)
     both = load_both(folders(family), tmp_path / "head", torch.float32)
     (expected_target, expected), (_, found) = both
     model, ids, num = found.device_model, random_tokens(40), 30
     assert model is not None
     states = states_of(expected_target, ids[:num])
-    read = expected.read_of(states)
+    read = expected.select_inputs(states)
     torch.testing.assert_close(model.features(read), expected.features(read), rtol=1e-4, atol=1e-5)
     caches = cache_of(expected), cache_of(found)
 
@@ -157,7 +157,7 @@ def test_heads_in_half_precision_draft_from_weights_in_4_bits(
     linears = [model.parts.fc, model.parts.lm_head, *vars(model.parts.layers[0]).values()]
     packed = [one for one in linears if isinstance(getattr(one, "weight", None), PackedWeight)]
     assert len(packed) == 6
-    read = dense.read_of(states_of(target, ids[:20]))
+    read = dense.select_inputs(states_of(target, ids[:20]))
     attend, rows = block(0, 20)
     answers = [
         one.logits(one.forward(ids[1:], one.features(read), cache_of(one).layers[0], attend))
@@ -194,7 +194,7 @@ def test_a_captured_round_reads_its_tensors_when_it_runs(
     def run_round() -> None:
         rows = tree_rows(prefix, depths, ancestors, SINKS_AND_LATEST)
         states = model.forward(tokens, caches[0].layers, rows, feature_layers=target.feature_layers)
-        features = head_model.features(head.read_of(states))
+        features = head_model.features(head.select_inputs(states))
         states = head_model.forward(tokens, caches[1].layers, rows, features)
         logits.copy_(head_model.logits(states))
 
@@ -205,7 +205,7 @@ def test_a_captured_round_reads_its_tensors_when_it_runs(
         graphs.run("round", run_round)
         attend = attend_to_ancestors(start, PARENTS, SINKS_AND_LATEST)
         states = expected.forward(tokens, caches[0].layers, attend)
-        features = expected_head.features(expected_head.read_of(states))
+        features = expected_head.features(expected_head.select_inputs(states))
         states = expected_head.forward(tokens, features, caches[1].layers[0], attend)
         theirs = expected_head.logits(states)
         torch.testing.assert_close(logits, theirs, rtol=0, atol=2e-5 * float(theirs.abs().max()))

@@ -1,4 +1,4 @@
-// What tests/chain/kernels/cpu/test_native_attention.py calls of chain/kernels/cpu/source/attention.h.
+// What tests/chain/kernels/cpu/test_attention.py calls in chain/kernels/cpu/source/attention.h.
 #include "attention.h"
 
 #include <cstdlib>
@@ -9,7 +9,7 @@ using namespace polybasic;
 namespace {
 
 // The threads of a team, one after the other. Returns whether the pass was split by segments, or -1
-// where something was written behind the workspace.
+// if something was written beyond the workspace.
 template <class T, class Out>
 int attend_in_parts(const AttentionShape& shape, const Rows& rows, const float* queries,
                     const T* cache, Out* out, int num_threads) {

@@ -12,10 +12,9 @@ from polybasic.chain.errors import UserError
 from polybasic.chain.formats.manifest import read_manifest
 from polybasic.chain.formats.verify import check_chain
 from polybasic.deploy import load_chain
-from polybasic.deploy.bench.exactness import gap_where_they_part
-from polybasic.deploy.bench.report import print_report
-from polybasic.deploy.bench.rereading import ONE_ROW, Way, answer_logits
-from polybasic.deploy.bench.rounding_report import rounding_line, rounding_rows
+from polybasic.deploy.bench.exactness import gap_at_divergence
+from polybasic.deploy.bench.report import print_report, rounding_line, rounding_rows
+from polybasic.deploy.bench.rereading import ONE_ROW, ReadPattern, answer_logits
 from polybasic.deploy.bench.running import bench_chain
 from polybasic.deploy.prompts import Question, choose_questions, read_questions
 from polybasic.deploy.settings import BenchSettings
@@ -172,10 +171,10 @@ def test_native_kernels_round_alike_in_blocks_of_any_size(tiny_chain: Path) -> N
     verifier = load_chain(tiny_chain, dtype="bfloat16").engine.verifiers["target"]
     prompt, answer = list(range(1, 10)), list(range(20, 45))
     one_by_one = answer_logits(verifier, prompt, answer, ONE_ROW)
-    for way in (*map(Way, (4, 8, 16, 25, 40)), Way(6, 3), Way(20, 5)):
-        assert torch.equal(answer_logits(verifier, prompt, answer, way), one_by_one)
+    for pattern in (*map(ReadPattern, (4, 8, 16, 25, 40)), ReadPattern(6, 3), ReadPattern(20, 5)):
+        assert torch.equal(answer_logits(verifier, prompt, answer, pattern), one_by_one)
     best, second = one_by_one[-1].topk(2).indices.tolist()
-    gap = gap_where_they_part(verifier, prompt, [*answer[:-1], best, 3], [*answer[:-1], second, 4])
+    gap = gap_at_divergence(verifier, prompt, [*answer[:-1], best, 3], [*answer[:-1], second, 4])
     assert gap == float(one_by_one[-1, best] - one_by_one[-1, second])
 
 

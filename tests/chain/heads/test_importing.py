@@ -215,9 +215,9 @@ def test_another_embedding_is_another_model(targets: Callable[[str], Path], tmp_
     tensors = eagle_tensors(target)
     tensors["embed_tokens.weight"][7, 3] += 0.01
     write_eagle(tmp_path / "eagle", tensors)
-    told = refusal(tmp_path / "eagle", target)
-    assert told.startswith("head of another model: embed_tokens.weight in")
-    assert "by up to 0.01; name the model that the head was trained for" in told
+    message = refusal(tmp_path / "eagle", target)
+    assert message.startswith("head of another model: embed_tokens.weight in")
+    assert "by up to 0.01; name the model that the head was trained for" in message
 
 
 def without(name: str) -> Callable[[Tensors], None]:
@@ -233,7 +233,7 @@ def unchanged(tensors: Tensors) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "config", "told"),
+    ("change", "config", "message"),
     [
         (adding("d2t", VOCAB_SIZE), {}, "missing tensor: t2d in"),
         (adding("layers.1.mlp.up_proj.weight", I, H), {}, "head of several layers: layers.1.mlp"),
@@ -263,20 +263,20 @@ def test_what_is_no_such_head_is_refused(
     tmp_path: Path,
     change: Callable[[Tensors], None],
     config: dict[str, Any],
-    told: str,
+    message: str,
 ) -> None:
     target = targets("llama3")
     tensors = eagle_tensors(target)
     change(tensors)
     write_eagle(tmp_path / "eagle", tensors, **config)
-    assert refusal(tmp_path / "eagle", target).startswith(told)
+    assert refusal(tmp_path / "eagle", target).startswith(message)
 
 
 def test_a_head_for_a_wider_target_is_refused(tmp_path: Path, targets: Callable[..., Path]) -> None:
     write_family(tmp_path / "wide", "llama3", hidden_size=256, num_hidden_layers=1)
     write_eagle(tmp_path / "eagle", eagle_tensors(targets("llama3")))
-    told = refusal(tmp_path / "eagle", tmp_path / "wide")
-    assert told.startswith("head does not fit its target: hidden_size 128 in")
+    message = refusal(tmp_path / "eagle", tmp_path / "wide")
+    assert message.startswith("head does not fit its target: hidden_size 128 in")
 
 
 def test_the_source_is_not_replaced(targets: Callable[[str], Path], tmp_path: Path) -> None:

@@ -39,11 +39,11 @@ def test_a_call_is_made_in_inference_mode() -> None:
     assert modes == [True, True, True]
 
 
-def test_a_failing_capture_is_told_in_one_line_and_leaves_nothing() -> None:
+def test_a_failing_capture_is_reported_in_one_line_and_leaves_nothing() -> None:
     graphs, out = RecordedGraphs(), torch.zeros(2)
-    with pytest.raises(UserError) as told:
+    with pytest.raises(UserError) as message:
         graphs.prepare([("tree pass of 24 rows", 1, lambda: out.tolist())], print)
-    assert str(told.value) == (
+    assert str(message.value) == (
         "CUDA graph cannot be captured: tree pass of 24 rows (tolist reads device data on the "
         "host); use --no-graphs, or graphs=False in load_chain"
     )
@@ -62,7 +62,7 @@ def test_an_error_of_the_first_run_is_no_failing_capture() -> None:
 
 
 def test_the_graph_that_was_not_used_for_longest_makes_room() -> None:
-    graphs, out = RecordedGraphs(most=2), torch.zeros(())
+    graphs, out = RecordedGraphs(max_graphs=2), torch.zeros(())
 
     def function() -> None:
         out.add_(1)
@@ -78,7 +78,7 @@ def test_the_graph_that_was_not_used_for_longest_makes_room() -> None:
     assert out.item() == 7
 
 
-def test_prepare_captures_what_is_missing_and_tells_of_it() -> None:
+def test_prepare_captures_what_is_missing_and_reports_it() -> None:
     graphs, said = RecordedGraphs(), list[str]()
     outs = torch.zeros(3)
     steps: list[tuple[str, object, Step]] = [
@@ -149,7 +149,7 @@ class FakeStream:
 
 def test_a_first_run_is_followed_by_a_capture_on_the_same_stream(monkeypatch) -> None:
     cuda = FakeCuda(monkeypatch)
-    graphs = Graphs(torch.device("cuda"), most=1)
+    graphs = Graphs(torch.device("cuda"), max_graphs=1)
     assert graphs.num_bytes == 0
     for key in ("a", "a", "b"):
         graphs.run(key, lambda key=key: cuda.asked.append(f"run {key}"))
@@ -161,7 +161,7 @@ def test_a_first_run_is_followed_by_a_capture_on_the_same_stream(monkeypatch) ->
     assert graphs.num_bytes == 10
 
 
-def test_what_stopped_a_capture_is_told_not_what_followed(monkeypatch) -> None:
+def test_the_error_that_stopped_a_capture_is_reported(monkeypatch) -> None:
     cuda = FakeCuda(monkeypatch)
     graphs = Graphs(torch.device("cuda"))
 
@@ -169,9 +169,9 @@ def test_what_stopped_a_capture_is_told_not_what_followed(monkeypatch) -> None:
         if any(call.startswith("capture ") for call in cuda.asked):
             raise RuntimeError("CUDA error: operation not permitted\nwhen stream is capturing")
 
-    with pytest.raises(UserError) as told:
+    with pytest.raises(UserError) as message:
         graphs.run("pass", function)
-    assert "pass (CUDA error: operation not permitted); use --no-graphs" in str(told.value)
+    assert "pass (CUDA error: operation not permitted); use --no-graphs" in str(message.value)
     assert graphs.num_graphs == 0
     # The pool of a capture that failed is not used again.
     cuda.asked.clear()
@@ -205,7 +205,7 @@ def test_on_a_gpu_a_failing_capture_leaves_graphs_usable() -> None:
 @needs_gpu
 def test_on_a_gpu_many_graphs_share_one_pool() -> None:
     device = torch.device("cuda")
-    graphs, out = Graphs(device, most=3), torch.zeros(4096, 1024, device=device)
+    graphs, out = Graphs(device, max_graphs=3), torch.zeros(4096, 1024, device=device)
 
     def function() -> None:
         out.copy_((out * 2 + 1).sin())

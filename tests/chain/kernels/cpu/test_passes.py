@@ -99,9 +99,7 @@ def test_groups_of_zeros_and_large_values_stay_exact() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "is_quantized"), KINDS, ids=KIND_NAMES)
-def test_a_row_is_the_same_to_the_bit_in_any_company(
-    dtype: torch.dtype, is_quantized: bool
-) -> None:
+def test_passes_are_batch_invariant(dtype: torch.dtype, is_quantized: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     if is_quantized:
         product = int4_linear(random_quantized(generator, 200, 256), dtype, CPU)

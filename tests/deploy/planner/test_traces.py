@@ -21,12 +21,13 @@ from polybasic.deploy.bench.running import bench_chain
 from polybasic.deploy.engine import Request
 from polybasic.deploy.graphs.capture import Graphs
 from polybasic.deploy.hardware import hardware_name
+from polybasic.deploy.planner import traces
 from polybasic.deploy.planner.costs import _line, _mean, measure_costs
 from polybasic.deploy.planner.explanation import print_explanation
 from polybasic.deploy.planner.measurements import Measurements
 from polybasic.deploy.planner.run import plan_chain
 from polybasic.deploy.planner.simulation import simulate
-from polybasic.deploy.planner.traces import calibrate
+from polybasic.deploy.planner.traces import answer_prompts
 from polybasic.deploy.rounds.sampling import Sampling
 from polybasic.deploy.rounds.tree import ABSENT
 from polybasic.deploy.settings import BenchSettings, PlanGrid, PlanSettings
@@ -51,9 +52,8 @@ def prompts() -> list[tuple[str, list[int]]]:
 
 def measure(chain: Chain, temperature: float = 0.0) -> Measurements:
     sampling = Sampling(temperature, seed=0)
-    return calibrate(
-        chain.engine, prompts(), frozenset(), NUM_TOKENS, sampling, GRID, lambda line: None
-    )
+    arguments = (prompts(), frozenset[int](), NUM_TOKENS, sampling, GRID)
+    return traces.measure(answer_prompts(chain.engine, *arguments, print), print)
 
 
 @pytest.fixture

@@ -23,7 +23,6 @@ from polybasic.deploy.planner.measurements import (
     DraftCosts,
     Measurements,
     PassCosts,
-    StageOverhead,
     Trace,
 )
 from polybasic.deploy.planner.search import (
@@ -84,13 +83,13 @@ def make_measurements(
     ngram: float | None = None,
     drafters: dict[str, tuple[str, ...]] | None = None,
     num_traces: int = 8,
-    tells: bool = True,
+    predicts: bool = True,
 ) -> Measurements:
     """A machine on which a pass costs `cost` milliseconds at one row and a tenth for each more.
 
     Args:
         agreement: of each intermediate with the target.
-        tells: whether the intermediates' probabilities tell where they are wrong.
+        predicts: whether the intermediates' probabilities show where they are wrong.
     """
     chance = np.random.default_rng(seed)
     names = tuple(cost)
@@ -106,7 +105,7 @@ def make_measurements(
                 probability[name] = agrees.astype(float)
             else:
                 probability[name] = np.where(agrees, 0.9, 0.1)
-            sure = np.where(agrees, 0.97, 0.4) if tells else chance.uniform(0.6, 0.99, num)
+            sure = np.where(agrees, 0.97, 0.4) if predicts else chance.uniform(0.6, 0.99, num)
             confidence[name] = sure
         traces.append(
             Trace(
@@ -140,7 +139,7 @@ def make_measurements(
             for name in drafters
         },
         shares_cache=dict.fromkeys(names, names[0]),
-        round_overhead_seconds={name: StageOverhead(1e-5, 1e-5) for name in names},
+        block_overhead_seconds=dict.fromkeys(names, 1e-5),
         ngram_seconds=1e-6,
         traces=traces,
     )
@@ -241,7 +240,7 @@ def test_the_search_finds_the_best_of_all_plans(seed: int) -> None:
     for one in choice.by_members:
         assert one.seconds_per_token <= 1.01 * best[one.names]
     assert choice.best.seconds_per_token <= 1.01 / 0.99 * min(best.values())
-    assert choice.num_played < 0.5 * num_plans
+    assert choice.num_simulated < 0.5 * num_plans
     seconds = [one.seconds_per_token for one in choice.by_members]
     assert seconds == sorted(seconds)
     assert choice.runner_up is next(one for one in choice.by_members if one is not choice.best)
@@ -261,14 +260,14 @@ def test_what_saves_next_to_nothing_is_left_out(gain: float, leaves_out: bool) -
 
     more, less = candidate(("a", "draft"), 1 - gain), candidate(("a",), 1.0)
     other = candidate(("a", "b"), 0.999)
-    choice = Choice((more, other, less), num_played=3)
+    choice = Choice((more, other, less), num_simulated=3)
     assert choice.best is (less if leaves_out else more), "b is no part of the fastest"
     assert choice.runner_up is (more if leaves_out else other)
 
 
 def test_a_search_that_does_not_climb_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planner._Search, "_climb", lambda self, point: point)
-    monkeypatch.setattr(planner, "LEAST_GAIN", 1.0)  # and no adaptive flush makes up for it
+    monkeypatch.setattr(planner, "MIN_GAIN", 1.0)  # and no adaptive flush makes up for it
     measured = random_measurements(2)
     best, _ = exhaustive(measured)
     choice = choose_plan(measured, SEARCH_GRID, num_draws=2)
@@ -355,15 +354,15 @@ def test_copies_are_made_where_they_come_true() -> None:
         assert word in decide(choice, measured)
 
 
-@pytest.mark.parametrize("tells", [True, False])
-def test_adaptive_flushes_where_probabilities_tell_what_is_refused(tells: bool) -> None:
+@pytest.mark.parametrize("predicts", [True, False])
+def test_adaptive_flushes_where_probabilities_predict_what_is_rejected(predicts: bool) -> None:
     measured = make_measurements(
-        0, {"a": 4.0, "b": 2.0}, {"b": 0.9}, drafters={}, tells=tells, num_traces=24
+        0, {"a": 4.0, "b": 2.0}, {"b": 0.9}, drafters={}, predicts=predicts, num_traces=24
     )
     choice = choose_plan(measured, GRID)
     with_b = choice.best_with("b")
     assert with_b is not None
-    assert (with_b.plan.flush["a"].adaptive is not None) is tells
+    assert (with_b.plan.flush["a"].adaptive is not None) is predicts
 
 
 # What is read off traces

@@ -1,10 +1,10 @@
-"""The parts of a round, each a function over tensors that stay, which a graph is captured of.
+"""The parts of a round, each a function over persistent tensors that is captured as a graph.
 
-The host sets some numbers before a part runs and reads some after the round; all between them,
-tree, masks, walk and the moving of rows, stays on the device. Running a part twice is as running
-it once: what it changes in place it has written itself.
+The host sets a few numbers before a part runs and reads a few after the round; everything in
+between, the tree, masks, the walk and the moving of rows, stays on the device. Running a part twice
+has the same effect as running it once: it changes in place only what it has written itself.
 
-#   R = rows of a pass, padding included, D = tokens that a walk can gain, W = width of the states
+#   R = rows of a pass, padding included, D = most tokens of a walk, W = width of the states
 #   B = tokens of a block, V = vocabulary, S = stop tokens
 """
 
@@ -19,24 +19,24 @@ from polybasic.chain.kernels.torch.rows import DeviceRows, causal_rows, tree_row
 from polybasic.chain.model.device_model import DeviceModel
 from polybasic.deploy.drafters.head import EagleDrafter
 from polybasic.deploy.drafters.model import ModelDrafter
-from polybasic.deploy.graphs.device_draws import Drawing
-from polybasic.deploy.graphs.device_passes import PADDING, Numbers, device_model
+from polybasic.deploy.graphs.device_passes import PADDING, InputNumbers, device_model
 from polybasic.deploy.graphs.device_sampling import verify, verify_greedy, walk
 from polybasic.deploy.graphs.device_tree import DeviceTree, expand, keep_best
+from polybasic.deploy.graphs.drawing import Drawing
 from polybasic.deploy.rounds.verifier import Verifier
 
 UNREAD_BUCKETS = (8, 16, 32, 64)
-"""Rows that a drafter reads before it drafts: what the sequence gained since its last draft."""
+"""Rows that a drafter reads before it drafts: the tokens gained since its last draft."""
 NO_TOKEN = -1
-"""In rows of a tree that only fill up: no walk steps there."""
+"""The token of padding rows of a tree, which no walk ever reaches."""
 
 
 class TreeRows:
-    """The rows of a tree where one part leaves them and another reads them.
+    """A buffer for a tree that one part writes and another reads.
 
     Args:
         num_rows: R.
-        max_depth: no row lies deeper below the root; a walk gains one token more at most.
+        max_depth: of any row; a walk gains at most one token more.
     """
 
     def __init__(self, num_rows: int, max_depth: int, device: torch.device) -> None:
@@ -46,7 +46,7 @@ class TreeRows:
         self.max_depth = max_depth
 
     def set(self, tree: DeviceTree) -> None:
-        """Take over a tree, whose rows may be fewer: the others only fill up."""
+        """Copy a tree into the buffer; if it has fewer rows, the rest become padding."""
         kept, num_rows = self.tree, len(tree.tokens)
         if num_rows < len(kept.tokens):
             kept.tokens.fill_(NO_TOKEN)
@@ -59,17 +59,17 @@ class TreeRows:
         kept.ancestors[:num_rows, :num_rows].copy_(tree.ancestors)
 
     def set_root(self, token: int) -> None:
-        """A tree of one row."""
+        """Copy a tree of one row."""
         self.tree.tokens.fill_(token)
 
 
 @dataclass(frozen=True)
-class Drafted:
-    """What a drafter's model reads and is asked.
+class DeviceDrafter:
+    """A drafter's model as captured rounds run it.
 
     Attributes:
-        token_ids: int64 [V'], the token of each output; None where that is its number.
-        observed: of a head, states by position; see `EagleDrafter`.
+        token_ids: int64 [V'], the token of each output; None if outputs are token ids.
+        observed: states by position, for a head; see `EagleDrafter`.
     """
 
     model: DeviceModel
@@ -78,8 +78,8 @@ class Drafted:
     observed: Tensor | None
 
     @classmethod
-    def of(cls, drafter: EagleDrafter | ModelDrafter) -> "Drafted | None":
-        """None where the drafter's model has no passes on the device."""
+    def of(cls, drafter: EagleDrafter | ModelDrafter) -> "DeviceDrafter | None":
+        """None if the drafter's model has no passes on the device."""
         layers = drafter.cache.layers
         if isinstance(drafter, EagleDrafter):
             model, token_ids = drafter.head.device_model, drafter.head.draft_token_ids
@@ -88,7 +88,7 @@ class Drafted:
         return None if model is None else cls(model, layers, None, None)
 
     def read(self, token_ids: Tensor, rows: DeviceRows) -> Tensor:
-        """States of the tokens that were not read yet, whose features were observed."""
+        """States of tokens that have not been read yet, whose features were observed."""
         features = None
         if self.observed is not None:
             features = self.model.features(self.observed.index_select(0, rows.positions))
@@ -101,85 +101,92 @@ class Drafted:
 
 
 class DraftPart:
-    """Reads what the drafter has not read yet and leaves a tree.
+    """Reads the tokens that the drafter has not read yet and writes a tree.
 
     Args:
-        num_unread: tokens that it reads at most.
+        num_unread: most tokens to read.
+        tree_out: receives the tree.
     """
 
-    def __init__(self, drafted: Drafted, shape: Tree, num_unread: int, left: TreeRows) -> None:
-        self.drafted, self.shape, self.num_unread, self.left = drafted, shape, num_unread, left
-        device = drafted.cache[0].device
-        self.numbers = Numbers(2 + num_unread, device)
+    def __init__(
+        self, drafter: DeviceDrafter, shape: Tree, num_unread: int, tree_out: TreeRows
+    ) -> None:
+        self.drafter, self.shape, self.num_unread, self.tree_out = (
+            drafter,
+            shape,
+            num_unread,
+            tree_out,
+        )
+        device = drafter.cache[0].device
+        self.numbers = InputNumbers(2 + num_unread, device)
         self.set(0, [PADDING])
 
     def set(self, start: int, unread: Sequence[int]) -> None:
-        """The drafter's committed rows, and the tokens behind them, of which the last is the root.
+        """Set the drafter's committed rows and the tokens after them; the last one is the root.
 
-        A head reads the first of them with the state of the token before it.
+        A head reads the first of these tokens with the state of the token before it.
         """
         padding = [PADDING] * (self.num_unread - len(unread))
         self.numbers.set([start, len(unread), *unread, *padding])
 
     def run(self, window: Window | None) -> None:
-        """Read, expand, and keep the best."""
-        drafted, shape = self.drafted, self.shape
+        """Read the tokens, expand candidates, and keep the best."""
+        drafter, shape = self.drafter, self.shape
         start, num_unread, token_ids = self.numbers.values.split([1, 1, self.num_unread])
         start, last = start[0], num_unread - 1
-        states = drafted.read(token_ids, causal_rows(start, self.num_unread, window))
-        operations = drafted.model.operations
+        states = drafter.read(token_ids, causal_rows(start, self.num_unread, window))
+        operations = drafter.model.operations
         candidates = expand(
-            drafted.forward,
-            drafted.model.logits,
+            drafter.forward,
+            drafter.model.logits,
             operations,
             states.index_select(0, last),
             start + num_unread[0],
             shape.depth,
             shape.top_k,
-            drafted.token_ids,
+            drafter.token_ids,
             window,
         )
         root = token_ids.index_select(0, last)[0]
-        self.left.set(keep_best(shape.top_k, *candidates, root, shape.rows, operations))
+        self.tree_out.set(keep_best(shape.top_k, *candidates, root, shape.rows, operations))
 
 
 class TreePart:
     """A pass of a verifier over a tree, the walk, and the moving of the accepted rows.
 
     Args:
-        read: the tree; D is one more than its greatest depth.
+        tree_in: the tree; D is one more than its maximum depth.
         stop_tokens: int64 [S].
 
     Attributes:
-        uniforms: float32 [R] of [0, 1), set before each run.
-        states: [D, W], of the accepted rows; those behind the gained tokens mean nothing.
+        uniforms: float32 [R] in [0, 1), set before each run.
+        states: [D, W], of the accepted rows; undefined beyond the gained tokens.
         path: int64 [D], the accepted rows.
-        probabilities: float32 [R, V] that tokens were drawn from; None where they are the most
-            probable.
+        probabilities: float32 [R, V] that tokens were drawn from; None if draws are greedy.
     """
 
     def __init__(
-        self, verifier: Verifier, read: TreeRows, drawing: Drawing, stop_tokens: Tensor
+        self, verifier: Verifier, tree_in: TreeRows, drawing: Drawing, stop_tokens: Tensor
     ) -> None:
-        decoder, depth = verifier.decoder, read.max_depth + 1
-        self.verifier, self.read, self.drawing = verifier, read, drawing
+        decoder, depth = verifier.decoder, tree_in.max_depth + 1
+        self.verifier, self.tree_in, self.drawing = verifier, tree_in, drawing
         self.stop_tokens, self.depth = stop_tokens, depth
-        self.num_rows, device = len(read.tree.tokens), decoder.device
-        self.numbers = Numbers(2, device)
+        self.num_rows, device = len(tree_in.tree.tokens), decoder.device
+        self.numbers = InputNumbers(2, device)
         self.set(0, 1)
         self.uniforms = torch.zeros(self.num_rows, device=device)
         self.states = torch.zeros(depth, decoder.states_width, dtype=decoder.dtype, device=device)
         self.path = torch.zeros(depth, dtype=torch.int64, device=device)
-        self.probabilities = drawing.room(self.num_rows, decoder.config.vocab_size)
-        self._told = torch.zeros(1 + 2 * depth, dtype=torch.float64, device=device)
+        self.probabilities = drawing.buffer(self.num_rows, decoder.config.vocab_size)
+        self._results = torch.zeros(1 + 2 * depth, dtype=torch.float64, device=device)
 
     def set(self, prefix: int, limit: int) -> None:
-        """Committed rows of the cache, and the tokens that may be gained."""
+        """Set the committed rows of the cache and the number of tokens that may be gained."""
         self.numbers.set([prefix, limit])
 
     def run(self, window: Window | None) -> None:
-        """Read the tree, draw behind every row of it, and walk."""
-        tree, cache, drawing = self.read.tree, self.verifier.cache, self.drawing
+        """Read the tree, draw a token after each of its rows, and walk."""
+        tree, cache, drawing = self.tree_in.tree, self.verifier.cache, self.drawing
         model = device_model(self.verifier.decoder)
         prefix, limit = self.numbers.values
         states = model.forward(
@@ -195,54 +202,56 @@ class TreePart:
         cache.move_on_device(prefix + walked.path, prefix)
         self.path.copy_(walked.path)
         self.states.copy_(states.index_select(0, walked.path))
-        sure = drawing.confidence(logits, self.probabilities, walked.path, walked.gained)
-        self._told.copy_(torch.cat([walked.num[None].double(), walked.gained.double(), sure]))
+        confidence = drawing.confidence(logits, self.probabilities, walked.path, walked.gained)
+        self._results.copy_(
+            torch.cat([walked.num[None].double(), walked.gained.double(), confidence])
+        )
 
-    def told(self) -> tuple[list[int], list[float]]:
+    def read_back(self) -> tuple[list[int], list[float]]:
         """The gained tokens and how probable each was; the host waits for them."""
-        num, *told = self._told.tolist()
-        gained = [int(token) for token in told[: int(num)]]
-        return gained, told[self.depth : self.depth + int(num)]
+        num, *rest = self._results.tolist()
+        gained = [int(token) for token in rest[: int(num)]]
+        return gained, rest[self.depth : self.depth + int(num)]
 
 
 class BlockPart:
-    """A pass of a verifier over what it has not read yet and a block behind it, which is cut.
+    """A pass of a verifier over its unread tokens and the block after them, which is then cut.
 
     Args:
         num_rows: R, at least two.
 
     Attributes:
-        uniforms: float32 [R] of [0, 1), set before each run.
-        proposed: float32 [R - 1, V] that the block's tokens were drawn from; None where they are
-            the most probable.
+        uniforms: float32 [R] in [0, 1), set before each run.
+        proposed: float32 [R - 1, V] that the block's tokens were drawn from; None if draws are
+            greedy.
         states: [R, W].
         probabilities: float32 [R, V] of the verifier, from the block's first token on; or None.
-        places: int64 [R], 0 and up.
+        places: int64 [R], 0 to R - 1.
     """
 
     def __init__(self, verifier: Verifier, num_rows: int, rule: Rule, drawing: Drawing) -> None:
         decoder, vocab_size = verifier.decoder, verifier.decoder.config.vocab_size
         self.verifier, self.num_rows, self.rule, self.drawing = verifier, num_rows, rule, drawing
         device = decoder.device
-        self.numbers = Numbers(3 + num_rows, device)
+        self.numbers = InputNumbers(3 + num_rows, device)
         self.set(0, [PADDING], [])
         self.places = torch.arange(num_rows, device=device)
         self.uniforms = torch.zeros(num_rows, device=device)
-        self.proposed = drawing.room(num_rows - 1, vocab_size)
-        self.probabilities = drawing.room(num_rows, vocab_size)
+        self.proposed = drawing.buffer(num_rows - 1, vocab_size)
+        self.probabilities = drawing.buffer(num_rows, vocab_size)
         self.states = torch.zeros(
             num_rows, decoder.states_width, dtype=decoder.dtype, device=device
         )
-        self._told = torch.zeros(2 + num_rows, dtype=torch.float64, device=device)
+        self._results = torch.zeros(2 + num_rows, dtype=torch.float64, device=device)
 
     def set(self, prefix: int, unread: Sequence[int], block: Sequence[int]) -> None:
-        """Committed rows of the cache, the tokens behind them, and the block behind those."""
+        """Set the committed rows of the cache, the unread tokens, and the block after them."""
         token_ids = [*unread, *block]
         padding = [PADDING] * (self.num_rows - len(token_ids))
         self.numbers.set([prefix, len(unread), len(block), *token_ids, *padding])
 
     def run(self, window: Window | None) -> None:
-        """Read and cut."""
+        """Read the tokens and cut the block."""
         model, drawing = device_model(self.verifier.decoder), self.drawing
         prefix, num_unread, num_tokens = self.numbers.values[:3]
         token_ids = self.numbers.values[3:]
@@ -273,12 +282,12 @@ class BlockPart:
         self.states.copy_(states)
         tokens = torch.cat([block, next_token[None]])
         tokens = torch.where(self.places == num_kept, next_token, tokens)
-        sure = drawing.confidence(logits, self.probabilities, self.places, tokens)
-        told = [num_kept[None].double(), next_token[None].double(), sure]
-        self._told.copy_(torch.cat(told))
+        confidence = drawing.confidence(logits, self.probabilities, self.places, tokens)
+        results = [num_kept[None].double(), next_token[None].double(), confidence]
+        self._results.copy_(torch.cat(results))
 
-    def told(self) -> tuple[int, int, list[float]]:
-        """Tokens that are kept, the token behind them, and how probable each of these was; the
+    def read_back(self) -> tuple[int, int, list[float]]:
+        """The number of tokens kept, the token after them, and how probable each of these was; the
         host waits for them."""
-        num_kept, next_token, *sure = self._told.tolist()
-        return int(num_kept), int(next_token), sure[: int(num_kept) + 1]
+        num_kept, next_token, *confidence = self._results.tolist()
+        return int(num_kept), int(next_token), confidence[: int(num_kept) + 1]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from polybasic.chain.kernels.cpu.build import SOURCE_FOLDER, compiler_flags
 
-HARNESS = Path(__file__).with_name("native_attention_harness.cpp")
+HARNESS = Path(__file__).with_name("attention_harness.cpp")
 VARIANTS = {"native": (), "portable": ("-DPOLYBASIC_PORTABLE",)}
 # of a float32 sum over a few hundred positions; of bfloat16 weights, relative to the values
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
@@ -43,7 +43,7 @@ class NativeRows(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Shape:
-    """What attention is told of a layer; K key/value heads, G queries for each, of size H."""
+    """The shape of a layer: K key/value heads, G queries for each, of size H."""
 
     K: int = 2
     G: int = 3
@@ -125,7 +125,7 @@ def run(
         ctypes.c_void_p(out.data_ptr()),
         num_threads,
     )
-    assert was_split >= 0, "the kernels wrote behind their workspace"
+    assert was_split >= 0, "the kernels wrote beyond their workspace"
     assert is_split is None or was_split == is_split
     return out
 
@@ -213,7 +213,7 @@ def test_every_setting_counts(library: ctypes.CDLL, left_out: str, dtype: torch.
     [Shape(), Shape(K=1, G=1, H=80, window=30, sinks=4, softcap=3.0), Shape(G=1, H=128)],
     ids=str,
 )
-def test_a_row_is_the_same_to_the_bit_beside_any_others(
+def test_attention_is_batch_invariant(
     library: ctypes.CDLL, shape: Shape, dtype: torch.dtype
 ) -> None:
     start, num_rows = 241, 40  # over the end of a segment
@@ -241,7 +241,7 @@ def test_a_path_is_the_same_to_the_bit_wherever_it_lies(
     in_order = run(library, shape, causal(start, depth), queries, cache)
     chain = tree(start, start, [range(start, start + row + 1) for row in range(depth)])
     assert torch.equal(run(library, shape, chain, queries, cache), in_order)
-    # the same tokens, the deepest first, behind rows that nobody sees, and one row a pass
+    # the same tokens, the deepest first, after rows that nobody sees, and one row a pass
     place = torch.arange(start + 3 * depth - 1, start + 2 * depth - 1, -1)
     moved = cache.clone()
     moved[:, place] = cache[:, start : start + depth]
