@@ -278,11 +278,6 @@ def row_noise(shape: torch.Size, rows: range, seed: int, step: int, device: torc
     return noise
 
 
-def collate(conversations: Sequence[EncodedConversation]) -> Batch:
-    """A batch of conversations without ids, each in a row of its own."""
-    return collate_rows([[Drawn("", each)] for each in conversations])
-
-
 def collate_rows(rows: Sequence[Row], is_packed: bool = False) -> Batch:
     """Pad on the right with token 0, which nothing before it attends to.
 
