@@ -96,7 +96,7 @@ class PredictedPlan(Settings):
     """A plan and what it is expected to cost."""
 
     plan: Plan
-    seconds_per_token: float = Field(gt=0, description="behind the prefill")
+    seconds_per_token: float = Field(gt=0, description="decode only")
 
 
 class MeasuredPlan(PredictedPlan):
