@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
@@ -28,6 +27,7 @@ from polybasic.train.run.interruption import Interrupted, record_signals, sigter
 from polybasic.train.run.loop import HeadRun
 from polybasic.train.run.training import train_head
 from polybasic.train.settings import DataSettings, DraftSettings, HeadSettings, LoraSettings
+from tests import forked
 from tests.conftest import write_intermediate
 from tests.train.counting import write_counting
 
@@ -421,53 +421,35 @@ def test_tokenizer_of_another_folder_is_used_and_tells_runs_apart(
     assert "already trained" not in capsys.readouterr().err
 
 
-def start(target, conversations, settings, out):
-    environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
-    environment.pop("DS_ACCELERATOR", None)
-    arguments = [target, conversations, DATA.model_dump_json(), settings.model_dump_json(), out]
-    return subprocess.Popen(
-        [sys.executable, "-c", RUN, *map(str, arguments)],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+def train_until_killed(target, conversations, out, step):
+    signal_in_step(pytest.MonkeyPatch(), step, signal.SIGKILL)
+    train_head(target, conversations, DATA, SETTINGS, 0, out)
 
 
-def kill_after(process, out, num_steps):
-    path, deadline = out / "metrics.jsonl", time.monotonic() + 60
-    while not (path.exists() and path.read_text().count('"loss"') >= num_steps):
-        assert process.poll() is None, process.stderr.read()
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-
-
-def test_killed_run_continues_to_the_same_bits(target, conversations, tmp_path):
-    settings = SETTINGS.model_copy(update={"num_steps": 40})
-    train_head(target, conversations, DATA, settings, 0, tmp_path / "whole")
-    out = tmp_path / "killed"
-    kill_after(start(target, conversations, settings, out), out, 10)
+def test_killed_run_continues_to_the_same_bits(trained, target, conversations, tmp_path):
+    out, log, whole = tmp_path / "killed", tmp_path / "log.txt", trained[0]
+    exit_code = forked.run(train_until_killed, target, conversations, out, 8, log=log)
+    assert exit_code == -signal.SIGKILL, log.read_text()
     assert not (out / "model.safetensors").exists()
     (checkpoint,) = (out / "checkpoints").glob("step-*")
-    again = start(target, conversations, settings, out)
-    stdout, stderr = again.communicate(timeout=120)
-    assert again.returncode == 0, stderr
-    assert stdout == "", "results go there, not DeepSpeed's chatter"
-    assert "[WARNING]" not in stderr
-    assert "[INFO]" not in stderr
-    assert f"continuing from {checkpoint}" in "".join(stderr.split("\n"))
-    first, second = tmp_path / "whole" / "model.safetensors", out / "model.safetensors"
+    # anew, because DeepSpeed would talk where it is imported
+    arguments = [target, conversations, DATA.model_dump_json(), SETTINGS.model_dump_json(), out]
+    again = subprocess.run(
+        [sys.executable, "-c", RUN, *map(str, arguments)],
+        env={name: value for name, value in os.environ.items() if name != "DS_ACCELERATOR"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert again.returncode == 0, again.stderr
+    assert again.stdout == "", "results go there, not DeepSpeed's chatter"
+    assert "[WARNING]" not in again.stderr
+    assert "[INFO]" not in again.stderr
+    assert f"continuing from {checkpoint}" in "".join(again.stderr.split("\n"))
+    first, second = (folder / "model.safetensors" for folder in (whole, out))
     assert first.read_bytes() == second.read_bytes()
-
-    def numbers(folder):
-        return [
-            {name: value for name, value in line.items() if name != "tokens_per_second"}
-            for line in metrics(folder)
-        ]
-
-    assert numbers(out) == numbers(tmp_path / "whole")
+    taken = [[line | {"tokens_per_second": 0} for line in metrics(each)] for each in (whole, out)]
+    assert taken[0] == taken[1]
 
 
 def test_other_settings_do_not_continue_an_interrupted_run(
