@@ -15,7 +15,7 @@ from polybasic.train.features.target import load_target
 from polybasic.train.head.start import new_head
 from polybasic.train.run.training import train_head
 from polybasic.train.settings import DataSettings, HeadSettings
-from tests.checkpoints import FAMILIES, write_family
+from tests.checkpoints import DISTINCT, FAMILIES, write_family
 
 ROWS = 30
 DATA = DataSettings(num_heldout=4, max_tokens=400)
@@ -81,8 +81,7 @@ def rows():
     return torch.randint(250, (ROWS,)), torch.randn(ROWS, 128)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", DISTINCT)
 def test_head_of_a_family_is_the_same_in_training_and_when_served(family, conversations, tmp_path):
     target, draft, summary = trained(tmp_path, family, conversations)
     assert summary["steps"] == summary["best_step"] == 2
@@ -102,7 +101,6 @@ OTHER_KINDS = [
 ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("family", "kind", "size"), OTHER_KINDS)
 def test_other_kinds_are_the_same_in_training_and_when_served(
     family, kind, size, conversations, tmp_path
@@ -139,7 +137,6 @@ def test_other_kinds_are_the_same_in_training_and_when_served(
         assert torch.equal(served.draft_token_ids, head.draft_token_ids)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("family", "changes"), [("llama3", {}), ("gemma3", {}), ("mistral", YARN)])
 def test_rotary_scaling_of_the_target_is_the_heads(family, changes, conversations, tmp_path):
     target, draft, _ = trained(tmp_path, family, conversations, **changes)

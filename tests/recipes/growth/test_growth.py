@@ -30,7 +30,7 @@ from polybasic.deploy.rounds.verifier import Verifier
 from polybasic.recipes.growth import model as growth_module
 from polybasic.recipes.growth.chain import grow_chain
 from polybasic.recipes.growth.model import NOWHERE, GrownWeights, Growth
-from polybasic.recipes.growth.shapes import SHAPES, GrownShape, shape_named
+from polybasic.recipes.growth.shapes import GrownShape
 from tests.chain.native_models import eager
 from tests.conftest import VOCAB_SIZE, ChainParts, write_draft, write_target
 from tests.conftest import write_intermediate as write_int4
@@ -249,16 +249,6 @@ def test_a_grown_chain_answers_as_the_small_one(
         assert large.statistics.forward_passes == passes
 
 
-def test_the_fixture_chain_of_all_tests_grows(tiny_chain: Path, tmp_path: Path) -> None:
-    grow_chain(tiny_chain, ALL, "all", tmp_path / "grown")
-    answers = [
-        load_chain(folder, dtype="float32").generate("w5", max_new_tokens=24, temperature=0.0)
-        for folder in (tiny_chain, tmp_path / "grown")
-    ]
-    assert answers[0].token_ids == answers[1].token_ids
-    assert answers[0].statistics.forward_passes == answers[1].statistics.forward_passes
-
-
 def test_weights_are_written_in_shards_with_an_index(
     small_chain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -324,54 +314,42 @@ def test_an_eagle3_head_is_not_grown(parts: ChainParts, tmp_path: Path) -> None:
 # What breaks the equality
 
 
-def test_epsilon_must_be_rescaled(
-    small_chain: Path, parts: ChainParts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Growth, "norm_eps", property(lambda self: EPS))
-    grow_chain(small_chain, SHAPE_CASES["wider and deeper"], "wrong", tmp_path / "grown")
-    with pytest.raises(AssertionError):
-        assert_same(runtime_logits(parts.target), runtime_logits(tmp_path / "grown" / "target"))
-
-
-@pytest.mark.parametrize("name", ["heads twice as wide", "heads four times as wide"])
-def test_scores_must_be_rescaled(
-    name: str,
-    small_chain: Path,
-    parts: ChainParts,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(growth_module, "_scaled_scores", lambda small, ratio: (1.0, small.rope))
-    grow_chain(small_chain, SHAPE_CASES[name], "wrong", tmp_path / "grown")
-    with pytest.raises(AssertionError):
-        assert_same(runtime_logits(parts.target), runtime_logits(tmp_path / "grown" / "target"))
-
-
-@pytest.mark.parametrize("name", ["self_attn.o_proj", "mlp.down_proj"])
-def test_columns_of_what_is_added_must_be_zero(
-    name: str,
-    small_chain: Path,
-    parts: ChainParts,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def with_filled_columns(name: str) -> Callable[[GrownWeights, Growth], None]:
     made = GrownWeights.__init__
 
-    def with_filled_columns(self: GrownWeights, growth: Growth) -> None:
+    def fill(self: GrownWeights, growth: Growth) -> None:
         made(self, growth)
         self.linears[name] = replace(self.linears[name], fills_columns=True)
 
-    monkeypatch.setattr(GrownWeights, "__init__", with_filled_columns)
-    grow_chain(small_chain, ALL, "wrong", tmp_path / "grown")
-    with pytest.raises(AssertionError):
-        assert_same(runtime_logits(parts.target), runtime_logits(tmp_path / "grown" / "target"))
+    return fill
 
 
-def test_added_tokens_must_read_the_constant(
-    small_chain: Path, parts: ChainParts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("name", "owner", "attribute", "wrong"),
+    [
+        ("wider and deeper", Growth, "norm_eps", property(lambda self: EPS)),
+        *(
+            (name, growth_module, "_scaled_scores", lambda small, ratio: (1.0, small.rope))
+            for name in ("heads twice as wide", "heads four times as wide")
+        ),
+        ("all", GrownWeights, "__init__", with_filled_columns("self_attn.o_proj")),
+        ("all", GrownWeights, "__init__", with_filled_columns("mlp.down_proj")),
+        ("all", growth_module, "_ADDED_TOKEN_WEIGHT", 0.0),
+    ],
+    ids=["epsilon", "scores by 2", "scores by 4", "o_proj", "down_proj", "added tokens"],
+)
+def test_each_part_of_the_growth_is_needed(
+    name: str,
+    owner: Any,
+    attribute: str,
+    wrong: Any,
+    small_chain: Path,
+    parts: ChainParts,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(growth_module, "_ADDED_TOKEN_WEIGHT", 0.0)
-    grow_chain(small_chain, ALL, "wrong", tmp_path / "grown")
+    monkeypatch.setattr(owner, attribute, wrong)
+    grow_chain(small_chain, SHAPE_CASES[name], "wrong", tmp_path / "grown")
     with pytest.raises(AssertionError):
         assert_same(runtime_logits(parts.target), runtime_logits(tmp_path / "grown" / "target"))
 
@@ -492,9 +470,3 @@ def test_scaled_rotations_grow_where_they_can(parts: ChainParts) -> None:
     with pytest.raises(UserError, match="rope_type yarn"):
         Growth(yarn, SHAPE_CASES["heads four times as wide"])
     assert Growth(yarn, SHAPE_CASES["more heads"]).rope == yarn.rope
-
-
-def test_shapes_have_names() -> None:
-    assert shape_named("gpu-7b") is SHAPES["gpu-7b"]
-    with pytest.raises(UserError, match="unknown shape: big; use one of cpu-100m, gpu-7b, gpu-8b"):
-        shape_named("big")

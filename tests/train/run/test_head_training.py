@@ -577,11 +577,3 @@ def test_settings_that_cannot_work_are_refused():
     with pytest.raises(ValueError, match="adapt: lora needs a ready head"):
         DraftSettings(adapt="lora")
     assert DraftSettings(adapt="lora", model="org/head").lora.rank == 16
-
-
-def test_settings_and_digests_import_no_torch():
-    code = (
-        "import sys, polybasic.train.settings, polybasic.chain.formats.lineage;"
-        "sys.exit('torch' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -13,9 +13,7 @@ from safetensors.torch import load_file
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.files import write_json
-from polybasic.train.data.batches import Batch, row_noise
-from polybasic.train.features.lm_head import LmHead
-from polybasic.train.head.losses import step_weights, unrolled_loss
+from polybasic.train.data.batches import row_noise
 from polybasic.train.run import launch
 from polybasic.train.run.hosts import Host, read_hostfile
 from polybasic.train.run.interruption import Interrupted
@@ -363,39 +361,6 @@ def test_more_processes_than_gpus_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     with pytest.raises(UserError, match=r"more processes than GPUs: .*num_processes = 5, GPUs 4;"):
         train_head_in_processes(5)
-
-
-@pytest.mark.parametrize("num_rows", [1, 3, 4])
-@pytest.mark.parametrize("num_shares", [2, 3])
-def test_loss_and_gradient_of_shares_average_to_the_batchs(num_rows, num_shares):
-    """Also where a share is empty, and where assistant tokens are spread unevenly."""
-    random = torch.Generator().manual_seed(0)
-    lm_head = LmHead(torch.randn(11, 8, generator=random))
-    features = torch.randn(num_rows, 9, 8, generator=random)
-    outputs = torch.randn(2, num_rows, 9, 8, generator=random).requires_grad_()
-    is_assistant = torch.arange(9) >= torch.randint(2, 8, (num_rows, 1), generator=random)
-    batch = Batch(torch.zeros(num_rows, 9, dtype=torch.long), is_assistant, 9 * num_rows)
-
-    def loss_of(rows, is_label, counts=None):
-        picked = [output[list(rows)] for output in outputs]
-        settings = HeadSettings(token_loss_weight=1.0)
-        states = features[list(rows)]
-        return unrolled_loss(
-            picked, states, lm_head, lm_head, is_label, settings, token_counts=counts
-        ).total
-
-    whole = loss_of(range(num_rows), is_assistant)
-    (expected,) = torch.autograd.grad(whole, outputs)
-    counts = step_weights(is_assistant, 2).sum(dim=(1, 2)) / num_shares
-    shares = [batch.share(index, num_shares) for index in range(num_shares)]
-    parts = [loss_of(share.rows, share.is_assistant, counts) for share in shares]
-    mean = torch.stack(parts).mean()
-    (gradient,) = torch.autograd.grad(mean, outputs)
-    assert torch.allclose(mean, whole, atol=1e-6)
-    assert torch.allclose(gradient, expected, atol=1e-7)
-    assert expected.abs().max() > 0.01
-    own_means = torch.stack([loss_of(share.rows, share.is_assistant) for share in shares]).mean()
-    assert not torch.allclose(own_means, whole, atol=1e-3), "means of means are another loss"
 
 
 def test_noise_of_a_row_is_that_of_its_place_in_the_batch():
