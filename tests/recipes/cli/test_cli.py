@@ -9,13 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from polybasic.deploy import hardware, load_chain
 from polybasic.recipes.cli import main as cli
 from polybasic.recipes.schema.loading import load_recipe, shipped_recipes
 from polybasic.train.run.interruption import Interrupted
-from tests.recipes.command_line import call, refusal
+from tests.recipes.command_line import call, refusal, with_plan
 from tests.recipes.serving import served
 
 
@@ -344,15 +343,6 @@ def test_prompts_of_a_url_are_fetched_into_the_chain(tiny_chain: Path, tmp_path)
         with_plan(tiny_chain)
         given = [command, str(tiny_chain), "--dtype", "float32", "--prompts", "heldout"]
         assert "prompts not found: heldout; " in refusal(*given)
-
-
-def with_plan(chain: Path) -> None:
-    """Declare the chain's plan as measured here, so that bench does not measure one first."""
-    manifest = json.loads((chain / "chain.json").read_text("utf-8"))
-    name = hardware.hardware_name(torch.device("cpu"))
-    measured = {"hardware": name, "dtype": "float32", "temperature": 0, "seconds_per_token": 1}
-    manifest["plans"] = [{**measured, "plan": manifest["plan"]}]
-    (chain / "chain.json").write_text(json.dumps(manifest), "utf-8")
 
 
 def test_commands_on_a_chain(micro_run: Path, tmp_path: Path) -> None:

@@ -25,14 +25,14 @@ from tests.train.counting import write_counting
 
 DATA = DataSettings(num_heldout=3, max_tokens=64)
 SETTINGS = HeadSettings(
-    num_steps=24,
+    num_steps=12,
     warmup_steps=1,
     batch_size=4,
     learning_rate=1e-3,
     token_loss_weight=1.0,
     dtype="float32",
-    eval_every_steps=10,
-    save_every_steps=4,
+    eval_every_steps=6,
+    save_every_steps=3,
     eval_answer_tokens=8,
     eval_tree_depth=3,
 )
@@ -193,25 +193,25 @@ def test_stopped_run_of_two_continues_to_the_same_bits(
     out, worker, log = tmp_path / "stopped", tmp_path / "worker.py", tmp_path / "log.txt"
     given = arguments(target, conversations, TWO, out)
     with monkeypatch.context() as patch:
-        send_a_signal(patch, worker, 1, 4, signal.SIGTERM)
+        send_a_signal(patch, worker, 1, 1, signal.SIGTERM)
         with pytest.raises(
-            Interrupted, match=r"^SIGTERM: step 5 of 24 is saved in \S+5; "
+            Interrupted, match=r"^SIGTERM: step 2 of 12 is saved in \S+2; "
         ) as caught:
             train_head_in_processes(2, **given)
         assert caught.value.exit_code == 143
     with monkeypatch.context() as patch:
-        send_a_signal(patch, worker, 1, 11, signal.SIGKILL)
+        send_a_signal(patch, worker, 1, 4, signal.SIGKILL)
         with pytest.raises(RuntimeError, match=r"^training process 1 ended with SIGKILL"):
             train_head_in_processes(2, **given)
     with pytest.raises(UserError, match=r"another number of processes than 1: .*_processes 2\)"):
         train_head_in_processes(1, **arguments(target, conversations, SETTINGS, out))
-    exit_code = forked.run(train_until_the_launcher_is_killed, worker, given, 18, log=log)
+    exit_code = forked.run(train_until_the_launcher_is_killed, worker, given, 10, log=log)
     assert exit_code == -signal.SIGKILL, log.read_text()
     for process_id in map(int, (tmp_path / "ids.txt").read_text().split()):
         wait_for_the_end_of(process_id)
     assert not (out / "model.safetensors").exists()
     (checkpoint,) = (out / "checkpoints").glob("step-*")
-    assert checkpoint.name == "step-00000016"
+    assert checkpoint.name == "step-00000009"
     capfd.readouterr()
     train_head_in_processes(2, **given)
     stdout, stderr = capfd.readouterr()
@@ -274,7 +274,7 @@ def test_two_hosts_with_a_partitioned_target_train_packed_rows_on_offline_featur
     given = arguments(target, conversations, settings, out)
     with monkeypatch.context() as patch:
         send_a_signal(patch, tmp_path / "worker.py", 1, 3, signal.SIGINT, os.getpid())
-        with pytest.raises(Interrupted, match=r"^SIGINT: step 4 of 24 is saved in \S+4; "):
+        with pytest.raises(Interrupted, match=r"^SIGINT: step 4 of 12 is saved in \S+4; "):
             train_head_in_processes(2, file, **given)
     summary = train_head_in_processes(2, file, **given)
     assert sorted(ssh_log.read_text().split()) == ["127.0.0.1"] * 2 + ["localhost"] * 2
