@@ -14,6 +14,7 @@ from polybasic.deploy import hardware, load_chain
 from polybasic.recipes.cli import main as cli
 from polybasic.recipes.schema.loading import load_recipe, shipped_recipes
 from polybasic.train.run.interruption import Interrupted
+from tests import forked
 from tests.recipes.command_line import call, refusal, with_plan
 from tests.recipes.serving import served
 
@@ -310,14 +311,18 @@ def test_generate_says_what_the_checkpoint_decided(tiny_chain_parts, tmp_path: P
     assert said("--temperature", "0", "--repetition-penalty", "1") == ""
 
 
-def test_a_plan_for_another_machine_is_told_on_stderr(tiny_chain: Path) -> None:
+def test_a_plan_for_another_machine_is_told_on_stderr(tiny_chain: Path, tmp_path: Path) -> None:
     manifest = json.loads((tiny_chain / "chain.json").read_text("utf-8"))
     plan = {"hardware": "an abacus", "dtype": "float32", "temperature": 0, "seconds_per_token": 1}
     manifest["plans"] = [{**plan, "plan": manifest["plan"]}]
     (tiny_chain / "chain.json").write_text(json.dumps(manifest), "utf-8")
-    code, _, err = call("generate", tiny_chain, "-p", "w5", "--max-new-tokens", "4")
-    assert code == 0, err
-    told = [line for line in err.splitlines() if "an abacus" in line]
+    asked, log = (
+        ["generate", str(tiny_chain), "-p", "w5", "--max-new-tokens", "4"],
+        tmp_path / "log",
+    )
+    exit_code = forked.run(cli.main, asked, log=log)
+    assert exit_code == 0, log.read_text("utf-8")
+    told = [line for line in log.read_text("utf-8").splitlines() if "an abacus" in line]
     assert len(told) == 1
     assert told[0].startswith("the chain's plans were measured on an abacus, not on ")
     assert told[0].endswith(f"; measure here: polybasic plan {tiny_chain}")
