@@ -22,8 +22,7 @@ from polybasic.chain.formats.config import read_config
 from polybasic.chain.formats.describe import describe_chain
 from polybasic.chain.formats.manifest import read_manifest
 from polybasic.chain.formats.verify import check_chain
-from polybasic.chain.kernels.torch.attend import attend_causally
-from polybasic.chain.model.loading import load_decoder, load_head
+from polybasic.chain.model.loading import load_decoder
 from polybasic.deploy import load_chain
 from polybasic.deploy.rounds.cache import KeyValueCache
 from polybasic.deploy.rounds.verifier import Verifier
@@ -141,33 +140,6 @@ def test_what_is_added_is_as_ordinary_as_what_was_there(grown: Callable[[str], P
             assert not tensor.any(), name
 
 
-@pytest.mark.parametrize("name", ["heads twice as wide", "larger vocabulary", "all"])
-def test_drafts_of_the_head_stay(
-    name: str, parts: ChainParts, grown: Callable[[str], Path]
-) -> None:
-    """Over the target's features, then over its own."""
-    chain = grown(name)
-    found = []
-    for target, folder in ((parts.target, parts.draft), (chain / "target", chain / "draft")):
-        verifier, features = states_of(target)
-        head = load_head(read_config(folder), verifier.decoder, len(TOKEN_IDS) + 8)
-        cache = KeyValueCache(head.config, 1, len(TOKEN_IDS) + 8, torch.float32, CPU)
-        num = len(TOKEN_IDS) - 1
-        features = head.forward(
-            TOKEN_IDS[1:], features[:-1], cache.layers[0], attend_causally(0, num)
-        )
-        logits = [verifier.logits(features)]
-        for step in range(3):
-            token = TOKEN_IDS[step : step + 1]
-            attend = attend_causally(num + step, 1)
-            features = head.forward(token, features[-1:], cache.layers[0], attend)
-            logits.append(verifier.logits(features))
-        found.append(torch.cat(logits))
-    small, large = found
-    assert small.abs().max() > 1
-    assert_same(small, large, tolerance=1e-4 * float(small.abs().max()))
-
-
 def quantized(folder: Path) -> dict[str, QuantizedWeight]:
     tensors = load_tensors(folder)
     return {
@@ -196,29 +168,6 @@ def test_four_bit_weights_move_as_they_are(
             assert not dequantize(large[key])[:, ~columns].any()
         if key.endswith(("o_proj", "down_proj", "k_proj")):
             assert not dequantize(large[key])[~rows][:, columns].any()
-    assert_same(
-        runtime_logits_of_int4(parts.intermediate), runtime_logits_of_int4(grown(name), True)
-    )
-
-
-def runtime_logits_of_int4(folder: Path, is_chain: bool = False) -> Tensor:
-    """Of a 4-bit checkpoint, dequantized: kernels for the CPU compute in bfloat16."""
-    folder = folder / "intermediate" if is_chain else folder
-    plain = folder.with_name("dequantized")
-    tensors = {
-        name: tensor.float()
-        for name, tensor in load_tensors(folder).items()
-        if not name.endswith(("qweight", "qzeros", "scales"))
-    }
-    tensors |= {f"{name}.weight": dequantize(weight) for name, weight in quantized(folder).items()}
-    plain.mkdir(exist_ok=True)
-    save_file(tensors, plain / "model.safetensors", {"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    del config["quantization_config"]
-    (plain / "config.json").write_text(json.dumps(config))
-    logits = runtime_logits(plain)
-    shutil.rmtree(plain)
-    return logits
 
 
 @pytest.mark.parametrize("kernels", [nullcontext, eager])

@@ -19,8 +19,6 @@ from transformers import PreTrainedTokenizerFast as FastTokenizer
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.lineage import weights_digest
-from polybasic.train.data.batches import BatchStream
-from polybasic.train.data.conversations import load_conversations
 from polybasic.train.engine import learning_rate_factor
 from polybasic.train.head.acceptance import Acceptance
 from polybasic.train.run.interruption import Interrupted, record_signals, sigterm_raises
@@ -526,33 +524,6 @@ def test_several_processes_are_refused(target, conversations, tmp_path, monkeypa
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UserError, match="training runs in one process: WORLD_SIZE = 2"):
         train_head(target, conversations, DATA, SETTINGS, 0, tmp_path / "run")
-
-
-def test_batches_are_a_function_of_seed_and_step(target, conversations):
-    dataset = load_conversations(conversations)
-    tokenizer = FastTokenizer.from_pretrained(target)
-
-    def stream(seed):
-        return BatchStream(dataset, tokenizer, 4, 64, seed)
-
-    forward, jumping = stream(0), stream(0)
-    batches = [forward.batch(step) for step in range(20)]
-    for step in (19, 3, 11):
-        assert torch.equal(jumping.batch(step).token_ids, batches[step].token_ids)
-    assert not torch.equal(stream(1).batch(0).token_ids[:, :20], batches[0].token_ids[:, :20])
-    # forty conversations make ten batches of four: an epoch has each of them once
-    epoch = [row for batch in batches[:10] for row in batch.token_ids[:, :40].tolist()]
-    texts = [tokenizer.decode(row) for row in epoch]
-    assert sum("user" in text for text in texts) == 40
-    spread = [int(batch.is_assistant.any(0).sum()) for batch in batches[:8]]
-    assert spread != sorted(spread), "batches sorted by length are shuffled again"
-
-
-def test_batches_without_assistant_tokens_are_refused(target, conversations):
-    dataset = load_conversations(conversations)
-    stream = BatchStream(dataset, FastTokenizer.from_pretrained(target), 4, 10, 0)
-    with pytest.raises(UserError, match="no assistant tokens to train on"):
-        stream.batch(0)
 
 
 def test_learning_rate_rises_then_falls_to_zero():
