@@ -379,10 +379,8 @@ def test_other_targets_are_refused(
 
 
 def test_members_that_do_not_follow_the_target_are_refused(
-    tiny_four_chain: Path, parts: ChainParts, tmp_path: Path
+    parts: ChainParts, tmp_path: Path
 ) -> None:
-    with pytest.raises(UserError, match="member cannot be grown: small of"):
-        grow_chain(tiny_four_chain, replace(ALL, num_layers=2), "all", tmp_path / "grown")
     draft = Path(shutil.copytree(parts.draft, tmp_path / "draft"))
     tensors = load_file(draft / "model.safetensors")
     tensors["layers.0.self_attn.q_proj.bias"] = torch.ones(128).bfloat16()
