@@ -179,6 +179,9 @@ FAMILIES = {
     ),
 }
 
+DISTINCT = ("llama2", "llama32", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3")
+"""One for each way in which they differ; the others combine what these have."""
+
 
 def write_family(
     folder: Path,

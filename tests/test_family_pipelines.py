@@ -1,4 +1,4 @@
-"""Every family of checkpoints the whole way: trained for, quantized, packed, and run in full.
+"""Families of checkpoints the whole way: trained for, quantized, packed, and run in full.
 
 What is proved of each: `polybasic package` on a folder as users have it gives a chain whose three
 members run together, and whose greedy answer is, in float32, that of transformers token for token.
@@ -14,7 +14,7 @@ from polybasic.chain.formats.manifest import read_manifest
 from polybasic.deploy import load_chain
 from polybasic.recipes.pipeline.run import run_recipe
 from polybasic.recipes.schema.loading import load_recipe
-from tests.checkpoints import FAMILIES, write_family
+from tests.checkpoints import write_family
 
 RECIPE = """\
 name: family
@@ -38,7 +38,8 @@ MEMBERS = ("target", "intermediate", "draft")
 NEW_TOKENS = 40
 """With the prompt more than the families' sliding window of 24."""
 
-pytestmark = pytest.mark.slow
+FAMILIES = ("vicuna", "phi3", "gemma3")
+"""Pickles and SentencePiece; fused projections and bytes; windows of two kinds and soft caps."""
 
 
 @pytest.mark.parametrize("family", FAMILIES)

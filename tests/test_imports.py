@@ -7,12 +7,12 @@ from pathlib import Path
 
 import grimp
 import networkx
-import pytest
 
 ROOT = Path(__file__).parent.parent
 HEAVY = ("torch", "transformers", "datasets", "deepspeed", "awq", "numpy")
 LIGHT_MODULES = (
     "polybasic.chain.settings",
+    "polybasic.chain.formats.lineage",
     "polybasic.chain.formats.manifest",
     "polybasic.train.settings",
     "polybasic.quantize.settings",
@@ -28,32 +28,32 @@ LIGHT_MODULES = (
 )
 
 
-def heavy_imports_of(code: str) -> list[str]:
-    """Of what is heavy, all that a process has imported after running some code."""
-    report = f"import sys; print(*(name for name in {HEAVY} if name in sys.modules))"
+def heavy_imports_after(*codes: str) -> list[list[str]]:
+    """What is heavy of all that a process has imported after each piece of code."""
+    report = f"print('heavy:', *(name for name in {HEAVY} if name in sys.modules))"
+    steps = "\n".join(f"try:\n {code}\nfinally:\n {report}" for code in codes)
     done = subprocess.run(
-        [sys.executable, "-c", f"try:\n {code}\nfinally:\n {report}"],
+        [sys.executable, "-c", f"import sys\n{steps}"],
         capture_output=True,
         text=True,
         check=True,
         cwd=ROOT,
     )
-    return done.stdout.splitlines()[-1].split()
+    lines = [line.split() for line in done.stdout.splitlines()]
+    return [names for first, *names in filter(None, lines) if first == "heavy:"]
 
 
-@pytest.mark.parametrize("module", LIGHT_MODULES)
-def test_light_modules_import_nothing_heavy(module: str) -> None:
-    assert heavy_imports_of(f"import {module}") == []
-
-
-def test_a_module_that_imports_torch_is_noticed() -> None:
-    assert "torch" in heavy_imports_of("import polybasic.chain.model.decoder")
+def test_light_modules_import_nothing_heavy() -> None:
+    """One after another, so that the first with a finding is the one that imports."""
+    modules = (*LIGHT_MODULES, "polybasic.chain.model.decoder")
+    *light, heavy = heavy_imports_after(*(f"import {module}" for module in modules))
+    assert dict(zip(modules, light, strict=False)) == {name: [] for name in LIGHT_MODULES}
+    assert "torch" in heavy
 
 
 def test_help_imports_nothing_heavy() -> None:
     run = "runpy.run_module('polybasic.recipes.cli.main', run_name='__main__')"
-    code = f"import runpy, sys; sys.argv[1:] = ['--help']; {run}"
-    assert heavy_imports_of(code) == []
+    assert heavy_imports_after(f"import runpy; sys.argv[1:] = ['--help']; {run}") == [[]]
 
 
 def circles_of(imports: Iterable[tuple[str, str]]) -> list[set[str]]:

@@ -1,7 +1,9 @@
+import io
 import json
 import random
 import re
 import shutil
+from contextlib import redirect_stderr
 from pathlib import Path
 
 import pytest
@@ -64,21 +66,32 @@ def distill(
     )
 
 
+@pytest.fixture(scope="module")
+def distilled(models) -> dict[bool, tuple[Path, dict, str]]:
+    """With and without the target's cache: folder, summary, and what was reported."""
+    found = {}
+    for shares_cache in (True, False):
+        out, reported = models.with_name(f"shares-{shares_cache}"), io.StringIO()
+        with redirect_stderr(reported):
+            summary = distill(models, out, shares_cache=shares_cache)
+        found[shares_cache] = out, summary, reported.getvalue()
+    return found
+
+
 @pytest.mark.parametrize("shares_cache", [True, False])
-def test_it_raises_the_acceptance_on_text_it_never_saw(models, tmp_path, capsys, shares_cache):
-    summary = distill(models, tmp_path / "out", shares_cache=shares_cache)
+def test_it_raises_the_acceptance_on_text_it_never_saw(models, distilled, shares_cache):
+    out, summary, reported = distilled[shares_cache]
     assert summary["is_kept"]
     assert summary["acceptance_after"] > summary["acceptance_before"] + 0.005
     assert summary["mean_kl_after"] < 0.95 * summary["mean_kl_before"]
     assert (summary["steps"], summary["num_tokens"]) == (40, NUM_TOKENS)
     assert summary["seconds"] > 0
-    reported = capsys.readouterr().err
     assert "after; kept" in reported
     assert re.search(
         r"distillation: 40 of 40  loss \d\.\d{4}  [\d,]+ tokens/s  0:00:00 left", reported
     )
     # as anyone measures the two checkpoints, each with a cache of its own
-    for folder, when in ((models / "intermediate", "before"), (tmp_path / "out", "after")):
+    for folder, when in ((models / "intermediate", "before"), (out, "after")):
         quality = measure_quality(models / "target", folder, token_rows(20, 2), NUM_TOKENS)
         measured = quality["acceptance"], quality["mean_kl"]
         summarized = summary[f"acceptance_{when}"], summary[f"mean_kl_{when}"]
@@ -86,11 +99,10 @@ def test_it_raises_the_acceptance_on_text_it_never_saw(models, tmp_path, capsys,
         assert measured[0] <= summarized[0]
 
 
-def test_a_chain_gains_more_from_training_with_the_targets_cache(models, tmp_path):
+def test_a_chain_gains_more_from_training_with_the_targets_cache(models, distilled):
     gains = []
     for shares_cache in (True, False):
-        distill(models, tmp_path / "out", shares_cache=shares_cache)
-        target, model = load_target(models / "target"), load_dequantized(tmp_path / "out")
+        target, model = load_target(models / "target"), load_dequantized(distilled[shares_cache][0])
         with shared_cache(target, model):
             quality = compare_models(target, model, token_rows(40, 2), 1500)
         gains.append(quality["acceptance"])

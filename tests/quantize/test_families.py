@@ -15,7 +15,7 @@ from polybasic.quantize.awq import quantize_target
 from polybasic.quantize.models import load_dequantized, load_target
 from polybasic.quantize.quality import measure_quality
 from polybasic.quantize.settings import QuantizeSettings
-from tests.checkpoints import FAMILIES, VOCAB_SIZE, write_family
+from tests.checkpoints import DISTINCT, VOCAB_SIZE, write_family
 
 SETTINGS = QuantizeSettings(num_calibration_samples=6, calibration_tokens=48)
 """Samples twice as long as the sliding windows of these checkpoints."""
@@ -29,7 +29,7 @@ def token_rows(num_rows: int, seed: int) -> list[list[int]]:
     return [[draw.randrange(VOCAB_SIZE) for _ in range(60)] for _ in range(num_rows)]
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=DISTINCT)
 def models(request, tmp_path_factory) -> tuple[str, Path, Path]:
     """Name of the family, target, intermediate."""
     folder = tmp_path_factory.mktemp(request.param)

@@ -19,7 +19,7 @@ from polybasic.quantize.awq import quantize_target
 from polybasic.quantize.models import load_target
 from polybasic.quantize.search import _Quantizer, search_and_round
 from polybasic.quantize.settings import QuantizeSettings
-from tests.checkpoints import FAMILIES, VOCAB_SIZE, write_family
+from tests.checkpoints import DISTINCT, VOCAB_SIZE, write_family
 
 SETTINGS = QuantizeSettings(num_calibration_samples=4, calibration_tokens=48)
 
@@ -52,7 +52,7 @@ def weight_change(exact: PreTrainedModel, model: PreTrainedModel) -> float:
 
 
 @pytest.mark.usefixtures("unrounded")
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", DISTINCT)
 def test_folding_the_scales_changes_weights_and_no_logit(tmp_path, family):
     write_family(tmp_path, family)
     logits, weights = scaled_difference(tmp_path)

@@ -1,12 +1,10 @@
 """A micro recipe: everything real, and small enough to run whole in seconds."""
 
-import os
-import subprocess
-import sys
-from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+
+from tests.recipes.command_line import call
 
 MICRO = """\
 name: micro
@@ -44,8 +42,6 @@ plan:
 bench: {num_prompts_per_task: 1, max_new_tokens: 16, repeats: 1}
 """
 
-Polybasic = Callable[..., subprocess.CompletedProcess]
-
 
 @pytest.fixture(scope="session")
 def micro_recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -55,40 +51,10 @@ def micro_recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def run_polybasic(arguments: Sequence[object], folder: Path) -> subprocess.CompletedProcess:
-    """The command line in a process of its own, one thread, in `folder`."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
-    return subprocess.run(
-        [sys.executable, "-m", "polybasic.recipes.cli.main", *map(str, arguments)],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
-
-
-@pytest.fixture
-def polybasic(tmp_path: Path) -> Polybasic:
-    """Run `polybasic ARGUMENTS` in the test's own folder."""
-
-    def run(*arguments: object) -> subprocess.CompletedProcess:
-        return run_polybasic(arguments, tmp_path)
-
-    return run
-
-
-@pytest.fixture(scope="session")
-def polybasic_in() -> Polybasic:
-    """Run the command line with (arguments, folder), for fixtures of more than one test."""
-    return run_polybasic
-
-
 @pytest.fixture(scope="session")
 def micro_run(micro_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The output folder of a micro run that nobody interrupted; tests only read it."""
-    folder = tmp_path_factory.mktemp("micro")
-    done = run_polybasic(["run", micro_recipe, "--out", folder / "out"], folder)
-    assert done.returncode == 0, done.stderr
-    return folder / "out"
+    out = tmp_path_factory.mktemp("micro") / "out"
+    code, _, err = call("run", micro_recipe, "--out", out)
+    assert code == 0, err
+    return out

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 
 from polybasic.chain.formats.package import Part
@@ -17,8 +18,9 @@ from polybasic.deploy.bench.running import bench_chain
 from polybasic.deploy.drafters.head import EagleDrafter
 from polybasic.deploy.rounds.tree import DraftTree
 from polybasic.deploy.settings import BenchSettings
-from tests.trimmed_heads import DRAFTED, replace_by_eagle3, trim
+from tests.head_kinds import trim, write_eagle3
 
+DRAFTED = torch.arange(0, 64, 4)
 TRAINING = {
     "draft": {
         "simulated_accepted_length": 3.5,
@@ -38,7 +40,7 @@ def prompts(tmp_path: Path) -> Path:
 def test_report_shows_what_trimming_gains(
     tiny_chain_parts: Any, prompts: Path, tmp_path: Path
 ) -> None:
-    trim(tiny_chain_parts.draft)
+    trim(tiny_chain_parts.draft, DRAFTED)
     tiny_chain_parts.package(tmp_path / "chain", training=TRAINING)
     settings = BenchSettings(
         prompts=str(prompts),
@@ -85,7 +87,7 @@ def test_both_ways_of_drafting_take_turns(
             drafted.append((self.head.draft_token_ids is not None, tree.tokens[1:]))
             return tree
 
-    trim(tiny_chain_parts.draft)
+    trim(tiny_chain_parts.draft, DRAFTED)
     tiny_chain_parts.package(tmp_path / "chain")
     chain = load_chain(tmp_path / "chain", dtype="float32")
     monkeypatch.setattr(members, "EagleDrafter", Recorded)
@@ -105,7 +107,7 @@ def test_both_ways_of_drafting_take_turns(
 def test_eagle3_head_has_no_way_over_all_tokens(
     tiny_chain_parts: Any, prompts: Path, tmp_path: Path
 ) -> None:
-    replace_by_eagle3(tiny_chain_parts.draft, tiny_chain_parts.target)
+    write_eagle3(tiny_chain_parts.draft, tiny_chain_parts.target, DRAFTED)
     intermediate, draft = tiny_chain_parts.parts
     parts = [intermediate, Part("draft", "drafter", "eagle3", draft.folder)]
     tiny_chain_parts.package(tmp_path / "chain", parts=parts, training=TRAINING)

@@ -11,11 +11,11 @@ from polybasic.deploy.bench import running as benchmark
 from polybasic.deploy.graphs.capture import Graphs
 from polybasic.deploy.planner import run as planning
 from polybasic.recipes.cli import main as cli
-from tests.recipes.cli.test_cli import call, refusal, with_plan
+from tests.recipes.command_line import call, refusal, with_plan
 
 
 @pytest.mark.parametrize(("words", "enabled"), [([], True), (["--no-graphs"], False)])
-def test_generate(capsys, monkeypatch, tiny_chain: Path, words: list[str], enabled: bool) -> None:
+def test_generate(monkeypatch, tiny_chain: Path, words: list[str], enabled: bool) -> None:
     made = []
 
     def make(device: Any, enabled: bool) -> Graphs:
@@ -24,14 +24,12 @@ def test_generate(capsys, monkeypatch, tiny_chain: Path, words: list[str], enabl
 
     monkeypatch.setattr(engine, "Graphs", make)
     asked = ["generate", str(tiny_chain), "-p", "w5", "--max-new-tokens", "2", *words]
-    assert call(capsys, *asked)[0] == 0
+    assert call(*asked)[0] == 0
     assert made == [enabled]
 
 
 @pytest.mark.parametrize(("words", "enabled"), [([], True), (["--no-graphs"], False)])
-def test_plan_and_bench(
-    capsys, monkeypatch, tiny_chain: Path, words: list[str], enabled: bool
-) -> None:
+def test_plan_and_bench(monkeypatch, tiny_chain: Path, words: list[str], enabled: bool) -> None:
     """The bench hands it on to the plan that it measures first."""
     asked = []
 
@@ -41,10 +39,9 @@ def test_plan_and_bench(
         raise UserError("nothing is loaded", "here", "stop")
 
     monkeypatch.setattr(planning, "load_chain", load)
-
     monkeypatch.setattr(benchmark, "load_chain", load)
     for command in ("plan", "bench", "bench"):
-        assert "nothing is loaded" in refusal(capsys, command, str(tiny_chain), *words)
+        assert "nothing is loaded" in refusal(command, str(tiny_chain), *words)
         if len(asked) == 2:
             with_plan(tiny_chain)
     assert asked == [enabled] * 3
@@ -79,7 +76,7 @@ def test_run_switches_off_graphs_wherever_the_recipe_runs_models(monkeypatch, tm
     ]
 
 
-def test_an_option_without_models_to_run_is_unknown(capsys) -> None:
-    code, _, err = call(capsys, "inspect", "chain", "--no-graphs")
+def test_an_option_without_models_to_run_is_unknown() -> None:
+    code, _, err = call("inspect", "chain", "--no-graphs")
     assert code == 2
     assert "--no-graphs" in err

@@ -195,7 +195,6 @@ def test_targets_that_do_not_fit_are_reported_by_the_dry_run(tmp_path: Path) -> 
         dry_run("gpu-7b", tmp_path, "cpu", f"target.model={tmp_path / 'qwen'}")
 
 
-@pytest.mark.slow
 def test_a_recipe_plans_and_measures_the_grown_chain(
     micro_run: Path,
     micro_recipe: Path,

@@ -1,19 +1,21 @@
 """The whole way, everything real, in one process per attempt: killed, continued, the same."""
 
 import json
-import os
 import shutil
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from polybasic.chain.formats.manifest import read_manifest
 from polybasic.chain.formats.verify import check_chain
 from polybasic.deploy import load_chain
+from polybasic.quantize import awq
+from polybasic.recipes.cli import main as cli
+from polybasic.train import scratch
+from tests import forked
+from tests.recipes.command_line import call
 
 STAGES = ("data", "target", "draft", "intermediate", "chain", "plan", "report")
 WEIGHTS = (
@@ -25,17 +27,6 @@ WEIGHTS = (
     "chain/draft/model.safetensors",
     "chain/intermediate/model.safetensors",
 )
-KILLED_WHEN = {
-    "data": "data/conversations.jsonl",
-    "target": "target/training_state.pt",
-    "draft": "draft/checkpoints/*",
-    "intermediate": "intermediate/model.safetensors",
-    "chain": "chain",
-    "plan": "plan/calibration.jsonl",
-    "report": "report",
-}
-"""In each stage, the file below its temporary folder at whose appearance the run is killed."""
-
 SMALL = (
     "small.scratch.num_layers=1",
     "small.scratch.hidden_size=256",
@@ -50,24 +41,22 @@ SMALL = (
 )
 """A smaller model of another depth and another width than the micro recipe's target."""
 
-pytestmark = pytest.mark.slow
 
+def package_until_killed(recipe: Path, out: Path, stage: str) -> None:
+    """Run `polybasic package`, and die in the midst of `stage`."""
+    if stage == "target":
+        take_step = scratch._Run._take_step
 
-def run_until_killed(recipe: Path, folder: Path, stage: str) -> None:
-    """Start a run and kill it with SIGKILL as soon as `stage` has written something."""
-    name, _, inside = KILLED_WHEN[stage].partition("/")
-    partial = folder / "out" / f".{name}.partial"
-    command = [sys.executable, "-m", "polybasic.recipes.cli.main", "run", recipe, "--out", "out"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with (folder / f"{stage}.log").open("w") as log:
-        running = subprocess.Popen(command, cwd=folder, env=environment, stderr=log, stdout=log)
-        deadline = time.monotonic() + 120
-        while not (list(partial.glob(inside)) if inside else partial.exists()):
-            assert running.poll() is None, (folder / f"{stage}.log").read_text("utf-8")
-            assert time.monotonic() < deadline
-            time.sleep(0.002)
-        running.kill()
-        assert running.wait() == -signal.SIGKILL
+        def step_or_die(run: Any, step: int, rows: Any) -> Any:
+            if step == 70:
+                forked.kill_this_process()
+            return take_step(run, step, rows)
+
+        scratch._Run._take_step = step_or_die  # type: ignore[method-assign]
+    else:
+        # after its weights, before its tokenizer
+        awq.copy_files = forked.kill_this_process
+    cli.main(["package", str(recipe), "--out", str(out)])
 
 
 def records(out: Path) -> dict[str, dict]:
@@ -79,25 +68,25 @@ def records(out: Path) -> dict[str, dict]:
     return found
 
 
-def test_killed_in_every_stage_and_continued(micro_run, micro_recipe, polybasic, tmp_path) -> None:
+def test_killed_in_two_stages_and_continued(micro_run, micro_recipe, tmp_path) -> None:
+    """In one that goes on where it was, and in one that starts over."""
+    out, log = tmp_path / "out", tmp_path / "log.txt"
     whole_before: dict[str, dict] = {}
-    for position, stage in enumerate(STAGES):
-        run_until_killed(micro_recipe, tmp_path, stage)
-        whole = records(tmp_path / "out")
-        assert tuple(whole) == STAGES[:position], f"killed in {stage}"
-        for name, record in whole_before.items():
-            assert whole[name] == record, f"{name} was whole and done again"
+    for stage in ("target", "intermediate"):
+        exit_code = forked.run(package_until_killed, micro_recipe, out, stage, log=log)
+        assert exit_code == -signal.SIGKILL, log.read_text("utf-8")
+        whole = records(out)
+        assert tuple(whole) == STAGES[: STAGES.index(stage)], f"killed in {stage}"
+        assert whole | whole_before == whole, "what was whole was done again"
         whole_before = whole
-    done = polybasic("run", micro_recipe, "--out", "out")
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.count("skipped") == len(STAGES) - 1
-    for log in ("target", "draft"):
-        following = STAGES[STAGES.index(log) + 1]
-        text = (tmp_path / f"{following}.log").read_text("utf-8")
-        assert f"{log}: continues (interrupted earlier)" in text
+    assert "target: continues (interrupted earlier)" in log.read_text("utf-8")
+    code, _, err = call("package", micro_recipe, "--out", out)
+    assert code == 0, err
+    assert err.count("skipped") == 3
+    assert "intermediate: runs" in err
     for name in WEIGHTS:
-        assert (tmp_path / "out" / name).read_bytes() == (micro_run / name).read_bytes(), name
-    leftovers = {path.name for path in (tmp_path / "out").iterdir()} - {*STAGES, "recipe.yaml"}
+        assert (out / name).read_bytes() == (micro_run / name).read_bytes(), name
+    leftovers = {path.name for path in out.iterdir()} - {*STAGES[:5], "recipe.yaml"}
     assert leftovers == {".lock"}
 
 
@@ -128,44 +117,38 @@ def test_the_report_and_the_chain_are_whole(micro_run: Path) -> None:
     assert manifest["training"]["draft"]["steps"] == 12
 
 
-def test_a_second_run_does_nothing_and_says_where_the_report_is(
-    micro_run, micro_recipe, polybasic
-) -> None:
+def test_a_second_run_does_nothing_and_says_where_the_report_is(micro_run, micro_recipe) -> None:
     before = records(micro_run)
-    again = polybasic("run", micro_recipe, "--out", micro_run)
-    assert again.returncode == 0, again.stderr
-    assert again.stderr.count("skipped") == len(STAGES)
-    assert f"report: {micro_run / 'chain' / 'report' / 'report.md'}" in again.stdout
+    code, out, err = call("run", micro_recipe, "--out", micro_run)
+    assert code == 0, err
+    assert err.count("skipped") == len(STAGES)
+    assert f"report: {micro_run / 'chain' / 'report' / 'report.md'}" in out
     assert records(micro_run) == before
-    dry = polybasic("run", micro_recipe, "--out", micro_run, "--dry-run")
-    assert "0 of 7 stages would run" in dry.stdout
+    assert "0 of 7 stages would run" in dry_run(micro_recipe, micro_run)
 
 
-def test_an_unrelated_key_redoes_only_what_depends_on_it(
-    micro_run, micro_recipe, polybasic
-) -> None:
-    changed = polybasic(
-        "run", micro_recipe, "bench.max_new_tokens=20", "--out", micro_run, "--dry-run"
-    )
-    assert "1 of 7 stages would run" in changed.stdout
-    assert "changed: bench.max_new_tokens" in " ".join(changed.stdout.split())
-    changed = polybasic("run", micro_recipe, "train.num_steps=20", "--out", micro_run, "--dry-run")
-    assert "4 of 7 stages would run" in changed.stdout
-    changed = polybasic("run", micro_recipe, "seed=2", "--out", micro_run, "--dry-run")
-    assert "7 of 7 stages would run" in changed.stdout
+def dry_run(recipe: Path, out: Path, *overrides: str) -> str:
+    return call("run", recipe, *overrides, "--out", out, "--dry-run")[1]
+
+
+def test_an_unrelated_key_redoes_only_what_depends_on_it(micro_run, micro_recipe) -> None:
+    shown = dry_run(micro_recipe, micro_run, "bench.max_new_tokens=20")
+    assert "1 of 7 stages would run" in shown
+    assert "changed: bench.max_new_tokens" in " ".join(shown.split())
+    for key, num_stages in (("train.num_steps=20", 4), ("seed=2", 7)):
+        assert f"{num_stages} of 7 stages would run" in dry_run(micro_recipe, micro_run, key)
 
 
 @pytest.fixture(scope="module")
-def micro_four(micro_run, micro_recipe, polybasic_in, tmp_path_factory) -> tuple[Path, str]:
+def micro_four(micro_run, micro_recipe, tmp_path_factory) -> tuple[Path, str]:
     """The micro run with a smaller model added to it, and what that printed on stderr."""
-    folder = tmp_path_factory.mktemp("micro_four")
-    shutil.copytree(micro_run, folder / "out")
-    done = polybasic_in(["package", micro_recipe, *SMALL, "--out", "out"], folder)
-    assert done.returncode == 0, done.stderr
-    return folder / "out", done.stderr
+    out = Path(shutil.copytree(micro_run, tmp_path_factory.mktemp("micro_four") / "out"))
+    code, _, err = call("package", micro_recipe, *SMALL, "--out", out)
+    assert code == 0, err
+    return out, err
 
 
-def test_a_smaller_model_joins_a_whole_run(micro_four, micro_recipe, polybasic) -> None:
+def test_a_smaller_model_joins_a_whole_run(micro_four, micro_recipe) -> None:
     out, stderr = micro_four
     assert stderr.count("skipped") == 4
     checked = check_chain(out / "chain")
@@ -185,8 +168,7 @@ def test_a_smaller_model_joins_a_whole_run(micro_four, micro_recipe, polybasic) 
     for name in ("tokenizer.json", "tokenizer_config.json"):
         tokenizer = (out / "small_target" / name).read_bytes()
         assert tokenizer == (out / "target" / name).read_bytes()
-    again = polybasic("package", micro_recipe, *SMALL, "--out", out)
-    assert again.stderr.count("skipped") == 8
+    assert call("package", micro_recipe, *SMALL, "--out", out)[2].count("skipped") == 8
 
 
 def test_four_trained_members_answer_as_the_target(micro_four) -> None:

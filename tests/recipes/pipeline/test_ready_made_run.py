@@ -3,7 +3,6 @@
 import json
 from pathlib import Path
 
-import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, BatchEncoding
@@ -48,8 +47,6 @@ plan:
   grid: {depths: [2], top_ks: [2], rows: [4], flush_lengths: [4], ngram_matches: []}
 bench: {num_prompts_per_task: 1, max_new_tokens: 8, repeats: 1, systems: [target, polybasic_full]}
 """
-
-pytestmark = pytest.mark.slow
 
 
 def write_conversations(path: Path) -> None:

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from polybasic.chain.errors import UserError
 from polybasic.recipes.schema.layers import merged, resolved_text
 from polybasic.recipes.schema.loading import load_recipe, read_layers
+from tests.recipes.command_line import recipe_refusal
 
 BASE = """\
 # Opens the base.
@@ -84,14 +84,6 @@ def write(tmp_path: Path) -> Callable[..., str]:
     return write_recipes
 
 
-def refusal(path: str, *overrides: str) -> str:
-    with pytest.raises(UserError) as caught:
-        load_recipe(path, list(overrides))
-    line = str(caught.value)
-    assert "\n" not in line
-    return line
-
-
 def test_sections_are_merged_and_all_else_is_replaced(write) -> None:
     recipe = load_recipe(write(OWN), ["train.num_steps=50", "small.quantize=true"])
     assert (recipe.name, recipe.description, recipe.seed) == ("derived", "", 1)
@@ -134,16 +126,18 @@ def test_what_looks_like_a_comment_in_a_text_is_text(write) -> None:
 
 def test_mistakes_name_the_file_in_which_the_key_stands(write, tmp_path) -> None:
     path, base = write(OWN), tmp_path / "base.yaml"
-    assert f"train.learning_rate = -1 ({path} line 7)" in refusal(
+    assert f"train.learning_rate = -1 ({path} line 7)" in recipe_refusal(
         write(OWN.replace("1e-4", "-1")), "seed=2"
     )
-    assert f"train.num_steps = 0 ({base} line 10)" in refusal(
+    assert f"train.num_steps = 0 ({base} line 10)" in recipe_refusal(
         write(OWN, BASE.replace("num_steps: 40", "num_steps: 0"))
     )
     wrong = BASE.replace("kind: eagle2", "knd: eagle2")
-    assert f"unknown key: train.knd ({base} line 9); did you mean" in refusal(write(OWN, wrong))
-    assert "seed = -1 (on the command line)" in refusal(write(OWN), "seed=-1")
-    nameless = refusal(write(OWN.replace("name: derived\n", "")))
+    assert f"unknown key: train.knd ({base} line 9); did you mean" in recipe_refusal(
+        write(OWN, wrong)
+    )
+    assert "seed = -1 (on the command line)" in recipe_refusal(write(OWN), "seed=-1")
+    nameless = recipe_refusal(write(OWN.replace("name: derived\n", "")))
     assert nameless == f"key is missing: name ({path}); add name"
 
 
@@ -160,12 +154,12 @@ def test_mistakes_name_the_file_in_which_the_key_stands(write, tmp_path) -> None
 )
 def test_a_base_that_cannot_be_is_refused(write, own: str, told: str) -> None:
     path = write(own)
-    assert told.format(path=path) in refusal(path)
+    assert told.format(path=path) in recipe_refusal(path)
 
 
 def test_a_circle_of_recipes_is_refused(write, tmp_path) -> None:
     path = write(OWN, "base: own.yaml\n" + BASE)
-    line = refusal(path)
+    line = recipe_refusal(path)
     assert line.startswith(
         f"recipe is its own base: base = own.yaml ({tmp_path / 'base.yaml'} line 1)"
     )

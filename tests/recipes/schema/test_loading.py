@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from polybasic.chain.errors import UserError
 from polybasic.recipes.schema.loading import find_recipe, load_recipe
+from tests.recipes.command_line import recipe_refusal
 
 VALID = """\
 name: small
@@ -24,14 +24,6 @@ def write(tmp_path: Path):
         return str(path)
 
     return write_recipe
-
-
-def refusal(path: str, *overrides: str) -> str:
-    with pytest.raises(UserError) as caught:
-        load_recipe(path, list(overrides))
-    line = str(caught.value)
-    assert "\n" not in line
-    return line
 
 
 def test_exponents_that_yaml_reads_as_text_become_numbers(write) -> None:
@@ -70,23 +62,25 @@ def test_overrides_win_over_the_file_and_convert(write) -> None:
 
 def test_unknown_key_names_line_and_nearest(write) -> None:
     path = write(VALID.replace("learning_rate", "lerning_rate"))
-    assert refusal(path) == (
+    assert recipe_refusal(path) == (
         f"unknown key: train.lerning_rate ({path} line 5); did you mean train.learning_rate?"
     )
 
 
 def test_unknown_section_names_nearest(write) -> None:
-    assert "did you mean train?" in refusal(write(VALID.replace("train:", "trian:")))
+    assert "did you mean train?" in recipe_refusal(write(VALID.replace("train:", "trian:")))
 
 
 def test_unknown_override_names_nearest_and_a_misplaced_key_its_section(write) -> None:
     path = write(VALID)
-    assert refusal(path, "train.lerning_rate=1") == (
+    assert recipe_refusal(path, "train.lerning_rate=1") == (
         "unknown key: train.lerning_rate (on the command line); did you mean train.learning_rate?"
     )
-    assert refusal(path, "learning_rate=1").endswith("did you mean target.scratch.learning_rate?")
-    assert "known keys" in refusal(path, "zzzzzz=1")
-    assert "unknown key: train.num_steps.x" in refusal(path, "train.num_steps.x=1")
+    assert recipe_refusal(path, "learning_rate=1").endswith(
+        "did you mean target.scratch.learning_rate?"
+    )
+    assert "known keys" in recipe_refusal(path, "zzzzzz=1")
+    assert "unknown key: train.num_steps.x" in recipe_refusal(path, "train.num_steps.x=1")
 
 
 @pytest.mark.parametrize(
@@ -106,20 +100,20 @@ def test_unknown_override_names_nearest_and_a_misplaced_key_its_section(write) -
     ],
 )
 def test_values_out_of_range_name_key_value_and_bound(write, override: str, told: str) -> None:
-    assert told in refusal(write(VALID), override)
+    assert told in recipe_refusal(write(VALID), override)
 
 
 def test_values_in_a_file_name_their_line(write) -> None:
     path = write(VALID.replace("num_steps: 10", "num_steps: 0"))
-    assert refusal(path) == (
+    assert recipe_refusal(path) == (
         f"value not allowed: train.num_steps = 0 ({path} line 3); "
         "it must be greater than or equal to 1"
     )
 
 
 def test_override_without_equals_sign_and_with_broken_value(write) -> None:
-    assert "override without '='" in refusal(write(VALID), "train.num_steps")
-    assert "not YAML" in refusal(write(VALID), "name={")
+    assert "override without '='" in recipe_refusal(write(VALID), "train.num_steps")
+    assert "not YAML" in recipe_refusal(write(VALID), "name={")
 
 
 @pytest.mark.parametrize(
@@ -137,18 +131,18 @@ def test_override_without_equals_sign_and_with_broken_value(write) -> None:
     ],
 )
 def test_broken_files_name_the_line(write, text: str, told: str) -> None:
-    assert told in refusal(write(text))
+    assert told in recipe_refusal(write(text))
 
 
 def test_python_tags_are_not_run(write) -> None:
-    line = refusal(write("name: !!python/object/apply:os.getcwd []\n"))
+    line = recipe_refusal(write("name: !!python/object/apply:os.getcwd []\n"))
     assert "recipe is not YAML" in line
 
 
 def test_binary_and_missing_files(tmp_path: Path) -> None:
     binary = tmp_path / "binary.yaml"
     binary.write_bytes(b"\xff\xfe\x00")
-    assert "not UTF-8" in refusal(str(binary))
-    assert refusal(str(tmp_path / "no.yaml")).startswith("recipe not found")
-    assert "did you mean tiny?" in refusal("tyny")
-    assert "recipe is a folder" in refusal(str(tmp_path))
+    assert "not UTF-8" in recipe_refusal(str(binary))
+    assert recipe_refusal(str(tmp_path / "no.yaml")).startswith("recipe not found")
+    assert "did you mean tiny?" in recipe_refusal("tyny")
+    assert "recipe is a folder" in recipe_refusal(str(tmp_path))

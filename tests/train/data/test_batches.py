@@ -121,6 +121,15 @@ def test_each_conversation_of_a_batch_is_whole_and_named(pack: bool) -> None:
             assert all(len(ids) == 1 for ids in batch.conversation_ids)
 
 
+def test_batches_of_like_lengths_come_in_an_order_of_their_own() -> None:
+    batches = counting(pack=False)
+    lengths = [batches.batch(step).lengths for step in range(WINDOW_BATCHES)]
+    longest = [max(length for row in batch for length in row) for batch in lengths]
+    assert longest != sorted(longest)
+    spread = [max(batch)[0] - min(batch)[0] for batch in lengths]
+    assert sum(spread) < sum(longest) / 4
+
+
 def test_packed_rows_are_full_and_tell_documents_apart() -> None:
     batches = counting(pack=True)
     num_shared = 0
@@ -161,8 +170,9 @@ def test_batches_are_a_function_of_seed_and_step(pack: bool) -> None:
     assert other != [batch.conversation_ids for batch in batches[:3]]
 
 
-def test_packed_stream_has_each_conversation_once_an_epoch() -> None:
-    batches = counting(pack=True)
+@pytest.mark.parametrize("pack", [False, True])
+def test_a_stream_has_each_conversation_once_an_epoch(pack: bool) -> None:
+    batches = counting(pack)
     counts: Counter[str] = Counter()
     for step in range(10 * WINDOW_BATCHES):
         counts.update(each for each, *_ in documents(batches.batch(step)))

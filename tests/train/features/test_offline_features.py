@@ -1,12 +1,9 @@
 """Offline features: what is read is what a pass would give, and how they come onto the disk."""
 
 import fcntl
-import multiprocessing
-import os
+import itertools
 import shutil
-import subprocess
-import sys
-import time
+import signal
 from collections import namedtuple
 from pathlib import Path
 
@@ -29,23 +26,16 @@ from polybasic.train.features.offline_features import (
 )
 from polybasic.train.features.states import Features
 from polybasic.train.features.target import load_target
-from polybasic.train.processes import RENDEZVOUS_FILE, process_group
+from polybasic.train.processes import process_group, process_index
+from tests import forked
 from tests.checkpoints import byte_level_tokenizer, write_family
 
-ROOT = Path(__file__).parents[3]
 CPU = torch.device("cpu")
 IDENTITY = {"target_sha256": "a1", "data_sha256": "b2", "seed": 0}
 LAYERS = (0, 1, 2)
 SHARD_BYTES = 12_000
 """Of the small verifier: a few conversations."""
 NUM_STEPS = 9
-RUN = """
-import sys
-from pathlib import Path
-from tests.train.features.test_offline_features import kill_and_continue
-kill_and_continue(Path(sys.argv[1]))
-"""
-"""In a process of its own, which imports once and forks before it has threads."""
 
 
 class SmallVerifier:
@@ -54,14 +44,12 @@ class SmallVerifier:
     device = CPU
     hidden_size = 16
 
-    def __init__(self, dtype=torch.float32, pause=0.0):
-        self.pause = pause
+    def __init__(self, dtype=torch.float32):
         random = torch.Generator().manual_seed(0)
         self.embedding = torch.randn(400, self.hidden_size, generator=random).to(dtype)
         self.num_passes = self.num_tokens = 0
 
     def features(self, token_ids, document_ids=None, feature_layers=None):
-        time.sleep(self.pause)
         self.num_passes += 1
         self.num_tokens += token_ids.numel()
         places = torch.arange(token_ids.shape[1])[None]
@@ -109,9 +97,15 @@ def of_conversations(features, share):
             yield features.layers[row, : sum(lengths)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("pack", [False, True])
-@pytest.mark.parametrize("layers", [None, LAYERS])
+@pytest.mark.parametrize(
+    ("pack", "layers", "dtype"),
+    [
+        (False, None, torch.float32),
+        (False, LAYERS, torch.bfloat16),
+        (True, None, torch.bfloat16),
+        (True, LAYERS, torch.float32),
+    ],
+)
 def test_what_is_read_is_what_was_computed(pack, layers, dtype, tmp_path):
     verifier = SmallVerifier(dtype)
     offline, online = (
@@ -326,53 +320,34 @@ def test_stopped_writer_continues_with_the_next_shard(tmp_path, monkeypatch):
     assert contents(folder) == contents(tmp_path / "whole")
 
 
-def begin(folder, pause, meeting):
-    """Start two processes that write to `folder` and leave there how many passes they ran."""
-    context = multiprocessing.get_context("fork")
-    processes = [
-        context.Process(target=work, args=(folder, pause, meeting, index)) for index in range(2)
-    ]
-    for process in processes:
-        process.start()
-    return processes
+def write_as_one_of_two(folder, num_shards=None):
+    """Leave behind how many passes were run; with `num_shards`, die once those are whole."""
+    verifier = SmallVerifier()
+    if num_shards is not None:
+        whole, write = itertools.count(1), offline_features.write_shard
 
+        def write_and_die(*arguments):
+            write(*arguments)
+            if next(whole) == num_shards:
+                forked.kill_this_process()
 
-def work(folder, pause, meeting, index):
-    os.environ.update({"RANK": str(index), "LOCAL_RANK": str(index), "WORLD_SIZE": "2"})
-    os.environ[RENDEZVOUS_FILE] = str(meeting)
-    verifier = SmallVerifier(pause=pause)
+        offline_features.write_shard = write_and_die
     with process_group():
         written(verifier, folder)
-    (folder / f".passes-{index}").write_text(str(verifier.num_passes))
+    (folder / f".passes-{process_index()}").write_text(str(verifier.num_passes))
     distributed.destroy_process_group()
 
 
-def kill_and_continue(folder):
-    """Kill two writers after their first shards, keep a copy of those, and start again."""
-    processes = begin(folder, 0.3, folder.with_name("first_meeting"))
-    deadline = time.monotonic() + 120
-    while len(shard_paths(folder)) < 2:
-        assert all(process.is_alive() for process in processes)
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
-    for process in processes:
-        process.kill()
-        process.join()
-    shutil.copytree(folder, folder.with_name("killed"))
-    processes = begin(folder, 0, folder.with_name("second_meeting"))
-    for process in processes:
-        process.join(120)
-        assert process.exitcode == 0
-
-
-@pytest.mark.slow
 def test_two_processes_write_what_one_does_also_after_a_kill(tmp_path):
     written(SmallVerifier(), tmp_path / "alone")
-    alone = contents(tmp_path / "alone")
-    subprocess.run([sys.executable, "-c", RUN, tmp_path / "two"], cwd=ROOT, check=True)
+    alone, log = contents(tmp_path / "alone"), tmp_path / "log.txt"
+    exit_codes = forked.run_two(write_as_one_of_two, tmp_path / "two", 1, log=log)
+    assert -signal.SIGKILL in exit_codes, log.read_text()
+    before = times(tmp_path / "two")
+    assert 1 <= len(before) <= 2 < len(shard_paths(tmp_path / "alone"))
+    exit_codes = forked.run_two(write_as_one_of_two, tmp_path / "two", log=log)
+    assert exit_codes == [0, 0], log.read_text()
     two = contents(tmp_path / "two")
-    before = times(tmp_path / "killed")
-    assert 2 <= len(before) < len(shard_paths(tmp_path / "alone"))
     assert before.items() < times(tmp_path / "two").items(), "what was whole is kept"
     assert {name: two[name] for name in alone} == alone
     first, second = (int(two[f".passes-{index}"]) for index in range(2))

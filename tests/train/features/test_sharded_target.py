@@ -1,41 +1,18 @@
 """A target partitioned over two processes, against the whole one."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
+from polybasic.train.features.sharded_target import load_sharded_target
 from polybasic.train.features.target import load_target
-from polybasic.train.processes import RENDEZVOUS_FILE
+from polybasic.train.processes import process_group, process_index
+from tests import forked
 from tests.checkpoints import write_family
 
-ROOT = Path(__file__).parents[3]
 CPU = torch.device("cpu")
-RUN = """
-import json, sys
-from pathlib import Path
-from safetensors.torch import save_file
-from tests.train.features.test_sharded_target import measured
-from polybasic.train.processes import process_group, process_index
-from polybasic.train.features.sharded_target import load_sharded_target
-folders, out = sys.argv[1:-1], Path(sys.argv[-1])
-with process_group():
-    for folder in map(Path, folders):
-        target = load_sharded_target(folder)
-        layers = target.model.model.layers.parameters()
-        matrices = [each for each in layers if each.ds_numel > 10_000]
-        held = {"held": sum(each.ds_tensor.numel() for each in matrices)}
-        held["at_rest"] = sum(each.numel() for each in matrices)
-        held["all"] = sum(each.ds_numel for each in matrices)
-        place = f"{folder.name}-{process_index()}"
-        save_file(measured(target), out / f"{place}.safetensors")
-        (out / f"{place}.json").write_text(json.dumps(held))
-"""
 FAMILIES = ("llama2", "llama32", "qwen2", "phi3")
 """Of them one with tied embeddings, one with biases and one with fused projections."""
 
@@ -78,32 +55,29 @@ def folders(tmp_path_factory):
     return [root / family for family in FAMILIES]
 
 
+def measure(folders, out):
+    """As one of two processes: `measured` of each target, and how many weights it holds."""
+    with process_group():
+        for folder in folders:
+            target = load_sharded_target(folder)
+            layers = target.model.model.layers.parameters()
+            matrices = [each for each in layers if each.ds_numel > 10_000]
+            held = {"held": sum(each.ds_tensor.numel() for each in matrices)}
+            held["at_rest"] = sum(each.numel() for each in matrices)
+            held["all"] = sum(each.ds_numel for each in matrices)
+            place = f"{folder.name}-{process_index()}"
+            save_file(measured(target), out / f"{place}.safetensors")
+            (out / f"{place}.json").write_text(json.dumps(held))
+
+
 @pytest.fixture(scope="module")
 def sharded(folders, tmp_path_factory):
     out = tmp_path_factory.mktemp("sharded")
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", RUN, *map(str, folders), str(out)],
-            env={
-                **os.environ,
-                "RANK": str(index),
-                "LOCAL_RANK": str(index),
-                "WORLD_SIZE": "2",
-                RENDEZVOUS_FILE: str(out / "meeting"),
-            },
-            cwd=ROOT,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for index in range(2)
-    ]
-    for process in processes:
-        _, stderr = process.communicate(timeout=240)
-        assert process.returncode == 0, stderr
+    exit_codes = forked.run_two(measure, folders, out, log=out / "log.txt")
+    assert exit_codes == [0, 0], (out / "log.txt").read_text()
     return out
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("index", [0, 1])
 def test_features_and_answers_are_the_whole_targets(folders, sharded, index):
     for folder in folders:
@@ -115,7 +89,6 @@ def test_features_and_answers_are_the_whole_targets(folders, sharded, index):
         assert expected["layers"].shape == (3, 17, 3 * 128)
 
 
-@pytest.mark.slow
 def test_each_process_holds_its_half(folders, sharded):
     for folder in folders:
         for index in range(2):

@@ -7,21 +7,12 @@ import torch
 from safetensors.torch import save_file
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.awq import GROUP_SIZE, QUANTIZATION_CONFIG, QuantizedWeight, dequantize
+from polybasic.chain.formats.awq import QUANTIZATION_CONFIG, dequantize
 from polybasic.train.features.target import load_intermediate, load_target
 from tests.checkpoints import write_family
+from tests.conftest import round_to_nearest
 
 CPU = torch.device("cpu")
-
-
-def rounded(weight):
-    """The nearest codes between the ends of each group, [O, I]."""
-    groups = weight.float().unflatten(1, (-1, GROUP_SIZE))
-    low, high = groups.amin(2), groups.amax(2)
-    scales = ((high - low) / 15).half()
-    zeros = (-low / scales).round().clamp(0, 15)
-    codes = (groups / scales[..., None] + zeros[..., None]).round().clamp(0, 15)
-    return QuantizedWeight(codes.flatten(1).byte(), zeros.byte(), scales)
 
 
 def write_intermediate(folder, target):
@@ -29,7 +20,7 @@ def write_intermediate(folder, target):
     tensors = {}
     for name, parameter in target.model.named_parameters():
         if ".layers." in name and parameter.dim() == 2:
-            weight = rounded(parameter)
+            weight = round_to_nearest(parameter.float())
             packed = weight.pack()
             for part, tensor in zip(("qweight", "qzeros", "scales"), packed, strict=True):
                 tensors[f"{name.removesuffix('weight')}{part}"] = tensor.contiguous()

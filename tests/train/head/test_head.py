@@ -209,24 +209,8 @@ def test_each_kind_projects_onto_its_draft_vocabulary(head):
 
 
 DOCUMENTS = torch.tensor([[0] * 4 + [1] * 5, [0] * 6 + [-1] * 3])
-PARTS = [(0, 0, 4), (0, 4, 9), (1, 0, 6)]
-"""Row, first and last place of each conversation."""
 
 
 def test_positions_begin_anew_with_each_conversation():
     found = positions_in_documents(DOCUMENTS).tolist()
     assert found == [[0, 1, 2, 3, 0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 5, 0, 1, 2]]
-
-
-def test_packed_conversations_do_not_see_each_other(either, rows):
-    token_ids, features = rows
-    packed = either.unroll(token_ids, features, 3, DOCUMENTS)
-    unaware = either.unroll(token_ids, features, 3)
-    for row, start, end in PARTS:
-        alone = either.unroll(
-            token_ids[row : row + 1, start:end], features[row : row + 1, start:end], 3
-        )
-        for step, (output, expected) in enumerate(zip(packed, alone, strict=True)):
-            torch.testing.assert_close(output[row, start + step : end], expected[0, step:])
-    assert not torch.allclose(packed[0][0, 5], unaware[0][0, 5], atol=1e-3)
-    assert all(output.isfinite().all() for output in packed), "padding too, which is masked later"

@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
@@ -20,14 +19,13 @@ from transformers import PreTrainedTokenizerFast as FastTokenizer
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.lineage import weights_digest
-from polybasic.train.data.batches import BatchStream
-from polybasic.train.data.conversations import load_conversations
 from polybasic.train.engine import learning_rate_factor
 from polybasic.train.head.acceptance import Acceptance
 from polybasic.train.run.interruption import Interrupted, record_signals, sigterm_raises
 from polybasic.train.run.loop import HeadRun
 from polybasic.train.run.training import train_head
 from polybasic.train.settings import DataSettings, DraftSettings, HeadSettings, LoraSettings
+from tests import forked
 from tests.conftest import write_intermediate
 from tests.train.counting import write_counting
 
@@ -421,53 +419,35 @@ def test_tokenizer_of_another_folder_is_used_and_tells_runs_apart(
     assert "already trained" not in capsys.readouterr().err
 
 
-def start(target, conversations, settings, out):
-    environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
-    environment.pop("DS_ACCELERATOR", None)
-    arguments = [target, conversations, DATA.model_dump_json(), settings.model_dump_json(), out]
-    return subprocess.Popen(
-        [sys.executable, "-c", RUN, *map(str, arguments)],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+def train_until_killed(target, conversations, out, step):
+    signal_in_step(pytest.MonkeyPatch(), step, signal.SIGKILL)
+    train_head(target, conversations, DATA, SETTINGS, 0, out)
 
 
-def kill_after(process, out, num_steps):
-    path, deadline = out / "metrics.jsonl", time.monotonic() + 60
-    while not (path.exists() and path.read_text().count('"loss"') >= num_steps):
-        assert process.poll() is None, process.stderr.read()
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-
-
-def test_killed_run_continues_to_the_same_bits(target, conversations, tmp_path):
-    settings = SETTINGS.model_copy(update={"num_steps": 40})
-    train_head(target, conversations, DATA, settings, 0, tmp_path / "whole")
-    out = tmp_path / "killed"
-    kill_after(start(target, conversations, settings, out), out, 10)
+def test_killed_run_continues_to_the_same_bits(trained, target, conversations, tmp_path):
+    out, log, whole = tmp_path / "killed", tmp_path / "log.txt", trained[0]
+    exit_code = forked.run(train_until_killed, target, conversations, out, 8, log=log)
+    assert exit_code == -signal.SIGKILL, log.read_text()
     assert not (out / "model.safetensors").exists()
     (checkpoint,) = (out / "checkpoints").glob("step-*")
-    again = start(target, conversations, settings, out)
-    stdout, stderr = again.communicate(timeout=120)
-    assert again.returncode == 0, stderr
-    assert stdout == "", "results go there, not DeepSpeed's chatter"
-    assert "[WARNING]" not in stderr
-    assert "[INFO]" not in stderr
-    assert f"continuing from {checkpoint}" in "".join(stderr.split("\n"))
-    first, second = tmp_path / "whole" / "model.safetensors", out / "model.safetensors"
+    # anew, because DeepSpeed would talk where it is imported
+    arguments = [target, conversations, DATA.model_dump_json(), SETTINGS.model_dump_json(), out]
+    again = subprocess.run(
+        [sys.executable, "-c", RUN, *map(str, arguments)],
+        env={name: value for name, value in os.environ.items() if name != "DS_ACCELERATOR"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert again.returncode == 0, again.stderr
+    assert again.stdout == "", "results go there, not DeepSpeed's chatter"
+    assert "[WARNING]" not in again.stderr
+    assert "[INFO]" not in again.stderr
+    assert f"continuing from {checkpoint}" in "".join(again.stderr.split("\n"))
+    first, second = (folder / "model.safetensors" for folder in (whole, out))
     assert first.read_bytes() == second.read_bytes()
-
-    def numbers(folder):
-        return [
-            {name: value for name, value in line.items() if name != "tokens_per_second"}
-            for line in metrics(folder)
-        ]
-
-    assert numbers(out) == numbers(tmp_path / "whole")
+    taken = [[line | {"tokens_per_second": 0} for line in metrics(each)] for each in (whole, out)]
+    assert taken[0] == taken[1]
 
 
 def test_other_settings_do_not_continue_an_interrupted_run(
@@ -546,33 +526,6 @@ def test_several_processes_are_refused(target, conversations, tmp_path, monkeypa
         train_head(target, conversations, DATA, SETTINGS, 0, tmp_path / "run")
 
 
-def test_batches_are_a_function_of_seed_and_step(target, conversations):
-    dataset = load_conversations(conversations)
-    tokenizer = FastTokenizer.from_pretrained(target)
-
-    def stream(seed):
-        return BatchStream(dataset, tokenizer, 4, 64, seed)
-
-    forward, jumping = stream(0), stream(0)
-    batches = [forward.batch(step) for step in range(20)]
-    for step in (19, 3, 11):
-        assert torch.equal(jumping.batch(step).token_ids, batches[step].token_ids)
-    assert not torch.equal(stream(1).batch(0).token_ids[:, :20], batches[0].token_ids[:, :20])
-    # forty conversations make ten batches of four: an epoch has each of them once
-    epoch = [row for batch in batches[:10] for row in batch.token_ids[:, :40].tolist()]
-    texts = [tokenizer.decode(row) for row in epoch]
-    assert sum("user" in text for text in texts) == 40
-    spread = [int(batch.is_assistant.any(0).sum()) for batch in batches[:8]]
-    assert spread != sorted(spread), "batches sorted by length are shuffled again"
-
-
-def test_batches_without_assistant_tokens_are_refused(target, conversations):
-    dataset = load_conversations(conversations)
-    stream = BatchStream(dataset, FastTokenizer.from_pretrained(target), 4, 10, 0)
-    with pytest.raises(UserError, match="no assistant tokens to train on"):
-        stream.batch(0)
-
-
 def test_learning_rate_rises_then_falls_to_zero():
     factor = learning_rate_factor(4, 10)
     assert [factor(step) for step in range(4)] == [0.25, 0.5, 0.75, 1.0]
@@ -595,11 +548,3 @@ def test_settings_that_cannot_work_are_refused():
     with pytest.raises(ValueError, match="adapt: lora needs a ready head"):
         DraftSettings(adapt="lora")
     assert DraftSettings(adapt="lora", model="org/head").lora.rank == 16
-
-
-def test_settings_and_digests_import_no_torch():
-    code = (
-        "import sys, polybasic.train.settings, polybasic.chain.formats.lineage;"
-        "sys.exit('torch' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

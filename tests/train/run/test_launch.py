@@ -2,59 +2,58 @@
 
 import json
 import os
+import select
 import signal
-import subprocess
 import sys
-import threading
-import time
-from pathlib import Path
+from contextlib import contextmanager
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from polybasic.chain.errors import UserError
-from polybasic.train.data.batches import Batch, row_noise
-from polybasic.train.features.lm_head import LmHead
-from polybasic.train.head.losses import step_weights, unrolled_loss
+from polybasic.chain.formats.files import write_json
+from polybasic.train.data.batches import row_noise
+from polybasic.train.run import launch
 from polybasic.train.run.hosts import Host, read_hostfile
 from polybasic.train.run.interruption import Interrupted
-from polybasic.train.run.launch import _failure, train_head_in_processes
+from polybasic.train.run.launch import train_head_in_processes
 from polybasic.train.settings import DataSettings, HeadSettings
+from tests import forked
 from tests.checkpoints import write_family
 from tests.train.counting import write_counting
 
 DATA = DataSettings(num_heldout=3, max_tokens=64)
 SETTINGS = HeadSettings(
-    num_steps=40,
+    num_steps=12,
     warmup_steps=1,
     batch_size=4,
     learning_rate=1e-3,
     token_loss_weight=1.0,
     dtype="float32",
-    eval_every_steps=10,
-    save_every_steps=4,
+    eval_every_steps=6,
+    save_every_steps=3,
     eval_answer_tokens=8,
     eval_tree_depth=3,
 )
 TWO = HeadSettings(**(SETTINGS.model_dump() | {"num_processes": 2}))
-RUN = """
-import json, sys
-from pathlib import Path
-from polybasic.train.run.interruption import Interrupted
-from polybasic.train.run.launch import train_head_in_processes
-from polybasic.train.settings import DataSettings, HeadSettings
-target, conversations, data, settings, out = sys.argv[1:]
-settings = HeadSettings.model_validate_json(settings)
-try:
-    train_head_in_processes(
-        settings.num_processes, target=Path(target), conversations=conversations,
-        data=DataSettings.model_validate_json(data), settings=settings, seed=0, out=Path(out),
-    )
-except Interrupted as interrupted:
-    print(interrupted, file=sys.stderr)
-    sys.exit(interrupted.exit_code)
+WORKER = """
+import os, runpy, time
+from polybasic.train.run.loop import HeadRun
+
+step_of = HeadRun._step
+
+def step_with_signal(run, log, progress, received):
+    if os.environ["RANK"] == "{index}" and run._state.step == {step}:
+        os.kill({pid} or os.getpid(), {number})
+        while not received.number:
+            time.sleep(0.01)
+    return step_of(run, log, progress, received)
+
+HeadRun._step = step_with_signal
+runpy.run_module("polybasic.train.run.launch", run_name="__main__", alter_sys=True)
 """
+"""A worker that sends a signal before a step, and goes on when the signal has come to it."""
 
 
 @pytest.fixture(scope="module")
@@ -132,22 +131,11 @@ def two(target, conversations, tmp_path_factory):
     return out, train_head_in_processes(2, **arguments(target, conversations, TWO, out))
 
 
-@pytest.mark.slow
 def test_two_processes_train_as_one(alone, two):
     assert_same_training(*two, alone)
     assert {path.name for path in two[0].iterdir()} == {path.name for path in alone[0].iterdir()}
 
 
-@pytest.mark.slow
-def test_target_partitioned_over_two_processes_trains_as_whole(
-    target, conversations, alone, tmp_path
-):
-    settings, out = changed(num_processes=2, zero_stage=3), tmp_path / "partitioned"
-    summary = train_head_in_processes(2, **arguments(target, conversations, settings, out))
-    assert_same_training(out, summary, alone)
-
-
-@pytest.mark.slow
 def test_other_noise_and_order_are_told_apart(target, conversations, alone, tmp_path):
     other = train_head_in_processes(
         1, **arguments(target, conversations, SETTINGS, tmp_path / "other", seed=1)
@@ -156,65 +144,77 @@ def test_other_noise_and_order_are_told_apart(target, conversations, alone, tmp_
         assert_same_training(tmp_path / "other", other, alone)
 
 
-def start(target, conversations, settings, out):
-    command = [target, conversations, DATA.model_dump_json(), settings.model_dump_json(), out]
-    return subprocess.Popen(
-        [sys.executable, "-c", RUN, *map(str, command)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(out.parent)},
-    )
+def send_a_signal(patch, worker, index, step, number, pid=0):
+    """Let process `index` signal a process (0: itself) when it has taken so many steps."""
+    worker.write_text(WORKER.format(index=index, step=step, number=int(number), pid=pid))
+    command, ssh_command = launch._command, launch.ssh_command
+
+    def local(place, places, folder):
+        found, environment = command(place, places, folder)
+        if place.host is None:
+            found = [sys.executable, str(worker), str(folder)]
+        return found, environment
+
+    def remote(host, arguments, environment):
+        return ssh_command(host, [str(worker), arguments[-1]], environment)
+
+    patch.setattr(launch, "_command", local)
+    patch.setattr(launch, "ssh_command", remote)
 
 
-def wait_for_steps(out, num_steps, process=None):
-    path, deadline = out / "metrics.jsonl", time.monotonic() + 120
-    while not (path.exists() and path.read_text().count('"loss"') >= num_steps):
-        assert process is None or process.poll() is None, process.stderr.read()
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
+def train_until_the_launcher_is_killed(worker, given, step):
+    workers = launch._workers
+
+    @contextmanager
+    def with_their_ids(*arguments):
+        with workers(*arguments) as started:
+            ids = " ".join(str(each.pid) for each in started)
+            worker.with_name("ids.txt").write_text(ids)
+            yield started
+
+    launch._workers = with_their_ids
+    send_a_signal(pytest.MonkeyPatch(), worker, 0, step, signal.SIGKILL, os.getpid())
+    train_head_in_processes(2, **given)
 
 
-def stop(process, out, num_steps, how, worker=None):
-    """Send a signal to the launching process, or to one worker, alone; all must end.
-
-    Returns:
-        What the launching process said on stderr.
-    """
-    wait_for_steps(out, num_steps, process)
-    workers = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    assert len(workers) == 2
-    os.kill(process.pid if worker is None else int(workers[worker]), how)
-    _, stderr = process.communicate()
-    deadline = time.monotonic() + 60
-    while any(Path(f"/proc/{each}").exists() for each in workers):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    assert not (out / "model.safetensors").exists()
-    return stderr
+def wait_for_the_end_of(process_id):
+    try:
+        opened = os.pidfd_open(process_id)
+    except ProcessLookupError:
+        return
+    select.select([opened], [], [])
+    os.close(opened)
 
 
-@pytest.mark.slow
-def test_stopped_run_of_two_continues_to_the_same_bits(target, conversations, two, tmp_path):
-    out = tmp_path / "stopped"
-
-    def begin():
-        return start(target, conversations, TWO, out)
-
-    first = begin()
-    stderr = stop(first, out, 5, signal.SIGTERM, worker=1)
-    assert first.returncode == 143, stderr
-    (checkpoint,) = (out / "checkpoints").glob("step-*")
-    assert f"SIGTERM: step {int(checkpoint.name[5:])} of 40 is saved in {checkpoint}; " in stderr
-    stderr = stop(begin(), out, 12, signal.SIGKILL, worker=1)
-    assert "RuntimeError: training process 1 ended with SIGKILL" in stderr
+@pytest.mark.proof
+def test_stopped_run_of_two_continues_to_the_same_bits(
+    target, conversations, two, tmp_path, monkeypatch, capfd
+):
+    out, worker, log = tmp_path / "stopped", tmp_path / "worker.py", tmp_path / "log.txt"
+    given = arguments(target, conversations, TWO, out)
+    with monkeypatch.context() as patch:
+        send_a_signal(patch, worker, 1, 1, signal.SIGTERM)
+        with pytest.raises(
+            Interrupted, match=r"^SIGTERM: step 2 of 12 is saved in \S+2; "
+        ) as caught:
+            train_head_in_processes(2, **given)
+        assert caught.value.exit_code == 143
+    with monkeypatch.context() as patch:
+        send_a_signal(patch, worker, 1, 4, signal.SIGKILL)
+        with pytest.raises(RuntimeError, match=r"^training process 1 ended with SIGKILL"):
+            train_head_in_processes(2, **given)
     with pytest.raises(UserError, match=r"another number of processes than 1: .*_processes 2\)"):
         train_head_in_processes(1, **arguments(target, conversations, SETTINGS, out))
-    stop(begin(), out, 20, signal.SIGKILL)
+    exit_code = forked.run(train_until_the_launcher_is_killed, worker, given, 10, log=log)
+    assert exit_code == -signal.SIGKILL, log.read_text()
+    for process_id in map(int, (tmp_path / "ids.txt").read_text().split()):
+        wait_for_the_end_of(process_id)
+    assert not (out / "model.safetensors").exists()
     (checkpoint,) = (out / "checkpoints").glob("step-*")
-    again = begin()
-    stdout, stderr = again.communicate(timeout=240)
-    assert again.returncode == 0, stderr
+    assert checkpoint.name == "step-00000009"
+    capfd.readouterr()
+    train_head_in_processes(2, **given)
+    stdout, stderr = capfd.readouterr()
     assert stdout == ""
     assert "Warning" not in stderr
     assert stderr.count("continuing from") == 1
@@ -258,9 +258,8 @@ def hostfile(tmp_path, *lines):
     return path
 
 
-@pytest.mark.slow
-def test_two_hosts_train_packed_rows_on_offline_features_as_one_process(
-    target, conversations, ssh_log, tmp_path
+def test_two_hosts_with_a_partitioned_target_train_packed_rows_on_offline_features(
+    target, conversations, ssh_log, tmp_path, monkeypatch
 ):
     """Ctrl-C to the launcher arrives on the hosts, and the same command continues."""
     changes = {"pack": True, "features": "offline", "batch_size": 2}
@@ -271,17 +270,12 @@ def test_two_hosts_train_packed_rows_on_offline_features_as_one_process(
         tmp_path / "two",
         hostfile(tmp_path, "# two", "localhost slots=1", "127.0.0.1 slots=1"),
     )
-    given = arguments(target, conversations, changed(num_processes=2, **changes), out)
-
-    def ctrl_c():
-        wait_for_steps(out, 3)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    watcher = threading.Thread(target=ctrl_c)
-    watcher.start()
-    with pytest.raises(Interrupted, match=r"^SIGINT: step \d+ of 40 is saved in \S+; "):
-        train_head_in_processes(2, file, **given)
-    watcher.join()
+    settings = changed(num_processes=2, zero_stage=3, **changes)
+    given = arguments(target, conversations, settings, out)
+    with monkeypatch.context() as patch:
+        send_a_signal(patch, tmp_path / "worker.py", 1, 3, signal.SIGINT, os.getpid())
+        with pytest.raises(Interrupted, match=r"^SIGINT: step 4 of 12 is saved in \S+4; "):
+            train_head_in_processes(2, file, **given)
     summary = train_head_in_processes(2, file, **given)
     assert sorted(ssh_log.read_text().split()) == ["127.0.0.1"] * 2 + ["localhost"] * 2
     assert_same_training(out, summary, (alone, expected))
@@ -323,16 +317,23 @@ def test_hostfile_is_deepspeeds(tmp_path):
         train_head_in_processes(2, hostfile(tmp_path, "a slots=4"), out=tmp_path)
 
 
-@pytest.mark.slow
+def work(folder):
+    os.environ.update({"RANK": "1", "LOCAL_WORLD_SIZE": "2"})
+    os.dup2(os.pipe()[0], 0)  # as of a launcher that lives
+    sys.exit(launch._run_worker(folder))
+
+
 def test_user_error_of_a_process_arrives(target, conversations, tmp_path):
     wanted = arguments(tmp_path / "none", conversations, TWO, tmp_path / "run")
-    with pytest.raises(UserError, match=r"^no weights: \S+none") as raised:
-        train_head_in_processes(2, **wanted)
-    assert raised.value.what == "no weights"
+    write_json(tmp_path / "arguments.json", launch._as_json(wanted))
+    assert forked.run(work, tmp_path, log=tmp_path / "log.txt") == 2
+    failure = launch._failure([None, 2], tmp_path)
+    assert isinstance(failure, UserError)
+    assert str(failure).startswith(f"no weights: {tmp_path / 'none'}")
 
 
 def failed(folder, codes):
-    return str(_failure(codes, folder))
+    return str(launch._failure(codes, folder))
 
 
 def test_first_cause_is_told(tmp_path):
@@ -351,7 +352,7 @@ def test_first_cause_is_told(tmp_path):
     assert failed(tmp_path, [1, 1]) == "training process 1 ended with exit code 1\nValueError: odd"
     reported = {"what": "no weights", "where": "here", "do": "fetch them"}
     (tmp_path / "error-1.json").write_text(json.dumps(reported))
-    assert isinstance(_failure([1, 2], tmp_path), UserError)
+    assert isinstance(launch._failure([1, 2], tmp_path), UserError)
     assert failed(tmp_path, [1, 2]) == "no weights: here; fetch them"
 
 
@@ -360,39 +361,6 @@ def test_more_processes_than_gpus_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     with pytest.raises(UserError, match=r"more processes than GPUs: .*num_processes = 5, GPUs 4;"):
         train_head_in_processes(5)
-
-
-@pytest.mark.parametrize("num_rows", [1, 3, 4])
-@pytest.mark.parametrize("num_shares", [2, 3])
-def test_loss_and_gradient_of_shares_average_to_the_batchs(num_rows, num_shares):
-    """Also where a share is empty, and where assistant tokens are spread unevenly."""
-    random = torch.Generator().manual_seed(0)
-    lm_head = LmHead(torch.randn(11, 8, generator=random))
-    features = torch.randn(num_rows, 9, 8, generator=random)
-    outputs = torch.randn(2, num_rows, 9, 8, generator=random).requires_grad_()
-    is_assistant = torch.arange(9) >= torch.randint(2, 8, (num_rows, 1), generator=random)
-    batch = Batch(torch.zeros(num_rows, 9, dtype=torch.long), is_assistant, 9 * num_rows)
-
-    def loss_of(rows, is_label, counts=None):
-        picked = [output[list(rows)] for output in outputs]
-        settings = HeadSettings(token_loss_weight=1.0)
-        states = features[list(rows)]
-        return unrolled_loss(
-            picked, states, lm_head, lm_head, is_label, settings, token_counts=counts
-        ).total
-
-    whole = loss_of(range(num_rows), is_assistant)
-    (expected,) = torch.autograd.grad(whole, outputs)
-    counts = step_weights(is_assistant, 2).sum(dim=(1, 2)) / num_shares
-    shares = [batch.share(index, num_shares) for index in range(num_shares)]
-    parts = [loss_of(share.rows, share.is_assistant, counts) for share in shares]
-    mean = torch.stack(parts).mean()
-    (gradient,) = torch.autograd.grad(mean, outputs)
-    assert torch.allclose(mean, whole, atol=1e-6)
-    assert torch.allclose(gradient, expected, atol=1e-7)
-    assert expected.abs().max() > 0.01
-    own_means = torch.stack([loss_of(share.rows, share.is_assistant) for share in shares]).mean()
-    assert not torch.allclose(own_means, whole, atol=1e-3), "means of means are another loss"
 
 
 def test_noise_of_a_row_is_that_of_its_place_in_the_batch():
