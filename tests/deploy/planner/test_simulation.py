@@ -1,7 +1,6 @@
 """The simulation against hand-worked rounds, and tokens kept against theory and sampler."""
 
 import json
-import time
 
 import numpy as np
 import pytest
@@ -231,23 +230,3 @@ def test_plans_meet_the_same_luck() -> None:
     plan = Plan(members=("a", "b"), tree=LEAST, flush={"a": Flush(length=4)})
     assert simulate(plan, measured) == simulate(plan, measured)
     assert simulate(plan, measured, seed=1) != simulate(plan, measured)
-
-
-def test_a_plan_takes_milliseconds() -> None:
-    generator = np.random.default_rng(0)
-    traces = [
-        make_trace(
-            {"a": [1] * 96, "b": (generator.random(96) < 0.9).tolist()},
-            {"b": generator.integers(0, 5, 96).tolist()},
-        )
-        for _ in range(24)
-    ]
-    simulator = Simulator(make_measurements(*traces))
-    seconds = []
-    for length in range(2, 12):
-        tree = Tree(depth=4, top_k=1, rows=5)
-        plan = Plan(members=("a", "b", "draft"), tree=tree, flush={"a": Flush(length=length)})
-        begin = time.perf_counter()
-        simulator.run(plan)
-        seconds.append(time.perf_counter() - begin)
-    assert min(seconds) < 0.01
