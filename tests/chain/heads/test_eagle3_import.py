@@ -1,7 +1,6 @@
 """EAGLE-3 heads and draft vocabularies of others: three spellings, read alike or refused."""
 
 import json
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,10 +21,16 @@ from polybasic.chain.heads.importing import import_head, required_weights
 from polybasic.chain.kernels.torch.attend import attend_causally
 from polybasic.chain.model.loading import load_decoder, load_head
 from polybasic.deploy.rounds.cache import KeyValueCache
-from tests.chain.heads.test_importing import EAGLE_CONFIG, H, eagle_tensors, write_eagle
+from tests.chain.heads.test_importing import (
+    EAGLE_CONFIG,
+    H,
+    causal_attention,
+    eagle_tensors,
+    write_eagle,
+)
 from tests.checkpoints import CONTEXT_TOKENS, VOCAB_SIZE, write_family
 
-I, HEAD_DIM, NUM_LAYERS = 256, 32, 7  # noqa: E741
+I, NUM_LAYERS = 256, 7  # noqa: E741
 FEATURE_LAYERS = (2, 3, 4)
 """EAGLE-3's own of a model of seven layers: 2, half of them, the third from the end."""
 DRAFTED = torch.arange(3, 99, 2)
@@ -298,7 +303,6 @@ def eagle3_formula(
         theta: base of the rotation.
     """
     t = {name: tensor.float() for name, tensor in tensors.items()}
-    num_rows = len(token_ids)
 
     def normed(name: str, x: Tensor) -> Tensor:
         return x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * t[f"{name}.weight"]
@@ -309,20 +313,7 @@ def eagle3_formula(
     residual = F.linear(read, t["fc.weight"])
     embedded = normed("midlayer.input_layernorm", t["embed_tokens.weight"][token_ids])
     x = torch.cat([embedded, normed("midlayer.hidden_norm", residual)], -1)
-    queries, keys, values = (
-        linear(f"self_attn.{part}_proj", x).view(num_rows, -1, HEAD_DIM) for part in "qkv"
-    )
-    frequency = theta ** (-torch.arange(0, HEAD_DIM, 2) / HEAD_DIM)
-    angle = torch.outer(torch.arange(num_rows).float(), frequency).repeat(1, 2)[:, None]
-
-    def rotated(y: Tensor) -> Tensor:
-        left, right = y.chunk(2, -1)
-        return y * angle.cos() + torch.cat([-right, left], -1) * angle.sin()
-
-    keys, values = rotated(keys).repeat_interleave(2, 1), values.repeat_interleave(2, 1)
-    scores = torch.einsum("rhd,shd->hrs", rotated(queries), keys) / math.sqrt(HEAD_DIM)
-    scores = scores.masked_fill(torch.ones(num_rows, num_rows).triu(1).bool(), -math.inf)
-    attended = torch.einsum("hrs,shd->rhd", scores.softmax(-1), values).flatten(1)
+    attended = causal_attention(*(linear(f"self_attn.{part}_proj", x) for part in "qkv"), theta)
     x = residual + linear("self_attn.o_proj", attended)
     y = normed("midlayer.post_attention_layernorm", x)
     x = x + linear("mlp.down_proj", F.silu(linear("mlp.gate_proj", y)) * linear("mlp.up_proj", y))

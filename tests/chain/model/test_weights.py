@@ -15,7 +15,8 @@ from torch import Tensor
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.awq import dequantize
 from polybasic.chain.formats.checkpoint import load_tensors
-from polybasic.chain.formats.config import read_config
+from polybasic.chain.formats.config import decoder_config, read_config
+from polybasic.chain.formats.shapes import expected_shapes
 from polybasic.chain.model import linear, loading
 from polybasic.chain.model.weights import Weights
 from tests.conftest import round_to_nearest
@@ -180,7 +181,7 @@ def test_loading_holds_little_besides_the_weights(
     config |= {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 64}
     tensors = {
         name: torch.full(shape, 0.01, dtype=torch.bfloat16)
-        for name, shape in decoder_shapes(config).items()
+        for name, shape in expected_shapes("decoder", decoder_config(config, "here"), None, set())
     }
     assert sum(tensor.nbytes for tensor in tensors.values()) > 64e6
     write_shards(folder, tensors, suffix)
@@ -200,24 +201,3 @@ def test_loading_holds_little_besides_the_weights(
     assert measured(holds_files=False) < 1.15
     if suffix == "safetensors":
         assert measured(holds_files=True) > 1.8
-
-
-def decoder_shapes(config: dict) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of a Llama with as many key/value heads as query heads."""
-    vocabulary, hidden = config["vocab_size"], config["hidden_size"]
-    inner = config["intermediate_size"]
-    shapes: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (vocabulary, hidden),
-        "model.norm.weight": (hidden,),
-        "lm_head.weight": (vocabulary, hidden),
-    }
-    for layer in range(config["num_hidden_layers"]):
-        prefix = f"model.layers.{layer}."
-        for norm in ("input_layernorm", "post_attention_layernorm"):
-            shapes[f"{prefix}{norm}.weight"] = (hidden,)
-        for part in "qkvo":
-            shapes[f"{prefix}self_attn.{part}_proj.weight"] = (hidden, hidden)
-        for part in ("gate", "up"):
-            shapes[f"{prefix}mlp.{part}_proj.weight"] = (inner, hidden)
-        shapes[f"{prefix}mlp.down_proj.weight"] = (hidden, inner)
-    return shapes

@@ -127,15 +127,6 @@ def test_replayed_rounds_answer_as_called_ones(device: Engine, captured: Engine,
     assert captured.graphs.counts.replays > captured.graphs.counts.captures > 0
 
 
-def test_what_was_captured_ahead_is_not_captured_again(captured: Engine) -> None:
-    said: list[str] = []
-    captured.capture(PLANS["three"], GREEDY, (), said.append)
-    num_ahead = captured.graphs.counts.captures
-    answer(captured, PLANS["three"], GREEDY)
-    assert captured.graphs.counts.captures == num_ahead
-    assert f"{num_ahead} CUDA graphs" in said[-1]
-
-
 @pytest.mark.parametrize("name", ["three", "own cache"])
 def test_stop_tokens_and_limits_cut_as_on_the_host(host: Engine, device: Engine, name: str) -> None:
     whole = answer(host, PLANS["target"], GREEDY)

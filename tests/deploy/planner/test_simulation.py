@@ -4,14 +4,12 @@ import json
 
 import numpy as np
 import pytest
-import torch
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.plan import Flush, Ngram, Plan, Tree
 from polybasic.deploy.planner.measurements import DraftCosts, Measurements, PassCosts
 from polybasic.deploy.planner.simulation import Simulator, simulate
 from polybasic.deploy.planner.theory import kept_probabilities
-from polybasic.deploy.rounds.sampling import Probabilities, RandomSampler, Sampling
 from polybasic.deploy.rounds.tree import ABSENT
 from tests.deploy.traces import LEAST, make_measurements, make_trace
 
@@ -180,47 +178,6 @@ def test_the_rules_differ() -> None:
     shares, _ = kept_shares("block")
     _, others = kept_shares("token")
     assert shares != pytest.approx(others, abs=0.03)
-
-
-@pytest.mark.parametrize("rule", ["block", "token"])
-def test_mean_kept_length_is_that_of_the_sampler(rule: str) -> None:
-    """Along texts of the verifier, against real verifications of texts of the proposer."""
-    num_runs, length, vocab_size = 3000, 4, 3
-    generator = torch.Generator().manual_seed(3)
-    tables = torch.randn(2, length + 1, vocab_size, vocab_size, generator=generator).softmax(-1)
-
-    def rows(model: int, tokens: list[int]) -> torch.Tensor:
-        """Of each place, given the token before."""
-        return torch.stack([tables[model, i, t] for i, t in enumerate([0, *tokens])])
-
-    def text(model: int) -> list[int]:
-        tokens = [0]
-        for place in range(length):
-            row = tables[model, place, tokens[-1]]
-            tokens.append(int(torch.multinomial(row, 1, generator=generator)))
-        return tokens[1:]
-
-    sampler = RandomSampler(Sampling(1.0, seed=1), torch.device("cpu"), 1)
-    served = 0
-    for _ in range(num_runs):
-        tokens = text(1)
-        own, proposed = rows(0, tokens), rows(1, tokens)[:length]
-        served += sampler.verify(tokens, Probabilities(proposed), Probabilities(own), rule)[0]
-
-    def mean_extent(model: int) -> float:
-        """Along texts of a model."""
-        traces = []
-        for _ in range(num_runs):
-            tokens = text(model)
-            at = (list(range(length)), tokens)
-            p, q = (rows(one, tokens)[:length][at].tolist() for one in (0, 1))
-            traces.append(make_trace({"a": p, "b": q}))
-        simulator = Simulator(make_measurements(*traces, temperature=1.0), num_draws=2)
-        extents = [simulator._extents("a", "b", rule, draw) for draw in range(2)]  # type: ignore[arg-type]
-        return float(np.mean([one[start] for one in extents for start, _ in simulator.spans]))
-
-    assert mean_extent(0) == pytest.approx(served / num_runs, abs=0.08)
-    assert mean_extent(1) != pytest.approx(served / num_runs, abs=0.3)
 
 
 def test_plans_meet_the_same_luck() -> None:
