@@ -378,7 +378,8 @@ def test_a_wrong_rotary_scaling_shows(rope_type: str, folders: Folders) -> None:
 @on_one_path
 def test_a_head_sees_all_that_its_model_sees(folders: Folders, tmp_path: Path) -> None:
     config = json.loads((folders("qwen-windows") / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
+    one_layer = {"num_hidden_layers": 1, "layer_types": None, "max_window_layers": 0}
+    (tmp_path / "config.json").write_text(json.dumps(config | one_layer))
     assert read_config(tmp_path).decoder.layer_kinds != ()
     assert read_config(tmp_path).head.layer_kinds == ()
 
