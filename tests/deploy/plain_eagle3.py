@@ -45,7 +45,6 @@ class PlainEagle3:
         """Features [R, D] behind the layer, over a whole text of `fc`'s outputs [R, D]."""
         embedded = self._norm(self.embedding[next_tokens], "midlayer.input_layernorm")
         read = torch.cat([embedded, self._norm(features, "midlayer.hidden_norm")], -1)
-        heads = (-1, self.head_dim)
         q, k, v = (
             self._product(read, f"midlayer.self_attn.{part}_proj").unflatten(
                 -1, (-1, self.head_dim)

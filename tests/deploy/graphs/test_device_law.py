@@ -9,8 +9,8 @@ two orders: by the target's probability, and by how much more probable a token i
 to the intermediate, along which wrong acceptance would push.
 
 The test: Pearson's chi-square over bins of equal probability, for both orders, at significance 1e-4
-together, over 2000 tokens; seeds are fixed. `test_power` shows that a law at a total variation
-distance of 0.09 a token, along one of the orders, is rejected with a probability of 0.99.
+together, over 1000 tokens; seeds are fixed. `test_power` shows that a law at a total variation
+distance of 0.13 a token, along one of the orders, is rejected with a probability of 0.99.
 
 Passes in bfloat16 and float16 draw from logits that are rounded in their own way. That moves places
 to either side and leaves them uniform, where nothing is truncated.
