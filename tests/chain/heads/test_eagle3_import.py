@@ -10,7 +10,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from polybasic.chain.errors import UserError
 from polybasic.chain.formats.checkpoint import load_tensors
 from polybasic.chain.formats.config import read_config
 from polybasic.chain.formats.draft_vocabulary import draft_tables, draft_token_ids
@@ -25,6 +24,7 @@ from tests.chain.heads.test_importing import (
     HEAD_DIM,
     H,
     eagle_tensors,
+    refusal,
     write_eagle,
 )
 from tests.checkpoints import CONTEXT_TOKENS, VOCAB_SIZE, write_family
@@ -117,13 +117,6 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("eagle3") / "target"
     write_family(folder, "llama3", dtype=torch.float32, num_hidden_layers=NUM_LAYERS)
     return folder
-
-
-def refusal(source: Path, target: Path) -> str:
-    with pytest.raises(UserError) as refused:
-        import_head(source, target, source.with_name("imported"))
-    assert not source.with_name("imported").exists()
-    return str(refused.value)
 
 
 @pytest.mark.parametrize("drafted", [DRAFTED, None], ids=["trimmed", "all tokens"])
