@@ -23,7 +23,8 @@ CHECK_PYTHON = $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' |
 	$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { \
 	    echo "error: Python's venv module is missing: $(PYTHON); apt-get install python3-venv" >&2; exit 2; }
 
-PYTEST := $(BIN)/python -m pytest -n logical --maxprocesses 4
+# contiguous parts, so that what tests of a module share is made once; the rest is taken as workers end
+PYTEST := $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist worksteal
 
 .PHONY: demo test proof lint bench interop install clean
 

@@ -111,6 +111,23 @@ class FourChainParts(ChainParts):
         return super().package(out, **({"plan": FOUR_MEMBER_PLAN} | changes))
 
 
+def package_around(
+    chain: Path, target: Path, parts: list[Part], plan: Plan, copy_target: bool = False
+) -> None:
+    """`package_chain` of parts that a test made itself, with nothing known of their making."""
+    package_chain(
+        chain,
+        target=target,
+        target_reference=str(target),
+        copy_target=copy_target,
+        parts=parts,
+        plan=plan,
+        provenance=PROVENANCE,
+        quality={},
+        training={},
+    )
+
+
 def write_target(folder: Path, seed: int = 0, **changes: Any) -> None:
     """A random bfloat16 Llama and its tokenizer, written by transformers.
 

@@ -11,12 +11,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from polybasic.chain.formats.package import Part, package_chain
+from polybasic.chain.formats.package import Part
 from polybasic.chain.formats.plan import AdaptiveFlush, Flush, Plan, Rule, Tree
 from polybasic.deploy import Chain, load_chain
 from polybasic.deploy.engine import Request
 from polybasic.deploy.rounds.sampling import Sampling
-from tests.conftest import PROVENANCE, write_draft, write_target
+from tests.conftest import package_around, write_draft, write_target
 
 NUM_NEW_TOKENS = 100
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
@@ -74,17 +74,8 @@ def write_noisy_chain(models: Path) -> Path:
         shutil.copytree(models / "target", models / name)
         _disturb(models / name / "model.safetensors", noise)
         parts.append(Part(name, role, "decoder", models / name))  # type: ignore[arg-type]
-    package_chain(
-        models / "chain",
-        target=models / "target",
-        target_reference=str(models / "target"),
-        copy_target=True,
-        parts=sorted(parts, key=lambda part: part.role != "intermediate"),
-        plan=PLANS["block"],
-        provenance=PROVENANCE,
-        quality={},
-        training={},
-    )
+    parts.sort(key=lambda part: part.role != "intermediate")
+    package_around(models / "chain", models / "target", parts, PLANS["block"], copy_target=True)
     return models / "chain"
 
 

@@ -2,8 +2,6 @@
 
 import dataclasses
 import itertools
-import math
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,7 @@ from polybasic.chain.formats.verify import check_chain
 from polybasic.deploy import Chain, load_chain
 from polybasic.deploy.hardware import hardware_name
 from polybasic.deploy.rounds.sampling import Sampling
-from polybasic.deploy.rounds.warping import Prefixes, process_logits, warp
+from polybasic.deploy.rounds.warping import Prefixes, process_logits
 
 MEMBER_SETS = [("target",), ("target", "draft"), ("target", "intermediate", "draft")]
 FOUR_CHAIN_MEMBER_SETS = [
@@ -28,12 +26,6 @@ FOUR_CHAIN_MEMBER_SETS = [
     ("target", "intermediate", "small", "small_draft"),
 ]
 PENALTIES = {"repetition_penalty": 1.3, "frequency_penalty": 0.5, "presence_penalty": 0.3}
-SHAPED: dict[str, Any] = {
-    "logit_bias": {48: 9.0},  # often drawn, so that penalties are felt
-    "repetition_penalty": 1.2,
-    "presence_penalty": 2,
-    "frequency_penalty": 1,
-}
 PROMPTS = [[7], [5, 9, 2, 40], list(range(3, 40)), [1, 1, 1, 1, 1, 1, 1]]
 
 
@@ -117,83 +109,6 @@ def test_all_lengths_are_exact(chain: Chain) -> None:
     whole = continue_ids(chain, [5, 9, 2], 20)
     for num in range(1, 20):
         assert continue_ids(chain, [5, 9, 2], num) == whole[:num]
-
-
-def joint_law(
-    model: Any, ids: list[int], sampling: Sampling, forgets_output: bool = False
-) -> dict[tuple[int, ...], float]:
-    """Exact law of the next two tokens under the target."""
-
-    def law_after(tokens: list[int]) -> torch.Tensor:
-        logits = model(torch.tensor([tokens])).logits[0, -1:]
-        prefix = ids if forgets_output else tokens
-        return warp(logits, sampling, Prefixes(prefix, [[]]), len(ids))[0]
-
-    law: dict[tuple[int, ...], float] = {}
-    with torch.inference_mode():
-        first = law_after(ids)
-        for one in first.nonzero().flatten().tolist():
-            second = law_after([*ids, one])
-            for two in second.nonzero().flatten().tolist():
-                law[one, two] = float(first[one] * second[two])
-    return law
-
-
-def chi_square(counts: Counter[tuple[int, ...]], law: dict[tuple[int, ...], float]) -> float:
-    """Upper tail probability of Pearson's statistic; cells expected below 5 are pooled."""
-    total = sum(counts.values())
-    assert set(counts) <= set(law)
-    rare = [cell for cell in law if law[cell] * total < 5]
-    cells = [[cell] for cell in law if cell not in rare] + ([rare] if rare else [])
-    statistic = 0.0
-    for pooled in cells:
-        expected = total * sum(law[cell] for cell in pooled)
-        statistic += (sum(counts[cell] for cell in pooled) - expected) ** 2 / expected
-    freedom = torch.tensor((len(cells) - 1) / 2)
-    return float(torch.special.gammaincc(freedom, torch.tensor(statistic / 2)))
-
-
-def sampled(chain: Chain, ids: list[int], num: int, **settings: Any) -> Counter[tuple[int, ...]]:
-    return Counter(
-        tuple(continue_ids(chain, ids, 4, seed=seed, **settings)[:2]) for seed in range(num)
-    )
-
-
-@pytest.mark.parametrize(
-    ("members", "settings"),
-    [
-        (MEMBER_SETS[1], {"top_k": 5, "top_p": 0.95}),
-        (MEMBER_SETS[2], {"top_k": 5, "top_p": 0.95}),
-        (MEMBER_SETS[2], {"top_k": 8, "min_p": 0.01, **SHAPED}),
-    ],
-    ids=["two", "three", "three-penalties"],
-)
-def test_sampled_law_is_the_targets(
-    chain: Chain, model: Any, members: tuple[str, ...], settings: dict[str, Any]
-) -> None:
-    settings = {"temperature": 1.5, **settings}
-    chain.stop_tokens = frozenset()
-    law = joint_law(model, [5, 9, 2], Sampling(**settings))
-    assert math.isclose(sum(law.values()), 1, rel_tol=1e-5)
-    counts = sampled(chain, [5, 9, 2], 1500, members=members, **settings)
-    assert chi_square(counts, law) > 1e-3
-
-
-def test_a_wrong_law_is_detected(chain: Chain, model: Any) -> None:
-    """The control of the test above: a target that is a little too warm."""
-    law = joint_law(model, [5, 9, 2], Sampling(temperature=1.5, top_k=5))
-    chain.stop_tokens = frozenset()
-    counts = sampled(chain, [5, 9, 2], 1500, temperature=1.9, top_k=5)
-    assert chi_square(counts, law) < 1e-3
-
-
-def test_penalties_that_forget_the_output_are_detected(chain: Chain, model: Any) -> None:
-    """The control of the penalised case: a law in which the first token leaves no trace."""
-    settings: dict[str, Any] = {"temperature": 1.5, "top_k": 8, **SHAPED}
-    law = joint_law(model, [5, 9, 2], Sampling(**settings), forgets_output=True)
-    chain.stop_tokens = frozenset()
-    counts = sampled(chain, [5, 9, 2], 300, **settings)
-    assert not set(counts) <= set(law) or chi_square(counts, law) < 1e-3
 
 
 @pytest.mark.parametrize("members", MEMBER_SETS, ids=len)

@@ -179,23 +179,10 @@ def edit_config(folder: Path, **changes: Any) -> None:
     write_json(folder / "config.json", config | changes)
 
 
-@pytest.mark.parametrize(
-    ("removed", "message"),
-    [
-        ("fc.weight", "missing tensor: fc.weight"),
-        ("norm.weight", "missing tensor: norm.weight"),
-        ("lm_head.weight", "missing tensor: lm_head.weight"),
-        ("midlayer.hidden_norm.weight", "missing tensor: midlayer.hidden_norm.weight"),
-        ("d2t", "missing tensor: d2t"),
-        ("t2d", "missing tensor: t2d"),
-    ],
-)
-def test_incomplete_heads_are_refused(
-    tiny_chain_parts: Any, tmp_path: Path, removed: str, message: str
-) -> None:
+def test_incomplete_heads_are_refused(tiny_chain_parts: Any, tmp_path: Path) -> None:
     write_eagle3(tiny_chain_parts.draft, tiny_chain_parts.target, DRAFTED)
-    edit_head(tiny_chain_parts.draft, (removed,))
-    with pytest.raises(UserError, match=message):
+    edit_head(tiny_chain_parts.draft, ("t2d",))
+    with pytest.raises(UserError, match="missing tensor: t2d"):
         package(tiny_chain_parts, tmp_path / "chain")
 
 

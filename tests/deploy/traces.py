@@ -1,18 +1,25 @@
-"""Hand-made traces and costs for tests of the simulation."""
+"""Hand-made traces and costs for tests of the simulation, and counts of what really runs."""
 
+import random
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from polybasic.chain.formats.plan import Tree
+from polybasic.chain.formats.plan import Plan, Tree
+from polybasic.deploy import Chain
+from polybasic.deploy.engine import Request
 from polybasic.deploy.planner.measurements import (
     DraftCosts,
     Measurements,
     PassCosts,
     Trace,
 )
+from polybasic.deploy.rounds.sampling import Sampling
 from polybasic.deploy.rounds.tree import ABSENT
 
+GREEDY = Sampling()
 LEAST = Tree(depth=1, top_k=1, rows=2)
 LINE = PassCosts((1, 2), (10.0, 11.0))  # 9 + rows
 
@@ -66,3 +73,27 @@ def make_measurements(*traces: Trace, **changes: Any) -> Measurements:
         "traces": list(traces),
     }
     return Measurements(**(arguments | changes))
+
+
+def random_prompts(*lengths: int) -> list[tuple[str, list[int]]]:
+    """Prompts of one task, of a tiny chain's tokens."""
+    drawn = random.Random(0)
+    return [("qa", [drawn.randrange(60) for _ in range(length)]) for length in lengths]
+
+
+def count_passes(
+    chain: Chain,
+    plan: Plan,
+    prompts: Sequence[tuple[str, list[int]]],
+    num_tokens: int,
+    sampling: Sampling = GREEDY,
+) -> dict[str, int]:
+    """Passes of each member over all prompts, the prefill left out."""
+    total: Counter[str] = Counter()
+    for _, prompt in prompts:
+        request = Request(prompt, num_tokens, sampling, frozenset(), plan)
+        for _ in chain.engine.run(request):
+            pass
+        assert request.statistics is not None
+        total.update(request.statistics.forward_passes)
+    return total

@@ -8,15 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.checkpoint import load_tensors
 from polybasic.chain.formats.config import HeadConfig, read_config
 from polybasic.chain.formats.draft_vocabulary import draft_tables
-from polybasic.chain.formats.manifest import HeadKind
-from polybasic.chain.formats.package import Part, package_chain
+from polybasic.chain.formats.package import Part
 from polybasic.chain.formats.plan import Plan, Tree
 from polybasic.chain.heads.export import (
     ENGINES,
@@ -26,7 +25,7 @@ from polybasic.chain.heads.export import (
     launch_command,
 )
 from polybasic.chain.heads.importing import import_head, required_weights
-from polybasic.deploy import load_chain
+from tests.chain.heads.exported import content_of, loaded
 from tests.chain.heads.test_eagle3_import import (
     DRAFTED,
     FEATURE_LAYERS,
@@ -38,9 +37,10 @@ from tests.chain.heads.test_eagle3_import import (
 )
 from tests.chain.heads.test_importing import eagle_tensors, write_eagle
 from tests.checkpoints import VOCAB_SIZE, write_family
-from tests.conftest import PROVENANCE
+from tests.conftest import package_around
 
 K, D = H // 2, len(DRAFTED)
+PLAN = Plan(members=("target", "draft"), tree=Tree(depth=2, top_k=2, rows=6))
 # What vLLM 0.33.0 builds (Eagle3LlamaForCausalLM of vllm/model_executor/models/llama_eagle3.py: qkv
 # reads 2H, fc has no bias, a map only where the draft vocabulary is not the target's) and
 # SGLang 0.5.23 (LlamaForCausalLMEagle3 of sglang/srt/models/llama_eagle3.py: the same, d2t kept
@@ -59,48 +59,6 @@ PARAMETERS = {
     "lm_head.weight": (D, H),
     "draft_id_to_target_id": (D,),
 }
-STACKED = {
-    "q_proj": "qkv_proj",
-    "k_proj": "qkv_proj",
-    "v_proj": "qkv_proj",
-    "gate_proj": "gate_up_proj",
-    "up_proj": "gate_up_proj",
-}
-
-
-def loaded(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Shapes of the engines' parameters after their loaders have renamed and stacked."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    for name, tensor in load_file(folder / "model.safetensors").items():
-        if name == "t2d":
-            continue
-        if "lm_head" not in name and name != "d2t":
-            name = f"model.{name}".replace("midlayer.", "layers.0.")
-        name = name.replace("d2t", "draft_id_to_target_id")
-        for part, whole in STACKED.items():
-            name = name.replace(f".{part}.", f".{whole}.")
-        rows = shapes[name][0] if name in shapes else 0
-        shapes[name] = (rows + tensor.shape[0], *tensor.shape[1:])
-    return shapes
-
-
-def content_of(folder: Path) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads((folder / "config.json").read_text())
-    return content
-
-
-def package(chain: Path, target: Path, draft: Path, kind: HeadKind) -> None:
-    package_chain(
-        chain,
-        target=target,
-        target_reference=str(target),
-        copy_target=False,
-        parts=[Part("draft", "drafter", kind, draft)],
-        plan=Plan(members=("target", "draft"), tree=Tree(depth=2, top_k=2, rows=6)),
-        provenance=PROVENANCE,
-        quality={},
-        training={},
-    )
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +81,8 @@ def packed(target: Path, tmp_path: Path) -> Callable[..., Path]:
         import_head(tmp_path / "head", of, tmp_path / "draft")
         path = tmp_path / "draft" / "config.json"
         path.write_text(json.dumps(content_of(tmp_path / "draft") | (change or {})))
-        package(tmp_path / "chain", of, tmp_path / "draft", "eagle3" if is_eagle3 else "eagle2")
+        part = Part("draft", "drafter", "eagle3" if is_eagle3 else "eagle2", tmp_path / "draft")
+        package_around(tmp_path / "chain", of, [part], PLAN)
         return tmp_path / "chain"
 
     return pack
@@ -164,21 +123,6 @@ def test_the_engines_find_all_parameters(
     assert (config["target_hidden_size"], config["tie_word_embeddings"]) == (H, False)
     # read as false where they are left out, by both
     assert not config.keys() & {"norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"}
-
-
-@pytest.mark.parametrize("name", [*PARAMETERS])
-def test_a_parameter_that_is_missing_shows(
-    target: Path, packed: Callable[..., Path], tmp_path: Path, name: str
-) -> None:
-    folder = export_head(packed(eagle3_tensors(target)), "vllm", None, tmp_path / "out").folder
-    path = folder / "model.safetensors"
-    kept = load_file(path)
-    part = name.removeprefix("model.").replace("layers.0.", "midlayer.")
-    part = {"draft_id_to_target_id": "d2t"}.get(part, part)
-    part = part.replace("qkv_proj", "k_proj").replace("gate_up_proj", "up_proj")
-    del kept[part]
-    save_file(kept, path)
-    assert loaded(folder) != PARAMETERS
 
 
 def test_without_a_draft_vocabulary_there_are_no_tables(
@@ -247,7 +191,7 @@ def test_biases_that_the_engines_would_drop(
     biases["midlayer.self_attn.v_proj.bias"] += 1
     draft = tmp_path / "draft"
     save_file(load_tensors(draft) | biases, draft / "model.safetensors", {"format": "pt"})
-    package(chain, target, draft, "eagle3")
+    package_around(chain, target, [Part("draft", "drafter", "eagle3", draft)], PLAN)
     with pytest.raises(UserError, match=r"v_proj\.bias of draft is not zero, and its EAGLE-3"):
         export_head(chain, to, None, tmp_path / "other")
 
@@ -259,16 +203,6 @@ def test_eagle_reads_its_keys(target: Path, packed: Callable[..., Path], tmp_pat
     for key in ("draft_vocab_size", "head_dim", "hidden_act", "rope_theta", "target_hidden_size"):
         assert key in content_of(folder)
     assert content_of(folder)["rope_scaling"] is None
-
-
-def test_a_gemma_target_is_none_of_the_engines(packed: Callable[..., Path], tmp_path: Path) -> None:
-    gemma = tmp_path / "gemma"
-    write_family(gemma, "gemma3", num_hidden_layers=NUM_LAYERS, layer_types=None)
-    chain = packed(eagle3_tensors(gemma), of=gemma)
-    for to in ("vllm", "sglang"):
-        with pytest.raises(UserError, match="does not hand out the inputs of that model's layers"):
-            export_head(chain, to, None, tmp_path / "out")
-    assert export_head(chain, "eagle", None, tmp_path / "out").folder.is_dir()
 
 
 @pytest.mark.parametrize("name", [*required_weights("eagle3"), "d2t", "t2d"])
@@ -338,15 +272,24 @@ def test_others_draft_over_the_whole_vocabulary(
     assert "draft_vocab_size" not in content_of(exported.folder)
 
 
-@pytest.mark.parametrize("kind", ["eagle2", "eagle3"])
-def test_a_chain_drafts_by_an_imported_head(
-    target: Path, packed: Callable[..., Path], kind: HeadKind
+@pytest.mark.parametrize(
+    ("family", "make", "told"),
+    [
+        ("gemma2", eagle_tensors, "of model_type gemma2, its EAGLE class is Llama's"),
+        ("gemma3", eagle3_tensors, "does not hand out the inputs of that model's layers"),
+    ],
+)
+def test_a_gemma_target_is_none_of_the_engines(
+    packed: Callable[..., Path],
+    tmp_path: Path,
+    family: str,
+    make: Callable[[Path], dict[str, Tensor]],
+    told: str,
 ) -> None:
-    trimmed_eagle2 = eagle_tensors(target) | draft_tables(DRAFTED, VOCAB_SIZE)
-    tensors = eagle3_tensors(target) if kind == "eagle3" else trimmed_eagle2
-    chain = load_chain(packed(tensors), dtype="float32")
-    options = {"max_new_tokens": 32, "temperature": 0.0}
-    alone = chain.generate("hello there", members=["target"], **options)
-    drafted = chain.generate("hello there", **options)
-    assert drafted.token_ids == alone.token_ids
-    assert drafted.statistics.forward_passes["draft"] > 0
+    gemma = tmp_path / "gemma"
+    write_family(gemma, family, num_hidden_layers=NUM_LAYERS, layer_types=None)
+    chain = packed(make(gemma), of=gemma)
+    for to in ("vllm", "sglang"):
+        with pytest.raises(UserError, match=told):
+            export_head(chain, to, None, tmp_path / "out")
+    assert export_head(chain, "eagle", None, tmp_path / "out").folder.is_dir()

@@ -1,18 +1,15 @@
 """EAGLE-3 heads and draft vocabularies of others: three spellings, read alike or refused."""
 
 import json
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from polybasic.chain.errors import UserError
 from polybasic.chain.formats.checkpoint import load_tensors
 from polybasic.chain.formats.config import read_config
 from polybasic.chain.formats.draft_vocabulary import draft_tables, draft_token_ids
@@ -22,10 +19,18 @@ from polybasic.chain.heads.importing import import_head, required_weights
 from polybasic.chain.kernels.torch.attend import attend_causally
 from polybasic.chain.model.loading import load_decoder, load_head
 from polybasic.deploy.rounds.cache import KeyValueCache
-from tests.chain.heads.test_importing import EAGLE_CONFIG, H, eagle_tensors, write_eagle
+from tests.chain.heads.test_importing import (
+    EAGLE_CONFIG,
+    HEAD_DIM,
+    H,
+    eagle_tensors,
+    refusal,
+    write_eagle,
+)
 from tests.checkpoints import CONTEXT_TOKENS, VOCAB_SIZE, write_family
+from tests.deploy.plain_eagle3 import PlainEagle3
 
-I, HEAD_DIM, NUM_LAYERS = 256, 32, 7  # noqa: E741
+I, NUM_LAYERS = 256, 7  # noqa: E741
 FEATURE_LAYERS = (2, 3, 4)
 """EAGLE-3's own of a model of seven layers: 2, half of them, the third from the end."""
 DRAFTED = torch.arange(3, 99, 2)
@@ -112,13 +117,6 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("eagle3") / "target"
     write_family(folder, "llama3", dtype=torch.float32, num_hidden_layers=NUM_LAYERS)
     return folder
-
-
-def refusal(source: Path, target: Path) -> str:
-    with pytest.raises(UserError) as refused:
-        import_head(source, target, source.with_name("imported"))
-    assert not source.with_name("imported").exists()
-    return str(refused.value)
 
 
 @pytest.mark.parametrize("drafted", [DRAFTED, None], ids=["trimmed", "all tokens"])
@@ -286,47 +284,19 @@ def test_other_tensors_are_refused(
     assert refusal(tmp_path / "head", target).startswith(message)
 
 
-def eagle3_formula(
-    tensors: Tensors, token_ids: Tensor, read: Tensor, theta: float
-) -> tuple[Tensor, Tensor]:
-    """cnets.py's layer over a whole text, in plain torch: features [R, H] and logits [R, D].
+def eagle3_formula(tensors: Tensors, token_ids: Tensor, read: Tensor) -> tuple[Tensor, Tensor]:
+    """The head over a whole text, in plain torch: features [R, H] and logits [R, D].
 
     Args:
         tensors: of the head.
         token_ids: [R], token t+1 of each row.
         read: [R, 3H], inputs of three layers.
-        theta: base of the rotation.
     """
-    t = {name: tensor.float() for name, tensor in tensors.items()}
-    num_rows = len(token_ids)
-
-    def normed(name: str, x: Tensor) -> Tensor:
-        return x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * t[f"{name}.weight"]
-
-    def linear(name: str, x: Tensor) -> Tensor:
-        return F.linear(x, t[f"midlayer.{name}.weight"])
-
-    residual = F.linear(read, t["fc.weight"])
-    embedded = normed("midlayer.input_layernorm", t["embed_tokens.weight"][token_ids])
-    x = torch.cat([embedded, normed("midlayer.hidden_norm", residual)], -1)
-    queries, keys, values = (
-        linear(f"self_attn.{part}_proj", x).view(num_rows, -1, HEAD_DIM) for part in "qkv"
-    )
-    frequency = theta ** (-torch.arange(0, HEAD_DIM, 2) / HEAD_DIM)
-    angle = torch.outer(torch.arange(num_rows).float(), frequency).repeat(1, 2)[:, None]
-
-    def rotated(y: Tensor) -> Tensor:
-        left, right = y.chunk(2, -1)
-        return y * angle.cos() + torch.cat([-right, left], -1) * angle.sin()
-
-    keys, values = rotated(keys).repeat_interleave(2, 1), values.repeat_interleave(2, 1)
-    scores = torch.einsum("rhd,shd->hrs", rotated(queries), keys) / math.sqrt(HEAD_DIM)
-    scores = scores.masked_fill(torch.ones(num_rows, num_rows).triu(1).bool(), -math.inf)
-    attended = torch.einsum("hrs,shd->rhd", scores.softmax(-1), values).flatten(1)
-    x = residual + linear("self_attn.o_proj", attended)
-    y = normed("midlayer.post_attention_layernorm", x)
-    x = x + linear("mlp.down_proj", F.silu(linear("mlp.gate_proj", y)) * linear("mlp.up_proj", y))
-    return x, F.linear(normed("norm", x), t["lm_head.weight"])
+    weights = {name: tensor.float() for name, tensor in tensors.items()}
+    embedding = weights["embed_tokens.weight"]
+    plain = PlainEagle3(weights, embedding, HEAD_DIM, eps=1e-5, theta=500000.0)
+    features = plain.layer(token_ids.tolist(), read @ weights["fc.weight"].T)
+    return features, plain.logits(features)
 
 
 @torch.inference_mode()
@@ -343,7 +313,7 @@ def test_the_runtime_computes_eagles_formula(
     token_ids, read = torch.randint(0, VOCAB_SIZE, (30,)), torch.randn(30, 3 * H)
     # the runtime reads the target's own embedding, not its copy in bfloat16
     stored = tensors | {"embed_tokens.weight": load_tensors(target)["model.embed_tokens.weight"]}
-    expected, expected_logits = eagle3_formula(stored, token_ids, read, theta=500000.0)
+    expected, expected_logits = eagle3_formula(stored, token_ids, read)
     cache = KeyValueCache(head.config, 1, 64, torch.float32, torch.device("cpu"))
     rows = attend_causally(0, 30)
     found = head.forward(token_ids, head.features(read), cache.layers[0], rows)
@@ -354,7 +324,7 @@ def test_the_runtime_computes_eagles_formula(
     assert torch.equal(head.draft_token_ids, DRAFTED)
     for name in ("fc.weight", *(name for name in tensors if "norm" in name)):
         wrong = stored | {name: torch.full_like(stored[name], 0.5)}
-        without_it = eagle3_formula(wrong, token_ids, read, theta=500000.0)[1]
+        without_it = eagle3_formula(wrong, token_ids, read)[1]
         assert (logits - without_it).abs().max() > 1e-3 * expected_logits.abs().max(), name
 
 

@@ -14,16 +14,14 @@ from torch import Tensor
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.checkpoint import load_tensors
 from polybasic.chain.formats.lineage import weights_digest
-from polybasic.chain.formats.package import Part, package_chain
-from polybasic.chain.formats.plan import Plan, Tree
 from polybasic.chain.heads.export import ENGINES, Engine, Exported, export_head, launch_command
 from polybasic.chain.heads.importing import import_head
 from polybasic.recipes.cli import main as cli
-from tests.checkpoints import write_family
+from tests.chain.heads.exported import content_of, loaded
 from tests.conftest import HIDDEN_SIZE as H
 from tests.conftest import INTERMEDIATE_SIZE as I
-from tests.conftest import PROVENANCE, ChainParts
 from tests.conftest import VOCAB_SIZE as V
+from tests.conftest import ChainParts
 
 # What vLLM 0.33.0 builds for a head of one layer: EagleLlamaForCausalLM and its LlamaModel in
 # vllm/model_executor/models/llama_eagle.py, LlamaDecoderLayer (without its input norm) in llama.py.
@@ -41,14 +39,6 @@ VLLM_PARAMETERS = {
 # SGLang 0.5.23, LlamaForCausalLMEagle in python/sglang/srt/models/llama_eagle.py: the same, but fc
 # is a torch.nn.Linear with a bias.
 SGLANG_PARAMETERS = VLLM_PARAMETERS | {"model.fc.bias": (H,)}
-# hf_to_vllm_mapper of vLLM's LlamaModel, stacked_params_mapping of SGLang's LlamaForCausalLM
-STACKED = (
-    (".q_proj", ".qkv_proj"),
-    (".k_proj", ".qkv_proj"),
-    (".v_proj", ".qkv_proj"),
-    (".gate_proj", ".gate_up_proj"),
-    (".up_proj", ".gate_up_proj"),
-)
 QKV_BIAS = {"model.layers.0.self_attn.qkv_proj.bias": (H + 2 * K,)}
 # What eagle/model/cnets1.py of SafeAILab/EAGLE cb7e084 reads of a config.
 EAGLE_KEYS = (
@@ -63,26 +53,6 @@ EAGLE_KEYS = (
     "max_position_embeddings",
     "hidden_act",
 )
-
-
-def loaded(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Shapes of the engine's parameters after its loader has renamed and stacked those stored."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    for name, tensor in load_file(folder / "model.safetensors").items():
-        assert "lm_head" not in name
-        name = f"model.{name}"
-        for part, whole in STACKED:
-            if part in name:
-                name = name.replace(part, whole)
-                break
-        rows = shapes[name][0] if name in shapes else 0
-        shapes[name] = (rows + tensor.shape[0], *tensor.shape[1:])
-    return shapes
-
-
-def content_of(folder: Path) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads((folder / "config.json").read_text())
-    return content
 
 
 def change_head(draft: Path, tensors: dict[str, Tensor], **config: Any) -> None:
@@ -279,41 +249,6 @@ def test_what_eagles_code_does_not_load_is_reported(
         assert len(exported.warnings) == num_warnings
     # the two keys that its config class accepts
     assert content_of(exported.folder)["rope_scaling"] == {"type": "linear", "factor": 2.0}
-
-
-def test_a_gemma_target_is_none_of_the_engines(tmp_path: Path) -> None:
-    target = tmp_path / "target"
-    write_family(target, "gemma2")
-    tensors = {
-        "fc.weight": torch.ones(128, 256),
-        "layers.0.self_attn.q_proj.weight": torch.ones(128, 128),
-        "layers.0.self_attn.k_proj.weight": torch.ones(64, 128),
-        "layers.0.self_attn.v_proj.weight": torch.ones(64, 128),
-        "layers.0.self_attn.o_proj.weight": torch.ones(128, 128),
-        "layers.0.mlp.gate_proj.weight": torch.ones(256, 128),
-        "layers.0.mlp.up_proj.weight": torch.ones(256, 128),
-        "layers.0.mlp.down_proj.weight": torch.ones(128, 256),
-        "layers.0.post_attention_layernorm.weight": torch.ones(128),
-    }
-    (tmp_path / "eagle").mkdir()
-    save_file(tensors, tmp_path / "eagle" / "model.safetensors")
-    (tmp_path / "eagle" / "config.json").write_text("{}")
-    import_head(tmp_path / "eagle", target, tmp_path / "draft")
-    package_chain(
-        tmp_path / "chain",
-        target=target,
-        target_reference=str(target),
-        copy_target=False,
-        parts=[Part("draft", "drafter", "eagle2", tmp_path / "draft")],
-        plan=Plan(members=("target", "draft"), tree=Tree(depth=2, top_k=2, rows=6)),
-        provenance=PROVENANCE,
-        quality={},
-        training={},
-    )
-    for to in ("vllm", "sglang"):
-        with pytest.raises(UserError, match="of model_type gemma2, its EAGLE class is Llama's"):
-            export_head(tmp_path / "chain", to, None, tmp_path / "out")
-    assert export_head(tmp_path / "chain", "eagle", None, tmp_path / "out").folder.is_dir()
 
 
 def test_a_head_of_another_member_goes_with_that_member(

@@ -16,7 +16,7 @@ from polybasic.chain.errors import UserError
 from polybasic.chain.formats.checkpoint import load_tensors
 from polybasic.chain.formats.config import read_config
 from polybasic.chain.formats.lineage import weights_digest
-from polybasic.chain.formats.package import Part, package_chain
+from polybasic.chain.formats.package import Part
 from polybasic.chain.formats.plan import Plan, Tree
 from polybasic.chain.heads.importing import import_head
 from polybasic.chain.kernels.torch.attend import attend_causally
@@ -24,7 +24,7 @@ from polybasic.chain.model.loading import load_decoder, load_head
 from polybasic.deploy import load_chain
 from polybasic.deploy.rounds.cache import KeyValueCache
 from tests.checkpoints import CONTEXT_TOKENS, VOCAB_SIZE, write_family
-from tests.conftest import PROVENANCE
+from tests.conftest import package_around
 
 H, I, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 128, 256, 4, 2, 32  # noqa: E741
 TOLERANCE = 1e-5
@@ -286,18 +286,10 @@ def test_the_source_is_not_replaced(targets: Callable[[str], Path], tmp_path: Pa
     assert (tmp_path / "eagle" / "pytorch_model.bin").is_file()
 
 
-def eagle_formula(tensors: Tensors, token_ids: Tensor, features: Tensor, theta: float) -> Tensor:
-    """EAGLE's layer over a whole text, in plain torch: features [R, H] guessed from [R, H]."""
-    t = {name: tensor.float() for name, tensor in tensors.items()}
-
-    def linear(name: str, x: Tensor) -> Tensor:
-        return F.linear(x, t[f"{name}.weight"], t.get(f"{name}.bias"))
-
-    num_rows = len(token_ids)
-    x = linear("fc", torch.cat([t["embed_tokens.weight"][token_ids], features], -1))
-    queries, keys, values = (
-        linear(f"layers.0.self_attn.{part}_proj", x).view(num_rows, -1, HEAD_DIM) for part in "qkv"
-    )
+def causal_attention(queries: Tensor, keys: Tensor, values: Tensor, theta: float) -> Tensor:
+    """[R, H] of rotated queries and keys over a whole text, in plain torch."""
+    num_rows = len(queries)
+    queries, keys, values = (each.view(num_rows, -1, HEAD_DIM) for each in (queries, keys, values))
     frequency = theta ** (-torch.arange(0, HEAD_DIM, 2) / HEAD_DIM)
     angle = torch.outer(torch.arange(num_rows).float(), frequency).repeat(1, 2)[:, None]
 
@@ -307,10 +299,23 @@ def eagle_formula(tensors: Tensors, token_ids: Tensor, features: Tensor, theta: 
 
     groups = NUM_HEADS // NUM_KV_HEADS
     queries, keys = rotated(queries), rotated(keys).repeat_interleave(groups, 1)
-    values = values.repeat_interleave(groups, 1)
     scores = torch.einsum("rhd,shd->hrs", queries, keys) / math.sqrt(HEAD_DIM)
     scores = scores.masked_fill(torch.ones(num_rows, num_rows).triu(1).bool(), -math.inf)
-    attended = torch.einsum("hrs,shd->rhd", scores.softmax(-1), values).flatten(1)
+    values = values.repeat_interleave(groups, 1)
+    return torch.einsum("hrs,shd->rhd", scores.softmax(-1), values).flatten(1)
+
+
+def eagle_formula(tensors: Tensors, token_ids: Tensor, features: Tensor, theta: float) -> Tensor:
+    """EAGLE's layer over a whole text, in plain torch: features [R, H] guessed from [R, H]."""
+    t = {name: tensor.float() for name, tensor in tensors.items()}
+
+    def linear(name: str, x: Tensor) -> Tensor:
+        return F.linear(x, t[f"{name}.weight"], t.get(f"{name}.bias"))
+
+    x = linear("fc", torch.cat([t["embed_tokens.weight"][token_ids], features], -1))
+    attended = causal_attention(
+        *(linear(f"layers.0.self_attn.{part}_proj", x) for part in "qkv"), theta
+    )
     x = x + linear("layers.0.self_attn.o_proj", attended)
     normed = x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
     normed = normed * t["layers.0.post_attention_layernorm.weight"]
@@ -369,17 +374,9 @@ def test_a_chain_drafts_by_an_imported_head(
     imported: tuple[Path, Path, Tensors], tmp_path: Path
 ) -> None:
     target, draft, _ = imported
-    package_chain(
-        tmp_path / "chain",
-        target=target,
-        target_reference=str(target),
-        copy_target=False,
-        parts=[Part("draft", "drafter", "eagle2", draft)],
-        plan=Plan(members=("target", "draft"), tree=Tree(depth=3, top_k=4, rows=24)),
-        provenance=PROVENANCE,
-        quality={},
-        training={},
-    )
+    plan = Plan(members=("target", "draft"), tree=Tree(depth=3, top_k=4, rows=24))
+    parts = [Part("draft", "drafter", "eagle2", draft)]
+    package_around(tmp_path / "chain", target, parts, plan)
     chain = load_chain(tmp_path / "chain", dtype="float32")
     options = {"max_new_tokens": 48, "temperature": 0.0}
     alone = chain.generate("hello there", members=["target"], **options)

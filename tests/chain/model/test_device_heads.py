@@ -19,6 +19,7 @@ from polybasic.chain.model.decoder import Decoder
 from polybasic.chain.model.device_model import DeviceModel
 from polybasic.chain.model.head import EagleHead
 from polybasic.chain.model.loading import load_decoder, load_head
+from tests.chain.family_cases import Folders
 from tests.chain.kernels.cuda.device_models import (
     CAPACITY,
     CPU,
@@ -26,12 +27,10 @@ from tests.chain.kernels.cuda.device_models import (
     PARENTS,
     SINKS_AND_LATEST,
     TOLERANCE,
-    Folders,
     ancestors_of,
     block,
     cache_of,
     device_path,
-    family_folders,
     random_tokens,
     tree,
 )
@@ -39,13 +38,6 @@ from tests.chain.native_models import eager
 from tests.checkpoints import VOCAB_SIZE
 from tests.deploy.recorded_graphs import RecordedGraphs
 from tests.head_kinds import trim, write_eagle3
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
-    """Checkpoints that all tests share."""
-    return family_folders(tmp_path_factory)
-
 
 HEADS = ["eagle2", "eagle2 with biases", "eagle3"]
 

@@ -15,75 +15,38 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.awq import GROUP_SIZE, QUANTIZATION_CONFIG, dequantize
+from polybasic.chain.formats.awq import GROUP_SIZE
 from polybasic.chain.formats.checkpoint import load_tensors
 from polybasic.chain.formats.config import DecoderConfig, LayerKind, decoder_config, read_config
 from polybasic.chain.formats.plan import Tree
 from polybasic.chain.formats.shapes import check_shapes
 from polybasic.chain.kernels.torch.rotary import inverse_frequency
 from polybasic.chain.model.decoder import Decoder
-from polybasic.chain.model.loading import load_decoder, load_head
+from polybasic.chain.model.loading import load_decoder
 from polybasic.chain.model.weights import Weights
 from polybasic.deploy.drafters.model import ModelDrafter
 from polybasic.deploy.rounds.cache import KeyValueCache
 from polybasic.deploy.rounds.tree import DraftTree
 from polybasic.deploy.rounds.verifier import Verifier
+from tests.chain.family_cases import CASES, WINDOW, Folders, write_4bit
 from tests.chain.native_models import eager
 from tests.checkpoints import FAMILIES, VOCAB_SIZE, write_family
-from tests.conftest import round_to_nearest
 
 CPU = torch.device("cpu")
 TOLERANCE = 1e-5
 """Of the largest logit, in float32."""
-WINDOW = 24
-"""Of the families that have one."""
 CAPACITY = 128
-
-_YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 1e4,
-    "factor": 4.0,
-    "original_max_position_embeddings": 128,
-}
-VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama-linear": (
-        "llama2",
-        {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}},
-    ),
-    "llama-yarn": ("llama2", {"rope_parameters": _YARN}),
-    "qwen-yarn": ("qwen25", {"rope_parameters": _YARN | {"attention_factor": 1.3}}),
-    "llama-biases": ("llama3", {"attention_bias": True, "mlp_bias": True}),
-    "mistral-no-window": ("mistral", {"sliding_window": None}),
-    "qwen-windows": (
-        "qwen2",
-        {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1},
-    ),
-    "qwen3-biases": ("qwen3", {"attention_bias": True}),
-    "one-file": ("qwen3", {"num_shards": 1}),
-}
-CASES = {family: (family, {}) for family in FAMILIES} | VARIANTS
-Folders = Callable[[str], Path]
 
 
 @pytest.fixture(autouse=True, params=["native", "eager"])
 def kernels(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Every test runs with both."""
+    """Every test runs with both, unless it says otherwise."""
     with eager() if request.param == "eager" else nullcontext():
         yield request.param
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
-    """The folder of a case's checkpoint, which all tests share."""
-
-    @cache
-    def folder_of(case: str) -> Path:
-        folder = tmp_path_factory.mktemp(case)
-        family, changes = CASES[case]
-        write_family(folder, family, **changes)
-        return folder
-
-    return folder_of
+on_one_path = pytest.mark.parametrize("kernels", ["eager"], indirect=True)
+"""For what the kernels do not change: what is read of configs, and controls of the comparison."""
 
 
 @cache
@@ -181,7 +144,7 @@ def test_logits_are_those_of_transformers(case: str, folders: Folders) -> None:
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["llama3", "qwen3", "gemma3"])
 def test_greedy_output_is_that_of_transformers(family: str, folders: Folders) -> None:
     model, verifier = reference(folders(family)), make_verifier(load(folders(family)))
     prompt = random_tokens(10)
@@ -218,6 +181,7 @@ DROPPED: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@on_one_path
 @pytest.mark.parametrize(("family", "changes"), DROPPED, ids=lambda value: str(value)[:40])
 def test_a_dropped_feature_shows(
     family: str, changes: dict[str, Any], folders: Folders, monkeypatch: pytest.MonkeyPatch
@@ -227,8 +191,10 @@ def test_a_dropped_feature_shows(
     assert max(differences.values()) > 100 * TOLERANCE
 
 
-@pytest.mark.parametrize("family", ["mistral", "phi3", "gemma2", "gemma3"])
-@pytest.mark.parametrize("change", [-1, 1])
+@on_one_path
+@pytest.mark.parametrize(
+    ("family", "change"), [("mistral", -1), ("phi3", 1), ("gemma2", -1), ("gemma3", 1)]
+)
 def test_a_window_off_by_one_shows(
     family: str, change: int, folders: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -244,6 +210,7 @@ def test_a_window_off_by_one_shows(
     assert min(differences.values()) > 10 * TOLERANCE, differences
 
 
+@on_one_path
 def test_one_rotary_table_for_both_kinds_of_layers_shows(
     folders: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -256,6 +223,7 @@ def test_one_rotary_table_for_both_kinds_of_layers_shows(
     assert min(differences.values()) > 100 * TOLERANCE
 
 
+@on_one_path
 @pytest.mark.parametrize("case", ["qwen2", "llama-biases"])
 def test_dropped_biases_show(case: str, folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
     load_with(monkeypatch, lambda config: replace(config, biased=()))
@@ -280,8 +248,10 @@ def load_with(
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [(family, (torch.bfloat16, torch.float16)[place % 2]) for place, family in enumerate(FAMILIES)],
+)
 def test_half_precision_rounds_no_more_than_transformers(
     family: str, dtype: torch.dtype, folders: Folders
 ) -> None:
@@ -295,28 +265,8 @@ def test_half_precision_rounds_no_more_than_transformers(
     assert (ours - exact).pow(2).mean() < 1.5 * (theirs - exact).pow(2).mean()
 
 
-def write_4bit(folder: Path, source: Path) -> None:
-    """`folder`/awq: `source` in 4 bits by rounding to the nearest; `folder`/dense: that undone."""
-    packed: dict[str, Tensor] = {}
-    dense: dict[str, Tensor] = {}
-    for name, tensor in load_tensors(source).items():
-        if not name.endswith("_proj.weight"):
-            packed[name] = dense[name] = tensor.float().clone()
-            continue
-        weight, prefix = round_to_nearest(tensor.float()), name.removesuffix(".weight")
-        for part, stored in zip(("qweight", "qzeros", "scales"), weight.pack(), strict=True):
-            packed[f"{prefix}.{part}"] = stored.contiguous()
-        dense[name] = dequantize(weight)
-    config = json.loads((source / "config.json").read_text())
-    config_4bit = config | {"quantization_config": QUANTIZATION_CONFIG}
-    for name, tensors, said in (("awq", packed, config_4bit), ("dense", dense, config)):
-        (folder / name).mkdir()
-        save_file(tensors, folder / name / "model.safetensors", {"format": "pt"})
-        (folder / name / "config.json").write_text(json.dumps(said))
-
-
 @torch.inference_mode()
-@pytest.mark.parametrize("case", [*FAMILIES, "llama-biases"])
+@pytest.mark.parametrize("case", ["llama-biases", "qwen3", "phi3", "gemma2"])
 def test_4_bit_copies_compute_their_dequantized_weights(
     case: str, folders: Folders, tmp_path: Path, kernels: str
 ) -> None:
@@ -350,8 +300,9 @@ def test_decoders_of_different_kinds_of_layers_share_no_cache(
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("family", ["mistral", "gemma2", "gemma3"])
-@pytest.mark.parametrize("num_tokens", [2, 3, 9])
+@pytest.mark.parametrize(
+    ("family", "num_tokens"), [("mistral", 2), ("mistral", 9), ("gemma2", 3), ("gemma3", 9)]
+)
 def test_drafts_look_back_as_far_as_the_window(
     family: str, num_tokens: int, tmp_path: Path
 ) -> None:
@@ -375,11 +326,13 @@ def test_drafts_look_back_as_far_as_the_window(
     torch.testing.assert_close(candidates.scores, torch.tensor(scores[1:]), rtol=0, atol=1e-3)
 
 
+@on_one_path
 @pytest.mark.parametrize("case", CASES)
 def test_shapes_of_all_families_are_checked(case: str, folders: Folders) -> None:
     check_shapes("decoder", folders(case), read_config(folders(case)).decoder)
 
 
+@on_one_path
 @pytest.mark.parametrize(
     ("family", "name"),
     [
@@ -409,6 +362,7 @@ def test_what_a_family_needs_is_missed(
         check_shapes("decoder", tmp_path, config)
 
 
+@on_one_path
 @pytest.mark.parametrize("rope_type", ["linear", "yarn"])
 def test_a_wrong_rotary_scaling_shows(rope_type: str, folders: Folders) -> None:
     config = read_config(folders(f"llama-{rope_type}")).decoder
@@ -421,53 +375,13 @@ def test_a_wrong_rotary_scaling_shows(rope_type: str, folders: Folders) -> None:
     assert (plain / scaled).max() == pytest.approx(4.0)
 
 
-@torch.inference_mode()
-@pytest.mark.parametrize("model_type", ["llama", "qwen2"])
-def test_biases_of_heads_are_used(model_type: str, folders: Folders, tmp_path: Path) -> None:
-    target = load(folders("qwen2"))
-    width, inner = target.config.hidden_size, target.config.intermediate_size
-    key_width = target.config.num_kv_heads * target.config.head_dim
-    shapes = {
-        "embed_tokens.weight": (VOCAB_SIZE, width),
-        "fc.weight": (width, 2 * width),
-        "layers.0.self_attn.q_proj.weight": (width, width),
-        "layers.0.self_attn.k_proj.weight": (key_width, width),
-        "layers.0.self_attn.v_proj.weight": (key_width, width),
-        "layers.0.self_attn.o_proj.weight": (width, width),
-        "layers.0.mlp.gate_proj.weight": (inner, width),
-        "layers.0.mlp.up_proj.weight": (inner, width),
-        "layers.0.mlp.down_proj.weight": (width, inner),
-        "layers.0.post_attention_layernorm.weight": (width,),
-    }
-    tensors = {name: torch.randn(shape) for name, shape in shapes.items()}
-    biases = {
-        "fc.bias": torch.randn(width),
-        "layers.0.self_attn.q_proj.bias": torch.randn(width),
-        "layers.0.self_attn.k_proj.bias": torch.randn(key_width),
-        "layers.0.self_attn.v_proj.bias": torch.randn(key_width),
-    }
-    config = json.loads((folders("qwen2") / "config.json").read_text())
-    config |= {"model_type": model_type, "num_hidden_layers": 1, "sliding_window": 4}
-    (tmp_path / "config.json").write_text(json.dumps(config | {"use_sliding_window": True}))
+@on_one_path
+def test_a_head_sees_all_that_its_model_sees(folders: Folders, tmp_path: Path) -> None:
+    config = json.loads((folders("qwen-windows") / "config.json").read_text())
+    one_layer = {"num_hidden_layers": 1, "layer_types": None, "max_window_layers": 0}
+    (tmp_path / "config.json").write_text(json.dumps(config | one_layer))
+    assert read_config(tmp_path).decoder.layer_kinds != ()
     assert read_config(tmp_path).head.layer_kinds == ()
-
-    x = torch.randn(3, width)
-    for stored in ({}, biases):
-        save_file(tensors | stored, tmp_path / "model.safetensors")
-        check_shapes("eagle2", tmp_path, read_config(tmp_path).head)
-        head = load_head(read_config(tmp_path), target, CAPACITY)
-        qkv = [
-            torch.nn.functional.linear(x, tensors[f"{name}.weight"], stored.get(f"{name}.bias"))
-            for name in (f"layers.0.self_attn.{part}_proj" for part in "qkv")
-        ]
-        torch.testing.assert_close(head.layer.qkv(x), torch.cat(qkv, -1), rtol=1e-5, atol=1e-4)
-        both = torch.cat([x, x], -1)
-        expected = torch.nn.functional.linear(both, tensors["fc.weight"], stored.get("fc.bias"))
-        torch.testing.assert_close(head.fc(both), expected, rtol=1e-5, atol=1e-4)
-    tensors["fc.bias"] = torch.randn(width - 1)
-    save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(UserError, match=r"tensor shape mismatch: fc\.bias"):
-        check_shapes("eagle2", tmp_path, read_config(tmp_path).head)
 
 
 @torch.inference_mode()

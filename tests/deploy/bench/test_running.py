@@ -1,6 +1,8 @@
 """The benchmark on a tiny chain: prompts, counting, agreement, files, refusals."""
 
 import json
+import shutil
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from polybasic.deploy.bench.rereading import ONE_ROW, ReadPattern, answer_logits
 from polybasic.deploy.bench.running import bench_chain
 from polybasic.deploy.prompts import Question, choose_questions, read_questions
 from polybasic.deploy.settings import BenchSettings
+from tests.conftest import ChainParts
 
 
 def write_prompts(path: Path, *rows: dict[str, Any]) -> Path:
@@ -29,10 +32,10 @@ def question(number: int, category: str, *turns: str) -> dict[str, Any]:
     return {"question_id": number, "category": category, "turns": list(turns)}
 
 
-@pytest.fixture
-def prompts(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_prompts(
-        tmp_path / "prompts.jsonl",
+        tmp_path_factory.mktemp("prompts") / "prompts.jsonl",
         question(1, "writing", "w5 w9", "w7"),
         question(2, "qa", "w1 w2 w3"),
         question(3, "qa", "w4"),
@@ -40,13 +43,22 @@ def prompts(tmp_path: Path) -> Path:
     )
 
 
-@pytest.fixture
-def report(tiny_chain: Path, prompts: Path) -> dict[str, Any]:
+@pytest.fixture(scope="module")
+def benched(
+    _tiny_models: Path, prompts: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, dict[str, Any]]:
+    """A chain and its report, which tests only read."""
+    folder = tmp_path_factory.mktemp("benched")
+    models = shutil.copytree(_tiny_models, folder / "models")
+    ChainParts(*(models / name for name in ("target", "intermediate", "draft"))).package(
+        folder / "chain"
+    )
     settings = BenchSettings(prompts=str(prompts), max_new_tokens=20, dtype="float32")
-    return bench_chain(tiny_chain, settings)
+    return folder / "chain", bench_chain(folder / "chain", settings)
 
 
-def test_report_counts_what_was_run(tiny_chain: Path, report: dict[str, Any]) -> None:
+def test_report_counts_what_was_run(benched: tuple[Path, dict[str, Any]]) -> None:
+    _, report = benched
     assert report["schema"] == "polybasic.report/1"
     assert report["settings"]["num_prompts"] == 4  # two turns and two questions
     assert report["settings"]["num_questions_left_out_as_too_long"] == 1
@@ -77,9 +89,10 @@ def test_report_counts_what_was_run(tiny_chain: Path, report: dict[str, Any]) ->
     assert report["plan"]["explanation"] is None
 
 
-def test_results_reach_files_and_manifest(tiny_chain: Path, report: dict[str, Any]) -> None:
-    assert json.loads((tiny_chain / "report" / "report.json").read_text()) == report
-    markdown = (tiny_chain / "report" / "report.md").read_text()
+def test_results_reach_files_and_manifest(benched: tuple[Path, dict[str, Any]]) -> None:
+    chain, report = benched
+    assert json.loads((chain / "report" / "report.json").read_text()) == report
+    markdown = (chain / "report" / "report.md").read_text()
     assert report["adaptations"] == []
     assert "Adapted members" not in markdown
     memory = report["memory"]
@@ -94,9 +107,9 @@ def test_results_reach_files_and_manifest(tiny_chain: Path, report: dict[str, An
     assert "Draft vocabulary" not in markdown
     for line in ("# Speedup over the source target", "| polybasic_full |", "| qa |", "- plan: "):
         assert line in markdown
-    manifest = read_manifest(tiny_chain)
+    manifest = read_manifest(chain)
     assert manifest.results == report
-    check_chain(tiny_chain)
+    check_chain(chain)
     console = Console(record=True, width=120)
     print_report(report, console)
     printed = console.export_text()
@@ -153,7 +166,8 @@ def test_rounding_is_measured_and_stated(
     assert "| trees of 6 rows, 3 deep |" in markdown
 
 
-def test_the_report_names_what_is_wrong(report: dict[str, Any]) -> None:
+def test_the_report_names_what_is_wrong(benched: tuple[Path, dict[str, Any]]) -> None:
+    report = deepcopy(benched[1])
     assert "0 near ties" in rounding_line(report)
     assert "WRONG" not in rounding_line(report)
     wrong = {"from_one_row": None, "from_reference": None, "is_sound": False}

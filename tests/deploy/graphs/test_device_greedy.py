@@ -27,7 +27,7 @@ from tests.deploy.noisy_chain import (
 
 NUM_PROMPTS = 8
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.proof
 
 
 @pytest.fixture(scope="module")

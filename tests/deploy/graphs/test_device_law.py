@@ -9,8 +9,8 @@ two orders: by the target's probability, and by how much more probable a token i
 to the intermediate, along which wrong acceptance would push.
 
 The test: Pearson's chi-square over bins of equal probability, for both orders, at significance 1e-4
-together, over 2000 tokens; seeds are fixed. `test_power` shows that a law at a total variation
-distance of 0.09 a token, along one of the orders, is rejected with a probability of 0.99.
+together, over 1000 tokens; seeds are fixed. `test_power` shows that a law at a total variation
+distance of 0.13 a token, along one of the orders, is rejected with a probability of 0.99.
 
 Passes in bfloat16 and float16 draw from logits that are rounded in their own way. That moves places
 to either side and leaves them uniform, where nothing is truncated.
@@ -79,8 +79,7 @@ CASES_OF_GPUS = [
     ("token", "top-p"),
     ("token", "min-p"),
 ]
-
-pytestmark = pytest.mark.slow
+proof = pytest.mark.proof
 
 
 @pytest.fixture(scope="module")
@@ -187,7 +186,8 @@ def test_power() -> None:
 @pytest.mark.parametrize(
     ("where", "plan", "sampling"),
     [
-        *((DEVICE, *case) for case in CASES),
+        (DEVICE, *CASES[0]),
+        *(pytest.param(DEVICE, *case, marks=proof) for case in CASES[1:]),
         *(pytest.param(GPU[0], *case, marks=needs_gpu) for case in CASES_OF_GPUS),
     ],
     ids=str,
@@ -206,12 +206,10 @@ def test_law_is_the_targets_in_rounds_of_the_host(chain_at: ChainAt, reference: 
     test_law_is_the_targets(chain_at, reference, HOST, *CASES[0])
 
 
+@proof
 @pytest.mark.parametrize("where", ROUNDED_PLACES, ids=str)
-@pytest.mark.parametrize("plan", ["block"])
-def test_rounding_leaves_the_law(
-    chain_at: ChainAt, reference: Chain, where: Where, plan: str
-) -> None:
-    found = answers(chain_at(where), PLANS[plan], SAMPLINGS["temperature"], NUM_TOKENS)
+def test_rounding_leaves_the_law(chain_at: ChainAt, reference: Chain, where: Where) -> None:
+    found = answers(chain_at(where), PLANS["block"], SAMPLINGS["temperature"], NUM_TOKENS)
     by_order, num_impossible = places(reference, found, SAMPLINGS["temperature"])
     assert num_impossible == 0
     assert p_value(by_order) >= SIGNIFICANCE
@@ -224,18 +222,15 @@ def test_rounds_run_where_they_should(chain_at: ChainAt) -> None:
         assert isinstance(stages[-1], DeviceTreeStage) == is_on_device
 
 
+@proof
 @pytest.mark.parametrize("where", PLACES, ids=str)
-@pytest.mark.parametrize("plan", ["block", "adaptive"])
-def test_seeds_reproduce(chain_at: ChainAt, where: Where, plan: str) -> None:
-    chain, sampling = chain_at(where), SAMPLINGS["all"]
-    first, second, other = (
-        answer(chain, PLANS[plan], replace(sampling, seed=seed)) for seed in (5, 5, 6)
-    )
+def test_seeds_reproduce(chain_at: ChainAt, where: Where) -> None:
+    chain, plan, sampling = chain_at(where), PLANS["adaptive"], SAMPLINGS["all"]
+    first, second, other = (answer(chain, plan, replace(sampling, seed=seed)) for seed in (5, 5, 6))
     assert first == second != other
     answer(chain, PLANS["head"], replace(sampling, top_k=3))
-    assert answer(chain, PLANS[plan], replace(sampling, seed=5)) == first
-    unseeded = {tuple(answer(chain, PLANS[plan], sampling)) for _ in range(3)}
-    assert len(unseeded) == 3
+    assert answer(chain, plan, replace(sampling, seed=5)) == first
+    assert answer(chain, plan, sampling) != answer(chain, plan, sampling)
 
 
 # What is wrong is rejected
@@ -247,6 +242,7 @@ def is_rejected(chain: Chain, reference: Chain, plan: str) -> bool:
     return p_value(places(reference, found, sampling)[0]) < SIGNIFICANCE
 
 
+@proof
 def test_blocks_that_are_kept_whole_are_rejected(
     chain_at: ChainAt, reference: Chain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -260,6 +256,7 @@ def test_blocks_that_are_kept_whole_are_rejected(
     assert is_rejected(chain_at(DEVICE), reference, "block")
 
 
+@proof
 def test_a_token_after_a_cut_that_is_not_from_the_residual_is_rejected(
     chain_at: ChainAt, reference: Chain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -273,6 +270,7 @@ def test_a_token_after_a_cut_that_is_not_from_the_residual_is_rejected(
     assert is_rejected(chain_at(DEVICE), reference, "token")
 
 
+@proof
 def test_walks_that_prefer_candidates_are_rejected(
     chain_at: ChainAt, reference: Chain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -286,6 +284,7 @@ def test_walks_that_prefer_candidates_are_rejected(
     assert is_rejected(chain_at(DEVICE), reference, "two")
 
 
+@proof
 def test_random_numbers_that_stay_are_rejected(
     chain_at: ChainAt, reference: Chain, monkeypatch: pytest.MonkeyPatch
 ) -> None:

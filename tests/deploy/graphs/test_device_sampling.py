@@ -237,28 +237,6 @@ def test_cuts_are_the_hosts(rule: str) -> None:
     assert sum(kept.values()) - kept[0] > 50
 
 
-@pytest.mark.parametrize("rule", ["token", "block"])
-def test_a_cut_has_the_law_of_the_verifier(rule: str) -> None:
-    """A proposal drawn from q and verified is distributed as p, over a grid of all numbers."""
-    q, p = torch.tensor([0.6, 0.1, 0.3]), torch.tensor([0.2, 0.5, 0.3])
-    after, other = torch.tensor([0.1, 0.2, 0.7]), torch.tensor([0.1, 0.8, 0.1])
-    size = 24
-    law, wrong = torch.zeros(3), torch.zeros(3)
-    for token in range(3):
-        for accepting in midpoints(size):
-            for drawing in midpoints(size):
-                uniforms = torch.stack([accepting, drawing])
-                rows = torch.stack([p, after]), q[None]
-                block = torch.tensor([token]), torch.tensor(1)
-                num_kept, next_token = verify(*block, *rows, uniforms, rule)
-                first = token if int(num_kept) else int(next_token)
-                law[first] += q[token] / size**2
-                wrong[first] += other[token] / size**2
-    assert (law - p).abs().max() < 1 / size
-    # the control: proposals that were not drawn from q
-    assert (wrong - p).abs().max() > 3 / size
-
-
 def test_block_weights_stay_exact_over_long_blocks() -> None:
     """Ratios far above and below 1 in turn, where sums of logarithms are largest."""
     most, vocab_size = 24, 4

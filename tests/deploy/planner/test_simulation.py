@@ -1,18 +1,15 @@
 """The simulation against hand-worked rounds, and tokens kept against theory and sampler."""
 
 import json
-import time
 
 import numpy as np
 import pytest
-import torch
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.plan import Flush, Ngram, Plan, Tree
 from polybasic.deploy.planner.measurements import DraftCosts, Measurements, PassCosts
 from polybasic.deploy.planner.simulation import Simulator, simulate
 from polybasic.deploy.planner.theory import kept_probabilities
-from polybasic.deploy.rounds.sampling import Probabilities, RandomSampler, Sampling
 from polybasic.deploy.rounds.tree import ABSENT
 from tests.deploy.traces import LEAST, make_measurements, make_trace
 
@@ -183,47 +180,6 @@ def test_the_rules_differ() -> None:
     assert shares != pytest.approx(others, abs=0.03)
 
 
-@pytest.mark.parametrize("rule", ["block", "token"])
-def test_mean_kept_length_is_that_of_the_sampler(rule: str) -> None:
-    """Along texts of the verifier, against real verifications of texts of the proposer."""
-    num_runs, length, vocab_size = 3000, 4, 3
-    generator = torch.Generator().manual_seed(3)
-    tables = torch.randn(2, length + 1, vocab_size, vocab_size, generator=generator).softmax(-1)
-
-    def rows(model: int, tokens: list[int]) -> torch.Tensor:
-        """Of each place, given the token before."""
-        return torch.stack([tables[model, i, t] for i, t in enumerate([0, *tokens])])
-
-    def text(model: int) -> list[int]:
-        tokens = [0]
-        for place in range(length):
-            row = tables[model, place, tokens[-1]]
-            tokens.append(int(torch.multinomial(row, 1, generator=generator)))
-        return tokens[1:]
-
-    sampler = RandomSampler(Sampling(1.0, seed=1), torch.device("cpu"), 1)
-    served = 0
-    for _ in range(num_runs):
-        tokens = text(1)
-        own, proposed = rows(0, tokens), rows(1, tokens)[:length]
-        served += sampler.verify(tokens, Probabilities(proposed), Probabilities(own), rule)[0]
-
-    def mean_extent(model: int) -> float:
-        """Along texts of a model."""
-        traces = []
-        for _ in range(num_runs):
-            tokens = text(model)
-            at = (list(range(length)), tokens)
-            p, q = (rows(one, tokens)[:length][at].tolist() for one in (0, 1))
-            traces.append(make_trace({"a": p, "b": q}))
-        simulator = Simulator(make_measurements(*traces, temperature=1.0), num_draws=2)
-        extents = [simulator._extents("a", "b", rule, draw) for draw in range(2)]  # type: ignore[arg-type]
-        return float(np.mean([one[start] for one in extents for start, _ in simulator.spans]))
-
-    assert mean_extent(0) == pytest.approx(served / num_runs, abs=0.08)
-    assert mean_extent(1) != pytest.approx(served / num_runs, abs=0.3)
-
-
 def test_plans_meet_the_same_luck() -> None:
     generator = np.random.default_rng(0)
     p = generator.uniform(0.2, 1.0, (2, 40)).tolist()
@@ -231,23 +187,3 @@ def test_plans_meet_the_same_luck() -> None:
     plan = Plan(members=("a", "b"), tree=LEAST, flush={"a": Flush(length=4)})
     assert simulate(plan, measured) == simulate(plan, measured)
     assert simulate(plan, measured, seed=1) != simulate(plan, measured)
-
-
-def test_a_plan_takes_milliseconds() -> None:
-    generator = np.random.default_rng(0)
-    traces = [
-        make_trace(
-            {"a": [1] * 96, "b": (generator.random(96) < 0.9).tolist()},
-            {"b": generator.integers(0, 5, 96).tolist()},
-        )
-        for _ in range(24)
-    ]
-    simulator = Simulator(make_measurements(*traces))
-    seconds = []
-    for length in range(2, 12):
-        tree = Tree(depth=4, top_k=1, rows=5)
-        plan = Plan(members=("a", "b", "draft"), tree=tree, flush={"a": Flush(length=length)})
-        begin = time.perf_counter()
-        simulator.run(plan)
-        seconds.append(time.perf_counter() - begin)
-    assert min(seconds) < 0.01

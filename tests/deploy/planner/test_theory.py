@@ -250,11 +250,6 @@ def ends_behind_a_zero(tokens: tuple[int, ...]) -> int:
     return tokens.index(0) + 1 if 0 in tokens[:3] else 3
 
 
-def ends_before_a_zero(tokens: tuple[int, ...]) -> int:
-    """Decided by the token itself: not predictable."""
-    return tokens.index(0) if 0 in tokens[:3] else 3
-
-
 def enumerated_law(
     tables: Tables, rule: str, block_length: BlockLength
 ) -> Counter[tuple[int, tuple[int, ...]]]:
@@ -312,7 +307,7 @@ def predicted_law(
     return +law
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("block_length", [three, ends_behind_a_zero])
 @pytest.mark.parametrize("rule", ["block", "token"])
 def test_what_is_kept_follows_the_text(rule: str, block_length: BlockLength, seed: int) -> None:
@@ -324,21 +319,6 @@ def test_the_rules_have_laws_of_their_own() -> None:
     tables = Tables(0)
     assert enumerated_law(tables, "block", three) != predicted_law(tables, "token", three)
     assert enumerated_law(tables, "token", three) != predicted_law(tables, "block", three)
-
-
-@pytest.mark.parametrize("rule", ["block", "token"])
-def test_a_block_that_ends_by_its_next_token_breaks_the_output(rule: str) -> None:
-    def law_of_text(block_length: BlockLength) -> Counter[tuple[int, ...]]:
-        law: Counter[Any] = Counter()
-        for (_, text), probability in enumerated_law(Tables(0), rule, block_length).items():
-            law[text] += probability
-        return law
-
-    tables = Tables(0)
-    texts = itertools.product(range(VOCAB_SIZE), repeat=NUM_TOKENS)
-    of_target = Counter({text: tables.probability("p", text) for text in texts})
-    assert law_of_text(ends_behind_a_zero) == of_target
-    assert law_of_text(ends_before_a_zero) != of_target
 
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9)), min_size=1, max_size=6))

@@ -1,7 +1,6 @@
 """Windows in planning: what is measured under them, when they are taken, and what is said of it."""
 
 import json
-import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from polybasic.chain.formats.package import Part
 from polybasic.chain.formats.plan import Flush, Plan, Tree, Window
 from polybasic.deploy import Chain, load_chain
 from polybasic.deploy.bench.running import bench_chain
-from polybasic.deploy.engine import Request
 from polybasic.deploy.planner import costs as round_costs
 from polybasic.deploy.planner import windows as windowing
 from polybasic.deploy.planner.costs import MIN_SAMPLES, RoundCosts, compare_costs
@@ -30,7 +28,7 @@ from polybasic.deploy.planner.traces import Calibration, answer_prompts, measure
 from polybasic.deploy.planner.windows import try_windows
 from polybasic.deploy.rounds.sampling import Sampling
 from polybasic.deploy.settings import BenchSettings, PlanGrid, PlanSettings
-from tests.deploy.traces import make_measurements, make_trace
+from tests.deploy.traces import count_passes, make_measurements, make_trace, random_prompts
 
 NUM_TOKENS = 20
 GRID = PlanGrid(
@@ -56,28 +54,13 @@ def chain(tiny_chain_parts: Any, tmp_path: Path) -> Chain:
     return load_chain(tmp_path / "chain", dtype="float32")
 
 
-def prompts(lengths: tuple[int, ...] = (9, 1, 12)) -> list[tuple[str, list[int]]]:
-    drawn = random.Random(0)
-    return [("qa", [drawn.randrange(60) for _ in range(length)]) for length in lengths]
+PROMPTS = random_prompts(9, 1, 12)
 
 
 def calibration_of(chain: Chain, grid: PlanGrid = GRID) -> Calibration:
     sampling = Sampling(seed=0)
-    arguments = (prompts(), frozenset[int](), NUM_TOKENS, sampling, grid)
+    arguments = (PROMPTS, frozenset[int](), NUM_TOKENS, sampling, grid)
     return answer_prompts(chain.engine, *arguments, lambda line: None)
-
-
-def count_passes(chain: Chain, plan: Plan) -> dict[str, int]:
-    """Passes of each member over all prompts, the prefill left out."""
-    total: dict[str, int] = {}
-    for _, prompt in prompts():
-        request = Request(prompt, NUM_TOKENS, Sampling(), frozenset(), plan)
-        for _ in chain.engine.run(request):
-            pass
-        assert request.statistics is not None
-        for name, num in request.statistics.forward_passes.items():
-            total[name] = total.get(name, 0) + num
-    return total
 
 
 def test_simulated_passes_under_windows_are_those_of_real_answers(chain: Chain) -> None:
@@ -93,10 +76,13 @@ def test_simulated_passes_under_windows_are_those_of_real_answers(chain: Chain) 
         traces = [trace_answer(calibration, one, windows, (2,)) for one in calibration.answered]
         measured = replace(whole, traces=traces, windows=windows)
         narrow = plan.model_copy(update={"windows": windows})
-        predicted, real = simulate(narrow, measured).passes, count_passes(chain, narrow)
+        predicted, real = (
+            simulate(narrow, measured).passes,
+            count_passes(chain, narrow, PROMPTS, NUM_TOKENS),
+        )
         for name, num in real.items():
             assert predicted[name] * measured.num_tokens == pytest.approx(num, rel=tolerance), name
-        assert real != count_passes(chain, plan), "the windows must matter"
+        assert real != count_passes(chain, plan, PROMPTS, NUM_TOKENS), "the windows must matter"
         with pytest.raises(UserError, match="windows were not measured"):
             simulate(plan, measured)
         with pytest.raises(UserError, match="windows were not measured"):
@@ -107,7 +93,7 @@ def test_costs_are_compared_over_the_same_shapes(chain: Chain) -> None:
     windows = [{"intermediate": WINDOW}, {"copy": WINDOW}]
     two_models = Plan(members=("target", "copy"), tree=TREE)
     found = compare_costs(
-        chain.engine, [prompts()[0][1]], [two_models, ALL], windows, frozenset(), Sampling()
+        chain.engine, [PROMPTS[0][1]], [two_models, ALL], windows, frozenset(), Sampling()
     )
     # the intermediate runs in one of the plans, the copy in both
     for innermost, pair in zip(({"intermediate"}, {"intermediate", "target"}), found, strict=True):
@@ -178,7 +164,7 @@ def test_windows_are_tried_one_by_one_and_then_together(
     assert "copy: 4 + 16" in console.export_text()
     # and the chosen plan answers as the target
     alone = Plan(members=("target",), tree=TREE)
-    for _, prompt in prompts():
+    for _, prompt in PROMPTS:
         answers = [
             [token for new in stream for token in new]
             for stream in (

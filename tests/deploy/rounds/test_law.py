@@ -1,4 +1,4 @@
-"""The joint law of a chain's first three tokens, counted over 200,000 answers of small real models.
+"""The joint law of a chain's first three tokens, counted over answers of small real models.
 
 Float32 models with random weights, all warpers, two chains: three members (the target, another
 model that shares its cache, a head) and four (between them a narrower model with a cache of its
@@ -8,13 +8,14 @@ decoder alone, prefix by prefix, without caches, stages or batches.
 The test: Pearson's chi-square at significance 1e-4 over the 35 answers that are possible; cells
 that expect fewer than 10 answers would be pooled into one. A chain that is right fails with one
 set of seeds in 10,000, and the seeds are fixed. A law at a total variation distance of 0.0105 from
-the target's is rejected with a probability of at least 0.99 (0.996 as simulated; 0.986 at 0.010):
-`test_power` takes the direction with the least noncentrality, in which half of the mass grows and
-half shrinks by one factor. The counted total variation itself must stay below its mean plus four
-standard deviations, as simulated for the exact law.
+the target's is rejected by 200,000 answers with a probability of at least 0.99, and one at 0.075 by
+4,000: `test_power` takes the direction with the least noncentrality, in which half of the mass
+grows and half shrinks by one factor. The counted total variation itself must stay below its mean
+plus four standard deviations, as simulated for the exact law.
 
 An answer costs about 0.25 ms, because `tests/deploy/small_chains.py` computes every pass once.
 Each has a seed and a sampler of its own, as each request to the engine has: that is 3 % of it.
+What is wrong in the proposals or in the token after a block is seen by `test_enumeration`, exactly.
 """
 
 import dataclasses
@@ -33,13 +34,12 @@ from polybasic.chain.model.decoder import Decoder
 from polybasic.deploy.engine import Request
 from polybasic.deploy.rounds import verification
 from polybasic.deploy.rounds.cache import KeyValueCache
-from polybasic.deploy.rounds.sampling import Prefixes, Probabilities, Sampling
+from polybasic.deploy.rounds.sampling import Prefixes, Sampling
 from polybasic.deploy.rounds.warping import warp
 from tests.deploy.small_chains import (
     CPU,
     VOCAB_SIZE,
     RememberedChain,
-    RememberedVerifier,
     RememberingSampler,
     SmallChain,
     Weights,
@@ -48,11 +48,11 @@ from tests.deploy.small_chains import (
 )
 
 NUM_ANSWERS = 200_000
-FEWER_ANSWERS = 10_000
+FEWER_ANSWERS = 4_000
 SIGNIFICANCE = 1e-4
 LEAST_EXPECTED = 10
-DETECTED_DISTANCE = 0.0105
-"""Total variation distance that is detected with probability 0.99."""
+DETECTED_DISTANCES = {NUM_ANSWERS: 0.0105, FEWER_ANSWERS: 0.075}
+"""Total variation distance that is detected with probability 0.99, by the number of answers."""
 
 PROMPT = [3, 1, 4, 1]
 SAMPLING = Sampling(
@@ -67,8 +67,6 @@ SAMPLING = Sampling(
 )
 TREE = Tree(depth=2, top_k=2, rows=4)
 ADAPTIVE = AdaptiveFlush(break_even=0.25, acceptance=(0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9))
-
-pytestmark = pytest.mark.slow
 
 
 @functools.cache
@@ -172,22 +170,19 @@ def test_tail_of_the_chi_square() -> None:
     assert p_values(np.array([50, 49, 1]), np.array([0.5, 0.5, 0.0])) == 0
 
 
-def test_power() -> None:
+@pytest.mark.parametrize(("num_answers", "detected"), DETECTED_DISTANCES.items())
+def test_power(num_answers: int, detected: float) -> None:
     law, numbers = exact_law(), np.random.default_rng(0)
-    assert (p_values(numbers.multinomial(NUM_ANSWERS, law, size=2000), law) < 0.01).mean() < 0.02
+    assert (p_values(numbers.multinomial(num_answers, law, size=2000), law) < 0.01).mean() < 0.02
     half = np.zeros(len(law), dtype=bool)
     for cell in np.argsort(-law):
         half[cell] = law[half].sum() + law[cell] <= 0.5
     mass = law[half].sum()
     assert abs(mass - 0.5) < 0.01
-    factors = np.where(half, 1 + DETECTED_DISTANCE / mass, 1 - DETECTED_DISTANCE / (1 - mass))
-    other = law * factors
-    assert np.abs(other - law).sum() / 2 == pytest.approx(DETECTED_DISTANCE)
-    rejected = p_values(numbers.multinomial(NUM_ANSWERS, other, size=2000), law) < SIGNIFICANCE
+    other = law * np.where(half, 1 + detected / mass, 1 - detected / (1 - mass))
+    assert np.abs(other - law).sum() / 2 == pytest.approx(detected)
+    rejected = p_values(numbers.multinomial(num_answers, other, size=2000), law) < SIGNIFICANCE
     assert rejected.mean() >= 0.99
-    # a direction that is easier to see: one cell alone
-    other = (1 - 2 * DETECTED_DISTANCE) * law + 2 * DETECTED_DISTANCE * np.eye(len(law))[-1]
-    assert (p_values(numbers.multinomial(NUM_ANSWERS, other, size=100), law) < SIGNIFICANCE).all()
 
 
 # The chains
@@ -197,20 +192,23 @@ def test_power() -> None:
 def test_memory_changes_no_token(num_members: int) -> None:
     chain = chain_of(num_members)
     remembered = RememberedChain(chain)
-    for seed in range(300):
+    for seed in range(100):
         with torch.inference_mode():
             sampler = RememberingSampler(chain, remembered.memory, seed)
             found = remembered.answer(sampler)
         assert found == chain.answer(seed)
 
 
+@pytest.mark.parametrize(
+    "num_answers", [FEWER_ANSWERS, pytest.param(NUM_ANSWERS, marks=pytest.mark.proof)]
+)
 @pytest.mark.parametrize("num_members", [3, 4])
-def test_law_of_the_answers_is_the_targets(num_members: int) -> None:
+def test_law_of_the_answers_is_the_targets(num_members: int, num_answers: int) -> None:
     law = exact_law()
-    counts = count(RememberedChain(chain_of(num_members)), NUM_ANSWERS)
-    assert counts.sum() == NUM_ANSWERS
+    counts = count(RememberedChain(chain_of(num_members)), num_answers)
+    assert counts.sum() == num_answers
     assert p_values(counts, law) >= SIGNIFICANCE
-    usual = distance(np.random.default_rng(0).multinomial(NUM_ANSWERS, law, size=2000), law)
+    usual = distance(np.random.default_rng(0).multinomial(num_answers, law, size=2000), law)
     assert distance(counts, law) <= usual.mean() + 4 * usual.std()
 
 
@@ -226,20 +224,7 @@ def test_law_stays_the_targets_where_others_see_a_part_of_the_context() -> None:
     assert p_values(count(RememberedChain(chain), 1000), exact_law()) < SIGNIFICANCE
 
 
-# What is wrong is rejected, by fewer answers
-
-
-class UnwarpedProposals(RememberingSampler):
-    """Draws blocks from warped distributions and verifies them as if from unwarped ones."""
-
-    def distributions(self, logits: Any, prefixes: Prefixes) -> Probabilities:
-        rows = super().distributions(logits, prefixes)
-        unwarped = torch.stack([self.memory.logits[row] for row in logits.tolist()]).softmax(-1)
-        rows.unwarped = unwarped  # type: ignore[attr-defined]
-        return rows
-
-    def take(self, rows: Any, chosen: list[int]) -> Probabilities:
-        return super().take(Probabilities(rows.unwarped), chosen)
+# What is wrong is rejected
 
 
 class UnnormalisedResidual(RememberingSampler):
@@ -251,38 +236,10 @@ class UnnormalisedResidual(RememberingSampler):
         return drawn.clamp(max=VOCAB_SIZE - 1).squeeze(1).tolist()
 
 
-class BonusFromBelow(RememberedVerifier):
-    """A target whose last row, from which the token after a whole block is drawn, is another's."""
-
-    below: RememberedVerifier
-
-    def logits(self, states: Any) -> Any:
-        _, seen, token = list(self.memory.numbers)[states[-1]]
-        return np.append(states[:-1], self.below.number_of(seen, token))
-
-
-def test_unwarped_proposal_distributions_are_rejected() -> None:
-    counts = count(RememberedChain(chain_of(3)), FEWER_ANSWERS, UnwarpedProposals)
-    assert p_values(counts, exact_law()) < SIGNIFICANCE
-
-
 def test_missing_renormalisation_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verification, "residual", lambda p, q, weight: (weight * p - q).clip(0))
     counts = count(RememberedChain(chain_of(3)), FEWER_ANSWERS, UnnormalisedResidual)
     assert p_values(counts, exact_law()) < SIGNIFICANCE
-
-
-def test_bonus_token_from_the_intermediate_is_rejected() -> None:
-    remembered = RememberedChain(chain_of(3))
-    target, below = remembered.verifiers
-    remembered.verifiers[0] = BonusFromBelow(target.real, target.cache, target.memory)
-    remembered.verifiers[0].below = below
-    assert p_values(count(remembered, FEWER_ANSWERS), exact_law()) < SIGNIFICANCE
-
-
-def test_the_right_sampler_passes_with_as_few_answers() -> None:
-    counts = count(RememberedChain(chain_of(3)), FEWER_ANSWERS)
-    assert p_values(counts, exact_law()) >= SIGNIFICANCE
 
 
 def test_cache_is_shared_by_neighbours_only() -> None:

@@ -1,10 +1,8 @@
 """Decoders on both paths, and the passes that are compared."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +17,7 @@ from polybasic.chain.model.head import EagleHead
 from polybasic.chain.model.loading import load_decoder
 from polybasic.deploy.rounds.cache import KeyValueCache
 from tests.chain.native_models import eager
-from tests.checkpoints import FAMILIES, VOCAB_SIZE, write_family
+from tests.checkpoints import FAMILIES, VOCAB_SIZE
 
 CPU = torch.device("cpu")
 CAPACITY = 128
@@ -27,20 +25,11 @@ TOLERANCE = 1e-5
 """Of the largest value, in float32."""
 SINKS_AND_LATEST = Window(tokens=16, sinks=4)
 FEATURE_LAYERS = (0, 2, 1)
-VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama-biases": ("llama3", {"attention_bias": True, "mlp_bias": True}),
-    "qwen-windows": (
-        "qwen2",
-        {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1},
-    ),
-    "qwen3-biases": ("qwen3", {"attention_bias": True}),
-}
-CASES = {family: (family, {}) for family in FAMILIES} | VARIANTS
+CASES = [*FAMILIES, "llama-biases", "qwen-windows", "qwen3-biases"]
 PARENTS = [-1, 0, 0, 1, 2, 2, 5, 6, 7, 8, 9, 10]
 TOP_K = 3
 BEAMS = [[-1, -1, -1], [0, 0, 2], [4, 3, 5], [6, 6, 7]]
 """Levels of a draft: the provisional row that is each row's parent."""
-Folders = Callable[[str], Path]
 
 
 @contextmanager
@@ -49,19 +38,6 @@ def device_path() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("POLYBASIC_KERNELS", "device")
         yield
-
-
-def family_folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
-    """The folder of a case's checkpoint, written when it is first asked for."""
-
-    @cache
-    def folder_of(case: str) -> Path:
-        folder = tmp_path_factory.mktemp(case)
-        family, changes = CASES[case]
-        write_family(folder, family, **changes)
-        return folder
-
-    return folder_of
 
 
 def load_eager(folder: Path, dtype: torch.dtype = torch.float32) -> Decoder:

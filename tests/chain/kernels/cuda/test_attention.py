@@ -20,6 +20,11 @@ DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
 # no GPU has shared memory for float32
 DTYPES = [torch.float16, torch.bfloat16]
 DTYPES = DTYPES if HAS_GPU else [torch.float32, *DTYPES]
+# the grid of one dtype is run each time, those of the others are proof
+GRIDS = [
+    dtype if place == 0 else pytest.param(dtype, marks=pytest.mark.proof)
+    for place, dtype in enumerate(DTYPES)
+]
 # of values around 1, which the kernels round as often as they must
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
@@ -183,27 +188,28 @@ def assert_is_attention(case: Case, plan: Plan | None = None, seed: int = 0) -> 
 
 
 @pytest.mark.parametrize("case", LAYERS.values(), ids=LAYERS.keys())
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", GRIDS, ids=str)
 def test_layers(case: Case, dtype: torch.dtype) -> None:
     assert_is_attention(replace(case, dtype=dtype))
 
 
 @pytest.mark.parametrize("case", PASSES.values(), ids=PASSES.keys())
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", GRIDS, ids=str)
 def test_passes(case: Case, dtype: torch.dtype) -> None:
     assert_is_attention(replace(case, dtype=dtype))
 
 
-@pytest.mark.parametrize("prefix", [0, 1, 63, 64, 65, 257, 700, 1290])
+@pytest.mark.parametrize("prefix", [0, 1, 64, 65, 1290])
 def test_one_plan_serves_all_lengths(prefix: int) -> None:
     case = Case(K=1, prefix=prefix, capacity=1300)
     assert_is_attention(case, replace(case.plan(), parts=5))
 
 
-@pytest.mark.parametrize("window", [None, Window(sinks=4, tokens=500)], ids=str)
-@pytest.mark.parametrize("combines", [True, False])
-@pytest.mark.parametrize("parts", [1, 2, 3, 9])
-def test_parts(parts: int, combines: bool, window: Window | None) -> None:
+@pytest.mark.parametrize("has_window", [False, True])
+@pytest.mark.parametrize(("parts", "combines"), [(1, True), (2, False), (3, True), (9, False)])
+def test_parts(parts: int, combines: bool, has_window: bool) -> None:
+    combines ^= has_window
+    window = Window(sinks=4, tokens=500) if has_window else None
     case = Case(K=1, G=3, num_rows=30, prefix=1100, capacity=1300, window=window)
     plan = replace(case.plan(), tile=32, num_tiles=3, parts=parts, combines=combines)
     assert_is_attention(case, plan)
@@ -211,7 +217,7 @@ def test_parts(parts: int, combines: bool, window: Window | None) -> None:
 
 
 def test_is_attention_of_random_trees() -> None:
-    for seed in range(10):
+    for seed in range(0, 10, 2):
         assert_is_attention(
             Case(K=1, num_rows=3 + 4 * seed, first=seed, prefix=17 * seed, capacity=210), seed=seed
         )
@@ -293,7 +299,9 @@ def test_tensors_may_be_views() -> None:
 
 @pytest.mark.skipif(not HAS_GPU, reason="needs a GPU")
 def test_a_captured_pass_serves_all_lengths() -> None:
-    inputs = made(Case(K=8, G=4, H=128, num_rows=24, capacity=4096, dtype=torch.bfloat16))
+    # the longest prefix, for what lies behind it is large
+    case = Case(K=8, G=4, H=128, num_rows=24, prefix=4072, capacity=4096, dtype=torch.bfloat16)
+    inputs = made(case)
     prefix = torch.tensor(0, device=DEVICE)
     cache = inputs.cache.clone()
 

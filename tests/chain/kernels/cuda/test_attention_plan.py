@@ -119,7 +119,7 @@ BUILDS: dict[str, tuple[int, Layer, int, dict[str, bool]]] = {
     "90 row of 256": (90, GEMMA2_9B, 1, {"is_capped": True}),
 }
 """Compute capability, layer, rows and features of kernels by name."""
-slow = pytest.mark.slow
+proof = pytest.mark.proof
 
 
 @cache
@@ -132,9 +132,8 @@ def built(name: str, *unaligned: str) -> tuple[Plan, Compiled]:
 
 @pytest.mark.parametrize(
     "name",
-    ["80 tree", "90 tree", pytest.param("90 groups", marks=slow),
-     pytest.param("90 row of 256", marks=slow)],
-)  # fmt: skip
+    [name if name == "90 tree" else pytest.param(name, marks=proof) for name in BUILDS],
+)
 def test_what_kernels_become(name: str) -> None:
     plan, kernel = built(name)
     assert kernel.shared_bytes <= plan.shared_bytes(GPUS[BUILDS[name][0]])
@@ -144,19 +143,20 @@ def test_what_kernels_become(name: str) -> None:
     assert kernel.stack_bytes <= (512 if name == "90 groups" else 0)
 
 
-@slow
+@proof
 def test_blocks_of_no_known_place_are_copied_in_small_pieces() -> None:
     _, kernel = built("90 tree", "cache")
     assert kernel.count("LDGSTS.E.BYPASS.128") == 0
 
 
+@proof
 def test_the_last_program_sees_what_others_stored() -> None:
     stored, _, drawn = built("90 tree")[1].ptx.partition("atom.global.gpu.acq_rel.add")
     assert "bar.sync" in stored.rsplit("st.global", 1)[1]
     assert "ld.global.cg" in drawn
 
 
-@slow
+@proof
 def test_a_second_kernel_needs_no_tickets() -> None:
     assert "atom.global" not in built("90 groups")[1].ptx
     (kernel,) = compiled([combining(Plan.of(GPUS[90], LLAMA3_8B, 24))])

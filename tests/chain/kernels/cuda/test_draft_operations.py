@@ -154,6 +154,7 @@ def test_what_is_large_is_left_to_torch() -> None:
     assert len(rows.tokens) == tree_kernels.MAX_ROWS + 1
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_draw_kernels_fit_a_gpu(capability: int) -> None:
     module = "polybasic.chain.kernels.cuda.draw_kernels"

@@ -93,6 +93,10 @@ def test_codes_are_unpacked_exactly(dtype: torch.dtype) -> None:
                 assert found == [codes[pair] - zero, codes[4 + pair] - zero]
 
 
+# What is not marked as proof compiles one kernel, so that each run of the tests has one.
+proof = pytest.mark.proof
+
+
 def request(product: Product, tiling: Tiling, capability: int) -> Request:
     """A product's kernel for a GPU."""
     _, arguments = product.arguments(tiling)
@@ -145,17 +149,14 @@ def streams_codes(found: Compiled, tiling: Tiling) -> None:
     assert loop.count("HADD2") + loop.count("HFMA2") == codes // 2
 
 
-@pytest.fixture(scope="module")
-def on_hopper() -> dict[int, Compiled]:
+@pytest.mark.parametrize(
+    "rows",
+    [rows if rows == 16 else pytest.param(rows, marks=proof) for rows in PACKED_SHAPES],
+)
+def test_codes_stream_into_hoppers_tensor_cores(rows: int) -> None:
     """The first shape of each number of rows."""
-    shapes = {rows: found[0].tiling for rows, found in PACKED_SHAPES.items()}
-    found = compiled([requested(128, rows, tiling) for rows, tiling in shapes.items()])
-    return dict(zip(shapes, found, strict=True))
-
-
-@pytest.mark.parametrize("rows", list(PACKED_SHAPES))
-def test_codes_stream_into_hoppers_tensor_cores(on_hopper: dict[int, Compiled], rows: int) -> None:
-    tiling, found = PACKED_SHAPES[rows][0].tiling, on_hopper[rows]
+    tiling = PACKED_SHAPES[rows][0].tiling
+    (found,) = compiled([requested(128, rows, tiling)])
     streams_codes(found, tiling)
     assert found.stack_bytes == 0
     # 16 inputs at a time, 64 rows of the weight for each four warps
@@ -163,6 +164,7 @@ def test_codes_stream_into_hoppers_tensor_cores(on_hopper: dict[int, Compiled], 
     assert "ttg.convert_layout" not in found.ttgir.partition("scf.for")[2].partition("scf.yield")[0]
 
 
+@proof
 def test_a_norm_leaves_codes_streaming() -> None:
     tiling = PACKED_SHAPES[16][0].tiling
     (found,) = compiled([requested(128, 16, tiling, has_norm=True, activation="silu")])
@@ -174,12 +176,14 @@ def test_a_norm_leaves_codes_streaming() -> None:
     assert loop.count("STS") == loop.count("STS.128")
 
 
+@proof
 def test_scales_of_a_tile_with_idle_threads_are_not_copied_ahead() -> None:
     """Why tiles of packed weights have a row for each thread."""
     (found,) = compiled([requested(128, 16, Tiling(128, 128, warps=8))])
     assert found.loop().count("LDG.") > 0
 
 
+@proof
 def test_codes_stream_into_amperes_tensor_cores() -> None:
     tiling = PACKED_SHAPES[16][0].tiling
     (found,) = compiled([requested(128, 16, tiling, 80)])
@@ -187,6 +191,7 @@ def test_codes_stream_into_amperes_tensor_cores() -> None:
     assert found.loop().count("HMMA.16816") == 2 * 8 * tiling.outs // 16 // tiling.warps
 
 
+@proof
 def test_an_order_of_inputs_that_does_not_fit_is_noticed() -> None:
     """With Hopper's order of inputs, codes for Ampere pass through shared memory."""
     tiling = PACKED_SHAPES[16][0].tiling
@@ -197,6 +202,7 @@ def test_an_order_of_inputs_that_does_not_fit_is_noticed() -> None:
         streams_codes(found, tiling)
 
 
+@proof
 def test_dense_weights_stream_too() -> None:
     tiling = DENSE_SHAPES[16][0].tiling
     requests = [requested(ABSENT, 16, tiling), requested(ABSENT, 16, tiling, has_norm=True)]
@@ -209,6 +215,7 @@ def test_dense_weights_stream_too() -> None:
     assert normed.count("STS") > 0  # the rows, times the norm's weights
 
 
+@proof
 def test_results_of_parts_are_published_in_order() -> None:
     tiling = replace(PACKED_SHAPES[16][0].tiling, splits=4)
     (found,) = compiled([requested(128, 16, tiling, has_added=True)])
@@ -219,6 +226,7 @@ def test_results_of_parts_are_published_in_order() -> None:
     assert order[:5] == ["STG.E.128", "MEMBAR.ALL.GPU", "ATOMG", "CCTL.IVALL", "LDG.E.128"]
 
 
+@proof
 @pytest.mark.parametrize("group_size", [ABSENT, 128])
 def test_what_begins_early_waits_before_it_reads_or_writes(group_size: int) -> None:
     shapes = PACKED_SHAPES if group_size else DENSE_SHAPES
@@ -232,6 +240,7 @@ def test_what_begins_early_waits_before_it_reads_or_writes(group_size: int) -> N
     assert names.count("ACQBULK") == 1
 
 
+@proof
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_the_norm_reads_a_row_at_once(capability: int) -> None:
     signature = dict.fromkeys(("x_ptr", "norm_ptr", "out_ptr"), "*bf16")
@@ -246,35 +255,34 @@ def test_the_norm_reads_a_row_at_once(capability: int) -> None:
     assert found.stack_bytes == large.stack_bytes == 0
 
 
-SHAPES = [
-    pytest.param(group_size, rows, shape, id=f"{group_size} {rows} {index}")
+GROUPS = [
+    (group_size, rows)
     for group_size, shapes in ((128, PACKED_SHAPES), (64, PACKED_SHAPES), (ABSENT, DENSE_SHAPES))
     for rows in shapes
-    for index, shape in enumerate(shapes[rows])
 ]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("group_size", "rows", "shape"), SHAPES)
-def test_every_shape_fits_a_multiprocessor(group_size: int, rows: int, shape: Any) -> None:
-    variants: list[dict[str, Any]] = [
-        {"has_added": True},
-        {"has_norm": True},
-        {"has_norm": True, "activation": "silu"},
-        {"activation": "gelu_pytorch_tanh", "dtype": torch.float16},
-    ]
-    tilings = [shape.tiling, replace(shape.tiling, splits=8)]
-    requests = [
-        requested(group_size, rows, tiling, **variant) for tiling in tilings for variant in variants
-    ]
-    requests.append(requested(group_size, rows, shape.tiling, 80, has_norm=True))
-    *found, on_ampere = compiled(requests)
-    for each in found:
-        # some pointers may wait in memory while parts are added up; accumulators may not
-        assert each.stack_bytes <= (32 if rows <= 32 else 160)
-        assert each.shared_bytes <= SHARED_BYTES
-    plain, threads = found[0], 32 * shape.tiling.warps
-    assert shape.resident * plain.shared_bytes <= SHARED_BYTES
-    assert shape.resident * threads * plain.registers <= REGISTERS
-    assert plain.registers <= MOST_THREAD_REGISTERS
-    assert on_ampere.shared_bytes <= MOST_SHARED_BYTES[80]
+@proof
+@pytest.mark.parametrize(("group_size", "rows"), GROUPS)
+def test_every_shape_fits_a_multiprocessor(group_size: int, rows: int) -> None:
+    """Alone and with what takes most registers and shared memory, whole and in parts."""
+    shapes = (PACKED_SHAPES if group_size else DENSE_SHAPES)[rows]
+    requests = []
+    for shape in shapes:
+        tiling, split = shape.tiling, replace(shape.tiling, splits=8)
+        requests += [
+            requested(group_size, rows, tiling, has_added=True),
+            requested(group_size, rows, split, has_norm=True, activation="silu"),
+            requested(group_size, rows, tiling, 80, dtype=torch.float16, has_norm=True),
+        ]
+    found = iter(compiled(requests))
+    for shape, plain, gated, on_ampere in zip(shapes, found, found, found, strict=True):
+        for each in (plain, gated):
+            # some pointers may wait in memory while parts are added up; accumulators may not
+            assert each.stack_bytes <= (32 if rows <= 32 else 160)
+            assert each.shared_bytes <= SHARED_BYTES
+        threads = 32 * shape.tiling.warps
+        assert shape.resident * plain.shared_bytes <= SHARED_BYTES
+        assert shape.resident * threads * plain.registers <= REGISTERS
+        assert plain.registers <= MOST_THREAD_REGISTERS
+        assert on_ampere.shared_bytes <= MOST_SHARED_BYTES[80]

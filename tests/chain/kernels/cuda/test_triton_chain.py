@@ -30,9 +30,8 @@ def in_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     "name",
     [
         "two",
-        pytest.param("three", marks=pytest.mark.slow),
-        pytest.param("draft model", marks=pytest.mark.slow),
-        pytest.param("window", marks=pytest.mark.slow),
+        pytest.param("draft model", marks=pytest.mark.proof),
+        pytest.param("window", marks=pytest.mark.proof),
     ],
 )
 def test_answers(name: str, request: pytest.FixtureRequest) -> None:
@@ -49,7 +48,7 @@ def test_answers(name: str, request: pytest.FixtureRequest) -> None:
     assert found.graphs.counts.replays > 0
 
 
-@pytest.mark.slow
+@pytest.mark.proof
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the head's random weights overflow
 def test_answers_of_a_loaded_chain_in_half_precision(
     tiny_chain: Path, request: pytest.FixtureRequest
