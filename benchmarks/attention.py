@@ -63,7 +63,7 @@ def attention_cases(
     """
     name, verifier = next(iter(chain.engine.verifiers.items()))
     model, cache = device_model_of(verifier.decoder, name), verifier.cache
-    graphs = Graphs(cache.block.device, most=1)
+    graphs = Graphs(cache.block.device, max_graphs=1)
 
     @torch.inference_mode()
     def measure(kernel: str, context: int, rows: int) -> list[AttentionTime]:

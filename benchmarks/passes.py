@@ -134,7 +134,7 @@ def _graphs(chain: Chain) -> Graphs:
     target = chain.engine.models.target
     # passes that wait for the host cannot be captured
     enabled = chain.engine.graphs.enabled and target.device_model is not None
-    return Graphs(target.device, enabled, most=GRAPHS)
+    return Graphs(target.device, enabled, max_graphs=GRAPHS)
 
 
 def _is_asked_for(name: str, settings: PassSettings) -> bool:

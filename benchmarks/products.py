@@ -201,7 +201,7 @@ def product_cases(
             for name, error in errors.items()
             if isinstance(error, float) and error < MOST_ERROR
         }
-        graphs, found = Graphs(device, most=len(kernels)), []
+        graphs, found = Graphs(device, max_graphs=len(kernels)), []
         for rows in all_rows:
             x = torch.randn(rows, sizes[1], device=device)
             runs = {
