@@ -2,7 +2,7 @@
 
 
 class UserError(Exception):
-    """Bad input, told in one line of three parts; the command line prints it and exits with 2.
+    """Bad input, reported in one line of three parts; the command line prints it and exits with 2.
 
     Args:
         what: what is wrong ("unknown key").

@@ -18,7 +18,7 @@ Messages = Sequence[dict[str, str]]
 
 
 class Options(TypedDict, total=False):
-    """What `Chain.generate` and `Chain.stream` may be told; None is the checkpoint's default.
+    """What may be set for `Chain.generate` and `Chain.stream`; None is the checkpoint's default.
 
     Attributes:
         max_new_tokens: of the answer at most; 256 by default.

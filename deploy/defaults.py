@@ -36,7 +36,7 @@ def read_default_sampling(target: Path) -> Sampling:
 
     Only values that stand in the file count. `do_sample` decides as in transformers: false or
     absent is temperature 0, true without a temperature is temperature 1. What this runtime does
-    not apply is told in the log.
+    not apply is reported in the log.
 
     Raises:
         UserError: a value out of range, or a file that is malformed.

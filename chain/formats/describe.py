@@ -1,4 +1,4 @@
-"""What `polybasic inspect` shows of a chain: its manifest, told shortly. Loads no weights."""
+"""What `polybasic inspect` shows of a chain: its manifest, in short. Loads no weights."""
 
 from collections.abc import Sequence
 from pathlib import Path

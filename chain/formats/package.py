@@ -75,7 +75,7 @@ def package_chain(
 ) -> Manifest:
     """Write the chain folder `out`, whole; an older chain there is replaced.
 
-    A member that is larger than the one above it is told on stderr.
+    A member that is larger than the one above it is reported on stderr.
 
     Args:
         out: the chain folder (or the caller's own `.partial` folder of one).

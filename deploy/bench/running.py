@@ -8,14 +8,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import Progress
-
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.card import record_results, shown_flush, shown_members, shown_tree
 from polybasic.chain.formats.files import write_json
 from polybasic.chain.formats.manifest import HEAD_KINDS, Kind, Member
 from polybasic.chain.formats.plan import Ngram, Plan
+from polybasic.chain.progress import ProgressReport
 from polybasic.deploy.bench.baselines import TransformersBaseline
 from polybasic.deploy.bench.exactness import Agreement
 from polybasic.deploy.bench.members import adaptations, draft_vocabularies
@@ -257,9 +255,7 @@ def _run_in_turns(
     settings: BenchSettings,
 ) -> None:
     """Every system answers a prompt before the next one, so that drift affects all alike."""
-    with Progress(console=Console(stderr=True)) as progress:
-        total = settings.repeats * len(prompts) * len(systems)
-        bar = progress.add_task("bench", total=total)
+    with ProgressReport("bench", settings.repeats * len(prompts) * len(systems)) as progress:
         for system in systems:
             if system.plan is None:
                 _answer_with(chain, baseline, system, prompts[0], settings)  # not counted
@@ -270,7 +266,7 @@ def _run_in_turns(
                 for system in systems[first:] + systems[:first]:
                     run = _answer_with(chain, baseline, system, prompt, settings)
                     system.runs.append((prompt.task, run))
-                    progress.advance(bar)
+                    progress.step()
 
 
 def _answer_with(

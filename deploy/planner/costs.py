@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from polybasic.chain.formats.plan import Flush, Ngram, Plan, Tree, Window
+from polybasic.chain.progress import tracked
 from polybasic.deploy.drafters.interface import NoDrafter
 from polybasic.deploy.drafters.ngram import NgramDrafter
 from polybasic.deploy.engine import Engine, Request
@@ -55,10 +56,9 @@ def measure_costs(
         for plan in plans:
             request = Request(prompts[0], COST_TOKENS, sampling, stop_tokens, plan)
             _time_rounds(engine, request, RoundCosts())
-    for _ in range(NUM_TURNS):
-        for plan in plans:
-            request = Request(next(in_turns), COST_TOKENS, sampling, stop_tokens, plan)
-            _time_rounds(engine, request, costs)
+    for plan in tracked(NUM_TURNS * plans, "plans timed"):
+        request = Request(next(in_turns), COST_TOKENS, sampling, stop_tokens, plan)
+        _time_rounds(engine, request, costs)
     return costs
 
 
@@ -87,7 +87,7 @@ def compare_costs(
         _time_rounds(engine, Request(prompt, COST_TOKENS, sampling, stop_tokens, plan), costs)
         return costs
 
-    for prompt, plan in product(prompts, plans):
+    for prompt, plan in tracked(list(product(prompts, plans)), "windows timed"):
         without = timed(prompt, plan)
         for one, (costs_without, costs_with) in zip(windows, found, strict=True):
             if set(one) <= set(plan.members):

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from polybasic.chain.formats.plan import Ngram, Plan, Tree, Window
+from polybasic.chain.progress import tracked
 from polybasic.deploy.drafters.head import EagleDrafter
 from polybasic.deploy.drafters.model import ModelDrafter
 from polybasic.deploy.drafters.ngram import NgramDrafter
@@ -89,7 +90,7 @@ def answer_prompts(
     say("plan: the target answers the calibration prompts")
     answered = [
         CalibrationPrompt(task, prompt, answer)
-        for task, prompt in prompts
+        for task, prompt in tracked(prompts, "prompts")
         if len(answer := _answer(engine, prompt, stop_tokens, max_new_tokens, sampling)) > 1
     ]
     return Calibration(engine, answered, stop_tokens, max_new_tokens, sampling, grid)
@@ -100,7 +101,9 @@ def measure(calibration: Calibration, say: Callable[[str], None]) -> Measurement
     engine, answered, grid = calibration.engine, calibration.answered, calibration.grid
     models = engine.models
     say("plan: acceptance along the answers")
-    traces = [trace_answer(calibration, one, {}, grid.top_ks) for one in answered]
+    traces = [
+        trace_answer(calibration, one, {}, grid.top_ks) for one in tracked(answered, "answers")
+    ]
     say("plan: costs of rounds")
     costs = measure_costs(
         engine,

@@ -90,7 +90,7 @@ def generate(
         "seed": seed,
     }
     settings = {name: value for name, value in settings.items() if value is not None}
-    Sampling(**settings)  # told before anything is loaded
+    Sampling(**settings)  # refused before anything is loaded
     loaded = load_chain(
         chain, dtype=dtype, context_tokens=context_tokens, graphs=not no_graphs, say=note
     )
@@ -147,7 +147,7 @@ def inspect(
 def _stated_memory(
     folder: Path, dtype: str | None, context_tokens: int | None
 ) -> dict[str, Any] | None:
-    """What the chain will take; None, told with the reason, where that cannot be said."""
+    """What the chain will take; None, with the reason on stderr, where that is unknown."""
     from polybasic.chain.errors import UserError
     from polybasic.chain.formats.manifest import read_manifest
     from polybasic.chain.formats.verify import check_chain

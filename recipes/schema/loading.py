@@ -1,6 +1,6 @@
 """From a recipe's name or path and the command line's overrides to a checked `Recipe`.
 
-Every mistake is told in one line that names the key, the file and the line it stands in.
+Every mistake is reported in one line that names the key, the file and the line it stands in.
 """
 
 import difflib
@@ -90,7 +90,7 @@ def validated(model: type[Model], content: Mapping[str, Any], places: Places, so
     Args:
         model: the schema.
         content: what was read.
-        places: where each key was read; keys without one are told by `source` alone.
+        places: where each key was read; errors about other keys name `source` alone.
         source: where `content` as a whole comes from.
 
     Raises:
