@@ -35,10 +35,8 @@ struct Partial {
             return;
         }
         const float most = std::max(largest(), later.largest());
-        Floats differences{};
-        differences[0] = largest() - most;
-        differences[1] = later.largest() - most;
-        const Floats factors = exponential(differences);
+        float factors[kLanes] = {largest() - most, later.largest() - most};
+        store(factors, exponential(load(factors)));
         const Floats mine = broadcast(factors[0]), its = broadcast(factors[1]);
         for (int i = 0; i < head; i += kLanes)
             store(values + i,
@@ -64,11 +62,13 @@ void write_mean(const Partial& whole, int head_dim, Out* out) {
 
 // Scores of positions that are not seen.
 inline void hide(float* scores, int begin, int end) {
-    const Ints lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    constexpr int32_t kNumbers[] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const Ints lanes = each_part<IntPart>(
+        POLYBASIC_EACH { return load_part<IntPart>(kNumbers + i * kPartLanes); });
     const Floats hidden = broadcast(-std::numeric_limits<float>::infinity());
     for (int at = begin - begin % kLanes; at < end; at += kLanes) {
         const Ints is_hidden = (lanes >= begin - at) & (lanes < end - at);
-        store(scores + at, is_hidden ? hidden : load(scores + at));
+        store(scores + at, select(is_hidden, hidden, load(scores + at)));
     }
 }
 
@@ -100,7 +100,7 @@ void weigh(float* scores, int first, int end, float scale, const Partial& partia
 template <class T>
 struct Viewer {
     SegmentView view;
-    const T* query;     // [head]
+    const QueryElement<T>* query;   // [head]
     Partial whole;      // of the earlier segments
     Partial partial;    // of this segment: `whole` itself if that is empty
 
@@ -173,9 +173,9 @@ private:
     void copy_queries(const Item& item) {
         for (int i = item.first_query; i < item.end_query; ++i) {
             const float* from = queries_ + offset(item.head, i);
-            T* to = block_queries_ + (i - item.first_query) * head_;
+            QueryElement<T>* to = block_queries_ + (i - item.first_query) * head_;
             for (int at = 0; at < head_; at += kLanes)
-                store(to + at, at < head_dim() ? load(from + at) : Floats{});
+                store_query<T>(to + at, at < head_dim() ? load(from + at) : Floats{});
         }
     }
 
@@ -220,7 +220,7 @@ private:
 
     // Scores of the positions that are consecutive in the cache, for all queries of the batch.
     void score_plain(const Viewer<T>* viewers, int num, int begin, bool is_first) {
-        const T* queries[kBatch];
+        const QueryElement<T>* queries[kBatch];
         int end = 0;
         for (int q = 0; q < num; ++q) {
             queries[q] = viewers[q].query;
@@ -251,7 +251,7 @@ private:
 
     // Scores of sixteen positions from `at` on, for a few queries.
     template <int kQueries>
-    void score_vector(const T* const* queries, const ConsecutiveRows<T>& keys, int place, int at) {
+    void score_vector(const QueryElement<T>* const* queries, const ConsecutiveRows<T>& keys, int place, int at) {
         constexpr int kKeys = kLanes / kQueries;
 #pragma GCC unroll 4
         for (int key = 0; key < kLanes; key += kKeys) {
@@ -263,7 +263,7 @@ private:
     }
 
     // The same where the cache ends before the sixteenth.
-    void score_last(const T* const* queries, int num, int at, int end) {
+    void score_last(const QueryElement<T>* const* queries, int num, int at, int end) {
         int32_t rows[kLanes];
         for (int i = 0; i < kLanes; ++i) rows[i] = first_ + std::min(at + i, end - 1);
         for (int q = 0; q < num; ++q) score_listed(queries[q], rows, scores_of(q) + at);
@@ -277,7 +277,7 @@ private:
             score_listed(viewer.query, rows + (at - begin), scores + at);
     }
 
-    void score_listed(const T* query, const int32_t* rows, float* scores) {
+    void score_listed(const QueryElement<T>* query, const int32_t* rows, float* scores) {
         const ListedRows<T> keys{keys_, head_dim(), rows};
         store(scores, score_tile<T, 1>(&query, keys, 0, head_dim()));
     }
@@ -344,7 +344,7 @@ private:
     const T* values_;
     int first_;             // position at which the segment begins
     Viewer<T> viewers_[kBlock];
-    alignas(64) T block_queries_[kBlock * kMaxHead];
+    alignas(64) QueryElement<T> block_queries_[kBlock * kMaxHead];
     alignas(64) float wholes_[kBlock * kMaxPadded];
     alignas(64) float spares_[kBatch * kMaxPadded];
     alignas(64) float scores_[kBatch * kScoresStride];

@@ -147,7 +147,7 @@ private:
             const float greatest = parts_[(size_t(self.number) * K + row) * K].score;
             Floats total{};
             for (i = first; i + kLanes <= end; i += kLanes)
-                total += exponential(load(logits + i) - greatest);
+                total = total + exponential(load(logits + i) - greatest);
             float rest = 0;
             for (; i < end; ++i) rest += std::exp(logits[i] - greatest);
             sums_[(size_t(self.number) * K + row) * 2] = greatest;

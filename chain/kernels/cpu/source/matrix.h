@@ -4,13 +4,7 @@
 // same order, however many rows are multiplied at a time (batch-invariant).
 #pragma once
 
-#include <utility>
-
 #include "simd.h"
-
-#if defined(POLYBASIC_AVX512) && defined(__AVX512VNNI__)
-#define POLYBASIC_VNNI 1
-#endif
 
 namespace polybasic {
 
@@ -46,8 +40,8 @@ struct Chunks {
 // Rows as a matrix of some format reads them: chunk after chunk, in each input by input and the
 // rows side by side. For 4-bit weights rows are rounded to eight bits, group by group.
 struct Operand {
-    float* floats;      // [I][rows of the chunk]
-    uint32_t* pairs;    // two bfloat16 numbers each: [I / 2][rows]
+    float* floats;      // [I][rows of the chunk]; for bfloat16 weights rounded to bfloat16
+    uint32_t* pairs;    // two bfloat16 numbers each: [I / 2][rows]; if the processor multiplies pairs
     uint32_t* quads;    // four signed bytes each: [I / 4][rows]
     float* scales;      // [I / group size][rows]
     float* sums;        // the same: sums of the bytes of a group
@@ -79,19 +73,17 @@ inline void place_pairs(uint32_t* to, int rows, Floats values) {
 }
 
 inline void place_quads(uint32_t* to, int rows, Ints values) {
-    const Bytes bytes = __builtin_convertvector(values, Bytes);
+    int32_t lanes[kLanes];
+    std::memcpy(lanes, &values, sizeof values);
+    int8_t bytes[kLanes];
+    for (int lane = 0; lane < kLanes; ++lane) bytes[lane] = int8_t(lanes[lane]);
     uint32_t quads[kLanes / 4];
-    std::memcpy(quads, &bytes, sizeof quads);
+    std::memcpy(quads, bytes, sizeof quads);
     for (int quad = 0; quad < kLanes / 4; ++quad) to[size_t(quad) * rows] = quads[quad];
 }
 
 // The nearest integers of values between -2^22 and 2^22: adding 1.5 * 2^23 rounds to one.
-inline Ints nearest(Floats values) {
-    const Floats shifted = values + 12582912.0f;
-    Ints bits;
-    std::memcpy(&bits, &shifted, sizeof bits);
-    return bits - 0x4b400000;
-}
+inline Ints nearest(Floats values) { return same_bits<Ints>(values + 12582912.0f) - 0x4b400000; }
 
 // Round a group of inputs of one row to bytes; `read(i)` gives its values i..i + 16.
 template <class Read>
@@ -106,11 +98,11 @@ void place_group(uint32_t* to, float* scale, float* sum_of_bytes, int size, int 
     Ints total{};
     for (int i = 0; i < size; i += kLanes) {
         const Ints values = nearest(read(i) * factor);
-        total += values;
+        total = total + values;
         place_quads(to + size_t(i / 4) * rows, rows, values);
     }
     *scale = limit / 127.0f;
-    *sum_of_bytes = sum(__builtin_convertvector(total, Floats));
+    *sum_of_bytes = sum(to_floats(total));
 }
 
 // Fill an operand with the columns first..end of all rows; both are multiples of the group size for
@@ -128,6 +120,9 @@ void fill_operand(const Matrix& matrix, const Operand& operand, int num_rows, Ra
                 if (matrix.format == kFloat32) {
                     place_floats(operand.floats + offset + size_t(column) * rows + row, rows,
                                  read(first + row, column));
+                } else if (matrix.format == kBfloat16 && !kHasPairProducts) {
+                    place_floats(operand.floats + offset + size_t(column) * rows + row, rows,
+                                 rounded_to_bfloat16(read(first + row, column)));
                 } else if (matrix.format == kBfloat16) {
                     place_pairs(operand.pairs + offset / 2 + size_t(column / 2) * rows + row, rows,
                                 read(first + row, column));
@@ -142,161 +137,18 @@ void fill_operand(const Matrix& matrix, const Operand& operand, int num_rows, Ra
     }
 }
 
-inline Words load_words(const uint32_t* from) {
-    Words words;
-    std::memcpy(&words, from, sizeof words);
-    return words;
+// The most rows whose sums are in registers together, for 16-lane outputs of a block or two.
+constexpr int kTileRows = kMaxSums / kParts < 12 ? kMaxSums / kParts : 12;
+
+// Few rows need several blocks to hide latencies.
+constexpr int blocks_at_once(int rows) {
+    return 4 * rows * kParts <= kMaxSums ? 4 : 2 * rows * kParts <= kMaxSums ? 2 : 1;
 }
 
-// Per lane: added + the sum over four bytes of code (unsigned) * value (signed).
-inline Ints add_quad_products(Ints added, Words codes, Words values) {
-#if defined(POLYBASIC_VNNI)
-    return (Ints)_mm512_dpbusd_epi32((__m512i)added, (__m512i)codes, (__m512i)values);
-#else
-    for (int byte = 0; byte < 4; ++byte) {
-        const Ints code = (Ints)((codes >> (8 * byte)) & 0xff);
-        const Ints value = (Ints)(values << (24 - 8 * byte)) >> 24;
-        added += code * value;
-    }
-    return added;
-#endif
-}
-
-// The products below write a tile [block][row][16] of the blocks from `block` on.
-
-template <int ROWS, int BLOCKS>
-inline void multiply_float32(const Matrix& matrix, const float* x, int block, float* tile) {
-    const size_t num_inputs = matrix.num_inputs;
-    const float* weights = static_cast<const float*>(matrix.weights) + block * num_inputs * kLanes;
-    Floats sums[ROWS][BLOCKS] = {};
-    for (size_t i = 0; i < num_inputs; ++i) {
-        Floats read[BLOCKS];
-#pragma GCC unroll 8
-        for (int b = 0; b < BLOCKS; ++b) read[b] = load(weights + (b * num_inputs + i) * kLanes);
-#pragma GCC unroll 32
-        for (int row = 0; row < ROWS; ++row) {
-            const Floats value = broadcast(x[i * ROWS + row]);
-#pragma GCC unroll 8
-            for (int b = 0; b < BLOCKS; ++b)
-                sums[row][b] = fused_multiply_add(read[b], value, sums[row][b]);
-        }
-    }
-#pragma GCC unroll 32
-    for (int row = 0; row < ROWS; ++row)
-#pragma GCC unroll 8
-        for (int b = 0; b < BLOCKS; ++b) store(tile + (b * ROWS + row) * kLanes, sums[row][b]);
-}
-
-template <int ROWS, int BLOCKS>
-inline void multiply_bfloat16(const Matrix& matrix, const uint32_t* x, int block, float* tile) {
-    const size_t num_pairs = matrix.num_inputs / 2;
-    const uint32_t* weights =
-        static_cast<const uint32_t*>(matrix.weights) + block * num_pairs * kLanes;
-    Floats sums[ROWS][BLOCKS] = {};
-    for (size_t i = 0; i < num_pairs; ++i) {
-        Words read[BLOCKS];
-#pragma GCC unroll 8
-        for (int b = 0; b < BLOCKS; ++b) {
-            const uint32_t* from = weights + (b * num_pairs + i) * kLanes;
-            read[b] = load_words(from);
-            __builtin_prefetch(from + 16 * kLanes);
-        }
-#pragma GCC unroll 32
-        for (int row = 0; row < ROWS; ++row) {
-            const Words value = Words{} + x[i * ROWS + row];
-#pragma GCC unroll 8
-            for (int b = 0; b < BLOCKS; ++b)
-                sums[row][b] = add_pair_products(sums[row][b], read[b], value);
-        }
-    }
-#pragma GCC unroll 32
-    for (int row = 0; row < ROWS; ++row)
-#pragma GCC unroll 8
-        for (int b = 0; b < BLOCKS; ++b) store(tile + (b * ROWS + row) * kLanes, sums[row][b]);
-}
-
-// Sums of codes times bytes are integers, hence the same in any order; each group's sum is scaled
-// and added in float32.
-template <int ROWS, int BLOCKS>
-inline void multiply_int4(const Matrix& matrix, const Operand& x, int block, float* tile) {
-    const size_t num_words = matrix.num_inputs / 8, num_groups = matrix.num_groups();
-    const size_t words_of_group = matrix.group_size / 8;
-    const uint32_t* codes = static_cast<const uint32_t*>(matrix.weights) + block * num_words * kLanes;
-    for (int i = 0; i < ROWS * BLOCKS; ++i) store(tile + i * kLanes, Floats{});
-    for (size_t group = 0; group < num_groups; ++group) {
-        Ints sums[ROWS][BLOCKS] = {};
-        const size_t end = (group + 1) * words_of_group;
-        for (size_t i = group * words_of_group; i < end; ++i) {
-            Words low[BLOCKS], high[BLOCKS];
-#pragma GCC unroll 8
-            for (int b = 0; b < BLOCKS; ++b) {
-                const uint32_t* from = codes + (b * num_words + i) * kLanes;
-                const Words read = load_words(from);
-                __builtin_prefetch(from + 16 * kLanes);
-                low[b] = read & 0x0f0f0f0fu;
-                high[b] = (read >> 4) & 0x0f0f0f0fu;
-            }
-#pragma GCC unroll 32
-            for (int row = 0; row < ROWS; ++row) {
-                const Words first = Words{} + x.quads[2 * i * ROWS + row];
-                const Words second = Words{} + x.quads[(2 * i + 1) * ROWS + row];
-#pragma GCC unroll 8
-                for (int b = 0; b < BLOCKS; ++b) {
-                    sums[row][b] = add_quad_products(sums[row][b], low[b], first);
-                    sums[row][b] = add_quad_products(sums[row][b], high[b], second);
-                }
-            }
-        }
-#pragma GCC unroll 8
-        for (int b = 0; b < BLOCKS; ++b) {
-            const size_t at = ((block + b) * num_groups + group) * kLanes;
-            const Floats scale = load(matrix.scales + at);
-            Bytes zeros;
-            std::memcpy(&zeros, matrix.zeros + at, sizeof zeros);
-            const Floats minus_zero = -__builtin_convertvector(zeros, Floats);
-#pragma GCC unroll 32
-            for (int row = 0; row < ROWS; ++row) {
-                float* to = tile + (b * ROWS + row) * kLanes;
-                const Floats sum = __builtin_convertvector(sums[row][b], Floats);
-                const Floats centred =
-                    fused_multiply_add(minus_zero, broadcast(x.sums[group * ROWS + row]), sum);
-                const Floats factor = scale * x.scales[group * ROWS + row];
-                store(to, fused_multiply_add(centred, factor, load(to)));
-            }
-        }
-    }
-}
-
-template <int ROWS, int BLOCKS>
-inline void multiply_blocks(const Matrix& matrix, const Operand& x, int block, float* tile) {
-    if (matrix.format == kBfloat16)
-        multiply_bfloat16<ROWS, BLOCKS>(matrix, x.pairs, block, tile);
-    else if (matrix.format == kInt4)
-        multiply_int4<ROWS, BLOCKS>(matrix, x, block, tile);
-    else
-        multiply_float32<ROWS, BLOCKS>(matrix, x.floats, block, tile);
-}
-
-// Sums in registers: ROWS * BLOCKS of 32. Few rows need several blocks to hide latencies.
-constexpr int blocks_at_once(int rows) { return rows <= 4 ? 4 : rows <= 12 ? 2 : 1; }
-
-template <int ROWS>
-void multiply_rows(const Matrix& matrix, const Operand& x, Range blocks, float* tile) {
-    constexpr int kStep = blocks_at_once(ROWS);
-    int block = blocks.first;
-    for (; block + kStep <= blocks.end; block += kStep, tile += kStep * ROWS * kLanes)
-        multiply_blocks<ROWS, kStep>(matrix, x, block, tile);
-    for (; block < blocks.end; ++block, tile += ROWS * kLanes)
-        multiply_blocks<ROWS, 1>(matrix, x, block, tile);
-}
-
-using MultiplyRows = void (*)(const Matrix&, const Operand&, Range, float*);
-
-template <int... INDEX>
-inline MultiplyRows multiply_rows_of(int rows, std::integer_sequence<int, INDEX...>) {
-    static constexpr MultiplyRows kTable[] = {multiply_rows<INDEX + 1>...};
-    return kTable[rows - 1];
-}
+// Tiles [block][rows of the chunk][16] of a chunk's products, for each kind of weight.
+void multiply_float32(const Matrix& matrix, const Operand& x, int rows, Range blocks, float* tile);
+void multiply_bfloat16(const Matrix& matrix, const Operand& x, int rows, Range blocks, float* tile);
+void multiply_int4(const Matrix& matrix, const Operand& x, int rows, Range blocks, float* tile);
 
 // The product of one chunk of rows with some blocks, bias included: a tile [block][row][16].
 inline void multiply_chunk(const Matrix& matrix, const Operand& operand, const Chunks& chunks, int chunk,
@@ -306,14 +158,17 @@ inline void multiply_chunk(const Matrix& matrix, const Operand& operand, const C
     Operand x = operand;
     if (matrix.format == kFloat32) {
         x.floats += offset;
+        multiply_float32(matrix, x, rows, blocks, tile);
     } else if (matrix.format == kBfloat16) {
+        x.floats += offset;
         x.pairs += offset / 2;
+        multiply_bfloat16(matrix, x, rows, blocks, tile);
     } else {
         x.quads += offset / 4;
         x.scales += size_t(chunks.first(chunk)) * matrix.num_groups();
         x.sums += size_t(chunks.first(chunk)) * matrix.num_groups();
+        multiply_int4(matrix, x, rows, blocks, tile);
     }
-    multiply_rows_of(rows, std::make_integer_sequence<int, kRowsAtOnce>{})(matrix, x, blocks, tile);
     if (matrix.bias == nullptr) return;
     for (int block = blocks.first; block < blocks.end; ++block)
         for (int row = 0; row < rows; ++row) {

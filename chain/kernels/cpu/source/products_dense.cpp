@@ -1,0 +1,106 @@
+// Products with float32 and bfloat16 weights.
+
+#include "tiles.h"
+
+namespace polybasic {
+namespace {
+
+// Sums of a tile, kept in registers from the first input to the last.
+template <int ROWS, int BLOCKS>
+struct Sums {
+    static constexpr int kVectors = BLOCKS * kParts;    // of a row
+    FloatPart sums[ROWS][kVectors] = {};
+
+    // Add the products of each row's value of one input with weights of that input.
+    POLYBASIC_INLINE void add(const FloatPart (&weights)[kVectors], const float* values) {
+#pragma GCC unroll 12
+        for (int row = 0; row < ROWS; ++row) {
+            const FloatPart value = all_lanes<FloatPart>(values[row]);
+#pragma GCC unroll 16
+            for (int v = 0; v < kVectors; ++v) add_product(sums[row][v], weights[v], value);
+        }
+    }
+
+    POLYBASIC_INLINE void write(const RowTile& tile) const {
+#pragma GCC unroll 12
+        for (int row = 0; row < ROWS; ++row)
+#pragma GCC unroll 16
+            for (int v = 0; v < kVectors; ++v)
+                std::memcpy(tile.row(v / kParts, row) + v % kParts * kPartLanes, &sums[row][v],
+                            sizeof(FloatPart));
+    }
+};
+
+struct MultiplyFloat32 {
+    template <int ROWS, int BLOCKS>
+    static void run(const Matrix& matrix, const Operand& x, int block, RowTile tile) {
+        const size_t num_inputs = matrix.num_inputs;
+        const float* weights = static_cast<const float*>(matrix.weights) + block * num_inputs * kLanes;
+        const float* values = x.floats + tile.first;
+        Sums<ROWS, BLOCKS> sums;
+        for (size_t i = 0; i < num_inputs; ++i) {
+            FloatPart read[BLOCKS * kParts];
+#pragma GCC unroll 16
+            for (int v = 0; v < BLOCKS * kParts; ++v) {
+                const float* from = weights + (v / kParts * num_inputs + i) * kLanes;
+                read[v] = load_part<FloatPart>(from + v % kParts * kPartLanes);
+                if (v % kParts == 0) __builtin_prefetch(from + 16 * kLanes);
+            }
+            sums.add(read, values + i * tile.rows_of_chunk);
+        }
+        sums.write(tile);
+    }
+};
+
+// Pairs of inputs at a time: each word of the weights holds those of two.
+struct MultiplyBfloat16 {
+    template <int ROWS, int BLOCKS>
+    static void run(const Matrix& matrix, const Operand& x, int block, RowTile tile) {
+        constexpr int kVectors = BLOCKS * kParts;
+        const size_t num_pairs = matrix.num_inputs / 2;
+        const uint32_t* weights =
+            static_cast<const uint32_t*>(matrix.weights) + block * num_pairs * kLanes;
+        Sums<ROWS, BLOCKS> sums;
+        for (size_t i = 0; i < num_pairs; ++i) {
+            WordPart read[kVectors];
+#pragma GCC unroll 16
+            for (int v = 0; v < kVectors; ++v) {
+                const uint32_t* from = weights + (v / kParts * num_pairs + i) * kLanes;
+                read[v] = load_part<WordPart>(from + v % kParts * kPartLanes);
+                if (v % kParts == 0) __builtin_prefetch(from + 16 * kLanes);
+            }
+#if defined(POLYBASIC_BF16)
+            const uint32_t* values = x.pairs + tile.first + i * tile.rows_of_chunk;
+#pragma GCC unroll 12
+            for (int row = 0; row < ROWS; ++row) {
+                const WordPart value = all_lanes<WordPart>(values[row]);
+#pragma GCC unroll 16
+                for (int v = 0; v < kVectors; ++v)
+                    sums.sums[row][v] = add_pair_products(sums.sums[row][v], read[v], value);
+            }
+#else
+            const float* values = x.floats + tile.first + 2 * i * tile.rows_of_chunk;
+            FloatPart wide[kVectors];
+#pragma GCC unroll 16
+            for (int v = 0; v < kVectors; ++v) wide[v] = same_bits<FloatPart>(read[v] << 16);
+            sums.add(wide, values);
+#pragma GCC unroll 16
+            for (int v = 0; v < kVectors; ++v) wide[v] = same_bits<FloatPart>(read[v] & 0xffff0000u);
+            sums.add(wide, values + tile.rows_of_chunk);
+#endif
+        }
+        sums.write(tile);
+    }
+};
+
+}  // namespace
+
+void multiply_float32(const Matrix& matrix, const Operand& x, int rows, Range blocks, float* tile) {
+    multiply_tiles<MultiplyFloat32>(matrix, x, rows, blocks, tile);
+}
+
+void multiply_bfloat16(const Matrix& matrix, const Operand& x, int rows, Range blocks, float* tile) {
+    multiply_tiles<MultiplyBfloat16>(matrix, x, rows, blocks, tile);
+}
+
+}  // namespace polybasic

@@ -1,0 +1,145 @@
+// Products with 4-bit weights of rows that are rounded to eight bits.
+//
+// Sums of codes times bytes are integers, hence the same in any order; each group's sum is scaled and
+// added in float32.
+
+#include "tiles.h"
+
+namespace polybasic {
+namespace {
+
+// Sums of products of four codes (unsigned, below 16) with four bytes (signed) in each 32-bit lane, over
+// a few words of codes.
+#if defined(POLYBASIC_VNNI) || !(defined(POLYBASIC_AVX512) || defined(POLYBASIC_AVX2))
+struct QuadSums {
+    static constexpr int kMaxWords = 1 << 20;
+    IntPart sums{};
+
+    POLYBASIC_INLINE void add(WordPart codes, WordPart values) {
+#if !defined(POLYBASIC_VNNI)
+#pragma GCC unroll 4
+        for (int byte = 0; byte < 4; ++byte) {
+            const IntPart code = (IntPart)((codes >> (8 * byte)) & 0xff);
+            const IntPart value = (IntPart)(values << (24 - 8 * byte)) >> 24;
+            sums += code * value;
+        }
+#elif defined(POLYBASIC_AVX512)
+        sums = (IntPart)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)codes, (__m512i)values);
+#elif defined(POLYBASIC_AVX2)
+        sums = (IntPart)_mm256_dpbusd_avx_epi32((__m256i)sums, (__m256i)codes, (__m256i)values);
+#else
+        sums = (IntPart)vdotq_s32((int32x4_t)sums, same_bits<int8x16_t>(codes),
+                                  same_bits<int8x16_t>(values));
+#endif
+    }
+    POLYBASIC_INLINE void add_to(IntPart& total) const { total += sums; }
+};
+#else
+// Pairs of products in 16 bits: at most 2 * 15 * 127 each, of which eight fit.
+struct QuadSums {
+    static constexpr int kMaxWords = 4;     // two quads each
+#if defined(POLYBASIC_AVX512)
+    __m512i sums = _mm512_setzero_si512();
+
+    POLYBASIC_INLINE void add(WordPart codes, WordPart values) {
+        sums = _mm512_add_epi16(sums, _mm512_maddubs_epi16((__m512i)codes, (__m512i)values));
+    }
+    POLYBASIC_INLINE void add_to(IntPart& total) const {
+        total += (IntPart)_mm512_madd_epi16(sums, _mm512_set1_epi16(1));
+    }
+#else
+    __m256i sums = _mm256_setzero_si256();
+
+    POLYBASIC_INLINE void add(WordPart codes, WordPart values) {
+        sums = _mm256_add_epi16(sums, _mm256_maddubs_epi16((__m256i)codes, (__m256i)values));
+    }
+    POLYBASIC_INLINE void add_to(IntPart& total) const {
+        total += (IntPart)_mm256_madd_epi16(sums, _mm256_set1_epi16(1));
+    }
+#endif
+};
+#endif
+
+struct MultiplyInt4 {
+    template <int ROWS, int BLOCKS>
+    static void run(const Matrix& matrix, const Operand& x, int block, RowTile tile) {
+        constexpr int kVectors = BLOCKS * kParts;
+        const size_t num_words = matrix.num_inputs / 8, num_groups = matrix.num_groups();
+        const size_t words_of_group = matrix.group_size / 8, rows = tile.rows_of_chunk;
+        const uint32_t* codes =
+            static_cast<const uint32_t*>(matrix.weights) + block * num_words * kLanes;
+        const uint32_t* quads = x.quads + tile.first;
+        for (size_t group = 0; group < num_groups; ++group) {
+            IntPart totals[ROWS][kVectors] = {};
+            const size_t end_of_group = (group + 1) * words_of_group;
+            for (size_t i = group * words_of_group; i < end_of_group;) {
+                QuadSums sums[ROWS][kVectors];
+                const size_t end =
+                    end_of_group - i < QuadSums::kMaxWords ? end_of_group : i + QuadSums::kMaxWords;
+                for (; i < end; ++i) {
+                    WordPart low[kVectors], high[kVectors];
+#pragma GCC unroll 16
+                    for (int v = 0; v < kVectors; ++v) {
+                        const uint32_t* from = codes + (v / kParts * num_words + i) * kLanes;
+                        const WordPart read = load_part<WordPart>(from + v % kParts * kPartLanes);
+                        if (v % kParts == 0) __builtin_prefetch(from + 16 * kLanes);
+                        low[v] = read & 0x0f0f0f0fu;
+                        high[v] = (read >> 4) & 0x0f0f0f0fu;
+                    }
+#pragma GCC unroll 12
+                    for (int row = 0; row < ROWS; ++row) {
+                        const WordPart first = all_lanes<WordPart>(quads[2 * i * rows + row]);
+                        const WordPart second = all_lanes<WordPart>(quads[(2 * i + 1) * rows + row]);
+#pragma GCC unroll 16
+                        for (int v = 0; v < kVectors; ++v) {
+                            sums[row][v].add(low[v], first);
+                            sums[row][v].add(high[v], second);
+                        }
+                    }
+                }
+#pragma GCC unroll 12
+                for (int row = 0; row < ROWS; ++row)
+#pragma GCC unroll 16
+                    for (int v = 0; v < kVectors; ++v) sums[row][v].add_to(totals[row][v]);
+            }
+            add_group<ROWS, BLOCKS>(matrix, x, block, group, totals, tile);
+        }
+    }
+
+    // Scale a group's sums and add them to the tile.
+    template <int ROWS, int BLOCKS>
+    POLYBASIC_INLINE static void add_group(const Matrix& matrix, const Operand& x, int block,
+                                           size_t group,
+                                           const IntPart (&totals)[ROWS][BLOCKS * kParts],
+                                           const RowTile& tile) {
+        const size_t rows = tile.rows_of_chunk;
+#pragma GCC unroll 16
+        for (int v = 0; v < BLOCKS * kParts; ++v) {
+            const int lane = v % kParts * kPartLanes;
+            const size_t at = ((block + v / kParts) * size_t(matrix.num_groups()) + group) * kLanes + lane;
+            const FloatPart scale = load_part<FloatPart>(matrix.scales + at);
+            const BytePart zeros = load_part<BytePart>(matrix.zeros + at);
+            const FloatPart minus_zero = -__builtin_convertvector(zeros, FloatPart);
+#pragma GCC unroll 12
+            for (int row = 0; row < ROWS; ++row) {
+                const size_t of_row = group * rows + tile.first + row;
+                const FloatPart sum = __builtin_convertvector(totals[row][v], FloatPart);
+                const FloatPart centred =
+                    fused_multiply_add(minus_zero, all_lanes<FloatPart>(x.sums[of_row]), sum);
+                const FloatPart factor = scale * all_lanes<FloatPart>(x.scales[of_row]);
+                float* to = tile.row(v / kParts, row) + lane;
+                const FloatPart before = group == 0 ? FloatPart{} : load_part<FloatPart>(to);
+                const FloatPart after = fused_multiply_add(centred, factor, before);
+                std::memcpy(to, &after, sizeof after);
+            }
+        }
+    }
+};
+
+}  // namespace
+
+void multiply_int4(const Matrix& matrix, const Operand& x, int rows, Range blocks, float* tile) {
+    multiply_tiles<MultiplyInt4>(matrix, x, rows, blocks, tile);
+}
+
+}  // namespace polybasic

@@ -1,0 +1,53 @@
+// How the rows of a chunk are divided into tiles, whose sums are in registers.
+#pragma once
+
+#include <utility>
+
+#include "matrix.h"
+
+namespace polybasic {
+
+// The tile of a few rows of a chunk.
+struct RowTile {
+    int first;          // row of the chunk
+    int rows_of_chunk;
+    float* out;         // [block][rows of the chunk][16]
+
+    float* row(int block, int row) const {
+        return out + (size_t(block) * rows_of_chunk + first + row) * kLanes;
+    }
+};
+
+// Multiply::run<ROWS, BLOCKS>(matrix, x, block, tile) makes the tile of BLOCKS blocks from `block` on.
+template <class Multiply, int ROWS>
+void multiply_tile(const Matrix& matrix, const Operand& x, Range blocks, RowTile tile) {
+    constexpr int kStep = blocks_at_once(ROWS);
+    const size_t step_of_out = size_t(tile.rows_of_chunk) * kLanes;
+    int block = blocks.first;
+    for (; block + kStep <= blocks.end; block += kStep, tile.out += kStep * step_of_out)
+        Multiply::template run<ROWS, kStep>(matrix, x, block, tile);
+    if constexpr (kStep > 1)
+        for (; block < blocks.end; ++block, tile.out += step_of_out)
+            Multiply::template run<ROWS, 1>(matrix, x, block, tile);
+}
+
+template <class Multiply, int... INDEX>
+void multiply_tile_of(int rows, const Matrix& matrix, const Operand& x, Range blocks, RowTile tile,
+                      std::integer_sequence<int, INDEX...>) {
+    using MultiplyTile = void (*)(const Matrix&, const Operand&, Range, RowTile);
+    static constexpr MultiplyTile kTable[] = {multiply_tile<Multiply, INDEX + 1>...};
+    kTable[rows - 1](matrix, x, blocks, tile);
+}
+
+// All rows of a chunk, in nearly equal tiles.
+template <class Multiply>
+void multiply_tiles(const Matrix& matrix, const Operand& x, int rows, Range blocks, float* out) {
+    const int num_tiles = (rows + kTileRows - 1) / kTileRows;
+    for (int index = 0; index < num_tiles; ++index) {
+        const int first = rows * index / num_tiles, end = rows * (index + 1) / num_tiles;
+        multiply_tile_of<Multiply>(end - first, matrix, x, blocks, {first, rows, out},
+                                   std::make_integer_sequence<int, kTileRows>{});
+    }
+}
+
+}  // namespace polybasic
