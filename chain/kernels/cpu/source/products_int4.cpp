@@ -8,57 +8,64 @@
 namespace polybasic {
 namespace {
 
-// Sums of products of four codes (unsigned, below 16) with four bytes (signed) in each 32-bit lane, over
-// a few words of codes.
+// The products of eight inputs with eight weights are added at a time: two words of four codes (unsigned,
+// below 16) with two words of four bytes (signed). Where there is no instruction for that, pairs of
+// products are added in 16 bits, of which those of kMaxWords words fit: 16 * 15 * 127 < 2^15.
 #if defined(POLYBASIC_VNNI) || !(defined(POLYBASIC_AVX512) || defined(POLYBASIC_AVX2))
-struct QuadSums {
-    static constexpr int kMaxWords = 1 << 20;
-    IntPart sums{};
+constexpr size_t kMaxWords = size_t(1) << 20;
 
-    POLYBASIC_INLINE void add(WordPart codes, WordPart values) {
+POLYBASIC_INLINE void add_quad_products(IntPart& sum, WordPart codes, WordPart values) {
 #if !defined(POLYBASIC_VNNI)
-#pragma GCC unroll 4
-        for (int byte = 0; byte < 4; ++byte) {
-            const IntPart code = (IntPart)((codes >> (8 * byte)) & 0xff);
-            const IntPart value = (IntPart)(values << (24 - 8 * byte)) >> 24;
-            sums += code * value;
-        }
+    for (int byte = 0; byte < 4; ++byte) {
+        const IntPart code = (IntPart)((codes >> (8 * byte)) & 0xff);
+        const IntPart value = (IntPart)(values << (24 - 8 * byte)) >> 24;
+        sum += code * value;
+    }
 #elif defined(POLYBASIC_AVX512)
-        sums = (IntPart)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)codes, (__m512i)values);
+    sum = (IntPart)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)codes, (__m512i)values);
 #elif defined(POLYBASIC_AVX2)
-        sums = (IntPart)_mm256_dpbusd_avx_epi32((__m256i)sums, (__m256i)codes, (__m256i)values);
+    sum = (IntPart)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)codes, (__m256i)values);
+    asm("" : "+x"(sum));
 #else
-        sums = (IntPart)vdotq_s32((int32x4_t)sums, same_bits<int8x16_t>(codes),
-                                  same_bits<int8x16_t>(values));
+    sum = (IntPart)vdotq_s32((int32x4_t)sum, same_bits<int8x16_t>(codes), same_bits<int8x16_t>(values));
 #endif
-    }
-    POLYBASIC_INLINE void add_to(IntPart& total) const { total += sums; }
-};
+}
+
+POLYBASIC_INLINE IntPart whole_sum(IntPart sum) { return sum; }
+#elif defined(POLYBASIC_AVX512)
+constexpr size_t kMaxWords = 4;
+
+POLYBASIC_INLINE void add_quad_products(IntPart& sum, WordPart codes, WordPart values) {
+    sum = (IntPart)_mm512_add_epi16((__m512i)sum, _mm512_maddubs_epi16((__m512i)codes, (__m512i)values));
+}
+
+POLYBASIC_INLINE IntPart whole_sum(IntPart sum) {
+    return (IntPart)_mm512_madd_epi16((__m512i)sum, _mm512_set1_epi16(1));
+}
 #else
-// Pairs of products in 16 bits: at most 2 * 15 * 127 each, of which eight fit.
-struct QuadSums {
-    static constexpr int kMaxWords = 4;     // two quads each
+constexpr size_t kMaxWords = 4;
+
+POLYBASIC_INLINE void add_quad_products(IntPart& sum, WordPart codes, WordPart values) {
+    sum = (IntPart)_mm256_add_epi16((__m256i)sum, _mm256_maddubs_epi16((__m256i)codes, (__m256i)values));
+    asm("" : "+x"(sum));
+}
+
+POLYBASIC_INLINE IntPart whole_sum(IntPart sum) {
+    return (IntPart)_mm256_madd_epi16((__m256i)sum, _mm256_set1_epi16(1));
+}
+#endif
+
+// The zeros of a part's outputs, negative.
+POLYBASIC_INLINE FloatPart minus_zeros(const uint8_t* zeros) {
 #if defined(POLYBASIC_AVX512)
-    __m512i sums = _mm512_setzero_si512();
-
-    POLYBASIC_INLINE void add(WordPart codes, WordPart values) {
-        sums = _mm512_add_epi16(sums, _mm512_maddubs_epi16((__m512i)codes, (__m512i)values));
-    }
-    POLYBASIC_INLINE void add_to(IntPart& total) const {
-        total += (IntPart)_mm512_madd_epi16(sums, _mm512_set1_epi16(1));
-    }
+    const IntPart wide = (IntPart)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)zeros));
+#elif defined(POLYBASIC_AVX2)
+    const IntPart wide = (IntPart)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)zeros));
 #else
-    __m256i sums = _mm256_setzero_si256();
-
-    POLYBASIC_INLINE void add(WordPart codes, WordPart values) {
-        sums = _mm256_add_epi16(sums, _mm256_maddubs_epi16((__m256i)codes, (__m256i)values));
-    }
-    POLYBASIC_INLINE void add_to(IntPart& total) const {
-        total += (IntPart)_mm256_madd_epi16(sums, _mm256_set1_epi16(1));
-    }
+    const IntPart wide = __builtin_convertvector(load_part<BytePart>(zeros), IntPart);
 #endif
-};
-#endif
+    return -__builtin_convertvector(wide, FloatPart);
+}
 
 struct MultiplyInt4 {
     template <int ROWS, int BLOCKS>
@@ -72,38 +79,47 @@ struct MultiplyInt4 {
         for (size_t group = 0; group < num_groups; ++group) {
             IntPart totals[ROWS][kVectors] = {};
             const size_t end_of_group = (group + 1) * words_of_group;
-            for (size_t i = group * words_of_group; i < end_of_group;) {
-                QuadSums sums[ROWS][kVectors];
-                const size_t end =
-                    end_of_group - i < QuadSums::kMaxWords ? end_of_group : i + QuadSums::kMaxWords;
-                for (; i < end; ++i) {
-                    WordPart low[kVectors], high[kVectors];
-#pragma GCC unroll 16
-                    for (int v = 0; v < kVectors; ++v) {
-                        const uint32_t* from = codes + (v / kParts * num_words + i) * kLanes;
-                        const WordPart read = load_part<WordPart>(from + v % kParts * kPartLanes);
-                        if (v % kParts == 0) __builtin_prefetch(from + 16 * kLanes);
-                        low[v] = read & 0x0f0f0f0fu;
-                        high[v] = (read >> 4) & 0x0f0f0f0fu;
-                    }
-#pragma GCC unroll 12
-                    for (int row = 0; row < ROWS; ++row) {
-                        const WordPart first = all_lanes<WordPart>(quads[2 * i * rows + row]);
-                        const WordPart second = all_lanes<WordPart>(quads[(2 * i + 1) * rows + row]);
-#pragma GCC unroll 16
-                        for (int v = 0; v < kVectors; ++v) {
-                            sums[row][v].add(low[v], first);
-                            sums[row][v].add(high[v], second);
-                        }
-                    }
-                }
-#pragma GCC unroll 12
-                for (int row = 0; row < ROWS; ++row)
-#pragma GCC unroll 16
-                    for (int v = 0; v < kVectors; ++v) sums[row][v].add_to(totals[row][v]);
-            }
+            for (size_t i = group * words_of_group; i < end_of_group; i += kMaxWords)
+                add_words<ROWS, BLOCKS>(codes, num_words, quads, rows, i,
+                                        i + kMaxWords < end_of_group ? i + kMaxWords : end_of_group,
+                                        totals);
             add_group<ROWS, BLOCKS>(matrix, x, block, group, totals, tile);
         }
+    }
+
+    template <int ROWS, int BLOCKS>
+    POLYBASIC_INLINE static void add_words(const uint32_t* codes, size_t num_words,
+                                           const uint32_t* quads, size_t rows, size_t begin, size_t end,
+                                           IntPart (&totals)[ROWS][BLOCKS * kParts]) {
+        constexpr int kVectors = BLOCKS * kParts;
+        IntPart sums[ROWS][kVectors] = {};
+        for (size_t i = begin; i < end; ++i) {
+            WordPart low[kVectors], high[kVectors];
+#pragma GCC unroll 16
+            for (int v = 0; v < kVectors; ++v) {
+                const uint32_t* from = codes + (v / kParts * num_words + i) * kLanes;
+                const WordPart read = load_part<WordPart>(from + v % kParts * kPartLanes);
+                if (v % kParts == 0) __builtin_prefetch(from + 16 * kLanes);
+                low[v] = read & 0x0f0f0f0fu;
+                high[v] = (read >> 4) & 0x0f0f0f0fu;
+            }
+#pragma GCC unroll 12
+            for (int row = 0; row < ROWS; ++row) {
+                const WordPart value = all_lanes<WordPart>(quads[2 * i * rows + row]);
+#pragma GCC unroll 16
+                for (int v = 0; v < kVectors; ++v) add_quad_products(sums[row][v], low[v], value);
+            }
+#pragma GCC unroll 12
+            for (int row = 0; row < ROWS; ++row) {
+                const WordPart value = all_lanes<WordPart>(quads[(2 * i + 1) * rows + row]);
+#pragma GCC unroll 16
+                for (int v = 0; v < kVectors; ++v) add_quad_products(sums[row][v], high[v], value);
+            }
+        }
+#pragma GCC unroll 12
+        for (int row = 0; row < ROWS; ++row)
+#pragma GCC unroll 16
+            for (int v = 0; v < kVectors; ++v) totals[row][v] += whole_sum(sums[row][v]);
     }
 
     // Scale a group's sums and add them to the tile.
@@ -118,8 +134,7 @@ struct MultiplyInt4 {
             const int lane = v % kParts * kPartLanes;
             const size_t at = ((block + v / kParts) * size_t(matrix.num_groups()) + group) * kLanes + lane;
             const FloatPart scale = load_part<FloatPart>(matrix.scales + at);
-            const BytePart zeros = load_part<BytePart>(matrix.zeros + at);
-            const FloatPart minus_zero = -__builtin_convertvector(zeros, FloatPart);
+            const FloatPart minus_zero = minus_zeros(matrix.zeros + at);
 #pragma GCC unroll 12
             for (int row = 0; row < ROWS; ++row) {
                 const size_t of_row = group * rows + tile.first + row;
