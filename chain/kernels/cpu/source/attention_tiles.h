@@ -52,7 +52,7 @@ struct ScorePart {
     POLYBASIC_INLINE static void add(Floats& sum, Floats x, Floats y) { add_product(sum, x, y); }
 };
 
-#if defined(POLYBASIC_BF16)
+#if defined(POLYBASIC_PAIR_PRODUCTS)
 template <>
 struct ScorePart<Bfloat16> {
     static constexpr int kElements = 2 * kLanes;
@@ -146,7 +146,7 @@ struct ValuePart {
     }
 };
 
-#if defined(POLYBASIC_AVX512) && defined(POLYBASIC_BF16)
+#if defined(POLYBASIC_AVX512) && defined(POLYBASIC_PAIR_PRODUCTS)
 // Two positions in one product; their weights are a pair of bfloat16 numbers in the place of one
 // float. The elements come in the order in which neighbours are interleaved.
 template <>

@@ -1,86 +1,12 @@
 // The functions that polybasic.chain.kernels.cpu.library and .passes call.
 
-#include "draft.h"
+#include "passes.h"
 
 namespace polybasic {
-namespace {
 
-struct Pass {
-    Input input;
-    const void* features;           // [R][D] in the model's element type, of a head; else null
-    const int32_t* feature_layers;
-    int32_t num_feature_layers;
-    void* states;                   // [R][W]
-};
+POLYBASIC_INSTANTIATE(extern, float)
+POLYBASIC_INSTANTIATE(extern, Bfloat16)
 
-template <class T>
-void widen_features(const Model& model, const void* features, int num_rows, Workspace& space) {
-    const T* from = static_cast<const T*>(features);
-    const size_t size = size_t(num_rows) * model.hidden_size;
-    for (size_t i = 0; i < size; i += kLanes) store(space.features + i, load(from + i));
-}
-
-template <class T>
-void run_pass(const Model& model, const Pass& pass, Workspace& space, int num_threads) {
-    if (pass.features != nullptr)
-        widen_features<T>(model, pass.features, pass.input.rows.num_rows, space);
-    Team::run(num_threads, [&](Thread self) {
-        Forward<T>(model, pass.input, space, self)
-            .run(static_cast<T*>(pass.states), pass.feature_layers, pass.num_feature_layers);
-    });
-}
-
-template <class T>
-void run_draft(const Model& model, const DraftShape& shape, Workspace& space, int num_threads) {
-    Draft<T> draft(model, shape, space, num_threads);
-    Team::run(num_threads, [&](Thread self) { draft.run(self); });
-}
-
-// out [R][O] = x [R][I] times the matrix, both in T.
-template <class T>
-void run_product(const Matrix& matrix, const void* rows, void* out, int num_rows, float* memory,
-                 int num_threads) {
-    const T* x = static_cast<const T*>(rows);
-    T* y = static_cast<T*>(out);
-    const size_t width = matrix.num_inputs, size = size_t(num_rows) * width;
-    Operand operand{};
-    operand.floats = memory;
-    operand.pairs = operand.quads = reinterpret_cast<uint32_t*>(memory);
-    operand.scales = memory + size;
-    operand.sums = operand.scales + size / kLanes + kLanes;
-    Team::run(num_threads, [&](Thread self) {
-        const int step = matrix.format == kInt4 ? matrix.group_size : kLanes;
-        fill_operand(matrix, operand, num_rows,
-                     share(matrix.num_inputs, self.number, self.num_threads, step),
-                     [=](int row, int column) { return load(x + row * width + column); });
-        self.wait();
-        alignas(64) float tile[4 * kRowsAtOnce * kLanes];
-        const int unit = matrix.num_blocks() >= 8 * self.num_threads ? 4 : 1;
-        const Range mine = share(matrix.num_blocks(), self.number, self.num_threads, unit);
-        const Chunks chunks{num_rows};
-        for (int block = mine.first; block < mine.end; block += unit) {
-            const Range blocks{block, block + unit < mine.end ? block + unit : mine.end};
-            for (int chunk = 0; chunk < chunks.num_chunks(); ++chunk) {
-                const int rows_of_chunk = chunks.size(chunk);
-                multiply_chunk(matrix, operand, chunks, chunk, blocks, tile);
-                const float* from = tile;
-                for (int at = blocks.first; at < blocks.end; ++at)
-                    for (int row = 0; row < rows_of_chunk; ++row, from += kLanes) {
-                        T* to = y + size_t(chunks.first(chunk) + row) * matrix.num_outputs +
-                                at * kLanes;
-                        if ((at + 1) * kLanes <= matrix.num_outputs) {
-                            store(to, load(from));
-                        } else {
-                            for (int lane = 0; at * kLanes + lane < matrix.num_outputs; ++lane)
-                                round_to(to + lane, from[lane]);
-                        }
-                    }
-            }
-        }
-    });
-}
-
-}  // namespace
 }  // namespace polybasic
 
 using namespace polybasic;

@@ -69,7 +69,7 @@ struct MultiplyBfloat16 {
                 read[v] = load_part<WordPart>(from + v % kParts * kPartLanes);
                 if (v % kParts == 0) __builtin_prefetch(from + 16 * kLanes);
             }
-#if defined(POLYBASIC_BF16)
+#if defined(POLYBASIC_PAIR_PRODUCTS)
             const uint32_t* values = x.pairs + tile.first + i * tile.rows_of_chunk;
 #pragma GCC unroll 12
             for (int row = 0; row < ROWS; ++row) {

@@ -11,11 +11,11 @@ namespace {
 // The products of eight inputs with eight weights are added at a time: two words of four codes (unsigned,
 // below 16) with two words of four bytes (signed). Where there is no instruction for that, pairs of
 // products are added in 16 bits, of which those of kMaxWords words fit: 16 * 15 * 127 < 2^15.
-#if defined(POLYBASIC_VNNI) || !(defined(POLYBASIC_AVX512) || defined(POLYBASIC_AVX2))
+#if defined(POLYBASIC_QUAD_PRODUCTS) || !(defined(POLYBASIC_AVX512) || defined(POLYBASIC_AVX2))
 constexpr size_t kMaxWords = size_t(1) << 20;
 
 POLYBASIC_INLINE void add_quad_products(IntPart& sum, WordPart codes, WordPart values) {
-#if !defined(POLYBASIC_VNNI)
+#if !defined(POLYBASIC_QUAD_PRODUCTS)
     for (int byte = 0; byte < 4; ++byte) {
         const IntPart code = (IntPart)((codes >> (8 * byte)) & 0xff);
         const IntPart value = (IntPart)(values << (24 - 8 * byte)) >> 24;

@@ -15,25 +15,25 @@
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
 #define POLYBASIC_AVX512 1
 #if defined(__AVX512BF16__)
-#define POLYBASIC_BF16 1
+#define POLYBASIC_PAIR_PRODUCTS 1
 #endif
 #if defined(__AVX512VNNI__)
-#define POLYBASIC_VNNI 1
+#define POLYBASIC_QUAD_PRODUCTS 1
 #endif
 #elif defined(__AVX2__) && defined(__FMA__)
 #define POLYBASIC_AVX2 1
 #if defined(__AVXVNNI__)
-#define POLYBASIC_VNNI 1
+#define POLYBASIC_QUAD_PRODUCTS 1
 #endif
 #endif
 #elif defined(__aarch64__)
 #include <arm_neon.h>
 #define POLYBASIC_NEON 1
 #if defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
-#define POLYBASIC_BF16 1
+#define POLYBASIC_PAIR_PRODUCTS 1
 #endif
 #if defined(__ARM_FEATURE_DOTPROD)
-#define POLYBASIC_VNNI 1
+#define POLYBASIC_QUAD_PRODUCTS 1
 #endif
 #endif
 #endif
@@ -66,7 +66,7 @@ constexpr int kParts = kLanes / kPartLanes;
 constexpr int kMaxSums = kRegisters == 32 ? 24 : 12;
 
 // Whether the processor multiplies pairs of bfloat16 numbers; elsewhere they are widened to floats.
-#if defined(POLYBASIC_BF16)
+#if defined(POLYBASIC_PAIR_PRODUCTS)
 constexpr bool kHasPairProducts = true;
 #else
 constexpr bool kHasPairProducts = false;
@@ -254,7 +254,7 @@ POLYBASIC_INLINE Floats load(const Bfloat16* from) {
 
 // Round to the nearest bfloat16, ties to even.
 POLYBASIC_INLINE void store(Bfloat16* to, Floats values) {
-#if defined(POLYBASIC_AVX512) && defined(POLYBASIC_BF16)
+#if defined(POLYBASIC_AVX512) && defined(POLYBASIC_PAIR_PRODUCTS)
     const __m256bh rounded = _mm512_cvtneps_pbh((__m512)values.parts[0]);
     std::memcpy(to, &rounded, sizeof rounded);
 #else
@@ -370,7 +370,7 @@ POLYBASIC_INLINE float largest(Floats x) {
 
 // Per lane: added + low(weights) * low(values) + high(weights) * high(values), where each 32-bit
 // lane holds a pair of bfloat16 numbers.
-#if defined(POLYBASIC_BF16)
+#if defined(POLYBASIC_PAIR_PRODUCTS)
 POLYBASIC_INLINE FloatPart add_pair_products(FloatPart added, WordPart weights, WordPart values) {
 #if defined(POLYBASIC_NEON)
     return (FloatPart)vbfdotq_f32((float32x4_t)added, same_bits<bfloat16x8_t>(weights),

@@ -1,0 +1,9 @@
+// Passes, drafts and products of models in bfloat16.
+
+#include "passes.h"
+
+namespace polybasic {
+
+POLYBASIC_INSTANTIATE(, Bfloat16)
+
+}  // namespace polybasic

@@ -1,0 +1,9 @@
+// Passes, drafts and products of models in float32.
+
+#include "passes.h"
+
+namespace polybasic {
+
+POLYBASIC_INSTANTIATE(, float)
+
+}  // namespace polybasic
