@@ -126,9 +126,11 @@ private:
         static thread_local long last = 0;
         rusage usage;
         if (getrusage(RUSAGE_THREAD, &usage) != 0) return false;
-        const bool was = usage.ru_nivcsw != last;
+        static thread_local bool before = false;
+        const bool was = usage.ru_nivcsw != last, twice = was && before;
         last = usage.ru_nivcsw;
-        return was;
+        before = was;
+        return twice;
     }
 
     // The core that a thread was seen on last, plus one; of all teams, since they are the same threads.
