@@ -19,7 +19,7 @@ import torch
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.files import whole_file
-from polybasic.chain.kernels.cpu.build import describe_kernels
+from polybasic.chain.kernels.cpu.native import describe_kernels
 from polybasic.chain.kernels.selection import describe_gpu_kernels
 from polybasic.deploy import Chain, load_chain
 from polybasic.deploy.hardware import describe_hardware

@@ -88,14 +88,14 @@ class Cost:
 
 def pass_cases(chain: Chain, settings: PassSettings, bandwidth: Bandwidth) -> Iterator[Case[Cost]]:
     """Passes of all verifying members in turns, a case for each context and number of rows."""
-    _check(chain, settings)
+    check(chain, settings)
     graphs = _graphs(chain)
     members = [name for name in chain.engine.verifiers if _is_asked_for(name, settings)]
 
     @torch.inference_mode()
     def measure(context: int, rows: int) -> list[Cost]:
         runs = {
-            name: captured(graphs, (name, context, rows), _pass(chain, name, context, rows))
+            name: captured(graphs, (name, context, rows), pass_of(chain, name, context, rows))
             for name in members
         }
         found = in_turns(runs, settings.turns, settings.repeats, graphs.device)
@@ -113,7 +113,7 @@ def pass_cases(chain: Chain, settings: PassSettings, bandwidth: Bandwidth) -> It
 
 def draft_cases(chain: Chain, settings: PassSettings, bandwidth: Bandwidth) -> Iterator[Case[Cost]]:
     """Whole drafts, a case for each drafter and shape."""
-    _check(chain, settings)
+    check(chain, settings)
     graphs, context = _graphs(chain), settings.contexts[0]
 
     @torch.inference_mode()
@@ -141,7 +141,12 @@ def _is_asked_for(name: str, settings: PassSettings) -> bool:
     return not settings.only or name in settings.only
 
 
-def _check(chain: Chain, settings: PassSettings) -> None:
+def check(chain: Chain, settings: PassSettings) -> None:
+    """Whether the chain can be measured so.
+
+    Raises:
+        UserError: a context, a number of rows or a member that there is not.
+    """
     for context in settings.contexts:
         if not 2 * NEW_TOKENS <= context <= chain.engine.context_tokens:
             raise UserError(
@@ -170,7 +175,8 @@ def tree_of(shape: str) -> Tree:
         raise UserError("no shape of a draft", f"--shapes {shape}", "write 7x4") from error
 
 
-def _pass(chain: Chain, name: str, context: int, rows: int) -> Callable[[], None]:
+def pass_of(chain: Chain, name: str, context: int, rows: int) -> Callable[[], None]:
+    """A pass of a member over so many rows after a context, with all that a round makes of it."""
     verifier = chain.engine.verifiers[name]
     model = verifier.decoder.device_model
     if model is None:

@@ -1,4 +1,4 @@
-"""What environment variables set: which kernels to use, and where to cache them."""
+"""What environment variables set: which kernels to use, for which processor, and their cache."""
 
 import os
 from pathlib import Path
@@ -8,6 +8,7 @@ from polybasic.chain.errors import UserError
 
 KERNELS_VARIABLE = "POLYBASIC_KERNELS"
 CACHE_VARIABLE = "POLYBASIC_CACHE"
+ISA_VARIABLE = "POLYBASIC_ISA"
 
 Wanted = Literal["auto", "native", "eager", "device"]
 
@@ -28,6 +29,11 @@ def kernels_wanted() -> Wanted:
     raise UserError(
         "unknown kernels", f"{KERNELS_VARIABLE}={value}", "use auto, native, eager or device"
     )
+
+
+def isa_wanted() -> str | None:
+    """The value of POLYBASIC_ISA, the instruction set of CPU kernels; None if it is not set."""
+    return os.environ.get(ISA_VARIABLE) or None
 
 
 def cache_folder() -> Path:

@@ -13,7 +13,8 @@ from typing import Annotated, Any
 import typer
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.kernels.cpu.build import describe_kernels, processor_flags
+from polybasic.chain.kernels.cpu.instruction_sets import processor_flags
+from polybasic.chain.kernels.cpu.native import describe_kernels
 
 _PACKAGES = (
     "polybasic",
@@ -32,7 +33,10 @@ _EXTRAS = {
     "quantize": ("awq", "accelerate", "datasets", "zstandard"),
     "dev": ("pytest", "hypothesis", "mypy", "importlinter"),
 }
-_CPU_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16")
+_CPU_FLAGS = (
+    *("avx2", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16"),
+    *("asimd", "asimddp", "i8mm", "bf16"),
+)
 
 
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
@@ -101,4 +105,4 @@ def _cpu() -> str:
         fields.setdefault(name.strip(), value.strip())
     flags = processor_flags()
     found = [flag for flag in _CPU_FLAGS if flag in flags]
-    return f"{fields.get('model name', platform.machine())} ({', '.join(found) or 'no AVX'})"
+    return f"{fields.get('model name', platform.machine())} ({', '.join(found) or 'no AVX2'})"

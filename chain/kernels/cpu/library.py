@@ -8,7 +8,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from polybasic.chain.kernels.cpu.build import native_library, openmp_functions
+from polybasic.chain.kernels.cpu.native import native_library
+from polybasic.chain.kernels.cpu.openmp import openmp_functions
 from polybasic.chain.kernels.environment import kernels_wanted
 
 _VERSION = 1

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from polybasic.chain.kernels import selection as library
-from polybasic.chain.kernels.cpu import build
+from polybasic.chain.kernels.cpu import compilers, native
 from tests.recipes.command_line import call
 
 
@@ -17,16 +17,16 @@ def kernels_told(of: str = "kernels") -> str:
 
 @pytest.fixture(autouse=True)
 def _plain(monkeypatch: pytest.MonkeyPatch):
-    for name in ("CXX", "POLYBASIC_KERNELS"):
+    for name in ("CXX", "POLYBASIC_ISA", "POLYBASIC_KERNELS"):
         monkeypatch.delenv(name, raising=False)
-    build._outcome.cache_clear()
+    native._outcome.cache_clear()
     yield
-    build._outcome.cache_clear()
+    native._outcome.cache_clear()
 
 
 def test_doctor_says_what_to_do_without_a_compiler(monkeypatch) -> None:
-    assert kernels_told() == build.describe_kernels()
-    monkeypatch.setattr(build, "find_compiler", lambda: None)
+    assert kernels_told() == native.describe_kernels()
+    monkeypatch.setattr(compilers, "find_compiler", lambda: None)
     assert kernels_told() == (
         "eager (no C++ compiler found; install g++ or pip install 'polybasic[native]')"
     )
@@ -40,6 +40,9 @@ def test_doctor_tells_settings_that_cannot_be_used(monkeypatch) -> None:
     monkeypatch.setenv("POLYBASIC_KERNELS", "auto")
     monkeypatch.setenv("CXX", "missing-compiler")
     assert "CXX=missing-compiler" in kernels_told()
+    monkeypatch.delenv("CXX")
+    monkeypatch.setenv("POLYBASIC_ISA", "avx3")
+    assert "POLYBASIC_ISA=avx3; use native" in kernels_told()
 
 
 def test_doctor_says_what_a_gpu_runs(monkeypatch) -> None:

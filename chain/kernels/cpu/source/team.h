@@ -2,12 +2,7 @@
 // cores, in one parallel region from the first layer to the last.
 #pragma once
 
-#include <atomic>
-#include <sched.h>
-
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
+#include "barrier.h"
 
 namespace polybasic {
 
@@ -56,30 +51,9 @@ public:
             &shared, unsigned(num_threads), 0);
     }
 
-    // Wait until all threads are here. What they wrote before is visible to all afterwards.
-    void wait(int num_threads) {
-        if (num_threads == 1) return;
-        const unsigned phase = phase_.load(std::memory_order_acquire);
-        if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == num_threads) {
-            arrived_.store(0, std::memory_order_relaxed);
-            phase_.store(phase + 1, std::memory_order_release);
-            return;
-        }
-        for (int spins = 0; phase_.load(std::memory_order_acquire) == phase; ++spins) {
-#if defined(__x86_64__)
-            _mm_pause();
-#endif
-            // the others may wait for this core
-            if (spins > kSpinsBeforeYield) sched_yield();
-        }
-    }
-
-private:
-    static constexpr int kSpinsBeforeYield = 1000;
-    alignas(64) std::atomic<int> arrived_{0};
-    alignas(64) std::atomic<unsigned> phase_{0};
+    Barrier barrier;
 };
 
-void Thread::wait() { team->wait(num_threads); }
+void Thread::wait() { team->barrier.wait(number, num_threads); }
 
 }  // namespace polybasic
