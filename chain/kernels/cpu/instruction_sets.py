@@ -62,10 +62,10 @@ INSTRUCTION_SETS = {
     "aarch64": (
         InstructionSet("portable", "armv8-a", options=_PORTABLE),
         InstructionSet("neon", "armv8-a", needs=("asimd",)),
-        InstructionSet("neon-dotprod", "armv8-a", ("dotprod",), needs=("asimd", "asimddp")),
+        InstructionSet("neon-dotprod", "armv8.2-a", ("dotprod",), needs=("asimd", "asimddp")),
         InstructionSet(
             "neon-bf16",
-            "armv8-a",
+            "armv8.2-a",
             ("dotprod", "i8mm", "bf16"),
             needs=("asimd", "asimddp", "i8mm", "bf16"),
         ),

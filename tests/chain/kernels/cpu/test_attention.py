@@ -1,7 +1,6 @@
 """The attention kernels against float64, and to the bit against themselves in every arrangement."""
 
 import ctypes
-import shutil
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,10 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from polybasic.chain.kernels.cpu.build import SOURCE_FOLDER, compiler_flags
+from polybasic.chain.kernels.cpu.build import SOURCE_FOLDER
+from polybasic.chain.kernels.cpu.compilers import find_compiler
+from polybasic.chain.kernels.cpu.instruction_sets import NATIVE, InstructionSet, known_sets
 
 HARNESS = Path(__file__).with_name("attention_harness.cpp")
-VARIANTS = {"native": (), "portable": ("-DPOLYBASIC_PORTABLE",)}
+SETS = (
+    InstructionSet(NATIVE),
+    *(isa for isa in known_sets() if isa.name in ("portable", "avx2") and not isa.missing),
+)
 # of a float32 sum over a few hundred positions; of bfloat16 weights, relative to the values
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 DTYPES = (torch.float32, torch.bfloat16)
@@ -78,15 +82,15 @@ def tree(start: int, prefix: int, paths: Sequence[Sequence[int]]) -> Pass:
     return Pass(start, prefix, [[*range(prefix), *path] for path in paths])
 
 
-@pytest.fixture(scope="module", params=VARIANTS.values(), ids=VARIANTS.keys())
+@pytest.fixture(scope="module", params=SETS, ids=lambda isa: isa.name)
 def library(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> ctypes.CDLL:
-    compiler = shutil.which("g++") or shutil.which("c++")
-    assert compiler is not None, "neither g++ nor c++ is on PATH: install one to run these tests"
+    compiler = find_compiler()
+    assert compiler is not None, "there is no C++ compiler: install g++ to run these tests"
     built = tmp_path_factory.mktemp("attention") / "harness.so"
-    flags = [*compiler_flags(), *request.param, f"-I{SOURCE_FOLDER}", "-o", str(built)]
-    subprocess.run([compiler, str(HARNESS), *flags], check=True)
+    flags = [*compiler.flags(request.param), "-shared", f"-I{SOURCE_FOLDER}", "-o", str(built)]
+    subprocess.run([*compiler.command, str(HARNESS), *flags], check=True)
     return ctypes.CDLL(str(built))
 
 
