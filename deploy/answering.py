@@ -13,14 +13,14 @@ from polybasic.chain.formats.manifest import Member, Reference
 from polybasic.chain.formats.package import TARGET_NAME
 from polybasic.chain.formats.plan import Ngram, Plan, Tree
 from polybasic.chain.formats.tokenizer import load_tokenizer
-from polybasic.chain.model.loading import load_decoder
+from polybasic.chain.kernels.product_times import DTYPES
+from polybasic.chain.model.loading import load_decoder, serving_dtype
 from polybasic.deploy.defaults import read_default_sampling, read_stop_tokens
 from polybasic.deploy.engine import Engine, Models, Request
 from polybasic.deploy.rounds.stopping import AnswerText
 from polybasic.deploy.rounds.verifier import SPARE_ROWS
 
 _PLAN = Plan(members=(TARGET_NAME,), tree=Tree(depth=8, top_k=1, rows=12), ngram=Ngram())
-_DTYPES = ("bfloat16", "float16", "float32")
 
 
 class LoneTarget:
@@ -47,18 +47,20 @@ class LoneTarget:
     ) -> None:
         device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
         config = read_config(checkpoint)
-        dtype = config.dtype
-        if dtype not in _DTYPES:
-            raise UserError("unknown dtype", f"{config.path} dtype {dtype}", "export it again")
+        if config.dtype not in DTYPES:
+            raise UserError(
+                "unknown dtype", f"{config.path} dtype {config.dtype}", "export it again"
+            )
+        dtype = serving_dtype(DTYPES[config.dtype], device)
         num_positions = context_tokens + SPARE_ROWS
-        decoder = load_decoder(config, getattr(torch, dtype), device, num_positions)
+        decoder = load_decoder(config, dtype, device, num_positions)
         # the engine reads names and roles of members, nothing else
         member = Member(
             name=TARGET_NAME,
             role="target",
             kind="decoder",
             reference=Reference(source=str(checkpoint)),
-            dtype=dtype,
+            dtype=config.dtype,
             num_parameters=0,
             num_bytes=0,
             files={"config.json": sha256_of_file(checkpoint / "config.json")},

@@ -15,19 +15,17 @@ from polybasic.chain.formats.plan import MeasuredPlan, Plan
 from polybasic.chain.formats.tokenizer import load_tokenizer
 from polybasic.chain.formats.verify import CheckedChain, check_chain
 from polybasic.chain.kernels.cpu.library import kernels_for
+from polybasic.chain.kernels.product_times import DTYPES, multiplies_fast, name_of
 from polybasic.chain.kernels.selection import reads_4_bits
 from polybasic.chain.model.decoder import Decoder
 from polybasic.chain.model.head import EagleHead
-from polybasic.chain.model.linear import multiplies_fast
-from polybasic.chain.model.loading import load_decoder, load_head
+from polybasic.chain.model.loading import load_decoder, load_head, serving_dtype
 from polybasic.deploy.chain import Chain
 from polybasic.deploy.defaults import read_default_sampling, read_stop_tokens
 from polybasic.deploy.engine import CONTEXT_TOKENS_BY_DEFAULT, Engine, Models
 from polybasic.deploy.hardware import available_bytes, hardware_name, release_unused
 from polybasic.deploy.memory import Kernels, Layout, Memory, state_memory
 from polybasic.deploy.rounds.verifier import SPARE_ROWS
-
-_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 _log = logging.getLogger(__name__)
 
@@ -38,7 +36,8 @@ class LoadOptions:
 
     Attributes:
         device: default: cuda if there is one, else cpu.
-        dtype: "bfloat16", "float16" or "float32"; default: as the target is stored.
+        dtype: "bfloat16", "float16" or "float32"; default, also "auto": as the target is stored,
+            or float32 where neither kernels nor PyTorch are fast in that.
         context_tokens: prompt and answer together; caches are allocated for this many. Default:
             what all members are declared for, at most 8192.
         plan: run by this one, not by the manifest's: the one that was measured on this kind of
@@ -132,7 +131,7 @@ def _stated(checked: CheckedChain, options: LoadOptions) -> Memory:
     is_fast = multiplies_fast(dtype) and multiplies_fast(torch.bfloat16)
     layout = Layout(
         device.type,
-        str(dtype).removeprefix("torch."),
+        name_of(dtype),
         kernels,
         widens=device.type == "cpu" and kernels == "eager" and not is_fast,
     )
@@ -210,7 +209,8 @@ def _load_models(
 
 
 def _dtype(checked: CheckedChain, options: LoadOptions) -> torch.dtype:
-    name = options.dtype or checked.target_config.dtype
-    if name not in _DTYPES:
-        raise UserError("unknown dtype", f"dtype={name}", f"use one of {', '.join(_DTYPES)}")
-    return _DTYPES[name]
+    is_given = options.dtype not in (None, "auto")
+    name = options.dtype if is_given else checked.target_config.dtype
+    if name not in DTYPES:
+        raise UserError("unknown dtype", f"dtype={name}", f"use one of {', '.join(DTYPES)}")
+    return DTYPES[name] if is_given else serving_dtype(DTYPES[name], device_named(options.device))

@@ -15,9 +15,13 @@ SystemName = Literal[
 ]
 
 
-Dtype = Literal["bfloat16", "float16", "float32"]
+Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 
 
+_DTYPE = (
+    "of passes; auto: as the target is stored, or float32 where neither kernels nor PyTorch are "
+    "fast in that"
+)
 _GRAPHS = "on a GPU, capture CUDA graphs of passes and rounds; the outputs are the same"
 
 
@@ -64,7 +68,7 @@ class PlanSettings(Settings):
     max_new_tokens: int = Field(96, ge=2)
     temperature: float = Field(0.0, ge=0, description="that the plan is chosen for")
     seed: int = 0
-    dtype: Dtype = "bfloat16"
+    dtype: Dtype = Field("auto", description=_DTYPE)
     graphs: bool = Field(True, description=_GRAPHS)
     grid: PlanGrid = PlanGrid()
 
@@ -81,7 +85,7 @@ class BenchSettings(Settings):
     temperature: float = Field(0.0, ge=0)
     seed: int = 0
     repeats: int = Field(2, ge=1, description="the systems take turns this many times")
-    dtype: Dtype = "bfloat16"
+    dtype: Dtype = Field("auto", description=_DTYPE)
     graphs: bool = Field(True, description=_GRAPHS)
     systems: tuple[SystemName, ...] = Field(
         ("target", "hf_generate", "eagle2", "polybasic_full", "polybasic"),

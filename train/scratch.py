@@ -32,16 +32,21 @@ from polybasic.chain.formats.files import (
     whole_folder,
     write_json,
 )
+from polybasic.chain.kernels.product_times import DTYPES
 from polybasic.chain.model.reference import quiet_transformers
 from polybasic.chain.progress import ProgressReport
 from polybasic.train.data.tokenizer import train_tokenizer
+from polybasic.train.dtypes import announce_cost, settled
 from polybasic.train.engine import learning_rate_factor
+from polybasic.train.muon import Muon
 from polybasic.train.settings import ScratchModelSettings, ScratchSettings
 
 _SAVE_EVERY_STEPS = 60
 _NUM_OPEN_ROWS = 16
 _IGNORED = -100
 _FINAL_SHARE = 0.1  # of the steps: their mean loss is reported
+_STORED_DTYPE = torch.bfloat16
+"""Of checkpoints, whatever they were trained in."""
 
 #   R = rows of a batch, L = tokens of a row, V = vocabulary
 
@@ -62,7 +67,7 @@ def train_scratch_target(
         conversations: rows with a "messages" column.
         settings: shape and schedule.
         seed: of weights and order.
-        out: gets config.json, model.safetensors (bfloat16), generation_config.json, the
+        out: gets config.json, model.safetensors (in bfloat16), generation_config.json, the
             tokenizer's files and, last, training.json.
 
     Returns:
@@ -73,6 +78,8 @@ def train_scratch_target(
         UserError: no conversations, settings that do not fit together, a loss that is not finite,
             a run in `out` that was interrupted with other settings, a disk that is full.
     """
+
+    settings = settled(settings)
 
     def make_vocabulary(messages: list[list[dict[str, str]]]) -> _Vocabulary:
         tokenizer = train_tokenizer(messages, settings.vocab_size, settings.context_tokens)
@@ -98,7 +105,7 @@ def train_scratch_small(
     Raises:
         UserError: as there, or a target without a fast tokenizer.
     """
-    names = tokenizer_files(target)
+    settings, names = settled(settings), tokenizer_files(target)
 
     def make_vocabulary(_: list[list[dict[str, str]]]) -> _Vocabulary:
         vocab_size = read_config(target).content["vocab_size"]
@@ -142,6 +149,7 @@ def _train(
         finished = read_json(summary_path, "training summary")
         if finished["inputs_sha256"] == digest:
             return finished["summary"]
+    announce_cost(f"{section}.scratch.dtype", settings)
     vocabulary = make_vocabulary(messages)
     run = _Run(section, settings, seed, digest, vocabulary, out / "training_state.pt")
     run.train(_encode(vocabulary.tokenizer, messages, settings))
@@ -207,7 +215,9 @@ class _Run:
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = group["peak"] * share
-        loss, num_tokens = _loss(self.model, *_tensors(rows, self.settings.row_tokens))
+        loss, num_tokens = _loss(
+            self.model, *_tensors(rows, self.settings.row_tokens), DTYPES[self.settings.dtype]
+        )
         if not math.isfinite(loss.item()):
             raise UserError(
                 "loss is not finite",
@@ -337,15 +347,21 @@ def _tensors(rows: list[list[Document]], row_tokens: int) -> tuple[torch.Tensor,
 
 
 def _loss(
-    model: LlamaForCausalLM, input_ids_RL: torch.Tensor, document_RL: torch.Tensor
+    model: LlamaForCausalLM,
+    input_ids_RL: torch.Tensor,
+    document_RL: torch.Tensor,
+    dtype: torch.dtype,
 ) -> tuple[torch.Tensor, int]:
-    """Mean cross-entropy over all tokens that follow a token of their own document."""
+    """Mean cross-entropy over all tokens that follow a token of their own document.
+
+    Products are in `dtype`.
+    """
     is_visible_RLL = (document_RL[:, :, None] == document_RL[:, None, :]).tril()
-    mask_RLL = torch.zeros(is_visible_RLL.shape, dtype=torch.bfloat16)
-    mask_RLL.masked_fill_(~is_visible_RLL, torch.finfo(torch.bfloat16).min)
+    mask_RLL = torch.zeros(is_visible_RLL.shape, dtype=dtype)
+    mask_RLL.masked_fill_(~is_visible_RLL, torch.finfo(dtype).min)
     is_target_RL = (document_RL[:, 1:] == document_RL[:, :-1]) & (document_RL[:, 1:] > 0)
     targets_RL = input_ids_RL[:, 1:].masked_fill(~is_target_RL, _IGNORED)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32):
         logits_RLV = model(
             input_ids=input_ids_RL, attention_mask=mask_RLL[:, None], use_cache=False
         ).logits[:, :-1]
@@ -365,12 +381,13 @@ def _optimizers(
     in_layers = {id(weight) for weight in matrices}
     others = [weight for weight in model.parameters() if id(weight) not in in_layers]
     optimizers = [
-        torch.optim.Muon(
+        Muon(
             matrices,
             lr=settings.matrix_learning_rate,
             momentum=0.95,
             weight_decay=0.01,
-            ns_steps=settings.muon_iterations,
+            num_iterations=settings.muon_iterations,
+            dtype=DTYPES[settings.dtype],
         ),
         torch.optim.AdamW(
             others, lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True
@@ -398,7 +415,7 @@ def _encode(
 
 
 def _save(model: LlamaForCausalLM, vocabulary: _Vocabulary, out: Path) -> None:
-    model.bfloat16()
+    nn.Module.to(model, _STORED_DTYPE)
     tokenizer = vocabulary.tokenizer
     model.generation_config = GenerationConfig(
         bos_token_id=tokenizer.bos_token_id,

@@ -55,6 +55,12 @@ class DataSettings(Settings):
     )
 
 
+TrainingDtype = Literal["auto", "bfloat16", "float32"]
+_TRAINING_DTYPE = (
+    "of passes; master weights stay float32; auto: the faster one here, by measured products"
+)
+
+
 class ScratchModelSettings(Settings):
     """Shape and training of a small Llama; vocabulary and conversations are given."""
 
@@ -73,6 +79,7 @@ class ScratchModelSettings(Settings):
     matrix_learning_rate: float = Field(0.02, gt=0, description="of the layers' matrices (Muon)")
     muon_iterations: int = Field(3, ge=1, description="Newton-Schulz iterations of a Muon step")
     warmup_steps: int = Field(20, ge=0)
+    dtype: TrainingDtype = Field("auto", description=_TRAINING_DTYPE)
 
 
 class ScratchSettings(ScratchModelSettings):
@@ -147,9 +154,7 @@ class HeadSettings(Settings):
         description="rows of data.max_tokens tokens with several conversations in each, which do "
         "not see each other; batch_size then counts rows",
     )
-    dtype: Literal["bfloat16", "float32"] = Field(
-        "bfloat16", description="of the head's passes; master weights stay float32"
-    )
+    dtype: TrainingDtype = Field("auto", description=_TRAINING_DTYPE)
     zero_stage: Literal[0, 1, 2, 3] = Field(
         1,
         description="DeepSpeed ZeRO stage of the head; 3: stage 2 for the head, and the frozen "

@@ -22,6 +22,7 @@ from polybasic.chain.kernels.cpu import matrices
 from polybasic.chain.kernels.cpu.library import kernels_for
 from polybasic.chain.kernels.cpu.matrices import LANES
 from polybasic.chain.kernels.cuda import KERNEL_DTYPES
+from polybasic.chain.kernels.product_times import multiplies_fast, name_of
 from polybasic.chain.kernels.selection import operations_for, reads_4_bits
 from polybasic.chain.kernels.torch.operations import DeviceLinear
 from polybasic.chain.kernels.torch.packed_weight import PackedWeight
@@ -75,7 +76,7 @@ def dense_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
     is_on_cpu = weight.device.type == "cpu"
     if is_on_cpu and not multiplies_fast(weight.dtype):
         return _widened(weight, bias)
-    if is_on_cpu and torch.backends.mkldnn.is_available():
+    if is_on_cpu and _is_laid_out_by_onednn(weight.dtype):
         packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
         product = torch.ops.mkldnn._linear_pointwise
         return lambda x_RI: product(x_RI, packed, bias, "none", [], "")
@@ -112,23 +113,7 @@ def is_laid_out_anew(device: torch.device, dtype: torch.dtype) -> bool:
         return True
     if device.type != "cpu":
         return False
-    return torch.backends.mkldnn.is_available() or not multiplies_fast(dtype)
-
-
-def multiplies_fast(dtype: torch.dtype) -> bool:
-    """Whether PyTorch has fast products in `dtype` on this CPU: oneDNN's, if it is no float32.
-
-    Without the instructions that oneDNN needs, `F.linear` takes many times as long in bfloat16 or
-    float16 as in float32, and weights cannot be laid out for oneDNN at all.
-    """
-    if dtype not in (torch.bfloat16, torch.float16):
-        return True
-    if not torch.backends.mkldnn.is_available():
-        return False
-    operations = torch.ops.mkldnn
-    if dtype == torch.bfloat16:
-        return bool(operations._is_mkldnn_bf16_supported())
-    return bool(operations._is_mkldnn_fp16_supported())
+    return _is_laid_out_by_onednn(dtype) or not multiplies_fast(dtype)
 
 
 def int4_linear(
@@ -164,6 +149,16 @@ def int4_linear(
     return multiply if bias is None else lambda x_RI: multiply(x_RI) + bias
 
 
+def _is_laid_out_by_onednn(dtype: torch.dtype) -> bool:
+    """Whether oneDNN takes weights in `dtype` on this CPU; it raises for others."""
+    operations = torch.ops.mkldnn
+    if not torch.backends.mkldnn.is_available():
+        return False
+    if dtype == torch.bfloat16:
+        return bool(operations._is_mkldnn_bf16_supported())
+    return dtype != torch.float16 or bool(operations._is_mkldnn_fp16_supported())
+
+
 def _widened(weight: Tensor, bias: Tensor | None) -> Linear:
     """A product in float32 whose outputs are rounded to the dtype of `weight`."""
     dtype = weight.dtype
@@ -174,10 +169,9 @@ def _widened(weight: Tensor, bias: Tensor | None) -> Linear:
 
 @cache
 def _announce_widening(dtype: torch.dtype) -> None:
-    name = str(dtype).removeprefix("torch.")
     _log.warning(
         "PyTorch has no fast %s on this CPU: weights are kept in float32, in twice the memory%s",
-        name,
+        name_of(dtype),
         "; dtype bfloat16 is faster here" if multiplies_fast(torch.bfloat16) else "",
     )
 

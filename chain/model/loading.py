@@ -20,11 +20,26 @@ from polybasic.chain.formats.names import (
     layer_norms,
     required_biases,
 )
+from polybasic.chain.kernels.cpu.library import kernels_for
+from polybasic.chain.kernels.product_times import evaluation_dtype
+from polybasic.chain.kernels.selection import operations_for
 from polybasic.chain.kernels.torch.rotary import RotaryTable
 from polybasic.chain.model.decoder import Decoder, DecoderLayer
 from polybasic.chain.model.head import Eagle3Head, EagleHead
 from polybasic.chain.model.linear import Linear, dense_linear, draft_linear
 from polybasic.chain.model.weights import Weights
+
+
+def serving_dtype(stored: torch.dtype, device: torch.device) -> torch.dtype:
+    """What a model is served in where nobody says otherwise: its own dtype, unless that is slow.
+
+    Kernels are fast in all dtypes that they have. Where there are none, PyTorch's products decide:
+    float32, which holds every number of the others, stands for what it multiplies slowly.
+    """
+    has_kernels = kernels_for(device, stored) is not None
+    if has_kernels or operations_for(device, stored) is not None:
+        return stored
+    return evaluation_dtype(stored, device)
 
 
 def load_decoder(

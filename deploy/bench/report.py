@@ -36,6 +36,8 @@ def print_report(report: dict[str, Any], console: Console) -> None:
         console.print(draft_vocabulary_line(entry))
     if report["rounding"] is not None:
         console.print(f"rounding: {rounding_line(report)}", markup=False)
+    if line := baseline_line(report):
+        console.print(line, markup=False)
     console.print(f"plan: {plan_line(report)}")
     console.print(f"memory: {memory_line(report['memory'])}")
 
@@ -58,6 +60,7 @@ def write_markdown(path: Path, report: dict[str, Any]) -> None:
         "Identical: greedy outputs equal to `target`'s token for token; a tie diverges at two",
         "tokens whose logits differ by less than their measured rounding.",
         "",
+        *([f"{line}.", ""] if (line := baseline_line(report)) else []),
         *_rounding(report),
         "## By task",
         "",
@@ -119,6 +122,27 @@ def system_rows(report: dict[str, Any]) -> Rows:
             ]
         )
     return rows
+
+
+def baseline_line(report: dict[str, Any]) -> str | None:
+    """In which dtype transformers answered, and why; None where it did not."""
+    system = report["systems"].get("hf_generate")
+    if system is None:
+        return None
+    chosen, own, answer = system["dtype"], report["settings"]["dtype"], system["answer"]
+    seconds = dict(answer["seconds"])
+    line = (
+        f"hf_generate computes in {chosen}, in which transformers is fastest here: an answer of "
+        f"{answer['new_tokens']} tokens to a prompt of {answer['prompt_tokens']} takes "
+        f"{seconds.pop(chosen):.2f} s"
+    )
+    for name, others in seconds.items():
+        line += f", in {name}{', the dtype of the target,' if name == own else ''} {others:.2f} s"
+    for name in answer["left_out"]:
+        line += f"; {name} was not tried, for want of memory"
+    if chosen != own:
+        line += "; other tokens than the target's can come of the other dtype"
+    return line
 
 
 def task_rows(report: dict[str, Any]) -> Rows:
@@ -245,15 +269,22 @@ def rounding_line(report: dict[str, Any]) -> str:
     return line
 
 
-def rounding_rows(rounding: dict[str, Any]) -> Rows:
-    """Header and a row for each way of computing logits."""
+def rounding_rows(report: dict[str, Any]) -> Rows:
+    """Header and a row for each way of computing logits.
+
+    What computes in another dtype than the target is not wrong where it deviates by more.
+    """
+    rounding = report["rounding"]
     rows = [["passes in", "change from 1 row", "from the reference", "is"]]
     for name, change in (rounding["ways"] | rounding["others"]).items():
         numbers = (
             "not finite" if change[key] is None else f"{change[key]:.3g}"
             for key in ("from_one_row", "from_reference")
         )
-        rows.append([name, *numbers, "rounding" if change["is_sound"] else "WRONG"])
+        dtype = report["systems"].get(name, {}).get("dtype", rounding["dtype"])
+        shown = name if dtype == rounding["dtype"] else f"{name} in {dtype}"
+        fault = "WRONG" if dtype == rounding["dtype"] else "another dtype"
+        rows.append([shown, *numbers, "rounding" if change["is_sound"] else fault])
     return rows
 
 
@@ -353,7 +384,7 @@ def _draft_vocabulary(entries: list[dict[str, Any]]) -> list[str]:
 def _rounding(report: dict[str, Any]) -> list[str]:
     if report["rounding"] is None:
         return []
-    rows, notes = rounding_rows(report["rounding"]), rounding_notes(report)
+    rows, notes = rounding_rows(report), rounding_notes(report)
     return ["## Rounding", "", *_markdown_table(rows), "", *notes, ""]
 
 

@@ -3,18 +3,26 @@
 import hashlib
 import platform
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.card import record_results, shown_flush, shown_members, shown_tree
 from polybasic.chain.formats.files import write_json
 from polybasic.chain.formats.manifest import HEAD_KINDS, Kind, Member
 from polybasic.chain.formats.plan import Ngram, Plan
+from polybasic.chain.kernels.product_times import name_of
 from polybasic.chain.progress import ProgressReport
-from polybasic.deploy.bench.baselines import TransformersBaseline
+from polybasic.deploy.bench.baselines import (
+    TimedAnswer,
+    TransformersBaseline,
+    candidate_dtypes,
+    fastest_baseline,
+)
 from polybasic.deploy.bench.exactness import Agreement
 from polybasic.deploy.bench.members import adaptations, draft_vocabularies
 from polybasic.deploy.bench.report import write_markdown
@@ -101,13 +109,18 @@ def bench_chain(
     loaded = usage(device)
     chosen, num_too_long = _fitting(chain, questions, settings)
     systems = _systems(chain, settings)
+    settings = settings.model_copy(update={"dtype": name_of(chain.engine.models.target.dtype)})
     prompts = _prompts(chain, chosen, settings)
     _warm_up(chain, systems, prompts, settings)
     memory = _memory_report(chain.memory, before, loaded, usage(device))
-    baseline = _baseline(chain, settings)
+    found = _baseline(chain, prompts, settings)
+    baseline = None if found is None else found[0]
     _run_in_turns(chain, baseline, systems, prompts, settings)
     rounding = _rounding(chain, baseline, systems, prompts) if settings.temperature == 0 else None
     summaries = _summaries(chain, systems, prompts, settings, rounding)
+    if found is not None:
+        summaries["hf_generate"]["dtype"] = name_of(found[0].dtype)
+        summaries["hf_generate"]["answer"] = asdict(found[1])
     report = {
         "schema": SCHEMA,
         "grown": chain.manifest.grown,
@@ -240,11 +253,23 @@ def _memory_report(
     return report
 
 
-def _baseline(chain: Chain, settings: BenchSettings) -> TransformersBaseline | None:
+def _baseline(
+    chain: Chain, prompts: list[Prompt], settings: BenchSettings
+) -> tuple[TransformersBaseline, TimedAnswer] | None:
+    """transformers over the target in the dtype in which it answers fastest, and what it takes."""
     if "hf_generate" not in settings.systems:
         return None
     target = chain.engine.models.target
-    return TransformersBaseline(chain.target_folder, target.dtype, target.device, chain.stop_tokens)
+
+    def load(dtype: torch.dtype) -> TransformersBaseline:
+        return TransformersBaseline(chain.target_folder, dtype, target.device, chain.stop_tokens)
+
+    num_parameters = chain.manifest.members[0].num_parameters
+    dtypes, left_out = candidate_dtypes(target.dtype, target.device, num_parameters)
+    by_length = sorted((prompt.token_ids for prompt in prompts), key=len)
+    usual = by_length[len(by_length) // 2]
+    baseline, answer = fastest_baseline(load, dtypes, usual, settings.max_new_tokens)
+    return baseline, replace(answer, left_out=left_out)
 
 
 def _run_in_turns(

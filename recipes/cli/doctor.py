@@ -6,6 +6,7 @@ import os
 import platform
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Any
@@ -46,7 +47,9 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] 
         typer.echo(json.dumps(findings, indent=2))
         return
     for name, value in findings.items():
-        if isinstance(value, dict):
+        if name == "products":
+            value = _shown_products(value)
+        elif isinstance(value, dict):
             value = ", ".join(f"{key} {entry}" for key, entry in value.items())
         typer.echo(f"{name:<12} {value}")
     print("next: polybasic run tiny --dry-run", file=sys.stderr)
@@ -67,6 +70,7 @@ def _findings() -> dict[str, Any]:
         "cpu": _cpu(),
         "kernels": _kernels(describe_kernels),
         "gpu kernels": _kernels(describe_gpu_kernels),
+        "products": _products(),
         "cores": len(os.sched_getaffinity(0)),
         "threads": torch.get_num_threads(),
         "device": ", ".join(gpus) or "cpu (no CUDA device found)",
@@ -92,6 +96,50 @@ def _kernels(describe: Callable[[], str]) -> str:
         return describe()
     except UserError as error:
         return f"none ({error})"
+
+
+def _products() -> dict[str, Any]:
+    """How fast PyTorch multiplies in each dtype on this CPU, and what is chosen by that."""
+    import torch
+
+    from polybasic.chain.kernels.product_times import (
+        multiplies_fast,
+        name_of,
+        product_times,
+        training_dtype,
+    )
+    from polybasic.train.processes import process_device
+
+    times = product_times()
+    chosen = {
+        "target.scratch.dtype": name_of(training_dtype(torch.device("cpu"))),
+        "train.dtype": name_of(training_dtype(process_device())),
+        "quantize": "float32",
+    }
+    return {
+        "milliseconds": {name: asdict(one) for name, one in times.items()},
+        "gflops": {
+            name: {"forward": one.forward_gflops, "backward": one.backward_gflops}
+            for name, one in times.items()
+        },
+        "fast": [name for name in times if multiplies_fast(getattr(torch, name))],
+        "auto": chosen,
+    }
+
+
+def _shown_products(products: dict[str, Any]) -> str:
+    """A line for each dtype, then what is chosen."""
+    lines = ["GFLOP/s of PyTorch on one core: forward, backward"]
+    for name, gflops in products["gflops"].items():
+        milliseconds = products["milliseconds"][name]
+        is_fast = "" if name in products["fast"] else "  slow"
+        lines.append(
+            f"{name:<9} {gflops['forward']:6.0f} {gflops['backward']:6.0f}  "
+            f"({milliseconds['forward']:.2f} and {milliseconds['backward']:.2f} ms){is_fast}"
+        )
+    lines += [f"{name} {dtype}" for name, dtype in products["auto"].items()]
+    lines.append("plan.dtype, bench.dtype, hf_generate: by the target and its kernels")
+    return f"\n{'':<13}".join(lines)
 
 
 def _cpu() -> str:

@@ -21,7 +21,7 @@ PromptsOption = Annotated[
 NumPromptsOption = Annotated[int | None, typer.Option(help="Prompts of each task.")]
 NewTokensOption = Annotated[int | None, typer.Option(help="Tokens of one answer.")]
 TemperatureOption = Annotated[float | None, typer.Option(help="0 is greedy.")]
-DtypeOption = Annotated[str | None, typer.Option(help="bfloat16, float16 or float32.")]
+DtypeOption = Annotated[str | None, typer.Option(help="auto, bfloat16, float16 or float32.")]
 
 
 def plan(

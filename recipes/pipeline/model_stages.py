@@ -14,8 +14,9 @@ from polybasic.recipes.pipeline.conversation_rows import (
     encoded_rows,
     learned_from,
 )
+from polybasic.recipes.pipeline.dtypes import settle_dtype
 from polybasic.recipes.pipeline.provenance import git_commit, package_versions
-from polybasic.recipes.pipeline.running import Stage, Workspace
+from polybasic.recipes.pipeline.running import Stage, Workspace, started_inputs
 from polybasic.recipes.pipeline.sources import (
     answers_of,
     checkpoint_of,
@@ -60,11 +61,11 @@ def head_stage(recipe: Recipe, name: str, source: str, copy: str) -> Stage:
         if learns_from_copy:
             training[copy] = workspace.identity(copy)
         if draft.model == "train":
-            return training
+            return settle_dtype(workspace, name, training, "train", settings)
         ready: dict[str, Any] = {"draft": draft.model_dump(mode="json"), **head_stamp(draft.model)}
         if draft.adapt == "none":
             return {**ready, source: workspace.identity(source)}
-        return {**ready, **training}
+        return settle_dtype(workspace, name, {**ready, **training}, "train", settings)
 
     def run(workspace: Workspace, folder: Path) -> dict[str, Any]:
         given: dict[str, Any] = {}
@@ -98,7 +99,9 @@ def _import(workspace: Workspace, source: str, draft: DraftSettings, out: Path) 
 def _train(workspace: Workspace, source: str, out: Path, **given: Any) -> dict[str, Any]:
     from polybasic.train.run.launch import train_head_in_processes
 
-    recipe, settings = workspace.recipe, workspace.recipe.train
+    recipe = workspace.recipe
+    dtype = started_inputs(out)["train"]["dtype"]
+    settings = recipe.train.model_copy(update={"dtype": dtype})
     if settings.features == "offline" and settings.features_folder is None:
         # outside of the stage's folder, which is made anew when a setting changes
         folder = str(workspace.out / _FEATURES_NAME / source)

@@ -88,6 +88,13 @@ class Workspace:
                 f"remove {self.folder(stage)} and run again",
             ) from error
 
+    def earlier_inputs(self, stage: str) -> list[dict[str, Any]]:
+        """What `stage` was made from, and what one that was interrupted was started with."""
+        record = self.record(stage)
+        started = partial_path(self.folder(stage)) / _STARTED_NAME
+        found = [] if record is None else [record.inputs]
+        return [*found, read_json(started, "stage record")] if started.is_file() else found
+
     def identity(self, stage: str) -> dict[str, Any]:
         """What later stages depend on; `stage` must be whole."""
         record = self.record(stage)
@@ -103,7 +110,8 @@ class Stage:
         name: also the name of its folder.
         needs: stages that must be whole before this one.
         inputs: exactly what the result depends on, as JSON content; called when `needs` are whole.
-        run: does the work in the given folder and returns the summary.
+        run: does the work in the given folder, where `started_inputs` are what `inputs` returned,
+            and returns the summary.
         identify: JSON content that identifies the result; called on the done folder.
         progress: patterns of the files in its folder that hold what an interrupted `run` did, from
             which the next one continues; None where it starts over.
@@ -124,6 +132,12 @@ class StageState:
     action: Literal["skip", "continue", "run"]
     reason: str
     inputs: dict[str, Any] = field(default_factory=dict)
+
+
+def started_inputs(folder: Path) -> dict[str, Any]:
+    """The inputs that the stage which is running in `folder` was started with."""
+    inputs: dict[str, Any] = read_json(folder / _STARTED_NAME, "stage record")
+    return inputs
 
 
 def closure(stages: Sequence[Stage], only: Sequence[str] | None) -> list[Stage]:

@@ -4,12 +4,13 @@ Heavy modules are imported where they run, so that a run with nothing to do answ
 """
 
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from polybasic.chain.formats.checkpoint import resolve_adapter, resolve_checkpoint, weight_files
 from polybasic.chain.formats.files import sha256_of_file
 from polybasic.recipes.pipeline.conversation_rows import conversations_input, split_rows
-from polybasic.recipes.pipeline.running import Stage, Workspace
+from polybasic.recipes.pipeline.dtypes import settle_dtype
+from polybasic.recipes.pipeline.running import Stage, Workspace, started_inputs
 from polybasic.recipes.pipeline.small import check_small
 from polybasic.recipes.pipeline.sources import (
     MERGED_NAME,
@@ -23,6 +24,9 @@ from polybasic.recipes.pipeline.sources import (
     model_named,
     tokenizer_of,
 )
+from polybasic.train.settings import ScratchModelSettings
+
+ScratchT = TypeVar("ScratchT", bound=ScratchModelSettings)
 
 _SCRATCH_PROGRESS = ("training_state.pt", "training.json")
 
@@ -30,10 +34,11 @@ _SCRATCH_PROGRESS = ("training_state.pt", "training.json")
 def _target_inputs(workspace: Workspace) -> dict[str, Any]:
     target = workspace.recipe.target
     if target.model == "scratch":
-        return {
+        inputs = {
             "scratch": target.scratch.model_dump(exclude={"num_embedded_conversations"}),
             **conversations_input(workspace),
         }
+        return settle_dtype(workspace, "target", inputs, "scratch", target.scratch)
     inputs = {"model": target.model, **checkpoint_stamp(target.model)}
     if target.adapter is not None:
         inputs["adapter"] = adapter_stamp(target.adapter)
@@ -48,7 +53,8 @@ def _run_target(workspace: Workspace, folder: Path) -> dict[str, Any]:
         from polybasic.train.scratch import train_scratch_target
 
         training, _ = split_rows(workspace)
-        train_scratch_target(training, recipe.target.scratch, recipe.seed, folder)
+        settings = _settled(recipe.target.scratch, folder)
+        train_scratch_target(training, settings, recipe.seed, folder)
         return {"model": "scratch"}
     from polybasic.chain.formats.tokenizer import needs_preparation, prepare_tokenizer
 
@@ -100,11 +106,8 @@ def _small_target_inputs(workspace: Workspace) -> dict[str, Any]:
         # both decide whether a checkpoint is refused
         settings = small.model_dump(include={"quantize", "role", "train_head"})
         return {"model": small.model, **checkpoint_stamp(small.model), **settings, **inputs}
-    return {
-        "scratch": small.scratch.model_dump(),
-        **conversations_input(workspace),
-        **inputs,
-    }
+    inputs |= {"scratch": small.scratch.model_dump(), **conversations_input(workspace)}
+    return settle_dtype(workspace, "small_target", inputs, "scratch", small.scratch)
 
 
 def _run_small_target(workspace: Workspace, folder: Path) -> dict[str, Any]:
@@ -116,7 +119,14 @@ def _run_small_target(workspace: Workspace, folder: Path) -> dict[str, Any]:
     from polybasic.train.scratch import train_scratch_small
 
     training, _ = split_rows(workspace)
-    return train_scratch_small(training, recipe.small.scratch, target, recipe.seed, folder)
+    settings = _settled(recipe.small.scratch, folder)
+    return train_scratch_small(training, settings, target, recipe.seed, folder)
+
+
+def _settled(settings: ScratchT, folder: Path) -> ScratchT:
+    """With the dtype that the stage in `folder` was started with."""
+    dtype = started_inputs(folder)["scratch"]["dtype"]
+    return settings.model_copy(update={"dtype": dtype})
 
 
 def _identify_small_target(workspace: Workspace, folder: Path) -> dict[str, Any]:

@@ -160,22 +160,28 @@ def test_state_of_other_settings_is_neither_continued_nor_overwritten(
     assert taken[0] == 3
 
 
-def test_documents_of_a_row_do_not_see_each_other() -> None:
+@pytest.mark.parametrize(
+    ("dtype", "rounding"), [(torch.bfloat16, 5e-3), (torch.float32, 1e-5)], ids=str
+)
+def test_documents_of_a_row_do_not_see_each_other(dtype: torch.dtype, rounding: float) -> None:
     tokenizer = train_tokenizer([row["messages"] for row in CONVERSATIONS], 512, 128)
     model = build_model(SETTINGS, tokenizer, SETTINGS.vocab_size, seed=0)
     first, second, other = [7, 8, 9, 10], [11, 12, 13], [14, 15, 16, 17]
-    alone = scratch._loss(model, *scratch._tensors([[second]], 64))
-    behind = [
-        scratch._loss(model, *scratch._tensors([[before, second]], 64)) for before in (first, other)
-    ]
-    before = [scratch._loss(model, *scratch._tensors([[one]], 64)) for one in (first, other)]
+
+    def loss_of(row: list[list[int]]) -> tuple[float, int]:
+        loss, num_tokens = scratch._loss(model, *scratch._tensors([row], 64), dtype)
+        return loss.item(), num_tokens
+
+    alone = loss_of([second])
+    behind = [loss_of([before, second]) for before in (first, other)]
+    before = [loss_of([one]) for one in (first, other)]
     for (joint, num_joint), (single, num_single) in zip(behind, before, strict=True):
         assert (num_joint, num_single, alone[1]) == (5, 3, 2)
-        assert 5 * joint.item() == pytest.approx(3 * single.item() + 2 * alone[0].item(), rel=5e-3)
+        assert 5 * joint == pytest.approx(3 * single + 2 * alone[0], rel=rounding)
     # The control: as one document, the tail's loss depends on what stands before it.
-    joined, num_joined = scratch._loss(model, *scratch._tensors([[first + second]], 64))
+    joined, num_joined = loss_of([first + second])
     assert num_joined == 6
-    assert joined.item() != pytest.approx(behind[0][0].item(), rel=5e-3)
+    assert joined != pytest.approx(behind[0][0], rel=rounding)
 
 
 def test_packing_keeps_every_document_whole() -> None:

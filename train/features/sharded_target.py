@@ -37,19 +37,22 @@ class ShardedTarget(Target):
     zero3: HfDeepSpeedConfig
 
 
-def load_sharded_target(folder: Path, tokenizer: Path | None = None) -> Target:
+def load_sharded_target(
+    folder: Path, tokenizer: Path | None = None, dtype: torch.dtype | None = None
+) -> Target:
     """Load a target so that each process holds its part; call inside `process_group`.
 
     Args:
         folder: of a transformers checkpoint; the first process maps its files and hands out
             the parts.
         tokenizer: folder of the tokenizer; default: `folder`.
+        dtype: of its passes; default: as it is stored.
 
     Raises:
         UserError: as `load_target`, or a checkpoint that does not say its dtype.
     """
     deepspeed = quiet_deepspeed()
-    dtype = _stored_dtype(folder)
+    dtype = dtype or _stored_dtype(folder)
     config = {
         "train_micro_batch_size_per_gpu": 1,  # required, without effect: nothing is trained
         "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": _WHOLE_BELOW},
@@ -57,7 +60,7 @@ def load_sharded_target(folder: Path, tokenizer: Path | None = None) -> Target:
     }
     halves = {name: {"enabled": True} for name, half in _HALVES.items() if dtype == half}
     zero3 = HfDeepSpeedConfig({**config, **halves})
-    model = load_reference_model(folder, "auto")
+    model = load_reference_model(folder, dtype)
     model.requires_grad_(False)
     embedding = _gathered(model.get_input_embeddings())
     lm_head = _gathered(model.get_output_embeddings())

@@ -27,7 +27,7 @@ from polybasic.train.settings import HeadSettings
 
 @dataclass(frozen=True)
 class Target:
-    """A loaded target in its own dtype; nothing of it is ever trained.
+    """A loaded target; nothing of it is ever trained.
 
     Attributes:
         model: a causal language model with logits = lm_head(final norm(hidden state)).
@@ -111,19 +111,25 @@ class Target:
         )
 
 
-def load_target(folder: Path, device: torch.device, tokenizer: Path | None = None) -> Target:
+def load_target(
+    folder: Path,
+    device: torch.device,
+    tokenizer: Path | None = None,
+    dtype: torch.dtype | None = None,
+) -> Target:
     """Load a transformers checkpoint with its tokenizer; code in the folder is never run.
 
     Args:
         folder: of the checkpoint.
         device: for its weights.
         tokenizer: folder of the tokenizer; default: `folder`.
+        dtype: of its passes; default: as it is stored.
 
     Raises:
         UserError: the folder is no causal language model, its logits are not
             lm_head(final norm(hidden state)), or its rotary scaling is one that heads lack.
     """
-    model = load_reference_model(folder, "auto", device)
+    model = load_reference_model(folder, dtype or "auto", device)
     return checked_target(model, load_tokenizer(tokenizer or folder, "target's tokenizer"), folder)
 
 
@@ -138,7 +144,7 @@ def load_intermediate(
         folder: of an AutoAWQ checkpoint.
         tokenizer: folder of the tokenizer, with a chat template.
         device: for its weights, which lie there whole.
-        dtype: of its passes; the target's own is what a chain is served in.
+        dtype: of its passes.
 
     Raises:
         UserError: as `polybasic.chain.model.dequantized.load_dequantized`, or as `load_target`.

@@ -15,6 +15,7 @@ from polybasic.chain.formats.config import HeadConfig, read_config
 from polybasic.chain.formats.draft_vocabulary import IS_DRAFTED, OFFSETS
 from polybasic.chain.formats.draft_vocabulary import draft_token_ids as stored_draft_token_ids
 from polybasic.chain.formats.names import HEAD_LAYER
+from polybasic.chain.kernels.product_times import DTYPES
 from polybasic.train.features.head_shape import HeadShape
 from polybasic.train.features.lm_head import LmHead
 from polybasic.train.head.eagle2 import DraftHead, Eagle2Head
@@ -31,7 +32,6 @@ _MENDED_BY = {
     "feature_layers": "set train.feature_layers to the ready head's",
 }
 _ADAPTER = "default"  # peft's own name for the only one
-_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 def new_head(
@@ -49,7 +49,7 @@ def new_head(
     Args:
         shape: of a head for the target.
         embedding: [V, H], the target's; shared where its dtype is the settings'.
-        settings: of the training.
+        settings: of the training, settled.
         seed: of random weights, LoRA's included.
         start: folder of a ready head (config.json, model.safetensors or pytorch_model.bin), whose
             own attention, MLP size, rotary positions, biases and draft vocabulary are kept;
@@ -74,7 +74,7 @@ def new_head(
     head_class = Eagle3Head if shape.kind == "eagle3" else Eagle2Head
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        head = head_class(shape, embedding.to(_DTYPES[settings.dtype]), draft_token_ids)
+        head = head_class(shape, embedding.to(DTYPES[settings.dtype]), draft_token_ids)
         if ready is not None:
             _take_weights(head, ready)
         elif isinstance(head, Eagle3Head) and lm_head is not None:

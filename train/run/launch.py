@@ -21,6 +21,7 @@ from pydantic import BaseModel
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.files import disk_errors, read_json, write_json
+from polybasic.train.dtypes import settled
 from polybasic.train.processes import RENDEZVOUS_FILE, RENDEZVOUS_HOST, is_first_process
 from polybasic.train.run.hosts import (
     NOT_SHARED,
@@ -100,6 +101,8 @@ def train_head_in_processes(
         from polybasic.train.run.training import train_head
 
         return train_head(**arguments)
+    # by one process for all, which must not differ
+    arguments["settings"] = settled(arguments["settings"])
     with folders as folder:
         write_json(folder / _ARGUMENTS_NAME, _as_json(arguments))
         with (

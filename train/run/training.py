@@ -16,6 +16,7 @@ from polybasic.chain.formats.checkpoint import TOKENIZER_FILES
 from polybasic.chain.formats.config import read_config
 from polybasic.chain.formats.files import read_json, sha256_of_file, sha256_of_object, write_json
 from polybasic.chain.formats.lineage import weights_digest
+from polybasic.chain.kernels.product_times import DTYPES
 from polybasic.train.data.batches import BatchStream
 from polybasic.train.data.chat import check_chat_template
 from polybasic.train.data.conversations import (
@@ -29,6 +30,7 @@ from polybasic.train.data.draft_vocabulary import (
     count_answer_tokens,
     coverage,
 )
+from polybasic.train.dtypes import announce_cost, settled, verifier_dtype
 from polybasic.train.features.head_shape import HeadShape
 from polybasic.train.features.offline_features import OnlineFeatures, write_features
 from polybasic.train.features.sharded_target import load_sharded_target
@@ -94,6 +96,7 @@ def train_head(
             not finite, or a full disk.
         Interrupted: by SIGINT or SIGTERM during the steps; a checkpoint is saved first.
     """
+    settings = settled(settings)
     given = _Given(
         target,
         conversations,
@@ -126,6 +129,8 @@ def train_head(
         "provenance": provenance,
     }
     with process_group():
+        if is_first_process():
+            announce_cost("train.dtype", settings)
         prepared = _prepare(given, sources)
         run = HeadRun(prepared.parts, settings, seed, record, out, start is None)
         summary = run.train()
@@ -200,8 +205,8 @@ def _load_verifier(given: _Given) -> Target:
     settings, tokenizer = given.settings, given.tokenizer
     if settings.features_from == "target":
         if settings.zero_stage == 3:
-            return load_sharded_target(given.target, tokenizer)
-        return load_target(given.target, process_device(), tokenizer)
+            return load_sharded_target(given.target, tokenizer, _verifier_dtype(given))
+        return load_target(given.target, process_device(), tokenizer, _verifier_dtype(given))
     if given.intermediate is None:
         raise UserError(
             "no intermediate to learn from",
@@ -215,7 +220,7 @@ def _load_verifier(given: _Given) -> Target:
             "set train.zero_stage=2; the intermediate then lies whole in each process",
         )
     return load_intermediate(
-        given.intermediate, tokenizer or given.target, process_device(), _stored_dtype(given.target)
+        given.intermediate, tokenizer or given.target, process_device(), _verifier_dtype(given)
     )
 
 
@@ -274,11 +279,10 @@ def _draft_vocabulary_summary(prepared: _Prepared, run: HeadRun, given: _Given) 
     return found
 
 
-def _stored_dtype(target: Path) -> torch.dtype:
-    """In which a chain is served: the target's own."""
-    dtype = getattr(torch, read_config(target).dtype)
-    assert isinstance(dtype, torch.dtype)
-    return dtype
+def _verifier_dtype(given: _Given) -> torch.dtype:
+    """Of the passes of the target, or of its copy."""
+    stored = DTYPES[read_config(given.target).dtype]
+    return verifier_dtype(stored, given.settings)
 
 
 def _sources(given: _Given) -> dict[str, str]:

@@ -9,7 +9,6 @@ import json
 import logging
 import os
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
@@ -32,7 +31,7 @@ from polybasic.chain.kernels.cuda.product_options import (
 )
 from polybasic.chain.kernels.cuda.product_samples import relative_error, samples_of
 from polybasic.chain.kernels.cuda.product_timing import interleaved_seconds
-from polybasic.chain.kernels.environment import cache_folder
+from polybasic.chain.kernels.environment import cache_folder, write_cached
 from polybasic.chain.kernels.torch.packed_weight import PackedWeight
 
 Timer = Callable[[Sequence[Callable[[], object]]], list[float]]
@@ -144,7 +143,7 @@ class Choices:
         self._chosen[str(task)] = found
         if self.file is not None:
             self._chosen = _read(self.file) | self._chosen
-            _write(self.file, self._chosen)
+            write_cached(self.file, self._chosen, "kernels are chosen again by each process")
         return found
 
 
@@ -230,20 +229,3 @@ def _read(file: Path) -> dict[str, dict[str, Any]]:
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         _log.warning("kernels are chosen again: %s cannot be read (%s)", file, error)
         return {}
-
-
-def _write(file: Path, content: dict[str, dict[str, Any]]) -> None:
-    """Write whole; several processes may do so at once."""
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".choosing-", dir=file.parent) as folder:
-            written = Path(folder) / file.name
-            written.write_text(json.dumps(content, indent=1) + "\n", "utf-8")
-            written.replace(file)
-    except OSError as error:
-        _warn_once(f"kernels are chosen again by each process: {file} cannot be written ({error})")
-
-
-@cache
-def _warn_once(message: str) -> None:
-    _log.warning("%s", message)

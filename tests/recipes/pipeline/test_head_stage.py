@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from polybasic.chain.errors import UserError
+from polybasic.chain.formats.files import write_json
 from polybasic.recipes.pipeline.running import Stage, Workspace, run_stages
 from polybasic.recipes.pipeline.stages import stages_of
 from polybasic.recipes.schema.recipe import Recipe
@@ -65,7 +66,9 @@ def stage_of(workspace: Workspace, name: str) -> Stage:
 
 def run(workspace: Workspace, folder: Path, name: str = "draft") -> dict[str, Any]:
     folder.mkdir(exist_ok=True)
-    return stage_of(workspace, name).run(workspace, folder)
+    stage = stage_of(workspace, name)
+    write_json(folder / "started.json", stage.inputs(workspace))
+    return stage.run(workspace, folder)
 
 
 def test_a_head_is_trained_in_the_processes_of_the_recipe(calls: Calls, tmp_path: Path) -> None:

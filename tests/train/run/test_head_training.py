@@ -46,6 +46,7 @@ SETTINGS = HeadSettings(
     save_every_steps=3,
     eval_answer_tokens=12,
     eval_tree_depth=3,
+    dtype="bfloat16",
 )
 RUN = """
 import sys
@@ -538,7 +539,7 @@ def test_settings_that_cannot_work_are_refused():
     with pytest.raises(ValueError, match="warmup_steps 2000 must be below num_steps 10"):
         HeadSettings(num_steps=10)
     with pytest.raises(ValueError, match="zero_stage 0 keeps no float32 master weights"):
-        HeadSettings(zero_stage=0)
+        HeadSettings(zero_stage=0, dtype="bfloat16")
     assert HeadSettings(zero_stage=0, dtype="float32").num_steps == 800_000
     with pytest.raises(ValueError, match="zero_stage 3 shards the target over several processes"):
         HeadSettings(zero_stage=3)

@@ -1,0 +1,168 @@
+"""Without AVX-512 nothing that trains or quantizes multiplies in bfloat16 or float16.
+
+PyTorch takes ten times as long for such products there, and forty for those of a backward pass. The
+functions named `emulated_...` are tests of a process that sees only AVX2.
+"""
+
+import os
+import platform
+import random
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from polybasic.chain.kernels.product_times import multiplies_fast, product_times
+from polybasic.chain.model.reference import load_reference_model
+from tests.train.counting import write_counting
+
+WITHOUT_AVX512 = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
+PRODUCTS = ("mm", "linear", "dot_product", "mv", "matmul", "conv")
+"""Parts of the names of operations that multiply matrices."""
+
+
+class Products(TorchDispatchMode):
+    """Counts the matrix products of a block by the dtype of what they multiply."""
+
+    def __enter__(self) -> "Products":
+        product_times()  # measured before, if nobody has asked yet
+        self.found = Counter[torch.dtype]()
+        return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(part in func.name().split(".")[0] for part in PRODUCTS):
+            given = (each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor))
+            self.found[next(given).dtype] += 1
+        return func(*args, **(kwargs or {}))
+
+    @property
+    def halves(self) -> int:
+        """Products in a dtype of two bytes."""
+        return self.found[torch.bfloat16] + self.found[torch.float16]
+
+
+@pytest.fixture(scope="module")
+def conversations(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "counting.jsonl"
+    return Path(write_counting(path, "Count on from {}.", 4, 5))
+
+
+def train_target(conversations: Path, out: Path, **changes: Any) -> Products:
+    """A tiny model from scratch, stored in bfloat16."""
+    from polybasic.train.data.conversations import load_conversations
+    from polybasic.train.scratch import train_scratch_target
+    from polybasic.train.settings import ScratchSettings
+
+    settings = ScratchSettings(
+        vocab_size=512, num_layers=2, hidden_size=128, intermediate_size=128, num_heads=4,
+        context_tokens=128, num_steps=2, warmup_steps=1, batch_tokens=128, row_tokens=64, **changes
+    )  # fmt: skip
+    with Products() as products:
+        train_scratch_target(list(load_conversations(str(conversations))), settings, 0, out)
+    return products
+
+
+@pytest.fixture(scope="module")
+def trained(conversations: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Products]:
+    out = tmp_path_factory.mktemp("models") / "target"
+    return out, train_target(conversations, out)
+
+
+def train_head(target: Path, conversations: Path, out: Path, **changes: Any) -> Products:
+    """A head for it, with an evaluation on answers of the target."""
+    from polybasic.train.run.training import train_head
+    from polybasic.train.settings import DataSettings, HeadSettings
+
+    settings = HeadSettings(
+        num_steps=2, warmup_steps=1, batch_size=2, eval_answer_tokens=8, eval_tree_depth=2, **changes
+    )  # fmt: skip
+    data = DataSettings(num_heldout=4, max_tokens=64)
+    with Products() as products:
+        train_head(target, str(conversations), data, settings, 0, out)
+    return products
+
+
+def assert_in_float32(products: Products) -> None:
+    assert products.halves == 0, products.found
+    assert products.found[torch.float32] > 10
+
+
+def emulated_target(
+    trained: tuple[Path, Products],
+    conversations: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert_in_float32(trained[1])
+    assert capsys.readouterr().err == ""
+    assert train_target(conversations, tmp_path / "slow", dtype="bfloat16").halves > 10
+    told = capsys.readouterr().err
+    assert "target.scratch.dtype bfloat16: products take" in told
+    assert "times as long as in float32 on this CPU" in told
+
+
+def emulated_head(trained: tuple[Path, Products], conversations: Path, tmp_path: Path) -> None:
+    target = trained[0]
+    assert load_reference_model(target, "auto").dtype == torch.bfloat16
+    assert_in_float32(train_head(target, conversations, tmp_path / "head"))
+    slow = train_head(target, conversations, tmp_path / "slow", dtype="bfloat16")
+    assert slow.halves > 10
+
+
+def emulated_quantization(trained: tuple[Path, Products], tmp_path: Path) -> None:
+    from polybasic.quantize.awq import quantize_target
+    from polybasic.quantize.distillation import distill_intermediate
+    from polybasic.quantize.quality import compare_models, measure_quality
+    from polybasic.quantize.settings import DistillSettings, QuantizeSettings
+
+    target, copy = trained[0], tmp_path / "intermediate"
+    draw = random.Random(0)
+    rows = [[draw.randrange(500) for _ in range(40)] for _ in range(20)]
+    settings = QuantizeSettings(num_calibration_samples=4, calibration_tokens=32)
+    short = DistillSettings(num_steps=2, batch_tokens=64, row_tokens=32)
+    with Products() as products:
+        quantize_target(target, rows, settings, 0, copy)
+        distill_intermediate(target, copy, rows, rows, short, 64, 0, tmp_path / "distilled")
+        measure_quality(target, copy, rows, 64)
+    assert_in_float32(products)
+    with Products() as slow:
+        model = load_reference_model(target, torch.bfloat16)
+        compare_models(model, model, rows, 64)
+    assert slow.halves > 10
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="other processors have other limits")
+def test_no_stage_multiplies_in_bfloat16_where_that_is_slow() -> None:
+    code = (
+        "import sys, pytest, torch; "
+        "from polybasic.chain.kernels.product_times import multiplies_fast; "
+        "assert not multiplies_fast(torch.bfloat16); sys.exit(pytest.main(sys.argv[1:]))"
+    )
+    options = [__file__, "-p", "no:cacheprovider", "-o", "python_functions=emulated_*"]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *options],
+        env=os.environ | WITHOUT_AVX512,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "3 passed" in done.stdout
+
+
+def test_what_is_fast_is_told_from_what_is_slow() -> None:
+    times = product_times()
+    assert multiplies_fast(torch.float32)
+    for name, one in times.items():
+        assert one.forward > 0
+        assert one.backward > 0
+        is_slow = one.forward > 2 * times["float32"].forward
+        assert multiplies_fast(getattr(torch, name)) == (not is_slow)
