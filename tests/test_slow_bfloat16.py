@@ -82,7 +82,8 @@ def train_head(target: Path, conversations: Path, out: Path, **changes: Any) -> 
     from polybasic.train.settings import DataSettings, HeadSettings
 
     settings = HeadSettings(
-        num_steps=2, warmup_steps=1, batch_size=2, eval_answer_tokens=8, eval_tree_depth=2, **changes
+        num_steps=2, warmup_steps=1, batch_size=2, eval_answer_tokens=8, eval_tree_depth=2,
+        **changes,
     )  # fmt: skip
     data = DataSettings(num_heldout=4, max_tokens=64)
     with Products() as products:

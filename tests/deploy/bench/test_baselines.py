@@ -9,7 +9,12 @@ import torch
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.files import read_json, write_json
 from polybasic.deploy import load_chain
-from polybasic.deploy.bench.baselines import TransformersBaseline
+from polybasic.deploy.bench import baselines
+from polybasic.deploy.bench.baselines import (
+    TransformersBaseline,
+    candidate_dtypes,
+    fastest_baseline,
+)
 from polybasic.deploy.rounds.sampling import Sampling
 
 STOP = frozenset({63})
@@ -66,3 +71,74 @@ def test_what_the_checkpoint_sets_does_not_leak_in(tiny_target: Path) -> None:
 def test_what_transformers_has_not_is_refused(tiny_target: Path, name: str) -> None:
     with pytest.raises(UserError, match=f"setting unknown to transformers: {name}=0.5; compare"):
         baseline(tiny_target).generate([5], 3, Sampling(**{name: 0.5}))  # type: ignore[arg-type]
+
+
+class Pretended:
+    """Answers in the time that it is said to take.
+
+    Args:
+        dtype: of its passes.
+        first: seconds until the first token.
+        each: seconds of every other one.
+    """
+
+    def __init__(self, dtype: torch.dtype, first: float, each: float) -> None:
+        self.dtype, self.first, self.each = dtype, first, each
+
+    def generate(
+        self, token_ids: list[int], max_new_tokens: int, sampling: Sampling, min_new_tokens: int
+    ) -> tuple[list[int], float]:
+        assert min_new_tokens == max_new_tokens, "all systems answer as many tokens"
+        return [0] * max_new_tokens, self.first + self.each * (max_new_tokens - 1)
+
+
+@pytest.mark.parametrize(
+    ("bfloat16", "float32", "new_tokens", "chosen"),
+    [
+        ((1.0, 0.02), (0.1, 0.03), 50, torch.float32),  # a prompt is read slowly
+        ((1.0, 0.02), (0.1, 0.03), 200, torch.bfloat16),  # which long answers outweigh
+        ((0.1, 0.02), (0.1, 0.0195), 96, torch.bfloat16),  # about equal: the target's own
+        ((0.5, 0.02), (0.1, 0.02), 1, torch.float32),
+    ],
+)
+def test_the_dtype_is_that_of_the_fastest_answer(
+    bfloat16: tuple[float, float], float32: tuple[float, float], new_tokens: int, chosen: Any
+) -> None:
+    seconds = {torch.bfloat16: bfloat16, torch.float32: float32}
+
+    def load(dtype: torch.dtype) -> Any:
+        return Pretended(dtype, *seconds[dtype])
+
+    baseline, answer = fastest_baseline(load, list(seconds), [1, 2, 3], new_tokens)
+    assert baseline.dtype == chosen
+    assert (answer.prompt_tokens, answer.new_tokens) == (3, new_tokens)
+    whole = {name: first + (new_tokens - 1) * each for name, (first, each) in zip(
+        ("bfloat16", "float32"), (bfloat16, float32), strict=True
+    )}  # fmt: skip
+    assert answer.seconds == pytest.approx(whole)
+
+
+def test_only_what_can_be_faster_and_fits_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    fast = {torch.float32, torch.bfloat16}
+    monkeypatch.setattr(baselines, "multiplies_fast", lambda dtype, device: dtype in fast)
+    monkeypatch.setattr(baselines, "available_bytes", lambda device: 1e9)
+
+    def tried(own: torch.dtype, device: torch.device, num_parameters: float = 1e8) -> Any:
+        return candidate_dtypes(own, device, int(num_parameters))
+
+    assert tried(torch.bfloat16, cpu) == ([torch.bfloat16, torch.float32], [])
+    assert tried(torch.float16, cpu) == ([torch.float16, torch.float32, torch.bfloat16], [])
+    assert tried(torch.float32, gpu) == ([torch.float32, torch.bfloat16], [])
+    assert tried(torch.bfloat16, gpu) == ([torch.bfloat16], [])
+    assert tried(torch.bfloat16, cpu, 2e8) == ([torch.bfloat16], ["float32"])
+    fast.remove(torch.bfloat16)
+    assert tried(torch.bfloat16, cpu) == ([torch.bfloat16, torch.float32], [])
+    assert tried(torch.float32, cpu) == ([torch.float32], [])
+
+
+def test_answers_have_the_length_that_is_timed(tiny_target: Path) -> None:
+    reference = baseline(tiny_target)
+    reference.stop_tokens = frozenset(range(63))
+    assert len(reference.generate([5, 9, 2], 9, Sampling())[0]) == 1
+    assert len(reference.generate([5, 9, 2], 9, Sampling(), 9)[0]) == 9

@@ -15,7 +15,12 @@ from polybasic.chain.formats.manifest import read_manifest
 from polybasic.chain.formats.verify import check_chain
 from polybasic.deploy import load_chain
 from polybasic.deploy.bench.exactness import gap_at_divergence
-from polybasic.deploy.bench.report import print_report, rounding_line, rounding_rows
+from polybasic.deploy.bench.report import (
+    baseline_line,
+    print_report,
+    rounding_line,
+    rounding_rows,
+)
 from polybasic.deploy.bench.rereading import ONE_ROW, ReadPattern, answer_logits
 from polybasic.deploy.bench.running import bench_chain
 from polybasic.deploy.prompts import Question, choose_questions, read_questions
@@ -176,9 +181,38 @@ def test_the_report_names_what_is_wrong(benched: tuple[Path, dict[str, Any]]) ->
     line = rounding_line(report)
     assert "2 near ties, the widest 0.25" in line
     assert line.endswith("WRONG, not rounding, and excused by nothing: passes in blocks of 8 rows")
-    assert ["blocks of 8 rows", "not finite", "not finite", "WRONG"] in rounding_rows(
-        report["rounding"]
+    assert ["blocks of 8 rows", "not finite", "not finite", "WRONG"] in rounding_rows(report)
+
+
+def test_a_baseline_in_another_dtype_is_a_reference_for_speed(
+    benched: tuple[Path, dict[str, Any]],
+) -> None:
+    report = deepcopy(benched[1])
+    library = report["systems"]["hf_generate"]
+    answer = {"prompt_tokens": 30, "new_tokens": 20, "left_out": []}
+    change = {"from_one_row": 0.5, "from_reference": 0.5, "is_sound": False}
+    report["rounding"]["others"]["hf_generate"] = change
+    library |= {"dtype": "float32", "answer": answer | {"seconds": {"float32": 1.25}}}
+    assert ["hf_generate", "0.5", "0.5", "WRONG"] in rounding_rows(report)
+    line = baseline_line(report)
+    assert line == (
+        "hf_generate computes in float32, in which transformers is fastest here: an answer of 20 "
+        "tokens to a prompt of 30 takes 1.25 s"
     )
+    library["dtype"] = "bfloat16"
+    library["answer"] = answer | {
+        "seconds": {"float32": 1.25, "bfloat16": 1.0},
+        "left_out": ["float16"],
+    }
+    assert ["hf_generate in bfloat16", "0.5", "0.5", "another dtype"] in rounding_rows(report)
+    assert baseline_line(report) == (
+        "hf_generate computes in bfloat16, in which transformers is fastest here: an answer of 20 "
+        "tokens to a prompt of 30 takes 1.00 s, in float32, the dtype of the target, 1.25 s; "
+        "float16 was not tried, for want of memory; other tokens than the target's can come of "
+        "the other dtype"
+    )
+    del report["systems"]["hf_generate"]
+    assert baseline_line(report) is None
 
 
 def test_native_kernels_round_alike_in_blocks_of_any_size(tiny_chain: Path) -> None:
