@@ -30,6 +30,7 @@ from command import Report, begin, options, positive, run
 
 from polybasic.chain.formats.files import read_json, sha256_of_object, write_json
 from polybasic.chain.formats.lineage import weights_digest
+from polybasic.chain.kernels.product_times import DTYPES
 from polybasic.recipes.schema.loading import load_recipe
 from polybasic.recipes.schema.recipe import Recipe
 from polybasic.train.data.conversations import (
@@ -38,6 +39,7 @@ from polybasic.train.data.conversations import (
     load_conversations,
     split_conversations,
 )
+from polybasic.train.dtypes import settled
 from polybasic.train.features.head_shape import FeatureLayers
 from polybasic.train.features.target import Target, load_intermediate, load_target
 from polybasic.train.head.acceptance import HeldoutBatch, TreeShape, heldout_batches, simulate
@@ -55,7 +57,6 @@ OBJECTIVES = {
 """EAGLE-2's is smooth-L1 between states with cross-entropy, both weighted as the recipe says."""
 JUDGES = ("target", "intermediate")
 ALSO = ("pack=true", "draft_vocab_size=1024", "kind=eagle3,feature_loss_weight=0")
-_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 @dataclass(frozen=True)
@@ -119,8 +120,9 @@ class Judges:
     def judge(self, name: str, folder: Path, settings: HeadSettings) -> dict[str, Any]:
         """What a head gains on the held-out prompts when this model verifies it."""
         target = self._model("target")
+        settings = settled(settings)
         head = new_head(target.head_shape(settings), target.embedding, settings, 0, folder, None)
-        head = head.to(device=self._device, dtype=_DTYPES[settings.dtype])
+        head = head.to(device=self._device, dtype=DTYPES[settings.dtype])
         batches = self._answered(name, head.shape.feature_layers)
         return asdict(simulate(head, self._model(name).lm_head, batches, self._study.tree))
 

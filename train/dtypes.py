@@ -25,10 +25,7 @@ def settled(settings: SettingsT) -> SettingsT:
     """`settings` with the dtype that "auto" stands for on this machine; others as they are."""
     if settings.dtype != "auto":
         return settings
-    # stage 0 of ZeRO keeps no master weights for bfloat16
-    is_master = isinstance(settings, HeadSettings) and settings.zero_stage == 0
-    dtype = torch.float32 if is_master else training_dtype(_device_of(settings))
-    return settings.model_copy(update={"dtype": name_of(dtype)})
+    return settings.model_copy(update={"dtype": name_of(_fastest(settings))})
 
 
 def announce_cost(key: str, settings: HeadSettings | ScratchModelSettings) -> None:
@@ -58,6 +55,12 @@ def verifier_dtype(stored: torch.dtype, settings: HeadSettings) -> torch.dtype:
     if name_of(stored) == settings.dtype:
         return stored
     return evaluation_dtype(stored, process_device())
+
+
+def _fastest(settings: HeadSettings | ScratchModelSettings) -> torch.dtype:
+    if isinstance(settings, HeadSettings) and settings.zero_stage == 0:
+        return torch.float32  # stage 0 keeps no master weights for bfloat16
+    return training_dtype(_device_of(settings))
 
 
 def _device_of(settings: HeadSettings | ScratchModelSettings) -> torch.device:

@@ -67,7 +67,7 @@ def generate(
     ] = None,
     dtype: Annotated[
         str | None,
-        typer.Option(help="bfloat16, float16 or float32.  [default: as the target is stored]"),
+        typer.Option(help="bfloat16, float16 or float32.  [default: as stored, if fast here]"),
     ] = None,
     context_tokens: ContextOption = None,
     no_graphs: NoGraphsOption = False,

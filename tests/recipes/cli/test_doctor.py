@@ -1,18 +1,26 @@
 """`polybasic doctor` on the kernels."""
 
 import json
+from typing import Any
 
 import pytest
 
+from polybasic.chain.kernels import product_times
 from polybasic.chain.kernels import selection as library
 from polybasic.chain.kernels.cpu import compilers, native
+from polybasic.chain.kernels.product_times import ProductTimes
 from tests.recipes.command_line import call
 
 
-def kernels_told(of: str = "kernels") -> str:
+def told_as_json() -> Any:
     code, out, _ = call("doctor", "--json")
     assert code == 0
-    return json.loads(out)[of]
+    return json.loads(out)
+
+
+def kernels_told(of: str = "kernels") -> str:
+    told: str = told_as_json()[of]
+    return told
 
 
 @pytest.fixture(autouse=True)
@@ -53,3 +61,22 @@ def test_doctor_says_what_a_gpu_runs(monkeypatch) -> None:
     assert kernels_told("gpu kernels") == "eager PyTorch (POLYBASIC_KERNELS=eager)"
     monkeypatch.setenv("POLYBASIC_KERNELS", "device")
     assert kernels_told() == "device (POLYBASIC_KERNELS=device)"
+
+
+def test_doctor_shows_how_fast_products_are_and_what_that_decides(monkeypatch) -> None:
+    slow = {"float32": (1.0, 2.0), "bfloat16": (9.0, 90.0), "float16": (1.5, 90.0)}
+    times = {name: ProductTimes(*pair) for name, pair in slow.items()}
+    monkeypatch.setattr(product_times, "product_times", lambda: times)
+    told = told_as_json()["products"]
+    assert told["milliseconds"]["bfloat16"] == {"forward": 9.0, "backward": 90.0}
+    assert told["gflops"]["float32"] == pytest.approx({"forward": 50.33, "backward": 50.33}, 1e-3)
+    assert told["fast"] == ["float32", "float16"]
+    assert told["auto"] == dict.fromkeys(
+        ("target.scratch.dtype", "train.dtype", "quantize"), "float32"
+    )
+    _, out, _ = call("doctor")
+    lines = [line.split() for line in out.splitlines()]
+    assert ["bfloat16", "6", "1", "(9.00", "and", "90.00", "ms)", "slow"] in lines
+    assert ["train.dtype", "float32"] in lines
+    times["bfloat16"] = ProductTimes(0.3, 0.6)
+    assert told_as_json()["products"]["auto"]["train.dtype"] == "bfloat16"
