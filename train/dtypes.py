@@ -13,9 +13,9 @@ from polybasic.chain.kernels.product_times import (
     training_slowdown,
 )
 from polybasic.train.processes import process_device
-from polybasic.train.settings import HeadSettings, ScratchModelSettings
+from polybasic.train.settings import HeadSettings, TrainingSettings
 
-SettingsT = TypeVar("SettingsT", bound=HeadSettings | ScratchModelSettings)
+SettingsT = TypeVar("SettingsT", bound=TrainingSettings)
 
 _WORTH_SAYING = 1.5
 """Times the products of the fastest dtype."""
@@ -23,12 +23,10 @@ _WORTH_SAYING = 1.5
 
 def settled(settings: SettingsT) -> SettingsT:
     """`settings` with the dtype that "auto" stands for on this machine; others as they are."""
-    if settings.dtype != "auto":
-        return settings
-    return settings.model_copy(update={"dtype": name_of(_fastest(settings))})
+    return settings.model_copy(update={"dtype": _settled_dtype(settings)})
 
 
-def announce_cost(key: str, settings: HeadSettings | ScratchModelSettings) -> None:
+def announce_cost(key: str, settings: TrainingSettings) -> None:
     """Say on stderr what a slow dtype costs; nothing of one that is fast enough.
 
     Args:
@@ -57,12 +55,14 @@ def verifier_dtype(stored: torch.dtype, settings: HeadSettings) -> torch.dtype:
     return evaluation_dtype(stored, process_device())
 
 
-def _fastest(settings: HeadSettings | ScratchModelSettings) -> torch.dtype:
+def _settled_dtype(settings: TrainingSettings) -> str:
+    if settings.dtype != "auto":
+        return settings.dtype
     if isinstance(settings, HeadSettings) and settings.zero_stage == 0:
-        return torch.float32  # stage 0 keeps no master weights for bfloat16
-    return training_dtype(_device_of(settings))
+        return "float32"  # stage 0 keeps no master weights for bfloat16
+    return name_of(training_dtype(_device_of(settings)))
 
 
-def _device_of(settings: HeadSettings | ScratchModelSettings) -> torch.device:
+def _device_of(settings: TrainingSettings) -> torch.device:
     """Where a training takes place: that of a model from scratch on the CPU."""
     return process_device() if isinstance(settings, HeadSettings) else torch.device("cpu")

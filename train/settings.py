@@ -55,13 +55,17 @@ class DataSettings(Settings):
     )
 
 
-TrainingDtype = Literal["auto", "bfloat16", "float32"]
-_TRAINING_DTYPE = (
-    "of passes; master weights stay float32; auto: the faster one here, by measured products"
-)
+class TrainingSettings(Settings):
+    """What trainings of all kinds are told."""
+
+    dtype: Literal["auto", "bfloat16", "float32"] = Field(
+        "auto",
+        description="of passes; master weights stay float32; auto: the faster one here, by "
+        "measured products",
+    )
 
 
-class ScratchModelSettings(Settings):
+class ScratchModelSettings(TrainingSettings):
     """Shape and training of a small Llama; vocabulary and conversations are given."""
 
     num_layers: int = Field(24, ge=1)
@@ -79,7 +83,6 @@ class ScratchModelSettings(Settings):
     matrix_learning_rate: float = Field(0.02, gt=0, description="of the layers' matrices (Muon)")
     muon_iterations: int = Field(3, ge=1, description="Newton-Schulz iterations of a Muon step")
     warmup_steps: int = Field(20, ge=0)
-    dtype: TrainingDtype = Field("auto", description=_TRAINING_DTYPE)
 
 
 class ScratchSettings(ScratchModelSettings):
@@ -91,7 +94,7 @@ class ScratchSettings(ScratchModelSettings):
     vocab_size: int = Field(4096, ge=512, description="of the BPE tokenizer trained beside it")
 
 
-class HeadSettings(Settings):
+class HeadSettings(TrainingSettings):
     """A draft head. Objective and defaults are those of EAGLE-2's own training code."""
 
     kind: Literal["eagle2", "eagle3"] = Field(
@@ -154,7 +157,6 @@ class HeadSettings(Settings):
         description="rows of data.max_tokens tokens with several conversations in each, which do "
         "not see each other; batch_size then counts rows",
     )
-    dtype: TrainingDtype = Field("auto", description=_TRAINING_DTYPE)
     zero_stage: Literal[0, 1, 2, 3] = Field(
         1,
         description="DeepSpeed ZeRO stage of the head; 3: stage 2 for the head, and the frozen "

@@ -4,7 +4,7 @@ from typing import Any
 
 from polybasic.chain.formats.files import sha256_of_object
 from polybasic.recipes.pipeline.running import Workspace
-from polybasic.train.settings import HeadSettings, ScratchModelSettings
+from polybasic.train.settings import TrainingSettings
 
 
 def settle_dtype(
@@ -12,7 +12,7 @@ def settle_dtype(
     stage: str,
     inputs: dict[str, Any],
     section: str,
-    settings: HeadSettings | ScratchModelSettings,
+    settings: TrainingSettings,
 ) -> dict[str, Any]:
     """`inputs` of a stage with the dtype that "auto" stands for.
 

@@ -87,7 +87,7 @@ def test_a_folder_is_sized_from_its_config(tmp_path: Path) -> None:
     ],
 )
 def test_heads_are_counted_as_they_are_built(train: dict, tmp_path: Path) -> None:
-    settings = HeadSettings(**train)
+    settings = HeadSettings(**train, dtype="float32")
     write_family(tmp_path, "llama3")
     shape = shape_of_target(load_recipe("tiny", [f"target.model={tmp_path}"]))
     target = load_target(tmp_path, torch.device("cpu"))

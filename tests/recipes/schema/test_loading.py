@@ -93,7 +93,7 @@ def test_unknown_override_names_nearest_and_a_misplaced_key_its_section(write) -
         ("train.log=paper", "'none', 'wandb' or 'tensorboard'"),
         ("train.unroll_steps=9", "less than or equal to 8"),
         ("seed=", "seed = empty"),
-        ("train=5", "it must be a section of keys: kind"),
+        ("train=5", "it must be a section of keys: dtype, kind"),
         ("bench.systems=[target,nothing]", "bench.systems.1 = 'nothing'"),
         ("train.warmup_steps=10", "warmup_steps 10 must be below num_steps 10"),
         ("name=a/b", "name = 'a/b'"),
