@@ -101,8 +101,6 @@ def train_head_in_processes(
         from polybasic.train.run.training import train_head
 
         return train_head(**arguments)
-    # by one process for all, which must not differ
-    arguments["settings"] = settled(arguments["settings"])
     with folders as folder:
         write_json(folder / _ARGUMENTS_NAME, _as_json(arguments))
         with (
@@ -277,9 +275,11 @@ def _stop(workers: Sequence[subprocess.Popen[bytes]]) -> None:
 
 
 def _as_json(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Settings as their values, paths as absolute ones."""
+    """Settings as their values, paths as absolute ones; the dtype is settled, once for all."""
     written = dict(arguments)
     for name, value in arguments.items():
+        if isinstance(value, HeadSettings):
+            value = settled(value)
         if isinstance(value, BaseModel):
             written[name] = value.model_dump(mode="json")
         elif isinstance(value, Path):
