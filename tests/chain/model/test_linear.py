@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from polybasic.chain.formats.awq import dequantize, round_to_nearest
+from polybasic.chain.kernels.product_times import multiplies_fast
 from polybasic.chain.model import linear
-from polybasic.chain.model.linear import dense_linear, int4_linear, multiplies_fast
+from polybasic.chain.model.linear import dense_linear, int4_linear
 from polybasic.deploy import load_chain
 
 CPU = torch.device("cpu")
@@ -84,6 +85,18 @@ def test_what_is_kept_in_float32_is_announced_once(
     assert announced == sorted(ANNOUNCED.format(name) for name in slow)
 
 
+def test_a_chain_is_served_as_it_is_stored_where_that_is_fast(
+    tiny_chain: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fast = torch.bfloat16 if multiplies_fast(torch.bfloat16) else torch.float32
+    # PyTorch's products, then kernels, which are fast in bfloat16 everywhere
+    for kernels, expected in (("eager", fast), ("native", torch.bfloat16)):
+        monkeypatch.setenv("POLYBASIC_KERNELS", kernels)
+        for options in ({}, {"dtype": "auto"}):
+            assert load_chain(tiny_chain, **options).engine.models.target.dtype == expected
+    assert load_chain(tiny_chain, dtype="float32").engine.models.target.dtype == torch.float32
+
+
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="other processors have other limits")
 def test_all_of_it_holds_without_avx512() -> None:
     """oneDNN raises there when it is given bfloat16 weights to lay out."""
@@ -100,4 +113,4 @@ def test_all_of_it_holds_without_avx512() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "15 passed" in done.stdout
+    assert "16 passed" in done.stdout
