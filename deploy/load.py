@@ -127,13 +127,14 @@ def _allocate(engine: Engine, plan: Plan) -> None:
 def _stated(checked: CheckedChain, options: LoadOptions) -> Memory:
     device, dtype = device_named(options.device), _dtype(checked, options)
     kernels = _kernels(device, dtype)
-    # 4-bit products keep a copy that was rounded to bfloat16
-    is_fast = multiplies_fast(dtype) and multiplies_fast(torch.bfloat16)
     layout = Layout(
         device.type,
         name_of(dtype),
         kernels,
-        widens=device.type == "cpu" and kernels == "eager" and not is_fast,
+        widens=device.type == "cpu"
+        and kernels == "eager"
+        # 4-bit products keep a copy that was rounded to bfloat16
+        and not (multiplies_fast(dtype) and multiplies_fast(torch.bfloat16)),
     )
     num_tokens = _context_tokens(checked, options)
     return state_memory(checked, layout, num_tokens, share_caches=options.share_caches)

@@ -131,13 +131,13 @@ def baseline_line(report: dict[str, Any]) -> str | None:
         return None
     chosen, own, answer = system["dtype"], report["settings"]["dtype"], system["answer"]
     seconds = dict(answer["seconds"])
+    why = "as the target" if chosen == own else f"faster here than the target's {own}"
     line = (
-        f"hf_generate computes in {chosen}, in which transformers is fastest here: an answer of "
-        f"{answer['new_tokens']} tokens to a prompt of {answer['prompt_tokens']} takes "
-        f"{seconds.pop(chosen):.2f} s"
+        f"hf_generate computes in {chosen}, {why}: an answer of {answer['new_tokens']} tokens to a "
+        f"prompt of {answer['prompt_tokens']} takes {seconds.pop(chosen):.2f} s"
     )
-    for name, others in seconds.items():
-        line += f", in {name}{', the dtype of the target,' if name == own else ''} {others:.2f} s"
+    for name, taken in seconds.items():
+        line += f", in {name} {taken:.2f} s"
     for name in answer["left_out"]:
         line += f"; {name} was not tried, for want of memory"
     if chosen != own:
