@@ -11,7 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from polybasic.chain.kernels.cpu.build import SOURCE_FOLDER, compiler_flags
+from polybasic.chain.kernels.cpu.build import SOURCE_FOLDER
+from polybasic.chain.kernels.cpu.compilers import Compiler
+from polybasic.chain.kernels.cpu.instruction_sets import NATIVE, InstructionSet, wanted_set
 
 HARNESS = Path(__file__).with_name("attention_harness.cpp")
 VARIANTS = {"native": (), "portable": ("-DPOLYBASIC_PORTABLE",)}
@@ -85,7 +87,15 @@ def library(
     compiler = shutil.which("g++") or shutil.which("c++")
     assert compiler is not None, "neither g++ nor c++ is on PATH: install one to run these tests"
     built = tmp_path_factory.mktemp("attention") / "harness.so"
-    flags = [*compiler_flags(), *request.param, f"-I{SOURCE_FOLDER}", "-o", str(built)]
+    isa = wanted_set() or InstructionSet(NATIVE)
+    flags = [
+        *Compiler((compiler,), "g++", "").flags(isa),
+        "-shared",
+        *request.param,
+        f"-I{SOURCE_FOLDER}",
+        "-o",
+        str(built),
+    ]
     subprocess.run([compiler, str(HARNESS), *flags], check=True)
     return ctypes.CDLL(str(built))
 
