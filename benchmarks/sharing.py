@@ -1,6 +1,7 @@
 """What a pass costs on cores that other processes keep busy.
 
-    python benchmarks/sharing.py CHAIN [--busy 1 2] [--rows 1 8] [--only NAME ...] [--record FILE]
+    python benchmarks/sharing.py CHAIN [--busy 1 2] [--context 256] [--rows 1 8]
+        [--only NAME ...] [--record FILE]
 
 Passes as benchmarks/passes.py measures them, on a CPU, beside so many processes that compute
 without an end, in turns with passes beside none. What counts is the time of many in a row: the
@@ -102,13 +103,17 @@ def report_shared(report: Report, found: Sequence[Shared]) -> None:
 def main() -> None:
     parser = options(__doc__, "chain", "--dtype", "--turns")
     parser.add_argument("--busy", type=positive, nargs="+", default=(1, 2), metavar="PROCESSES")
+    parser.add_argument("--context", type=positive, default=256, metavar="TOKENS")
     parser.add_argument("--rows", type=positive, nargs="+", default=(1, 8))
     parser.add_argument("--only", nargs="+", default=(), metavar="NAME", help="these members")
     arguments = parser.parse_args()
     report = begin(__file__, __doc__, arguments)
     chain = load(arguments)
     settings = PassSettings(
-        rows=tuple(arguments.rows), turns=arguments.turns, only=tuple(arguments.only)
+        (arguments.context,),
+        tuple(arguments.rows),
+        turns=arguments.turns,
+        only=tuple(arguments.only),
     )
     found = [one for case in measure(chain, settings, arguments.busy) for one in case]
     report_shared(report, found)
