@@ -67,7 +67,7 @@ def test_the_package_ziglang_is_the_last_resort(tmp_path: Path, monkeypatch) -> 
     ("isa", "architecture", "of_gcc", "of_zig"),
     [
         ("avx2-vnni", "x86_64", "-march=x86-64-v3 -mavxvnni", "-mcpu=x86_64_v3+avxvnni"),
-        ("neon-dotprod", "aarch64", "-march=armv8-a+dotprod", "-mcpu=generic+dotprod"),
+        ("neon-dotprod", "aarch64", "-march=armv8.2-a+dotprod", "-mcpu=generic+dotprod"),
     ],
 )
 def test_compilers_are_told_the_instruction_set_in_their_words(
