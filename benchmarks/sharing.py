@@ -1,10 +1,11 @@
 """What a pass costs on cores that other processes keep busy.
 
-    python benchmarks/sharing.py CHAIN [--busy 1 2] [--rows 1 8] [--only NAME ...] [--record FILE]
+    python benchmarks/sharing.py CHAIN [--busy 1 2] [--context 256] [--rows 1 8]
+        [--only NAME ...] [--record FILE]
 
-Passes as benchmarks/passes.py measures them, on a CPU, beside so many processes that compute without
-an end, in turns with passes beside none. What counts is the time of many in a row: the scheduler
-delays few passes, but those by much, which a median would hide.
+Passes as benchmarks/passes.py measures them, on a CPU, beside so many processes that compute
+without an end, in turns with passes beside none. What counts is the time of many in a row: the
+scheduler delays few passes, but those by much, which a median would hide.
 """
 
 import statistics
@@ -24,6 +25,8 @@ from polybasic.deploy import Chain
 
 PASSES_IN_A_ROW = 400
 """Of a turn: a second or more."""
+BUSY = "print(flush=True)\nwhile True: pass"
+"""What a busy process runs; its line says that it has started."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +50,7 @@ class Shared:
 
 
 @torch.inference_mode()
-def measure(
-    chain: Chain, settings: PassSettings, counts: Sequence[int], in_a_row: int = PASSES_IN_A_ROW
-) -> Iterator[list[Shared]]:
+def measure(chain: Chain, settings: PassSettings, counts: Sequence[int]) -> Iterator[list[Shared]]:
     """For each member and number of rows: beside no process, then beside each number of them.
 
     Raises:
@@ -64,9 +65,9 @@ def measure(
                 for count, of_count in seconds.items():
                     with busy(count):
                         begun = time.perf_counter()
-                        for _ in range(in_a_row):
+                        for _ in range(PASSES_IN_A_ROW):
                             run_pass()
-                        of_count.append((time.perf_counter() - begun) / in_a_row)
+                        of_count.append((time.perf_counter() - begun) / PASSES_IN_A_ROW)
             yield [Shared(name, rows, count, tuple(found)) for count, found in seconds.items()]
 
 
@@ -75,12 +76,12 @@ def busy(count: int) -> Iterator[None]:
     """So many processes of one thread that compute without an end."""
     with ExitStack() as stack:
         for _ in range(count):
-            process = subprocess.Popen([sys.executable, "-c", "print(flush=True)\nwhile True: pass"],
-                                       stdout=subprocess.PIPE)  # fmt: skip
+            command = [sys.executable, "-c", BUSY]
+            process = subprocess.Popen(command, stdout=subprocess.PIPE)
             stack.callback(process.wait)
             stack.callback(process.kill)
             assert process.stdout is not None
-            stack.enter_context(process.stdout).readline()  # it has started
+            stack.enter_context(process.stdout).readline()
         yield
 
 
@@ -102,13 +103,17 @@ def report_shared(report: Report, found: Sequence[Shared]) -> None:
 def main() -> None:
     parser = options(__doc__, "chain", "--dtype", "--turns")
     parser.add_argument("--busy", type=positive, nargs="+", default=(1, 2), metavar="PROCESSES")
+    parser.add_argument("--context", type=positive, default=256, metavar="TOKENS")
     parser.add_argument("--rows", type=positive, nargs="+", default=(1, 8))
     parser.add_argument("--only", nargs="+", default=(), metavar="NAME", help="these members")
     arguments = parser.parse_args()
     report = begin(__file__, __doc__, arguments)
     chain = load(arguments)
     settings = PassSettings(
-        rows=tuple(arguments.rows), turns=arguments.turns, only=tuple(arguments.only)
+        (arguments.context,),
+        tuple(arguments.rows),
+        turns=arguments.turns,
+        only=tuple(arguments.only),
     )
     found = [one for case in measure(chain, settings, arguments.busy) for one in case]
     report_shared(report, found)

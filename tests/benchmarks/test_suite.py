@@ -19,7 +19,7 @@ from tests.benchmarks.scripts import load_script
 measuring, passes, rounds = (load_script(name) for name in ("measuring", "passes", "rounds"))
 end_to_end, bench, products = (load_script(name) for name in ("end_to_end", "bench", "products"))
 systems, command, contexts = (load_script(name) for name in ("systems", "command", "contexts"))
-answering, memory = load_script("answering"), load_script("memory")
+answering, memory, sharing = (load_script(name) for name in ("answering", "memory", "sharing"))
 
 SHORT = "--max-new-tokens 6 --turns 2"
 ROOT = Path(__file__).parents[2]
@@ -52,6 +52,17 @@ def written(script: Any, words: str, path: Path, monkeypatch: pytest.MonkeyPatch
 @pytest.fixture
 def bandwidth() -> Any:
     return measuring.measure_bandwidth(CPU)
+
+
+def test_passes_beside_busy_processes(tiny_chain: Path, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(sharing, "PASSES_IN_A_ROW", 2)
+    words = f"{tiny_chain} --context 20 --rows 2 --only target --busy 1 --turns 1"
+    text = written(sharing, words, tmp_path / "record.md", monkeypatch)
+    rows = [line.split("|")[1:5] for line in text.splitlines() if line.startswith("| target")]
+    assert [[cell.strip() for cell in row[:3]] for row in rows] == [
+        ["target", "2", "0"],
+        ["target", "2", "1"],
+    ]
 
 
 def test_passes_and_drafts_have_bounds(tiny_chain: Path, bandwidth: Any) -> None:

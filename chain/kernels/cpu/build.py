@@ -107,7 +107,7 @@ def compile_library(compiler: Compiler, isa: InstructionSet, path: Path, cache: 
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-    _run(compiler, (*flags, "-shared", *map(str, objects), "-o", str(path)), cache)
+    _run(compiler, ("-O3", "-shared", *map(str, objects), "-o", str(path)), cache)
     for made in objects:
         made.unlink()
 

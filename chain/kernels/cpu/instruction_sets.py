@@ -17,6 +17,7 @@ _WIDE = ("-mprefer-vector-width=512",)
 _V3 = ("avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe")
 _V4 = (*_V3, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
 _VNNI = (*_V4, "avx512_vnni")
+_DOTPROD = ("asimd", "atomics", "asimdrdm", "crc32", "asimddp")  # the first four by ARMv8.1
 
 
 @dataclass(frozen=True)
@@ -62,12 +63,12 @@ INSTRUCTION_SETS = {
     "aarch64": (
         InstructionSet("portable", "armv8-a", options=_PORTABLE),
         InstructionSet("neon", "armv8-a", needs=("asimd",)),
-        InstructionSet("neon-dotprod", "armv8.2-a", ("dotprod",), needs=("asimd", "asimddp")),
+        InstructionSet("neon-dotprod", "armv8.2-a", ("dotprod",), needs=_DOTPROD),
         InstructionSet(
             "neon-bf16",
             "armv8.2-a",
             ("dotprod", "i8mm", "bf16"),
-            needs=("asimd", "asimddp", "i8mm", "bf16"),
+            needs=(*_DOTPROD, "i8mm", "bf16"),
         ),
     ),
 }

@@ -12,12 +12,17 @@ from torch import Tensor
 
 from polybasic.chain.kernels.cpu.build import SOURCE_FOLDER
 from polybasic.chain.kernels.cpu.compilers import find_compiler
-from polybasic.chain.kernels.cpu.instruction_sets import NATIVE, InstructionSet, known_sets
+from polybasic.chain.kernels.cpu.instruction_sets import (
+    NATIVE,
+    InstructionSet,
+    known_sets,
+    wanted_set,
+)
 
 HARNESS = Path(__file__).with_name("attention_harness.cpp")
 SETS = (
-    InstructionSet(NATIVE),
-    *(isa for isa in known_sets() if isa.name in ("portable", "avx2") and not isa.missing),
+    wanted_set() or InstructionSet(NATIVE),
+    *(isa for isa in known_sets() if isa.name == "portable"),
 )
 # of a float32 sum over a few hundred positions; of bfloat16 weights, relative to the values
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}

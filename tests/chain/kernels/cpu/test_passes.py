@@ -1,7 +1,9 @@
 """Native kernels: products, passes and drafts against plain arithmetic, and the same to the bit."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -236,6 +238,20 @@ def test_a_long_prompt_is_read_in_blocks_into_one_cache() -> None:
         ]
     assert relative(*found) < 5e-6
     assert relative(caches[0].layers[1], caches[1].layers[1]) < 5e-6
+
+
+@torch.inference_mode()
+def test_threads_that_make_room_may_use_the_cores_that_they_could() -> None:
+    def cores() -> set[frozenset[int]]:
+        tasks = Path("/proc/self/task").iterdir()
+        return {frozenset(os.sched_getaffinity(int(task.name))) for task in tasks}
+
+    model, ids, before = decoder(torch.float32), random_ids(60), cores()
+    with threads(len(os.sched_getaffinity(0)) + 1):  # so that two share a core
+        cache = cache_of(model)
+        for position in range(60):
+            model.forward(ids[position : position + 1], cache.layers, attend_causally(position, 1))
+    assert cores() == before
 
 
 def test_small_checkpoints_run_native(tiny_chain_parts: ChainParts) -> None:

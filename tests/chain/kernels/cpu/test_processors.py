@@ -1,0 +1,130 @@
+"""The kernels for each instruction set, by harness: the same bits alone and in company, and the
+numbers of the portable ones. Those of ARM run in an emulator of a processor that has no more."""
+
+import math
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from polybasic.chain.kernels.cpu.build import SOURCE_FOLDER
+from polybasic.chain.kernels.cpu.compilers import Compiler
+from polybasic.chain.kernels.cpu.instruction_sets import (
+    INSTRUCTION_SETS,
+    InstructionSet,
+    known_sets,
+    machine,
+)
+
+HARNESS = Path(__file__).with_name("passes_harness.cpp")
+PASSES = Path(__file__).with_name("test_passes.py")
+EMULATOR, CROSS_COMPILER = "qemu-aarch64", "aarch64-linux-gnu-g++"
+# processors with these instructions and no newer ones that the kernels have code for
+EMULATED = {
+    "portable": "cortex-a53",
+    "neon": "cortex-a53",
+    "neon-dotprod": "cortex-a76",
+    "neon-bf16": "max",
+}
+KINDS = ("float32", "bfloat16", "int4-float32", "int4-bfloat16")
+TOLERANCE = {"float32": 2e-5, "bfloat16": 3e-2, "int4-float32": 3e-2, "int4-bfloat16": 3e-2}
+
+pytestmark = pytest.mark.proof
+Numbers = dict[str, list[str]]
+
+
+def compiled(isa: InstructionSet, architecture: str, folder: Path) -> Path:
+    """The harness with the kernels, as an executable."""
+    program = "g++" if architecture == machine() else CROSS_COMPILER
+    path = shutil.which(program)
+    if path is None:
+        pytest.skip(f"{program} is not installed")
+    flags = Compiler((path,), program, "").flags(isa)
+    units = [str(path) for path in (HARNESS, *sorted(SOURCE_FOLDER.glob("*.cpp")))]
+    built = folder / f"{architecture}-{isa.name}"
+    linked = ("-static", "-pthread", "-Wl,--whole-archive", "-lpthread", "-Wl,--no-whole-archive")
+    command = [path, *flags, f"-I{SOURCE_FOLDER}", *units, *linked, "-o", str(built)]
+    subprocess.run(command, check=True)
+    return built
+
+
+def output_of(program: Path, *emulator: str) -> Numbers:
+    ran = subprocess.run([*emulator, str(program)], stdout=subprocess.PIPE, text=True, check=True)
+    lines = [line.split() for line in ran.stdout.splitlines()]
+    return {name: numbers for name, *numbers in lines}
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> Numbers:
+    """Of the portable kernels on this machine, which PyTorch's operations are compared with."""
+    (portable,) = (known for known in known_sets() if known.name == "portable")
+    return output_of(compiled(portable, machine(), tmp_path_factory.mktemp("portable")))
+
+
+def difference(found: list[str], expected: list[str]) -> float:
+    """The norm of the difference over that of what is expected."""
+    pairs = [(float(x), float(y)) for x, y in zip(found, expected, strict=True)]
+    norm = math.sqrt(sum(y * y for _, y in pairs))
+    return math.sqrt(sum((x - y) ** 2 for x, y in pairs)) / norm
+
+
+def check(found: Numbers, expected: Numbers) -> None:
+    for kind in KINDS:
+        of_kind = {
+            name.removeprefix(f"{kind}/"): numbers
+            for name, numbers in found.items()
+            if name.startswith(f"{kind}/")
+        }
+        alone = {name[2:]: numbers for name, numbers in of_kind.items() if name[0] == "1"}
+        beside = {name[2:]: numbers for name, numbers in of_kind.items() if name[0] == "2"}
+        for name, numbers in alone.items():  # scores add up what threads have summed
+            assert name == "draft/scores" or numbers == beside[name], f"{kind}: threads, {name}"
+        for arranged in ("product/5", "product/24", "product/31"):
+            assert alone[arranged] == alone["product/1"], f"{kind}: {arranged}"
+        assert alone["text/37"] == alone["text/1"], f"{kind}: a text at once, and word by word"
+        assert alone["tree/10"] == alone["tree/1"], f"{kind}: a tree, and the text of each path"
+        for name, numbers in alone.items():
+            known = expected[f"{kind}/1/{name}"]
+            if name == "draft/tokens":
+                assert kind != "float32" or numbers == known
+            elif name == "draft/scores":  # below the first level, near ties change places
+                assert difference(numbers[:4], known[:4]) < TOLERANCE[kind], f"{kind}: {name}"
+            else:
+                assert difference(numbers, known) < TOLERANCE[kind], f"{kind}: {name}"
+                # rows in another order are another result
+                half = len(known) // 2
+                assert difference(numbers[half:] + numbers[:half], known) > 0.5
+
+
+@pytest.mark.parametrize("name", [isa.name for isa in INSTRUCTION_SETS["x86_64"][1:]])
+def test_kernels_of_this_processor(name: str, expected: Numbers, tmp_path: Path) -> None:
+    isa = next((known for known in known_sets() if known.name == name), None)
+    if isa is None or isa.missing:
+        pytest.skip(f"this processor has no {name}")
+    check(output_of(compiled(isa, machine(), tmp_path)), expected)
+
+
+@pytest.mark.parametrize("name", [isa.name for isa in INSTRUCTION_SETS["aarch64"]])
+def test_kernels_of_arm_processors(name: str, expected: Numbers, tmp_path: Path) -> None:
+    if shutil.which(EMULATOR) is None:
+        pytest.skip(f"{EMULATOR} is not installed")
+    isa = next(known for known in INSTRUCTION_SETS["aarch64"] if known.name == name)
+    program = compiled(isa, "aarch64", tmp_path)
+    check(output_of(program, EMULATOR, "-cpu", EMULATED[name]), expected)
+    if name == "neon-bf16":  # the emulator knows what a processor lacks
+        with pytest.raises(subprocess.CalledProcessError):
+            output_of(program, EMULATOR, "-cpu", EMULATED["neon"])
+
+
+@pytest.mark.parametrize("name", ["portable", "avx2", "avx512"])
+def test_passes_are_those_of_pytorch(name: str) -> None:
+    isa = next((known for known in known_sets() if known.name == name), None)
+    if isa is None or isa.missing:
+        pytest.skip(f"this processor has no {name}")
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not proof", str(PASSES)]
+    environment = {**os.environ, "POLYBASIC_ISA": name, "POLYBASIC_KERNELS": "native"}
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
