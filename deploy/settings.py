@@ -66,6 +66,9 @@ class PlanSettings(Settings):
     )
     num_prompts_per_task: int = Field(6, ge=1)
     max_new_tokens: int = Field(96, ge=2)
+    max_seconds: float = Field(
+        120, gt=0, description="of measuring; what does not fit is left out, and the plan says so"
+    )
     temperature: float = Field(0.0, ge=0, description="that the plan is chosen for")
     seed: int = 0
     dtype: Dtype = Field("auto", description=_DTYPE)

@@ -266,9 +266,13 @@ class Expansion:
         return min(position, start) + max(position - start, 0) * self._tree.top_k
 
     def _best(self, states: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and tokens, each [R, K], of the best outputs after each state."""
+        """Log-probabilities and tokens, each [R, K], of the best outputs after each state.
+
+        Minus infinity where logits overflow: NaN would sort a child before its parent.
+        """
         log_probabilities = self.lm_head(states).log_softmax(-1, dtype=torch.float32)
         best, outputs = log_probabilities.topk(self._tree.top_k)
+        best = best.masked_fill(best.isnan(), float("-inf"))
         return best, outputs if self.token_ids is None else self.token_ids[outputs]
 
 

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import combinations, cycle, product
+from itertools import combinations, cycle, product, zip_longest
 from statistics import mean
 from typing import Any
 
@@ -22,7 +22,8 @@ from polybasic.chain.progress import tracked
 from polybasic.deploy.drafters.interface import NoDrafter
 from polybasic.deploy.drafters.ngram import NgramDrafter
 from polybasic.deploy.engine import Engine, Request
-from polybasic.deploy.planner.measurements import DraftCosts, PassCosts
+from polybasic.deploy.planner.budget import Budget
+from polybasic.deploy.planner.measurements import DraftCosts, PassCosts, num_candidates
 from polybasic.deploy.rounds.flushing import AdaptiveFlushing
 from polybasic.deploy.rounds.sampling import Sampling
 from polybasic.deploy.rounds.stages import BaseBlockStage, BaseTreeStage, Block, Round, Stage
@@ -43,23 +44,39 @@ def measure_costs(
     stop_tokens: frozenset[int],
     sampling: Sampling,
     grid: PlanGrid,
+    budget: Budget,
+    share: float,
 ) -> "RoundCosts":
     """Time the rounds of every set of members that can run, over the shapes of the grid.
 
     Args:
         prompts: answered in turns, one for each shape.
+        share: of the budget, by whose end it is over.
     """
     costs, in_turns = RoundCosts(), cycle(prompts)
-    plans = list(_plans_to_time(engine, grid))
+    plans = _plans_to_time(engine, grid)
     if engine.models.target.device.type == "cuda":
         # kernels are compiled, and the fastest ones chosen, when they first run
         for plan in plans:
-            request = Request(prompts[0], COST_TOKENS, sampling, stop_tokens, plan)
-            _time_rounds(engine, request, RoundCosts())
-    for plan in tracked(NUM_TURNS * plans, "plans timed"):
-        request = Request(next(in_turns), COST_TOKENS, sampling, stop_tokens, plan)
-        _time_rounds(engine, request, costs)
+            time_plan(engine, next(in_turns), plan, stop_tokens, sampling, RoundCosts())
+    for plan in budget.within(NUM_TURNS * plans, share, "timings of rounds", len(plans)):
+        time_plan(engine, next(in_turns), plan, stop_tokens, sampling, costs)
+    if next(iter(engine.verifiers)) not in costs.passes():
+        # answers that end at once
+        time_plan(engine, next(in_turns), plans[0], frozenset(), sampling, costs)
     return costs
+
+
+def time_plan(
+    engine: Engine,
+    prompt: list[int],
+    plan: Plan,
+    stop_tokens: frozenset[int],
+    sampling: Sampling,
+    costs: "RoundCosts",
+) -> None:
+    """Answer once by a plan, and add its rounds to the costs."""
+    _time_rounds(engine, Request(prompt, COST_TOKENS, sampling, stop_tokens, plan), costs)
 
 
 def compare_costs(
@@ -84,7 +101,7 @@ def compare_costs(
 
     def timed(prompt: list[int], plan: Plan) -> RoundCosts:
         costs = RoundCosts()
-        _time_rounds(engine, Request(prompt, COST_TOKENS, sampling, stop_tokens, plan), costs)
+        time_plan(engine, prompt, plan, stop_tokens, sampling, costs)
         return costs
 
     for prompt, plan in tracked(list(product(prompts, plans)), "windows timed"):
@@ -96,7 +113,15 @@ def compare_costs(
     return found
 
 
-def _plans_to_time(engine: Engine, grid: PlanGrid) -> Iterator[Plan]:
+def _plans_to_time(engine: Engine, grid: PlanGrid) -> list[Plan]:
+    """The target alone, then a plan of each set of members, then the next one of each."""
+    by_members: dict[Any, list[Plan]] = defaultdict(list)
+    for plan in _plans_by_members(engine, grid):
+        by_members[plan.members, plan.ngram].append(plan)
+    return [plan for turn in zip_longest(*by_members.values()) for plan in turn if plan is not None]
+
+
+def _plans_by_members(engine: Engine, grid: PlanGrid) -> Iterator[Plan]:
     target, *intermediates = engine.verifiers
     drafters = [member for member in engine.models.members if member.drafts_for]
     flushes = cycle(_spread(grid.flush_lengths))
@@ -119,13 +144,19 @@ def _plans_to_time(engine: Engine, grid: PlanGrid) -> Iterator[Plan]:
 
 
 def _trees_to_time(grid: PlanGrid) -> list[Tree]:
-    """Every top_k at the smallest, a middle and the largest depth, and every number of rows."""
+    """Every top_k at the smallest, a middle and the largest depth, and every number of rows.
+
+    The smallest comes first, then the largest, the second smallest and so on: between them costs
+    are nearly a line.
+    """
     shapes = [(depth, top_k) for depth in _spread(grid.depths) for top_k in grid.top_ks]
     num = max(len(shapes), len(grid.rows))
-    return [
+    trees = [
         Tree(depth=depth, top_k=top_k, rows=rows)
         for (depth, top_k), rows, _ in zip(cycle(shapes), cycle(grid.rows), range(num))
     ]
+    trees.sort(key=lambda tree: min(tree.rows, 1 + num_candidates(tree.depth, tree.top_k)))
+    return [trees.pop(-1 if place % 2 else 0) for place in range(len(trees))]
 
 
 def _spread(values: Sequence[int]) -> list[int]:
@@ -197,7 +228,8 @@ class RoundCosts:
         passes = self.passes()
         beyond: dict[str, list[float]] = defaultdict(list)
         for (name, rows), seconds in self.blocks.items():
-            beyond[name] += [one - passes[name].at(rows) for one in seconds]
+            if name in passes:
+                beyond[name] += [one - passes[name].at(rows) for one in seconds]
         return {name: max(_mean(beyond[name]), 0.0) if name in beyond else 0.0 for name in passes}
 
     def draft_means(self, name: str) -> dict[tuple[int, int], float]:

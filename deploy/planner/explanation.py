@@ -26,8 +26,15 @@ from polybasic.deploy.planner.theory import (
 from polybasic.deploy.planner.windows import window_verdict, windows_tried
 
 
-def explain(choice: Choice, measurements: Measurements) -> dict[str, Any]:
-    """All reasons for and against a choice, as plain JSON."""
+def explain(
+    choice: Choice, measurements: Measurements, budget: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """All reasons for and against a choice, as plain JSON.
+
+    Args:
+        budget: what `Budget.report` returned, and how often close plans were `timed_again`; None
+            if there was no limit.
+    """
     best, runner_up, alone = choice.best, choice.runner_up, choice.alone
     return {
         "machine": {
@@ -38,6 +45,7 @@ def explain(choice: Choice, measurements: Measurements) -> dict[str, Any]:
         "num_traces": len(measurements.traces),
         "num_tokens": measurements.num_tokens,
         "num_plans": choice.num_simulated,
+        "budget": budget,
         "pass_seconds": {
             name: {str(rows): seconds for rows, seconds in zip(one.rows, one.seconds, strict=True)}
             for name, one in _passes(best, measurements).items()
@@ -72,6 +80,18 @@ def explain(choice: Choice, measurements: Measurements) -> dict[str, Any]:
         "plan": best.plan.model_dump(mode="json"),
         "decision": decide(choice, measurements),
     }
+
+
+def shown_budget(budget: dict[str, Any]) -> str:
+    """How long the measurements took and what was left out, in one line."""
+    parts = [f"measured in {budget['seconds']:.0f} of at most {budget['max_seconds']:g} seconds"]
+    if budget["timed_again"]:
+        num = sum(budget["timed_again"].values())
+        parts.append(f"{num} more timings of {len(budget['timed_again'])} close plans")
+    parts.append(f"left out: {', '.join(budget['left_out']) or 'nothing'}")
+    if budget["is_rough"]:
+        parts.append("the plan is rough, raise max_seconds for a better one")
+    return "; ".join(parts)
 
 
 def decide(choice: Choice, measurements: Measurements) -> str:
@@ -154,6 +174,8 @@ def render(explanation: dict[str, Any]) -> list[RenderableType]:
         shown.append(_insertion_table(explanation))
     if explanation["windows"]:
         shown.append(_window_table(explanation))
+    if explanation["budget"] is not None:
+        shown.append(shown_budget(explanation["budget"]))
     return [*shown, _members_table(explanation), f"decision: {explanation['decision']}"]
 
 

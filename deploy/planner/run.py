@@ -1,14 +1,19 @@
 """From a chain to the plan that is fastest on this machine: measure, simulate, choose, record."""
 
+import time
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 
 from polybasic.chain.formats.card import record_plan
 from polybasic.chain.formats.plan import MeasuredPlan, PredictedPlan
 from polybasic.deploy.chain import Chain
 from polybasic.deploy.load import load_chain
-from polybasic.deploy.planner.explanation import explain
+from polybasic.deploy.planner.budget import Budget
+from polybasic.deploy.planner.explanation import explain, shown_budget
+from polybasic.deploy.planner.finalists import time_finalists
 from polybasic.deploy.planner.measurements import Measurements
 from polybasic.deploy.planner.search import choose_plan
 from polybasic.deploy.planner.traces import answer_prompts, measure
@@ -43,8 +48,18 @@ def plan_chain(folder: Path, settings: PlanSettings, say: Callable[[str], None])
     return planning
 
 
-def plan_loaded(chain: Chain, settings: PlanSettings, say: Callable[[str], None]) -> Planning:
-    """As `plan_chain`, for a loaded chain; writes nothing."""
+def plan_loaded(
+    chain: Chain,
+    settings: PlanSettings,
+    say: Callable[[str], None],
+    clock: Callable[[], float] = time.monotonic,
+) -> Planning:
+    """As `plan_chain`, for a loaded chain; writes nothing.
+
+    Args:
+        clock: seconds since any moment, by which `settings.max_seconds` are counted.
+    """
+    budget = Budget(settings.max_seconds, clock)
     calibration = answer_prompts(
         chain.engine,
         _prompts(chain, settings),
@@ -52,15 +67,20 @@ def plan_loaded(chain: Chain, settings: PlanSettings, say: Callable[[str], None]
         settings.max_new_tokens,
         Sampling(settings.temperature, seed=settings.seed),
         settings.grid,
+        budget,
         say,
     )
-    measurements = measure(calibration, say)
+    measured = measure(calibration, budget, say)
     say("plan: simulates the rounds of every plan")
-    choice = choose_plan(measurements, settings.grid)
-    choice = try_windows(calibration, measurements, choice, say)
+    choice = choose_plan(measured.measurements, settings.grid)
+    measured, choice, timed_again = time_finalists(measured, choice, budget, say)
+    choice = try_windows(measured, choice, budget, say)
+    measurements = measured.measurements
+    spent = {**budget.report(), "timed_again": timed_again}
+    say(f"plan: {shown_budget(spent)}")
     best = choice.best
     others = [one for one in choice.by_members if one is not best]
-    measured = MeasuredPlan(
+    planned = MeasuredPlan(
         plan=best.plan,
         seconds_per_token=best.seconds_per_token,
         hardware=measurements.hardware,
@@ -69,13 +89,13 @@ def plan_loaded(chain: Chain, settings: PlanSettings, say: Callable[[str], None]
         others=tuple(
             PredictedPlan(plan=one.plan, seconds_per_token=one.seconds_per_token) for one in others
         ),
-        explanation=explain(choice, measurements),
+        explanation=explain(choice, measurements, spent),
     )
-    return Planning(measured, measurements)
+    return Planning(planned, measurements)
 
 
 def _prompts(chain: Chain, settings: PlanSettings) -> list[tuple[str, list[int]]]:
-    """First turns that leave room for an answer, by task."""
+    """First turns that leave room for an answer: one of each task, the next one of each, ..."""
 
     def first_turn(question: Question) -> list[int]:
         return chain.encode([{"role": "user", "content": question.turns[0]}])
@@ -87,4 +107,13 @@ def _prompts(chain: Chain, settings: PlanSettings) -> list[tuple[str, list[int]]
         settings,
         "plan",
     )
-    return [(question.task, first_turn(question)) for question in chosen]
+    by_task: dict[str, list[list[int]]] = defaultdict(list)
+    for question in chosen:
+        by_task[question.task].append(first_turn(question))
+    turns = zip_longest(*by_task.values())
+    return [
+        (task, prompt)
+        for turn in turns
+        for task, prompt in zip(by_task, turn, strict=True)
+        if prompt is not None
+    ]

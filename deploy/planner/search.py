@@ -5,7 +5,7 @@ are many of them, the search simulates a coarse grid first and climbs from its b
 keeps it within one percent of the exhaustive search.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from itertools import combinations, pairwise, product
@@ -149,7 +149,11 @@ class Choice:
 
 
 def choose_plan(
-    measurements: Measurements, grid: PlanGrid, seed: int = 0, num_draws: int = NUM_DRAWS
+    measurements: Measurements,
+    grid: PlanGrid,
+    seed: int = 0,
+    num_draws: int = NUM_DRAWS,
+    among: Collection[MemberSet] | None = None,
 ) -> Choice:
     """The fastest plan of every set of members.
 
@@ -157,6 +161,7 @@ def choose_plan(
         grid: trees and flush lengths; only trees that were measured are used.
         seed: of the simulation's uniforms.
         num_draws: see `Simulator`.
+        among: sets to consider; None for all.
 
     Raises:
         UserError: a measurement without traces.
@@ -165,9 +170,10 @@ def choose_plan(
     found: list[Candidate] = []
     num_simulated = 0
     for members in member_sets(measurements, grid):
-        best, num = _best_plan(members, simulator, grid)
-        num_simulated += num
-        found.append(best)
+        if among is None or members in among:
+            best, num = _best_plan(members, simulator, grid)
+            num_simulated += num
+            found.append(best)
     found.sort(key=lambda candidate: candidate.seconds_per_token)
     return Choice(tuple(found), num_simulated, grid.windows)
 
@@ -218,9 +224,10 @@ def _fewest_windows_that_pay(without: Candidate, tried: Sequence[Candidate]) -> 
 
 
 def member_sets(measurements: Measurements, grid: PlanGrid) -> list[MemberSet]:
-    """Every set of members that can run: the target, some intermediates, a drafter for the
-    innermost verifier or none, with n-grams or without."""
+    """Every set of measured members that can run: the target, some intermediates, a drafter for
+    the innermost verifier or none, with n-grams or without."""
     target, *intermediates = measurements.verifying
+    intermediates = [name for name in intermediates if name in measurements.passes]
     has_ngrams = [False]
     if _ngram_matches(measurements, grid):
         has_ngrams.append(True)

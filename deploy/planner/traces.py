@@ -4,22 +4,23 @@ Acceptance is measured along the target's own answers: every verifying model rea
 drafter drafts after each of their tokens.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise, product
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from polybasic.chain.formats.plan import Ngram, Plan, Tree, Window
-from polybasic.chain.progress import tracked
 from polybasic.deploy.drafters.head import EagleDrafter
 from polybasic.deploy.drafters.model import ModelDrafter
 from polybasic.deploy.drafters.ngram import NgramDrafter
 from polybasic.deploy.engine import Engine, Request
 from polybasic.deploy.hardware import hardware_name
-from polybasic.deploy.planner.costs import measure_costs
+from polybasic.deploy.planner.budget import Budget
+from polybasic.deploy.planner.costs import RoundCosts, measure_costs
 from polybasic.deploy.planner.measurements import Measurements, Trace
 from polybasic.deploy.rounds.sampling import Prefixes, Sampling, make_sampler
 from polybasic.deploy.rounds.stages import BaseTreeStage
@@ -30,6 +31,12 @@ BLOCK_TOKENS = 16
 """Tokens that a model with a shared cache reads after the rows of the model above."""
 OWN_TEXT_TREE = Tree(depth=5, top_k=2, rows=8)
 """Shape of the drafts for an intermediate's own text where it leaves the answer."""
+MIN_TOKENS = 8
+"""Answers are not cut shorter than this."""
+ANSWERS_SHARE, TRACES_SHARE, COSTS_SHARE = 0.2, 0.6, 0.85
+"""Of the budget, by whose end answers, traces and costs are measured."""
+LONG_TRACES_SHARE, LONG_COSTS_SHARE = 0.35, 0.5
+"""The same where windows are to be tried, too."""
 
 RanksByDrafter = dict[tuple[str, str], dict[int, np.ndarray]]
 """Drafter and its verifier -> top_k -> ranks, see `polybasic.deploy.planner.measurements.Trace`."""
@@ -41,11 +48,22 @@ Windows = Mapping[str, Window]
 
 @dataclass(frozen=True)
 class CalibrationPrompt:
-    """A prompt of known task, and the target's answer to it."""
+    """A prompt of known task, and the target's answer to it.
+
+    Attributes:
+        max_tokens: most tokens that the answer could have had.
+    """
 
     task: str
     prompt: list[int]
     answer: list[int]
+    max_tokens: int
+
+    def cut(self, num_tokens: int) -> "CalibrationPrompt":
+        """With an answer that ends after so many tokens, at the latest."""
+        if num_tokens >= len(self.answer):
+            return self
+        return replace(self, answer=self.answer[:num_tokens], max_tokens=num_tokens)
 
     def __len__(self) -> int:
         return len(self.prompt) + len(self.answer)
@@ -59,7 +77,6 @@ class Calibration:
         engine: of the chain.
         answered: prompts with answers of at least two tokens.
         stop_tokens: end an answer.
-        max_new_tokens: of an answer.
         sampling: of the answers; a plan is valid for its temperature.
         grid: the shapes to measure.
     """
@@ -67,9 +84,38 @@ class Calibration:
     engine: Engine
     answered: list[CalibrationPrompt]
     stop_tokens: frozenset[int]
-    max_new_tokens: int
     sampling: Sampling
     grid: PlanGrid
+
+    @property
+    def num_tasks(self) -> int:
+        return len({one.task for one in self.answered})
+
+    @property
+    def usable_windows(self) -> list[int]:
+        """Windows of the grid that are shorter than the longest text."""
+        longest = max(map(len, self.answered), default=0)
+        return [tokens for tokens in sorted(self.grid.windows) if tokens < longest]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a plan is chosen from, and how it was found.
+
+    Attributes:
+        calibration: with the answers that there was time for.
+        costs: of all rounds that were timed; further ones may be added.
+        trace_seconds: that one pass over all answers took.
+    """
+
+    calibration: Calibration
+    measurements: Measurements
+    costs: RoundCosts
+    trace_seconds: float
+
+    def with_costs(self) -> "Measured":
+        """With the costs as they are now."""
+        return replace(self, measurements=replace(self.measurements, **_costs_of(self.costs)))
 
 
 def answer_prompts(
@@ -79,31 +125,51 @@ def answer_prompts(
     max_new_tokens: int,
     sampling: Sampling,
     grid: PlanGrid,
+    budget: Budget,
     say: Callable[[str], None],
 ) -> Calibration:
     """Let the target answer the prompts that a chain is measured along.
 
     Args:
-        prompts: (task, token ids) of each; not those that the plan will be judged on.
+        prompts: (task, token ids) of each; not those that the plan will be judged on. The first
+            ones are answered where there is no time for all.
         say: called with each line of progress.
     """
     say("plan: the target answers the calibration prompts")
-    answered = [
-        CalibrationPrompt(task, prompt, answer)
-        for task, prompt in tracked(prompts, "prompts")
-        if len(answer := _answer(engine, prompt, stop_tokens, max_new_tokens, sampling)) > 1
-    ]
-    return Calibration(engine, answered, stop_tokens, max_new_tokens, sampling, grid)
+    num_tasks = len({task for task, _ in prompts})
+    answered: list[CalibrationPrompt] = []
+    for task, prompt in budget.within(prompts, ANSWERS_SHARE, "prompts", num_tasks):
+        answer: list[int] = []
+        for token in _answer(engine, prompt, stop_tokens, max_new_tokens, sampling):
+            answer.append(token)
+            if len(answer) >= MIN_TOKENS and not budget.left(ANSWERS_SHARE):
+                break
+        is_cut = len(answer) < max_new_tokens and answer[-1] not in stop_tokens
+        if len(answer) > 1:
+            max_tokens = len(answer) if is_cut else max_new_tokens
+            answered.append(CalibrationPrompt(task, prompt, answer, max_tokens))
+    return Calibration(engine, answered, stop_tokens, sampling, grid)
 
 
-def measure(calibration: Calibration, say: Callable[[str], None]) -> Measurements:
-    """Costs and traces of members that see the whole context."""
-    engine, answered, grid = calibration.engine, calibration.answered, calibration.grid
-    models = engine.models
+def measure(calibration: Calibration, budget: Budget, say: Callable[[str], None]) -> Measured:
+    """Costs and traces of members that see the whole context.
+
+    Answers are cut where there is no time for one of each task, and the last ones left out where
+    there is none for all; after that, shapes are timed less often or not at all.
+    """
+    engine, grid, models = calibration.engine, calibration.grid, calibration.engine.models
+    traces_share, costs_share = TRACES_SHARE, COSTS_SHARE
+    if calibration.usable_windows:
+        traces_share, costs_share = LONG_TRACES_SHARE, LONG_COSTS_SHARE
     say("plan: acceptance along the answers")
+    answered = _affordable(calibration, budget, traces_share)
+    began = budget.seconds
     traces = [
-        trace_answer(calibration, one, {}, grid.top_ks) for one in tracked(answered, "answers")
+        trace_answer(calibration, one, {}, grid.top_ks)
+        for one in budget.within(answered, traces_share, "answers", calibration.num_tasks)
     ]
+    trace_seconds = budget.seconds - began
+    answered = answered[: len(traces)]
     say("plan: costs of rounds")
     costs = measure_costs(
         engine,
@@ -111,20 +177,47 @@ def measure(calibration: Calibration, say: Callable[[str], None]) -> Measurement
         calibration.stop_tokens,
         calibration.sampling,
         grid,
+        budget,
+        costs_share,
     )
-    return Measurements(
+    measurements = Measurements(
         hardware=hardware_name(models.target.device),
         dtype=str(models.target.dtype).removeprefix("torch."),
         temperature=calibration.sampling.temperature,
         verifying=tuple(engine.verifiers),
         drafters={member.name: member.drafts_for for member in models.members if member.drafts_for},
-        passes=costs.passes(),
-        drafts=costs.drafts(),
         shares_cache={name: _cache_owner(engine, name) for name in engine.verifiers},
-        block_overhead_seconds=costs.block_overheads(),
-        ngram_seconds=costs.ngram_seconds(),
         traces=traces,
+        **_costs_of(costs),
     )
+    return Measured(replace(calibration, answered=answered), measurements, costs, trace_seconds)
+
+
+def _costs_of(costs: RoundCosts) -> dict[str, Any]:
+    """Fields of `Measurements`."""
+    return {
+        "passes": costs.passes(),
+        "drafts": costs.drafts(),
+        "block_overhead_seconds": costs.block_overheads(),
+        "ngram_seconds": costs.ngram_seconds(),
+    }
+
+
+def _affordable(calibration: Calibration, budget: Budget, share: float) -> list[CalibrationPrompt]:
+    """The answers, cut where tracing one of each task would take longer than a share."""
+    answered = calibration.answered
+    for _ in range(2 if answered else 0):  # the first time, much else happens
+        began = budget.seconds
+        trace_answer(calibration, answered[0].cut(MIN_TOKENS), {}, calibration.grid.top_ks)
+        seconds_per_token = (budget.seconds - began) / len(answered[0].cut(MIN_TOKENS).answer)
+    longest = max((len(one.answer) for one in answered), default=0)
+    num_tasks = calibration.num_tasks
+    if not answered or seconds_per_token * longest * num_tasks <= budget.left(share):
+        return answered
+    most = max(int(budget.left(share) / (seconds_per_token * num_tasks)), MIN_TOKENS)
+    if most < longest:
+        budget.leave_out(f"all but the first {most} tokens of each answer", is_rough=True)
+    return [one.cut(most) for one in answered]
 
 
 def _answer(
@@ -133,11 +226,12 @@ def _answer(
     stop_tokens: frozenset[int],
     max_new_tokens: int,
     sampling: Sampling,
-) -> list[int]:
+) -> Iterator[int]:
     target = next(iter(engine.verifiers))
     plan = Plan(members=(target,), tree=Tree(depth=1, top_k=1, rows=2))
     request = Request(prompt, max_new_tokens, sampling, stop_tokens, plan)
-    return [token for new_tokens in engine.run(request) for token in new_tokens]
+    for new_tokens in engine.run(request):
+        yield from new_tokens
 
 
 def _cache_owner(engine: Engine, name: str) -> str:
@@ -196,7 +290,7 @@ def trace_answer(
         ranks=ranks,
         own_ranks=own_ranks,
         ngram={m: _copied(prompt, answer, m, grid) for m in grid.ngram_matches} or None,
-        max_tokens=calibration.max_new_tokens,
+        max_tokens=one.max_tokens,
         num_prompt_tokens=len(prompt),
     )
 

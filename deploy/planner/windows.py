@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from polybasic.chain.formats.plan import Plan, Tree, Window
+from polybasic.deploy.planner.budget import Budget
 from polybasic.deploy.planner.costs import NUM_TURNS, RoundCosts, compare_costs
 from polybasic.deploy.planner.measurements import DraftCosts, Measurements, PassCosts, Trace
 from polybasic.deploy.planner.search import (
@@ -22,16 +23,16 @@ from polybasic.deploy.planner.search import (
     WindowTrial,
     choose_windows,
 )
-from polybasic.deploy.planner.traces import Calibration, Windows, trace_answer
+from polybasic.deploy.planner.traces import Calibration, Measured, Windows, trace_answer
 
 NUM_MEMBER_SETS = 2
 """How many of the best sets of members windows are tried with."""
 
 
 def try_windows(
-    calibration: Calibration,
-    measurements: Measurements,
+    measured: Measured,
     choice: Choice,
+    budget: Budget,
     say: Callable[[str], None],
 ) -> Choice:
     """The same choice, with windows where they save enough.
@@ -39,18 +40,21 @@ def try_windows(
     Each member of the best sets gets each window of the grid that is shorter than some text; the
     best windows of members for which one saves time are then tried together.
 
+    Each is expected to take as long as the answers took without it.
+
     Args:
-        measurements: without windows, on which the choice is based.
+        measured: without windows, on which the choice is based.
     """
+    calibration, measurements = measured.calibration, measured.measurements
     tried = _sets_to_try(choice)
-    single = _single_windows(calibration, tried)
+    single = _affordable(_single_windows(calibration, tried), measured, budget)
     if not single:
         return choice
     grid = calibration.grid
-    say(f"plan: windows of {_listed(calibration)} tokens, and the same plans without")
+    say(f"plan: windows of {_listed(single)} tokens, and the same plans without")
     windowed = _measure(calibration, measurements, tried, single, say)
     found = choose_windows(choice, windowed, grid)
-    if together := _joint_windows(found.window_trials):
+    if together := _affordable(_joint_windows(found.window_trials), measured, budget):
         windowed += _measure(calibration, measurements, tried, together, say)
         found = choose_windows(choice, windowed, grid)
     return found
@@ -91,14 +95,19 @@ def window_verdict(choice: Choice, measurements: Measurements) -> str | None:
     return f"no windows: with the best, {_shown_windows(best.windows)}, it would need {seconds}"
 
 
-def usable_windows(calibration: Calibration) -> list[int]:
-    """Windows of the grid that are shorter than the longest text."""
-    longest = max(map(len, calibration.answered), default=0)
-    return [tokens for tokens in sorted(calibration.grid.windows) if tokens < longest]
+def _affordable(windows: Sequence[Windows], measured: Measured, budget: Budget) -> list[Windows]:
+    """The first windows, as far as there is time."""
+    num = sum(
+        (place + 1) * measured.trace_seconds <= budget.left() for place in range(len(windows))
+    )
+    if num < len(windows):
+        budget.leave_out(f"{len(windows) - num} of {len(windows)} windows")
+    return list(windows[:num])
 
 
-def _listed(calibration: Calibration) -> str:
-    return " and ".join(str(tokens) for tokens in usable_windows(calibration))
+def _listed(windows: Sequence[Windows]) -> str:
+    lengths = sorted({one.tokens for by_member in windows for one in by_member.values()})
+    return " and ".join(map(str, lengths))
 
 
 def _sets_to_try(choice: Choice) -> list[Candidate]:
@@ -113,7 +122,7 @@ def _sets_to_try(choice: Choice) -> list[Candidate]:
 def _single_windows(calibration: Calibration, tried: Sequence[Candidate]) -> list[Windows]:
     names = dict.fromkeys(name for one in tried for name in one.names[1:])
     return [
-        {name: Window(tokens=tokens)} for tokens in usable_windows(calibration) for name in names
+        {name: Window(tokens=tokens)} for tokens in calibration.usable_windows for name in names
     ]
 
 

@@ -29,6 +29,10 @@ def plan(
     prompts: PromptsOption = None,
     num_prompts_per_task: NumPromptsOption = None,
     max_new_tokens: NewTokensOption = None,
+    max_seconds: Annotated[
+        float | None,
+        typer.Option(help="Of measuring; what does not fit is left out.  [default: 120]"),
+    ] = None,
     temperature: TemperatureOption = None,
     dtype: DtypeOption = None,
     measurements: Annotated[
@@ -49,6 +53,7 @@ def plan(
         "prompts": prompts,
         "num_prompts_per_task": num_prompts_per_task,
         "max_new_tokens": max_new_tokens,
+        "max_seconds": max_seconds,
         "temperature": temperature,
         "dtype": dtype,
         "graphs": False if no_graphs else None,

@@ -270,8 +270,8 @@ def _plan(case: Case) -> _Costs:
     timed = 2 * (3 * len(plan.grid.top_ks) + len(plan.grid.rows)) * plan.max_new_tokens
     tokens = answers * plan.max_new_tokens + drafts + timed
     memory = target.num_bytes + _loaded_bytes(case, target)
-    seconds = 20 + _reading_seconds(memory) + tokens * _token_seconds(target, case.hardware)
-    return 0, memory * _SERVING, 1e7, seconds
+    measuring = min(tokens * _token_seconds(target, case.hardware), plan.max_seconds)
+    return 0, memory * _SERVING, 1e7, 20 + _reading_seconds(memory) + measuring
 
 
 def _report(case: Case) -> _Costs:

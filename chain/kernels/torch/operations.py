@@ -166,9 +166,13 @@ class Operations:
         return rotated[:, : K * G]
 
     def best(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """Log-probabilities float32 and outputs int64, both [R, k], best first."""
+        """Log-probabilities float32 and outputs int64, both [R, k], best first.
+
+        Those of a row that contains NaN or infinity may be minus infinity, and are never NaN: it
+        would sort a child before its parent.
+        """
         best, outputs = logits.log_softmax(-1, dtype=torch.float32).topk(k)
-        return best, outputs
+        return best.masked_fill(best.isnan(), float("-inf")), outputs
 
     def most_probable(self, logits: Tensor) -> Tensor:
         """The most probable output of each row, int64 [R]."""

@@ -232,6 +232,31 @@ def test_depth_is_limited(case: Case) -> None:
 
 
 @torch.inference_mode()
+@pytest.mark.parametrize("kernels", ["auto", "eager"])
+def test_a_head_whose_states_overflow_drafts_a_tree(
+    tiny_chain_parts: Any, monkeypatch: pytest.MonkeyPatch, kernels: str
+) -> None:
+    """The weights of the random head let states grow with every level, at last beyond float32."""
+    monkeypatch.setenv("POLYBASIC_KERNELS", kernels)
+    folder = tiny_chain_parts.target
+    target = load_decoder(read_config(folder), torch.float32, CPU, CAPACITY)
+    head = load_head(read_config(tiny_chain_parts.draft), target, CAPACITY)
+    drafter = EagleDrafter(head, Tree(depth=16, top_k=2, rows=12), CAPACITY)
+    tokens = [1, 2, 3, 4]
+    drafter.observe(Verifier("target", target, cache_of(target)).read(tokens[:-1]))
+    candidates = drafter.candidates(tokens, 16)
+    is_lost = candidates.scores.isneginf()
+    assert is_lost.any(), "the states must overflow for this to mean something"
+    assert not is_lost[:2].any()
+    for rows in range(2, len(candidates.tokens) + 2):
+        drafted = candidates.keep_best(tokens[-1], rows)
+        assert all(parent < row for row, parent in enumerate(drafted.parents))
+        assert max(drafted.depths()) <= 16
+    finite = candidates.tokens[~is_lost].tolist()
+    assert candidates.keep_best(tokens[-1], 1 + len(finite)).tokens[1:] == finite
+
+
+@torch.inference_mode()
 def test_the_tree_may_change_between_drafts(case: Case) -> None:
     torch.manual_seed(1)
     tokens = random_tokens(9)

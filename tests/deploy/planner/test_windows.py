@@ -1,6 +1,7 @@
 """Windows in planning: what is measured under them, when they are taken, and what is said of it."""
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,20 @@ from polybasic.deploy import Chain, load_chain
 from polybasic.deploy.bench.running import bench_chain
 from polybasic.deploy.planner import costs as round_costs
 from polybasic.deploy.planner import windows as windowing
+from polybasic.deploy.planner.budget import Budget
 from polybasic.deploy.planner.costs import MIN_SAMPLES, RoundCosts, compare_costs
 from polybasic.deploy.planner.explanation import decide, explain, print_explanation
 from polybasic.deploy.planner.measurements import DraftCosts, Measurements, PassCosts
 from polybasic.deploy.planner.run import plan_chain
 from polybasic.deploy.planner.search import choose_plan, choose_windows
 from polybasic.deploy.planner.simulation import simulate
-from polybasic.deploy.planner.traces import Calibration, answer_prompts, measure, trace_answer
+from polybasic.deploy.planner.traces import (
+    Calibration,
+    Measured,
+    answer_prompts,
+    measure,
+    trace_answer,
+)
 from polybasic.deploy.planner.windows import try_windows
 from polybasic.deploy.rounds.sampling import Sampling
 from polybasic.deploy.settings import BenchSettings, PlanGrid, PlanSettings
@@ -59,13 +67,17 @@ PROMPTS = random_prompts(9, 1, 12)
 
 def calibration_of(chain: Chain, grid: PlanGrid = GRID) -> Calibration:
     sampling = Sampling(seed=0)
-    arguments = (PROMPTS, frozenset[int](), NUM_TOKENS, sampling, grid)
+    arguments = (PROMPTS, frozenset[int](), NUM_TOKENS, sampling, grid, Budget(math.inf))
     return answer_prompts(chain.engine, *arguments, lambda line: None)
+
+
+def measured_on(calibration: Calibration) -> Measured:
+    return measure(calibration, Budget(math.inf), lambda line: None)
 
 
 def test_simulated_passes_under_windows_are_those_of_real_answers(chain: Chain) -> None:
     calibration = calibration_of(chain)
-    whole = measure(calibration, lambda line: None)
+    whole = measured_on(calibration).measurements
     two_models = Plan(members=("target", "copy"), tree=TREE)
     for plan, windowed, tolerance in (
         (two_models, ("copy",), 1e-9),
@@ -143,12 +155,14 @@ def test_windows_are_tried_one_by_one_and_then_together(
     chain: Chain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calibration = calibration_of(chain)
-    measured = machine(measure(calibration, lambda line: None))
+    found = measured_on(calibration)
+    measured = machine(found.measurements)
+    known = replace(found, measurements=measured)
     choice = choose_plan(measured, GRID)
     compare, calls = fake_costs({"intermediate": 0.05, "copy": 0.05})
     monkeypatch.setattr(windowing, "compare_costs", compare)
     lines: list[str] = []
-    found = try_windows(calibration, measured, choice, lines.append)
+    found = try_windows(known, choice, Budget(math.inf), lines.append)
     narrow = Window(tokens=16)
     assert sorted(calls[0], key=str) == [{"copy": narrow}, {"intermediate": narrow}]
     assert calls[1:] == [[{"copy": narrow, "intermediate": narrow}]]
@@ -179,20 +193,41 @@ def test_windows_that_save_nothing_are_left_out(
     chain: Chain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calibration = calibration_of(chain)
-    measured = machine(measure(calibration, lambda line: None))
+    found = measured_on(calibration)
+    measured = machine(found.measurements)
+    known = replace(found, measurements=measured)
     choice = choose_plan(measured, GRID)
     compare, calls = fake_costs({"intermediate": 1.0, "copy": 1.0})
     monkeypatch.setattr(windowing, "compare_costs", compare)
-    found = try_windows(calibration, measured, choice, lambda line: None)
+    found = try_windows(known, choice, Budget(math.inf), lambda line: None)
     assert len(calls) == 1
     assert found.best == choice.best
     assert found.window_trials
     assert "; no windows: with the best, " in decide(found, measured)
 
 
+def test_windows_are_tried_as_far_as_there_is_time(
+    chain: Chain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calibration = calibration_of(chain)
+    found = measured_on(calibration)
+    known = replace(found, measurements=machine(found.measurements), trace_seconds=1000.0)
+    choice = choose_plan(known.measurements, GRID)
+    compare, calls = fake_costs({"intermediate": 0.05, "copy": 0.05})
+    monkeypatch.setattr(windowing, "compare_costs", compare)
+    for max_seconds, num_tried in ((1500.0, 1), (500.0, 0)):
+        calls.clear()
+        budget = Budget(max_seconds)
+        trials = try_windows(known, choice, budget, lambda line: None).window_trials
+        assert sum(map(len, calls)) == num_tried
+        assert bool(trials) == bool(num_tried)
+        assert budget.left_out == [f"{2 - num_tried} of 2 windows"]
+        assert not budget.is_rough
+
+
 def test_texts_without_windows_are_measured_once(chain: Chain) -> None:
     calibration = calibration_of(chain)
-    measured = measure(calibration, lambda line: None)
+    measured = measured_on(calibration).measurements
     windows = {"copy": Window(tokens=25)}
     traces = windowing._traces(calibration, measured, windows, (2,))
     assert [one is other for one, other in zip(traces, measured.traces, strict=True)] == [
@@ -205,15 +240,17 @@ def test_short_texts_are_not_tried(chain: Chain) -> None:
     for windows in ((), (NUM_TOKENS + 12, 64)):
         grid = GRID.model_copy(update={"windows": windows})
         calibration = calibration_of(chain, grid)
-        measured = machine(measure(calibration, lambda line: None))
+        found = measured_on(calibration)
+        measured = machine(found.measurements)
         choice = choose_plan(measured, grid)
-        assert try_windows(calibration, measured, choice, pytest.fail) is choice
+        known = replace(found, measurements=measured)
+        assert try_windows(known, choice, Budget(math.inf), pytest.fail) is choice
         said = "; no windows: planning prompts with answers have at most 32 tokens"
         assert decide(choice, measured).endswith(said) == bool(windows)
 
 
 def test_too_few_rounds_are_no_measurement(chain: Chain) -> None:
-    measured = machine(measure(calibration_of(chain), lambda line: None))
+    measured = machine(measured_on(calibration_of(chain)).measurements)
     for name in ("intermediate", "copy"):
         compare, _ = fake_costs({"intermediate": 0.5, "copy": 0.5})
         ((without, with_windows),) = compare(None, [], [], [{name: WINDOW}])

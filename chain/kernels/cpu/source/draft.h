@@ -174,8 +174,9 @@ private:
             const float above = level == 0 ? 0.0f : beam_scores_[row];
             for (int i = 0; i < K; ++i) {
                 const int output = place_of(best_[i]);
-                // rounding must not lift a child above its parent
-                const float log_probability = std::min(best_[i].score - normalizer, 0.0f);
+                // a child never comes before its parent: neither by rounding nor as NaN
+                const float exact = best_[i].score - normalizer;
+                const float log_probability = std::isnan(exact) ? -INFINITY : std::min(exact, 0.0f);
                 shape_.scores[first + row * K + i] = above + log_probability;
                 shape_.tokens[first + row * K + i] =
                     shape_.token_ids == nullptr ? output : shape_.token_ids[output];

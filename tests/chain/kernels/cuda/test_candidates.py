@@ -75,6 +75,8 @@ def test_no_number_leads_out_of_the_vocabulary() -> None:
     found = candidates.best(logits, 9)[1]
     assert 0 <= int(found.min()) <= int(found.max()) < 1030
     assert candidates.most_probable(logits)[1] == 5
+    for operations in (candidates, Operations()):
+        assert operations.best(logits[:1], 9)[0].isneginf().all()
 
 
 def test_scores_never_rise_along_a_path() -> None:

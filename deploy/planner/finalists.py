@@ -1,0 +1,83 @@
+"""Plans whose predicted times are close to the best one's are timed again, the better half twice
+as often: the time that is left goes where it can change the choice.
+
+Only shapes that seem fast are looked at, so one that seems so by chance is found out.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from itertools import cycle
+
+from polybasic.chain.formats.plan import Plan
+from polybasic.deploy.planner.budget import Budget
+from polybasic.deploy.planner.costs import COST_TOKENS, time_plan
+from polybasic.deploy.planner.search import Candidate, Choice, choose_plan
+from polybasic.deploy.planner.traces import Measured
+
+CLOSE = 0.05
+"""Share of the best time within which plans are close: by some such share a prediction from few
+rounds is off, see benchmarks/records/cpu-2-cores-planner.md."""
+MAX_FINALISTS = 8
+MAX_ROUNDS = 5
+SHARE = 1.0
+SHARE_BEFORE_WINDOWS = 0.6
+"""Of the budget, by whose end it is over where windows are to be tried."""
+
+
+def time_finalists(
+    measured: Measured, choice: Choice, budget: Budget, say: Callable[[str], None]
+) -> tuple[Measured, Choice, dict[str, int]]:
+    """Measurements with further timings of close plans, the choice from them, and what was timed.
+
+    In each round, all that are left are timed in turns; then the better half of those that are
+    still close is left, and the number of turns doubles. It ends when one is left whose shape was
+    timed, or when time does.
+
+    Returns:
+        Measurements, choice, and how often each shape was timed again, in words.
+    """
+    calibration = measured.calibration
+    share = SHARE_BEFORE_WINDOWS if calibration.usable_windows else SHARE
+    finalists, num_turns = close_to_best(choice)[:MAX_FINALISTS], 1
+    if len(finalists) < 2:
+        return measured, choice, {}
+    say(f"plan: {len(finalists)} sets of members are within {CLOSE:.0%} of the best")
+    timed: Counter[str] = Counter()
+    prompts = cycle([one.prompt for one in calibration.answered])
+    for _ in range(MAX_ROUNDS):
+        if len(finalists) == 1 and _shape(finalists[0].plan) in timed:
+            break
+        plans = [one.plan for one in finalists] * num_turns
+        if COST_TOKENS * sum(one.seconds_per_token for one in finalists) > budget.left(share):
+            budget.leave_out(f"further timings of {len(finalists)} close plans")
+            break
+        for plan in budget.within(plans, share, "timings of close plans"):
+            time_plan(
+                calibration.engine,
+                next(prompts),
+                plan,
+                calibration.stop_tokens,
+                calibration.sampling,
+                measured.costs,
+            )
+            timed[_shape(plan)] += 1
+        measured = measured.with_costs()
+        among = [one.members for one in finalists]
+        left = choose_plan(measured.measurements, calibration.grid, among=among)
+        finalists = close_to_best(left)[: -(-len(finalists) // 2)]
+        num_turns *= 2
+    return measured, choose_plan(measured.measurements, calibration.grid), dict(timed)
+
+
+def close_to_best(choice: Choice) -> list[Candidate]:
+    """The best plans of sets of members that are nearly as fast as the fastest, the best first."""
+    fastest = choice.by_members[0].seconds_per_token
+    return [one for one in choice.by_members if one.seconds_per_token <= (1 + CLOSE) * fastest]
+
+
+def _shape(plan: Plan) -> str:
+    """What the costs of its rounds depend on, in words."""
+    tree, parts = plan.tree, [" -> ".join(plan.members)]
+    if plan.ngram is not None:
+        parts[0] += " + n-gram"
+    return f"{parts[0]}, tree of {tree.rows} rows, depth {tree.depth}, top {tree.top_k}"
