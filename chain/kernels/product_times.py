@@ -21,7 +21,7 @@ from polybasic.chain.formats.files import sha256_of_object
 from polybasic.chain.kernels.cpu.instruction_sets import processor_flags
 from polybasic.chain.kernels.environment import cache_folder, write_cached
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 """That weights are stored in, by name."""
 
 _ROWS, _IN_SIZE, _OUT_SIZE = 128, 256, 768

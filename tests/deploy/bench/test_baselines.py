@@ -128,7 +128,7 @@ def test_only_what_can_be_faster_and_fits_is_tried(monkeypatch: pytest.MonkeyPat
         return candidate_dtypes(own, device, int(num_parameters))
 
     assert tried(torch.bfloat16, cpu) == ([torch.bfloat16, torch.float32], [])
-    assert tried(torch.float16, cpu) == ([torch.float16, torch.float32, torch.bfloat16], [])
+    assert tried(torch.float16, cpu) == ([torch.float16, torch.bfloat16, torch.float32], [])
     assert tried(torch.float32, gpu) == ([torch.float32, torch.bfloat16], [])
     assert tried(torch.bfloat16, gpu) == ([torch.bfloat16], [])
     assert tried(torch.bfloat16, cpu, 2e8) == ([torch.bfloat16], ["float32"])
