@@ -43,29 +43,40 @@ class Muon(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Change all matrices that have a gradient."""
         for group in self.param_groups:
-            for matrix in group["params"]:
-                if matrix.grad is not None:
-                    self._change(matrix, matrix.grad, group)
+            changed = [matrix for matrix in group["params"] if matrix.grad is not None]
+            for shape in dict.fromkeys(matrix.shape for matrix in changed):
+                self._change([matrix for matrix in changed if matrix.shape == shape], group)
 
-    def _change(self, matrix: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
-        state, lr, momentum = self.state[matrix], group["lr"], group["momentum"]
+    def _change(self, matrices: list[Tensor], group: dict[str, Any]) -> None:
+        """Matrices of one shape, whose iterations are taken together."""
+        lr, (out_size, in_size) = group["lr"], matrices[0].shape
+        ahead = torch.stack([self._ahead(matrix, group["momentum"]) for matrix in matrices])
+        updates = orthogonalized(ahead.to(self._dtype), self._num_iterations)
+        for matrix, update in zip(matrices, updates, strict=True):
+            matrix.mul_(1 - lr * group["weight_decay"])
+            matrix.add_(update, alpha=-lr * max(1, out_size / in_size) ** 0.5)
+
+    def _ahead(self, matrix: Tensor, momentum: float) -> Tensor:
+        """The gradient with Nesterov's momentum."""
+        state, gradient = self.state[matrix], matrix.grad
+        assert gradient is not None
         if not state:
             state["momentum_buffer"] = torch.zeros_like(gradient)
         mean = state["momentum_buffer"].lerp_(gradient, 1 - momentum)
-        ahead = gradient.lerp(mean, momentum)
-        update = orthogonalized(ahead.to(self._dtype), self._num_iterations)
-        out_size, in_size = matrix.shape
-        matrix.mul_(1 - lr * group["weight_decay"])
-        matrix.add_(update, alpha=-lr * max(1, out_size / in_size) ** 0.5)
+        return gradient.lerp(mean, momentum)
 
 
-def orthogonalized(matrix: Tensor, num_iterations: int) -> Tensor:
-    """`matrix` with singular values of about 1, by Newton and Schulz's iterations in its dtype."""
+def orthogonalized(matrices: Tensor, num_iterations: int) -> Tensor:
+    """Matrices [N, O, I] with singular values of about 1, by Newton and Schulz's iterations.
+
+    These are in the dtype of `matrices`.
+    """
     a, b, c = _QUINTIC
-    is_tall = matrix.shape[0] > matrix.shape[1]
-    found = matrix.T if is_tall else matrix
-    found = found / found.norm().clamp(min=_LEAST_NORM)
+    is_tall = matrices.shape[1] > matrices.shape[2]
+    found = matrices.mT.contiguous() if is_tall else matrices
+    found = found / found.norm(dim=(1, 2), keepdim=True).clamp(min=_LEAST_NORM)
     for _ in range(num_iterations):
-        gram = found @ found.T
-        found = torch.addmm(found, torch.addmm(gram, gram, gram, beta=b, alpha=c), found, beta=a)
-    return found.T if is_tall else found
+        gram = found @ found.mT
+        products = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        found = torch.baddbmm(found, products, found, beta=a)
+    return found.mT if is_tall else found

@@ -4,10 +4,9 @@ import itertools
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import torch
@@ -35,27 +34,31 @@ from polybasic.chain.formats.files import (
 from polybasic.chain.kernels.product_times import DTYPES
 from polybasic.chain.model.reference import quiet_transformers
 from polybasic.chain.progress import ProgressReport
+from polybasic.train.data.documents import Document, document_batches, document_tensors
 from polybasic.train.data.tokenizer import train_tokenizer
+from polybasic.train.deepening import deepen
 from polybasic.train.dtypes import announce_cost, settled
 from polybasic.train.engine import learning_rate_factor
+from polybasic.train.heldout_answers import measure_answers
 from polybasic.train.muon import Muon
 from polybasic.train.settings import ScratchModelSettings, ScratchSettings
 
 _SAVE_EVERY_STEPS = 60
-_NUM_OPEN_ROWS = 16
 _IGNORED = -100
+_LOSS_OPTIONS = nn.LinearCrossEntropyOptions()  # by chunks of tokens, whose logits a cache holds
 _FINAL_SHARE = 0.1  # of the steps: their mean loss is reported
 _STORED_DTYPE = torch.bfloat16
 """Of checkpoints, whatever they were trained in."""
 
-#   R = rows of a batch, L = tokens of a row, V = vocabulary
-
-Document = list[int]
-"""Token ids of one conversation, or of a piece of a long one."""
+#   R = rows of a batch, L = tokens of a row, H = hidden size
 
 
 def train_scratch_target(
-    conversations: Sequence[Mapping[str, Any]], settings: ScratchSettings, seed: int, out: Path
+    conversations: Sequence[Mapping[str, Any]],
+    settings: ScratchSettings,
+    seed: int,
+    out: Path,
+    heldout: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
     """Train tokenizer and model into the working folder `out`.
 
@@ -69,10 +72,11 @@ def train_scratch_target(
         seed: of weights and order.
         out: gets config.json, model.safetensors (in bfloat16), generation_config.json, the
             tokenizer's files and, last, training.json.
+        heldout: conversations that tell how well the trained model answers.
 
     Returns:
         The summary: "loss" (nats a token, mean of the last tenth of the steps), "steps", "tokens",
-        "seconds", "parameters".
+        "seconds", "parameters", and what `measure_answers` says of the saved model.
 
     Raises:
         UserError: no conversations, settings that do not fit together, a loss that is not finite,
@@ -86,7 +90,7 @@ def train_scratch_target(
         return _Vocabulary(tokenizer, settings.vocab_size, tokenizer.save_pretrained)
 
     origin = [settings.model_dump(), seed]
-    return _train("target", conversations, settings, seed, out, origin, make_vocabulary)
+    return _train("target", conversations, settings, seed, out, origin, make_vocabulary, heldout)
 
 
 def train_scratch_small(
@@ -95,11 +99,12 @@ def train_scratch_small(
     target: Path,
     seed: int,
     out: Path,
+    heldout: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
     """Train a model of the target's vocabulary; as `train_scratch_target` in all else.
 
     Args:
-        conversations: as there, as are settings, seed and out.
+        conversations: as there, as are settings, seed, out and heldout.
         target: checkpoint whose tokenizer is used and copied, byte by byte.
 
     Raises:
@@ -117,7 +122,7 @@ def train_scratch_small(
 
     digests = {name: sha256_of_file(target / name) for name in names}
     origin = [settings.model_dump(), seed, digests]
-    return _train("small", conversations, settings, seed, out, origin, make_vocabulary)
+    return _train("small", conversations, settings, seed, out, origin, make_vocabulary, heldout)
 
 
 @dataclass(frozen=True)
@@ -137,13 +142,14 @@ def _train(
     out: Path,
     origin: list[Any],
     make_vocabulary: Callable[[list[list[dict[str, str]]]], _Vocabulary],
+    heldout: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
     """Train a model; `section` of the recipe names it, `origin` is what its bytes follow from."""
     _check(settings, section)
     messages = [list(row["messages"]) for row in conversations]
     if not messages:
         raise UserError("no conversations", "data.conversations", "name a file that has some")
-    digest = sha256_of_object([*origin, messages])
+    digest = sha256_of_object([*origin, messages, [list(row["messages"]) for row in heldout]])
     summary_path = out / "training.json"
     if summary_path.exists():
         finished = read_json(summary_path, "training summary")
@@ -154,9 +160,12 @@ def _train(
     run = _Run(section, settings, seed, digest, vocabulary, out / "training_state.pt")
     run.train(_encode(vocabulary.tokenizer, messages, settings))
     _save(run.model, vocabulary, out)
-    write_json(summary_path, {"inputs_sha256": digest, "summary": run.summary()})
+    summary = run.summary()
+    run.model.to(DTYPES[settings.dtype])
+    summary |= measure_answers(run.model, vocabulary.tokenizer, heldout, settings.context_tokens)
+    write_json(summary_path, {"inputs_sha256": digest, "summary": summary})
     run.state_path.unlink(missing_ok=True)
-    return run.summary()
+    return summary
 
 
 class _Run:
@@ -183,12 +192,15 @@ class _Run:
     def train(self, documents: list[Document]) -> None:
         """Take the steps that are left."""
         self._resume()
-        num_done, num_steps = len(self.losses), self.settings.num_steps
-        batches = _batches(documents, self.settings, self.seed)
+        settings, num_done = self.settings, len(self.losses)
+        num_steps, num_rows = settings.num_steps, settings.batch_tokens // settings.row_tokens
+        batches = document_batches(documents, settings.row_tokens, num_rows, self.seed)
         self.model.train()
         with ProgressReport(f"{self.section} model", num_steps, num_done) as progress:
             for step, rows in enumerate(itertools.islice(batches, num_done, num_steps), num_done):
                 started = time.perf_counter()
+                if step == settings.deepen_step:
+                    self._deepen()
                 loss, num_tokens = self._take_step(step, rows)
                 self.losses.append(loss)
                 self.num_tokens += num_tokens
@@ -216,7 +228,9 @@ class _Run:
             for group in optimizer.param_groups:
                 group["lr"] = group["peak"] * share
         loss, num_tokens = _loss(
-            self.model, *_tensors(rows, self.settings.row_tokens), DTYPES[self.settings.dtype]
+            self.model,
+            *document_tensors(rows, self.settings.row_tokens),
+            DTYPES[self.settings.dtype],
         )
         if not math.isfinite(loss.item()):
             raise UserError(
@@ -231,6 +245,14 @@ class _Run:
             optimizer.step()
             optimizer.zero_grad()
         return loss.item(), num_tokens
+
+    def _deepen(self) -> None:
+        """Go on with all layers; the optimizers keep what they know of those that were there."""
+        deepen(self.model, self.settings.num_layers)
+        before = self.optimizers
+        self.optimizers = _optimizers(self.model, self.settings)
+        for optimizer, known in zip(self.optimizers, before, strict=True):
+            optimizer.state.update(known.state)
 
     def _save_state(self) -> None:
         state = {
@@ -255,6 +277,9 @@ class _Run:
                 str(self.state_path),
                 "restore them to continue it, or remove it to start over",
             )
+        deepen_step, num_done = self.settings.deepen_step, len(state["losses"])
+        if deepen_step is not None and deepen_step < num_done:
+            self._deepen()
         self.model.load_state_dict(state["model"])
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
@@ -269,12 +294,16 @@ def build_model(
     vocab_size: int,
     seed: int,
 ) -> LlamaForCausalLM:
-    """A Llama of the settings' shape with fresh float32 weights."""
+    """A Llama of the settings' shape, with their first layers alone, and fresh float32 weights.
+
+    The output projection begins as the embedding, so that what layers copy from the prompt comes
+    out as the token that it was.
+    """
     config = LlamaConfig(
         vocab_size=vocab_size,
         hidden_size=settings.hidden_size,
         intermediate_size=settings.intermediate_size,
-        num_hidden_layers=settings.num_layers,
+        num_hidden_layers=settings.first_layers or settings.num_layers,
         num_attention_heads=settings.num_heads,
         num_key_value_heads=settings.num_kv_heads,
         max_position_embeddings=settings.context_tokens,
@@ -293,57 +322,8 @@ def build_model(
         for layer in model.model.layers:
             layer.self_attn.o_proj.weight.mul_(residual_scale)
             layer.mlp.down_proj.weight.mul_(residual_scale)
+        model.lm_head.weight.copy_(model.model.embed_tokens.weight)
     return model
-
-
-def pack_documents(documents: list[Document], row_tokens: int) -> list[list[Document]]:
-    """Place each document whole in the fullest of a few open rows in which it fits.
-
-    Returns:
-        Rows of documents; the lengths of a row sum to at most `row_tokens`.
-    """
-    closed: list[list[Document]] = []
-    open_rows: list[tuple[int, list[Document]]] = []  # (free tokens, documents)
-    for document in documents:
-        open_rows.sort(key=lambda row: row[0])
-        fitting = (i for i, (free, _) in enumerate(open_rows) if free >= len(document))
-        index = next(fitting, None)
-        if index is None:
-            if len(open_rows) == _NUM_OPEN_ROWS:
-                closed.append(open_rows.pop(0)[1])
-            open_rows.append((row_tokens - len(document), [document]))
-        else:
-            free, row = open_rows[index]
-            open_rows[index] = (free - len(document), [*row, document])
-    return closed + [row for _, row in open_rows]
-
-
-def _batches(
-    documents: list[Document], settings: ScratchModelSettings, seed: int
-) -> Iterator[list[list[Document]]]:
-    """Batches without end: epoch after epoch, each in an order of its own."""
-    num_rows = settings.batch_tokens // settings.row_tokens
-    rows: list[list[Document]] = []
-    for epoch in itertools.count():
-        order = list(documents)
-        Random(f"{seed} {epoch}").shuffle(order)
-        rows += pack_documents(order, settings.row_tokens)
-        for start in range(0, len(rows) - num_rows + 1, num_rows):
-            yield rows[start : start + num_rows]
-        rows = rows[len(rows) // num_rows * num_rows :]
-
-
-def _tensors(rows: list[list[Document]], row_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids and, beside each, the number of its document in the row; 0 marks padding."""
-    input_ids_RL = torch.zeros(len(rows), row_tokens, dtype=torch.long)
-    document_RL = torch.zeros_like(input_ids_RL)
-    for index, row in enumerate(rows):
-        end = 0
-        for number, document in enumerate(row, 1):
-            start, end = end, end + len(document)
-            input_ids_RL[index, start:end] = torch.tensor(document)
-            document_RL[index, start:end] = number
-    return input_ids_RL, document_RL
 
 
 def _loss(
@@ -362,10 +342,15 @@ def _loss(
     is_target_RL = (document_RL[:, 1:] == document_RL[:, :-1]) & (document_RL[:, 1:] > 0)
     targets_RL = input_ids_RL[:, 1:].masked_fill(~is_target_RL, _IGNORED)
     with torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32):
-        logits_RLV = model(
+        states_RLH = model.model(
             input_ids=input_ids_RL, attention_mask=mask_RLL[:, None], use_cache=False
-        ).logits[:, :-1]
-    loss = F.cross_entropy(logits_RLV.float().flatten(0, 1), targets_RL.flatten())
+        ).last_hidden_state[:, :-1]
+    loss = F.linear_cross_entropy(
+        states_RLH.to(dtype).flatten(0, 1),
+        model.lm_head.weight.to(dtype),
+        targets_RL.flatten(),
+        options=_LOSS_OPTIONS,
+    )
     return loss, int(is_target_RL.sum())
 
 
@@ -443,6 +428,16 @@ def _check(settings: ScratchModelSettings, section: str) -> None:
             f"batch_tokens {settings.batch_tokens}, context_tokens {settings.context_tokens}"
         )
         raise UserError("row is longer than batch or context", where, "lower row_tokens")
+    first_layers, deepen_step = settings.first_layers, settings.deepen_step
+    where = (
+        f"{section}.scratch.first_layers {first_layers} of {settings.num_layers}, "
+        f"deepen_step {deepen_step} of {settings.num_steps}"
+    )
+    if (first_layers is None) != (deepen_step is None):
+        raise UserError("half a deepening", where, "set both keys, or leave both null")
+    num_first, num_before = first_layers or 1, deepen_step or 0
+    if num_first > settings.num_layers or num_before >= settings.num_steps:
+        raise UserError("deepening that never comes", where, "lower both keys")
     if settings.warmup_steps >= settings.num_steps:
         where = (
             f"{section}.scratch.warmup_steps {settings.warmup_steps}, "

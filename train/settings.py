@@ -69,6 +69,12 @@ class ScratchModelSettings(TrainingSettings):
     """Shape and training of a small Llama; vocabulary and conversations are given."""
 
     num_layers: int = Field(24, ge=1)
+    first_layers: int | None = Field(
+        None, ge=1, description="train with so many layers until deepen_step; null: with all"
+    )
+    deepen_step: int | None = Field(
+        None, ge=1, description="the step from which all layers are trained; null: the first"
+    )
     hidden_size: int = Field(256, ge=128, multiple_of=128)
     intermediate_size: int = Field(768, ge=128, multiple_of=128)
     num_heads: int = Field(4, ge=1)

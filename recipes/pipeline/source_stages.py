@@ -52,10 +52,10 @@ def _run_target(workspace: Workspace, folder: Path) -> dict[str, Any]:
     if recipe.target.model == "scratch":
         from polybasic.train.scratch import train_scratch_target
 
-        training, _ = split_rows(workspace)
+        training, heldout = split_rows(workspace)
         settings = _settled(recipe.target.scratch, folder)
-        train_scratch_target(training, settings, recipe.seed, folder)
-        return {"model": "scratch"}
+        found = train_scratch_target(training, settings, recipe.seed, folder, heldout)
+        return {"model": "scratch", **found}
     from polybasic.chain.formats.tokenizer import needs_preparation, prepare_tokenizer
 
     checkpoint = resolve_checkpoint(recipe.target.model)
@@ -118,9 +118,9 @@ def _run_small_target(workspace: Workspace, folder: Path) -> dict[str, Any]:
         return {"model": recipe.small.model}
     from polybasic.train.scratch import train_scratch_small
 
-    training, _ = split_rows(workspace)
+    training, heldout = split_rows(workspace)
     settings = _settled(recipe.small.scratch, folder)
-    return train_scratch_small(training, settings, target, recipe.seed, folder)
+    return train_scratch_small(training, settings, target, recipe.seed, folder, heldout)
 
 
 def _settled(settings: ScratchT, folder: Path) -> ScratchT:
