@@ -48,14 +48,12 @@ def measure_answers(
     Returns:
         "heldout_loss" and "heldout_answer_loss", nats a token, of all tokens and of the
         assistant's; "right_answers", a share from 0 to 1, "right_answers_by_task" and
-        "num_answers". Of no conversation: {}.
+        "num_answers". {} where nothing is answered.
     """
     heldout = []
     for row in conversations:
         encoded, _ = encode_accepted(tokenizer, [row["messages"]], max_tokens)
         heldout += [_Heldout(each, row.get("task") or NO_TASK) for each in encoded]
-    if not heldout:
-        return {}
     heldout.sort(key=lambda each: len(each.encoded.input_ids))
     sums, counts = torch.zeros(2), torch.zeros(2)
     num_right, num_answers = Counter[str](), Counter[str]()
@@ -73,6 +71,8 @@ def measure_answers(
             judged = _judged(is_right[row].tolist(), is_assistant[row].tolist())
             num_right[task] += sum(judged)
             num_answers[task] += len(judged)
+    if not num_answers.total():
+        return {}
     loss, answer_loss = (sums / counts).tolist()
     return {
         "heldout_loss": round(loss, 4),

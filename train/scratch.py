@@ -45,12 +45,12 @@ from polybasic.train.settings import ScratchModelSettings, ScratchSettings
 
 _SAVE_EVERY_STEPS = 60
 _IGNORED = -100
-_LOSS_OPTIONS = nn.LinearCrossEntropyOptions()  # by chunks of tokens, whose logits a cache holds
 _FINAL_SHARE = 0.1  # of the steps: their mean loss is reported
 _STORED_DTYPE = torch.bfloat16
 """Of checkpoints, whatever they were trained in."""
 
-#   R = rows of a batch, L = tokens of a row, H = hidden size
+#   R = rows of a batch, L = tokens of a row, H = hidden size,
+#   V = vocabulary
 
 
 def train_scratch_target(
@@ -345,13 +345,14 @@ def _loss(
         states_RLH = model.model(
             input_ids=input_ids_RL, attention_mask=mask_RLL[:, None], use_cache=False
         ).last_hidden_state[:, :-1]
-    loss = F.linear_cross_entropy(
-        states_RLH.to(dtype).flatten(0, 1),
-        model.lm_head.weight.to(dtype),
-        targets_RL.flatten(),
-        options=_LOSS_OPTIONS,
-    )
-    return loss, int(is_target_RL.sum())
+    weight_VH = model.lm_head.weight.to(dtype)
+    # row by row: memory for all logits at once costs more than what is done with them
+    losses = [
+        F.cross_entropy(F.linear(states_LH, weight_VH).float(), targets_L, reduction="sum")
+        for states_LH, targets_L in zip(states_RLH.to(dtype), targets_RL, strict=True)
+    ]
+    num_targets = int(is_target_RL.sum())
+    return torch.stack(losses).sum() / num_targets, num_targets
 
 
 def _optimizers(

@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.checkpoint import tokenizer_files
 from polybasic.train import scratch
+from polybasic.train.data.documents import document_tensors
 from polybasic.train.data.tokenizer import train_tokenizer
 from polybasic.train.scratch import (
     build_model,
-    pack_documents,
     train_scratch_small,
     train_scratch_target,
 )
@@ -78,8 +78,11 @@ def test_checkpoint_is_ordinary_and_answers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     settings = SETTINGS.model_copy(update={"num_steps": 150, "warmup_steps": 10})
-    summary = train_scratch_target(CONVERSATIONS, settings, seed=0, out=tmp_path / "target")
+    heldout = CONVERSATIONS[::4]
+    summary = train_scratch_target(CONVERSATIONS, settings, 0, tmp_path / "target", heldout)
     assert summary["steps"] == 150
+    assert summary["num_answers"] == len(heldout)
+    assert summary["heldout_answer_loss"] < summary["heldout_loss"] < 1.0
     assert summary["loss"] < 1.0
     line = r"target model: 150 of 150  loss \d\.\d{3}  [\d,]+ tokens/s  0:00:00 left"
     assert re.search(line, capsys.readouterr().err)
@@ -108,18 +111,22 @@ def test_checkpoint_is_ordinary_and_answers(
     ]
 
 
+@pytest.mark.parametrize("deepen_step", [None, 2, 4], ids=str)
 def test_killed_run_continues_to_the_same_bytes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deepen_step: int | None
 ) -> None:
+    first_layers = None if deepen_step is None else 1
+    changes = {"first_layers": first_layers, "deepen_step": deepen_step}
+    settings = SETTINGS.model_copy(update=changes)
     monkeypatch.setattr(scratch, "_SAVE_EVERY_STEPS", 3)
-    whole = train_scratch_target(CONVERSATIONS, SETTINGS, seed=1, out=tmp_path / "whole")
+    whole = train_scratch_target(CONVERSATIONS, settings, seed=1, out=tmp_path / "whole")
     with monkeypatch.context() as patch:
         _stop_at(patch, 5)
         with pytest.raises(Killed):
-            train_scratch_target(CONVERSATIONS, SETTINGS, seed=1, out=tmp_path / "killed")
+            train_scratch_target(CONVERSATIONS, settings, seed=1, out=tmp_path / "killed")
     assert not (tmp_path / "killed" / "model.safetensors").exists()
     taken = _stop_at(monkeypatch, -1)
-    continued = train_scratch_target(CONVERSATIONS, SETTINGS, seed=1, out=tmp_path / "killed")
+    continued = train_scratch_target(CONVERSATIONS, settings, seed=1, out=tmp_path / "killed")
     assert taken == [3, 4, 5, 6, 7]
     assert _files(tmp_path / "whole") == _files(tmp_path / "killed")
     assert {**whole, "seconds": 0} == {**continued, "seconds": 0}
@@ -137,7 +144,7 @@ def test_finished_run_is_not_repeated_and_a_changed_one_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = train_scratch_target(CONVERSATIONS, SETTINGS, seed=1, out=tmp_path)
-    assert set(first) == {"loss", "steps", "tokens", "seconds", "parameters"}
+    assert set(first) == {"loss", "steps", "tokens", "seconds", "parameters"}  # nothing held out
     taken = _stop_at(monkeypatch, -1)
     assert train_scratch_target(CONVERSATIONS, SETTINGS, seed=1, out=tmp_path) == first
     assert taken == []
@@ -169,7 +176,7 @@ def test_documents_of_a_row_do_not_see_each_other(dtype: torch.dtype, rounding: 
     first, second, other = [7, 8, 9, 10], [11, 12, 13], [14, 15, 16, 17]
 
     def loss_of(row: list[list[int]]) -> tuple[float, int]:
-        loss, num_tokens = scratch._loss(model, *scratch._tensors([row], 64), dtype)
+        loss, num_tokens = scratch._loss(model, *document_tensors([row], 64), dtype)
         return loss.item(), num_tokens
 
     alone = loss_of([second])
@@ -181,15 +188,9 @@ def test_documents_of_a_row_do_not_see_each_other(dtype: torch.dtype, rounding: 
     # The control: as one document, the tail's loss depends on what stands before it.
     joined, num_joined = loss_of([first + second])
     assert num_joined == 6
-    assert joined != pytest.approx(behind[0][0], rel=rounding)
-
-
-def test_packing_keeps_every_document_whole() -> None:
-    documents = [[index] * (1 + 7 * index % 30) for index in range(100)]
-    rows = pack_documents(documents, 32)
-    assert sorted(document for row in rows for document in row) == sorted(documents)
-    assert all(sum(map(len, row)) <= 32 for row in rows)
-    assert sum(map(len, documents)) > 0.9 * 32 * len(rows)
+    whole = loss_of([[*first, second[0]]])  # its last target is the one that joins them
+    assert whole[1] == 4
+    assert abs(6 * joined - 4 * whole[0] - 2 * alone[0]) > 1e-3
 
 
 def test_long_conversations_are_cut_at_the_context_and_split_into_rows() -> None:
@@ -198,21 +199,14 @@ def test_long_conversations_are_cut_at_the_context_and_split_into_rows() -> None
     assert [len(piece) for piece in scratch._encode(tokenizer, messages, SETTINGS)] == [64, 64]
 
 
-def test_epochs_have_orders_of_their_own() -> None:
-    documents = [[index] * 64 for index in range(8)]
-    batches = scratch._batches(documents, SETTINGS, seed=0)
-    first, second = (
-        [row[0][0] for rows in (next(batches), next(batches)) for row in rows] for _ in range(2)
-    )
-    assert sorted(first) == sorted(second) == list(range(8))
-    assert first != second
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"row_tokens": 512}, "row is longer than batch or context"),
         ({"warmup_steps": 8}, "warm-up takes all steps"),
+        ({"first_layers": 1}, "half a deepening"),
+        ({"first_layers": 1, "deepen_step": 8}, "deepening that never comes"),
+        ({"first_layers": 3, "deepen_step": 4}, "deepening that never comes"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(
