@@ -63,12 +63,21 @@ def quiet_deepspeed() -> Any:
     return deepspeed
 
 
-def learning_rate_factor(warmup_steps: int, num_steps: int) -> Callable[[int], float]:
-    """Linear warm-up, then linear decay that would reach zero in step `num_steps`."""
+def learning_rate_factor(
+    warmup_steps: int, num_steps: int, decay_steps: int | None = None
+) -> Callable[[int], float]:
+    """Linear warm-up, then linear decay that would reach zero in step `num_steps`.
+
+    Args:
+        warmup_steps: of the warm-up.
+        num_steps: of the training.
+        decay_steps: the last steps, in which the rate falls; None: all after the warm-up.
+    """
+    num_falling = num_steps - warmup_steps if decay_steps is None else decay_steps
 
     def factor(step: int) -> float:
         if step < warmup_steps:
             return (step + 1) / warmup_steps
-        return max(0.0, (num_steps - step) / (num_steps - warmup_steps))
+        return max(0.0, min(1.0, (num_steps - step) / num_falling))
 
     return factor

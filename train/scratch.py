@@ -12,13 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import (
-    AutoModelForCausalLM,
-    GenerationConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedTokenizerFast,
-)
+from transformers import GenerationConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.checkpoint import copy_files, tokenizer_files
@@ -34,17 +28,24 @@ from polybasic.chain.formats.files import (
 from polybasic.chain.kernels.product_times import DTYPES
 from polybasic.chain.model.reference import quiet_transformers
 from polybasic.chain.progress import ProgressReport
-from polybasic.train.data.documents import Document, document_batches, document_tensors
+from polybasic.train.data.chat import encode_accepted
+from polybasic.train.data.documents import (
+    Document,
+    PackedRows,
+    document_batches,
+    document_tensors,
+    split_document,
+)
 from polybasic.train.data.tokenizer import train_tokenizer
 from polybasic.train.deepening import deepen
 from polybasic.train.dtypes import announce_cost, settled
 from polybasic.train.engine import learning_rate_factor
+from polybasic.train.fresh_model import build_model
 from polybasic.train.heldout_answers import measure_answers
 from polybasic.train.muon import Muon
 from polybasic.train.settings import ScratchModelSettings, ScratchSettings
 
 _SAVE_EVERY_STEPS = 60
-_IGNORED = -100
 _FINAL_SHARE = 0.1  # of the steps: their mean loss is reported
 _STORED_DTYPE = torch.bfloat16
 """Of checkpoints, whatever they were trained in."""
@@ -62,9 +63,10 @@ def train_scratch_target(
 ) -> dict[str, Any]:
     """Train tokenizer and model into the working folder `out`.
 
-    The loss counts every token of a conversation. Conversations share rows and do not attend to
-    each other. A run that was stopped continues from its last checkpoint in `out` and ends in the
-    same bytes (on the same machine, with the same number of threads).
+    The loss counts every token of a conversation, `settings.prompt_weight` times where it is not
+    the assistant's. Conversations share rows and do not attend to each other. A run that was
+    stopped continues from its last checkpoint in `out` and ends in the same bytes (on the same
+    machine, with the same number of threads).
 
     Args:
         conversations: rows with a "messages" column.
@@ -184,7 +186,9 @@ class _Run:
         self.state_path = state_path
         self.model = build_model(settings, vocabulary.tokenizer, vocabulary.size, seed)
         self.optimizers = _optimizers(self.model, settings)
-        self.learning_rate = learning_rate_factor(settings.warmup_steps, settings.num_steps)
+        self.learning_rate = learning_rate_factor(
+            settings.warmup_steps, settings.num_steps, settings.decay_steps
+        )
         self.losses: list[float] = []  # one a step
         self.num_tokens = 0
         self.seconds = 0.0
@@ -227,11 +231,8 @@ class _Run:
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = group["peak"] * share
-        loss, num_tokens = _loss(
-            self.model,
-            *document_tensors(rows, self.settings.row_tokens),
-            DTYPES[self.settings.dtype],
-        )
+        settings, batch = self.settings, document_tensors(rows, self.settings.row_tokens)
+        loss, num_tokens = _loss(self.model, batch, settings.prompt_weight, DTYPES[settings.dtype])
         if not math.isfinite(loss.item()):
             raise UserError(
                 "loss is not finite",
@@ -288,71 +289,34 @@ class _Run:
         print(f"{self.section}: training continues at step {len(self.losses)}", file=sys.stderr)
 
 
-def build_model(
-    settings: ScratchModelSettings,
-    tokenizer: PreTrainedTokenizerFast,
-    vocab_size: int,
-    seed: int,
-) -> LlamaForCausalLM:
-    """A Llama of the settings' shape, with their first layers alone, and fresh float32 weights.
-
-    The output projection begins as the embedding, so that what layers copy from the prompt comes
-    out as the token that it was.
-    """
-    config = LlamaConfig(
-        vocab_size=vocab_size,
-        hidden_size=settings.hidden_size,
-        intermediate_size=settings.intermediate_size,
-        num_hidden_layers=settings.first_layers or settings.num_layers,
-        num_attention_heads=settings.num_heads,
-        num_key_value_heads=settings.num_kv_heads,
-        max_position_embeddings=settings.context_tokens,
-        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
-        tie_word_embeddings=False,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        # Eager attention is faster than sdpa on a CPU for short rows with a mask.
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-    residual_scale = (2 * settings.num_layers) ** -0.5
-    with torch.no_grad():
-        for layer in model.model.layers:
-            layer.self_attn.o_proj.weight.mul_(residual_scale)
-            layer.mlp.down_proj.weight.mul_(residual_scale)
-        model.lm_head.weight.copy_(model.model.embed_tokens.weight)
-    return model
-
-
 def _loss(
-    model: LlamaForCausalLM,
-    input_ids_RL: torch.Tensor,
-    document_RL: torch.Tensor,
-    dtype: torch.dtype,
+    model: LlamaForCausalLM, batch: PackedRows, prompt_weight: float, dtype: torch.dtype
 ) -> tuple[torch.Tensor, int]:
-    """Mean cross-entropy over all tokens that follow a token of their own document.
+    """Mean cross-entropy over the tokens that follow one of their own document, and their number.
 
-    Products are in `dtype`.
+    Tokens that are not the assistant's count `prompt_weight` times. Products are in `dtype`.
     """
+    document_RL = batch.document_ids
     is_visible_RLL = (document_RL[:, :, None] == document_RL[:, None, :]).tril()
     mask_RLL = torch.zeros(is_visible_RLL.shape, dtype=dtype)
     mask_RLL.masked_fill_(~is_visible_RLL, torch.finfo(dtype).min)
     is_target_RL = (document_RL[:, 1:] == document_RL[:, :-1]) & (document_RL[:, 1:] > 0)
-    targets_RL = input_ids_RL[:, 1:].masked_fill(~is_target_RL, _IGNORED)
+    weight_RL = torch.where(batch.is_assistant[:, 1:], 1.0, prompt_weight) * is_target_RL
     with torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32):
         states_RLH = model.model(
-            input_ids=input_ids_RL, attention_mask=mask_RLL[:, None], use_cache=False
+            input_ids=batch.token_ids, attention_mask=mask_RLL[:, None], use_cache=False
         ).last_hidden_state[:, :-1]
-    weight_VH = model.lm_head.weight.to(dtype)
+    projection_VH = model.lm_head.weight.to(dtype)
     # row by row: memory for all logits at once costs more than what is done with them
-    losses = [
-        F.cross_entropy(F.linear(states_LH, weight_VH).float(), targets_L, reduction="sum")
-        for states_LH, targets_L in zip(states_RLH.to(dtype), targets_RL, strict=True)
-    ]
-    num_targets = int(is_target_RL.sum())
-    return torch.stack(losses).sum() / num_targets, num_targets
+    loss_RL = torch.stack(
+        [
+            F.cross_entropy(F.linear(states_LH, projection_VH).float(), targets_L, reduction="none")
+            for states_LH, targets_L in zip(
+                states_RLH.to(dtype), batch.token_ids[:, 1:], strict=True
+            )
+        ]
+    )
+    return (loss_RL * weight_RL).sum() / weight_RL.sum(), int(is_target_RL.sum())
 
 
 def _optimizers(
@@ -390,14 +354,11 @@ def _encode(
     messages: list[list[dict[str, str]]],
     settings: ScratchModelSettings,
 ) -> list[Document]:
-    """Token ids, cut at the context; what is longer than a row goes on as another document."""
-    documents = []
-    texts = tokenizer.apply_chat_template(messages, tokenize=False)
-    for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]:
-        ids = ids[: settings.context_tokens]
-        starts = range(0, len(ids), settings.row_tokens)
-        documents += [ids[start : start + settings.row_tokens] for start in starts]
-    return documents
+    """Documents cut at the context; what is longer than a row goes on as another one."""
+    encoded, refusal = encode_accepted(tokenizer, messages, settings.context_tokens)
+    if refusal is not None:
+        raise refusal
+    return [piece for each in encoded for piece in split_document(each, settings.row_tokens)]
 
 
 def _save(model: LlamaForCausalLM, vocabulary: _Vocabulary, out: Path) -> None:

@@ -85,10 +85,16 @@ class ScratchModelSettings(TrainingSettings):
     row_tokens: int = Field(
         256, ge=16, description="conversations are packed into rows of this length"
     )
+    prompt_weight: float = Field(
+        1.0, gt=0, description="of other tokens than the assistant's in the loss"
+    )
     learning_rate: float = Field(2e-3, gt=0, description="of embeddings and norms (AdamW)")
     matrix_learning_rate: float = Field(0.02, gt=0, description="of the layers' matrices (Muon)")
     muon_iterations: int = Field(3, ge=1, description="Newton-Schulz iterations of a Muon step")
     warmup_steps: int = Field(20, ge=0)
+    decay_steps: int | None = Field(
+        None, ge=1, description="the last steps, in which rates fall; null: all after the warm-up"
+    )
 
 
 class ScratchSettings(ScratchModelSettings):

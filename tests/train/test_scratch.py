@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.checkpoint import tokenizer_files
 from polybasic.train import scratch
-from polybasic.train.data.documents import document_tensors
+from polybasic.train.data.documents import Document, document_tensors
 from polybasic.train.data.tokenizer import train_tokenizer
 from polybasic.train.scratch import (
     build_model,
@@ -176,7 +176,8 @@ def test_documents_of_a_row_do_not_see_each_other(dtype: torch.dtype, rounding: 
     first, second, other = [7, 8, 9, 10], [11, 12, 13], [14, 15, 16, 17]
 
     def loss_of(row: list[list[int]]) -> tuple[float, int]:
-        loss, num_tokens = scratch._loss(model, *document_tensors([row], 64), dtype)
+        documents = [Document(ids, [True] * len(ids)) for ids in row]
+        loss, num_tokens = scratch._loss(model, document_tensors([documents], 64), 1.0, dtype)
         return loss.item(), num_tokens
 
     alone = loss_of([second])
@@ -193,10 +194,28 @@ def test_documents_of_a_row_do_not_see_each_other(dtype: torch.dtype, rounding: 
     assert abs(6 * joined - 4 * whole[0] - 2 * alone[0]) > 1e-3
 
 
+def test_prompts_weigh_what_the_settings_say() -> None:
+    tokenizer = train_tokenizer([row["messages"] for row in CONVERSATIONS], 512, 128)
+    model = build_model(SETTINGS, tokenizer, SETTINGS.vocab_size, seed=0)
+    document = Document([7, 8, 9, 10, 11], [False, False, False, True, True])
+
+    def loss_at(prompt_weight: float) -> float:
+        batch = document_tensors([[document]], 64)
+        loss, num_tokens = scratch._loss(model, batch, prompt_weight, torch.float32)
+        assert num_tokens == 4
+        return loss.item()
+
+    both, answer = loss_at(1.0), loss_at(1e-9)
+    prompt = 2 * both - answer  # two tokens each
+    assert loss_at(0.5) == pytest.approx((0.5 * prompt + answer) / 1.5)
+    assert prompt != pytest.approx(answer)
+
+
 def test_long_conversations_are_cut_at_the_context_and_split_into_rows() -> None:
     messages = [[{"role": "user", "content": "word " * 500}]]
     tokenizer = train_tokenizer(messages, 512, 128)
-    assert [len(piece) for piece in scratch._encode(tokenizer, messages, SETTINGS)] == [64, 64]
+    pieces = scratch._encode(tokenizer, messages, SETTINGS)
+    assert [len(piece.input_ids) for piece in pieces] == [64, 64]
 
 
 @pytest.mark.parametrize(

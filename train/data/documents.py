@@ -1,4 +1,4 @@
-"""Documents packed into rows of equal length, batch by batch: what models are trained on here.
+"""Conversations packed into rows of equal length, batch by batch: what a model is trained on.
 
 Shapes: R = rows of a batch, L = tokens of a row.
 """
@@ -6,14 +6,37 @@ Shapes: R = rows of a batch, L = tokens of a row.
 import itertools
 from collections.abc import Iterator
 from random import Random
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from polybasic.train.data.chat import EncodedConversation
+
 _NUM_OPEN_ROWS = 16
 
-Document = list[int]
-"""Token ids of one conversation, or of a piece of a long one."""
+Document = EncodedConversation
+"""One conversation, or a piece of a long one."""
+
+
+class PackedRows(NamedTuple):
+    """Rows of a batch, each [R, L].
+
+    Attributes:
+        token_ids: 0 in the padding.
+        document_ids: which document of its row a token belongs to, from 1 on; 0 marks padding.
+        is_assistant: whether it is the assistant's.
+    """
+
+    token_ids: Tensor
+    document_ids: Tensor
+    is_assistant: Tensor
+
+
+def split_document(document: Document, row_tokens: int) -> list[Document]:
+    """Pieces that fit into a row."""
+    starts = range(0, len(document.input_ids), row_tokens)
+    return [Document(*(part[start : start + row_tokens] for part in document)) for start in starts]
 
 
 def pack_documents(documents: list[Document], row_tokens: int) -> list[list[Document]]:
@@ -25,16 +48,17 @@ def pack_documents(documents: list[Document], row_tokens: int) -> list[list[Docu
     closed: list[list[Document]] = []
     open_rows: list[tuple[int, list[Document]]] = []  # (free tokens, documents)
     for document in documents:
+        num_tokens = len(document.input_ids)
         open_rows.sort(key=lambda row: row[0])
-        fitting = (i for i, (free, _) in enumerate(open_rows) if free >= len(document))
+        fitting = (i for i, (free, _) in enumerate(open_rows) if free >= num_tokens)
         index = next(fitting, None)
         if index is None:
             if len(open_rows) == _NUM_OPEN_ROWS:
                 closed.append(open_rows.pop(0)[1])
-            open_rows.append((row_tokens - len(document), [document]))
+            open_rows.append((row_tokens - num_tokens, [document]))
         else:
             free, row = open_rows[index]
-            open_rows[index] = (free - len(document), [*row, document])
+            open_rows[index] = (free - num_tokens, [*row, document])
     return closed + [row for _, row in open_rows]
 
 
@@ -52,14 +76,15 @@ def document_batches(
         rows = rows[len(rows) // num_rows * num_rows :]
 
 
-def document_tensors(rows: list[list[Document]], row_tokens: int) -> tuple[Tensor, Tensor]:
-    """Token ids and, beside each, the number of its document in the row; 0 marks padding."""
-    input_ids_RL = torch.zeros(len(rows), row_tokens, dtype=torch.long)
-    document_RL = torch.zeros_like(input_ids_RL)
+def document_tensors(rows: list[list[Document]], row_tokens: int) -> PackedRows:
+    """A batch as tensors; rows are padded on the right."""
+    token_ids, document_ids = torch.zeros(2, len(rows), row_tokens, dtype=torch.long)
+    is_assistant = torch.zeros(token_ids.shape, dtype=torch.bool)
     for index, row in enumerate(rows):
         end = 0
         for number, document in enumerate(row, 1):
-            start, end = end, end + len(document)
-            input_ids_RL[index, start:end] = torch.tensor(document)
-            document_RL[index, start:end] = number
-    return input_ids_RL, document_RL
+            start, end = end, end + len(document.input_ids)
+            token_ids[index, start:end] = torch.tensor(document.input_ids)
+            is_assistant[index, start:end] = torch.tensor(document.is_assistant)
+            document_ids[index, start:end] = number
+    return PackedRows(token_ids, document_ids, is_assistant)
