@@ -60,12 +60,13 @@ def build_model(
         torch.manual_seed(seed)
         # Eager attention is faster than sdpa on a CPU for short rows with a mask.
         model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-        residual_scale = (2 * settings.num_layers) ** -0.5
+        layers = model.model.layers
+        residual_scale = (2 * len(layers)) ** -0.5
         with torch.no_grad():
-            for layer in model.model.layers:
+            for layer in layers:
                 layer.self_attn.o_proj.weight.mul_(residual_scale)
                 layer.mlp.down_proj.weight.mul_(residual_scale)
-            if len(model.model.layers) > 1 and 3 * _head_size(settings) < settings.hidden_size:
+            if len(layers) > 1 and 3 * _head_size(settings) < settings.hidden_size:
                 _write_copying_heads(model, _head_size(settings))
     return model
 

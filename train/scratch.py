@@ -165,6 +165,13 @@ def _train(
     summary = run.summary()
     run.model.to(DTYPES[settings.dtype])
     summary |= measure_answers(run.model, vocabulary.tokenizer, heldout, settings.context_tokens)
+    if "right_answers" in summary:
+        print(
+            f"{section}: {summary['heldout_loss']:.3f} nats a token on held-out conversations, "
+            f"{summary['heldout_answer_loss']:.3f} in answers, of which "
+            f"{100 * summary['right_answers']:.1f}% are right token for token",
+            file=sys.stderr,
+        )
     write_json(summary_path, {"inputs_sha256": digest, "summary": summary})
     run.state_path.unlink(missing_ok=True)
     return summary

@@ -179,6 +179,9 @@ class HeadSettings(TrainingSettings):
     eval_answer_tokens: int = Field(
         96, ge=2, description="of the target's greedy answers that the evaluation drafts for"
     )
+    eval_conversations: int | None = Field(
+        None, ge=1, description="held-out conversations that it drafts for; null: all"
+    )
     eval_tree_depth: int = Field(7, ge=1, le=16, description="of the simulated draft tree")
     eval_tree_top_k: int = Field(4, ge=1, le=64, description="beams of the simulated tree")
     eval_tree_rows: int = Field(16, ge=2, le=64, description="rows of it, root included")

@@ -84,7 +84,7 @@ def render_card(manifest: Manifest) -> str:
         sections.append("## Results\n\n" + _results(manifest.results))
     for title, records in (
         ("Quality of the intermediates", manifest.quality),
-        ("Training of the draft heads", manifest.training),
+        ("Training", manifest.training),
     ):
         if records:
             tables = (f"### {name}\n\n{_pairs(content)}" for name, content in records.items())

@@ -29,6 +29,8 @@ def print_report(report: dict[str, Any], console: Console) -> None:
         for row in rows[1:]:
             table.add_row(*row)
         console.print(table)
+    if line := answers_line(report.get("target")):
+        console.print(line, markup=False)
     for entry in report.get("adaptations", []):
         member, measure, before, after, kept = adaptation_rows([entry])[1]
         console.print(f"adapted {member}: {measure} {before} -> {after}, kept: {kept}")
@@ -79,6 +81,7 @@ def write_markdown(path: Path, report: dict[str, Any]) -> None:
         "Milliseconds a token, decode only; predictions are those of `polybasic plan`, made on",
         "other prompts.",
         "",
+        *([f"{line}.", ""] if (line := answers_line(report.get("target"))) else []),
         *_adapted(report.get("adaptations", [])),
         *_draft_vocabulary(report.get("draft_vocabulary", [])),
         "## Memory",
@@ -328,6 +331,21 @@ def stated_memory_line(stated: dict[str, Any]) -> str:
         f"{stated['context_tokens']:,} tokens of context ({stated['device']}, {stated['dtype']}, "
         f"{stated['kernels']} kernels), at most {readable_bytes(stated['peak_bytes'])}; 1,000 "
         f"tokens take {readable_bytes(stated['bytes_per_1000_tokens'])}"
+    )
+
+
+def answers_line(answers: dict[str, Any] | None) -> str:
+    """How well a target that was trained here answers, in a line; "" of a ready-made one."""
+    if answers is None:
+        return ""
+    by_task = ", ".join(
+        f"{task} {100 * share:.0f}%" for task, share in answers["right_answers_by_task"].items()
+    )
+    return (
+        f"target on held-out conversations: {answers['heldout_loss']:.3f} nats a token, "
+        f"{answers['heldout_answer_loss']:.3f} in answers; token for token, "
+        f"{100 * answers['right_answers']:.1f}% of {answers['num_answers']} answers are right "
+        f"({by_task})"
     )
 
 

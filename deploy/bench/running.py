@@ -24,7 +24,7 @@ from polybasic.deploy.bench.baselines import (
     fastest_baseline,
 )
 from polybasic.deploy.bench.exactness import Agreement
-from polybasic.deploy.bench.members import adaptations, draft_vocabularies
+from polybasic.deploy.bench.members import adaptations, answers_of_target, draft_vocabularies
 from polybasic.deploy.bench.report import write_markdown
 from polybasic.deploy.bench.rereading import read_patterns_of
 from polybasic.deploy.bench.rounding import NUM_POSITIONS, Rounding, measure_rounding
@@ -124,6 +124,7 @@ def bench_chain(
     report = {
         "schema": SCHEMA,
         "grown": chain.manifest.grown,
+        "target": answers_of_target(chain.manifest),
         "adaptations": adaptations(chain.manifest),
         "draft_vocabulary": draft_vocabularies(chain, [prompt.token_ids for prompt in prompts]),
         "memory": memory,

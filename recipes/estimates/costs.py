@@ -160,7 +160,11 @@ def _scratch(shape: Shape, scratch: ScratchModelSettings, hardware: Hardware) ->
         * scratch.batch_tokens
         * (30 * shape.num_layers * shape.hidden_size + 3 * shape.vocab_size)
     )
-    operations = 6 * num * scratch.num_steps * scratch.batch_tokens
+    passed = num * scratch.num_steps  # parameters, by all steps
+    if scratch.first_layers is not None and scratch.deepen_step is not None:
+        left_out = (shape.num_layers - scratch.first_layers) * shape.num_layer_parameters
+        passed -= left_out * scratch.deepen_step
+    operations = 6 * passed * scratch.batch_tokens
     memory = num * _ADAM_BYTES + activations
     return num, memory, num * 14, 10 + operations / hardware.training_flops
 
@@ -179,7 +183,7 @@ def _draft(case: Case, shape: Shape) -> _Costs:
         2 * shape.num_parameters + train.unroll_steps * (6 * head.num_parameters + projection)
     )
     evaluation_operations = (
-        recipe.data.num_heldout
+        (train.eval_conversations or recipe.data.num_heldout)
         * train.eval_answer_tokens
         * train.eval_tree_depth
         * train.eval_tree_top_k

@@ -155,7 +155,7 @@ def _run_chain(workspace: Workspace, folder: Path) -> dict[str, Any]:
             data_digests=workspace.identity("data"),
         ),
         quality=_summaries(workspace, parts, ("awq",)),
-        training=_summaries(workspace, parts, HEAD_KINDS),
+        training=_training(workspace, parts),
     )
     return _sizes(manifest)
 
@@ -200,6 +200,16 @@ def _summaries(
             record = workspace.record(part.name)
             assert record is not None, f"{part.name} is packed and not whole"
             summaries[part.name] = record.summary
+    return summaries
+
+
+def _training(workspace: Workspace, parts: Sequence[Part]) -> dict[str, Any]:
+    """Summaries of what was trained here: the target, and draft heads."""
+    summaries = _summaries(workspace, parts, HEAD_KINDS)
+    if workspace.recipe.target.model == "scratch":
+        record = workspace.record("target")
+        assert record is not None, "target is packed and not whole"
+        summaries = {"target": record.summary, **summaries}
     return summaries
 
 

@@ -8,7 +8,7 @@ import torch
 from polybasic.train.fresh_model import build_model
 from polybasic.train.settings import ScratchModelSettings
 
-SETTINGS = ScratchModelSettings(num_layers=24, first_layers=3, deepen_step=1)
+SETTINGS = ScratchModelSettings(num_layers=24, first_layers=6, deepen_step=1)
 VOCAB_SIZE = 1000
 TOKENIZER: Any = SimpleNamespace(bos_token_id=1, eos_token_id=2, pad_token_id=0)
 
@@ -24,8 +24,8 @@ def share_copied(model: Any) -> float:
 
 def test_it_copies_what_was_said_before() -> None:
     model = build_model(SETTINGS, TOKENIZER, VOCAB_SIZE, seed=0)
-    assert len(model.model.layers) == 3
-    assert share_copied(model) > 0.3
+    assert len(model.model.layers) == 6
+    assert share_copied(model) > 0.1
     # the control: without either of the two heads there is nothing left of it
     for layer in model.model.layers[:2]:
         written = layer.self_attn.o_proj.weight
@@ -34,7 +34,7 @@ def test_it_copies_what_was_said_before() -> None:
             written[:, :64] = 0
             assert share_copied(model) < 0.05
             written.copy_(kept)
-    assert share_copied(model) > 0.3
+    assert share_copied(model) > 0.1
 
 
 def test_shapes_without_room_are_random() -> None:

@@ -228,6 +228,8 @@ def _heldout(
     verifier: Target, rows: Dataset, given: _Given, shape: HeadShape
 ) -> list[HeldoutBatch]:
     settings = given.settings
+    if settings.eval_conversations is not None:
+        rows = rows.select(range(min(settings.eval_conversations, len(rows))))
     if settings.zero_stage < 3 and not is_first_process():
         return []  # the first process evaluates; a sharded target answers in all
     if is_first_process():

@@ -330,7 +330,7 @@ def test_the_card_tells_what_the_manifest_holds(tiny_chain: Path) -> None:
         "5 tokens, block rule.",
         "EAGLE-2 head: drafts trees from the features of target or intermediate |",
         "## Quality of the intermediates\n\n### intermediate\n",
-        "## Training of the draft heads\n\n### draft\n",
+        "## Training\n\n### draft\n",
         "| mean kl | 0.01235 |",
         "| simulated accepted length | 3.5 |",
         "- Command: `polybasic run recipes/tiny.yaml`",

@@ -135,7 +135,7 @@ def test_the_smaller_model_is_estimated_by_its_own_shape(tmp_path: Path) -> None
     recipe = load_recipe("tiny-four")
     small = shape_of_small(recipe, shape_of_target(recipe))
     assert small is not None
-    assert (small.vocab_size, small.num_layers, small.hidden_size) == (4096, 4, 256)
+    assert (small.vocab_size, small.num_layers, small.hidden_size) == (3072, 4, 256)
     assert shape_of_small(load_recipe("tiny"), small) is None
     whole, shorter = rows(), rows("small.scratch.num_steps=100")
     assert whole["small"].num_parameters == small.num_parameters
