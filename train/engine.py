@@ -64,16 +64,17 @@ def quiet_deepspeed() -> Any:
 
 
 def learning_rate_factor(
-    warmup_steps: int, num_steps: int, decay_steps: int | None = None
+    warmup_steps: int, num_steps: int, decay_share: float = 1.0
 ) -> Callable[[int], float]:
     """Linear warm-up, then linear decay that would reach zero in step `num_steps`.
 
     Args:
         warmup_steps: of the warm-up.
         num_steps: of the training.
-        decay_steps: the last steps, in which the rate falls; None: all after the warm-up.
+        decay_share: of the steps: the last ones, in which the factor falls; at most those after
+            the warm-up.
     """
-    num_falling = num_steps - warmup_steps if decay_steps is None else decay_steps
+    num_falling = min(num_steps - warmup_steps, max(1, round(decay_share * num_steps)))
 
     def factor(step: int) -> float:
         if step < warmup_steps:

@@ -46,7 +46,7 @@ def build_model(
         vocab_size=vocab_size,
         hidden_size=settings.hidden_size,
         intermediate_size=settings.intermediate_size,
-        num_hidden_layers=settings.first_layers or settings.num_layers,
+        num_hidden_layers=min(settings.first_layers or settings.num_layers, settings.num_layers),
         num_attention_heads=settings.num_heads,
         num_key_value_heads=settings.num_kv_heads,
         max_position_embeddings=settings.context_tokens,

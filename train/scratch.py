@@ -194,7 +194,7 @@ class _Run:
         self.model = build_model(settings, vocabulary.tokenizer, vocabulary.size, seed)
         self.optimizers = _optimizers(self.model, settings)
         self.learning_rate = learning_rate_factor(
-            settings.warmup_steps, settings.num_steps, settings.decay_steps
+            settings.warmup_steps, settings.num_steps, settings.decay_share
         )
         self.losses: list[float] = []  # one a step
         self.num_tokens = 0
@@ -397,16 +397,6 @@ def _check(settings: ScratchModelSettings, section: str) -> None:
             f"batch_tokens {settings.batch_tokens}, context_tokens {settings.context_tokens}"
         )
         raise UserError("row is longer than batch or context", where, "lower row_tokens")
-    first_layers, deepen_step = settings.first_layers, settings.deepen_step
-    where = (
-        f"{section}.scratch.first_layers {first_layers} of {settings.num_layers}, "
-        f"deepen_step {deepen_step} of {settings.num_steps}"
-    )
-    if (first_layers is None) != (deepen_step is None):
-        raise UserError("half a deepening", where, "set both keys, or leave both null")
-    num_first, num_before = first_layers or 1, deepen_step or 0
-    if num_first > settings.num_layers or num_before >= settings.num_steps:
-        raise UserError("deepening that never comes", where, "lower both keys")
     if settings.warmup_steps >= settings.num_steps:
         where = (
             f"{section}.scratch.warmup_steps {settings.warmup_steps}, "

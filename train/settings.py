@@ -70,10 +70,10 @@ class ScratchModelSettings(TrainingSettings):
 
     num_layers: int = Field(24, ge=1)
     first_layers: int | None = Field(
-        None, ge=1, description="train with so many layers until deepen_step; null: with all"
+        None, ge=1, description="train with so many layers at first; null: with all"
     )
-    deepen_step: int | None = Field(
-        None, ge=1, description="the step from which all layers are trained; null: the first"
+    first_share: float = Field(
+        0.9, gt=0, lt=1, description="of the steps: those that train first_layers alone"
     )
     hidden_size: int = Field(256, ge=128, multiple_of=128)
     intermediate_size: int = Field(768, ge=128, multiple_of=128)
@@ -92,9 +92,16 @@ class ScratchModelSettings(TrainingSettings):
     matrix_learning_rate: float = Field(0.02, gt=0, description="of the layers' matrices (Muon)")
     muon_iterations: int = Field(3, ge=1, description="Newton-Schulz iterations of a Muon step")
     warmup_steps: int = Field(20, ge=0)
-    decay_steps: int | None = Field(
-        None, ge=1, description="the last steps, in which rates fall; null: all after the warm-up"
+    decay_share: float = Field(
+        1.0, gt=0, le=1, description="of the steps: the last ones, in which rates fall to 0"
     )
+
+    @property
+    def deepen_step(self) -> int | None:
+        """The first step that trains all layers, where earlier ones train fewer."""
+        if self.first_layers is None or self.first_layers >= self.num_layers:
+            return None
+        return round(self.first_share * self.num_steps)
 
 
 class ScratchSettings(ScratchModelSettings):

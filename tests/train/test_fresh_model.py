@@ -8,7 +8,7 @@ import torch
 from polybasic.train.fresh_model import build_model
 from polybasic.train.settings import ScratchModelSettings
 
-SETTINGS = ScratchModelSettings(num_layers=24, first_layers=6, deepen_step=1)
+SETTINGS = ScratchModelSettings(num_layers=24, first_layers=6)
 VOCAB_SIZE = 1000
 TOKENIZER: Any = SimpleNamespace(bos_token_id=1, eos_token_id=2, pad_token_id=0)
 

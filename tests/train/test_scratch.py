@@ -115,9 +115,11 @@ def test_checkpoint_is_ordinary_and_answers(
 def test_killed_run_continues_to_the_same_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deepen_step: int | None
 ) -> None:
-    first_layers = None if deepen_step is None else 1
-    changes = {"first_layers": first_layers, "deepen_step": deepen_step}
-    settings = SETTINGS.model_copy(update=changes)
+    settings = SETTINGS
+    if deepen_step is not None:
+        changes = {"first_layers": 1, "first_share": deepen_step / SETTINGS.num_steps}
+        settings = SETTINGS.model_copy(update=changes)
+    assert settings.deepen_step == deepen_step
     monkeypatch.setattr(scratch, "_SAVE_EVERY_STEPS", 3)
     whole = train_scratch_target(CONVERSATIONS, settings, seed=1, out=tmp_path / "whole")
     with monkeypatch.context() as patch:
@@ -223,9 +225,6 @@ def test_long_conversations_are_cut_at_the_context_and_split_into_rows() -> None
     [
         ({"row_tokens": 512}, "row is longer than batch or context"),
         ({"warmup_steps": 8}, "warm-up takes all steps"),
-        ({"first_layers": 1}, "half a deepening"),
-        ({"first_layers": 1, "deepen_step": 8}, "deepening that never comes"),
-        ({"first_layers": 3, "deepen_step": 4}, "deepening that never comes"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(

@@ -533,6 +533,8 @@ def test_learning_rate_rises_then_falls_to_zero():
     assert factor(4) == 1.0
     assert factor(9) == pytest.approx(1 / 6)
     assert factor(10) == 0
+    late = learning_rate_factor(4, 20, decay_share=0.25)
+    assert [late(step) for step in (3, 15, 16, 19, 20)] == pytest.approx([1, 1, 0.8, 0.2, 0])
 
 
 def test_settings_that_cannot_work_are_refused():
