@@ -47,8 +47,9 @@ def measure_answers(
 
     Returns:
         "heldout_loss" and "heldout_answer_loss", nats a token, of all tokens and of the
-        assistant's; "right_answers", a share from 0 to 1, "right_answers_by_task" and
-        "num_answers". {} where nothing is answered.
+        assistant's; shares from 0 to 1: "right_tokens", of the assistant's tokens those that are
+        the most probable after the true ones before, and "right_answers", each in all and
+        "_by_task"; "num_answers". {} where nothing is answered.
     """
     heldout = []
     for row in conversations:
@@ -57,6 +58,7 @@ def measure_answers(
     heldout.sort(key=lambda each: len(each.encoded.input_ids))
     sums, counts = torch.zeros(2), torch.zeros(2)
     num_right, num_answers = Counter[str](), Counter[str]()
+    num_right_tokens, num_tokens = Counter[str](), Counter[str]()
     starts = range(0, len(heldout), _BATCH)
     for start in tracked(starts, "held-out answers"):
         batch = heldout[start : start + _BATCH]
@@ -68,6 +70,8 @@ def measure_answers(
             counts[index] += counted.sum()
         is_right = logits.argmax(dim=-1) == token_ids[:, 1:]
         for row, (_, task) in enumerate(batch):
+            num_right_tokens[task] += int((is_right[row] & is_assistant[row]).sum())
+            num_tokens[task] += int(is_assistant[row].sum())
             judged = _judged(is_right[row].tolist(), is_assistant[row].tolist())
             num_right[task] += sum(judged)
             num_answers[task] += len(judged)
@@ -77,11 +81,18 @@ def measure_answers(
     return {
         "heldout_loss": round(loss, 4),
         "heldout_answer_loss": round(answer_loss, 4),
-        "right_answers": round(num_right.total() / num_answers.total(), 4),
-        "right_answers_by_task": {
-            task: round(num_right[task] / num, 4) for task, num in sorted(num_answers.items())
-        },
+        **_shares("right_tokens", num_right_tokens, num_tokens),
+        **_shares("right_answers", num_right, num_answers),
         "num_answers": num_answers.total(),
+    }
+
+
+def _shares(name: str, right: Counter[str], judged: Counter[str]) -> dict[str, Any]:
+    return {
+        name: round(right.total() / judged.total(), 4),
+        f"{name}_by_task": {
+            task: round(right[task] / num, 4) for task, num in sorted(judged.items()) if num
+        },
     }
 
 

@@ -168,8 +168,9 @@ def _train(
     if "right_answers" in summary:
         print(
             f"{section}: {summary['heldout_loss']:.3f} nats a token on held-out conversations, "
-            f"{summary['heldout_answer_loss']:.3f} in answers, of which "
-            f"{100 * summary['right_answers']:.1f}% are right token for token",
+            f"{summary['heldout_answer_loss']:.3f} in answers; right are "
+            f"{100 * summary['right_tokens']:.1f}% of the answers' tokens and "
+            f"{100 * summary['right_answers']:.1f}% of whole answers",
             file=sys.stderr,
         )
     write_json(summary_path, {"inputs_sha256": digest, "summary": summary})

@@ -19,6 +19,8 @@ _NUM_TURNS, _NUM_WARM_UPS = 20, 3
 _OF_ANSWERS = (
     "heldout_loss",
     "heldout_answer_loss",
+    "right_tokens",
+    "right_tokens_by_task",
     "right_answers",
     "right_answers_by_task",
     "num_answers",
@@ -106,8 +108,9 @@ def answers_of_target(manifest: Manifest) -> dict[str, Any] | None:
     """How well a target that was trained here answers, from the record in the manifest.
 
     Returns:
-        heldout_loss and heldout_answer_loss, nats a token; right_answers and
-        right_answers_by_task, shares of num_answers. None of a ready-made target.
+        heldout_loss and heldout_answer_loss, nats a token; right_tokens, a share of the answers'
+        tokens, and right_answers, one of num_answers, each in all and by task. None of a
+        ready-made target.
     """
     record = manifest.training.get(manifest.members[0].name, {})
     return {name: record[name] for name in _OF_ANSWERS} if _OF_ANSWERS[0] in record else None

@@ -338,13 +338,16 @@ def answers_line(answers: dict[str, Any] | None) -> str:
     """How well a target that was trained here answers, in a line; "" of a ready-made one."""
     if answers is None:
         return ""
+    answers_by_task = answers["right_answers_by_task"]
     by_task = ", ".join(
-        f"{task} {100 * share:.0f}%" for task, share in answers["right_answers_by_task"].items()
+        f"{task} {100 * share:.0f}% and {100 * answers_by_task[task]:.0f}%"
+        for task, share in answers["right_tokens_by_task"].items()
     )
     return (
         f"target on held-out conversations: {answers['heldout_loss']:.3f} nats a token, "
-        f"{answers['heldout_answer_loss']:.3f} in answers; token for token, "
-        f"{100 * answers['right_answers']:.1f}% of {answers['num_answers']} answers are right "
+        f"{answers['heldout_answer_loss']:.3f} in answers; right are "
+        f"{100 * answers['right_tokens']:.1f}% of the answers' tokens and "
+        f"{100 * answers['right_answers']:.1f}% of {answers['num_answers']} whole answers "
         f"({by_task})"
     )
 

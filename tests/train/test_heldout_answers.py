@@ -67,6 +67,8 @@ def test_all_answers_are_right(tokenizer: PreTrainedTokenizerFast) -> None:
 def test_one_wrong_token_makes_an_answer_wrong(tokenizer: PreTrainedTokenizerFast) -> None:
     found = measured(tokenizer, " and")  # inside of one answer of two; no prompt has it
     assert found["right_answers_by_task"] == {"colours": 0.5, "other": 1.0}
+    assert found["right_tokens_by_task"]["other"] == 1.0
+    assert 0.5 < found["right_tokens_by_task"]["colours"] < found["right_tokens"] < 1.0
     assert found["heldout_answer_loss"] > found["heldout_loss"] > 0.1
 
 

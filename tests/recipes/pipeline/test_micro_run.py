@@ -164,7 +164,7 @@ def test_a_smaller_model_joins_a_whole_run(micro_four, micro_recipe) -> None:
     assert warning.startswith("small is larger than intermediate above it: a pass of small reads ")
     assert f"warning: {warning}\n" in stderr
     assert set(checked.manifest.quality) == {"intermediate", "small"}
-    assert set(checked.manifest.training) == {"draft", "small_draft"}
+    assert set(checked.manifest.training) == {"target", "draft", "small_draft"}
     for name in ("tokenizer.json", "tokenizer_config.json"):
         tokenizer = (out / "small_target" / name).read_bytes()
         assert tokenizer == (out / "target" / name).read_bytes()
