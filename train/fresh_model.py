@@ -10,6 +10,8 @@ training goes on.
 Shapes: H = hidden size, D = size of an attention head, V = vocabulary.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from transformers import (
@@ -109,7 +111,7 @@ def _write_copying_heads(model: LlamaForCausalLM, head_size: int) -> None:
     second.o_proj.weight[:, :head_size] = _COPY_SCALE * copied_DH.T
 
 
-def _of_first_head(attention: torch.nn.Module, head_size: int) -> tuple[Tensor, Tensor]:
+def _of_first_head(attention: Any, head_size: int) -> tuple[Tensor, Tensor]:
     """The query's and the key's weights [D, H] of a layer's first head, zeroed in place."""
     parts = []
     for projection in (attention.q_proj, attention.k_proj):

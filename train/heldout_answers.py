@@ -65,14 +65,14 @@ def measure_answers(
         token_ids, is_token, is_assistant = _padded([each.encoded for each in batch])
         logits = model(input_ids=token_ids, use_cache=False).logits[:, :-1].float()
         losses = F.cross_entropy(logits.mT, token_ids[:, 1:], reduction="none")
-        for index, counted in enumerate((is_token, is_assistant)):
-            sums[index] += losses[counted].sum()
-            counts[index] += counted.sum()
+        for number, counted in enumerate((is_token, is_assistant)):
+            sums[number] += losses[counted].sum()
+            counts[number] += counted.sum()
         is_right = logits.argmax(dim=-1) == token_ids[:, 1:]
-        for row, (_, task) in enumerate(batch):
-            num_right_tokens[task] += int((is_right[row] & is_assistant[row]).sum())
-            num_tokens[task] += int(is_assistant[row].sum())
-            judged = _judged(is_right[row].tolist(), is_assistant[row].tolist())
+        for index, (_, task) in enumerate(batch):
+            num_right_tokens[task] += int((is_right[index] & is_assistant[index]).sum())
+            num_tokens[task] += int(is_assistant[index].sum())
+            judged = _judged(is_right[index].tolist(), is_assistant[index].tolist())
             num_right[task] += sum(judged)
             num_answers[task] += len(judged)
     if not num_answers.total():

@@ -163,7 +163,7 @@ def _train(
     run.train(_encode(vocabulary.tokenizer, messages, settings))
     _save(run.model, vocabulary, out)
     summary = run.summary()
-    run.model.to(DTYPES[settings.dtype])
+    nn.Module.to(run.model, DTYPES[settings.dtype])  # transformers wraps its own without types
     summary |= measure_answers(run.model, vocabulary.tokenizer, heldout, settings.context_tokens)
     if "right_answers" in summary:
         print(

@@ -29,8 +29,8 @@ def print_report(report: dict[str, Any], console: Console) -> None:
         for row in rows[1:]:
             table.add_row(*row)
         console.print(table)
-    if line := answers_line(report.get("target")):
-        console.print(line, markup=False)
+    if answers := answers_line(report.get("target")):
+        console.print(answers, markup=False)
     for entry in report.get("adaptations", []):
         member, measure, before, after, kept = adaptation_rows([entry])[1]
         console.print(f"adapted {member}: {measure} {before} -> {after}, kept: {kept}")

@@ -36,7 +36,8 @@ class PackedRows(NamedTuple):
 def split_document(document: Document, row_tokens: int) -> list[Document]:
     """Pieces that fit into a row."""
     starts = range(0, len(document.input_ids), row_tokens)
-    return [Document(*(part[start : start + row_tokens] for part in document)) for start in starts]
+    parts = [slice(start, start + row_tokens) for start in starts]
+    return [Document(document.input_ids[part], document.is_assistant[part]) for part in parts]
 
 
 def pack_documents(documents: list[Document], row_tokens: int) -> list[list[Document]]:
