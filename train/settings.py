@@ -165,6 +165,12 @@ class HeadSettings(TrainingSettings):
         "online",
         description="online: taken as the batches come; offline: written to a folder first",
     )
+    num_conversations: int | None = Field(
+        None,
+        ge=1,
+        description="of the training's conversations, the first ones; null: all. Offline features of "
+        "few are soon made, and serve in every epoch",
+    )
     features_folder: str | None = Field(
         None,
         min_length=1,

@@ -179,9 +179,11 @@ def _draft(case: Case, shape: Shape) -> _Costs:
     step_tokens = train.batch_size * _row_tokens(recipe)
     # an EAGLE-3 head's projection is among its parameters; through EAGLE-2's frozen one go states
     projection = 0 if train.kind == "eagle3" else 4 * head.num_projected
-    step_operations = step_tokens * (
-        2 * shape.num_parameters + train.unroll_steps * (6 * head.num_parameters + projection)
-    )
+    step_operations = step_tokens * train.unroll_steps * (6 * head.num_parameters + projection)
+    num_answered = train.num_steps * train.batch_size  # rows that the target passes over
+    if train.features == "offline":
+        num_answered = min(num_answered, train.num_conversations or _num_conversations(recipe))
+    target_operations = num_answered * _row_tokens(recipe) * 2 * shape.num_parameters
     evaluation_operations = (
         (train.eval_conversations or recipe.data.num_heldout)
         * train.eval_answer_tokens
@@ -191,12 +193,15 @@ def _draft(case: Case, shape: Shape) -> _Costs:
         * (shape.num_draft_parameters + head.num_projected)
     )
     num_evaluations = 1 + train.num_steps // train.eval_every_steps
-    operations = train.num_steps * step_operations + num_evaluations * evaluation_operations
+    operations = (
+        train.num_steps * step_operations
+        + target_operations
+        + num_evaluations * evaluation_operations
+    )
     seconds = operations / case.hardware.training_flops / train.num_processes
     disk = head.num_bytes + 2.0 * _ADAM_BYTES * head.num_parameters
     if train.features == "offline":
-        num = min(train.num_steps * train.batch_size, _num_conversations(recipe))
-        features = num * _row_tokens(recipe) * head.feature_bytes
+        features = num_answered * _row_tokens(recipe) * head.feature_bytes
         disk += features
         seconds += _reading_seconds(2 * features)
     return (

@@ -172,6 +172,8 @@ def _prepare(given: _Given, sources: dict[str, str]) -> _Prepared:
     data, settings, seed = given.data, given.settings, given.seed
     rows = load_conversations(given.conversations, data.limit)
     training_rows, heldout_rows = split_conversations(rows, data.num_heldout)
+    if settings.num_conversations is not None:
+        training_rows = _first(training_rows, settings.num_conversations)
     verifier = _load_verifier(given)
     tokenizer = verifier.tokenizer
     check_chat_template(tokenizer)
@@ -229,7 +231,7 @@ def _heldout(
 ) -> list[HeldoutBatch]:
     settings = given.settings
     if settings.eval_conversations is not None:
-        rows = rows.select(range(min(settings.eval_conversations, len(rows))))
+        rows = _first(rows, settings.eval_conversations)
     if settings.zero_stage < 3 and not is_first_process():
         return []  # the first process evaluates; a sharded target answers in all
     if is_first_process():
@@ -238,6 +240,10 @@ def _heldout(
         verifier, rows, given.data.max_tokens, settings.eval_answer_tokens, shape.feature_layers
     )
     return found if is_first_process() else []
+
+
+def _first(rows: Dataset, num: int) -> Dataset:
+    return rows.select(range(min(num, len(rows))))
 
 
 def _features(
@@ -255,6 +261,7 @@ def _features(
         "verifier_sha256": sources.get("intermediate_sha256", sources["target_sha256"]),
         **{name: sources[name] for name in _OF_TEXT if name in sources},
         "data": _data_identity(given.data),
+        "num_conversations": settings.num_conversations,
         "seed": given.seed,
     }
     folder = Path(settings.features_folder or given.out / _FEATURES_NAME)

@@ -307,6 +307,18 @@ def test_second_signal_ends_at_once_where_no_launcher_does_that():
     assert [signal.getsignal(each) for each in which] == before
 
 
+def test_a_training_of_few_conversations_makes_their_features_alone(
+    target, conversations, tmp_path, capfd
+):
+    changes = {"features": "offline", "num_conversations": 3, "num_steps": 4, "batch_size": 2}
+    settings = SETTINGS.model_copy(update=changes)
+    train_head(target, conversations, DATA, settings, 0, tmp_path / "few")
+    assert "offline features of 3 conversations" in capfd.readouterr().err
+    settings = settings.model_copy(update={"num_conversations": None})
+    train_head(target, conversations, DATA, settings, 0, tmp_path / "all")
+    assert "offline features of 8 conversations" in capfd.readouterr().err
+
+
 def test_packed_offline_eagle3_that_ctrl_c_stops_continues_to_the_same_bits(
     target, conversations, tmp_path, monkeypatch
 ):
