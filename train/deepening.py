@@ -13,7 +13,7 @@ from transformers import LlamaForCausalLM
 
 @torch.no_grad()
 def deepen(model: LlamaForCausalLM, num_layers: int) -> None:
-    """Put copies of a model's layers behind each of them, in place, until there are `num_layers`.
+    """Put copies of a model's layers after each of them, in place, until there are `num_layers`.
 
     A copy adds nothing to the residual stream yet: what its attention and its MLP write with is 0.
     The parameters that were there stay the same objects.

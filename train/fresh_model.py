@@ -77,14 +77,14 @@ def _write_copying_heads(model: LlamaForCausalLM, head_size: int) -> None:
     """The first query head of the first two layers, with its keys and values.
 
     The residual stream has a direction that is the same for all tokens and, at right angles to it,
-    three spaces of D dimensions: what is told of the token itself, where the token before is kept,
+    three spaces of D dimensions: what describes the token itself, where the token before is kept,
     and what is copied.
     """
     embedding_VH, projection_VH = model.model.embed_tokens.weight, model.lm_head.weight
     hidden_size, half = embedding_VH.shape[1], head_size // 2
     spaces_HH, _ = torch.linalg.qr(torch.randn(hidden_size, hidden_size))
     constant_H, rest = spaces_HH[0], spaces_HH[1:]
-    told_DH, kept_DH, copied_DH = (rest[n * head_size : (n + 1) * head_size] for n in range(3))
+    token_DH, kept_DH, copied_DH = (rest[n * head_size : (n + 1) * head_size] for n in range(3))
     # what a copying head writes of an embedding comes out as the token that it was
     projection_VH.copy_(embedding_VH)
     embedding_VH.add_(_DEVIATION * hidden_size**0.5 * constant_H)
@@ -93,11 +93,11 @@ def _write_copying_heads(model: LlamaForCausalLM, head_size: int) -> None:
     queries_DH, keys_DH = _of_first_head(first, head_size)
     angles = _ROPE_THETA ** (-torch.arange(half) / half)
     for pair in range(int(_NEIGHBOUR_SHARE * half)):
-        # keys are turned by one place: most alike is the query of the token behind
+        # keys are turned by one place: the query of the next token is most like them
         queries_DH[pair] = _NEIGHBOUR_SCALE * constant_H
         keys_DH[pair] = _NEIGHBOUR_SCALE * angles[pair].cos() * constant_H
         keys_DH[pair + half] = _NEIGHBOUR_SCALE * angles[pair].sin() * constant_H
-    first.v_proj.weight[:head_size] = told_DH
+    first.v_proj.weight[:head_size] = token_DH
     mark_scale = _MARK_SCALE * (hidden_size / head_size) ** 0.5
     first.o_proj.weight[:, :head_size] = mark_scale * kept_DH.T
 
@@ -105,7 +105,7 @@ def _write_copying_heads(model: LlamaForCausalLM, head_size: int) -> None:
     slow = torch.arange(half) >= _CONTENT_SHARE * half
     is_used = torch.cat((slow, slow))
     num_used = int(is_used.sum())
-    queries_DH[is_used] = _CONTENT_SCALE * told_DH[:num_used]
+    queries_DH[is_used] = _CONTENT_SCALE * token_DH[:num_used]
     keys_DH[is_used] = _CONTENT_SCALE * kept_DH[:num_used]
     second.v_proj.weight[:head_size] = copied_DH
     second.o_proj.weight[:, :head_size] = _COPY_SCALE * copied_DH.T
