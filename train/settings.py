@@ -168,8 +168,8 @@ class HeadSettings(TrainingSettings):
     num_conversations: int | None = Field(
         None,
         ge=1,
-        description="of the training's conversations, the first ones; null: all. Offline features of "
-        "few are soon made, and serve in every epoch",
+        description="of the training's conversations, the first ones; null: all. Offline features "
+        "of few are soon made, and serve in every epoch",
     )
     features_folder: str | None = Field(
         None,

@@ -139,7 +139,7 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(tmp_path, monkeypatch) -> 
         "intermediate",
         "chain",
         "report",
-        "21.0 M",
+        "20.5 M",
         "estimate",
     ):
         assert word in out

@@ -103,11 +103,14 @@ def test_heads_are_counted_as_they_are_built(train: dict, tmp_path: Path) -> Non
 
 
 def test_what_is_written_before_training_is_counted(tmp_path: Path) -> None:
-    plain = rows_of(tmp_path)
+    plain = rows_of(tmp_path, "train.features=online")
     offline = rows_of(tmp_path, "train.features=offline")
     written = offline["draft"].disk_bytes - plain["draft"].disk_bytes
     recipe = load_recipe("tiny").train
-    assert written == pytest.approx(recipe.num_steps * recipe.batch_size * 115 * 256 * 2)
+    assert recipe.num_conversations is not None
+    assert recipe.num_conversations < recipe.num_steps * recipe.batch_size
+    assert written == pytest.approx(recipe.num_conversations * 115 * 256 * 2)
+    assert offline["draft"].seconds < plain["draft"].seconds
     asked = rows_of(tmp_path, "data.regenerate.temperature=0")
     assert asked["regenerated"].seconds > asked["report"].seconds
     server = "data.regenerate.endpoint=http://localhost:8000/v1"

@@ -316,7 +316,7 @@ def test_a_training_of_few_conversations_makes_their_features_alone(
     assert "offline features of 3 conversations" in capfd.readouterr().err
     settings = settings.model_copy(update={"num_conversations": None})
     train_head(target, conversations, DATA, settings, 0, tmp_path / "all")
-    assert "offline features of 8 conversations" in capfd.readouterr().err
+    assert "offline features of 16 conversations" in capfd.readouterr().err
 
 
 def test_packed_offline_eagle3_that_ctrl_c_stops_continues_to_the_same_bits(
