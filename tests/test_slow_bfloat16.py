@@ -4,11 +4,8 @@ PyTorch takes ten times as long for such products there, and forty for those of 
 functions named `emulated_...` are tests of a process that sees only AVX2.
 """
 
-import os
 import platform
 import random
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -20,9 +17,9 @@ from torch.utils._pytree import tree_leaves
 
 from polybasic.chain.kernels.product_times import multiplies_fast, product_times
 from polybasic.chain.model.reference import load_reference_model
+from tests.emulation import assert_passes_without_avx512
 from tests.train.counting import write_counting
 
-WITHOUT_AVX512 = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
 PRODUCTS = ("mm", "linear", "dot_product", "mv", "matmul", "conv")
 """Parts of the names of operations that multiply matrices."""
 
@@ -142,21 +139,8 @@ def emulated_quantization(trained: tuple[Path, Products], tmp_path: Path) -> Non
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="other processors have other limits")
 def test_no_stage_multiplies_in_bfloat16_where_that_is_slow() -> None:
-    code = (
-        "import sys, pytest, torch; "
-        "from polybasic.chain.kernels.product_times import multiplies_fast; "
-        "assert not multiplies_fast(torch.bfloat16); sys.exit(pytest.main(sys.argv[1:]))"
-    )
-    options = [__file__, "-p", "no:cacheprovider", "-o", "python_functions=emulated_*"]
-    done = subprocess.run(
-        [sys.executable, "-c", code, *options],
-        env=os.environ | WITHOUT_AVX512,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "3 passed" in done.stdout
+    options = ["-o", "python_functions=emulated_*"]
+    assert_passes_without_avx512(__file__, options, "3 passed")
 
 
 def test_what_is_fast_is_told_from_what_is_slow() -> None:

@@ -1,9 +1,6 @@
 """Products without native kernels, on this processor and on one without AVX-512."""
 
-import os
 import platform
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,10 +12,10 @@ from polybasic.chain.kernels.product_times import multiplies_fast
 from polybasic.chain.model import linear
 from polybasic.chain.model.linear import dense_linear, int4_linear
 from polybasic.deploy import load_chain
+from tests.emulation import assert_passes_without_avx512
 
 CPU = torch.device("cpu")
 ROUNDING = {torch.float32: 2**-22, torch.bfloat16: 2**-8, torch.float16: 2**-11}
-WITHOUT_AVX512 = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
 ANNOUNCED = "PyTorch has no fast {} on this CPU: weights are kept in float32"
 
 
@@ -100,17 +97,4 @@ def test_a_chain_is_served_as_it_is_stored_where_that_is_fast(
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="other processors have other limits")
 def test_all_of_it_holds_without_avx512() -> None:
     """oneDNN raises there when it is given bfloat16 weights to lay out."""
-    code = (
-        "import sys, pytest, torch; from polybasic.chain.model.linear import multiplies_fast; "
-        "assert not multiplies_fast(torch.bfloat16); sys.exit(pytest.main(sys.argv[1:]))"
-    )
-    options = [__file__, "-p", "no:cacheprovider", "-k", "not without_avx512"]
-    done = subprocess.run(
-        [sys.executable, "-c", code, *options],
-        env=os.environ | WITHOUT_AVX512,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "16 passed" in done.stdout
+    assert_passes_without_avx512(__file__, ["-k", "not without_avx512"], "16 passed")
