@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from polybasic.chain.kernels.torch.operations import Heads
-from polybasic.chain.kernels.torch.rows import causal_rows
+from polybasic.chain.kernels.torch.rows import device_consecutive_rows
 from polybasic.chain.model.device_model import DeviceModel
 from polybasic.deploy import Chain
 from polybasic.deploy.graphs.capture import Graphs
@@ -93,7 +93,7 @@ def runtime(model: DeviceModel, cache: KeyValueCache, context: int, rows: int) -
     prefix = torch.tensor(context, device=device)
     num_heads = heads.num_kv_heads * (heads.query_groups + 2)
     qkv = torch.randn(rows, num_heads * heads.head_dim).to(cache.block)
-    looking = causal_rows(prefix, rows)
+    looking = device_consecutive_rows(prefix, rows)
     span = looking.span_of(model.parts.config.kinds[0])
     return lambda layer: model.operations.attention(qkv, layer, looking, span, heads, rotation)
 

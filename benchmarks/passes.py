@@ -24,9 +24,9 @@ from traffic import Moved, member_draft, member_pass
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.plan import Tree
-from polybasic.chain.kernels.torch.rows import causal_rows
+from polybasic.chain.kernels.executor import Executor
+from polybasic.chain.kernels.torch.rows import device_consecutive_rows
 from polybasic.chain.model.device_model import DeviceModel
-from polybasic.chain.model.head import EagleHead
 from polybasic.deploy import Chain
 from polybasic.deploy.engine import CONTEXT_TOKENS_BY_DEFAULT, Drafters
 from polybasic.deploy.graphs.capture import Graphs
@@ -213,7 +213,7 @@ def _device_pass(
     chosen = torch.zeros(rows, dtype=torch.int64, device=device)
 
     def run_pass() -> None:
-        states = model.forward(tokens, cache.layers, causal_rows(prefix, rows))
+        states = model.forward(tokens, [cache.layers], device_consecutive_rows(prefix, rows))
         chosen.copy_(model.operations.most_probable(model.logits(states)))
 
     return run_pass
@@ -222,7 +222,7 @@ def _device_pass(
 def _draft(chain: Chain, name: str, tree: Tree, context: int) -> Callable[[], None]:
     """A whole draft after `context` tokens."""
     drafter = chain.engine.models.drafters[name]
-    if isinstance(drafter, EagleHead) and drafter.device_model is not None:
+    if isinstance(drafter, Executor) and drafter.device_model is not None:
         return _device_draft(drafter, context, tree)
     return _host_draft(chain, name, tree, context)
 
@@ -245,14 +245,14 @@ def _host_draft(chain: Chain, name: str, tree: Tree, context: int) -> Callable[[
     return run_draft
 
 
-def _device_draft(head: EagleHead, context: int, tree: Tree) -> Callable[[], None]:
+def _device_draft(head: Executor, context: int, tree: Tree) -> Callable[[], None]:
     model = device_model_of(head, "the draft head")
     cache = KeyValueCache(head.config, 1, context + SPARE_ROWS, head.dtype, head.device)
     state = torch.randn(1, head.config.hidden_size).to(head.device, head.dtype)
     prefix = torch.tensor(context, device=head.device)
 
     def forward(tokens: Tensor, states: Tensor, rows: Any) -> Tensor:
-        return model.forward(tokens, cache.layers, rows, states)
+        return model.forward(tokens, [cache.layers], rows, states)
 
     shape = tree.depth, tree.top_k, head.draft_token_ids
 

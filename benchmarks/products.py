@@ -100,7 +100,7 @@ def _gemlite(weight: QuantizedWeight) -> Linear:
 def _on_device(weight: Tensor | PackedWeight, device: torch.device) -> Linear:
     """As passes on a GPU compute it."""
     operations = operations_for(device, torch.bfloat16) or Operations()
-    return partial(operations.product, DeviceLinear(operations, weight, None))
+    return partial(operations.product, DeviceLinear(weight))
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from polybasic.chain.formats.awq import GROUP_SIZE
 from polybasic.chain.formats.config import DecoderConfig
 from polybasic.chain.formats.manifest import Kind
 from polybasic.chain.formats.names import Shape, layer_linears, layer_norms, required_biases
-from polybasic.chain.model.head import EagleHead
+from polybasic.chain.kernels.executor import Executor
 from polybasic.chain.model.linear import DRAFT_GROUP_SIZE, drafts_in_4_bits
 from polybasic.deploy import Chain
 
@@ -83,7 +83,7 @@ def member_draft(chain: Chain, name: str, context: int, depth: int, top_k: int) 
     """All passes of a draft of a drafting member."""
     model = chain.engine.models.drafters[name]
     kind = chain.manifest.member(name).kind
-    if isinstance(model, EagleHead):
+    if isinstance(model, Executor):
         num_tokens = model.config.vocab_size
         if model.draft_token_ids is not None:
             num_tokens = len(model.draft_token_ids)

@@ -11,8 +11,8 @@ import torch
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.manifest import Member, check_plan
 from polybasic.chain.formats.plan import Plan, Tree, Window
-from polybasic.chain.model.decoder import Decoder
-from polybasic.chain.model.head import EagleHead
+from polybasic.chain.kernels.executor import Executor
+from polybasic.chain.kernels.torch.executor import TorchExecutor
 from polybasic.deploy.drafters.head import EagleDrafter
 from polybasic.deploy.drafters.interface import Drafter, NoDrafter
 from polybasic.deploy.drafters.model import ModelDrafter
@@ -79,13 +79,13 @@ class Models:
         context_tokens: prompt and answer together.
     """
 
-    decoders: dict[str, Decoder]
-    drafters: dict[str, EagleHead | Decoder]
+    decoders: dict[str, Executor]
+    drafters: dict[str, Executor]
     members: tuple[Member, ...]
     context_tokens: int = CONTEXT_TOKENS_BY_DEFAULT
 
     @property
-    def target(self) -> Decoder:
+    def target(self) -> Executor:
         return next(iter(self.decoders.values()))
 
 
@@ -139,11 +139,9 @@ class Engine:
                     decoder.dtype,
                     decoder.device,
                 )
-            passes = (
-                None
-                if decoder.device_model is None
-                else DevicePasses(name, decoder, cache, self.graphs)
-            )
+            passes = None
+            if isinstance(decoder, TorchExecutor) and decoder.runs_on_device:
+                passes = DevicePasses(name, decoder, cache, self.graphs)
             self.verifiers[name] = Verifier(name, decoder, cache, passes)
         _hand_out_feature_layers(models, self.verifiers)
         self.drafters = Drafters(models, capacity)
@@ -340,7 +338,7 @@ class Drafters:
         """The drafter over the draft model of this name, with such trees and such a window."""
         if name not in self._made:
             model = self.models.drafters[name]
-            if isinstance(model, EagleHead):
+            if model.weights.is_head:
                 self._made[name] = EagleDrafter(model, tree, self.capacity)
             else:
                 self._made[name] = ModelDrafter(model, tree, self.capacity)
@@ -355,20 +353,21 @@ def _hand_out_feature_layers(models: Models, verifiers: dict[str, Verifier]) -> 
     """
     for member in models.members:
         head = models.drafters.get(member.name)
-        if not isinstance(head, EagleHead) or not head.feature_layers:
+        if head is None or not head.weights.feature_layers:
             continue
+        feature_layers = head.weights.feature_layers
         caches = [verifiers[name].cache for name in member.drafts_for]
         for verifier in verifiers.values():
             if not any(verifier.cache is cache for cache in caches):
                 continue
-            if verifier.decoder.feature_layers not in ((), head.feature_layers):
+            if verifier.feature_layers not in ((), feature_layers):
                 raise UserError(
                     "heads of one model read different layers",
-                    f"{head.feature_layers} by {member.name}, {verifier.decoder.feature_layers} "
+                    f"{feature_layers} by {member.name}, {verifier.feature_layers} "
                     f"by another head of {verifier.name} or of a model with the same cache",
                     "package a chain with one of these heads",
                 )
-            verifier.decoder.feature_layers = head.feature_layers
+            verifier.feature_layers = feature_layers
 
 
 def _names(members: tuple[Member, ...]) -> str:

@@ -10,15 +10,14 @@ import torch
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.checkpoint import resolve_chain
+from polybasic.chain.formats.config import DecoderConfig
 from polybasic.chain.formats.manifest import HEAD_KINDS, check_plan
 from polybasic.chain.formats.plan import MeasuredPlan, Plan
 from polybasic.chain.formats.tokenizer import load_tokenizer
 from polybasic.chain.formats.verify import CheckedChain, check_chain
-from polybasic.chain.kernels.cpu.library import kernels_for
+from polybasic.chain.kernels.executor import Executor
 from polybasic.chain.kernels.product_times import DTYPES, multiplies_fast, name_of
-from polybasic.chain.kernels.selection import reads_4_bits
-from polybasic.chain.model.decoder import Decoder
-from polybasic.chain.model.head import EagleHead
+from polybasic.chain.kernels.selection import backend_for
 from polybasic.chain.model.loading import load_decoder, load_head, serving_dtype
 from polybasic.deploy.chain import Chain
 from polybasic.deploy.defaults import read_default_sampling, read_stop_tokens
@@ -117,16 +116,13 @@ def device_named(name: str | None = None) -> torch.device:
 
 
 def _allocate(engine: Engine, plan: Plan) -> None:
-    """Make what is made when it is first asked for: the drafter's cache, the kernels' buffers."""
+    """Make what is made when it is first asked for: the drafter's cache."""
     engine.drafters.of(plan)
-    models: list[Decoder | EagleHead] = [*engine.models.decoders.values()]
-    for model in (*models, *engine.models.drafters.values()):
-        _ = model.native, model.device_model
 
 
 def _stated(checked: CheckedChain, options: LoadOptions) -> Memory:
     device, dtype = device_named(options.device), _dtype(checked, options)
-    kernels = _kernels(device, dtype)
+    kernels = _kernels(device, dtype, checked.target_config.decoder)
     layout = Layout(
         device.type,
         name_of(dtype),
@@ -140,11 +136,12 @@ def _stated(checked: CheckedChain, options: LoadOptions) -> Memory:
     return state_memory(checked, layout, num_tokens, share_caches=options.share_caches)
 
 
-def _kernels(device: torch.device, dtype: torch.dtype) -> Kernels:
+def _kernels(device: torch.device, dtype: torch.dtype, config: DecoderConfig) -> Kernels:
     """Whose layout weights are kept in."""
-    if reads_4_bits(device, dtype):
-        return "device"
-    return "eager" if kernels_for(device, dtype) is None else "native"
+    backend = backend_for(device, dtype, config)
+    if not backend.packs_4_bits:
+        return "eager"
+    return "native" if backend.name == "cpu" else "device"
 
 
 def _plan(checked: CheckedChain, given: Plan | None, hardware: str) -> Plan | MeasuredPlan:
@@ -194,11 +191,11 @@ def _load_models(
 ) -> Models:
     manifest, num_positions = checked.manifest, context_tokens + SPARE_ROWS
 
-    def decoder(name: str) -> Decoder:
+    def decoder(name: str) -> Executor:
         return load_decoder(checked.configs[name], dtype, device, num_positions)
 
     decoders = {member.name: decoder(member.name) for member in manifest.verifying}
-    drafters: dict[str, EagleHead | Decoder] = {}
+    drafters: dict[str, Executor] = {}
     for member in manifest.drafters:
         if member.kind in HEAD_KINDS:
             verifier = decoders[member.drafts_for[0]]

@@ -37,7 +37,7 @@ from polybasic.chain.heads.foreign import (
     in_eagle_format,
     read_foreign_config,
 )
-from polybasic.chain.model.weights import Weights
+from polybasic.chain.model.stored import StoredTensors
 
 IMPORTED_FROM_KEY = "imported_from"
 """Next to `TRAINED_FOR_KEY` in a head's config.json: where the head came from."""
@@ -110,7 +110,9 @@ def import_head(
     _check_tensors(source, tensors, head)
     draft_token_ids(tensors, f"{source}")
     dtype = tensors["fc.weight"].dtype
-    embedding = Weights(target, dtype, torch.device("cpu")).stored("model.embed_tokens.weight")
+    embedding = StoredTensors(target, dtype, torch.device("cpu")).stored(
+        "model.embed_tokens.weight"
+    )
     if EMBEDDING in tensors:
         _check_embedding(source, target, tensors[EMBEDDING], embedding)
     else:

@@ -1,4 +1,4 @@
-"""Selects what computes passes on a device."""
+"""Selects the backend of a model: the one place that chooses what computes its passes."""
 
 import importlib.util
 import logging
@@ -7,9 +7,14 @@ from importlib.metadata import version
 
 import torch
 
+from polybasic.chain.formats.config import DecoderConfig
+from polybasic.chain.kernels.backend import Backend
+from polybasic.chain.kernels.cpu.executor import CpuBackend
+from polybasic.chain.kernels.cpu.library import kernels_for
+from polybasic.chain.kernels.cpu.native import describe_kernels
 from polybasic.chain.kernels.cuda import KERNEL_DTYPES
 from polybasic.chain.kernels.environment import kernels_wanted
-from polybasic.chain.kernels.torch.operations import Operations
+from polybasic.chain.kernels.torch.backends import DeviceBackend, TorchBackend
 
 MIN_CAPABILITY = (8, 0)
 """Ampere: tensor cores for bfloat16, and asynchronous copies."""
@@ -17,38 +22,52 @@ MIN_CAPABILITY = (8, 0)
 _log = logging.getLogger(__name__)
 
 
-def operations_for(device: torch.device, dtype: torch.dtype) -> Operations | None:
-    """The operations that compute passes on a device, one shared object; None for the eager path.
+def backend_for(device: torch.device, dtype: torch.dtype, *configs: DecoderConfig) -> Backend:
+    """What lays out and runs a model, or models that share weights.
 
-    On a GPU these are the Triton kernels, or PyTorch's operations in float32 and where the kernels
-    cannot run, which one warning a process reports. On a CPU they are PyTorch's operations if
-    POLYBASIC_KERNELS asks for the device path.
+    On a CPU these are the native kernels where they take the dtype and the model's sizes. On a GPU
+    they are Triton's, or PyTorch's operations in float32 and where the kernels cannot run, which
+    one warning a process reports. Everything else is eager PyTorch. POLYBASIC_KERNELS can ask for
+    another choice.
+
+    Args:
+        configs: of the models; without any, what runs models of common sizes.
 
     Raises:
-        UserError: POLYBASIC_KERNELS has an unknown value.
+        UserError: POLYBASIC_KERNELS has an unknown value, or is "native" but the kernels are
+            unavailable.
     """
+    backend = _fastest(device, dtype)
+    return backend if all(map(backend.takes, configs)) else TorchBackend(device, dtype)
+
+
+def _fastest(device: torch.device, dtype: torch.dtype) -> Backend:
     wanted = kernels_wanted()
     if device.type == "cpu":
-        return _reference() if wanted == "device" else None
+        if wanted == "device":
+            return DeviceBackend(device, dtype)
+        kernels = kernels_for(device, dtype)
+        return TorchBackend(device, dtype) if kernels is None else CpuBackend(kernels, dtype)
     if device.type != "cuda" or wanted == "eager":
-        return None
-    if dtype not in KERNEL_DTYPES:
-        return _reference()
+        return TorchBackend(device, dtype)
     missing = _missing(device)
-    return _kernels() if missing is None else _reference_because(missing)
+    if dtype in KERNEL_DTYPES and missing is None:
+        from polybasic.chain.kernels.cuda.executor import CudaExecutor
+
+        return DeviceBackend(device, dtype, CudaExecutor)
+    if dtype in KERNEL_DTYPES and missing is not None:
+        _report(missing)
+    return DeviceBackend(device, dtype, packs_4_bits=False)
 
 
-def reads_4_bits(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the device path keeps 4-bit weights packed because a kernel reads them.
-
-    On a CPU they are kept as on a GPU. PyTorch's operations would dequantize them in each product,
-    so on a GPU without kernels they read a dequantized copy.
+def describe_executors() -> dict[str, str]:
+    """What each executor is here, or why it is not; for people.
 
     Raises:
-        UserError: POLYBASIC_KERNELS has an unknown value.
+        UserError: POLYBASIC_KERNELS has an unknown value, or is "native" but the kernels are
+            unavailable.
     """
-    operations = operations_for(device, dtype)
-    return operations is not None and (device.type == "cpu" or operations is not _reference())
+    return {"cpu": describe_kernels(), "cuda": describe_gpu_kernels(), "torch": torch.__version__}
 
 
 def describe_gpu_kernels() -> str:
@@ -87,18 +106,5 @@ def _missing(device: torch.device) -> str | None:
 
 
 @cache
-def _reference() -> Operations:
-    return Operations()
-
-
-@cache
-def _kernels() -> Operations:
-    from polybasic.chain.kernels.cuda.triton_operations import TritonOperations
-
-    return TritonOperations()
-
-
-@cache
-def _reference_because(missing: str) -> Operations:
+def _report(missing: str) -> None:
     _log.warning("GPU kernels: PyTorch's operations, which are slower: %s", missing)
-    return _reference()

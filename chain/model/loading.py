@@ -20,14 +20,14 @@ from polybasic.chain.formats.names import (
     layer_norms,
     required_biases,
 )
-from polybasic.chain.kernels.cpu.library import kernels_for
+from polybasic.chain.kernels.backend import Backend
+from polybasic.chain.kernels.executor import Executor
 from polybasic.chain.kernels.product_times import evaluation_dtype
-from polybasic.chain.kernels.selection import operations_for
-from polybasic.chain.kernels.torch.rotary import RotaryTable
-from polybasic.chain.model.decoder import Decoder, DecoderLayer
-from polybasic.chain.model.head import Eagle3Head, EagleHead
-from polybasic.chain.model.linear import Linear, dense_linear, draft_linear
-from polybasic.chain.model.weights import Weights
+from polybasic.chain.kernels.rotary import RotaryTable
+from polybasic.chain.kernels.selection import backend_for
+from polybasic.chain.kernels.torch.backends import TorchBackend
+from polybasic.chain.kernels.weights import LayerWeights, Linear, ModelWeights
+from polybasic.chain.model.stored import StoredTensors
 
 
 def serving_dtype(stored: torch.dtype, device: torch.device) -> torch.dtype:
@@ -36,15 +36,13 @@ def serving_dtype(stored: torch.dtype, device: torch.device) -> torch.dtype:
     Kernels are fast in all dtypes that they have. Where there are none, PyTorch's products decide:
     float32, which holds every number of the others, stands for what it multiplies slowly.
     """
-    has_kernels = kernels_for(device, stored) is not None
-    if has_kernels or operations_for(device, stored) is not None:
-        return stored
-    return evaluation_dtype(stored, device)
+    has_kernels = not isinstance(backend_for(device, stored), TorchBackend)
+    return stored if has_kernels else evaluation_dtype(stored, device)
 
 
 def load_decoder(
     file: ConfigFile, dtype: torch.dtype, device: torch.device, num_positions: int
-) -> Decoder:
+) -> Executor:
     """Load a target (dense) or an intermediate (AWQ) from a checkpoint.
 
     Args:
@@ -57,34 +55,52 @@ def load_decoder(
     config = file.decoder
     if file.content.get("quantization_config"):
         read_quantization_config(file.content, str(file.path))
-    weights = Weights(file.folder, dtype, device)
+    backend = backend_for(device, dtype, config)
+    tensors = StoredTensors(file.folder, dtype, device)
     rotary = RotaryTable(config, num_positions, dtype, device)
     # the largest tensors first: converting them takes the most memory, when little is in use
-    embedding = weights.dense("model.embed_tokens.weight")
-    lm_head = dense_linear(embedding) if config.tie_word_embeddings else weights.linear("lm_head")
+    embedding = tensors.dense("model.embed_tokens.weight")
+    is_tied = config.tie_word_embeddings
+    lm_head = backend.dense(embedding) if is_tied else tensors.linear(backend, "lm_head")
     layers = []
     for index in range(config.num_layers):
         prefix = f"model.layers.{index}"
-        norms = _load_norms(config, weights, prefix)
-        layers.append(_load_layer(config, weights, prefix, norms, config.kind_of(index)))
-    final_norm = _load_norm(config, weights, "model.norm")
+        norms = _load_norms(config, tensors, prefix)
+        kind = config.kind_of(index)
+        layers.append(_load_layer(config, tensors, backend, prefix, norms, kind))
 
     def draft_lm_head(token_ids: Tensor | None) -> Linear:
+        if token_ids is None and not backend.rounds_drafts(config.hidden_size):
+            return lm_head
         chosen = slice(None) if token_ids is None else token_ids.cpu()
-        if config.tie_word_embeddings:
-            return draft_linear(embedding[chosen])
+        if is_tied:
+            return backend.draft(embedding[chosen])
         # the weight itself may already be in a layout that cannot be read
         rows = {
-            name: weights.stored(name)[chosen].to(device, dtype)
+            name: tensors.stored(name)[chosen].to(device, dtype)
             for name in ("lm_head.weight", "lm_head.bias")
-            if name in weights
+            if name in tensors
         }
-        return draft_linear(rows["lm_head.weight"], rows.get("lm_head.bias"))
+        return backend.draft(rows["lm_head.weight"], rows.get("lm_head.bias"))
 
-    return Decoder(config, embedding, layers, final_norm, lm_head, rotary, draft_lm_head)
+    scale = config.embedding_scale
+    return backend.executor(
+        ModelWeights(
+            config,
+            embedding,
+            tuple(layers),
+            rotary,
+            lm_head,
+            config.logit_softcap,
+            # transformers rounds the factor to the dtype of the weights
+            None if scale is None else embedding.new_tensor(scale).item(),
+            _load_norm(config, tensors, "model.norm"),
+            draft_lm_head=draft_lm_head,
+        )
+    )
 
 
-def load_head(file: ConfigFile, target: Decoder, num_positions: int) -> EagleHead:
+def load_head(file: ConfigFile, target: Executor, num_positions: int) -> Executor:
     """Load a head that drafts for `target`; the embedding is the target's own.
 
     Args:
@@ -96,32 +112,43 @@ def load_head(file: ConfigFile, target: Decoder, num_positions: int) -> EagleHea
         UserError: shapes that differ from the target's, a missing weight, or a malformed draft
             vocabulary.
     """
-    config = file.head
-    _check_target(config, target, f"{file.path}")
-    weights = Weights(file.folder, target.dtype, target.device, draft_linear)
+    config, verifier = file.head, target.weights
+    _check_target(config, verifier, f"{file.path}")
+    # they share a matrix
+    backend = backend_for(verifier.device, verifier.dtype, verifier.config, config)
+    tensors = StoredTensors(file.folder, verifier.dtype, verifier.device)
     prefix = HEAD_LAYER[config.kind]
-    rotary = RotaryTable(config, num_positions, target.dtype, target.device)
-    norms = _load_norms(config, weights, prefix, config.kind)
-    layer = _load_layer(config, weights, prefix, norms, kind=config.kind)
-    tables = {name: weights.stored(name) for name in DRAFT_TABLES if name in weights}
+    norms = _load_norms(config, tensors, prefix, config.kind)
+    layer = _load_layer(config, tensors, backend, prefix, norms, kind=config.kind, drafts=True)
+    tables = {name: tensors.stored(name) for name in DRAFT_TABLES if name in tensors}
     token_ids = draft_token_ids(tables, f"{file.folder}")
     if token_ids is not None:
-        token_ids = token_ids.to(target.device)
-    parts = config, target.embedding, weights.linear("fc"), layer, rotary
-    if config.kind == "eagle2":
-        return EagleHead(*parts, target.draft_lm_head(token_ids), token_ids)
-    return Eagle3Head(
-        *parts,
-        weights.linear("lm_head"),
-        token_ids,
-        feature_layers=config.feature_layers,
-        embedding_norm=norms["embedding_norm"],
-        feature_norm=norms["feature_norm"],
-        final_norm=_load_norm(config, weights, "norm"),
+        token_ids = token_ids.to(verifier.device)
+    is_fused = config.kind == "eagle3"
+    if is_fused:
+        lm_head = tensors.linear(backend, "lm_head", drafts=True)
+    else:
+        assert verifier.draft_lm_head is not None, "a verifier"
+        lm_head = verifier.draft_lm_head(token_ids)
+    return backend.executor(
+        ModelWeights(
+            config,
+            verifier.embedding,
+            (layer,),
+            RotaryTable(config, num_positions, verifier.dtype, verifier.device),
+            lm_head,
+            None if is_fused else verifier.logit_softcap,
+            final_norm=_load_norm(config, tensors, "norm") if is_fused else None,
+            fc=tensors.linear(backend, "fc", drafts=True),
+            embedding_norm=norms.get("embedding_norm"),
+            feature_norm=norms.get("feature_norm"),
+            feature_layers=config.feature_layers,
+            draft_token_ids=token_ids,
+        )
     )
 
 
-def _check_target(config: HeadConfig, target: Decoder, where: str) -> None:
+def _check_target(config: HeadConfig, target: ModelWeights, where: str) -> None:
     for key in ("hidden_size", "vocab_size"):
         found, expected = getattr(config, key), getattr(target.config, key)
         if found != expected:
@@ -135,44 +162,45 @@ def _check_target(config: HeadConfig, target: Decoder, where: str) -> None:
 
 def _load_layer(
     config: DecoderConfig,
-    weights: Weights,
+    tensors: StoredTensors,
+    backend: Backend,
     prefix: str,
     norms: dict[str, Tensor],
     kind_of_layer: int = 0,
     kind: Kind = "decoder",
-) -> DecoderLayer:
+    drafts: bool = False,
+) -> LayerWeights:
     for name in required_biases(config):
-        weights.stored(f"{prefix}.{name}.bias")
+        tensors.stored(f"{prefix}.{name}.bias")
     linears = {
-        part: weights.linear(*(f"{prefix}.{name}" for name in names))
+        part: tensors.linear(backend, *(f"{prefix}.{name}" for name in names), drafts=drafts)
         for part, names in layer_linears(config, kind).items()
     }
-    return DecoderLayer(
-        config,
-        norms.get("input_norm"),
+    return LayerWeights(
+        kind_of_layer,
         linears["qkv"],
         linears["out"],
-        norms["mlp_norm"],
         linears["gate_up"],
         linears["down"],
-        kind=kind_of_layer,
-        query_norm=norms.get("query_norm"),
-        key_norm=norms.get("key_norm"),
-        attention_post_norm=norms.get("attention_post_norm"),
-        mlp_post_norm=norms.get("mlp_post_norm"),
+        norms["mlp_norm"],
+        norms.get("input_norm"),
+        norms.get("query_norm"),
+        norms.get("key_norm"),
+        norms.get("attention_post_norm"),
+        norms.get("mlp_post_norm"),
     )
 
 
 def _load_norms(
-    config: DecoderConfig, weights: Weights, prefix: str, kind: Kind = "decoder"
+    config: DecoderConfig, tensors: StoredTensors, prefix: str, kind: Kind = "decoder"
 ) -> dict[str, Tensor]:
     """A layer's norms by part."""
     return {
-        part: _load_norm(config, weights, f"{prefix}.{name}")
+        part: _load_norm(config, tensors, f"{prefix}.{name}")
         for part, (name, _) in layer_norms(config, kind).items()
     }
 
 
-def _load_norm(config: DecoderConfig, weights: Weights, name: str) -> Tensor:
-    weight = weights.dense(f"{name}.weight")
+def _load_norm(config: DecoderConfig, tensors: StoredTensors, name: str) -> Tensor:
+    weight = tensors.dense(f"{name}.weight")
     return weight.float() + 1 if config.has_offset_norms else weight

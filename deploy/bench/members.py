@@ -4,13 +4,14 @@ Accepted lengths are those of training, from the manifest; costs of drafts are m
 """
 
 import statistics
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from polybasic.chain.formats.manifest import Manifest
 from polybasic.chain.formats.plan import Tree
-from polybasic.chain.model.head import EagleHead
+from polybasic.chain.kernels.executor import Executor
 from polybasic.deploy.chain import Chain
 from polybasic.deploy.drafters.head import EagleDrafter
 from polybasic.deploy.rounds.verifier import SPARE_ROWS, Verifier
@@ -47,7 +48,7 @@ def draft_vocabularies(chain: Chain, prompts: list[list[int]]) -> list[dict[str,
     entries = []
     for member in chain.manifest.drafters:
         head = chain.engine.models.drafters[member.name]
-        if not isinstance(head, EagleHead) or head.draft_token_ids is None:
+        if not head.weights.is_head or head.weights.draft_token_ids is None:
             continue
         training = chain.manifest.training.get(member.name, {})
         verifier = chain.engine.verifiers[member.drafts_for[0]]
@@ -55,7 +56,7 @@ def draft_vocabularies(chain: Chain, prompts: list[list[int]]) -> list[dict[str,
         entries.append(
             {
                 "member": member.name,
-                "num_tokens": len(head.draft_token_ids),
+                "num_tokens": head.weights.num_draft_tokens,
                 "vocab_size": head.config.vocab_size,
                 "coverage": training.get("draft_vocabulary_coverage"),
                 "part": {
@@ -117,21 +118,15 @@ def answers_of_target(manifest: Manifest) -> dict[str, Any] | None:
 
 
 def _seconds_per_pass(
-    head: EagleHead, verifier: Verifier, tree: Tree, prompt: list[int]
+    head: Executor, verifier: Verifier, tree: Tree, prompt: list[int]
 ) -> dict[str, float]:
     """Medians over turns; each turn drafts once in each way."""
     capacity = len(prompt) + SPARE_ROWS
     drafters = {"part": EagleDrafter(head, tree, capacity)}
-    if type(head) is EagleHead:
-        whole = EagleHead(
-            head.config,
-            head.embedding,
-            head.fc,
-            head.layer,
-            head.rotary,
-            verifier.decoder.lm_head,
-        )
-        drafters["whole"] = EagleDrafter(whole, tree, capacity)
+    if not head.weights.fuses_features:
+        lm_head = verifier.decoder.weights.lm_head
+        weights = replace(head.weights, lm_head=lm_head, draft_token_ids=None)
+        drafters["whole"] = EagleDrafter(head.over(weights), tree, capacity)
     taken: dict[str, list[float]] = {name: [] for name in drafters}
     with torch.inference_mode():
         verifier.cache.truncate(0)

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from polybasic.chain.formats.plan import Plan
-from polybasic.chain.kernels.torch.rows import causal_rows, tree_rows
+from polybasic.chain.kernels.drafts import DraftTree
+from polybasic.chain.kernels.torch.rows import device_consecutive_rows, device_tree_rows
+from polybasic.chain.kernels.torch.trees import DeviceTree
 from polybasic.deploy.graphs.device_passes import PADDING, ROW_BUCKETS, bucket_of
-from polybasic.deploy.graphs.device_tree import DeviceTree
-from polybasic.deploy.rounds.tree import DraftTree
+from polybasic.deploy.graphs.round_parts import device_executor
 from polybasic.deploy.rounds.verifier import Verifier
 
 
@@ -152,15 +153,14 @@ def _tree_along(tokens: list[int], num_rows: int, vocab_size: int) -> tuple[Draf
 
 def _logits_on_device(verifier: Verifier, read: list[int] | DraftTree) -> Tensor:
     """Logits [R, V] of a block, padded, or of a tree, as rounds compute them."""
-    model, cache, device = verifier.decoder.device_model, verifier.cache, verifier.decoder.device
-    assert model is not None
-    prefix = torch.tensor(cache.length, device=device)
+    model, cache = device_executor(verifier), verifier.cache
+    prefix = torch.tensor(cache.length, device=model.device)
     if isinstance(read, DraftTree):
-        tree = DeviceTree.of(read, device)
+        tree = DeviceTree.of(read, model.device)
         token_ids = tree.tokens
-        rows = tree_rows(prefix, tree.depths, tree.ancestors, verifier.window)
+        rows = device_tree_rows(prefix, tree.depths, tree.ancestors, verifier.window)
     else:
         padding = [PADDING] * (bucket_of(len(read)) - len(read))
-        token_ids = torch.tensor(read + padding, device=device)
-        rows = causal_rows(prefix, len(token_ids), verifier.window)
-    return model.logits(model.forward(token_ids, cache.layers, rows))
+        token_ids = torch.tensor(read + padding, device=model.device)
+        rows = device_consecutive_rows(prefix, len(token_ids), verifier.window)
+    return model.logits(model.forward(token_ids, [cache.layers], [rows]))

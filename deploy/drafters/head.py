@@ -4,9 +4,8 @@ import torch
 from torch import Tensor
 
 from polybasic.chain.formats.plan import Tree
-from polybasic.chain.kernels.torch.attend import Attend
-from polybasic.chain.model.head import EagleHead
-from polybasic.deploy.drafters.expansion import ExpandingDrafter, Expansion
+from polybasic.chain.kernels.executor import Executor
+from polybasic.deploy.drafters.expansion import ExpandingDrafter
 from polybasic.deploy.rounds.cache import KeyValueCache
 
 
@@ -24,21 +23,19 @@ class EagleDrafter(ExpandingDrafter):
         observed: [capacity, input width of the head], from the verifier's states, by position.
     """
 
-    def __init__(self, head: EagleHead, tree: Tree, capacity: int) -> None:
-        self.head = head
+    def __init__(self, head: Executor, tree: Tree, capacity: int) -> None:
         cache = KeyValueCache(head.config, 1, capacity, head.dtype, head.device)
         # By position, so that any row of the cache can be read again.
         self.observed = torch.zeros(
-            capacity, head.input_width, dtype=head.dtype, device=head.device
+            capacity, head.weights.input_width, dtype=head.dtype, device=head.device
         )
         self._num_observed = 0
         # A row reads the state of one token and the token after it.
-        expansion = Expansion(head, self._forward, head.logits, tree, cache, head.draft_token_ids)
-        super().__init__(expansion, lag=1)
+        super().__init__(head, cache, tree, lag=1)
 
     def observe(self, states: Tensor) -> None:
         end = self._num_observed + len(states)
-        self.observed[self._num_observed : end] = self.head.select_inputs(states)
+        self.observed[self._num_observed : end] = self.model.weights.select_inputs(states)
         self._num_observed = end
 
     def rewind(self, num_observed: int) -> None:
@@ -51,9 +48,5 @@ class EagleDrafter(ExpandingDrafter):
         assert self._num_observed == len(tokens) - 1 >= 1
         return super().begin(tokens)
 
-    def _read(self, token_ids: Tensor, attend: Attend) -> Tensor:
-        observed = self.observed[attend.start : attend.start + attend.num_rows]
-        return self._forward(token_ids, self.head.features(observed), attend)
-
-    def _forward(self, tokens: Tensor, features: Tensor, attend: Attend) -> Tensor:
-        return self.head.forward(tokens, features, self.cache.layers[0], attend)
+    def features(self, start: int, end: int) -> Tensor:
+        return self.model.features(self.observed[start:end])

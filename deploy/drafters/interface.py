@@ -8,7 +8,7 @@ from typing import Protocol
 from torch import Tensor
 
 from polybasic.chain.formats.plan import Tree
-from polybasic.deploy.rounds.tree import DraftTree
+from polybasic.chain.kernels.drafts import DraftTree
 from polybasic.deploy.rounds.verifier import PassClock
 
 

@@ -3,9 +3,8 @@
 from torch import Tensor
 
 from polybasic.chain.formats.plan import Tree
-from polybasic.chain.kernels.torch.attend import Attend
-from polybasic.chain.model.decoder import Decoder
-from polybasic.deploy.drafters.expansion import ExpandingDrafter, Expansion
+from polybasic.chain.kernels.executor import Executor
+from polybasic.deploy.drafters.expansion import ExpandingDrafter
 from polybasic.deploy.rounds.cache import KeyValueCache
 
 
@@ -20,13 +19,11 @@ class ModelDrafter(ExpandingDrafter):
         capacity: rows of the decoder's own cache, those of a draft included.
     """
 
-    def __init__(self, decoder: Decoder, tree: Tree, capacity: int) -> None:
-        self.decoder = decoder
-        cache = KeyValueCache(
-            decoder.config, decoder.config.num_layers, capacity, decoder.dtype, decoder.device
-        )
+    def __init__(self, decoder: Executor, tree: Tree, capacity: int) -> None:
+        config = decoder.config
+        cache = KeyValueCache(config, config.num_layers, capacity, decoder.dtype, decoder.device)
         self._num_observed = 0
-        super().__init__(Expansion(decoder, self._forward, decoder.logits, tree, cache), lag=0)
+        super().__init__(decoder, cache, tree, lag=0)
 
     def observe(self, states: Tensor) -> None:
         self._num_observed += len(states)
@@ -40,8 +37,5 @@ class ModelDrafter(ExpandingDrafter):
         assert self._num_observed == len(tokens) - 1
         return super().begin(tokens)
 
-    def _read(self, token_ids: Tensor, attend: Attend) -> Tensor:
-        return self.decoder.forward(token_ids, self.cache.layers, attend)
-
-    def _forward(self, tokens: Tensor, states: Tensor, attend: Attend) -> Tensor:
-        return self.decoder.forward(tokens, self.cache.layers, attend)
+    def features(self, start: int, end: int) -> None:
+        return None

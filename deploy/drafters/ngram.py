@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from polybasic.chain.formats.plan import Ngram, Tree
+from polybasic.chain.kernels.drafts import DraftTree
 from polybasic.deploy.drafters.interface import Drafter, NoDrafter
-from polybasic.deploy.rounds.tree import DraftTree
 from polybasic.deploy.rounds.verifier import PassClock
 
 NUM_MATCH_LENGTHS = 4

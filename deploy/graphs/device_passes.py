@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from polybasic.chain.formats.plan import MAX_TREE_ROWS, Window
-from polybasic.chain.kernels.torch.rows import causal_rows
-from polybasic.chain.model.decoder import Decoder
-from polybasic.chain.model.device_model import DeviceModel
+from polybasic.chain.kernels.torch.executor import TorchExecutor
+from polybasic.chain.kernels.torch.rows import device_consecutive_rows
 from polybasic.deploy.graphs.capture import Graphs
 from polybasic.deploy.rounds.cache import KeyValueCache
 
@@ -31,12 +30,6 @@ def bucket_of(rows: int, buckets: Sequence[int] = ROW_BUCKETS) -> int:
     if rows > buckets[-1]:
         return -(-rows // 64) * 64
     return buckets[bisect_left(buckets, rows)]
-
-
-def device_model(decoder: Decoder) -> DeviceModel:
-    """The decoder's passes on the device, which must exist."""
-    assert decoder.device_model is not None
-    return decoder.device_model
 
 
 class InputNumbers:
@@ -61,12 +54,18 @@ class CausalPass:
         states: [R, W] of the last run; the next run overwrites them.
     """
 
-    def __init__(self, decoder: Decoder, cache: KeyValueCache, rows: int) -> None:
+    def __init__(
+        self,
+        decoder: TorchExecutor,
+        cache: KeyValueCache,
+        rows: int,
+        feature_layers: tuple[int, ...],
+    ) -> None:
         self.decoder, self.cache, self.num_rows = decoder, cache, rows
+        self.feature_layers = feature_layers
         self.numbers = InputNumbers(1 + rows, decoder.device)
-        self.states = torch.zeros(
-            rows, decoder.states_width, dtype=decoder.dtype, device=decoder.device
-        )
+        width = decoder.states_width(feature_layers)
+        self.states = torch.zeros(rows, width, dtype=decoder.dtype, device=decoder.device)
 
     def set(self, prefix: int, token_ids: Sequence[int]) -> None:
         """Set the tokens of the next run, at most R, which follow `prefix` committed rows."""
@@ -76,9 +75,9 @@ class CausalPass:
     def forward(self, window: Window | None) -> None:
         """Read the tokens, using persistent tensors only."""
         prefix, token_ids = self.numbers.values[0], self.numbers.values[1:]
-        rows = causal_rows(prefix, self.num_rows, window)
-        states = device_model(self.decoder).forward(
-            token_ids, self.cache.layers, rows, feature_layers=self.decoder.feature_layers
+        rows = device_consecutive_rows(prefix, self.num_rows, window)
+        states = self.decoder.forward(
+            token_ids, [self.cache.layers], [rows], feature_layers=self.feature_layers
         )
         self.states.copy_(states)
 
@@ -88,32 +87,39 @@ class DevicePasses:
 
     max_rows = MAX_CAPTURED_ROWS
 
-    def __init__(self, name: str, decoder: Decoder, cache: KeyValueCache, graphs: Graphs) -> None:
+    def __init__(
+        self, name: str, decoder: TorchExecutor, cache: KeyValueCache, graphs: Graphs
+    ) -> None:
         self.name, self.decoder, self.cache, self.graphs = name, decoder, cache, graphs
-        self._passes: dict[int, CausalPass] = {}
+        self._passes: dict[tuple[int, tuple[int, ...]], CausalPass] = {}
 
-    def read(self, token_ids: Sequence[int], window: Window | None) -> Tensor:
+    def read(
+        self, token_ids: Sequence[int], window: Window | None, feature_layers: tuple[int, ...]
+    ) -> Tensor:
         """States [R, W] of consecutive tokens that follow the committed rows."""
-        one = self.of(bucket_of(len(token_ids)))
+        one = self.of(bucket_of(len(token_ids)), feature_layers)
         one.set(self.cache.length, token_ids)
         self.graphs.run(*self._read_step(one, window))
         return one.states[: len(token_ids)].clone()
 
-    def steps_to_capture(self, max_rows: int, window: Window | None) -> Iterator[NamedStep]:
+    def steps_to_capture(
+        self, max_rows: int, window: Window | None, feature_layers: tuple[int, ...]
+    ) -> Iterator[NamedStep]:
         """The passes over up to `max_rows` rows, to be captured in advance."""
         largest = bucket_of(min(max_rows, MAX_CAPTURED_ROWS))
         for rows in ROW_BUCKETS[: 1 + ROW_BUCKETS.index(largest)]:
-            yield f"{self.name} over {rows} rows", *self._read_step(self.of(rows), window)
+            one = self.of(rows, feature_layers)
+            yield f"{self.name} over {rows} rows", *self._read_step(one, window)
 
-    def of(self, rows: int) -> CausalPass:
+    def of(self, rows: int, feature_layers: tuple[int, ...] = ()) -> CausalPass:
         """The pass over exactly `rows` rows."""
-        width = self.decoder.states_width
-        if rows not in self._passes or self._passes[rows].states.shape[1] != width:
-            self._passes[rows] = CausalPass(self.decoder, self.cache, rows)
-        return self._passes[rows]
+        key = rows, feature_layers
+        if key not in self._passes:
+            self._passes[key] = CausalPass(self.decoder, self.cache, rows, feature_layers)
+        return self._passes[key]
 
     def _read_step(
         self, one: CausalPass, window: Window | None
     ) -> tuple[Hashable, Callable[[], None]]:
-        key = "read", self.name, one.num_rows, one.states.shape[1], str(window)
+        key = "read", self.name, one.num_rows, one.feature_layers, str(window)
         return key, lambda: one.forward(window)

@@ -16,8 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from polybasic.chain.kernels.torch.operations import Operations
-from polybasic.chain.kernels.torch.trees import Walk
-from polybasic.deploy.graphs.device_tree import DeviceTree
+from polybasic.chain.kernels.torch.trees import DeviceTree, Walk
 from polybasic.deploy.rounds.warping import Sampling
 
 _TORCH = Operations()
@@ -100,7 +99,7 @@ def walk(
     max_tokens: int,
     operations: Operations = _TORCH,
 ) -> Walk:
-    """Walk from the root by sampling, as `polybasic.deploy.rounds.tree.walk`.
+    """Walk from the root by sampling, as `polybasic.chain.kernels.drafts.walk`.
 
     Args:
         tree: some rows may be padding, with the token -1.

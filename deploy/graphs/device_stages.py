@@ -12,14 +12,13 @@ import torch
 from torch import Tensor
 
 from polybasic.chain.formats.plan import Flush, Rule, Tree
+from polybasic.chain.kernels.drafts import DraftTree
+from polybasic.chain.kernels.torch.trees import DeviceTree
 from polybasic.deploy.drafters.expansion import ExpandingDrafter
-from polybasic.deploy.drafters.head import EagleDrafter
 from polybasic.deploy.drafters.interface import Drafter
-from polybasic.deploy.drafters.model import ModelDrafter
 from polybasic.deploy.graphs.capture import Graphs
 from polybasic.deploy.graphs.device_passes import DevicePasses, NamedStep, bucket_of
 from polybasic.deploy.graphs.device_sampling import Warping
-from polybasic.deploy.graphs.device_tree import DeviceTree
 from polybasic.deploy.graphs.drawing import DeviceDraws, DeviceSampler, Drawing
 from polybasic.deploy.graphs.round_parts import (
     NO_TOKEN,
@@ -31,7 +30,6 @@ from polybasic.deploy.graphs.round_parts import (
     TreeRows,
 )
 from polybasic.deploy.rounds.stages import BaseBlockStage, BaseTreeStage, Block, Round, Stage
-from polybasic.deploy.rounds.tree import DraftTree
 from polybasic.deploy.rounds.verifier import Verifier
 from polybasic.deploy.rounds.warping import Sampling
 
@@ -74,7 +72,7 @@ class RoundParts:
 
     def device_drafter(self, drafter: Drafter) -> DeviceDrafter | None:
         """The drafter's model, if it can draft on the device."""
-        if not isinstance(drafter, EagleDrafter | ModelDrafter):
+        if not isinstance(drafter, ExpandingDrafter):
             return None
         return self._cached(("device_drafter", drafter), lambda: DeviceDrafter.of(drafter))
 
@@ -89,14 +87,16 @@ class RoundParts:
         self, verifier: Verifier, rows: int, depth: int, drawing: Drawing, stop_tokens: Tensor
     ) -> TreePart:
         """The verification of trees of `rows` rows, at most `depth` deep."""
-        key = "tree", verifier, rows, depth, drawing, id(stop_tokens)
+        key = (
+            "tree", verifier, verifier.feature_layers, rows, depth, drawing, id(stop_tokens)
+        )  # fmt: skip
         return self._cached(
             key, lambda: TreePart(verifier, self.tree_rows(rows, depth), drawing, stop_tokens)
         )
 
     def block(self, verifier: Verifier, rows: int, rule: Rule, drawing: Drawing) -> BlockPart:
         """The verification of a block, at most `rows` rows together with the unread tokens."""
-        key = "block", verifier, rows, rule, drawing
+        key = "block", verifier, verifier.feature_layers, rows, rule, drawing
         return self._cached(key, lambda: BlockPart(verifier, rows, rule, drawing))
 
     def _cached(self, key: Hashable, make: Callable[[], Part]) -> Part:
@@ -249,7 +249,7 @@ class DeviceBlockStage(BaseBlockStage):
         """What runs over blocks of up to `max_tokens` tokens, and between two of them."""
         below = self.below.verifier
         if not self.shares_cache and isinstance(below.passes, DevicePasses):
-            yield from below.passes.steps_to_capture(max_tokens, below.window)
+            yield from below.passes.steps_to_capture(max_tokens, below.window, below.feature_layers)
         for rows in sorted({bucket_of(1 + max(num, 1)) for num in range(max_tokens + 1)}):
             yield self._verify_step(self._part(rows))
 

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from polybasic.chain.formats.plan import Rule, Tree, Window
-from polybasic.chain.kernels.torch.rows import DeviceRows, causal_rows, tree_rows
-from polybasic.chain.model.device_model import DeviceModel
+from polybasic.chain.kernels.torch.executor import TorchExecutor
+from polybasic.chain.kernels.torch.rows import device_consecutive_rows, device_tree_rows
+from polybasic.chain.kernels.torch.trees import DeviceTree
+from polybasic.deploy.drafters.expansion import ExpandingDrafter
 from polybasic.deploy.drafters.head import EagleDrafter
-from polybasic.deploy.drafters.model import ModelDrafter
-from polybasic.deploy.graphs.device_passes import PADDING, InputNumbers, device_model
+from polybasic.deploy.graphs.device_passes import PADDING, InputNumbers
 from polybasic.deploy.graphs.device_sampling import verify, verify_greedy, walk
-from polybasic.deploy.graphs.device_tree import DeviceTree, expand, keep_best
 from polybasic.deploy.graphs.drawing import Drawing
 from polybasic.deploy.rounds.verifier import Verifier
 
@@ -29,6 +29,13 @@ UNREAD_BUCKETS = (8, 16, 32, 64)
 """Rows that a drafter reads before it drafts: the tokens gained since its last draft."""
 NO_TOKEN = -1
 """The token of padding rows of a tree, which no walk ever reaches."""
+
+
+def device_executor(verifier: Verifier) -> TorchExecutor:
+    """The verifier's model, whose passes may stay on the device."""
+    decoder = verifier.decoder
+    assert isinstance(decoder, TorchExecutor), f"{verifier.name} runs on {decoder.name}"
+    return decoder
 
 
 class TreeRows:
@@ -68,36 +75,29 @@ class DeviceDrafter:
     """A drafter's model as captured rounds run it.
 
     Attributes:
-        token_ids: int64 [V'], the token of each output; None if outputs are token ids.
         observed: states by position, for a head; see `EagleDrafter`.
     """
 
-    model: DeviceModel
+    model: TorchExecutor
     cache: Sequence[Tensor]
-    token_ids: Tensor | None
     observed: Tensor | None
 
     @classmethod
-    def of(cls, drafter: EagleDrafter | ModelDrafter) -> "DeviceDrafter | None":
+    def of(cls, drafter: ExpandingDrafter) -> "DeviceDrafter | None":
         """None if the drafter's model has no passes on the device."""
-        layers = drafter.cache.layers
-        if isinstance(drafter, EagleDrafter):
-            model, token_ids = drafter.head.device_model, drafter.head.draft_token_ids
-            return None if model is None else cls(model, layers, token_ids, drafter.observed)
-        model = drafter.decoder.device_model
-        return None if model is None else cls(model, layers, None, None)
+        model = drafter.model
+        if not isinstance(model, TorchExecutor) or not model.runs_on_device:
+            return None
+        observed = drafter.observed if isinstance(drafter, EagleDrafter) else None
+        return cls(model, drafter.cache.layers, observed)
 
-    def read(self, token_ids: Tensor, rows: DeviceRows) -> Tensor:
+    def read(self, token_ids: Tensor, start: Tensor, window: Window | None) -> Tensor:
         """States of tokens that have not been read yet, whose features were observed."""
+        rows = device_consecutive_rows(start, len(token_ids), window)
         features = None
         if self.observed is not None:
             features = self.model.features(self.observed.index_select(0, rows.positions))
-        return self.model.forward(token_ids, self.cache, rows, features)
-
-    def forward(self, token_ids: Tensor, states: Tensor, rows: DeviceRows) -> Tensor:
-        """States of a level of the draft."""
-        features = None if self.observed is None else states
-        return self.model.forward(token_ids, self.cache, rows, features)
+        return self.model.forward(token_ids, [self.cache], [rows], features)
 
 
 class DraftPart:
@@ -131,24 +131,23 @@ class DraftPart:
 
     def run(self, window: Window | None) -> None:
         """Read the tokens, expand candidates, and keep the best."""
-        drafter, shape = self.drafter, self.shape
+        drafter, shape, model = self.drafter, self.shape, self.drafter.model
         start, num_unread, token_ids = self.numbers.values.split([1, 1, self.num_unread])
-        start, last = start[0], num_unread - 1
-        states = drafter.read(token_ids, causal_rows(start, self.num_unread, window))
-        operations = drafter.model.operations
-        candidates = expand(
-            drafter.forward,
-            drafter.model.logits,
-            operations,
+        last = num_unread - 1
+        states = drafter.read(token_ids, start[0], window)
+        found = model.draft(
             states.index_select(0, last),
-            start + num_unread[0],
+            drafter.cache,
+            (start + num_unread)[0],
             shape.depth,
             shape.top_k,
-            drafter.token_ids,
             window,
         )
         root = token_ids.index_select(0, last)[0]
-        self.tree_out.set(keep_best(shape.top_k, *candidates, root, shape.rows, operations))
+        tree = model.operations.keep_best(
+            shape.top_k, found.tokens, found.scores, found.beams, root, shape.rows
+        )
+        self.tree_out.set(tree)
 
 
 class TreePart:
@@ -168,14 +167,16 @@ class TreePart:
     def __init__(
         self, verifier: Verifier, tree_in: TreeRows, drawing: Drawing, stop_tokens: Tensor
     ) -> None:
-        decoder, depth = verifier.decoder, tree_in.max_depth + 1
+        decoder, depth = device_executor(verifier), tree_in.max_depth + 1
+        self.decoder, self.feature_layers = decoder, verifier.feature_layers
         self.verifier, self.tree_in, self.drawing = verifier, tree_in, drawing
         self.stop_tokens, self.depth = stop_tokens, depth
         self.num_rows, device = len(tree_in.tree.tokens), decoder.device
         self.numbers = InputNumbers(2, device)
         self.set(0, 1)
         self.uniforms = torch.zeros(self.num_rows, device=device)
-        self.states = torch.zeros(depth, decoder.states_width, dtype=decoder.dtype, device=device)
+        width = verifier.states_width
+        self.states = torch.zeros(depth, width, dtype=decoder.dtype, device=device)
         self.path = torch.zeros(depth, dtype=torch.int64, device=device)
         self.probabilities = drawing.buffer(self.num_rows, decoder.config.vocab_size)
         self._results = torch.zeros(1 + 2 * depth, dtype=torch.float64, device=device)
@@ -187,13 +188,13 @@ class TreePart:
     def run(self, window: Window | None) -> None:
         """Read the tree, draw a token after each of its rows, and walk."""
         tree, cache, drawing = self.tree_in.tree, self.verifier.cache, self.drawing
-        model = device_model(self.verifier.decoder)
+        model = self.decoder
         prefix, limit = self.numbers.values
         states = model.forward(
             tree.tokens.clamp(min=PADDING),
-            cache.layers,
-            tree_rows(prefix, tree.depths, tree.ancestors, window),
-            feature_layers=self.verifier.decoder.feature_layers,
+            [cache.layers],
+            [device_tree_rows(prefix, tree.depths, tree.ancestors, window)],
+            feature_layers=self.feature_layers,
         )
         logits = model.logits(states)
         drawing.fill(logits, self.probabilities)
@@ -230,7 +231,8 @@ class BlockPart:
     """
 
     def __init__(self, verifier: Verifier, num_rows: int, rule: Rule, drawing: Drawing) -> None:
-        decoder, vocab_size = verifier.decoder, verifier.decoder.config.vocab_size
+        decoder, vocab_size = device_executor(verifier), verifier.decoder.config.vocab_size
+        self.decoder, self.feature_layers = decoder, verifier.feature_layers
         self.verifier, self.num_rows, self.rule, self.drawing = verifier, num_rows, rule, drawing
         device = decoder.device
         self.numbers = InputNumbers(3 + num_rows, device)
@@ -239,9 +241,8 @@ class BlockPart:
         self.uniforms = torch.zeros(num_rows, device=device)
         self.proposed = drawing.buffer(num_rows - 1, vocab_size)
         self.probabilities = drawing.buffer(num_rows, vocab_size)
-        self.states = torch.zeros(
-            num_rows, decoder.states_width, dtype=decoder.dtype, device=device
-        )
+        width = verifier.states_width
+        self.states = torch.zeros(num_rows, width, dtype=decoder.dtype, device=device)
         self._results = torch.zeros(2 + num_rows, dtype=torch.float64, device=device)
 
     def set(self, prefix: int, unread: Sequence[int], block: Sequence[int]) -> None:
@@ -252,14 +253,14 @@ class BlockPart:
 
     def run(self, window: Window | None) -> None:
         """Read the tokens and cut the block."""
-        model, drawing = device_model(self.verifier.decoder), self.drawing
+        model, drawing = self.decoder, self.drawing
         prefix, num_unread, num_tokens = self.numbers.values[:3]
         token_ids = self.numbers.values[3:]
         states = model.forward(
             token_ids,
-            self.verifier.cache.layers,
-            causal_rows(prefix, self.num_rows, window),
-            feature_layers=self.verifier.decoder.feature_layers,
+            [self.verifier.cache.layers],
+            [device_consecutive_rows(prefix, self.num_rows, window)],
+            feature_layers=self.feature_layers,
         )
         # from the row before the block's first token on
         before = (num_unread - 1 + self.places).clamp(max=self.num_rows - 1)

@@ -5,9 +5,9 @@ from typing import Any
 import numpy as np
 
 from polybasic.chain.formats.plan import NUM_PROBABILITY_BINS
+from polybasic.chain.kernels.drafts import ABSENT
 from polybasic.deploy.planner.measurements import Measurements, Values
 from polybasic.deploy.rounds.flushing import probability_bin
-from polybasic.deploy.rounds.tree import ABSENT
 
 
 def acceptance_by_bin(measurements: Measurements, above: str, below: str) -> tuple[float, ...]:

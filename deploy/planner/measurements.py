@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from polybasic.chain.formats.plan import Window
-from polybasic.deploy.rounds.tree import Counts
+from polybasic.chain.kernels.drafts import Counts
 
 Values = NDArray[np.float64]
 

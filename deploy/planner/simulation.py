@@ -32,9 +32,9 @@ import numpy as np
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.plan import Flush, Ngram, Plan, Rule, Tree
+from polybasic.chain.kernels.drafts import Counts
 from polybasic.deploy.planner.measurements import Measurements, Values, num_candidates
 from polybasic.deploy.rounds.flushing import AdaptiveFlushing
-from polybasic.deploy.rounds.tree import Counts
 
 NUM_DRAWS = 4
 """How often traces are simulated, each time with other uniforms, at a temperature above 0."""

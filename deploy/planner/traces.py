@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from polybasic.chain.formats.plan import Ngram, Plan, Tree, Window
+from polybasic.chain.kernels.drafts import ABSENT, DraftTree
 from polybasic.deploy.drafters.head import EagleDrafter
 from polybasic.deploy.drafters.model import ModelDrafter
 from polybasic.deploy.drafters.ngram import NgramDrafter
@@ -24,7 +25,6 @@ from polybasic.deploy.planner.costs import RoundCosts, measure_costs
 from polybasic.deploy.planner.measurements import Measurements, Trace
 from polybasic.deploy.rounds.sampling import Prefixes, Sampling, make_sampler
 from polybasic.deploy.rounds.stages import BaseTreeStage
-from polybasic.deploy.rounds.tree import ABSENT, DraftTree
 from polybasic.deploy.settings import PlanGrid
 
 BLOCK_TOKENS = 16

@@ -15,10 +15,10 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from polybasic.chain.formats.plan import Flush
+from polybasic.chain.kernels.drafts import DraftTree, walk
 from polybasic.deploy.drafters.interface import Drafter
 from polybasic.deploy.rounds.flushing import AdaptiveFlushing
 from polybasic.deploy.rounds.sampling import Joiner, Prefixes, Sampler
-from polybasic.deploy.rounds.tree import DraftTree, walk
 from polybasic.deploy.rounds.verifier import Verifier
 
 

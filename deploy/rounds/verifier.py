@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from polybasic.chain.formats.plan import MAX_TREE_ROWS, Window
-from polybasic.chain.kernels.torch.attend import Attend, attend_in_blocks, attend_to_ancestors
-from polybasic.chain.model.decoder import Decoder
+from polybasic.chain.kernels.drafts import DraftTree
+from polybasic.chain.kernels.executor import Executor
+from polybasic.chain.kernels.rows import Rows, consecutive_rows, tree_rows
 from polybasic.deploy.rounds.cache import KeyValueCache
-from polybasic.deploy.rounds.tree import DraftTree
 
 SPARE_ROWS = MAX_TREE_ROWS
 """Rows of every cache beyond the context, for the draft or tree after the last token."""
@@ -73,7 +73,9 @@ class ShortPasses(Protocol):
 
     max_rows: int
 
-    def read(self, token_ids: Sequence[int], window: Window | None) -> Tensor:
+    def read(
+        self, token_ids: Sequence[int], window: Window | None, feature_layers: tuple[int, ...]
+    ) -> Tensor:
         """States [R, W] of consecutive tokens after the committed ones of the cache."""
 
 
@@ -89,14 +91,16 @@ class Verifier:
     Attributes:
         window: the part of a long context that its rows see; None for all of it. May be set
             between sequences.
+        feature_layers: layers whose inputs are a part of the states, for an EAGLE-3 head.
     """
 
     window: Window | None = None
+    feature_layers: tuple[int, ...] = ()
 
     def __init__(
         self,
         name: str,
-        decoder: Decoder,
+        decoder: Executor,
         cache: KeyValueCache,
         passes: ShortPasses | None = None,
     ) -> None:
@@ -111,29 +115,30 @@ class Verifier:
         if self.passes is not None and start > 0 and len(token_ids) <= self.passes.max_rows:
             self.num_rows += len(token_ids)
             with self.clock.running(num_passes=1):
-                return self.passes.read(token_ids, self.window)
-        states = [
-            self._forward(token_ids[block.start - start :][: block.num_rows], block)
-            for block in attend_in_blocks(self.decoder, start, len(token_ids), self.window)
-        ]
-        return states[0] if len(states) == 1 else torch.cat(states)
+                return self.passes.read(token_ids, self.window, self.feature_layers)
+        return self._forward(token_ids, consecutive_rows(start, len(token_ids), self.window))
 
     def read_tree(self, tree: DraftTree) -> Tensor:
         """States [R, W] of a tree's rows; each sees the committed rows and its ancestors."""
         if len(tree) == 1:
             return self.read(tree.tokens)
-        attend = attend_to_ancestors(self.cache.length, tree.parents, self.window)
-        return self._forward(tree.tokens, attend)
+        return self._forward(tree.tokens, tree_rows(self.cache.length, tree.parents, self.window))
 
     def logits(self, states: Tensor) -> Tensor:
         """Logits [R, V] in the decoder's dtype."""
         with self.clock.running(num_passes=0):
             return self.decoder.logits(states)
 
-    def _forward(self, token_ids: Sequence[int], attend: Attend) -> Tensor:
-        end = attend.start + len(token_ids)
-        assert end <= self.cache.capacity, f"{end} rows in a cache of {self.cache.capacity}"
+    @property
+    def states_width(self) -> int:
+        """W."""
+        return self.decoder.states_width(self.feature_layers)
+
+    def _forward(self, token_ids: Sequence[int], rows: Rows) -> Tensor:
+        assert rows.end <= self.cache.capacity, f"{rows.end} of {self.cache.capacity} rows"
         ids = torch.tensor(token_ids, device=self.decoder.device)
         self.num_rows += len(token_ids)
         with self.clock.running(num_passes=1):
-            return self.decoder.forward(ids, self.cache.layers, attend)
+            return self.decoder.forward(
+                ids, [self.cache.layers], [rows], feature_layers=self.feature_layers
+            )

@@ -28,7 +28,7 @@ from polybasic.chain.formats.names import DRAFT_TABLES
 from polybasic.chain.formats.package import refuse_replacing
 from polybasic.chain.formats.shapes import num_parameters, tensor_headers
 from polybasic.chain.formats.verify import CheckedChain, check_chain, check_fit
-from polybasic.chain.model.weights import Weights
+from polybasic.chain.model.stored import StoredTensors
 from polybasic.recipes.growth.model import GrownWeights, Growth, Placing
 from polybasic.recipes.growth.shapes import GrownShape, check_family
 
@@ -39,8 +39,8 @@ _AWQ_PARTS = ("qweight", "qzeros", "scales")
 _ROPE_KEYS = ("rope_parameters", "rope_scaling", "rope_theta")
 
 NamedTensors = Iterator[tuple[str, Tensor]]
-GrowLinear = Callable[[Weights, str, Placing, bool], NamedTensors]
-"""Weights, the small linear's name, placing, whether its layer is added -> the grown linear's
+GrowLinear = Callable[[StoredTensors, str, Placing, bool], NamedTensors]
+"""Tensors, the small linear's name, placing, whether its layer is added -> the grown linear's
 tensors. An added layer takes its name and sizes from an existing one."""
 
 
@@ -158,7 +158,7 @@ def _grow_member(
 ) -> Member:
     source, folder = chain.members[member.name], out / member.name
     folder.mkdir()
-    weights = Weights(source, torch.float32, torch.device("cpu"))
+    weights = StoredTensors(source, torch.float32, torch.device("cpu"))
     grown = GrownWeights(growth)
     match member.kind:
         case "eagle2":
@@ -221,7 +221,7 @@ def _grown_config(
 
 
 def _decoder_tensors(
-    weights: Weights, grown: GrownWeights, grow_linear: GrowLinear
+    weights: StoredTensors, grown: GrownWeights, grow_linear: GrowLinear
 ) -> NamedTensors:
     growth = grown.growth
     yield "model.embed_tokens.weight", grown.embedding(weights.stored("model.embed_tokens.weight"))
@@ -239,12 +239,16 @@ def _decoder_tensors(
     yield "lm_head.weight", grown.lm_head(weights.stored("lm_head.weight"))
 
 
-def _dense_linear(weights: Weights, name: str, placing: Placing, is_added: bool) -> NamedTensors:
+def _dense_linear(
+    weights: StoredTensors, name: str, placing: Placing, is_added: bool
+) -> NamedTensors:
     weight = weights.stored(f"{name}.weight")
     yield "weight", placing.dense(None if is_added else weight, weight.dtype)
 
 
-def _int4_linear(weights: Weights, name: str, placing: Placing, is_added: bool) -> NamedTensors:
+def _int4_linear(
+    weights: StoredTensors, name: str, placing: Placing, is_added: bool
+) -> NamedTensors:
     weight = None
     if not is_added:
         device = placing.rows.device
@@ -253,7 +257,7 @@ def _int4_linear(weights: Weights, name: str, placing: Placing, is_added: bool) 
     yield from zip(_AWQ_PARTS, placing.int4(weight, name), strict=True)
 
 
-def _head_tensors(weights: Weights, grown: GrownWeights) -> NamedTensors:
+def _head_tensors(weights: StoredTensors, grown: GrownWeights) -> NamedTensors:
     embedding, fc = weights.stored("embed_tokens.weight"), weights.stored("fc.weight")
     yield "embed_tokens.weight", grown.embedding(embedding)
     yield "fc.weight", grown.fc(fc, embedding)

@@ -1,6 +1,6 @@
 """Small random decoders and heads in any dtype, dense or in 4 bits, for tests of the kernels."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -8,11 +8,10 @@ import torch
 
 from polybasic.chain.formats.awq import QuantizedWeight
 from polybasic.chain.formats.config import DecoderConfig
-from polybasic.chain.kernels.torch.rotary import RotaryTable
-from polybasic.chain.model import linear
-from polybasic.chain.model.decoder import Decoder, DecoderLayer
-from polybasic.chain.model.head import EagleHead
-from polybasic.chain.model.linear import Linear, dense_linear, int4_linear
+from polybasic.chain.kernels.executor import Executor
+from polybasic.chain.kernels.rotary import RotaryTable
+from polybasic.chain.kernels.selection import backend_for
+from polybasic.chain.kernels.weights import LayerWeights, Linear, ModelWeights
 from polybasic.deploy.rounds.cache import KeyValueCache
 
 CPU = torch.device("cpu")
@@ -33,9 +32,9 @@ CONFIG = DecoderConfig(
 
 @contextmanager
 def eager() -> Iterator[None]:
-    """What is made inside runs eager operations."""
+    """What is made inside runs on the reference executor."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(linear, "kernels_for", lambda device, dtype: None)
+        patch.setenv("POLYBASIC_KERNELS", "eager")
         yield
 
 
@@ -48,52 +47,58 @@ def random_quantized(generator: torch.Generator, out_size: int, in_size: int) ->
     )
 
 
-def decoder(dtype: torch.dtype, is_quantized: bool = False, seed: int = 0) -> Decoder:
+def decoder(dtype: torch.dtype, is_quantized: bool = False, seed: int = 0) -> Executor:
     """A decoder of `CONFIG` with random weights; the same for a seed, whatever the kernels."""
-    generator = torch.Generator().manual_seed(seed)
+    generator, backend = torch.Generator().manual_seed(seed), backend_for(CPU, dtype, CONFIG)
 
     def product(out_size: int, in_size: int) -> Linear:
         if is_quantized:
-            return int4_linear(random_quantized(generator, out_size, in_size), dtype, CPU)
+            return backend.int4(random_quantized(generator, out_size, in_size))
         weight = torch.randn(out_size, in_size, generator=generator) * 2 / in_size**0.5
-        return dense_linear(weight.to(dtype))
+        return backend.dense(weight.to(dtype))
 
     layers = [_layer(dtype, product, has_input_norm=True) for _ in range(CONFIG.num_layers)]
     embedding = torch.randn(CONFIG.vocab_size, CONFIG.hidden_size, generator=generator).to(dtype)
     lm_head = product(CONFIG.vocab_size, CONFIG.hidden_size)
     rotary = RotaryTable(CONFIG, CONFIG.context_tokens, dtype, CPU)
     final_norm = torch.ones(CONFIG.hidden_size, dtype=dtype)
-    return Decoder(CONFIG, embedding, layers, final_norm, lm_head, rotary, lambda ids: lm_head)
+    weights = ModelWeights(CONFIG, embedding, tuple(layers), rotary, lm_head, final_norm=final_norm)
+    return backend.executor(weights)
 
 
-def head_of(target: Decoder, seed: int = 1) -> EagleHead:
+def head_of(target: Executor, seed: int = 1) -> Executor:
     """An EAGLE-2 head with random weights that drafts for a decoder."""
-    generator, dtype = torch.Generator().manual_seed(seed), target.dtype
+    generator, verifier = torch.Generator().manual_seed(seed), target.weights
+    backend = backend_for(CPU, verifier.dtype, CONFIG)
 
     def product(out_size: int, in_size: int) -> Linear:
         weight = torch.randn(out_size, in_size, generator=generator) * 2 / in_size**0.5
-        return dense_linear(weight.to(dtype))
+        return backend.dense(weight.to(verifier.dtype))
 
     width = CONFIG.hidden_size
-    fc, layer = product(width, 2 * width), _layer(dtype, product, has_input_norm=False)
-    return EagleHead(CONFIG, target.embedding, fc, layer, target.rotary, target.lm_head)
+    fc, layer = product(width, 2 * width), _layer(verifier.dtype, product, has_input_norm=False)
+    weights = ModelWeights(
+        CONFIG, verifier.embedding, (layer,), verifier.rotary, verifier.lm_head, fc=fc
+    )
+    return backend.executor(weights)
 
 
-def cache_of(model: Decoder | EagleHead, num_layers: int = CONFIG.num_layers) -> KeyValueCache:
+def cache_of(model: Executor, num_layers: int = CONFIG.num_layers) -> KeyValueCache:
     return KeyValueCache(CONFIG, num_layers, CONFIG.context_tokens, model.dtype, CPU)
 
 
-def _layer(dtype: torch.dtype, product: object, has_input_norm: bool) -> DecoderLayer:
-    assert callable(product)
+def _layer(
+    dtype: torch.dtype, product: Callable[[int, int], Linear], has_input_norm: bool
+) -> LayerWeights:
     width, inner = CONFIG.hidden_size, CONFIG.intermediate_size
     heads = CONFIG.num_heads + 2 * CONFIG.num_kv_heads
     ones = torch.ones(width, dtype=dtype)
-    return DecoderLayer(
-        CONFIG,
-        ones if has_input_norm else None,
+    return LayerWeights(
+        0,
         product(heads * CONFIG.head_dim, width),
         product(width, CONFIG.num_heads * CONFIG.head_dim),
-        ones,
         product(2 * inner, width),
         product(width, inner),
+        ones,
+        ones if has_input_norm else None,
     )

@@ -17,15 +17,16 @@ from torch import Tensor
 from polybasic.chain.formats.config import DecoderConfig
 from polybasic.chain.formats.manifest import Member, Reference
 from polybasic.chain.formats.plan import Plan
-from polybasic.chain.kernels.torch.rotary import RotaryTable
-from polybasic.chain.model.decoder import Decoder, DecoderLayer
-from polybasic.chain.model.head import EagleHead
-from polybasic.chain.model.linear import dense_linear
+from polybasic.chain.kernels.backend import Backend
+from polybasic.chain.kernels.drafts import DraftTree
+from polybasic.chain.kernels.executor import Executor
+from polybasic.chain.kernels.rotary import RotaryTable
+from polybasic.chain.kernels.selection import backend_for
+from polybasic.chain.kernels.weights import LayerWeights, ModelWeights
 from polybasic.deploy.drafters.interface import Drafter
 from polybasic.deploy.engine import Engine, Models, Request
 from polybasic.deploy.rounds.sampling import Prefixes, Probabilities, RandomSampler, Sampling
 from polybasic.deploy.rounds.stages import BlockStage, Stage, TreeStage
-from polybasic.deploy.rounds.tree import DraftTree
 from polybasic.deploy.rounds.verifier import Verifier
 
 VOCAB_SIZE = 6
@@ -70,46 +71,53 @@ class Weights:
         second = torch.randn(*shape, generator=self._second)
         return ((1 - self.noise**2) ** 0.5 * first + self.noise * second) / shape[-1] ** 0.5
 
-    def layer(self, config: DecoderConfig, has_input_norm: bool) -> DecoderLayer:
+    def layer(
+        self, config: DecoderConfig, backend: Backend, has_input_norm: bool, kind: int = 0
+    ) -> LayerWeights:
         width, inner = config.hidden_size, config.intermediate_size
         rows = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-        return DecoderLayer(
-            config,
-            torch.ones(width) if has_input_norm else None,
-            dense_linear(2 * self.normal(rows, width)),
-            dense_linear(2 * self.normal(width, width)),
+        return LayerWeights(
+            kind,
+            backend.dense(2 * self.normal(rows, width)),
+            backend.dense(2 * self.normal(width, width)),
+            backend.dense(2 * self.normal(2 * inner, width)),
+            backend.dense(2 * self.normal(width, inner)),
             torch.ones(width),
-            dense_linear(2 * self.normal(2 * inner, width)),
-            dense_linear(2 * self.normal(width, inner)),
+            torch.ones(width) if has_input_norm else None,
         )
 
-    def decoder(self, config: DecoderConfig) -> Decoder:
+    def decoder(self, config: DecoderConfig) -> Executor:
+        backend = backend_for(CPU, torch.float32, config)
         embedding = self.normal(VOCAB_SIZE, config.hidden_size) * config.hidden_size**0.5
-        layers = [self.layer(config, has_input_norm=True) for _ in range(config.num_layers)]
+        layers = [
+            self.layer(config, backend, has_input_norm=True, kind=config.kind_of(index))
+            for index in range(config.num_layers)
+        ]
         lm_head = 1.2 * self.normal(VOCAB_SIZE, config.hidden_size)
-        return Decoder(
+        weights = ModelWeights(
             config,
             embedding,
-            layers,
-            torch.ones(config.hidden_size),
-            dense_linear(lm_head),
+            tuple(layers),
             RotaryTable(config, NUM_POSITIONS, torch.float32, CPU),
-            lambda token_ids: dense_linear(lm_head[token_ids]),
+            backend.dense(lm_head),
+            final_norm=torch.ones(config.hidden_size),
+            draft_lm_head=lambda token_ids: backend.dense(lm_head[token_ids]),
         )
+        return backend.executor(weights)
 
-    def head(self, decoder: Decoder) -> EagleHead:
+    def head(self, decoder: Executor) -> Executor:
         """Of a random layer after a mean of embedding and feature."""
-        width = decoder.config.hidden_size
+        width, verifier = decoder.config.hidden_size, decoder.weights
         config = small_config(1, width)
+        backend = backend_for(CPU, torch.float32, config)
         mean = torch.cat([torch.eye(width), torch.eye(width)], -1) / 2
-        return EagleHead(
-            config,
-            decoder.embedding,
-            dense_linear(mean + self.normal(width, 2 * width) / 2),
-            self.layer(config, has_input_norm=False),
-            RotaryTable(config, NUM_POSITIONS, torch.float32, CPU),
-            decoder.lm_head,
+        fc = backend.dense(mean + self.normal(width, 2 * width) / 2)
+        layer = self.layer(config, backend, has_input_norm=False)
+        rotary = RotaryTable(config, NUM_POSITIONS, torch.float32, CPU)
+        weights = ModelWeights(
+            config, verifier.embedding, (layer,), rotary, verifier.lm_head, fc=fc
         )
+        return backend.executor(weights)
 
 
 def member(name: str, role: Any, drafts_for: tuple[str, ...] = ()) -> Member:
@@ -155,8 +163,8 @@ class SmallChain:
 
 
 def small_chain(
-    decoders: dict[str, Decoder],
-    head: EagleHead,
+    decoders: dict[str, Executor],
+    head: Executor,
     plan: Plan,
     sampling: Sampling,
     prompt: list[int],

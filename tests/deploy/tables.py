@@ -17,9 +17,9 @@ import numpy as np
 import torch
 
 from polybasic.chain.formats.plan import Flush, Tree
+from polybasic.chain.kernels.drafts import DraftTree
 from polybasic.deploy.rounds.sampling import Prefixes, Probabilities, RandomSampler, Sampling
 from polybasic.deploy.rounds.stages import BlockStage, Stage, TreeStage
-from polybasic.deploy.rounds.tree import DraftTree
 from polybasic.deploy.rounds.warping import warp
 
 SMALL_TREE = Tree(depth=2, top_k=2, rows=5)

@@ -15,8 +15,7 @@ from polybasic.chain.formats.config import read_config
 from polybasic.chain.formats.files import write_json
 from polybasic.chain.formats.package import Part
 from polybasic.chain.formats.verify import check_chain
-from polybasic.chain.model.decoder import Decoder
-from polybasic.chain.model.head import Eagle3Head, EagleHead
+from polybasic.chain.kernels.executor import Executor
 from polybasic.chain.model.loading import load_decoder, load_head
 from polybasic.deploy import Chain, load_chain
 from polybasic.deploy.engine import Engine
@@ -90,8 +89,8 @@ def test_trimmed_heads_draft_their_tokens_alone(tiny_chain_parts: Any, tmp_path:
     chain = load_chain(package(tiny_chain_parts, tmp_path / "chain"), dtype="float32")
     decoder = chain.engine.models.target
     whole, trimmed = (each.engine.models.drafters["draft"] for each in (whole_chain, chain))
-    assert isinstance(whole, EagleHead)
-    assert isinstance(trimmed, EagleHead)
+    assert isinstance(whole, Executor)
+    assert isinstance(trimmed, Executor)
     states = torch.randn(5, 128)
     assert whole.draft_token_ids is None
     assert torch.equal(whole.logits(states), decoder.logits(states))
@@ -159,7 +158,7 @@ def test_rows_of_the_projection_are_as_in_the_whole(tmp_path: Path, family: str)
     assert (found.abs().max() <= 3) == (family == "gemma2")
 
 
-def states_of(decoder: Decoder, tokens: list[int]) -> torch.Tensor:
+def states_of(decoder: Executor, tokens: list[int]) -> torch.Tensor:
     config = decoder.config
     cache = KeyValueCache(config, config.num_layers, 64, decoder.dtype, decoder.device)
     return Verifier("target", decoder, cache).read(tokens)
@@ -236,7 +235,7 @@ def test_heads_that_read_different_layers_are_refused(
     check_chain(folder)
     engine = load_chain(folder).engine
     other = engine.models.drafters["other"]
-    assert isinstance(other, Eagle3Head)
+    assert isinstance(other, Executor)
     assert engine.models.target.feature_layers == FEATURE_LAYERS
     other.feature_layers = (0, 0, 1)
     with pytest.raises(UserError, match=r"\(0, 0, 1\) by other, \(0, 1, 1\) by another head"):

@@ -18,16 +18,16 @@ from polybasic.chain.errors import UserError
 from polybasic.chain.formats.config import DecoderConfig, LayerKind
 from polybasic.chain.formats.manifest import check_plan
 from polybasic.chain.formats.plan import Flush, Ngram, Plan, Tree, Window
+from polybasic.chain.kernels.drafts import DraftTree
+from polybasic.chain.kernels.executor import Executor
+from polybasic.chain.kernels.rows import View
 from polybasic.chain.kernels.torch import attend
-from polybasic.chain.kernels.torch.attend import Attend, View
-from polybasic.chain.model.decoder import Decoder
 from polybasic.deploy import load_chain
 from polybasic.deploy.drafters.head import EagleDrafter
 from polybasic.deploy.drafters.model import ModelDrafter
 from polybasic.deploy.engine import Engine, Models, Request
 from polybasic.deploy.rounds.cache import KeyValueCache
 from polybasic.deploy.rounds.sampling import Sampling
-from polybasic.deploy.rounds.tree import DraftTree
 from polybasic.deploy.rounds.verifier import Verifier
 from tests.deploy.small_chains import CPU, VOCAB_SIZE, Weights, member, small_config
 
@@ -50,7 +50,7 @@ def config_of(family: str) -> DecoderConfig:
     return dataclasses.replace(config, **changes)
 
 
-def decoder_of(family: str) -> Decoder:
+def decoder_of(family: str) -> Executor:
     config = config_of(family)
     decoder = Weights(1).decoder(config)
     for index, layer in enumerate(decoder.layers):
@@ -58,7 +58,7 @@ def decoder_of(family: str) -> Decoder:
     return decoder
 
 
-def cache_of(decoder: Decoder) -> KeyValueCache:
+def cache_of(decoder: Executor) -> KeyValueCache:
     config = decoder.config
     return KeyValueCache(config, config.num_layers, CAPACITY, torch.float32, CPU)
 
@@ -72,7 +72,7 @@ def sees(row: int, column: int, kind: LayerKind, window: Window | None) -> bool:
     return kind.window is None or column > row - kind.window
 
 
-def defined(decoder: Decoder, tokens: Sequence[int], window: Window | None) -> Tensor:
+def defined(decoder: Executor, tokens: Sequence[int], window: Window | None) -> Tensor:
     """States of a text that is read in one pass into an empty cache, by eager operations."""
     decoder = copy(decoder)
     decoder.__dict__["native"] = None
@@ -166,7 +166,7 @@ def test_a_long_prompt_takes_no_mask_of_all_rows_by_all(monkeypatch: pytest.Monk
 
 
 def head_paths(
-    decoder: Decoder, tree: Tree, tokens: list[int], window: Window | None
+    decoder: Executor, tree: Tree, tokens: list[int], window: Window | None
 ) -> set[tuple[int, ...]]:
     """The tree that a small model drafts, by the definition of expanding and of the window."""
     beam: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from polybasic.chain.formats.plan import Plan, Tree
+from polybasic.chain.kernels.drafts import ABSENT
 from polybasic.deploy import Chain
 from polybasic.deploy.engine import Request
 from polybasic.deploy.planner.measurements import (
@@ -17,7 +18,6 @@ from polybasic.deploy.planner.measurements import (
     Trace,
 )
 from polybasic.deploy.rounds.sampling import Sampling
-from polybasic.deploy.rounds.tree import ABSENT
 
 GREEDY = Sampling()
 LEAST = Tree(depth=1, top_k=1, rows=2)

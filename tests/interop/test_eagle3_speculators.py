@@ -18,7 +18,7 @@ from polybasic.chain.formats.checkpoint import load_tensors
 from polybasic.chain.formats.config import read_config
 from polybasic.chain.formats.draft_vocabulary import draft_tables
 from polybasic.chain.heads.importing import import_head
-from polybasic.chain.kernels.torch.attend import attend_causally
+from polybasic.chain.kernels.rows import consecutive_rows
 from polybasic.chain.model.loading import load_decoder, load_head
 from polybasic.deploy.rounds.cache import KeyValueCache
 from tests.checkpoints import VOCAB_SIZE, write_family
@@ -91,7 +91,7 @@ def logits_by_runtime(draft: Path, target: Path, token_ids: Tensor, read: Tensor
     decoder = load_decoder(read_config(target), torch.float32, CPU, NUM_ROWS)
     head = load_head(read_config(draft), decoder, NUM_ROWS)
     cache = KeyValueCache(head.config, 1, 64, torch.float32, CPU)
-    rows = attend_causally(0, NUM_ROWS)
+    rows = consecutive_rows(0, NUM_ROWS)
     return head.logits(head.forward(token_ids, head.features(read), cache.layers[0], rows))
 
 

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.config import read_config
-from polybasic.chain.kernels.torch.attend import attend_causally
+from polybasic.chain.kernels.rows import consecutive_rows
 from polybasic.chain.model.loading import load_decoder, load_head
 from polybasic.recipes.embedded.conversations import write_conversations
 from polybasic.train.features.target import load_target
@@ -71,7 +71,7 @@ def when_served(target_folder, draft, token_ids, features):
     head = load_head(read_config(draft), target, 256)
     config = head.config
     cache = torch.zeros(2 * config.num_kv_heads, 256, config.head_dim)
-    attend = attend_causally(0, len(token_ids))
+    attend = consecutive_rows(0, len(token_ids))
     states = head.forward(token_ids, features, cache, attend)
     return states, target.logits(states)
 
@@ -126,9 +126,9 @@ def test_other_kinds_are_the_same_in_training_and_when_served(
     served = load_head(read_config(draft), decoder, 256)
     decoder.feature_layers = served.feature_layers
     caches = [torch.zeros(4, 256, decoder.config.head_dim) for _ in decoder.layers]
-    states = decoder.forward(token_ids[:-1], caches, attend_causally(0, ROWS - 1))
+    states = decoder.forward(token_ids[:-1], caches, consecutive_rows(0, ROWS - 1))
     cache = torch.zeros(2 * served.config.num_kv_heads, 256, served.config.head_dim)
-    attend = attend_causally(0, ROWS - 1)
+    attend = consecutive_rows(0, ROWS - 1)
     read = served.features(served.select_inputs(states))
     logits = served.logits(served.forward(token_ids[1:], read, cache, attend))
     assert logits.shape == (ROWS - 1, size or target.embedding.shape[0])

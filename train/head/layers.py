@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from polybasic.chain.kernels.torch.rotary import inverse_frequency
+from polybasic.chain.kernels.rotary import inverse_frequency
 from polybasic.train.features.head_shape import HeadShape
 
 

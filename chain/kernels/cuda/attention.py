@@ -15,8 +15,8 @@ from torch import Tensor
 
 from polybasic.chain.kernels.cuda.attention_kernels import attend, combine
 from polybasic.chain.kernels.cuda.attention_plan import MAX_TICKETS, NUM_WARPS, Gpu, Layer, Plan
+from polybasic.chain.kernels.rotary import Rotation
 from polybasic.chain.kernels.torch.operations import Heads
-from polybasic.chain.kernels.torch.rotary import Rotation
 from polybasic.chain.kernels.torch.rows import DeviceRows, Span
 
 LOG2_E = 1.4426950408889634

@@ -4,7 +4,7 @@ from torch import Tensor
 
 from polybasic.chain.kernels.cuda import candidates, draw_kernels, tree_kernels
 from polybasic.chain.kernels.torch.operations import Operations
-from polybasic.chain.kernels.torch.trees import Beam, Rows, Walk
+from polybasic.chain.kernels.torch.trees import Beam, DeviceTree, Walk
 
 
 class DraftOperations(Operations):
@@ -38,12 +38,12 @@ class DraftOperations(Operations):
 
     def keep_best(
         self, top_k: int, tokens: Tensor, scores: Tensor, beams: Tensor, root: Tensor, rows: int
-    ) -> Rows:
+    ) -> DeviceTree:
         is_large = len(tokens) > tree_kernels.MAX_CANDIDATES or rows > tree_kernels.MAX_ROWS
         keep = super().keep_best if is_large else tree_kernels.keep_best
         return keep(top_k, tokens, scores, beams, root, rows)
 
     def walk(
-        self, tree: Rows, drawn: Tensor, limit: Tensor, stop_tokens: Tensor, max_tokens: int
+        self, tree: DeviceTree, drawn: Tensor, limit: Tensor, stop_tokens: Tensor, max_tokens: int
     ) -> Walk:
         return tree_kernels.walk(tree, drawn, limit, stop_tokens, max_tokens)

@@ -38,7 +38,7 @@ def samples_of(product: Product) -> list[Product]:
     return [
         replace(
             product,
-            linear=DeviceLinear(linear.operations, _random(linear.weight, generator), bias),
+            linear=DeviceLinear(_random(linear.weight, generator), bias),
             x_RI=x_RI,
             norm=norm,
             added=added,

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from polybasic.chain.kernels.cuda.candidates import comparable
-from polybasic.chain.kernels.torch.trees import Rows, Walk
+from polybasic.chain.kernels.torch.trees import DeviceTree, Walk
 
 MAX_ROWS = 64
 """Most rows of a tree: its program compares every row with every other."""
@@ -101,7 +101,7 @@ def walk_rows(
 
 def keep_best(
     top_k: int, tokens: Tensor, scores: Tensor, beams: Tensor, root: Tensor, rows: int
-) -> Rows:
+) -> DeviceTree:
     """See `Operations.keep_best`; at most `MAX_ROWS` of at most `MAX_CANDIDATES`."""
     num_candidates = len(tokens)
     num_rows = min(rows, num_candidates + 1)
@@ -109,7 +109,7 @@ def keep_best(
     assert num_candidates <= MAX_CANDIDATES, f"{num_candidates} candidates"
     numbers = torch.empty(3, num_rows, dtype=torch.int64, device=tokens.device)
     ancestors = numbers.new_empty(num_rows, num_rows, dtype=torch.bool)
-    kept = Rows(numbers[0], numbers[1], numbers[2], ancestors)
+    kept = DeviceTree(numbers[0], numbers[1], numbers[2], ancestors)
     keep_rows[(1,)](
         tokens, scores, beams, root, *kept, num_candidates, num_rows,
         K=top_k,
@@ -121,7 +121,9 @@ def keep_best(
     return kept
 
 
-def walk(tree: Rows, drawn: Tensor, limit: Tensor, stop_tokens: Tensor, max_tokens: int) -> Walk:
+def walk(
+    tree: DeviceTree, drawn: Tensor, limit: Tensor, stop_tokens: Tensor, max_tokens: int
+) -> Walk:
     """See `Operations.walk`."""
     numbers = torch.empty(2 * max_tokens + 1, dtype=torch.int64, device=drawn.device)
     walked = Walk(

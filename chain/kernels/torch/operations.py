@@ -17,10 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from polybasic.chain.kernels.rotary import Rotation
 from polybasic.chain.kernels.torch import trees
 from polybasic.chain.kernels.torch.packed_weight import PackedWeight
-from polybasic.chain.kernels.torch.rotary import Rotation
 from polybasic.chain.kernels.torch.rows import DeviceRows, Span
+from polybasic.chain.kernels.weights import Linear
 
 _CHUNK = 1024
 """Outputs whose probabilities are summed first; the sums of chunks are added after that."""
@@ -59,18 +60,15 @@ class Heads:
 
 
 class DeviceLinear:
-    """A product on the device: x [R, I] -> [R, O], in the dtype of x.
+    """A product as GPUs keep it: x [R, I] -> [R, O], in the dtype of x.
 
     Args:
-        operations: compute products of few rows, fused with what comes before and after them.
         weight: [O, I] or packed.
         bias: [O] or None.
     """
 
-    def __init__(
-        self, operations: "Operations", weight: Tensor | PackedWeight, bias: Tensor | None
-    ) -> None:
-        self.operations, self.weight, self.bias = operations, weight, bias
+    def __init__(self, weight: Tensor | PackedWeight, bias: Tensor | None = None) -> None:
+        self.weight, self.bias = weight, bias
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -100,7 +98,7 @@ class Operations:
 
     def product(
         self,
-        linear: DeviceLinear,
+        linear: Linear,
         x_RI: Tensor,
         norm: Norm | None = None,
         added: Tensor | None = None,
@@ -110,7 +108,7 @@ class Operations:
         return out if added is None else added + out
 
     def gated_product(
-        self, linear: DeviceLinear, x_RI: Tensor, norm: Norm | None, activation: str
+        self, linear: Linear, x_RI: Tensor, norm: Norm | None, activation: str
     ) -> Tensor:
         """activation(gate) * up [R, O / 2], of which `linear` computes gate first, then up."""
         gate, up = self.product(linear, x_RI, norm).chunk(2, -1)
@@ -130,25 +128,44 @@ class Operations:
         Args:
             qkv: [R, (K*G + K + K) * H], queries first, then keys, then values.
             cache: [2K, capacity, H], keys first; rows that were never written are finite.
-            span: what layers of this kind see; from `rows.span_of`.
+            span: what layers of this kind see; from `rows.span_of`, one for all layers of a pass.
             rotation: cosines and signed sines of all positions, each [positions, 1, H].
         """
         K, G, H = heads.num_kv_heads, heads.query_groups, heads.head_dim
-        num_rows, capacity = len(qkv), cache.shape[1]
-        queries = self.write_rows(qkv, cache, rows, heads, rotation)
-        queries = queries.reshape(num_rows, K, G, H).permute(1, 0, 2, 3)
-        keys, values = cache.split(K)
-        scores = queries.flatten(1, 2) @ keys.mT
-        scores = scores.view(K, num_rows, G, capacity).float() * heads.scale
-        if heads.softcap is not None:
-            scores = (scores / heads.softcap).tanh() * heads.softcap
-        hidden = ~seen(rows, span, capacity)
-        scores = scores.masked_fill(hidden[None, :, None], float("-inf"))
-        attended = scores.softmax(-1).to(qkv.dtype).flatten(1, 2) @ values
+        num_rows = len(qkv)
+        queries = self.write_rows(qkv, cache, rows, span, heads, rotation)
+        keys, values = span.of(cache)[None].split(K, 1)
+        if span.is_whole_prompt and heads.softcap is None:
+            attended = F.scaled_dot_product_attention(
+                queries.transpose(0, 1)[None],
+                keys,
+                values,
+                is_causal=True,
+                scale=heads.scale,
+                enable_gqa=G > 1,
+            )
+            return attended[0].transpose(0, 1).reshape(num_rows, -1)
+        # rows and query groups are folded into one dimension: each key/value head is read once
+        queries = queries.reshape(num_rows, K, G, H).transpose(0, 1).reshape(1, K, -1, H)
+        mask = None if span.sees_all else span.mask(cache.shape[1], G, qkv.dtype)
+        if heads.softcap is None:
+            attended = F.scaled_dot_product_attention(
+                queries, keys, values, attn_mask=mask, scale=heads.scale
+            )
+        else:
+            scores = softcapped(queries @ keys.mT * heads.scale, heads.softcap)
+            scores = scores if mask is None else scores + mask
+            attended = scores.softmax(-1, dtype=torch.float32).to(values.dtype) @ values
         return attended.view(K, num_rows, G, H).transpose(0, 1).reshape(num_rows, -1)
 
     def write_rows(
-        self, qkv: Tensor, cache: Tensor, rows: DeviceRows, heads: Heads, rotation: Rotation
+        self,
+        qkv: Tensor,
+        cache: Tensor,
+        rows: DeviceRows,
+        span: Span,
+        heads: Heads,
+        rotation: Rotation,
     ) -> Tensor:
         """Write the rows' keys and values as `attention` does; the queries [R, K * G, H]."""
         K, G, H = heads.num_kv_heads, heads.query_groups, heads.head_dim
@@ -158,11 +175,15 @@ class Operations:
         if heads.query_norm is not None and heads.key_norm is not None:
             queries = self.norm(rotated[:, : K * G], heads.query_norm)
             rotated = torch.cat([queries, self.norm(rotated[:, K * G :], heads.key_norm)], 1)
-        cos, sin = (table[rows.positions] for table in rotation)
-        rotated = rotated * cos + rotated.roll(H // 2, -1) * sin
-        written = rows.prefix + rows.first + torch.arange(num_rows, device=qkv.device)
-        new_rows = torch.cat([rotated[:, K * G :], parts[:, K * G + K :]], 1)
-        cache.index_copy_(1, written, new_rows.transpose(0, 1))
+        cos, sin = span.rotation(rotation)
+        rotated = (rotated * cos).addcmul_(rotated.roll(H // 2, -1), sin)
+        new_rows = torch.cat([rotated[:, K * G :], parts[:, K * G + K :]], 1).transpose(0, 1)
+        if rows.known_prefix is None:
+            written = rows.prefix + rows.first + torch.arange(num_rows, device=qkv.device)
+            cache.index_copy_(1, written, new_rows)
+        else:
+            start = rows.known_prefix + rows.first
+            cache[:, start : start + num_rows].copy_(new_rows)
         return rotated[:, : K * G]
 
     def best(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -236,19 +257,24 @@ class Operations:
 
     def keep_best(
         self, top_k: int, tokens: Tensor, scores: Tensor, beams: Tensor, root: Tensor, rows: int
-    ) -> trees.Rows:
+    ) -> trees.DeviceTree:
         """The token `root` int64 [] and the best `rows - 1` of all candidates, or all of them.
 
         Of equal scores the candidate with the smaller number is better.
 
         Args:
             tokens, scores, beams: int64 [N], float32 [N] and int64 [levels - 1, top_k], as in
-                `polybasic.deploy.drafters.expansion.Candidates`.
+                `polybasic.chain.kernels.drafts.Candidates`.
         """
         return trees.keep_best(top_k, tokens, scores, beams, root, rows)
 
     def walk(
-        self, tree: trees.Rows, drawn: Tensor, limit: Tensor, stop_tokens: Tensor, max_tokens: int
+        self,
+        tree: trees.DeviceTree,
+        drawn: Tensor,
+        limit: Tensor,
+        stop_tokens: Tensor,
+        max_tokens: int,
     ) -> trees.Walk:
         """Walk from the root, stepping to the child with the drawn token as long as there is one.
 
@@ -262,14 +288,6 @@ class Operations:
         return trees.walk(tree, drawn, limit, stop_tokens, max_tokens)
 
 
-def seen(rows: DeviceRows, span: Span, capacity: int) -> Tensor:
-    """Which rows of the cache each row sees, bool [R, capacity]."""
-    places = torch.arange(capacity, device=rows.prefix.device)
-    is_seen = places < rows.prefix
-    if span.tokens:
-        is_latest = places > rows.positions[:, None] - span.tokens
-        is_seen = is_seen & (is_latest | (places < span.sinks))
-    provisional = places - rows.prefix
-    num_provisional = span.visible.shape[1]
-    among = span.visible[:, provisional.clamp(0, num_provisional - 1)]
-    return is_seen | (among & (provisional >= 0) & (provisional < num_provisional))
+def softcapped(x: Tensor, softcap: float) -> Tensor:
+    """`x`, kept between -softcap and softcap."""
+    return (x / softcap).tanh() * softcap

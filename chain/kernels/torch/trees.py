@@ -1,7 +1,7 @@
 """Draft trees between the passes of a round, in PyTorch's operations.
 
 All sizes follow from a draft's shape; the host reads no number. Candidates are numbered as in
-`polybasic.deploy.drafters.expansion.Candidates`.
+`polybasic.chain.kernels.drafts.Candidates`.
 
 #   K = children of a row, L = levels, N = K + (L - 1) * K * K candidates, H = hidden size
 #   P = provisional rows of the cache, R = rows of a tree, T = most tokens of a walk
@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from polybasic.chain.kernels.drafts import DraftTree
 
 
 class Beam(NamedTuple):
@@ -33,7 +35,7 @@ class Beam(NamedTuple):
     visible: Tensor
 
 
-class Rows(NamedTuple):
+class DeviceTree(NamedTuple):
     """Rows of a tree, root first, parents before children.
 
     Attributes:
@@ -47,6 +49,15 @@ class Rows(NamedTuple):
     parents: Tensor
     depths: Tensor
     ancestors: Tensor
+
+    @classmethod
+    def of(cls, tree: DraftTree, device: torch.device) -> "DeviceTree":
+        """A tree of the host, moved to a device."""
+        depths = tree.depths()
+        parents = torch.tensor([max(parent, 0) for parent in tree.parents])
+        parts = torch.tensor(tree.tokens), parents, torch.tensor(depths)
+        moved = [part.to(device) for part in (*parts, ancestors(parents, max(depths)))]
+        return cls(*moved)
 
 
 class Walk(NamedTuple):
@@ -76,7 +87,7 @@ def next_beam(scores: Tensor, tokens: Tensor, states: Tensor, visible: Tensor) -
 
 def keep_best(
     top_k: int, tokens: Tensor, scores: Tensor, beams: Tensor, root: Tensor, rows: int
-) -> Rows:
+) -> DeviceTree:
     """The root and the best `rows - 1` candidates; see `Operations.keep_best`."""
     # The stable sort puts a parent before a child of equal score.
     best = scores.sort(descending=True, stable=True).indices
@@ -89,7 +100,7 @@ def keep_best(
         parents = torch.where(level > 0, 1 + torch.searchsorted(chosen, parent), 0)
     zero = root.new_zeros(1)
     parents = torch.cat([zero, parents])
-    return Rows(
+    return DeviceTree(
         torch.cat([root.view(1), tokens[chosen]]),
         parents,
         torch.cat([zero, level + 1]),
@@ -112,7 +123,9 @@ def ancestors(parents: Tensor, max_depth: int) -> Tensor:
     return found
 
 
-def walk(tree: Rows, drawn: Tensor, limit: Tensor, stop_tokens: Tensor, max_tokens: int) -> Walk:
+def walk(
+    tree: DeviceTree, drawn: Tensor, limit: Tensor, stop_tokens: Tensor, max_tokens: int
+) -> Walk:
     """Walk from the root by what was drawn; see `Operations.walk`."""
     rows = torch.arange(len(drawn), device=drawn.device)
     is_child = (tree.parents == rows[:, None]) & (tree.tokens == drawn[:, None])

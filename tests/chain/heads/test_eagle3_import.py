@@ -16,7 +16,7 @@ from polybasic.chain.formats.draft_vocabulary import draft_tables, draft_token_i
 from polybasic.chain.formats.lineage import weights_digest
 from polybasic.chain.formats.shapes import check_shapes
 from polybasic.chain.heads.importing import import_head, required_weights
-from polybasic.chain.kernels.torch.attend import attend_causally
+from polybasic.chain.kernels.rows import consecutive_rows
 from polybasic.chain.model.loading import load_decoder, load_head
 from polybasic.deploy.rounds.cache import KeyValueCache
 from tests.chain.heads.test_importing import (
@@ -315,7 +315,7 @@ def test_the_runtime_computes_eagles_formula(
     stored = tensors | {"embed_tokens.weight": load_tensors(target)["model.embed_tokens.weight"]}
     expected, expected_logits = eagle3_formula(stored, token_ids, read)
     cache = KeyValueCache(head.config, 1, 64, torch.float32, torch.device("cpu"))
-    rows = attend_causally(0, 30)
+    rows = consecutive_rows(0, 30)
     found = head.forward(token_ids, head.features(read), cache.layers[0], rows)
     assert (found - expected).abs().max() < 1e-5 * expected.abs().max()
     logits = head.logits(found)

@@ -19,7 +19,7 @@ from polybasic.chain.formats.lineage import weights_digest
 from polybasic.chain.formats.package import Part
 from polybasic.chain.formats.plan import Plan, Tree
 from polybasic.chain.heads.importing import import_head
-from polybasic.chain.kernels.torch.attend import attend_causally
+from polybasic.chain.kernels.rows import consecutive_rows
 from polybasic.chain.model.loading import load_decoder, load_head
 from polybasic.deploy import load_chain
 from polybasic.deploy.rounds.cache import KeyValueCache
@@ -358,7 +358,7 @@ def test_the_runtime_computes_eagles_formula(imported: tuple[Path, Path, Tensors
     cache = KeyValueCache(head.config, 1, 64, torch.float32, torch.device("cpu"))
     parts = []
     for first, end in ((0, 25), (25, 26), (26, 40)):
-        rows = attend_causally(first, end - first)
+        rows = consecutive_rows(first, end - first)
         parts.append(head.forward(token_ids[first:end], features[first:end], cache.layers[0], rows))
         cache.keep(range(end - first))
     found = torch.cat(parts)

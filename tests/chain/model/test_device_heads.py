@@ -12,12 +12,11 @@ from torch import Tensor
 from polybasic.chain.formats.config import read_config
 from polybasic.chain.formats.plan import Window
 from polybasic.chain.formats.shapes import expected_shapes
-from polybasic.chain.kernels.torch.attend import attend_causally, attend_to_ancestors
+from polybasic.chain.kernels.executor import Executor
+from polybasic.chain.kernels.rows import consecutive_rows, tree_rows
 from polybasic.chain.kernels.torch.packed_weight import PackedWeight
-from polybasic.chain.kernels.torch.rows import causal_rows, tree_rows
-from polybasic.chain.model.decoder import Decoder
+from polybasic.chain.kernels.torch.rows import device_consecutive_rows, device_tree_rows
 from polybasic.chain.model.device_model import DeviceModel
-from polybasic.chain.model.head import EagleHead
 from polybasic.chain.model.loading import load_decoder, load_head
 from tests.chain.family_cases import Folders
 from tests.chain.kernels.cuda.device_models import (
@@ -71,7 +70,7 @@ def write_head(folder: Path, target: Path, case: str, trimmed: bool) -> None:
         trim(folder, token_ids)
 
 
-def load_both(target: Path, folder: Path, dtype: torch.dtype) -> list[tuple[Decoder, EagleHead]]:
+def load_both(target: Path, folder: Path, dtype: torch.dtype) -> list[tuple[Executor, Executor]]:
     with eager():
         expected = load_decoder(read_config(target), dtype, CPU, CAPACITY)
         heads = [(expected, load_head(read_config(folder), expected, CAPACITY))]
@@ -83,8 +82,8 @@ def load_both(target: Path, folder: Path, dtype: torch.dtype) -> list[tuple[Deco
     return heads
 
 
-def states_of(decoder: Decoder, ids: Tensor) -> Tensor:
-    return decoder.forward(ids, cache_of(decoder).layers, attend_causally(0, len(ids)))
+def states_of(decoder: Executor, ids: Tensor) -> Tensor:
+    return decoder.forward(ids, [cache_of(decoder).layers], consecutive_rows(0, len(ids)))
 
 
 @torch.inference_mode()
@@ -116,19 +115,19 @@ def test_heads_draft_as_on_the_eager_path(
     features = expected.forward(
         ids[1 : num + 1], expected.features(read), caches[0].layers[0], attend
     )
-    ours = model.forward(ids[1 : num + 1], caches[1].layers, rows, model.features(read))
+    ours = model.forward(ids[1 : num + 1], [caches[1].layers], rows, model.features(read))
     torch.testing.assert_close(ours, features, rtol=1e-4, atol=1e-4)
 
     attend, rows = tree(num, parents, window)
     beam, beam_features = ids[: len(parents)], features[-len(parents) :]
     theirs = expected.forward(beam, beam_features, caches[0].layers[0], attend)
-    ours = model.forward(beam, caches[1].layers, rows, beam_features)
+    ours = model.forward(beam, [caches[1].layers], rows, beam_features)
     logits, our_logits = expected.logits(theirs), model.logits(ours)
     tolerance = TOLERANCE * float(logits.abs().max())
     torch.testing.assert_close(our_logits, logits, rtol=0, atol=tolerance)
     assert our_logits.shape[1] == (64 if trimmed else VOCAB_SIZE)
     # features of other rows, and a model that forgets a head's own norm
-    other = model.logits(model.forward(beam, caches[1].layers, rows, beam_features.roll(1, 0)))
+    other = model.logits(model.forward(beam, [caches[1].layers], rows, beam_features.roll(1, 0)))
     assert (other - logits).abs().max() > 100 * tolerance
     if head_kind == "eagle3":
         unnormed = DeviceModel(replace(model.parts, final_norm=None))
@@ -155,7 +154,9 @@ def test_heads_in_half_precision_draft_from_weights_in_4_bits(
         one.logits(one.forward(ids[1:], one.features(read), cache_of(one).layers[0], attend))
         for one in (dense, found)
     ]
-    ours = model.logits(model.forward(ids[1:], cache_of(found).layers, rows, model.features(read)))
+    ours = model.logits(
+        model.forward(ids[1:], [cache_of(found).layers], rows, model.features(read))
+    )
     dense_logits, eager_logits, ours = answers[0].float(), answers[1].float(), ours.float()
     rounding = (eager_logits - dense_logits).pow(2).mean()
     assert (ours - eager_logits).pow(2).mean() < 0.05 * rounding
@@ -181,13 +182,15 @@ def test_a_captured_round_reads_its_tensors_when_it_runs(
     caches = cache_of(target), cache_of(head)
     for one, run in ((caches[0], model), (caches[1], head_model)):
         features = torch.ones(60, target.config.hidden_size) if run is head_model else None
-        run.forward(ids, one.layers, causal_rows(torch.tensor(0), 60), features)
+        run.forward(ids, [one.layers], device_consecutive_rows(torch.tensor(0), 60), features)
 
     def run_round() -> None:
-        rows = tree_rows(prefix, depths, ancestors, SINKS_AND_LATEST)
-        states = model.forward(tokens, caches[0].layers, rows, feature_layers=target.feature_layers)
+        rows = device_tree_rows(prefix, depths, ancestors, SINKS_AND_LATEST)
+        states = model.forward(
+            tokens, [caches[0].layers], rows, feature_layers=target.feature_layers
+        )
         features = head_model.features(head.select_inputs(states))
-        states = head_model.forward(tokens, caches[1].layers, rows, features)
+        states = head_model.forward(tokens, [caches[1].layers], rows, features)
         logits.copy_(head_model.logits(states))
 
     graphs = RecordedGraphs(checked=True)
@@ -195,8 +198,8 @@ def test_a_captured_round_reads_its_tensors_when_it_runs(
         prefix.fill_(start)
         tokens.copy_(ids[start : start + len(PARENTS)])
         graphs.run("round", run_round)
-        attend = attend_to_ancestors(start, PARENTS, SINKS_AND_LATEST)
-        states = expected.forward(tokens, caches[0].layers, attend)
+        attend = tree_rows(start, PARENTS, SINKS_AND_LATEST)
+        states = expected.forward(tokens, [caches[0].layers], attend)
         features = expected_head.features(expected_head.select_inputs(states))
         states = expected_head.forward(tokens, features, caches[1].layers[0], attend)
         theirs = expected_head.logits(states)

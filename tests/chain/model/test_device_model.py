@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from polybasic.chain.formats.plan import Window
-from polybasic.chain.kernels.torch.attend import attend_causally
+from polybasic.chain.kernels.rows import consecutive_rows
 from polybasic.chain.kernels.torch.packed_weight import PackedWeight
-from polybasic.chain.kernels.torch.rows import causal_rows
+from polybasic.chain.kernels.torch.rows import device_consecutive_rows
 from polybasic.chain.model.device_model import DeviceLayer, DeviceModel
 from tests.chain.family_cases import Folders, write_4bit
 from tests.chain.kernels.cuda.device_models import (
@@ -48,9 +48,11 @@ def test_a_pass_continues_a_prompt_that_eager_operations_read(case: str, folders
     model, ids = found.device_model, random_tokens(80)
     assert model is not None
     caches = cache_of(expected), cache_of(found)
-    theirs = expected.forward(ids, caches[0].layers, attend_causally(0, 80))
-    prompt = found.forward(ids[:75], caches[1].layers, attend_causally(0, 75))
-    after = model.forward(ids[75:], caches[1].layers, causal_rows(torch.tensor(75), 5))
+    theirs = expected.forward(ids, [caches[0].layers], consecutive_rows(0, 80))
+    prompt = found.forward(ids[:75], [caches[1].layers], consecutive_rows(0, 75))
+    after = model.forward(
+        ids[75:], [caches[1].layers], device_consecutive_rows(torch.tensor(75), 5)
+    )
     assert relative(torch.cat([prompt, after]) - theirs, theirs) < TOLERANCE
     assert relative(caches[1].block - caches[0].block, caches[0].block) < TOLERANCE
 
@@ -97,15 +99,17 @@ def test_a_draft_by_levels_is_its_whole_tree(
     logits, _, cache, _ = both_answers(expected, found, whole, ids)
     assert model is not None
     our_cache = cache_of(found)
-    model.forward(ids[:start], our_cache.layers, causal_rows(torch.tensor(0), start, window))
+    model.forward(
+        ids[:start], [our_cache.layers], device_consecutive_rows(torch.tensor(0), start, window)
+    )
     ours, shifted = [], []
     for level in range(len(BEAMS)):
         rows = level_rows(start, level, window)
         level_ids = ids[start + level * TOP_K :][:TOP_K]
         # a row that sees a cousin's path: the twin that must not be mistaken for it
         wrong = replace(rows, visible=rows.visible.roll(1, 0) | rows.visible)
-        shifted.append(model.logits(model.forward(level_ids, our_cache.layers, wrong)))
-        ours.append(model.logits(model.forward(level_ids, our_cache.layers, rows)))
+        shifted.append(model.logits(model.forward(level_ids, [our_cache.layers], wrong)))
+        ours.append(model.logits(model.forward(level_ids, [our_cache.layers], rows)))
     tolerance = TOLERANCE * logits.abs().max()
     assert (torch.cat(ours) - logits[start:]).abs().max() < tolerance
     assert relative(our_cache.block - cache.block, cache.block) < TOLERANCE
@@ -120,9 +124,13 @@ def test_rows_that_only_fill_up_change_nothing(folders: Folders) -> None:
     assert model is not None
     caches = cache_of(found), cache_of(found)
     for one in caches:
-        model.forward(ids[:30], one.layers, causal_rows(torch.tensor(0), 30))
-    exact = model.forward(ids[30:35], caches[0].layers, causal_rows(torch.tensor(30), 5))
-    padded = model.forward(ids[30:38], caches[1].layers, causal_rows(torch.tensor(30), 8))
+        model.forward(ids[:30], [one.layers], device_consecutive_rows(torch.tensor(0), 30))
+    exact = model.forward(
+        ids[30:35], [caches[0].layers], device_consecutive_rows(torch.tensor(30), 5)
+    )
+    padded = model.forward(
+        ids[30:38], [caches[1].layers], device_consecutive_rows(torch.tensor(30), 8)
+    )
     torch.testing.assert_close(padded[:5], exact, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(caches[1].block[:, :, :35], caches[0].block[:, :, :35])
     assert caches[1].block[:, :, 35:38].abs().sum() > 0
@@ -136,12 +144,12 @@ def test_inputs_of_layers_are_a_part_of_the_states(folders: Folders) -> None:
     model, ids = found.device_model, random_tokens(12)
     assert model is not None
     attend, rows = block(0, 12)
-    theirs = expected.forward(ids, cache_of(expected).layers, attend)
-    ours = model.forward(ids, cache_of(found).layers, rows, feature_layers=FEATURE_LAYERS)
+    theirs = expected.forward(ids, [cache_of(expected).layers], attend)
+    ours = model.forward(ids, [cache_of(found).layers], rows, feature_layers=FEATURE_LAYERS)
     assert ours.shape == (12, found.states_width)
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(model.logits(ours), expected.logits(theirs), rtol=1e-4, atol=1e-4)
-    other = model.forward(ids, cache_of(found).layers, rows, feature_layers=(0, 1, 2))
+    other = model.forward(ids, [cache_of(found).layers], rows, feature_layers=(0, 1, 2))
     assert not torch.allclose(other, theirs, atol=1e-2)
 
 
@@ -239,11 +247,13 @@ def test_the_prefix_is_read_when_a_pass_runs(folders: Folders) -> None:
     model, ids = found.device_model, random_tokens(64)
     assert model is not None
     cache, prefix = cache_of(found), torch.tensor(0)
-    model.forward(ids, cache.layers, causal_rows(prefix, 64))
+    model.forward(ids, [cache.layers], device_consecutive_rows(prefix, 64))
     answers = {}
     for start in (10, 40):
         prefix.fill_(start)
-        answers[start] = model.forward(ids[start : start + 4], cache.layers, causal_rows(prefix, 4))
-    expected = found.forward(ids, cache_of(found).layers, attend_causally(0, 64))
+        answers[start] = model.forward(
+            ids[start : start + 4], [cache.layers], device_consecutive_rows(prefix, 4)
+        )
+    expected = found.forward(ids, [cache_of(found).layers], consecutive_rows(0, 64))
     for start, states in answers.items():
         torch.testing.assert_close(states, expected[start : start + 4], rtol=1e-4, atol=1e-4)

@@ -20,13 +20,13 @@ from polybasic.chain.formats.checkpoint import load_tensors
 from polybasic.chain.formats.config import DecoderConfig, LayerKind, decoder_config, read_config
 from polybasic.chain.formats.plan import Tree
 from polybasic.chain.formats.shapes import check_shapes
-from polybasic.chain.kernels.torch.rotary import inverse_frequency
-from polybasic.chain.model.decoder import Decoder
+from polybasic.chain.kernels.drafts import DraftTree
+from polybasic.chain.kernels.executor import Executor
+from polybasic.chain.kernels.rotary import inverse_frequency
 from polybasic.chain.model.loading import load_decoder
-from polybasic.chain.model.weights import Weights
+from polybasic.chain.model.stored import StoredTensors
 from polybasic.deploy.drafters.model import ModelDrafter
 from polybasic.deploy.rounds.cache import KeyValueCache
-from polybasic.deploy.rounds.tree import DraftTree
 from polybasic.deploy.rounds.verifier import Verifier
 from tests.chain.family_cases import CASES, WINDOW, Folders, write_4bit
 from tests.chain.native_models import eager
@@ -56,11 +56,11 @@ def reference(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedMod
     return model.eval()
 
 
-def load(folder: Path, dtype: torch.dtype = torch.float32) -> Decoder:
+def load(folder: Path, dtype: torch.dtype = torch.float32) -> Executor:
     return load_decoder(read_config(folder), dtype, CPU, CAPACITY)
 
 
-def make_verifier(decoder: Decoder) -> Verifier:
+def make_verifier(decoder: Executor) -> Verifier:
     config = decoder.config
     return Verifier(
         "target",
@@ -74,7 +74,7 @@ def random_tokens(number: int) -> list[int]:
     return torch.randint(0, VOCAB_SIZE, (number,), generator=generator).tolist()
 
 
-def consecutive_logits(decoder: Decoder, ids: list[int], ends: list[int]) -> Tensor:
+def consecutive_logits(decoder: Executor, ids: list[int], ends: list[int]) -> Tensor:
     """Logits of all rows, read in passes that end at `ends`."""
     verifier, logits = make_verifier(decoder), []
     for first, end in zip([0, *ends[:-1]], ends, strict=True):
@@ -88,7 +88,7 @@ TREE_PARENTS = [-1, 0, 0, 1, 2, 2, 5, 6, 7, 8, 9, 10]
 KEPT = [0, 2, 5, 6, 7, 8, 9, 10, 11]
 
 
-def tree_and_following(decoder: Decoder, start: int) -> list[tuple[list[int], Tensor]]:
+def tree_and_following(decoder: Executor, start: int) -> list[tuple[list[int], Tensor]]:
     """Prefixes and the logits after them: of a tree's rows, and of a block after a kept path.
 
     Args:
@@ -112,7 +112,7 @@ def tree_and_following(decoder: Decoder, start: int) -> list[tuple[list[int], Te
 
 
 @torch.inference_mode()
-def largest_differences(decoder: Decoder, model: PreTrainedModel) -> dict[str, float]:
+def largest_differences(decoder: Executor, model: PreTrainedModel) -> dict[str, float]:
     """Of the logits of each kind of pass, relative to the largest logit."""
     ids = random_tokens(60)
     expected = model(torch.tensor([ids])).logits[0].float()
@@ -227,9 +227,9 @@ def test_one_rotary_table_for_both_kinds_of_layers_shows(
 @pytest.mark.parametrize("case", ["qwen2", "llama-biases"])
 def test_dropped_biases_show(case: str, folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
     load_with(monkeypatch, lambda config: replace(config, biased=()))
-    contains = Weights.__contains__
+    contains = StoredTensors.__contains__
     monkeypatch.setattr(
-        Weights,
+        StoredTensors,
         "__contains__",
         lambda weights, name: not name.endswith(".bias") and contains(weights, name),
     )
@@ -382,13 +382,3 @@ def test_a_head_sees_all_that_its_model_sees(folders: Folders, tmp_path: Path) -
     (tmp_path / "config.json").write_text(json.dumps(config | one_layer))
     assert read_config(tmp_path).decoder.layer_kinds != ()
     assert read_config(tmp_path).head.layer_kinds == ()
-
-
-@torch.inference_mode()
-def test_drafters_project_as_their_verifier_does(folders: Folders) -> None:
-    """The output projection that a drafter is given caps logits as the model does."""
-    decoder = load(folders("gemma2"))
-    states = 10 * torch.randn(4, decoder.config.hidden_size)
-    logits = decoder.lm_head(states)
-    assert torch.equal(logits, decoder.logits(states))
-    assert logits.abs().max() <= 3.0 < (states @ decoder.embedding.T).abs().max()

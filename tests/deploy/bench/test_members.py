@@ -9,14 +9,14 @@ import torch
 from rich.console import Console
 
 from polybasic.chain.formats.package import Part
-from polybasic.chain.model.head import EagleHead
+from polybasic.chain.kernels.drafts import DraftTree
+from polybasic.chain.kernels.executor import Executor
 from polybasic.deploy import load_chain
 from polybasic.deploy.bench import members
 from polybasic.deploy.bench.members import draft_vocabularies
 from polybasic.deploy.bench.report import print_report
 from polybasic.deploy.bench.running import bench_chain
 from polybasic.deploy.drafters.head import EagleDrafter
-from polybasic.deploy.rounds.tree import DraftTree
 from polybasic.deploy.settings import BenchSettings
 from tests.head_kinds import trim, write_eagle3
 
@@ -132,5 +132,5 @@ def test_eagle3_head_has_no_way_over_all_tokens(
 
 def test_whole_heads_have_no_entry(tiny_chain: Path) -> None:
     chain = load_chain(tiny_chain, dtype="float32")
-    assert all(isinstance(head, EagleHead) for head in chain.engine.models.drafters.values())
+    assert all(isinstance(head, Executor) for head in chain.engine.models.drafters.values())
     assert draft_vocabularies(chain, [[1, 2, 3]]) == []

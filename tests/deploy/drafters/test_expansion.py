@@ -12,9 +12,8 @@ from torch import Tensor
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.config import LayerKind
 from polybasic.chain.formats.plan import Tree
-from polybasic.chain.kernels.torch.attend import Attend
+from polybasic.chain.kernels.drafts import ABSENT, DraftTree, walk
 from polybasic.deploy.drafters.expansion import Candidates, Expansion
-from polybasic.deploy.rounds.tree import ABSENT, DraftTree, walk
 
 ROOT, START, CAPACITY, GROUPS = 99, 3, 60, 2
 

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from polybasic.chain.formats.plan import Ngram, Tree
+from polybasic.chain.kernels.drafts import DraftTree
 from polybasic.deploy.drafters import ngram
 from polybasic.deploy.drafters.interface import NoDrafter
 from polybasic.deploy.drafters.ngram import MAX_COPIES, NUM_MATCH_LENGTHS, NgramDrafter
-from polybasic.deploy.rounds.tree import DraftTree
 from polybasic.deploy.rounds.verifier import PassClock
 
 TREE = Tree(depth=1, top_k=1, rows=16)

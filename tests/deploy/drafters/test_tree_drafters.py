@@ -14,14 +14,13 @@ from torch import Tensor
 
 from polybasic.chain.formats.config import read_config
 from polybasic.chain.formats.plan import Tree
-from polybasic.chain.kernels.torch.attend import attend_causally
-from polybasic.chain.model.decoder import Decoder
-from polybasic.chain.model.head import EagleHead
+from polybasic.chain.kernels.drafts import DraftTree, walk
+from polybasic.chain.kernels.executor import Executor
+from polybasic.chain.kernels.rows import consecutive_rows
 from polybasic.chain.model.loading import load_decoder, load_head
 from polybasic.deploy.drafters.head import EagleDrafter
 from polybasic.deploy.drafters.model import ModelDrafter
 from polybasic.deploy.rounds.cache import KeyValueCache
-from polybasic.deploy.rounds.tree import DraftTree, walk
 from polybasic.deploy.rounds.verifier import Verifier
 from tests.deploy.plain_eagle3 import PlainEagle3
 from tests.head_kinds import FEATURE_LAYERS, trim, write_eagle3
@@ -42,9 +41,9 @@ AnyDrafter = EagleDrafter | ModelDrafter
 class Models:
     """A target, its 4-bit copy and its head, in float32."""
 
-    target: Decoder
-    intermediate: Decoder
-    head: EagleHead
+    target: Executor
+    intermediate: Executor
+    head: Executor
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,7 @@ class Case:
             -> log-probabilities [V] of the token after the path.
     """
 
-    target: Decoder
+    target: Executor
     make: Callable[[Tree], AnyDrafter]
     log_probabilities: Callable[[Tensor, list[int], list[int]], Tensor]
 
@@ -68,7 +67,7 @@ class Case:
         return Verifier("target", self.target, cache_of(self.target)).read(tokens)
 
 
-def cache_of(decoder: Decoder) -> KeyValueCache:
+def cache_of(decoder: Executor) -> KeyValueCache:
     config = decoder.config
     return KeyValueCache(config, config.num_layers, CAPACITY, torch.float32, CPU)
 
@@ -89,7 +88,7 @@ def over_all_tokens(log_probabilities: Tensor, token_ids: Tensor) -> Tensor:
     return torch.full((VOCAB_SIZE,), -torch.inf).index_put((token_ids,), log_probabilities)
 
 
-def eagle3_case(target: Decoder, folder: Path, target_folder: Path, token_ids: Tensor) -> Case:
+def eagle3_case(target: Executor, folder: Path, target_folder: Path, token_ids: Tensor) -> Case:
     """A random EAGLE-3 head over these tokens."""
     is_trimmed = len(token_ids) < VOCAB_SIZE
     write_eagle3(folder, target_folder, token_ids if is_trimmed else None)
@@ -121,7 +120,7 @@ def case(
         rows = [(states, tokens[1:])] + [(None, [token]) for token in path]
         features = states
         for known, next_tokens in rows:
-            attend = attend_causally(cache.length, len(next_tokens))
+            attend = consecutive_rows(cache.length, len(next_tokens))
             read = known if known is not None else features[-1:]
             features = head.forward(torch.tensor(next_tokens), read, cache.layers[0], attend)
             cache.keep(range(len(next_tokens)))
@@ -356,7 +355,7 @@ def test_a_head_without_a_state_drafts_nothing_and_a_model_does(models: Models) 
     assert max(ModelDrafter(models.target, tree, CAPACITY).draft([9], 4).depths()) == 4
 
 
-def accepted_lengths(target: Decoder, drafter: ModelDrafter, num_rounds: int) -> list[int]:
+def accepted_lengths(target: Executor, drafter: ModelDrafter, num_rounds: int) -> list[int]:
     """Greedy rounds of the target over the drafter's trees."""
     verifier, tokens, lengths = Verifier("target", target, cache_of(target)), [3], []
     for _ in range(num_rounds):
@@ -387,13 +386,13 @@ def test_a_model_reads_what_it_has_not_read_once(
     models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows_read: list[int] = []
-    forward = Decoder.forward
+    forward = Executor.forward
 
-    def recording(self: Decoder, token_ids: Tensor, *rest: object) -> Tensor:
+    def recording(self: Executor, token_ids: Tensor, *rest: object) -> Tensor:
         rows_read.append(len(token_ids))
         return forward(self, token_ids, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Decoder, "forward", recording)
+    monkeypatch.setattr(Executor, "forward", recording)
     drafter = ModelDrafter(models.target, Tree(depth=3, top_k=4, rows=9), CAPACITY)
 
     def rows_of_a_draft(tokens: list[int]) -> int:

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from polybasic.chain.kernels.torch.trees import num_to_stop
+from polybasic.chain.kernels.drafts import DraftTree
+from polybasic.chain.kernels.torch.trees import DeviceTree, num_to_stop
 from polybasic.deploy.graphs.device_sampling import (
     Warping,
     draw,
@@ -19,12 +20,10 @@ from polybasic.deploy.graphs.device_sampling import (
     verify_greedy,
     walk,
 )
-from polybasic.deploy.graphs.device_tree import DeviceTree
 from polybasic.deploy.rounds import tree as host_tree
 from polybasic.deploy.rounds import verification
 from polybasic.deploy.rounds.sampling import GreedyRows, GreedySampler, Prefixes, Sampling
 from polybasic.deploy.rounds.stages import cut_at_stop
-from polybasic.deploy.rounds.tree import DraftTree
 from polybasic.deploy.rounds.warping import warp
 from tests.deploy.recorded_graphs import RecordedGraphs
 

@@ -7,8 +7,7 @@ import pytest
 
 from polybasic.chain.formats.manifest import Member
 from polybasic.chain.formats.plan import AdaptiveFlush, Flush, Ngram, Plan, Tree, Window
-from polybasic.chain.model.decoder import Decoder
-from polybasic.chain.model.head import EagleHead
+from polybasic.chain.kernels.executor import Executor
 from polybasic.deploy.engine import Engine, Models, Request
 from polybasic.deploy.graphs.device_stages import DeviceBlockStage, DeviceTreeStage
 from polybasic.deploy.rounds.sampling import Sampling
@@ -61,7 +60,7 @@ def engine() -> Engine:
     same = weights.decoder(small_config(2, 16))
     thin = weights.decoder(small_config(1, 16))
     drafter = weights.decoder(small_config(1, 8))
-    heads: dict[str, EagleHead | Decoder] = {"head": weights.head(target), "drafter": drafter}
+    heads: dict[str, Executor | Executor] = {"head": weights.head(target), "drafter": drafter}
     members: list[Member] = [
         member("target", "target"),
         member("same", "intermediate"),

@@ -9,11 +9,11 @@ from torch import Tensor
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.config import LayerKind
 from polybasic.chain.formats.plan import Tree, Window
+from polybasic.chain.kernels.drafts import DraftTree
 from polybasic.chain.kernels.torch.operations import Operations
 from polybasic.chain.kernels.torch.rows import DeviceRows
+from polybasic.chain.kernels.torch.trees import DeviceTree, expand, keep_best
 from polybasic.deploy.drafters.expansion import Candidates, Expansion
-from polybasic.deploy.graphs.device_tree import DeviceTree, expand, keep_best
-from polybasic.deploy.rounds.tree import DraftTree
 from tests.deploy.drafters.test_expansion import ROOT, START, TableModel
 from tests.deploy.recorded_graphs import RecordedGraphs
 

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.plan import Plan, Tree
+from polybasic.chain.kernels.drafts import ABSENT
 from polybasic.deploy.planner import search as planner
 from polybasic.deploy.planner.agreement import (
     acceptance_between,
@@ -34,7 +35,6 @@ from polybasic.deploy.planner.search import (
     member_sets,
 )
 from polybasic.deploy.planner.simulation import Simulator, simulate
-from polybasic.deploy.rounds.tree import ABSENT
 from polybasic.deploy.settings import PlanGrid
 
 GRID = PlanGrid(

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from polybasic.chain.formats.plan import AdaptiveFlush, Flush, Plan, Tree
+from polybasic.chain.kernels.drafts import DraftTree
 from polybasic.deploy.planner import simulation
 from polybasic.deploy.planner.measurements import Measurements, Trace
 from polybasic.deploy.planner.simulation import Simulator, simulate
 from polybasic.deploy.rounds.sampling import GreedySampler, RandomSampler, Sampling
 from polybasic.deploy.rounds.stages import BlockStage, Stage, TreeStage
-from polybasic.deploy.rounds.tree import DraftTree
 from tests.deploy.traces import chain_ranks, make_measurements
 
 VOCAB_SIZE = 8

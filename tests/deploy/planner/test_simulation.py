@@ -7,10 +7,10 @@ import pytest
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.plan import Flush, Ngram, Plan, Tree
+from polybasic.chain.kernels.drafts import ABSENT
 from polybasic.deploy.planner.measurements import DraftCosts, Measurements, PassCosts
 from polybasic.deploy.planner.simulation import Simulator, simulate
 from polybasic.deploy.planner.theory import kept_probabilities
-from polybasic.deploy.rounds.tree import ABSENT
 from tests.deploy.traces import LEAST, make_measurements, make_trace
 
 # Costs and their JSON

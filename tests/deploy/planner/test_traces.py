@@ -15,6 +15,7 @@ from polybasic.chain.errors import UserError
 from polybasic.chain.formats.manifest import read_manifest
 from polybasic.chain.formats.package import Part
 from polybasic.chain.formats.plan import Flush, Ngram, Plan, Tree
+from polybasic.chain.kernels.drafts import ABSENT
 from polybasic.deploy import Chain, load_chain
 from polybasic.deploy import load as loading
 from polybasic.deploy.bench.running import bench_chain
@@ -29,7 +30,6 @@ from polybasic.deploy.planner.run import plan_chain
 from polybasic.deploy.planner.simulation import simulate
 from polybasic.deploy.planner.traces import answer_prompts
 from polybasic.deploy.rounds.sampling import Sampling
-from polybasic.deploy.rounds.tree import ABSENT
 from polybasic.deploy.settings import BenchSettings, PlanGrid, PlanSettings
 from tests.deploy.traces import count_passes, random_prompts
 

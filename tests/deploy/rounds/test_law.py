@@ -29,8 +29,8 @@ import torch
 from torch import Tensor
 
 from polybasic.chain.formats.plan import AdaptiveFlush, Flush, Plan, Tree, Window
-from polybasic.chain.kernels.torch.attend import attend_causally
-from polybasic.chain.model.decoder import Decoder
+from polybasic.chain.kernels.executor import Executor
+from polybasic.chain.kernels.rows import consecutive_rows
 from polybasic.deploy.engine import Request
 from polybasic.deploy.rounds import verification
 from polybasic.deploy.rounds.cache import KeyValueCache
@@ -103,11 +103,11 @@ def exact_law() -> Any:
 
 
 @torch.inference_mode()
-def next_row(decoder: Decoder, tokens: list[int]) -> list[float]:
+def next_row(decoder: Executor, tokens: list[int]) -> list[float]:
     """The warped distribution after `tokens`, read in one pass into an empty cache."""
     config = decoder.config
     cache = KeyValueCache(config, config.num_layers, len(tokens), torch.float32, CPU)
-    attend = attend_causally(0, len(tokens))
+    attend = consecutive_rows(0, len(tokens))
     states = decoder.forward(torch.tensor(tokens), cache.layers, attend)
     logits = decoder.logits(states[-1:])
     return warp(logits, SAMPLING, Prefixes(tokens, [[]]), len(PROMPT))[0].tolist()

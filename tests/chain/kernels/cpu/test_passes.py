@@ -11,10 +11,10 @@ from torch import Tensor
 
 from polybasic.chain.formats.awq import dequantize
 from polybasic.chain.formats.config import read_config
+from polybasic.chain.kernels.cpu.executor import MAX_ROWS
 from polybasic.chain.kernels.cpu.matrices import NativeLinear
-from polybasic.chain.kernels.cpu.passes import MAX_ROWS
-from polybasic.chain.kernels.torch.attend import attend_causally, attend_to_ancestors
-from polybasic.chain.model.decoder import Decoder
+from polybasic.chain.kernels.executor import Executor
+from polybasic.chain.kernels.rows import consecutive_rows, tree_rows
 from polybasic.chain.model.linear import dense_linear, int4_linear
 from polybasic.chain.model.loading import load_decoder
 from tests.chain.native_models import (
@@ -116,11 +116,11 @@ def test_passes_are_batch_invariant(dtype: torch.dtype, is_quantized: bool) -> N
             assert torch.equal(product(x), alone)
 
 
-def one_by_one(model: Decoder, token_ids: Tensor) -> Tensor:
+def one_by_one(model: Executor, token_ids: Tensor) -> Tensor:
     cache, states = cache_of(model), []
     for position, token in enumerate(token_ids):
-        attend = attend_causally(position, 1)
-        states.append(model.forward(token[None], cache.layers, attend))
+        attend = consecutive_rows(position, 1)
+        states.append(model.forward(token[None], [cache.layers], attend))
     return torch.cat(states)
 
 
@@ -138,16 +138,18 @@ def test_a_text_gives_the_same_bits_however_it_is_read(
     for num in (1, 2, 3):
         cache = cache_of(model)
         with threads(num):
-            whole = model.forward(ids, cache.layers, attend_causally(0, len(ids)))
+            whole = model.forward(ids, [cache.layers], consecutive_rows(0, len(ids)))
         assert torch.equal(whole, expected)
     cache, first = cache_of(model), 0
     for size in (5, 24, 1, 60, 100, 96):
-        part = model.forward(ids[first : first + size], cache.layers, attend_causally(first, size))
+        part = model.forward(
+            ids[first : first + size], [cache.layers], consecutive_rows(first, size)
+        )
         assert torch.equal(part, expected[first : first + size])
         first += size
     changed = ids.clone()
     changed[3] = (changed[3] + 1) % CONFIG.vocab_size
-    other = model.forward(changed, cache_of(model).layers, attend_causally(0, len(ids)))
+    other = model.forward(changed, [cache_of(model).layers], consecutive_rows(0, len(ids)))
     assert torch.equal(other[:3], expected[:3])
     assert not any(torch.equal(*rows) for rows in zip(other[3:], expected[3:], strict=True))
 
@@ -161,8 +163,8 @@ def test_a_path_of_a_tree_gives_the_bits_of_its_text(
     parents = [-1, 0, 0, 1, 1, 2, 4, 6, 5, 7]
     tokens = torch.arange(20, 20 + len(parents))
     cache = cache_of(model)
-    model.forward(prompt, cache.layers, attend_causally(0, 37))
-    states = model.forward(tokens, cache.layers, attend_to_ancestors(37, parents))
+    model.forward(prompt, [cache.layers], consecutive_rows(0, 37))
+    states = model.forward(tokens, [cache.layers], tree_rows(37, parents))
     for row in range(len(parents)):
         path = [row]
         while parents[path[0]] >= 0:
@@ -172,7 +174,7 @@ def test_a_path_of_a_tree_gives_the_bits_of_its_text(
     # the accepted path, moved into place, is what a text of its own would have written
     cache.length = 37
     cache.keep([0, 1, 4, 6])
-    following = model.forward(tokens[:1], cache.layers, attend_causally(41, 1))
+    following = model.forward(tokens[:1], [cache.layers], consecutive_rows(41, 1))
     text = torch.cat([prompt, tokens[[0, 1, 4, 6]], tokens[:1]])
     assert torch.equal(following[0], one_by_one(model, text)[-1])
 
@@ -188,8 +190,8 @@ def test_a_native_pass_is_the_eager_one(dtype: torch.dtype) -> None:
     found = []
     for model in (native, plain):
         cache = cache_of(model)
-        states = model.forward(prompt, cache.layers, attend_causally(0, 40))
-        tree = model.forward(prompt[:4], cache.layers, attend_to_ancestors(40, parents))
+        states = model.forward(prompt, [cache.layers], consecutive_rows(0, 40))
+        tree = model.forward(prompt[:4], [cache.layers], tree_rows(40, parents))
         found.append(torch.cat([states, tree]))
     assert relative(*found) < (5e-6 if dtype == torch.float32 else 2e-2)
 
@@ -202,9 +204,9 @@ def test_a_native_head_is_the_eager_one() -> None:
         plain = head_of(plain_target)
     head, ids = head_of(target), random_ids(30)
     assert head.native is not None
-    features = target.forward(ids, cache_of(target).layers, attend_causally(0, 30))
+    features = target.forward(ids, [cache_of(target).layers], consecutive_rows(0, 30))
     found = [
-        model.forward(ids[1:], features[:-1], cache_of(model, 1).layers[0], attend_causally(0, 29))
+        model.forward(ids[1:], features[:-1], cache_of(model, 1).layers[0], consecutive_rows(0, 29))
         for model in (head, plain)
     ]
     assert plain.native is None
@@ -219,7 +221,7 @@ def test_feature_layers_are_inputs_of_their_layers() -> None:
     states = []
     for one in (model, plain):
         one.feature_layers = (1, 0)
-        states.append(one.forward(ids, cache_of(one).layers, attend_causally(0, 20)))
+        states.append(one.forward(ids, [cache_of(one).layers], consecutive_rows(0, 20)))
     assert states[0].shape == (20, 3 * CONFIG.hidden_size)
     assert relative(*states) < 5e-6
     embedded = torch.nn.functional.embedding(ids, model.embedding)
@@ -233,7 +235,7 @@ def test_a_long_prompt_is_read_in_blocks_into_one_cache() -> None:
     caches = [cache_of(model), cache_of(plain)]
     with torch.inference_mode():
         found = [
-            one.forward(ids, cache.layers, attend_causally(0, len(ids)))
+            one.forward(ids, [cache.layers], consecutive_rows(0, len(ids)))
             for one, cache in zip((model, plain), caches, strict=True)
         ]
     assert relative(*found) < 5e-6
@@ -250,7 +252,9 @@ def test_threads_that_make_room_may_use_the_cores_that_they_could() -> None:
     with threads(len(os.sched_getaffinity(0)) + 1):  # so that two share a core
         cache = cache_of(model)
         for position in range(60):
-            model.forward(ids[position : position + 1], cache.layers, attend_causally(position, 1))
+            model.forward(
+                ids[position : position + 1], [cache.layers], consecutive_rows(position, 1)
+            )
     assert cores() == before
 
 

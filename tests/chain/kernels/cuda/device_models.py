@@ -10,10 +10,9 @@ from torch import Tensor
 
 from polybasic.chain.formats.config import read_config
 from polybasic.chain.formats.plan import Window
-from polybasic.chain.kernels.torch.attend import Attend, attend_causally, attend_to_ancestors
-from polybasic.chain.kernels.torch.rows import DeviceRows, causal_rows, tree_rows
-from polybasic.chain.model.decoder import Decoder
-from polybasic.chain.model.head import EagleHead
+from polybasic.chain.kernels.executor import Executor
+from polybasic.chain.kernels.rows import consecutive_rows, tree_rows
+from polybasic.chain.kernels.torch.rows import DeviceRows, device_consecutive_rows, device_tree_rows
 from polybasic.chain.model.loading import load_decoder
 from polybasic.deploy.rounds.cache import KeyValueCache
 from tests.chain.native_models import eager
@@ -40,12 +39,12 @@ def device_path() -> Iterator[None]:
         yield
 
 
-def load_eager(folder: Path, dtype: torch.dtype = torch.float32) -> Decoder:
+def load_eager(folder: Path, dtype: torch.dtype = torch.float32) -> Executor:
     with eager():
         return load_decoder(read_config(folder), dtype, CPU, CAPACITY)
 
 
-def load(folder: Path, dtype: torch.dtype = torch.float32) -> Decoder:
+def load(folder: Path, dtype: torch.dtype = torch.float32) -> Executor:
     with device_path():
         decoder = load_decoder(read_config(folder), dtype, CPU, CAPACITY)
     assert decoder.device_model is not None
@@ -58,8 +57,8 @@ def random_tokens(number: int, seed: int = 0) -> Tensor:
     return torch.randint(0, VOCAB_SIZE, (number,), generator=generator)
 
 
-def cache_of(model: Decoder | EagleHead) -> KeyValueCache:
-    num_layers = model.config.num_layers if isinstance(model, Decoder) else 1
+def cache_of(model: Executor | Executor) -> KeyValueCache:
+    num_layers = model.config.num_layers if isinstance(model, Executor) else 1
     return KeyValueCache(model.config, num_layers, CAPACITY, model.dtype, CPU)
 
 
@@ -71,7 +70,7 @@ Pass = tuple[Attend, DeviceRows]
 
 
 def block(start: int, end: int, window: Window | None = None) -> Pass:
-    return attend_causally(start, end - start, window), causal_rows(
+    return consecutive_rows(start, end - start, window), device_consecutive_rows(
         torch.tensor(start), end - start, window
     )
 
@@ -79,7 +78,7 @@ def block(start: int, end: int, window: Window | None = None) -> Pass:
 def tree(start: int, parents: Sequence[int], window: Window | None = None) -> Pass:
     ancestors = ancestors_of(parents)
     depths = ancestors.sum(1) - 1
-    return attend_to_ancestors(start, parents, window), tree_rows(
+    return tree_rows(start, parents, window), device_tree_rows(
         torch.tensor(start), depths, ancestors, window
     )
 
@@ -103,7 +102,7 @@ def level_rows(start: int, level: int, window: Window | None = None) -> DeviceRo
 
 
 def both_answers(
-    expected: Decoder, found: Decoder, passes: Sequence[Pass], token_ids: Tensor
+    expected: Executor, found: Executor, passes: Sequence[Pass], token_ids: Tensor
 ) -> tuple[Tensor, Tensor, KeyValueCache, KeyValueCache]:
     """Logits and caches of one pass after another, by the eager path and on the device."""
     model = found.device_model
@@ -114,9 +113,9 @@ def both_answers(
     for attend, rows in passes:
         ids = token_ids[read : read + rows.num_rows]
         read += rows.num_rows
-        states = expected.forward(ids, caches[0].layers, attend)
+        states = expected.forward(ids, [caches[0].layers], attend)
         answers[0].append(expected.logits(states))
-        states = model.forward(ids, caches[1].layers, rows, feature_layers=found.feature_layers)
+        states = model.forward(ids, [caches[1].layers], rows, feature_layers=found.feature_layers)
         answers[1].append(model.logits(states))
     return torch.cat(answers[0]), torch.cat(answers[1]), *caches
 
@@ -137,7 +136,7 @@ def relative(difference: Tensor, expected: Tensor) -> float:
 
 
 @torch.inference_mode()
-def largest_differences(expected: Decoder, found: Decoder) -> dict[str, float]:
+def largest_differences(expected: Executor, found: Executor) -> dict[str, float]:
     """Of logits and caches, relative to the largest value of each."""
     differences = {}
     for window in (None, SINKS_AND_LATEST):

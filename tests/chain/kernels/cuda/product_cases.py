@@ -39,7 +39,7 @@ def random_product(
     if group_size:
         rounded = round_to_nearest(weight, group_size)
         weight, dense = PackedWeight.pack(rounded, CPU), dequantize(rounded)
-    linear = DeviceLinear(OPERATIONS, weight, normal(out_size) if has_bias else None)
+    linear = DeviceLinear(weight, normal(out_size) if has_bias else None)
     norm = Norm(1 + 0.1 * normal(in_size), 1e-5) if has_norm else None
     added = normal(num_rows, out_size) if has_added else None
     return Product(linear, normal(num_rows, in_size), norm, added, activation), dense

@@ -13,7 +13,7 @@ from polybasic.chain.formats.plan import Window
 from polybasic.chain.kernels.cuda.attention import _tickets, attention, attention_by
 from polybasic.chain.kernels.cuda.attention_plan import Gpu, Layer, Plan
 from polybasic.chain.kernels.torch.operations import Heads, Norm, Operations
-from polybasic.chain.kernels.torch.rows import DeviceRows, causal_rows
+from polybasic.chain.kernels.torch.rows import DeviceRows, device_consecutive_rows
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
@@ -306,7 +306,7 @@ def test_a_captured_pass_serves_all_lengths() -> None:
     cache = inputs.cache.clone()
 
     def run() -> Tensor:
-        rows = causal_rows(prefix, 24)
+        rows = device_consecutive_rows(prefix, 24)
         span = rows.span_of(inputs.kind)
         return attention(inputs.qkv, cache, rows, span, inputs.heads, inputs.rotation)
 
@@ -321,7 +321,7 @@ def test_a_captured_pass_serves_all_lengths() -> None:
         replayed = captured.clone()
         cache.copy_(inputs.cache)
         assert torch.equal(replayed, run())
-        inputs.rows = causal_rows(prefix, 24)
+        inputs.rows = device_consecutive_rows(prefix, 24)
         assert (replayed - inputs.expected()[0]).abs().max() < TOLERANCE[torch.bfloat16]
 
 

@@ -19,7 +19,7 @@ from polybasic.chain.kernels.cuda.product_options import (
 )
 from polybasic.chain.kernels.torch.operations import DeviceLinear, Norm
 from polybasic.chain.kernels.torch.packed_weight import PackedWeight
-from tests.chain.kernels.cuda.product_cases import ABSENT, OPERATIONS, in_float32, random_product
+from tests.chain.kernels.cuda.product_cases import ABSENT, in_float32, random_product
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -35,7 +35,7 @@ def on_gpu(product: Product) -> Product:
         moved = weight.to(GPU)
     norm, added = product.norm, product.added
     return Product(
-        DeviceLinear(OPERATIONS, moved, None if bias is None else bias.to(GPU)),
+        DeviceLinear(moved, None if bias is None else bias.to(GPU)),
         product.x_RI.to(GPU),
         None if norm is None else Norm(norm.weight.to(GPU), norm.eps),
         None if added is None else added.to(GPU),

@@ -1,12 +1,16 @@
 """The operations of a device by Triton kernels, where they support the sizes."""
 
+from typing import ClassVar
+
 from torch import Tensor
 
 from polybasic.chain.kernels.cuda import attention, products
 from polybasic.chain.kernels.cuda.draft_operations import DraftOperations
-from polybasic.chain.kernels.torch.operations import DeviceLinear, Heads, Norm
-from polybasic.chain.kernels.torch.rotary import Rotation
+from polybasic.chain.kernels.rotary import Rotation
+from polybasic.chain.kernels.torch.executor import TorchExecutor
+from polybasic.chain.kernels.torch.operations import DeviceLinear, Heads, Norm, Operations
 from polybasic.chain.kernels.torch.rows import DeviceRows, Span
+from polybasic.chain.kernels.weights import Linear
 
 
 class TritonOperations(DraftOperations):
@@ -17,17 +21,17 @@ class TritonOperations(DraftOperations):
 
     def product(
         self,
-        linear: DeviceLinear,
+        linear: Linear,
         x_RI: Tensor,
         norm: Norm | None = None,
         added: Tensor | None = None,
     ) -> Tensor:
-        return products.product(linear, x_RI, norm, added)
+        return products.product(_of_device(linear), x_RI, norm, added)
 
     def gated_product(
-        self, linear: DeviceLinear, x_RI: Tensor, norm: Norm | None, activation: str
+        self, linear: Linear, x_RI: Tensor, norm: Norm | None, activation: str
     ) -> Tensor:
-        return products.gated_product(linear, x_RI, norm, activation)
+        return products.gated_product(_of_device(linear), x_RI, norm, activation)
 
     def attention(
         self,
@@ -39,3 +43,15 @@ class TritonOperations(DraftOperations):
         rotation: Rotation,
     ) -> Tensor:
         return attention.attention(qkv, cache, rows, span, heads, rotation)
+
+
+class CudaExecutor(TorchExecutor):
+    """Runs rounds on an NVIDIA GPU by Triton's kernels; what the host knows, PyTorch computes."""
+
+    name: ClassVar[str] = "cuda"
+    operations: Operations = TritonOperations()
+
+
+def _of_device(linear: Linear) -> DeviceLinear:
+    assert isinstance(linear, DeviceLinear), "weights in the layout of another executor"
+    return linear

@@ -18,7 +18,6 @@ from polybasic.chain.formats.checkpoint import load_tensors
 from polybasic.chain.formats.config import decoder_config, read_config
 from polybasic.chain.formats.shapes import expected_shapes
 from polybasic.chain.model import linear, loading
-from polybasic.chain.model.weights import Weights
 from tests.conftest import round_to_nearest
 
 ROOT = Path(__file__).parents[3]

@@ -1,6 +1,6 @@
 """Tensors of a checkpoint, one at a time, straight to the device and dtype of their use."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -9,10 +9,11 @@ from torch import Tensor
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.awq import QuantizedWeight
 from polybasic.chain.formats.checkpoint import read_tensors, tensor_files
-from polybasic.chain.model.linear import Linear, dense_linear, int4_linear, is_laid_out_anew
+from polybasic.chain.kernels.backend import Backend
+from polybasic.chain.kernels.weights import Linear
 
 
-class Weights:
+class StoredTensors:
     """Tensors of one checkpoint by name; a file is mapped only while one of them is read.
 
     Pages of an open mapping count as resident once they have been read. This way only the converted
@@ -22,21 +23,14 @@ class Weights:
         folder: of the checkpoint.
         dtype: of the results.
         device: of the results.
-        product: weight [O, I] and bias [O] -> the linear's product.
 
     Raises:
         UserError: no weights, a damaged file, a pickle that holds more than tensors, or a tensor
             in two files.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        dtype: torch.dtype,
-        device: torch.device,
-        product: Callable[[Tensor, Tensor | None], Linear] = dense_linear,
-    ) -> None:
-        self.folder, self.dtype, self.device, self.product = folder, dtype, device, product
+    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
+        self.folder, self.dtype, self.device = folder, dtype, device
         self._files = tensor_files(folder)
 
     def __contains__(self, name: str) -> bool:
@@ -59,11 +53,15 @@ class Weights:
         """
         return self.stored(name).to(self.device, self.dtype, copy=True)
 
-    def linear(self, *names: str) -> Linear:
-        """One product for several linears of the same input, their outputs concatenated.
+    def linear(self, backend: Backend, *names: str, drafts: bool = False) -> Linear:
+        """One matrix of several linears of the same input, their outputs concatenated.
 
         Reads `name.weight` [O, I] or, if `name.qweight` is stored, AutoAWQ's three tensors, and
         `name.bias` [O] if it is stored.
+
+        Args:
+            backend: lays it out.
+            drafts: whether the matrix only drafts; see `Backend.draft`.
 
         Raises:
             UserError: a tensor is missing or not in AutoAWQ's format.
@@ -73,19 +71,20 @@ class Weights:
         bias = torch.cat([self.dense(bias) for bias in biases]) if has_bias else None
         if f"{names[0]}.qweight" in self:
             weight = QuantizedWeight.stack([self._quantized(name) for name in names])
-            return int4_linear(weight, self.dtype, self.device, bias)
-        return self.product(self._concatenated([f"{name}.weight" for name in names]), bias)
+            return backend.int4(weight, bias)
+        # a backend that lays weights out anew reads them where they are mapped
+        joined = self._concatenated([f"{name}.weight" for name in names], backend.keeps_dense)
+        return backend.draft(joined, bias) if drafts else backend.dense(joined, bias)
 
     def _quantized(self, name: str) -> QuantizedWeight:
         parts = (f"{name}.{part}" for part in ("qweight", "qzeros", "scales"))
         return QuantizedWeight.unpack(*self._read(list(parts)), name=name)
 
-    def _concatenated(self, names: Sequence[str]) -> Tensor:
-        """Tensors joined along their first dimension, for `dense_linear`."""
+    def _concatenated(self, names: Sequence[str], is_kept: bool) -> Tensor:
+        """Tensors joined along their first dimension; a copy of a single one if it is kept."""
         parts = self._read(names)
         if len(parts) == 1:
-            is_copied_later = is_laid_out_anew(self.device, self.dtype)
-            return parts[0].to(self.device, self.dtype, copy=not is_copied_later)
+            return parts[0].to(self.device, self.dtype, copy=is_kept)
         num_rows = sum(part.shape[0] for part in parts)
         joined = torch.empty((num_rows, *parts[0].shape[1:]), dtype=self.dtype, device=self.device)
         # torch.cat would need every part in this dtype first, a second copy of all of them

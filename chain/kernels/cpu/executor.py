@@ -1,4 +1,4 @@
-"""A decoder or a draft head as one native call a pass.
+"""The executor of CPUs: a decoder or a draft head as one native call a pass.
 
 #   R = rows (tokens of one pass), D = hidden size, W = width of the states, V = tokens to draft
 #   K = children of each row of a draft, L = its levels
@@ -7,24 +7,30 @@
 import ctypes
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from polybasic.chain.formats.awq import QuantizedWeight
 from polybasic.chain.formats.config import DecoderConfig
 from polybasic.chain.formats.plan import Window
+from polybasic.chain.kernels.backend import Backend
+from polybasic.chain.kernels.cpu import matrices
 from polybasic.chain.kernels.cpu.library import ELEMENTS, Kernels
 from polybasic.chain.kernels.cpu.matrices import LANES, MatrixStruct, NativeLinear
-from polybasic.chain.kernels.torch.attend import Attend, attend_causally
-from polybasic.chain.kernels.torch.rotary import RotaryTable
+from polybasic.chain.kernels.drafts import Candidates
+from polybasic.chain.kernels.executor import Executor, Layers
+from polybasic.chain.kernels.rows import Rows, split_rows
+from polybasic.chain.kernels.weights import LayerWeights, Linear, ModelWeights
 
 MAX_ROWS = 256
 """Most rows of one native pass; longer prompts are read in blocks, with the same bits."""
 _MAX_HEAD_DIM = 256
 _ACTIVATIONS = {"silu": 0, "gelu_pytorch_tanh": 1}
-_HEAD_KINDS = {"decoder": 0, "eagle2": 2, "eagle3": 3}
+_DECODER, _EAGLE2, _EAGLE3 = 0, 2, 3
 _MAX_BEAM = 64
 
 
@@ -121,154 +127,132 @@ class _DraftStruct(ctypes.Structure):
     )
 
 
-@dataclass(frozen=True)
-class NativeLayer:
-    """Parts of one layer; see `polybasic.chain.model.decoder.DecoderLayer`."""
+class CpuBackend(Backend):
+    """Native kernels; matrices lie in their layout, and the given tensors are not kept.
 
-    qkv: NativeLinear
-    out: NativeLinear
-    gate_up: NativeLinear
-    down: NativeLinear
-    input_norm: Tensor | None
-    mlp_norm: Tensor
-    query_norm: Tensor | None
-    key_norm: Tensor | None
-    attention_post_norm: Tensor | None
-    mlp_post_norm: Tensor | None
-    kind: int
-
-
-@dataclass(frozen=True)
-class NativeParts:
-    """What a native model is made of.
-
-    Attributes:
-        kind: "decoder", "eagle2" or "eagle3".
-        final_norm: [D]; None for an EAGLE-2 head.
-        embedding_norm: [D] of an EAGLE-3 head; so is `feature_norm`.
-        fc: 2D -> D of an EAGLE-2 head.
-        lm_head: before soft-capping.
-        softcap: of its logits, None for none.
-        embedding_scale: as the compute dtype rounds it.
+    Products with 4-bit weights round activations to eight bits, group by group.
     """
 
-    kind: str
-    config: DecoderConfig
-    embedding: Tensor
-    layers: Sequence[NativeLayer]
-    rotary: RotaryTable
-    lm_head: NativeLinear
-    softcap: float | None = None
-    embedding_scale: float | None = None
-    final_norm: Tensor | None = None
-    embedding_norm: Tensor | None = None
-    feature_norm: Tensor | None = None
-    fc: NativeLinear | None = None
+    name: ClassVar[str] = "cpu"
+    keeps_dense = False
+
+    def __init__(self, kernels: Kernels, dtype: torch.dtype) -> None:
+        super().__init__(torch.device("cpu"), dtype)
+        self.kernels = kernels
+
+    def takes(self, config: DecoderConfig) -> bool:
+        """Sizes are multiples of sixteen, heads at most 256 wide."""
+        sizes = config.hidden_size, config.intermediate_size, config.head_dim
+        return all(size % LANES == 0 for size in sizes) and config.head_dim <= _MAX_HEAD_DIM
+
+    def dense(self, weight: Tensor, bias: Tensor | None = None) -> NativeLinear:
+        return matrices.dense(self.kernels, weight, bias)
+
+    def int4(self, weight: QuantizedWeight, bias: Tensor | None = None) -> NativeLinear:
+        return matrices.int4(self.kernels, weight, bias)
+
+    def executor(self, weights: ModelWeights) -> "CpuExecutor":
+        return CpuExecutor(self.kernels, weights)
 
 
-def supports(config: DecoderConfig) -> bool:
-    """Whether the kernels support these sizes: multiples of sixteen."""
-    sizes = config.hidden_size, config.intermediate_size, config.head_dim
-    return all(size % LANES == 0 for size in sizes) and config.head_dim <= _MAX_HEAD_DIM
-
-
-class NativeModel:
+class CpuExecutor(Executor):
     """Runs passes and drafts of one model, each in one call.
+
+    A row's results have the same bits alone, in company, and with any number of threads.
 
     Not thread-safe: passes share buffers, which are allocated here.
     """
 
-    def __init__(self, kernels: Kernels, parts: NativeParts) -> None:
-        self.kernels, self.parts = kernels, parts
-        config, tables = parts.config, parts.rotary.tables
+    name: ClassVar[str] = "cpu"
+
+    def __init__(self, kernels: Kernels, weights: ModelWeights) -> None:
+        super().__init__(weights)
+        self.kernels = kernels
+        config, tables = weights.config, weights.rotary.tables
         self._kept: list[object] = []  # memory that the structures point into
         self.num_positions = len(tables[0][0])
-        layers = (_LayerStruct * len(parts.layers))(*(self._layer(one) for one in parts.layers))
+        layers = (_LayerStruct * len(weights.layers))(*map(self._layer, weights.layers))
         self._kept.append(layers)
         scale = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
+        kind = _DECODER
+        if weights.is_head:
+            kind = _EAGLE3 if weights.fuses_features else _EAGLE2
+        fc = weights.fc if kind == _EAGLE2 else None
         self._struct = _ModelStruct(
-            ELEMENTS[parts.embedding.dtype],
-            len(parts.layers),
+            ELEMENTS[weights.dtype],
+            len(weights.layers),
             config.hidden_size,
             config.intermediate_size,
             config.num_heads,
             config.num_kv_heads,
             config.head_dim,
             _ACTIVATIONS[config.activation],
-            _HEAD_KINDS[parts.kind],
+            kind,
             config.rms_norm_eps,
             scale,
             config.attention_softcap or 0.0,
-            1.0 if parts.embedding_scale is None else parts.embedding_scale,
-            parts.softcap or 0.0,
+            1.0 if weights.embedding_scale is None else weights.embedding_scale,
+            weights.logit_softcap or 0.0,
             ctypes.addressof(layers),
-            parts.embedding.data_ptr(),
-            self._norm(parts.final_norm),
-            self._norm(parts.embedding_norm),
-            self._norm(parts.feature_norm),
-            MatrixStruct() if parts.fc is None else parts.fc.struct,
-            parts.lm_head.struct,
+            weights.embedding.data_ptr(),
+            self._norm(weights.final_norm),
+            self._norm(weights.embedding_norm),
+            self._norm(weights.feature_norm),
+            MatrixStruct() if fc is None else _struct(fc),
+            _struct(weights.lm_head),
         )
         self._model = ctypes.addressof(self._struct)
         library = kernels.library
         self._workspace = library.polybasic_new_workspace(self._model, self.num_positions)
         weakref.finalize(self, library.polybasic_delete_workspace, self._workspace)
 
+    def over(self, weights: ModelWeights) -> "CpuExecutor":
+        return CpuExecutor(self.kernels, weights)
+
     def forward(
         self,
         token_ids: Tensor,
-        cache: Sequence[Tensor],
-        attend: Attend,
+        caches: Sequence[Layers],
+        rows: Sequence[Rows],
         features: Tensor | None = None,
         feature_layers: tuple[int, ...] = (),
     ) -> Tensor:
-        """States [R, W] as `Decoder.forward` gives them; a head's [R, D] before its final norm.
-
-        Args:
-            token_ids: int64 [R].
-            cache: one [2 * key/value heads, capacity, head size] a layer.
-            features: [R, D], of a head.
-            feature_layers: layers whose inputs are a part of the states.
-        """
-        rows, width = len(token_ids), (1 + len(feature_layers)) * self.parts.config.hidden_size
-        states = torch.empty(rows, width, dtype=self.parts.embedding.dtype)
-        if rows <= MAX_ROWS:
-            self._pass(token_ids, cache, attend, features, feature_layers, states)
-            return states
-        assert attend.paths is None, f"a tree of {rows} rows"
-        for first in range(0, rows, MAX_ROWS):
-            part = slice(first, min(first + MAX_ROWS, rows))
-            start = attend.start + first
-            self._pass(
-                token_ids[part],
-                cache,
-                attend_causally(start, part.stop - part.start, attend.window),
-                None if features is None else features[part],
-                feature_layers,
-                states[part],
-            )
+        states = torch.empty(len(token_ids), self.states_width(feature_layers), dtype=self.dtype)
+        for parts in split_rows(rows, MAX_ROWS):
+            for place, tokens, part in parts:
+                self._pass(
+                    token_ids[tokens],
+                    caches[place],
+                    part,
+                    None if features is None else features[tokens],
+                    feature_layers,
+                    states[tokens],
+                )
         return states
+
+    def logits(self, states: Tensor) -> Tensor:
+        weights = self.weights
+        states = states[:, : self.config.hidden_size]
+        if weights.is_head and (norm := weights.final_norm) is not None:
+            wide = F.rms_norm(states.to(norm.dtype), norm.shape, norm, self.config.rms_norm_eps)
+            states = wide.to(self.dtype)
+        logits = weights.lm_head(states)
+        softcap = weights.logit_softcap
+        return logits if softcap is None else (logits / softcap).tanh() * softcap
+
+    def features(self, inputs: Tensor) -> Tensor:
+        weights = self.weights
+        return weights.fc(inputs) if weights.fc and weights.fuses_features else inputs
 
     def draft(
         self,
         state: Tensor,
-        cache: Sequence[Tensor],
+        cache: Layers,
         start: int,
         depth: int,
         top_k: int,
-        token_ids: Tensor | None,
-        window: Window | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens int64 [N], scores float32 [N] and beams int64 [L - 1, K] of an expansion.
-
-        Args:
-            state: [1, D], which the first level follows.
-            start: committed rows of the cache.
-            depth: L.
-            top_k: K.
-            token_ids: int64 [V], the token of each output; None if outputs are token ids.
-            window: the part of a long context that rows see; None for all of it.
-        """
+        window: Window | None = None,
+    ) -> Candidates:
         assert top_k <= _MAX_BEAM
         assert start + depth <= self.num_positions
         num = top_k + (depth - 1) * top_k**2
@@ -276,14 +260,15 @@ class NativeModel:
         scores = torch.empty(num)
         beams = torch.empty(depth - 1, top_k, dtype=torch.int64)
         state = state.contiguous()
-        caches = _Caches(cache)
+        token_ids = self.weights.draft_token_ids
+        layers = _Caches(cache)
         struct = _DraftStruct(
             depth,
             top_k,
             start,
-            caches.capacity,
+            layers.capacity,
             *_window(window),
-            caches.address,
+            layers.address,
             state.data_ptr(),
             None if token_ids is None else token_ids.data_ptr(),
             tokens.data_ptr(),
@@ -293,13 +278,13 @@ class NativeModel:
         self.kernels.library.polybasic_draft(
             self._model, ctypes.addressof(struct), self._workspace, torch.get_num_threads()
         )
-        return tokens, scores, beams
+        return Candidates(top_k, tokens, scores, beams)
 
     def _pass(
         self,
         token_ids: Tensor,
-        cache: Sequence[Tensor],
-        attend: Attend,
+        cache: Layers,
+        rows: Rows,
         features: Tensor | None,
         feature_layers: tuple[int, ...],
         states: Tensor,
@@ -308,21 +293,21 @@ class NativeModel:
         token_ids = token_ids.contiguous()
         if features is not None:
             features = features.contiguous()
-        ends, paths = _paths(attend)
+        ends, paths = _paths(rows)
         layers = np.array(feature_layers, np.int32)
-        assert attend.start + len(token_ids) <= caches.capacity
+        assert rows.end <= caches.capacity
         struct = _PassStruct(
             _RowsStruct(
-                attend.num_rows,
-                attend.start,
-                attend.prefix,
+                rows.num_rows,
+                rows.start,
+                rows.start,
                 None if ends is None else ends.ctypes.data,
                 None if paths is None else paths.ctypes.data,
             ),
             token_ids.data_ptr(),
             caches.address,
             caches.capacity,
-            *_window(attend.window),
+            *_window(rows.window),
             None if features is None else features.data_ptr(),
             layers.ctypes.data,
             len(layers),
@@ -332,14 +317,11 @@ class NativeModel:
             self._model, ctypes.addressof(struct), self._workspace, torch.get_num_threads()
         )
 
-    def _layer(self, layer: NativeLayer) -> _LayerStruct:
-        cosines, sines = self.parts.rotary.tables[layer.kind]
+    def _layer(self, layer: LayerWeights) -> _LayerStruct:
+        cosines, sines = self.weights.rotary.tables[layer.kind]
         self._kept += [layer, cosines, sines]
         return _LayerStruct(
-            layer.qkv.struct,
-            layer.out.struct,
-            layer.gate_up.struct,
-            layer.down.struct,
+            *map(_struct, (layer.qkv, layer.out, layer.gate_up, layer.down)),
             self._norm(layer.input_norm),
             self._norm(layer.mlp_norm),
             self._norm(layer.query_norm),
@@ -348,7 +330,7 @@ class NativeModel:
             self._norm(layer.mlp_post_norm),
             cosines.data_ptr(),
             sines.data_ptr(),
-            self.parts.config.kinds[layer.kind].window or 0,
+            self.config.kinds[layer.kind].window or 0,
         )
 
     def _norm(self, weight: Tensor | None) -> int | None:
@@ -358,20 +340,25 @@ class NativeModel:
         return wide.data_ptr()
 
 
+def _struct(linear: Linear) -> MatrixStruct:
+    assert isinstance(linear, NativeLinear), "weights in the layout of another executor"
+    return linear.struct
+
+
 class _Caches:
     """Addresses of a cache's layers."""
 
-    def __init__(self, cache: Sequence[Tensor]) -> None:
+    def __init__(self, cache: Layers) -> None:
         assert all(layer.is_contiguous() for layer in cache)
         self._pointers = (ctypes.c_void_p * len(cache))(*(layer.data_ptr() for layer in cache))
         self.address, self.capacity = ctypes.addressof(self._pointers), cache[0].shape[1]
 
 
-def _paths(attend: Attend) -> tuple[np.ndarray | None, np.ndarray | None]:
-    if attend.paths is None:
+def _paths(rows: Rows) -> tuple[np.ndarray | None, np.ndarray | None]:
+    if rows.paths is None:
         return None, None
-    ends = np.cumsum([len(path) for path in attend.paths], dtype=np.int32)
-    return ends, np.array([row for path in attend.paths for row in path], np.int32)
+    ends = np.cumsum([len(path) for path in rows.paths], dtype=np.int32)
+    return ends, np.array([row for path in rows.paths for row in path], np.int32)
 
 
 def _window(window: Window | None) -> tuple[int, int]:

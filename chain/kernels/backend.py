@@ -1,0 +1,67 @@
+"""A backend: the layout of weights on a device, and the executor that reads it."""
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from polybasic.chain.formats.awq import QuantizedWeight, round_to_nearest
+from polybasic.chain.formats.config import DecoderConfig
+from polybasic.chain.kernels.executor import Executor
+from polybasic.chain.kernels.weights import Linear, ModelWeights
+
+DRAFT_GROUP_SIZE = 64
+"""Inputs that share a scale where a head's weights are rounded to 4 bits."""
+WEIGHTS_AT_ONCE = 1 << 22
+"""That are rounded to 4 bits or dequantized: in float32 all would be larger than what is made."""
+
+
+class Backend(ABC):
+    """Lays out the weights of models on a device, in a dtype, and runs them.
+
+    Attributes:
+        name: of the executor.
+        packs_4_bits: whether 4-bit weights stay packed.
+        keeps_dense: whether `dense` keeps the tensor that it is given.
+    """
+
+    name: ClassVar[str]
+    packs_4_bits = True
+    keeps_dense = True
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self.device, self.dtype = device, dtype
+
+    def takes(self, config: DecoderConfig) -> bool:
+        """Whether its executor runs models of this config."""
+        return True
+
+    @abstractmethod
+    def dense(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        """Lay out `weight` [O, I] and `bias` [O], both on the device and in the dtype."""
+
+    @abstractmethod
+    def int4(self, weight: QuantizedWeight, bias: Tensor | None = None) -> Linear:
+        """Lay out a 4-bit weight; `bias` [O] is on the device and in the dtype."""
+
+    @abstractmethod
+    def executor(self, weights: ModelWeights) -> Executor:
+        """Runs a model whose linears this backend has laid out."""
+
+    def rounds_drafts(self, in_size: int) -> bool:
+        """Whether `draft` rounds a weight over so many inputs to 4 bits: never one in float32."""
+        is_half = self.dtype in (torch.bfloat16, torch.float16)
+        return self.packs_4_bits and is_half and in_size % DRAFT_GROUP_SIZE == 0
+
+    def draft(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        """As `dense`, for a product that only drafts: kernels read weights rounded to 4 bits.
+
+        Bad drafts cost time and no quality, and a head of a quarter of the bytes stays in the
+        processor's caches from one level of a draft to the next.
+        """
+        if not self.rounds_drafts(weight.shape[1]):
+            return self.dense(weight, bias)
+        num_rows = max(1, WEIGHTS_AT_ONCE // weight.shape[1])
+        rounded = [round_to_nearest(rows, DRAFT_GROUP_SIZE) for rows in weight.split(num_rows)]
+        return self.int4(QuantizedWeight.stack(rounded), bias)

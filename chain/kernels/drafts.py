@@ -1,0 +1,185 @@
+"""Drafts on the host: the candidates of an expansion, the tree that is made of the best, its walk.
+
+#   K = top_k, L = levels, N = K + (L - 1) * K * K candidates
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+ABSENT = 1_000_000
+"""Rank of a token that is not among the candidates; larger than any tree."""
+
+Counts = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class DraftTree:
+    """Rows of one verification pass: the root, then candidates, parents before children.
+
+    Attributes:
+        tokens: token id of each row; row 0 is the last token of the sequence.
+        parents: row of each row's parent; -1 for the root.
+    """
+
+    tokens: list[int]
+    parents: list[int]
+
+    def __post_init__(self) -> None:
+        assert self.parents[0] == -1
+        assert len(self.tokens) == len(self.parents)
+        assert all(parent < row for row, parent in enumerate(self.parents))
+
+    @classmethod
+    def of_root(cls, token: int) -> "DraftTree":
+        """A tree without candidates."""
+        return cls([token], [-1])
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def depths(self) -> list[int]:
+        """Distance of each row from the root."""
+        depths = [0]
+        for parent in self.parents[1:]:
+            depths.append(depths[parent] + 1)
+        return depths
+
+    def children(self) -> list[dict[int, int]]:
+        """For each row, its children: token id -> row."""
+        children: list[dict[int, int]] = [{} for _ in self.tokens]
+        for row, parent in enumerate(self.parents):
+            if parent >= 0:
+                children[parent][self.tokens[row]] = row
+        return children
+
+    def paths(self) -> list[list[int]]:
+        """For each row, the tokens from below the root down to it; empty for the root."""
+        paths: list[list[int]] = [[]]
+        for row in range(1, len(self)):
+            paths.append([*paths[self.parents[row]], self.tokens[row]])
+        return paths
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """All candidates of an expansion, before the best are kept; numbered level by level.
+
+    The first level has K candidates, the children of the root. Every other level has K * K: K for
+    each member of its beam, which is the best K candidates of the level above, best first. Beams do
+    not depend on the depth of the expansion: the first d levels are those of an expansion to depth
+    d.
+
+    Attributes:
+        top_k: K.
+        tokens: int64 [N].
+        scores: float32 [N], cumulative log-probabilities.
+        beams: int64 [L - 1, K], for each level but the first the members of its beam, as places
+            in the level above: the candidate at place c is a child of the one at
+            beams[.., c // K].
+    """
+
+    top_k: int
+    tokens: Tensor
+    scores: Tensor
+    beams: Tensor
+
+    @property
+    def num_levels(self) -> int:
+        return len(self.beams) + 1
+
+    def keep_best(self, root: int, rows: int) -> DraftTree:
+        """The tree of the best `rows - 1` candidates below the token `root`."""
+        # The stable sort puts a parent before a child of equal score.
+        best = self.scores.sort(descending=True, stable=True).indices
+        best = best[: rows - 1].sort().values
+        numbers = torch.cat([best, self.tokens[best], self.beams.flatten()]).tolist()
+        chosen, tokens = numbers[: len(best)], numbers[len(best) : 2 * len(best)]
+        beams = numbers[2 * len(best) :]
+        row_of, parents = {-1: 0}, [-1]
+        for row, candidate in enumerate(chosen, 1):
+            row_of[candidate] = row
+            parents.append(row_of[self._parent(candidate, beams)])
+        return DraftTree([root, *tokens], parents)
+
+    def ranks(self, continuation: list[int]) -> Counts:
+        """The ranks of the tokens that actually followed among the candidates.
+
+        The tree that `keep_best` makes of the first d levels contains the candidate of rank r if
+        r <= rows - 1. Ranks increase along a path, so the tree gains as many of the tokens as
+        `ranks(continuation)[d - 1]` has ranks of at most rows - 1.
+
+        Args:
+            continuation: tokens after the root, in order.
+
+        Returns:
+            int64 [L, L]: at [d - 1, l - 1], for l <= d, the rank (from 1, in the order of
+            `keep_best`) of the continuation's l-th token among all candidates of the first d
+            levels; `ABSENT` if it is not among them or the continuation has ended.
+        """
+        # A single transfer: float64 holds scores and token ids exactly.
+        parts = (self.scores, self.tokens, self.beams.flatten())
+        values = torch.cat([part.double() for part in parts]).cpu().numpy()
+        scores, tokens, beams = np.split(values, [len(self.tokens), 2 * len(self.tokens)])
+        path = self._path(continuation, tokens, beams.reshape(-1, self.top_k))
+        numbers, own_numbers = np.arange(len(scores)), np.array(path, np.int64)[:, None]
+        own_scores = scores[own_numbers]
+        is_before = (scores > own_scores) | ((scores == own_scores) & (numbers < own_numbers))
+        level_starts = [self._first(level) for level in range(self.num_levels)]
+        num_before = np.add.reduceat(is_before, level_starts, axis=1, dtype=np.int64)
+        ranks = np.full((self.num_levels, self.num_levels), ABSENT)
+        ranks[:, : len(path)] = 1 + num_before.cumsum(1).T
+        ranks[np.triu_indices(self.num_levels, 1)] = ABSENT
+        return ranks
+
+    def _path(self, continuation: list[int], tokens: Any, beams: Any) -> list[int]:
+        """Numbers of the candidates along a continuation, as far as there are any."""
+        path: list[int] = []
+        begin = 0
+        for level, token in enumerate(continuation[: self.num_levels]):
+            if level > 0:
+                places = np.flatnonzero(beams[level - 1] == path[-1] - self._first(level - 1))
+                if not len(places):
+                    break
+                begin = self._first(level) + int(places[0]) * self.top_k
+            found = np.flatnonzero(tokens[begin : begin + self.top_k] == token)
+            if not len(found):
+                break
+            path.append(begin + int(found[0]))
+        return path
+
+    def _first(self, level: int) -> int:
+        """Number of the first candidate of a level, counted from 0."""
+        return 0 if level == 0 else self.top_k + (level - 1) * self.top_k**2
+
+    def _parent(self, candidate: int, beams: list[int]) -> int:
+        """Number of the candidate's parent; -1 is the root."""
+        if candidate < self.top_k:
+            return -1
+        level, place = divmod(candidate - self.top_k, self.top_k**2)
+        return self._first(level) + beams[level * self.top_k + place // self.top_k]
+
+
+def walk(tree: DraftTree, draw: Any) -> tuple[list[int], int]:
+    """Walk from the root by sampling: every token is a draw from the verifier's distribution.
+
+    If the drawn token is a child of the row, the walk steps there; if not, the walk ends.
+
+    Args:
+        draw: row -> token drawn from the verifier's distribution after that row.
+
+    Returns:
+        The rows of the accepted path, root first, and the token that ended the walk.
+    """
+    children = tree.children()
+    path = [0]
+    while True:
+        token = draw(path[-1])
+        child = children[path[-1]].get(token)
+        if child is None:
+            return path, token
+        path.append(child)

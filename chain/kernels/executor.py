@@ -1,0 +1,118 @@
+"""What every executor of a model's passes can do: in PyTorch, in C++ or in Triton.
+
+#   R = rows (tokens of one pass), D = hidden size, V = tokens to choose from
+#   W = width of the states: D, plus D for each feature layer that is asked for
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from polybasic.chain.formats.config import DecoderConfig
+from polybasic.chain.formats.plan import Window
+from polybasic.chain.kernels.drafts import Candidates
+from polybasic.chain.kernels.rows import Rows
+from polybasic.chain.kernels.weights import ModelWeights
+
+Layers = Sequence[Tensor]
+"""The cache of a sequence: one [2K, capacity, H] a layer, keys first; K key/value heads of size
+H. Rows that were never written are finite."""
+
+
+class Executor(ABC):
+    """Runs passes of one model.
+
+    `polybasic.chain.kernels.torch.executor` is the reference: it decides what is right, and runs
+    every model on every device. The others are faster, and say what they take.
+
+    Attributes:
+        name: of the kind of executor.
+        runs_on_device: whether passes and drafts also take rows that only the device knows, so
+            that whole rounds can be captured (`polybasic.chain.kernels.torch.rows`).
+        weights: of the model.
+    """
+
+    name: ClassVar[str]
+    runs_on_device = False
+
+    def __init__(self, weights: ModelWeights) -> None:
+        self.weights = weights
+
+    @property
+    def config(self) -> DecoderConfig:
+        return self.weights.config
+
+    @property
+    def device(self) -> torch.device:
+        return self.weights.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.weights.dtype
+
+    def states_width(self, feature_layers: tuple[int, ...] = ()) -> int:
+        """W."""
+        return (1 + len(feature_layers)) * self.config.hidden_size
+
+    @abstractmethod
+    def over(self, weights: ModelWeights) -> "Executor":
+        """The same kind of executor over other weights, which share its layout."""
+
+    @abstractmethod
+    def forward(
+        self,
+        token_ids: Tensor,
+        caches: Sequence[Layers],
+        rows: Sequence[Rows],
+        features: Tensor | None = None,
+        feature_layers: tuple[int, ...] = (),
+    ) -> Tensor:
+        """States [R, W] of a pass over rows of one or more sequences.
+
+        A decoder's states are the residual stream after the final norm, followed by the inputs of
+        `feature_layers` in order. A head's are the residual stream, before its final norm if it
+        has one.
+
+        Args:
+            token_ids: int64 [R], one sequence after the other.
+            caches: of each sequence; the rows of the pass are written.
+            rows: of each sequence.
+            features: [R, D], for a head: the feature of the token before each row's.
+            feature_layers: layers whose inputs are a part of the states.
+        """
+
+    @abstractmethod
+    def logits(self, states: Tensor) -> Tensor:
+        """Logits [R, V] of states [R, W] as `forward` returns them, in the compute dtype."""
+
+    @abstractmethod
+    def features(self, inputs: Tensor) -> Tensor:
+        """A head's features [R, D] of its inputs, which `select_inputs` takes of states."""
+
+    @abstractmethod
+    def draft(
+        self,
+        state: Tensor,
+        cache: Layers,
+        start: int,
+        depth: int,
+        top_k: int,
+        window: Window | None = None,
+    ) -> Candidates:
+        """All candidates that follow a state: EAGLE-2's dynamic tree before the best are kept.
+
+        At each level the `top_k` candidates with the highest cumulative log-probability are
+        expanded by `top_k` tokens each (Li et al., EAGLE-2, 2024). The rows that are written stay
+        provisional: the next pass overwrites them.
+
+        Args:
+            state: [1, D] as `forward` returns it, which the first level follows.
+            cache: of the sequence; has room for (depth - 1) * top_k rows after `start`.
+            start: committed rows of the cache; the position of the first level.
+            depth: levels, at least one.
+            top_k: at most V.
+            window: the part of a long context that rows see; None for all of it.
+        """

@@ -1,0 +1,303 @@
+"""The reference executor, in PyTorch: it decides what is right and runs every model everywhere.
+
+Passes are computed by `Operations`; with those of Triton this is the executor of GPUs.
+
+#   R = rows (tokens of one pass), D = hidden size, W = width of the states, V = tokens to draft
+#   K = children of each row of a draft, L = its levels
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from polybasic.chain.formats.plan import Window
+from polybasic.chain.kernels.drafts import Candidates
+from polybasic.chain.kernels.executor import Executor, Layers
+from polybasic.chain.kernels.rows import Rows, split_rows
+from polybasic.chain.kernels.torch.operations import Heads, Norm, Operations, softcapped
+from polybasic.chain.kernels.torch.rows import DeviceRows, Span
+from polybasic.chain.kernels.torch.trees import Beam
+from polybasic.chain.kernels.weights import LayerWeights, Linear, ModelWeights
+
+BLOCK_ROWS = 512
+"""Most rows of a pass that needs a mask, whose size is rows by columns."""
+REFERENCE = Operations()
+
+
+@dataclass(frozen=True)
+class _Sequence:
+    """Rows of one sequence in a pass.
+
+    Attributes:
+        place: which of the pass's rows.
+        spans: what they see in each kind of layer.
+    """
+
+    place: slice
+    cache: Layers
+    rows: DeviceRows
+    spans: list[Span]
+
+
+class TorchExecutor(Executor):
+    """Runs passes by `Operations`; also over rows that only the device knows.
+
+    Such a pass has shapes that depend on the numbers of rows and the cache's capacity alone, and
+    reads everything else from tensors, so that it can be captured. `draft` does the same where
+    `start` is int64 [] on the device.
+
+    Args:
+        weights: of the model.
+        runs_on_device: whether rounds stay on the device.
+    """
+
+    name: ClassVar[str] = "torch"
+    operations = REFERENCE
+
+    def __init__(self, weights: ModelWeights, runs_on_device: bool = False) -> None:
+        super().__init__(weights)
+        self.runs_on_device = runs_on_device
+        config, eps = weights.config, weights.config.rms_norm_eps
+        scale = config.attention_scale
+        self._heads = [
+            Heads(
+                config.num_kv_heads,
+                config.query_groups,
+                config.head_dim,
+                config.head_dim**-0.5 if scale is None else scale,
+                config.attention_softcap,
+                _norm(layer.query_norm, eps),
+                _norm(layer.key_norm, eps),
+            )
+            for layer in weights.layers
+        ]
+
+    def over(self, weights: ModelWeights) -> "TorchExecutor":
+        return type(self)(weights, self.runs_on_device)
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        caches: Sequence[Layers],
+        rows: Sequence[Rows | DeviceRows],
+        features: Tensor | None = None,
+        feature_layers: tuple[int, ...] = (),
+    ) -> Tensor:
+        known = [one for one in rows if isinstance(one, Rows)]
+        if len(known) < len(rows):
+            (one,) = rows
+            assert isinstance(one, DeviceRows), "a pass of several sequences is known to the host"
+            return self._pass(self.operations, token_ids, caches, [one], features, feature_layers)
+        states = []
+        for parts in split_rows(known, self._most_rows(known)):
+            tokens = slice(parts[0][1].start, parts[-1][1].stop)
+            states.append(
+                self._pass(
+                    REFERENCE,
+                    token_ids[tokens],
+                    [caches[place] for place, _, _ in parts],
+                    [DeviceRows.of(part, self.device) for _, _, part in parts],
+                    None if features is None else features[tokens],
+                    feature_layers,
+                )
+            )
+        return states[0] if len(states) == 1 else torch.cat(states)
+
+    def logits(self, states: Tensor) -> Tensor:
+        return self._logits(self.operations, states)
+
+    def features(self, inputs: Tensor) -> Tensor:
+        weights = self.weights
+        if not weights.fuses_features:
+            return inputs
+        return self.operations.product(_required(weights.fc), inputs.contiguous())
+
+    def draft(
+        self,
+        state: Tensor,
+        cache: Layers,
+        start: int | Tensor,
+        depth: int,
+        top_k: int,
+        window: Window | None = None,
+    ) -> Candidates:
+        if isinstance(start, Tensor):
+            return self._draft(self.operations, state, cache, start, depth, top_k, window)
+        prefix = torch.tensor(start, device=self.device)
+        return self._draft(REFERENCE, state, cache, prefix, depth, top_k, window, start)
+
+    def _most_rows(self, rows: Sequence[Rows]) -> int:
+        """Of one pass: all, unless some would need too large a mask."""
+        kinds, softcap = self.config.kinds, self.config.attention_softcap
+        num_rows = sum(one.num_rows for one in rows)
+        needs_mask = len(rows) > 1 or softcap is not None or rows[0].start > 0
+        if not needs_mask:
+            whole = DeviceRows.of(rows[0], self.device)
+            needs_mask = not all(whole.span_of(kind).is_whole_prompt for kind in kinds)
+        return BLOCK_ROWS if needs_mask else max(num_rows, 1)
+
+    def _pass(
+        self,
+        operations: Operations,
+        token_ids: Tensor,
+        caches: Sequence[Layers],
+        rows: Sequence[DeviceRows],
+        features: Tensor | None,
+        feature_layers: tuple[int, ...],
+    ) -> Tensor:
+        weights = self.weights
+        sequences, first = [], 0
+        for cache, one in zip(caches, rows, strict=True):
+            spans = [one.span_of(kind) for kind in self.config.kinds]
+            place = slice(first, first + one.num_rows)
+            sequences.append(_Sequence(place, cache, one, spans))
+            first = place.stop
+        x_RD, attention_input = self._embed(operations, token_ids, features)
+        inputs: dict[int, Tensor] = {}
+        for index, layer in enumerate(weights.layers):
+            if index in feature_layers:
+                inputs[index] = x_RD
+            x_RD = self._layer(operations, index, layer, x_RD, sequences, attention_input)
+        if weights.is_head or weights.final_norm is None:
+            return x_RD
+        final = operations.norm(x_RD, self._norm(weights.final_norm))
+        if not feature_layers:
+            return final
+        return torch.cat([final, *(inputs[index] for index in feature_layers)], -1)
+
+    def _logits(self, operations: Operations, states: Tensor) -> Tensor:
+        weights = self.weights
+        # a decoder's states are normed, and features may follow them
+        norm = weights.final_norm if weights.is_head else None
+        states = states[:, : self.config.hidden_size].contiguous()
+        logits = operations.product(
+            weights.lm_head, states, None if norm is None else self._norm(norm)
+        )
+        softcap = weights.logit_softcap
+        return logits if softcap is None else softcapped(logits, softcap)
+
+    def _draft(
+        self,
+        operations: Operations,
+        state: Tensor,
+        cache: Layers,
+        prefix: Tensor,
+        depth: int,
+        top_k: int,
+        window: Window | None,
+        known_prefix: int | None = None,
+    ) -> Candidates:
+        weights, device = self.weights, state.device
+        token_ids = weights.draft_token_ids
+        logits = self._logits(operations, state)
+        scores, tokens = operations.continuations(logits, top_k, None, token_ids)
+        places = torch.arange(top_k, device=device)
+        itself = torch.eye(top_k, dtype=torch.bool, device=device)
+        states = state[:, : self.config.hidden_size].repeat(top_k, 1)
+        beam = Beam(places, scores, tokens, states, itself)
+        columns = prefix + torch.arange((depth - 1) * top_k, device=device) // top_k
+        all_scores, all_tokens, beams = [scores], [tokens], []
+        for level in range(depth - 1):
+            if level > 0:
+                beam = operations.next_beam(scores, tokens, states, beam.visible)
+            written = slice(level * top_k, (level + 1) * top_k)
+            rows = DeviceRows(
+                prefix,
+                columns[written],
+                columns[: written.stop],
+                beam.visible,
+                window,
+                known_prefix,
+            )
+            features = beam.states if weights.is_head else None
+            states = self._pass(operations, beam.tokens, [cache], [rows], features, ())
+            logits = self._logits(operations, states)
+            scores, tokens = operations.continuations(logits, top_k, beam.scores, token_ids)
+            all_scores.append(scores)
+            all_tokens.append(tokens)
+            beams.append(beam.places)
+        return Candidates(
+            top_k,
+            torch.cat(all_tokens),
+            torch.cat(all_scores),
+            torch.stack(beams) if beams else places.new_empty(0, top_k),
+        )
+
+    def _embed(
+        self, operations: Operations, token_ids: Tensor, features: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """The residual stream before the first layer, and its attention's input if different."""
+        weights = self.weights
+        embedded = F.embedding(token_ids, weights.embedding)
+        if features is None:
+            scale = weights.embedding_scale
+            return embedded if scale is None else embedded * scale, None
+        if weights.embedding_norm is None or weights.feature_norm is None:
+            read = torch.cat([embedded, features], -1)
+            return operations.product(_required(weights.fc), read), None
+        normed = [
+            operations.norm(embedded, self._norm(weights.embedding_norm)),
+            operations.norm(features, self._norm(weights.feature_norm)),
+        ]
+        return features, torch.cat(normed, -1)
+
+    def _layer(
+        self,
+        operations: Operations,
+        index: int,
+        layer: LayerWeights,
+        x_RD: Tensor,
+        sequences: Sequence[_Sequence],
+        attention_input: Tensor | None,
+    ) -> Tensor:
+        weights, eps = self.weights, self.config.rms_norm_eps
+        if attention_input is None:
+            qkv = operations.product(layer.qkv, x_RD, _norm(layer.input_norm, eps))
+        else:
+            qkv = operations.product(layer.qkv, attention_input)
+        attended = [
+            operations.attention(
+                qkv[one.place],
+                one.cache[index],
+                one.rows,
+                one.spans[layer.kind],
+                self._heads[index],
+                weights.rotary.tables[layer.kind],
+            )
+            for one in sequences
+        ]
+        joined = attended[0] if len(attended) == 1 else torch.cat(attended)
+        x_RD = self._add_product(operations, layer.out, joined, x_RD, layer.attention_post_norm)
+        inner = operations.gated_product(
+            layer.gate_up, x_RD, self._norm(layer.mlp_norm), self.config.activation
+        )
+        return self._add_product(operations, layer.down, inner, x_RD, layer.mlp_post_norm)
+
+    def _add_product(
+        self,
+        operations: Operations,
+        linear: Linear,
+        rows: Tensor,
+        x_RD: Tensor,
+        post_norm: Tensor | None,
+    ) -> Tensor:
+        """`x_RD` plus the product of the rows, which is normed first if there is a norm."""
+        if post_norm is None:
+            return operations.product(linear, rows, added=x_RD)
+        return x_RD + operations.norm(operations.product(linear, rows), self._norm(post_norm))
+
+    def _norm(self, weight: Tensor) -> Norm:
+        return Norm(weight, self.config.rms_norm_eps)
+
+
+def _norm(weight: Tensor | None, eps: float) -> Norm | None:
+    return None if weight is None else Norm(weight, eps)
+
+
+def _required(linear: Linear | None) -> Linear:
+    assert linear is not None, "a draft head's fc"
+    return linear
