@@ -71,7 +71,7 @@ def tree_rows(start: int, parents: Sequence[int], window: Window | None = None) 
 def split_rows(rows: Sequence[Rows], max_rows: int) -> Iterator[list[tuple[int, slice, Rows]]]:
     """The rows of a pass as passes of at most `max_rows` rows, for the same results.
 
-    Consecutive tokens may be divided; a tree never is.
+    Consecutive tokens may be divided; a tree never is, and a larger one has a pass of its own.
 
     Yields:
         For each pass its parts: place in `rows`, which of the pass's tokens, and how they attend.
@@ -85,8 +85,7 @@ def split_rows(rows: Sequence[Rows], max_rows: int) -> Iterator[list[tuple[int, 
             if parts and (room == 0 or (one.paths is not None and left > room)):
                 yield parts
                 parts, room = [], max_rows
-            assert one.paths is None or left <= room, f"a tree of {left} rows"
-            taken = min(left, room)
+            taken = min(left, room) if one.paths is None else left
             part = one if taken == one.num_rows else one.part(done, done + taken)
             parts.append((place, slice(token, token + taken), part))
             done, token, room = done + taken, token + taken, room - taken

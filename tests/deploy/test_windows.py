@@ -6,7 +6,6 @@ sees; caches, blocks of a prompt, trees and drafts are held against it.
 
 import dataclasses
 from collections.abc import Sequence
-from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,9 @@ from polybasic.chain.formats.manifest import check_plan
 from polybasic.chain.formats.plan import Flush, Ngram, Plan, Tree, Window
 from polybasic.chain.kernels.drafts import DraftTree
 from polybasic.chain.kernels.executor import Executor
-from polybasic.chain.kernels.rows import View
-from polybasic.chain.kernels.torch import attend
+from polybasic.chain.kernels.torch import executor
+from polybasic.chain.kernels.torch.executor import TorchExecutor
+from polybasic.chain.kernels.torch.rows import DeviceRows, Span
 from polybasic.deploy import load_chain
 from polybasic.deploy.drafters.head import EagleDrafter
 from polybasic.deploy.drafters.model import ModelDrafter
@@ -51,11 +51,7 @@ def config_of(family: str) -> DecoderConfig:
 
 
 def decoder_of(family: str) -> Executor:
-    config = config_of(family)
-    decoder = Weights(1).decoder(config)
-    for index, layer in enumerate(decoder.layers):
-        layer.kind = config.kind_of(index)
-    return decoder
+    return Weights(1).decoder(config_of(family))
 
 
 def cache_of(decoder: Executor) -> KeyValueCache:
@@ -72,23 +68,32 @@ def sees(row: int, column: int, kind: LayerKind, window: Window | None) -> bool:
     return kind.window is None or column > row - kind.window
 
 
-def defined(decoder: Executor, tokens: Sequence[int], window: Window | None) -> Tensor:
-    """States of a text that is read in one pass into an empty cache, by eager operations."""
-    decoder = copy(decoder)
-    decoder.__dict__["native"] = None
-    rows = range(len(tokens))
-    views = []
-    groups = decoder.config.query_groups
-    for kind, rotation in zip(
-        decoder.config.kinds, decoder.rotary.between(0, len(tokens)), strict=True
-    ):
-        visible = torch.tensor(
-            [[sees(row, column, kind, window) for column in rows] for row in rows]
+class DefinedSpan(Span):
+    """Sees what the definition says, of all rows that the pass has written."""
+
+    is_whole_prompt = sees_all = False
+
+    def of(self, cache: Tensor) -> Tensor:
+        return cache[:, : self.rows.num_rows]
+
+    def seen(self, capacity: int) -> Tensor:
+        every, window = range(self.rows.num_rows), self.rows.window
+        return torch.tensor(
+            [[sees(row, column, self.kind, window) for column in every] for row in every]
         )
-        mask = torch.zeros(visible.shape).masked_fill_(~visible, float("-inf"))
-        views.append(View(rotation, mask.repeat_interleave(groups, 0)))
-    whole = Attend(0, len(tokens), 0, prepared=views)
-    return decoder.forward(torch.tensor(tokens), cache_of(decoder).layers, whole)
+
+
+class DefinedRows(DeviceRows):
+    def span_of(self, kind: LayerKind) -> Span:
+        return DefinedSpan(self, kind, 0, 0)
+
+
+def defined(decoder: Executor, tokens: Sequence[int], window: Window | None) -> Tensor:
+    """States of a text that is read in one pass into an empty cache, by the reference."""
+    positions = torch.arange(len(tokens))
+    rows = DefinedRows(torch.tensor(0), positions, positions, None, window, 0)
+    layers = cache_of(decoder).layers
+    return TorchExecutor(decoder.weights).forward(torch.tensor(tokens), [layers], [rows])
 
 
 def random_tokens(num_tokens: int) -> list[int]:
@@ -104,7 +109,7 @@ def test_rows_see_what_the_window_says(
     family: str, window: Window | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A prompt in blocks, single tokens, a few tokens, a tree and what follows it."""
-    monkeypatch.setattr(attend, "BLOCK_ROWS", 4)
+    monkeypatch.setattr(executor, "BLOCK_ROWS", 4)
     torch.manual_seed(0)
     decoder, tokens = decoder_of(family), random_tokens(17)
     verifier = Verifier("it", decoder, cache_of(decoder))
@@ -143,17 +148,16 @@ def test_short_texts_are_read_as_without_a_window() -> None:
 
 @torch.inference_mode()
 def test_a_long_prompt_takes_no_mask_of_all_rows_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attend, "BLOCK_ROWS", 8)
+    monkeypatch.setattr(executor, "BLOCK_ROWS", 8)
     sizes: list[int] = []
-    made = attend._views
+    seen_by_rows = Span.seen
 
-    def views(*arguments: Any) -> list[View]:
-        found = made(*arguments)
-        sizes.extend(view.mask.numel() for view in found if view.mask is not None)
+    def counted(span: Span, capacity: int) -> Tensor:
+        found = seen_by_rows(span, capacity)
+        sizes.append(found.numel())
         return found
 
-    monkeypatch.setattr(attend, "_views", views)
-    groups = config_of("plain").query_groups
+    monkeypatch.setattr(Span, "seen", counted)
     for family, window in (("plain", Window(tokens=6)), ("local", None), ("plain", None)):
         decoder = decoder_of(family)
         verifier = Verifier("it", decoder, cache_of(decoder))
@@ -161,7 +165,7 @@ def test_a_long_prompt_takes_no_mask_of_all_rows_by_all(monkeypatch: pytest.Monk
         sizes.clear()
         verifier.read(random_tokens(100))
         seen = {"plain": 4 + 6 + 8, "local": 100}[family]
-        assert max(sizes, default=0) <= 8 * groups * seen
+        assert max(sizes, default=0) <= 8 * seen
         assert bool(sizes) == (window is not None or family == "local")
 
 
@@ -191,7 +195,7 @@ def test_drafts_see_what_the_window_says(
     family: str, window: Window | None, num_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where the window ends among the draft's own rows."""
-    monkeypatch.setattr(attend, "BLOCK_ROWS", 4)
+    monkeypatch.setattr(executor, "BLOCK_ROWS", 4)
     torch.manual_seed(2)
     decoder, tokens = decoder_of(family), random_tokens(num_tokens)
     tree = Tree(depth=5, top_k=2, rows=9)

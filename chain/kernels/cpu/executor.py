@@ -219,6 +219,7 @@ class CpuExecutor(Executor):
     ) -> Tensor:
         states = torch.empty(len(token_ids), self.states_width(feature_layers), dtype=self.dtype)
         for parts in split_rows(rows, MAX_ROWS):
+            assert sum(part.num_rows for _, _, part in parts) <= MAX_ROWS, "a tree of too many rows"
             for place, tokens, part in parts:
                 self._pass(
                     token_ids[tokens],

@@ -3,7 +3,6 @@
 Passes are computed by `Operations`; with those of Triton this is the executor of GPUs.
 
 #   R = rows (tokens of one pass), D = hidden size, W = width of the states, V = tokens to draft
-#   K = children of each row of a draft, L = its levels
 """
 
 from collections.abc import Sequence
@@ -18,9 +17,9 @@ from polybasic.chain.formats.plan import Window
 from polybasic.chain.kernels.drafts import Candidates
 from polybasic.chain.kernels.executor import Executor, Layers
 from polybasic.chain.kernels.rows import Rows, split_rows
+from polybasic.chain.kernels.torch.expansion import expand
 from polybasic.chain.kernels.torch.operations import Heads, Norm, Operations, softcapped
 from polybasic.chain.kernels.torch.rows import DeviceRows, Span
-from polybasic.chain.kernels.torch.trees import Beam
 from polybasic.chain.kernels.weights import LayerWeights, Linear, ModelWeights
 
 BLOCK_ROWS = 512
@@ -191,40 +190,21 @@ class TorchExecutor(Executor):
         window: Window | None,
         known_prefix: int | None = None,
     ) -> Candidates:
-        weights, device = self.weights, state.device
-        token_ids = weights.draft_token_ids
-        logits = self._logits(operations, state)
-        scores, tokens = operations.continuations(logits, top_k, None, token_ids)
-        places = torch.arange(top_k, device=device)
-        itself = torch.eye(top_k, dtype=torch.bool, device=device)
-        states = state[:, : self.config.hidden_size].repeat(top_k, 1)
-        beam = Beam(places, scores, tokens, states, itself)
-        columns = prefix + torch.arange((depth - 1) * top_k, device=device) // top_k
-        all_scores, all_tokens, beams = [scores], [tokens], []
-        for level in range(depth - 1):
-            if level > 0:
-                beam = operations.next_beam(scores, tokens, states, beam.visible)
-            written = slice(level * top_k, (level + 1) * top_k)
-            rows = DeviceRows(
-                prefix,
-                columns[written],
-                columns[: written.stop],
-                beam.visible,
-                window,
-                known_prefix,
-            )
-            features = beam.states if weights.is_head else None
-            states = self._pass(operations, beam.tokens, [cache], [rows], features, ())
-            logits = self._logits(operations, states)
-            scores, tokens = operations.continuations(logits, top_k, beam.scores, token_ids)
-            all_scores.append(scores)
-            all_tokens.append(tokens)
-            beams.append(beam.places)
-        return Candidates(
+        def forward(token_ids: Tensor, states: Tensor, rows: DeviceRows) -> Tensor:
+            features = states if self.weights.is_head else None
+            return self._pass(operations, token_ids, [cache], [rows], features, ())
+
+        return expand(
+            forward,
+            lambda states: self._logits(operations, states),
+            operations,
+            state[:, : self.config.hidden_size],
+            prefix,
+            depth,
             top_k,
-            torch.cat(all_tokens),
-            torch.cat(all_scores),
-            torch.stack(beams) if beams else places.new_empty(0, top_k),
+            self.weights.draft_token_ids,
+            window,
+            known_prefix,
         )
 
     def _embed(

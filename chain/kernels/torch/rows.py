@@ -116,7 +116,7 @@ class Span:
         rows = self.rows
         if rows.known_prefix != 0 or rows.visible is not None or rows.first:
             return False
-        return not self.tokens or rows.num_rows <= self.tokens
+        return not self.tokens or rows.num_rows <= self.tokens + self.sinks
 
     @property
     def sees_all(self) -> bool:

@@ -1,74 +1,66 @@
-"""Which operations compute where, and what weights are kept as."""
+"""Which backend computes where, and what it keeps weights as."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.awq import GROUP_SIZE, dequantize, round_to_nearest
+from polybasic.chain.kernels import backend as backends
 from polybasic.chain.kernels import selection
-from polybasic.chain.kernels.cpu.library import kernels_for
-from polybasic.chain.kernels.selection import describe_gpu_kernels, operations_for, reads_4_bits
-from polybasic.chain.kernels.torch.operations import DeviceLinear, Operations
+from polybasic.chain.kernels.backend import DRAFT_GROUP_SIZE
+from polybasic.chain.kernels.cpu.executor import CpuBackend
+from polybasic.chain.kernels.selection import backend_for, describe_gpu_kernels
+from polybasic.chain.kernels.torch.backends import DeviceBackend, TorchBackend
+from polybasic.chain.kernels.torch.operations import DeviceLinear
 from polybasic.chain.kernels.torch.packed_weight import PackedWeight
-from polybasic.chain.model import linear as linears
-from polybasic.chain.model.linear import (
-    DRAFT_GROUP_SIZE,
-    dense_linear,
-    draft_linear,
-    drafts_in_4_bits,
-    int4_linear,
-    is_laid_out_anew,
-)
-from tests.chain.native_models import random_quantized
+from tests.chain.native_models import CONFIG, decoder, random_quantized
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 HALVES = (torch.bfloat16, torch.float16)
 DTYPES = (*HALVES, torch.float32)
 
 
-class Kernels(Operations):
-    """Stands for those in Triton."""
-
-
 @pytest.fixture(autouse=True)
 def _no_wish(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.delenv("POLYBASIC_KERNELS", raising=False)
-    kernels = Kernels()
-    monkeypatch.setattr(selection, "_kernels", lambda: kernels)
-    selection._reference_because.cache_clear()
+    selection._report.cache_clear()
     yield
-    selection._reference_because.cache_clear()
+    selection._report.cache_clear()
 
 
 def has_triton(monkeypatch: pytest.MonkeyPatch, answer: bool) -> None:
     monkeypatch.setattr(selection, "has_triton", lambda: answer)
 
 
+def executors(device: torch.device) -> list[str]:
+    """By dtype: what would run a model."""
+    weights = decoder(torch.float32).weights
+    return [backend_for(device, dtype).executor(weights).name for dtype in DTYPES]
+
+
 @pytest.mark.parametrize("wanted", ["auto", "native", "device"])
 def test_a_gpu_runs_kernels_in_half_precision(wanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    has_triton(monkeypatch, True)
+    pytest.importorskip("triton")
     monkeypatch.setenv("POLYBASIC_KERNELS", wanted)
-    found = {dtype: operations_for(GPU, dtype) for dtype in DTYPES}
-    assert type(found[torch.bfloat16]) is Kernels
-    assert found[torch.float16] is found[torch.bfloat16]
-    assert type(found[torch.float32]) is Operations
-    assert [reads_4_bits(GPU, dtype) for dtype in DTYPES] == [True, True, False]
-    assert [drafts_in_4_bits(GPU, dtype, 64) for dtype in DTYPES] == [True, True, False]
-    assert not drafts_in_4_bits(GPU, torch.bfloat16, DRAFT_GROUP_SIZE + 8)
-    assert not is_laid_out_anew(GPU, torch.bfloat16)
-    assert all(kernels_for(GPU, dtype) is None for dtype in DTYPES)
+    assert executors(GPU) == ["cuda", "cuda", "torch"]
+    found = [backend_for(GPU, dtype) for dtype in DTYPES]
+    assert all(type(one) is DeviceBackend and one.keeps_dense for one in found)
+    assert [one.packs_4_bits for one in found] == [True, True, False]
+    assert [one.rounds_drafts(64) for one in found] == [True, True, False]
+    assert not found[0].rounds_drafts(DRAFT_GROUP_SIZE + 8)
 
 
 def test_a_gpu_without_triton_is_reported_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     has_triton(monkeypatch, False)
-    found = [operations_for(GPU, dtype) for dtype in (*HALVES, *HALVES)]
-    assert {type(one) for one in found} == {Operations}
-    assert not reads_4_bits(GPU, torch.bfloat16)
-    assert not drafts_in_4_bits(GPU, torch.bfloat16, DRAFT_GROUP_SIZE)
+    assert executors(GPU) == ["torch"] * 3
+    for dtype in HALVES:
+        assert not backend_for(GPU, dtype).packs_4_bits
+        assert not backend_for(GPU, dtype).rounds_drafts(DRAFT_GROUP_SIZE)
     (record,) = caplog.records
     assert record.getMessage().endswith("which are slower: no triton found; pip install triton")
     assert describe_gpu_kernels() == "PyTorch's operations (no triton found; pip install triton)"
@@ -77,48 +69,59 @@ def test_a_gpu_without_triton_is_reported_once(
 def test_an_older_gpu_is_reported(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    has_triton(monkeypatch, True)
+    pytest.importorskip("triton")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
-    assert type(operations_for(GPU, torch.float16)) is Operations
+    assert executors(GPU) == ["torch"] * 3
     assert caplog.messages == [
         "GPU kernels: PyTorch's operations, which are slower: compute capability 7.5, at least 8.0 "
         "is needed"
     ]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
-    assert type(operations_for(GPU, torch.float16)) is Kernels
+    assert executors(GPU) == ["cuda", "cuda", "torch"]
 
 
 def test_eager_operations_can_be_asked_for_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     has_triton(monkeypatch, True)
     monkeypatch.setenv("POLYBASIC_KERNELS", "eager")
-    assert all(operations_for(GPU, dtype) is None for dtype in DTYPES)
-    assert not reads_4_bits(GPU, torch.bfloat16)
+    found = [backend_for(GPU, dtype) for dtype in DTYPES]
+    assert all(type(one) is TorchBackend and not one.packs_4_bits for one in found)
     assert describe_gpu_kernels() == "eager PyTorch (POLYBASIC_KERNELS=eager)"
 
 
 def test_a_cpu_runs_the_device_path_only_where_it_is_asked_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for wanted in ("auto", "eager"):
-        monkeypatch.setenv("POLYBASIC_KERNELS", wanted)
-        assert operations_for(CPU, torch.bfloat16) is None
-        assert not reads_4_bits(CPU, torch.bfloat16)
+    assert type(backend_for(CPU, torch.bfloat16)) is CpuBackend
+    assert type(backend_for(CPU, torch.float16)) is TorchBackend
+    monkeypatch.setenv("POLYBASIC_KERNELS", "eager")
+    assert {type(backend_for(CPU, dtype)) for dtype in DTYPES} == {TorchBackend}
     monkeypatch.setenv("POLYBASIC_KERNELS", "device")
-    found = operations_for(CPU, torch.bfloat16)
-    assert type(found) is Operations
-    assert operations_for(CPU, torch.float32) is found
-    assert kernels_for(CPU, torch.bfloat16) is None
-    assert [reads_4_bits(CPU, dtype) for dtype in DTYPES] == [True] * 3
-    assert [drafts_in_4_bits(CPU, dtype, 64) for dtype in DTYPES] == [True, True, False]
+    found = [backend_for(CPU, dtype) for dtype in DTYPES]
+    assert {type(one) for one in found} == {DeviceBackend}
+    assert [one.packs_4_bits for one in found] == [True] * 3
+    assert [one.rounds_drafts(64) for one in found] == [True, True, False]
     monkeypatch.setenv("POLYBASIC_KERNELS", "fast")
     with pytest.raises(UserError, match="use auto, native, eager or device"):
-        operations_for(CPU, torch.bfloat16)
+        backend_for(CPU, torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"head_dim": 24}, {"head_dim": 272}, {"intermediate_size": 200}, {"hidden_size": 72}]
+)
+def test_sizes_that_the_native_kernels_do_not_take_run_on_the_reference(
+    sizes: dict[str, int],
+) -> None:
+    assert type(backend_for(CPU, torch.float32, CONFIG)) is CpuBackend
+    other = replace(CONFIG, **sizes)
+    assert type(backend_for(CPU, torch.float32, other)) is TorchBackend
+    # models that share weights run on one kind of executor
+    assert type(backend_for(CPU, torch.float32, CONFIG, other)) is TorchBackend
 
 
 def test_other_devices_have_no_device_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("POLYBASIC_KERNELS", "device")
-    assert operations_for(torch.device("meta"), torch.bfloat16) is None
+    assert type(backend_for(torch.device("meta"), torch.bfloat16)) is TorchBackend
 
 
 def test_the_kernels_of_a_gpu_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,10 +133,9 @@ def test_the_kernels_of_a_gpu_are_named(monkeypatch: pytest.MonkeyPatch) -> None
 # Products
 
 
-def test_a_dense_weight_is_kept_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("POLYBASIC_KERNELS", "device")
+def test_a_dense_weight_is_kept_as_it_is() -> None:
     weight, bias, x = torch.randn(24, 40), torch.randn(24), torch.randn(3, 40)
-    linear = dense_linear(weight, bias)
+    linear = DeviceBackend(CPU, torch.float32).dense(weight, bias)
     assert isinstance(linear, DeviceLinear)
     assert linear.weight is weight
     assert linear.shape == (24, 40)
@@ -141,13 +143,13 @@ def test_a_dense_weight_is_kept_as_it_is(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_4_bit_weight_stays_packed(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("POLYBASIC_KERNELS", "device")
+@pytest.mark.parametrize("packs", [True, False])
+def test_a_4_bit_weight_stays_packed_where_kernels_read_it(dtype: torch.dtype, packs: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     weight = random_quantized(generator, 48, 2 * GROUP_SIZE)
-    linear = int4_linear(weight, dtype, CPU)
+    linear = DeviceBackend(CPU, dtype, packs_4_bits=packs).int4(weight)
     assert isinstance(linear, DeviceLinear)
-    assert isinstance(linear.weight, PackedWeight)
+    assert isinstance(linear.weight, PackedWeight) == packs
     assert linear.shape == (48, 2 * GROUP_SIZE)
     centred = weight.codes.float() - weight.zeros.repeat_interleave(GROUP_SIZE, 1)
     exact = centred * weight.scales.float().repeat_interleave(GROUP_SIZE, 1)
@@ -158,10 +160,9 @@ def test_a_4_bit_weight_stays_packed(dtype: torch.dtype, monkeypatch: pytest.Mon
 def test_weights_that_only_draft_are_rounded(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("POLYBASIC_KERNELS", "device")
-    monkeypatch.setattr(linears, "_WEIGHTS_AT_ONCE", 10 * DRAFT_GROUP_SIZE)
+    monkeypatch.setattr(backends, "WEIGHTS_AT_ONCE", 10 * DRAFT_GROUP_SIZE)
     weight = torch.randn(32, 2 * DRAFT_GROUP_SIZE).to(dtype)
-    linear = draft_linear(weight)
+    linear = DeviceBackend(CPU, dtype).draft(weight)
     assert isinstance(linear, DeviceLinear)
     if dtype == torch.float32:
         assert linear.weight is weight

@@ -1,8 +1,9 @@
-"""Passes of draft heads on the device path against eager ones."""
+"""Heads on every executor: against each other, in 4 bits, and in rounds that are captured."""
 
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,12 +15,13 @@ from polybasic.chain.formats.plan import Window
 from polybasic.chain.formats.shapes import expected_shapes
 from polybasic.chain.kernels.executor import Executor
 from polybasic.chain.kernels.rows import consecutive_rows, tree_rows
+from polybasic.chain.kernels.torch.executor import TorchExecutor
+from polybasic.chain.kernels.torch.operations import DeviceLinear
 from polybasic.chain.kernels.torch.packed_weight import PackedWeight
 from polybasic.chain.kernels.torch.rows import device_consecutive_rows, device_tree_rows
-from polybasic.chain.model.device_model import DeviceModel
 from polybasic.chain.model.loading import load_decoder, load_head
 from tests.chain.family_cases import Folders
-from tests.chain.kernels.cuda.device_models import (
+from tests.chain.model.device_rows import (
     CAPACITY,
     CPU,
     FEATURE_LAYERS,
@@ -71,19 +73,22 @@ def write_head(folder: Path, target: Path, case: str, trimmed: bool) -> None:
 
 
 def load_both(target: Path, folder: Path, dtype: torch.dtype) -> list[tuple[Executor, Executor]]:
-    with eager():
-        expected = load_decoder(read_config(target), dtype, CPU, CAPACITY)
-        heads = [(expected, load_head(read_config(folder), expected, CAPACITY))]
-    with device_path():
-        found = load_decoder(read_config(target), dtype, CPU, CAPACITY)
-        heads.append((found, load_head(read_config(folder), found, CAPACITY)))
-    for decoder, head in heads:
-        decoder.feature_layers = head.feature_layers
+    """Target and head as eager PyTorch runs them, and as GPUs keep them."""
+    heads = []
+    for path in (eager, device_path):
+        with path():
+            decoder = load_decoder(read_config(target), dtype, CPU, CAPACITY)
+            heads.append((decoder, load_head(read_config(folder), decoder, CAPACITY)))
     return heads
 
 
-def states_of(decoder: Executor, ids: Tensor) -> Tensor:
-    return decoder.forward(ids, [cache_of(decoder).layers], consecutive_rows(0, len(ids)))
+def states_of(decoder: Executor, head: Executor, ids: Tensor) -> Tensor:
+    return decoder.forward(
+        ids,
+        [cache_of(decoder).layers],
+        [consecutive_rows(0, len(ids))],
+        feature_layers=head.weights.feature_layers,
+    )
 
 
 @torch.inference_mode()
@@ -91,7 +96,7 @@ def states_of(decoder: Executor, ids: Tensor) -> Tensor:
 @pytest.mark.parametrize("trimmed", [False, True])
 @pytest.mark.parametrize("head_kind", HEADS)
 @pytest.mark.parametrize("family", ["llama3", "gemma2"])
-def test_heads_draft_as_on_the_eager_path(
+def test_heads_draft_alike_on_all_executors(
     family: str,
     head_kind: str,
     trimmed: bool,
@@ -101,37 +106,41 @@ def test_heads_draft_as_on_the_eager_path(
 ) -> None:
     """A head reads the observed states of a text; then two levels follow its last row."""
     write_head(tmp_path / "head", folders(family), head_kind, trimmed)
-    both = load_both(folders(family), tmp_path / "head", torch.float32)
-    (expected_target, expected), (_, found) = both
-    model, ids, num = found.device_model, random_tokens(40), 30
-    assert model is not None
-    states = states_of(expected_target, ids[:num])
-    read = expected.select_inputs(states)
-    torch.testing.assert_close(model.features(read), expected.features(read), rtol=1e-4, atol=1e-5)
-    caches = cache_of(expected), cache_of(found)
+    (target, expected), (_, found) = load_both(folders(family), tmp_path / "head", torch.float32)
+    native_target = load_decoder(read_config(folders(family)), torch.float32, CPU, CAPACITY)
+    native = load_head(read_config(tmp_path / "head"), native_target, CAPACITY)
+    assert (expected.name, native.name) == ("torch", "cpu")
+    ids, num, parents = random_tokens(40), 30, [-1, -1, -1, 0, 0, 2]
+    read = expected.weights.select_inputs(states_of(target, expected, ids[:num]))
+    prompt, beam = block(0, num, window), tree(num, parents, window)
+    beam_ids = ids[: len(parents)]
 
-    parents = [-1, -1, -1, 0, 0, 2]
-    attend, rows = block(0, num, window)
-    features = expected.forward(
-        ids[1 : num + 1], expected.features(read), caches[0].layers[0], attend
-    )
-    ours = model.forward(ids[1 : num + 1], [caches[1].layers], rows, model.features(read))
-    torch.testing.assert_close(ours, features, rtol=1e-4, atol=1e-4)
+    def run(head: Executor, place: int, shifted: bool = False) -> tuple[Tensor, Tensor]:
+        cache = cache_of(head)
+        features = head.forward(
+            ids[1 : num + 1], [cache.layers], [prompt[place]], head.features(read)
+        )
+        beam_features = features[-len(parents) :]
+        if shifted:
+            beam_features = beam_features.roll(1, 0)
+        states = head.forward(beam_ids, [cache.layers], [beam[place]], beam_features)
+        return features, head.logits(states)
 
-    attend, rows = tree(num, parents, window)
-    beam, beam_features = ids[: len(parents)], features[-len(parents) :]
-    theirs = expected.forward(beam, beam_features, caches[0].layers[0], attend)
-    ours = model.forward(beam, [caches[1].layers], rows, beam_features)
-    logits, our_logits = expected.logits(theirs), model.logits(ours)
+    features, logits = run(expected, 0)
     tolerance = TOLERANCE * float(logits.abs().max())
-    torch.testing.assert_close(our_logits, logits, rtol=0, atol=tolerance)
-    assert our_logits.shape[1] == (64 if trimmed else VOCAB_SIZE)
-    # features of other rows, and a model that forgets a head's own norm
-    other = model.logits(model.forward(beam, [caches[1].layers], rows, beam_features.roll(1, 0)))
-    assert (other - logits).abs().max() > 100 * tolerance
-    if head_kind == "eagle3":
-        unnormed = DeviceModel(replace(model.parts, final_norm=None))
-        assert (unnormed.logits(ours) - logits).abs().max() > 100 * tolerance
+    for head, place in ((found, 1), (found, 0), (native, 0)):
+        ours, our_logits = run(head, place)
+        torch.testing.assert_close(ours, features, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(our_logits, logits, rtol=0, atol=2 * tolerance)
+        assert our_logits.shape[1] == (64 if trimmed else VOCAB_SIZE)
+        # features of other rows, and a model that forgets a head's own norm
+        assert (run(head, place, shifted=True)[1] - logits).abs().max() > 100 * tolerance
+        if head_kind == "eagle3":
+            unnormed = head.over(replace(head.weights, final_norm=None))
+            assert (run(unnormed, place)[1] - logits).abs().max() > 100 * tolerance
+        elif family == "gemma2":
+            uncapped = head.over(replace(head.weights, logit_softcap=None))
+            assert (run(uncapped, place)[1] - logits).abs().max() > 100 * tolerance
 
 
 @torch.inference_mode()
@@ -140,26 +149,27 @@ def test_heads_draft_as_on_the_eager_path(
 def test_heads_in_half_precision_draft_from_weights_in_4_bits(
     head_kind: str, dtype: torch.dtype, folders: Folders, tmp_path: Path
 ) -> None:
-    """Logits stay near those of dense weights, and the eager pass computes the same."""
+    """Logits stay near those of dense weights, and passes on the device compute the same."""
     write_head(tmp_path / "head", folders("llama3"), head_kind, trimmed=False)
     (target, dense), (_, found) = load_both(folders("llama3"), tmp_path / "head", dtype)
-    model, ids = found.device_model, random_tokens(21)
-    assert model is not None
-    linears = [model.parts.fc, model.parts.lm_head, *vars(model.parts.layers[0]).values()]
+    weights, ids = found.weights, random_tokens(21)
+    linears = [weights.fc, weights.lm_head, *vars(weights.layers[0]).values()]
     packed = [one for one in linears if isinstance(getattr(one, "weight", None), PackedWeight)]
     assert len(packed) == 6
-    read = dense.select_inputs(states_of(target, ids[:20]))
-    attend, rows = block(0, 20)
-    answers = [
-        one.logits(one.forward(ids[1:], one.features(read), cache_of(one).layers[0], attend))
-        for one in (dense, found)
-    ]
-    ours = model.logits(
-        model.forward(ids[1:], [cache_of(found).layers], rows, model.features(read))
+    read = dense.weights.select_inputs(states_of(target, dense, ids[:20]))
+    known, rows = block(0, 20)
+
+    def logits(head: Executor, one: Any) -> Tensor:
+        states = head.forward(ids[1:], [cache_of(head).layers], [one], head.features(read))
+        return head.logits(states).float()
+
+    dense_logits, known_logits, ours = (
+        logits(dense, known),
+        logits(found, known),
+        logits(found, rows),
     )
-    dense_logits, eager_logits, ours = answers[0].float(), answers[1].float(), ours.float()
-    rounding = (eager_logits - dense_logits).pow(2).mean()
-    assert (ours - eager_logits).pow(2).mean() < 0.05 * rounding
+    rounding = (known_logits - dense_logits).pow(2).mean()
+    assert (ours - known_logits).pow(2).mean() < 0.05 * rounding
     assert rounding < 0.1 * dense_logits.var()
 
 
@@ -170,59 +180,46 @@ def test_a_captured_round_reads_its_tensors_when_it_runs(
 ) -> None:
     """Target and head over a tree, captured once, replayed elsewhere."""
     write_head(tmp_path / "head", folders(case), "eagle3", trimmed=True)
-    (expected, expected_head), (target, head) = load_both(
-        folders(case), tmp_path / "head", torch.float32
-    )
-    model, head_model, ids = target.device_model, head.device_model, random_tokens(60)
-    assert model is not None
-    assert head_model is not None
+    _, (target, head) = load_both(folders(case), tmp_path / "head", torch.float32)
+    assert isinstance(target, TorchExecutor)
+    assert isinstance(head, TorchExecutor)
+    ids, layers = random_tokens(60), head.weights.feature_layers
     prefix, tokens = torch.tensor(10), torch.zeros(len(PARENTS), dtype=torch.int64)
     depths, ancestors = ancestors_of(PARENTS).sum(1) - 1, ancestors_of(PARENTS)
-    logits = torch.zeros(len(PARENTS), head_model.parts.lm_head.shape[0])
+    logits = torch.zeros(len(PARENTS), head.weights.num_draft_tokens)
     caches = cache_of(target), cache_of(head)
-    for one, run in ((caches[0], model), (caches[1], head_model)):
-        features = torch.ones(60, target.config.hidden_size) if run is head_model else None
-        run.forward(ids, [one.layers], device_consecutive_rows(torch.tensor(0), 60), features)
+    for cache, model in zip(caches, (target, head), strict=True):
+        features = torch.ones(60, target.config.hidden_size) if model is head else None
+        rows = device_consecutive_rows(torch.tensor(0), 60)
+        model.forward(ids, [cache.layers], [rows], features)
+
+    def logits_over(rows: Any) -> Tensor:
+        assert isinstance(target, TorchExecutor)
+        assert isinstance(head, TorchExecutor)
+        states = target.forward(tokens, [caches[0].layers], [rows], feature_layers=layers)
+        features = head.features(head.weights.select_inputs(states))
+        return head.logits(head.forward(tokens, [caches[1].layers], [rows], features))
 
     def run_round() -> None:
         rows = device_tree_rows(prefix, depths, ancestors, SINKS_AND_LATEST)
-        states = model.forward(
-            tokens, [caches[0].layers], rows, feature_layers=target.feature_layers
-        )
-        features = head_model.features(head.select_inputs(states))
-        states = head_model.forward(tokens, [caches[1].layers], rows, features)
-        logits.copy_(head_model.logits(states))
+        logits.copy_(logits_over(rows))
 
     graphs = RecordedGraphs(checked=True)
     for start in (10, 40, 25):
         prefix.fill_(start)
         tokens.copy_(ids[start : start + len(PARENTS)])
         graphs.run("round", run_round)
-        attend = tree_rows(start, PARENTS, SINKS_AND_LATEST)
-        states = expected.forward(tokens, [caches[0].layers], attend)
-        features = expected_head.features(expected_head.select_inputs(states))
-        states = expected_head.forward(tokens, features, caches[1].layers[0], attend)
-        theirs = expected_head.logits(states)
+        theirs = logits_over(tree_rows(start, PARENTS, SINKS_AND_LATEST))
         torch.testing.assert_close(logits, theirs, rtol=0, atol=2e-5 * float(theirs.abs().max()))
     assert graphs.counts.replays == 2
 
 
-def test_models_of_other_paths_have_no_passes_on_the_device(
-    folders: Folders, tmp_path: Path
-) -> None:
+def test_dense_weights_lie_there_once_as_they_were_stored(folders: Folders, tmp_path: Path) -> None:
     write_head(tmp_path / "head", folders("llama3"), "eagle2", trimmed=False)
-    (decoder, head), (found_target, found) = load_both(
-        folders("llama3"), tmp_path / "head", torch.float32
-    )
-    assert decoder.device_model is None
-    assert head.device_model is None
-    assert found.device_model is not None
-    # dense weights lie there once, as they were stored
-    parts = found.device_model.parts
+    _, (target, head) = load_both(folders("llama3"), tmp_path / "head", torch.float32)
     stored = load_file(tmp_path / "head" / "model.safetensors")["fc.weight"]
-    assert parts.fc is not None
-    assert torch.equal(parts.fc.dense(torch.float32), stored)
-    target = found_target.device_model
-    assert target is not None
-    assert parts.lm_head is target.parts.lm_head
-    assert parts.embedding is target.parts.embedding
+    fc, lm_head = head.weights.fc, target.weights.lm_head
+    assert isinstance(fc, DeviceLinear)
+    assert torch.equal(fc.dense(torch.float32), stored)
+    assert isinstance(lm_head, DeviceLinear)
+    assert head.weights.lm_head is lm_head

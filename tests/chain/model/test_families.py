@@ -1,8 +1,7 @@
 """Every family in the runtime against transformers: logits, greedy output, 4 bits, refusals."""
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -29,7 +28,6 @@ from polybasic.deploy.drafters.model import ModelDrafter
 from polybasic.deploy.rounds.cache import KeyValueCache
 from polybasic.deploy.rounds.verifier import Verifier
 from tests.chain.family_cases import CASES, WINDOW, Folders, write_4bit
-from tests.chain.native_models import eager
 from tests.checkpoints import FAMILIES, VOCAB_SIZE, write_family
 
 CPU = torch.device("cpu")
@@ -38,11 +36,12 @@ TOLERANCE = 1e-5
 CAPACITY = 128
 
 
-@pytest.fixture(autouse=True, params=["native", "eager"])
-def kernels(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Every test runs with both, unless it says otherwise."""
-    with eager() if request.param == "eager" else nullcontext():
-        yield request.param
+@pytest.fixture(autouse=True, params=["native", "eager", "device"])
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Every test runs with the kernels of CPUs, in eager PyTorch, and with weights as GPUs keep
+    them, unless it says otherwise."""
+    monkeypatch.setenv("POLYBASIC_KERNELS", request.param)
+    return str(request.param)
 
 
 on_one_path = pytest.mark.parametrize("kernels", ["eager"], indirect=True)
@@ -282,7 +281,7 @@ def test_4_bit_copies_compute_their_dequantized_weights(
     exact = consecutive_logits(dense, ids, ends)
     rounded = consecutive_logits(load(tmp_path / "dense", torch.bfloat16), ids, ends).float()
     error = (consecutive_logits(awq, ids, ends) - exact).pow(2).mean()
-    allowed = {"eager": 1.5, "native": 10}[kernels]
+    allowed = {"eager": 1.5, "native": 10, "device": 0.1}[kernels]
     assert error < allowed * (rounded - exact).pow(2).mean()
     # the model before it was rounded to 4 bits is far away
     unquantized = consecutive_logits(load(source), ids, ends)

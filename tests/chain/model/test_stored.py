@@ -17,7 +17,10 @@ from polybasic.chain.formats.awq import dequantize
 from polybasic.chain.formats.checkpoint import load_tensors
 from polybasic.chain.formats.config import decoder_config, read_config
 from polybasic.chain.formats.shapes import expected_shapes
-from polybasic.chain.model import linear, loading
+from polybasic.chain.kernels.selection import backend_for
+from polybasic.chain.kernels.torch import backends
+from polybasic.chain.model import loading
+from polybasic.chain.model.stored import StoredTensors
 from tests.conftest import round_to_nearest
 
 ROOT = Path(__file__).parents[3]
@@ -57,7 +60,7 @@ def mapped_files(folder: Path) -> list[str]:
 def test_one_tensor(tmp_path: Path, suffix: str) -> None:
     tensors = random_linears(with_bias=True)
     write_shards(tmp_path, tensors, suffix)
-    weights = Weights(tmp_path, torch.bfloat16, CPU)
+    weights = StoredTensors(tmp_path, torch.bfloat16, CPU)
     assert "q.weight" in weights
     assert "o.weight" not in weights
     for name, tensor in tensors.items():
@@ -73,8 +76,13 @@ def test_one_tensor(tmp_path: Path, suffix: str) -> None:
 def test_no_file_stays_mapped(tmp_path: Path, suffix: str, dtype: torch.dtype) -> None:
     tensors = {name: tensor.to(dtype) for name, tensor in random_linears(True).items()}
     write_shards(tmp_path, tensors, suffix)
-    weights = Weights(tmp_path, dtype, CPU)
-    kept = [weights.dense("q.weight"), weights.linear("q"), weights.linear("q", "k", "v")]
+    weights = StoredTensors(tmp_path, dtype, CPU)
+    backend = backend_for(CPU, dtype)
+    kept = [
+        weights.dense("q.weight"),
+        weights.linear(backend, "q"),
+        weights.linear(backend, "q", "k", "v"),
+    ]
     assert mapped_files(tmp_path) == []
     view = weights.stored("q.weight")
     assert len(mapped_files(tmp_path)) == 1
@@ -99,18 +107,18 @@ def test_dense_linears(
         )
         for name in names
     ]
-    found = Weights(tmp_path, dtype, CPU).linear(*names)(x)
+    found = StoredTensors(tmp_path, dtype, CPU).linear(backend_for(CPU, dtype), *names)(x)
     assert found.dtype == dtype
     tolerance = 1e-4 if dtype == torch.float32 else 0.3  # sums of 256 products of unit normals
     torch.testing.assert_close(found, torch.cat(expected, -1), rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize("num_rows", [1, 1 + linear.CPU_INT4_MAX_ROWS])
+@pytest.mark.parametrize("num_rows", [1, 1 + backends.CPU_INT4_MAX_ROWS])
 @pytest.mark.parametrize("with_bias", [True, False])
 def test_linears_of_four_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_rows: int, with_bias: bool
 ) -> None:
-    monkeypatch.setattr(linear, "_WEIGHTS_AT_ONCE", 5 * IN_SIZE)
+    monkeypatch.setattr(backends, "WEIGHTS_AT_ONCE", 5 * IN_SIZE)
     stored, expected = {}, []
     tensors = random_linears(with_bias)
     x = torch.randn(num_rows, IN_SIZE)
@@ -120,13 +128,13 @@ def test_linears_of_four_bits(
         stored |= {f"{name}.{part}": tensor for part, tensor in packed}
         expected.append(F.linear(x, dequantize(weight), bias))
     write_shards(tmp_path, stored | {n: t for n, t in tensors.items() if n.endswith("bias")})
-    weights = Weights(tmp_path, torch.float32, CPU)
-    found = weights.linear(*OUT_SIZES)(x)
+    weights = StoredTensors(tmp_path, torch.float32, CPU)
+    found = weights.linear(backend_for(CPU, torch.float32), *OUT_SIZES)(x)
     assert found.dtype == torch.float32
     # rows are rounded to bytes: sums of 256 products of unit normals and such errors
     torch.testing.assert_close(found, torch.cat(expected, -1), rtol=0, atol=0.5)
     for dtype in DTYPES:
-        dense = linear._dequantized(weights._quantized("q"), dtype, CPU)
+        dense = backends._dequantized(weights._quantized("q"), dtype, CPU)
         assert dense.equal(dequantize(weights._quantized("q")).to(dtype))
 
 
@@ -134,14 +142,15 @@ def test_a_bias_of_some_is_refused(tmp_path: Path) -> None:
     tensors = random_linears(with_bias=True)
     del tensors["k.bias"]
     write_shards(tmp_path, tensors)
-    weights = Weights(tmp_path, torch.float32, CPU)
-    weights.linear("k")
+    weights = StoredTensors(tmp_path, torch.float32, CPU)
+    backend = backend_for(CPU, torch.float32)
+    weights.linear(backend, "k")
     with pytest.raises(UserError, match=r"^weight missing: k.bias in "):
-        weights.linear("q", "k", "v")
+        weights.linear(backend, "q", "k", "v")
 
 
-class HeldWeights(Weights):
-    """As `Weights`, with all files mapped as long as it lives."""
+class HeldTensors(StoredTensors):
+    """As `StoredTensors`, with all files mapped as long as it lives."""
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(folder, dtype, device)
@@ -154,7 +163,7 @@ class HeldWeights(Weights):
 def peak_over_weights(warm_up: str, large: str, holds_files: bool) -> float:
     """Peak of resident memory while a folder is loaded, over the bytes of its weights."""
     if holds_files:
-        loading.Weights = HeldWeights  # type: ignore[misc]
+        loading.StoredTensors = HeldTensors  # type: ignore[misc]
     folder = Path(large)
     loading.load_decoder(read_config(Path(warm_up)), torch.bfloat16, CPU, 64)
 
@@ -186,7 +195,7 @@ def test_loading_holds_little_besides_the_weights(tiny_target: Path, tmp_path: P
     # each measured in a process of its own, all forked from one that has imported what they need
     code = (
         "import sys; from multiprocessing import get_context; from pathlib import Path;"
-        "from tests.chain.model.test_weights import peak_over_weights as peak;"
+        "from tests.chain.model.test_stored import peak_over_weights as peak;"
         "pool = get_context('fork').Pool(1, maxtasksperchild=1);"
         "warm, safe, pickled = sys.argv[1:];"
         "cases = [(warm, safe, False), (warm, pickled, False), (warm, safe, True)];"

@@ -1,7 +1,4 @@
-"""The expansion over random tables: prefixes are read back from the mask, row by row."""
-
-from types import SimpleNamespace
-from typing import Any
+"""The expansion over random tables: prefixes are read back from what rows see, row by row."""
 
 import pytest
 import torch
@@ -10,29 +7,25 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.config import LayerKind
 from polybasic.chain.formats.plan import Tree
-from polybasic.chain.kernels.drafts import ABSENT, DraftTree, walk
-from polybasic.deploy.drafters.expansion import Candidates, Expansion
+from polybasic.chain.kernels.drafts import ABSENT, Candidates, DraftTree, walk
+from polybasic.chain.kernels.torch import expansion
+from polybasic.chain.kernels.torch.operations import Operations
+from polybasic.chain.kernels.torch.rows import DeviceRows
+from polybasic.deploy.drafters.model import ModelDrafter
+from tests.deploy.small_chains import Weights, small_config
 
-ROOT, START, CAPACITY, GROUPS = 99, 3, 60, 2
+ROOT, START, CAPACITY = 99, 3, 60
 
 
 class TableModel:
     """Logits are small whole numbers by prefix, so that scores tie often; a few are certain.
 
-    A row's state is the number of its prefix: the tokens of the rows that its mask shows.
+    A row's state is the number of its prefix: the tokens of the rows that it sees.
     """
 
     def __init__(self, seed: int, vocab_size: int) -> None:
-        self.config: Any = SimpleNamespace(
-            vocab_size=vocab_size, query_groups=GROUPS, kinds=(LayerKind({}),)
-        )
-        self.rotary: Any = SimpleNamespace(between=lambda first, end: [(first, end)])
-        self.device, self.dtype = torch.device("cpu"), torch.float32
-        self.native = None
-        self.cache: Any = SimpleNamespace(capacity=CAPACITY, layers=[])
-        self.seed = seed
+        self.seed, self.vocab_size = seed, vocab_size
         self.begin(START)
 
     def begin(self, start: int) -> None:
@@ -41,20 +34,17 @@ class TableModel:
         self.rows = [-1] * CAPACITY
         self.prefixes: list[tuple[int, ...]] = [()]
 
-    def forward(self, tokens: Tensor, states: Tensor, attend: Attend) -> Tensor:
-        end, first = attend.start + len(tokens), len(self.prefixes)
-        self.rows[attend.start : end] = tokens.tolist()
-        assert attend.prepared is not None
-        (view,) = attend.prepared
-        assert view.mask is not None
-        assert view.mask.shape == (len(tokens) * GROUPS, end)
-        is_visible = (view.mask == 0).view(len(tokens), GROUPS, end)
-        assert torch.equal(is_visible[:, 0], is_visible[:, 1])
-        for visible, above in zip(is_visible[:, 0].tolist(), states[:, 0].tolist(), strict=True):
-            assert all(visible[: self.start])
-            prefix = tuple(self.rows[row] for row in range(self.start, end) if visible[row])
+    def forward(self, tokens: Tensor, states: Tensor, rows: DeviceRows) -> Tensor:
+        assert (int(rows.prefix), rows.num_rows) == (self.start, len(tokens))
+        first, end = len(self.prefixes), self.start + len(rows.columns)
+        self.rows[end - len(tokens) : end] = tokens.tolist()
+        assert torch.equal(rows.columns[-len(tokens) :], rows.positions)
+        for row, above in enumerate(states[:, 0].tolist()):
+            seen = rows.among[row].nonzero().flatten().tolist()
+            prefix = tuple(self.rows[self.start + place] for place in seen)
             assert prefix[:-1] == self.prefixes[int(above)]
-            assert view.rotation == (self.start + len(prefix) - 1, self.start + len(prefix))  # type: ignore[comparison-overlap]
+            depths = torch.arange(len(prefix))
+            assert torch.equal(rows.columns[seen], self.start + depths)
             self.prefixes.append(prefix)
         return torch.arange(first, len(self.prefixes), dtype=torch.float32)[:, None]
 
@@ -63,22 +53,21 @@ class TableModel:
 
     def logits(self, prefix: tuple[int, ...]) -> Tensor:
         generator = torch.Generator().manual_seed(hash((self.seed, prefix)) % 2**31)
-        size = self.config.vocab_size
+        size = self.vocab_size
         logits = torch.randint(0, 3, (size,), generator=generator).float()
         if torch.rand((), generator=generator) < 0.2:
             logits[int(torch.randint(0, size, (), generator=generator))] = 1000.0
         return logits
 
 
-def expand(seed: int, vocab_size: int, top_k: int, depth: int) -> Candidates:
+def expand(
+    seed: int, vocab_size: int, top_k: int, depth: int, token_ids: Tensor | None = None
+) -> Candidates:
     model = TableModel(seed, vocab_size)
-    tree = Tree(depth=1, top_k=top_k, rows=2)
-    expansion = Expansion(model, model.forward, model.lm_head, tree, model.cache)
-    # An earlier draft, after fewer rows and deeper, must leave no trace.
-    model.begin(START - 2)
-    expansion.expand(torch.zeros(1, 1), START - 2, depth + 1)
-    model.begin(START)
-    return expansion.expand(torch.zeros(1, 1), START, depth)
+    prefix, state = torch.tensor(START), torch.zeros(1, 1)
+    return expansion.expand(
+        model.forward, model.lm_head, Operations(), state, prefix, depth, top_k, token_ids
+    )
 
 
 def num_walked(tree: DraftTree, continuation: list[int]) -> int:
@@ -164,12 +153,11 @@ def test_children_hang_below_the_members_of_their_beam() -> None:
 
 
 def test_a_tree_wider_than_the_vocabulary_is_refused() -> None:
-    model = TableModel(0, vocab_size=3)
-    wide = Tree(depth=1, top_k=4, rows=2)
-    with pytest.raises(UserError, match="top_k 4, 3 tokens"):
-        Expansion(model, model.forward, model.lm_head, wide, model.cache)
-    narrow = Tree(depth=1, top_k=3, rows=2)
-    expansion = Expansion(model, model.forward, model.lm_head, narrow, model.cache)
-    with pytest.raises(UserError, match="top_k 4, 3 tokens"):
-        expansion.tree = wide
-    assert expansion.tree.top_k == 3
+    model = Weights(0).decoder(small_config(num_layers=1, hidden_size=16))
+    wide, narrow = (Tree(depth=1, top_k=top_k, rows=2) for top_k in (7, 6))
+    with pytest.raises(UserError, match="top_k 7, 6 tokens"):
+        ModelDrafter(model, wide, CAPACITY)
+    drafter = ModelDrafter(model, narrow, CAPACITY)
+    with pytest.raises(UserError, match="top_k 7, 6 tokens"):
+        drafter.tree = wide
+    assert drafter.tree.top_k == 6

@@ -8,56 +8,17 @@ from torch import Tensor
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.config import LayerKind
-from polybasic.chain.formats.plan import Tree, Window
-from polybasic.chain.kernels.drafts import DraftTree
+from polybasic.chain.formats.plan import Window
+from polybasic.chain.kernels.drafts import Candidates, DraftTree
+from polybasic.chain.kernels.torch.expansion import expand
 from polybasic.chain.kernels.torch.operations import Operations
 from polybasic.chain.kernels.torch.rows import DeviceRows
-from polybasic.chain.kernels.torch.trees import DeviceTree, expand, keep_best
-from polybasic.deploy.drafters.expansion import Candidates, Expansion
-from tests.deploy.drafters.test_expansion import ROOT, START, TableModel
+from polybasic.chain.kernels.torch.trees import DeviceTree
+from tests.deploy.drafters.test_expansion import ROOT
+from tests.deploy.drafters.test_expansion import expand as expansion_of
 from tests.deploy.recorded_graphs import RecordedGraphs
 
 CPU = torch.device("cpu")
-
-
-class DeviceTableModel(TableModel):
-    """A table whose rows are seen through `DeviceRows`."""
-
-    def forward_on_device(self, tokens: Tensor, states: Tensor, rows: DeviceRows) -> Tensor:
-        assert (int(rows.prefix), rows.num_rows) == (self.start, len(tokens))
-        first, end = len(self.prefixes), self.start + len(rows.columns)
-        self.rows[end - len(tokens) : end] = tokens.tolist()
-        assert torch.equal(rows.columns[-len(tokens) :], rows.positions)
-        for row, above in enumerate(states[:, 0].tolist()):
-            seen = rows.visible[row].nonzero().flatten().tolist()
-            prefix = tuple(self.rows[self.start + place] for place in seen)
-            assert prefix[:-1] == self.prefixes[int(above)]
-            depths = torch.arange(len(prefix))
-            assert torch.equal(rows.columns[seen], self.start + depths)
-            self.prefixes.append(prefix)
-        return torch.arange(first, len(self.prefixes), dtype=torch.float32)[:, None]
-
-
-def expansions(
-    seed: int, vocab_size: int, top_k: int, depth: int, token_ids: Tensor | None = None
-) -> tuple[Candidates, tuple[Tensor, Tensor, Tensor]]:
-    """By the host's expansion, and by the device's."""
-    model, state = DeviceTableModel(seed, vocab_size), torch.zeros(1, 1)
-    tree = Tree(depth=1, top_k=top_k, rows=2)
-    host = Expansion(model, model.forward, model.lm_head, tree, model.cache, token_ids)
-    expected = host.expand(state, START, depth)
-    model.begin(START)
-    found = expand(
-        model.forward_on_device,
-        model.lm_head,
-        Operations(),
-        state,
-        torch.tensor(START),
-        depth,
-        top_k,
-        token_ids,
-    )
-    return expected, found
 
 
 def of_host(tree: DeviceTree) -> DraftTree:
@@ -75,29 +36,28 @@ def assert_whole(tree: DeviceTree) -> None:
         assert set(tree.ancestors[row].nonzero().flatten().tolist()) == above | {row}
 
 
+def kept(found: Candidates, root: Tensor, rows: int) -> DeviceTree:
+    parts = found.tokens, found.scores, found.beams
+    return Operations().keep_best(found.top_k, *parts, root, rows)
+
+
 @settings(derandomize=True, max_examples=60, deadline=None)
 @given(st.data())
-def test_candidates_and_trees_are_the_hosts(data: st.DataObject) -> None:
+def test_trees_are_the_hosts(data: st.DataObject) -> None:
     seed, depth = data.draw(st.integers(0, 999)), data.draw(st.integers(1, 5))
     vocab_size = data.draw(st.integers(2, 6))
-    top_k = data.draw(st.integers(1, min(4, vocab_size)))
-    expected, found = expansions(seed, vocab_size, top_k, depth)
-    for given_parts, part in zip(
-        (expected.tokens, expected.scores, expected.beams), found, strict=True
-    ):
-        assert given_parts.dtype == part.dtype
-        assert torch.equal(given_parts, part)
-    for rows in range(2, len(expected.tokens) + 3):
-        tree = keep_best(top_k, *found, torch.tensor(ROOT), rows)
-        assert of_host(tree) == expected.keep_best(ROOT, rows)
+    found = expansion_of(seed, vocab_size, data.draw(st.integers(1, min(4, vocab_size))), depth)
+    for rows in range(2, len(found.tokens) + 3):
+        tree = kept(found, torch.tensor(ROOT), rows)
+        assert of_host(tree) == found.keep_best(ROOT, rows)
         assert_whole(tree)
 
 
 def test_outputs_of_a_trimmed_head_are_tokens() -> None:
     token_ids = torch.tensor([5, 11, 12, 40, 99])
-    expected, found = expansions(7, 5, 3, 4, token_ids)
-    assert torch.equal(expected.tokens, found[0])
-    assert set(found[0].tolist()) <= set(token_ids.tolist())
+    found = expansion_of(7, 5, 3, 4, token_ids)
+    assert torch.equal(found.tokens[:3], token_ids[expansion_of(7, 5, 3, 4).tokens[:3]])
+    assert set(found.tokens.tolist()) <= set(token_ids.tolist())
 
 
 def test_the_window_reaches_every_pass() -> None:
@@ -139,7 +99,7 @@ class Pass:
         self.cache.index_copy_(0, places, new)
         numbers = torch.arange(len(rows.columns), device=new.device)
         seen = self.cache.index_select(0, rows.prefix + numbers)
-        return ((rows.visible.float() @ seen + states) @ self.mixing).tanh()
+        return ((rows.among.float() @ seen + states) @ self.mixing).tanh()
 
     def lm_head(self, states: Tensor) -> Tensor:
         return states @ self.embedding.T
@@ -151,11 +111,11 @@ def test_a_captured_draft_serves_other_states_and_prefixes() -> None:
     numbers = torch.zeros(3, 10, dtype=torch.int64)
     ancestors = torch.zeros(10, 10, dtype=torch.bool)
 
-    def candidates() -> tuple[Tensor, Tensor, Tensor]:
+    def candidates() -> Candidates:
         return expand(model.forward, model.lm_head, Operations(), state, prefix, depth=4, top_k=3)
 
     def draft() -> None:
-        tree = keep_best(3, *candidates(), prefix * 2, 10)
+        tree = kept(candidates(), prefix * 2, 10)
         numbers.copy_(torch.stack([tree.tokens, tree.parents, tree.depths]))
         ancestors.copy_(tree.ancestors)
 
@@ -172,7 +132,7 @@ def test_a_captured_draft_serves_other_states_and_prefixes() -> None:
     assert len(drafts) == 4
     assert graphs.counts.replays == 3
     with pytest.raises(UserError, match="reads device data"):
-        graphs.run("host", lambda: print(Candidates(3, *candidates()).keep_best(ROOT, 10)))
+        graphs.run("host", lambda: print(candidates().keep_best(ROOT, 10)))
 
 
 def test_kinds_of_layers_see_the_draft() -> None:

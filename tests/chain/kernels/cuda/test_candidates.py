@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 from polybasic.chain.kernels.cuda import candidates, tree_kernels
 from polybasic.chain.kernels.torch import trees
 from polybasic.chain.kernels.torch.operations import Operations
-from polybasic.chain.kernels.torch.trees import Rows
+from polybasic.chain.kernels.torch.trees import DeviceTree
 from tests.chain.kernels.cuda.compiling import CAPABILITIES, Request, compiled
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -174,7 +174,7 @@ def test_impossible_candidates_are_kept_after_their_parents() -> None:
         assert torch.equal(one, other)
 
 
-def random_tree(num_rows: int, num_padding: int, seed: int) -> Rows:
+def random_tree(num_rows: int, num_padding: int, seed: int) -> DeviceTree:
     """Of few tokens, with rows at its end that only fill up."""
     source = generator(seed)
     parents = [0] + [int(torch.randint(0, row, (), generator=source)) for row in range(1, num_rows)]
@@ -187,7 +187,7 @@ def random_tree(num_rows: int, num_padding: int, seed: int) -> Rows:
         depths[row] = depths[parents[row]] + 1
         ancestors[row] |= ancestors[parents[row]]
     parts = tokens, torch.tensor(parents), torch.tensor(depths), ancestors
-    return Rows(*(part.to(DEVICE) for part in parts))
+    return DeviceTree(*(part.to(DEVICE) for part in parts))
 
 
 @pytest.mark.parametrize(

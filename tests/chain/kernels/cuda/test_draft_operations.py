@@ -11,10 +11,10 @@ pytest.importorskip("triton")
 from polybasic.chain.kernels.cuda import candidates, tree_kernels
 from polybasic.chain.kernels.cuda.draft_operations import DraftOperations
 from polybasic.chain.kernels.cuda.draw_kernels import draw
+from polybasic.chain.kernels.torch.expansion import expand
 from polybasic.chain.kernels.torch.operations import Operations
 from polybasic.chain.kernels.torch.rows import DeviceRows
 from polybasic.deploy.graphs.capture import Graphs
-from polybasic.deploy.graphs.device_tree import expand, keep_best
 from tests.chain.kernels.cuda.compiling import CAPABILITIES, Request, compiled
 from tests.deploy.recorded_graphs import RecordedGraphs
 
@@ -78,7 +78,7 @@ class Pass:
         self.cache.index_copy_(0, places, new)
         numbers = torch.arange(len(rows.columns), device=DEVICE)
         seen = self.cache.index_select(0, rows.prefix + numbers)
-        return ((rows.visible.float() @ seen + states) @ self.mixing).tanh()
+        return ((rows.among.float() @ seen + states) @ self.mixing).tanh()
 
     def lm_head(self, states: Tensor) -> Tensor:
         return states @ self.embedding.T
@@ -96,7 +96,7 @@ def round_by(
         given = expand(
             model.forward, model.lm_head, operations, state, prefix, depth, top_k, token_ids
         )
-        tree = keep_best(top_k, *given, prefix * 2, 12, operations)
+        tree = operations.keep_best(top_k, given.tokens, given.scores, given.beams, prefix * 2, 12)
         rows = DeviceRows(prefix, prefix + tree.depths, prefix + tree.depths, tree.ancestors)
         logits = model.lm_head(model.forward(tree.tokens, state.repeat(12, 1), rows))
         drawn = operations.draw((logits * 3).softmax(-1), uniforms)

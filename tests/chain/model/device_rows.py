@@ -1,4 +1,4 @@
-"""Decoders on both paths, and the passes that are compared."""
+"""Passes over rows that the device knows and over the same rows as the host knows them."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,12 +11,16 @@ from torch import Tensor
 from polybasic.chain.formats.config import read_config
 from polybasic.chain.formats.plan import Window
 from polybasic.chain.kernels.executor import Executor
-from polybasic.chain.kernels.rows import consecutive_rows, tree_rows
-from polybasic.chain.kernels.torch.rows import DeviceRows, device_consecutive_rows, device_tree_rows
+from polybasic.chain.kernels.rows import Rows, consecutive_rows, tree_rows
+from polybasic.chain.kernels.torch.executor import TorchExecutor
+from polybasic.chain.kernels.torch.rows import (
+    DeviceRows,
+    device_consecutive_rows,
+    device_tree_rows,
+)
 from polybasic.chain.model.loading import load_decoder
 from polybasic.deploy.rounds.cache import KeyValueCache
-from tests.chain.native_models import eager
-from tests.checkpoints import FAMILIES, VOCAB_SIZE
+from tests.checkpoints import VOCAB_SIZE
 
 CPU = torch.device("cpu")
 CAPACITY = 128
@@ -24,7 +28,6 @@ TOLERANCE = 1e-5
 """Of the largest value, in float32."""
 SINKS_AND_LATEST = Window(tokens=16, sinks=4)
 FEATURE_LAYERS = (0, 2, 1)
-CASES = [*FAMILIES, "llama-biases", "qwen-windows", "qwen3-biases"]
 PARENTS = [-1, 0, 0, 1, 2, 2, 5, 6, 7, 8, 9, 10]
 TOP_K = 3
 BEAMS = [[-1, -1, -1], [0, 0, 2], [4, 3, 5], [6, 6, 7]]
@@ -33,22 +36,17 @@ BEAMS = [[-1, -1, -1], [0, 0, 2], [4, 3, 5], [6, 6, 7]]
 
 @contextmanager
 def device_path() -> Iterator[None]:
-    """What is loaded inside runs on the device path."""
+    """What is loaded inside takes rows that only the device knows."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("POLYBASIC_KERNELS", "device")
         yield
 
 
-def load_eager(folder: Path, dtype: torch.dtype = torch.float32) -> Executor:
-    with eager():
-        return load_decoder(read_config(folder), dtype, CPU, CAPACITY)
-
-
-def load(folder: Path, dtype: torch.dtype = torch.float32) -> Executor:
+def load(folder: Path, dtype: torch.dtype = torch.float32) -> TorchExecutor:
     with device_path():
         decoder = load_decoder(read_config(folder), dtype, CPU, CAPACITY)
-    assert decoder.device_model is not None
-    assert decoder.native is None
+    assert isinstance(decoder, TorchExecutor)
+    assert decoder.runs_on_device
     return decoder
 
 
@@ -57,30 +55,25 @@ def random_tokens(number: int, seed: int = 0) -> Tensor:
     return torch.randint(0, VOCAB_SIZE, (number,), generator=generator)
 
 
-def cache_of(model: Executor | Executor) -> KeyValueCache:
-    num_layers = model.config.num_layers if isinstance(model, Executor) else 1
+def cache_of(model: Executor) -> KeyValueCache:
+    num_layers = len(model.weights.layers)
     return KeyValueCache(model.config, num_layers, CAPACITY, model.dtype, CPU)
 
 
-# Passes: how rows of a sequence are read, by the two paths
-
-
-Pass = tuple[Attend, DeviceRows]
-"""The same rows, as each path takes them."""
+Pass = tuple[Rows, DeviceRows]
+"""The same rows, as the host and the device know them."""
 
 
 def block(start: int, end: int, window: Window | None = None) -> Pass:
-    return consecutive_rows(start, end - start, window), device_consecutive_rows(
-        torch.tensor(start), end - start, window
-    )
+    known = consecutive_rows(start, end - start, window)
+    return known, device_consecutive_rows(torch.tensor(start), end - start, window)
 
 
 def tree(start: int, parents: Sequence[int], window: Window | None = None) -> Pass:
     ancestors = ancestors_of(parents)
     depths = ancestors.sum(1) - 1
-    return tree_rows(start, parents, window), device_tree_rows(
-        torch.tensor(start), depths, ancestors, window
-    )
+    known = tree_rows(start, parents, window)
+    return known, device_tree_rows(torch.tensor(start), depths, ancestors, window)
 
 
 def ancestors_of(parents: Sequence[int]) -> Tensor:
@@ -102,21 +95,17 @@ def level_rows(start: int, level: int, window: Window | None = None) -> DeviceRo
 
 
 def both_answers(
-    expected: Executor, found: Executor, passes: Sequence[Pass], token_ids: Tensor
+    model: TorchExecutor, passes: Sequence[Pass], token_ids: Tensor
 ) -> tuple[Tensor, Tensor, KeyValueCache, KeyValueCache]:
-    """Logits and caches of one pass after another, by the eager path and on the device."""
-    model = found.device_model
-    assert model is not None
-    caches = cache_of(expected), cache_of(found)
+    """Logits and caches of one pass after another: by the host's rows, and by the device's."""
+    caches = cache_of(model), cache_of(model)
     answers: tuple[list[Tensor], list[Tensor]] = ([], [])
     read = 0
-    for attend, rows in passes:
-        ids = token_ids[read : read + rows.num_rows]
-        read += rows.num_rows
-        states = expected.forward(ids, [caches[0].layers], attend)
-        answers[0].append(expected.logits(states))
-        states = model.forward(ids, [caches[1].layers], rows, feature_layers=found.feature_layers)
-        answers[1].append(model.logits(states))
+    for rows in passes:
+        ids = token_ids[read : read + rows[0].num_rows]
+        read += rows[0].num_rows
+        for found, cache, one in zip(answers, caches, rows, strict=True):
+            found.append(model.logits(model.forward(ids, [cache.layers], [one])))
     return torch.cat(answers[0]), torch.cat(answers[1]), *caches
 
 
@@ -133,19 +122,3 @@ def passes_of(window: Window | None) -> dict[str, list[Pass]]:
 
 def relative(difference: Tensor, expected: Tensor) -> float:
     return float(difference.abs().max() / expected.abs().max())
-
-
-@torch.inference_mode()
-def largest_differences(expected: Executor, found: Executor) -> dict[str, float]:
-    """Of logits and caches, relative to the largest value of each."""
-    differences = {}
-    for window in (None, SINKS_AND_LATEST):
-        for name, passes in passes_of(window).items():
-            logits, ours, cache, our_cache = both_answers(
-                expected, found, passes, random_tokens(CAPACITY)
-            )
-            differences[f"{name}, {window}"] = max(
-                relative(ours - logits, logits),
-                relative(our_cache.block - cache.block, cache.block),
-            )
-    return differences

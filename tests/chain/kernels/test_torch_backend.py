@@ -9,8 +9,8 @@ from torch import Tensor
 
 from polybasic.chain.formats.awq import dequantize, round_to_nearest
 from polybasic.chain.kernels.product_times import multiplies_fast
-from polybasic.chain.model import linear
-from polybasic.chain.model.linear import dense_linear, int4_linear
+from polybasic.chain.kernels.torch import backends
+from polybasic.chain.kernels.torch.backends import TorchBackend
 from polybasic.deploy import load_chain
 from tests.emulation import assert_passes_without_avx512
 
@@ -22,7 +22,7 @@ ANNOUNCED = "PyTorch has no fast {} on this CPU: weights are kept in float32"
 @pytest.fixture(autouse=True)
 def _eager(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("POLYBASIC_KERNELS", "eager")
-    linear._announce_widening.cache_clear()
+    backends._announce_widening.cache_clear()
 
 
 def random(*shape: int) -> Tensor:
@@ -40,21 +40,21 @@ def assert_rounded(found: Tensor, exact: Tensor) -> None:
 def test_dense_products_are_rounded_once(dtype: torch.dtype, num_rows: int) -> None:
     x, weight, bias = (random(*shape).to(dtype) for shape in ((num_rows, 96), (50, 96), (50,)))
     for given in (bias, None):
-        found = dense_linear(weight.clone(), given)(x)
+        found = TorchBackend(CPU, dtype).dense(weight.clone(), given)(x)
         exact = x.float() @ weight.float().t()
         assert found.dtype == dtype
         assert_rounded(found, exact if given is None else exact + given.float())
     disturbed = weight.clone()
     disturbed[7] = 0
     with pytest.raises(AssertionError, match="not close"):
-        assert_rounded(dense_linear(disturbed)(x), x.float() @ weight.float().t())
+        assert_rounded(TorchBackend(CPU, dtype).dense(disturbed)(x), x.float() @ weight.float().t())
 
 
 @pytest.mark.parametrize("dtype", ROUNDING)
 def test_4_bit_products_are_those_of_the_dequantized_weight(dtype: torch.dtype) -> None:
     weight = round_to_nearest(random(64, 256), 128)
-    product = int4_linear(weight, dtype, CPU)
-    for num_rows in (1, linear.CPU_INT4_MAX_ROWS + 1):
+    product = TorchBackend(CPU, dtype).int4(weight)
+    for num_rows in (1, backends.CPU_INT4_MAX_ROWS + 1):
         x = random(num_rows, 256).to(dtype)
         exact = x.float() @ dequantize(weight).t()
         found = product(x)

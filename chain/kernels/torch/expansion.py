@@ -1,0 +1,75 @@
+"""EAGLE-2's expansion of a draft, level by level, in PyTorch's operations.
+
+All sizes follow from a draft's shape and the host reads no number, so that a captured draft serves
+every draft of that shape.
+
+#   K = top_k, L = levels, N = K + (L - 1) * K * K candidates, D = hidden size
+#   V = tokens that can be drafted
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from polybasic.chain.formats.plan import Window
+from polybasic.chain.kernels.drafts import Candidates
+from polybasic.chain.kernels.torch.operations import Operations
+from polybasic.chain.kernels.torch.rows import DeviceRows
+from polybasic.chain.kernels.torch.trees import Beam
+
+Forward = Callable[[Tensor, Tensor, DeviceRows], Tensor]
+"""Tokens [K], the states [K, D] of their parents, and how the pass attends to the cache -> the
+tokens' own states [K, D]."""
+
+
+def expand(
+    forward: Forward,
+    logits: Callable[[Tensor], Tensor],
+    operations: Operations,
+    state: Tensor,
+    prefix: Tensor,
+    depth: int,
+    top_k: int,
+    token_ids: Tensor | None = None,
+    window: Window | None = None,
+    known_prefix: int | None = None,
+) -> Candidates:
+    """All candidates after a state; see `polybasic.chain.kernels.executor.Executor.draft`.
+
+    Args:
+        forward: runs the model over the beam of one level, whose rows are provisional: level l
+            writes K rows after the l * K rows of the levels above it.
+        logits: states -> logits [rows, V].
+        state: [1, D], which the first level follows.
+        prefix: int64 [], committed rows of the model's cache; the position of the first level.
+        depth: levels, at least one.
+        token_ids: int64 [V], the token of each output; None if outputs are token ids.
+        window: the part of a long context that rows see; None for all of it.
+        known_prefix: the number in `prefix`, if the host knows it.
+    """
+    device = state.device
+    scores, tokens = operations.continuations(logits(state), top_k, None, token_ids)
+    places = torch.arange(top_k, device=device)
+    itself = torch.eye(top_k, dtype=torch.bool, device=device)
+    states = state.repeat(top_k, 1)
+    beam = Beam(places, scores, tokens, states, itself)
+    columns = prefix + torch.arange((depth - 1) * top_k, device=device) // top_k
+    all_scores, all_tokens, beams = [scores], [tokens], []
+    for level in range(depth - 1):
+        if level > 0:
+            beam = operations.next_beam(scores, tokens, states, beam.visible)
+        written = slice(level * top_k, (level + 1) * top_k)
+        seen = columns[: written.stop]
+        rows = DeviceRows(prefix, columns[written], seen, beam.visible, window, known_prefix)
+        states = forward(beam.tokens, beam.states, rows)
+        scores, tokens = operations.continuations(logits(states), top_k, beam.scores, token_ids)
+        all_scores.append(scores)
+        all_tokens.append(tokens)
+        beams.append(beam.places)
+    return Candidates(
+        top_k,
+        torch.cat(all_tokens),
+        torch.cat(all_scores),
+        torch.stack(beams) if beams else places.new_empty(0, top_k),
+    )
