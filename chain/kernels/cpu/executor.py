@@ -99,14 +99,22 @@ class _ModelStruct(ctypes.Structure):
     )
 
 
-class _PassStruct(ctypes.Structure):
+class _SequenceStruct(ctypes.Structure):
     _fields_ = (
         ("rows", _RowsStruct),
-        ("tokens", ctypes.c_void_p),
         ("caches", ctypes.c_void_p),
         ("capacity", ctypes.c_int32),
         ("window_tokens", ctypes.c_int32),
         ("window_sinks", ctypes.c_int32),
+    )
+
+
+class _PassStruct(ctypes.Structure):
+    _fields_ = (
+        ("tokens", ctypes.c_void_p),
+        ("sequences", ctypes.c_void_p),
+        ("num_sequences", ctypes.c_int32),
+        ("num_rows", ctypes.c_int32),
         ("features", ctypes.c_void_p),
         ("feature_layers", ctypes.c_void_p),
         ("num_feature_layers", ctypes.c_int32),
@@ -219,16 +227,14 @@ class CpuExecutor(Executor):
     ) -> Tensor:
         states = torch.empty(len(token_ids), self.states_width(feature_layers), dtype=self.dtype)
         for parts in split_rows(rows, MAX_ROWS):
-            assert sum(part.num_rows for _, _, part in parts) <= MAX_ROWS, "a tree of too many rows"
-            for place, tokens, part in parts:
-                self._pass(
-                    token_ids[tokens],
-                    caches[place],
-                    part,
-                    None if features is None else features[tokens],
-                    feature_layers,
-                    states[tokens],
-                )
+            tokens = slice(parts[0][1].start, parts[-1][1].stop)
+            self._pass(
+                token_ids[tokens],
+                [_Sequence(caches[place], part) for place, _, part in parts],
+                None if features is None else features[tokens],
+                feature_layers,
+                states[tokens],
+            )
         return states
 
     def logits(self, states: Tensor) -> Tensor:
@@ -284,31 +290,23 @@ class CpuExecutor(Executor):
     def _pass(
         self,
         token_ids: Tensor,
-        cache: Layers,
-        rows: Rows,
+        sequences: "Sequence[_Sequence]",
         features: Tensor | None,
         feature_layers: tuple[int, ...],
         states: Tensor,
     ) -> None:
-        caches = _Caches(cache)
+        num_rows = len(token_ids)
+        assert num_rows <= MAX_ROWS, f"a tree of {num_rows} rows"
         token_ids = token_ids.contiguous()
         if features is not None:
             features = features.contiguous()
-        ends, paths = _paths(rows)
         layers = np.array(feature_layers, np.int32)
-        assert rows.end <= caches.capacity
+        structs = (_SequenceStruct * len(sequences))(*(one.struct for one in sequences))
         struct = _PassStruct(
-            _RowsStruct(
-                rows.num_rows,
-                rows.start,
-                rows.start,
-                None if ends is None else ends.ctypes.data,
-                None if paths is None else paths.ctypes.data,
-            ),
             token_ids.data_ptr(),
-            caches.address,
-            caches.capacity,
-            *_window(rows.window),
+            ctypes.addressof(structs),
+            len(sequences),
+            num_rows,
             None if features is None else features.data_ptr(),
             layers.ctypes.data,
             len(layers),
@@ -355,11 +353,29 @@ class _Caches:
         self.address, self.capacity = ctypes.addressof(self._pointers), cache[0].shape[1]
 
 
-def _paths(rows: Rows) -> tuple[np.ndarray | None, np.ndarray | None]:
-    if rows.paths is None:
-        return None, None
-    ends = np.cumsum([len(path) for path in rows.paths], dtype=np.int32)
-    return ends, np.array([row for path in rows.paths for row in path], np.int32)
+class _Sequence:
+    """One sequence's rows of a pass, and the memory that their structure points into."""
+
+    def __init__(self, cache: Layers, rows: Rows) -> None:
+        caches = _Caches(cache)
+        assert rows.end <= caches.capacity, f"{rows.end} of {caches.capacity} rows"
+        ends = paths = None
+        if rows.paths is not None:
+            ends = np.cumsum([len(path) for path in rows.paths], dtype=np.int32)
+            paths = np.array([row for path in rows.paths for row in path], np.int32)
+        self._kept = caches, ends, paths
+        self.struct = _SequenceStruct(
+            _RowsStruct(
+                rows.num_rows,
+                rows.start,
+                rows.start,
+                None if ends is None else ends.ctypes.data,
+                None if paths is None else paths.ctypes.data,
+            ),
+            caches.address,
+            caches.capacity,
+            *_window(rows.window),
+        )
 
 
 def _window(window: Window | None) -> tuple[int, int]:

@@ -86,11 +86,12 @@ class TorchExecutor(Executor):
         features: Tensor | None = None,
         feature_layers: tuple[int, ...] = (),
     ) -> Tensor:
+        on_device = [one for one in rows if isinstance(one, DeviceRows)]
         known = [one for one in rows if isinstance(one, Rows)]
-        if len(known) < len(rows):
-            (one,) = rows
-            assert isinstance(one, DeviceRows), "a pass of several sequences is known to the host"
-            return self._pass(self.operations, token_ids, caches, [one], features, feature_layers)
+        if on_device:
+            assert not known, "rows of a pass are known to the host, or none is"
+            parts = self.operations, token_ids, caches, on_device, features, feature_layers
+            return self._pass(*parts)
         states = []
         for parts in split_rows(known, self._most_rows(known)):
             tokens = slice(parts[0][1].start, parts[-1][1].stop)

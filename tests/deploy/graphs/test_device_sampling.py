@@ -20,7 +20,7 @@ from polybasic.deploy.graphs.device_sampling import (
     verify_greedy,
     walk,
 )
-from polybasic.deploy.rounds import tree as host_tree
+from polybasic.chain.kernels import drafts as host_tree
 from polybasic.deploy.rounds import verification
 from polybasic.deploy.rounds.sampling import GreedyRows, GreedySampler, Prefixes, Sampling
 from polybasic.deploy.rounds.stages import cut_at_stop

@@ -10,7 +10,7 @@ import torch
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.config import read_config
 from polybasic.chain.formats.plan import Tree
-from polybasic.chain.kernels.rows import consecutive_rows
+from polybasic.chain.kernels.torch.attend import attend_causally
 from polybasic.chain.model.loading import load_decoder, load_head
 from polybasic.deploy.drafters.head import EagleDrafter
 from polybasic.train.data.chat import encode_prompt
@@ -20,7 +20,7 @@ from polybasic.train.features.states import Features
 from polybasic.train.features.target import load_target
 from polybasic.train.head.acceptance import HeldoutBatch, TreeShape, heldout_batches, simulate
 from polybasic.train.head.eagle2 import Eagle2Head
-from polybasic.train.head.eagle3 import Executor
+from polybasic.train.head.eagle3 import Eagle3Head
 from polybasic.train.head.files import write_head
 from polybasic.train.head.start import new_head, trained_weights
 from polybasic.train.settings import HeadSettings
@@ -41,7 +41,7 @@ SHAPE = HeadShape(
 
 CPU = torch.device("cpu")
 TASKS = ["a", "b"]
-HEADS = {"eagle2": Eagle2Head, "eagle3": Executor}
+HEADS = {"eagle2": Eagle2Head, "eagle3": Eagle3Head}
 
 
 def heldout(lengths, prompt_lengths):
@@ -172,7 +172,7 @@ def test_trimmed_heads_draft_among_their_tokens_alone(kind):
 
 def test_an_eagle3_head_drafts_by_its_own_norm_and_projection():
     torch.manual_seed(0)
-    head = spread(Executor(replace(SHAPE, kind="eagle3")).double())
+    head = spread(Eagle3Head(replace(SHAPE, kind="eagle3")).double())
     unread = LmHead(torch.full((12, 16), float("nan"), dtype=torch.double))
     check_rounds(head, unread, LmHead(head.lm_head.weight), TreeShape(3, 3, 6))
 
@@ -188,7 +188,7 @@ def served(folder, draft, tree, num_rounds):
     tokens, gains, num_observed = [choice.randrange(250) for _ in range(6)], [], 0
     for _ in range(num_rounds):
         caches = [torch.zeros(4, 256, decoder.config.head_dim) for _ in decoder.layers]
-        attend = consecutive_rows(0, len(tokens) - 1)
+        attend = attend_causally(0, len(tokens) - 1)
         states = decoder.forward(torch.tensor(tokens[:-1]), caches, attend)
         drafter.observe(states[num_observed:])
         num_observed = len(tokens) - 1

@@ -66,14 +66,21 @@ struct Model {
     int attended_width() const { return num_heads * head_dim; }
 };
 
-// Rows of one pass, where they are written, and what they attend to.
-struct Input {
+// Rows of one sequence in a pass, where they are written, and what they attend to.
+struct Sequence {
     Rows rows;
-    const int64_t* tokens;      // [R]
     void* const* caches;        // one [2 K][capacity][H] a layer
     int32_t capacity;
     int32_t window_tokens;      // 0: the layers' own windows alone
     int32_t window_sinks;
+};
+
+// One sequence's rows after the other's.
+struct Input {
+    const int64_t* tokens;      // [R]
+    const Sequence* sequences;
+    int32_t num_sequences;
+    int32_t num_rows;
 };
 
 inline int position_of(const Rows& rows, int row) {
@@ -145,7 +152,12 @@ template <class T>
 class Forward {
 public:
     Forward(const Model& model, const Input& input, Workspace& space, Thread& self)
-        : model_(model), input_(input), space_(space), self_(self), num_rows_(input.rows.num_rows) {}
+        : model_(model), input_(input), space_(space), self_(self), num_rows_(input.num_rows) {
+        int row = 0;
+        for (int index = 0; index < input.num_sequences; ++index)
+            for (int i = 0; i < input.sequences[index].rows.num_rows; ++i)
+                places_[row++] = {int16_t(index), int16_t(i)};
+    }
 
     // Embed the tokens and run all layers: `space.residual` is the output of the last one, once all
     // threads have finished. `space.features` must be set for a head. States [R][W] may be null.
@@ -155,7 +167,7 @@ public:
         for (int index = 0; index < model_.num_layers; ++index) {
             for (int i = 0; i < num_feature_layers; ++i)
                 if (feature_layers[i] == index) copy_out(states + (1 + i) * model_.hidden_size, width);
-            attention(model_.layers[index], static_cast<T*>(input_.caches[index]), index == 0);
+            attention(index);
             mlp(model_.layers[index]);
         }
         if (states != nullptr) write_final(states, width);
@@ -284,8 +296,9 @@ private:
                      });
     }
 
-    void attention(const Layer& layer, T* cache, bool is_first) {
-        if (is_first && model_.head_kind == kEagle3)
+    void attention(int index) {
+        const Layer& layer = model_.layers[index];
+        if (index == 0 && model_.head_kind == kEagle3)
             fill_side_by_side(layer.qkv);
         else if (layer.input_norm != nullptr)
             fill_normed(layer.qkv, space_.residual, layer.input_norm, num_rows_);
@@ -296,43 +309,54 @@ private:
         multiply(layer.qkv, blocks_of_head, num_rows_,
                  [&](Range blocks, int first, int rows, const float* tile) {
                      for (int row = 0; row < rows; ++row)
-                         place_head(layer, cache, blocks.first / blocks_of_head, first + row,
+                         place_head(index, blocks.first / blocks_of_head, first + row,
                                     tile + row * kLanes, rows * kLanes);
                  });
         self_.wait();
-        AttentionShape shape = Workspace::shape_of(model_);
-        shape.capacity = input_.capacity;
-        shape.window = layer.window;
-        if (input_.window_tokens > 0 && (layer.window == 0 || input_.window_tokens < layer.window)) {
-            shape.window = input_.window_tokens;
-            shape.sinks = input_.window_sinks;
+        size_t first = 0;
+        for (int i = 0; i < input_.num_sequences; ++i) {
+            const Sequence& one = input_.sequences[i];
+            AttentionShape shape = Workspace::shape_of(model_);
+            shape.capacity = one.capacity;
+            shape.window = layer.window;
+            if (one.window_tokens > 0 && (layer.window == 0 || one.window_tokens < layer.window)) {
+                shape.window = one.window_tokens;
+                shape.sinks = one.window_sinks;
+            }
+            const size_t offset = first * model_.attended_width();
+            attend<T>(shape, one.rows, space_.queries + offset, static_cast<T*>(one.caches[index]),
+                      space_.attended + offset, space_.attention, self_);
+            first += one.rows.num_rows;
+            self_.wait();
         }
-        attend<T>(shape, input_.rows, space_.queries, cache, space_.attended, space_.attention, self_);
-        self_.wait();
         fill(layer.out, space_.attended, model_.attended_width(), num_rows_);
         self_.wait();
         add(layer.out, layer.attention_post_norm);
     }
 
     // Norm and rotate one head of a row; `values` + i * stride are its values 16 i..16 i + 16.
-    void place_head(const Layer& layer, T* cache, int head, int row, const float* values, int stride) {
+    void place_head(int index, int head, int row, const float* values, int stride) {
+        const Layer& layer = model_.layers[index];
+        const Sequence& sequence = input_.sequences[places_[row].sequence];
+        const int own_row = places_[row].row, capacity = sequence.capacity;
+        T* cache = static_cast<T*>(sequence.caches[index]);
         const int H = model_.head_dim, N = model_.num_heads, K = model_.num_kv_heads;
-        const int cache_row = input_.rows.start + row;
+        const int cache_row = sequence.rows.start + own_row;
         alignas(64) float placed[kMaxHeadBlocks * kLanes];
         for (int i = 0; i < H / kLanes; ++i) store(placed + i * kLanes, load(values + i * stride));
         if (head >= N + K) {
-            T* to = cache + (size_t(head - N) * input_.capacity + cache_row) * H;
+            T* to = cache + (size_t(head - N) * capacity + cache_row) * H;
             for (int i = 0; i < H; i += kLanes) store(to + i, load(placed + i));
             return;
         }
         const float* norm = head < N ? layer.query_norm : layer.key_norm;
         if (norm != nullptr) norm_head(placed, norm);
-        rotate(layer, position_of(input_.rows, row), placed);
+        rotate(layer, position_of(sequence.rows, own_row), placed);
         if (head < N) {
             float* to = space_.queries + (size_t(row) * N + head) * H;
             for (int i = 0; i < H; i += kLanes) store(to + i, load(placed + i));
         } else {
-            T* to = cache + (size_t(head - N) * input_.capacity + cache_row) * H;
+            T* to = cache + (size_t(head - N) * capacity + cache_row) * H;
             for (int i = 0; i < H; i += kLanes) store(to + i, load(placed + i));
         }
     }
@@ -469,6 +493,9 @@ private:
     Thread& self_;
     const int num_rows_;
     float factors_[kMaxRows];
+    struct Place {
+        int16_t sequence, row;
+    } places_[kMaxRows];
 };
 
 }  // namespace polybasic

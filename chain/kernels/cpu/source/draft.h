@@ -81,14 +81,13 @@ public:
         for (int level = 1; level < shape_.depth; ++level) {
             if (self.number == 0) select(level);
             self.wait();
-            Input input{};
-            input.rows = {K, shape_.start + (level - 1) * K, shape_.start, path_ends_.data(),
-                          paths_.data()};
-            input.tokens = beam_tokens_.data();
-            input.caches = shape_.caches;
-            input.capacity = shape_.capacity;
-            input.window_tokens = shape_.window_tokens;
-            input.window_sinks = shape_.window_sinks;
+            const Sequence sequence{{K, shape_.start + (level - 1) * K, shape_.start,
+                                     path_ends_.data(), paths_.data()},
+                                    shape_.caches,
+                                    shape_.capacity,
+                                    shape_.window_tokens,
+                                    shape_.window_sinks};
+            const Input input{beam_tokens_.data(), &sequence, 1, K};
             Forward<T>(model_, input, space_, self).run(nullptr, nullptr, 0);
             self.wait();
             score(self, K, level);
@@ -105,7 +104,7 @@ private:
     // The best K tokens after each of the beam's rows, with their cumulative log-probabilities.
     void score(Thread& self, int num_rows, int level) {
         Input none{};
-        none.rows.num_rows = num_rows;
+        none.num_rows = num_rows;
         Forward<T> forward(model_, none, space_, self);
         // the state that a decoder's draft starts from is normed already
         forward.fill_final(num_rows, level == 0 && model_.head_kind == kNoHead);

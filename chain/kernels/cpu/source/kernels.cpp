@@ -14,7 +14,7 @@ using namespace polybasic;
 extern "C" {
 
 // To be raised with every change of a structure or signature below.
-int polybasic_version() { return 1; }
+int polybasic_version() { return 2; }
 
 void polybasic_use_openmp(void* parallel, void* thread_number, void* num_threads) {
     open_mp().parallel =

@@ -23,7 +23,7 @@ void widen_features(const Model& model, const void* features, int num_rows, Work
 template <class T>
 void run_pass(const Model& model, const Pass& pass, Workspace& space, int num_threads) {
     if (pass.features != nullptr)
-        widen_features<T>(model, pass.features, pass.input.rows.num_rows, space);
+        widen_features<T>(model, pass.features, pass.input.num_rows, space);
     Team::run(num_threads, [&](Thread self) {
         Forward<T>(model, pass.input, space, self)
             .run(static_cast<T*>(pass.states), pass.feature_layers, pass.num_feature_layers);

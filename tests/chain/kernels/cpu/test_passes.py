@@ -15,7 +15,7 @@ from polybasic.chain.kernels.cpu.executor import MAX_ROWS
 from polybasic.chain.kernels.cpu.matrices import NativeLinear
 from polybasic.chain.kernels.executor import Executor
 from polybasic.chain.kernels.rows import consecutive_rows, tree_rows
-from polybasic.chain.model.linear import dense_linear, int4_linear
+from polybasic.chain.kernels.selection import backend_for
 from polybasic.chain.model.loading import load_decoder
 from tests.chain.native_models import (
     CONFIG,
@@ -53,7 +53,7 @@ def test_a_dense_product_is_the_product(dtype: torch.dtype, out_size: int, in_si
     generator = torch.Generator().manual_seed(in_size)
     weight = torch.randn(out_size, in_size, generator=generator).to(dtype)
     bias = torch.randn(out_size, generator=generator).to(dtype)
-    product = dense_linear(weight, bias)
+    product = backend_for(CPU, dtype).dense(weight, bias)
     assert isinstance(product, NativeLinear)
     for rows in (1, 3, 24, 25, 60):
         x = torch.randn(rows, in_size, generator=generator).to(dtype)
@@ -79,7 +79,7 @@ def test_an_int4_product_rounds_its_rows_to_bytes_and_nothing_else(
     generator = torch.Generator().manual_seed(out_size)
     weight = random_quantized(generator, out_size, in_size)
     bias = torch.randn(out_size, generator=generator).to(dtype)
-    product, dense = int4_linear(weight, dtype, CPU, bias), dequantize(weight).double()
+    product, dense = backend_for(CPU, dtype).int4(weight, bias), dequantize(weight).double()
     for rows in (1, 4, 13, 24, 31):
         x = torch.randn(rows, in_size, generator=generator).to(dtype)
         expected = rounded_to_bytes(x, 128).double() @ dense.T + bias.double()
@@ -95,7 +95,7 @@ def test_groups_of_zeros_and_large_values_stay_exact() -> None:
     weight = random_quantized(torch.Generator().manual_seed(3), 16, 256)
     x = torch.zeros(2, 256)
     x[1, 130] = 1e6
-    found = int4_linear(weight, torch.float32, CPU)(x)
+    found = backend_for(CPU, torch.float32).int4(weight)(x)
     assert torch.equal(found[0], torch.zeros(16))
     assert relative(found[1], 1e6 * dequantize(weight)[:, 130]) < 1e-6
 
@@ -104,9 +104,11 @@ def test_groups_of_zeros_and_large_values_stay_exact() -> None:
 def test_passes_are_batch_invariant(dtype: torch.dtype, is_quantized: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     if is_quantized:
-        product = int4_linear(random_quantized(generator, 200, 256), dtype, CPU)
+        product = backend_for(CPU, dtype).int4(random_quantized(generator, 200, 256))
     else:
-        product = dense_linear(torch.randn(200, 256, generator=generator).to(dtype))
+        product = backend_for(CPU, dtype).dense(
+            torch.randn(200, 256, generator=generator).to(dtype)
+        )
     x = torch.randn(60, 256, generator=generator).to(dtype)
     alone = torch.cat([product(row[None]) for row in x])
     for rows in range(1, 61):
@@ -119,8 +121,8 @@ def test_passes_are_batch_invariant(dtype: torch.dtype, is_quantized: bool) -> N
 def one_by_one(model: Executor, token_ids: Tensor) -> Tensor:
     cache, states = cache_of(model), []
     for position, token in enumerate(token_ids):
-        attend = consecutive_rows(position, 1)
-        states.append(model.forward(token[None], [cache.layers], attend))
+        rows = [consecutive_rows(position, 1)]
+        states.append(model.forward(token[None], [cache.layers], rows))
     return torch.cat(states)
 
 
@@ -138,18 +140,18 @@ def test_a_text_gives_the_same_bits_however_it_is_read(
     for num in (1, 2, 3):
         cache = cache_of(model)
         with threads(num):
-            whole = model.forward(ids, [cache.layers], consecutive_rows(0, len(ids)))
+            whole = model.forward(ids, [cache.layers], [consecutive_rows(0, len(ids))])
         assert torch.equal(whole, expected)
     cache, first = cache_of(model), 0
     for size in (5, 24, 1, 60, 100, 96):
         part = model.forward(
-            ids[first : first + size], [cache.layers], consecutive_rows(first, size)
+            ids[first : first + size], [cache.layers], [consecutive_rows(first, size)]
         )
         assert torch.equal(part, expected[first : first + size])
         first += size
     changed = ids.clone()
     changed[3] = (changed[3] + 1) % CONFIG.vocab_size
-    other = model.forward(changed, [cache_of(model).layers], consecutive_rows(0, len(ids)))
+    other = model.forward(changed, [cache_of(model).layers], [consecutive_rows(0, len(ids))])
     assert torch.equal(other[:3], expected[:3])
     assert not any(torch.equal(*rows) for rows in zip(other[3:], expected[3:], strict=True))
 
@@ -163,8 +165,8 @@ def test_a_path_of_a_tree_gives_the_bits_of_its_text(
     parents = [-1, 0, 0, 1, 1, 2, 4, 6, 5, 7]
     tokens = torch.arange(20, 20 + len(parents))
     cache = cache_of(model)
-    model.forward(prompt, [cache.layers], consecutive_rows(0, 37))
-    states = model.forward(tokens, [cache.layers], tree_rows(37, parents))
+    model.forward(prompt, [cache.layers], [consecutive_rows(0, 37)])
+    states = model.forward(tokens, [cache.layers], [tree_rows(37, parents)])
     for row in range(len(parents)):
         path = [row]
         while parents[path[0]] >= 0:
@@ -174,7 +176,7 @@ def test_a_path_of_a_tree_gives_the_bits_of_its_text(
     # the accepted path, moved into place, is what a text of its own would have written
     cache.length = 37
     cache.keep([0, 1, 4, 6])
-    following = model.forward(tokens[:1], [cache.layers], consecutive_rows(41, 1))
+    following = model.forward(tokens[:1], [cache.layers], [consecutive_rows(41, 1)])
     text = torch.cat([prompt, tokens[[0, 1, 4, 6]], tokens[:1]])
     assert torch.equal(following[0], one_by_one(model, text)[-1])
 
@@ -185,13 +187,12 @@ def test_a_native_pass_is_the_eager_one(dtype: torch.dtype) -> None:
     native, prompt, parents = decoder(dtype), random_ids(40), [-1, 0, 0, 2]
     with eager():
         plain = decoder(dtype)
-    assert native.native is not None
-    assert plain.native is None
+    assert (native.name, plain.name) == ("cpu", "torch")
     found = []
     for model in (native, plain):
         cache = cache_of(model)
-        states = model.forward(prompt, [cache.layers], consecutive_rows(0, 40))
-        tree = model.forward(prompt[:4], [cache.layers], tree_rows(40, parents))
+        states = model.forward(prompt, [cache.layers], [consecutive_rows(0, 40)])
+        tree = model.forward(prompt[:4], [cache.layers], [tree_rows(40, parents)])
         found.append(torch.cat([states, tree]))
     assert relative(*found) < (5e-6 if dtype == torch.float32 else 2e-2)
 
@@ -203,13 +204,14 @@ def test_a_native_head_is_the_eager_one() -> None:
         plain_target = decoder(torch.float32)
         plain = head_of(plain_target)
     head, ids = head_of(target), random_ids(30)
-    assert head.native is not None
-    features = target.forward(ids, [cache_of(target).layers], consecutive_rows(0, 30))
+    assert (head.name, plain.name) == ("cpu", "torch")
+    features = target.forward(ids, [cache_of(target).layers], [consecutive_rows(0, 30)])
     found = [
-        model.forward(ids[1:], features[:-1], cache_of(model, 1).layers[0], consecutive_rows(0, 29))
+        model.forward(
+            ids[1:], [cache_of(model, 1).layers], [consecutive_rows(0, 29)], features[:-1]
+        )
         for model in (head, plain)
     ]
-    assert plain.native is None
     assert relative(*found) < 5e-6
 
 
@@ -220,11 +222,11 @@ def test_feature_layers_are_inputs_of_their_layers() -> None:
         plain = decoder(torch.float32)
     states = []
     for one in (model, plain):
-        one.feature_layers = (1, 0)
-        states.append(one.forward(ids, [cache_of(one).layers], consecutive_rows(0, 20)))
+        cache, rows = cache_of(one), [consecutive_rows(0, 20)]
+        states.append(one.forward(ids, [cache.layers], rows, feature_layers=(1, 0)))
     assert states[0].shape == (20, 3 * CONFIG.hidden_size)
     assert relative(*states) < 5e-6
-    embedded = torch.nn.functional.embedding(ids, model.embedding)
+    embedded = torch.nn.functional.embedding(ids, model.weights.embedding)
     assert torch.equal(states[0][:, 2 * CONFIG.hidden_size :], embedded)
 
 
@@ -235,7 +237,7 @@ def test_a_long_prompt_is_read_in_blocks_into_one_cache() -> None:
     caches = [cache_of(model), cache_of(plain)]
     with torch.inference_mode():
         found = [
-            one.forward(ids, [cache.layers], consecutive_rows(0, len(ids)))
+            one.forward(ids, [cache.layers], [consecutive_rows(0, len(ids))])
             for one, cache in zip((model, plain), caches, strict=True)
         ]
     assert relative(*found) < 5e-6
@@ -252,13 +254,12 @@ def test_threads_that_make_room_may_use_the_cores_that_they_could() -> None:
     with threads(len(os.sched_getaffinity(0)) + 1):  # so that two share a core
         cache = cache_of(model)
         for position in range(60):
-            model.forward(
-                ids[position : position + 1], [cache.layers], consecutive_rows(position, 1)
-            )
+            rows = [consecutive_rows(position, 1)]
+            model.forward(ids[position : position + 1], [cache.layers], rows)
     assert cores() == before
 
 
 def test_small_checkpoints_run_native(tiny_chain_parts: ChainParts) -> None:
     folder = tiny_chain_parts.target
-    assert load_decoder(read_config(folder), torch.bfloat16, CPU, 64).native is not None
-    assert load_decoder(read_config(folder), torch.float16, CPU, 64).native is None
+    assert load_decoder(read_config(folder), torch.bfloat16, CPU, 64).name == "cpu"
+    assert load_decoder(read_config(folder), torch.float16, CPU, 64).name == "torch"
