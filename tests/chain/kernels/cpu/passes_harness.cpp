@@ -211,11 +211,9 @@ struct Text {
     }
 
     void read(const Rows& rows, const std::vector<int64_t>& tokens, void* states, int threads) {
+        const Sequence sequence{rows, caches, kCapacity, 0, 0};
         Pass pass{};
-        pass.input.rows = rows;
-        pass.input.tokens = tokens.data();
-        pass.input.caches = caches;
-        pass.input.capacity = kCapacity;
+        pass.input = {tokens.data(), &sequence, 1, rows.num_rows};
         pass.states = states;
         polybasic_pass(&model, &pass, space, threads);
     }
