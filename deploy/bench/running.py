@@ -312,11 +312,9 @@ def _answer_with(
 
 def _answer(chain: Chain, plan: Plan, prompt: Prompt, settings: BenchSettings) -> Run:
     sampling = Sampling(settings.temperature, seed=settings.seed)
-    token_ids: list[int] = []
-    for new in chain.stream_ids(prompt.token_ids, settings.max_new_tokens, sampling, plan):
-        token_ids += new
-    statistics = chain.last_statistics
-    assert statistics is not None
+    answer = chain.stream_ids(prompt.token_ids, settings.max_new_tokens, sampling, plan)
+    token_ids = [token for new in answer for token in new]
+    statistics = answer.statistics
     return Run(
         token_ids,
         statistics.seconds,

@@ -27,13 +27,13 @@ import torch
 from torch import Tensor
 
 from polybasic.chain.formats.plan import Plan
+from polybasic.chain.kernels.torch.operations import Operations
 from polybasic.deploy import Chain, load_chain
 from polybasic.deploy.bench.rereading import ReadPattern, answer_logits
-from polybasic.deploy.engine import Request
 from polybasic.deploy.graphs import round_parts
-from polybasic.deploy.graphs.device_sampling import draw
 from polybasic.deploy.graphs.device_stages import DeviceTreeStage
 from polybasic.deploy.graphs.drawing import DeviceSampler
+from polybasic.deploy.request import Request
 from polybasic.deploy.rounds.sampling import Prefixes, Sampling
 from polybasic.deploy.rounds.warping import warp
 from tests.deploy.noisy_chain import (
@@ -264,7 +264,7 @@ def test_a_token_after_a_cut_that_is_not_from_the_residual_is_rejected(
 
     def verify(block: Tensor, num: Tensor, p: Tensor, q: Tensor, u: Tensor, *others: Any) -> Any:
         num_kept, _ = right(block, num, p, q, u, *others)
-        return num_kept, draw(p.index_select(0, num_kept), u[-1:]).squeeze(0)
+        return num_kept, Operations().draw(p.index_select(0, num_kept), u[-1:]).squeeze(0)
 
     monkeypatch.setattr(round_parts, "verify", verify)
     assert is_rejected(chain_at(DEVICE), reference, "token")
