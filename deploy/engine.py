@@ -4,7 +4,6 @@ import threading
 import time
 from collections.abc import Callable, Collection, Generator, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -28,7 +27,13 @@ from polybasic.deploy.graphs.drawing import DeviceSampler, draws_on_device
 from polybasic.deploy.request import Answer, Request, Statistics
 from polybasic.deploy.rounds.cache import KeyValueCache
 from polybasic.deploy.rounds.sampling import Joiner, Sampling, make_sampler
-from polybasic.deploy.rounds.stages import BlockStage, Stage, TreeStage
+from polybasic.deploy.rounds.stages import (
+    BaseBlockStage,
+    BaseTreeStage,
+    BlockStage,
+    Stage,
+    TreeStage,
+)
 from polybasic.deploy.rounds.stopping import StoppedBy, cut_at_end
 from polybasic.deploy.rounds.verifier import SPARE_ROWS, Verifier
 
@@ -121,10 +126,7 @@ class Engine:
         return Answer(self._run_alone(request))
 
     def stages(
-        self,
-        request: Request,
-        tree_stage: Callable[..., Stage] | None = None,
-        block_stage: Callable[..., Stage] | None = None,
+        self, request: Request, make: Callable[..., Stage] = lambda kind, *given: kind(*given)
     ) -> tuple[list[Stage], Drafter]:
         """The stages of a request, from the root down, and the drafter below them.
 
@@ -132,32 +134,28 @@ class Engine:
         sampling asks for nothing that the host has to count.
 
         Args:
-            tree_stage: makes the innermost stage, from its class and the arguments of that.
-            block_stage: makes each stage above in the same way.
+            make: makes a stage, from its class and the arguments of that.
         """
         plan, stop = request.plan, request.stop_tokens
         names = [name for name in plan.members if name in self.verifiers]
         for name in names:
             self.verifiers[name].window = plan.windows.get(name)
         drafter = self.drafters.of(plan)
-        make_tree, make_block = tree_stage or _made, block_stage or _made
-        kinds: tuple[Callable[..., Stage], Callable[..., Stage]] = (TreeStage, BlockStage)
+        of_tree: type[BaseTreeStage] = TreeStage
+        of_block: type[BaseBlockStage] = BlockStage
         sampler: Joiner
         parts: tuple[RoundParts, ...] = ()
         if self._parts is not None and draws_on_device(request.sampling):
-            kinds, parts = (DeviceTreeStage, DeviceBlockStage), (self._parts,)
+            of_tree, of_block, parts = DeviceTreeStage, DeviceBlockStage, (self._parts,)
             sampler = self._device_sampler(self._parts, request)
         else:
             device, num_prompt_tokens = self.models.target.device, len(request.token_ids)
             sampler = make_sampler(request.sampling, device, num_prompt_tokens)
-        of_tree, of_block = kinds
         verifier = self.verifiers[names[-1]]
-        stages = [make_tree(of_tree, verifier, drafter, sampler, stop, *parts)]
+        stages = [make(of_tree, verifier, drafter, sampler, stop, *parts)]
         for name in reversed(names[:-1]):
             verifier, flush = self.verifiers[name], plan.flush[name]
-            stages.insert(
-                0, make_block(of_block, verifier, stages[0], sampler, flush, stop, *parts)
-            )
+            stages.insert(0, make(of_block, verifier, stages[0], sampler, flush, stop, *parts))
         return stages, drafter
 
     def capture(
@@ -265,10 +263,6 @@ def rounds_of(root: Stage, request: Request) -> Iterator[tuple[list[int], Stoppe
         tokens, stopped_by = cut_at_end(tokens, num_left, request.stop_tokens, request.text)
         num_left -= len(tokens)
         yield tokens, stopped_by
-
-
-def _made(kind: Callable[..., Stage], *arguments: Any) -> Stage:
-    return kind(*arguments)
 
 
 class Drafters:

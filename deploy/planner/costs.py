@@ -173,7 +173,7 @@ def _time_rounds(engine: Engine, request: Request, costs: "RoundCosts") -> None:
         stage.watch = watch
         return stage
 
-    (root, *_), _ = engine.stages(request, timed, timed)
+    (root, *_), _ = engine.stages(request, timed)
     root.prefill(request.token_ids)
     for _ in rounds_of(root, request):
         pass

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from polybasic.chain.formats.plan import Ngram, Plan, Tree, Window
+from polybasic.chain.kernels.product_times import name_of
 from polybasic.deploy.drafters.head import EagleDrafter
 from polybasic.deploy.drafters.model import ModelDrafter
 from polybasic.deploy.drafters.ngram import NgramDrafter
@@ -183,7 +184,7 @@ def measure(calibration: Calibration, budget: Budget, say: Callable[[str], None]
     )
     measurements = Measurements(
         hardware=hardware_name(models.target.device),
-        dtype=str(models.target.dtype).removeprefix("torch."),
+        dtype=name_of(models.target.dtype),
         temperature=calibration.sampling.temperature,
         verifying=tuple(engine.verifiers),
         drafters=dict(models.drafts_for),
