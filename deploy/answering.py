@@ -15,7 +15,6 @@ from polybasic.chain.model.loading import load_decoder, serving_dtype
 from polybasic.deploy.defaults import read_default_sampling, read_stop_tokens
 from polybasic.deploy.engine import Engine, Models
 from polybasic.deploy.request import Answer, Request
-from polybasic.deploy.rounds.stopping import AnswerText
 from polybasic.deploy.rounds.verifier import SPARE_ROWS
 
 _PLAN = Plan(members=(TARGET_NAME,), tree=Tree(depth=8, top_k=1, rows=12), ngram=Ngram())
@@ -77,7 +76,4 @@ class LoneTarget:
 
     def text(self, tokens: list[int]) -> str:
         """The text of a whole answer, without special tokens."""
-        text = AnswerText(self._backend)
-        for token in tokens:
-            text.read(token)
-        return text.finish()
+        return self._backend.decode(tokens)

@@ -151,7 +151,7 @@ class Chain:
             plan: default: the chain's.
         """
         # Text costs time, and is made only to be searched.
-        text = AnswerText(self.tokenizer.backend_tokenizer, _strings(stop)) if stop else None
+        text = AnswerText(self.tokenizer.backend_tokenizer, stop) if stop else None
         plan = plan or self.plan
         return self.engine.run(self._request(token_ids, max_new_tokens, sampling, plan, text))
 
@@ -240,7 +240,7 @@ class Chain:
                 f"{', '.join(members)} beside a plan of {', '.join(plan.members)}",
                 "give one of the two",
             )
-        text = AnswerText(self.tokenizer.backend_tokenizer, _strings(stop))
+        text = AnswerText(self.tokenizer.backend_tokenizer, stop)
         sampling = self.sampling(**settings)
         return text, self._request(self.encode(prompt), max_new_tokens, sampling, plan, text)
 
@@ -286,7 +286,3 @@ def _pieces(text: AnswerText, answer: Answer[list[int]]) -> Generator[Piece, Non
     if rest := text.finish():
         yield Piece(rest, [])
     return answer.statistics
-
-
-def _strings(stop: str | Sequence[str]) -> tuple[str, ...]:
-    return (stop,) if isinstance(stop, str) else tuple(stop)

@@ -45,7 +45,7 @@ class AnswerText:
 
     Args:
         tokenizer: of the answer's tokens.
-        stop: the stop strings.
+        stop: the stop strings, or the only one.
 
     Attributes:
         text: all complete characters, up to a stop string.
@@ -55,10 +55,10 @@ class AnswerText:
         UserError: an empty stop string.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
-        if "" in stop:
-            raise UserError("empty stop string", f"stop={list(stop)}", "give it a character")
-        self.tokenizer, self.stop = tokenizer, tuple(stop)
+    def __init__(self, tokenizer: Tokenizer, stop: str | Sequence[str] = ()) -> None:
+        self.tokenizer, self.stop = tokenizer, (stop,) if isinstance(stop, str) else tuple(stop)
+        if "" in self.stop:
+            raise UserError("empty stop string", f"stop={list(self.stop)}", "give it a character")
         self.text, self.has_stopped = "", False
         # Recent tokens. Those before `_num_context` are in `text` already; they are kept because
         # some tokenizers decode a token differently at the start of a text.
