@@ -1,10 +1,9 @@
-"""Walks and block verification, none of which reads a number on the host.
+"""Block verification that reads no number on the host.
 
-The counterpart of tree and verification in `polybasic.deploy.rounds`: the same distributions, as
-functions of given uniform numbers. Equal numbers give equal results, on a GPU too.
+The counterpart of `polybasic.deploy.rounds.verification`: the same distributions, as functions of
+given uniform numbers. Equal numbers give equal results, on a GPU too.
 
-#   R = rows, V = vocabulary, T = most tokens of a walk, S = stop tokens
-#   B = most tokens of a block
+#   V = vocabulary, B = most tokens of a block
 """
 
 import torch
@@ -12,30 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from polybasic.chain.kernels.torch.operations import Operations
-from polybasic.chain.kernels.torch.trees import Walk
-from polybasic.deploy.graphs.device_tree import DeviceTree
 
 _TORCH = Operations()
-
-
-def walk(
-    tree: DeviceTree,
-    drawn: Tensor,
-    limit: Tensor,
-    stop_tokens: Tensor,
-    max_tokens: int,
-    operations: Operations = _TORCH,
-) -> Walk:
-    """Walk from the root by sampling, as `polybasic.deploy.rounds.tree.walk`.
-
-    Args:
-        tree: some rows may be padding, with the token -1.
-        drawn: int64 [R], the token drawn from the verifier's distribution after each row.
-        limit: int64 [], the most tokens to gain; at least 1.
-        stop_tokens: int64 [S]; the walk ends with the first of them. May be empty.
-        max_tokens: T, more than the maximum depth of the tree.
-    """
-    return operations.walk(tree, drawn, limit, stop_tokens, max_tokens)
 
 
 def verify(

@@ -20,7 +20,7 @@ from polybasic.chain.model.device_model import DeviceModel
 from polybasic.deploy.drafters.head import EagleDrafter
 from polybasic.deploy.drafters.model import ModelDrafter
 from polybasic.deploy.graphs.device_passes import PADDING, InputNumbers, device_model
-from polybasic.deploy.graphs.device_sampling import verify, verify_greedy, walk
+from polybasic.deploy.graphs.device_sampling import verify, verify_greedy
 from polybasic.deploy.graphs.device_tree import DeviceTree, expand, keep_best
 from polybasic.deploy.graphs.drawing import Drawing
 from polybasic.deploy.rounds.verifier import Verifier
@@ -198,7 +198,7 @@ class TreePart:
         logits = model.logits(states)
         drawing.fill(logits, self.probabilities)
         drawn = drawing.draw(model.operations, logits, self.uniforms, self.probabilities)
-        walked = walk(tree, drawn, limit, self.stop_tokens, self.depth, model.operations)
+        walked = model.operations.walk(tree, drawn, limit, self.stop_tokens, self.depth)
         cache.move_on_device(prefix + walked.path, prefix)
         self.path.copy_(walked.path)
         self.states.copy_(states.index_select(0, walked.path))

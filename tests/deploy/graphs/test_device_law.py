@@ -275,12 +275,12 @@ def test_walks_that_prefer_candidates_are_rejected(
     chain_at: ChainAt, reference: Chain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every row steps to a child of its own, whatever was drawn."""
-    right = round_parts.walk
+    right = Operations.walk
 
-    def walk(tree: Any, drawn: Tensor, *others: Any) -> Any:
-        return right(tree, drawn.index_copy(0, tree.parents[1:], tree.tokens[1:]), *others)
+    def walk(self: Operations, tree: Any, drawn: Tensor, *others: Any) -> Any:
+        return right(self, tree, drawn.index_copy(0, tree.parents[1:], tree.tokens[1:]), *others)
 
-    monkeypatch.setattr(round_parts, "walk", walk)
+    monkeypatch.setattr(Operations, "walk", walk)
     assert is_rejected(chain_at(DEVICE), reference, "two")
 
 

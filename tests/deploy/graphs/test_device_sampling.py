@@ -12,7 +12,7 @@ from torch import Tensor
 
 from polybasic.chain.kernels.torch.operations import Operations
 from polybasic.chain.kernels.torch.trees import num_to_stop
-from polybasic.deploy.graphs.device_sampling import verify, verify_greedy, walk
+from polybasic.deploy.graphs.device_sampling import verify, verify_greedy
 from polybasic.deploy.graphs.device_tree import DeviceTree
 from polybasic.deploy.rounds import tree as host_tree
 from polybasic.deploy.rounds import verification
@@ -23,7 +23,7 @@ from polybasic.deploy.rounds.warping import Warping
 from tests.deploy.recorded_graphs import RecordedGraphs
 
 CPU = torch.device("cpu")
-draw = Operations().draw
+draw, walk = Operations().draw, Operations().walk
 HIGHEST = 1 - 2.0**-24
 """The greatest number that `torch.rand` gives."""
 
