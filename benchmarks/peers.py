@@ -197,13 +197,9 @@ def our_answers(chain: Chain) -> dict[str, Ask]:
     """The systems of the chain; the last one is its plan."""
 
     def answer(plan: Plan, prompt: list[int], num_tokens: int) -> tuple[list[int], float]:
-        tokens = [
-            token
-            for batch in chain.stream_ids(prompt, num_tokens, Sampling(), plan)
-            for token in batch
-        ]
-        assert chain.last_statistics is not None
-        return tokens, chain.last_statistics.seconds
+        stream = chain.stream_ids(prompt, num_tokens, Sampling(), plan)
+        tokens = [token for batch in stream for token in batch]
+        return tokens, stream.statistics.seconds
 
     plans = system_plans(chain)
     plans["polybasic"] = chain.plan

@@ -60,12 +60,12 @@ def seconds_per_token(
             order = list(range(len(plans)))
             shuffled.shuffle(order)
             for place in order:
-                for _ in chain.stream_ids(prompt, settings.max_new_tokens, sampling, plans[place]):
-                    pass
-                statistics_of_run = chain.last_statistics
-                assert statistics_of_run is not None
-                seconds[place] += statistics_of_run.seconds - statistics_of_run.prefill_seconds
-                tokens[place] += statistics_of_run.num_tokens
+                plan = plans[place]
+                answer = chain.stream_ids(prompt, settings.max_new_tokens, sampling, plan)
+                num_tokens = sum(map(len, answer))
+                of_answer = answer.statistics
+                seconds[place] += of_answer.seconds - of_answer.prefill_seconds
+                tokens[place] += num_tokens
         for place, one in enumerate(found):
             one.append(seconds[place] / tokens[place])
     return [statistics.median(one) for one in found]

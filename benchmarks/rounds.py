@@ -33,9 +33,9 @@ from traffic import member_draft, member_pass
 
 from polybasic.chain.formats.plan import Plan
 from polybasic.deploy import Chain
-from polybasic.deploy.engine import Engine, Request
+from polybasic.deploy.engine import Engine, rounds_of
+from polybasic.deploy.request import Request
 from polybasic.deploy.rounds.sampling import Sampling
-from polybasic.deploy.rounds.stages import Stage
 
 REST = "rest of Python"
 """What no timer was around: stages, trees, prefixes."""
@@ -72,7 +72,7 @@ class Answers:
         rows = {stage.verifier.name: stage.verifier.num_rows for stage in stages}
         with timed(stages, drafter, timers):
             begun = now()
-            num_tokens = _run(stages[0], request)
+            num_tokens = sum(len(tokens) for tokens, _ in rounds_of(stages[0], request))
             seconds = now() - begun
         self.tokens += num_tokens
         self.rounds += len(stages[-1].accepted_lengths)
@@ -92,17 +92,9 @@ class Answers:
         (root, *_), _ = engine.stages(request)
         root.prefill(request.token_ids)
         begun = now()
-        _run(root, request)
+        for _ in rounds_of(root, request):
+            pass
         self.plain_seconds += now() - begun
-
-
-def _run(root: Stage, request: Request) -> int:
-    """Answer after the prefill; the number of tokens."""
-    num_tokens, last = 0, -1
-    while num_tokens < request.max_new_tokens and last not in request.stop_tokens:
-        tokens = root.propose(1, request.max_new_tokens - num_tokens).tokens
-        num_tokens, last = num_tokens + len(tokens), tokens[-1]
-    return num_tokens
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,10 @@ from typing import Any
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.card import shown_flush, shown_members, shown_tree
-from polybasic.chain.formats.manifest import HEAD_KINDS, check_plan
+from polybasic.chain.formats.manifest import HEAD_KINDS
 from polybasic.chain.formats.plan import Plan
 from polybasic.deploy import Chain
+from polybasic.deploy.chain import checked_plan
 from polybasic.deploy.prompts import choose_fitting, read_questions
 from polybasic.deploy.settings import BenchSettings
 from polybasic.recipes.embedded.conversations import write_prompts
@@ -62,12 +63,7 @@ def chosen_plans(
     chosen = {name: plans[name] for name in names} if names or members else plans
     for one in members:
         chosen = chosen | {one: chain.plan_of(one.split(","))}
-        try:
-            check_plan(chosen[one], chain.manifest.members)
-        except ValueError as error:
-            raise UserError(
-                "plan cannot run", f"--members {one}", f"check the names: {error}"
-            ) from error
+        checked_plan(chosen[one], chain.manifest)
     return chosen
 
 

@@ -32,8 +32,9 @@ def answer(
     first = next(stream)
     first_seconds = time.perf_counter() - begin
     tokens = [*first, *(token for batch in stream for token in batch)]
-    seconds, statistics = time.perf_counter() - begin, chain.last_statistics
-    assert statistics is not None
+    seconds = time.perf_counter() - begin
+    # other checkouts may keep them at the chain
+    statistics = stream.statistics if hasattr(stream, "statistics") else chain.last_statistics
     return {
         "token_ids": tokens,
         "seconds": seconds,

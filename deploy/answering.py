@@ -1,6 +1,5 @@
 """A target without a chain: answers in its own distribution, drafted by n-grams alone."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,16 +7,14 @@ import torch
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.config import read_config
-from polybasic.chain.formats.files import sha256_of_file
-from polybasic.chain.formats.manifest import Member, Reference
 from polybasic.chain.formats.package import TARGET_NAME
 from polybasic.chain.formats.plan import Ngram, Plan, Tree
 from polybasic.chain.formats.tokenizer import load_tokenizer
 from polybasic.chain.kernels.product_times import DTYPES
 from polybasic.chain.model.loading import load_decoder, serving_dtype
 from polybasic.deploy.defaults import read_default_sampling, read_stop_tokens
-from polybasic.deploy.engine import Engine, Models, Request
-from polybasic.deploy.rounds.stopping import AnswerText
+from polybasic.deploy.engine import Engine, Models
+from polybasic.deploy.request import Answer, Request
 from polybasic.deploy.rounds.verifier import SPARE_ROWS
 
 _PLAN = Plan(members=(TARGET_NAME,), tree=Tree(depth=8, top_k=1, rows=12), ngram=Ngram())
@@ -54,18 +51,7 @@ class LoneTarget:
         dtype = serving_dtype(DTYPES[config.dtype], device)
         num_positions = context_tokens + SPARE_ROWS
         decoder = load_decoder(config, dtype, device, num_positions)
-        # the engine reads names and roles of members, nothing else
-        member = Member(
-            name=TARGET_NAME,
-            role="target",
-            kind="decoder",
-            reference=Reference(source=str(checkpoint)),
-            dtype=config.dtype,
-            num_parameters=0,
-            num_bytes=0,
-            files={"config.json": sha256_of_file(checkpoint / "config.json")},
-        )
-        models = Models({TARGET_NAME: decoder}, {}, (member,), context_tokens)
+        models = Models({TARGET_NAME: decoder}, context_tokens=context_tokens)
         self._engine = Engine(models, graphs=graphs)
         loaded = load_tokenizer(tokenizer, "target's tokenizer")
         self._backend = loaded.backend_tokenizer
@@ -74,8 +60,8 @@ class LoneTarget:
 
     def stream(
         self, token_ids: list[int], max_new_tokens: int, temperature: float, seed: int
-    ) -> Iterator[list[int]]:
-        """Yield the new tokens of an answer as they are confirmed.
+    ) -> Answer[list[int]]:
+        """The new tokens of an answer as they are confirmed.
 
         What the checkpoint's generation_config.json says beside the temperature (top_p, penalties)
         holds, as in servers that read it.
@@ -84,16 +70,10 @@ class LoneTarget:
             UserError: a prompt that does not fit the context with its answer.
         """
         sampling = replace(self._sampling, temperature=temperature, seed=seed)
-        yield from self._engine.run(
+        return self._engine.run(
             Request(token_ids, max_new_tokens, sampling, self._stop_tokens, _PLAN)
         )
 
     def text(self, tokens: list[int]) -> str:
         """The text of a whole answer, without special tokens."""
-        text = AnswerText(self._backend)
-        text.cut(tokens)
-        return text.finish()
-
-    def is_cut(self, tokens: list[int]) -> bool:
-        """Whether a whole answer was ended by the number of tokens, not by a stop token."""
-        return tokens[-1] not in self._stop_tokens
+        return self._backend.decode(tokens)

@@ -1,16 +1,19 @@
 """A chain, loaded: text in, text out, with what it cost."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any, TypedDict, Unpack
 
 import jinja2
 
 from polybasic.chain.errors import UserError
+from polybasic.chain.formats.manifest import Manifest, check_plan
 from polybasic.chain.formats.plan import MeasuredPlan, Plan, PredictedPlan
 from polybasic.chain.formats.verify import CheckedChain
-from polybasic.deploy.engine import Engine, Request, Statistics
+from polybasic.deploy.engine import Engine
 from polybasic.deploy.memory import Memory
+from polybasic.deploy.request import Answer, Request, Statistics
 from polybasic.deploy.rounds.sampling import Sampling
 from polybasic.deploy.rounds.stopping import AnswerText
 
@@ -84,7 +87,6 @@ class Chain:
         default_sampling: of the target's generation_config.json.
         stop_tokens: ids that end an answer.
         memory: that was stated before loading.
-        last_statistics: of the last finished generation.
     """
 
     def __init__(
@@ -104,7 +106,6 @@ class Chain:
         self.tokenizer, self.engine = tokenizer, engine
         self.stop_tokens, self.default_sampling = stop_tokens, default_sampling
         self.memory = memory
-        self.last_statistics: Statistics | None = None
 
     def generate(self, prompt: str | Messages, **options: Unpack[Options]) -> Generation:
         """Answer a prompt, with the target's own distribution whatever members run.
@@ -118,21 +119,22 @@ class Chain:
             UserError: a setting out of range, members that cannot run, what does not fit the
                 context, or another answer that is being generated.
         """
-        pieces = list(self.stream(prompt, **options))
-        assert self.last_statistics is not None
+        answer = self.stream(prompt, **options)
+        pieces = list(answer)
         return Generation(
             "".join(piece.text for piece in pieces),
             [token for piece in pieces for token in piece.token_ids],
-            self.last_statistics,
+            answer.statistics,
         )
 
-    def stream(self, prompt: str | Messages, **options: Unpack[Options]) -> Iterator[Piece]:
-        """As `generate`, yielding a piece for each pass of the target.
+    def stream(self, prompt: str | Messages, **options: Unpack[Options]) -> Answer[Piece]:
+        """As `generate`, a piece for each pass of the target, and `statistics` after the last.
 
         Options are checked before the first piece is asked for. From then on, until the stream
         has ended or is closed, the chain gives no other answer.
         """
-        return self._pieces(*self._answer(prompt, **options))
+        text, request = self._asked(prompt, **options)
+        return Answer(_pieces(text, self.engine.run(request)))
 
     def stream_ids(
         self,
@@ -141,17 +143,17 @@ class Chain:
         sampling: Sampling,
         plan: Plan | None = None,
         stop: str | Sequence[str] = (),
-    ) -> Iterator[list[int]]:
-        """Continue token ids; yields the new ones as the target confirms them.
+    ) -> Answer[list[int]]:
+        """Continue token ids; the new ones as the target confirms them, then `statistics`.
 
         Args:
             sampling: as it is, without the checkpoint's defaults.
             plan: default: the chain's.
         """
         # Text costs time, and is made only to be searched.
-        text = AnswerText(self.tokenizer.backend_tokenizer, _strings(stop)) if stop else None
+        text = AnswerText(self.tokenizer.backend_tokenizer, stop) if stop else None
         plan = plan or self.plan
-        return self._run(self._request(token_ids, max_new_tokens, sampling, plan, text))
+        return self.engine.run(self._request(token_ids, max_new_tokens, sampling, plan, text))
 
     def sampling(self, **settings: Any) -> Sampling:
         """The checkpoint's default sampling with other settings, but for those that are None.
@@ -218,7 +220,7 @@ class Chain:
             ) from error
         return list(encoded["input_ids"])
 
-    def _answer(
+    def _asked(
         self,
         prompt: str | Messages,
         *,
@@ -238,7 +240,7 @@ class Chain:
                 f"{', '.join(members)} beside a plan of {', '.join(plan.members)}",
                 "give one of the two",
             )
-        text = AnswerText(self.tokenizer.backend_tokenizer, _strings(stop))
+        text = AnswerText(self.tokenizer.backend_tokenizer, stop)
         sampling = self.sampling(**settings)
         return text, self._request(self.encode(prompt), max_new_tokens, sampling, plan, text)
 
@@ -251,28 +253,36 @@ class Chain:
         text: AnswerText | None,
     ) -> Request:
         sampling.check_vocabulary(self.engine.models.target.config.vocab_size)
-        stop_tokens = self.stop_tokens
-        if text is None:
-            return Request(token_ids, max_new_tokens, sampling, stop_tokens, plan)
-        # A special token has no text in which a stop string could be found.
-        special_tokens = self.tokenizer.backend_tokenizer.get_added_tokens_decoder()
-        stop_tokens |= {id for id, token in special_tokens.items() if token.content in text.stop}
-        return Request(token_ids, max_new_tokens, sampling, stop_tokens, plan, text.cut)
+        plan, stop_tokens = checked_plan(plan, self.manifest), self.stop_tokens
+        if text is not None:
+            # A special token has no text in which a stop string could be found.
+            added = self.tokenizer.backend_tokenizer.get_added_tokens_decoder()
+            stop_tokens |= {id for id, token in added.items() if token.content in text.stop}
+        return Request(token_ids, max_new_tokens, sampling, stop_tokens, plan, text)
 
     def _measured_plans(self) -> list[PredictedPlan]:
         measured = self.measured_plan
         return [measured, *measured.others] if measured is not None else []
 
-    def _pieces(self, text: AnswerText, request: Request) -> Iterator[Piece]:
-        for new_tokens in self._run(request):
+
+def checked_plan(plan: Plan, manifest: Manifest) -> Plan:
+    """A plan that a chain's members can run.
+
+    Raises:
+        UserError: they cannot.
+    """
+    try:
+        check_plan(plan, manifest.members)
+    except ValueError as error:
+        names = ", ".join(member.name for member in manifest.members)
+        raise UserError("plan cannot run", str(error), f"members: {names}") from error
+    return plan
+
+
+def _pieces(text: AnswerText, answer: Answer[list[int]]) -> Generator[Piece, None, Statistics]:
+    with closing(answer):
+        for new_tokens in answer:
             yield Piece(text.take(), new_tokens)
-        if rest := text.finish():
-            yield Piece(rest, [])
-
-    def _run(self, request: Request) -> Iterator[list[int]]:
-        yield from self.engine.run(request)
-        self.last_statistics = request.statistics
-
-
-def _strings(stop: str | Sequence[str]) -> tuple[str, ...]:
-    return (stop,) if isinstance(stop, str) else tuple(stop)
+    if rest := text.finish():
+        yield Piece(rest, [])
+    return answer.statistics

@@ -2,14 +2,12 @@
 
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Generator, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.manifest import Member, check_plan
 from polybasic.chain.formats.plan import Plan, Tree, Window
 from polybasic.chain.kernels.executor import Executor
 from polybasic.chain.kernels.torch.executor import TorchExecutor
@@ -26,46 +24,20 @@ from polybasic.deploy.graphs.device_stages import (
     RoundParts,
 )
 from polybasic.deploy.graphs.drawing import DeviceSampler, draws_on_device
+from polybasic.deploy.request import Answer, Request, Statistics
 from polybasic.deploy.rounds.cache import KeyValueCache
 from polybasic.deploy.rounds.sampling import Joiner, Sampling, make_sampler
-from polybasic.deploy.rounds.stages import BlockStage, Stage, TreeStage
+from polybasic.deploy.rounds.stages import (
+    BaseBlockStage,
+    BaseTreeStage,
+    BlockStage,
+    Stage,
+    TreeStage,
+)
+from polybasic.deploy.rounds.stopping import StoppedBy, cut_at_end
 from polybasic.deploy.rounds.verifier import SPARE_ROWS, Verifier
 
 CONTEXT_TOKENS_BY_DEFAULT = 8192
-
-
-@dataclass(frozen=True)
-class Statistics:
-    """What a generation cost.
-
-    Attributes:
-        num_prompt_tokens: read by the prefill.
-        num_tokens: new tokens, a stop token included.
-        seconds: prefill included.
-        prefill_seconds: of these, until the first round began.
-        forward_passes: of each member, by name, without the prefill.
-        seconds_by_member: of their passes, without the prefill.
-        accepted_lengths: of each verifying member, tokens gained by each of its passes.
-        stopped_by: "stop" (a stop token was drawn), "stop_string" or "length".
-    """
-
-    num_prompt_tokens: int
-    num_tokens: int
-    seconds: float
-    prefill_seconds: float
-    forward_passes: dict[str, int]
-    seconds_by_member: dict[str, float]
-    accepted_lengths: dict[str, list[int]]
-    stopped_by: str
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.num_tokens / self.seconds
-
-    @property
-    def mean_accepted_length(self) -> float:
-        """New tokens for each forward pass of the target."""
-        return self.num_tokens / next(iter(self.forward_passes.values()))
 
 
 @dataclass
@@ -75,38 +47,22 @@ class Models:
     Attributes:
         decoders: verifying members by name, the target first.
         drafters: heads and independent draft models, by name.
-        members: all of them as the manifest names them.
+        drafts_for: by drafter, the verifying members that it can draft for.
         context_tokens: prompt and answer together.
     """
 
     decoders: dict[str, Executor]
-    drafters: dict[str, Executor]
-    members: tuple[Member, ...]
+    drafters: dict[str, Executor] = field(default_factory=dict)
+    drafts_for: dict[str, tuple[str, ...]] = field(default_factory=dict)
     context_tokens: int = CONTEXT_TOKENS_BY_DEFAULT
 
     @property
     def target(self) -> Executor:
         return next(iter(self.decoders.values()))
 
-
-@dataclass
-class Request:
-    """One sequence to continue.
-
-    Attributes:
-        token_ids: the prompt, at least one token.
-        plan: which members run and how.
-        cut: called with each batch of new tokens; returns how many of them to keep if the answer
-            ends among them, else None.
-    """
-
-    token_ids: list[int]
-    max_new_tokens: int
-    sampling: Sampling
-    stop_tokens: Collection[int]
-    plan: Plan
-    cut: Callable[[list[int]], int | None] | None = None
-    statistics: Statistics | None = field(default=None)
+    def drafters_of(self, name: str) -> list[str]:
+        """The drafters that can draft for a verifying member."""
+        return [drafter for drafter, names in self.drafts_for.items() if name in names]
 
 
 class Engine:
@@ -150,35 +106,25 @@ class Engine:
         if all(verifier.passes is not None for verifier in self.verifiers.values()):
             self._parts = RoundParts(self.graphs, models.target.device)
 
-    def run(self, request: Request) -> Iterator[list[int]]:
-        """Yield new tokens as they are gained; `request.statistics` is set at the end.
+    def run(self, request: Request) -> Answer[list[int]]:
+        """The answer's new tokens as they are gained.
 
-        The caches hold one text: from its first tokens on, a request that has not ended and is not
+        The caches hold one text: from its first tokens on, an answer that has not ended and is not
         closed keeps others out.
 
+        Args:
+            request: its plan is one that these members can run.
+
         Raises:
-            UserError: an empty prompt, one that does not fit the context with its new tokens, a
-                token id outside of the vocabulary, a plan that these members cannot run, or
-                another request that is running.
+            UserError: an empty prompt, one that does not fit the context with its new tokens, or a
+                token id outside of the vocabulary; with the first tokens, another answer that is
+                being generated.
         """
         self._check(request)
-        if not self._running.acquire(blocking=False):
-            raise UserError(
-                "another answer is being generated",
-                "this chain, whose caches hold one text at a time",
-                "finish or close the first stream, or load the chain once more",
-            )
-        try:
-            yield from self._generate(request)
-        finally:
-            # also where a stream is closed or forgotten half-way
-            self._running.release()
+        return Answer(self._run_alone(request))
 
     def stages(
-        self,
-        request: Request,
-        tree_stage: Callable[..., Stage] | None = None,
-        block_stage: Callable[..., Stage] | None = None,
+        self, request: Request, make: Callable[..., Stage] = lambda kind, *given: kind(*given)
     ) -> tuple[list[Stage], Drafter]:
         """The stages of a request, from the root down, and the drafter below them.
 
@@ -186,32 +132,28 @@ class Engine:
         sampling asks for nothing that the host has to count.
 
         Args:
-            tree_stage: makes the innermost stage, from its class and the arguments of that.
-            block_stage: makes each stage above in the same way.
+            make: makes a stage, from its class and the arguments of that.
         """
         plan, stop = request.plan, request.stop_tokens
         names = [name for name in plan.members if name in self.verifiers]
         for name in names:
             self.verifiers[name].window = plan.windows.get(name)
         drafter = self.drafters.of(plan)
-        make_tree, make_block = tree_stage or _made, block_stage or _made
-        kinds: tuple[Callable[..., Stage], Callable[..., Stage]] = (TreeStage, BlockStage)
+        of_tree: type[BaseTreeStage] = TreeStage
+        of_block: type[BaseBlockStage] = BlockStage
         sampler: Joiner
         parts: tuple[RoundParts, ...] = ()
         if self._parts is not None and draws_on_device(request.sampling):
-            kinds, parts = (DeviceTreeStage, DeviceBlockStage), (self._parts,)
+            of_tree, of_block, parts = DeviceTreeStage, DeviceBlockStage, (self._parts,)
             sampler = self._device_sampler(self._parts, request)
         else:
             device, num_prompt_tokens = self.models.target.device, len(request.token_ids)
             sampler = make_sampler(request.sampling, device, num_prompt_tokens)
-        of_tree, of_block = kinds
         verifier = self.verifiers[names[-1]]
-        stages = [make_tree(of_tree, verifier, drafter, sampler, stop, *parts)]
+        stages = [make(of_tree, verifier, drafter, sampler, stop, *parts)]
         for name in reversed(names[:-1]):
             verifier, flush = self.verifiers[name], plan.flush[name]
-            stages.insert(
-                0, make_block(of_block, verifier, stages[0], sampler, flush, stop, *parts)
-            )
+            stages.insert(0, make(of_block, verifier, stages[0], sampler, flush, stop, *parts))
         return stages, drafter
 
     def capture(
@@ -237,7 +179,20 @@ class Engine:
                 steps += stage.steps_to_capture(max_tokens)
         self.graphs.prepare(steps, say)
 
-    def _generate(self, request: Request) -> Iterator[list[int]]:
+    def _run_alone(self, request: Request) -> Generator[list[int], None, Statistics]:
+        if not self._running.acquire(blocking=False):
+            raise UserError(
+                "another answer is being generated",
+                "this chain, whose caches hold one text at a time",
+                "finish or close the first stream, or load the chain once more",
+            )
+        try:
+            return (yield from self._generate(request))
+        finally:
+            # also where an answer is closed or forgotten half-way
+            self._running.release()
+
+    def _generate(self, request: Request) -> Generator[list[int], None, Statistics]:
         begin = time.perf_counter()
         stages, drafter = self.stages(request)
         root = stages[0]
@@ -249,22 +204,13 @@ class Engine:
         for clock in clocks.values():
             clock.reset()
         prefill_seconds = time.perf_counter() - begin
-        num_tokens, stopped_by = 0, "length"
-        while num_tokens < request.max_new_tokens:
-            with torch.inference_mode():
-                block = root.propose(1, request.max_new_tokens - num_tokens)
-            new_tokens = block.tokens
-            kept = request.cut(new_tokens) if request.cut is not None else None
-            if kept is not None:
-                new_tokens, stopped_by = new_tokens[:kept], "stop_string"
-            elif new_tokens[-1] in request.stop_tokens:
-                stopped_by = "stop"
+        num_tokens = 0
+        for new_tokens, ended_by in rounds_of(root, request):
             num_tokens += len(new_tokens)
-            seconds = time.perf_counter() - begin
+            seconds, stopped_by = time.perf_counter() - begin, ended_by
             yield new_tokens
-            if stopped_by != "length":
-                break
-        request.statistics = Statistics(
+        assert stopped_by is not None
+        return Statistics(
             num_prompt_tokens=len(request.token_ids),
             num_tokens=num_tokens,
             seconds=seconds,
@@ -303,16 +249,18 @@ class Engine:
                 f"context of {self.context_tokens}",
                 "shorten the prompt or ask for fewer new tokens",
             )
-        try:
-            check_plan(request.plan, self.models.members)
-        except ValueError as error:
-            raise UserError(
-                "plan cannot run", str(error), f"members: {_names(self.models.members)}"
-            ) from error
 
 
-def _made(kind: Callable[..., Stage], *arguments: Any) -> Stage:
-    return kind(*arguments)
+def rounds_of(root: Stage, request: Request) -> Iterator[tuple[list[int], StoppedBy | None]]:
+    """The new tokens of each of a request's rounds after the prefill, and what ended the answer
+    with them; None before its last round."""
+    num_left, stopped_by = request.max_new_tokens, None
+    while stopped_by is None:
+        with torch.inference_mode():
+            tokens = root.propose(1, num_left).tokens
+        tokens, stopped_by = cut_at_end(tokens, num_left, request.stop_tokens, request.text)
+        num_left -= len(tokens)
+        yield tokens, stopped_by
 
 
 class Drafters:
@@ -351,24 +299,19 @@ def _hand_out_feature_layers(models: Models, verifiers: dict[str, Verifier]) -> 
 
     Of members that share a cache, one hands its states to the heads of another.
     """
-    for member in models.members:
-        head = models.drafters.get(member.name)
-        if head is None or not head.weights.feature_layers:
-            continue
+    for drafter, head in models.drafters.items():
         feature_layers = head.weights.feature_layers
-        caches = [verifiers[name].cache for name in member.drafts_for]
+        if not feature_layers:
+            continue
+        caches = [verifiers[name].cache for name in models.drafts_for[drafter]]
         for verifier in verifiers.values():
             if not any(verifier.cache is cache for cache in caches):
                 continue
             if verifier.feature_layers not in ((), feature_layers):
                 raise UserError(
                     "heads of one model read different layers",
-                    f"{feature_layers} by {member.name}, {verifier.feature_layers} "
+                    f"{feature_layers} by {drafter}, {verifier.feature_layers} "
                     f"by another head of {verifier.name} or of a model with the same cache",
                     "package a chain with one of these heads",
                 )
             verifier.feature_layers = feature_layers
-
-
-def _names(members: tuple[Member, ...]) -> str:
-    return ", ".join(member.name for member in members)

@@ -11,7 +11,7 @@ import torch
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.checkpoint import resolve_chain
 from polybasic.chain.formats.config import DecoderConfig
-from polybasic.chain.formats.manifest import HEAD_KINDS, check_plan
+from polybasic.chain.formats.manifest import HEAD_KINDS
 from polybasic.chain.formats.plan import MeasuredPlan, Plan
 from polybasic.chain.formats.tokenizer import load_tokenizer
 from polybasic.chain.formats.verify import CheckedChain, check_chain
@@ -19,7 +19,7 @@ from polybasic.chain.kernels.executor import Executor
 from polybasic.chain.kernels.product_times import DTYPES, multiplies_fast, name_of
 from polybasic.chain.kernels.selection import backend_for
 from polybasic.chain.model.loading import load_decoder, load_head, serving_dtype
-from polybasic.deploy.chain import Chain
+from polybasic.deploy.chain import Chain, checked_plan
 from polybasic.deploy.defaults import read_default_sampling, read_stop_tokens
 from polybasic.deploy.engine import CONTEXT_TOKENS_BY_DEFAULT, Engine, Models
 from polybasic.deploy.hardware import available_bytes, hardware_name, release_unused
@@ -148,12 +148,7 @@ def _plan(checked: CheckedChain, given: Plan | None, hardware: str) -> Plan | Me
     """The plan that runs on this hardware."""
     manifest = checked.manifest
     if given is not None:
-        try:
-            check_plan(given, manifest.members)
-        except ValueError as error:
-            names = ", ".join(member.name for member in manifest.members)
-            raise UserError("plan cannot run", str(error), f"members: {names}") from error
-        return given
+        return checked_plan(given, manifest)
     if (measured := manifest.plan_for(hardware)) is not None:
         return measured
     if manifest.plans:
@@ -203,7 +198,8 @@ def _load_models(
             drafters[member.name] = head
         else:
             drafters[member.name] = decoder(member.name)
-    return Models(decoders, drafters, manifest.members, context_tokens)
+    drafts_for = {member.name: member.drafts_for for member in manifest.drafters}
+    return Models(decoders, drafters, drafts_for, context_tokens)
 
 
 def _dtype(checked: CheckedChain, options: LoadOptions) -> torch.dtype:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from polybasic.chain.errors import UserError
+from polybasic.chain.kernels.product_times import name_of
 from polybasic.deploy.bench.rereading import ONE_ROW, ReadPattern, answer_logits, perturbed_logits
 from polybasic.deploy.rounds.verifier import Verifier
 
@@ -139,7 +140,7 @@ def measure_rounding(
         if not all(logits.isfinite().all() for logits in (reference, *usual)):
             raise UserError(
                 "logits are not finite",
-                f"{verifier.name} in {_name_of(verifier.decoder.dtype)}",
+                f"{verifier.name} in {name_of(verifier.decoder.dtype)}",
                 "run it in bfloat16 or float32",
             )
         leading = reference.topk(min(NUM_LEADING, reference.shape[1])).indices
@@ -209,7 +210,7 @@ class _LeadingLogits:
         best = one_row.topk(2).values
         is_close = best[:, 0] - best[:, 1] < _tolerance(ways)
         return Rounding(
-            dtype=_name_of(dtype),
+            dtype=name_of(dtype),
             num_positions=len(reference),
             usual=usual,
             ways=ways,
@@ -230,7 +231,3 @@ def _sample_answers(answers: Sequence[Answered]) -> list[Answered]:
     num = min(NUM_ANSWERS, len(answers))
     chosen = [answers[place * len(answers) // num] for place in range(num)]
     return [(prompt, answer[:NUM_POSITIONS]) for prompt, answer in chosen]
-
-
-def _name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -33,6 +33,7 @@ from polybasic.deploy.hardware import Usage, describe_hardware, forget_peak, usa
 from polybasic.deploy.load import device_named, load_chain
 from polybasic.deploy.memory import Memory
 from polybasic.deploy.prompts import Question, choose_fitting, read_questions
+from polybasic.deploy.request import Statistics
 from polybasic.deploy.rounds.sampling import Sampling
 from polybasic.deploy.settings import BenchSettings, SystemName
 
@@ -49,14 +50,11 @@ class Prompt:
 
 @dataclass
 class Run:
-    """One answer of one system."""
+    """One answer of one system, with this runtime's statistics where it made it."""
 
     token_ids: list[int]
     seconds: float
-    prefill_seconds: float = 0.0
-    forward_passes: dict[str, int] = field(default_factory=dict)
-    seconds_by_member: dict[str, float] = field(default_factory=dict)
-    accepted_lengths: dict[str, list[int]] = field(default_factory=dict)
+    statistics: Statistics | None = None
 
 
 @dataclass
@@ -312,19 +310,9 @@ def _answer_with(
 
 def _answer(chain: Chain, plan: Plan, prompt: Prompt, settings: BenchSettings) -> Run:
     sampling = Sampling(settings.temperature, seed=settings.seed)
-    token_ids: list[int] = []
-    for new in chain.stream_ids(prompt.token_ids, settings.max_new_tokens, sampling, plan):
-        token_ids += new
-    statistics = chain.last_statistics
-    assert statistics is not None
-    return Run(
-        token_ids,
-        statistics.seconds,
-        statistics.prefill_seconds,
-        statistics.forward_passes,
-        statistics.seconds_by_member,
-        statistics.accepted_lengths,
-    )
+    answer = chain.stream_ids(prompt.token_ids, settings.max_new_tokens, sampling, plan)
+    token_ids = [token for new in answer for token in new]
+    return Run(token_ids, answer.statistics.seconds, answer.statistics)
 
 
 def _rounding(
@@ -369,12 +357,9 @@ def _summaries(
             summary["shown_plan"] = _shown(system.plan, chain)
             summary["seconds_per_token"] = _seconds_per_token(chain, system, settings)
         summary |= _totals(system.runs, target.runs)
-        summary["forward_passes"] = _sum_by_name(
-            [run.forward_passes for _, run in system.runs], settings.repeats
-        )
-        summary["seconds_by_member"] = _sum_by_name(
-            [run.seconds_by_member for _, run in system.runs], settings.repeats
-        )
+        found = _statistics(system.runs)
+        for name in ("forward_passes", "seconds_by_member"):
+            summary[name] = _sum_by_name([getattr(one, name) for one in found], settings.repeats)
         if rounding is not None:
             tolerance = rounding.tolerance_of(system.name)
             summary["identical_to_target"] = _agreement(chain, target, system, prompts, tolerance)
@@ -394,8 +379,8 @@ def _totals(runs: list[tuple[str, Run]], target: list[tuple[str, Run]]) -> dict[
     tokens, seconds = _tokens_and_seconds(runs)
     target_tokens, target_seconds = _tokens_and_seconds(target)
     lengths: dict[str, list[int]] = {}
-    for _, run in runs:
-        for member, gained in run.accepted_lengths.items():
+    for one in _statistics(runs):
+        for member, gained in one.accepted_lengths.items():
             lengths.setdefault(member, []).extend(gained)
     means = {member: sum(gained) / len(gained) for member, gained in lengths.items() if gained}
     return {
@@ -410,6 +395,10 @@ def _totals(runs: list[tuple[str, Run]], target: list[tuple[str, Run]]) -> dict[
 
 def _tokens_and_seconds(runs: list[tuple[str, Run]]) -> tuple[int, float]:
     return sum(len(run.token_ids) for _, run in runs), sum(run.seconds for _, run in runs)
+
+
+def _statistics(runs: list[tuple[str, Run]]) -> list[Statistics]:
+    return [run.statistics for _, run in runs if run.statistics is not None]
 
 
 def _sum_by_name(parts: list[dict[str, Any]], repeats: int) -> dict[str, Any]:
@@ -441,7 +430,7 @@ def _seconds_per_token(
     There is no prediction at another temperature or in another dtype than the plan was made for.
     """
     tokens, seconds = _tokens_and_seconds(system.runs)
-    seconds -= sum(run.prefill_seconds for _, run in system.runs)
+    seconds -= sum(one.prefill_seconds for one in _statistics(system.runs))
     measured, predicted = chain.measured_plan, None
     if (
         system.plan is not None

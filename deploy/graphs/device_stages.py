@@ -18,7 +18,6 @@ from polybasic.deploy.drafters.expansion import ExpandingDrafter
 from polybasic.deploy.drafters.interface import Drafter
 from polybasic.deploy.graphs.capture import Graphs
 from polybasic.deploy.graphs.device_passes import DevicePasses, NamedStep, bucket_of
-from polybasic.deploy.graphs.device_sampling import Warping
 from polybasic.deploy.graphs.drawing import DeviceDraws, DeviceSampler, Drawing
 from polybasic.deploy.graphs.round_parts import (
     NO_TOKEN,
@@ -31,7 +30,7 @@ from polybasic.deploy.graphs.round_parts import (
 )
 from polybasic.deploy.rounds.stages import BaseBlockStage, BaseTreeStage, Block, Round, Stage
 from polybasic.deploy.rounds.verifier import Verifier
-from polybasic.deploy.rounds.warping import Sampling
+from polybasic.deploy.rounds.warping import Sampling, Warping
 
 STOP_TOKENS_SIZE = 8
 """Smallest buffer for stop tokens, so that requests with different ones run the same graphs."""
@@ -116,6 +115,8 @@ class DeviceTreeStage(BaseTreeStage):
         parts: of the engine.
     """
 
+    sampler: DeviceSampler
+
     def __init__(
         self,
         verifier: Verifier,
@@ -125,7 +126,7 @@ class DeviceTreeStage(BaseTreeStage):
         parts: RoundParts,
     ) -> None:
         super().__init__(verifier, drafter, sampler, stop_tokens)
-        self.sampler, self.parts = sampler, parts
+        self.parts = parts
         self._stop_tokens = parts.stop_tokens(self.stop_tokens)
 
     @property
@@ -233,6 +234,8 @@ class DeviceBlockStage(BaseBlockStage):
         parts: of the engine.
     """
 
+    sampler: DeviceSampler
+
     def __init__(
         self,
         verifier: Verifier,
@@ -243,7 +246,7 @@ class DeviceBlockStage(BaseBlockStage):
         parts: RoundParts,
     ) -> None:
         super().__init__(verifier, below, sampler, flush, stop_tokens)
-        self.sampler, self.parts = sampler, parts
+        self.parts = parts
 
     def steps_to_capture(self, max_tokens: int) -> Iterator[NamedStep]:
         """What runs over blocks of up to `max_tokens` tokens, and between two of them."""

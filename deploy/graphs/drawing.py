@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from polybasic.chain.kernels.torch.operations import Operations
-from polybasic.deploy.graphs.device_sampling import Warping, draw, probabilities
 from polybasic.deploy.rounds.sampling import seeded_generator
-from polybasic.deploy.rounds.warping import Sampling
+from polybasic.deploy.rounds.warping import Sampling, Warping
 
 
 def draws_on_device(sampling: Sampling) -> bool:
@@ -53,7 +52,7 @@ class Drawing:
     def fill(self, logits: Tensor, buffer: Tensor | None) -> None:
         """Write the probabilities of `logits` [R, V] into their buffer."""
         if self.warping is not None and buffer is not None:
-            buffer.copy_(probabilities(logits, self.warping, self.values))
+            buffer.copy_(self.warping.probabilities(logits, self.values))
 
     def draw(
         self, operations: Operations, logits: Tensor, uniforms: Tensor, buffer: Tensor | None
@@ -66,7 +65,7 @@ class Drawing:
         """
         if buffer is None:
             return operations.most_probable(logits)
-        return draw(buffer, uniforms, operations)
+        return operations.draw(buffer, uniforms)
 
     def confidence(
         self, logits: Tensor, buffer: Tensor | None, rows: Tensor, tokens: Tensor

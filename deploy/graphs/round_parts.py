@@ -21,7 +21,7 @@ from polybasic.chain.kernels.torch.trees import DeviceTree
 from polybasic.deploy.drafters.expansion import ExpandingDrafter
 from polybasic.deploy.drafters.head import EagleDrafter
 from polybasic.deploy.graphs.device_passes import PADDING, InputNumbers
-from polybasic.deploy.graphs.device_sampling import verify, verify_greedy, walk
+from polybasic.deploy.graphs.device_sampling import verify, verify_greedy
 from polybasic.deploy.graphs.drawing import Drawing
 from polybasic.deploy.rounds.verifier import Verifier
 
@@ -199,7 +199,7 @@ class TreePart:
         logits = model.logits(states)
         drawing.fill(logits, self.probabilities)
         drawn = drawing.draw(model.operations, logits, self.uniforms, self.probabilities)
-        walked = walk(tree, drawn, limit, self.stop_tokens, self.depth, model.operations)
+        walked = model.operations.walk(tree, drawn, limit, self.stop_tokens, self.depth)
         cache.move_on_device(prefix + walked.path, prefix)
         self.path.copy_(walked.path)
         self.states.copy_(states.index_select(0, walked.path))

@@ -21,9 +21,10 @@ from polybasic.chain.formats.plan import Flush, Ngram, Plan, Tree, Window
 from polybasic.chain.progress import tracked
 from polybasic.deploy.drafters.interface import NoDrafter
 from polybasic.deploy.drafters.ngram import NgramDrafter
-from polybasic.deploy.engine import Engine, Request
+from polybasic.deploy.engine import Engine, rounds_of
 from polybasic.deploy.planner.budget import Budget
 from polybasic.deploy.planner.measurements import DraftCosts, PassCosts, num_candidates
+from polybasic.deploy.request import Request
 from polybasic.deploy.rounds.flushing import AdaptiveFlushing
 from polybasic.deploy.rounds.sampling import Sampling
 from polybasic.deploy.rounds.stages import BaseBlockStage, BaseTreeStage, Block, Round, Stage
@@ -123,7 +124,6 @@ def _plans_to_time(engine: Engine, grid: PlanGrid) -> list[Plan]:
 
 def _plans_by_members(engine: Engine, grid: PlanGrid) -> Iterator[Plan]:
     target, *intermediates = engine.verifiers
-    drafters = [member for member in engine.models.members if member.drafts_for]
     flushes = cycle(_spread(grid.flush_lengths))
     least = Tree(depth=1, top_k=1, rows=2)
     for num in range(len(intermediates) + 1):
@@ -131,12 +131,10 @@ def _plans_by_members(engine: Engine, grid: PlanGrid) -> Iterator[Plan]:
             verifying = (target, *chosen)
             flush = {name: Flush(length=next(flushes)) for name in verifying[:-1]}
             yield Plan(members=verifying, tree=least, flush=flush)
-            for drafter in drafters:
-                if verifying[-1] not in drafter.drafts_for:
-                    continue
+            for drafter in engine.models.drafters_of(verifying[-1]):
                 for tree in _trees_to_time(grid):
                     flush = {name: Flush(length=next(flushes)) for name in verifying[:-1]}
-                    yield Plan(members=(*verifying, drafter.name), tree=tree, flush=flush)
+                    yield Plan(members=(*verifying, drafter), tree=tree, flush=flush)
     if grid.ngram_matches:
         tree = Tree(depth=1, top_k=1, rows=grid.ngram_tokens + 1)
         ngram = Ngram(min_match=min(grid.ngram_matches), num_tokens=grid.ngram_tokens)
@@ -175,12 +173,10 @@ def _time_rounds(engine: Engine, request: Request, costs: "RoundCosts") -> None:
         stage.watch = watch
         return stage
 
-    (root, *_), _ = engine.stages(request, timed, timed)
+    (root, *_), _ = engine.stages(request, timed)
     root.prefill(request.token_ids)
-    num_tokens, last = 0, -1
-    while num_tokens < request.max_new_tokens and last not in request.stop_tokens:
-        tokens = root.propose(1, request.max_new_tokens - num_tokens).tokens
-        num_tokens, last = num_tokens + len(tokens), tokens[-1]
+    for _ in rounds_of(root, request):
+        pass
 
 
 @dataclass

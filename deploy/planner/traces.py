@@ -15,14 +15,16 @@ from torch import Tensor
 
 from polybasic.chain.formats.plan import Ngram, Plan, Tree, Window
 from polybasic.chain.kernels.drafts import ABSENT, DraftTree
+from polybasic.chain.kernels.product_times import name_of
 from polybasic.deploy.drafters.head import EagleDrafter
 from polybasic.deploy.drafters.model import ModelDrafter
 from polybasic.deploy.drafters.ngram import NgramDrafter
-from polybasic.deploy.engine import Engine, Request
+from polybasic.deploy.engine import Engine
 from polybasic.deploy.hardware import hardware_name
 from polybasic.deploy.planner.budget import Budget
 from polybasic.deploy.planner.costs import RoundCosts, measure_costs
 from polybasic.deploy.planner.measurements import Measurements, Trace
+from polybasic.deploy.request import Request
 from polybasic.deploy.rounds.sampling import Prefixes, Sampling, make_sampler
 from polybasic.deploy.rounds.stages import BaseTreeStage
 from polybasic.deploy.settings import PlanGrid
@@ -182,10 +184,10 @@ def measure(calibration: Calibration, budget: Budget, say: Callable[[str], None]
     )
     measurements = Measurements(
         hardware=hardware_name(models.target.device),
-        dtype=str(models.target.dtype).removeprefix("torch."),
+        dtype=name_of(models.target.dtype),
         temperature=calibration.sampling.temperature,
         verifying=tuple(engine.verifiers),
-        drafters={member.name: member.drafts_for for member in models.members if member.drafts_for},
+        drafters=dict(models.drafts_for),
         shares_cache={name: _cache_owner(engine, name) for name in engine.verifiers},
         traces=traces,
         **_costs_of(costs),
@@ -270,7 +272,7 @@ def trace_answer(
     ranks: RanksByDrafter = {}
     own_ranks: RanksByDrafter = {}
     for name in engine.verifiers:
-        drafters = [member.name for member in engine.models.members if name in member.drafts_for]
+        drafters = engine.models.drafters_of(name)
         texts = [[answer[place:] for place in places]]
         if drafters and name != target:
             depth = max(grid.depths)
@@ -370,7 +372,7 @@ def _continuations(
         drawn: the model's own draw at each position.
     """
     prompt, answer = one.prompt, one.answer
-    drafter = next(m.name for m in engine.models.members if name in m.drafts_for)
+    drafter = engine.models.drafters_of(name)[0]
     members = (name, drafter)
     seen = {member: windows[member] for member in members if member in windows}
     plan = Plan(members=members, tree=OWN_TEXT_TREE, windows=seen)

@@ -163,31 +163,13 @@ class RandomSampler:
         self, tokens: list[int], proposed: Probabilities, own: Probabilities, rule: str
     ) -> tuple[int, int]:
         p, q = own.values, proposed.values if tokens else own.values[:0]
-        num_kept, weight = self._cut(tokens, p, q, rule)
-        if num_kept == len(tokens):
-            following = p[num_kept]
-        else:
-            following = verification.residual(p[num_kept], q[num_kept], weight)
+        num_kept, following = verification.cut(tokens, p, q, rule, self._happens)
         return num_kept, self._categorical(following[None])[0]
 
     def probabilities(
         self, rows: Probabilities, chosen: list[int], tokens: list[int]
     ) -> list[float]:
         return list(rows.values[chosen, tokens].tolist()) if chosen else []
-
-    def _cut(self, tokens: list[int], p: Any, q: Any, rule: str) -> tuple[int, Any]:
-        """Number of kept tokens, and the weight of p in the residual after them."""
-        if rule == "token":
-            acceptance = verification.token_acceptance(p, q, tokens)
-            for num_kept, probability in enumerate(acceptance):
-                if not self._happens([probability])[0]:
-                    return num_kept, 1
-            return len(tokens), 1
-        weights = verification.block_weights(p, q, tokens)
-        acceptance = verification.block_acceptance(p, q, weights)
-        happened = self._happens(acceptance)
-        num_kept = max((i for i, it_did in enumerate(happened, 1) if it_did), default=0)
-        return num_kept, weights[num_kept]
 
     def _happens(self, probabilities: list[Any]) -> list[bool]:
         """An independent event for each probability."""

@@ -8,9 +8,9 @@ four two BlockStages over one. A stage sees token ids only.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
@@ -19,6 +19,7 @@ from polybasic.chain.kernels.drafts import DraftTree, walk
 from polybasic.deploy.drafters.interface import Drafter
 from polybasic.deploy.rounds.flushing import AdaptiveFlushing
 from polybasic.deploy.rounds.sampling import Joiner, Prefixes, Sampler
+from polybasic.deploy.rounds.stopping import cut_at_end
 from polybasic.deploy.rounds.verifier import Verifier
 
 
@@ -50,17 +51,25 @@ class Round:
     rows: list[int]
 
 
-class Stage(Protocol):
+class Stage(ABC):
     """What the stage above, or the engine, can ask of a stage.
 
     Attributes:
         verifier: the stage's own model.
+        stop_tokens: ids that end what it proposes.
+        tokens: the sequence so far.
         accepted_lengths: tokens gained by each of its passes since the stage was made.
     """
 
-    verifier: Verifier
-    accepted_lengths: list[int]
+    def __init__(
+        self, verifier: Verifier, sampler: Joiner, stop_tokens: Collection[int] = ()
+    ) -> None:
+        self.verifier, self.sampler = verifier, sampler
+        self.stop_tokens = frozenset(stop_tokens)
+        self.tokens: list[int] = []
+        self.accepted_lengths: list[int] = []
 
+    @abstractmethod
     def prefill(self, tokens: list[int], states: Tensor | None = None) -> None:
         """Begin a sequence.
 
@@ -78,7 +87,16 @@ class Stage(Protocol):
         The last round may gain more, but the total never exceeds `limit`; `flushing` may stop
         earlier. Whether a position belongs to the block is decided before its token is drawn.
         """
+        taken: list[Any] = []
+        tokens: list[int] = []
+        wants_more = True
+        while wants_more and len(tokens) < min(num_tokens, limit):
+            gained, rows, wants_more = self._gain(limit - len(tokens), flushing)
+            tokens += gained
+            taken.append(rows)
+        return Block(tokens, self.sampler.join(taken) if taken else None)
 
+    @abstractmethod
     def resolve(self, length: int, next_token: int, states: Tensor | None = None) -> None:
         """Cut the sequence to its first `length` tokens and continue with `next_token`.
 
@@ -87,8 +105,26 @@ class Stage(Protocol):
                 has already read them into the shared cache.
         """
 
+    @abstractmethod
+    def _round(self, limit: int) -> Round:
+        """Gain at most `limit` tokens, which are committed."""
 
-class BaseTreeStage(ABC):
+    def _gain(self, limit: int, flushing: AdaptiveFlushing | None) -> tuple[list[int], Any, bool]:
+        """A round's tokens, their rows, and whether another round may follow.
+
+        The rest of the round, above all the logits of its rows, is freed here.
+        """
+        one = self._round(limit)
+        _, stopped_by = cut_at_end(one.tokens, limit, self.stop_tokens)
+        wants_more = stopped_by != "stop"
+        if wants_more and flushing is not None:
+            wants_more = flushing.wants_more(
+                self.sampler.probabilities(one.distributions, one.rows, one.tokens)
+            )
+        return one.tokens, self.sampler.take(one.distributions, one.rows), wants_more
+
+
+class BaseTreeStage(Stage):
     """The innermost stage: a verifier walks the drafter's tree by sampling.
 
     Each token is drawn from the verifier's own distribution, whatever was drafted; the candidates
@@ -102,11 +138,8 @@ class BaseTreeStage(ABC):
         sampler: Joiner,
         stop_tokens: Collection[int] = (),
     ) -> None:
-        self.verifier, self.drafter = verifier, drafter
-        self.stop_tokens = frozenset(stop_tokens)
-        self._rounds = _Rounds(self._round, sampler, self.stop_tokens)
-        self.tokens: list[int] = []
-        self.accepted_lengths: list[int] = []
+        super().__init__(verifier, sampler, stop_tokens)
+        self.drafter = drafter
 
     def prefill(self, tokens: list[int], states: Tensor | None = None) -> None:
         self.tokens = list(tokens)
@@ -121,7 +154,7 @@ class BaseTreeStage(ABC):
         self, num_tokens: int, limit: int, flushing: AdaptiveFlushing | None = None
     ) -> Block:
         self._catch_up()
-        return self._rounds.run(num_tokens, limit, flushing)
+        return super().propose(num_tokens, limit, flushing)
 
     def resolve(self, length: int, next_token: int, states: Tensor | None = None) -> None:
         cache = self.verifier.cache
@@ -134,7 +167,6 @@ class BaseTreeStage(ABC):
         self.tokens[length:] = [next_token]
 
     def _round(self, limit: int) -> Round:
-        """One draft and one verification pass."""
         return self._verify(self._draft(limit), limit)
 
     @abstractmethod
@@ -157,15 +189,7 @@ class BaseTreeStage(ABC):
 class TreeStage(BaseTreeStage):
     """A tree stage whose trees and draws are on the host."""
 
-    def __init__(
-        self,
-        verifier: Verifier,
-        drafter: Drafter,
-        sampler: Sampler,
-        stop_tokens: Collection[int] = (),
-    ) -> None:
-        super().__init__(verifier, drafter, sampler, stop_tokens)
-        self.sampler = sampler
+    sampler: Sampler
 
     def _draft(self, limit: int) -> DraftTree:
         return self.drafter.draft(self.tokens, max_depth=limit - 1)
@@ -176,9 +200,8 @@ class TreeStage(BaseTreeStage):
             self.verifier.logits(states), Prefixes(self.tokens, tree.paths())
         )
         path, last_token = walk(tree, lambda row: self.sampler.draw(distributions, row))
-        gained = cut_at_stop(
-            [tree.tokens[row] for row in path[1:]] + [last_token], self.stop_tokens
-        )
+        drawn = [*(tree.tokens[row] for row in path[1:]), last_token]
+        gained, _ = cut_at_end(drawn, limit, self.stop_tokens)
         path = path[: len(gained)]
         self.verifier.cache.keep(path)
         self.drafter.observe(states[path])
@@ -187,7 +210,7 @@ class TreeStage(BaseTreeStage):
         return Round(gained, distributions, path)
 
 
-class BaseBlockStage(ABC):
+class BaseBlockStage(Stage):
     """A verifier above a stage: it cuts the block that the stage proposes by speculative sampling.
 
     Args:
@@ -203,13 +226,10 @@ class BaseBlockStage(ABC):
         flush: Flush,
         stop_tokens: Collection[int] = (),
     ) -> None:
-        self.verifier, self.below, self.flush = verifier, below, flush
-        self.stop_tokens = frozenset(stop_tokens)
-        self._rounds = _Rounds(self._round, sampler, self.stop_tokens)
+        super().__init__(verifier, sampler, stop_tokens)
+        self.below, self.flush = below, flush
         self._flushing = AdaptiveFlushing(flush.adaptive) if flush.adaptive else None
         self.shares_cache = verifier.cache is below.verifier.cache
-        self.tokens: list[int] = []
-        self.accepted_lengths: list[int] = []
         self._num_read = 0  # leading tokens whose rows in the cache were written by this verifier
 
     def prefill(self, tokens: list[int], states: Tensor | None = None) -> None:
@@ -222,18 +242,12 @@ class BaseBlockStage(ABC):
         self._num_read = len(tokens) - 1
         self.below.prefill(tokens, states if self.shares_cache else None)
 
-    def propose(
-        self, num_tokens: int, limit: int, flushing: AdaptiveFlushing | None = None
-    ) -> Block:
-        return self._rounds.run(num_tokens, limit, flushing)
-
     def resolve(self, length: int, next_token: int, states: Tensor | None = None) -> None:
         self._num_read = min(self._num_read, length) if states is None else length
         self.tokens[length:] = [next_token]
         self.below.resolve(length, next_token, states if self.shares_cache else None)
 
     def _round(self, limit: int) -> Round:
-        """One block from below and one verification pass."""
         if self._flushing is not None:
             self._flushing.begin_block()
         block = self.below.propose(min(self.flush.length, limit - 1), limit - 1, self._flushing)
@@ -242,7 +256,7 @@ class BaseBlockStage(ABC):
         num_kept, next_token, states, distributions = self._verify(unread, block)
         if self._flushing is not None:
             self._flushing.learn(num_kept)
-        gained = cut_at_stop([*block.tokens[:num_kept], next_token], self.stop_tokens)
+        gained, _ = cut_at_end([*block.tokens[:num_kept], next_token], limit, self.stop_tokens)
         self.verifier.cache.keep(range(len(unread) + len(gained) - 1))
         self.tokens += gained
         self.accepted_lengths.append(len(gained))
@@ -264,16 +278,7 @@ class BaseBlockStage(ABC):
 class BlockStage(BaseBlockStage):
     """A block stage whose draws are on the host."""
 
-    def __init__(
-        self,
-        verifier: Verifier,
-        below: Stage,
-        sampler: Sampler,
-        flush: Flush,
-        stop_tokens: Collection[int] = (),
-    ) -> None:
-        super().__init__(verifier, below, sampler, flush, stop_tokens)
-        self.sampler = sampler
+    sampler: Sampler
 
     def _verify(self, unread: list[int], block: Block) -> tuple[int, int, Tensor, Any]:
         states = self.verifier.read(unread + block.tokens)
@@ -286,50 +291,3 @@ class BlockStage(BaseBlockStage):
             block.tokens, block.distributions, distributions, self.flush.rule
         )
         return num_kept, next_token, states, distributions
-
-
-@dataclass(frozen=True)
-class _Rounds:
-    """Runs a stage's rounds until a block is complete.
-
-    Attributes:
-        run_round: limit -> a round that gains at most `limit` tokens.
-    """
-
-    run_round: Callable[[int], Round]
-    sampler: Joiner
-    stop_tokens: frozenset[int]
-
-    def run(self, num_tokens: int, limit: int, flushing: AdaptiveFlushing | None) -> Block:
-        """See `Stage.propose`."""
-        taken: list[Any] = []
-        tokens: list[int] = []
-        wants_more = True
-        while wants_more and len(tokens) < min(num_tokens, limit):
-            gained, rows, wants_more = self._run_one(limit - len(tokens), flushing)
-            tokens += gained
-            taken.append(rows)
-        return Block(tokens, self.sampler.join(taken) if taken else None)
-
-    def _run_one(
-        self, limit: int, flushing: AdaptiveFlushing | None
-    ) -> tuple[list[int], Any, bool]:
-        """A round's tokens, their rows, and whether another round may follow.
-
-        The rest of the round, above all the logits of its rows, is freed here.
-        """
-        one = self.run_round(limit)
-        wants_more = one.tokens[-1] not in self.stop_tokens
-        if wants_more and flushing is not None:
-            wants_more = flushing.wants_more(
-                self.sampler.probabilities(one.distributions, one.rows, one.tokens)
-            )
-        return one.tokens, self.sampler.take(one.distributions, one.rows), wants_more
-
-
-def cut_at_stop(tokens: list[int], stop_tokens: Collection[int]) -> list[int]:
-    """`tokens` up to and including the first stop token."""
-    for index, token in enumerate(tokens):
-        if token in stop_tokens:
-            return tokens[: index + 1]
-    return tokens

@@ -1,12 +1,40 @@
-"""The text of an answer while its tokens arrive, and the stop strings that end it."""
+"""Where an answer ends, and why; and its text while its tokens arrive."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from typing import Literal
 
 from tokenizers import Tokenizer
 
 from polybasic.chain.errors import UserError
 
+StoppedBy = Literal["stop", "stop_string", "length"]
+"""What ended an answer: a stop token that was drawn, a stop string, or the number of its tokens."""
 _INCOMPLETE = "\ufffd"  # how tokenizers decode bytes that are not a whole character
+
+
+def cut_at_end(
+    tokens: list[int], limit: int, stop_tokens: Collection[int], text: "AnswerText | None" = None
+) -> tuple[list[int], StoppedBy | None]:
+    """The tokens that belong to an answer, or to what a stage proposes, and what ends it with them.
+
+    All that ends one is decided here. Only a walk on a device ends by itself, by the same rules,
+    and what it gained comes through here unchanged.
+
+    Args:
+        tokens: the next ones, at least one.
+        limit: the most that may follow.
+        stop_tokens: ids that end an answer, which keeps them.
+        text: of the answer, which the tokens continue; None where no stop string is looked for.
+
+    Returns:
+        Leading tokens, and None if more may follow them.
+    """
+    for number, token in enumerate(tokens[:limit], 1):
+        if text is not None and text.read(token):
+            return tokens[:number], "stop_string"
+        if token in stop_tokens:
+            return tokens[:number], "stop"
+    return tokens[:limit], "length" if len(tokens) >= limit else None
 
 
 class AnswerText:
@@ -17,7 +45,7 @@ class AnswerText:
 
     Args:
         tokenizer: of the answer's tokens.
-        stop: the stop strings.
+        stop: the stop strings, or the only one.
 
     Attributes:
         text: all complete characters, up to a stop string.
@@ -27,10 +55,10 @@ class AnswerText:
         UserError: an empty stop string.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
-        if "" in stop:
-            raise UserError("empty stop string", f"stop={list(stop)}", "give it a character")
-        self.tokenizer, self.stop = tokenizer, tuple(stop)
+    def __init__(self, tokenizer: Tokenizer, stop: str | Sequence[str] = ()) -> None:
+        self.tokenizer, self.stop = tokenizer, (stop,) if isinstance(stop, str) else tuple(stop)
+        if "" in self.stop:
+            raise UserError("empty stop string", f"stop={list(self.stop)}", "give it a character")
         self.text, self.has_stopped = "", False
         # Recent tokens. Those before `_num_context` are in `text` already; they are kept because
         # some tokenizers decode a token differently at the start of a text.
@@ -38,21 +66,14 @@ class AnswerText:
         self._num_context = 0
         self._num_taken = 0
 
-    def cut(self, tokens: list[int]) -> int | None:
-        """Read the answer's next tokens.
-
-        Returns:
-            How many of them belong to the answer if a stop string ends it, else None.
-        """
-        for index, token in enumerate(tokens):
-            begin = max(0, len(self.text) - max(map(len, self.stop), default=0) + 1)
-            incomplete = self._read(token)
-            found = [(self.text + incomplete).find(string, begin) for string in self.stop]
-            if positions := [position for position in found if position >= 0]:
-                self.text = (self.text + incomplete)[: min(positions)]
-                self.has_stopped = True
-                return index + 1
-        return None
+    def read(self, token: int) -> bool:
+        """Read the answer's next token; whether it completes a stop string."""
+        begin = max(0, len(self.text) - max(map(len, self.stop), default=0) + 1)
+        text = self._text_with(token)
+        found = [text.find(string, begin) for string in self.stop]
+        if positions := [position for position in found if position >= 0]:
+            self.text, self.has_stopped = text[: min(positions)], True
+        return self.has_stopped
 
     def take(self) -> str:
         """The text since the last call, except an end that may begin a stop string."""
@@ -68,17 +89,17 @@ class AnswerText:
         taken, self._num_taken = self.text[self._num_taken :], len(self.text)
         return taken
 
-    def _read(self, token: int) -> str:
-        """Add a token to `text` if it completes characters, else return the incomplete text."""
+    def _text_with(self, token: int) -> str:
+        """The text with a token, which is added to `text` if it completes characters."""
         self._window.append(token)
         added = self._text_after_context()
         if added.endswith(_INCOMPLETE):
-            return added
+            return self.text + added
         if added:
             self.text += added
             self._window = self._window[self._num_context :]
             self._num_context = len(self._window)
-        return ""
+        return self.text
 
     def _text_after_context(self) -> str:
         context = self.tokenizer.decode(self._window[: self._num_context])

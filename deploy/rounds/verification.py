@@ -11,10 +11,37 @@ The functions work on any kind of number: float32 tensors when a chain runs, arr
 when the tests enumerate every outcome.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 Rows = Any
 """Probabilities [rows, vocabulary]: a float32 tensor or a NumPy array of fractions."""
+
+
+def cut(
+    tokens: list[int], p: Rows, q: Rows, rule: str, happens: Callable[[list[Any]], list[bool]]
+) -> tuple[int, Any]:
+    """How many tokens of a block are kept, and the distribution of the token after them.
+
+    Args:
+        tokens: x_1..x_K.
+        p: K + 1 rows.
+        q: K rows.
+        rule: "block" or "token".
+        happens: draws an independent event for each of some probabilities.
+    """
+    num_tokens, weight = len(tokens), 1
+    if rule == "token":
+        kept = (happens([probability])[0] for probability in token_acceptance(p, q, tokens))
+        num_kept = next((number for number, is_kept in enumerate(kept) if not is_kept), num_tokens)
+    else:
+        weights = block_weights(p, q, tokens)
+        happened = happens(block_acceptance(p, q, weights))
+        num_kept = max((number for number, it_did in enumerate(happened, 1) if it_did), default=0)
+        weight = weights[num_kept]
+    if num_kept == num_tokens:
+        return num_kept, p[num_kept]
+    return num_kept, residual(p[num_kept], q[num_kept], weight)
 
 
 def token_acceptance(p: Rows, q: Rows, tokens: list[int]) -> list[Any]:

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from numbers import Real
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -167,23 +167,69 @@ def process_logits(
     return logits
 
 
+@dataclass(frozen=True)
+class Warping:
+    """Which steps after the penalties are on: the part of them that a captured round depends on.
+
+    Rounds of equal warpings differ only in the values that `values_of` returns.
+
+    Attributes:
+        max_top_k: the most tokens that top-k keeps, a power of two; None if it is off.
+        has_top_p: whether top-p is on.
+        has_min_p: whether min-p is on.
+    """
+
+    NUM_VALUES: ClassVar = 4
+
+    max_top_k: int | None = None
+    has_top_p: bool = False
+    has_min_p: bool = False
+
+    @classmethod
+    def of(cls, sampling: Sampling) -> "Warping":
+        """The warping of settings with a temperature above 0."""
+        assert not sampling.is_greedy, "greedy draws are the argmax"
+        return cls(
+            1 << (sampling.top_k - 1).bit_length() if sampling.top_k else None,
+            sampling.top_p is not None and sampling.top_p < 1,
+            bool(sampling.min_p),
+        )
+
+    @staticmethod
+    def values_of(sampling: Sampling) -> list[float]:
+        """Temperature, top-k, top-p and min-p; 0 for those that are not set."""
+        values = (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
+        return [float(value or 0) for value in values]
+
+    def probabilities(self, logits: Tensor, values: Tensor) -> Tensor:
+        """Probabilities [R, V] in float32. The host reads no number.
+
+        Args:
+            logits: [R, V], after bias and penalties.
+            values: float32 [NUM_VALUES] on the same device, as `values_of` orders them.
+        """
+        temperature, top_k, top_p, min_p = values.unbind()
+        logits = logits.float() / temperature
+        # at twice as many tokens as there are, top-k drops none
+        if self.max_top_k is not None and self.max_top_k // 2 < logits.shape[1]:
+            best = logits.topk(min(self.max_top_k, logits.shape[1])).values
+            last = (top_k.long() - 1).clamp(max=best.shape[1] - 1)
+            logits = logits.masked_fill(logits < best.index_select(1, last), float("-inf"))
+        found = logits.softmax(-1)
+        if self.has_top_p:
+            ordered, order = found.sort(dim=-1, descending=True, stable=True)
+            is_beyond = ordered.cumsum(-1) - ordered >= top_p
+            found = _without(found, torch.zeros_like(is_beyond).scatter(-1, order, is_beyond))
+        if self.has_min_p:
+            found = _without(found, found < min_p * found.amax(-1, keepdim=True))
+        return found
+
+
 def warp(logits: Tensor, sampling: Sampling, prefixes: Prefixes, num_prompt_tokens: int) -> Tensor:
     """Probabilities [R, V] in float32 after all steps, in the order above; temperature > 0."""
-    logits = process_logits(logits, sampling, prefixes, num_prompt_tokens).float()
-    logits = logits / sampling.temperature
-    if sampling.top_k and sampling.top_k < logits.shape[-1]:
-        threshold = logits.topk(sampling.top_k, -1).values[:, -1:]
-        logits = logits.masked_fill(logits < threshold, float("-inf"))
-    probabilities = logits.softmax(-1)
-    if sampling.top_p is not None and sampling.top_p < 1:
-        ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)
-        is_beyond = ordered.cumsum(-1) - ordered >= sampling.top_p
-        dropped = torch.zeros_like(is_beyond).scatter(-1, order, is_beyond)
-        probabilities = _without(probabilities, dropped)
-    if sampling.min_p:
-        least = sampling.min_p * probabilities.amax(-1, keepdim=True)
-        probabilities = _without(probabilities, probabilities < least)
-    return probabilities
+    logits = process_logits(logits, sampling, prefixes, num_prompt_tokens)
+    values = torch.tensor(Warping.values_of(sampling), device=logits.device)
+    return Warping.of(sampling).probabilities(logits, values)
 
 
 def _without(probabilities: Tensor, dropped: Tensor) -> Tensor:

@@ -104,17 +104,19 @@ def generate(
         answer = loaded.generate(prompt, **options)
         content = json.dumps(_as_json(answer), ensure_ascii=False) if as_json else answer.text
         typer.echo(content)
+        statistics = answer.statistics
     else:
-        for piece in loaded.stream(prompt, **options):
+        stream = loaded.stream(prompt, **options)
+        for piece in stream:
             print(piece.text, end="", flush=True)
         print()
-    assert loaded.last_statistics is not None
+        statistics = stream.statistics
     defaults = {
         name: value
         for name, value in loaded.sampling(**settings).in_effect.items()
         if name not in settings
     }
-    note(_statistics_line(loaded.last_statistics) + _shown_defaults(defaults))
+    note(_statistics_line(statistics) + _shown_defaults(defaults))
 
 
 def inspect(

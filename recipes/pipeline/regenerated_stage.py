@@ -107,13 +107,14 @@ class RuntimeAnswerer:
         """Answer one prompt; an interrupt takes effect between two passes of the target."""
         from polybasic.train.answers.answerer import Answer
 
-        tokens: list[int] = []
-        for new_tokens in self._target.stream(
+        stream = self._target.stream(
             prompt.token_ids, prompt.max_new_tokens, prompt.temperature, prompt.seed
-        ):
+        )
+        tokens: list[int] = []
+        for new_tokens in stream:
             tokens += new_tokens
             await asyncio.sleep(0)
-        return Answer(self._target.text(tokens), self._target.is_cut(tokens))
+        return Answer(self._target.text(tokens), stream.statistics.stopped_by == "length")
 
 
 def _identify(workspace: Workspace, folder: Path) -> dict[str, Any]:

@@ -124,11 +124,11 @@ def test_rounds_break_down_whole_answers(
     found = rounds.measure_rounds(chain, {"full": plan}, [prompt], 12, 2)["full"]
     assert stages.walk is walk, "timers are taken off"
     assert not {"read", "logits"} & vars(chain.engine.verifiers["target"]).keys()
-    ids = [t for new in chain.stream_ids(prompt, 12, Sampling(0.0), plan) for t in new]
-    assert chain.last_statistics is not None
+    answer = chain.stream_ids(prompt, 12, Sampling(0.0), plan)
+    ids = [token for new in answer for token in new]
     for turn in found.turns:
         assert turn.tokens == len(ids), "timed answers are the answers"
-        of_answer = chain.last_statistics.forward_passes
+        of_answer = answer.statistics.forward_passes
         assert turn.passes == {name: of_answer[name] for name in ("target", "intermediate")}
     parts = ("states", "logits", "choice of tokens")
     assert set(found.operations()) == {

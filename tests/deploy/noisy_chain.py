@@ -14,7 +14,7 @@ from torch import Tensor
 from polybasic.chain.formats.package import Part
 from polybasic.chain.formats.plan import AdaptiveFlush, Flush, Plan, Rule, Tree
 from polybasic.deploy import Chain, load_chain
-from polybasic.deploy.engine import Request
+from polybasic.deploy.request import Request
 from polybasic.deploy.rounds.sampling import Sampling
 from tests.conftest import package_around, write_draft, write_target
 

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from polybasic.chain.formats.config import DecoderConfig
-from polybasic.chain.formats.manifest import Member, Reference
 from polybasic.chain.formats.plan import Plan
 from polybasic.chain.kernels.backend import Backend
 from polybasic.chain.kernels.drafts import DraftTree
@@ -24,7 +23,8 @@ from polybasic.chain.kernels.rotary import RotaryTable
 from polybasic.chain.kernels.selection import backend_for
 from polybasic.chain.kernels.weights import LayerWeights, ModelWeights
 from polybasic.deploy.drafters.interface import Drafter
-from polybasic.deploy.engine import Engine, Models, Request
+from polybasic.deploy.engine import Engine, Models
+from polybasic.deploy.request import Request
 from polybasic.deploy.rounds.sampling import Prefixes, Probabilities, RandomSampler, Sampling
 from polybasic.deploy.rounds.stages import BlockStage, Stage, TreeStage
 from polybasic.deploy.rounds.verifier import Verifier
@@ -120,20 +120,6 @@ class Weights:
         return backend.executor(weights)
 
 
-def member(name: str, role: Any, drafts_for: tuple[str, ...] = ()) -> Member:
-    return Member(
-        name=name,
-        role=role,
-        kind="eagle2" if role == "drafter" else "decoder",
-        reference=Reference(path=name),
-        dtype="float32",
-        num_parameters=1,
-        num_bytes=1,
-        files={"model.safetensors": "0" * 64},
-        drafts_for=drafts_for,
-    )
-
-
 @dataclass(frozen=True)
 class SmallChain:
     """An engine over small models, and what it is asked.
@@ -171,11 +157,8 @@ def small_chain(
     num_tokens: int = 4,
 ) -> SmallChain:
     """A chain whose head drafts for the last of the decoders."""
-    target, *intermediates = decoders
-    members = [member(target, "target")]
-    members += [member(name, "intermediate") for name in intermediates]
-    members.append(member(plan.members[-1], "drafter", (plan.members[-2],)))
-    models = Models(decoders, {plan.members[-1]: head}, tuple(members), CONTEXT_TOKENS)
+    verifying, drafter = plan.members[-2:]
+    models = Models(decoders, {drafter: head}, {drafter: (verifying,)}, CONTEXT_TOKENS)
     return SmallChain(Engine(models), plan, sampling, prompt, num_tokens, num_counted=3)
 
 

@@ -99,9 +99,13 @@ def test_ends_at_a_stop_token(chain: Chain, model: Any, members: tuple[str, ...]
     free = reference(model, [5, 9], 40, frozenset())
     chain.stop_tokens = frozenset({free[17]})
     expected = free[: free.index(free[17]) + 1]
-    assert continue_ids(chain, [5, 9], 40, members=members) == expected
-    assert chain.last_statistics is not None
-    assert chain.last_statistics.stopped_by == "stop"
+    answer = chain.stream_ids([5, 9], 40, Sampling(), chain.plan_of(members))
+    with pytest.raises(UserError, match="no statistics: an answer that has not ended; take all"):
+        _ = answer.statistics
+    assert [token for new in answer for token in new] == expected
+    assert answer.statistics.stopped_by == "stop"
+    assert list(answer) == []
+    assert answer.statistics.num_tokens == len(expected)
 
 
 def test_all_lengths_are_exact(chain: Chain) -> None:
@@ -422,7 +426,7 @@ def test_a_stream_that_is_given_up_keeps_nobody_out(chain: Chain) -> None:
 
     stream = chain.stream("w7", max_new_tokens=20)
     next(stream)
-    stream.close()  # type: ignore[attr-defined]
+    stream.close()
     assert chain.generate("w5 w9", max_new_tokens=20).text == expected
     stream = chain.stream("w7", max_new_tokens=20)
     next(stream)

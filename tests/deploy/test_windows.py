@@ -15,7 +15,7 @@ from torch import Tensor
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.config import DecoderConfig, LayerKind
-from polybasic.chain.formats.manifest import check_plan
+from polybasic.chain.formats.manifest import check_plan, read_manifest
 from polybasic.chain.formats.plan import Flush, Ngram, Plan, Tree, Window
 from polybasic.chain.kernels.drafts import DraftTree
 from polybasic.chain.kernels.executor import Executor
@@ -25,11 +25,12 @@ from polybasic.chain.kernels.torch.rows import DeviceRows, Span
 from polybasic.deploy import load_chain
 from polybasic.deploy.drafters.head import EagleDrafter
 from polybasic.deploy.drafters.model import ModelDrafter
-from polybasic.deploy.engine import Engine, Models, Request
+from polybasic.deploy.engine import Engine, Models
+from polybasic.deploy.request import Request
 from polybasic.deploy.rounds.cache import KeyValueCache
 from polybasic.deploy.rounds.sampling import Sampling
 from polybasic.deploy.rounds.verifier import Verifier
-from tests.deploy.small_chains import CPU, VOCAB_SIZE, Weights, member, small_config
+from tests.deploy.small_chains import CPU, VOCAB_SIZE, Weights, small_config
 
 CAPACITY = 200
 TREE = DraftTree([5, 1, 2, 3, 4, 5, 0], [-1, 0, 0, 1, 2, 2, 5])
@@ -241,19 +242,12 @@ def engine_of(share_caches: bool = True) -> Engine:
         "intermediate": Weights(1, noise=0.3).decoder(config),
         "small": Weights(3).decoder(small_config(num_layers=1, hidden_size=16)),
     }
-    drafts_for = ("intermediate",)
-    members = (
-        member("target", "target"),
-        member("intermediate", "intermediate"),
-        member("small", "intermediate"),
-        member("draft", "drafter", drafts_for),
-        member("copy", "drafter", drafts_for).model_copy(update={"kind": "decoder"}),
-    )
     drafters = {
         "draft": Weights(9).head(decoders["intermediate"]),
         "copy": Weights(1, noise=0.2).decoder(config),
     }
-    return Engine(Models(decoders, drafters, members, 64), share_caches)
+    drafts_for = dict.fromkeys(drafters, ("intermediate",))
+    return Engine(Models(decoders, drafters, drafts_for, 64), share_caches)
 
 
 FLUSH = {"target": Flush(length=3), "intermediate": Flush(length=2)}
@@ -269,9 +263,8 @@ PLANS = [
 
 def answer(engine: Engine, plan: Plan, sampling: Sampling | None = None) -> tuple[list[int], Any]:
     request = Request(PROMPT, 40, sampling or Sampling(), (), plan)
-    tokens = [token for batch in engine.run(request) for token in batch]
-    assert request.statistics is not None
-    return tokens, request.statistics
+    found = engine.run(request)
+    return [token for batch in found for token in batch], found.statistics
 
 
 def with_windows(plan: Plan, window: Window) -> Plan:
@@ -293,11 +286,10 @@ def test_greedy_answers_are_the_targets(plan: Plan, share_caches: bool) -> None:
     assert again_statistics.accepted_lengths == all_statistics.accepted_lengths
 
 
-def test_a_window_on_the_target_would_change_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_window_on_the_target_would_change_answers() -> None:
     plan = PLANS[0].model_copy(update={"windows": {"target": NARROW}})
     engine = engine_of()
     alone, _ = answer(engine, Plan(members=("target",), tree=SHAPE))
-    monkeypatch.setattr("polybasic.deploy.engine.check_plan", lambda plan, members: None)
     assert answer(engine, plan)[0] != alone
 
 
@@ -342,9 +334,9 @@ def test_chains_are_loaded_with_own_caches_and_beyond_what_is_declared(tiny_chai
     ],
 )
 def test_windows_of_the_target_and_of_strangers_are_refused(
-    windows: dict[str, Window], message: str
+    tiny_chain: Path, windows: dict[str, Window], message: str
 ) -> None:
-    members = engine_of().models.members
+    members = read_manifest(tiny_chain).members
     check_plan(with_windows(PLANS[0], NARROW), members)
     with pytest.raises(ValueError, match=message):
         check_plan(PLANS[0].model_copy(update={"windows": windows}), members)

@@ -10,13 +10,13 @@ import numpy as np
 from polybasic.chain.formats.plan import Plan, Tree
 from polybasic.chain.kernels.drafts import ABSENT
 from polybasic.deploy import Chain
-from polybasic.deploy.engine import Request
 from polybasic.deploy.planner.measurements import (
     DraftCosts,
     Measurements,
     PassCosts,
     Trace,
 )
+from polybasic.deploy.request import Request
 from polybasic.deploy.rounds.sampling import Sampling
 
 GREEDY = Sampling()
@@ -92,8 +92,7 @@ def count_passes(
     total: Counter[str] = Counter()
     for _, prompt in prompts:
         request = Request(prompt, num_tokens, sampling, frozenset(), plan)
-        for _ in chain.engine.run(request):
-            pass
-        assert request.statistics is not None
-        total.update(request.statistics.forward_passes)
+        answer = chain.engine.run(request)
+        assert sum(map(len, answer)) <= num_tokens
+        total.update(answer.statistics.forward_passes)
     return total

@@ -27,13 +27,13 @@ import torch
 from torch import Tensor
 
 from polybasic.chain.formats.plan import Plan
+from polybasic.chain.kernels.torch.operations import Operations
 from polybasic.deploy import Chain, load_chain
 from polybasic.deploy.bench.rereading import ReadPattern, answer_logits
-from polybasic.deploy.engine import Request
 from polybasic.deploy.graphs import round_parts
-from polybasic.deploy.graphs.device_sampling import draw
 from polybasic.deploy.graphs.device_stages import DeviceTreeStage
 from polybasic.deploy.graphs.drawing import DeviceSampler
+from polybasic.deploy.request import Request
 from polybasic.deploy.rounds.sampling import Prefixes, Sampling
 from polybasic.deploy.rounds.warping import warp
 from tests.deploy.noisy_chain import (
@@ -264,7 +264,7 @@ def test_a_token_after_a_cut_that_is_not_from_the_residual_is_rejected(
 
     def verify(block: Tensor, num: Tensor, p: Tensor, q: Tensor, u: Tensor, *others: Any) -> Any:
         num_kept, _ = right(block, num, p, q, u, *others)
-        return num_kept, draw(p.index_select(0, num_kept), u[-1:]).squeeze(0)
+        return num_kept, Operations().draw(p.index_select(0, num_kept), u[-1:]).squeeze(0)
 
     monkeypatch.setattr(round_parts, "verify", verify)
     assert is_rejected(chain_at(DEVICE), reference, "token")
@@ -275,12 +275,12 @@ def test_walks_that_prefer_candidates_are_rejected(
     chain_at: ChainAt, reference: Chain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every row steps to a child of its own, whatever was drawn."""
-    right = round_parts.walk
+    right = Operations.walk
 
-    def walk(tree: Any, drawn: Tensor, *others: Any) -> Any:
-        return right(tree, drawn.index_copy(0, tree.parents[1:], tree.tokens[1:]), *others)
+    def walk(self: Operations, tree: Any, drawn: Tensor, *others: Any) -> Any:
+        return right(self, tree, drawn.index_copy(0, tree.parents[1:], tree.tokens[1:]), *others)
 
-    monkeypatch.setattr(round_parts, "walk", walk)
+    monkeypatch.setattr(Operations, "walk", walk)
     assert is_rejected(chain_at(DEVICE), reference, "two")
 
 

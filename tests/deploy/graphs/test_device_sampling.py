@@ -10,35 +10,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from polybasic.chain.kernels.drafts import DraftTree
+from polybasic.chain.kernels.torch.operations import Operations
 from polybasic.chain.kernels.torch.trees import DeviceTree, num_to_stop
-from polybasic.deploy.graphs.device_sampling import (
-    Warping,
-    draw,
-    probabilities,
-    verify,
-    verify_greedy,
-    walk,
-)
+from polybasic.deploy.graphs.device_sampling import verify, verify_greedy
 from polybasic.chain.kernels import drafts as host_tree
 from polybasic.deploy.rounds import verification
-from polybasic.deploy.rounds.sampling import GreedyRows, GreedySampler, Prefixes, Sampling
-from polybasic.deploy.rounds.stages import cut_at_stop
-from polybasic.deploy.rounds.warping import warp
+from polybasic.deploy.rounds.sampling import GreedyRows, GreedySampler, Sampling
+from polybasic.deploy.rounds.stopping import cut_at_end
+from polybasic.chain.kernels.drafts import DraftTree
+from polybasic.deploy.rounds.warping import Warping
 from tests.deploy.recorded_graphs import RecordedGraphs
 
 CPU = torch.device("cpu")
-SETTINGS = [
-    Sampling(temperature=1.0),
-    Sampling(temperature=0.6),
-    Sampling(temperature=1.5, top_k=1),
-    Sampling(temperature=0.8, top_k=5),
-    Sampling(temperature=0.8, top_k=33),
-    Sampling(temperature=0.8, top_k=1000),
-    Sampling(temperature=1.2, top_p=0.7),
-    Sampling(temperature=1.0, min_p=0.1),
-    Sampling(temperature=0.7, top_k=12, top_p=0.9, min_p=0.05),
-]
+draw, walk = Operations().draw, Operations().walk
 HIGHEST = 1 - 2.0**-24
 """The greatest number that `torch.rand` gives."""
 
@@ -46,28 +30,6 @@ HIGHEST = 1 - 2.0**-24
 def midpoints(count: int) -> Tensor:
     """Uniform numbers that stand for all of [0, 1)."""
     return ((torch.arange(count, dtype=torch.float64) + 0.5) / count).float()
-
-
-def warped(logits: Tensor, sampling: Sampling) -> Tensor:
-    values = torch.tensor(Warping.values_of(sampling))
-    assert len(values) == Warping.NUM_VALUES
-    return probabilities(logits, Warping.of(sampling), values)
-
-
-@pytest.mark.parametrize("sampling", SETTINGS, ids=str)
-def test_probabilities_are_the_hosts(sampling: Sampling) -> None:
-    # bfloat16 logits tie often, at the thresholds too
-    logits = torch.randn(6, 40, generator=torch.Generator().manual_seed(1)).bfloat16() * 3
-    expected = warp(logits, sampling, Prefixes([], [[]] * 6), 0)
-    assert torch.equal(warped(logits, sampling), expected)
-
-
-def test_warpings_of_equal_parts_share_a_round() -> None:
-    few, more = Sampling(temperature=1, top_k=5), Sampling(temperature=2, top_k=8, top_p=1.0)
-    assert Warping.of(few) == Warping.of(more) == Warping(max_top_k=8)
-    assert Warping.of(few) != Warping.of(Sampling(temperature=1, top_k=9))
-    assert Warping.of(Sampling(temperature=1, top_k=0, min_p=0.0)) == Warping()
-    assert Warping.of(Sampling(temperature=1, top_k=1)).max_top_k == 1
 
 
 @pytest.mark.parametrize("vocab_size", [3, 1000, 1024, 2500])
@@ -136,7 +98,7 @@ def test_walks_are_the_hosts(data: st.DataObject) -> None:
     limit, stop_tokens = data.draw(st.integers(1, 6)), data.draw(st.sets(st.integers(0, 4)))
     path, last_token = host_tree.walk(tree, lambda row: drawn[row])
     gained = [tree.tokens[row] for row in path[1:]] + [last_token]
-    expected = cut_at_stop(gained[:limit], stop_tokens)
+    expected, _ = cut_at_end(gained, limit, stop_tokens)
     most = max(tree.depths()) + 1 + data.draw(st.integers(0, 2))
     moved = padded(DeviceTree.of(tree, CPU), len(tree) + data.draw(st.integers(0, 3)))
     num_padding = len(moved.tokens) - len(tree)
@@ -189,21 +151,15 @@ def cut_by_host(
     tokens: list[int], p: Tensor, q: Tensor, uniforms: list[float], rule: str
 ) -> tuple[int, Tensor, float]:
     """Kept tokens, distribution after them, and how near a uniform number came to its limit."""
-    if rule == "token":
-        acceptance = verification.token_acceptance(p, q, tokens)
-        happened = [u < h for u, h in zip(uniforms, acceptance, strict=True)]
-        num_kept = ([*happened, False]).index(False)
-        weight: Any = 1
-    else:
-        weights = verification.block_weights(p, q, tokens)
-        acceptance = verification.block_acceptance(p, q, weights)
-        happened = [u < h for u, h in zip(uniforms, acceptance, strict=True)]
-        num_kept = max((i for i, it_did in enumerate(happened, 1) if it_did), default=0)
-        weight = weights[num_kept]
-    margin = min((abs(u - h) for u, h in zip(uniforms, acceptance, strict=True)), default=1.0)
-    if num_kept == len(tokens):
-        return num_kept, p[num_kept], margin
-    return num_kept, verification.residual(p[num_kept], q[num_kept], weight), margin
+    numbers, margins = iter(uniforms), [1.0]
+
+    def happens(probabilities: list[float]) -> list[bool]:
+        drawn = [(next(numbers), probability) for probability in probabilities]
+        margins.extend(abs(number - probability) for number, probability in drawn)
+        return [number < probability for number, probability in drawn]
+
+    num_kept, following = verification.cut(tokens, p, q, rule, happens)
+    return num_kept, following, min(margins)
 
 
 @pytest.mark.parametrize("rule", ["token", "block"])
@@ -279,10 +235,10 @@ def test_one_graph_serves_all_values() -> None:
     left = torch.zeros(11, dtype=torch.int64)
 
     def round_() -> None:
-        own = probabilities(logits, warping, values)
+        own = warping.probabilities(logits, values)
         drawn = draw(own, uniforms)
         walked = walk(tree, drawn % 4, numbers[0], stop_tokens, 3)
-        proposed = probabilities(logits[:most] * 0.5, warping, values)
+        proposed = warping.probabilities(logits[:most] * 0.5, values)
         cuts = [verify(tokens, numbers[1], own, proposed, uniforms, r) for r in ("token", "block")]
         greedy = verify_greedy(tokens, numbers[1], drawn)
         counted = [walked.num, *greedy, *cuts[0], *cuts[1]]
@@ -294,7 +250,7 @@ def test_one_graph_serves_all_values() -> None:
         uniforms.copy_(torch.rand(most + 1, generator=generator))
         numbers.copy_(torch.tensor([1 + run % 3, run % 5]))
         logits.normal_(generator=generator)
-        tokens.copy_(draw(probabilities(logits[:most] * 0.5, warping, values), uniforms[:most]))
+        tokens.copy_(draw(warping.probabilities(logits[:most] * 0.5, values), uniforms[:most]))
         graphs.run("round", round_)
         replayed = left.clone()
         round_()

@@ -5,14 +5,14 @@ from typing import Any
 
 import pytest
 
-from polybasic.chain.formats.manifest import Member
 from polybasic.chain.formats.plan import AdaptiveFlush, Flush, Ngram, Plan, Tree, Window
 from polybasic.chain.kernels.executor import Executor
-from polybasic.deploy.engine import Engine, Models, Request
+from polybasic.deploy.engine import Engine, Models
 from polybasic.deploy.graphs.device_stages import DeviceBlockStage, DeviceTreeStage
+from polybasic.deploy.request import Request
 from polybasic.deploy.rounds.sampling import Sampling
 from tests.deploy.recorded_graphs import RecordedGraphs
-from tests.deploy.small_chains import VOCAB_SIZE, Weights, member, small_config
+from tests.deploy.small_chains import VOCAB_SIZE, Weights, small_config
 
 PROMPT = [1, 4, 2, 0, 5, 3, 3, 1, 2]
 NUM_TOKENS = 24
@@ -60,16 +60,10 @@ def engine() -> Engine:
     same = weights.decoder(small_config(2, 16))
     thin = weights.decoder(small_config(1, 16))
     drafter = weights.decoder(small_config(1, 8))
-    heads: dict[str, Executor | Executor] = {"head": weights.head(target), "drafter": drafter}
-    members: list[Member] = [
-        member("target", "target"),
-        member("same", "intermediate"),
-        member("thin", "intermediate"),
-        member("head", "drafter", ("target", "same", "thin")),
-        member("drafter", "drafter", ("target",)).model_copy(update={"kind": "decoder"}),
-    ]
+    heads: dict[str, Executor] = {"head": weights.head(target), "drafter": drafter}
+    drafts_for = {"head": ("target", "same", "thin"), "drafter": ("target",)}
     decoders = {"target": target, "same": same, "thin": thin}
-    return Engine(Models(decoders, heads, tuple(members), CONTEXT_TOKENS))
+    return Engine(Models(decoders, heads, drafts_for, CONTEXT_TOKENS))
 
 
 def answer(one: Engine, plan: Plan, sampling: Sampling, **changed: Any) -> list[int]:
@@ -179,10 +173,10 @@ def test_requests_follow_each_other(host: Engine, device: Engine) -> None:
 
 def test_statistics_count_rounds(device: Engine) -> None:
     request = Request(PROMPT, NUM_TOKENS, GREEDY, (), PLANS["three"])
-    tokens = [token for batch in device.run(request) for token in batch]
-    statistics = request.statistics
-    assert statistics is not None
-    assert sum(statistics.accepted_lengths["target"]) == len(tokens)
+    found = device.run(request)
+    num_tokens = sum(map(len, found))
+    statistics = found.statistics
+    assert sum(statistics.accepted_lengths["target"]) == num_tokens == statistics.num_tokens
     assert statistics.forward_passes["target"] == len(statistics.accepted_lengths["target"])
     num_rounds = len(statistics.accepted_lengths["same"])
     assert statistics.forward_passes["same"] == num_rounds

@@ -31,7 +31,7 @@ from torch import Tensor
 from polybasic.chain.formats.plan import AdaptiveFlush, Flush, Plan, Tree, Window
 from polybasic.chain.kernels.executor import Executor
 from polybasic.chain.kernels.rows import consecutive_rows
-from polybasic.deploy.engine import Request
+from polybasic.deploy.request import Request
 from polybasic.deploy.rounds import verification
 from polybasic.deploy.rounds.cache import KeyValueCache
 from polybasic.deploy.rounds.sampling import Prefixes, Sampling

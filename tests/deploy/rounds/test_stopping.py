@@ -1,13 +1,14 @@
-"""Text as its tokens come, cut at the first stop string; on real tokenizers."""
+"""Where answers end, and their text as its tokens come; on real tokenizers."""
 
 import random
+from collections.abc import Collection
 from functools import cache
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from polybasic.chain.errors import UserError
-from polybasic.deploy.rounds.stopping import AnswerText
+from polybasic.deploy.rounds.stopping import AnswerText, cut_at_end
 
 TEXT = "Say stop: the Straße is wide, 東京 is large 🎉 and the END is near. "
 
@@ -57,11 +58,43 @@ def feed(text: AnswerText, tokens: list[int], batch: int = 1) -> tuple[list[str]
     """What is shown of a stream of batches, and the number of tokens kept."""
     shown = []
     for begin in range(0, len(tokens), batch):
-        kept = text.cut(tokens[begin : begin + batch])
+        kept, stopped_by = cut_at_end(tokens[begin : begin + batch], len(tokens) + 1, (), text)
         shown.append(text.take())
-        if kept is not None:
-            return [*shown, text.finish()], begin + kept
+        if stopped_by is not None:
+            assert stopped_by == "stop_string"
+            return [*shown, text.finish()], begin + len(kept)
     return [*shown, text.finish()], None
+
+
+@pytest.mark.parametrize(
+    ("limit", "stop_tokens", "kept", "stopped_by"),
+    [
+        (6, {7, 9}, 2, "stop"),
+        (2, {7, 9}, 2, "stop"),
+        (1, {7, 9}, 1, "length"),
+        (5, {8}, 5, "length"),
+        (6, {8}, 5, None),
+        (6, (), 5, None),
+    ],
+)
+def test_an_answer_ends_at_a_stop_token_or_its_length(
+    limit: int, stop_tokens: Collection[int], kept: int, stopped_by: str | None
+) -> None:
+    tokens = [4, 7, 5, 7, 9]
+    assert cut_at_end(tokens, limit, stop_tokens) == (tokens[:kept], stopped_by)
+
+
+def test_a_stop_string_that_ends_with_a_stop_token_comes_first() -> None:
+    tokenizer = byte_fallback()  # one token for each character
+    tokens = tokenizer.encode("the END").ids
+    for stop, stop_tokens, expected in (
+        (["END"], tokens[-1:], (len(tokens), "stop_string")),
+        (["END"], tokens[-2:-1], (len(tokens) - 1, "stop")),
+        (["EN"], tokens[-1:], (len(tokens) - 1, "stop_string")),
+    ):
+        text = AnswerText(tokenizer, stop)
+        kept, stopped_by = cut_at_end(tokens, len(tokens), stop_tokens, text)
+        assert (len(kept), stopped_by) == expected
 
 
 def first_token_with(tokenizer: Tokenizer, tokens: list[int], stop: list[str]) -> int:
@@ -117,7 +150,7 @@ def test_the_beginning_of_a_stop_string_is_held_back_until_it_is_none(tokenizer:
     text = AnswerText(tokenizer, ["stop it"])
     shown, held_back = "", []
     for token in tokens:
-        assert text.cut([token]) is None
+        assert not text.read(token)
         shown += text.take()
         held_back.append(text.text.removeprefix(shown))
     assert shown + text.finish() == "a stop is"
@@ -126,7 +159,7 @@ def test_the_beginning_of_a_stop_string_is_held_back_until_it_is_none(tokenizer:
     assert held_back[-1] == "s"
     # and what is held back at the end of the answer is given out then
     text = AnswerText(tokenizer, ["stop it"])
-    text.cut(tokenizer.encode("a stop").ids)
+    assert not any(map(text.read, tokenizer.encode("a stop").ids))
     assert (text.take(), text.finish(), text.finish()) == ("a ", "stop", "")
 
 

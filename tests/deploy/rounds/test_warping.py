@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from polybasic.chain.errors import UserError
-from polybasic.deploy.rounds.warping import Prefixes, Sampling, process_logits, warp
+from polybasic.deploy.rounds.warping import Prefixes, Sampling, Warping, process_logits, warp
 
 
 def warped(logits: Tensor, sampling: Sampling) -> Tensor:
@@ -30,7 +30,7 @@ def processed(logits: list[float], prefixes: Prefixes, num_prompt: int, **settin
 
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 2.0])
-@pytest.mark.parametrize("top_k", [None, 0, 1, 5, 500])
+@pytest.mark.parametrize("top_k", [None, 0, 1, 5, 70, 500])
 @pytest.mark.parametrize("top_p", [None, 0.2, 0.9, 1.0])
 @pytest.mark.parametrize("min_p", [None, 0.0, 0.1, 1.0])
 def test_warping_is_transformers(
@@ -46,6 +46,20 @@ def test_warping_is_transformers(
     found = warped(logits, Sampling(temperature, top_k, top_p, min_p))
     assert torch.allclose(found, expected.softmax(-1), atol=1e-6)
     assert ((found > 0) == (expected > float("-inf"))).all()
+
+
+def test_top_k_keeps_what_ties_with_its_last() -> None:
+    found = warped(torch.tensor([[0.0, 2.0, 1.0, 1.0]]), Sampling(1.0, top_k=2))
+    assert (found > 0).tolist() == [[False, True, True, True]]
+
+
+def test_warpings_of_equal_parts_differ_in_values_alone() -> None:
+    few, more = Sampling(temperature=1, top_k=5), Sampling(temperature=2, top_k=8, top_p=1.0)
+    assert Warping.of(few) == Warping.of(more) == Warping(max_top_k=8)
+    assert Warping.values_of(few) == [1, 5, 0, 0]
+    assert Warping.of(few) != Warping.of(Sampling(temperature=1, top_k=9))
+    assert Warping.of(Sampling(temperature=1, top_k=0, min_p=0.0)) == Warping()
+    assert Warping.of(Sampling(temperature=1, top_k=1)).max_top_k == 1
 
 
 @pytest.mark.parametrize("penalty", [0.7, 1.3])

@@ -1,0 +1,102 @@
+"""What is asked of an engine, and the answer as it comes."""
+
+from collections.abc import Collection, Generator, Iterator
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from polybasic.chain.errors import UserError
+from polybasic.chain.formats.plan import Plan
+from polybasic.deploy.rounds.sampling import Sampling
+from polybasic.deploy.rounds.stopping import AnswerText, StoppedBy
+
+Part = TypeVar("Part")
+
+
+@dataclass(frozen=True)
+class Request:
+    """One sequence to continue.
+
+    Attributes:
+        token_ids: the prompt, at least one token.
+        plan: which members run and how; they can run it.
+        text: of the answer, where it is asked for or stop strings may end it; used up by one run.
+    """
+
+    token_ids: list[int]
+    max_new_tokens: int
+    sampling: Sampling
+    stop_tokens: Collection[int]
+    plan: Plan
+    text: AnswerText | None = None
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """What a generation cost.
+
+    Attributes:
+        num_prompt_tokens: read by the prefill.
+        num_tokens: new tokens, a stop token included.
+        seconds: prefill included.
+        prefill_seconds: of these, until the first round began.
+        forward_passes: of each member, by name, without the prefill.
+        seconds_by_member: of their passes, without the prefill.
+        accepted_lengths: of each verifying member, tokens gained by each of its passes.
+        stopped_by: "stop" (a stop token was drawn), "stop_string" or "length".
+    """
+
+    num_prompt_tokens: int
+    num_tokens: int
+    seconds: float
+    prefill_seconds: float
+    forward_passes: dict[str, int]
+    seconds_by_member: dict[str, float]
+    accepted_lengths: dict[str, list[int]]
+    stopped_by: StoppedBy
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.num_tokens / self.seconds
+
+    @property
+    def mean_accepted_length(self) -> float:
+        """New tokens for each forward pass of the target."""
+        return self.num_tokens / next(iter(self.forward_passes.values()))
+
+
+class Answer(Iterator[Part], Generic[Part]):
+    """An answer's parts, made as they are asked for.
+
+    Its request ends with the last part, and where the answer is closed or forgotten before.
+
+    Args:
+        parts: returns what the answer cost.
+    """
+
+    def __init__(self, parts: Generator[Part, None, Statistics]) -> None:
+        self._parts = parts
+        self._statistics: Statistics | None = None
+
+    def __next__(self) -> Part:
+        try:
+            return next(self._parts)
+        except StopIteration as end:
+            self._statistics = end.value or self._statistics
+            raise
+
+    def close(self) -> None:
+        """Give the rest up."""
+        self._parts.close()
+
+    @property
+    def statistics(self) -> Statistics:
+        """What the whole answer cost.
+
+        Raises:
+            UserError: its end has not been reached.
+        """
+        if self._statistics is None:
+            raise UserError(
+                "no statistics", "an answer that has not ended", "take all of its parts"
+            )
+        return self._statistics
