@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from polybasic.chain.formats.awq import QuantizedWeight
-from polybasic.chain.formats.config import DecoderConfig
+from polybasic.chain.formats.decoder_config import DecoderConfig
 from polybasic.chain.kernels.torch.rotary import RotaryTable
 from polybasic.chain.model import linear
 from polybasic.chain.model.decoder import Decoder, DecoderLayer

@@ -13,8 +13,10 @@ from torch import Tensor
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.checkpoint import load_tensors
-from polybasic.chain.formats.config import HeadConfig, read_config
+from polybasic.chain.formats.config import read_config
+from polybasic.chain.formats.decoder_config import HeadConfig
 from polybasic.chain.formats.draft_vocabulary import draft_tables
+from polybasic.chain.formats.head_kinds.eagle3 import EAGLE3
 from polybasic.chain.formats.package import Part
 from polybasic.chain.formats.plan import Plan, Tree
 from polybasic.chain.heads.export import (
@@ -205,7 +207,7 @@ def test_eagle_reads_its_keys(target: Path, packed: Callable[..., Path], tmp_pat
     assert content_of(folder)["rope_scaling"] is None
 
 
-@pytest.mark.parametrize("name", [*required_weights("eagle3"), "d2t", "t2d"])
+@pytest.mark.parametrize("name", [*required_weights(EAGLE3), "d2t", "t2d"])
 def test_what_an_engine_would_leave_random_is_reported(
     target: Path, packed: Callable[..., Path], tmp_path: Path, name: str
 ) -> None:

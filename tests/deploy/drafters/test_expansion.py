@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.config import LayerKind
+from polybasic.chain.formats.decoder_config import LayerKind
 from polybasic.chain.formats.plan import Tree
 from polybasic.chain.kernels.torch.attend import Attend
 from polybasic.deploy.drafters.expansion import Candidates, Expansion
