@@ -18,7 +18,6 @@ from polybasic.chain.formats.config import read_config
 from polybasic.chain.formats.decoder_config import DecoderConfig
 from polybasic.chain.formats.draft_vocabulary import draft_tables, draft_token_ids
 from polybasic.chain.formats.files import sha256_of_file, whole_folder, write_json
-from polybasic.chain.formats.head_kinds.table import HEAD_KINDS
 from polybasic.chain.formats.lineage import QUANTIZED_FROM_KEY, TRAINED_FOR_KEY, verifier_of
 from polybasic.chain.formats.manifest import Manifest, Member, Reference, is_head, write_manifest
 from polybasic.chain.formats.names import DRAFT_TABLES
@@ -120,7 +119,7 @@ def _check_members(chain: CheckedChain, small: DecoderConfig) -> None:
         if is_head(member.kind) and member.kind != "eagle2":
             raise UserError(
                 "member cannot be grown",
-                f"{member.name} of {chain.folder} is an {HEAD_KINDS[member.kind].title} head",
+                f"{member.name} of {chain.folder} is of kind {member.kind}",
                 "package a chain with an EAGLE-2 head in its place",
             )
         if member.kind == "eagle2" and target.name in member.drafts_for:

@@ -2,12 +2,12 @@
 
 from typing import Any
 
-from polybasic.chain.formats.families.family import Family, attention_biases
+from polybasic.chain.formats.families.family import Family, Read, attention_biases
 
 
-def _fields(config: Any) -> dict[str, Any]:
-    mlp = ("gate_proj", "up_proj", "down_proj") if config.mlp_bias else ()
-    return {"biased": attention_biases(config) + mlp}
+def _llama(read: Read) -> dict[str, Any]:
+    mlp = ("gate_proj", "up_proj", "down_proj") if read.mlp_bias else ()
+    return {"biased": attention_biases(read) + mlp}
 
 
-LLAMA = Family("llama", _fields, autoawq="llama")
+LLAMA = Family("llama", _llama, autoawq="llama")

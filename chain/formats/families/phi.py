@@ -2,9 +2,4 @@
 
 from polybasic.chain.formats.families.family import Family, all_alike
 
-PHI3 = Family(
-    "phi3",
-    lambda config: {"has_fused_projections": True},
-    layer_types=all_alike,
-    autoawq="phi3",
-)
+PHI3 = Family("phi3", lambda read: {"has_fused_projections": True}, all_alike, autoawq="phi3")

@@ -2,17 +2,12 @@
 
 from typing import Any
 
-from polybasic.chain.formats.families.family import (
-    ATTENTION_INPUTS,
-    Family,
-    attention_biases,
-    listed,
-)
+from polybasic.chain.formats.families.family import QKV, Family, Read, as_listed, attention_biases
 
 
-def _qwen3(config: Any) -> dict[str, Any]:
-    return {"biased": attention_biases(config), "has_head_norms": True}
+def _qwen3(read: Read) -> dict[str, Any]:
+    return {"biased": attention_biases(read), "has_head_norms": True}
 
 
-QWEN2 = Family("qwen2", lambda config: {"biased": ATTENTION_INPUTS}, listed, autoawq="qwen2")
-QWEN3 = Family("qwen3", _qwen3, listed, autoawq="qwen3")
+QWEN2 = Family("qwen2", lambda read: {"biased": QKV}, as_listed, autoawq="qwen2")
+QWEN3 = Family("qwen3", _qwen3, as_listed, autoawq="qwen3")

@@ -1,11 +1,10 @@
 """EAGLE-3 heads, in the layout of EAGLE's own code."""
 
-from collections.abc import Mapping
 from typing import Any
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.decoder_config import HeadConfig, Shape
-from polybasic.chain.formats.head_kinds.kind import HeadKind
+from polybasic.chain.formats.head_kinds.kind import Content, HeadKind
 
 EAGLE3_ARCHITECTURE = "LlamaForCausalLMEagle3"
 """In the config.json of an EAGLE-3 head."""
@@ -15,18 +14,18 @@ EAGLE_SECTION, LAYER_IDS = "eagle_config", "eagle_aux_hidden_state_layer_ids"
 """Where its config.json names them."""
 
 
-def _layer_ids(config: Mapping[str, Any]) -> Any:
-    section = config.get(EAGLE_SECTION)
+def _layer_ids(content: Content) -> Any:
+    section = content.get(EAGLE_SECTION)
     return section.get(LAYER_IDS) if isinstance(section, dict) else None
 
 
-def _recognizes(config: Mapping[str, Any]) -> bool:
-    is_named = EAGLE3_ARCHITECTURE in (config.get("architectures") or [])
-    return is_named or _layer_ids(config) is not None
+def _recognizes(content: Content) -> bool:
+    is_named = EAGLE3_ARCHITECTURE in (content.get("architectures") or [])
+    return is_named or _layer_ids(content) is not None
 
 
-def _fields(config: Mapping[str, Any], where: str) -> dict[str, Any]:
-    layers = _layer_ids(config)
+def _fields(content: Content, where: str) -> dict[str, Any]:
+    layers = _layer_ids(content)
     if (
         not isinstance(layers, list)
         or len(layers) != NUM_FEATURE_LAYERS

@@ -6,13 +6,8 @@ from typing import Any
 
 from polybasic.chain.formats.decoder_config import HeadConfig, Shape
 
-
-def _nowhere(config: Mapping[str, Any]) -> bool:
-    return False
-
-
-def _none(config: Mapping[str, Any], where: str) -> dict[str, Any]:
-    return {}
+Content = Mapping[str, Any]
+"""Of a config.json."""
 
 
 @dataclass(frozen=True)
@@ -27,17 +22,17 @@ class HeadKind:
         title: as people name it.
         layer: what the names of its layer's tensors begin with.
         norms: names of its layer's norms by their part, all of hidden_size; "mlp_norm" is one.
-        tensors: names and shapes beside layer, embedding and draft vocabulary. A matrix that is
-            stored with a bias of its name is read with it.
+        tensors: shapes by name of what lies beside layer, embedding and draft vocabulary. A matrix
+            that is stored with a bias is read with it.
         load: what loads it, as `polybasic.chain.model.loading.load_head` does; this and `drafter`
             as "package.module:attribute", which is imported when a head is loaded.
         drafter: what drafts with it, as `polybasic.deploy.drafters.head.EagleDrafter` does.
         num_attended: states that lie side by side in what its attention reads.
         has_lm_head: `tensors` has the matrix that leads to tokens; else rows of its verifier's do.
-        fields: from the content of config.json, and its path for errors: fields of a `HeadConfig`
-            that a layer of Llama's does not have.
-        recognizes: whether the content of a config.json is of this kind, by the way in which others
-            publish it. A config.json can also name its kind itself (`KIND_KEY`).
+        fields: fields of a `HeadConfig` that a layer of Llama's does not have. The second argument
+            is the path of config.json, for errors.
+        recognizes: whether a config.json is of this kind as others publish it. One that is not
+            published by others names its kind (`KIND_KEY`).
     """
 
     name: str
@@ -49,5 +44,5 @@ class HeadKind:
     drafter: str
     num_attended: int = 1
     has_lm_head: bool = False
-    fields: Callable[[Mapping[str, Any], str], dict[str, Any]] = _none
-    recognizes: Callable[[Mapping[str, Any]], bool] = _nowhere
+    fields: Callable[[Content, str], dict[str, Any]] = lambda content, where: {}
+    recognizes: Callable[[Content], bool] = lambda content: False
