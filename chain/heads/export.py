@@ -33,7 +33,7 @@ from polybasic.chain.formats.origin import ORIGIN_KEY
 from polybasic.chain.formats.verify import CheckedChain, check_chain
 from polybasic.chain.heads.eagle_config import eagle3_config, eagle_config
 from polybasic.chain.heads.foreign import HOT_TOKENS
-from polybasic.chain.heads.importing import FC_BIAS, ROPE_THETA, qkv_biases, required_weights
+from polybasic.chain.heads.importing import FC_BIAS, ROPE_THETA, qkv_biases
 
 Engine = Literal["eagle", "vllm", "sglang"]
 ENGINES: tuple[Engine, ...] = get_args(Engine)
@@ -97,7 +97,6 @@ def export_head(chain: Path, to: Engine, member: str | None, out: Path | None) -
     four_bit_copies = [name for name in copies if checked.manifest.member(name).kind == "awq"]
     token_ids = draft_token_ids(tensors, f"{source}")
     written = _written(shape, tensors)
-    check_is_whole(shape, written, source)
     origin = dict(config.content.get(ORIGIN_KEY, {})) | {EXPORTED_TO_KEY: to}
     num_layers = checked.configs[model].decoder.num_layers
     writes_hot_tokens = to == "sglang" and shape.kind == "eagle2" and token_ids is not None
@@ -143,20 +142,6 @@ def launch_command(to: Engine, exported: Exported) -> str:
         part for key, value in speculative.items() for part in (f"--speculative-{key}", f"{value}")
     ]
     return shlex.join(["python", "-m", "sglang.launch_server", "--model-path", model, *options])
-
-
-def check_is_whole(shape: HeadConfig, tensors: dict[str, Tensor], source: Path) -> None:
-    """Check that no tensor is missing that an engine would silently leave random.
-
-    Raises:
-        UserError: a weight, or a table of a draft vocabulary, is missing.
-    """
-    required = required_weights(EAGLE3 if shape.kind == "eagle3" else EAGLE2)
-    if shape.kind == "eagle3" and shape.num_draft_tokens < shape.vocab_size:
-        required += DRAFT_TABLES
-    for name in required:
-        if name not in tensors:
-            raise UserError("missing tensor", f"{name} in {source}", "train or fetch it again")
 
 
 def _written(shape: HeadConfig, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
