@@ -128,7 +128,8 @@ def _check_config(config: dict[str, Any], settings: QuantizeSettings, target: Pa
         raise UserError(
             "unsupported architecture",
             f"model_type {config.get('model_type')!r} in {where}",
-            f"quantizing supports {', '.join(each for each in FAMILIES if FAMILIES[each].autoawq)}",
+            "quantizing supports "
+            + ", ".join(name for name, known in FAMILIES.items() if known.autoawq),
         )
     context_tokens = config.get("max_position_embeddings", settings.calibration_tokens)
     if settings.calibration_tokens > context_tokens:

@@ -26,7 +26,8 @@ from polybasic.chain.formats.head_kinds.eagle3 import (
     LAYER_IDS,
 )
 from polybasic.chain.formats.head_kinds.kind import HeadKind
-from polybasic.chain.formats.origin import ORIGIN_KEY
+from polybasic.chain.formats.head_kinds.table import KIND_KEY
+from polybasic.chain.formats.origin import ORIGIN_KEY, recorded
 from polybasic.chain.heads.eagle_config import default_feature_layers
 
 DRAFT_VOCAB_SIZE = "draft_vocab_size"
@@ -81,6 +82,8 @@ def in_eagle_format(
         UserError: a variant that is not supported, or ambiguous feature layers.
     """
     where = f"{source / 'config.json'}"
+    if (name := recorded(config, KIND_KEY)) is not None:
+        raise UserError("unsupported head", f"{where} {ORIGIN_KEY}.{KIND_KEY} {name}", OTHER_HEAD)
     tensors = _without_whole_vocabulary(tensors, target.vocab_size)
     if not _is_eagle3(config, tensors):
         return EAGLE2, config, tensors | _hot_token_tables(source, tensors, target.vocab_size)

@@ -18,6 +18,7 @@ from polybasic.chain.formats.head_kinds.table import HEAD_KINDS
 from polybasic.chain.formats.manifest import Manifest, read_manifest
 from polybasic.chain.formats.verify import check_chain
 from polybasic.chain.heads.export import export_head
+from polybasic.chain.heads.importing import import_head
 from polybasic.deploy.memory import Layout, Memory, state_memory
 from tests.extensions import FAMILY, HEAD, installed, write_toy_head, write_toy_model
 
@@ -116,14 +117,17 @@ def test_a_family_of_this_project_cannot_be_replaced(tmp_path: Path) -> None:
 
 def test_a_chain_with_a_head_of_another_package(toy_chain: Path, tmp_path: Path) -> None:
     checked = check_chain(toy_chain)
-    draft = checked.manifest.member("draft")
-    assert (draft.kind, draft.drafts_for) == ("toy", ("target", "intermediate"))
+    member = checked.manifest.member("draft")
+    assert (member.kind, member.drafts_for) == ("toy", ("target", "intermediate"))
     assert checked.configs["draft"].head.kind == "toy"
     assert "Toy head: drafts trees from the features of target" in (
         (toy_chain / "README.md").read_text()
     )
     message = refusal_of(lambda: export_head(toy_chain, "vllm", None, tmp_path / "out"))
     assert "vLLM does not compute this head: draft is of kind toy;" in message
+    draft, target = (toy_chain / name for name in ("draft", "target"))
+    message = refusal_of(lambda: import_head(draft, target, tmp_path / "out"))
+    assert message.startswith(f"unsupported head: {draft / 'config.json'} polybasic.kind toy; name")
 
 
 def test_memory_of_a_head_of_another_package(toy_chain: Path) -> None:
