@@ -9,7 +9,7 @@ from typing import Any
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.card import shown_flush, shown_members, shown_tree
-from polybasic.chain.formats.manifest import HEAD_KINDS
+from polybasic.chain.formats.manifest import is_head
 from polybasic.chain.formats.plan import Plan
 from polybasic.deploy import Chain
 from polybasic.deploy.chain import checked_plan
@@ -31,7 +31,7 @@ def system_plans(chain: Chain) -> dict[str, Plan]:
     verifying = [member.name for member in chain.manifest.verifying]
     target = verifying[0]
     plans = {"target": chain.plan_of([target])}
-    heads = [head for head in chain.manifest.drafters if head.kind in HEAD_KINDS]
+    heads = [head for head in chain.manifest.drafters if is_head(head.kind)]
     for name in [head.name for head in heads if target in head.drafts_for][:1]:
         plans["eagle2"] = chain.plan_of([target, name])
     drafters = [one.name for one in chain.manifest.drafters if verifying[-1] in one.drafts_for]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import prod
 
 from polybasic.chain.formats.awq import GROUP_SIZE
-from polybasic.chain.formats.config import DecoderConfig
+from polybasic.chain.formats.decoder_config import DecoderConfig
 from polybasic.chain.formats.manifest import Kind
 from polybasic.chain.formats.names import Shape, layer_linears, layer_norms, required_biases
 from polybasic.chain.kernels.executor import Executor

@@ -10,7 +10,7 @@ import torch
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.checkpoint import resolve_chain
-from polybasic.chain.formats.config import DecoderConfig
+from polybasic.chain.formats.decoder_config import DecoderConfig
 from polybasic.chain.formats.manifest import HEAD_KINDS
 from polybasic.chain.formats.plan import MeasuredPlan, Plan
 from polybasic.chain.formats.tokenizer import load_tokenizer

@@ -10,7 +10,8 @@ from math import prod
 from typing import Any, Literal
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.config import DecoderConfig, HeadConfig
+from polybasic.chain.formats.decoder_config import DecoderConfig, HeadConfig
+from polybasic.chain.formats.head_kinds.table import HEAD_KINDS
 from polybasic.chain.formats.manifest import Kind
 from polybasic.chain.formats.names import DRAFT_TABLES
 from polybasic.chain.formats.plan import MAX_TREE_ROWS
@@ -188,8 +189,8 @@ def _weights(
     if not is_head and config.tie_word_embeddings and is_copied:
         yield "dense", config.vocab_size * config.hidden_size
     reads_copy = layout.rounds_heads or stored & {*DRAFT_TABLES}
-    if isinstance(config, HeadConfig) and kind == "eagle2" and reads_copy:
-        # rows of its verifier's lm_head
+    if isinstance(config, HeadConfig) and reads_copy and not HEAD_KINDS[kind].has_lm_head:
+        # rows of its verifier's
         yield "rounded", config.num_draft_tokens * config.hidden_size
 
 
@@ -208,6 +209,6 @@ def _prompt_values(config: DecoderConfig, layout: Layout) -> int:
 
 
 def _state_values(config: DecoderConfig) -> int:
-    """Of a row's states, which an EAGLE-3 head reads of several layers."""
+    """Of a row's states, which a head may read of several layers."""
     num_layers = len(config.feature_layers) if isinstance(config, HeadConfig) else 1
     return max(1, num_layers) * config.hidden_size

@@ -13,11 +13,13 @@ from polybasic.chain.errors import UserError
 from polybasic.chain.formats.awq import GROUP_SIZE, QUANTIZATION_CONFIG
 from polybasic.chain.formats.checkpoint import checkpoint_files, copy_files, model_files
 from polybasic.chain.formats.config import read_config
+from polybasic.chain.formats.families.table import FAMILIES
 from polybasic.chain.formats.files import whole_folder, write_json
-from polybasic.chain.formats.lineage import ORIGIN_KEY, QUANTIZED_FROM_KEY, weights_digest
+from polybasic.chain.formats.lineage import QUANTIZED_FROM_KEY, weights_digest
+from polybasic.chain.formats.origin import ORIGIN_KEY
 from polybasic.quantize.calibration import calibration_samples
 from polybasic.quantize.models import load_target
-from polybasic.quantize.search import FAMILIES, search_and_round
+from polybasic.quantize.search import search_and_round
 from polybasic.quantize.settings import QuantizeSettings
 
 _PACKED_OUT_MULTIPLE = 32  # for autoawq's packing; the format itself needs a multiple of 8
@@ -121,11 +123,13 @@ def _check_config(config: dict[str, Any], settings: QuantizeSettings, target: Pa
             f"quantization_config in {where}",
             "name the unquantized checkpoint",
         )
-    if config.get("model_type") not in FAMILIES:
+    family = FAMILIES.get(config.get("model_type", ""))
+    if family is None or family.autoawq is None:
         raise UserError(
             "unsupported architecture",
             f"model_type {config.get('model_type')!r} in {where}",
-            f"quantizing supports {', '.join(FAMILIES)}",
+            "quantizing supports "
+            + ", ".join(name for name, known in FAMILIES.items() if known.autoawq),
         )
     context_tokens = config.get("max_position_embeddings", settings.calibration_tokens)
     if settings.calibration_tokens > context_tokens:

@@ -21,7 +21,8 @@ from polybasic.chain.errors import UserError
 from polybasic.chain.formats.checkpoint import copy_checkpoint, load_tensors
 from polybasic.chain.formats.config import read_config
 from polybasic.chain.formats.files import whole_folder
-from polybasic.chain.formats.lineage import ORIGIN_KEY, QUANTIZED_FROM_KEY, weights_digest
+from polybasic.chain.formats.lineage import QUANTIZED_FROM_KEY, weights_digest
+from polybasic.chain.formats.origin import ORIGIN_KEY, recorded
 from polybasic.chain.model.dequantized import packed_weight
 from polybasic.chain.progress import ProgressReport
 from polybasic.quantize.awq import check_token_ids, write_checkpoint
@@ -208,13 +209,11 @@ def _write_merged(linears: dict[str, RoundedLinear], intermediate: Path, folder:
 
 def _check_origin(target: Path, intermediate: Path) -> None:
     config = read_config(intermediate)
-    origin = config.content.get(ORIGIN_KEY)
-    recorded = origin.get(QUANTIZED_FROM_KEY) if isinstance(origin, dict) else None
-    digest = weights_digest(target)
-    if recorded != digest:
+    found, digest = recorded(config.content, QUANTIZED_FROM_KEY), weights_digest(target)
+    if found != digest:
         raise UserError(
             "intermediate of another target",
-            f"{ORIGIN_KEY}.{QUANTIZED_FROM_KEY} {recorded} in {config.path}, {target} has {digest}",
+            f"{ORIGIN_KEY}.{QUANTIZED_FROM_KEY} {found} in {config.path}, {target} has {digest}",
             "quantize this target",
         )
 

@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.awq import GROUP_SIZE
+from polybasic.chain.formats.families.table import FAMILIES
 from polybasic.chain.progress import tracked
 from polybasic.quantize.models import ONE_PLUS_NORMS, norm_factor
 
@@ -44,12 +45,6 @@ for _warning in _import_warnings:
             _warning.message, _warning.category, _warning.filename, _warning.lineno
         )
 
-FAMILIES = {
-    name: AWQ_CAUSAL_LM_MODEL_MAP[name]
-    for name in ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma2")
-} | {"gemma3_text": AWQ_CAUSAL_LM_MODEL_MAP["gemma2"]}
-"""autoawq's class by model_type, if its layers match transformers 5; the tests quantize each."""
-
 # the type that it checks for norms, to divide 1 + weight instead of weight
 autoawq_scale.Gemma2RMSNorm = ONE_PLUS_NORMS
 
@@ -62,16 +57,15 @@ def search_and_round(model: PreTrainedModel, rows: list[list[int]]) -> None:
     """Replace the linears of the model's layers by autoawq's packed ones, in place.
 
     Args:
-        model: float32, of one of FAMILIES.
+        model: float32, of a family that has a name for autoawq.
         rows: calibration samples, token ids of one length.
 
     Raises:
         UserError: autoawq does not run the layers as transformers does.
     """
     model_type = model.config.model_type
-    wrapper = _keeping_values(FAMILIES[model_type])(
-        model, model_type, False, model.config, AwqConfig(), None
-    )
+    known = AWQ_CAUSAL_LM_MODEL_MAP[FAMILIES[model_type].autoawq]
+    wrapper = _keeping_values(known)(model, model_type, False, model.config, AwqConfig(), None)
     # a cache captured with the layers' arguments would grow with every search step
     model.config.use_cache = False
     autoawq.tqdm, autoawq.apply_scale = _layer_bar, _apply_scale

@@ -7,7 +7,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from polybasic.chain.formats.config import HeadConfig, read_config
+from polybasic.chain.formats.config import read_config
+from polybasic.chain.formats.decoder_config import HeadConfig
 from polybasic.chain.formats.draft_vocabulary import draft_tables
 from polybasic.chain.formats.files import write_json
 from polybasic.chain.formats.lineage import weights_digest
@@ -34,7 +35,10 @@ def write_eagle3(
     num_tokens = None if token_ids is None else len(token_ids)
     shape = read_config(target).decoder
     head = HeadConfig(
-        **vars(shape), draft_vocab_size=num_tokens, feature_layers=tuple(feature_layers)
+        **vars(shape),
+        kind="eagle3",
+        draft_vocab_size=num_tokens,
+        feature_layers=tuple(feature_layers),
     )
     tensors = {
         name: torch.randn(size, generator=generator) / size[-1] ** (0.5 if len(size) > 1 else 0)

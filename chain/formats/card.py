@@ -8,11 +8,12 @@ import yaml
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.files import whole_file
+from polybasic.chain.formats.head_kinds.table import HEAD_KINDS
 from polybasic.chain.formats.manifest import (
-    HEAD_KINDS,
     Manifest,
     Member,
     check_plan,
+    is_head,
     read_manifest,
     write_manifest,
 )
@@ -215,9 +216,9 @@ def _what_it_is(member: Member) -> str:
     if member.role == "intermediate":
         bits = "model in 4 bits (AWQ, GEMM layout)" if member.kind == "awq" else "smaller model"
         return f"{bits}: verifies drafts, proposes to the member above it"
-    if member.kind in HEAD_KINDS:
-        name = f"EAGLE-{member.kind[-1]} head"
-        return f"{name}: drafts trees from the features of {' or '.join(member.drafts_for)}"
+    if is_head(member.kind):
+        name = HEAD_KINDS[member.kind].title
+        return f"{name} head: drafts trees from the features of {' or '.join(member.drafts_for)}"
     bits = "small model in 4 bits" if member.kind == "awq" else "small model"
     return f"{bits}: drafts trees for {' or '.join(member.drafts_for)}"
 

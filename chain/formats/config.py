@@ -1,24 +1,23 @@
-"""What a decoder needs to know of a checkpoint's config.json."""
+"""What a checkpoint's config.json says of its model, read as transformers reads it."""
 
+from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from polybasic.chain.errors import UserError
+from polybasic.chain.formats.decoder_config import DecoderConfig, HeadConfig, LayerKind
+from polybasic.chain.formats.families.table import FAMILIES
 from polybasic.chain.formats.files import read_json
-from polybasic.chain.formats.manifest import HEAD_KINDS, HeadKind, Kind
+from polybasic.chain.formats.head_kinds.table import head_kind_of
+from polybasic.chain.formats.manifest import Kind, is_head
 
-SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3_text")
 SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 SUPPORTED_ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
-EAGLE3_ARCHITECTURE = "LlamaForCausalLMEagle3"
-"""In the config.json of an EAGLE-3 head."""
-NUM_FEATURE_LAYERS = 3
-"""Layers of the verifier that an EAGLE-3 head reads."""
 
-_GEMMAS = ("gemma2", "gemma3_text")
+_LAYER_TYPES = ("full_attention", "sliding_attention")
 _SIZES = (
     "vocab_size",
     "hidden_size",
@@ -33,134 +32,6 @@ _POSITIVE = (
     "draft_vocab_size",
     "target_hidden_size",
 )
-
-
-@dataclass(frozen=True)
-class LayerKind:
-    """How the layers of one kind place tokens, and how far back they look.
-
-    Attributes:
-        rope: rotary parameters as transformers names them.
-        window: tokens that a token sees, itself included; None for all.
-    """
-
-    rope: dict[str, Any]
-    window: int | None = None
-
-    def first_seen(self, position: int) -> int:
-        """The first position that a token at `position` sees."""
-        return 0 if self.window is None else max(0, position + 1 - self.window)
-
-
-@dataclass(frozen=True)
-class DecoderConfig:
-    """Shapes and constants of a decoder; the defaults are Llama's.
-
-    Attributes:
-        rope: rotary parameters as transformers names them (rope_type, rope_theta, factor, ...), of
-            the layers that see all tokens.
-        layer_kinds: one for each layer where windows or rotary parameters differ from `rope`
-            alone; else empty.
-        activation: of the gated MLP.
-        attention_scale: factor of the scores; None for head_dim ** -0.5.
-        attention_softcap: c of c * tanh(score / c); None leaves scores as they are.
-        logit_softcap: as `attention_softcap`, of the logits.
-        embedding_scale: factor of the embeddings that the first layer reads.
-        biased: projections whose bias must be stored, by the last part of their names.
-        has_fused_projections: q, k and v are stored as one matrix, gate and up as another.
-        has_head_norms: queries and keys are normed head by head.
-        has_post_norms: what attention and MLP add to the residual is normed.
-        has_offset_norms: norms multiply by 1 + weight, in float32.
-    """
-
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rms_norm_eps: float
-    context_tokens: int
-    tie_word_embeddings: bool
-    rope: dict[str, Any]
-    layer_kinds: tuple[LayerKind, ...] = ()
-    activation: str = "silu"
-    attention_scale: float | None = None
-    attention_softcap: float | None = None
-    logit_softcap: float | None = None
-    embedding_scale: float | None = None
-    biased: tuple[str, ...] = ()
-    has_fused_projections: bool = False
-    has_head_norms: bool = False
-    has_post_norms: bool = False
-    has_offset_norms: bool = False
-
-    @property
-    def query_groups(self) -> int:
-        """Query heads that read one key/value head."""
-        return self.num_heads // self.num_kv_heads
-
-    @cached_property
-    def kinds(self) -> tuple[LayerKind, ...]:
-        """The kinds of layers that there are, each once."""
-        kinds: list[LayerKind] = []
-        for kind in self.layer_kinds or (LayerKind(self.rope),):
-            if kind not in kinds:
-                kinds.append(kind)
-        return tuple(kinds)
-
-    def kind_of(self, layer: int) -> int:
-        """Place of a layer's kind in `kinds`."""
-        return self.kinds.index(self.layer_kinds[layer]) if self.layer_kinds else 0
-
-    @property
-    def cache_shape(self) -> tuple[object, ...]:
-        """Layers with their kinds, key/value heads, head size and width of the states.
-
-        Decoders that agree in it can share a cache, and one's states serve a head of the other.
-        """
-        kinds = [self.kinds[self.kind_of(layer)] for layer in range(self.num_layers)]
-        return kinds, self.num_kv_heads, self.head_dim, self.hidden_size
-
-
-@dataclass(frozen=True)
-class HeadConfig(DecoderConfig):
-    """Shapes and constants of a draft head's one layer, and what the head reads and drafts.
-
-    Attributes:
-        draft_vocab_size: tokens that it can draft; None where its config says nothing: all.
-        feature_layers: of an EAGLE-3 head: the verifier's layers whose inputs it reads, in the
-            order in which they lie side by side; empty for an EAGLE-2 head.
-    """
-
-    draft_vocab_size: int | None = None
-    feature_layers: tuple[int, ...] = ()
-
-    @property
-    def kind(self) -> HeadKind:
-        """As manifests name it."""
-        return "eagle3" if self.feature_layers else "eagle2"
-
-    @property
-    def num_draft_tokens(self) -> int:
-        """Tokens that the head can draft."""
-        return self.vocab_size if self.draft_vocab_size is None else self.draft_vocab_size
-
-
-class LayerSizes(Protocol):
-    """Sizes of a layer; a `DecoderConfig` has them."""
-
-    @property
-    def hidden_size(self) -> int: ...
-    @property
-    def intermediate_size(self) -> int: ...
-    @property
-    def num_heads(self) -> int: ...
-    @property
-    def num_kv_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -196,7 +67,7 @@ class ConfigFile:
 
     @cached_property
     def head(self) -> HeadConfig:
-        """What it says of an EAGLE-2 or EAGLE-3 head.
+        """What it says of a draft head.
 
         Raises:
             UserError: as `head_config`.
@@ -205,7 +76,7 @@ class ConfigFile:
 
     def of(self, kind: Kind) -> DecoderConfig:
         """What it says of a member of this kind; a `HeadConfig` of a head."""
-        return self.head if kind in HEAD_KINDS else self.decoder
+        return self.head if is_head(kind) else self.decoder
 
 
 def read_config(folder: Path) -> ConfigFile:
@@ -219,7 +90,7 @@ def read_config(folder: Path) -> ConfigFile:
     content = read_json(path, "model config")
     if not isinstance(content, dict):
         raise UserError("malformed config", f"{path} holds no JSON object", "fetch it again")
-    if content.get("model_type") not in SUPPORTED_MODEL_TYPES:
+    if content.get("model_type") not in FAMILIES:
         # Phi-3's checkpoints still name the code that they were published with
         refuse_remote_code(path, content)
     for key in _POSITIVE:
@@ -246,13 +117,13 @@ def refuse_remote_code(path: Path, content: dict[str, Any]) -> None:
 def head_config(config: dict[str, Any], where: str) -> HeadConfig:
     """Translate a head's config.json, whose layer is Llama's whatever its model_type says.
 
-    A config that names an EAGLE-3 architecture or feature layers is an EAGLE-3 head's. Biases are
-    read where they are stored; none is required.
+    Biases are read where they are stored; none is required.
 
     Raises:
-        UserError: as `decoder_config`, an EAGLE-3 head without its three feature layers or
-            of another width than its verifier, or more tokens to draft than there are.
+        UserError: as `decoder_config` and `head_kind_of`, what a head of its kind must say is
+            missing, another width than its verifier's, or more tokens to draft than there are.
     """
+    kind = head_kind_of(config, where)
     # kinds of layers that were copied from the target's config are those of more than one layer
     layer_config = {key: value for key, value in config.items() if key != "layer_types"}
     decoder = decoder_config(layer_config | {"model_type": "llama"}, where)
@@ -276,7 +147,8 @@ def head_config(config: dict[str, Any], where: str) -> HeadConfig:
     return HeadConfig(
         **values | {"biased": ()},
         draft_vocab_size=num_draft_tokens,
-        feature_layers=_feature_layers(config, where),
+        kind=kind.name,
+        **kind.fields(config, where),
     )
 
 
@@ -306,9 +178,10 @@ def decoder_config(config: dict[str, Any], where: str) -> DecoderConfig:
         UserError: a malformed config, or an architecture, activation or rotary scaling that the
             decoder does not compute.
     """
-    model_type = config.get("model_type")
-    if model_type not in SUPPORTED_MODEL_TYPES:
-        raise _unsupported(where, "model_type", model_type, SUPPORTED_MODEL_TYPES)
+    model_type: Any = config.get("model_type")
+    family = FAMILIES.get(model_type)
+    if family is None:
+        raise _unsupported(where, "model_type", model_type, FAMILIES)
     for key in _SIZES:
         if key not in config:
             raise UserError("model config lacks a key", f"{where} {key}", "complete the config")
@@ -321,7 +194,6 @@ def decoder_config(config: dict[str, Any], where: str) -> DecoderConfig:
     if getattr(read, "use_bidirectional_attention", None):
         raise _unsupported(where, "use_bidirectional_attention", True, ("False",))
     ropes = _ropes(read.rope_parameters, where)
-    is_gemma = model_type in _GEMMAS
     return DecoderConfig(
         vocab_size=read.vocab_size,
         hidden_size=read.hidden_size,
@@ -334,40 +206,13 @@ def decoder_config(config: dict[str, Any], where: str) -> DecoderConfig:
         context_tokens=read.max_position_embeddings,
         tie_word_embeddings=read.tie_word_embeddings,
         rope=ropes["full_attention"],
-        layer_kinds=_layer_kinds(read, ropes, where),
+        layer_kinds=_layer_kinds(family.layer_types, read, ropes, where),
         activation=activation,
-        attention_scale=read.query_pre_attn_scalar**-0.5 if is_gemma else None,
-        attention_softcap=read.attn_logit_softcapping if model_type == "gemma2" else None,
-        logit_softcap=read.final_logit_softcapping if is_gemma else None,
-        embedding_scale=read.hidden_size**0.5 if is_gemma else None,
-        biased=_biased(read),
-        has_fused_projections=model_type == "phi3",
-        has_head_norms=model_type in ("qwen3", "gemma3_text"),
-        has_post_norms=is_gemma,
-        has_offset_norms=is_gemma,
+        **family.fields(read),
     )
 
 
-def _feature_layers(config: dict[str, Any], where: str) -> tuple[int, ...]:
-    """Of an EAGLE-3 head's config; none for any other."""
-    section = config.get("eagle_config")
-    layers = section.get("eagle_aux_hidden_state_layer_ids") if isinstance(section, dict) else None
-    if layers is None and EAGLE3_ARCHITECTURE not in (config.get("architectures") or []):
-        return ()
-    if (
-        not isinstance(layers, list)
-        or len(layers) != NUM_FEATURE_LAYERS
-        or not all(isinstance(layer, int) and layer >= 0 for layer in layers)
-    ):
-        raise UserError(
-            "malformed head config",
-            f"{where} eagle_config.eagle_aux_hidden_state_layer_ids {layers}",
-            f"name the {NUM_FEATURE_LAYERS} layers whose inputs the head reads",
-        )
-    return tuple(layers)
-
-
-def _unsupported(where: str, key: str, value: object, supported: tuple[str, ...]) -> UserError:
+def _unsupported(where: str, key: str, value: object, supported: Iterable[str]) -> UserError:
     return UserError(
         "unsupported architecture",
         f"{where} {key} {value!r}",
@@ -421,38 +266,25 @@ def _ropes(rope: dict[str, Any], where: str) -> dict[str, dict[str, Any]]:
             for key, value in rope[kind].items()
             if key not in ("type", "partial_rotary_factor")
         }
-        for kind in ("full_attention", "sliding_attention")
+        for kind in _LAYER_TYPES
     }
 
 
-def _layer_kinds(read: Any, ropes: dict[str, dict[str, Any]], where: str) -> tuple[LayerKind, ...]:
+def _layer_kinds(
+    layer_types: Callable[[Any], Sequence[str]] | None,
+    read: Any,
+    ropes: dict[str, dict[str, Any]],
+    where: str,
+) -> tuple[LayerKind, ...]:
     """A kind for each layer; none where all layers see all tokens."""
-    if read.model_type == "llama":
+    types = () if layer_types is None else layer_types(read)
+    for name in types:
+        if name not in _LAYER_TYPES:
+            raise _unsupported(where, "layer_types", name, _LAYER_TYPES)
+    if "sliding_attention" not in types:
         return ()
-    if read.model_type in ("mistral", "phi3"):
-        name = "full_attention" if read.sliding_window is None else "sliding_attention"
-        names = [name] * read.num_hidden_layers
-    else:
-        names = read.layer_types
     kinds = {
         "full_attention": LayerKind(ropes["full_attention"]),
         "sliding_attention": LayerKind(ropes["sliding_attention"], read.sliding_window),
     }
-    for name in names:
-        if name not in kinds:
-            raise _unsupported(where, "layer_types", name, tuple(kinds))
-    if set(names) == {"full_attention"}:
-        return ()
-    return tuple(kinds[name] for name in names)
-
-
-def _biased(read: Any) -> tuple[str, ...]:
-    if read.model_type == "qwen2":
-        return ("q_proj", "k_proj", "v_proj")
-    # the other families' models have no biases, whatever their configs say
-    biased: tuple[str, ...] = ()
-    if read.model_type in ("llama", "qwen3", *_GEMMAS) and read.attention_bias:
-        biased += ("q_proj", "k_proj", "v_proj", "o_proj")
-    if read.model_type == "llama" and read.mlp_bias:
-        biased += ("gate_proj", "up_proj", "down_proj")
-    return biased
+    return tuple(kinds[name] for name in types)

@@ -8,16 +8,14 @@ its model and for 4-bit copies of it, whether the model itself is in the chain o
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.checkpoint import weight_files
 from polybasic.chain.formats.config import ConfigFile
 from polybasic.chain.formats.files import sha256_of_file, sha256_of_object
-from polybasic.chain.formats.manifest import HEAD_KINDS, Kind, Member
+from polybasic.chain.formats.manifest import Kind, Member, is_head
+from polybasic.chain.formats.origin import ORIGIN_KEY, recorded
 
-ORIGIN_KEY = "polybasic"
-"""The section of a config.json that holds records of ours; other engines ignore it."""
 TRAINED_FOR_KEY = "target_sha256"
 QUANTIZED_FROM_KEY = "quantized_from_sha256"
 
@@ -57,7 +55,7 @@ def verifier_of(member: Member, config: ConfigFile) -> Verifier:
         name=member.name,
         hidden_size=config.content.get("hidden_size"),
         sha256=sha256_of_object(weights),
-        made_from=_recorded(config.content, QUANTIZED_FROM_KEY),
+        made_from=recorded(config.content, QUANTIZED_FROM_KEY),
     )
 
 
@@ -77,9 +75,9 @@ def find_drafts_for(
         UserError: a head that does not say what it was trained for, whose model has no member, or
             that is of another width than its model.
     """
-    if kind not in HEAD_KINDS:
+    if not is_head(kind):
         return tuple(verifier.name for verifier in verifiers)
-    trained_for = _recorded(config.content, TRAINED_FOR_KEY)
+    trained_for = recorded(config.content, TRAINED_FOR_KEY)
     if trained_for is None:
         raise UserError(
             "head without target",
@@ -104,12 +102,6 @@ def find_drafts_for(
             f"train {name} again",
         )
     return fitting
-
-
-def _recorded(config: dict[str, Any], key: str) -> str | None:
-    origin = config.get(ORIGIN_KEY)
-    digest = origin.get(key) if isinstance(origin, dict) else None
-    return digest if isinstance(digest, str) else None
 
 
 def _shown(verifier: Verifier) -> str:

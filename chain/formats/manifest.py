@@ -2,12 +2,13 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, StringConstraints, ValidationError, model_validator
+from pydantic import AfterValidator, Field, StringConstraints, ValidationError, model_validator
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.files import read_json, write_json
+from polybasic.chain.formats.head_kinds.table import HEAD_KINDS
 from polybasic.chain.formats.plan import MeasuredPlan, Name, Plan
 from polybasic.chain.settings import Settings
 
@@ -15,17 +16,31 @@ SCHEMA = "polybasic.chain/2"
 MANIFEST_NAME = "chain.json"
 
 Role = Literal["target", "intermediate", "drafter"]
-HeadKind = Literal["eagle2", "eagle3"]
-Kind = Literal["decoder", "awq", HeadKind]
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 
-_KINDS_OF_ROLE: dict[Role, tuple[Kind, ...]] = {
+MODEL_KINDS = ("awq", "decoder")
+"""Whole models, in 4 bits and as they are; all other kinds are draft heads."""
+_KINDS_OF_ROLE: dict[Role, tuple[str, ...]] = {
     "target": ("decoder",),
-    "intermediate": ("awq", "decoder"),
-    "drafter": ("eagle2", "eagle3", "awq", "decoder"),
+    "intermediate": MODEL_KINDS,
 }
-HEAD_KINDS: tuple[HeadKind, ...] = get_args(HeadKind)
-"""Draft heads, which read the states of the model that they draft for."""
+"""Drafters are of all kinds."""
+
+
+def is_head(kind: str) -> bool:
+    """Whether members of a kind are draft heads, which read their verifier's states."""
+    return kind not in MODEL_KINDS
+
+
+def _known(kind: str) -> str:
+    if is_head(kind) and kind not in HEAD_KINDS:
+        known = ", ".join((*MODEL_KINDS, *HEAD_KINDS))
+        raise ValueError(f"known kinds: {known}; others come with the package that adds them")
+    return kind
+
+
+Kind = Annotated[str, AfterValidator(_known)]
+"""One of `MODEL_KINDS` or of `HEAD_KINDS`."""
 
 
 class Reference(Settings):
@@ -65,8 +80,8 @@ class Member(Settings):
 
     @model_validator(mode="after")
     def _kind_fits_role(self) -> "Member":
-        kinds = _KINDS_OF_ROLE[self.role]
-        if self.kind not in kinds:
+        kinds = _KINDS_OF_ROLE.get(self.role)
+        if kinds is not None and self.kind not in kinds:
             raise ValueError(f"kind of the {self.role} must be {' or '.join(kinds)}")
         if (self.role == "drafter") != bool(self.drafts_for):
             raise ValueError("drafts_for names verifying members for a drafter, and for no other")

@@ -4,15 +4,13 @@ Shape legend: H hidden size, I intermediate size, A heads x head size, K key-val
 size.
 """
 
-from polybasic.chain.formats.config import DecoderConfig
-from polybasic.chain.formats.manifest import HeadKind, Kind
-
-Shape = tuple[int, ...]
-
+from polybasic.chain.formats.decoder_config import DecoderConfig, Shape
+from polybasic.chain.formats.head_kinds.table import HEAD_KINDS
+from polybasic.chain.formats.manifest import Kind, is_head
 
 DRAFT_TABLES = ("d2t", "t2d")
 """Tables of a head that drafts among a part of the vocabulary; see draft_vocabulary.py."""
-HEAD_LAYER: dict[HeadKind, str] = {"eagle2": "layers.0", "eagle3": "midlayer"}
+HEAD_LAYER = {kind.name: kind.layer for kind in HEAD_KINDS.own}
 """What the names of a head's layer begin with."""
 
 
@@ -22,10 +20,10 @@ def layer_linears(config: DecoderConfig, kind: Kind = "decoder") -> dict[str, di
     The members of a group lie side by side in their outputs, in this order.
 
     Args:
-        kind: attention of an EAGLE-3 head's layer reads embedding and feature side by side.
+        kind: of head, whose attention may read several states side by side.
     """
     H, I = config.hidden_size, config.intermediate_size  # noqa: E741
-    read = 2 * H if kind == "eagle3" else H
+    read = HEAD_KINDS[kind].num_attended * H if is_head(kind) else H
     A, K = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     qkv: dict[str, Shape] = {
         "self_attn.q_proj": (A, read),
@@ -53,18 +51,11 @@ def layer_norms(config: DecoderConfig, kind: Kind = "decoder") -> dict[str, tupl
     """Name and shape of a layer's norms by their part in a `DecoderLayer`.
 
     Args:
-        kind: the layer of an EAGLE-2 head has no norm before attention; that of an EAGLE-3 head
-            has one of the embedding and one of the feature, which are the head's own parts.
+        kind: the norms of a head's layer are its kind's; some are the head's own parts.
     """
     H = (config.hidden_size,)
-    if kind == "eagle2":
-        return {"mlp_norm": ("post_attention_layernorm", H)}
-    if kind == "eagle3":
-        return {
-            "embedding_norm": ("input_layernorm", H),
-            "feature_norm": ("hidden_norm", H),
-            "mlp_norm": ("post_attention_layernorm", H),
-        }
+    if is_head(kind):
+        return {part: (name, H) for part, name in HEAD_KINDS[kind].norms.items()}
     norms: dict[str, tuple[str, Shape]] = {
         "input_norm": ("input_layernorm", H),
         "mlp_norm": ("post_attention_layernorm", H),

@@ -23,7 +23,6 @@ from polybasic.chain.formats.config import read_config
 from polybasic.chain.formats.files import sha256_of_file, whole_folder
 from polybasic.chain.formats.lineage import find_drafts_for, verifier_of
 from polybasic.chain.formats.manifest import (
-    HEAD_KINDS,
     MANIFEST_NAME,
     Kind,
     Manifest,
@@ -32,6 +31,7 @@ from polybasic.chain.formats.manifest import (
     Reference,
     Role,
     TokenizerFiles,
+    is_head,
     write_manifest,
 )
 from polybasic.chain.formats.plan import Plan
@@ -51,7 +51,7 @@ class Part:
     Attributes:
         name: of the member, and of its folder in the chain.
         role: intermediates verify, drafters draft.
-        kind: "awq" (4 bits), "decoder" (a whole model as it is), "eagle2" or "eagle3" (a head).
+        kind: "awq" (4 bits), "decoder" (a whole model as it is), or a kind of draft head.
         folder: its checkpoint.
     """
 
@@ -189,7 +189,7 @@ def _check_names(parts: Sequence[Part]) -> None:
 
 
 def _files_of(part: Part) -> list[str]:
-    if part.kind not in HEAD_KINDS:
+    if not is_head(part.kind):
         return checkpoint_files(part.folder)
     for name in _HEAD_FILES:
         if not (part.folder / name).is_file():

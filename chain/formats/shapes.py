@@ -11,12 +11,12 @@ from pathlib import Path
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.checkpoint import load_tensors, weight_files
-from polybasic.chain.formats.config import NUM_FEATURE_LAYERS, DecoderConfig, HeadConfig
-from polybasic.chain.formats.manifest import HeadKind, Kind
+from polybasic.chain.formats.decoder_config import DecoderConfig, HeadConfig, Shape
+from polybasic.chain.formats.head_kinds.kind import HeadKind
+from polybasic.chain.formats.head_kinds.table import HEAD_KINDS
+from polybasic.chain.formats.manifest import Kind, is_head
 from polybasic.chain.formats.names import (
     DRAFT_TABLES,
-    HEAD_LAYER,
-    Shape,
     layer_linears,
     layer_norms,
     required_biases,
@@ -115,10 +115,11 @@ def expected_shapes(
         stored: names that the checkpoint has; they decide on biases that may be left out, and on
             the tables of a draft vocabulary that is a whole one.
     """
-    if kind == "eagle2" or kind == "eagle3":
+    if is_head(kind):
         assert isinstance(config, HeadConfig), "a head's config says what it can draft"
-        yield from _head_shapes(kind, config, stored)
-        yield from _layer_shapes(kind, config, f"{HEAD_LAYER[kind]}.", None, (), stored)
+        head = HEAD_KINDS[kind]
+        yield from _head_shapes(head, config, stored)
+        yield from _layer_shapes(kind, config, f"{head.layer}.", None, (), stored)
         return
     V, H = config.vocab_size, config.hidden_size
     yield "model.embed_tokens.weight", (V, H)
@@ -135,13 +136,13 @@ def _head_shapes(
     kind: HeadKind, config: HeadConfig, stored: Set[str]
 ) -> Iterator[tuple[str, Shape]]:
     """All of a head but its layer."""
-    V, D, H = config.vocab_size, config.num_draft_tokens, config.hidden_size
-    yield "embed_tokens.weight", (V, H)
-    num_read = 2 if kind == "eagle2" else NUM_FEATURE_LAYERS
-    yield from _linear_shapes("fc", (H, num_read * H), None, "fc.bias" in stored)
-    if kind == "eagle3":
-        yield "norm.weight", (H,)
-        yield "lm_head.weight", (D, H)
+    V, D = config.vocab_size, config.num_draft_tokens
+    yield "embed_tokens.weight", (V, config.hidden_size)
+    for name, shape in kind.tensors(config).items():
+        yield name, shape
+        bias = f"{name.removesuffix('weight')}bias"
+        if len(shape) == 2 and bias in stored:
+            yield bias, shape[:1]
     if D < V or stored & {*DRAFT_TABLES}:
         yield from zip(DRAFT_TABLES, ((D,), (V,)), strict=True)
 

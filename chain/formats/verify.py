@@ -10,19 +10,19 @@ from polybasic.chain.errors import UserError
 from polybasic.chain.formats.checkpoint import resolve_checkpoint, weight_files
 from polybasic.chain.formats.config import (
     ConfigFile,
-    HeadConfig,
     check_feature_layers,
     read_config,
     refuse_remote_code,
 )
+from polybasic.chain.formats.decoder_config import HeadConfig
 from polybasic.chain.formats.files import read_json, sha256_of_file
 from polybasic.chain.formats.lineage import find_drafts_for, verifier_of
 from polybasic.chain.formats.manifest import (
-    HEAD_KINDS,
     MANIFEST_NAME,
     Manifest,
     Member,
     Reference,
+    is_head,
     read_manifest,
 )
 from polybasic.chain.formats.shapes import check_shapes
@@ -125,7 +125,7 @@ def check_fit(
     for member in members:
         config = configs[member.name]
         group_size = _check_quantization(member, config)
-        if member.kind in HEAD_KINDS:
+        if is_head(member.kind):
             _check_kind(member, config)
         check_shapes(member.kind, config.folder, config.of(member.kind), group_size)
     _check_feature_layers(members, configs)
@@ -312,9 +312,9 @@ def _check_feature_layers(members: Sequence[Member], configs: dict[str, ConfigFi
     """That verifying members have the layers that heads read, and hand out one choice of them."""
     found: dict[str, HeadConfig] = {}
     for member in members:
-        if member.kind != "eagle3":
+        head, where = configs[member.name].of(member.kind), f"{configs[member.name].path}"
+        if not isinstance(head, HeadConfig) or not head.feature_layers:
             continue
-        head, where = configs[member.name].head, f"{configs[member.name].path}"
         for name in member.drafts_for:
             check_feature_layers(head, configs[name].decoder.num_layers, where)
             if (layers := found.setdefault(name, head).feature_layers) != head.feature_layers:

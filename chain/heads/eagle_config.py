@@ -3,7 +3,12 @@
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from polybasic.chain.formats.config import EAGLE3_ARCHITECTURE, LayerSizes
+from polybasic.chain.formats.decoder_config import LayerSizes
+from polybasic.chain.formats.head_kinds.eagle3 import (
+    EAGLE3_ARCHITECTURE,
+    EAGLE_SECTION,
+    LAYER_IDS,
+)
 
 
 class HeadSizes(LayerSizes, Protocol):
@@ -55,10 +60,7 @@ def eagle3_config(
         "qkv_bias": has_qkv_biases,
         "target_hidden_size": sizes.hidden_size,
         "draft_vocab_size": sizes.vocab_size if draft_vocab_size is None else draft_vocab_size,
-        "eagle_config": {
-            "use_aux_hidden_state": True,
-            "eagle_aux_hidden_state_layer_ids": list(feature_layers),
-        },
+        EAGLE_SECTION: {"use_aux_hidden_state": True, LAYER_IDS: list(feature_layers)},
     } | _layer_config(sizes, dtype)
 
 

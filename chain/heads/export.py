@@ -21,16 +21,19 @@ from torch import Tensor
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.checkpoint import load_tensors
-from polybasic.chain.formats.config import ConfigFile, HeadConfig
+from polybasic.chain.formats.config import ConfigFile
+from polybasic.chain.formats.decoder_config import HeadConfig
 from polybasic.chain.formats.draft_vocabulary import draft_token_ids
 from polybasic.chain.formats.files import read_json, whole_folder, write_json
-from polybasic.chain.formats.lineage import ORIGIN_KEY
-from polybasic.chain.formats.manifest import HEAD_KINDS, HeadKind, Manifest, Member
+from polybasic.chain.formats.head_kinds.eagle2 import EAGLE2
+from polybasic.chain.formats.head_kinds.eagle3 import EAGLE3, EAGLE_SECTION, LAYER_IDS
+from polybasic.chain.formats.manifest import Manifest, Member, is_head
 from polybasic.chain.formats.names import DRAFT_TABLES
+from polybasic.chain.formats.origin import ORIGIN_KEY
 from polybasic.chain.formats.verify import CheckedChain, check_chain
 from polybasic.chain.heads.eagle_config import eagle3_config, eagle_config
-from polybasic.chain.heads.foreign import EAGLE_SECTION, HOT_TOKENS, LAYER_IDS
-from polybasic.chain.heads.importing import FC_BIAS, ROPE_THETA, qkv_biases, required_weights
+from polybasic.chain.heads.foreign import HOT_TOKENS
+from polybasic.chain.heads.importing import FC_BIAS, ROPE_THETA, qkv_biases
 
 Engine = Literal["eagle", "vllm", "sglang"]
 ENGINES: tuple[Engine, ...] = get_args(Engine)
@@ -55,7 +58,7 @@ class Exported:
 
     folder: Path
     member: str
-    kind: HeadKind
+    kind: str
     model: str
     four_bit_copies: tuple[Path, ...] = ()
     hot_tokens: Path | None = None
@@ -94,7 +97,6 @@ def export_head(chain: Path, to: Engine, member: str | None, out: Path | None) -
     four_bit_copies = [name for name in copies if checked.manifest.member(name).kind == "awq"]
     token_ids = draft_token_ids(tensors, f"{source}")
     written = _written(shape, tensors)
-    check_is_whole(shape, written, source)
     origin = dict(config.content.get(ORIGIN_KEY, {})) | {EXPORTED_TO_KEY: to}
     num_layers = checked.configs[model].decoder.num_layers
     writes_hot_tokens = to == "sglang" and shape.kind == "eagle2" and token_ids is not None
@@ -142,20 +144,6 @@ def launch_command(to: Engine, exported: Exported) -> str:
     return shlex.join(["python", "-m", "sglang.launch_server", "--model-path", model, *options])
 
 
-def check_is_whole(shape: HeadConfig, tensors: dict[str, Tensor], source: Path) -> None:
-    """Check that no tensor is missing that an engine would silently leave random.
-
-    Raises:
-        UserError: a weight, or a table of a draft vocabulary, is missing.
-    """
-    required = required_weights(shape.kind)
-    if shape.kind == "eagle3" and shape.num_draft_tokens < shape.vocab_size:
-        required += DRAFT_TABLES
-    for name in required:
-        if name not in tensors:
-            raise UserError("missing tensor", f"{name} in {source}", "train or fetch it again")
-
-
 def _written(shape: HeadConfig, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """The tensors that are exported to all three engines, by EAGLE's own names."""
     if shape.kind == "eagle2":
@@ -163,14 +151,14 @@ def _written(shape: HeadConfig, tensors: dict[str, Tensor]) -> dict[str, Tensor]
         # no engine's EAGLE-2 class has a place for the tables, and vLLM's refuses them
         rest = {name: each for name, each in tensors.items() if name not in DRAFT_TABLES}
         return {FC_BIAS: zeros} | rest
-    unused = {FC_BIAS, *qkv_biases("eagle3")}
+    unused = {FC_BIAS, *qkv_biases(EAGLE3)}
     if shape.num_draft_tokens == shape.vocab_size:
         unused |= {*DRAFT_TABLES}
     return {name: tensor for name, tensor in tensors.items() if name not in unused}
 
 
 def _find_head(manifest: Manifest, name: str | None) -> Member:
-    heads = {member.name: member for member in manifest.members if member.kind in HEAD_KINDS}
+    heads = {member.name: member for member in manifest.members if is_head(member.kind)}
     where = f"the chain's heads: {', '.join(heads)}" if heads else "the chain has none"
     if name is None:
         if len(heads) != 1:
@@ -208,6 +196,8 @@ def _check_computes(
 ) -> None:
     """Check that the engine computes the same with head and target as this runtime."""
     is_eagle3 = shape.kind == "eagle3"
+    if not is_eagle3 and shape.kind != "eagle2":
+        raise _not_computed(to, f"{name} is of kind {shape.kind}")
     if to != "eagle" and target.decoder.embedding_scale is not None:
         model_type = target.content["model_type"]
         reason = "its EAGLE class is Llama's"
@@ -220,7 +210,7 @@ def _check_computes(
         layers = _listed(shape.feature_layers)
         raise _not_computed(to, f"{name} reads layers {layers}, and it hands out each layer once")
     dropped: tuple[str, ...] = (FC_BIAS,) if is_eagle3 or to == "vllm" else ()
-    dropped += qkv_biases("eagle3") if is_eagle3 else ()
+    dropped += qkv_biases(EAGLE3) if is_eagle3 else ()
     for bias in dropped:
         if bias in tensors and tensors[bias].any():
             described = "EAGLE-3" if is_eagle3 else "EAGLE"
@@ -293,7 +283,7 @@ def _config(
         config = eagle3_config(shape, False, dtype, shape.feature_layers, draft_vocab_size)
         config |= _layer_ids(shape.feature_layers, num_layers)
     else:
-        has_qkv_bias = qkv_biases("eagle2")[0] in tensors
+        has_qkv_bias = qkv_biases(EAGLE2)[0] in tensors
         config = eagle_config(shape, has_qkv_bias, dtype)
         config["bias"] = to == "eagle"
         if to == "sglang":

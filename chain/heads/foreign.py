@@ -14,16 +14,22 @@ import torch
 from torch import Tensor
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.config import EAGLE3_ARCHITECTURE, DecoderConfig, read_config
+from polybasic.chain.formats.config import read_config
+from polybasic.chain.formats.decoder_config import DecoderConfig
 from polybasic.chain.formats.draft_vocabulary import IS_DRAFTED, OFFSETS, draft_tables
 from polybasic.chain.formats.files import read_json
-from polybasic.chain.formats.lineage import ORIGIN_KEY
-from polybasic.chain.formats.manifest import HeadKind
-from polybasic.chain.formats.names import HEAD_LAYER
+from polybasic.chain.formats.head_kinds.eagle2 import EAGLE2
+from polybasic.chain.formats.head_kinds.eagle3 import (
+    EAGLE3,
+    EAGLE3_ARCHITECTURE,
+    EAGLE_SECTION,
+    LAYER_IDS,
+)
+from polybasic.chain.formats.head_kinds.kind import HeadKind
+from polybasic.chain.formats.head_kinds.table import KIND_KEY
+from polybasic.chain.formats.origin import ORIGIN_KEY, recorded
 from polybasic.chain.heads.eagle_config import default_feature_layers
 
-EAGLE_SECTION, LAYER_IDS = "eagle_config", "eagle_aux_hidden_state_layer_ids"
-"""Where an EAGLE-3 head's config.json names the layers that it reads."""
 DRAFT_VOCAB_SIZE = "draft_vocab_size"
 HOT_TOKENS = "hot_token_ids.pt"
 """The draft vocabulary of an EAGLE-2 head as SGLang reads it: a list of token ids."""
@@ -76,19 +82,21 @@ def in_eagle_format(
         UserError: a variant that is not supported, or ambiguous feature layers.
     """
     where = f"{source / 'config.json'}"
+    if (name := recorded(config, KIND_KEY)) is not None:
+        raise UserError("unsupported head", f"{where} {ORIGIN_KEY}.{KIND_KEY} {name}", OTHER_HEAD)
     tensors = _without_whole_vocabulary(tensors, target.vocab_size)
     if not _is_eagle3(config, tensors):
-        return "eagle2", config, tensors | _hot_token_tables(source, tensors, target.vocab_size)
+        return EAGLE2, config, tensors | _hot_token_tables(source, tensors, target.vocab_size)
     _refuse_variants(where, config)
     layers = _feature_layers(where, config, target.num_layers)
     section = {"use_aux_hidden_state": True, LAYER_IDS: list(layers)}
-    return "eagle3", config | {EAGLE_SECTION: section}, _with_midlayer(tensors)
+    return EAGLE3, config | {EAGLE_SECTION: section}, _with_midlayer(tensors)
 
 
 def _is_eagle3(config: dict[str, Any], tensors: dict[str, Tensor]) -> bool:
     architectures = config.get("architectures") or []
     return any("Eagle3" in name for name in architectures) or any(
-        name.startswith(f"{HEAD_LAYER['eagle3']}.") or "hidden_norm" in name for name in tensors
+        name.startswith(f"{EAGLE3.layer}.") or "hidden_norm" in name for name in tensors
     )
 
 
@@ -153,7 +161,7 @@ def _feature_layers(where: str, config: dict[str, Any], num_layers: int) -> tupl
 
 def _with_midlayer(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """The tensors with EAGLE-3's own layer name; speculators and SGLang call it layer 0."""
-    own, counted = (f"{HEAD_LAYER[kind]}." for kind in ("eagle3", "eagle2"))
+    own, counted = f"{EAGLE3.layer}.", f"{EAGLE2.layer}."
     if any(name.startswith(own) for name in tensors):
         return tensors
     return {

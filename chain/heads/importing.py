@@ -16,23 +16,19 @@ from torch import Tensor
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.checkpoint import load_tensors
-from polybasic.chain.formats.config import (
-    EAGLE3_ARCHITECTURE,
-    DecoderConfig,
-    HeadConfig,
-    check_feature_layers,
-    head_config,
-    read_config,
-)
+from polybasic.chain.formats.config import check_feature_layers, head_config, read_config
+from polybasic.chain.formats.decoder_config import DecoderConfig, HeadConfig
 from polybasic.chain.formats.draft_vocabulary import OFFSETS, draft_token_ids
 from polybasic.chain.formats.files import whole_folder, write_json
-from polybasic.chain.formats.lineage import ORIGIN_KEY, TRAINED_FOR_KEY, weights_digest
-from polybasic.chain.formats.manifest import HeadKind
-from polybasic.chain.formats.names import DRAFT_TABLES, HEAD_LAYER
+from polybasic.chain.formats.head_kinds.eagle2 import EAGLE2
+from polybasic.chain.formats.head_kinds.eagle3 import EAGLE3, EAGLE3_ARCHITECTURE, EAGLE_SECTION
+from polybasic.chain.formats.head_kinds.kind import HeadKind
+from polybasic.chain.formats.lineage import TRAINED_FOR_KEY, weights_digest
+from polybasic.chain.formats.names import DRAFT_TABLES
+from polybasic.chain.formats.origin import ORIGIN_KEY
 from polybasic.chain.formats.shapes import expected_shapes
 from polybasic.chain.heads.foreign import (
     DRAFT_VOCAB_SIZE,
-    EAGLE_SECTION,
     OTHER_HEAD,
     in_eagle_format,
     read_foreign_config,
@@ -55,22 +51,19 @@ _RELATIVE_ROUNDING, _ABSOLUTE_ROUNDING = 2**-8, 2e-7
 
 def qkv_biases(kind: HeadKind) -> tuple[str, ...]:
     """Names of the optional biases of queries, keys and values."""
-    return tuple(f"{HEAD_LAYER[kind]}.self_attn.{part}_proj.bias" for part in "qkv")
+    return tuple(f"{kind.layer}.self_attn.{part}_proj.bias" for part in "qkv")
 
 
 def required_weights(kind: HeadKind) -> tuple[str, ...]:
     """Names of the tensors of every head of the kind; engines leave missing ones random."""
-    layer = HEAD_LAYER[kind]
+    layer = kind.layer
     names = (
         "fc.weight",
         *(f"{layer}.self_attn.{part}_proj.weight" for part in "qkvo"),
         *(f"{layer}.mlp.{part}_proj.weight" for part in ("gate", "up", "down")),
-        f"{layer}.post_attention_layernorm.weight",
+        *(f"{layer}.{norm}.weight" for norm in kind.norms.values()),
     )
-    if kind == "eagle2":
-        return names
-    norms = tuple(f"{layer}.{name}.weight" for name in ("input_layernorm", "hidden_norm"))
-    return (*names, *norms, "norm.weight", "lm_head.weight")
+    return (*names, "norm.weight", "lm_head.weight") if kind is EAGLE3 else names
 
 
 def import_head(
@@ -117,7 +110,7 @@ def import_head(
         _check_embedding(source, target, tensors[EMBEDDING], embedding)
     else:
         tensors[EMBEDDING] = embedding.to(dtype)
-    if kind == "eagle2":
+    if kind is EAGLE2:
         tensors.setdefault(FC_BIAS, torch.zeros(head.hidden_size, dtype=dtype))
     imported_from = _name(source)
     completed["torch_dtype"] = str(dtype).removeprefix("torch.")
@@ -133,7 +126,7 @@ def import_head(
     no_weights = {EMBEDDING, *DRAFT_TABLES}
     return {
         "imported_from": imported_from,
-        "kind": kind,
+        "kind": kind.name,
         "parameters": sum(
             prod(each.shape) for name, each in tensors.items() if name not in no_weights
         ),
@@ -157,7 +150,7 @@ def _check_layout(
     if (num_layers := config.get("num_hidden_layers", 1)) != 1:
         where = f"num_hidden_layers {num_layers} in {folder / 'config.json'}"
         raise UserError("head of several layers", where, OTHER_HEAD)
-    fc_biases = (FC_BIAS,) if kind == "eagle2" else ()
+    fc_biases = (FC_BIAS,) if kind is EAGLE2 else ()
     expected = list(required_weights(kind))
     known = {*expected, EMBEDDING, *fc_biases, *biases, *DRAFT_TABLES}
     if unknown := [name for name in names if name not in known]:
@@ -184,7 +177,7 @@ def _complete(
     """The head's config.json as this project writes it; missing values come from the weights, else
     from the target."""
     given = {key: value for key, value in config.items() if value is not None}
-    layer = HEAD_LAYER[kind]
+    layer = kind.layer
     num_heads = given.get("num_attention_heads", model.num_heads)
     head_dim = given.get("head_dim", len(tensors[f"{layer}.self_attn.q_proj.weight"]) // num_heads)
     num_kv_heads = len(tensors[f"{layer}.self_attn.k_proj.weight"]) // max(head_dim, 1)
@@ -209,7 +202,7 @@ def _complete(
         "vocab_size": given.get("vocab_size", model.vocab_size),
         "tie_word_embeddings": False,
         **_vocabulary(kind, given, tensors),
-        **(_eagle3_keys(given, tensors) if kind == "eagle3" else {}),
+        **(_eagle3_keys(given, tensors) if kind is EAGLE3 else {}),
     }
 
 
@@ -217,7 +210,7 @@ def _vocabulary(
     kind: HeadKind, given: dict[str, Any], tensors: dict[str, Tensor]
 ) -> dict[str, Any]:
     """How many tokens are drafted, if the config or the weights say so."""
-    name = "lm_head.weight" if kind == "eagle3" else OFFSETS
+    name = "lm_head.weight" if kind.has_lm_head else OFFSETS
     stored = {DRAFT_VOCAB_SIZE: len(tensors[name])} if name in tensors else {}
     return stored | {key: given[key] for key in (DRAFT_VOCAB_SIZE,) if key in given}
 

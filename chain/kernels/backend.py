@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from polybasic.chain.formats.awq import QuantizedWeight, round_to_nearest
-from polybasic.chain.formats.config import DecoderConfig
+from polybasic.chain.formats.decoder_config import DecoderConfig
 from polybasic.chain.kernels.executor import Executor
 from polybasic.chain.kernels.weights import Linear, ModelWeights
 

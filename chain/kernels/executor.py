@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from polybasic.chain.formats.config import DecoderConfig
+from polybasic.chain.formats.decoder_config import DecoderConfig
 from polybasic.chain.formats.plan import Window
 from polybasic.chain.kernels.drafts import Candidates
 from polybasic.chain.kernels.rows import Rows

@@ -7,7 +7,7 @@ from importlib.metadata import version
 
 import torch
 
-from polybasic.chain.formats.config import DecoderConfig
+from polybasic.chain.formats.decoder_config import DecoderConfig
 from polybasic.chain.kernels.backend import Backend
 from polybasic.chain.kernels.cpu.executor import CpuBackend
 from polybasic.chain.kernels.cpu.library import kernels_for

@@ -13,7 +13,8 @@ import torch
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.card import record_results, shown_flush, shown_members, shown_tree
 from polybasic.chain.formats.files import write_json
-from polybasic.chain.formats.manifest import HEAD_KINDS, Kind, Member
+from polybasic.chain.formats.head_kinds.table import HEAD_KINDS
+from polybasic.chain.formats.manifest import MODEL_KINDS, Member
 from polybasic.chain.formats.plan import Ngram, Plan
 from polybasic.chain.kernels.product_times import name_of
 from polybasic.chain.progress import ProgressReport
@@ -203,10 +204,10 @@ def _system(name: SystemName, chain: Chain) -> System:
         plan = chain.plan_of([target]).model_copy(update={"ngram": Ngram()})
         return System(name, "the target with drafts copied from prompt and output", plan)
     if name == "polybasic_full":
-        drafters = _drafters_of(verifying[-1], chain, (*HEAD_KINDS, "awq", "decoder"))
+        drafters = _drafters_of(verifying[-1], chain, (*HEAD_KINDS, *MODEL_KINDS))
         members = [*verifying, *(member.name for member in drafters[:1])]
         return System(name, f"all {len(members)} models", chain.plan_of(members))
-    kinds: dict[str, tuple[Kind, ...]] = {"eagle2": HEAD_KINDS, "draft_model": ("awq", "decoder")}
+    kinds = {"eagle2": tuple(HEAD_KINDS), "draft_model": MODEL_KINDS}
     what = {"eagle2": "draft head", "draft_model": "independent draft model"}[name]
     drafters = _drafters_of(target, chain, kinds[name])
     if not drafters:
@@ -221,7 +222,7 @@ def _system(name: SystemName, chain: Chain) -> System:
     return System(shown, described, chain.plan_of([target, drafter.name]))
 
 
-def _drafters_of(verifying: str, chain: Chain, kinds: tuple[Kind, ...]) -> list[Member]:
+def _drafters_of(verifying: str, chain: Chain, kinds: tuple[str, ...]) -> list[Member]:
     return [
         member
         for kind in kinds

@@ -5,7 +5,8 @@ from pathlib import Path
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.checkpoint import split_hub_id
-from polybasic.chain.formats.config import DecoderConfig, read_config
+from polybasic.chain.formats.config import read_config
+from polybasic.chain.formats.decoder_config import DecoderConfig
 from polybasic.chain.formats.hub import snapshot
 from polybasic.recipes.growth.shapes import GrownShape, check_family, check_sizes, shape_named
 from polybasic.recipes.schema.recipe import Recipe

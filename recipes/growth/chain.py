@@ -14,17 +14,14 @@ from polybasic.chain.errors import UserError
 from polybasic.chain.formats.awq import GROUP_SIZE, QuantizedWeight
 from polybasic.chain.formats.card import write_card
 from polybasic.chain.formats.checkpoint import copy_files, model_files, weight_files
-from polybasic.chain.formats.config import DecoderConfig, read_config
+from polybasic.chain.formats.config import read_config
+from polybasic.chain.formats.decoder_config import DecoderConfig
 from polybasic.chain.formats.draft_vocabulary import draft_tables, draft_token_ids
 from polybasic.chain.formats.files import sha256_of_file, whole_folder, write_json
-from polybasic.chain.formats.lineage import (
-    ORIGIN_KEY,
-    QUANTIZED_FROM_KEY,
-    TRAINED_FOR_KEY,
-    verifier_of,
-)
-from polybasic.chain.formats.manifest import Manifest, Member, Reference, write_manifest
+from polybasic.chain.formats.lineage import QUANTIZED_FROM_KEY, TRAINED_FOR_KEY, verifier_of
+from polybasic.chain.formats.manifest import Manifest, Member, Reference, is_head, write_manifest
 from polybasic.chain.formats.names import DRAFT_TABLES
+from polybasic.chain.formats.origin import ORIGIN_KEY
 from polybasic.chain.formats.package import refuse_replacing
 from polybasic.chain.formats.shapes import num_parameters, tensor_headers
 from polybasic.chain.formats.verify import CheckedChain, check_chain, check_fit
@@ -75,7 +72,7 @@ def grow_chain(
         members = [_grow_member(chain, target, growths[target.name], partial, {})]
         digest = verifier_of(members[0], read_config(partial / target.name)).sha256
         for member in others:
-            key = TRAINED_FOR_KEY if member.kind == "eagle2" else QUANTIZED_FROM_KEY
+            key = TRAINED_FOR_KEY if is_head(member.kind) else QUANTIZED_FROM_KEY
             growth, origin = growths[member.name], {key: digest}
             members.append(_grow_member(chain, member, growth, partial, origin))
         tokenizer = chain.manifest.tokenizer
@@ -119,10 +116,10 @@ def _check_members(chain: CheckedChain, small: DecoderConfig) -> None:
     digest = verifier_of(target, chain.target_config).sha256
     for member in chain.manifest.members[1:]:
         folder = chain.members[member.name]
-        if member.kind == "eagle3":
+        if is_head(member.kind) and member.kind != "eagle2":
             raise UserError(
                 "member cannot be grown",
-                f"{member.name} of {chain.folder} is an EAGLE-3 head",
+                f"{member.name} of {chain.folder} is of kind {member.kind}",
                 "package a chain with an EAGLE-2 head in its place",
             )
         if member.kind == "eagle2" and target.name in member.drafts_for:
@@ -166,7 +163,7 @@ def _grow_member(
         case "awq":
             tensors = _decoder_tensors(weights, grown, _int4_linear)
         case kind:
-            assert kind == "decoder", "EAGLE-3 heads are refused before"
+            assert kind == "decoder", "other heads are refused before"
             tensors = _decoder_tensors(weights, grown, _dense_linear)
     digests = _write_shards(folder, tensors)
     write_json(

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.config import DecoderConfig, LayerSizes
+from polybasic.chain.formats.decoder_config import DecoderConfig, LayerSizes
 
 
 @dataclass(frozen=True)

@@ -4,13 +4,13 @@ Heavy modules are imported where they run, so that a run with nothing to do answ
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from polybasic.chain.formats.files import sha256_of_file, write_json
-from polybasic.chain.formats.manifest import HEAD_KINDS, SCHEMA, Kind, Manifest, Provenance
+from polybasic.chain.formats.manifest import SCHEMA, Manifest, Provenance, is_head
 from polybasic.chain.formats.package import Part, package_chain
 from polybasic.deploy.prompts import write_first_turns
 from polybasic.deploy.settings import PlanSettings
@@ -154,7 +154,7 @@ def _run_chain(workspace: Workspace, folder: Path) -> dict[str, Any]:
             package_versions=package_versions(),
             data_digests=workspace.identity("data"),
         ),
-        quality=_summaries(workspace, parts, ("awq",)),
+        quality=_summaries(workspace, (part for part in parts if part.kind == "awq")),
         training=_training(workspace, parts),
     )
     return _sizes(manifest)
@@ -190,13 +190,11 @@ def _sizes(manifest: Manifest) -> dict[str, Any]:
     }
 
 
-def _summaries(
-    workspace: Workspace, parts: Sequence[Part], kinds: Sequence[Kind]
-) -> dict[str, Any]:
-    """Summaries of the stages that made members of these kinds, by member."""
+def _summaries(workspace: Workspace, parts: Iterable[Part]) -> dict[str, Any]:
+    """Summaries of the stages that made members here, by member."""
     summaries = {}
     for part in parts:
-        if part.kind in kinds and part.folder == workspace.folder(part.name):
+        if part.folder == workspace.folder(part.name):
             record = workspace.record(part.name)
             assert record is not None, f"{part.name} is packed and not whole"
             summaries[part.name] = record.summary
@@ -205,7 +203,7 @@ def _summaries(
 
 def _training(workspace: Workspace, parts: Sequence[Part]) -> dict[str, Any]:
     """Summaries of what was trained here: the target, and draft heads."""
-    summaries = _summaries(workspace, parts, HEAD_KINDS)
+    summaries = _summaries(workspace, (part for part in parts if is_head(part.kind)))
     if workspace.recipe.target.model == "scratch":
         record = workspace.record("target")
         assert record is not None, "target is packed and not whole"

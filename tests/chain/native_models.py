@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from polybasic.chain.formats.awq import QuantizedWeight
-from polybasic.chain.formats.config import DecoderConfig
+from polybasic.chain.formats.decoder_config import DecoderConfig
 from polybasic.chain.kernels.executor import Executor
 from polybasic.chain.kernels.rotary import RotaryTable
 from polybasic.chain.kernels.selection import backend_for

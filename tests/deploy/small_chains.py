@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from polybasic.chain.formats.config import DecoderConfig
+from polybasic.chain.formats.decoder_config import DecoderConfig
 from polybasic.chain.formats.plan import Plan
 from polybasic.chain.kernels.backend import Backend
 from polybasic.chain.kernels.drafts import DraftTree

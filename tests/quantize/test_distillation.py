@@ -11,7 +11,8 @@ import torch
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.checkpoint import load_tensors
-from polybasic.chain.formats.lineage import ORIGIN_KEY, QUANTIZED_FROM_KEY
+from polybasic.chain.formats.lineage import QUANTIZED_FROM_KEY
+from polybasic.chain.formats.origin import ORIGIN_KEY
 from polybasic.quantize import distillation
 from polybasic.quantize.awq import quantize_target
 from polybasic.quantize.distillation import distill_intermediate, packed_rows

@@ -3,8 +3,6 @@
 from dataclasses import dataclass
 from typing import Any
 
-from polybasic.chain.formats.manifest import HeadKind
-
 FeatureLayers = tuple[int, int, int]
 
 
@@ -34,6 +32,6 @@ class HeadShape:
     context_tokens: int
     has_fc_bias: bool = False
     has_qkv_bias: bool = False
-    kind: HeadKind = "eagle2"
+    kind: str = "eagle2"
     feature_layers: FeatureLayers | None = None
     draft_vocab_size: int | None = None

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from polybasic.chain.formats.draft_vocabulary import draft_tables
 from polybasic.chain.formats.files import whole_file, write_json
-from polybasic.chain.formats.lineage import ORIGIN_KEY, TRAINED_FOR_KEY
+from polybasic.chain.formats.lineage import TRAINED_FOR_KEY
+from polybasic.chain.formats.origin import ORIGIN_KEY
 from polybasic.chain.heads.eagle_config import eagle3_config, eagle_config
 from polybasic.train.features.head_shape import HeadShape
 from polybasic.train.head.eagle2 import DraftHead

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.checkpoint import load_tensors
-from polybasic.chain.formats.config import HeadConfig, read_config
+from polybasic.chain.formats.config import read_config
+from polybasic.chain.formats.decoder_config import HeadConfig
 from polybasic.chain.formats.draft_vocabulary import IS_DRAFTED, OFFSETS
 from polybasic.chain.formats.draft_vocabulary import draft_token_ids as stored_draft_token_ids
-from polybasic.chain.formats.names import HEAD_LAYER
+from polybasic.chain.formats.head_kinds.table import HEAD_KINDS
 from polybasic.chain.kernels.product_times import DTYPES
 from polybasic.train.features.head_shape import HeadShape
 from polybasic.train.features.lm_head import LmHead
@@ -141,6 +142,7 @@ def _ready(
                 "leave train.draft_vocab_size null, which keeps the head's own",
             )
         weights[_OUT] = weights[_OUT][draft_token_ids]
+    layer = HEAD_KINDS[config.kind].layer
     ready_shape = replace(
         shape,
         intermediate_size=config.intermediate_size,
@@ -151,7 +153,7 @@ def _ready(
         rope=config.rope,
         context_tokens=config.context_tokens,
         has_fc_bias=_FC_BIAS in weights,
-        has_qkv_bias=any(f"{HEAD_LAYER[config.kind]}.{name}" in weights for name in _QKV_BIASES),
+        has_qkv_bias=any(f"{layer}.{name}" in weights for name in _QKV_BIASES),
         draft_vocab_size=None if draft_token_ids is None else len(draft_token_ids),
     )
     return _Ready(start, ready_shape, draft_token_ids, weights)
@@ -189,7 +191,7 @@ def _check_fit(start: Path, config: HeadConfig, shape: HeadShape, settings: Head
 
 def _take_weights(head: DraftHead, ready: _Ready) -> None:
     expected = {name: tensor for name, tensor in head.state_dict().items() if name != _EMBEDDING}
-    weights, kind = ready.weights, "EAGLE-3" if head.shape.kind == "eagle3" else "EAGLE-2"
+    weights, kind = ready.weights, HEAD_KINDS[head.shape.kind].title
     for name in sorted(expected.keys() ^ weights.keys()):
         raise UserError(
             "weight missing" if name in expected else f"weight that no {kind} head has",

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from polybasic.chain.formats.awq import QuantizedWeight
-from polybasic.chain.formats.config import DecoderConfig
+from polybasic.chain.formats.decoder_config import DecoderConfig
 from polybasic.chain.formats.plan import Window
 from polybasic.chain.kernels.backend import Backend
 from polybasic.chain.kernels.cpu import matrices

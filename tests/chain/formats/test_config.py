@@ -3,7 +3,8 @@
 import pytest
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.config import LayerKind, decoder_config
+from polybasic.chain.formats.config import decoder_config
+from polybasic.chain.formats.decoder_config import LayerKind
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +12,15 @@ from torch import Tensor
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.checkpoint import load_tensors
-from polybasic.chain.formats.config import HeadConfig, read_config
+from polybasic.chain.formats.config import read_config
 from polybasic.chain.formats.draft_vocabulary import draft_tables
+from polybasic.chain.formats.head_kinds.eagle3 import EAGLE3
 from polybasic.chain.formats.package import Part
 from polybasic.chain.formats.plan import Plan, Tree
+from polybasic.chain.formats.shapes import check_shapes
 from polybasic.chain.heads.export import (
     ENGINES,
     Engine,
-    check_is_whole,
     export_head,
     launch_command,
 )
@@ -205,28 +205,17 @@ def test_eagle_reads_its_keys(target: Path, packed: Callable[..., Path], tmp_pat
     assert content_of(folder)["rope_scaling"] is None
 
 
-@pytest.mark.parametrize("name", [*required_weights("eagle3"), "d2t", "t2d"])
-def test_what_an_engine_would_leave_random_is_reported(
+@pytest.mark.parametrize("name", [*required_weights(EAGLE3), "d2t", "t2d"])
+def test_a_chain_has_all_that_an_engine_would_leave_random(
     target: Path, packed: Callable[..., Path], tmp_path: Path, name: str
 ) -> None:
     packed(eagle3_tensors(target))
-    head, tensors = read_config(tmp_path / "draft").head, load_tensors(tmp_path / "draft")
-    check_is_whole(head, tensors, tmp_path)
+    draft = tmp_path / "draft"
+    tensors = load_tensors(draft)
     del tensors[name]
+    save_file(tensors, draft / "model.safetensors", {"format": "pt"})
     with pytest.raises(UserError, match=f"missing tensor: {name} in"):
-        check_is_whole(head, tensors, tmp_path)
-
-
-def test_an_eagle2_head_needs_its_own_weights_only(target: Path, tmp_path: Path) -> None:
-    write_eagle(tmp_path / "eagle", eagle_tensors(target))
-    import_head(tmp_path / "eagle", target, tmp_path / "draft")
-    head, tensors = read_config(tmp_path / "draft").head, load_tensors(tmp_path / "draft")
-    check_is_whole(head, tensors, tmp_path)
-    trimmed: HeadConfig = replace(head, draft_vocab_size=D)
-    check_is_whole(trimmed, tensors, tmp_path)
-    del tensors["fc.weight"]
-    with pytest.raises(UserError, match=r"missing tensor: fc\.weight"):
-        check_is_whole(head, tensors, tmp_path)
+        check_shapes("eagle3", draft, read_config(draft).head)
 
 
 def test_sglang_reads_the_draft_vocabulary_of_an_eagle2_head(

@@ -13,6 +13,7 @@ from torch import Tensor
 from polybasic.chain.formats.checkpoint import load_tensors
 from polybasic.chain.formats.config import read_config
 from polybasic.chain.formats.draft_vocabulary import draft_tables, draft_token_ids
+from polybasic.chain.formats.head_kinds.eagle3 import EAGLE3
 from polybasic.chain.formats.lineage import weights_digest
 from polybasic.chain.formats.shapes import check_shapes
 from polybasic.chain.heads.importing import import_head, required_weights
@@ -245,7 +246,7 @@ def test_a_norm_that_two_readers_take_otherwise_must_be_named(target: Path, tmp_
     assert "norm_before_residual" in message
 
 
-@pytest.mark.parametrize("name", [*required_weights("eagle3"), "d2t", "t2d"])
+@pytest.mark.parametrize("name", [*required_weights(EAGLE3), "d2t", "t2d"])
 def test_every_missing_tensor_is_named(target: Path, tmp_path: Path, name: str) -> None:
     tensors = eagle3_tensors(target)
     del tensors[name]

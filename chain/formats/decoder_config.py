@@ -1,0 +1,132 @@
+"""What models are: shapes and constants of decoders and draft heads."""
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Protocol
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """How the layers of one kind place tokens, and how far back they look.
+
+    Attributes:
+        rope: rotary parameters as transformers names them.
+        window: tokens that a token sees, itself included; None for all.
+    """
+
+    rope: dict[str, Any]
+    window: int | None = None
+
+    def first_seen(self, position: int) -> int:
+        """The first position that a token at `position` sees."""
+        return 0 if self.window is None else max(0, position + 1 - self.window)
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """Shapes and constants of a decoder; the defaults are Llama's.
+
+    Attributes:
+        rope: rotary parameters as transformers names them (rope_type, rope_theta, factor, ...), of
+            the layers that see all tokens.
+        layer_kinds: one for each layer where windows or rotary parameters differ from `rope`
+            alone; else empty.
+        activation: of the gated MLP.
+        attention_scale: factor of the scores; None for head_dim ** -0.5.
+        attention_softcap: c of c * tanh(score / c); None leaves scores as they are.
+        logit_softcap: as `attention_softcap`, of the logits.
+        embedding_scale: factor of the embeddings that the first layer reads.
+        biased: projections whose bias must be stored, by the last part of their names.
+        has_fused_projections: q, k and v are stored as one matrix, gate and up as another.
+        has_head_norms: queries and keys are normed head by head.
+        has_post_norms: what attention and MLP add to the residual is normed.
+        has_offset_norms: norms multiply by 1 + weight, in float32.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    context_tokens: int
+    tie_word_embeddings: bool
+    rope: dict[str, Any]
+    layer_kinds: tuple[LayerKind, ...] = ()
+    activation: str = "silu"
+    attention_scale: float | None = None
+    attention_softcap: float | None = None
+    logit_softcap: float | None = None
+    embedding_scale: float | None = None
+    biased: tuple[str, ...] = ()
+    has_fused_projections: bool = False
+    has_head_norms: bool = False
+    has_post_norms: bool = False
+    has_offset_norms: bool = False
+
+    @property
+    def query_groups(self) -> int:
+        """Query heads that read one key/value head."""
+        return self.num_heads // self.num_kv_heads
+
+    @cached_property
+    def kinds(self) -> tuple[LayerKind, ...]:
+        """The kinds of layers that there are, each once."""
+        kinds: list[LayerKind] = []
+        for kind in self.layer_kinds or (LayerKind(self.rope),):
+            if kind not in kinds:
+                kinds.append(kind)
+        return tuple(kinds)
+
+    def kind_of(self, layer: int) -> int:
+        """Place of a layer's kind in `kinds`."""
+        return self.kinds.index(self.layer_kinds[layer]) if self.layer_kinds else 0
+
+    @property
+    def cache_shape(self) -> tuple[object, ...]:
+        """Layers with their kinds, key/value heads, head size and width of the states.
+
+        Decoders that agree in it can share a cache, and one's states serve a head of the other.
+        """
+        kinds = [self.kinds[self.kind_of(layer)] for layer in range(self.num_layers)]
+        return kinds, self.num_kv_heads, self.head_dim, self.hidden_size
+
+
+@dataclass(frozen=True)
+class HeadConfig(DecoderConfig):
+    """Shapes and constants of a draft head's one layer, and what the head reads and drafts.
+
+    Attributes:
+        draft_vocab_size: tokens that it can draft; None where its config says nothing: all.
+        feature_layers: the verifier's layers whose inputs it reads, in the order in which they lie
+            side by side; empty for a head that reads its last states, as an EAGLE-2 head does.
+        kind: of head, as manifests name it.
+    """
+
+    draft_vocab_size: int | None = None
+    feature_layers: tuple[int, ...] = ()
+    kind: str = field(kw_only=True)
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Tokens that the head can draft."""
+        return self.vocab_size if self.draft_vocab_size is None else self.draft_vocab_size
+
+
+class LayerSizes(Protocol):
+    """Sizes of a layer; a `DecoderConfig` has them."""
+
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def intermediate_size(self) -> int: ...
+    @property
+    def num_heads(self) -> int: ...
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...

@@ -1,0 +1,1 @@
+"""Families of decoders: what each one's config.json means, in a file of its own."""

@@ -1,0 +1,1 @@
+"""Kinds of draft heads: what each one's files say and hold, in a file of its own."""
