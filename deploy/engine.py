@@ -11,6 +11,7 @@ from polybasic.chain.errors import UserError
 from polybasic.chain.formats.plan import Plan, Tree, Window
 from polybasic.chain.kernels.executor import Executor
 from polybasic.chain.kernels.torch.executor import TorchExecutor
+from polybasic.deploy.drafters.expansion import ExpandingDrafter, MakeDrafter
 from polybasic.deploy.drafters.head import EagleDrafter
 from polybasic.deploy.drafters.interface import Drafter, NoDrafter
 from polybasic.deploy.drafters.model import ModelDrafter
@@ -49,12 +50,15 @@ class Models:
         drafters: heads and independent draft models, by name.
         drafts_for: by drafter, the verifying members that it can draft for.
         context_tokens: prompt and answer together.
+        makers: by drafter, what makes it; those that are not named are made for a head of EAGLE's
+            or for an independent model.
     """
 
     decoders: dict[str, Executor]
     drafters: dict[str, Executor] = field(default_factory=dict)
     drafts_for: dict[str, tuple[str, ...]] = field(default_factory=dict)
     context_tokens: int = CONTEXT_TOKENS_BY_DEFAULT
+    makers: dict[str, MakeDrafter] = field(default_factory=dict)
 
     @property
     def target(self) -> Executor:
@@ -82,24 +86,26 @@ class Engine:
         self.graphs = Graphs(models.target.device, graphs)
         self.context_tokens = models.context_tokens
         capacity = self.context_tokens + SPARE_ROWS
+        caches: dict[str, KeyValueCache] = {}
+        above: Executor | None = None
+        for name, decoder in models.decoders.items():
+            fits = above is not None and above.config.cache_shape == decoder.config.cache_shape
+            is_shared = share_caches and fits
+            caches[name] = (
+                next(reversed(caches.values()))
+                if is_shared
+                else KeyValueCache.of(decoder, capacity)
+            )
+            above = decoder
+        feature_layers = _feature_layers(models, caches)
         self.verifiers: dict[str, Verifier] = {}
         for name, decoder in models.decoders.items():
-            above = next(reversed(self.verifiers.values()), None) if share_caches else None
-            if above is not None and above.decoder.config.cache_shape == decoder.config.cache_shape:
-                cache = above.cache
-            else:
-                cache = KeyValueCache(
-                    decoder.config,
-                    decoder.config.num_layers,
-                    capacity,
-                    decoder.dtype,
-                    decoder.device,
-                )
             passes = None
             if isinstance(decoder, TorchExecutor) and decoder.runs_on_device:
-                passes = DevicePasses(name, decoder, cache, self.graphs)
-            self.verifiers[name] = Verifier(name, decoder, cache, passes)
-        _hand_out_feature_layers(models, self.verifiers)
+                passes = DevicePasses(name, decoder, caches[name], self.graphs)
+            layers = feature_layers.get(name, ())
+            verifier = Verifier(name, decoder, caches[name], passes, feature_layers=layers)
+            self.verifiers[name] = verifier
         self.drafters = Drafters(models, capacity)
         self._running = threading.Lock()
         self._parts: RoundParts | None = None
@@ -136,8 +142,10 @@ class Engine:
         """
         plan, stop = request.plan, request.stop_tokens
         names = [name for name in plan.members if name in self.verifiers]
-        for name in names:
-            self.verifiers[name].window = plan.windows.get(name)
+        verifiers = {
+            name: self.verifiers[name].seeing(plan.windows.get(name), self._features(name, plan))
+            for name in names
+        }
         drafter = self.drafters.of(plan)
         of_tree: type[BaseTreeStage] = TreeStage
         of_block: type[BaseBlockStage] = BlockStage
@@ -149,11 +157,10 @@ class Engine:
         else:
             device, num_prompt_tokens = self.models.target.device, len(request.token_ids)
             sampler = make_sampler(request.sampling, device, num_prompt_tokens)
-        verifier = self.verifiers[names[-1]]
-        stages = [make(of_tree, verifier, drafter, sampler, stop, *parts)]
+        stages = [make(of_tree, verifiers[names[-1]], drafter, sampler, stop, *parts)]
         for name in reversed(names[:-1]):
-            verifier, flush = self.verifiers[name], plan.flush[name]
-            stages.insert(0, make(of_block, verifier, stages[0], sampler, flush, stop, *parts))
+            given = verifiers[name], stages[0], sampler, plan.flush[name], stop
+            stages.insert(0, make(of_block, *given, *parts))
         return stages, drafter
 
     def capture(
@@ -221,6 +228,11 @@ class Engine:
             stopped_by=stopped_by,
         )
 
+    def _features(self, name: str, plan: Plan) -> tuple[int, ...]:
+        """Layers that a verifier's states hold for the head that drafts in a plan."""
+        head = self.models.drafters.get(plan.members[-1])
+        return self.verifiers[name].feature_layers if head and head.weights.feature_layers else ()
+
     def _device_sampler(self, parts: RoundParts, request: Request) -> DeviceSampler:
         reports_confidence = any(flush.adaptive for flush in request.plan.flush.values())
         drawing = parts.drawing(request.sampling, reports_confidence)
@@ -264,14 +276,14 @@ def rounds_of(root: Stage, request: Request) -> Iterator[tuple[list[int], Stoppe
 
 
 class Drafters:
-    """Drafters over a chain's draft models, each made once."""
+    """Drafters over a chain's draft models, whose caches are allocated once."""
 
     def __init__(self, models: Models, capacity: int) -> None:
         self.models, self.capacity = models, capacity
-        self._made: dict[str, EagleDrafter | ModelDrafter] = {}
+        self._made: dict[str, ExpandingDrafter] = {}
 
     def of(self, plan: Plan) -> Drafter:
-        """The plan's drafter."""
+        """The drafter of a request that runs by this plan."""
         drafter: Drafter | None = None
         if plan.members[-1] in self.models.drafters:
             name = plan.members[-1]
@@ -280,38 +292,32 @@ class Drafters:
             return NgramDrafter(plan.ngram, plan.tree, fallback=drafter)
         return drafter or NoDrafter()
 
-    def named(
-        self, name: str, tree: Tree, window: Window | None = None
-    ) -> EagleDrafter | ModelDrafter:
-        """The drafter over the draft model of this name, with such trees and such a window."""
+    def named(self, name: str, tree: Tree, window: Window | None = None) -> ExpandingDrafter:
+        """A drafter over the draft model of this name, with such trees and such a window."""
         if name not in self._made:
             model = self.models.drafters[name]
-            if model.weights.is_head:
-                self._made[name] = EagleDrafter(model, tree, self.capacity)
-            else:
-                self._made[name] = ModelDrafter(model, tree, self.capacity)
-        self._made[name].tree, self._made[name].window = tree, window
-        return self._made[name]
+            make = EagleDrafter if model.weights.is_head else ModelDrafter
+            self._made[name] = self.models.makers.get(name, make)(model, tree, self.capacity)
+        return self._made[name].drafting(tree, window)
 
 
-def _hand_out_feature_layers(models: Models, verifiers: dict[str, Verifier]) -> None:
-    """Let the verifying members' states hold what EAGLE-3 heads read.
+def _feature_layers(models: Models, caches: dict[str, KeyValueCache]) -> dict[str, tuple[int, ...]]:
+    """By verifying member: the layers that EAGLE-3 heads read.
 
     Of members that share a cache, one hands its states to the heads of another.
     """
+    found: dict[str, tuple[int, ...]] = {}
     for drafter, head in models.drafters.items():
-        feature_layers = head.weights.feature_layers
-        if not feature_layers:
-            continue
-        caches = [verifiers[name].cache for name in models.drafts_for[drafter]]
-        for verifier in verifiers.values():
-            if not any(verifier.cache is cache for cache in caches):
+        layers = head.weights.feature_layers
+        verified = [caches[name] for name in models.drafts_for[drafter]]
+        for name, cache in caches.items():
+            if not layers or not any(cache is one for one in verified):
                 continue
-            if verifier.feature_layers not in ((), feature_layers):
+            if found.setdefault(name, layers) != layers:
                 raise UserError(
                     "heads of one model read different layers",
-                    f"{feature_layers} by {drafter}, {verifier.feature_layers} "
-                    f"by another head of {verifier.name} or of a model with the same cache",
+                    f"{layers} by {drafter}, {found[name]} by another head of {name} or of a "
+                    "model with the same cache",
                     "package a chain with one of these heads",
                 )
-            verifier.feature_layers = feature_layers
+    return found

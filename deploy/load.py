@@ -11,16 +11,19 @@ import torch
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.checkpoint import resolve_chain
 from polybasic.chain.formats.decoder_config import DecoderConfig
-from polybasic.chain.formats.manifest import HEAD_KINDS
+from polybasic.chain.formats.extensions import resolve
+from polybasic.chain.formats.head_kinds.table import HEAD_KINDS
+from polybasic.chain.formats.manifest import is_head
 from polybasic.chain.formats.plan import MeasuredPlan, Plan
 from polybasic.chain.formats.tokenizer import load_tokenizer
 from polybasic.chain.formats.verify import CheckedChain, check_chain
 from polybasic.chain.kernels.executor import Executor
 from polybasic.chain.kernels.product_times import DTYPES, multiplies_fast, name_of
 from polybasic.chain.kernels.selection import backend_for
-from polybasic.chain.model.loading import load_decoder, load_head, serving_dtype
+from polybasic.chain.model.loading import load_decoder, serving_dtype
 from polybasic.deploy.chain import Chain, checked_plan
 from polybasic.deploy.defaults import read_default_sampling, read_stop_tokens
+from polybasic.deploy.drafters.expansion import MakeDrafter
 from polybasic.deploy.engine import CONTEXT_TOKENS_BY_DEFAULT, Engine, Models
 from polybasic.deploy.hardware import available_bytes, hardware_name, release_unused
 from polybasic.deploy.memory import Kernels, Layout, Memory, state_memory
@@ -191,15 +194,19 @@ def _load_models(
 
     decoders = {member.name: decoder(member.name) for member in manifest.verifying}
     drafters: dict[str, Executor] = {}
+    makers: dict[str, MakeDrafter] = {}
     for member in manifest.drafters:
-        if member.kind in HEAD_KINDS:
-            verifier = decoders[member.drafts_for[0]]
-            head = load_head(checked.configs[member.name], verifier, num_positions)
-            drafters[member.name] = head
-        else:
-            drafters[member.name] = decoder(member.name)
+        name = member.name
+        if not is_head(member.kind):
+            drafters[name] = decoder(name)
+            continue
+        kind, where = HEAD_KINDS[member.kind], f"kind {member.kind} of {name}"
+        verifier = decoders[member.drafts_for[0]]
+        load = resolve(kind.load, where)
+        drafters[name] = load(checked.configs[name], verifier, num_positions)
+        makers[name] = resolve(kind.drafter, where)
     drafts_for = {member.name: member.drafts_for for member in manifest.drafters}
-    return Models(decoders, drafters, drafts_for, context_tokens)
+    return Models(decoders, drafters, drafts_for, context_tokens, makers)
 
 
 def _dtype(checked: CheckedChain, options: LoadOptions) -> torch.dtype:

@@ -10,12 +10,10 @@ from polybasic.chain.formats.manifest import Kind, is_head
 
 DRAFT_TABLES = ("d2t", "t2d")
 """Tables of a head that drafts among a part of the vocabulary; see draft_vocabulary.py."""
-HEAD_LAYER = {kind.name: kind.layer for kind in HEAD_KINDS.own}
-"""What the names of a head's layer begin with."""
 
 
 def layer_linears(config: DecoderConfig, kind: Kind = "decoder") -> dict[str, dict[str, Shape]]:
-    """[out, in] of a layer's linears by name, grouped as a `DecoderLayer` multiplies them.
+    """[out, in] of a layer's linears by name, grouped as `LayerWeights` has them.
 
     The members of a group lie side by side in their outputs, in this order.
 
@@ -48,7 +46,7 @@ def required_biases(config: DecoderConfig) -> list[str]:
 
 
 def layer_norms(config: DecoderConfig, kind: Kind = "decoder") -> dict[str, tuple[str, Shape]]:
-    """Name and shape of a layer's norms by their part in a `DecoderLayer`.
+    """Name and shape of a layer's norms by their part in `LayerWeights`.
 
     Args:
         kind: the norms of a head's layer are its kind's; some are the head's own parts.

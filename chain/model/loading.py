@@ -12,10 +12,10 @@ from polybasic.chain.formats.config import (
     check_feature_layers,
 )
 from polybasic.chain.formats.draft_vocabulary import draft_token_ids
+from polybasic.chain.formats.head_kinds.table import HEAD_KINDS
 from polybasic.chain.formats.manifest import Kind
 from polybasic.chain.formats.names import (
     DRAFT_TABLES,
-    HEAD_LAYER,
     layer_linears,
     layer_norms,
     required_biases,
@@ -117,15 +117,15 @@ def load_head(file: ConfigFile, target: Executor, num_positions: int) -> Executo
     # they share a matrix
     backend = backend_for(verifier.device, verifier.dtype, verifier.config, config)
     tensors = StoredTensors(file.folder, verifier.dtype, verifier.device)
-    prefix = HEAD_LAYER[config.kind]
-    norms = _load_norms(config, tensors, prefix, config.kind)
-    layer = _load_layer(config, tensors, backend, prefix, norms, kind=config.kind, drafts=True)
+    kind = HEAD_KINDS[config.kind]
+    norms = _load_norms(config, tensors, kind.layer, kind.name)
+    layer = _load_layer(config, tensors, backend, kind.layer, norms, kind=kind.name, drafts=True)
     tables = {name: tensors.stored(name) for name in DRAFT_TABLES if name in tensors}
     token_ids = draft_token_ids(tables, f"{file.folder}")
     if token_ids is not None:
         token_ids = token_ids.to(verifier.device)
-    is_fused = config.kind == "eagle3"
-    if is_fused:
+    has_norm = "norm.weight" in kind.tensors(config)
+    if kind.has_lm_head:
         lm_head = tensors.linear(backend, "lm_head", drafts=True)
     else:
         assert verifier.draft_lm_head is not None, "a verifier"
@@ -137,8 +137,8 @@ def load_head(file: ConfigFile, target: Executor, num_positions: int) -> Executo
             (layer,),
             RotaryTable(config, num_positions, verifier.dtype, verifier.device),
             lm_head,
-            None if is_fused else verifier.logit_softcap,
-            final_norm=_load_norm(config, tensors, "norm") if is_fused else None,
+            None if kind.has_lm_head else verifier.logit_softcap,
+            final_norm=_load_norm(config, tensors, "norm") if has_norm else None,
             fc=tensors.linear(backend, "fc", drafts=True),
             embedding_norm=norms.get("embedding_norm"),
             feature_norm=norms.get("feature_norm"),

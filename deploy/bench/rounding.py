@@ -129,8 +129,7 @@ def measure_rounding(
     Raises:
         UserError: the operations for prompts compute a logit that is not finite.
     """
-    eager = Verifier(verifier.name, verifier.decoder, verifier.cache)
-    eager.window = verifier.window
+    eager = Verifier(verifier.name, verifier.decoder, verifier.cache, window=verifier.window)
     found = _LeadingLogits()
     for prompt, answer in _sample_answers(answers):
         whole = ReadPattern(len(answer))

@@ -1,6 +1,9 @@
 """Drafts by expanding a model into a tree of its most probable continuations."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from copy import copy
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -27,31 +30,23 @@ class ExpandingDrafter(ABC):
             row t holds token t + 1.
 
     Attributes:
-        window: the part of a long context that the model sees; None for all. Set between sequences.
+        window: the part of a long context that the model sees; None for all.
 
     Raises:
-        UserError: a tree wider than the vocabulary, here or when `tree` is set.
+        UserError: a tree wider than the vocabulary.
     """
-
-    window: Window | None = None
 
     def __init__(self, model: Executor, cache: KeyValueCache, tree: Tree, lag: int) -> None:
         self.model, self.cache, self.lag = model, cache, lag
-        self.clock = PassClock(model.device)
-        self.tree = tree
+        self._begin_request(tree, None)
 
-    @property
-    def min_tokens(self) -> int:
-        """Tokens that a sequence needs before a draft."""
-        return self.lag + 1
+    def drafting(self, tree: Tree, window: Window | None = None) -> Self:
+        """The same model and cache for one request, which counts its own passes."""
+        other = copy(self)
+        other._begin_request(tree, window)
+        return other
 
-    @property
-    def tree(self) -> Tree:
-        """Shape of the next drafts."""
-        return self._tree
-
-    @tree.setter
-    def tree(self, tree: Tree) -> None:
+    def _begin_request(self, tree: Tree, window: Window | None) -> None:
         num_tokens = self.model.weights.num_draft_tokens
         if tree.top_k > num_tokens:
             raise UserError(
@@ -59,7 +54,13 @@ class ExpandingDrafter(ABC):
                 f"top_k {tree.top_k}, {num_tokens} tokens",
                 "use a smaller top_k",
             )
-        self._tree = tree
+        self.tree, self.window = tree, window
+        self.clock = PassClock(self.model.device)
+
+    @property
+    def min_tokens(self) -> int:
+        """Tokens that a sequence needs before a draft."""
+        return self.lag + 1
 
     def draft(self, tokens: list[int], max_depth: int) -> DraftTree:
         """See `polybasic.deploy.drafters.interface.Drafter`."""
@@ -103,5 +104,16 @@ class ExpandingDrafter(ABC):
         return states[-1:]
 
     @abstractmethod
+    def observe(self, states: Tensor) -> None:
+        """See `polybasic.deploy.drafters.interface.Drafter`; so are the others."""
+
+    @abstractmethod
+    def rewind(self, num_observed: int) -> None: ...
+
+    @abstractmethod
     def features(self, start: int, end: int) -> Tensor | None:
         """Features [R, D] of the rows from `start` up to `end`; None if the model reads none."""
+
+
+MakeDrafter = Callable[[Executor, Tree, int], ExpandingDrafter]
+"""A model that drafts, the shape of its drafts, and rows of its cache -> its drafter."""

@@ -24,14 +24,13 @@ class EagleDrafter(ExpandingDrafter):
     """
 
     def __init__(self, head: Executor, tree: Tree, capacity: int) -> None:
-        cache = KeyValueCache(head.config, 1, capacity, head.dtype, head.device)
         # By position, so that any row of the cache can be read again.
         self.observed = torch.zeros(
             capacity, head.weights.input_width, dtype=head.dtype, device=head.device
         )
         self._num_observed = 0
         # A row reads the state of one token and the token after it.
-        super().__init__(head, cache, tree, lag=1)
+        super().__init__(head, KeyValueCache.of(head, capacity), tree, lag=1)
 
     def observe(self, states: Tensor) -> None:
         end = self._num_observed + len(states)

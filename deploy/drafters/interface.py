@@ -20,7 +20,7 @@ class Drafter(Protocol):
     whatever was answered before.
 
     Attributes:
-        tree: shape of the drafts; may be set between sequences.
+        tree: shape of the drafts.
     """
 
     tree: Tree

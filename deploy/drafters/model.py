@@ -20,10 +20,8 @@ class ModelDrafter(ExpandingDrafter):
     """
 
     def __init__(self, decoder: Executor, tree: Tree, capacity: int) -> None:
-        config = decoder.config
-        cache = KeyValueCache(config, config.num_layers, capacity, decoder.dtype, decoder.device)
         self._num_observed = 0
-        super().__init__(decoder, cache, tree, lag=0)
+        super().__init__(decoder, KeyValueCache.of(decoder, capacity), tree, lag=0)
 
     def observe(self, states: Tensor) -> None:
         self._num_observed += len(states)

@@ -47,15 +47,6 @@ class NgramDrafter:
         self._earlier: list[list[int | None]] = []
 
     @property
-    def tree(self) -> Tree:
-        """Shape of the next drafts."""
-        return self.fallback.tree
-
-    @tree.setter
-    def tree(self, tree: Tree) -> None:
-        self.fallback.tree = tree
-
-    @property
     def clock(self) -> PassClock | None:
         return self.fallback.clock
 

@@ -73,7 +73,7 @@ class RoundParts:
         """The drafter's model, if it can draft on the device."""
         if not isinstance(drafter, ExpandingDrafter):
             return None
-        return self._cached(("device_drafter", drafter), lambda: DeviceDrafter.of(drafter))
+        return self._cached(("device_drafter", drafter.cache), lambda: DeviceDrafter.of(drafter))
 
     def draft(
         self, device_drafter: DeviceDrafter, shape: Tree, num_unread: int, tree_out: TreeRows
@@ -86,16 +86,15 @@ class RoundParts:
         self, verifier: Verifier, rows: int, depth: int, drawing: Drawing, stop_tokens: Tensor
     ) -> TreePart:
         """The verification of trees of `rows` rows, at most `depth` deep."""
-        key = (
-            "tree", verifier, verifier.feature_layers, rows, depth, drawing, id(stop_tokens)
-        )  # fmt: skip
+        name, layers = verifier.name, verifier.feature_layers
+        key = "tree", name, layers, rows, depth, drawing, id(stop_tokens)
         return self._cached(
             key, lambda: TreePart(verifier, self.tree_rows(rows, depth), drawing, stop_tokens)
         )
 
     def block(self, verifier: Verifier, rows: int, rule: Rule, drawing: Drawing) -> BlockPart:
         """The verification of a block, at most `rows` rows together with the unread tokens."""
-        key = "block", verifier, verifier.feature_layers, rows, rule, drawing
+        key = "block", verifier.name, verifier.feature_layers, rows, rule, drawing
         return self._cached(key, lambda: BlockPart(verifier, rows, rule, drawing))
 
     def _cached(self, key: Hashable, make: Callable[[], Part]) -> Part:

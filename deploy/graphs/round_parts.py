@@ -169,7 +169,7 @@ class TreePart:
     ) -> None:
         decoder, depth = device_executor(verifier), tree_in.max_depth + 1
         self.decoder, self.feature_layers = decoder, verifier.feature_layers
-        self.verifier, self.tree_in, self.drawing = verifier, tree_in, drawing
+        self.cache, self.tree_in, self.drawing = verifier.cache, tree_in, drawing
         self.stop_tokens, self.depth = stop_tokens, depth
         self.num_rows, device = len(tree_in.tree.tokens), decoder.device
         self.numbers = InputNumbers(2, device)
@@ -187,7 +187,7 @@ class TreePart:
 
     def run(self, window: Window | None) -> None:
         """Read the tree, draw a token after each of its rows, and walk."""
-        tree, cache, drawing = self.tree_in.tree, self.verifier.cache, self.drawing
+        tree, cache, drawing = self.tree_in.tree, self.cache, self.drawing
         model = self.decoder
         prefix, limit = self.numbers.values
         states = model.forward(
@@ -233,7 +233,7 @@ class BlockPart:
     def __init__(self, verifier: Verifier, num_rows: int, rule: Rule, drawing: Drawing) -> None:
         decoder, vocab_size = device_executor(verifier), verifier.decoder.config.vocab_size
         self.decoder, self.feature_layers = decoder, verifier.feature_layers
-        self.verifier, self.num_rows, self.rule, self.drawing = verifier, num_rows, rule, drawing
+        self.cache, self.num_rows, self.rule, self.drawing = verifier.cache, num_rows, rule, drawing
         device = decoder.device
         self.numbers = InputNumbers(3 + num_rows, device)
         self.set(0, [PADDING], [])
@@ -258,7 +258,7 @@ class BlockPart:
         token_ids = self.numbers.values[3:]
         states = model.forward(
             token_ids,
-            [self.verifier.cache.layers],
+            [self.cache.layers],
             [device_consecutive_rows(prefix, self.num_rows, window)],
             feature_layers=self.feature_layers,
         )

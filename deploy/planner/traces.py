@@ -16,8 +16,7 @@ from torch import Tensor
 from polybasic.chain.formats.plan import Ngram, Plan, Tree, Window
 from polybasic.chain.kernels.drafts import ABSENT, DraftTree
 from polybasic.chain.kernels.product_times import name_of
-from polybasic.deploy.drafters.head import EagleDrafter
-from polybasic.deploy.drafters.model import ModelDrafter
+from polybasic.deploy.drafters.expansion import ExpandingDrafter
 from polybasic.deploy.drafters.ngram import NgramDrafter
 from polybasic.deploy.engine import Engine
 from polybasic.deploy.hardware import hardware_name
@@ -307,12 +306,12 @@ def _states(engine: Engine, one: CalibrationPrompt, windows: Windows) -> dict[st
     tokens = [*one.prompt, *one.answer[:-1]]
     num_prompt = len(one.prompt) - 1
     states: dict[str, list[Tensor]] = {name: [] for name in engine.verifiers}
-    for name, verifier in engine.verifiers.items():
+    verifiers = {name: one.seeing(windows.get(name)) for name, one in engine.verifiers.items()}
+    for verifier in verifiers.values():
         verifier.cache.truncate(0)
-        verifier.window = windows.get(name)
     bounds = [*range(num_prompt, len(tokens), BLOCK_TOKENS), len(tokens)]
     for start, end in pairwise([0, *bounds] if num_prompt else bounds):
-        for name, verifier in reversed(engine.verifiers.items()):
+        for name, verifier in reversed(verifiers.items()):
             is_owner = _cache_owner(engine, name) == name
             if is_owner or start >= num_prompt:
                 states[name].append(verifier.read(tokens[start:end]))
@@ -327,7 +326,7 @@ def _states(engine: Engine, one: CalibrationPrompt, windows: Windows) -> dict[st
 
 @torch.inference_mode()
 def _ranks(
-    drafter: EagleDrafter | ModelDrafter,
+    drafter: ExpandingDrafter,
     states: Tensor,
     one: CalibrationPrompt,
     texts: Sequence[Sequence[list[int]]],

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from polybasic.chain.formats.decoder_config import DecoderConfig
 from polybasic.chain.kernels.cpu.library import kernels_for
+from polybasic.chain.kernels.executor import Executor
 
 
 class KeyValueCache:
@@ -36,6 +37,12 @@ class KeyValueCache:
         self.block = torch.zeros(shape, dtype=dtype, device=device)
         self.layers = list(self.block)
         self.capacity, self.length = capacity, 0
+
+    @classmethod
+    def of(cls, model: Executor, capacity: int) -> "KeyValueCache":
+        """The cache of a model."""
+        num_layers = len(model.weights.layers)
+        return cls(model.config, num_layers, capacity, model.dtype, model.device)
 
     def keep(self, rows: Sequence[int]) -> None:
         """Commit provisional rows, given as offsets from `length` in ascending order."""

@@ -87,15 +87,9 @@ class Verifier:
 
     Args:
         passes: runs passes over few consecutive tokens, except prompts.
-
-    Attributes:
-        window: the part of a long context that its rows see; None for all of it. May be set
-            between sequences.
+        window: the part of a long context that its rows see; None for all of it.
         feature_layers: layers whose inputs are a part of the states, for an EAGLE-3 head.
     """
-
-    window: Window | None = None
-    feature_layers: tuple[int, ...] = ()
 
     def __init__(
         self,
@@ -103,10 +97,24 @@ class Verifier:
         decoder: Executor,
         cache: KeyValueCache,
         passes: ShortPasses | None = None,
+        window: Window | None = None,
+        feature_layers: tuple[int, ...] = (),
     ) -> None:
         self.name, self.decoder, self.cache, self.passes = name, decoder, cache, passes
+        self.window, self.feature_layers = window, feature_layers
         self.clock = PassClock(decoder.device)
         self.num_rows = 0
+
+    def seeing(
+        self, window: Window | None, feature_layers: tuple[int, ...] | None = None
+    ) -> "Verifier":
+        """The same model and cache for one request, which counts its own passes.
+
+        Args:
+            feature_layers: default: as here.
+        """
+        layers = self.feature_layers if feature_layers is None else feature_layers
+        return Verifier(self.name, self.decoder, self.cache, self.passes, window, layers)
 
     def read(self, token_ids: Sequence[int]) -> Tensor:
         """States [R, W] of consecutive tokens; their rows are provisional."""

@@ -312,7 +312,8 @@ class RememberedChain:
         caches: dict[int, RememberedCache] = {}
         self.verifiers: list[Any] = []
         for name in chain.plan.members[:-1]:
-            real = chain.engine.verifiers[name]
+            window = chain.plan.windows.get(name)
+            real = chain.engine.verifiers[name].seeing(window)
             cache = caches.setdefault(id(real.cache), RememberedCache())
             self.verifiers.append(RememberedVerifier(real, cache, self.memory))
         self.drafter: Any = RememberedDrafter(chain.engine.drafters.of(chain.plan), self.memory)

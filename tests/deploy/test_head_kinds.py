@@ -67,7 +67,7 @@ def test_greedy_answers_are_the_targets(tiny_chain_parts: Any, tmp_path: Path, c
     chain.stop_tokens = frozenset()
     verifiers = chain.engine.verifiers
     assert verifiers["target"].cache is verifiers["intermediate"].cache
-    widths = {verifier.decoder.states_width for verifier in verifiers.values()}
+    widths = {verifier.states_width for verifier in verifiers.values()}
     assert widths == ({4 * 128} if case.endswith("eagle3") else {128})
     lengths: list[int] = []
     for ids in PROMPTS:
@@ -89,13 +89,11 @@ def test_trimmed_heads_draft_their_tokens_alone(tiny_chain_parts: Any, tmp_path:
     chain = load_chain(package(tiny_chain_parts, tmp_path / "chain"), dtype="float32")
     decoder = chain.engine.models.target
     whole, trimmed = (each.engine.models.drafters["draft"] for each in (whole_chain, chain))
-    assert isinstance(whole, Executor)
-    assert isinstance(trimmed, Executor)
     states = torch.randn(5, 128)
-    assert whole.draft_token_ids is None
+    assert whole.weights.draft_token_ids is None
     assert torch.equal(whole.logits(states), decoder.logits(states))
-    assert trimmed.draft_token_ids is not None
-    assert torch.equal(trimmed.draft_token_ids, DRAFTED)
+    assert trimmed.weights.draft_token_ids is not None
+    assert torch.equal(trimmed.weights.draft_token_ids, DRAFTED)
     expected = decoder.logits(states)[:, DRAFTED]
     torch.testing.assert_close(trimmed.logits(states), expected, rtol=1e-5, atol=1e-5)
     drafter = chain.engine.drafters.named("draft", chain.plan.tree)
@@ -133,11 +131,11 @@ def test_states_hold_the_inputs_of_layers_as_transformers_gives_them(
         found = model(torch.tensor([tokens]), output_hidden_states=True)
         plain = states_of(decoder, tokens)
         logits = decoder.logits(plain)
-        decoder.feature_layers = (2, 0, 2)
-        states = states_of(decoder, tokens)
+        layers = (2, 0, 2)
+        states = states_of(decoder, tokens, layers)
         assert torch.equal(states[:, :128], plain)
         assert torch.equal(decoder.logits(states), logits)
-    for place, layer in enumerate(decoder.feature_layers, 1):
+    for place, layer in enumerate(layers, 1):
         inputs = states[:, 128 * place : 128 * (place + 1)]
         torch.testing.assert_close(inputs, found.hidden_states[layer][0], rtol=1e-5, atol=1e-4)
     assert not torch.allclose(states[:, 128:256], states[:, 256:384], atol=1e-2)
@@ -149,16 +147,20 @@ def test_rows_of_the_projection_are_as_in_the_whole(tmp_path: Path, family: str)
     write_family(tmp_path, family, dtype=torch.float32)
     decoder = load_decoder(read_config(tmp_path), torch.float32, torch.device("cpu"), 64)
     token_ids, states = torch.tensor([3, 4, 90, 319]), 10 * torch.randn(5, 128)
-    found = decoder.draft_lm_head(token_ids)(states)
+    weights = decoder.weights
+    assert weights.draft_lm_head is not None
+    trimmed = replace(weights, lm_head=weights.draft_lm_head(token_ids))
+    found = decoder.over(trimmed).logits(states)
     torch.testing.assert_close(found, decoder.logits(states)[:, token_ids], rtol=1e-5, atol=1e-5)
     assert decoder.config.tie_word_embeddings == (family == "gemma2")
     assert (found.abs().max() <= 3) == (family == "gemma2")
 
 
-def states_of(decoder: Executor, tokens: list[int]) -> torch.Tensor:
-    config = decoder.config
-    cache = KeyValueCache(config, config.num_layers, 64, decoder.dtype, decoder.device)
-    return Verifier("target", decoder, cache).read(tokens)
+def states_of(
+    decoder: Executor, tokens: list[int], feature_layers: tuple[int, ...] = ()
+) -> torch.Tensor:
+    cache = KeyValueCache.of(decoder, 64)
+    return Verifier("target", decoder, cache, feature_layers=feature_layers).read(tokens)
 
 
 # Refusals
@@ -231,9 +233,10 @@ def test_heads_that_read_different_layers_are_refused(
     folder = package(tiny_chain_parts, tmp_path / "chain", ("other", "eagle3"))
     check_chain(folder)
     engine = load_chain(folder).engine
+    verifiers = engine.verifiers.values()
+    assert {verifier.feature_layers for verifier in verifiers} == {FEATURE_LAYERS}
     other = engine.models.drafters["other"]
-    assert isinstance(other, Executor)
-    assert engine.models.target.feature_layers == FEATURE_LAYERS
-    other.feature_layers = (0, 0, 1)
+    changed = other.over(replace(other.weights, feature_layers=(0, 0, 1)))
+    drafters = engine.models.drafters | {"other": changed}
     with pytest.raises(UserError, match=r"\(0, 0, 1\) by other, \(0, 1, 1\) by another head"):
-        Engine(engine.models)
+        Engine(replace(engine.models, drafters=drafters))

@@ -113,8 +113,7 @@ def test_rows_see_what_the_window_says(
     monkeypatch.setattr(executor, "BLOCK_ROWS", 4)
     torch.manual_seed(0)
     decoder, tokens = decoder_of(family), random_tokens(17)
-    verifier = Verifier("it", decoder, cache_of(decoder))
-    verifier.window = window
+    verifier = Verifier("it", decoder, cache_of(decoder), window=window)
     expected, found = defined(decoder, tokens, window), []
     for first, end in ((0, 11), (11, 12), (12, 13), (13, 17)):
         found.append(verifier.read(tokens[first:end]))
@@ -141,8 +140,7 @@ def test_short_texts_are_read_as_without_a_window() -> None:
     decoder, tokens = decoder_of("plain"), random_tokens(9)
     states = []
     for window in (None, Window(tokens=5, sinks=4)):
-        verifier = Verifier("it", decoder, cache_of(decoder))
-        verifier.window = window
+        verifier = Verifier("it", decoder, cache_of(decoder), window=window)
         states.append(verifier.read(tokens))
     assert torch.equal(*states)
 
@@ -161,8 +159,7 @@ def test_a_long_prompt_takes_no_mask_of_all_rows_by_all(monkeypatch: pytest.Monk
     monkeypatch.setattr(Span, "seen", counted)
     for family, window in (("plain", Window(tokens=6)), ("local", None), ("plain", None)):
         decoder = decoder_of(family)
-        verifier = Verifier("it", decoder, cache_of(decoder))
-        verifier.window = window
+        verifier = Verifier("it", decoder, cache_of(decoder), window=window)
         sizes.clear()
         verifier.read(random_tokens(100))
         seen = {"plain": 4 + 6 + 8, "local": 100}[family]
@@ -200,8 +197,7 @@ def test_drafts_see_what_the_window_says(
     torch.manual_seed(2)
     decoder, tokens = decoder_of(family), random_tokens(num_tokens)
     tree = Tree(depth=5, top_k=2, rows=9)
-    drafter = ModelDrafter(decoder, tree, CAPACITY)
-    drafter.window = window
+    drafter = ModelDrafter(decoder, tree, CAPACITY).drafting(tree, window)
     drafter.observe(torch.zeros(num_tokens - 1, 1))
     drafted = drafter.draft(tokens, tree.depth)
     paths = {tuple(path) for path in drafted.paths()[1:]}
@@ -217,8 +213,7 @@ def test_a_heads_drafts_depend_on_what_it_sees() -> None:
     tree = Tree(depth=3, top_k=2, rows=7)
 
     def scores(window: Window | None, text: list[int], states: Tensor) -> Tensor:
-        drafter = EagleDrafter(head, tree, CAPACITY)
-        drafter.window = window
+        drafter = EagleDrafter(head, tree, CAPACITY).drafting(tree, window)
         drafter.observe(states)
         return drafter.candidates(text, tree.depth).scores
 

@@ -90,8 +90,8 @@ class TorchExecutor(Executor):
         known = [one for one in rows if isinstance(one, Rows)]
         if on_device:
             assert not known, "rows of a pass are known to the host, or none is"
-            parts = self.operations, token_ids, caches, on_device, features, feature_layers
-            return self._pass(*parts)
+            given = token_ids, caches, on_device, features, feature_layers
+            return self._pass(self.operations, *given)
         states = []
         for parts in split_rows(known, self._most_rows(known)):
             tokens = slice(parts[0][1].start, parts[-1][1].stop)

@@ -159,5 +159,5 @@ def test_a_tree_wider_than_the_vocabulary_is_refused() -> None:
         ModelDrafter(model, wide, CAPACITY)
     drafter = ModelDrafter(model, narrow, CAPACITY)
     with pytest.raises(UserError, match="top_k 7, 6 tokens"):
-        drafter.tree = wide
+        drafter.drafting(wide)
     assert drafter.tree.top_k == 6

@@ -75,7 +75,7 @@ def test_rows_and_depth_are_limited() -> None:
     drafter = make_drafter()
     assert max(draft(drafter, tokens, 2).depths()) == 2
     assert draft(drafter, tokens, 0) == DraftTree.of_root(2)
-    drafter.tree = Tree(depth=1, top_k=1, rows=2)
+    drafter = make_drafter(tree=Tree(depth=1, top_k=1, rows=2))
     assert draft(drafter, tokens) == DraftTree([2, 4], [-1, 0])
 
 
@@ -169,8 +169,6 @@ def test_the_fallback_drafts_where_nothing_matches() -> None:
         ("observe", 0),
         ("draft", 4),
     ]
-    drafter.tree = Tree(depth=2, top_k=3, rows=4)
-    assert fallback.tree == drafter.tree
     assert drafter.clock is fallback.clock
     assert make_drafter().clock is None
 

@@ -59,12 +59,15 @@ class Case:
     target: Executor
     make: Callable[[Tree], AnyDrafter]
     log_probabilities: Callable[[Tensor, list[int], list[int]], Tensor]
+    feature_layers: tuple[int, ...] = ()
 
     def states(self, tokens: list[int]) -> Tensor:
         """The target's states [R, D]; [0, D] of no tokens."""
         if not tokens:
-            return torch.zeros(0, self.target.states_width)
-        return Verifier("target", self.target, cache_of(self.target)).read(tokens)
+            return torch.zeros(0, self.target.states_width(self.feature_layers))
+        layers = self.feature_layers
+        verifier = Verifier("target", self.target, cache_of(self.target), feature_layers=layers)
+        return verifier.read(tokens)
 
 
 def cache_of(decoder: Executor) -> KeyValueCache:
@@ -92,18 +95,17 @@ def eagle3_case(target: Executor, folder: Path, target_folder: Path, token_ids: 
     """A random EAGLE-3 head over these tokens."""
     is_trimmed = len(token_ids) < VOCAB_SIZE
     write_eagle3(folder, target_folder, token_ids if is_trimmed else None)
-    target.feature_layers = FEATURE_LAYERS
     head, config = load_head(read_config(folder), target, CAPACITY), target.config
     weights = {
         name: tensor.float() for name, tensor in load_file(folder / "model.safetensors").items()
     }
-    plain = PlainEagle3(weights, target.embedding, config.head_dim, config.rms_norm_eps)
+    plain = PlainEagle3(weights, target.weights.embedding, config.head_dim, config.rms_norm_eps)
 
     def of_plain(states: Tensor, tokens: list[int], path: list[int]) -> Tensor:
         layers = states[:, config.hidden_size :]
         return over_all_tokens(plain.log_probabilities(layers, tokens[1:], path), token_ids)
 
-    return Case(target, lambda tree: EagleDrafter(head, tree, CAPACITY), of_plain)
+    return Case(target, lambda tree: EagleDrafter(head, tree, CAPACITY), of_plain, FEATURE_LAYERS)
 
 
 @pytest.fixture(params=["head", "model", "trimmed head", "eagle3", "trimmed eagle3"])
@@ -120,21 +122,21 @@ def case(
         rows = [(states, tokens[1:])] + [(None, [token]) for token in path]
         features = states
         for known, next_tokens in rows:
-            attend = consecutive_rows(cache.length, len(next_tokens))
+            seen = [consecutive_rows(cache.length, len(next_tokens))]
             read = known if known is not None else features[-1:]
-            features = head.forward(torch.tensor(next_tokens), read, cache.layers[0], attend)
+            features = head.forward(torch.tensor(next_tokens), [cache.layers], seen, read)
             cache.keep(range(len(next_tokens)))
         return features[-1:]
 
     def of_head(states: Tensor, tokens: list[int], path: list[int]) -> Tensor:
-        return target.lm_head(of_head_feature(states, tokens, path))[0].log_softmax(-1)
+        return target.weights.lm_head(of_head_feature(states, tokens, path))[0].log_softmax(-1)
 
     def of_model(states: Tensor, tokens: list[int], path: list[int]) -> Tensor:
         read = Verifier("target", target, cache_of(target)).read([*tokens, *path])
         return target.logits(read[-1:])[0].log_softmax(-1)
 
     def of_trimmed(states: Tensor, tokens: list[int], path: list[int]) -> Tensor:
-        of_drafted = target.lm_head(of_head_feature(states, tokens, path))[0, DRAFTED]
+        of_drafted = target.weights.lm_head(of_head_feature(states, tokens, path))[0, DRAFTED]
         return over_all_tokens(of_drafted.log_softmax(-1), DRAFTED)
 
     if request.param == "trimmed head":
@@ -264,7 +266,7 @@ def test_the_tree_may_change_between_drafts(case: Case) -> None:
     drafter.observe(states)
     drafted = []
     for tree in [*TREES, *reversed(TREES)]:
-        drafter.tree = tree
+        drafter = drafter.drafting(tree)
         assert drafter.tree == tree
         drafted.append(drafter.draft(tokens, tree.depth))
         assert paths_of(drafted[-1]) == expected_paths(case, states, tokens, tree)
@@ -386,13 +388,14 @@ def test_a_model_reads_what_it_has_not_read_once(
     models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows_read: list[int] = []
-    forward = Executor.forward
+    kind = type(models.target)
+    forward = kind.forward
 
     def recording(self: Executor, token_ids: Tensor, *rest: object) -> Tensor:
         rows_read.append(len(token_ids))
         return forward(self, token_ids, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Executor, "forward", recording)
+    monkeypatch.setattr(kind, "forward", recording)
     drafter = ModelDrafter(models.target, Tree(depth=3, top_k=4, rows=9), CAPACITY)
 
     def rows_of_a_draft(tokens: list[int]) -> int:

@@ -10,14 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from polybasic.chain.kernels import drafts as host_tree
+from polybasic.chain.kernels.drafts import DraftTree
 from polybasic.chain.kernels.torch.operations import Operations
 from polybasic.chain.kernels.torch.trees import DeviceTree, num_to_stop
 from polybasic.deploy.graphs.device_sampling import verify, verify_greedy
-from polybasic.chain.kernels import drafts as host_tree
 from polybasic.deploy.rounds import verification
 from polybasic.deploy.rounds.sampling import GreedyRows, GreedySampler, Sampling
 from polybasic.deploy.rounds.stopping import cut_at_end
-from polybasic.chain.kernels.drafts import DraftTree
 from polybasic.deploy.rounds.warping import Warping
 from tests.deploy.recorded_graphs import RecordedGraphs
 

@@ -31,7 +31,6 @@ from torch import Tensor
 from polybasic.chain.formats.plan import AdaptiveFlush, Flush, Plan, Tree, Window
 from polybasic.chain.kernels.executor import Executor
 from polybasic.chain.kernels.rows import consecutive_rows
-from polybasic.deploy.request import Request
 from polybasic.deploy.rounds import verification
 from polybasic.deploy.rounds.cache import KeyValueCache
 from polybasic.deploy.rounds.sampling import Prefixes, Sampling
@@ -217,10 +216,10 @@ def test_law_stays_the_targets_where_others_see_a_part_of_the_context() -> None:
     windows = dict.fromkeys(chain.plan.members[1:], Window(tokens=2, sinks=1))
     plan = chain.plan.model_copy(update={"windows": windows})
     chain = dataclasses.replace(chain, plan=plan)
-    request = Request(PROMPT, chain.num_tokens, SAMPLING, (), plan)
-    chain.engine.stages(request)  # hands the windows out
     assert p_values(count(RememberedChain(chain), FEWER_ANSWERS), exact_law()) >= SIGNIFICANCE
-    chain.engine.verifiers["target"].window = windows["intermediate"]
+    windows["target"] = windows["intermediate"]
+    plan = chain.plan.model_copy(update={"windows": windows})
+    chain = dataclasses.replace(chain, plan=plan)
     assert p_values(count(RememberedChain(chain), 1000), exact_law()) < SIGNIFICANCE
 
 
