@@ -163,4 +163,4 @@ def _logits_on_device(verifier: Verifier, read: list[int] | DraftTree) -> Tensor
         padding = [PADDING] * (bucket_of(len(read)) - len(read))
         token_ids = torch.tensor(read + padding, device=model.device)
         rows = device_consecutive_rows(prefix, len(token_ids), verifier.window)
-    return model.logits(model.forward(token_ids, [cache.layers], [rows]))
+    return model.logits_on_device(model.forward(token_ids, [cache.layers], [rows]))

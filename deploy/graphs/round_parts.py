@@ -96,7 +96,7 @@ class DeviceDrafter:
         rows = device_consecutive_rows(start, len(token_ids), window)
         features = None
         if self.observed is not None:
-            features = self.model.features(self.observed.index_select(0, rows.positions))
+            features = self.model.features_on_device(self.observed.index_select(0, rows.positions))
         return self.model.forward(token_ids, [self.cache], [rows], features)
 
 
@@ -196,7 +196,7 @@ class TreePart:
             [device_tree_rows(prefix, tree.depths, tree.ancestors, window)],
             feature_layers=self.feature_layers,
         )
-        logits = model.logits(states)
+        logits = model.logits_on_device(states)
         drawing.fill(logits, self.probabilities)
         drawn = drawing.draw(model.operations, logits, self.uniforms, self.probabilities)
         walked = model.operations.walk(tree, drawn, limit, self.stop_tokens, self.depth)
@@ -264,7 +264,7 @@ class BlockPart:
         )
         # from the row before the block's first token on
         before = (num_unread - 1 + self.places).clamp(max=self.num_rows - 1)
-        logits = model.logits(states.index_select(0, before))
+        logits = model.logits_on_device(states.index_select(0, before))
         block = token_ids.index_select(0, (before + 1).clamp(max=self.num_rows - 1)[:-1])
         drawing.fill(logits, self.probabilities)
         if self.proposed is None or self.probabilities is None:

@@ -1,7 +1,7 @@
 """Chains with EAGLE-3 heads and with heads over a part of the vocabulary."""
 
-import dataclasses
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ def package(parts: Any, out: Path, *heads: tuple[str, str]) -> Path:
     config = json.loads((parts.draft / "config.json").read_text())
     kind = "eagle3" if "eagle_config" in config else "eagle2"
     others = [Part(name, "drafter", other, parts.target.parent / name) for name, other in heads]
-    members = [intermediate, dataclasses.replace(draft, kind=kind), *others]
+    members = [intermediate, replace(draft, kind=kind), *others]
     parts.package(out, parts=members)
     return out
 

@@ -52,6 +52,9 @@ class TorchExecutor(Executor):
     Args:
         weights: of the model.
         runs_on_device: whether rounds stay on the device.
+
+    Attributes:
+        operations: of rounds that stay on the device; whatever the host knows is read by PyTorch's.
     """
 
     name: ClassVar[str] = "torch"
@@ -108,13 +111,18 @@ class TorchExecutor(Executor):
         return states[0] if len(states) == 1 else torch.cat(states)
 
     def logits(self, states: Tensor) -> Tensor:
+        return self._logits(REFERENCE, states)
+
+    def logits_on_device(self, states: Tensor) -> Tensor:
+        """As `logits`, in a round that stays on the device."""
         return self._logits(self.operations, states)
 
     def features(self, inputs: Tensor) -> Tensor:
-        weights = self.weights
-        if not weights.fuses_features:
-            return inputs
-        return self.operations.product(_required(weights.fc), inputs.contiguous())
+        return self._features(REFERENCE, inputs)
+
+    def features_on_device(self, inputs: Tensor) -> Tensor:
+        """As `features`, in a round that stays on the device."""
+        return self._features(self.operations, inputs)
 
     def draft(
         self,
@@ -179,6 +187,12 @@ class TorchExecutor(Executor):
         )
         softcap = weights.logit_softcap
         return logits if softcap is None else softcapped(logits, softcap)
+
+    def _features(self, operations: Operations, inputs: Tensor) -> Tensor:
+        weights = self.weights
+        if not weights.fuses_features:
+            return inputs
+        return operations.product(_required(weights.fc), inputs.contiguous())
 
     def _draft(
         self,

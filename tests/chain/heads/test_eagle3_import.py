@@ -317,12 +317,12 @@ def test_the_runtime_computes_eagles_formula(
     expected, expected_logits = eagle3_formula(stored, token_ids, read)
     cache = KeyValueCache(head.config, 1, 64, torch.float32, torch.device("cpu"))
     rows = consecutive_rows(0, 30)
-    found = head.forward(token_ids, head.features(read), cache.layers[0], rows)
+    found = head.forward(token_ids, [cache.layers], [rows], head.features(read))
     assert (found - expected).abs().max() < 1e-5 * expected.abs().max()
     logits = head.logits(found)
     assert (logits - expected_logits).abs().max() < 1e-5 * expected_logits.abs().max()
-    assert head.draft_token_ids is not None
-    assert torch.equal(head.draft_token_ids, DRAFTED)
+    assert head.weights.draft_token_ids is not None
+    assert torch.equal(head.weights.draft_token_ids, DRAFTED)
     for name in ("fc.weight", *(name for name in tensors if "norm" in name)):
         wrong = stored | {name: torch.full_like(stored[name], 0.5)}
         without_it = eagle3_formula(wrong, token_ids, read)[1]

@@ -359,7 +359,8 @@ def test_the_runtime_computes_eagles_formula(imported: tuple[Path, Path, Tensors
     parts = []
     for first, end in ((0, 25), (25, 26), (26, 40)):
         rows = consecutive_rows(first, end - first)
-        parts.append(head.forward(token_ids[first:end], features[first:end], cache.layers[0], rows))
+        read = token_ids[first:end], [cache.layers], [rows], features[first:end]
+        parts.append(head.forward(*read))
         cache.keep(range(end - first))
     found = torch.cat(parts)
     assert (found - expected).abs().max() < TOLERANCE * expected.abs().max()

@@ -10,7 +10,6 @@ from rich.console import Console
 
 from polybasic.chain.formats.package import Part
 from polybasic.chain.kernels.drafts import DraftTree
-from polybasic.chain.kernels.executor import Executor
 from polybasic.deploy import load_chain
 from polybasic.deploy.bench import members
 from polybasic.deploy.bench.members import draft_vocabularies
@@ -84,7 +83,7 @@ def test_both_ways_of_drafting_take_turns(
     class Recorded(EagleDrafter):
         def draft(self, tokens: list[int], max_depth: int) -> DraftTree:
             tree = super().draft(tokens, max_depth)
-            drafted.append((self.head.draft_token_ids is not None, tree.tokens[1:]))
+            drafted.append((self.model.weights.draft_token_ids is not None, tree.tokens[1:]))
             return tree
 
     trim(tiny_chain_parts.draft, DRAFTED)
@@ -132,5 +131,5 @@ def test_eagle3_head_has_no_way_over_all_tokens(
 
 def test_whole_heads_have_no_entry(tiny_chain: Path) -> None:
     chain = load_chain(tiny_chain, dtype="float32")
-    assert all(isinstance(head, Executor) for head in chain.engine.models.drafters.values())
+    assert [head.weights.is_head for head in chain.engine.models.drafters.values()] == [True]
     assert draft_vocabularies(chain, [[1, 2, 3]]) == []

@@ -2,14 +2,16 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
 from polybasic.chain.errors import UserError
+from polybasic.chain.formats.decoder_config import LayerKind
 from polybasic.chain.formats.plan import AdaptiveFlush, Flush, Ngram, Plan, Tree
-from polybasic.chain.kernels.torch.rows import DeviceRows
+from polybasic.chain.kernels.torch.rows import DeviceRows, Span
 from polybasic.deploy.bench.exactness import Agreement, gap_at_divergence
 from polybasic.deploy.bench.rereading import (
     ONE_ROW,
@@ -234,10 +236,10 @@ def test_rows_of_a_tree_that_see_others_are_a_fault(monkeypatch: pytest.MonkeyPa
     verifier = on_device(torch.bfloat16)
     right = DeviceRows.span_of
 
-    def all_before(self: DeviceRows, kind: object) -> object:
-        span = right(self, kind)  # type: ignore[arg-type]
-        seen = torch.ones_like(span.visible).tril()
-        return type(span)(span.tokens, span.sinks, seen)
+    def all_before(self: DeviceRows, kind: LayerKind) -> Span:
+        if self.visible is not None:
+            self = replace(self, visible=torch.ones_like(self.visible).tril())
+        return right(self, kind)
 
     monkeypatch.setattr(DeviceRows, "span_of", all_before)
     assert measured(verifier).unsound == ["trees of 6 rows, 3 deep"]
@@ -255,7 +257,9 @@ def test_logits_that_are_not_finite_are_no_rounding() -> None:
     assert rounding.ways["blocks of 9 rows"] == Change(None, None, False)
     assert 0 < rounding.tolerance < 1
     with torch.inference_mode():
-        verifier.decoder.final_norm.fill_(60_000)
+        final_norm = verifier.decoder.weights.final_norm
+        assert final_norm is not None
+        final_norm.fill_(60_000)
     with pytest.raises(UserError, match=r"logits are not finite: target in float16; run it in"):
         measured(verifier)
 

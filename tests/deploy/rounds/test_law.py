@@ -106,8 +106,8 @@ def next_row(decoder: Executor, tokens: list[int]) -> list[float]:
     """The warped distribution after `tokens`, read in one pass into an empty cache."""
     config = decoder.config
     cache = KeyValueCache(config, config.num_layers, len(tokens), torch.float32, CPU)
-    attend = consecutive_rows(0, len(tokens))
-    states = decoder.forward(torch.tensor(tokens), cache.layers, attend)
+    rows = [consecutive_rows(0, len(tokens))]
+    states = decoder.forward(torch.tensor(tokens), [cache.layers], rows)
     logits = decoder.logits(states[-1:])
     return warp(logits, SAMPLING, Prefixes(tokens, [[]]), len(PROMPT))[0].tolist()
 
