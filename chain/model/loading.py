@@ -13,7 +13,7 @@ from polybasic.chain.formats.config import (
 )
 from polybasic.chain.formats.draft_vocabulary import draft_token_ids
 from polybasic.chain.formats.head_kinds.table import HEAD_KINDS
-from polybasic.chain.formats.manifest import Kind
+from polybasic.chain.formats.manifest import Kind, is_head
 from polybasic.chain.formats.names import (
     DRAFT_TABLES,
     layer_linears,
@@ -65,9 +65,7 @@ def load_decoder(
     layers = []
     for index in range(config.num_layers):
         prefix = f"model.layers.{index}"
-        norms = _load_norms(config, tensors, prefix)
-        kind = config.kind_of(index)
-        layers.append(_load_layer(config, tensors, backend, prefix, norms, kind))
+        layers.append(load_layer(config, tensors, backend, prefix, config.kind_of(index)))
 
     def draft_lm_head(token_ids: Tensor | None) -> Linear:
         if token_ids is None and not backend.rounds_drafts(config.hidden_size):
@@ -118,8 +116,8 @@ def load_head(file: ConfigFile, target: Executor, num_positions: int) -> Executo
     backend = backend_for(verifier.device, verifier.dtype, verifier.config, config)
     tensors = StoredTensors(file.folder, verifier.dtype, verifier.device)
     kind = HEAD_KINDS[config.kind]
+    layer = load_layer(config, tensors, backend, kind.layer, kind=kind.name)
     norms = _load_norms(config, tensors, kind.layer, kind.name)
-    layer = _load_layer(config, tensors, backend, kind.layer, norms, kind=kind.name, drafts=True)
     tables = {name: tensors.stored(name) for name in DRAFT_TABLES if name in tensors}
     token_ids = draft_token_ids(tables, f"{file.folder}")
     if token_ids is not None:
@@ -160,20 +158,29 @@ def _check_target(config: HeadConfig, target: ModelWeights, where: str) -> None:
     check_feature_layers(config, target.config.num_layers, where)
 
 
-def _load_layer(
+def load_layer(
     config: DecoderConfig,
     tensors: StoredTensors,
     backend: Backend,
     prefix: str,
-    norms: dict[str, Tensor],
     kind_of_layer: int = 0,
     kind: Kind = "decoder",
-    drafts: bool = False,
 ) -> LayerWeights:
+    """One layer of a decoder or of a draft head.
+
+    Args:
+        prefix: of the names of its tensors.
+        kind_of_layer: index into the config's `kinds`.
+        kind: of the model; a head's matrices only draft, see `Backend.draft`.
+
+    Raises:
+        UserError: a missing weight.
+    """
     for name in required_biases(config):
         tensors.stored(f"{prefix}.{name}.bias")
+    norms = _load_norms(config, tensors, prefix, kind)
     linears = {
-        part: tensors.linear(backend, *(f"{prefix}.{name}" for name in names), drafts=drafts)
+        part: tensors.linear(backend, *(f"{prefix}.{name}" for name in names), drafts=is_head(kind))
         for part, names in layer_linears(config, kind).items()
     }
     return LayerWeights(

@@ -1,4 +1,7 @@
-"""Heads like EAGLE-2's but for names, a norm before attention and an lm_head of their own."""
+"""Heads like EAGLE-2's but for names, a norm before attention and an lm_head of their own.
+
+The record knows no torch: what loads and drafts is imported when a head is loaded.
+"""
 
 from dataclasses import replace
 
@@ -15,5 +18,7 @@ KIND = replace(
         "lm_head.weight": (config.num_draft_tokens, config.hidden_size),
     },
     has_lm_head=True,
+    load="toy.drafting:load_toy_head",
+    drafter="toy.drafting:ToyDrafter",
     fields=lambda content, where: {"feature_layers": tuple(content.get("toy_layers", ()))},
 )
