@@ -45,7 +45,7 @@ def heavy_imports_after(*codes: str) -> list[list[str]]:
 
 def test_light_modules_import_nothing_heavy() -> None:
     """One after another, so that the first with a finding is the one that imports."""
-    modules = (*LIGHT_MODULES, "polybasic.chain.model.decoder")
+    modules = (*LIGHT_MODULES, "polybasic.chain.model.loading")
     *light, heavy = heavy_imports_after(*(f"import {module}" for module in modules))
     assert dict(zip(modules, light, strict=False)) == {name: [] for name in LIGHT_MODULES}
     assert "torch" in heavy

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from polybasic.chain.formats.files import sha256_of_object
-from polybasic.chain.kernels.cpu.instruction_sets import processor_flags
 from polybasic.chain.kernels.environment import cache_folder, write_cached
+from polybasic.chain.kernels.processor import processor_flags
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 """That weights are stored in, by name."""

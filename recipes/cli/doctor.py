@@ -14,8 +14,8 @@ from typing import Annotated, Any
 import typer
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.kernels.cpu.instruction_sets import processor_flags
 from polybasic.chain.kernels.cpu.native import describe_kernels
+from polybasic.chain.kernels.processor import processor_flags
 
 _PACKAGES = (
     "polybasic",

@@ -71,8 +71,8 @@ def when_served(target_folder, draft, token_ids, features):
     head = load_head(read_config(draft), target, 256)
     config = head.config
     cache = torch.zeros(2 * config.num_kv_heads, 256, config.head_dim)
-    attend = consecutive_rows(0, len(token_ids))
-    states = head.forward(token_ids, features, cache, attend)
+    read = [consecutive_rows(0, len(token_ids))]
+    states = head.forward(token_ids, [[cache]], read, features)
     return states, target.logits(states)
 
 
@@ -124,19 +124,19 @@ def test_other_kinds_are_the_same_in_training_and_when_served(
         expected = head.projection(target.lm_head)(head.projected(output[0]))
     decoder = load_decoder(read_config(folder), torch.float32, CPU, 256)
     served = load_head(read_config(draft), decoder, 256)
-    decoder.feature_layers = served.feature_layers
-    caches = [torch.zeros(4, 256, decoder.config.head_dim) for _ in decoder.layers]
-    states = decoder.forward(token_ids[:-1], caches, consecutive_rows(0, ROWS - 1))
+    weights, seen = served.weights, [consecutive_rows(0, ROWS - 1)]
+    caches = [torch.zeros(4, 256, decoder.config.head_dim) for _ in decoder.weights.layers]
+    layers = weights.feature_layers
+    states = decoder.forward(token_ids[:-1], [caches], seen, feature_layers=layers)
     cache = torch.zeros(2 * served.config.num_kv_heads, 256, served.config.head_dim)
-    attend = consecutive_rows(0, ROWS - 1)
-    read = served.features(served.select_inputs(states))
-    logits = served.logits(served.forward(token_ids[1:], read, cache, attend))
+    read = served.features(weights.select_inputs(states))
+    logits = served.logits(served.forward(token_ids[1:], [[cache]], seen, read))
     assert logits.shape == (ROWS - 1, size or target.embedding.shape[0])
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
     if size is None:
-        assert served.draft_token_ids is head.draft_token_ids is None
+        assert weights.draft_token_ids is head.draft_token_ids is None
     else:
-        assert torch.equal(served.draft_token_ids, head.draft_token_ids)
+        assert torch.equal(weights.draft_token_ids, head.draft_token_ids)
 
 
 @pytest.mark.parametrize(("family", "changes"), [("gemma3", {}), ("mistral", YARN)])

@@ -15,9 +15,10 @@ from pathlib import Path
 
 from polybasic.chain.formats.files import sha256_of_file, sha256_of_object
 from polybasic.chain.kernels.cpu.compilers import Compiler
-from polybasic.chain.kernels.cpu.instruction_sets import NATIVE, InstructionSet, flags_line
+from polybasic.chain.kernels.cpu.instruction_sets import NATIVE, InstructionSet
 from polybasic.chain.kernels.cpu.unavailable import NativeUnavailable
 from polybasic.chain.kernels.environment import CACHE_VARIABLE, cache_folder
+from polybasic.chain.kernels.processor import flags_line
 from polybasic.chain.progress import ProgressReport
 
 SOURCE_FOLDER = Path(__file__).parent / "source"

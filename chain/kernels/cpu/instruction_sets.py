@@ -3,15 +3,14 @@
 import platform
 from collections.abc import Collection
 from dataclasses import dataclass
-from pathlib import Path
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.kernels.environment import ISA_VARIABLE, isa_wanted
+from polybasic.chain.kernels.processor import processor_flags
 
 NATIVE = "native"
 """All that the processor has, as the compiler finds it out."""
 
-_CPU_INFO = Path("/proc/cpuinfo")
 _PORTABLE = ("-DPOLYBASIC_PORTABLE",)
 _WIDE = ("-mprefer-vector-width=512",)
 _V3 = ("avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe")
@@ -123,21 +122,6 @@ def wanted_set() -> InstructionSet | None:
         f"{ISA_VARIABLE}={wanted}",
         f"use {_either([NATIVE, *_usable()])}",
     )
-
-
-def processor_flags() -> frozenset[str]:
-    """Instruction sets as /proc/cpuinfo names them; empty if there is no such file."""
-    return frozenset(flags_line().split())
-
-
-def flags_line() -> str:
-    """The processor's flags as /proc/cpuinfo lists them; empty if there is no such file."""
-    if _CPU_INFO.is_file():
-        for line in _CPU_INFO.read_text("utf-8").splitlines():
-            name, _, value = line.partition(":")
-            if name.strip() in ("flags", "Features"):  # on x86, on ARM
-                return value.strip()
-    return ""
 
 
 def _usable() -> list[str]:

@@ -9,8 +9,9 @@ import pytest
 
 from polybasic.chain.kernels.cpu import build, native
 from polybasic.chain.kernels.cpu.compilers import Compiler, find_compiler
-from polybasic.chain.kernels.cpu.instruction_sets import InstructionSet, processor_flags
+from polybasic.chain.kernels.cpu.instruction_sets import InstructionSet
 from polybasic.chain.kernels.environment import cache_folder
+from polybasic.chain.kernels.processor import processor_flags
 from tests.chain.kernels.cpu.conftest import AVX2_FLAGS
 from tests.chain.kernels.cpu.fake_compilers import (
     COPIES,
