@@ -1,7 +1,6 @@
 """A backend: the layout of weights on a device, and the executor that reads it."""
 
 from abc import ABC, abstractmethod
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -26,7 +25,7 @@ class Backend(ABC):
         keeps_dense: whether `dense` keeps the tensor that it is given.
     """
 
-    name: ClassVar[str]
+    name: str
     packs_4_bits = True
     keeps_dense = True
 

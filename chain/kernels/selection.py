@@ -11,9 +11,9 @@ from polybasic.chain.formats.decoder_config import DecoderConfig
 from polybasic.chain.kernels.backend import Backend
 from polybasic.chain.kernels.cpu.executor import CpuBackend
 from polybasic.chain.kernels.cpu.library import kernels_for
-from polybasic.chain.kernels.cpu.native import describe_kernels
 from polybasic.chain.kernels.cuda import KERNEL_DTYPES
 from polybasic.chain.kernels.environment import kernels_wanted
+from polybasic.chain.kernels.product_times import DTYPES
 from polybasic.chain.kernels.torch.backends import DeviceBackend, TorchBackend
 
 MIN_CAPABILITY = (8, 0)
@@ -60,14 +60,13 @@ def _fastest(device: torch.device, dtype: torch.dtype) -> Backend:
     return DeviceBackend(device, dtype, packs_4_bits=False)
 
 
-def describe_executors() -> dict[str, str]:
-    """What each executor is here, or why it is not; for people.
+def executors_by_dtype(device: torch.device) -> dict[str, str]:
+    """The executor of models of common sizes, by the dtype that they are loaded in.
 
     Raises:
-        UserError: POLYBASIC_KERNELS has an unknown value, or is "native" but the kernels are
-            unavailable.
+        UserError: as `backend_for`.
     """
-    return {"cpu": describe_kernels(), "cuda": describe_gpu_kernels(), "torch": torch.__version__}
+    return {name: backend_for(device, dtype).name for name, dtype in DTYPES.items()}
 
 
 def describe_gpu_kernels() -> str:

@@ -70,6 +70,7 @@ def _findings() -> dict[str, Any]:
         "cpu": _cpu(),
         "kernels": _kernels(describe_kernels),
         "gpu kernels": _kernels(describe_gpu_kernels),
+        "executors": _kernels(_executors),
         "products": _products(),
         "cores": len(os.sched_getaffinity(0)),
         "threads": torch.get_num_threads(),
@@ -96,6 +97,15 @@ def _kernels(describe: Callable[[], str]) -> str:
         return describe()
     except UserError as error:
         return f"none ({error})"
+
+
+def _executors() -> str:
+    """What runs models here, by dtype; loads the kernels, and compiles them if there are none."""
+    from polybasic.chain.kernels.selection import executors_by_dtype
+    from polybasic.deploy.load import device_named
+
+    found = executors_by_dtype(device_named())
+    return ", ".join(f"{dtype}: {executor}" for dtype, executor in found.items())
 
 
 def _products() -> dict[str, Any]:

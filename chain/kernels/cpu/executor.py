@@ -141,7 +141,7 @@ class CpuBackend(Backend):
     Products with 4-bit weights round activations to eight bits, group by group.
     """
 
-    name: ClassVar[str] = "cpu"
+    name = "cpu"
     keeps_dense = False
 
     def __init__(self, kernels: Kernels, dtype: torch.dtype) -> None:

@@ -5,7 +5,6 @@
 
 import logging
 from functools import cache
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -36,7 +35,7 @@ class TorchBackend(Backend):
     On a GPU a dequantized copy is read.
     """
 
-    name: ClassVar[str] = "torch"
+    name = TorchExecutor.name
     packs_4_bits = False
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
@@ -91,8 +90,6 @@ class DeviceBackend(Backend):
         packs_4_bits: whether the executor reads packed codes, and not a dequantized copy.
     """
 
-    name: ClassVar[str] = "device"
-
     def __init__(
         self,
         device: torch.device,
@@ -101,7 +98,7 @@ class DeviceBackend(Backend):
         packs_4_bits: bool = True,
     ) -> None:
         super().__init__(device, dtype)
-        self._kind, self.packs_4_bits = kind, packs_4_bits
+        self.name, self._kind, self.packs_4_bits = kind.name, kind, packs_4_bits
 
     def dense(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         return DeviceLinear(weight, bias)

@@ -53,6 +53,17 @@ def test_doctor_tells_settings_that_cannot_be_used(monkeypatch) -> None:
     assert "POLYBASIC_ISA=avx3; use native" in kernels_told()
 
 
+@pytest.mark.parametrize(
+    ("wanted", "expected"),
+    [("auto", ("cpu", "torch", "cpu")), ("eager", ("torch",) * 3), ("device", ("torch",) * 3)],
+)
+def test_doctor_names_the_executor_of_each_dtype(wanted, expected, monkeypatch) -> None:
+    monkeypatch.setenv("POLYBASIC_KERNELS", wanted)
+    dtypes = ("bfloat16", "float16", "float32")
+    shown = ", ".join(f"{dtype}: {name}" for dtype, name in zip(dtypes, expected, strict=True))
+    assert kernels_told("executors") == shown
+
+
 def test_doctor_says_what_a_gpu_runs(monkeypatch) -> None:
     monkeypatch.setattr(library, "has_triton", lambda: False)
     told = kernels_told("gpu kernels")
