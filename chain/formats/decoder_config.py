@@ -19,10 +19,6 @@ class LayerKind:
     rope: dict[str, Any]
     window: int | None = None
 
-    def first_seen(self, position: int) -> int:
-        """The first position that a token at `position` sees."""
-        return 0 if self.window is None else max(0, position + 1 - self.window)
-
 
 @dataclass(frozen=True)
 class DecoderConfig:
