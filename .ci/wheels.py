@@ -61,7 +61,13 @@ def build(architecture: str, copy: Path, folder: Path) -> None:
         *("--wheel-dir", str(made), str(copy)),
     )
     (wheel,) = made.glob("*.whl")
-    run(*python, "auditwheel", "repair", "--plat", platform, "-w", str(folder), str(wheel))
+    # it knows the platforms of this machine's architecture alone, but finds out the wheel's own
+    repaired = copy / "repaired"
+    run(*python, "auditwheel", "repair", "--plat", "auto", "-w", str(repaired), str(wheel))
+    (wheel,) = repaired.glob("*.whl")
+    assert platform in wheel.name, f"{wheel.name} needs more than {platform}"
+    folder.mkdir(parents=True, exist_ok=True)
+    shutil.move(wheel, folder / wheel.name)
 
 
 def run(*command: str) -> None:

@@ -25,6 +25,8 @@ from polybasic.deploy import Chain
 
 PASSES_IN_A_ROW = 400
 """Of a turn: a second or more."""
+SETTLING_SECONDS = 0.6
+"""Of passes before a turn, so that it is not about what ran beside the turn before."""
 BUSY = "print(flush=True)\nwhile True: pass"
 """What a busy process runs; its line says that it has started."""
 
@@ -64,6 +66,9 @@ def measure(chain: Chain, settings: PassSettings, counts: Sequence[int]) -> Iter
             for _ in progress(f"{name}, {rows} rows", settings.turns):
                 for count, of_count in seconds.items():
                     with busy(count):
+                        settled = time.perf_counter() + SETTLING_SECONDS
+                        while time.perf_counter() < settled:
+                            run_pass()
                         begun = time.perf_counter()
                         for _ in range(PASSES_IN_A_ROW):
                             run_pass()

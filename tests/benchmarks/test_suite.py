@@ -56,6 +56,7 @@ def bandwidth() -> Any:
 
 def test_passes_beside_busy_processes(tiny_chain: Path, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(sharing, "PASSES_IN_A_ROW", 2)
+    monkeypatch.setattr(sharing, "SETTLING_SECONDS", 0.0)
     words = f"{tiny_chain} --context 20 --rows 2 --only target --busy 1 --turns 1"
     text = written(sharing, words, tmp_path / "record.md", monkeypatch)
     rows = [line.split("|")[1:5] for line in text.splitlines() if line.startswith("| target")]

@@ -37,8 +37,13 @@ public:
             return;
         }
         if (spin(phase, kPauses)) return;
-        wait_longer(phase, number, num_threads);
+        const Clock::time_point begin = Clock::now();
+        wait_longer(phase, number, num_threads, begin);
+        lost_.fetch_add((Clock::now() - begin).count(), std::memory_order_relaxed);
     }
+
+    // What the threads waited for late ones, in total.
+    std::chrono::steady_clock::duration lost() const { return Clock::duration(lost_.load()); }
 
 private:
     using Clock = std::chrono::steady_clock;
@@ -67,8 +72,7 @@ private:
     // moves to another core, or sleeps. One that runs nowhere comes back when the scheduler lets it:
     // if this core has other work as well, that work is let run meanwhile, so that both threads
     // run again at the same time; else the core is kept, since whoever gets it keeps it for long.
-    void wait_longer(unsigned phase, int number, int num_threads) {
-        const Clock::time_point begin = Clock::now();
+    void wait_longer(unsigned phase, int number, int num_threads, Clock::time_point begin) {
         bool has_looked = false;
         for (auto until = begin + kStep;; until += kStep) {
             do {
@@ -139,7 +143,7 @@ private:
         return places[number];
     }
 #else
-    void wait_longer(unsigned phase, int, int) {
+    void wait_longer(unsigned phase, int, int, Clock::time_point) {
         while (!spin(phase, kPausesBetweenLooks)) sched_yield();
     }
     void wake_all() {}
@@ -149,6 +153,7 @@ private:
     alignas(64) std::atomic<int> arrived_{0};
     alignas(64) std::atomic<unsigned> phase_{0};
     std::atomic<int> num_asleep_{0};
+    std::atomic<Clock::rep> lost_{0};
 };
 
 }  // namespace polybasic

@@ -20,6 +20,7 @@ enum HeadKind : int32_t { kNoHead = 0, kEagle2 = 2, kEagle3 = 3 };
 
 constexpr int kMaxRows = 256;        // of one pass
 constexpr int kMaxHeadBlocks = 16;   // head sizes up to 256
+constexpr size_t kMostOwn = 1024;    // numbers of an operand that each thread fills for itself
 
 // Norms are float32, with the offset of the families that have one; null where there is none.
 struct Layer {
@@ -61,8 +62,6 @@ struct Model {
     Matrix fc;                  // of an EAGLE-2 head: 2 D -> D
     Matrix lm_head;
 
-    // Inputs of the first product of a layer.
-    int read_width() const { return head_kind == kEagle3 ? 2 * hidden_size : hidden_size; }
     int attended_width() const { return num_heads * head_dim; }
 };
 
@@ -181,7 +180,6 @@ public:
             fill_normed(model_.lm_head, rows, model_.final_norm, num_rows);
         else
             fill(model_.lm_head, rows, model_.hidden_size, num_rows);
-        self_.wait();
     }
 
     // A product whose tiles [block][row][16] are passed to `emit(blocks, first row, rows, tile)`.
@@ -193,7 +191,7 @@ public:
         for (int block = mine.first; block < mine.end; block += unit) {
             const Range blocks{block, block + unit < mine.end ? block + unit : mine.end};
             for (int chunk = 0; chunk < chunks.num_chunks(); ++chunk) {
-                multiply_chunk(matrix, space_.operand, chunks, chunk, blocks, tile);
+                multiply_chunk(matrix, operand_, chunks, chunk, blocks, tile);
                 emit(blocks, chunks.first(chunk), chunks.size(chunk), tile);
             }
         }
@@ -204,18 +202,34 @@ public:
     }
 
 private:
-    Range columns_of(const Matrix& matrix, int width) const {
-        return share(width, self_.number, self_.num_threads,
-                     matrix.format == kInt4 ? matrix.group_size : kLanes);
-    }
-
     Range my_columns() const {
         return share(model_.hidden_size, self_.number, self_.num_threads, kLanes);
     }
 
+    // The operand of the next product. A small one is filled by each thread for itself, which takes less
+    // time than to wait for the others' parts. What was multiplied before has been waited for.
+    template <class Read>
+    void fill_with(const Matrix& matrix, int width, int num_rows, Read read) {
+        const size_t size = size_t(num_rows) * width;
+        const bool is_own = size <= kMostOwn && num_rows * self_.num_threads <= kMaxRows;
+        const size_t first = is_own ? self_.number * size : 0;
+        operand_ = space_.operand;
+        operand_.floats += first;
+        operand_.pairs += first;
+        operand_.quads += first;
+        operand_.scales += first / kLanes;
+        operand_.sums += first / kLanes;
+        const int step = matrix.format == kInt4 ? matrix.group_size : kLanes;
+        fill_operand(matrix, operand_, num_rows,
+                     is_own ? Range{0, width}
+                            : share(width, self_.number, self_.num_threads, step),
+                     read);
+        if (!is_own) self_.wait();
+    }
+
     void fill(const Matrix& matrix, const float* rows, int width, int num_rows) {
-        fill_operand(matrix, space_.operand, num_rows, columns_of(matrix, width),
-                     [=](int row, int column) { return load(rows + size_t(row) * width + column); });
+        fill_with(matrix, width, num_rows,
+                  [=](int row, int column) { return load(rows + size_t(row) * width + column); });
     }
 
     float norm_factor(const float* row) const {
@@ -237,11 +251,9 @@ private:
         compute_factors(rows, num_rows);
         const int D = model_.hidden_size;
         const float* factors = factors_;
-        fill_operand(matrix, space_.operand, num_rows, columns_of(matrix, D),
-                     [=](int row, int column) {
-                         return load(rows + size_t(row) * D + column) * factors[row] *
-                                load(norm + column);
-                     });
+        fill_with(matrix, D, num_rows, [=](int row, int column) {
+            return load(rows + size_t(row) * D + column) * factors[row] * load(norm + column);
+        });
     }
 
     void enter() {
@@ -250,12 +262,10 @@ private:
         const int64_t* tokens = input_.tokens;
         if (model_.head_kind == kEagle2) {
             const float* features = space_.features;
-            fill_operand(model_.fc, space_.operand, num_rows_, columns_of(model_.fc, 2 * D),
-                         [=](int row, int column) {
-                             return column < D ? load(embedding + tokens[row] * D + column)
-                                               : load(features + size_t(row) * D + column - D);
-                         });
-            self_.wait();
+            fill_with(model_.fc, 2 * D, num_rows_, [=](int row, int column) {
+                return column < D ? load(embedding + tokens[row] * D + column)
+                                  : load(features + size_t(row) * D + column - D);
+            });
             multiply(model_.fc, unit_of(model_.fc), num_rows_, store_rows(space_.residual));
         } else {
             const Range columns = my_columns();
@@ -285,15 +295,14 @@ private:
         }
         compute_factors(space_.features, num_rows_);
         const float *factors = factors_, *by_token = embedding_factors;
-        fill_operand(matrix, space_.operand, num_rows_, columns_of(matrix, 2 * D),
-                     [=](int row, int column) {
-                         if (column < D)
-                             return load(embedding + tokens[row] * D + column) * by_token[row] *
-                                    load(model_.embedding_norm + column);
-                         column -= D;
-                         return load(space_.features + size_t(row) * D + column) * factors[row] *
-                                load(model_.feature_norm + column);
-                     });
+        fill_with(matrix, 2 * D, num_rows_, [=](int row, int column) {
+            if (column < D)
+                return load(embedding + tokens[row] * D + column) * by_token[row] *
+                       load(model_.embedding_norm + column);
+            column -= D;
+            return load(space_.features + size_t(row) * D + column) * factors[row] *
+                   load(model_.feature_norm + column);
+        });
     }
 
     void attention(int index) {
@@ -304,7 +313,6 @@ private:
             fill_normed(layer.qkv, space_.residual, layer.input_norm, num_rows_);
         else
             fill(layer.qkv, space_.residual, model_.hidden_size, num_rows_);
-        self_.wait();
         const int blocks_of_head = model_.head_dim / kLanes;
         multiply(layer.qkv, blocks_of_head, num_rows_,
                  [&](Range blocks, int first, int rows, const float* tile) {
@@ -330,7 +338,6 @@ private:
             self_.wait();
         }
         fill(layer.out, space_.attended, model_.attended_width(), num_rows_);
-        self_.wait();
         add(layer.out, layer.attention_post_norm);
     }
 
@@ -391,11 +398,9 @@ private:
 
     void mlp(const Layer& layer) {
         fill_normed(layer.gate_up, space_.residual, layer.mlp_norm, num_rows_);
-        self_.wait();
         gate(layer.gate_up);
         self_.wait();
         fill(layer.down, space_.activated, model_.intermediate_size, num_rows_);
-        self_.wait();
         add(layer.down, layer.mlp_post_norm);
     }
 
@@ -410,8 +415,8 @@ private:
             const int end = block + kUnit < mine.end ? block + kUnit : mine.end;
             for (int chunk = 0; chunk < chunks.num_chunks(); ++chunk) {
                 const int first = chunks.first(chunk), rows = chunks.size(chunk);
-                multiply_chunk(matrix, space_.operand, chunks, chunk, {block, end}, gates);
-                multiply_chunk(matrix, space_.operand, chunks, chunk,
+                multiply_chunk(matrix, operand_, chunks, chunk, {block, end}, gates);
+                multiply_chunk(matrix, operand_, chunks, chunk,
                                {num_blocks + block, num_blocks + end}, ups);
                 const float *gate = gates, *up = ups;
                 for (int at = block; at < end; ++at)
@@ -492,6 +497,7 @@ private:
     Workspace& space_;
     Thread& self_;
     const int num_rows_;
+    Operand operand_;           // of the product at hand
     float factors_[kMaxRows];
     struct Place {
         int16_t sequence, row;

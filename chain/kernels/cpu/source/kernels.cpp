@@ -1,5 +1,6 @@
 // The functions that polybasic.chain.kernels.cpu.library and .passes call.
 
+#include "huge_pages.h"
 #include "passes.h"
 
 namespace polybasic {
@@ -24,6 +25,7 @@ void polybasic_use_openmp(void* parallel, void* thread_number, void* num_threads
 }
 
 void* polybasic_new_workspace(const Model* model, int max_context) {
+    use_huge_pages(*model);
     return new Workspace(*model, kMaxRows, max_context);
 }
 

@@ -25,6 +25,11 @@ struct Matrix {
 
     int num_blocks() const { return (num_outputs + kLanes - 1) / kLanes; }
     int num_groups() const { return num_inputs / group_size; }
+    size_t weight_bytes() const {
+        const size_t num_weights = size_t(num_blocks()) * kLanes * num_inputs;
+        return format == kFloat32 ? 4 * num_weights
+                                  : format == kBfloat16 ? 2 * num_weights : num_weights / 2;
+    }
 };
 
 constexpr int kRowsAtOnce = 24;

@@ -37,14 +37,16 @@ struct MultiplyFloat32 {
         const size_t num_inputs = matrix.num_inputs;
         const float* weights = static_cast<const float*>(matrix.weights) + block * num_inputs * kLanes;
         const float* values = x.floats + tile.first;
+        const Ahead ahead = tile.ahead(block, BLOCKS, num_inputs);
         Sums<ROWS, BLOCKS> sums;
         for (size_t i = 0; i < num_inputs; ++i) {
+            const size_t distance = ahead.of(i);
             FloatPart read[BLOCKS * kParts];
 #pragma GCC unroll 16
             for (int v = 0; v < BLOCKS * kParts; ++v) {
                 const float* from = weights + (v / kParts * num_inputs + i) * kLanes;
                 read[v] = load_part<FloatPart>(from + v % kParts * kPartLanes);
-                if (v % kParts == 0) __builtin_prefetch(from + 16 * kLanes);
+                if (v % kParts == 0) __builtin_prefetch(from + distance);
             }
             sums.add(read, values + i * tile.rows_of_chunk);
         }
@@ -60,14 +62,16 @@ struct MultiplyBfloat16 {
         const size_t num_pairs = matrix.num_inputs / 2;
         const uint32_t* weights =
             static_cast<const uint32_t*>(matrix.weights) + block * num_pairs * kLanes;
+        const Ahead ahead = tile.ahead(block, BLOCKS, num_pairs);
         Sums<ROWS, BLOCKS> sums;
         for (size_t i = 0; i < num_pairs; ++i) {
+            const size_t distance = ahead.of(i);
             WordPart read[kVectors];
 #pragma GCC unroll 16
             for (int v = 0; v < kVectors; ++v) {
                 const uint32_t* from = weights + (v / kParts * num_pairs + i) * kLanes;
                 read[v] = load_part<WordPart>(from + v % kParts * kPartLanes);
-                if (v % kParts == 0) __builtin_prefetch(from + 16 * kLanes);
+                if (v % kParts == 0) __builtin_prefetch(from + distance);
             }
 #if defined(POLYBASIC_PAIR_PRODUCTS)
             const uint32_t* values = x.pairs + tile.first + i * tile.rows_of_chunk;
@@ -84,8 +88,14 @@ struct MultiplyBfloat16 {
 #pragma GCC unroll 16
             for (int v = 0; v < kVectors; ++v) wide[v] = same_bits<FloatPart>(read[v] << 16);
             sums.add(wide, values);
+            // where sums take nearly all registers, words are read a second time instead of kept
+            if constexpr (ROWS > 2 && (ROWS + 2) * kVectors + 2 >= kRegisters) asm("" : "+r"(weights));
 #pragma GCC unroll 16
-            for (int v = 0; v < kVectors; ++v) wide[v] = same_bits<FloatPart>(read[v] & 0xffff0000u);
+            for (int v = 0; v < kVectors; ++v) {
+                const uint32_t* from = weights + (v / kParts * num_pairs + i) * kLanes;
+                const WordPart word = load_part<WordPart>(from + v % kParts * kPartLanes);
+                wide[v] = same_bits<FloatPart>(word & 0xffff0000u);
+            }
             sums.add(wide, values + tile.rows_of_chunk);
 #endif
         }

@@ -76,11 +76,12 @@ struct MultiplyInt4 {
         const uint32_t* codes =
             static_cast<const uint32_t*>(matrix.weights) + block * num_words * kLanes;
         const uint32_t* quads = x.quads + tile.first;
+        const Ahead ahead = tile.ahead(block, BLOCKS, num_words);
         for (size_t group = 0; group < num_groups; ++group) {
             IntPart totals[ROWS][kVectors] = {};
             const size_t end_of_group = (group + 1) * words_of_group;
             for (size_t i = group * words_of_group; i < end_of_group; i += kMaxWords)
-                add_words<ROWS, BLOCKS>(codes, num_words, quads, rows, i,
+                add_words<ROWS, BLOCKS>(codes, num_words, ahead, quads, rows, i,
                                         i + kMaxWords < end_of_group ? i + kMaxWords : end_of_group,
                                         totals);
             add_group<ROWS, BLOCKS>(matrix, x, block, group, totals, tile);
@@ -88,18 +89,19 @@ struct MultiplyInt4 {
     }
 
     template <int ROWS, int BLOCKS>
-    POLYBASIC_INLINE static void add_words(const uint32_t* codes, size_t num_words,
+    POLYBASIC_INLINE static void add_words(const uint32_t* codes, size_t num_words, const Ahead& ahead,
                                            const uint32_t* quads, size_t rows, size_t begin, size_t end,
                                            IntPart (&totals)[ROWS][BLOCKS * kParts]) {
         constexpr int kVectors = BLOCKS * kParts;
         IntPart sums[ROWS][kVectors] = {};
         for (size_t i = begin; i < end; ++i) {
+            const size_t distance = ahead.of(i);
             WordPart low[kVectors], high[kVectors];
 #pragma GCC unroll 16
             for (int v = 0; v < kVectors; ++v) {
                 const uint32_t* from = codes + (v / kParts * num_words + i) * kLanes;
                 const WordPart read = load_part<WordPart>(from + v % kParts * kPartLanes);
-                if (v % kParts == 0) __builtin_prefetch(from + 16 * kLanes);
+                if (v % kParts == 0) __builtin_prefetch(from + distance);
                 low[v] = read & 0x0f0f0f0fu;
                 high[v] = (read >> 4) & 0x0f0f0f0fu;
             }

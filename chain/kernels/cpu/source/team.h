@@ -3,6 +3,7 @@
 #pragma once
 
 #include "barrier.h"
+#include "crew.h"
 
 namespace polybasic {
 
@@ -30,10 +31,13 @@ struct Thread {
 
 class Team {
 public:
-    // Run `work(thread)` on each of `num_threads` threads, or fewer if the runtime has no more.
+    // Run `work(thread)` on each of `num_threads` threads, or fewer if the runtime has no more or they
+    // have to share their cores.
     template <class Work>
     static void run(int num_threads, Work work) {
         Team team;
+        Crew& crew = Crew::of_caller();
+        num_threads = crew.size(num_threads);
         if (num_threads == 1 || open_mp().parallel == nullptr) {
             work(Thread{&team, 0, 1});
             return;
@@ -42,6 +46,7 @@ public:
             Team* team;
             Work* work;
         } shared{&team, &work};
+        const Crew::Clock::time_point begin = Crew::Clock::now();
         open_mp().parallel(
             [](void* data) {
                 Shared* given = static_cast<Shared*>(data);
@@ -49,6 +54,7 @@ public:
                     Thread{given->team, open_mp().thread_number(), open_mp().num_threads()});
             },
             &shared, unsigned(num_threads), 0);
+        crew.note(Crew::Clock::now() - begin, team.barrier.lost());
     }
 
     Barrier barrier;

@@ -7,14 +7,39 @@
 
 namespace polybasic {
 
+// The weights to prefetch while others are read: those of the same block that follow, and at its end
+// those of the block that is read next in its place, after the others that are read side by side.
+struct Ahead {
+    static constexpr size_t kLines = 16;
+    size_t end;             // vector of the block from which on
+    size_t near, far;       // distances, in numbers of 32 bits
+
+    POLYBASIC_INLINE size_t of(size_t i) const { return i < end ? near : far; }
+};
+
 // The tile of a few rows of a chunk.
 struct RowTile {
     int first;          // row of the chunk
     int rows_of_chunk;
     float* out;         // [block][rows of the chunk][16]
+    Range blocks;       // that are multiplied with all rows of the chunk,
+    int index;          // in so many tiles, of which this is the one with this number
+    int num_tiles;
 
     float* row(int block, int row) const {
         return out + (size_t(block) * rows_of_chunk + first + row) * kLanes;
+    }
+
+    // Where to prefetch while a block's weights are read, of which there are `num_lines` vectors. If there
+    // are several tiles, the first alone would wait for the memory: then each fetches a part of the
+    // weights that come after those of all tiles.
+    Ahead ahead(int block, int at_once, size_t num_lines) const {
+        if (num_tiles > 1 && (block - blocks.first) / at_once % num_tiles == index) {
+            const size_t vectors = (blocks.end - blocks.first) * num_lines * kLanes;
+            return {num_lines, vectors, vectors};
+        }
+        const size_t near = num_lines < Ahead::kLines ? num_lines : Ahead::kLines;
+        return {num_lines - near, near * kLanes, (near + (at_once - 1) * num_lines) * kLanes};
     }
 };
 
@@ -45,7 +70,8 @@ void multiply_tiles(const Matrix& matrix, const Operand& x, int rows, Range bloc
     const int num_tiles = (rows + kTileRows - 1) / kTileRows;
     for (int index = 0; index < num_tiles; ++index) {
         const int first = rows * index / num_tiles, end = rows * (index + 1) / num_tiles;
-        multiply_tile_of<Multiply>(end - first, matrix, x, blocks, {first, rows, out},
+        multiply_tile_of<Multiply>(end - first, matrix, x, blocks,
+                                   {first, rows, out, blocks, index, num_tiles},
                                    std::make_integer_sequence<int, kTileRows>{});
     }
 }

@@ -1,0 +1,18 @@
+// Functions through which tests/chain/kernels/cpu/test_crew.py calls a crew.
+
+#include "crew.h"
+
+using polybasic::Crew;
+
+extern "C" {
+
+int crew_size(int most) { return Crew::of_caller().size(most); }
+
+void crew_note(double taken_ms, double lost_ms) {
+    using Milliseconds = std::chrono::duration<double, std::milli>;
+    const auto whole = [](double ms) {
+        return std::chrono::duration_cast<Crew::Clock::duration>(Milliseconds(ms));
+    };
+    Crew::of_caller().note(whole(taken_ms), whole(lost_ms));
+}
+}
