@@ -1,5 +1,7 @@
 """Loads checkpoints as decoders and draft heads, on a device and in a dtype."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -115,34 +117,65 @@ def load_head(file: ConfigFile, target: Executor, num_positions: int) -> Executo
     # they share a matrix
     backend = backend_for(verifier.device, verifier.dtype, verifier.config, config)
     tensors = StoredTensors(file.folder, verifier.dtype, verifier.device)
+    tables = {name: tensors.stored(name) for name in DRAFT_TABLES if name in tensors}
+    token_ids = draft_token_ids(tables, f"{file.folder}")
+    assert verifier.draft_lm_head is not None, "a verifier"
+    return backend.executor(
+        head_weights(
+            config,
+            tensors,
+            backend,
+            num_positions,
+            verifier.embedding,
+            verifier.draft_lm_head,
+            verifier.logit_softcap,
+            None if token_ids is None else token_ids.to(verifier.device),
+        )
+    )
+
+
+def head_weights(
+    config: HeadConfig,
+    tensors: StoredTensors,
+    backend: Backend,
+    num_positions: int,
+    embedding: Tensor,
+    draft_lm_head: Callable[[Tensor | None], Linear],
+    logit_softcap: float | None,
+    token_ids: Tensor | None,
+) -> ModelWeights:
+    """The weights of a draft head.
+
+    Args:
+        tensors: named as in checkpoints of its kind.
+        num_positions: as `load_decoder`.
+        embedding, draft_lm_head, logit_softcap: the verifier's, as in `ModelWeights`.
+        token_ids: int64 [V'], those that it drafts; None for all.
+
+    Raises:
+        UserError: a missing weight.
+    """
     kind = HEAD_KINDS[config.kind]
     layer = load_layer(config, tensors, backend, kind.layer, kind=kind.name)
     norms = _load_norms(config, tensors, kind.layer, kind.name)
-    tables = {name: tensors.stored(name) for name in DRAFT_TABLES if name in tensors}
-    token_ids = draft_token_ids(tables, f"{file.folder}")
-    if token_ids is not None:
-        token_ids = token_ids.to(verifier.device)
     has_norm = "norm.weight" in kind.tensors(config)
     if kind.has_lm_head:
         lm_head = tensors.linear(backend, "lm_head", drafts=True)
     else:
-        assert verifier.draft_lm_head is not None, "a verifier"
-        lm_head = verifier.draft_lm_head(token_ids)
-    return backend.executor(
-        ModelWeights(
-            config,
-            verifier.embedding,
-            (layer,),
-            RotaryTable(config, num_positions, verifier.dtype, verifier.device),
-            lm_head,
-            None if kind.has_lm_head else verifier.logit_softcap,
-            final_norm=_load_norm(config, tensors, "norm") if has_norm else None,
-            fc=tensors.linear(backend, "fc", drafts=True),
-            embedding_norm=norms.get("embedding_norm"),
-            feature_norm=norms.get("feature_norm"),
-            feature_layers=config.feature_layers,
-            draft_token_ids=token_ids,
-        )
+        lm_head = draft_lm_head(token_ids)
+    return ModelWeights(
+        config,
+        embedding,
+        (layer,),
+        RotaryTable(config, num_positions, tensors.dtype, tensors.device),
+        lm_head,
+        None if kind.has_lm_head else logit_softcap,
+        final_norm=_load_norm(config, tensors, "norm") if has_norm else None,
+        fc=tensors.linear(backend, "fc", drafts=True),
+        embedding_norm=norms.get("embedding_norm"),
+        feature_norm=norms.get("feature_norm"),
+        feature_layers=config.feature_layers,
+        draft_token_ids=token_ids,
     )
 
 

@@ -1,6 +1,6 @@
 """Tensors of a checkpoint, one at a time, straight to the device and dtype of their use."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -102,3 +102,21 @@ class StoredTensors:
         for path in {self._files[name] for name in names}:
             tensors |= read_tensors(path, [name for name in names if self._files[name] == path])
         return [tensors[name] for name in names]
+
+
+class GivenTensors(StoredTensors):
+    """Tensors in memory, by the names that a checkpoint has for them; none is rounded."""
+
+    def __init__(
+        self, tensors: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.dtype, self.device, self._tensors = dtype, device, tensors
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensors
+
+    def linear(self, backend: Backend, *names: str, drafts: bool = False) -> Linear:
+        return super().linear(backend, *names)
+
+    def _read(self, names: Sequence[str]) -> list[Tensor]:
+        return [self._tensors[name] for name in names]

@@ -120,7 +120,8 @@ def test_other_kinds_are_the_same_in_training_and_when_served(
     head = new_head(shape, target.embedding, settings, 0, draft, None)
     features = target.features(token_ids[None, :-1], feature_layers=shape.feature_layers)
     with torch.no_grad():
-        output, _ = head(token_ids[None, 1:], head.read(features), torch.arange(ROWS - 1))
+        inputs = head.fuse(head.source(features))
+        output, _ = head(token_ids[None, 1:], inputs, torch.arange(ROWS - 1))
         expected = head.projection(target.lm_head)(head.projected(output[0]))
     decoder = load_decoder(read_config(folder), torch.float32, CPU, 256)
     served = load_head(read_config(draft), decoder, 256)

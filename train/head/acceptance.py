@@ -2,18 +2,15 @@
 
 The text that is drafted for is the target's own greedy answer, generated once before training,
 because this is what a greedy server writes; a conversation's ready-made answer would leave the
-target's path at the first token where they differ. Along this answer rounds are played as the
-runtime plays them: draft a tree from the head's cache of true rows, rank it, keep the best rows,
-walk it along the answer, add the target's own token, start the next round there. No beam or row
-is approximated. What differs from serving: the target's rounding (passes over other numbers of
-rows), and that an intermediate in 4 bits is taken to agree with the target, or where the answers
-are its own, the target with it.
-
-Shapes: B = conversations, K = beams (top_k), C = committed rows, P = nodes in the pool.
+target's path at the first token where they differ. Along this answer rounds are played by the
+runtime's code: the head reads the new rows, its executor drafts, the best candidates make a tree,
+and the walk draws the answer's tokens. What differs from serving: the target's rounding (passes
+over other numbers of rows), a head that is not rounded to 4 bits, and that an intermediate in 4
+bits is taken to agree with the target, or where the answers are its own, the target with it.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -22,18 +19,22 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from polybasic.chain.errors import UserError
+from polybasic.chain.kernels.drafts import DraftTree, walk
+from polybasic.chain.kernels.executor import Executor, Layers
+from polybasic.chain.kernels.rows import consecutive_rows
 from polybasic.train.data.chat import RefusedConversation, encode_prompt
 from polybasic.train.features.head_shape import FeatureLayers
 from polybasic.train.features.lm_head import LmHead
 from polybasic.train.features.states import Features
 from polybasic.train.features.target import Target
 from polybasic.train.head.eagle2 import DraftHead
-from polybasic.train.head.layers import KeysValues
+from polybasic.train.head.served import served_head
 
 NO_TASK = "other"
 """Stands for the task of a conversation that names none."""
 
 _BATCH = 16
+_END = -1  # what an answer goes on with: no draft has it
 
 
 @dataclass(frozen=True)
@@ -126,138 +127,85 @@ def simulate(
     """Play every round of every held-out answer; deterministic.
 
     Args:
-        head: in any dtype.
+        head: in any dtype that models are served in.
         lm_head: the verifier's.
         batches: from `heldout_batches`.
         tree: as it will be served.
         trimmed: whether a head with a draft vocabulary drafts among it; one of EAGLE-2 can draft
             among all tokens too.
     """
-    drafter = _Drafter(head, lm_head, trimmed)
-    counts = _Counts(tree.depth)
+    longest = max(batch.token_ids.shape[1] for batch in batches)
+    capacity = longest + (tree.depth - 1) * tree.top_k
+    drafter = served_head(head, lm_head, capacity, trimmed)
+    config, counts = drafter.config, _Counts()
+    rows = (2 * config.num_kv_heads, capacity, config.head_dim)
+    cache = [torch.zeros(rows, dtype=drafter.dtype, device=drafter.device)]
     for batch in batches:
-        features = head.read(batch.features)
-        positions = torch.arange(features.shape[1] - 1, device=features.device)
-        outputs, cache = head(batch.token_ids[:, 1:], features[:, :-1], positions)
-        last = batch.prompt_lengths.clone()  # the newest token, which no pass has read yet
-        while bool((active := last < batch.lengths - 1).any()):
-            drafted = _draft(drafter, outputs, cache, last, tree)
-            accepted = _walk(drafted, batch.token_ids, last, tree)
-            accepted = torch.minimum(accepted, batch.lengths - 1 - last)
-            gained = torch.minimum(accepted + 1, batch.lengths - 1 - last)
-            counts.add(batch.tasks, active, gained, accepted)
-            last = torch.where(active, last + gained, last)
-    return counts.acceptance()
+        inputs = head.source(batch.features).to(drafter.dtype)
+        for row, task in enumerate(batch.tasks):
+            token_ids = batch.token_ids[row, : batch.lengths[row]]
+            last = int(batch.prompt_lengths[row])
+            for accepted, gained in _rounds(drafter, cache, token_ids, last, inputs[row], tree):
+                counts.add(task, accepted, gained)
+    return counts.acceptance(tree.depth)
+
+
+def _rounds(
+    drafter: Executor, cache: Layers, token_ids: Tensor, last: int, inputs: Tensor, tree: TreeShape
+) -> Iterator[tuple[int, int]]:
+    """How many drafted tokens each round along an answer accepts, and the tokens that it gains.
+
+    Args:
+        token_ids: [T], prompt and answer.
+        last: index of the newest token, which no pass has read yet.
+        inputs: [T, W], what the head reads of the verifier's passes.
+    """
+    tokens, num_read = token_ids.tolist(), 0
+    while following := tokens[last + 1 :]:
+        states = drafter.forward(
+            token_ids[num_read + 1 : last + 1],
+            [cache],
+            [consecutive_rows(num_read, last - num_read)],
+            drafter.features(inputs[num_read:last]),
+        )
+        candidates = drafter.draft(states[-1:], cache, last, tree.depth, tree.top_k)
+        accepted = _accepted(candidates.keep_best(tokens[last], tree.rows), following)
+        gained = min(accepted + 1, len(following))
+        yield accepted, gained
+        num_read, last = last, last + gained
+
+
+def _accepted(tree: DraftTree, following: list[int]) -> int:
+    """How many drafted tokens the answer confirms; `following` are its next ones."""
+    drawn = iter([*following, _END])
+    path, _ = walk(tree, lambda _: next(drawn))
+    return len(path) - 1
 
 
 class _Counts:
     """Rounds and what they gained, in all and by task."""
 
-    def __init__(self, depth: int) -> None:
-        self._by_depth = torch.zeros(depth, dtype=torch.long)
+    def __init__(self) -> None:
         self._rounds, self._tokens = Counter[str](), Counter[str]()
+        self._accepted = Counter[int]()
 
-    def add(self, tasks: list[str], active: Tensor, gained: Tensor, accepted: Tensor) -> None:
-        """Rounds played side by side, those that are `active`; the tensors are [B]."""
-        for task, is_active, num_tokens in zip(
-            tasks, active.tolist(), gained.tolist(), strict=True
-        ):
-            if is_active:
-                self._rounds[task] += 1
-                self._tokens[task] += num_tokens
-        depths = torch.arange(1, len(self._by_depth) + 1, device=accepted.device)
-        self._by_depth += (accepted[active, None] >= depths).sum(dim=0).cpu()
+    def add(self, task: str, accepted: int, gained: int) -> None:
+        self._rounds[task] += 1
+        self._tokens[task] += gained
+        self._accepted[accepted] += 1
 
-    def acceptance(self) -> Acceptance:
+    def acceptance(self, depth: int) -> Acceptance:
         num_rounds = self._rounds.total()
+        at_least = [
+            sum(count for accepted, count in self._accepted.items() if accepted >= level)
+            for level in range(1, depth + 1)
+        ]
         return Acceptance(
             self._tokens.total() / num_rounds,
             num_rounds,
-            [round(count / num_rounds, 4) for count in self._by_depth.tolist()],
+            [round(count / num_rounds, 4) for count in at_least],
             {task: self._tokens[task] / self._rounds[task] for task in sorted(self._rounds)},
         )
-
-
-class _Drafter:
-    """A head with the projection that it drafts through."""
-
-    def __init__(self, head: DraftHead, lm_head: LmHead, trimmed: bool) -> None:
-        assert trimmed or head.shape.kind == "eagle2", "an EAGLE-3 head has its own lm_head"
-        self.head = head
-        lm_head = lm_head.to(head.dtype)
-        self._projection = head.projection(lm_head) if trimmed else lm_head
-        self._is_trimmed = trimmed
-
-    def best(self, outputs: Tensor, num: int) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and the target's ids of the best tokens after outputs [..., H]."""
-        logits = self._projection(self.head.projected(outputs))
-        scores, tokens = logits.float().log_softmax(dim=-1).topk(num)
-        return scores, self.head.target_token_ids(tokens) if self._is_trimmed else tokens
-
-
-@dataclass(frozen=True)
-class _Pool:
-    """All drafted nodes in order of depth; parents come before their children. Each [B, P]."""
-
-    tokens: Tensor
-    scores: Tensor
-    parents: Tensor
-    """index into the pool, -1 for children of the root"""
-
-
-def _draft(
-    drafter: _Drafter, outputs: Tensor, cache: KeysValues, last: Tensor, tree: TreeShape
-) -> _Pool:
-    """Draft one tree for each conversation.
-
-    Args:
-        outputs: [B, C, H], the head's outputs over true rows.
-        cache: of the same rows; each conversation uses those before row `last`.
-        last: [B], index of the newest token; its row does not exist yet.
-    """
-    num, device, top_k = len(last), last.device, tree.top_k
-    committed = torch.arange(outputs.shape[1], device=device) < last[:, None]  # [B, C]
-    feature = outputs[torch.arange(num, device=device), last - 1][:, None]  # [B, 1, H]
-    scores, tokens = drafter.best(feature[:, 0], top_k)
-    pool = [(tokens, scores, torch.full_like(tokens, -1))]
-    beams = torch.arange(top_k, device=device).expand(num, top_k)  # pool index of each beam
-    features = feature.expand(num, top_k, -1)
-    ancestors = torch.zeros(num, top_k, 0, dtype=torch.bool, device=device)
-    own = torch.eye(top_k, dtype=torch.bool, device=device).expand(num, top_k, top_k)
-    for depth in range(1, tree.depth):
-        ancestors = torch.cat((ancestors, own), dim=2)
-        mask = torch.cat((committed[:, None].expand(num, top_k, -1), ancestors), dim=2)
-        row_positions = (last + depth - 1)[:, None].expand(num, top_k)
-        states, cache = drafter.head(tokens, features, row_positions, cache, mask[:, None])
-        child_scores, child_tokens = drafter.best(states, top_k)
-        child_scores = (scores[:, :, None] + child_scores).flatten(1)  # [B, K * K]
-        child_tokens = child_tokens.flatten(1)
-        parents = beams.repeat_interleave(top_k, dim=1)
-        scores, chosen = child_scores.topk(top_k)
-        beams = sum(part[0].shape[1] for part in pool) + chosen
-        pool.append((child_tokens, child_scores, parents))
-        tokens = child_tokens.gather(1, chosen)
-        origin = chosen // top_k  # which of the beams a new beam continues
-        features = states.gather(1, origin[:, :, None].expand(-1, -1, states.shape[2]))
-        ancestors = ancestors.gather(1, origin[:, :, None].expand(-1, -1, ancestors.shape[2]))
-    return _Pool(*(torch.cat(parts, dim=1) for parts in zip(*pool, strict=True)))
-
-
-def _walk(pool: _Pool, token_ids: Tensor, last: Tensor, tree: TreeShape) -> Tensor:
-    """How many drafted tokens of each conversation the answer confirms, [B]."""
-    order = pool.scores.argsort(dim=1, descending=True, stable=True)[:, : tree.rows - 1]
-    is_kept = torch.zeros_like(pool.tokens, dtype=torch.bool).scatter(1, order, True)
-    current = torch.full_like(last, -1)
-    accepted = torch.zeros_like(last)
-    alive = torch.ones_like(last, dtype=torch.bool)
-    for depth in range(1, tree.depth + 1):
-        where = (last + depth).clamp(max=token_ids.shape[1] - 1)
-        wanted = token_ids.gather(1, where[:, None])
-        fits = is_kept & (pool.parents == current[:, None]) & (pool.tokens == wanted)
-        alive = alive & fits.any(dim=1)
-        accepted += alive
-        current = fits.int().argmax(dim=1)
-    return accepted
 
 
 class _Prompt(NamedTuple):

@@ -64,10 +64,6 @@ class DraftHead(nn.Module, ABC):
     def fuse(self, source: Tensor) -> Tensor:
         """The features [B, T, H] that rows have, made of what `source` returns."""
 
-    def read(self, features: Features) -> Tensor:
-        """The features [B, T, H] of rows that the verifier has read, in the head's dtype."""
-        return self.fuse(self.source(features).to(self.dtype))
-
     @abstractmethod
     def forward(
         self,
@@ -103,10 +99,6 @@ class DraftHead(nn.Module, ABC):
             lm_head: the verifier's.
         """
 
-    def target_token_ids(self, draft_ids: Tensor) -> Tensor:
-        """The target's ids of the draft vocabulary's, of any shape."""
-        return draft_ids if self.draft_token_ids is None else self.draft_token_ids[draft_ids]
-
     def unroll(
         self,
         token_ids: Tensor,
@@ -123,7 +115,7 @@ class DraftHead(nn.Module, ABC):
 
         Args:
             token_ids: [B, R], the true token after each feature.
-            features: [B, R, H], what `read` makes of the verifier's.
+            features: [B, R, H], what `fuse` makes of the verifier's.
             num_steps: at least 1.
             document_ids: int64 [B, R], as `positions_in_documents` takes them, of the token of
                 each feature. Rows see their own conversation alone, and positions begin anew with

@@ -1,257 +1,130 @@
-"""Answers in batches against one token at a time; rounds in batches against one by one."""
+"""Simulated rounds against the runtime's; answers in batches against one token at a time."""
 
 import json
-import random
 from dataclasses import replace
+from itertools import accumulate, chain
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch.nn.utils.rnn import pad_sequence
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.config import read_config
-from polybasic.chain.formats.plan import Tree
-from polybasic.chain.kernels.torch.attend import attend_causally
-from polybasic.chain.model.loading import load_decoder, load_head
-from polybasic.deploy.drafters.head import EagleDrafter
+from polybasic.chain.formats.lineage import weights_digest
+from polybasic.chain.formats.plan import Plan, Tree
+from polybasic.deploy import load_chain
+from polybasic.deploy.rounds.sampling import Sampling
 from polybasic.train.data.chat import encode_prompt
-from polybasic.train.features.head_shape import HeadShape
-from polybasic.train.features.lm_head import LmHead
 from polybasic.train.features.states import Features
 from polybasic.train.features.target import load_target
 from polybasic.train.head.acceptance import HeldoutBatch, TreeShape, heldout_batches, simulate
-from polybasic.train.head.eagle2 import Eagle2Head
-from polybasic.train.head.eagle3 import Eagle3Head
 from polybasic.train.head.files import write_head
 from polybasic.train.head.start import new_head, trained_weights
 from polybasic.train.settings import HeadSettings
 from tests.checkpoints import write_family
-
-SHAPE = HeadShape(
-    vocab_size=12,
-    hidden_size=16,
-    intermediate_size=24,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=8,
-    rms_norm_eps=1e-5,
-    rope={"rope_type": "default", "rope_theta": 100.0},
-    context_tokens=64,
-)
-
+from tests.conftest import VOCAB_SIZE
 
 CPU = torch.device("cpu")
-TASKS = ["a", "b"]
-HEADS = {"eagle2": Eagle2Head, "eagle3": Eagle3Head}
+TREE = TreeShape(depth=5, top_k=3, rows=7)
+DRAFTED = torch.tensor([token for token in range(VOCAB_SIZE) if token % 4])
+PROMPTS = [[7, 7], [5, 9, 2, 40], list(range(3, 40))]
+TASKS = ["b", "a", "b"]
+ANSWER_TOKENS = 30
+"""With the longest prompt of `CONVERSATIONS` more than the families' sliding window of 24."""
 
 
-def heldout(lengths, prompt_lengths):
-    torch.manual_seed(3)
-    width = max(lengths)
+def heldout(target, head, sequences):
+    """Prompts with their answers, where rounds begin with the last token of a prompt."""
+    token_ids = pad_sequence([torch.tensor(each) for each in sequences], batch_first=True)
     return HeldoutBatch(
-        token_ids=torch.randint(12, (len(lengths), width)),
-        features=Features(
-            states=torch.randn(len(lengths), width, 16, dtype=torch.double),
-            layers=torch.randn(len(lengths), width, 48, dtype=torch.double),
-        ),
-        prompt_lengths=torch.tensor(prompt_lengths),
-        lengths=torch.tensor(lengths),
-        tasks=[TASKS[row % len(TASKS)] for row in range(len(lengths))],
+        token_ids,
+        target.features(token_ids, feature_layers=head.shape.feature_layers),
+        torch.tensor([len(prompt) - 1 for prompt in PROMPTS]),
+        torch.tensor([len(each) for each in sequences]),
+        TASKS,
     )
 
 
-def children(head, lm_head, tokens, features, drafted, top_k):
-    """Best continuations of committed tokens plus a drafted path, recomputed from the start.
-
-    Args:
-        lm_head: from the head's output to scores of the target's tokens.
-        features: [C, H], as the head's rows have them.
-    """
-    inputs = list(features[: len(tokens) - 1])
-    path = tokens + drafted
-    for position in range(len(drafted) + 1):
-        rows = torch.stack(inputs)[None]
-        # rows are causal, so running all of them again equals drafting
-        outputs, _ = head(
-            torch.tensor([path[1 : len(inputs) + 1]]), rows, torch.arange(len(inputs))
-        )
-        output = outputs[0, -1]
-        if position < len(drafted):
-            inputs.append(output)
-    log_probabilities = lm_head(head.projected(output)).log_softmax(-1)
-    return list(zip(*(each.tolist() for each in log_probabilities.topk(top_k)), strict=True))
+def learn_answers(head, target):
+    """As few steps as leave some drafts wrong."""
+    ends = {"max_new_tokens": ANSWER_TOKENS, "do_sample": False, "eos_token_id": None}
+    answers = [target.model.generate(torch.tensor([prompt]), **ends)[0] for prompt in PROMPTS]
+    batch = heldout(target, head, [answer.tolist() for answer in answers])
+    source, wanted = head.source(batch.features)[:, :-2], batch.token_ids[:, 2:].repeat(3, 1, 1)
+    drafted = slice(None) if head.draft_token_ids is None else head.draft_token_ids
+    optimizer = torch.optim.Adam([each for each in head.parameters() if each.requires_grad], 3e-3)
+    for _ in range(25):
+        outputs = torch.stack(head.unroll(batch.token_ids[:, 1:-1], head.fuse(source), 3))
+        logits = torch.full((*wanted.shape, VOCAB_SIZE), -30.0)
+        logits[..., drafted] = head.projection(target.lm_head)(head.projected(outputs))
+        optimizer.zero_grad()
+        F.cross_entropy(logits.flatten(0, 2), wanted.flatten()).backward()
+        optimizer.step()
 
 
-def one_round(head, lm_head, tokens, features, answer, tree):
-    """Tokens gained by one round, by EAGLE-2's rules over plain lists."""
-    beams, pool = [((), 0.0)], []
-    for _ in range(tree.depth):
-        grown = [
-            ((*path, token), score + gain)
-            for path, score in beams
-            for gain, token in children(head, lm_head, tokens, features, list(path), tree.top_k)
-        ]
-        pool += grown
-        beams = sorted(grown, key=lambda each: -each[1])[: tree.top_k]
-    kept = {path for path, _ in sorted(pool, key=lambda each: -each[1])[: tree.rows - 1]}
-    accepted = 0
-    while accepted < min(tree.depth, len(answer)) and tuple(answer[: accepted + 1]) in kept:
-        accepted += 1
-    return min(accepted + 1, len(answer))
+def served(folder, plan):
+    """Of each prompt with its answer: the tokens, and those that each round of it gained."""
+    loaded = load_chain(folder, dtype="float32")
+    loaded.stop_tokens = frozenset()
+    sequences, rounds = [], []
+    for prompt in PROMPTS:
+        pieces = loaded.stream_ids(prompt, ANSWER_TOKENS, Sampling(), plan)
+        answer = [token for piece in pieces for token in piece]
+        gains = pieces.statistics.accepted_lengths["target"]
+        # a round that the limit of tokens might cut drafts less
+        ends = [end for end in accumulate(gains) if end <= ANSWER_TOKENS - TREE.depth]
+        sequences.append(prompt + answer[: ends[-1]])
+        rounds.append(gains[: len(ends)])
+    return sequences, rounds
 
 
-def played_one_by_one(head, lm_head, batch, tree):
-    """Tokens of every round by task."""
-    gained = {task: [] for task in TASKS}
-    features = head.read(batch.features)
-    for row, task in enumerate(batch.tasks):
-        token_ids = batch.token_ids[row, : batch.lengths[row]].tolist()
-        last = int(batch.prompt_lengths[row])
-        while last < len(token_ids) - 1:
-            tokens, answer = token_ids[: last + 1], token_ids[last + 1 :]
-            gained[task].append(one_round(head, lm_head, tokens, features[row], answer, tree))
-            last += gained[task][-1]
-    return gained
-
-
-def spread(head):
-    """Weights so large that distributions are far from even."""
-    for parameter in head.parameters():
-        parameter.requires_grad_(False).mul_(3.0)
-    return head
-
-
-def check_rounds(head, lm_head, expected_lm_head, tree, **options):
-    batch = heldout([14, 17, 9, 6], [5, 4, 3, 5])
-    by_task = played_one_by_one(head, expected_lm_head, batch, tree)
-    gained = [each for rounds in by_task.values() for each in rounds]
-    found = simulate(head, lm_head, [batch], tree, **options)
-    assert found.num_rounds == len(gained)
-    assert found.accepted_length == pytest.approx(sum(gained) / len(gained))
-    means = {task: sum(each) / len(each) for task, each in by_task.items()}
-    assert found.by_task == pytest.approx(means)
-    assert len(set(means.values())) == 2, "tasks must differ in the example"
-    assert max(gained) > 1, "the example must accept something"
-
-
-@pytest.mark.parametrize("softcap", [None, 30.0])
-@pytest.mark.parametrize("tree", [TreeShape(3, 3, 6), TreeShape(4, 2, 16), TreeShape(1, 4, 3)])
-def test_simulation_equals_rounds_played_one_by_one(tree, softcap):
-    torch.manual_seed(0)
-    head = spread(Eagle2Head(SHAPE).double())
-    lm_head = LmHead(torch.randn(12, 16, dtype=torch.double), softcap)
-    check_rounds(head, lm_head, lm_head, tree)
-
-
-DRAFTED = torch.tensor([0, 1, 4, 5, 7, 8, 11])
-
-
-def over_all_tokens(projection):
-    """A projection of the draft vocabulary as one of all twelve tokens, most of them impossible."""
-
-    def scores(states):
-        logits = torch.full((*states.shape[:-1], 12), float("-inf"), dtype=states.dtype)
-        logits[..., DRAFTED] = projection(states)
-        return logits
-
-    return scores
-
-
+@pytest.mark.parametrize("size", [None, len(DRAFTED)])
 @pytest.mark.parametrize("kind", ["eagle2", "eagle3"])
-def test_trimmed_heads_draft_among_their_tokens_alone(kind):
-    torch.manual_seed(0)
-    shape = replace(SHAPE, kind=kind, draft_vocab_size=len(DRAFTED))
-    head = spread(HEADS[kind](shape, draft_token_ids=DRAFTED).double())
-    lm_head, tree = LmHead(torch.randn(12, 16, dtype=torch.double)), TreeShape(3, 3, 6)
-    if kind == "eagle3":
-        rows = head.lm_head.weight
-    else:
-        rows = lm_head.weight[DRAFTED]
-        check_rounds(head, lm_head, lm_head, tree, trimmed=False)
-    check_rounds(head, lm_head, over_all_tokens(LmHead(rows)), tree)
-
-
-def test_an_eagle3_head_drafts_by_its_own_norm_and_projection():
-    torch.manual_seed(0)
-    head = spread(Eagle3Head(replace(SHAPE, kind="eagle3")).double())
-    unread = LmHead(torch.full((12, 16), float("nan"), dtype=torch.double))
-    check_rounds(head, unread, LmHead(head.lm_head.weight), TreeShape(3, 3, 6))
-
-
-@torch.no_grad()
-def served(folder, draft, tree, num_rounds):
-    """A text that takes a drafted path each round, as the runtime drafts: tokens and gains."""
-    decoder = load_decoder(read_config(folder), torch.float32, CPU, 256)
-    head = load_head(read_config(draft), decoder, 256)
-    decoder.feature_layers = head.feature_layers
-    drafter = EagleDrafter(head, Tree(depth=tree.depth, top_k=tree.top_k, rows=tree.rows), 256)
-    choice = random.Random(0)
-    tokens, gains, num_observed = [choice.randrange(250) for _ in range(6)], [], 0
-    for _ in range(num_rounds):
-        caches = [torch.zeros(4, 256, decoder.config.head_dim) for _ in decoder.layers]
-        attend = attend_causally(0, len(tokens) - 1)
-        states = decoder.forward(torch.tensor(tokens[:-1]), caches, attend)
-        drafter.observe(states[num_observed:])
-        num_observed = len(tokens) - 1
-        drafted = drafter.draft(tokens, tree.depth)
-        row = choice.randrange(len(drafted))
-        children = drafted.children()[row]
-        other = choice.choice([token for token in range(250) if token not in children])
-        tokens += [*drafted.paths()[row], other]
-        gains.append(drafted.depths()[row] + 1)
-    return tokens, gains
-
-
-@pytest.mark.parametrize(("kind", "size"), [("eagle2", None), ("eagle2", 64), ("eagle3", 64)])
-def test_rounds_are_those_of_the_runtime(kind, size, tmp_path):
-    target, tree = target_of(tmp_path / "target", "llama3"), TreeShape(4, 3, 10)
-    settings = HeadSettings(kind=kind, feature_loss_weight=0, dtype="float32")
-    drafted = None if size is None else torch.arange(1, 1 + 3 * size, 3)
-    shape = target.head_shape(settings)
-    head = new_head(
-        shape, target.embedding, settings, 0, None, None, target.lm_head, draft_token_ids=drafted
+def test_rounds_are_those_of_the_runtime(kind, size, tiny_chain_parts, tmp_path):
+    parts, plan = tiny_chain_parts, Plan(members=("target", "draft"), tree=Tree(**vars(TREE)))
+    target = load_target(parts.target, CPU, dtype=torch.float32)
+    layers = (0, 1, 1) if kind == "eagle3" else None
+    settings = HeadSettings(
+        kind=kind, feature_layers=layers, feature_loss_weight=0, dtype="float32"
     )
-    write_head(tmp_path / "draft", head, trained_weights(head), "ab" * 32, "float32")
-    tokens, gains = served(tmp_path / "target", tmp_path / "draft", tree, 12)
-    token_ids = torch.tensor([tokens])
-    batch = HeldoutBatch(
-        token_ids,
-        target.features(token_ids, feature_layers=shape.feature_layers),
-        torch.tensor([5]),
-        torch.tensor([len(tokens)]),
-        ["path"],
-    )
-    found = simulate(head, target.lm_head, [batch], tree)
+    drafted, shape = None if size is None else DRAFTED, target.head_shape(settings)
+    head = new_head(shape, target.embedding, settings, 0, None, None, None, drafted)
+    learn_answers(head, target)
+    write_head(parts.draft, head, trained_weights(head), weights_digest(parts.target), "float32")
+    parts.package(tmp_path / "chain", parts=[replace(parts.parts[1], kind=kind)], plan=plan)
+    sequences, rounds = served(tmp_path / "chain", plan)
+    batch = heldout(target, head, sequences)
+
+    def simulated(batch, **options):
+        return simulate(head, target.lm_head, [batch], TREE, **options)
+
+    found, gains = simulated(batch), list(chain.from_iterable(rounds))
     assert found.num_rounds == len(gains)
-    assert found.accepted_length == sum(gains) / len(gains) > 1.5
-    if kind == "eagle2" and size is not None:
-        assert simulate(head, target.lm_head, [batch], tree, trimmed=False) != found
-
-
-class Oracle(Eagle2Head):
-    """Predicts that each token is followed by the next in the vocabulary."""
-
-    def forward(self, token_ids, features, positions, past=None, mask=None):
-        _, cache = super().forward(token_ids, features, positions, past, mask)
-        return torch.nn.functional.one_hot((token_ids + 1) % 12, 16) * 20.0, cache
-
-
-def test_perfect_head_gains_the_whole_depth_and_the_targets_token():
-    torch.manual_seed(0)
-    token_ids = (torch.arange(5 + 1 + 4 * 8) % 12)[None]
-    batch = HeldoutBatch(
-        token_ids,
-        Features(torch.zeros(1, 38, 16)),
-        torch.tensor([5]),
-        torch.tensor([38]),
-        ["count"],
+    assert found.accepted_length == sum(gains) / len(gains) > 2
+    assert len(set(gains)) > 2, "of the drafts some are right, not all"
+    by_depth = [sum(gain > depth for gain in gains) / len(gains) for depth in range(1, 6)]
+    assert found.accepted_by_depth == pytest.approx(by_depth, abs=1e-4)
+    of_b = rounds[0] + rounds[2]
+    assert found.by_task == {"a": sum(rounds[1]) / len(rounds[1]), "b": sum(of_b) / len(of_b)}
+    for missing in range(1, 8):
+        cut = simulated(replace(batch, lengths=batch.lengths - missing))
+        left = [gain for each in rounds for gain in without_the_last(missing, each)]
+        assert cut.num_rounds == len(left)
+        assert cut.accepted_length == sum(left) / len(left)
+    # the example tells right features and vocabularies from wrong ones
+    later = Features(
+        *(each if each is None else each.roll(1, 1) for each in vars(batch.features).values())
     )
-    found = simulate(Oracle(SHAPE), LmHead(torch.eye(12, 16)), [batch], TreeShape(7, 4, 16))
-    assert found.num_rounds == 4
-    assert found.by_task == {"count": 8}
-    assert found.accepted_length == 8
-    assert found.accepted_by_depth == [1.0] * 7
-    shallow = simulate(Oracle(SHAPE), LmHead(torch.eye(12, 16)), [batch], TreeShape(7, 4, 3))
-    assert shallow.accepted_by_depth[:3] == [1.0, 1.0, 0.0], "two rows beside the root"
+    assert simulated(replace(batch, features=later)) != found
+    if kind == "eagle2":
+        assert (simulated(batch, trimmed=False) == found) == (size is None)
+
+
+def without_the_last(num, rounds):
+    """The tokens that rounds gain along an answer that ends so many tokens earlier."""
+    starts = accumulate(rounds[:-1], initial=0)
+    left = [sum(rounds) - num - start for start in starts]
+    return [min(pair) for pair in zip(rounds, left, strict=True) if min(pair) > 0]
 
 
 QUESTIONS = ["hi", "the rain in the north is old", "a hat, or the hat that is on the train?"]
@@ -265,8 +138,6 @@ CONVERSATIONS = [
     }
     for question, task in zip(QUESTIONS, ("greeting", None, "riddle"), strict=True)
 ]
-ANSWER_TOKENS = 30
-"""With the longest prompt more than the families' sliding window of 24."""
 
 
 def target_of(folder, family, generation_config=None, **changes):

@@ -1,0 +1,50 @@
+"""A head in training as the runtime runs it."""
+
+from torch import Tensor
+
+from polybasic.chain.formats.config import head_config as read_head_config
+from polybasic.chain.kernels.executor import Executor
+from polybasic.chain.kernels.product_times import name_of
+from polybasic.chain.kernels.selection import backend_for
+from polybasic.chain.kernels.weights import Linear
+from polybasic.chain.model.loading import head_weights
+from polybasic.chain.model.stored import GivenTensors
+from polybasic.train.features.lm_head import LmHead
+from polybasic.train.head.eagle2 import DraftHead
+from polybasic.train.head.files import head_config
+from polybasic.train.head.start import trained_weights
+
+
+def served_head(
+    head: DraftHead, lm_head: LmHead, num_positions: int, trimmed: bool = True
+) -> Executor:
+    """What serving would load, made of the weights that the head has now.
+
+    Matrices are not rounded to 4 bits, as kernels do when they serve a head in a half precision.
+
+    Args:
+        head: in a dtype that models are served in.
+        lm_head: the verifier's.
+        num_positions: of the rotary table.
+        trimmed: whether a head with a draft vocabulary drafts among it.
+    """
+    weight, dtype = head.embed_tokens.weight.detach(), head.dtype
+    config = read_head_config(head_config(head.shape, "", name_of(dtype)), "the head")
+    backend = backend_for(weight.device, dtype, config)
+
+    def draft_lm_head(token_ids: Tensor | None) -> Linear:
+        rows = slice(None) if token_ids is None else token_ids
+        return backend.dense(lm_head.weight[rows].to(dtype))
+
+    return backend.executor(
+        head_weights(
+            config,
+            GivenTensors(trained_weights(head), dtype, weight.device),
+            backend,
+            num_positions,
+            weight.to(dtype),
+            draft_lm_head,
+            lm_head.softcap,
+            head.draft_token_ids if trimmed else None,
+        )
+    )
