@@ -205,7 +205,7 @@ def _device_pass(verifier: Verifier, context: int, rows: int) -> Callable[[], No
 
     def run_pass() -> None:
         states = model.forward(tokens, caches, [device_consecutive_rows(prefix, rows)])
-        chosen.copy_(model.operations.most_probable(model.logits(states)))
+        chosen.copy_(model.operations.most_probable(model.logits_on_device(states)))
 
     return run_pass
 
