@@ -7,7 +7,7 @@ Each reads the caches of all layers of the target one after the other, as a pass
 from memory. The runtime's rotates the rows and writes them into the cache, too, and reads the
 length on the device. The others are given rotated queries and written rows, and are told the length
 on the host: what they take in a runtime is more. On a CPU, where passes are one call of native
-kernels, this runs with POLYBASIC_KERNELS=device alone.
+kernels, this runs with POLYBASIC_KERNELS=eager.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,13 +18,13 @@ import torch
 import torch.nn.functional as F
 from command import Report, begin, load, options, positive, run
 from measuring import Bandwidth, Case, Spread, all_of, captured, in_turns, measure_bandwidth
-from passes import device_model_of
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+from polybasic.chain.errors import UserError
+from polybasic.chain.kernels.torch.executor import TorchExecutor
 from polybasic.chain.kernels.torch.operations import Heads
 from polybasic.chain.kernels.torch.rows import device_consecutive_rows
-from polybasic.chain.model.device_model import DeviceModel
 from polybasic.deploy import Chain
 from polybasic.deploy.graphs.capture import Graphs
 from polybasic.deploy.rounds.cache import KeyValueCache
@@ -59,10 +59,16 @@ def attention_cases(
     each shape, over the last number of rows alone.
 
     Raises:
-        UserError: the chain does not run on the device path.
+        UserError: the target's passes are native calls.
     """
     name, verifier = next(iter(chain.engine.verifiers.items()))
-    model, cache = device_model_of(verifier.decoder, name), verifier.cache
+    model, cache = verifier.decoder, verifier.cache
+    if not isinstance(model, TorchExecutor):
+        raise UserError(
+            "attention is a part of native passes",
+            f"{name} runs on the executor {model.name!r}",
+            "set POLYBASIC_KERNELS=eager",
+        )
     graphs = Graphs(cache.block.device, max_graphs=1)
 
     @torch.inference_mode()
@@ -86,21 +92,20 @@ def attention_cases(
                 yield what, partial(measure, kernel, context, rows)
 
 
-def runtime(model: DeviceModel, cache: KeyValueCache, context: int, rows: int) -> Attend:
+def runtime(model: TorchExecutor, cache: KeyValueCache, context: int, rows: int) -> Attend:
     """The attention of the runtime's passes."""
-    heads, device = model.parts.layers[0].heads, cache.block.device
-    rotation = model.parts.rotary.tables[0]
-    prefix = torch.tensor(context, device=device)
+    heads, rotation = model._heads[0], model.weights.rotary.tables[0]
+    prefix = torch.tensor(context, device=model.device)
     num_heads = heads.num_kv_heads * (heads.query_groups + 2)
     qkv = torch.randn(rows, num_heads * heads.head_dim).to(cache.block)
     looking = device_consecutive_rows(prefix, rows)
-    span = looking.span_of(model.parts.config.kinds[0])
+    span = looking.span_of(model.config.kinds[0])
     return lambda layer: model.operations.attention(qkv, layer, looking, span, heads, rotation)
 
 
-def sdpa(model: DeviceModel, cache: KeyValueCache, context: int, rows: int) -> Attend:
+def sdpa(model: TorchExecutor, cache: KeyValueCache, context: int, rows: int) -> Attend:
     """PyTorch's fused attention with a mask; the queries of a key/value head are folded."""
-    heads = model.parts.layers[0].heads
+    heads = model._heads[0]
     K, G, H = heads.num_kv_heads, heads.query_groups, heads.head_dim
     queries = _queries(heads, cache, rows).view(1, K, G * rows, H)
     is_seen = _seen(context, rows, cache.block.device).repeat(G, 1)
@@ -114,9 +119,9 @@ def sdpa(model: DeviceModel, cache: KeyValueCache, context: int, rows: int) -> A
     return attend
 
 
-def flex(model: DeviceModel, cache: KeyValueCache, context: int, rows: int) -> Attend:
+def flex(model: TorchExecutor, cache: KeyValueCache, context: int, rows: int) -> Attend:
     """Flex attention over the blocks that rows see; compiled on a GPU."""
-    heads, device = model.parts.layers[0].heads, cache.block.device
+    heads, device = model._heads[0], model.device
     queries = _queries(heads, cache, rows)
     is_seen = _seen(context, rows, device)
 
@@ -136,7 +141,7 @@ def flex(model: DeviceModel, cache: KeyValueCache, context: int, rows: int) -> A
     return attend
 
 
-KERNELS: dict[str, Callable[[DeviceModel, KeyValueCache, int, int], Attend]] = {
+KERNELS: dict[str, Callable[[TorchExecutor, KeyValueCache, int, int], Attend]] = {
     "runtime": runtime,
     "SDPA": sdpa,
     "flex attention": flex,

@@ -24,7 +24,7 @@ from polybasic.chain.formats.awq import GROUP_SIZE, QUANTIZATION_CONFIG
 from polybasic.chain.formats.config import read_config
 from polybasic.chain.formats.files import write_json
 from polybasic.chain.formats.shapes import expected_shapes, num_parameters, tensor_headers
-from polybasic.chain.model.linear import dense_linear
+from polybasic.chain.kernels.selection import backend_for
 from polybasic.chain.model.loading import load_decoder
 from polybasic.chain.model.reference import load_reference_model
 from polybasic.deploy.hardware import forget_peak, usage
@@ -127,7 +127,8 @@ def measure(case: str, folder: Path) -> list[str]:
     """A line of the table; to be called once, in a fresh process."""
     _, dtype = CASES[case]
     # what a first use of oneDNN and of transformers' model takes is not the checkpoint's
-    dense_linear(torch.ones(16, 16, dtype=dtype))(torch.ones(1, 16, dtype=dtype))
+    linear = backend_for(CPU, dtype).dense(torch.ones(16, 16, dtype=dtype))
+    linear(torch.ones(1, 16, dtype=dtype))
     import_module("transformers.models.llama.modeling_llama")
     forget_peak(CPU)
     before = usage(CPU)

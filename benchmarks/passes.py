@@ -14,26 +14,22 @@ On a GPU passes and drafts are captured as graphs, as rounds run them.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from command import Report, begin, load, options, positive, run
 from measuring import Bandwidth, Case, Spread, all_of, captured, in_turns, measure_bandwidth
-from torch import Tensor
 from traffic import Moved, member_draft, member_pass
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.plan import Tree
-from polybasic.chain.kernels.executor import Executor
 from polybasic.chain.kernels.torch.rows import device_consecutive_rows
-from polybasic.chain.model.device_model import DeviceModel
 from polybasic.deploy import Chain
 from polybasic.deploy.engine import CONTEXT_TOKENS_BY_DEFAULT, Drafters
 from polybasic.deploy.graphs.capture import Graphs
-from polybasic.deploy.graphs.device_tree import expand
+from polybasic.deploy.graphs.round_parts import device_executor
 from polybasic.deploy.rounds.cache import KeyValueCache
 from polybasic.deploy.rounds.sampling import Prefixes, Sampling, make_sampler
-from polybasic.deploy.rounds.verifier import SPARE_ROWS
+from polybasic.deploy.rounds.verifier import SPARE_ROWS, Verifier
 
 ROWS = (1, 2, 4, 8, 12, 16, 24, 32)
 SHAPES = ("1x4", "2x4", "5x4", "7x2", "7x4", "7x8", "10x2", "10x4")
@@ -133,7 +129,7 @@ def draft_cases(chain: Chain, settings: PassSettings, bandwidth: Bandwidth) -> I
 def _graphs(chain: Chain) -> Graphs:
     target = chain.engine.models.target
     # passes that wait for the host cannot be captured
-    enabled = chain.engine.graphs.enabled and target.device_model is not None
+    enabled = chain.engine.graphs.enabled and target.runs_on_device
     return Graphs(target.device, enabled, max_graphs=GRAPHS)
 
 
@@ -178,15 +174,12 @@ def tree_of(shape: str) -> Tree:
 def pass_of(chain: Chain, name: str, context: int, rows: int) -> Callable[[], None]:
     """A pass of a member over so many rows after a context, with all that a round makes of it."""
     verifier = chain.engine.verifiers[name]
-    model = verifier.decoder.device_model
-    if model is None:
-        return _host_pass(chain, name, context, rows)
-    return _device_pass(model, verifier.cache, context, rows)
+    make = _device_pass if verifier.decoder.runs_on_device else _host_pass
+    return make(verifier, context, rows)
 
 
-def _host_pass(chain: Chain, name: str, context: int, rows: int) -> Callable[[], None]:
-    """A pass of `rows` tokens after `context` ones, with all that a round makes of it."""
-    verifier = chain.engine.verifiers[name]
+def _host_pass(verifier: Verifier, context: int, rows: int) -> Callable[[], None]:
+    """The pass, with all that a round makes of it."""
     tokens = torch.randint(0, verifier.decoder.config.vocab_size, (rows,)).tolist()
     prefixes = Prefixes(tokens[:1], [tokens[1:end] for end in range(1, rows + 1)])
     sampler = make_sampler(Sampling(temperature=0.0), verifier.decoder.device, 1)
@@ -203,37 +196,34 @@ def _host_pass(chain: Chain, name: str, context: int, rows: int) -> Callable[[],
     return run_pass
 
 
-def _device_pass(
-    model: DeviceModel, cache: KeyValueCache, context: int, rows: int
-) -> Callable[[], None]:
+def _device_pass(verifier: Verifier, context: int, rows: int) -> Callable[[], None]:
     """The same as a round runs it on a GPU, up to the choice of tokens."""
-    device = cache.block.device
-    prefix = torch.tensor(context, device=device)
-    tokens = torch.randint(0, model.parts.config.vocab_size, (rows,)).to(device)
-    chosen = torch.zeros(rows, dtype=torch.int64, device=device)
+    model, caches = device_executor(verifier), [verifier.cache.layers]
+    prefix = torch.tensor(context, device=model.device)
+    tokens = torch.randint(0, model.config.vocab_size, (rows,)).to(model.device)
+    chosen = torch.zeros(rows, dtype=torch.int64, device=model.device)
 
     def run_pass() -> None:
-        states = model.forward(tokens, [cache.layers], device_consecutive_rows(prefix, rows))
-        chosen.copy_(model.operations.most_probable(model.logits(states)))
+        states = model.forward(tokens, caches, [device_consecutive_rows(prefix, rows)])
+        chosen.copy_(model.operations.most_probable(model.logits_on_device(states)))
 
     return run_pass
 
 
 def _draft(chain: Chain, name: str, tree: Tree, context: int) -> Callable[[], None]:
     """A whole draft after `context` tokens."""
-    drafter = chain.engine.models.drafters[name]
-    if isinstance(drafter, Executor) and drafter.device_model is not None:
-        return _device_draft(drafter, context, tree)
-    return _host_draft(chain, name, tree, context)
+    make = _device_draft if chain.engine.models.drafters[name].runs_on_device else _host_draft
+    return make(chain, name, tree, context)
 
 
 def _host_draft(chain: Chain, name: str, tree: Tree, context: int) -> Callable[[], None]:
     models = chain.engine.models
     # of its own: a change of shape is no part of a draft
     drafter = Drafters(models, context + 2 * SPARE_ROWS).named(name, tree)
-    decoder = models.decoders[chain.manifest.member(name).drafts_for[0]]
+    verifier = chain.engine.verifiers[chain.manifest.member(name).drafts_for[0]]
+    decoder = verifier.decoder
     tokens = torch.randint(0, decoder.config.vocab_size, (context + 1,)).tolist()
-    states = torch.randn(context, decoder.states_width).to(decoder.device, decoder.dtype)
+    states = torch.randn(context, verifier.states_width).to(decoder.device, decoder.dtype)
     drafter.observe(states)
     drafter.draft(tokens, tree.depth)
 
@@ -245,37 +235,13 @@ def _host_draft(chain: Chain, name: str, tree: Tree, context: int) -> Callable[[
     return run_draft
 
 
-def _device_draft(head: Executor, context: int, tree: Tree) -> Callable[[], None]:
-    model = device_model_of(head, "the draft head")
-    cache = KeyValueCache(head.config, 1, context + SPARE_ROWS, head.dtype, head.device)
-    state = torch.randn(1, head.config.hidden_size).to(head.device, head.dtype)
-    prefix = torch.tensor(context, device=head.device)
-
-    def forward(tokens: Tensor, states: Tensor, rows: Any) -> Tensor:
-        return model.forward(tokens, [cache.layers], rows, states)
-
-    shape = tree.depth, tree.top_k, head.draft_token_ids
-
-    def run_draft() -> None:
-        expand(forward, model.logits, model.operations, state, prefix, *shape)
-
-    return run_draft
-
-
-def device_model_of(model: Any, name: str) -> DeviceModel:
-    """The passes of a decoder or a draft head on the device.
-
-    Raises:
-        UserError: it has none.
-    """
-    found: DeviceModel | None = model.device_model
-    if found is None:
-        raise UserError(
-            "no passes on the device",
-            f"{name} on {model.device}",
-            "set POLYBASIC_KERNELS=device on a CPU, and unset it on a GPU",
-        )
-    return found
+def _device_draft(chain: Chain, name: str, tree: Tree, context: int) -> Callable[[], None]:
+    model = chain.engine.models.drafters[name]
+    num_layers, capacity = len(model.weights.layers), context + SPARE_ROWS
+    cache = KeyValueCache(model.config, num_layers, capacity, model.dtype, model.device)
+    state = torch.randn(1, model.config.hidden_size).to(model.device, model.dtype)
+    start = torch.tensor(context, device=model.device)
+    return lambda: model.draft(state, cache.layers, start, tree.depth, tree.top_k)
 
 
 COLUMNS = ["context", "min", "median", "max", "MB", "bound", "times bound"]

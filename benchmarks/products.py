@@ -35,10 +35,9 @@ from traffic import linear_bytes
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.awq import GROUP_SIZE, QuantizedWeight, cpu_int4_weight, dequantize
-from polybasic.chain.kernels.selection import operations_for
-from polybasic.chain.kernels.torch.operations import DeviceLinear, Operations
-from polybasic.chain.kernels.torch.packed_weight import PackedWeight
-from polybasic.chain.model.linear import Linear, dense_linear, int4_linear
+from polybasic.chain.kernels.backend import Backend
+from polybasic.chain.kernels.selection import backend_for
+from polybasic.chain.kernels.weights import Linear
 from polybasic.deploy.graphs.capture import Graphs
 
 ROWS = (1, 2, 4, 8, 16, 32)
@@ -97,10 +96,15 @@ def _gemlite(weight: QuantizedWeight) -> Linear:
     return found
 
 
-def _on_device(weight: Tensor | PackedWeight, device: torch.device) -> Linear:
+def _backend(weight: QuantizedWeight) -> Backend:
+    return backend_for(weight.codes.device, torch.bfloat16)
+
+
+def _triton(linear: Linear) -> Linear:
     """As passes on a GPU compute it."""
-    operations = operations_for(device, torch.bfloat16) or Operations()
-    return partial(operations.product, DeviceLinear(weight))
+    from polybasic.chain.kernels.cuda.executor import CudaExecutor
+
+    return partial(CudaExecutor.operations.product, linear)
 
 
 @dataclass(frozen=True)
@@ -143,19 +147,14 @@ KERNELS: dict[str, dict[str, Kernel]] = {
         "bfloat16": Kernel(lambda one: partial(F.linear, weight=_bfloat16(one))),
         "bfloat16 packed": Kernel(_packed),
         "int4": Kernel(_int4, is_int4=True),
-        "runtime": Kernel(lambda one: dense_linear(_bfloat16(one))),
-        "runtime int4": Kernel(
-            lambda one: int4_linear(one, torch.bfloat16, one.codes.device), is_int4=True
-        ),
+        "runtime": Kernel(lambda one: _backend(one).dense(_bfloat16(one))),
+        "runtime int4": Kernel(lambda one: _backend(one).int4(one), is_int4=True),
     },
     "cuda": {
         "cuBLAS": Kernel(lambda one: partial(F.linear, weight=_bfloat16(one))),
-        "runtime": Kernel(lambda one: _on_device(_bfloat16(one), one.codes.device)),
+        "runtime": Kernel(lambda one: _triton(_backend(one).dense(_bfloat16(one)))),
         "PyTorch int4": Kernel(_int4_on_gpu, is_int4=True),
-        "runtime int4": Kernel(
-            lambda one: _on_device(PackedWeight.pack(one, one.codes.device), one.codes.device),
-            is_int4=True,
-        ),
+        "runtime int4": Kernel(lambda one: _triton(_backend(one).int4(one)), is_int4=True),
     },
 }
 """By device; a new kernel is one more entry."""

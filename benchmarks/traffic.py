@@ -15,8 +15,8 @@ from polybasic.chain.formats.awq import GROUP_SIZE
 from polybasic.chain.formats.decoder_config import DecoderConfig
 from polybasic.chain.formats.manifest import Kind
 from polybasic.chain.formats.names import Shape, layer_linears, layer_norms, required_biases
-from polybasic.chain.kernels.executor import Executor
-from polybasic.chain.model.linear import DRAFT_GROUP_SIZE, drafts_in_4_bits
+from polybasic.chain.kernels.backend import DRAFT_GROUP_SIZE
+from polybasic.chain.kernels.selection import backend_for
 from polybasic.deploy import Chain
 
 SCALE_BYTES = 4
@@ -81,18 +81,22 @@ def decoder_pass(
 
 def member_draft(chain: Chain, name: str, context: int, depth: int, top_k: int) -> Moved:
     """All passes of a draft of a drafting member."""
-    model = chain.engine.models.drafters[name]
+    weights = chain.engine.models.drafters[name].weights
+    config, itemsize = weights.config, weights.dtype.itemsize
     kind = chain.manifest.member(name).kind
-    if isinstance(model, Executor):
-        num_tokens = model.config.vocab_size
-        if model.draft_token_ids is not None:
-            num_tokens = len(model.draft_token_ids)
-        is_rounded = drafts_in_4_bits(model.device, model.dtype, model.config.hidden_size)
-        return head_draft(
-            model.config, kind, num_tokens, model.dtype.itemsize, context, depth, top_k, is_rounded
-        )
-    itemsize = model.dtype.itemsize
-    return decoder_pass(model.config, kind, itemsize, context, top_k).times(depth)
+    if not weights.is_head:
+        return decoder_pass(config, kind, itemsize, context, top_k).times(depth)
+    backend = backend_for(weights.device, weights.dtype, config)
+    return head_draft(
+        config,
+        kind,
+        weights.num_draft_tokens,
+        itemsize,
+        context,
+        depth,
+        top_k,
+        backend.rounds_drafts(config.hidden_size),
+    )
 
 
 def head_draft(

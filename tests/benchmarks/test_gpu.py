@@ -220,7 +220,7 @@ def test_plans_that_are_found_are_the_fastest(
 def test_kinds_of_attention_see_the_same(tiny_chain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("POLYBASIC_KERNELS", "device")
     verifier = load_chain(tiny_chain, dtype="float32").engine.verifiers["target"]
-    model, cache = verifier.decoder.device_model, verifier.cache
+    model, cache = verifier.decoder, verifier.cache
     cache.block.normal_(generator=torch.Generator().manual_seed(0))
     layer, context, rows = cache.layers[1], 40, 6
     found = attention.sdpa(model, cache, context, rows)(layer)

@@ -124,7 +124,7 @@ def test_rounds_break_down_whole_answers(
     (prompt, *_) = systems.read_prompts(chain, None, 1, 12)
     found = rounds.measure_rounds(chain, {"full": plan}, [prompt], 12, 2)["full"]
     assert stages.walk is walk, "timers are taken off"
-    assert not {"read", "logits"} & vars(chain.engine.verifiers["target"]).keys()
+    assert not {"keep", "truncate"} & vars(chain.engine.verifiers["target"].cache).keys()
     answer = chain.stream_ids(prompt, 12, Sampling(0.0), plan)
     ids = [token for new in answer for token in new]
     for turn in found.turns:

@@ -92,7 +92,8 @@ def logits_by_runtime(draft: Path, target: Path, token_ids: Tensor, read: Tensor
     head = load_head(read_config(draft), decoder, NUM_ROWS)
     cache = KeyValueCache(head.config, 1, 64, torch.float32, CPU)
     rows = consecutive_rows(0, NUM_ROWS)
-    return head.logits(head.forward(token_ids, head.features(read), cache.layers[0], rows))
+    states = head.forward(token_ids, [cache.layers], [rows], head.features(read))
+    return head.logits(states)
 
 
 @pytest.mark.parametrize("is_imported", [True, False], ids=["imported", "other weights"])
