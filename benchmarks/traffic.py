@@ -16,6 +16,7 @@ from polybasic.chain.formats.decoder_config import DecoderConfig
 from polybasic.chain.formats.manifest import Kind
 from polybasic.chain.formats.names import Shape, layer_linears, layer_norms, required_biases
 from polybasic.chain.kernels.backend import DRAFT_GROUP_SIZE
+from polybasic.chain.kernels.rows import seen_from
 from polybasic.chain.kernels.selection import backend_for
 from polybasic.deploy import Chain
 
@@ -157,5 +158,5 @@ def linear_bytes(shape: Shape, kind: Kind, itemsize: int) -> int:
 
 def cache_bytes(config: DecoderConfig, layer: int, itemsize: int, context: int, rows: int) -> int:
     """Keys and values of one layer: those of the context that it sees, and R new ones."""
-    first = config.kinds[config.kind_of(layer)].first_seen(context)
+    _, first = seen_from(context, config.kinds[config.kind_of(layer)], None)
     return 2 * config.num_kv_heads * config.head_dim * itemsize * (context - first + rows)

@@ -117,8 +117,6 @@ def load_head(file: ConfigFile, target: Executor, num_positions: int) -> Executo
     # they share a matrix
     backend = backend_for(verifier.device, verifier.dtype, verifier.config, config)
     tensors = StoredTensors(file.folder, verifier.dtype, verifier.device)
-    tables = {name: tensors.stored(name) for name in DRAFT_TABLES if name in tensors}
-    token_ids = draft_token_ids(tables, f"{file.folder}")
     assert verifier.draft_lm_head is not None, "a verifier"
     return backend.executor(
         head_weights(
@@ -129,7 +127,7 @@ def load_head(file: ConfigFile, target: Executor, num_positions: int) -> Executo
             verifier.embedding,
             verifier.draft_lm_head,
             verifier.logit_softcap,
-            None if token_ids is None else token_ids.to(verifier.device),
+            _draft_token_ids(tensors),
         )
     )
 
@@ -177,6 +175,13 @@ def head_weights(
         feature_layers=config.feature_layers,
         draft_token_ids=token_ids,
     )
+
+
+def _draft_token_ids(tensors: StoredTensors) -> Tensor | None:
+    """By themselves, since tables that are read keep their file mapped."""
+    tables = {name: tensors.stored(name) for name in DRAFT_TABLES if name in tensors}
+    token_ids = draft_token_ids(tables, f"{tensors.folder}")
+    return None if token_ids is None else token_ids.to(tensors.device)
 
 
 def _check_target(config: HeadConfig, target: ModelWeights, where: str) -> None:
