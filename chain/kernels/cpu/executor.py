@@ -149,9 +149,10 @@ class CpuBackend(Backend):
         self.kernels = kernels
 
     def takes(self, config: DecoderConfig) -> bool:
-        """Sizes are multiples of sixteen, heads at most 256 wide."""
+        """Sizes are multiples of sixteen, heads at most 256 wide, and the activation is known."""
         sizes = config.hidden_size, config.intermediate_size, config.head_dim
-        return all(size % LANES == 0 for size in sizes) and config.head_dim <= _MAX_HEAD_DIM
+        has_sizes = all(size % LANES == 0 for size in sizes) and config.head_dim <= _MAX_HEAD_DIM
+        return has_sizes and config.activation in _ACTIVATIONS
 
     def dense(self, weight: Tensor, bias: Tensor | None = None) -> NativeLinear:
         return matrices.dense(self.kernels, weight, bias)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -107,13 +108,20 @@ def test_a_cpu_runs_the_device_path_only_where_it_is_asked_for(
 
 
 @pytest.mark.parametrize(
-    "sizes", [{"head_dim": 24}, {"head_dim": 272}, {"intermediate_size": 200}, {"hidden_size": 72}]
+    "changes",
+    [
+        {"head_dim": 24},
+        {"head_dim": 272},
+        {"intermediate_size": 200},
+        {"hidden_size": 72},
+        {"activation": "relu"},
+    ],
 )
-def test_sizes_that_the_native_kernels_do_not_take_run_on_the_reference(
-    sizes: dict[str, int],
+def test_models_that_the_native_kernels_do_not_take_run_on_the_reference(
+    changes: dict[str, Any],
 ) -> None:
     assert type(backend_for(CPU, torch.float32, CONFIG)) is CpuBackend
-    other = replace(CONFIG, **sizes)
+    other = replace(CONFIG, **changes)
     assert type(backend_for(CPU, torch.float32, other)) is TorchBackend
     # models that share weights run on one kind of executor
     assert type(backend_for(CPU, torch.float32, CONFIG, other)) is TorchBackend
