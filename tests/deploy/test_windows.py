@@ -86,7 +86,8 @@ class DefinedSpan(Span):
 
 class DefinedRows(DeviceRows):
     def span_of(self, kind: LayerKind) -> Span:
-        return DefinedSpan(self, kind, 0, 0)
+        # with a window of its own, a span asks `seen` for all that it reads
+        return DefinedSpan(self, kind, 1, 0)
 
 
 def defined(decoder: Executor, tokens: Sequence[int], window: Window | None) -> Tensor:

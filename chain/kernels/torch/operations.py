@@ -93,8 +93,11 @@ class Operations:
 
     def norm(self, x_RI: Tensor, norm: Norm) -> Tensor:
         """The norm of each row, computed in the dtype of its weight."""
-        wide = x_RI.to(norm.weight.dtype)
-        return F.rms_norm(wide, norm.weight.shape, norm.weight, norm.eps).to(x_RI.dtype)
+        weight = norm.weight
+        if weight.dtype == x_RI.dtype:
+            return F.rms_norm(x_RI, weight.shape, weight, norm.eps)
+        wide = x_RI.to(weight.dtype)
+        return F.rms_norm(wide, weight.shape, weight, norm.eps).to(x_RI.dtype)
 
     def product(
         self,
@@ -112,7 +115,7 @@ class Operations:
     ) -> Tensor:
         """activation(gate) * up [R, O / 2], of which `linear` computes gate first, then up."""
         gate, up = self.product(linear, x_RI, norm).chunk(2, -1)
-        return ACTIVATIONS[activation](gate) * up
+        return ACTIVATIONS[activation](gate).mul_(up)
 
     def attention(
         self,
@@ -132,7 +135,7 @@ class Operations:
             rotation: cosines and signed sines of all positions, each [positions, 1, H].
         """
         K, G, H = heads.num_kv_heads, heads.query_groups, heads.head_dim
-        num_rows = len(qkv)
+        num_rows = rows.num_rows
         queries = self.write_rows(qkv, cache, rows, span, heads, rotation)
         keys, values = span.of(cache)[None].split(K, 1)
         if span.is_whole_prompt and heads.softcap is None:
@@ -169,7 +172,7 @@ class Operations:
     ) -> Tensor:
         """Write the rows' keys and values as `attention` does; the queries [R, K * G, H]."""
         K, G, H = heads.num_kv_heads, heads.query_groups, heads.head_dim
-        num_rows = len(qkv)
+        num_rows = rows.num_rows
         parts = qkv.view(num_rows, -1, H)
         rotated = parts[:, : K * G + K]
         if heads.query_norm is not None and heads.key_norm is not None:

@@ -59,12 +59,12 @@ class DeviceRows:
         prefix = torch.tensor(start, device=device)
         return cls(prefix, positions, positions, visible, rows.window, start)
 
-    @property
+    @cached_property
     def num_rows(self) -> int:
         """R."""
         return len(self.positions)
 
-    @property
+    @cached_property
     def first(self) -> int:
         """Number of provisional rows of the cache before those of the pass."""
         return len(self.columns) - len(self.positions)
@@ -110,7 +110,7 @@ class Span:
         is_hidden &= rows.columns >= self.sinks
         return rows.among & ~is_hidden
 
-    @property
+    @cached_property
     def is_whole_prompt(self) -> bool:
         """Whether the cache is empty and each row sees all rows before it."""
         rows = self.rows
@@ -118,7 +118,7 @@ class Span:
             return False
         return not self.tokens or rows.num_rows <= self.tokens + self.sinks
 
-    @property
+    @cached_property
     def sees_all(self) -> bool:
         """Whether each row sees all that `of` returns: true of a single row."""
         return self.rows.known_prefix is not None and len(self.rows.columns) == 1
@@ -129,7 +129,7 @@ class Span:
         if rows.known_prefix is None:
             return cache
         leading, latest = self._committed
-        found = cache[:, latest : rows.known_prefix + len(rows.columns)]
+        found = cache[:, latest : rows.known_prefix + rows.first + rows.num_rows]
         return torch.cat([cache[:, : leading.stop], found], 1) if leading else found
 
     def seen(self, capacity: int) -> Tensor:
@@ -156,9 +156,17 @@ class Span:
         """
         if self._masks:
             return self._masks[0]
-        hidden = ~self.seen(capacity).repeat_interleave(query_groups, 0)
-        mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
-        self._masks.append(mask.masked_fill_(hidden, float("-inf")))
+        rows, committed = self.rows, 0
+        if rows.known_prefix is not None and not self.tokens:
+            # all committed rows are seen, and only the others are looked at
+            seen, committed = self.visible, rows.known_prefix
+        else:
+            seen = self.seen(capacity)
+        hidden = ~seen.repeat_interleave(query_groups, 0)
+        num_rows, num_columns = hidden.shape
+        mask = torch.zeros(num_rows, committed + num_columns, dtype=dtype, device=hidden.device)
+        mask[:, committed:].masked_fill_(hidden, float("-inf"))
+        self._masks.append(mask)
         return self._masks[0]
 
     def rotation(self, tables: Rotation) -> Rotation:
@@ -168,8 +176,8 @@ class Span:
             tables: of all positions, each [positions, 1, H].
         """
         if not self._rotations:
-            cos, sin = tables
-            self._rotations.append((cos[self.rows.positions], sin[self.rows.positions]))
+            cos, sin = (table.index_select(0, self.rows.positions) for table in tables)
+            self._rotations.append((cos, sin))
         return self._rotations[0]
 
     @cached_property

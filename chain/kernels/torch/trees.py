@@ -81,8 +81,9 @@ def next_beam(scores: Tensor, tokens: Tensor, states: Tensor, visible: Tensor) -
     best, places = scores.topk(top_k)
     parents = places // top_k
     itself = torch.eye(top_k, dtype=torch.bool, device=scores.device)
-    visible = torch.cat([visible[parents], itself], 1)
-    return Beam(places, best, tokens[places], states[parents], visible)
+    visible = torch.cat([visible.index_select(0, parents), itself], 1)
+    tokens, states = tokens.index_select(0, places), states.index_select(0, parents)
+    return Beam(places, best, tokens, states, visible)
 
 
 def keep_best(
