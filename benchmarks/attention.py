@@ -94,7 +94,7 @@ def attention_cases(
 
 def runtime(model: TorchExecutor, cache: KeyValueCache, context: int, rows: int) -> Attend:
     """The attention of the runtime's passes."""
-    heads, rotation = model._heads[0], model.weights.rotary.tables[0]
+    heads, rotation = model.heads[0], model.weights.rotary.tables[0]
     prefix = torch.tensor(context, device=model.device)
     num_heads = heads.num_kv_heads * (heads.query_groups + 2)
     qkv = torch.randn(rows, num_heads * heads.head_dim).to(cache.block)
@@ -105,7 +105,7 @@ def runtime(model: TorchExecutor, cache: KeyValueCache, context: int, rows: int)
 
 def sdpa(model: TorchExecutor, cache: KeyValueCache, context: int, rows: int) -> Attend:
     """PyTorch's fused attention with a mask; the queries of a key/value head are folded."""
-    heads = model._heads[0]
+    heads = model.heads[0]
     K, G, H = heads.num_kv_heads, heads.query_groups, heads.head_dim
     queries = _queries(heads, cache, rows).view(1, K, G * rows, H)
     is_seen = _seen(context, rows, cache.block.device).repeat(G, 1)
@@ -121,7 +121,7 @@ def sdpa(model: TorchExecutor, cache: KeyValueCache, context: int, rows: int) ->
 
 def flex(model: TorchExecutor, cache: KeyValueCache, context: int, rows: int) -> Attend:
     """Flex attention over the blocks that rows see; compiled on a GPU."""
-    heads, device = model._heads[0], model.device
+    heads, device = model.heads[0], model.device
     queries = _queries(heads, cache, rows)
     is_seen = _seen(context, rows, device)
 

@@ -38,12 +38,6 @@ class Rows:
         """Rows of the cache once the pass is done."""
         return self.start + self.num_rows
 
-    def positions(self) -> list[int]:
-        """The position of each row."""
-        if self.paths is None:
-            return list(range(self.start, self.end))
-        return [self.start + len(path) - 1 for path in self.paths]
-
     def part(self, first: int, end: int) -> "Rows":
         """Rows `first` to `end` - 1 of consecutive tokens, once those before them are committed."""
         assert self.paths is None, f"a part of a tree of {self.num_rows} rows"

@@ -11,7 +11,6 @@ from typing import ClassVar
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from polybasic.chain.formats.awq import QuantizedWeight
@@ -24,6 +23,7 @@ from polybasic.chain.kernels.cpu.matrices import LANES, MatrixStruct, NativeLine
 from polybasic.chain.kernels.drafts import Candidates
 from polybasic.chain.kernels.executor import Executor, Layers
 from polybasic.chain.kernels.rows import Rows, split_rows
+from polybasic.chain.kernels.torch.executor import features_of, logits_of
 from polybasic.chain.kernels.weights import LayerWeights, Linear, ModelWeights
 
 MAX_ROWS = 256
@@ -239,18 +239,10 @@ class CpuExecutor(Executor):
         return states
 
     def logits(self, states: Tensor) -> Tensor:
-        weights = self.weights
-        states = states[:, : self.config.hidden_size]
-        if weights.is_head and (norm := weights.final_norm) is not None:
-            wide = F.rms_norm(states.to(norm.dtype), norm.shape, norm, self.config.rms_norm_eps)
-            states = wide.to(self.dtype)
-        logits = weights.lm_head(states)
-        softcap = weights.logit_softcap
-        return logits if softcap is None else (logits / softcap).tanh() * softcap
+        return logits_of(self.weights, states)
 
     def features(self, inputs: Tensor) -> Tensor:
-        weights = self.weights
-        return weights.fc(inputs) if weights.fc and weights.fuses_features else inputs
+        return features_of(self.weights, inputs)
 
     def draft(
         self,

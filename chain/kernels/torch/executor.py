@@ -16,7 +16,7 @@ from torch import Tensor
 from polybasic.chain.formats.plan import Window
 from polybasic.chain.kernels.drafts import Candidates
 from polybasic.chain.kernels.executor import Executor, Layers
-from polybasic.chain.kernels.rows import Rows, split_rows
+from polybasic.chain.kernels.rows import Rows, seen_from, split_rows
 from polybasic.chain.kernels.torch.expansion import expand
 from polybasic.chain.kernels.torch.operations import Heads, Norm, Operations, softcapped
 from polybasic.chain.kernels.torch.rows import DeviceRows, Span
@@ -55,6 +55,7 @@ class TorchExecutor(Executor):
 
     Attributes:
         operations: of rounds that stay on the device; whatever the host knows is read by PyTorch's.
+        heads: of each layer.
     """
 
     name: ClassVar[str] = "torch"
@@ -63,17 +64,16 @@ class TorchExecutor(Executor):
     def __init__(self, weights: ModelWeights, runs_on_device: bool = False) -> None:
         super().__init__(weights)
         self.runs_on_device = runs_on_device
-        config, eps = weights.config, weights.config.rms_norm_eps
-        scale = config.attention_scale
-        self._heads = [
+        config, scale = weights.config, weights.config.attention_scale
+        self.heads = [
             Heads(
                 config.num_kv_heads,
                 config.query_groups,
                 config.head_dim,
                 config.head_dim**-0.5 if scale is None else scale,
                 config.attention_softcap,
-                _norm(layer.query_norm, eps),
-                _norm(layer.key_norm, eps),
+                self._norm(layer.query_norm),
+                self._norm(layer.key_norm),
             )
             for layer in weights.layers
         ]
@@ -111,18 +111,18 @@ class TorchExecutor(Executor):
         return states[0] if len(states) == 1 else torch.cat(states)
 
     def logits(self, states: Tensor) -> Tensor:
-        return self._logits(REFERENCE, states)
+        return logits_of(self.weights, states)
 
     def logits_on_device(self, states: Tensor) -> Tensor:
         """As `logits`, in a round that stays on the device."""
-        return self._logits(self.operations, states)
+        return logits_of(self.weights, states, self.operations)
 
     def features(self, inputs: Tensor) -> Tensor:
-        return self._features(REFERENCE, inputs)
+        return features_of(self.weights, inputs)
 
     def features_on_device(self, inputs: Tensor) -> Tensor:
         """As `features`, in a round that stays on the device."""
-        return self._features(self.operations, inputs)
+        return features_of(self.weights, inputs, self.operations)
 
     def draft(
         self,
@@ -140,13 +140,15 @@ class TorchExecutor(Executor):
 
     def _most_rows(self, rows: Sequence[Rows]) -> int:
         """Of one pass: all, unless some would need too large a mask."""
-        kinds, softcap = self.config.kinds, self.config.attention_softcap
-        num_rows = sum(one.num_rows for one in rows)
-        needs_mask = len(rows) > 1 or softcap is not None or rows[0].start > 0
-        if not needs_mask:
-            whole = DeviceRows.of(rows[0], self.device)
-            needs_mask = not all(whole.span_of(kind).is_whole_prompt for kind in kinds)
-        return BLOCK_ROWS if needs_mask else max(num_rows, 1)
+        one, kinds = rows[0], self.config.kinds
+        is_whole_prompt = (
+            len(rows) == 1
+            and one.start == 0
+            and one.paths is None
+            and self.config.attention_softcap is None
+            and all(seen_from(one.end - 1, kind, one.window)[1] == 0 for kind in kinds)
+        )
+        return max(one.num_rows, 1) if is_whole_prompt else BLOCK_ROWS
 
     def _pass(
         self,
@@ -172,27 +174,10 @@ class TorchExecutor(Executor):
             x_RD = self._layer(operations, index, layer, x_RD, sequences, attention_input)
         if weights.is_head or weights.final_norm is None:
             return x_RD
-        final = operations.norm(x_RD, self._norm(weights.final_norm))
+        final = operations.norm(x_RD, Norm(weights.final_norm, self._eps))
         if not feature_layers:
             return final
         return torch.cat([final, *(inputs[index] for index in feature_layers)], -1)
-
-    def _logits(self, operations: Operations, states: Tensor) -> Tensor:
-        weights = self.weights
-        # a decoder's states are normed, and features may follow them
-        norm = weights.final_norm if weights.is_head else None
-        states = states[:, : self.config.hidden_size].contiguous()
-        logits = operations.product(
-            weights.lm_head, states, None if norm is None else self._norm(norm)
-        )
-        softcap = weights.logit_softcap
-        return logits if softcap is None else softcapped(logits, softcap)
-
-    def _features(self, operations: Operations, inputs: Tensor) -> Tensor:
-        weights = self.weights
-        if not weights.fuses_features:
-            return inputs
-        return operations.product(_required(weights.fc), inputs.contiguous())
 
     def _draft(
         self,
@@ -211,7 +196,7 @@ class TorchExecutor(Executor):
 
         return expand(
             forward,
-            lambda states: self._logits(operations, states),
+            lambda states: logits_of(self.weights, states, operations),
             operations,
             state[:, : self.config.hidden_size],
             prefix,
@@ -235,8 +220,8 @@ class TorchExecutor(Executor):
             read = torch.cat([embedded, features], -1)
             return operations.product(_required(weights.fc), read), None
         normed = [
-            operations.norm(embedded, self._norm(weights.embedding_norm)),
-            operations.norm(features, self._norm(weights.feature_norm)),
+            operations.norm(embedded, Norm(weights.embedding_norm, self._eps)),
+            operations.norm(features, Norm(weights.feature_norm, self._eps)),
         ]
         return features, torch.cat(normed, -1)
 
@@ -249,9 +234,9 @@ class TorchExecutor(Executor):
         sequences: Sequence[_Sequence],
         attention_input: Tensor | None,
     ) -> Tensor:
-        weights, eps = self.weights, self.config.rms_norm_eps
+        weights = self.weights
         if attention_input is None:
-            qkv = operations.product(layer.qkv, x_RD, _norm(layer.input_norm, eps))
+            qkv = operations.product(layer.qkv, x_RD, self._norm(layer.input_norm))
         else:
             qkv = operations.product(layer.qkv, attention_input)
         attended = [
@@ -260,7 +245,7 @@ class TorchExecutor(Executor):
                 one.cache[index],
                 one.rows,
                 one.spans[layer.kind],
-                self._heads[index],
+                self.heads[index],
                 weights.rotary.tables[layer.kind],
             )
             for one in sequences
@@ -283,14 +268,36 @@ class TorchExecutor(Executor):
         """`x_RD` plus the product of the rows, which is normed first if there is a norm."""
         if post_norm is None:
             return operations.product(linear, rows, added=x_RD)
-        return x_RD + operations.norm(operations.product(linear, rows), self._norm(post_norm))
+        return x_RD + operations.norm(operations.product(linear, rows), Norm(post_norm, self._eps))
 
-    def _norm(self, weight: Tensor) -> Norm:
-        return Norm(weight, self.config.rms_norm_eps)
+    @property
+    def _eps(self) -> float:
+        return self.config.rms_norm_eps
+
+    def _norm(self, weight: Tensor | None) -> Norm | None:
+        return None if weight is None else Norm(weight, self._eps)
 
 
-def _norm(weight: Tensor | None, eps: float) -> Norm | None:
-    return None if weight is None else Norm(weight, eps)
+def logits_of(weights: ModelWeights, states: Tensor, operations: Operations = REFERENCE) -> Tensor:
+    """See `Executor.logits`."""
+    config = weights.config
+    # a decoder's states are normed, and features may follow them
+    norm = None
+    if weights.is_head and weights.final_norm is not None:
+        norm = Norm(weights.final_norm, config.rms_norm_eps)
+    states = states[:, : config.hidden_size].contiguous()
+    logits = operations.product(weights.lm_head, states, norm)
+    softcap = weights.logit_softcap
+    return logits if softcap is None else softcapped(logits, softcap)
+
+
+def features_of(
+    weights: ModelWeights, inputs: Tensor, operations: Operations = REFERENCE
+) -> Tensor:
+    """See `Executor.features`."""
+    if not weights.fuses_features:
+        return inputs
+    return operations.product(_required(weights.fc), inputs.contiguous())
 
 
 def _required(linear: Linear | None) -> Linear:

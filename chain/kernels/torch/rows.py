@@ -49,15 +49,16 @@ class DeviceRows:
     @classmethod
     def of(cls, rows: Rows, device: torch.device) -> "DeviceRows":
         """Rows that the host knows."""
-        start, num_rows, visible = rows.start, rows.num_rows, None
-        positions = torch.tensor(rows.positions(), device=device)
-        if rows.paths is not None:
-            among = torch.zeros(num_rows, num_rows, dtype=torch.bool)
-            for row, path in enumerate(rows.paths):
-                among[row, [seen - start for seen in path]] = True
-            visible = among.to(device)
+        start, num_rows = rows.start, rows.num_rows
         prefix = torch.tensor(start, device=device)
-        return cls(prefix, positions, positions, visible, rows.window, start)
+        if rows.paths is None:
+            positions = torch.arange(start, rows.end, device=device)
+            return cls(prefix, positions, positions, None, rows.window, start)
+        positions = torch.tensor([start + len(path) - 1 for path in rows.paths], device=device)
+        visible = torch.zeros(num_rows, num_rows, dtype=torch.bool)
+        for row, path in enumerate(rows.paths):
+            visible[row, [seen - start for seen in path]] = True
+        return cls(prefix, positions, positions, visible.to(device), rows.window, start)
 
     @cached_property
     def num_rows(self) -> int:
