@@ -27,6 +27,7 @@ from polybasic.deploy.graphs.device_stages import (
 from polybasic.deploy.graphs.drawing import DeviceSampler, draws_on_device
 from polybasic.deploy.request import Answer, Request, Statistics
 from polybasic.deploy.rounds.cache import KeyValueCache
+from polybasic.deploy.rounds.noise import Noise
 from polybasic.deploy.rounds.sampling import Joiner, Sampling, make_sampler
 from polybasic.deploy.rounds.stages import (
     BaseBlockStage,
@@ -146,22 +147,29 @@ class Engine:
             name: self.verifiers[name].seeing(plan.windows.get(name), self._features(name, plan))
             for name in names
         }
-        drafter = self.drafters.of(plan)
+        noise = self.noise(request)
+        drafter = self.drafters.of(plan, noise)
         of_tree: type[BaseTreeStage] = TreeStage
         of_block: type[BaseBlockStage] = BlockStage
         sampler: Joiner
         parts: tuple[RoundParts, ...] = ()
-        if self._parts is not None and draws_on_device(request.sampling):
+        if self._parts is not None and noise is None and draws_on_device(request.sampling):
             of_tree, of_block, parts = DeviceTreeStage, DeviceBlockStage, (self._parts,)
             sampler = self._device_sampler(self._parts, request)
         else:
             device, num_prompt_tokens = self.models.target.device, len(request.token_ids)
-            sampler = make_sampler(request.sampling, device, num_prompt_tokens)
+            sampler = make_sampler(request.sampling, device, num_prompt_tokens, plan.rule, noise)
         stages = [make(of_tree, verifiers[names[-1]], drafter, sampler, stop, *parts)]
         for name in reversed(names[:-1]):
             given = verifiers[name], stages[0], sampler, plan.flush[name], stop
             stages.insert(0, make(of_block, *given, *parts))
         return stages, drafter
+
+    def noise(self, request: Request) -> Noise | None:
+        """The noise that all members draw with; None where they draw without."""
+        if request.sampling.is_greedy or request.plan.rule != "coupled":
+            return None
+        return Noise(self.models.target, request.sampling.seeded())
 
     def capture(
         self, plan: Plan, sampling: Sampling, stop: Collection[int], say: Callable[[str], None]
@@ -282,23 +290,25 @@ class Drafters:
         self.models, self.capacity = models, capacity
         self._made: dict[str, ExpandingDrafter] = {}
 
-    def of(self, plan: Plan) -> Drafter:
-        """The drafter of a request that runs by this plan."""
+    def of(self, plan: Plan, noise: Noise | None = None) -> Drafter:
+        """The drafter of a request that runs by this plan, and draws with this noise."""
         drafter: Drafter | None = None
         if plan.members[-1] in self.models.drafters:
             name = plan.members[-1]
-            drafter = self.named(name, plan.tree, plan.windows.get(name))
+            drafter = self.named(name, plan.tree, plan.windows.get(name), noise)
         if plan.ngram is not None:
             return NgramDrafter(plan.ngram, plan.tree, fallback=drafter)
         return drafter or NoDrafter()
 
-    def named(self, name: str, tree: Tree, window: Window | None = None) -> ExpandingDrafter:
+    def named(
+        self, name: str, tree: Tree, window: Window | None = None, noise: Noise | None = None
+    ) -> ExpandingDrafter:
         """A drafter over the draft model of this name, with such trees and such a window."""
         if name not in self._made:
             model = self.models.drafters[name]
             make = EagleDrafter if model.weights.is_head else ModelDrafter
             self._made[name] = self.models.makers.get(name, make)(model, tree, self.capacity)
-        return self._made[name].drafting(tree, window)
+        return self._made[name].drafting(tree, window, noise)
 
 
 def _feature_layers(models: Models, caches: dict[str, KeyValueCache]) -> dict[str, tuple[int, ...]]:

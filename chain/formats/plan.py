@@ -6,7 +6,7 @@ from pydantic import Field, StringConstraints, model_validator
 
 from polybasic.chain.settings import Settings
 
-Rule = Literal["block", "token"]
+Rule = Literal["coupled", "block", "token"]
 Name = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_]*$")]
 """Of a member."""
 
@@ -49,7 +49,6 @@ class Flush(Settings):
     """When and how a verifying member is asked about the block that is collected below it."""
 
     length: int = Field(ge=1, description="tokens collected before the member is asked")
-    rule: Rule = Field(default="block", description="verification of the block")
     adaptive: AdaptiveFlush | None = Field(
         default=None, description="stops earlier where one more round would not pay"
     )
@@ -89,6 +88,11 @@ class Plan(Settings):
     )
     windows: dict[Name, Window] = Field(
         default={}, description="of members that see only a part of a long context, by name"
+    )
+    rule: Rule = Field(
+        default="coupled",
+        description="how sampled tokens are drawn and verified: with noise that all members share, "
+        "so that a seed means a text; or independently, by block or token verification",
     )
 
 

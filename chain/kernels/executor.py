@@ -6,6 +6,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -14,12 +15,26 @@ from torch import Tensor
 from polybasic.chain.formats.decoder_config import DecoderConfig
 from polybasic.chain.formats.plan import Window
 from polybasic.chain.kernels.drafts import Candidates
+from polybasic.chain.kernels.noise import gumbel_noise
 from polybasic.chain.kernels.rows import Rows
 from polybasic.chain.kernels.weights import ModelWeights
 
 Layers = Sequence[Tensor]
 """The cache of a sequence: one [2K, capacity, H] a layer, keys first; K key/value heads of size
 H. Rows that were never written are finite."""
+
+
+@dataclass(frozen=True)
+class Perturbation:
+    """Makes a draft follow draws with known noise: its scores are those of perturbed logits.
+
+    Attributes:
+        scale: factor of the logits.
+        added: to the scaled logits, float32 [levels, vocabulary], a row for each level.
+    """
+
+    scale: float
+    added: Tensor
 
 
 class Executor(ABC):
@@ -101,6 +116,7 @@ class Executor(ABC):
         depth: int,
         top_k: int,
         window: Window | None = None,
+        perturbation: Perturbation | None = None,
     ) -> Candidates:
         """All candidates that follow a state: EAGLE-2's dynamic tree before the best are kept.
 
@@ -115,4 +131,14 @@ class Executor(ABC):
             depth: levels, at least one.
             top_k: at most V.
             window: the part of a long context that rows see; None for all of it.
+            perturbation: of the logits, with at least `depth` rows; None leaves them as they are.
         """
+
+    def noise(self, key: Tensor, positions: Tensor) -> Tensor:
+        """Noise float32 [P, vocabulary]: see `polybasic.chain.kernels.noise.gumbel_noise`.
+
+        Args:
+            key: int64 [3].
+            positions: int64 [P].
+        """
+        return gumbel_noise(key, positions, self.config.vocab_size)

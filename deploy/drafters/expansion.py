@@ -14,6 +14,7 @@ from polybasic.chain.kernels.drafts import Candidates, DraftTree
 from polybasic.chain.kernels.executor import Executor
 from polybasic.chain.kernels.rows import consecutive_rows
 from polybasic.deploy.rounds.cache import KeyValueCache
+from polybasic.deploy.rounds.noise import Noise
 from polybasic.deploy.rounds.verifier import PassClock
 
 
@@ -31,6 +32,7 @@ class ExpandingDrafter(ABC):
 
     Attributes:
         window: the part of a long context that the model sees; None for all.
+        noise: that the verifier draws with; None if it draws without, or greedily.
 
     Raises:
         UserError: a tree wider than the vocabulary.
@@ -38,15 +40,17 @@ class ExpandingDrafter(ABC):
 
     def __init__(self, model: Executor, cache: KeyValueCache, tree: Tree, lag: int) -> None:
         self.model, self.cache, self.lag = model, cache, lag
-        self._begin_request(tree, None)
+        self._begin_request(tree, None, None)
 
-    def drafting(self, tree: Tree, window: Window | None = None) -> Self:
+    def drafting(
+        self, tree: Tree, window: Window | None = None, noise: Noise | None = None
+    ) -> Self:
         """The same model and cache for one request, which counts its own passes."""
         other = copy(self)
-        other._begin_request(tree, window)
+        other._begin_request(tree, window, noise)
         return other
 
-    def _begin_request(self, tree: Tree, window: Window | None) -> None:
+    def _begin_request(self, tree: Tree, window: Window | None, noise: Noise | None) -> None:
         num_tokens = self.model.weights.num_draft_tokens
         if tree.top_k > num_tokens:
             raise UserError(
@@ -54,7 +58,7 @@ class ExpandingDrafter(ABC):
                 f"top_k {tree.top_k}, {num_tokens} tokens",
                 "use a smaller top_k",
             )
-        self.tree, self.window = tree, window
+        self.tree, self.window, self.noise = tree, window, noise
         self.clock = PassClock(self.model.device)
 
     @property
@@ -81,7 +85,8 @@ class ExpandingDrafter(ABC):
         start, top_k, layers = self.cache.length, self.tree.top_k, self.cache.layers
         end = start + (depth - 1) * top_k
         assert end <= self.cache.capacity, f"depth {depth} after {start} rows"
-        return self.model.draft(state, layers, start, depth, top_k, self.window)
+        perturbation = None if self.noise is None else self.noise.draft(len(tokens), depth)
+        return self.model.draft(state, layers, start, depth, top_k, self.window, perturbation)
 
     def begin(self, tokens: list[int]) -> int:
         """Prepare for a draft after `tokens`; the number of rows of the cache that stay.

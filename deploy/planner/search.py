@@ -326,7 +326,7 @@ class _Lattice:
             members=self.members.names,
             tree=tree,
             flush={
-                name: Flush(length=value[f"flush {name}"], rule=RULE)
+                name: Flush(length=value[f"flush {name}"])
                 for name in self.verifying[:-1]
             },
             ngram=ngram,
@@ -401,7 +401,7 @@ def _adaptive_flushes(
     for length in sorted({fixed.length, *longer[:2], *longer[-1:]}):
         for break_even in BREAK_EVENS:
             adaptive = AdaptiveFlush(break_even=break_even, acceptance=acceptance)
-            yield Flush(length=length, rule=fixed.rule, adaptive=adaptive)
+            yield Flush(length=length, adaptive=adaptive)
 
 
 def _tree_axes(

@@ -1,4 +1,4 @@
-"""How tokens are drawn: the random numbers and the two samplers.
+"""How tokens are drawn: the random numbers and the three samplers.
 
 Stages use six methods of a sampler: `distributions` turns logits into the distributions that tokens
 are drawn from, `draw` draws, `take` selects the rows of a round that verification needs, `join`
@@ -12,10 +12,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from polybasic.chain.formats.plan import Rule
 from polybasic.deploy.rounds import verification
-from polybasic.deploy.rounds.warping import Prefixes, Sampling, process_logits, warp
+from polybasic.deploy.rounds.noise import Noise
+from polybasic.deploy.rounds.warping import Prefixes, Sampling, process_logits, truncate, warp
 
 __all__ = [
+    "CoupledSampler",
     "GreedyRows",
     "GreedySampler",
     "Joiner",
@@ -62,7 +65,7 @@ class Sampler(Joiner, Protocol):
     def draw(self, rows: Any, row: int) -> int:
         """A token from one row; each row is drawn from at most once."""
 
-    def verify(self, tokens: list[int], proposed: Any, own: Any, rule: str) -> tuple[int, int]:
+    def verify(self, tokens: list[int], proposed: Any, own: Any) -> tuple[int, int]:
         """Cut a block: how many of `tokens` are kept, and the token that follows them.
 
         Args:
@@ -76,7 +79,7 @@ class GreedyRows:
     """The most probable token of each row.
 
     Attributes:
-        logits: [R, V] after the penalties; None after `take`.
+        logits: [R, V] after the penalties, or with noise; None after `take`.
     """
 
     tokens: list[int]
@@ -108,7 +111,7 @@ class GreedySampler:
         return GreedyRows([token for rows in parts for token in rows.tokens])
 
     def verify(
-        self, tokens: list[int], proposed: GreedyRows, own: GreedyRows, rule: str
+        self, tokens: list[int], proposed: GreedyRows, own: GreedyRows
     ) -> tuple[int, int]:
         num_kept = 0
         while num_kept < len(tokens) and tokens[num_kept] == own.tokens[num_kept]:
@@ -121,6 +124,30 @@ class GreedySampler:
         assert rows.logits is not None, "taken rows have no logits"
         values = rows.logits[chosen].float().softmax(-1)
         return list(values[list(range(len(tokens))), tokens].tolist())
+
+
+class CoupledSampler(GreedySampler):
+    """Draws the largest of the warped logits with noise added, the same noise for every model.
+
+    Noise is Gumbel's, so each draw follows the model's own distribution, and belongs to a position,
+    so that models which agree draw alike. The answer is what the target alone draws, whatever is
+    proposed: a proposed token is kept if it is the verifier's own draw.
+
+    Args:
+        sampling: with a temperature above 0.
+        num_prompt_tokens: leading tokens of every prefix that are not output.
+        noise: of the request.
+    """
+
+    def __init__(self, sampling: Sampling, num_prompt_tokens: int, noise: Noise) -> None:
+        super().__init__(sampling, num_prompt_tokens)
+        self.noise = noise
+
+    def distributions(self, logits: Tensor, prefixes: Prefixes) -> GreedyRows:
+        scores = truncate(logits, self.sampling, prefixes, self.num_prompt_tokens)
+        first = len(prefixes.sequence)
+        scores = self.noise.at([first + len(suffix) for suffix in prefixes.suffixes]).add_(scores)
+        return GreedyRows(_most_probable(scores), scores)
 
 
 @dataclass
@@ -136,10 +163,17 @@ class RandomSampler:
 
     Args:
         num_prompt_tokens: leading tokens of every prefix that are not output.
+        rule: "block" or "token", by which blocks are cut.
     """
 
-    def __init__(self, sampling: Sampling, device: torch.device, num_prompt_tokens: int) -> None:
-        self.sampling, self.num_prompt_tokens = sampling, num_prompt_tokens
+    def __init__(
+        self,
+        sampling: Sampling,
+        device: torch.device,
+        num_prompt_tokens: int,
+        rule: Rule = "block",
+    ) -> None:
+        self.sampling, self.num_prompt_tokens, self.rule = sampling, num_prompt_tokens, rule
         self.generator = seeded_generator(sampling, device)
 
     def distributions(self, logits: Tensor, prefixes: Prefixes) -> Probabilities:
@@ -160,10 +194,10 @@ class RandomSampler:
         return Probabilities(torch.cat([rows.values for rows in parts]))
 
     def verify(
-        self, tokens: list[int], proposed: Probabilities, own: Probabilities, rule: str
+        self, tokens: list[int], proposed: Probabilities, own: Probabilities
     ) -> tuple[int, int]:
         p, q = own.values, proposed.values if tokens else own.values[:0]
-        num_kept, following = verification.cut(tokens, p, q, rule, self._happens)
+        num_kept, following = verification.cut(tokens, p, q, self.rule, self._happens)
         return num_kept, self._categorical(following[None])[0]
 
     def probabilities(
@@ -207,12 +241,23 @@ def _most_probable(logits: Tensor) -> list[int]:
     return list(logits.argmax(-1).tolist())
 
 
-def make_sampler(sampling: Sampling, device: torch.device, num_prompt_tokens: int) -> Sampler:
+def make_sampler(
+    sampling: Sampling,
+    device: torch.device,
+    num_prompt_tokens: int,
+    rule: Rule = "block",
+    noise: Noise | None = None,
+) -> Sampler:
     """The sampler for these settings.
 
     Args:
         num_prompt_tokens: leading tokens of every prefix that are not output.
+        rule: how tokens are drawn and blocks cut, at temperatures above 0.
+        noise: of the request, for the rule "coupled".
     """
     if sampling.is_greedy:
         return GreedySampler(sampling, num_prompt_tokens)
-    return RandomSampler(sampling, device, num_prompt_tokens)
+    if rule == "coupled":
+        assert noise is not None, "draws are coupled by noise"
+        return CoupledSampler(sampling, num_prompt_tokens, noise)
+    return RandomSampler(sampling, device, num_prompt_tokens, rule)

@@ -211,11 +211,10 @@ class TreeStage(BaseTreeStage):
 
 
 class BaseBlockStage(Stage):
-    """A verifier above a stage: it cuts the block that the stage proposes by speculative sampling.
+    """A verifier above a stage: it cuts the block that the stage proposes, as the sampler says.
 
     Args:
-        flush: how many tokens the stage below collects before this verifier runs, and the rule of
-            `polybasic.deploy.rounds.verification` by which it cuts the block.
+        flush: how many tokens the stage below collects before this verifier runs.
     """
 
     def __init__(
@@ -288,6 +287,6 @@ class BlockStage(BaseBlockStage):
         )
         distributions = self.sampler.distributions(logits, prefixes)
         num_kept, next_token = self.sampler.verify(
-            block.tokens, block.distributions, distributions, self.flush.rule
+            block.tokens, block.distributions, distributions
         )
         return num_kept, next_token, states, distributions

@@ -13,9 +13,10 @@ At temperature 0 the argmax is taken after step 3; the later steps would not cha
 """
 
 import math
+import secrets
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import Any, ClassVar
 
@@ -40,6 +41,7 @@ class Sampling:
         frequency_penalty: subtracted once for each time that the token is in the output.
         logit_bias: token id -> number added to its logit.
         seed: of the random numbers; None picks one at random.
+        choice: which of several independent answers for one seed.
 
     Raises:
         UserError: a value out of range.
@@ -54,6 +56,7 @@ class Sampling:
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     seed: int | None = None
+    choice: int = 0
 
     def __post_init__(self) -> None:
         # Upper and lower bounds keep float32 logits finite after every step.
@@ -82,6 +85,11 @@ class Sampling:
                 self.seed is None or (_is_whole(self.seed) and self.seed < 1 << 64),
                 "a whole number from 0 to 2**64 - 1",
             ),
+            (
+                "choice",
+                _is_whole(self.choice) and self.choice < 1 << 32,
+                "a whole number from 0 to 2**32 - 1",
+            ),
         ):
             if not is_valid:
                 raise _out_of_range(f"{name}={getattr(self, name)}", f"use {bound}")
@@ -94,6 +102,10 @@ class Sampling:
     @property
     def is_greedy(self) -> bool:
         return self.temperature == 0
+
+    def seeded(self) -> "Sampling":
+        """With a random seed where none is given."""
+        return self if self.seed is not None else replace(self, seed=secrets.randbits(64))
 
     @property
     def in_effect(self) -> dict[str, Any]:
@@ -202,7 +214,13 @@ class Warping:
         return [float(value or 0) for value in values]
 
     def probabilities(self, logits: Tensor, values: Tensor) -> Tensor:
-        """Probabilities [R, V] in float32. The host reads no number.
+        """Probabilities [R, V] in float32; arguments as for `truncated`."""
+        return self.truncated(logits, values).softmax(-1)
+
+    def truncated(self, logits: Tensor, values: Tensor) -> Tensor:
+        """Logits [R, V] in float32 after the temperature, minus infinity where tokens are dropped.
+
+        The host reads no number, and a row does not depend on the others.
 
         Args:
             logits: [R, V], after bias and penalties.
@@ -214,27 +232,35 @@ class Warping:
         if self.max_top_k is not None and self.max_top_k // 2 < logits.shape[1]:
             best = logits.topk(min(self.max_top_k, logits.shape[1])).values
             last = (top_k.long() - 1).clamp(max=best.shape[1] - 1)
-            logits = logits.masked_fill(logits < best.index_select(1, last), float("-inf"))
-        found = logits.softmax(-1)
-        if self.has_top_p:
-            ordered, order = found.sort(dim=-1, descending=True, stable=True)
-            is_beyond = ordered.cumsum(-1) - ordered >= top_p
-            found = _without(found, torch.zeros_like(is_beyond).scatter(-1, order, is_beyond))
-        if self.has_min_p:
-            found = _without(found, found < min_p * found.amax(-1, keepdim=True))
-        return found
+            logits = _without(logits, logits < best.index_select(1, last))
+        if self.has_top_p or self.has_min_p:
+            found = logits.softmax(-1)
+            if self.has_top_p:
+                ordered, order = found.sort(dim=-1, descending=True, stable=True)
+                is_beyond = ordered.cumsum(-1) - ordered >= top_p
+                dropped = torch.zeros_like(is_beyond).scatter(-1, order, is_beyond)
+                logits = _without(logits, dropped)
+            if self.has_min_p:
+                logits = _without(logits, found < min_p * found.amax(-1, keepdim=True))
+        return logits
 
 
 def warp(logits: Tensor, sampling: Sampling, prefixes: Prefixes, num_prompt_tokens: int) -> Tensor:
     """Probabilities [R, V] in float32 after all steps, in the order above; temperature > 0."""
+    return truncate(logits, sampling, prefixes, num_prompt_tokens).softmax(-1)
+
+
+def truncate(
+    logits: Tensor, sampling: Sampling, prefixes: Prefixes, num_prompt_tokens: int
+) -> Tensor:
+    """The logarithms of what `warp` returns, up to one constant a row."""
     logits = process_logits(logits, sampling, prefixes, num_prompt_tokens)
     values = torch.tensor(Warping.values_of(sampling), device=logits.device)
-    return Warping.of(sampling).probabilities(logits, values)
+    return Warping.of(sampling).truncated(logits, values)
 
 
-def _without(probabilities: Tensor, dropped: Tensor) -> Tensor:
-    kept = probabilities.masked_fill(dropped, 0.0)
-    return kept / kept.sum(-1, keepdim=True)
+def _without(logits: Tensor, dropped: Tensor) -> Tensor:
+    return logits.masked_fill(dropped, float("-inf"))
 
 
 def _count(prefixes: Prefixes, begin: int, device: torch.device) -> tuple[Tensor, Tensor]:

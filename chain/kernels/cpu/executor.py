@@ -21,7 +21,7 @@ from polybasic.chain.kernels.cpu import matrices
 from polybasic.chain.kernels.cpu.library import ELEMENTS, Kernels
 from polybasic.chain.kernels.cpu.matrices import LANES, MatrixStruct, NativeLinear
 from polybasic.chain.kernels.drafts import Candidates
-from polybasic.chain.kernels.executor import Executor, Layers
+from polybasic.chain.kernels.executor import Executor, Layers, Perturbation
 from polybasic.chain.kernels.rows import Rows, split_rows
 from polybasic.chain.kernels.torch.executor import features_of, logits_of
 from polybasic.chain.kernels.weights import LayerWeights, Linear, ModelWeights
@@ -128,9 +128,10 @@ class _DraftStruct(ctypes.Structure):
             (name, ctypes.c_int32)
             for name in ("depth", "top_k", "start", "capacity", "window_tokens", "window_sinks")
         ),
+        ("logit_scale", ctypes.c_float),
         *(
             (name, ctypes.c_void_p)
-            for name in ("caches", "state", "token_ids", "tokens", "scores", "beams")
+            for name in ("added", "caches", "state", "token_ids", "tokens", "scores", "beams")
         ),
     )
 
@@ -252,6 +253,7 @@ class CpuExecutor(Executor):
         depth: int,
         top_k: int,
         window: Window | None = None,
+        perturbation: Perturbation | None = None,
     ) -> Candidates:
         assert top_k <= _MAX_BEAM
         assert start + depth <= self.num_positions
@@ -262,12 +264,21 @@ class CpuExecutor(Executor):
         state = state.contiguous()
         token_ids = self.weights.draft_token_ids
         layers = _Caches(cache)
+        scale, added = 1.0, None
+        if perturbation is not None:
+            scale, added = perturbation.scale, perturbation.added
+            assert len(added) >= depth
+            if token_ids is not None:
+                added = added[:, token_ids]
+            added = added.contiguous()
         struct = _DraftStruct(
             depth,
             top_k,
             start,
             layers.capacity,
             *_window(window),
+            scale,
+            None if added is None else added.data_ptr(),
             layers.address,
             state.data_ptr(),
             None if token_ids is None else token_ids.data_ptr(),
@@ -279,6 +290,9 @@ class CpuExecutor(Executor):
             self._model, ctypes.addressof(struct), self._workspace, torch.get_num_threads()
         )
         return Candidates(top_k, tokens, scores, beams)
+
+    def noise(self, key: Tensor, positions: Tensor) -> Tensor:
+        return self.kernels.noise(key, positions, self.config.vocab_size)
 
     def _pass(
         self,

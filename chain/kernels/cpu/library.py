@@ -12,7 +12,7 @@ from polybasic.chain.kernels.cpu.native import native_library
 from polybasic.chain.kernels.cpu.openmp import openmp_functions
 from polybasic.chain.kernels.environment import kernels_wanted
 
-_VERSION = 2
+_VERSION = 3
 ELEMENTS = {torch.float32: 0, torch.bfloat16: 1}
 """Element types of source/matrix.h and source/decoder.h."""
 
@@ -35,6 +35,21 @@ class Kernels:
         self.library.polybasic_move_rows(
             pointers, len(tensors), heads, capacity, row_bytes, rows, len(sources), first
         )
+
+
+    def noise(self, key: Tensor, positions: Tensor, num_tokens: int) -> Tensor:
+        """See `polybasic.chain.kernels.noise.gumbel_noise`."""
+        found = torch.empty(len(positions), num_tokens)
+        key, positions = key.contiguous(), positions.contiguous()
+        self.library.polybasic_noise(
+            key.data_ptr(),
+            positions.data_ptr(),
+            len(positions),
+            num_tokens,
+            found.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return found
 
 
 @lru_cache(maxsize=1)
@@ -65,6 +80,7 @@ def load_kernels() -> Kernels | None:
         pointer,
         integer,
     ]
+    library.polybasic_noise.argtypes = [pointer, pointer, integer, integer, pointer, integer]
     library.polybasic_move_rows.argtypes = [
         pointer, integer, integer, ctypes.c_int64, ctypes.c_int64, pointer, integer, integer
     ]  # fmt: skip

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from polybasic.chain.formats.plan import Window
 from polybasic.chain.kernels.drafts import Candidates
-from polybasic.chain.kernels.executor import Executor, Layers
+from polybasic.chain.kernels.executor import Executor, Layers, Perturbation
 from polybasic.chain.kernels.rows import Rows, seen_from, split_rows
 from polybasic.chain.kernels.torch.expansion import expand
 from polybasic.chain.kernels.torch.operations import Heads, Norm, Operations, softcapped
@@ -132,11 +132,16 @@ class TorchExecutor(Executor):
         depth: int,
         top_k: int,
         window: Window | None = None,
+        perturbation: Perturbation | None = None,
     ) -> Candidates:
+        shape = depth, top_k, window, perturbation
         if isinstance(start, Tensor):
-            return self._draft(self.operations, state, cache, start, depth, top_k, window)
+            return self._draft(self.operations, state, cache, start, *shape)
         prefix = torch.tensor(start, device=self.device)
-        return self._draft(REFERENCE, state, cache, prefix, depth, top_k, window, start)
+        return self._draft(REFERENCE, state, cache, prefix, *shape, start)
+
+    def noise(self, key: Tensor, positions: Tensor) -> Tensor:
+        return self.operations.noise(key, positions, self.config.vocab_size)
 
     def _most_rows(self, rows: Sequence[Rows]) -> int:
         """Of one pass: all, unless some would need too large a mask."""
@@ -188,6 +193,7 @@ class TorchExecutor(Executor):
         depth: int,
         top_k: int,
         window: Window | None,
+        perturbation: Perturbation | None,
         known_prefix: int | None = None,
     ) -> Candidates:
         def forward(token_ids: Tensor, states: Tensor, rows: DeviceRows) -> Tensor:
@@ -204,6 +210,7 @@ class TorchExecutor(Executor):
             top_k,
             self.weights.draft_token_ids,
             window,
+            perturbation,
             known_prefix,
         )
 

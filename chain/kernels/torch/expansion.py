@@ -14,6 +14,7 @@ from torch import Tensor
 
 from polybasic.chain.formats.plan import Window
 from polybasic.chain.kernels.drafts import Candidates
+from polybasic.chain.kernels.executor import Perturbation
 from polybasic.chain.kernels.torch.operations import Operations
 from polybasic.chain.kernels.torch.rows import DeviceRows
 from polybasic.chain.kernels.torch.trees import Beam
@@ -33,6 +34,7 @@ def expand(
     top_k: int,
     token_ids: Tensor | None = None,
     window: Window | None = None,
+    perturbation: Perturbation | None = None,
     known_prefix: int | None = None,
 ) -> Candidates:
     """All candidates after a state; see `polybasic.chain.kernels.executor.Executor.draft`.
@@ -46,10 +48,21 @@ def expand(
         depth: levels, at least one.
         token_ids: int64 [V], the token of each output; None if outputs are token ids.
         window: the part of a long context that rows see; None for all of it.
+        perturbation: of the logits.
         known_prefix: the number in `prefix`, if the host knows it.
     """
     device = state.device
-    scores, tokens = operations.continuations(logits(state), top_k, None, token_ids)
+
+    def perturbed(states: Tensor, level: int) -> Tensor:
+        given = logits(states)
+        if perturbation is None:
+            return given
+        added = perturbation.added[level]
+        return given.float() * perturbation.scale + (
+            added if token_ids is None else added[token_ids]
+        )
+
+    scores, tokens = operations.continuations(perturbed(state, 0), top_k, None, token_ids)
     places = torch.arange(top_k, device=device)
     itself = torch.eye(top_k, dtype=torch.bool, device=device)
     states = state.repeat(top_k, 1)
@@ -63,7 +76,9 @@ def expand(
         seen = columns[: written.stop]
         rows = DeviceRows(prefix, columns[written], seen, beam.visible, window, known_prefix)
         states = forward(beam.tokens, beam.states, rows)
-        scores, tokens = operations.continuations(logits(states), top_k, beam.scores, token_ids)
+        scores, tokens = operations.continuations(
+            perturbed(states, level + 1), top_k, beam.scores, token_ids
+        )
         all_scores.append(scores)
         all_tokens.append(tokens)
         beams.append(beam.places)

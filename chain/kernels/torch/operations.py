@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from polybasic.chain.kernels.noise import gumbel_noise
 from polybasic.chain.kernels.rotary import Rotation
 from polybasic.chain.kernels.torch import trees
 from polybasic.chain.kernels.torch.packed_weight import PackedWeight
@@ -201,6 +202,10 @@ class Operations:
     def most_probable(self, logits: Tensor) -> Tensor:
         """The most probable output of each row, int64 [R]."""
         return logits.argmax(-1)
+
+    def noise(self, key: Tensor, positions: Tensor, num_tokens: int) -> Tensor:
+        """See `polybasic.chain.kernels.noise.gumbel_noise`."""
+        return gumbel_noise(key, positions, num_tokens)
 
     def draw(self, probabilities: Tensor, uniforms: Tensor) -> Tensor:
         """One output of each row by inversion, int64 [R]; none of probability 0.

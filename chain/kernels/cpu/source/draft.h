@@ -18,6 +18,8 @@ struct DraftShape {
     int32_t capacity;
     int32_t window_tokens;
     int32_t window_sinks;
+    float logit_scale;
+    const float* added;         // [L][V], to the scaled logits of each level, or null
     void* const* caches;
     const void* state;          // [D], which the first level follows
     const int64_t* token_ids;   // [V], or null if outputs are token ids
@@ -54,6 +56,14 @@ private:
     Candidate* kept_;
     int num_;
 };
+
+// The first `num` numbers, and zeros where there are fewer than lanes.
+POLYBASIC_INLINE Floats load_at_most(const float* from, int num) {
+    if (num >= kLanes) return load(from);
+    Floats values{};
+    std::memcpy(&values, from, num * sizeof(float));
+    return values;
+}
 
 template <class T>
 class Draft {
@@ -108,18 +118,19 @@ private:
         Forward<T> forward(model_, none, space_, self);
         // the state that a decoder's draft starts from is normed already
         forward.fill_final(num_rows, level == 0 && model_.head_kind == kNoHead);
-        scan(forward, self, num_rows);
+        scan(forward, self, num_rows, level);
         self.wait();
         if (self.number == 0) merge(num_rows, level, self.num_threads);
     }
 
     // This thread's share of the vocabulary: its largest logit, the sum of exponentials relative to
     // it, and the best K of each row.
-    void scan(Forward<T>& forward, Thread& self, int num_rows) {
+    void scan(Forward<T>& forward, Thread& self, int num_rows, int level) {
         const int K = shape_.top_k, V = model_.lm_head.num_outputs;
         const size_t width = size_t(model_.lm_head.num_blocks()) * kLanes;
         const int unit = forward.unit_of(model_.lm_head);
-        const float softcap = model_.logit_softcap;
+        const float softcap = model_.logit_softcap, scale = shape_.logit_scale;
+        const float* added = shape_.added == nullptr ? nullptr : shape_.added + size_t(level) * V;
         forward.multiply(model_.lm_head, unit, num_rows,
                          [&](Range blocks, int first, int rows, const float* tile) {
                              for (int block = blocks.first; block < blocks.end; ++block)
@@ -129,7 +140,10 @@ private:
                                          const Floats e = exponential(logits * (2.0f / softcap));
                                          logits = (1.0f - 2.0f / (e + 1.0f)) * softcap;
                                      }
-                                     store(logits_ + (first + row) * width + block * kLanes, logits);
+                                     const int column = block * kLanes;
+                                     if (added != nullptr)
+                                         logits = logits * scale + load_at_most(added + column, V - column);
+                                     store(logits_ + (first + row) * width + column, logits);
                                  }
                          });
         const Range mine = share(model_.lm_head.num_blocks(), self.number, self.num_threads, unit);

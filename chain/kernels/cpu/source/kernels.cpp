@@ -1,6 +1,7 @@
 // The functions that polybasic.chain.kernels.cpu.library and .passes call.
 
 #include "huge_pages.h"
+#include "noise.h"
 #include "passes.h"
 
 namespace polybasic {
@@ -15,7 +16,7 @@ using namespace polybasic;
 extern "C" {
 
 // To be raised with every change of a structure or signature below.
-int polybasic_version() { return 2; }
+int polybasic_version() { return 3; }
 
 void polybasic_use_openmp(void* parallel, void* thread_number, void* num_threads) {
     open_mp().parallel =
@@ -54,6 +55,15 @@ void polybasic_product(const Matrix* matrix, int element, const void* rows, void
         run_product<Bfloat16>(*matrix, rows, out, num_rows, memory, num_threads);
     else
         run_product<float>(*matrix, rows, out, num_rows, memory, num_threads);
+}
+
+// `key`: low and high word of the seed, and the choice. `out`: [num_positions][num_tokens].
+void polybasic_noise(const int64_t* key, const int64_t* positions, int num_positions, int num_tokens,
+                     float* out, int num_threads) {
+    const NoiseKey words{uint32_t(key[0]), uint32_t(key[1]), uint32_t(key[2])};
+    Team::run(num_threads, [&](Thread self) {
+        fill_noise(words, positions, num_positions, num_tokens, out, self);
+    });
 }
 
 // In each of `num_tensors` tensors [heads][capacity][row_bytes]: copy the rows `sources`, ascending,
