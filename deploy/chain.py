@@ -9,7 +9,7 @@ import jinja2
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.manifest import Manifest, check_plan
-from polybasic.chain.formats.plan import MeasuredPlan, Plan, PredictedPlan
+from polybasic.chain.formats.plan import MeasuredPlan, Plan, PredictedPlan, Rule
 from polybasic.chain.formats.verify import CheckedChain
 from polybasic.deploy.engine import Engine
 from polybasic.deploy.memory import Memory
@@ -28,6 +28,11 @@ class Options(TypedDict, total=False):
         stop: strings that end the answer, which then ends before them.
         members: which members run, from the target down; by default the plan's.
         plan: run by this one and not by the chain's.
+        seed: of the draws. With the rule "coupled" it means a text, the target's own sample for
+            this seed, whichever members run; an answer's `statistics` say which one was drawn.
+        rule: "coupled", "block" or "token", see `polybasic.chain.formats.plan.Plan`; by default
+            that of `plan` where one is given, else "coupled" where a seed is given, else that of
+            the chain's plan.
 
     The others are the settings of `polybasic.deploy.rounds.sampling.Sampling`, to be switched off
     by their neutral values: top_k=0, top_p=1, min_p=0, repetition_penalty=1.
@@ -46,6 +51,7 @@ class Options(TypedDict, total=False):
     stop: str | Sequence[str]
     members: Sequence[str] | None
     plan: Plan | None
+    rule: Rule | None
 
 
 @dataclass(frozen=True)
@@ -228,8 +234,11 @@ class Chain:
         stop: str | Sequence[str] = (),
         members: Sequence[str] | None = None,
         plan: Plan | None = None,
+        rule: Rule | None = None,
         **settings: Any,
     ) -> tuple[AnswerText, Request]:
+        if rule is None and plan is None and settings.get("seed") is not None:
+            rule = "coupled"
         if plan is None:
             plan = self.plan
             if members is not None and tuple(members) != plan.members:
@@ -240,6 +249,8 @@ class Chain:
                 f"{', '.join(members)} beside a plan of {', '.join(plan.members)}",
                 "give one of the two",
             )
+        if rule is not None:
+            plan = plan.model_copy(update={"rule": rule})
         text = AnswerText(self.tokenizer.backend_tokenizer, stop)
         sampling = self.sampling(**settings)
         return text, self._request(self.encode(prompt), max_new_tokens, sampling, plan, text)

@@ -3,7 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Collection, Generator, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -28,7 +28,13 @@ from polybasic.deploy.graphs.drawing import DeviceSampler, draws_on_device
 from polybasic.deploy.request import Answer, Request, Statistics
 from polybasic.deploy.rounds.cache import KeyValueCache
 from polybasic.deploy.rounds.noise import Noise
-from polybasic.deploy.rounds.sampling import Joiner, Sampling, make_sampler
+from polybasic.deploy.rounds.sampling import (
+    CoupledSampler,
+    GreedySampler,
+    Joiner,
+    Sampling,
+    make_sampler,
+)
 from polybasic.deploy.rounds.stages import (
     BaseBlockStage,
     BaseTreeStage,
@@ -128,7 +134,7 @@ class Engine:
                 being generated.
         """
         self._check(request)
-        return Answer(self._run_alone(request))
+        return Answer(self._run_alone(replace(request, sampling=request.sampling.seeded())))
 
     def stages(
         self, request: Request, make: Callable[..., Stage] = lambda kind, *given: kind(*given)
@@ -170,6 +176,12 @@ class Engine:
         if request.sampling.is_greedy or request.plan.rule != "coupled":
             return None
         return Noise(self.models.target, request.sampling.seeded())
+
+    def repeatable_sampler(self, prompt: list[int], sampling: Sampling) -> GreedySampler:
+        """Draws as every plan does under these settings: greedily or with the seed's noise."""
+        if sampling.is_greedy:
+            return GreedySampler(sampling, len(prompt))
+        return CoupledSampler(sampling, len(prompt), Noise(self.models.target, sampling))
 
     def capture(
         self, plan: Plan, sampling: Sampling, stop: Collection[int], say: Callable[[str], None]
@@ -234,6 +246,7 @@ class Engine:
             seconds_by_member={name: clock.seconds for name, clock in clocks.items()},
             accepted_lengths={stage.verifier.name: stage.accepted_lengths for stage in stages},
             stopped_by=stopped_by,
+            seed=None if request.sampling.is_greedy else request.sampling.seed,
         )
 
     def _features(self, name: str, plan: Plan) -> tuple[int, ...]:

@@ -43,6 +43,7 @@ class Statistics:
         seconds_by_member: of their passes, without the prefill.
         accepted_lengths: of each verifying member, tokens gained by each of its passes.
         stopped_by: "stop" (a stop token was drawn), "stop_string" or "length".
+        seed: of the draws, given or drawn; None if they were greedy.
     """
 
     num_prompt_tokens: int
@@ -53,6 +54,7 @@ class Statistics:
     seconds_by_member: dict[str, float]
     accepted_lengths: dict[str, list[int]]
     stopped_by: StoppedBy
+    seed: int | None = None
 
     @property
     def tokens_per_second(self) -> float:

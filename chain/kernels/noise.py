@@ -19,8 +19,8 @@ A word w stands for the number x = (w + 1/2) / 2**32, rounded to float32, and fo
     ln1p(f)  = f + f * f * (f * (c0 + f * (c1 + f * (.. + f * c7))) - 0.5)
 
 where m is in [sqrt(1/2), sqrt(2)), found from the bits. No product is contracted with a sum. The
-polynomial is off by 6e-9 of the result, the noise by 2e-7 of its own size or of 1, and x takes 2**32
-values: noise lies between -3.2 and 22.9.
+polynomial is off by 6e-9 of the result, the noise by 3e-7 of its own size or of 1, and x takes
+2**32 values: noise lies between -3.2 and 22.9.
 
 #   P = positions, V = tokens of the vocabulary
 """
@@ -40,9 +40,9 @@ _NEAR = 0.29289323
 _LOG_2 = 0.6931472
 _ROOT_HALF_BITS = 0x3F3504F3
 _COEFFICIENTS = (
-    0.33333317, -0.2500081, 0.20002286, -0.16624554, 0.14181193, -0.13128755, 0.12881644, -0.07859607
+    0.33333317, -0.2500081, 0.20002286, -0.16624554,
+    0.14181193, -0.13128755, 0.12881644, -0.07859607,
 )  # fmt: skip
-MAX_NOISE = 22.9
 
 
 def noise_key(seed: int, choice: int = 0) -> Tensor:

@@ -1,10 +1,14 @@
-"""Whether two greedy outputs differ by rounding or by a fault."""
+"""Whether two outputs that should be equal differ by rounding or by a fault."""
 
 from dataclasses import asdict, dataclass
 
 import torch
 
-from polybasic.deploy.bench.rereading import ONE_ROW, answer_logits
+from polybasic.chain.formats.plan import Plan
+from polybasic.deploy.bench.rereading import ONE_ROW, answer_logits, read_patterns_of
+from polybasic.deploy.bench.rounding import NUM_POSITIONS, measure_rounding
+from polybasic.deploy.chain import Chain
+from polybasic.deploy.rounds.sampling import GreedySampler, Prefixes, Sampling
 from polybasic.deploy.rounds.verifier import Verifier
 
 
@@ -26,13 +30,24 @@ class Agreement:
     widest_near_tie: float = 0.0
 
     def count(
-        self, verifier: Verifier, prompt: list[int], expected: list[int], found: list[int]
+        self,
+        verifier: Verifier,
+        sampler: GreedySampler,
+        prompt: list[int],
+        expected: list[int],
+        found: list[int],
     ) -> None:
-        """Compare one output; `verifier` computes the logits where the two diverge."""
+        """Compare one output; `verifier` computes the logits where the two diverge.
+
+        Args:
+            sampler: of the request, greedy or with its noise.
+        """
         self.prompts += 1
         if found == expected:
             self.identical += 1
-        elif (gap := gap_at_divergence(verifier, prompt, expected, found)) < self.tolerance:
+        elif (
+            gap := gap_at_divergence(verifier, sampler, prompt, expected, found)
+        ) < self.tolerance:
             self.near_ties += 1
             self.widest_near_tie = max(self.widest_near_tie, gap)
 
@@ -41,17 +56,51 @@ class Agreement:
         return asdict(self)
 
 
+def agreement_on(
+    chain: Chain,
+    plan: Plan,
+    prompt: list[int],
+    sampling: Sampling,
+    expected: list[int],
+    found: list[int],
+) -> Agreement:
+    """Compare one answer of a plan with the target's, and judge where they part.
+
+    Args:
+        sampling: of both, with a seed unless it is greedy.
+    """
+    verifying = list(chain.engine.verifiers)
+    verifier = chain.engine.verifiers[verifying[0]]
+    patterns = read_patterns_of([plan], verifying, NUM_POSITIONS)
+    rounding = measure_rounding(verifier, [(prompt, expected)], patterns, {})
+    agreement = Agreement(rounding.tolerance)
+    sampler = chain.engine.repeatable_sampler(prompt, sampling)
+    agreement.count(verifier, sampler, prompt, expected, found)
+    return agreement
+
+
 @torch.inference_mode()
 def gap_at_divergence(
-    verifier: Verifier, prompt: list[int], expected: list[int], found: list[int]
+    verifier: Verifier,
+    sampler: GreedySampler,
+    prompt: list[int],
+    expected: list[int],
+    found: list[int],
 ) -> float:
-    """Difference of the logits of the first two tokens that differ, as the target alone reads.
+    """By how much logits must change to swap the first two tokens that differ.
 
-    Infinite if one output ends before they differ: rounding leaves no token out.
+    These are the logits as the target alone reads, penalties and noise included. Infinite if one
+    output ends before they differ, since rounding leaves no token out, and where truncation drops
+    one of the two.
     """
     pairs = zip(expected, found, strict=False)
     place = next((place for place, (one, other) in enumerate(pairs) if one != other), None)
     if place is None:
         return float("inf")
     logits = answer_logits(verifier, prompt, expected[: place + 1], ONE_ROW)[-1]
-    return abs(float(logits[expected[place]] - logits[found[place]]))
+    before = Prefixes([*prompt, *expected[:place]], [[]])
+    scores = sampler.distributions(logits[None], before).logits
+    assert scores is not None
+    gap = abs(float(scores[0, expected[place]] - scores[0, found[place]]))
+    # noise is added to logits that are divided by the temperature
+    return gap * (sampler.sampling.temperature or 1.0)

@@ -36,8 +36,7 @@ def print_report(report: dict[str, Any], console: Console) -> None:
         console.print(f"adapted {member}: {measure} {before} -> {after}, kept: {kept}")
     for entry in report.get("draft_vocabulary", []):
         console.print(draft_vocabulary_line(entry))
-    if report["rounding"] is not None:
-        console.print(f"rounding: {rounding_line(report)}", markup=False)
+    console.print(f"rounding: {rounding_line(report)}", markup=False)
     if line := baseline_line(report):
         console.print(line, markup=False)
     console.print(f"plan: {plan_line(report)}")
@@ -256,7 +255,8 @@ def draft_vocabulary_line(entry: dict[str, Any]) -> str:
 def rounding_line(report: dict[str, Any]) -> str:
     """The target's measured rounding, and the near ties that it excuses, in one line."""
     rounding = report["rounding"]
-    agreements = [one["identical_to_target"] for one in report["systems"].values()]
+    systems = report["systems"].values()
+    agreements = [one["identical_to_target"] for one in systems if "identical_to_target" in one]
     ties = sum(one["near_ties"] for one in agreements)
     line = (
         f"{rounding['dtype']} passes over different numbers of rows change the difference of two "
@@ -403,8 +403,6 @@ def _draft_vocabulary(entries: list[dict[str, Any]]) -> list[str]:
 
 
 def _rounding(report: dict[str, Any]) -> list[str]:
-    if report["rounding"] is None:
-        return []
     rows, notes = rounding_rows(report), rounding_notes(report)
     return ["## Rounding", "", *_markdown_table(rows), "", *notes, ""]
 

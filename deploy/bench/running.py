@@ -115,7 +115,7 @@ def bench_chain(
     found = _baseline(chain, prompts, settings)
     baseline = None if found is None else found[0]
     _run_in_turns(chain, baseline, systems, prompts, settings)
-    rounding = _rounding(chain, baseline, systems, prompts) if settings.temperature == 0 else None
+    rounding = _rounding(chain, baseline, systems, prompts, settings)
     summaries = _summaries(chain, systems, prompts, settings, rounding)
     if found is not None:
         summaries["hf_generate"]["dtype"] = name_of(found[0].dtype)
@@ -136,7 +136,7 @@ def bench_chain(
             "prompts_sha256": hashlib.sha256(Path(settings.prompts).read_bytes()).hexdigest(),
         },
         "systems": summaries,
-        "rounding": rounding and rounding.to_json(),
+        "rounding": rounding.to_json(),
         "plan": _plan_summary(chain, summaries),
     }
     write_json(folder / "report" / "report.json", report)
@@ -196,7 +196,8 @@ def _system(name: SystemName, chain: Chain) -> System:
     verifying = [member.name for member in chain.manifest.verifying]
     target = verifying[0]
     if name == "target":
-        return System(name, "this runtime, the target alone", chain.plan_of([target]))
+        alone = chain.plan_of([target]).model_copy(update={"rule": "coupled"})
+        return System(name, "this runtime, the target alone", alone)
     if name == "polybasic":
         described = f"the chain's plan: {', '.join(chain.plan.members)}"
         return System(name, described, chain.plan)
@@ -321,6 +322,7 @@ def _rounding(
     baseline: TransformersBaseline | None,
     systems: list[System],
     prompts: list[Prompt],
+    settings: BenchSettings,
 ) -> Rounding:
     """How close two tokens must be for the systems' read patterns to swap them."""
     answers = [
@@ -333,7 +335,8 @@ def _rounding(
         chain.engine.verifiers[verifying[0]],
         answers,
         read_patterns_of(plans, verifying, NUM_POSITIONS),
-        {"hf_generate": baseline.logits} if baseline is not None else {},
+        # samples of transformers are drawn with numbers of its own
+        {"hf_generate": baseline.logits} if baseline and settings.temperature == 0 else {},
     )
 
 
@@ -346,7 +349,7 @@ def _summaries(
     systems: list[System],
     prompts: list[Prompt],
     settings: BenchSettings,
-    rounding: Rounding | None,
+    rounding: Rounding,
 ) -> dict[str, Any]:
     target = _target_of(systems)
     tasks = list(dict.fromkeys(prompt.task for prompt in prompts))
@@ -361,9 +364,11 @@ def _summaries(
         found = _statistics(system.runs)
         for name in ("forward_passes", "seconds_by_member"):
             summary[name] = _sum_by_name([getattr(one, name) for one in found], settings.repeats)
-        if rounding is not None:
+        if _repeats_target(system, settings):
             tolerance = rounding.tolerance_of(system.name)
-            summary["identical_to_target"] = _agreement(chain, target, system, prompts, tolerance)
+            summary["identical_to_target"] = _agreement(
+                chain, target, system, prompts, settings, tolerance
+            )
         summary["tasks"] = {
             task: _totals(
                 [one for one in system.runs if one[0] == task],
@@ -373,6 +378,12 @@ def _summaries(
         }
         summaries[system.name] = summary
     return summaries
+
+
+def _repeats_target(system: System, settings: BenchSettings) -> bool:
+    """Whether its answers are to be the target's, token for token."""
+    is_coupled = system.plan is not None and system.plan.rule == "coupled"
+    return is_coupled or settings.temperature == 0
 
 
 def _totals(runs: list[tuple[str, Run]], target: list[tuple[str, Run]]) -> dict[str, Any]:
@@ -413,13 +424,16 @@ def _agreement(
     target: System,
     system: System,
     prompts: list[Prompt],
+    settings: BenchSettings,
     tolerance: float,
 ) -> dict[str, float]:
     agreement = Agreement(tolerance)
     verifier = next(iter(chain.engine.verifiers.values()))
+    sampling = Sampling(settings.temperature, seed=settings.seed)
     pairs = zip(prompts, target.runs, system.runs, strict=False)
     for prompt, (_, expected), (_, found) in pairs:
-        agreement.count(verifier, prompt.token_ids, expected.token_ids, found.token_ids)
+        sampler = chain.engine.repeatable_sampler(prompt.token_ids, sampling)
+        agreement.count(verifier, sampler, prompt.token_ids, expected.token_ids, found.token_ids)
     return agreement.to_json()
 
 

@@ -325,10 +325,7 @@ class _Lattice:
         return Plan(
             members=self.members.names,
             tree=tree,
-            flush={
-                name: Flush(length=value[f"flush {name}"])
-                for name in self.verifying[:-1]
-            },
+            flush={name: Flush(length=value[f"flush {name}"]) for name in self.verifying[:-1]},
             ngram=ngram,
             windows=self.windows,
         )

@@ -110,9 +110,7 @@ class GreedySampler:
     def join(self, parts: list[GreedyRows]) -> GreedyRows:
         return GreedyRows([token for rows in parts for token in rows.tokens])
 
-    def verify(
-        self, tokens: list[int], proposed: GreedyRows, own: GreedyRows
-    ) -> tuple[int, int]:
+    def verify(self, tokens: list[int], proposed: GreedyRows, own: GreedyRows) -> tuple[int, int]:
         num_kept = 0
         while num_kept < len(tokens) and tokens[num_kept] == own.tokens[num_kept]:
             num_kept += 1

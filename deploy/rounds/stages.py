@@ -286,7 +286,5 @@ class BlockStage(BaseBlockStage):
             self.tokens, [block.tokens[:length] for length in range(len(block.tokens) + 1)]
         )
         distributions = self.sampler.distributions(logits, prefixes)
-        num_kept, next_token = self.sampler.verify(
-            block.tokens, block.distributions, distributions
-        )
+        num_kept, next_token = self.sampler.verify(block.tokens, block.distributions, distributions)
         return num_kept, next_token, states, distributions

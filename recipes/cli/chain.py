@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from polybasic.recipes.cli.repeated import checked_rule, compare_with_target
+
 if TYPE_CHECKING:
     from polybasic.deploy import Generation, Statistics
 
@@ -57,7 +59,17 @@ def generate(
         list[str] | None,
         typer.Option(metavar="ID=VALUE", help="Added to a token's logit; may be repeated."),
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="Of the sampling.  [default: drawn]")] = None,
+    seed: Annotated[
+        int | None,
+        typer.Option(help="Of the sampling: the same seed gives the same text.  [default: drawn]"),
+    ] = None,
+    rule: Annotated[
+        str | None,
+        typer.Option(
+            help="How tokens are drawn: coupled, block or token.  "
+            "[default: coupled if a seed is given, else the plan's]"
+        ),
+    ] = None,
     stop: Annotated[
         list[str] | None,
         typer.Option(metavar="TEXT", help="Text that ends the answer; may be repeated."),
@@ -73,6 +85,10 @@ def generate(
     no_graphs: NoGraphsOption = False,
     as_json: JsonOption = False,
     no_stream: Annotated[bool, typer.Option("--no-stream", help="Print the answer whole.")] = False,
+    verify: Annotated[
+        bool,
+        typer.Option("--verify", help="Let the target alone answer as well, and compare."),
+    ] = False,
 ) -> None:
     """Answer a prompt: text on stdout, statistics on stderr."""
     from polybasic.deploy import load_chain
@@ -91,6 +107,7 @@ def generate(
     }
     settings = {name: value for name, value in settings.items() if value is not None}
     Sampling(**settings)  # refused before anything is loaded
+    rule = checked_rule(rule, verify)
     loaded = load_chain(
         chain, dtype=dtype, context_tokens=context_tokens, graphs=not no_graphs, say=note
     )
@@ -99,16 +116,19 @@ def generate(
         "max_new_tokens": max_new_tokens,
         "stop": stop or (),
         "members": members.split(",") if members is not None else None,
+        "rule": rule,
     }
     if as_json or no_stream:
         answer = loaded.generate(prompt, **options)
         content = json.dumps(_as_json(answer), ensure_ascii=False) if as_json else answer.text
         typer.echo(content)
-        statistics = answer.statistics
+        statistics, token_ids = answer.statistics, answer.token_ids
     else:
         stream = loaded.stream(prompt, **options)
+        token_ids = []
         for piece in stream:
             print(piece.text, end="", flush=True)
+            token_ids += piece.token_ids
         print()
         statistics = stream.statistics
     defaults = {
@@ -117,6 +137,14 @@ def generate(
         if name not in settings
     }
     note(_statistics_line(statistics) + _shown_defaults(defaults))
+    if verify:
+        sampling = loaded.sampling(**settings | {"seed": statistics.seed})
+        line, is_well = compare_with_target(
+            loaded, prompt, options, sampling, token_ids, statistics
+        )
+        note(line)
+        if not is_well:
+            raise typer.Exit(1)
 
 
 def inspect(

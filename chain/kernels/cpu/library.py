@@ -36,7 +36,6 @@ class Kernels:
             pointers, len(tensors), heads, capacity, row_bytes, rows, len(sources), first
         )
 
-
     def noise(self, key: Tensor, positions: Tensor, num_tokens: int) -> Tensor:
         """See `polybasic.chain.kernels.noise.gumbel_noise`."""
         found = torch.empty(len(positions), num_tokens)
