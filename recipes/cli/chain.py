@@ -139,9 +139,7 @@ def generate(
     note(_statistics_line(statistics) + _shown_defaults(defaults))
     if verify:
         sampling = loaded.sampling(**settings | {"seed": statistics.seed})
-        line, is_well = compare_with_target(
-            loaded, prompt, options, sampling, token_ids, statistics
-        )
+        line, is_well = compare_with_target(loaded, prompt, options, sampling, token_ids)
         note(line)
         if not is_well:
             raise typer.Exit(1)
@@ -232,10 +230,12 @@ def _as_json(answer: "Generation") -> dict[str, Any]:
 
 def _statistics_line(statistics: "Statistics") -> str:
     passes = ", ".join(f"{name} {num}" for name, num in statistics.forward_passes.items())
+    seed = "" if statistics.seed is None else f"; seed {statistics.seed}"
     return (
         f"{statistics.num_tokens} tokens in {statistics.seconds:.2f} s "
         f"({statistics.tokens_per_second:.1f} tokens/s), "
-        f"{statistics.mean_accepted_length:.2f} tokens per target pass; forward passes: {passes}"
+        f"{statistics.mean_accepted_length:.2f} tokens per target pass; "
+        f"forward passes: {passes}{seed}"
     )
 
 
