@@ -10,7 +10,7 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 import json
 import shutil
 import signal
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,9 @@ from polybasic.chain.formats.lineage import weights_digest
 from polybasic.chain.formats.manifest import Manifest, Provenance
 from polybasic.chain.formats.package import Part, package_chain
 from polybasic.chain.formats.plan import Flush, Plan, Tree
+from polybasic.deploy.engine import Engine
+from polybasic.deploy.request import Request
+from polybasic.deploy.rounds.noise import Noise
 
 # Triton reads this when it is first imported, which tests of other parts may do
 if not torch.cuda.is_available():
@@ -289,3 +292,16 @@ def tiny_four_chain(tiny_four_chain_parts: FourChainParts, tmp_path: Path) -> Pa
     """
     tiny_four_chain_parts.package(tmp_path / "four_chain")
     return tmp_path / "four_chain"
+
+
+@pytest.fixture
+def noise_of_another_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sampled answers of several members are not those that the target alone draws."""
+    noise_of = Engine.noise
+
+    def other(self: Engine, request: Request) -> Noise | None:
+        if len(request.plan.members) > 1:
+            request = replace(request, sampling=replace(request.sampling, seed=99))
+        return noise_of(self, request)
+
+    monkeypatch.setattr(Engine, "noise", other)

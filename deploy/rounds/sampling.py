@@ -129,7 +129,8 @@ class CoupledSampler(GreedySampler):
 
     Noise is Gumbel's, so each draw follows the model's own distribution, and belongs to a position,
     so that models which agree draw alike. The answer is what the target alone draws, whatever is
-    proposed: a proposed token is kept if it is the verifier's own draw.
+    proposed: a proposed token is kept if it is the verifier's own draw. A script of docs/seeds.md
+    draws the same from transformers' logits.
 
     Args:
         sampling: with a temperature above 0.

@@ -30,7 +30,10 @@ from polybasic.deploy.bench.rounding import (
     measure_rounding,
 )
 from polybasic.deploy.graphs.capture import Graphs
+from polybasic.deploy.rounds.noise import Noise
+from polybasic.deploy.rounds.sampling import CoupledSampler, GreedySampler, Prefixes, Sampling
 from polybasic.deploy.rounds.verifier import Verifier
+from polybasic.deploy.rounds.warping import process_logits
 from tests.chain.native_models import CPU, cache_of, decoder, eager
 from tests.deploy.changed_kernels import kernels_that, rounds_otherwise
 
@@ -40,6 +43,7 @@ FLUSH = {"target": Flush(length=5)}
 TWO = Plan(members=("target", "draft"), tree=TREE, flush=FLUSH)
 THREE = Plan(members=(*VERIFYING, "draft"), tree=TREE, flush=FLUSH)
 PATTERNS = read_patterns_of([TWO, THREE], VERIFYING, 48)
+GREEDY = GreedySampler(Sampling(), 0)
 HALVES = (torch.bfloat16, torch.float16)
 
 
@@ -296,22 +300,42 @@ def test_outputs_diverge_at_a_near_tie_or_for_another_reason() -> None:
     tolerance = gaps[3]
     agreement = Agreement(tolerance)
     for count, (other, gap) in enumerate(zip(ordered[1:], gaps, strict=True), 1):
-        assert gap_at_divergence(verifier, prompt, best, [*answer, other, 7]) == gap
-        agreement.count(verifier, prompt, best, [*answer, other, 7])
+        assert gap_at_divergence(verifier, GREEDY, prompt, best, [*answer, other, 7]) == gap
+        agreement.count(verifier, GREEDY, prompt, best, [*answer, other, 7])
         assert agreement.near_ties == sum(one < tolerance for one in gaps[:count])
     assert 0 < agreement.near_ties < len(gaps)
     assert agreement.widest_near_tie == max(gap for gap in gaps if gap < tolerance)
-    agreement.count(verifier, prompt, best, best)
+    agreement.count(verifier, GREEDY, prompt, best, best)
     assert (agreement.prompts, agreement.identical) == (len(gaps) + 1, 1)
     near_ties = agreement.near_ties
     for shorter in (answer, []):
-        agreement.count(verifier, prompt, best, shorter)
+        agreement.count(verifier, GREEDY, prompt, best, shorter)
     assert agreement.near_ties == near_ties, "a missing token is no tie"
+
+
+def test_gaps_of_sampled_outputs_count_noise_and_penalties_in_units_of_logits() -> None:
+    verifier = on_host(torch.float32)
+    prompt, answer = texts()[0]
+    sampling = Sampling(0.5, frequency_penalty=0.3, seed=7)
+    sampler = CoupledSampler(sampling, len(prompt), Noise(verifier.decoder, sampling))
+    logits = answer_logits(verifier, prompt, [*answer, 0], ONE_ROW)[-1:]
+    before = Prefixes([*prompt, *answer], [[]])
+    scores = process_logits(logits, sampling, before, len(prompt))[0]
+    scores = scores + 0.5 * sampler.noise.at([len(prompt) + len(answer)])[0]
+    best, other = scores.topk(2).indices.tolist()
+    gap = gap_at_divergence(verifier, sampler, prompt, [*answer, best], [*answer, other])
+    assert gap == pytest.approx(float(scores[best] - scores[other]), abs=1e-5)
+    plain = gap_at_divergence(verifier, GREEDY, prompt, [*answer, best], [*answer, other])
+    assert plain != pytest.approx(gap, abs=1e-3)
+    truncated = CoupledSampler(replace(sampling, top_k=1), len(prompt), sampler.noise)
+    assert gap_at_divergence(
+        verifier, truncated, prompt, [*answer, best], [*answer, other]
+    ) == float("inf"), "truncation keeps one of the two"
 
 
 def test_equal_logits_are_no_tie_where_nothing_rounds() -> None:
     verifier = on_host(torch.float32)
     prompt, answer = texts()[0]
     agreement = Agreement(tolerance=0.0)
-    agreement.count(verifier, prompt, answer, [answer[0], (answer[1] + 1) % 100])
+    agreement.count(verifier, GREEDY, prompt, answer, [answer[0], (answer[1] + 1) % 100])
     assert (agreement.identical, agreement.near_ties) == (0, 0)

@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.manifest import read_manifest
+from polybasic.chain.formats.manifest import read_manifest, write_manifest
 from polybasic.chain.formats.verify import check_chain
 from polybasic.deploy import load_chain
 from polybasic.deploy.bench import running
@@ -25,6 +25,7 @@ from polybasic.deploy.bench.report import (
 from polybasic.deploy.bench.rereading import ONE_ROW, ReadPattern, answer_logits
 from polybasic.deploy.bench.running import bench_chain
 from polybasic.deploy.prompts import Question, choose_questions, read_questions
+from polybasic.deploy.rounds.sampling import GreedySampler, Sampling
 from polybasic.deploy.settings import BenchSettings
 from tests.conftest import ChainParts
 
@@ -127,20 +128,49 @@ def test_results_reach_files_and_manifest(benched: tuple[Path, dict[str, Any]]) 
     assert f"{report['systems']['eagle2']['speedup_vs_target']:.2f}x" in printed
 
 
-def test_sampling_needs_no_identical_outputs(tiny_chain: Path, prompts: Path) -> None:
-    settings = BenchSettings(
-        prompts=str(prompts),
-        max_new_tokens=8,
-        temperature=1.0,
-        repeats=1,
-        systems=("target", "polybasic"),
-    )
-    systems = bench_chain(tiny_chain, settings)["systems"]
-    assert list(systems) == ["target", "polybasic"]
+SAMPLED = BenchSettings(
+    prompts="",
+    max_new_tokens=20,
+    temperature=1.0,
+    repeats=1,
+    systems=("target", "hf_generate", "eagle2", "polybasic"),
+)
+
+
+def test_samples_of_a_seed_are_the_targets(tiny_chain: Path, prompts: Path) -> None:
+    report = bench_chain(tiny_chain, SAMPLED.model_copy(update={"prompts": str(prompts)}))
+    systems = report["systems"]
+    for name in ("eagle2", "polybasic"):
+        assert systems[name]["identical_to_target"]["identical"] == 4
+    assert "identical_to_target" not in systems["hf_generate"], "drawn by its own numbers"
+    assert report["rounding"]["others"] == {}
+    markdown = (tiny_chain / "report" / "report.md").read_text()
+    assert "## Rounding" in markdown
+    row = next(line for line in markdown.splitlines() if line.startswith("| hf_generate"))
+    assert row.endswith("| - |")
+
+
+@pytest.mark.usefixtures("noise_of_another_seed")
+def test_samples_that_part_from_the_targets_are_counted(tiny_chain: Path, prompts: Path) -> None:
+    systems = bench_chain(tiny_chain, SAMPLED.model_copy(update={"prompts": str(prompts)}))[
+        "systems"
+    ]
+    assert systems["target"]["identical_to_target"]["identical"] == 4
+    assert systems["eagle2"]["identical_to_target"]["identical"] < 4
+
+
+def test_independent_samples_are_not_compared(
+    tiny_chain: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = read_manifest(tiny_chain)
+    plan = manifest.plan.model_copy(update={"rule": "block"})
+    write_manifest(tiny_chain, manifest.model_copy(update={"plan": plan}))
+    systems = bench_chain(tiny_chain, SAMPLED.model_copy(update={"prompts": str(prompts)}))[
+        "systems"
+    ]
+    assert systems["target"]["plan"]["rule"] == "coupled"
+    assert systems["polybasic"]["plan"]["rule"] == "block"
     assert "identical_to_target" not in systems["polybasic"]
-    report = json.loads((tiny_chain / "report" / "report.json").read_text())
-    assert report["rounding"] is None
-    assert "## Rounding" not in (tiny_chain / "report" / "report.md").read_text()
 
 
 @pytest.mark.parametrize("kernels", ["auto", "device"])
@@ -226,7 +256,9 @@ def test_native_kernels_round_alike_in_blocks_of_any_size(tiny_chain: Path) -> N
     for pattern in (*map(ReadPattern, (4, 8, 16, 25, 40)), ReadPattern(6, 3), ReadPattern(20, 5)):
         assert torch.equal(answer_logits(verifier, prompt, answer, pattern), one_by_one)
     best, second = one_by_one[-1].topk(2).indices.tolist()
-    gap = gap_at_divergence(verifier, prompt, [*answer[:-1], best, 3], [*answer[:-1], second, 4])
+    sampler = GreedySampler(Sampling(), len(prompt))
+    one, other = [*answer[:-1], best, 3], [*answer[:-1], second, 4]
+    gap = gap_at_divergence(verifier, sampler, prompt, one, other)
     assert gap == float(one_by_one[-1, best] - one_by_one[-1, second])
 
 

@@ -177,6 +177,11 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(tmp_path, monkeypatch) -> 
         (["generate", "nowhere", "-p", "Hello"], "nowhere"),
         (["generate", "nowhere", "-p", "Hello", "--min-p", "2"], "min_p=2.0; use 0 to 1"),
         (["generate", "nowhere", "-p", "Hello", "--temperature", "-1"], "temperature=-1.0"),
+        (["generate", "nowhere", "-p", "Hello", "--rule", "x"], "use one of coupled, block, token"),
+        (
+            ["generate", "nowhere", "-p", "Hello", "--rule", "block", "--verify"],
+            "--verify with --rule block; leave --rule out",
+        ),
         (["generate", "nowhere", "-p", "Hello", "--logit-bias", "42"], "write ID=VALUE"),
         (["generate", "nowhere", "-p", "Hello", "--logit-bias", "x=1"], "--logit-bias x=1"),
         (
@@ -290,6 +295,26 @@ def test_generate_has_an_option_for_every_setting(tiny_chain: Path) -> None:
     assert answer["statistics"]["stopped_by"] == "stop_string"
     assert set(answer["statistics"]["forward_passes"]) == {"target"}
     assert answer["token_ids"] == plain[: plain.index(plain[5]) + 1]
+
+
+def test_generate_compares_an_answer_with_the_targets_own(
+    tiny_chain: Path, request: pytest.FixtureRequest
+) -> None:
+    asked = ["generate", str(tiny_chain), "-p", "w5 w9 w2", "--max-new-tokens", "30", "--verify"]
+    sampled = [*asked, "--temperature", "0.9", "--top-p", "0.95"]
+    for options in (asked, sampled, [*sampled, "--seed", "3", "--json"]):
+        code, _, err = call(*options)
+        assert code == 0, err
+        assert "verified: identical to the target alone" in err.splitlines()[-1]
+    assert "(seed 3)" in err
+    drawn = call(*sampled)[2].splitlines()
+    assert drawn[-2].rpartition("; seed ")[2] in drawn[-1], "the drawn seed is named"
+
+    request.getfixturevalue("noise_of_another_seed")
+    code, _, err = call(*sampled, "--seed", "3")
+    assert code == 1
+    assert "parts from the target's own (seed 3) at token" in err
+    assert "rounding does not explain it" in err
 
 
 def test_generate_says_what_the_checkpoint_decided(tiny_chain_parts, tmp_path: Path) -> None:
