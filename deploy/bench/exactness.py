@@ -1,5 +1,6 @@
 """Whether two outputs that should be equal differ by rounding or by a fault."""
 
+import math
 from dataclasses import asdict, dataclass
 
 import torch
@@ -96,11 +97,13 @@ def gap_at_divergence(
     pairs = zip(expected, found, strict=False)
     place = next((place for place, (one, other) in enumerate(pairs) if one != other), None)
     if place is None:
-        return float("inf")
+        return math.inf
     logits = answer_logits(verifier, prompt, expected[: place + 1], ONE_ROW)[-1]
     before = Prefixes([*prompt, *expected[:place]], [[]])
     scores = sampler.distributions(logits[None], before).logits
     assert scores is not None
-    gap = abs(float(scores[0, expected[place]] - scores[0, found[place]]))
+    one, other = float(scores[0, expected[place]]), float(scores[0, found[place]])
+    if math.isinf(one) or math.isinf(other):
+        return math.inf
     # noise is added to logits that are divided by the temperature
-    return gap * (sampler.sampling.temperature or 1.0)
+    return abs(one - other) * (sampler.sampling.temperature or 1.0)

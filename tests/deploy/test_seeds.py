@@ -25,6 +25,7 @@ def test_the_script_of_the_docs_draws_the_same_from_transformers(
     chain: Chain, tiny_chain: Path
 ) -> None:
     model = AutoModelForCausalLM.from_pretrained(tiny_chain / "target", dtype=torch.float32).eval()
+    model.generation_config.eos_token_id = sorted(chain.stop_tokens)
     scripts = re.findall(r"^```python\n(.*?)^```", PAGE.read_text("utf-8"), re.M | re.S)
     (script,) = (one for one in scripts if "transformers" in one)
     assert "seed=7" in script
