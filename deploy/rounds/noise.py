@@ -14,8 +14,12 @@ from polybasic.deploy.rounds.warping import Sampling
 
 NUM_KEPT = 64
 """Positions whose noise is kept, since every model of a chain asks for it."""
-SPREAD = 1.0
-"""How far a verifier's scores are expected to lie from the drafting model's; see `Noise.draft`."""
+SHARPNESS = 1.2
+"""Factor of a drafting model's log-probabilities: a small model is less sure than its verifier.
+
+Between 1 and 1.5 it hardly matters: 1.125 to 1.25 gained 2 to 10 % of the tokens of a round at
+temperature 1 with two embedded heads, and 2 lost as much.
+"""
 
 
 class Noise:
@@ -48,12 +52,11 @@ class Noise:
     def draft(self, start: int, depth: int) -> Perturbation:
         """What a draft of `depth` levels adds to its logits, the first level drawing at `start`.
 
-        The verifier draws the token of the largest score log p + G. Let the drafting model's
-        scores log q + G be off by Gumbel noise of scale s (`SPREAD`), independently: then a token
-        is drawn with probability softmax((log q + G) / s), of which a path's score is the product.
+        The verifier draws the token with the largest log p + G. Let log p be b log q, b being the
+        `SHARPNESS`, plus further Gumbel noise, independent for each token: then a token is drawn
+        with probability softmax(b log q + G), and a path with the product of these, its score.
         """
-        added = self.at(range(start, start + depth)) / SPREAD
-        return Perturbation(1 / (SPREAD * self._temperature), added)
+        return Perturbation(SHARPNESS / self._temperature, self.at(range(start, start + depth)))
 
     def _computed(self, positions: Sequence[int]) -> Tensor:
         places = torch.tensor(positions, device=self._rows.device)
