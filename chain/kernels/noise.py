@@ -36,10 +36,10 @@ _MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 _WEYL = 0x9E3779B9, 0xBB67AE85
 _ROUNDS = 10
 _MASK = 0xFFFFFFFF
-_NEAR = 0.29289323
-_LOG_2 = 0.6931472
-_ROOT_HALF_BITS = 0x3F3504F3
-_COEFFICIENTS = (
+NEAR = 0.29289323
+LOG_2 = 0.6931472
+ROOT_HALF_BITS = 0x3F3504F3
+COEFFICIENTS = (
     0.33333317, -0.2500081, 0.20002286, -0.16624554,
     0.14181193, -0.13128755, 0.12881644, -0.07859607,
 )  # fmt: skip
@@ -90,13 +90,13 @@ def philox(counter: Sequence[Tensor], key: tuple[Tensor, Tensor]) -> Sequence[Te
 def gumbel(words: Tensor) -> Tensor:
     """The noise, float32, of words, int64 of any shape."""
     x, y = _half(words), _half(words ^ _MASK)
-    is_near = x <= _NEAR
+    is_near = x <= NEAR
     exponent, rest = _split(y)
     f = torch.where(is_near, -x, rest)
     exponent = torch.where(is_near, 0.0, exponent)
-    wait = -(exponent * _LOG_2 + _ln1p(f))
+    wait = -(exponent * LOG_2 + _ln1p(f))
     exponent, rest = _split(wait)
-    return -(exponent * _LOG_2 + _ln1p(rest))
+    return -(exponent * LOG_2 + _ln1p(rest))
 
 
 def _half(words: Tensor) -> Tensor:
@@ -106,12 +106,12 @@ def _half(words: Tensor) -> Tensor:
 def _split(y: Tensor) -> tuple[Tensor, Tensor]:
     """Exponent and mantissa - 1 of positive numbers, the mantissa from sqrt(1/2) to sqrt(2)."""
     bits = y.view(torch.int32)
-    exponent = (bits - _ROOT_HALF_BITS) >> 23
+    exponent = (bits - ROOT_HALF_BITS) >> 23
     return exponent.float(), (bits - (exponent << 23)).view(torch.float32) - 1.0
 
 
 def _ln1p(f: Tensor) -> Tensor:
-    total = f * _COEFFICIENTS[-1] + _COEFFICIENTS[-2]
-    for coefficient in _COEFFICIENTS[-3::-1]:
+    total = f * COEFFICIENTS[-1] + COEFFICIENTS[-2]
+    for coefficient in COEFFICIENTS[-3::-1]:
         total = total * f + coefficient
     return f + f * f * (f * total - 0.5)

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from polybasic.chain.kernels.cuda import candidates, draw_kernels, tree_kernels
+from polybasic.chain.kernels.cuda import candidates, draw_kernels, noise_kernels, tree_kernels
 from polybasic.chain.kernels.torch.operations import Operations
 from polybasic.chain.kernels.torch.trees import Beam, DeviceTree, Walk
 
@@ -23,6 +23,9 @@ class DraftOperations(Operations):
 
     def draw(self, probabilities: Tensor, uniforms: Tensor) -> Tensor:
         return draw_kernels.draw(probabilities, uniforms)
+
+    def noise(self, key: Tensor, positions: Tensor, num_tokens: int) -> Tensor:
+        return noise_kernels.gumbel_noise(key, positions, num_tokens)
 
     def continuations(
         self, logits: Tensor, k: int, above: Tensor | None, token_ids: Tensor | None
