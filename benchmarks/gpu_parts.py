@@ -396,7 +396,7 @@ def _plans(shape: str, session: Session, found: Found) -> None:
 
 def with_flush(plan: Plan, length: int) -> Plan:
     """The plan with blocks of so many tokens, never cut short."""
-    flush = {name: Flush(length=length, rule=one.rule) for name, one in plan.flush.items()}
+    flush = {name: Flush(length=length) for name in plan.flush}
     return plan.model_copy(update={"flush": flush})
 
 

@@ -159,9 +159,9 @@ class Engine:
         of_block: type[BaseBlockStage] = BlockStage
         sampler: Joiner
         parts: tuple[RoundParts, ...] = ()
-        if self._parts is not None and noise is None and draws_on_device(request.sampling):
+        if self._parts is not None and draws_on_device(request.sampling):
             of_tree, of_block, parts = DeviceTreeStage, DeviceBlockStage, (self._parts,)
-            sampler = self._device_sampler(self._parts, request)
+            sampler = self._device_sampler(self._parts, request, noise)
         else:
             device, num_prompt_tokens = self.models.target.device, len(request.token_ids)
             sampler = make_sampler(request.sampling, device, num_prompt_tokens, plan.rule, noise)
@@ -254,10 +254,13 @@ class Engine:
         head = self.models.drafters.get(plan.members[-1])
         return self.verifiers[name].feature_layers if head and head.weights.feature_layers else ()
 
-    def _device_sampler(self, parts: RoundParts, request: Request) -> DeviceSampler:
-        reports_confidence = any(flush.adaptive for flush in request.plan.flush.values())
-        drawing = parts.drawing(request.sampling, reports_confidence)
-        return DeviceSampler(request.sampling, drawing)
+    def _device_sampler(
+        self, parts: RoundParts, request: Request, noise: Noise | None
+    ) -> DeviceSampler:
+        plan = request.plan
+        reports_confidence = any(flush.adaptive for flush in plan.flush.values())
+        drawing = parts.drawing(request.sampling, plan.rule, reports_confidence)
+        return DeviceSampler(request.sampling, drawing, noise)
 
     def _check(self, request: Request) -> None:
         token_ids, vocab_size = request.token_ids, self.models.target.config.vocab_size

@@ -29,11 +29,11 @@ class Perturbation:
     """Makes a draft follow draws with known noise: its scores are those of perturbed logits.
 
     Attributes:
-        scale: factor of the logits.
+        scale: factor of the logits; a tensor [] where rounds stay on the device.
         added: to the scaled logits, float32 [levels, vocabulary], a row for each level.
     """
 
-    scale: float
+    scale: float | Tensor
     added: Tensor
 
 

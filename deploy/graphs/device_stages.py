@@ -18,7 +18,7 @@ from polybasic.deploy.drafters.expansion import ExpandingDrafter
 from polybasic.deploy.drafters.interface import Drafter
 from polybasic.deploy.graphs.capture import Graphs
 from polybasic.deploy.graphs.device_passes import DevicePasses, NamedStep, bucket_of
-from polybasic.deploy.graphs.drawing import DeviceDraws, DeviceSampler, Drawing
+from polybasic.deploy.graphs.drawing import DeviceDraws, DeviceNoise, DeviceSampler, Drawing
 from polybasic.deploy.graphs.round_parts import (
     NO_TOKEN,
     UNREAD_BUCKETS,
@@ -47,13 +47,16 @@ class RoundParts:
 
     def __init__(self, graphs: Graphs, device: torch.device) -> None:
         self.graphs, self.device = graphs, device
+        self.noise = DeviceNoise(device)
         self._made: dict[Hashable, Any] = {}
 
-    def drawing(self, sampling: Sampling, reports_confidence: bool) -> Drawing:
+    def drawing(self, sampling: Sampling, rule: Rule, reports_confidence: bool) -> Drawing:
         """The drawing of a request's tokens."""
-        warping = None if sampling.is_greedy else Warping.of(sampling)
-        key = "drawing", warping, reports_confidence
-        return self._cached(key, lambda: Drawing(warping, reports_confidence, self.device))
+        kind: tuple[Warping | None, Rule | None, DeviceNoise | None] = None, None, None
+        if not sampling.is_greedy:
+            kind = Warping.of(sampling), rule, self.noise if rule == "coupled" else None
+        key = "drawing", kind, reports_confidence
+        return self._cached(key, lambda: Drawing(*kind, reports_confidence, self.device))
 
     def stop_tokens(self, tokens: frozenset[int]) -> Tensor:
         """Set the next request's stop tokens, int64 [S]; sets of similar size share a tensor."""
@@ -76,11 +79,18 @@ class RoundParts:
         return self._cached(("device_drafter", drafter.cache), lambda: DeviceDrafter.of(drafter))
 
     def draft(
-        self, device_drafter: DeviceDrafter, shape: Tree, num_unread: int, tree_out: TreeRows
+        self,
+        device_drafter: DeviceDrafter,
+        shape: Tree,
+        num_unread: int,
+        tree_out: TreeRows,
+        noise: DeviceNoise | None,
     ) -> DraftPart:
         """The draft of trees of one shape, over at most `num_unread` unread tokens."""
-        key = "draft", id(device_drafter), shape.depth, shape.top_k, shape.rows, num_unread
-        return self._cached(key, lambda: DraftPart(device_drafter, shape, num_unread, tree_out))
+        key = "draft", id(device_drafter), shape.depth, shape.top_k, shape.rows, num_unread, noise
+        return self._cached(
+            key, lambda: DraftPart(device_drafter, shape, num_unread, tree_out, noise)
+        )
 
     def tree(
         self, verifier: Verifier, rows: int, depth: int, drawing: Drawing, stop_tokens: Tensor
@@ -92,10 +102,10 @@ class RoundParts:
             key, lambda: TreePart(verifier, self.tree_rows(rows, depth), drawing, stop_tokens)
         )
 
-    def block(self, verifier: Verifier, rows: int, rule: Rule, drawing: Drawing) -> BlockPart:
+    def block(self, verifier: Verifier, rows: int, drawing: Drawing) -> BlockPart:
         """The verification of a block, at most `rows` rows together with the unread tokens."""
-        key = "block", verifier.name, verifier.feature_layers, rows, rule, drawing
-        return self._cached(key, lambda: BlockPart(verifier, rows, rule, drawing))
+        key = "block", verifier.name, verifier.feature_layers, rows, drawing
+        return self._cached(key, lambda: BlockPart(verifier, rows, drawing))
 
     def _cached(self, key: Hashable, make: Callable[[], Part]) -> Part:
         if key not in self._made:
@@ -213,7 +223,8 @@ class DeviceTreeStage(BaseTreeStage):
         num_unread: int,
         part: TreePart,
     ) -> DraftPart:
-        return self.parts.draft(device_drafter, drafter.tree, num_unread, part.tree_in)
+        shape, noise = drafter.tree, self.sampler.drawing.noise
+        return self.parts.draft(device_drafter, shape, num_unread, part.tree_in, noise)
 
     def _draft_step(self, drafter: ExpandingDrafter, draft: DraftPart) -> NamedStep:
         window = drafter.window
@@ -271,7 +282,7 @@ class DeviceBlockStage(BaseBlockStage):
         return num_kept, next_token, part.states[:num_rows], draws
 
     def _part(self, rows: int) -> BlockPart:
-        return self.parts.block(self.verifier, rows, self.flush.rule, self.sampler.drawing)
+        return self.parts.block(self.verifier, rows, self.sampler.drawing)
 
     def _verify_step(self, part: BlockPart) -> NamedStep:
         window = self.verifier.window

@@ -1,6 +1,6 @@
 """How captured rounds draw tokens, and the sampler that their stages use.
 
-#   R = rows, V = vocabulary, D = rows whose confidence is asked for
+#   R = rows, V = vocabulary, D = rows whose confidence is asked for, P = positions
 """
 
 from dataclasses import dataclass
@@ -8,7 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from polybasic.chain.formats.plan import Rule
+from polybasic.chain.kernels.executor import Executor, Perturbation
 from polybasic.chain.kernels.torch.operations import Operations
+from polybasic.deploy.rounds.noise import Noise
 from polybasic.deploy.rounds.sampling import seeded_generator
 from polybasic.deploy.rounds.warping import Sampling, Warping
 
@@ -24,18 +27,55 @@ def draws_on_device(sampling: Sampling) -> bool:
     )
 
 
+class DeviceNoise:
+    """The noise of an engine's current request, computed inside captured parts.
+
+    Attributes:
+        key: int64 [3].
+        draft_scale: float64 []; see `Noise`.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.key = torch.zeros(3, dtype=torch.int64, device=device)
+        self.draft_scale = torch.ones((), dtype=torch.float64, device=device)
+
+    def set(self, noise: Noise) -> None:
+        """Take over the noise of the next request."""
+        self.key.copy_(noise.key)
+        self.draft_scale.fill_(noise.draft_scale)
+
+    def at(self, model: Executor, positions: Tensor) -> Tensor:
+        """Noise float32 [P, V] of the tokens to be drawn at positions int64 [P]."""
+        return model.noise(self.key, positions)
+
+    def draft(self, model: Executor, start: Tensor, depth: int) -> Perturbation:
+        """See `Noise.draft`; `start` is int64 []."""
+        positions = start + torch.arange(depth, device=self.key.device)
+        return Perturbation(self.draft_scale, self.at(model, positions))
+
+
 class Drawing:
-    """One kind of drawing; its settings are kept in a tensor, so that one graph serves all values.
+    """One kind of drawing; its settings are kept in tensors, so that one graph serves all values.
 
     Args:
         warping: applied to logits; None takes the most probable token.
+        rule: of the plan; None takes the most probable token.
+        noise: of the engine, for the rule "coupled" alone.
         reports_confidence: whether rounds report how probable each of their tokens was.
     """
 
     def __init__(
-        self, warping: Warping | None, reports_confidence: bool, device: torch.device
+        self,
+        warping: Warping | None,
+        rule: Rule | None,
+        noise: DeviceNoise | None,
+        reports_confidence: bool,
+        device: torch.device,
     ) -> None:
-        self.warping, self.reports_confidence, self.device = warping, reports_confidence, device
+        assert (noise is not None) == (rule == "coupled"), rule
+        self.warping, self.rule, self.noise = warping, rule, noise
+        self.reports_confidence, self.device = reports_confidence, device
+        self.is_random = warping is not None and noise is None
         self.values = torch.ones(Warping.NUM_VALUES, device=device)
 
     def set(self, sampling: Sampling) -> None:
@@ -45,9 +85,21 @@ class Drawing:
 
     def buffer(self, rows: int, vocab_size: int) -> Tensor | None:
         """Memory for the probabilities of `rows` rows; None if this kind computes none."""
-        if self.warping is None:
-            return None
-        return torch.zeros(rows, vocab_size, device=self.device)
+        return torch.zeros(rows, vocab_size, device=self.device) if self.is_random else None
+
+    def scores(self, model: Executor, logits: Tensor, positions: Tensor, place: Tensor) -> Tensor:
+        """Scores [R, V] in the place of logits [R, V]: what is drawn coupled is the largest of
+        the warped logits and the noise; other kinds leave logits as they are.
+
+        Args:
+            model: computes the noise.
+            positions: int64 [P], at which rows draw.
+            place: int64 [R], which of these each row draws at.
+        """
+        if self.warping is None or self.noise is None:
+            return logits
+        noise = self.noise.at(model, positions).index_select(0, place)
+        return noise.add_(self.warping.truncated(logits, self.values))
 
     def fill(self, logits: Tensor, buffer: Tensor | None) -> None:
         """Write the probabilities of `logits` [R, V] into their buffer."""
@@ -60,6 +112,7 @@ class Drawing:
         """A token after each row, int64 [R].
 
         Args:
+            logits: or scores, of which the largest is drawn.
             uniforms: float32 [R] in [0, 1).
             buffer: as `fill` left it.
         """
@@ -73,7 +126,8 @@ class Drawing:
         """How probable each token of `tokens` (int64 [D]) is after its row, float64 [D]; zeros if
         confidence is not reported.
 
-        As in the host's samplers, greedy draws are rated by the softmax of their logits.
+        As in the host's samplers, draws of the largest are rated by the softmax of their logits or
+        scores.
         """
         if not self.reports_confidence:
             return torch.zeros(len(rows), dtype=torch.float64, device=self.device)
@@ -89,7 +143,7 @@ class DeviceDraws:
     """What the tokens of a round were drawn from.
 
     Attributes:
-        probabilities: float32 [R, V], valid until the next round; None if draws are greedy.
+        probabilities: float32 [R, V], valid until the next round; None if the largest is drawn.
         rows: int64, the row of each token of the round.
         confidence: of each token of the round.
     """
@@ -104,16 +158,19 @@ class DeviceSampler:
 
     Args:
         drawing: of the kind of `sampling`.
+        noise: of the request, for coupled draws.
     """
 
-    def __init__(self, sampling: Sampling, drawing: Drawing) -> None:
+    def __init__(self, sampling: Sampling, drawing: Drawing, noise: Noise | None) -> None:
         self.drawing = drawing
         self.generator = seeded_generator(sampling, drawing.device)
         drawing.set(sampling)
+        if drawing.noise is not None and noise is not None:
+            drawing.noise.set(noise)
 
     def fill(self, uniforms: Tensor) -> None:
         """Draw new random numbers for the next run of a part."""
-        if self.drawing.warping is not None:
+        if self.drawing.is_random:
             uniforms.uniform_(generator=self.generator)
 
     def take(self, draws: DeviceDraws, chosen: list[int]) -> Tensor | None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from polybasic.chain.formats.plan import Rule, Tree, Window
+from polybasic.chain.formats.plan import Tree, Window
 from polybasic.chain.kernels.torch.executor import TorchExecutor
 from polybasic.chain.kernels.torch.rows import device_consecutive_rows, device_tree_rows
 from polybasic.chain.kernels.torch.trees import DeviceTree
@@ -22,7 +22,7 @@ from polybasic.deploy.drafters.expansion import ExpandingDrafter
 from polybasic.deploy.drafters.head import EagleDrafter
 from polybasic.deploy.graphs.device_passes import PADDING, InputNumbers
 from polybasic.deploy.graphs.device_sampling import verify, verify_greedy
-from polybasic.deploy.graphs.drawing import Drawing
+from polybasic.deploy.graphs.drawing import DeviceNoise, Drawing
 from polybasic.deploy.rounds.verifier import Verifier
 
 UNREAD_BUCKETS = (8, 16, 32, 64)
@@ -75,11 +75,13 @@ class DeviceDrafter:
     """A drafter's model as captured rounds run it.
 
     Attributes:
+        lag: see `ExpandingDrafter`.
         observed: states by position, for a head; see `EagleDrafter`.
     """
 
     model: TorchExecutor
     cache: Sequence[Tensor]
+    lag: int
     observed: Tensor | None
 
     @classmethod
@@ -89,7 +91,7 @@ class DeviceDrafter:
         if not isinstance(model, TorchExecutor) or not model.runs_on_device:
             return None
         observed = drafter.observed if isinstance(drafter, EagleDrafter) else None
-        return cls(model, drafter.cache.layers, observed)
+        return cls(model, drafter.cache.layers, drafter.lag, observed)
 
     def read(self, token_ids: Tensor, start: Tensor, window: Window | None) -> Tensor:
         """States of tokens that have not been read yet, whose features were observed."""
@@ -106,17 +108,19 @@ class DraftPart:
     Args:
         num_unread: most tokens to read.
         tree_out: receives the tree.
+        noise: that the verifier draws with; None if it draws without.
     """
 
     def __init__(
-        self, drafter: DeviceDrafter, shape: Tree, num_unread: int, tree_out: TreeRows
+        self,
+        drafter: DeviceDrafter,
+        shape: Tree,
+        num_unread: int,
+        tree_out: TreeRows,
+        noise: DeviceNoise | None,
     ) -> None:
-        self.drafter, self.shape, self.num_unread, self.tree_out = (
-            drafter,
-            shape,
-            num_unread,
-            tree_out,
-        )
+        self.drafter, self.shape, self.num_unread = drafter, shape, num_unread
+        self.tree_out, self.noise = tree_out, noise
         device = drafter.cache[0].device
         self.numbers = InputNumbers(2 + num_unread, device)
         self.set(0, [PADDING])
@@ -133,15 +137,19 @@ class DraftPart:
         """Read the tokens, expand candidates, and keep the best."""
         drafter, shape, model = self.drafter, self.shape, self.drafter.model
         start, num_unread, token_ids = self.numbers.values.split([1, 1, self.num_unread])
-        last = num_unread - 1
+        last, end = num_unread - 1, (start + num_unread)[0]
         states = drafter.read(token_ids, start[0], window)
+        perturbation = None
+        if self.noise is not None:
+            perturbation = self.noise.draft(model, end + drafter.lag, shape.depth)
         found = model.draft(
             states.index_select(0, last),
             drafter.cache,
-            (start + num_unread)[0],
+            end,
             shape.depth,
             shape.top_k,
             window,
+            perturbation,
         )
         root = token_ids.index_select(0, last)[0]
         tree = model.operations.keep_best(
@@ -161,7 +169,7 @@ class TreePart:
         uniforms: float32 [R] in [0, 1), set before each run.
         states: [D, W], of the accepted rows; undefined beyond the gained tokens.
         path: int64 [D], the accepted rows.
-        probabilities: float32 [R, V] that tokens were drawn from; None if draws are greedy.
+        probabilities: float32 [R, V] that tokens were drawn from; None if the largest is drawn.
     """
 
     def __init__(
@@ -175,6 +183,7 @@ class TreePart:
         self.numbers = InputNumbers(2, device)
         self.set(0, 1)
         self.uniforms = torch.zeros(self.num_rows, device=device)
+        self.levels = torch.arange(depth, device=device)
         width = verifier.states_width
         self.states = torch.zeros(depth, width, dtype=decoder.dtype, device=device)
         self.path = torch.zeros(depth, dtype=torch.int64, device=device)
@@ -196,7 +205,9 @@ class TreePart:
             [device_tree_rows(prefix, tree.depths, tree.ancestors, window)],
             feature_layers=self.feature_layers,
         )
-        logits = model.logits_on_device(states)
+        logits = drawing.scores(
+            model, model.logits_on_device(states), prefix + 1 + self.levels, tree.depths
+        )
         drawing.fill(logits, self.probabilities)
         drawn = drawing.draw(model.operations, logits, self.uniforms, self.probabilities)
         walked = model.operations.walk(tree, drawn, limit, self.stop_tokens, self.depth)
@@ -223,17 +234,17 @@ class BlockPart:
 
     Attributes:
         uniforms: float32 [R] in [0, 1), set before each run.
-        proposed: float32 [R - 1, V] that the block's tokens were drawn from; None if draws are
-            greedy.
+        proposed: float32 [R - 1, V] that the block's tokens were drawn from; None if the largest
+            is drawn.
         states: [R, W].
         probabilities: float32 [R, V] of the verifier, from the block's first token on; or None.
         places: int64 [R], 0 to R - 1.
     """
 
-    def __init__(self, verifier: Verifier, num_rows: int, rule: Rule, drawing: Drawing) -> None:
+    def __init__(self, verifier: Verifier, num_rows: int, drawing: Drawing) -> None:
         decoder, vocab_size = device_executor(verifier), verifier.decoder.config.vocab_size
         self.decoder, self.feature_layers = decoder, verifier.feature_layers
-        self.cache, self.num_rows, self.rule, self.drawing = verifier.cache, num_rows, rule, drawing
+        self.cache, self.num_rows, self.drawing = verifier.cache, num_rows, drawing
         device = decoder.device
         self.numbers = InputNumbers(3 + num_rows, device)
         self.set(0, [PADDING], [])
@@ -265,9 +276,10 @@ class BlockPart:
         # from the row before the block's first token on
         before = (num_unread - 1 + self.places).clamp(max=self.num_rows - 1)
         logits = model.logits_on_device(states.index_select(0, before))
+        logits = drawing.scores(model, logits, prefix + num_unread + self.places, self.places)
         block = token_ids.index_select(0, (before + 1).clamp(max=self.num_rows - 1)[:-1])
         drawing.fill(logits, self.probabilities)
-        if self.proposed is None or self.probabilities is None:
+        if self.proposed is None or self.probabilities is None or drawing.rule is None:
             own = model.operations.most_probable(logits)
             num_kept, next_token = verify_greedy(block, num_tokens, own)
         else:
@@ -277,7 +289,7 @@ class BlockPart:
                 self.probabilities,
                 self.proposed,
                 self.uniforms,
-                self.rule,
+                drawing.rule,
                 model.operations,
             )
         self.states.copy_(states)

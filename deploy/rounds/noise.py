@@ -28,12 +28,16 @@ class Noise:
     Args:
         model: computes it; any whose vocabulary is the target's.
         sampling: with a seed.
+
+    Attributes:
+        key: int64 [3], on the model's device.
+        draft_scale: factor of a draft's logits.
     """
 
     def __init__(self, model: Executor, sampling: Sampling) -> None:
         assert sampling.seed is not None, "noise without a seed"
-        self._model, self._temperature = model, sampling.temperature
-        self._key = noise_key(sampling.seed, sampling.choice).to(model.device)
+        self._model, self.draft_scale = model, SHARPNESS / sampling.temperature
+        self.key = noise_key(sampling.seed, sampling.choice).to(model.device)
         self._rows = torch.empty(NUM_KEPT, model.config.vocab_size, device=model.device)
         self._kept = [-1] * NUM_KEPT
 
@@ -56,8 +60,8 @@ class Noise:
         `SHARPNESS`, plus further Gumbel noise, independent for each token: then a token is drawn
         with probability softmax(b log q + G), and a path with the product of these, its score.
         """
-        return Perturbation(SHARPNESS / self._temperature, self.at(range(start, start + depth)))
+        return Perturbation(self.draft_scale, self.at(range(start, start + depth)))
 
     def _computed(self, positions: Sequence[int]) -> Tensor:
         places = torch.tensor(positions, device=self._rows.device)
-        return self._model.noise(self._key, places)
+        return self._model.noise(self.key, places)

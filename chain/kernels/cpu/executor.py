@@ -266,7 +266,7 @@ class CpuExecutor(Executor):
         layers = _Caches(cache)
         scale, added = 1.0, None
         if perturbation is not None:
-            scale, added = perturbation.scale, perturbation.added
+            scale, added = float(perturbation.scale), perturbation.added
             assert len(added) >= depth
             if token_ids is not None:
                 added = added[:, token_ids]
