@@ -9,6 +9,7 @@ from polybasic.chain.formats.plan import AdaptiveFlush, Flush, Ngram, Plan, Tree
 from polybasic.chain.kernels.executor import Executor
 from polybasic.deploy.engine import Engine, Models
 from polybasic.deploy.graphs.device_stages import DeviceBlockStage, DeviceTreeStage
+from polybasic.deploy.graphs.drawing import DeviceNoise
 from polybasic.deploy.request import Request
 from polybasic.deploy.rounds.sampling import Sampling
 from tests.deploy.recorded_graphs import RecordedGraphs
@@ -17,7 +18,8 @@ from tests.deploy.small_chains import VOCAB_SIZE, Weights, small_config
 PROMPT = [1, 4, 2, 0, 5, 3, 3, 1, 2]
 NUM_TOKENS = 24
 CONTEXT_TOKENS = 40
-GREEDY, RANDOM = Sampling(), Sampling(temperature=0.8, seed=5)
+GREEDY, RANDOM = Sampling(), Sampling(temperature=1.5, seed=5)
+WARPED = replace(RANDOM, top_k=3, top_p=0.9, min_p=0.05)
 FLUSH = Flush(length=4)
 TREE = Tree(depth=3, top_k=2, rows=6)
 EVERY = AdaptiveFlush(break_even=0.3, acceptance=(0.7,) * 8)
@@ -29,7 +31,8 @@ PLANS = {
     "token rule": Plan(
         members=("target", "same", "head"),
         tree=TREE,
-        flush={"target": Flush(length=5, rule="token")},
+        flush={"target": Flush(length=5)},
+        rule="token",
     ),
     "own cache": Plan(members=("target", "thin", "head"), tree=TREE, flush={"target": FLUSH}),
     "four": Plan(
@@ -42,8 +45,12 @@ PLANS = {
         tree=TREE,
         flush={"target": Flush(length=9, adaptive=EVERY)},
     ),
+    "block rule": Plan(
+        members=("target", "same", "head"), tree=TREE, flush={"target": FLUSH}, rule="block"
+    ),
     "draft model": Plan(members=("target", "drafter"), tree=TREE),
     "ngram": Plan(members=("target",), tree=Tree(depth=1, top_k=1, rows=5), ngram=Ngram()),
+    "ngram over a head": Plan(members=("target", "head"), tree=TREE, ngram=Ngram()),
     "window": Plan(
         members=("target", "same", "head"),
         tree=TREE,
@@ -103,7 +110,64 @@ def test_greedy_answers_are_the_hosts(host: Engine, device: Engine, name: str) -
     assert answer(device, PLANS[name], GREEDY) == expected
 
 
-REPLAYED = ("adaptive", "draft model", "ngram", "window")
+COUPLED = [name for name, plan in PLANS.items() if plan.rule == "coupled"]
+
+
+@pytest.mark.parametrize("name", COUPLED)
+def test_coupled_answers_are_the_hosts(host: Engine, device: Engine, name: str) -> None:
+    found = []
+    for sampling in (RANDOM, WARPED, replace(RANDOM, choice=1), replace(RANDOM, seed=2**64 - 1)):
+        stages, _ = device.stages(Request(PROMPT, 1, sampling, (), PLANS[name]))
+        assert isinstance(stages[-1], DeviceTreeStage)
+        expected = answer(host, PLANS["target"], sampling)
+        assert answer(device, PLANS[name], sampling) == expected
+        found.append(expected)
+    assert len(set(map(tuple, found))) == 4
+
+
+@pytest.mark.parametrize("name", ["two", "four"])
+def test_noise_of_other_positions_answers_otherwise(
+    host: Engine, device: Engine, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = DeviceNoise.at
+    monkeypatch.setattr(
+        DeviceNoise, "at", lambda noise, model, positions: right(noise, model, positions - 1)
+    )
+    expected = answer(host, PLANS["target"], RANDOM)
+    assert answer(device, PLANS[name], RANDOM) != expected
+
+
+def test_noise_of_an_earlier_request_answers_otherwise(
+    host: Engine, device: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer(device, PLANS["two"], replace(RANDOM, seed=6))
+    monkeypatch.setattr(DeviceNoise, "set", lambda noise, other: None)
+    expected = answer(host, PLANS["target"], RANDOM)
+    assert answer(device, PLANS["two"], RANDOM) != expected
+
+
+@pytest.mark.parametrize("name", ["two", "draft model"])
+def test_drafts_follow_the_noise_as_the_hosts(
+    host: Engine, device: Engine, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def accepted(one: Engine) -> list[int]:
+        found = one.run(Request(PROMPT, NUM_TOKENS, RANDOM, (), PLANS[name]))
+        assert sum(map(len, found)) == NUM_TOKENS
+        # the last rounds of the host draft no deeper than the answer goes on
+        return found.statistics.accepted_lengths["target"][: -TREE.depth]
+
+    expected = accepted(host)
+    assert accepted(device) == expected
+    monkeypatch.setattr(DeviceNoise, "draft", lambda *_: None)
+    assert accepted(device) != expected, "drafts of the most probable"
+
+
+def test_without_a_seed_every_answer_is_another(device: Engine) -> None:
+    answers = [answer(device, PLANS["two"], Sampling(temperature=1.5)) for _ in range(4)]
+    assert len(set(map(tuple, answers))) == 4
+
+
+REPLAYED = ("adaptive", "block rule", "draft model", "ngram", "window")
 """Plans that together replay every kind of graph; the others are proof."""
 
 
@@ -112,8 +176,8 @@ REPLAYED = ("adaptive", "draft model", "ngram", "window")
     [name if name in REPLAYED else pytest.param(name, marks=pytest.mark.proof) for name in PLANS],
 )
 def test_replayed_rounds_answer_as_called_ones(device: Engine, captured: Engine, name: str) -> None:
-    num_tokens = 12 if name == "four" else NUM_TOKENS
-    for sampling in (GREEDY, replace(RANDOM, top_k=3, top_p=0.9, min_p=0.05)):
+    num_tokens = 8 if name == "four" else 14
+    for sampling in (GREEDY, WARPED, replace(WARPED, seed=6)):
         expected = answer(device, PLANS[name], sampling, max_new_tokens=num_tokens)
         found = answer(captured, PLANS[name], sampling, max_new_tokens=num_tokens)
         assert found == expected
@@ -146,7 +210,7 @@ def test_short_and_long_prompts(host: Engine, device: Engine) -> None:
         assert first == second
 
 
-@pytest.mark.parametrize("name", ["two", "four"])
+@pytest.mark.parametrize("name", ["token rule", "block rule"])
 def test_seeds_reproduce(device: Engine, name: str) -> None:
     answers = [answer(device, PLANS[name], replace(RANDOM, seed=seed)) for seed in range(3)]
     again = [answer(device, PLANS[name], replace(RANDOM, seed=seed)) for seed in range(3)]
