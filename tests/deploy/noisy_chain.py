@@ -26,13 +26,15 @@ ADAPTIVE = AdaptiveFlush(break_even=0.25, acceptance=(0.2, 0.3, 0.4, 0.5, 0.6, 0
 
 
 def three(rule: Rule, adaptive: AdaptiveFlush | None = None) -> Plan:
-    flush = {"target": Flush(length=3, rule=rule, adaptive=adaptive)}
-    return Plan(members=("target", "near", "copy"), tree=TREE, flush=flush)
+    flush = {"target": Flush(length=3, adaptive=adaptive)}
+    return Plan(members=("target", "near", "copy"), tree=TREE, flush=flush, rule=rule)
 
 
 PLANS = {
     "head": Plan(members=("target", "head"), tree=TREE),
     "two": Plan(members=("target", "copy"), tree=TREE),
+    "independent": Plan(members=("target", "copy"), tree=TREE, rule="block"),
+    "coupled": three("coupled"),
     "block": three("block"),
     "token": three("token"),
     "adaptive": three("token", ADAPTIVE),

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from polybasic.deploy import Chain, engine, load_chain
+from polybasic.deploy import Chain, engine, load, load_chain
+from polybasic.deploy.rounds.sampling import Sampling
 from tests.deploy.recorded_graphs import RecordedGraphs
 
 PROMPT = "w5 w9 w2"
@@ -41,6 +42,24 @@ def test_graphs_are_captured_at_load_and_answer_the_same(tiny_chain: Path) -> No
     assert tokens(captured, DRAWN) == tokens(plain, DRAWN)
     assert not plain.engine.graphs.is_active
     assert (plain.engine.graphs.counts.captures, len(said)) == (0, 2)
+
+
+@pytest.mark.usefixtures("on_device")
+def test_graphs_of_a_default_temperature_serve_other_seeds_and_temperatures(
+    tiny_chain: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(load, "read_default_sampling", lambda target: Sampling(temperature=1.0))
+    captured, plain = (load_chain(tiny_chain, dtype="float32", graphs=one) for one in (True, False))
+    counts = captured.engine.graphs.counts
+    at_load, seen = counts.captures, set()
+    for seed in (4, 2**64 - 1):
+        for temperature in (0.8, 1.6):
+            options = {**DRAWN, "seed": seed, "temperature": temperature}
+            found = tokens(captured, options)
+            assert found == tokens(plain, options)
+            seen.add(tuple(found))
+    assert counts.captures == at_load > 0
+    assert len(seen) == 4
 
 
 def test_on_a_cpu_nothing_is_captured(tiny_chain: Path) -> None:

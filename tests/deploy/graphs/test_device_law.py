@@ -32,7 +32,7 @@ from polybasic.deploy import Chain, load_chain
 from polybasic.deploy.bench.rereading import ReadPattern, answer_logits
 from polybasic.deploy.graphs import round_parts
 from polybasic.deploy.graphs.device_stages import DeviceTreeStage
-from polybasic.deploy.graphs.drawing import DeviceSampler
+from polybasic.deploy.graphs.drawing import DeviceNoise, DeviceSampler
 from polybasic.deploy.request import Request
 from polybasic.deploy.rounds.sampling import Prefixes, Sampling
 from polybasic.deploy.rounds.warping import warp
@@ -68,14 +68,16 @@ SAMPLINGS = {
     "min-p": Sampling(1.5, min_p=0.05),
     "all": Sampling(1.8, top_k=12, top_p=0.9, min_p=0.02),
 }
-CASES = [("block", "all"), ("adaptive", "top-k")]
+CASES = [("block", "all"), ("adaptive", "top-k"), ("coupled", "min-p")]
 """On a CPU, where a thousand tokens by operations of the device path take half a minute."""
 CASES_OF_GPUS = [
     *CASES,
     ("two", "temperature"),
     ("two", "all"),
+    ("independent", "all"),
     ("head", "top-p"),
     ("block", "temperature"),
+    ("coupled", "temperature"),
     ("token", "top-p"),
     ("token", "min-p"),
 ]
@@ -281,7 +283,7 @@ def test_walks_that_prefer_candidates_are_rejected(
         return right(self, tree, drawn.index_copy(0, tree.parents[1:], tree.tokens[1:]), *others)
 
     monkeypatch.setattr(Operations, "walk", walk)
-    assert is_rejected(chain_at(DEVICE), reference, "two")
+    assert is_rejected(chain_at(DEVICE), reference, "independent")
 
 
 @proof
@@ -294,4 +296,13 @@ def test_random_numbers_that_stay_are_rejected(
         uniforms.copy_(torch.linspace(0, 0.99, len(uniforms)))
 
     monkeypatch.setattr(DeviceSampler, "fill", fill)
-    assert is_rejected(chain_at(DEVICE), reference, "two")
+    assert is_rejected(chain_at(DEVICE), reference, "independent")
+
+
+@proof
+def test_noise_that_stays_is_rejected(
+    chain_at: ChainAt, reference: Chain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a graph has taken in the key of its capture."""
+    monkeypatch.setattr(DeviceNoise, "set", lambda noise, other: None)
+    assert is_rejected(chain_at(DEVICE), reference, "coupled")

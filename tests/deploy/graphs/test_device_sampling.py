@@ -215,7 +215,7 @@ def test_greedy_cuts_are_the_hosts() -> None:
         tokens, own = torch.randint(0, 2, (2, 6), generator=generator)
         tokens = tokens[:5]
         block, rows = tokens[:num_tokens].tolist(), GreedyRows(own.tolist())
-        expected = sampler.verify(block, GreedyRows([]), rows, "block")
+        expected = sampler.verify(block, GreedyRows([]), rows)
         num_kept, next_token = verify_greedy(tokens, torch.tensor(num_tokens), own)
         assert (int(num_kept), int(next_token)) == expected
         found[expected] += 1
