@@ -1,5 +1,6 @@
 // What tests/chain/kernels/cpu/test_processors.py runs for one instruction set, on a processor or an
-// emulator of one: products, passes and a draft of random models, printed number by number.
+// emulator of one: products, passes and a draft of random models, and noise, printed number by
+// number.
 //
 // Each line is a name and its numbers, in nine digits, which tell all bits of a float32.
 
@@ -37,6 +38,8 @@ void polybasic_pass(const Model* model, const Pass* pass, void* space, int num_t
 void polybasic_draft(const Model* model, const DraftShape* shape, void* space, int num_threads);
 void polybasic_product(const Matrix* matrix, int element, const void* rows, void* out, int num_rows,
                        float* memory, int num_threads);
+void polybasic_noise(const int64_t* key, const int64_t* positions, int num_positions, int num_tokens,
+                     float* out, int num_threads);
 }
 
 namespace {
@@ -305,6 +308,15 @@ void run_passes(const Case& one, int threads, const std::string& name) {
     print(name + "/draft/tokens", std::vector<float>(drafted.begin(), drafted.end()));
 }
 
+// As tests/chain/kernels/cpu/test_processors.py asks the reference for.
+void run_noise(int threads) {
+    constexpr int kTokens = 1000;
+    const int64_t key[] = {3, 0, 0}, positions[] = {0, 7408, 4294967295};
+    std::vector<float> found(3 * kTokens);
+    polybasic_noise(key, positions, 3, kTokens, found.data(), threads);
+    print("noise/" + std::to_string(threads), found);
+}
+
 }  // namespace
 
 int main() {
@@ -320,4 +332,5 @@ int main() {
             run_products(one, threads, name);
             run_passes(one, threads, name);
         }
+    for (int threads : {1, 2}) run_noise(threads);
 }

@@ -1,5 +1,5 @@
-"""The kernels for each instruction set, by harness: the same bits alone and in company, and the
-numbers of the portable ones. Those of ARM run in an emulator of a processor that has no more."""
+"""The kernels for each instruction set, by harness: the same bits alone and in company, the
+numbers of the portable ones, and the reference's noise. Those of ARM run in an emulator of a processor that has no more."""
 
 import math
 import os
@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from polybasic.chain.kernels.cpu.build import SOURCE_FOLDER
 from polybasic.chain.kernels.cpu.compilers import Compiler
@@ -18,9 +19,10 @@ from polybasic.chain.kernels.cpu.instruction_sets import (
     known_sets,
     machine,
 )
+from polybasic.chain.kernels.noise import gumbel_noise, noise_key
 
 HARNESS = Path(__file__).with_name("passes_harness.cpp")
-PASSES = Path(__file__).with_name("test_passes.py")
+OF_KERNELS = [str(Path(__file__).with_name(name)) for name in ("test_passes.py", "test_noise.py")]
 EMULATOR, CROSS_COMPILER = "qemu-aarch64", "aarch64-linux-gnu-g++"
 # processors with these instructions and no newer ones that the kernels have code for
 EMULATED = {
@@ -72,6 +74,10 @@ def difference(found: list[str], expected: list[str]) -> float:
 
 
 def check(found: Numbers, expected: Numbers) -> None:
+    noise = gumbel_noise(noise_key(3), torch.tensor([0, 7408, 2**32 - 1]), 1000).flatten()
+    for name in ("noise/1", "noise/2"):
+        own = torch.tensor([float(number) for number in found[name]])
+        assert torch.equal(own.view(torch.int32), noise.view(torch.int32)), name
     for kind in KINDS:
         of_kind = {
             name.removeprefix(f"{kind}/"): numbers
@@ -120,11 +126,11 @@ def test_kernels_of_arm_processors(name: str, expected: Numbers, tmp_path: Path)
 
 
 @pytest.mark.parametrize("name", ["portable", "avx2", "avx512"])
-def test_passes_are_those_of_pytorch(name: str) -> None:
+def test_passes_and_noise_are_those_of_pytorch(name: str) -> None:
     isa = next((known for known in known_sets() if known.name == name), None)
     if isa is None or isa.missing:
         pytest.skip(f"this processor has no {name}")
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not proof", str(PASSES)]
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not proof", *OF_KERNELS]
     environment = {**os.environ, "POLYBASIC_ISA": name, "POLYBASIC_KERNELS": "native"}
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stdout + ran.stderr
