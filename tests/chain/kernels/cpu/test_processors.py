@@ -1,5 +1,6 @@
 """The kernels for each instruction set, by harness: the same bits alone and in company, the
-numbers of the portable ones, and the reference's noise. Those of ARM run in an emulator of a processor that has no more."""
+numbers of the portable ones, and the reference's noise. Those of ARM run in an emulator of a
+processor that has no more."""
 
 import math
 import os
