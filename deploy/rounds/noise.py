@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -38,8 +39,12 @@ class Noise:
         assert sampling.seed is not None, "noise without a seed"
         self._model, self.draft_scale = model, SHARPNESS / sampling.temperature
         self.key = noise_key(sampling.seed, sampling.choice).to(model.device)
-        self._rows = torch.empty(NUM_KEPT, model.config.vocab_size, device=model.device)
         self._kept = [-1] * NUM_KEPT
+
+    @cached_property
+    def _rows(self) -> Tensor:
+        """Not made where rounds stay on a device, which ask for none."""
+        return torch.empty(NUM_KEPT, self._model.config.vocab_size, device=self.key.device)
 
     def at(self, positions: Sequence[int]) -> Tensor:
         """Noise float32 [len(positions), V] of the tokens to be drawn at these positions."""
@@ -63,5 +68,5 @@ class Noise:
         return Perturbation(self.draft_scale, self.at(range(start, start + depth)))
 
     def _computed(self, positions: Sequence[int]) -> Tensor:
-        places = torch.tensor(positions, device=self._rows.device)
+        places = torch.tensor(positions, device=self.key.device)
         return self._model.noise(self.key, places)

@@ -20,7 +20,7 @@ from tests.chain.kernels.cuda.compiling import CAPABILITIES, Request, compiled
 from tests.deploy.recorded_graphs import RecordedGraphs
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-POSITIONS = torch.tensor([0, 1, 4095, 2**31, 2**32 - 1], device=DEVICE)
+POSITIONS = torch.tensor([0, 2**31, 2**32 - 1], device=DEVICE)
 
 
 def bits(values: Tensor) -> Tensor:
@@ -45,8 +45,8 @@ def test_noise_has_the_bits_of_the_reference(seed: int, choice: int, num_tokens:
 
 
 def test_a_captured_kernel_reads_key_and_positions() -> None:
-    key, positions = key_of(0), POSITIONS[:3].clone()
-    left = torch.zeros(3, 100, device=DEVICE)
+    key, positions = key_of(0), POSITIONS[:2].clone()
+    left = torch.zeros(2, 100, device=DEVICE)
     graphs = Graphs(DEVICE) if DEVICE.type == "cuda" else RecordedGraphs()
     for seed in (7, 2**64 - 1, 7):
         key.copy_(key_of(seed))
