@@ -58,7 +58,15 @@ class PlanSettings(Settings):
     flush_length: int = Field(
         10, ge=1, description="tokens the intermediate collects before the target is asked"
     )
-    rule: Rule = Field("block", description="verification of a block")
+    rule: Rule = Field(
+        "coupled",
+        description="how sampled tokens are drawn until a plan is measured: coupled, where a seed "
+        "means a text; or block, token: independent draws, by the verification of blocks",
+    )
+    reproducible: bool = Field(
+        False,
+        description="plans are chosen among those under which a seed means a text (rule coupled)",
+    )
     prompts: str = Field(
         "embedded",
         description="to measure on: 'embedded' (generated, others than the bench's), 'heldout' (in "
@@ -74,6 +82,12 @@ class PlanSettings(Settings):
     dtype: Dtype = Field("auto", description=_DTYPE)
     graphs: bool = Field(True, description=_GRAPHS)
     grid: PlanGrid = PlanGrid()
+
+    @model_validator(mode="after")
+    def _a_seed_means_a_text(self) -> "PlanSettings":
+        if self.reproducible and self.rule != "coupled":
+            raise ValueError(f"reproducible needs the rule coupled, not {self.rule}")
+        return self
 
 
 class BenchSettings(Settings):

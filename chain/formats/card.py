@@ -142,7 +142,7 @@ def _sees(window: Window | None) -> str:
 
 def _flush(flush: Flush) -> str:
     length = f"{flush.length} tokens{' at most, adaptive' if flush.adaptive else ''}"
-    return f"after {length}, {flush.rule} rule"
+    return f"after {length}"
 
 
 def _record(folder: Path, manifest: Manifest) -> Manifest:
@@ -228,16 +228,17 @@ def _plans(manifest: Manifest) -> str:
     plan = manifest.plan
     parts = [
         f"{shown_members(plan, verifying)}; draft tree of {shown_tree(plan.tree)}; flush: "
-        f"{shown_flush(plan, verifying)}."
+        f"{shown_flush(plan, verifying)}; rule: {plan.rule}."
     ]
     if manifest.plans:
-        header = ("hardware", "members", "tree", "flush", "predicted ms a token")
+        header = ("hardware", "members", "tree", "flush", "rule", "predicted ms a token")
         rows = [
             (
                 f"{measured.hardware}, {measured.dtype}, temperature {measured.temperature:g}",
                 shown_members(measured.plan, verifying),
                 shown_tree(measured.plan.tree),
                 shown_flush(measured.plan, verifying),
+                measured.plan.rule,
                 f"{1000 * measured.seconds_per_token:.2f}",
             )
             for measured in manifest.plans

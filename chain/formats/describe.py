@@ -100,7 +100,7 @@ def _plan(content: dict[str, Any], verifying: Sequence[str]) -> str:
     plan = Plan.model_validate(content)
     return (
         f"{shown_members(plan, verifying)}, tree of {shown_tree(plan.tree)}, flush: "
-        f"{shown_flush(plan, verifying)}"
+        f"{shown_flush(plan, verifying)}; rule: {plan.rule}"
     )
 
 

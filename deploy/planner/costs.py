@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from polybasic.chain.formats.plan import Flush, Ngram, Plan, Tree, Window
+from polybasic.chain.formats.plan import Flush, Ngram, Plan, Rule, Tree, Window
 from polybasic.chain.progress import tracked
 from polybasic.deploy.drafters.interface import NoDrafter
 from polybasic.deploy.drafters.ngram import NgramDrafter
@@ -45,27 +45,36 @@ def measure_costs(
     stop_tokens: frozenset[int],
     sampling: Sampling,
     grid: PlanGrid,
+    rules: Sequence[Rule],
     budget: Budget,
     share: float,
-) -> "RoundCosts":
+) -> "tuple[RoundCosts, ...]":
     """Time the rounds of every set of members that can run, over the shapes of the grid.
 
     Args:
-        prompts: answered in turns, one for each shape.
+        prompts: answered in turns, one for each shape and rule.
         share: of the budget, by whose end it is over.
+
+    Returns:
+        Those of each rule.
     """
-    costs, in_turns = RoundCosts(), cycle(prompts)
-    plans = _plans_to_time(engine, grid)
+    costs, in_turns = {rule: RoundCosts() for rule in rules}, cycle(prompts)
+    plans = [
+        plan.model_copy(update={"rule": rule})
+        for plan in _plans_to_time(engine, grid)
+        for rule in rules
+    ]
     if engine.models.target.device.type == "cuda":
         # kernels are compiled, and the fastest ones chosen, when they first run
         for plan in plans:
             time_plan(engine, next(in_turns), plan, stop_tokens, sampling, RoundCosts())
     for plan in budget.within(NUM_TURNS * plans, share, "timings of rounds", len(plans)):
-        time_plan(engine, next(in_turns), plan, stop_tokens, sampling, costs)
-    if next(iter(engine.verifiers)) not in costs.passes():
-        # answers that end at once
-        time_plan(engine, next(in_turns), plans[0], frozenset(), sampling, costs)
-    return costs
+        time_plan(engine, next(in_turns), plan, stop_tokens, sampling, costs[plan.rule])
+    for plan in plans[: len(rules)]:
+        if next(iter(engine.verifiers)) not in costs[plan.rule].passes():
+            # answers that end at once, or no time left
+            time_plan(engine, next(in_turns), plan, frozenset(), sampling, costs[plan.rule])
+    return tuple(costs.values())
 
 
 def time_plan(

@@ -1,7 +1,8 @@
 """Plans whose predicted times are close to the best one's are timed again, the better half twice
 as often: the time that is left goes where it can change the choice.
 
-Only shapes that seem fast are looked at, so one that seems so by chance is found out.
+Only shapes that seem fast are looked at, so one that seems so by chance is found out. Where another
+rule is close, its best plan is among them.
 """
 
 from collections import Counter
@@ -41,7 +42,7 @@ def time_finalists(
     finalists, num_turns = close_to_best(choice)[:MAX_FINALISTS], 1
     if len(finalists) < 2:
         return measured, choice, {}
-    say(f"plan: {len(finalists)} sets of members are within {CLOSE:.0%} of the best")
+    say(f"plan: {len(finalists)} plans are within {CLOSE:.0%} of the best")
     timed: Counter[str] = Counter()
     prompts = cycle([one.prompt for one in calibration.answered])
     for _ in range(MAX_ROUNDS):
@@ -58,11 +59,11 @@ def time_finalists(
                 plan,
                 calibration.stop_tokens,
                 calibration.sampling,
-                measured.costs,
+                measured.by_rule(plan.rule)[1],
             )
             timed[_shape(plan)] += 1
         measured = measured.with_costs()
-        among = [one.members for one in finalists]
+        among = [(one.plan.rule, one.members) for one in finalists]
         left = choose_plan(measured.measurements, calibration.grid, among=among)
         finalists = close_to_best(left)[: -(-len(finalists) // 2)]
         num_turns *= 2
@@ -70,14 +71,21 @@ def time_finalists(
 
 
 def close_to_best(choice: Choice) -> list[Candidate]:
-    """The best plans of sets of members that are nearly as fast as the fastest, the best first."""
-    fastest = choice.by_members[0].seconds_per_token
-    return [one for one in choice.by_members if one.seconds_per_token <= (1 + CLOSE) * fastest]
+    """The best plans of sets of members that are nearly as fast as the fastest, the best first.
+
+    Of rules that draw alike, whose rounds cost the same, there is one.
+    """
+    plans = [*choice.by_members, *choice.other_rules]
+    plans = [one for one in plans if one.plan.rule == one.measurements.rules[0]]
+    fastest = min(one.seconds_per_token for one in plans)
+    close = [one for one in plans if one.seconds_per_token <= (1 + CLOSE) * fastest]
+    return sorted(close, key=lambda one: one.seconds_per_token)
 
 
 def _shape(plan: Plan) -> str:
     """What the costs of its rounds depend on, in words."""
-    tree, parts = plan.tree, [" -> ".join(plan.members)]
+    tree, members = plan.tree, " -> ".join(plan.members)
     if plan.ngram is not None:
-        parts[0] += " + n-gram"
-    return f"{parts[0]}, tree of {tree.rows} rows, depth {tree.depth}, top {tree.top_k}"
+        members += " + n-gram"
+    shape = f"tree of {tree.rows} rows, depth {tree.depth}, top {tree.top_k}"
+    return f"{members}, {shape}, rule {plan.rule}"

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from polybasic.chain.formats.plan import Window
+from polybasic.chain.formats.plan import Rule, Window
 from polybasic.chain.kernels.drafts import Counts
 
 Values = NDArray[np.float64]
@@ -86,13 +86,13 @@ class Trace:
 
     Attributes:
         task: of the prompt.
-        probability: of each verifying member, [N]: warped probability of y_t; at temperature 0
-            1.0 if y_t is its choice, else 0.0.
+        probability: of each verifying member, [N]: warped probability of y_t; where nothing but y
+            decides what is kept (`Measurements.is_random`), 1.0 if y_t is its own draw, else 0.0.
         confidence: of each verifying member, [N]: the value of `Sampler.probabilities` if the
-            member draws y_t; at temperature 0 the softmax probability of y_t.
+            member draws y_t.
         own_confidence: of each verifying member, [N]: the same for the member's own draw at t,
-            which the block contains where the member leaves y; at temperature 0 the softmax
-            probability of its choice, equal to `confidence` if that is y_t.
+            which the block contains where the member leaves y; equal to `confidence` if that is
+            y_t.
         ranks: of each drafter with each verifying member, by top_k, [N, D, D]: element
             [t, d - 1, l - 1] is the 1-based rank of y's token at level l (y_(t+l-1) after
             y_t..y_(t+l-2)) among all candidates of levels 1..d, `ABSENT` if it is not among them.
@@ -150,7 +150,8 @@ class Trace:
 
 @dataclass(frozen=True, eq=False)
 class Measurements:
-    """Everything that a plan is chosen from, on one machine at one temperature.
+    """Everything that a plan is chosen from, on one machine at one temperature, for plans of one
+    rule, or of several that draw alike.
 
     Attributes:
         hardware: as `polybasic.deploy.hardware.hardware_name` gives it.
@@ -165,6 +166,7 @@ class Measurements:
         ngram_seconds: of looking up a copy, once a round.
         traces: calibration answers.
         windows: of the members that ran with one; all numbers are for these windows.
+        rules: of the plans that all numbers are for, the one that keeps the most tokens first.
     """
 
     hardware: str
@@ -179,6 +181,12 @@ class Measurements:
     ngram_seconds: float
     traces: list[Trace]
     windows: dict[str, Window] = field(default_factory=dict)
+    rules: tuple[Rule, ...] = ("coupled",)
+
+    @property
+    def is_random(self) -> bool:
+        """Whether chance decides how much of a block is kept, given the answer."""
+        return self.temperature > 0 and "coupled" not in self.rules
 
     @property
     def target(self) -> str:
@@ -219,6 +227,7 @@ class Measurements:
             "ngram_seconds": self.ngram_seconds,
             "traces": [trace.to_json() for trace in self.traces],
             "windows": {name: one.model_dump() for name, one in self.windows.items()},
+            "rules": list(self.rules),
         }
 
     @classmethod
@@ -237,6 +246,7 @@ class Measurements:
             ngram_seconds=content["ngram_seconds"],
             traces=[Trace.from_json(one) for one in content["traces"]],
             windows={name: Window(**one) for name, one in content["windows"].items()},
+            rules=tuple(content["rules"]),
         )
 
 

@@ -15,7 +15,8 @@ from polybasic.deploy.planner.budget import Budget
 from polybasic.deploy.planner.explanation import explain, shown_budget
 from polybasic.deploy.planner.finalists import time_finalists
 from polybasic.deploy.planner.measurements import Measurements
-from polybasic.deploy.planner.search import choose_plan
+from polybasic.deploy.planner.rules import rules_to_compare
+from polybasic.deploy.planner.search import Choice, choose_plan
 from polybasic.deploy.planner.traces import answer_prompts, measure
 from polybasic.deploy.planner.windows import try_windows
 from polybasic.deploy.prompts import Question, choose_fitting, read_questions
@@ -25,10 +26,15 @@ from polybasic.deploy.settings import PlanSettings
 
 @dataclass(frozen=True)
 class Planning:
-    """A chosen plan and what it was chosen from."""
+    """A chosen plan and what it was chosen from.
+
+    Attributes:
+        measurements: for each rule, or for several that draw alike, without windows.
+    """
 
     measured: MeasuredPlan
-    measurements: Measurements
+    choice: Choice
+    measurements: tuple[Measurements, ...]
 
 
 def plan_chain(folder: Path, settings: PlanSettings, say: Callable[[str], None]) -> Planning:
@@ -67,6 +73,7 @@ def plan_loaded(
         settings.max_new_tokens,
         Sampling(settings.temperature, seed=settings.seed),
         settings.grid,
+        rules_to_compare(settings),
         budget,
         say,
     )
@@ -75,7 +82,7 @@ def plan_loaded(
     choice = choose_plan(measured.measurements, settings.grid)
     measured, choice, timed_again = time_finalists(measured, choice, budget, say)
     choice = try_windows(measured, choice, budget, say)
-    measurements = measured.measurements
+    measurements, _ = measured.by_rule(choice.rule)
     spent = {**budget.report(), "timed_again": timed_again}
     say(f"plan: {shown_budget(spent)}")
     best = choice.best
@@ -91,7 +98,7 @@ def plan_loaded(
         ),
         explanation=explain(choice, measurements, spent),
     )
-    return Planning(planned, measurements)
+    return Planning(planned, choice, measured.measurements)
 
 
 def _prompts(chain: Chain, settings: PlanSettings) -> list[tuple[str, list[int]]]:

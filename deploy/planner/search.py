@@ -1,12 +1,13 @@
-"""Which members run, with which trees and flush lengths: the fastest of all plans, as simulated.
+"""Which members run, with which trees, flush lengths and rule: the fastest plan, as simulated.
 
 Every set of members that can run is tried with the trees and flush lengths of the grid. If there
 are many of them, the search simulates a coarse grid first and climbs from its best points; a test
-keeps it within one percent of the exhaustive search.
+keeps it within one percent of the exhaustive search. The rule `token` never keeps more than
+`block`, from the same draws at the same costs: it is tried with the best plans of `block`.
 """
 
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from itertools import combinations, pairwise, product
 
@@ -20,8 +21,7 @@ from polybasic.deploy.settings import PlanGrid
 
 BREAK_EVENS = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
 MIN_GAIN = 0.01
-"""Share of the time that a member or an adaptive flush must save to be chosen."""
-RULE: Rule = "block"
+"""Share of the time that a member, an adaptive flush or another rule must save to be chosen."""
 EXHAUSTIVE_POINTS = 100
 """Up to this many plans of one set of members, all are simulated."""
 NUM_CLIMBS = 4
@@ -96,14 +96,17 @@ class Choice:
     """The outcome of a search.
 
     Attributes:
-        by_members: the best plan of each set of members, the fastest first; at least one.
+        by_members: the best plan of each set of members with the chosen rule, the fastest first; at
+            least one.
         num_simulated: plans that were simulated.
+        other_rules: the best plan of each other rule that was compared, the fastest first.
         windows: window lengths of the grid.
         window_trials: windows that were tried.
     """
 
     by_members: tuple[Candidate, ...]
     num_simulated: int
+    other_rules: tuple[Candidate, ...] = ()
     windows: tuple[int, ...] = ()
     window_trials: tuple[WindowTrial, ...] = ()
 
@@ -121,6 +124,11 @@ class Choice:
             and (1 - MIN_GAIN) * one.seconds_per_token <= fastest.seconds_per_token
         ]
         return min(as_good, key=lambda one: len(one.names) + one.members.has_ngram)
+
+    @property
+    def rule(self) -> Rule:
+        """The chosen one, which all plans have but those of other rules."""
+        return self.by_members[0].plan.rule
 
     @property
     def runner_up(self) -> Candidate | None:
@@ -149,33 +157,61 @@ class Choice:
 
 
 def choose_plan(
-    measurements: Measurements,
+    measurements: Sequence[Measurements],
     grid: PlanGrid,
     seed: int = 0,
     num_draws: int = NUM_DRAWS,
-    among: Collection[MemberSet] | None = None,
+    among: Collection[tuple[Rule, MemberSet]] | None = None,
 ) -> Choice:
-    """The fastest plan of every set of members.
+    """The fastest plan of every set of members, with the rule of the fastest of all.
 
     Args:
+        measurements: for each rule or several; earlier ones are preferred where they are as good.
         grid: trees and flush lengths; only trees that were measured are used.
         seed: of the simulation's uniforms.
         num_draws: see `Simulator`.
-        among: sets to consider; None for all.
+        among: rules and sets to consider; None for all.
 
     Raises:
         UserError: a measurement without traces.
     """
-    simulator = Simulator(measurements, seed, num_draws)
-    found: list[Candidate] = []
-    num_simulated = 0
-    for members in member_sets(measurements, grid):
-        if among is None or members in among:
-            best, num = _best_plan(members, simulator, grid)
-            num_simulated += num
-            found.append(best)
-    found.sort(key=lambda candidate: candidate.seconds_per_token)
-    return Choice(tuple(found), num_simulated, grid.windows)
+    by_rule: dict[Rule, Choice] = {}
+    for one in measurements:
+        simulator = Simulator(one, seed, num_draws)
+        best_rule, *others = one.rules
+        found: list[Candidate] = []
+        num_simulated = 0
+        for members in member_sets(one, grid):
+            if among is None or (best_rule, members) in among:
+                best, num = _best_plan(members, simulator, grid)
+                num_simulated += num
+                found.append(best)
+        if found:
+            by_rule[best_rule] = Choice(_fastest_first(found), num_simulated)
+        for rule in others if found else ():
+            again = [_with_rule(candidate, rule, simulator) for candidate in found]
+            by_rule[rule] = Choice(_fastest_first(again), len(again))
+    fastest = min(choice.best.seconds_per_token for choice in by_rule.values())
+    chosen = next(
+        choice
+        for choice in by_rule.values()
+        if (1 - MIN_GAIN) * choice.best.seconds_per_token <= fastest
+    )
+    return replace(
+        chosen,
+        num_simulated=sum(choice.num_simulated for choice in by_rule.values()),
+        other_rules=_fastest_first(one.best for one in by_rule.values() if one is not chosen),
+        windows=grid.windows,
+    )
+
+
+def _fastest_first(candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:
+    return tuple(sorted(candidates, key=lambda one: one.seconds_per_token))
+
+
+def _with_rule(candidate: Candidate, rule: Rule, simulator: Simulator) -> Candidate:
+    plan = candidate.plan.model_copy(update={"rule": rule})
+    return replace(candidate, plan=plan, predicted=simulator.run(plan))
 
 
 def choose_windows(
@@ -189,7 +225,8 @@ def choose_windows(
 
     Args:
         choice: without windows.
-        windowed: measurements with windows, on the same scale as those without.
+        windowed: measurements with windows, for the chosen rule, on the same scale as those
+            without.
 
     The other arguments are those of `choose_plan`.
     """
@@ -208,8 +245,12 @@ def choose_windows(
         best = _fewest_windows_that_pay(without, tried[without.members])
         found.append(best)
         trials += [WindowTrial(one, without, one is best) for one in tried[without.members]]
-    found.sort(key=lambda candidate: candidate.seconds_per_token)
-    return Choice(tuple(found), num_simulated, grid.windows, tuple(trials))
+    return replace(
+        choice,
+        by_members=_fastest_first(found),
+        num_simulated=num_simulated,
+        window_trials=tuple(trials),
+    )
 
 
 def _fewest_windows_that_pay(without: Candidate, tried: Sequence[Candidate]) -> Candidate:
@@ -273,6 +314,7 @@ class _Lattice:
 
     def __init__(self, members: MemberSet, measurements: Measurements, grid: PlanGrid) -> None:
         self.members, self.grid, self.windows = members, grid, measurements.windows
+        self.rule = measurements.rules[0]
         self.verifying = [name for name in members.names if name in measurements.verifying]
         lengths = tuple(sorted(grid.flush_lengths))
         if len(self.verifying) > 2:
@@ -328,6 +370,7 @@ class _Lattice:
             flush={name: Flush(length=value[f"flush {name}"]) for name in self.verifying[:-1]},
             ngram=ngram,
             windows=self.windows,
+            rule=self.rule,
         )
 
 

@@ -11,7 +11,9 @@ min(1, min_{j<=i} prod_{k<=j} q_k/p_k) under the rule `block` (docs/theory.md), 
 cuts the block after the last i of probability u or more. The block diverges from y exactly there:
 both rules replace the first token that they do not keep. So the stage below has followed y for that
 many tokens, and wherever it follows y the same holds between it and the stage below it, with its
-probabilities of y in place of p. At temperature 0 all of this is exact.
+probabilities of y in place of p. At temperature 0, and at any other with noise that all models
+share (the rule `coupled`), a token is kept if it is the verifier's own draw, and q_k is 1 or 0: all
+of this is exact, and nothing is left to chance.
 
 The innermost walks on y, limits, and re-reading into separate caches are exact too. What follows
 the divergence in a block is rejected, and approximated: it is simulated as if y went on and the
@@ -37,7 +39,7 @@ from polybasic.deploy.planner.measurements import Measurements, Values, num_cand
 from polybasic.deploy.rounds.flushing import AdaptiveFlushing
 
 NUM_DRAWS = 4
-"""How often traces are simulated, each time with other uniforms, at a temperature above 0."""
+"""How often traces are simulated, each time with other uniforms, where draws are independent."""
 NGRAM = "ngram"
 """Name of the n-gram drafts among members."""
 _Made = TypeVar("_Made")
@@ -82,7 +84,7 @@ class Simulator:
 
     Args:
         seed: of the uniforms.
-        num_draws: how often traces are simulated; once at temperature 0, where nothing is random.
+        num_draws: how often traces are simulated; once where nothing is random.
 
     Raises:
         UserError: a measurement without traces.
@@ -94,7 +96,7 @@ class Simulator:
         if not measurements.traces:
             raise UserError("nothing to plan from", "no traces", "measure at least one answer")
         self.measurements = measurements
-        self.num_draws = num_draws if measurements.temperature > 0 else 1
+        self.num_draws = num_draws if measurements.is_random else 1
         ends = np.cumsum([len(trace) for trace in measurements.traces]).tolist()
         self.spans = list(pairwise([0, *ends]))
         self._ends = np.concatenate([np.full(end - start, end) for start, end in self.spans])
@@ -118,20 +120,23 @@ class Simulator:
         Raises:
             UserError: the plan needs something that was not measured.
         """
-        self._check_windows(plan)
+        self._check_measured(plan)
         names = [name for name in plan.members if name in self.measurements.verifying]
         drafter = plan.members[-1] if len(names) < len(plan.members) else None
         stages = self._stages(plan, names, drafter)
         for draw in range(self.num_draws):
             for name, below, stage in zip(names, names[1:], stages, strict=False):
                 assert isinstance(stage, _BlockStage)
-                stage.extents = self._extents(name, below, plan.flush[name].rule, draw)
+                stage.extents = self._extents(name, below, plan.rule, draw)
             for (start, end), limit in zip(self.spans, self.limits, strict=True):
                 stages[0].begin(start, end, limit)
                 stages[0].propose(start, limit, None, limit)
         return self._predicted(names, stages, drafter)
 
-    def _check_windows(self, plan: Plan) -> None:
+    def _check_measured(self, plan: Plan) -> None:
+        rules = self.measurements.rules
+        if self.measurements.temperature > 0 and plan.rule not in rules:
+            raise UserError("rule was not measured", plan.rule, f"measured: {', '.join(rules)}")
         wanted, measured = (
             {name: str(one) for name, one in windows.items() if name in plan.members}
             for windows in (plan.windows, self.measurements.windows)
@@ -237,7 +242,7 @@ class Simulator:
     def _find_extents(self, above: str, below: str, rule: Rule, draw: int) -> list[int]:
         place = self.measurements.verifying.index(above)
         generator = np.random.default_rng((self._seed, draw, place))
-        if self.measurements.temperature > 0:
+        if self.measurements.is_random:
             log_uniforms = np.log1p(-generator.random(len(self._ends)))
         else:
             log_uniforms = np.full(len(self._ends), math.log(0.5))

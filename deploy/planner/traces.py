@@ -1,7 +1,8 @@
 """Measures what a plan is chosen from: acceptance along the target's text, and costs of rounds.
 
 Acceptance is measured along the target's own answers: every verifying model reads them, and each
-drafter drafts after each of their tokens.
+drafter drafts after each of their tokens. The answers are drawn with noise that all members share:
+each is a sample of the target's law, too, and serves for rules that draw independently.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from polybasic.chain.formats.plan import Ngram, Plan, Tree, Window
+from polybasic.chain.formats.plan import Ngram, Plan, Rule, Tree, Window
 from polybasic.chain.kernels.drafts import ABSENT, DraftTree
 from polybasic.chain.kernels.product_times import name_of
 from polybasic.deploy.drafters.expansion import ExpandingDrafter
@@ -80,6 +81,8 @@ class Calibration:
         stop_tokens: end an answer.
         sampling: of the answers; a plan is valid for its temperature.
         grid: the shapes to measure.
+        rules: of the plans to choose from, those that draw alike together, as
+            `polybasic.deploy.planner.rules` gives them.
     """
 
     engine: Engine
@@ -87,6 +90,7 @@ class Calibration:
     stop_tokens: frozenset[int]
     sampling: Sampling
     grid: PlanGrid
+    rules: tuple[tuple[Rule, ...], ...]
 
     @property
     def num_tasks(self) -> int:
@@ -105,18 +109,27 @@ class Measured:
 
     Attributes:
         calibration: with the answers that there was time for.
-        costs: of all rounds that were timed; further ones may be added.
-        trace_seconds: that one pass over all answers took.
+        measurements: for each of the calibration's rules.
+        costs: of all rounds that were timed, likewise; further ones may be added.
+        trace_seconds: that one pass over all answers took, for one of them.
     """
 
     calibration: Calibration
-    measurements: Measurements
-    costs: RoundCosts
+    measurements: tuple[Measurements, ...]
+    costs: tuple[RoundCosts, ...]
     trace_seconds: float
+
+    def by_rule(self, rule: Rule) -> tuple[Measurements, RoundCosts]:
+        """What holds for plans of a rule."""
+        pairs = zip(self.measurements, self.costs, strict=True)
+        return next(pair for pair in pairs if rule in pair[0].rules)
 
     def with_costs(self) -> "Measured":
         """With the costs as they are now."""
-        return replace(self, measurements=replace(self.measurements, **_costs_of(self.costs)))
+        pairs = zip(self.measurements, self.costs, strict=True)
+        return replace(
+            self, measurements=tuple(replace(one, **_costs_of(costs)) for one, costs in pairs)
+        )
 
 
 def answer_prompts(
@@ -126,6 +139,7 @@ def answer_prompts(
     max_new_tokens: int,
     sampling: Sampling,
     grid: PlanGrid,
+    rules: tuple[tuple[Rule, ...], ...],
     budget: Budget,
     say: Callable[[str], None],
 ) -> Calibration:
@@ -134,6 +148,7 @@ def answer_prompts(
     Args:
         prompts: (task, token ids) of each; not those that the plan will be judged on. The first
             ones are answered where there is no time for all.
+        rules: see `Calibration`.
         say: called with each line of progress.
     """
     say("plan: the target answers the calibration prompts")
@@ -149,7 +164,7 @@ def answer_prompts(
         if len(answer) > 1:
             max_tokens = len(answer) if is_cut else max_new_tokens
             answered.append(CalibrationPrompt(task, prompt, answer, max_tokens))
-    return Calibration(engine, answered, stop_tokens, sampling, grid)
+    return Calibration(engine, answered, stop_tokens, sampling, grid, rules)
 
 
 def measure(calibration: Calibration, budget: Budget, say: Callable[[str], None]) -> Measured:
@@ -169,7 +184,7 @@ def measure(calibration: Calibration, budget: Budget, say: Callable[[str], None]
         trace_answer(calibration, one, {}, grid.top_ks)
         for one in budget.within(answered, traces_share, "answers", calibration.num_tasks)
     ]
-    trace_seconds = budget.seconds - began
+    trace_seconds = (budget.seconds - began) / len(calibration.rules)
     answered = answered[: len(traces)]
     say("plan: costs of rounds")
     costs = measure_costs(
@@ -178,18 +193,23 @@ def measure(calibration: Calibration, budget: Budget, say: Callable[[str], None]
         calibration.stop_tokens,
         calibration.sampling,
         grid,
+        [rules[0] for rules in calibration.rules],
         budget,
         costs_share,
     )
-    measurements = Measurements(
-        hardware=hardware_name(models.target.device),
-        dtype=name_of(models.target.dtype),
-        temperature=calibration.sampling.temperature,
-        verifying=tuple(engine.verifiers),
-        drafters=dict(models.drafts_for),
-        shares_cache={name: _cache_owner(engine, name) for name in engine.verifiers},
-        traces=traces,
-        **_costs_of(costs),
+    measurements = tuple(
+        Measurements(
+            hardware=hardware_name(models.target.device),
+            dtype=name_of(models.target.dtype),
+            temperature=calibration.sampling.temperature,
+            verifying=tuple(engine.verifiers),
+            drafters=dict(models.drafts_for),
+            shares_cache={name: _cache_owner(engine, name) for name in engine.verifiers},
+            traces=[of_answer[place] for of_answer in traces],
+            rules=rules,
+            **_costs_of(costs[place]),
+        )
+        for place, rules in enumerate(calibration.rules)
     )
     return Measured(replace(calibration, answered=answered), measurements, costs, trace_seconds)
 
@@ -242,30 +262,50 @@ def _cache_owner(engine: Engine, name: str) -> str:
 
 def trace_answer(
     calibration: Calibration, one: CalibrationPrompt, windows: Windows, top_ks: Sequence[int]
-) -> Trace:
-    """How every model rates one answer.
+) -> list[Trace]:
+    """How every model rates one answer, for each of the calibration's rules.
 
     Args:
         top_ks: of the drafts.
     """
+    states = _states(calibration.engine, one, windows)
+    grid = calibration.grid
+    copied = {m: _copied(one.prompt, one.answer, m, grid) for m in grid.ngram_matches} or None
+    return [
+        _trace(calibration, one, windows, top_ks, states, copied, rules[0])
+        for rules in calibration.rules
+    ]
+
+
+def _trace(
+    calibration: Calibration,
+    one: CalibrationPrompt,
+    windows: Windows,
+    top_ks: Sequence[int],
+    states: Mapping[str, Tensor],
+    copied: dict[int, np.ndarray] | None,
+    rule: Rule,
+) -> Trace:
+    """How every model rates one answer by a rule, given what does not depend on rules."""
     engine, sampling, grid = calibration.engine, calibration.sampling, calibration.grid
     prompt, answer = one.prompt, one.answer
     probability, confidence, own_confidence, drawn = {}, {}, {}, {}
-    states = _states(engine, one, windows)
     prefixes = Prefixes(prompt, [answer[:length] for length in range(len(answer))])
     places = list(range(len(answer)))
+    target = next(iter(engine.verifiers))
+    alone = Plan(members=(target,), tree=OWN_TEXT_TREE, rule=rule)
+    noise = engine.noise(Request(prompt, len(answer), sampling, frozenset(), alone))
+    is_random = sampling.temperature > 0 and noise is None
     for name, verifier in engine.verifiers.items():
-        sampler = make_sampler(sampling, engine.models.target.device, len(prompt))
+        sampler = make_sampler(sampling, engine.models.target.device, len(prompt), rule, noise)
         with torch.inference_mode():
             logits = verifier.logits(states[name][len(prompt) - 1 :])
         rows = sampler.distributions(logits, prefixes)
         drawn[name] = [sampler.draw(rows, place) for place in places]
         confidence[name] = np.array(sampler.probabilities(rows, places, answer))
         own_confidence[name] = np.array(sampler.probabilities(rows, places, drawn[name]))
-        is_random = sampling.temperature > 0
         probability[name] = confidence[name] if is_random else np.equal(drawn[name], answer) * 1.0
-    target = next(iter(engine.verifiers))
-    if sampling.temperature == 0:
+    if not is_random:
         # Passes of other lengths may round to another token; the answer is right all the same.
         probability[target][:] = 1.0
     ranks: RanksByDrafter = {}
@@ -275,10 +315,11 @@ def trace_answer(
         texts = [[answer[place:] for place in places]]
         if drafters and name != target:
             depth = max(grid.depths)
-            texts.append(_continuations(engine, name, one, drawn[name], sampling, depth, windows))
+            own = _continuations(engine, name, one, drawn[name], sampling, depth, windows, rule)
+            texts.append(own)
         for drafter, top_k in product(drafters, top_ks):
             tree = Tree(depth=max(grid.depths), top_k=top_k, rows=2)
-            drafting = engine.drafters.named(drafter, tree, windows.get(drafter))
+            drafting = engine.drafters.named(drafter, tree, windows.get(drafter), noise)
             found = _ranks(drafting, states[name], one, texts)
             ranks.setdefault((drafter, name), {})[top_k] = found[0]
             if name != target:
@@ -290,7 +331,7 @@ def trace_answer(
         own_confidence=own_confidence,
         ranks=ranks,
         own_ranks=own_ranks,
-        ngram={m: _copied(prompt, answer, m, grid) for m in grid.ngram_matches} or None,
+        ngram=copied,
         max_tokens=one.max_tokens,
         num_prompt_tokens=len(prompt),
     )
@@ -362,6 +403,7 @@ def _continuations(
     sampling: Sampling,
     depth: int,
     windows: Windows,
+    rule: Rule,
 ) -> list[list[int]]:
     """The tokens that a model draws from each position of the answer on, `depth` or more.
 
@@ -374,7 +416,7 @@ def _continuations(
     drafter = engine.models.drafters_of(name)[0]
     members = (name, drafter)
     seen = {member: windows[member] for member in members if member in windows}
-    plan = Plan(members=members, tree=OWN_TEXT_TREE, windows=seen)
+    plan = Plan(members=members, tree=OWN_TEXT_TREE, windows=seen, rule=rule)
     (stage,), _ = engine.stages(Request(prompt, len(answer), sampling, frozenset(), plan))
     assert isinstance(stage, BaseTreeStage)
     continuations: list[list[int]] = []

@@ -43,9 +43,10 @@ def try_windows(
     Each is expected to take as long as the answers took without it.
 
     Args:
-        measured: without windows, on which the choice is based.
+        measured: without windows, on which the choice is based. Its rule stays.
     """
-    calibration, measurements = measured.calibration, measured.measurements
+    measurements, _ = measured.by_rule(choice.rule)
+    calibration = replace(measured.calibration, rules=((choice.rule,),))
     tried = _sets_to_try(choice)
     single = _affordable(_single_windows(calibration, tried), measured, budget)
     if not single:
@@ -164,7 +165,8 @@ def _measure(
             say(f"plan: too few rounds to time a window for {' and '.join(one)}; it is left out")
             continue
         traces = _traces(calibration, measurements, one, top_ks)
-        found.append(replace(measurements, traces=traces, windows=dict(one), **costs))
+        rules = calibration.rules[0]
+        found.append(replace(measurements, traces=traces, windows=dict(one), rules=rules, **costs))
     return found
 
 
@@ -245,7 +247,7 @@ def _traces(
     """Of all answers; traces of texts that no window shortens are reused."""
     shortest = min(window.tokens for window in windows.values())
     return [
-        trace_answer(calibration, one, windows, top_ks) if len(one) > shortest else trace
+        trace_answer(calibration, one, windows, top_ks)[0] if len(one) > shortest else trace
         for one, trace in zip(calibration.answered, measurements.traces, strict=True)
     ]
 

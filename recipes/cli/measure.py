@@ -34,6 +34,9 @@ def plan(
         typer.Option(help="Of measuring; what does not fit is left out.  [default: 120]"),
     ] = None,
     temperature: TemperatureOption = None,
+    reproducible: Annotated[
+        bool, typer.Option("--reproducible", help="Among plans under which a seed means a text.")
+    ] = False,
     dtype: DtypeOption = None,
     measurements: Annotated[
         Path | None, typer.Option(help="Also write what was measured there, as JSON.")
@@ -55,6 +58,7 @@ def plan(
         "max_new_tokens": max_new_tokens,
         "max_seconds": max_seconds,
         "temperature": temperature,
+        "reproducible": reproducible or None,
         "dtype": dtype,
         "graphs": False if no_graphs else None,
     }
@@ -63,12 +67,13 @@ def plan(
     folder = resolve_chain(chain)
     planning = _plan(folder, settings)
     if measurements is not None:
-        write_json(measurements, planning.measurements.to_json(), indent=None)
+        content = [one.to_json() for one in planning.measurements]
+        write_json(measurements, content, indent=None)
         note(f"wrote {measurements}")
     if as_json:
         typer.echo(json.dumps(planning.measured.model_dump(mode="json"), ensure_ascii=False))
     else:
-        from polybasic.deploy.planner.explanation import print_explanation
+        from polybasic.deploy.planner.tables import print_explanation
 
         print_explanation(planning.measured.explanation, Console())
     note(f"wrote the plan into {folder / 'chain.json'}; next: polybasic bench {chain}")

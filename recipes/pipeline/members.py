@@ -49,9 +49,12 @@ def packed_plan(settings: PlanSettings, parts: Sequence[Part]) -> Plan:
     of members can run.
     """
     verifying = [TARGET_NAME, *(part.name for part in parts if part.role != "drafter")]
-    flush = Flush(length=settings.flush_length, rule=settings.rule)
+    flush = Flush(length=settings.flush_length)
     return Plan(
-        members=DEFAULT_MEMBERS, tree=settings.tree, flush=dict.fromkeys(verifying[:-1], flush)
+        members=DEFAULT_MEMBERS,
+        tree=settings.tree,
+        flush=dict.fromkeys(verifying[:-1], flush),
+        rule=settings.rule,
     )
 
 

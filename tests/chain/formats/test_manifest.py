@@ -38,7 +38,8 @@ def test_what_was_written_is_read(tiny_chain: Path, tmp_path: Path) -> None:
         {
             "members": ["target", "intermediate", "draft"],
             "tree": {"depth": 3, "top_k": 2, "rows": 6},
-            "flush": {"target": {"length": 5, "rule": "block", "adaptive": None}},
+            "flush": {"target": {"length": 5, "adaptive": None}},
+            "rule": "coupled",
             "ngram": None,
         }
     )

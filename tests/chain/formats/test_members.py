@@ -239,6 +239,6 @@ def test_four_members_are_described(tiny_four_chain: Path) -> None:
     for shown in (
         "target or intermediate",
         "plan: target → intermediate → small → small_draft, tree of depth 3, top 2, 6 rows, flush: "
-        "target after 6 tokens, block rule; intermediate after 3 tokens, block rule",
+        "target after 6 tokens; intermediate after 3 tokens; rule: coupled",
     ):
         assert shown in printed

@@ -327,7 +327,7 @@ def test_the_card_tells_what_the_manifest_holds(tiny_chain: Path) -> None:
     for line in (
         "# tiny",
         "target → intermediate → draft; draft tree of depth 3, top 2, 6 rows; flush: target after "
-        "5 tokens, block rule.",
+        "5 tokens; rule: coupled.",
         "EAGLE-2 head: drafts trees from the features of target or intermediate |",
         "## Quality of the intermediates\n\n### intermediate\n",
         "## Training\n\n### draft\n",
@@ -378,7 +378,7 @@ def test_measured_plans_are_recorded_by_hardware(tiny_chain: Path) -> None:
     assert manifest.plan_for("Device C") is None
     assert (manifest.plan, manifest.results) == (before.plan, results)
     card = (tiny_chain / "README.md").read_text()
-    row = "bfloat16, temperature 0 | target → draft | depth 2, top 2, 4 rows | – |"
+    row = "bfloat16, temperature 0 | target → draft | depth 2, top 2, 4 rows | – | coupled |"
     assert f"| Device A, {row} 4.00 |" in card
     assert f"| Device B, {row} 5.12 |" in card
     assert "Elsewhere: target → intermediate → draft; draft tree of depth 3" in card
@@ -388,19 +388,18 @@ def test_flush_and_ngrams_of_a_plan_are_told(tiny_four_chain: Path) -> None:
     adaptive = AdaptiveFlush(break_even=0.5, acceptance=(0.5,) * NUM_PROBABILITY_BINS)
     tree = Tree(depth=2, top_k=2, rows=4)
     flush = {
-        "target": Flush(length=9, rule="token", adaptive=adaptive),
+        "target": Flush(length=9, adaptive=adaptive),
         "intermediate": Flush(length=4),
     }
-    plan = Plan(members=("target", "intermediate", "small"), tree=tree, flush=flush, ngram=Ngram())
+    members = ("target", "intermediate", "small")
+    plan = Plan(members=members, tree=tree, flush=flush, ngram=Ngram(), rule="token")
     record_plan(tiny_four_chain, measured_plan("A", plan=plan))
     beside = Plan(members=("target", "draft"), tree=tree, flush=flush, ngram=Ngram())
     record_plan(tiny_four_chain, measured_plan("B", plan=beside))
     card = (tiny_four_chain / "README.md").read_text()
-    told = "target after 9 tokens at most, adaptive, token rule; intermediate after 4 tokens, block"
-    assert (
-        f"| target → intermediate → small → n-grams | depth 2, top 2, 4 rows | {told} rule" in card
-    )
-    assert "| target → draft + n-grams | depth 2, top 2, 4 rows | – |" in card
+    told = "target after 9 tokens at most, adaptive; intermediate after 4 tokens | token |"
+    assert f"| target → intermediate → small → n-grams | depth 2, top 2, 4 rows | {told}" in card
+    assert "| target → draft + n-grams | depth 2, top 2, 4 rows | – | coupled |" in card
 
 
 def test_a_plan_for_other_members_is_refused(tiny_chain: Path) -> None:

@@ -17,10 +17,11 @@ from polybasic.deploy import load_chain
 from polybasic.deploy.planner import finalists
 from polybasic.deploy.planner.budget import Budget
 from polybasic.deploy.planner.costs import RoundCosts, _plans_to_time
-from polybasic.deploy.planner.explanation import decide, explain, print_explanation
+from polybasic.deploy.planner.explanation import decide, explain
 from polybasic.deploy.planner.finalists import CLOSE, time_finalists
 from polybasic.deploy.planner.run import plan_loaded
 from polybasic.deploy.planner.search import choose_plan
+from polybasic.deploy.planner.tables import print_explanation
 from polybasic.deploy.planner.traces import Calibration, CalibrationPrompt, Measured
 from polybasic.deploy.rounds.sampling import Sampling
 from polybasic.deploy.settings import PlanGrid, PlanSettings
@@ -99,7 +100,7 @@ def test_the_slower_the_clock_the_less_is_measured(
     """A plan can be made and run however little time there is, and says what it lacks."""
     chain, lines = load_chain(tiny_chain, dtype="float32"), []
     planning = plan_loaded(chain, settings, lines.append, Clock(seconds_a_reading))
-    planned, measurements = planning.measured, planning.measurements
+    planned, (measurements,) = planning.measured, planning.measurements
     budget = planned.explanation["budget"]
     console = Console(record=True, width=200)
     print_explanation(json.loads(json.dumps(planned.explanation)), console)
@@ -164,8 +165,8 @@ def close_race(seconds: dict[str, float]) -> Measured:
     )
     grid = PlanGrid(depths=(2,), top_ks=(1,), rows=(4,), ngram_matches=(), windows=())
     answered = [CalibrationPrompt("qa", [1, 2], [3, 4], 2)]
-    calibration = Calibration(None, answered, frozenset(), Sampling(), grid)  # type: ignore[arg-type]
-    return Measured(calibration, measurements, costs, 0.0).with_costs()
+    calibration = Calibration(None, answered, frozenset(), Sampling(), grid, (("coupled",),))  # type: ignore[arg-type]
+    return Measured(calibration, (measurements,), (costs,), 0.0).with_costs()
 
 
 def timing(seconds: dict[str, float], asked: list[Plan], after: Callable[[], None]) -> Any:
@@ -195,13 +196,13 @@ def test_close_plans_are_timed_again_and_the_better_half_more_often(
     monkeypatch.setattr(finalists, "time_plan", timing(really, asked, lambda: None))
     lines: list[str] = []
     found, choice, timed = time_finalists(measured, before, Budget(math.inf), lines.append)
-    assert lines == ["plan: 3 sets of members are within 5% of the best"]
+    assert lines == ["plan: 3 plans are within 5% of the best"]
     assert choice.best.names == ("target", "good")
-    assert found.measurements.drafts["lucky"].at(2, 1) > 3.5
+    assert found.measurements[0].drafts["lucky"].at(2, 1) > 3.5
     names = [plan.members[-1] for plan in asked]
     assert names == ["lucky", "good", "fair", "good", "fair", "good", "fair"]
     assert list(timed.values()) == [1, 3, 3]
-    assert "target -> good, tree of 4 rows, depth 2, top 1" in timed
+    assert "target -> good, tree of 4 rows, depth 2, top 1, rule coupled" in timed
 
 
 def test_no_plan_is_timed_again_where_none_is_close(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,11 +240,11 @@ def test_close_plans_are_timed_again_as_long_as_there_is_time(
 def test_members_that_were_not_timed_do_not_run() -> None:
     agrees = [1.0] * 20
     measurements = make_measurements(make_trace({"a": agrees, "b": agrees}, {"a": [1] * 20}))
-    with_b = choose_plan(measurements, GRID)
+    with_b = choose_plan([measurements], GRID)
     assert any("b" in one.names for one in with_b.by_members)
     passes = {"a": measurements.passes["a"]}
     untimed = replace(measurements, passes=passes, block_overhead_seconds={"a": 0.0})
-    choice = choose_plan(untimed, GRID)
+    choice = choose_plan([untimed], GRID)
     assert all("b" not in one.names for one in choice.by_members)
     assert "leave b out: nothing of it was measured" in decide(choice, untimed)
     assert explain(choice, untimed)["budget"] is None

@@ -19,7 +19,7 @@ from polybasic.deploy.planner.agreement import (
     acceptance_by_bin,
     candidates_by_depth,
 )
-from polybasic.deploy.planner.explanation import decide, explain, print_explanation, render
+from polybasic.deploy.planner.explanation import decide, explain
 from polybasic.deploy.planner.measurements import (
     DraftCosts,
     Measurements,
@@ -35,6 +35,7 @@ from polybasic.deploy.planner.search import (
     member_sets,
 )
 from polybasic.deploy.planner.simulation import Simulator, simulate
+from polybasic.deploy.planner.tables import print_explanation, render
 from polybasic.deploy.settings import PlanGrid
 
 GRID = PlanGrid(
@@ -205,7 +206,7 @@ def test_only_what_was_measured_is_planned() -> None:
     assert trees == {(1, 1), (2, 4)}
     assert not any(one.ngram for one in candidate_plans(measured, grid))
     with pytest.raises(UserError, match="nothing to plan from"):
-        choose_plan(make_measurements(0, {"a": 1}, {}, num_traces=0), grid)
+        choose_plan([make_measurements(0, {"a": 1}, {}, num_traces=0)], grid)
 
 
 # The search
@@ -235,7 +236,7 @@ def exhaustive(measured: Measurements) -> tuple[dict[tuple[str, ...], float], in
 def test_the_search_finds_the_best_of_all_plans(seed: int) -> None:
     measured = random_measurements(seed)
     best, num_plans = exhaustive(measured)
-    choice = choose_plan(measured, SEARCH_GRID, num_draws=2)
+    choice = choose_plan([measured], SEARCH_GRID, num_draws=2)
     assert {one.names for one in choice.by_members} == set(best)
     for one in choice.by_members:
         assert one.seconds_per_token <= 1.01 * best[one.names]
@@ -270,14 +271,14 @@ def test_a_search_that_does_not_climb_is_noticed(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(planner, "MIN_GAIN", 1.0)  # and no adaptive flush makes up for it
     measured = random_measurements(2)
     best, _ = exhaustive(measured)
-    choice = choose_plan(measured, SEARCH_GRID, num_draws=2)
+    choice = choose_plan([measured], SEARCH_GRID, num_draws=2)
     assert any(one.seconds_per_token > 1.01 * best[one.names] for one in choice.by_members)
 
 
 def test_a_choice_is_reproducible() -> None:
     measured = random_measurements(1)
     again = Measurements.from_json(json.loads(json.dumps(measured.to_json())))
-    first, second = (choose_plan(one, SMALL_GRID) for one in (measured, again))
+    first, second = (choose_plan([one], SMALL_GRID) for one in (measured, again))
     assert first == second
 
 
@@ -286,7 +287,7 @@ def test_a_choice_is_reproducible() -> None:
 
 def test_an_intermediate_that_costs_as_much_as_the_target_is_left_out() -> None:
     measured = make_measurements(0, {"target": 2.0, "intermediate": 1.9}, {"intermediate": 0.97})
-    choice = choose_plan(measured, GRID)
+    choice = choose_plan([measured], GRID)
     assert choice.best.names == ("target", "draft")
     with_it = choice.best_with("intermediate")
     assert with_it is not None
@@ -305,7 +306,7 @@ def test_a_cheap_intermediate_that_agrees_is_kept() -> None:
     measured = make_measurements(
         0, {"target": 20.0, "intermediate": 1.0}, {"intermediate": 0.99}, draft_seconds=0.01
     )
-    choice = choose_plan(measured, GRID)
+    choice = choose_plan([measured], GRID)
     assert choice.best.names == ("target", "intermediate", "draft")
     sentence = decide(choice, measured)
     assert "keep intermediate: without it the best plan needs" in sentence
@@ -319,7 +320,7 @@ def test_a_target_that_nothing_speeds_up_runs_alone() -> None:
     measured = make_measurements(
         0, {"target": 1.0, "intermediate": 1.0}, {"intermediate": 0.3}, hit=0.1, draft_seconds=50
     )
-    choice = choose_plan(measured, SMALL_GRID)
+    choice = choose_plan([measured], SMALL_GRID)
     assert choice.best is choice.alone
     sentence = decide(choice, measured)
     assert sentence.startswith("run target at ")
@@ -335,7 +336,7 @@ def test_of_two_intermediates_the_one_that_pays_is_kept() -> None:
         {"large": 0.9, "small": 0.98},
         draft_seconds=0.01,
     )
-    choice = choose_plan(measured, GRID)
+    choice = choose_plan([measured], GRID)
     assert choice.best.names == ("target", "small", "draft")
     explanation = explain(choice, measured)
     verdicts = {one["inserted"]: one for one in explanation["insertions"]}
@@ -348,7 +349,7 @@ def test_of_two_intermediates_the_one_that_pays_is_kept() -> None:
 def test_copies_are_made_where_they_come_true() -> None:
     for share, is_kept in ((0.9, True), (0.0, False)):
         measured = make_measurements(0, {"a": 10.0}, {}, hit=0.2, ngram=share)
-        choice = choose_plan(measured, GRID)
+        choice = choose_plan([measured], GRID)
         assert choice.best.members.has_ngram is is_kept
         word = "keep n-grams" if is_kept else "leave n-grams out"
         assert word in decide(choice, measured)
@@ -359,7 +360,7 @@ def test_adaptive_flushes_where_probabilities_predict_what_is_rejected(predicts:
     measured = make_measurements(
         0, {"a": 4.0, "b": 2.0}, {"b": 0.9}, drafters={}, predicts=predicts, num_traces=24
     )
-    choice = choose_plan(measured, GRID)
+    choice = choose_plan([measured], GRID)
     with_b = choice.best_with("b")
     assert with_b is not None
     assert (with_b.plan.flush["a"].adaptive is not None) is predicts
@@ -415,14 +416,14 @@ def test_candidates_by_depth() -> None:
 
 
 def explanation_of(measured: Measurements) -> dict[str, Any]:
-    found: dict[str, Any] = explain(choose_plan(measured, SMALL_GRID), measured)
+    found: dict[str, Any] = explain(choose_plan([measured], SMALL_GRID), measured)
     return found
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_an_explanation_adds_up(seed: int) -> None:
     measured = random_measurements(seed)
-    choice = choose_plan(measured, SMALL_GRID)
+    choice = choose_plan([measured], SMALL_GRID)
     explanation = explain(choice, measured)
     assert json.loads(json.dumps(explanation)) == explanation
     lemma = explanation["lemma_3_1"]
@@ -446,7 +447,7 @@ def test_theorem_3_2_by_hand() -> None:
     measured = make_measurements(
         0, {"target": 20.0, "intermediate": 1.0}, {"intermediate": 0.99}, draft_seconds=0.01
     )
-    choice = choose_plan(measured, SMALL_GRID)
+    choice = choose_plan([measured], SMALL_GRID)
     without, inserted = choice.best_without("intermediate").predicted, choice.best.predicted
     (one,) = explain(choice, measured)["insertions"]
     seconds = inserted.seconds_by_member["intermediate"] / inserted.passes["intermediate"]

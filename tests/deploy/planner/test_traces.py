@@ -24,10 +24,10 @@ from polybasic.deploy.hardware import hardware_name
 from polybasic.deploy.planner import traces
 from polybasic.deploy.planner.budget import Budget
 from polybasic.deploy.planner.costs import _line, _mean, measure_costs
-from polybasic.deploy.planner.explanation import print_explanation
 from polybasic.deploy.planner.measurements import Measurements
 from polybasic.deploy.planner.run import plan_chain
 from polybasic.deploy.planner.simulation import simulate
+from polybasic.deploy.planner.tables import print_explanation
 from polybasic.deploy.planner.traces import answer_prompts
 from polybasic.deploy.rounds.sampling import Sampling
 from polybasic.deploy.settings import BenchSettings, PlanGrid, PlanSettings

@@ -14,18 +14,19 @@ from polybasic.chain.errors import UserError
 from polybasic.chain.formats.card import render_card
 from polybasic.chain.formats.manifest import read_manifest
 from polybasic.chain.formats.package import Part
-from polybasic.chain.formats.plan import Flush, Plan, Tree, Window
+from polybasic.chain.formats.plan import Flush, Plan, Rule, Tree, Window
 from polybasic.deploy import Chain, load_chain
 from polybasic.deploy.bench.running import bench_chain
 from polybasic.deploy.planner import costs as round_costs
 from polybasic.deploy.planner import windows as windowing
 from polybasic.deploy.planner.budget import Budget
 from polybasic.deploy.planner.costs import MIN_SAMPLES, RoundCosts, compare_costs
-from polybasic.deploy.planner.explanation import decide, explain, print_explanation
+from polybasic.deploy.planner.explanation import decide, explain
 from polybasic.deploy.planner.measurements import DraftCosts, Measurements, PassCosts
 from polybasic.deploy.planner.run import plan_chain
 from polybasic.deploy.planner.search import choose_plan, choose_windows
 from polybasic.deploy.planner.simulation import simulate
+from polybasic.deploy.planner.tables import print_explanation
 from polybasic.deploy.planner.traces import (
     Calibration,
     Measured,
@@ -43,6 +44,7 @@ GRID = PlanGrid(
     depths=(1, 3), top_ks=(2,), rows=(4, 7), flush_lengths=(2, 4), ngram_matches=(), windows=(16,)
 )
 WINDOW = Window(tokens=16)
+RULES: tuple[tuple[Rule, ...], ...] = (("coupled",),)
 TREE = Tree(depth=3, top_k=2, rows=7)
 ALL = Plan(members=("target", "intermediate", "copy"), tree=TREE, flush={"target": Flush(length=4)})
 
@@ -67,7 +69,7 @@ PROMPTS = random_prompts(9, 1, 12)
 
 def calibration_of(chain: Chain, grid: PlanGrid = GRID) -> Calibration:
     sampling = Sampling(seed=0)
-    arguments = (PROMPTS, frozenset[int](), NUM_TOKENS, sampling, grid, Budget(math.inf))
+    arguments = (PROMPTS, frozenset[int](), NUM_TOKENS, sampling, grid, RULES, Budget(math.inf))
     return answer_prompts(chain.engine, *arguments, lambda line: None)
 
 
@@ -77,7 +79,7 @@ def measured_on(calibration: Calibration) -> Measured:
 
 def test_simulated_passes_under_windows_are_those_of_real_answers(chain: Chain) -> None:
     calibration = calibration_of(chain)
-    whole = measured_on(calibration).measurements
+    (whole,) = measured_on(calibration).measurements
     two_models = Plan(members=("target", "copy"), tree=TREE)
     for plan, windowed, tolerance in (
         (two_models, ("copy",), 1e-9),
@@ -85,7 +87,7 @@ def test_simulated_passes_under_windows_are_those_of_real_answers(chain: Chain) 
         (ALL, ("intermediate", "copy"), 0.15),
     ):
         windows = dict.fromkeys(windowed, WINDOW)
-        traces = [trace_answer(calibration, one, windows, (2,)) for one in calibration.answered]
+        traces = [trace_answer(calibration, one, windows, (2,))[0] for one in calibration.answered]
         measured = replace(whole, traces=traces, windows=windows)
         narrow = plan.model_copy(update={"windows": windows})
         predicted, real = (
@@ -156,9 +158,9 @@ def test_windows_are_tried_one_by_one_and_then_together(
 ) -> None:
     calibration = calibration_of(chain)
     found = measured_on(calibration)
-    measured = machine(found.measurements)
-    known = replace(found, measurements=measured)
-    choice = choose_plan(measured, GRID)
+    measured = machine(found.measurements[0])
+    known = replace(found, measurements=(measured,))
+    choice = choose_plan([measured], GRID)
     compare, calls = fake_costs({"intermediate": 0.05, "copy": 0.05})
     monkeypatch.setattr(windowing, "compare_costs", compare)
     lines: list[str] = []
@@ -194,9 +196,9 @@ def test_windows_that_save_nothing_are_left_out(
 ) -> None:
     calibration = calibration_of(chain)
     found = measured_on(calibration)
-    measured = machine(found.measurements)
-    known = replace(found, measurements=measured)
-    choice = choose_plan(measured, GRID)
+    measured = machine(found.measurements[0])
+    known = replace(found, measurements=(measured,))
+    choice = choose_plan([measured], GRID)
     compare, calls = fake_costs({"intermediate": 1.0, "copy": 1.0})
     monkeypatch.setattr(windowing, "compare_costs", compare)
     found = try_windows(known, choice, Budget(math.inf), lambda line: None)
@@ -211,7 +213,8 @@ def test_windows_are_tried_as_far_as_there_is_time(
 ) -> None:
     calibration = calibration_of(chain)
     found = measured_on(calibration)
-    known = replace(found, measurements=machine(found.measurements), trace_seconds=1000.0)
+    measured = machine(found.measurements[0])
+    known = replace(found, measurements=(measured,), trace_seconds=1000.0)
     choice = choose_plan(known.measurements, GRID)
     compare, calls = fake_costs({"intermediate": 0.05, "copy": 0.05})
     monkeypatch.setattr(windowing, "compare_costs", compare)
@@ -227,7 +230,7 @@ def test_windows_are_tried_as_far_as_there_is_time(
 
 def test_texts_without_windows_are_measured_once(chain: Chain) -> None:
     calibration = calibration_of(chain)
-    measured = measured_on(calibration).measurements
+    (measured,) = measured_on(calibration).measurements
     windows = {"copy": Window(tokens=25)}
     traces = windowing._traces(calibration, measured, windows, (2,))
     assert [one is other for one, other in zip(traces, measured.traces, strict=True)] == [
@@ -241,16 +244,16 @@ def test_short_texts_are_not_tried(chain: Chain) -> None:
         grid = GRID.model_copy(update={"windows": windows})
         calibration = calibration_of(chain, grid)
         found = measured_on(calibration)
-        measured = machine(found.measurements)
-        choice = choose_plan(measured, grid)
-        known = replace(found, measurements=measured)
+        measured = machine(found.measurements[0])
+        choice = choose_plan([measured], grid)
+        known = replace(found, measurements=(measured,))
         assert try_windows(known, choice, Budget(math.inf), pytest.fail) is choice
         said = "; no windows: planning prompts with answers have at most 32 tokens"
         assert decide(choice, measured).endswith(said) == bool(windows)
 
 
 def test_too_few_rounds_are_no_measurement(chain: Chain) -> None:
-    measured = machine(measured_on(calibration_of(chain)).measurements)
+    measured = machine(measured_on(calibration_of(chain)).measurements[0])
     for name in ("intermediate", "copy"):
         compare, _ = fake_costs({"intermediate": 0.5, "copy": 0.5})
         ((without, with_windows),) = compare(None, [], [], [{name: WINDOW}])
@@ -289,7 +292,7 @@ def test_a_window_must_save_enough(share: float, is_taken: bool) -> None:
     accepted = {"a": [2, 1, 0] * 20, "b": [2, 1, 0] * 20}
     measured = make_measurements(make_trace({"a": [1.0] * 60, "b": agrees}, accepted))
     grid = PlanGrid(depths=(2, 4), top_ks=(1,), rows=(4,), flush_lengths=(2, 4), ngram_matches=())
-    choice = choose_plan(measured, grid)
+    choice = choose_plan([measured], grid)
     found = choose_windows(choice, [windowed(measured, share, "draft")], grid)
     assert [one.names for one in found.by_members] == [one.names for one in choice.by_members]
     for one in found.by_members:

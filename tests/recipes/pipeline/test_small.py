@@ -83,8 +83,11 @@ def test_parts_and_plan_of_four(tmp_path: Path) -> None:
     ]
     plan = packed_plan(recipe.plan, parts)
     assert plan.members == ("target", "intermediate", "draft")
-    flush = Flush(length=16, rule="block")
+    flush = Flush(length=16)
     assert plan.flush == {"target": flush, "intermediate": flush}
+    assert plan.rule == "coupled"
+    independent = load_recipe("tiny-four", ["plan.rule=block"]).plan
+    assert packed_plan(independent, parts).rule == "block"
 
 
 def test_parts_with_a_small_drafter(tmp_path: Path) -> None:

@@ -1,0 +1,47 @@
+"""Rules by which sampled tokens are drawn and verified: which are compared, and what is said.
+
+`block` and `token` draw alike, so that one measurement serves both. At temperature 0 there is
+nothing to draw, and all rules are one.
+"""
+
+from typing import Any
+
+from polybasic.chain.formats.plan import Rule
+from polybasic.deploy.planner.search import MIN_GAIN, Choice
+from polybasic.deploy.settings import PlanSettings
+
+
+def rules_to_compare(settings: PlanSettings) -> tuple[tuple[Rule, ...], ...]:
+    """The rules of a plan's settings, those that draw alike together, the preferred ones first."""
+    if settings.temperature == 0:
+        return ((settings.rule,),)
+    return (("coupled",),) if settings.reproducible else (("coupled",), ("block", "token"))
+
+
+def rules_compared(choice: Choice) -> list[dict[str, Any]]:
+    """The best plan of each rule, the fastest first, as plain JSON; none if there is only one."""
+    best = [choice.best, *choice.other_rules] if choice.other_rules else []
+    return [
+        {
+            "rule": one.plan.rule,
+            "members": str(one.members),
+            "seconds_per_token": one.seconds_per_token,
+            "tokens_per_target_pass": one.predicted.tokens_per_pass[one.names[0]],
+        }
+        for one in sorted(best, key=lambda one: one.seconds_per_token)
+    ]
+
+
+def rule_verdict(choice: Choice) -> str | None:
+    """Why tokens are drawn by a rule; None where none is drawn."""
+    best = choice.best
+    if best.measurements.temperature == 0:
+        return None
+    means = ", so that a seed means a text" if choice.rule == "coupled" else ""
+    if not choice.other_rules:
+        return f"rule {choice.rule}{means}: no other was to be compared"
+    others = [f"{one.milliseconds} with {one.plan.rule}" for one in choice.other_rules]
+    verdict = f"rule {choice.rule}{means}: the best plan needs {' and '.join(others)}"
+    if choice.other_rules[0].seconds_per_token < best.seconds_per_token:
+        return f"{verdict}, which saves less than {MIN_GAIN:.0%} of the time"
+    return verdict
