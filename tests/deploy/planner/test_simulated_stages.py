@@ -11,12 +11,19 @@ from typing import Any
 import pytest
 import torch
 
-from polybasic.chain.formats.plan import AdaptiveFlush, Flush, Plan, Tree
+from polybasic.chain.formats.plan import AdaptiveFlush, Flush, Plan, Rule, Tree
 from polybasic.chain.kernels.drafts import DraftTree
+from polybasic.chain.kernels.noise import gumbel_noise, noise_key
 from polybasic.deploy.planner import simulation
 from polybasic.deploy.planner.measurements import Measurements, Trace
 from polybasic.deploy.planner.simulation import Simulator, simulate
-from polybasic.deploy.rounds.sampling import GreedySampler, RandomSampler, Sampling
+from polybasic.deploy.rounds.sampling import (
+    CoupledSampler,
+    GreedySampler,
+    Prefixes,
+    RandomSampler,
+    Sampling,
+)
 from polybasic.deploy.rounds.stages import BlockStage, Stage, TreeStage
 from tests.deploy.traces import chain_ranks, make_measurements
 
@@ -53,6 +60,16 @@ class World:
         values = torch.zeros(VOCAB_SIZE)
         values[self.choice(level, prefix)] = self.sharpness[len(prefix) - len(PROMPT)]
         return values
+
+
+class TableNoise:
+    """The noise of a request over the four tokens of a world at a temperature."""
+
+    def __init__(self, seed: int) -> None:
+        self.rows = gumbel_noise(noise_key(seed), torch.arange(80), 4)
+
+    def at(self, positions: list[int]) -> torch.Tensor:
+        return self.rows[positions]
 
 
 class TokenCache:
@@ -109,6 +126,7 @@ class FakeDrafter:
     world: World
     level: int
     depth: int
+    noise: TableNoise | None = None
     num_observed: int = 0
     passes: int = 0
 
@@ -125,7 +143,10 @@ class FakeDrafter:
         self.passes += depth
         for level in range(depth):
             if self.world.temperature > 0:
-                token = int(self.world.logits(self.level, tuple(drafted)).argmax())
+                logits = self.world.logits(self.level, tuple(drafted))
+                if self.noise is not None:
+                    logits = logits + self.noise.at([len(drafted)])[0]
+                token = int(logits.argmax())
             else:
                 token = self.world.choice(self.level, tuple(drafted))
                 if level >= self.world.accepted[len(tokens) - len(PROMPT)]:
@@ -158,7 +179,7 @@ class Case:
             for level, name in enumerate(self.names)
         }
         innermost = self.names[-1]
-        drafter = FakeDrafter(self.world, len(self.names) - 1, self.plan.tree.depth)
+        drafter = self._drafter(sampler)
         stage: Stage = TreeStage(verifiers[innermost], drafter, sampler)  # type: ignore[arg-type]
         for name in reversed(self.names[:-1]):
             stage = BlockStage(verifiers[name], stage, sampler, self.plan.flush[name])  # type: ignore[arg-type]
@@ -174,8 +195,16 @@ class Case:
         """What a calibration would find along these answers."""
         traces = [self._trace(answer, sampler) for answer in answers]
         return make_measurements(
-            *traces, shares_cache=self.owners, temperature=self.world.temperature
+            *traces,
+            shares_cache=self.owners,
+            temperature=self.world.temperature,
+            rules=(self.plan.rule,),
         )
+
+    def _drafter(self, sampler: Any) -> FakeDrafter:
+        noise = sampler.noise if isinstance(sampler, CoupledSampler) else None
+        level, depth = len(self.names) - 1, self.plan.tree.depth
+        return FakeDrafter(self.world, level, depth, noise)  # type: ignore[arg-type]
 
     def _trace(self, answer: list[int], sampler: Any) -> Trace:
         prefixes = [(*PROMPT, *answer[:place]) for place in range(len(answer))]
@@ -184,12 +213,17 @@ class Case:
             rows = torch.stack([self.world.logits(level, prefix) for prefix in prefixes])
             values = rows.double().softmax(-1)
             confidence[name] = values[range(len(answer)), answer].numpy()
-            if self.world.temperature > 0:
+            if isinstance(sampler, CoupledSampler):
+                suffixes = [list(prefix[len(PROMPT) :]) for prefix in prefixes]
+                drawn = sampler.distributions(rows, Prefixes(PROMPT, suffixes)).tokens
+                probability[name] = (torch.tensor(drawn) == torch.tensor(answer)).double().numpy()
+                own[name] = confidence[name]
+            elif self.world.temperature > 0:
                 probability[name] = own[name] = confidence[name]
             else:
                 probability[name] = (values.argmax(-1) == torch.tensor(answer)).double().numpy()
                 own[name] = values.max(-1).values.numpy()
-        drafter = FakeDrafter(self.world, len(self.names) - 1, self.plan.tree.depth)
+        drafter = self._drafter(sampler)
         accepted = []
         for place, prefix in enumerate(prefixes):
             if self.world.temperature == 0:
@@ -315,28 +349,30 @@ def test_a_wrong_simulation_is_noticed(
     assert misses(monkeypatch, change) > 3
 
 
-def text_dependent_case(temperature: float, rule: str = "block") -> Case:
-    """Models that agree by text, and a drafter that is the argmax of the model above it."""
-    flush = Flush(length=5, rule=rule)  # type: ignore[arg-type]
+def text_dependent_case(temperature: float, rule: Rule, num_levels: int = 2) -> Case:
+    """Models that agree by text, and a drafter of the tokens that the model above it would draw, or
+    of its most probable ones."""
+    names = NAMES[:num_levels]
     return Case(
-        World([set()], [], [], temperature),
+        World([set()] * (num_levels - 1), [], [], temperature),
         Plan(
-            members=("a", "b", "draft"),
+            members=(*names, "draft"),
             tree=Tree(depth=3, top_k=1, rows=4),
-            flush={"a": flush},
+            flush=dict.fromkeys(names[:-1], Flush(length=5)),
+            rule=rule,
         ),
-        {"a": "a", "b": "b"},
+        {name: name for name in names},
         48,
     )
 
 
 @pytest.mark.parametrize("rule", ["block", "token"])
-def test_random_rounds_on_average(rule: str) -> None:
+def test_random_rounds_on_average(rule: Rule) -> None:
     case = text_dependent_case(1.0, rule)
     served: Counter[str] = Counter()
     answers = []
     for seed in range(60):
-        sampler = RandomSampler(Sampling(1.0, seed=seed), torch.device("cpu"), len(PROMPT))
+        sampler = RandomSampler(Sampling(1.0, seed=seed), torch.device("cpu"), len(PROMPT), rule)
         answer, passes, num_drafts = case.run(sampler)
         answers.append(answer)
         served["draft"] += num_drafts
@@ -348,3 +384,36 @@ def test_random_rounds_on_average(rule: str) -> None:
     # Refused tokens are played as if the answer went on.
     for name in ("b", "draft"):
         assert predicted.passes[name] == pytest.approx(served[name] / num_tokens, rel=0.08)
+
+
+def coupled_sampler(seed: int) -> CoupledSampler:
+    return CoupledSampler(Sampling(1.0, seed=seed), len(PROMPT), TableNoise(seed))  # type: ignore[arg-type]
+
+
+def coupled_passes(case: Case, seed: int, measured_seed: int) -> tuple[Counter[str], Counter[str]]:
+    """Passes of the stages with the noise of a seed, and of the simulation with that of another."""
+    answer, by_rows, num_drafts = case.run(coupled_sampler(seed))
+    served = Counter({name: sum(rows.values()) for name, rows in by_rows.items()})
+    served["draft"] = num_drafts
+    predicted = simulate(case.plan, case.measure([answer], coupled_sampler(measured_seed)))
+    played = {name: round(case.num_tokens * num) for name, num in predicted.passes.items()}
+    return served, Counter(played)
+
+
+@pytest.mark.parametrize("num_levels", [1, 2, 3])
+def test_rounds_with_common_noise_are_those_of_the_stages(num_levels: int) -> None:
+    case = text_dependent_case(1.0, "coupled", num_levels)
+    served, played, num_wrong = Counter[str](), Counter[str](), 0
+    for seed in range(20):
+        in_stages, simulated = coupled_passes(case, seed, seed)
+        assert simulated["a"] == in_stages["a"]
+        served += in_stages
+        played += simulated
+        num_wrong += coupled_passes(case, seed, seed + 100)[1]["a"] != in_stages["a"]
+    assert num_wrong > 10, "noise that is not the answer's must not do"
+    for name in played:
+        if num_levels == 1:
+            assert played[name] == served[name]
+        else:
+            # below the target, refused tokens are played as if the answer went on
+            assert played[name] == pytest.approx(served[name], rel=0.08)

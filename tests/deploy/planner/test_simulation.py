@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.plan import Flush, Ngram, Plan, Tree
+from polybasic.chain.formats.plan import Flush, Ngram, Plan, Rule, Tree
 from polybasic.chain.kernels.drafts import ABSENT
-from polybasic.deploy.planner.measurements import DraftCosts, Measurements, PassCosts
+from polybasic.deploy.planner.measurements import DraftCosts, Measurements, PassCosts, Trace
 from polybasic.deploy.planner.simulation import Simulator, simulate
 from polybasic.deploy.planner.theory import kept_probabilities
 from tests.deploy.traces import LEAST, make_measurements, make_trace
@@ -151,6 +151,10 @@ def test_what_was_not_measured_is_refused() -> None:
             simulate(Plan(members=("a", "draft"), tree=tree), measured)
     with pytest.raises(UserError, match="n-gram drafts were not measured"):
         simulate(Plan(members=("a",), tree=LEAST, ngram=Ngram()), measured)
+    plan = Plan(members=("a",), tree=LEAST, rule="block")
+    assert simulate(plan, measured).passes == {"a": 1}, "at temperature 0 all rules are one"
+    with pytest.raises(UserError, match=r"rule was not measured: block; measured: coupled"):
+        simulate(plan, coupled(measured.traces[0]))
     with pytest.raises(UserError, match="nothing to plan from"):
         Simulator(make_measurements(measured.traces[0], traces=[]))
 
@@ -158,18 +162,27 @@ def test_what_was_not_measured_is_refused() -> None:
 # Kept tokens at a temperature
 
 
-def kept_shares(rule: str, num_draws: int = 4000) -> tuple[list[float], list[float]]:
+def independent(trace: Trace) -> Measurements:
+    """What holds for rules by which models draw independently."""
+    return make_measurements(trace, temperature=1.0, rules=("block", "token"))
+
+
+def coupled(trace: Trace) -> Measurements:
+    return make_measurements(trace, temperature=1.0, rules=("coupled",))
+
+
+def kept_shares(rule: Rule, num_draws: int = 4000) -> tuple[list[float], list[float]]:
     """Share of draws in which a block from 0 on keeps 1, 2, .. tokens, and what theory says."""
     p, q = [0.5, 0.4, 0.6, 0.3, 0.9, 0.5], [0.9, 0.3, 0.8, 0.25, 0.6, 0.4]
     trace = make_trace({"a": p, "b": q})
-    simulator = Simulator(make_measurements(trace, temperature=1.0), num_draws=num_draws)
-    extents = np.array([simulator._extents("a", "b", rule, d)[0] for d in range(num_draws)])  # type: ignore[arg-type]
+    simulator = Simulator(independent(trace), num_draws=num_draws)
+    extents = np.array([simulator._extents("a", "b", rule, d)[0] for d in range(num_draws)])
     expected = kept_probabilities(p, q, rule)  # type: ignore[arg-type]
     return [float((extents >= num).mean()) for num in range(1, 7)], expected
 
 
 @pytest.mark.parametrize("rule", ["block", "token"])
-def test_kept_tokens_follow_the_theory(rule: str) -> None:
+def test_kept_tokens_follow_the_theory(rule: Rule) -> None:
     shares, expected = kept_shares(rule)
     assert shares == pytest.approx(expected, abs=0.03)
 
@@ -183,7 +196,17 @@ def test_the_rules_differ() -> None:
 def test_plans_meet_the_same_luck() -> None:
     generator = np.random.default_rng(0)
     p = generator.uniform(0.2, 1.0, (2, 40)).tolist()
-    measured = make_measurements(make_trace({"a": p[0], "b": p[1]}), temperature=1.0)
-    plan = Plan(members=("a", "b"), tree=LEAST, flush={"a": Flush(length=4)})
+    measured = independent(make_trace({"a": p[0], "b": p[1]}))
+    plan = Plan(members=("a", "b"), tree=LEAST, flush={"a": Flush(length=4)}, rule="block")
     assert simulate(plan, measured) == simulate(plan, measured)
     assert simulate(plan, measured, seed=1) != simulate(plan, measured)
+
+
+def test_with_common_noise_nothing_is_left_to_chance() -> None:
+    trace = make_trace({"a": [1] * 6, "b": [1, 1, 1, 0, 1, 1]})
+    plan = Plan(members=("a", "b"), tree=LEAST, flush={"a": Flush(length=2)})
+    greedy, found = simulate(plan, make_measurements(trace)), simulate(plan, coupled(trace))
+    assert found == greedy == simulate(plan, coupled(trace), seed=1)
+    block = plan.model_copy(update={"rule": "block"})
+    uncertain = make_trace({"a": [0.9] * 6, "b": [0.9, 0.9, 0.9, 0.1, 0.9, 0.9]})
+    assert simulate(block, independent(uncertain)) != found

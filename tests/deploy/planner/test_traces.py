@@ -14,7 +14,7 @@ from rich.console import Console
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.manifest import read_manifest
 from polybasic.chain.formats.package import Part
-from polybasic.chain.formats.plan import Flush, Ngram, Plan, Tree
+from polybasic.chain.formats.plan import Flush, Ngram, Plan, Rule, Tree
 from polybasic.chain.kernels.drafts import ABSENT
 from polybasic.deploy import Chain, load_chain
 from polybasic.deploy import load as loading
@@ -49,12 +49,15 @@ FLUSH = {"target": Flush(length=4)}
 PROMPTS = random_prompts(9, 1, 4, 12)
 
 
-def measure(chain: Chain, temperature: float = 0.0) -> Measurements:
+def measure(
+    chain: Chain, temperature: float = 0.0, rules: tuple[Rule, ...] = ("coupled",)
+) -> Measurements:
     sampling = Sampling(temperature, seed=0)
     budget = Budget(math.inf)
-    arguments = (PROMPTS, frozenset[int](), NUM_TOKENS, sampling, GRID, budget)
+    arguments = (PROMPTS, frozenset[int](), NUM_TOKENS, sampling, GRID, (rules,), budget)
     calibration = answer_prompts(chain.engine, *arguments, print)
-    return traces.measure(calibration, budget, print).measurements
+    (found,) = traces.measure(calibration, budget, print).measurements
+    return found
 
 
 @pytest.fixture
@@ -77,8 +80,10 @@ def chain(chain_folder: Path) -> Chain:
     return load_chain(chain_folder, dtype="float32")
 
 
-def test_simulated_passes_are_those_of_real_answers(chain: Chain) -> None:
-    measurements = measure(chain)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_simulated_passes_are_those_of_real_answers(chain: Chain, temperature: float) -> None:
+    """Greedy, and drawn with noise that all members share."""
+    measurements, sampling = measure(chain, temperature), Sampling(temperature, seed=0)
     assert measurements.num_tokens == len(PROMPTS) * NUM_TOKENS
     two_models = [
         Plan(members=("target", "copy"), tree=Tree(depth=depth, top_k=2, rows=rows))
@@ -89,7 +94,7 @@ def test_simulated_passes_are_those_of_real_answers(chain: Chain) -> None:
     copied = Plan(members=("target",), tree=tree, ngram=Ngram(min_match=1, num_tokens=4))
     counted = set()
     for plan in (*two_models, copied):
-        real = count_passes(chain, plan, PROMPTS, NUM_TOKENS)
+        real = count_passes(chain, plan, PROMPTS, NUM_TOKENS, sampling)
         predicted = simulate(plan, measurements).passes
         # Copies cut short by the end of an answer leave rows for others, which is not simulated.
         tolerance = 1e-9 if plan.ngram is None else 0.03
@@ -100,18 +105,35 @@ def test_simulated_passes_are_those_of_real_answers(chain: Chain) -> None:
     assert len(counted) > 3, "the shapes must differ for their counts to mean something"
     for members in (("target", "intermediate"), ("target", "intermediate", "copy")):
         plan = Plan(members=members, tree=Tree(depth=2, top_k=2, rows=7), flush=FLUSH)
-        real = count_passes(chain, plan, PROMPTS, NUM_TOKENS)
+        real = count_passes(chain, plan, PROMPTS, NUM_TOKENS, sampling)
         predicted = simulate(plan, measurements).passes
         # In a block the intermediate sees rows of its own, and blocks begin elsewhere.
         for name, num in real.items():
-            assert predicted[name] * measurements.num_tokens == pytest.approx(num, rel=0.12), name
+            assert predicted[name] * measurements.num_tokens == pytest.approx(num, rel=0.15), name
+
+
+@pytest.mark.parametrize("temperature", [0.0, 2.0])
+def test_simulated_blocks_are_those_of_real_answers(
+    tiny_four_chain: Path, temperature: float
+) -> None:
+    """Of a model with a cache of its own, whose rows are the same along any text."""
+    chain = load_chain(tiny_four_chain, dtype="float32")
+    measurements, sampling = measure(chain, temperature), Sampling(temperature, seed=0)
+    for members in (("target", "small"), ("target", "small", "small_draft")):
+        plan = Plan(members=members, tree=GRID_TREE, flush=FLUSH)
+        real = count_passes(chain, plan, PROMPTS, NUM_TOKENS, sampling)["target"]
+        predicted = simulate(plan, measurements).tokens_per_pass["target"]
+        assert predicted == pytest.approx(measurements.num_tokens / real, rel=1e-9)
+        # greedy, models of random weights hardly ever agree; the noise is the same for both
+        assert predicted > (1.2 if temperature else 1.0)
 
 
 def test_simulated_lengths_are_those_of_sampled_answers(chain: Chain) -> None:
-    measurements = measure(chain, temperature=1.0)
-    for rule in ("block", "token"):
-        flush = {"target": Flush(length=4, rule=rule)}
-        plan = Plan(members=("target", "intermediate"), tree=GRID_TREE, flush=flush)
+    rules: tuple[Rule, ...] = ("block", "token")
+    measurements = measure(chain, 1.0, rules)
+    for rule in rules:
+        members = ("target", "intermediate")
+        plan = Plan(members=members, tree=GRID_TREE, flush=FLUSH, rule=rule)
         passes = sum(
             count_passes(chain, plan, PROMPTS, NUM_TOKENS, Sampling(1.0, seed=seed))["target"]
             for seed in range(5)
@@ -123,8 +145,10 @@ def test_simulated_lengths_are_those_of_sampled_answers(chain: Chain) -> None:
 
 
 def test_traces_hold_the_targets_answers(chain: Chain) -> None:
-    greedy, sampled = measure(chain), measure(chain, temperature=1.0)
-    for trace in greedy.traces:
+    greedy, coupled = measure(chain), measure(chain, temperature=1.0)
+    sampled = measure(chain, 1.0, ("block", "token"))
+    assert [len(one) for one in sampled.traces] == [len(one) for one in coupled.traces]
+    for trace in (*greedy.traces, *coupled.traces):
         assert set(trace.probability["target"]) == {1.0}
         assert set(trace.probability["intermediate"]) == {0.0, 1.0}
         agrees = trace.probability["intermediate"] == 1
@@ -185,7 +209,10 @@ def test_rounds_of_graphs_are_timed_and_captures_are_not(
     assert isinstance(graphs, SlowCaptures)
     monkeypatch.setattr("time.perf_counter", lambda: graphs.seconds)
     given = [prompt for _, prompt in PROMPTS if len(prompt) > 1]
-    costs = measure_costs(engine, given, frozenset(), Sampling(), GRID, Budget(math.inf), 1.0)
+    rules: list[Rule] = ["coupled"]
+    (costs,) = measure_costs(
+        engine, given, frozenset(), Sampling(), GRID, rules, Budget(math.inf), 1.0
+    )
     assert graphs.counts.captures > 10
     # a graph each for draft, tree and block; a draft by n-grams is none
     for found in (costs.trees, costs.blocks, costs.levels):
@@ -235,7 +262,8 @@ def test_a_plan_is_chosen_written_run_and_reported(
     lines: list[str] = []
     planning = plan_chain(tiny_chain, settings, lines.append)
     measured = planning.measured
-    assert len(planning.measurements.traces) == 2, "the third question is too long"
+    (measurements,) = planning.measurements
+    assert len(measurements.traces) == 2, "the third question is too long"
     assert lines[-1].endswith("left out: nothing")
     chain = load_chain(tiny_chain, dtype="float32")
     hardware = hardware_name(chain.engine.models.target.device)
