@@ -40,8 +40,10 @@ def rule_verdict(choice: Choice) -> str | None:
     means = ", so that a seed means a text" if choice.rule == "coupled" else ""
     if not choice.other_rules:
         return f"rule {choice.rule}{means}: no other was to be compared"
-    others = [f"{one.milliseconds} with {one.plan.rule}" for one in choice.other_rules]
-    verdict = f"rule {choice.rule}{means}: the best plan needs {' and '.join(others)}"
-    if choice.other_rules[0].seconds_per_token < best.seconds_per_token:
+    first, *more = choice.other_rules
+    others = [f"with {first.plan.rule} the best plan needs {first.milliseconds}"]
+    others += [f"with {one.plan.rule} {one.milliseconds}" for one in more]
+    verdict = f"rule {choice.rule}{means}: {', '.join(others)}"
+    if first.seconds_per_token < best.seconds_per_token:
         return f"{verdict}, which saves less than {MIN_GAIN:.0%} of the time"
     return verdict

@@ -130,6 +130,20 @@ def test_the_slower_the_clock_the_less_is_measured(
     assert answers[0] == answers[1]
 
 
+def test_every_rule_has_a_cost_of_the_target_alone(
+    tiny_chain: Path, settings: PlanSettings
+) -> None:
+    chain = load_chain(tiny_chain, dtype="float32")
+    sampled = settings.model_copy(update={"temperature": 1.0})
+    planning = plan_loaded(chain, sampled, lambda line: None, Clock(60.0))
+    assert [set(one.passes) for one in planning.measurements] == [{"target"}, {"target"}]
+    assert planning.measured.plan.members == ("target",)
+    assert {one["rule"] for one in planning.measured.explanation["rules"]} == {
+        "coupled", "block", "token",
+    }  # fmt: skip
+    assert planning.measured.explanation["budget"]["is_rough"]
+
+
 def lines_of(planned: Any) -> str:
     decision: str = planned.explanation["decision"]
     return decision
@@ -203,6 +217,35 @@ def test_close_plans_are_timed_again_and_the_better_half_more_often(
     assert names == ["lucky", "good", "fair", "good", "fair", "good", "fair"]
     assert list(timed.values()) == [1, 3, 3]
     assert "target -> good, tree of 4 rows, depth 2, top 1, rule coupled" in timed
+
+
+def test_the_best_plan_of_another_rule_is_timed_again_if_it_is_close(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    first, second = close_race({"good": 1.0, "far": 9.0}), close_race({"good": 1.1, "far": 1.2})
+    independent = replace(second.measurements[0], temperature=1.0, rules=("block", "token"))
+    coupled = replace(first.measurements[0], temperature=1.0)
+    measured = replace(
+        first,
+        measurements=(coupled, independent),
+        costs=first.costs + second.costs,
+    )
+    choice = choose_plan(measured.measurements, measured.calibration.grid)
+    assert choice.rule == "coupled"
+    asked: list[Plan] = []
+    # what is true of either rule's drafts is learned from that rule's rounds
+    monkeypatch.setattr(finalists, "time_plan", timing({"good": 1.1}, asked, lambda: None))
+    found, _, timed = time_finalists(measured, choice, Budget(math.inf), lambda line: None)
+    assert {(plan.rule, plan.members[-1]) for plan in asked} == {
+        ("coupled", "good"), ("block", "good"),
+    }  # fmt: skip
+    assert list(timed) == [
+        f"target -> good, tree of 4 rows, depth 2, top 1, rule {rule}"
+        for rule in ("coupled", "block")
+    ]
+    num_timed = [len(costs.levels["good", 1, 2]) for costs in found.costs]
+    times = Counter(plan.rule for plan in asked)
+    assert num_timed == [5 + PLENTY * times[rule] for rule in ("coupled", "block")]
 
 
 def test_no_plan_is_timed_again_where_none_is_close(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -431,11 +431,18 @@ def test_plan_measures_writes_and_explains(chain: Path, tmp_path: Path) -> None:
     assert "best plan of each set of members" in out
     assert "decision: run target" in " ".join(out.split())
     assert f"next: polybasic bench {chain}" in err.splitlines()[-1]
-    assert len(json.loads(measurements.read_text("utf-8"))["traces"]) == 6
+    measured = json.loads(measurements.read_text("utf-8"))
+    assert [one["rules"] for one in measured] == [["coupled"], ["block", "token"]]
+    assert {len(one["traces"]) for one in measured} == {6}
+    code, out, err = call("plan", chain, *options, "--reproducible")
+    assert code == 0, err
+    assert "rule coupled, so that a seed means a text" in " ".join(out.split())
     manifest = json.loads((chain / "chain.json").read_text("utf-8"))
     (planned,) = (each for each in manifest["plans"] if each["temperature"] == 1)
+    assert {each["plan"]["rule"] for each in [planned, *planned["others"]]} == {"coupled"}
     shown = " ".join(call("inspect", chain)[1].split())
     assert f"plan for {planned['hardware']}: target" in shown
+    assert "; rule: coupled; predicted " in shown
     assert "temperature" in refusal("plan", chain, "--temperature=-1")
     assert "checkpoint not found" in refusal("plan", tmp_path / "nothing")
 
