@@ -3,7 +3,7 @@
     python benchmarks/planner.py CHAIN [--prompts FILE] [--sweep] [--record FILE]
 
 Plans on calibration prompts, then runs the best plan of every set of members on other prompts, in
-turns. With `--sweep` every plan of a small grid is run too, the planner chooses from the same grid,
+turns; at a temperature above 0, the best plan of every rule, too. With `--sweep` every plan of a small grid is run too, the planner chooses from the same grid,
 and the fastest plans of the sweep meet the choice once more in turns of their own: the best of many
 noisy figures is too good to be true. Seconds are those after the prefill. A machine that others
 use drifts between prediction and measurement, all plans alike: the speedups over the target alone
@@ -88,21 +88,29 @@ class Compared:
 def compare(
     chain: Chain, prompts: Sequence[list[int]], settings: PlanSettings, turns: int
 ) -> tuple[list[Compared], Measurements]:
-    """The best plan of every set of members, and what the planner had measured."""
+    """The best plan of every set of members and of every rule, and what the planner had measured
+    for plans of the chosen rule."""
     planning = plan_loaded(chain, settings, print_to_stderr)
-    candidates = [planning.measured, *planning.measured.others]
+    choice = planning.choice
+    candidates = [choice.best, *(one for one in choice.by_members if one is not choice.best)]
+    candidates += choice.other_rules
     plans = [one.plan for one in candidates]
     measured = seconds_per_token(chain, plans, prompts, settings, turns)
     found = [
         Compared(one.plan, one.seconds_per_token, seconds)
         for one, seconds in zip(candidates, measured, strict=True)
     ]
-    return found, planning.measurements
+    return found, next(one for one in planning.measurements if choice.rule in one.rules)
 
 
 def runs_alone(plan: Plan) -> bool:
     """Whether nothing drafts for the target."""
     return len(plan.members) == 1 and plan.ngram is None
+
+
+def shown(plan: Plan, chain: Chain) -> str:
+    """A plan with its rule, for people."""
+    return f"{shown_plan(plan, chain)}; rule {plan.rule}"
 
 
 def sweep(
@@ -118,7 +126,7 @@ def sweep(
     plans = [plan for plan in plans if plan.members[-1] in measurements.drafters]
     if not plans:
         raise UserError("nothing to sweep", f"{chain.folder}", "name a chain with a draft head")
-    choice = choose_plan(measurements, SWEEP_GRID).best.plan
+    choice = choose_plan([measurements], SWEEP_GRID).best.plan
 
     def compared(plans: Sequence[Plan], turns: int) -> list[Compared]:
         measured = seconds_per_token(chain, plans, prompts, settings, turns)
@@ -139,7 +147,7 @@ def print_to_stderr(line: str) -> None:
 
 def report_compared(report: Report, compared: Sequence[Compared], chain: Chain) -> None:
     """A row for each plan."""
-    (alone,) = (one for one in compared if runs_alone(one.plan))
+    alone = next(one for one in compared if runs_alone(one.plan))
     columns = ["plan", "predicted", "measured", "off by", "predicted speedup", "measured speedup"]
     rows = [
         [
@@ -159,9 +167,9 @@ def report_sweep(
     """What the choice lacks, how far predictions are off, and all plans."""
     errors = [abs(one.error) for one in plans]
     report.say(
-        f"Sweep of {len(plans)} plans: the choice ({shown_plan(choice.plan, chain)}) is "
+        f"Sweep of {len(plans)} plans: the choice ({shown(choice.plan, chain)}) is "
         f"{100 * (choice.measured / best.measured - 1):.1f} % behind the best "
-        f"({shown_plan(best.plan, chain)}); predictions are off by "
+        f"({shown(best.plan, chain)}); predictions are off by "
         f"{100 * statistics.median(errors):.1f} % in the median, at most {100 * max(errors):.1f} %."
     )
     rows = [_cells(one, chain) for one in plans]
@@ -169,7 +177,7 @@ def report_sweep(
 
 
 def _cells(one: Compared, chain: Chain) -> list[str]:
-    return [shown_plan(one.plan, chain), f"{1e3 * one.predicted:.3f}", f"{1e3 * one.measured:.3f}"]
+    return [shown(one.plan, chain), f"{1e3 * one.predicted:.3f}", f"{1e3 * one.measured:.3f}"]
 
 
 def main() -> None:
