@@ -59,10 +59,10 @@ def _acceptance_table(explanation: dict[str, Any]) -> Group:
         between.add_row(one["below"], one["above"], f"{one['kept']:.3f}")
     deepest = max((len(one["by_depth"]) for one in acceptance["drafters"]), default=0)
     depths = [str(depth) for depth in range(1, deepest + 1)]
-    title = "share of positions whose next tokens were all among the candidates, by their number"
+    title = "per cent of positions whose next tokens were all candidates, by their number"
     drafted = _table(title, ["drafter", "for", "top k", *depths])
     for one in acceptance["drafters"]:
-        shares = [f"{share:.2f}" for share in one["by_depth"]]
+        shares = [f"{100 * share:.0f}" for share in one["by_depth"]]
         shares += ["-"] * (deepest - len(shares))
         drafted.add_row(one["drafter"], one["verifying"], str(one["top_k"]), *shares)
     return Group(*(table for table in (between, drafted) if table.rows))
