@@ -3,11 +3,11 @@
     python benchmarks/planner.py CHAIN [--prompts FILE] [--sweep] [--record FILE]
 
 Plans on calibration prompts, then runs the best plan of every set of members on other prompts, in
-turns; at a temperature above 0, the best plan of every rule, too. With `--sweep` every plan of a small grid is run too, the planner chooses from the same grid,
-and the fastest plans of the sweep meet the choice once more in turns of their own: the best of many
-noisy figures is too good to be true. Seconds are those after the prefill. A machine that others
-use drifts between prediction and measurement, all plans alike: the speedups over the target alone
-are free of that.
+turns; at a temperature above 0, the best plan of every rule, too. With `--sweep` every plan of a
+small grid is run too, the planner chooses from the same grid, and the fastest plans of the sweep
+meet the choice once more in turns of their own: the best of many noisy figures is too good to be
+true. Seconds are those after the prefill. A machine that others use drifts between prediction and
+measurement, all plans alike: the speedups over the target alone are free of that.
 """
 
 import random

@@ -52,28 +52,30 @@ def measure_costs(
     """Time the rounds of every set of members that can run, over the shapes of the grid.
 
     Args:
-        prompts: answered in turns, one for each shape and rule.
+        prompts: answered in turns, one for each shape, by each rule.
         share: of the budget, by whose end it is over.
 
     Returns:
         Those of each rule.
     """
-    costs, in_turns = {rule: RoundCosts() for rule in rules}, cycle(prompts)
-    plans = [
-        plan.model_copy(update={"rule": rule})
-        for plan in _plans_to_time(engine, grid)
+    costs = {rule: RoundCosts() for rule in rules}
+    plans = _plans_to_time(engine, grid)
+    timings = [
+        (prompt, plan.model_copy(update={"rule": rule}))
+        for plan, prompt in zip(NUM_TURNS * plans, cycle(prompts), strict=False)
         for rule in rules
     ]
+    num = len(plans) * len(rules)
     if engine.models.target.device.type == "cuda":
         # kernels are compiled, and the fastest ones chosen, when they first run
-        for plan in plans:
-            time_plan(engine, next(in_turns), plan, stop_tokens, sampling, RoundCosts())
-    for plan in budget.within(NUM_TURNS * plans, share, "timings of rounds", len(plans)):
-        time_plan(engine, next(in_turns), plan, stop_tokens, sampling, costs[plan.rule])
-    for plan in plans[: len(rules)]:
+        for prompt, plan in timings[:num]:
+            time_plan(engine, prompt, plan, stop_tokens, sampling, RoundCosts())
+    for prompt, plan in budget.within(timings, share, "timings of rounds", num):
+        time_plan(engine, prompt, plan, stop_tokens, sampling, costs[plan.rule])
+    for prompt, plan in timings[: len(rules)]:
         if next(iter(engine.verifiers)) not in costs[plan.rule].passes():
             # answers that end at once, or no time left
-            time_plan(engine, next(in_turns), plan, frozenset(), sampling, costs[plan.rule])
+            time_plan(engine, prompt, plan, frozenset(), sampling, costs[plan.rule])
     return tuple(costs.values())
 
 
