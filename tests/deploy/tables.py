@@ -1,8 +1,10 @@
 """Chains of tables, run through every outcome of every draw by the stages that serve.
 
 A model is a table: for each prefix it has probabilities that are fractions, or logits, which the
-sampler warps. Caches hold token ids, and the sampler's two random events are enumerated instead
-of drawn. Hence the joint law of the output comes out exactly, to be compared with the target's.
+sampler warps. Caches hold token ids, and what is random is enumerated instead of drawn: the two
+random events of the samplers by block and by token, or the noise of each position, which takes a
+few values with probabilities that are fractions. Hence the joint law of the output comes out
+exactly, to be compared with the target's; and with noise each single answer, too.
 """
 
 import functools
@@ -16,15 +18,29 @@ from typing import Any
 import numpy as np
 import torch
 
-from polybasic.chain.formats.plan import Flush, Tree
+from polybasic.chain.formats.plan import Flush, Rule, Tree
 from polybasic.chain.kernels.drafts import DraftTree
-from polybasic.deploy.rounds.sampling import Prefixes, Probabilities, RandomSampler, Sampling
+from polybasic.deploy.rounds.sampling import (
+    CoupledSampler,
+    Prefixes,
+    Probabilities,
+    RandomSampler,
+    Sampling,
+)
 from polybasic.deploy.rounds.stages import BlockStage, Stage, TreeStage
 from polybasic.deploy.rounds.warping import warp
 
 SMALL_TREE = Tree(depth=2, top_k=2, rows=5)
 GRID = 24
 """Warped probabilities are rounded to such parts, so that fractions stay short."""
+
+WAITS = (
+    (Fraction(1, 2), (1009, 9001, 4001)),
+    (Fraction(1, 3), (8009, 1013, 5003)),
+    (Fraction(1, 6), (3001, 4003, 503)),
+)
+"""The noise of a position: its probability, and how long each token waits; large primes, so that
+no two tokens of any table arrive at the same time."""
 
 Law = Counter[tuple[int, ...]]
 """Output tokens -> probability, a fraction."""
@@ -36,6 +52,7 @@ class Case:
 
     Attributes:
         flushes: of each verifying model but the innermost, from the target down.
+        rule: by which tokens are drawn and blocks cut.
         num_tokens: of the answer, unless a stop token ends it.
         caches: of each verifying model, the number of its cache; None: all share one.
         sampling: how the logits are warped; None: tables hold probabilities.
@@ -46,6 +63,7 @@ class Case:
 
     flushes: tuple[Flush, ...]
     num_tokens: int
+    rule: Rule = "block"
     vocab_size: int = 2
     caches: tuple[int, ...] | None = None
     stop_tokens: frozenset[int] = frozenset()
@@ -57,14 +75,13 @@ class Case:
 
     def __str__(self) -> str:
         flushes = "-".join(
-            f"{flush.rule}{flush.length}{'adaptive' if flush.adaptive else ''}"
-            for flush in self.flushes
+            f"{flush.length}{'adaptive' if flush.adaptive else ''}" for flush in self.flushes
         )
         caches = "shared" if self.caches is None else "".join(map(str, self.caches))
         stop = f"-stop{''.join(map(str, sorted(self.stop_tokens)))}" if self.stop_tokens else ""
         warped = f"-{self.sampling}" if self.sampling is not None else ""
         size = f"{self.num_tokens}of{self.vocab_size}"
-        return f"{flushes or 'alone'}-{size}-{caches}{stop}{warped}"
+        return f"{self.rule}-{flushes or 'alone'}-{size}-{caches}{stop}{warped}"
 
 
 @functools.cache
@@ -150,10 +167,14 @@ class TableVerifier:
 
 
 def rows_of(case: Case, model: int, prefixes: list[tuple[int, ...]]) -> Any:
-    """What a table has for some prefixes: fractions, or logits where the case warps them."""
+    """What a table has for some prefixes: fractions, or logits where they are warped or coupled."""
     table = probabilities_of if case.sampling is None else logits_of
     rows = [table(case.seed, case.likeness, case.vocab_size, model, prefix) for prefix in prefixes]
-    return np.array(rows, dtype=object) if case.sampling is None else torch.tensor(rows)
+    if case.sampling is not None:
+        return torch.tensor(rows)
+    if case.rule == "coupled":
+        return torch.tensor(np.array(rows, dtype=float)).log()
+    return np.array(rows, dtype=object)
 
 
 class TableDrafter:
@@ -225,7 +246,7 @@ class EnumeratingSampler(RandomSampler):
     """The sampler that serves, with its two random events enumerated."""
 
     def __init__(self, outcomes: Outcomes, case: Case) -> None:
-        self.outcomes, self.num_prompt_tokens = outcomes, len(case.prompt)
+        self.outcomes, self.num_prompt_tokens, self.rule = outcomes, len(case.prompt), case.rule
         self.is_warping = case.sampling is not None
         if case.sampling is not None:
             self.sampling = case.sampling
@@ -249,6 +270,34 @@ class EnumeratingSampler(RandomSampler):
         return [self.outcomes.choose(list(row)) for row in rows]
 
 
+class TableNoise:
+    """Noise of positions that takes the values of `WAITS`, one of them in each outcome.
+
+    A token of probability p that waits for w arrives at w / p, and the first one is drawn. With
+    -log w as its noise, that is the token whose log p + noise is largest.
+    """
+
+    def __init__(self, outcomes: Outcomes, case: Case) -> None:
+        self.outcomes, self.case = outcomes, case
+        self._chosen: dict[int, int] = {}
+
+    def waits(self, position: int) -> tuple[int, ...]:
+        """Of each token."""
+        if position not in self._chosen:
+            self._chosen[position] = self.outcomes.choose([share for share, _ in WAITS])
+        return WAITS[self._chosen[position]][1][: self.case.vocab_size]
+
+    def first(self, row: Sequence[Fraction], position: int) -> int:
+        """The token that is drawn from a distribution; of equals, the one of the least id."""
+        waits = self.waits(position)
+        arrivals = [(waits[token] / p, token) for token, p in enumerate(row) if p > 0]
+        return min(arrivals)[1]
+
+    def at(self, positions: Sequence[int]) -> torch.Tensor:
+        """See `polybasic.deploy.rounds.noise.Noise`."""
+        return -torch.tensor([self.waits(one) for one in positions], dtype=torch.float64).log()
+
+
 def rational(probabilities: torch.Tensor) -> Any:
     """Fractions that sum to 1 in each row; what is possible stays so, and nothing else."""
     rows = []
@@ -263,6 +312,8 @@ class Wiring:
     """What a chain is built from; negative controls exchange a part."""
 
     sampler: Callable[..., EnumeratingSampler] = EnumeratingSampler
+    coupled: Callable[..., CoupledSampler] = CoupledSampler
+    noise: Callable[..., TableNoise] = TableNoise
     target: Callable[..., TableVerifier] = TableVerifier
     tree_stage: Callable[..., TreeStage] = TreeStage
 
@@ -301,18 +352,30 @@ class TooManyOutcomes(Exception):
     """A case that would take too long."""
 
 
-def output_law(case: Case, wiring: Wiring = Wiring(), max_num_outcomes: int = 20_000) -> Law:
-    """Joint law of the answer.
+def runs(
+    case: Case, wiring: Wiring = Wiring(), max_num_outcomes: int = 20_000
+) -> Iterator[tuple[list[int], TableNoise]]:
+    """The answer of each outcome, and the noise of the positions in it.
 
     Raises:
         TooManyOutcomes: more than `max_num_outcomes`.
     """
-    outcomes, law = Outcomes(), Law()
+    outcomes, settings = Outcomes(), case.sampling or Sampling(1.0)
     for num_outcomes, _ in enumerate(outcomes.runs()):
         if num_outcomes == max_num_outcomes:
             raise TooManyOutcomes
-        tokens = generate(case, wiring.sampler(outcomes, case), wiring)
-        law[tuple(tokens)] += outcomes.probability  # type: ignore[assignment]
+        noise, sampler = wiring.noise(outcomes, case), wiring.sampler(outcomes, case)
+        if case.rule == "coupled":
+            # the very sampler that serves
+            sampler = wiring.coupled(settings, len(case.prompt), noise)
+        yield generate(case, sampler, wiring), noise
+
+
+def output_law(case: Case, wiring: Wiring = Wiring(), max_num_outcomes: int = 20_000) -> Law:
+    """Joint law of the answer; raises as `runs` does."""
+    law = Law()
+    for tokens, noise in runs(case, wiring, max_num_outcomes):
+        law[tuple(tokens)] += noise.outcomes.probability  # type: ignore[assignment]
     return law
 
 
@@ -322,7 +385,7 @@ def target_law(case: Case) -> Law:
     prefixes: list[tuple[tuple[int, ...], Fraction]] = [((), Fraction(1))]
     while prefixes:
         tokens, probability = prefixes.pop()
-        if len(tokens) == case.num_tokens or (tokens and tokens[-1] in case.stop_tokens):
+        if has_ended(case, tokens):
             law[tokens] = probability  # type: ignore[assignment]
             continue
         row = target_row(case, (*case.prompt, *tokens))
@@ -330,10 +393,43 @@ def target_law(case: Case) -> Law:
     return law
 
 
+def departure(
+    case: Case, wiring: Wiring = Wiring(), max_num_outcomes: int = 20_000
+) -> tuple[list[int], list[int]] | None:
+    """An answer, and what the target alone draws with the same noise, where these differ.
+
+    Returns:
+        None if they are equal in each outcome.
+
+    Raises:
+        TooManyOutcomes: as `runs` does.
+    """
+    for tokens, noise in runs(case, wiring, max_num_outcomes):
+        expected = target_answer(case, noise)
+        if tokens != expected:
+            return tokens, expected
+    return None
+
+
+def target_answer(case: Case, noise: TableNoise) -> list[int]:
+    """What the target alone draws with this noise, in rational numbers."""
+    tokens: tuple[int, ...] = ()
+    while not has_ended(case, tokens):
+        prefix = (*case.prompt, *tokens)
+        tokens += (noise.first(target_row(case, prefix), len(prefix)),)
+    return list(tokens)
+
+
+def has_ended(case: Case, tokens: Sequence[int]) -> bool:
+    return len(tokens) == case.num_tokens or bool(tokens and tokens[-1] in case.stop_tokens)
+
+
 def target_row(case: Case, prefix: tuple[int, ...]) -> list[Fraction]:
     """The distribution of the token after a prefix."""
-    rows = rows_of(case, 0, [prefix])
-    if case.sampling is not None:
-        before = Prefixes(list(prefix), [[]])
-        rows = rational(warp(rows, case.sampling, before, len(case.prompt)))
-    return list(rows[0])
+    if case.sampling is None:
+        return list(probabilities_of(case.seed, case.likeness, case.vocab_size, 0, prefix))
+    before = Prefixes(list(prefix), [[]])
+    warped = warp(rows_of(case, 0, [prefix]), case.sampling, before, len(case.prompt))
+    if case.rule == "coupled":
+        return [Fraction(p) for p in warped[0].tolist()]
+    return list(rational(warped)[0])

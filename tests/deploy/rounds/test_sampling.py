@@ -44,9 +44,9 @@ def test_impossible_tokens_are_never_drawn_at_the_edges(monkeypatch: pytest.Monk
 def test_greedy_verification_keeps_the_common_prefix() -> None:
     sampler = GreedySampler(Sampling(), 0)
     tokens, proposed = [4, 5, 6], greedy_rows(4, 5, 6)
-    assert sampler.verify(tokens, proposed, greedy_rows(4, 5, 7, 8), "block") == (2, 7)
-    assert sampler.verify(tokens, proposed, greedy_rows(4, 5, 6, 8), "block") == (3, 8)
-    assert sampler.verify([], greedy_rows(), greedy_rows(3), "block") == (0, 3)
+    assert sampler.verify(tokens, proposed, greedy_rows(4, 5, 7, 8)) == (2, 7)
+    assert sampler.verify(tokens, proposed, greedy_rows(4, 5, 6, 8)) == (3, 8)
+    assert sampler.verify([], greedy_rows(), greedy_rows(3)) == (0, 3)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
