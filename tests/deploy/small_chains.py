@@ -3,11 +3,12 @@
 A law by counting takes some hundred thousand answers. Of three tokens there are few prefixes, so
 each pass, each warped distribution and each draft is computed once, by the verifier, the sampler
 and the drafter that serve, and looked up from then on. All else runs for real in every answer:
-stages, caches' bookkeeping, walks, verification and draws.
+stages, caches' bookkeeping, walks, verification and draws, with the noise of each answer's seed.
+That noise is left out of drafts alone, so that there are few of them.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -25,9 +26,19 @@ from polybasic.chain.kernels.weights import LayerWeights, ModelWeights
 from polybasic.deploy.drafters.interface import Drafter
 from polybasic.deploy.engine import Engine, Models
 from polybasic.deploy.request import Request
-from polybasic.deploy.rounds.sampling import Prefixes, Probabilities, RandomSampler, Sampling
+from polybasic.deploy.rounds.noise import Noise
+from polybasic.deploy.rounds.sampling import (
+    CoupledSampler,
+    GreedyRows,
+    Prefixes,
+    Probabilities,
+    RandomSampler,
+    Sampler,
+    Sampling,
+)
 from polybasic.deploy.rounds.stages import BlockStage, Stage, TreeStage
 from polybasic.deploy.rounds.verifier import Verifier
+from polybasic.deploy.rounds.warping import truncate
 
 VOCAB_SIZE = 6
 CPU = torch.device("cpu")
@@ -138,7 +149,7 @@ class SmallChain:
 
     def answer(self, seed: int) -> tuple[int, ...]:
         """The counted tokens, by the engine itself."""
-        sampling = Sampling(**{**vars(self.sampling), "seed": seed})
+        sampling = replace(self.sampling, seed=seed)
         request = Request(self.prompt, self.num_tokens, sampling, (), self.plan)
         tokens: list[int] = []
         for batch in self.engine.run(request):
@@ -176,7 +187,7 @@ class Memory:
         cached: by number, keys and values [2K, H] of each layer.
         states: by number, [D].
         logits: by number, [V].
-        warped: (rows, what stands before each) -> their distributions.
+        warped: (rows, what stands before each) -> what they are drawn from.
     """
 
     numbers: dict[tuple[str, tuple[int, ...], int], int] = field(default_factory=dict)
@@ -184,6 +195,13 @@ class Memory:
     states: list[Tensor] = field(default_factory=list)
     logits: list[Tensor] = field(default_factory=list)
     warped: dict[Any, Tensor] = field(default_factory=dict)
+
+    def drawn_from(self, rows: Any, prefixes: Prefixes, warp: Callable[[Tensor], Tensor]) -> Tensor:
+        """Rows warped, each once for each prefix."""
+        key = (rows.tobytes(), tuple(prefixes.sequence), tuple(map(tuple, prefixes.suffixes)))
+        if key not in self.warped:
+            self.warped[key] = warp(torch.stack([self.logits[row] for row in rows.tolist()]))
+        return self.warped[key]
 
 
 class RememberedCache:
@@ -287,21 +305,35 @@ class RememberedDrafter:
 
 
 class RememberingSampler(RandomSampler):
-    """Warps each row once for each prefix."""
+    """Of the rules by block and by token."""
 
     def __init__(self, chain: SmallChain, memory: Memory, seed: int) -> None:
-        sampling = Sampling(**{**vars(chain.sampling), "seed": seed})
-        super().__init__(sampling, CPU, len(chain.prompt))
+        settings = replace(chain.sampling, seed=seed)
+        super().__init__(settings, CPU, len(chain.prompt), chain.plan.rule)
         self.memory = memory
 
     def distributions(self, logits: Any, prefixes: Prefixes) -> Probabilities:
-        suffixes = tuple(map(tuple, prefixes.suffixes))
-        key = (logits.tobytes(), tuple(prefixes.sequence), suffixes)
-        values = self.memory.warped.get(key)
-        if values is None:
-            rows = torch.stack([self.memory.logits[row] for row in logits.tolist()])
-            values = self.memory.warped[key] = super().distributions(rows, prefixes).values
-        return Probabilities(values)
+        serving = super().distributions
+        return Probabilities(
+            self.memory.drawn_from(logits, prefixes, lambda rows: serving(rows, prefixes).values)
+        )
+
+
+class RememberingCoupledSampler(CoupledSampler):
+    """Draws from warped rows, which are not warped again."""
+
+    def __init__(self, chain: SmallChain, memory: Memory, seed: int) -> None:
+        noise = Noise(chain.engine.models.target, replace(chain.sampling, seed=seed))
+        super().__init__(Sampling(1.0), len(chain.prompt), noise)
+        noise.at(range(len(chain.prompt), len(chain.prompt) + chain.num_tokens))  # all in one
+        self.chain, self.memory = chain, memory
+
+    def distributions(self, logits: Any, prefixes: Prefixes) -> GreedyRows:
+        settings, num_prompt_tokens = self.chain.sampling, self.num_prompt_tokens
+        warped = self.memory.drawn_from(
+            logits, prefixes, lambda rows: truncate(rows, settings, prefixes, num_prompt_tokens)
+        )
+        return super().distributions(warped, prefixes)
 
 
 class RememberedChain:
@@ -318,7 +350,13 @@ class RememberedChain:
             self.verifiers.append(RememberedVerifier(real, cache, self.memory))
         self.drafter: Any = RememberedDrafter(chain.engine.drafters.of(chain.plan), self.memory)
 
-    def answer(self, sampler: RandomSampler) -> tuple[int, ...]:
+    def sampler(self, seed: int) -> Sampler:
+        """Of the plan's rule."""
+        is_coupled = self.chain.plan.rule == "coupled"
+        make = RememberingCoupledSampler if is_coupled else RememberingSampler
+        return make(self.chain, self.memory, seed)
+
+    def answer(self, sampler: Sampler) -> tuple[int, ...]:
         """As `SmallChain.answer`."""
         chain = self.chain
         stage: Stage = TreeStage(self.verifiers[-1], self.drafter, sampler)

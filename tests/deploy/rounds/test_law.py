@@ -2,8 +2,8 @@
 
 Float32 models with random weights, all warpers, two chains: three members (the target, another
 model that shares its cache, a head) and four (between them a narrower model with a cache of its
-own; token rule with adaptive flushing over block rule). The exact law comes from the target's
-decoder alone, prefix by prefix, without caches, stages or batches.
+own; adaptive flushing). The exact law comes from the target's decoder alone, prefix by prefix,
+without caches, stages or batches.
 
 The test: Pearson's chi-square at significance 1e-4 over the 35 answers that are possible; cells
 that expect fewer than 10 answers would be pooled into one. A chain that is right fails with one
@@ -13,7 +13,7 @@ the target's is rejected by 200,000 answers with a probability of at least 0.99,
 grows and half shrinks by one factor. The counted total variation itself must stay below its mean
 plus four standard deviations, as simulated for the exact law.
 
-An answer costs about 0.25 ms, because `tests/deploy/small_chains.py` computes every pass once.
+An answer costs about 0.25 ms, with common noise 0.7 ms, because `tests/deploy/small_chains.py` computes every pass once.
 Each has a seed and a sampler of its own, as each request to the engine has: that is 3 % of it.
 What is wrong in the proposals or in the token after a block is seen by `test_enumeration`, exactly.
 """
@@ -28,11 +28,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from polybasic.chain.formats.plan import AdaptiveFlush, Flush, Plan, Tree, Window
+from polybasic.chain.formats.plan import AdaptiveFlush, Flush, Plan, Rule, Tree, Window
 from polybasic.chain.kernels.executor import Executor
+from polybasic.chain.kernels.noise import gumbel_noise, noise_key
 from polybasic.chain.kernels.rows import consecutive_rows
 from polybasic.deploy.rounds import verification
 from polybasic.deploy.rounds.cache import KeyValueCache
+from polybasic.deploy.rounds.noise import Noise
 from polybasic.deploy.rounds.sampling import Prefixes, Sampling
 from polybasic.deploy.rounds.warping import warp
 from tests.deploy.small_chains import (
@@ -68,23 +70,27 @@ TREE = Tree(depth=2, top_k=2, rows=4)
 ADAPTIVE = AdaptiveFlush(break_even=0.25, acceptance=(0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9))
 
 
+CHAINS: tuple[tuple[int, Rule], ...] = ((3, "block"), (4, "token"), (4, "coupled"))
+"""Members and rule."""
+
+
 @functools.cache
-def chain_of(num_members: int) -> SmallChain:
+def chain_of(num_members: int, rule: Rule = "block") -> SmallChain:
     config = small_config(num_layers=2, hidden_size=32)
     decoders = {
         "target": Weights(1).decoder(config),
         "intermediate": Weights(1, noise=0.4).decoder(config),
     }
-    flush = {"target": Flush(length=2, rule="block")}
+    flush = {"target": Flush(length=2)}
     if num_members == 4:
         decoders["small"] = Weights(3).decoder(small_config(num_layers=1, hidden_size=16))
         flush = {
-            "target": Flush(length=3, rule="token", adaptive=ADAPTIVE),
-            "intermediate": Flush(length=2, rule="block"),
+            "target": Flush(length=3, adaptive=ADAPTIVE),
+            "intermediate": Flush(length=2),
         }
     members = (*decoders, "draft")
     head = Weights(9).head(decoders[members[-2]])
-    plan = Plan(members=members, tree=TREE, flush=flush)
+    plan = Plan(members=members, tree=TREE, flush=flush, rule=rule)
     # the first can hold a block of three, two tokens and the one after them fill the other
     num_tokens = 7 - num_members
     return small_chain(decoders, head, plan, SAMPLING, PROMPT, num_tokens)
@@ -113,16 +119,9 @@ def next_row(decoder: Executor, tokens: list[int]) -> list[float]:
 
 
 @torch.inference_mode()
-def count(
-    remembered: RememberedChain,
-    num_answers: int,
-    sampler: type[RememberingSampler] = RememberingSampler,
-) -> Any:
+def count(remembered: RememberedChain, num_answers: int) -> Any:
     """Answers [V * V * V] to the seeds from 0 on, by their first three tokens."""
-    chain, memory = remembered.chain, remembered.memory
-    answers = Counter(
-        remembered.answer(sampler(chain, memory, seed)) for seed in range(num_answers)
-    )
+    answers = Counter(remembered.answer(remembered.sampler(seed)) for seed in range(num_answers))
     counts = np.zeros((VOCAB_SIZE,) * 3, dtype=np.int64)
     for tokens, number in answers.items():
         counts[tokens] = number
@@ -187,28 +186,50 @@ def test_power(num_answers: int, detected: float) -> None:
 # The chains
 
 
-@pytest.mark.parametrize("num_members", [3, 4])
-def test_memory_changes_no_token(num_members: int) -> None:
-    chain = chain_of(num_members)
+@pytest.mark.parametrize(("num_members", "rule"), CHAINS)
+def test_memory_changes_no_token(num_members: int, rule: Rule) -> None:
+    chain = chain_of(num_members, rule)
     remembered = RememberedChain(chain)
     for seed in range(100):
         with torch.inference_mode():
-            sampler = RememberingSampler(chain, remembered.memory, seed)
-            found = remembered.answer(sampler)
+            found = remembered.answer(remembered.sampler(seed))
         assert found == chain.answer(seed)
 
 
 @pytest.mark.parametrize(
-    "num_answers", [FEWER_ANSWERS, pytest.param(NUM_ANSWERS, marks=pytest.mark.proof)]
+    ("num_members", "rule", "num_answers"),
+    [
+        *((*chain, FEWER_ANSWERS) for chain in CHAINS),
+        *(pytest.param(*chain, NUM_ANSWERS, marks=pytest.mark.proof) for chain in CHAINS[:2]),
+    ],
 )
-@pytest.mark.parametrize("num_members", [3, 4])
-def test_law_of_the_answers_is_the_targets(num_members: int, num_answers: int) -> None:
+def test_law_of_the_answers_is_the_targets(num_members: int, rule: Rule, num_answers: int) -> None:
     law = exact_law()
-    counts = count(RememberedChain(chain_of(num_members)), num_answers)
+    counts = count(RememberedChain(chain_of(num_members, rule)), num_answers)
     assert counts.sum() == num_answers
     assert p_values(counts, law) >= SIGNIFICANCE
     usual = distance(np.random.default_rng(0).multinomial(num_answers, law, size=2000), law)
     assert distance(counts, law) <= usual.mean() + 4 * usual.std()
+
+
+def test_law_of_common_noise_is_the_targets() -> None:
+    """With the noise of three positions each the target's rows are drawn from independently.
+
+    This is the law of a chain with the rule `coupled`, since its answers are those of the target.
+    """
+    law, shape = exact_law(), (VOCAB_SIZE,) * 3
+    joint = torch.tensor(law.reshape(shape))
+    logs = [joint.sum((1, 2)).log(), joint.sum(2).log(), joint.log()]
+    counts = np.zeros(shape, dtype=np.int64)
+    for seed in range(20):
+        positions = torch.arange(3 * NUM_ANSWERS // 20)
+        noise = gumbel_noise(noise_key(seed), positions, VOCAB_SIZE).view(-1, 3, VOCAB_SIZE)
+        drawn: tuple[Tensor, ...] = ()
+        for place, rows in enumerate(logs):
+            drawn = (*drawn, (rows[drawn] + noise[:, place]).argmax(-1))
+        np.add.at(counts, tuple(tokens.numpy() for tokens in drawn), 1)
+    assert counts.sum() == NUM_ANSWERS
+    assert p_values(counts.reshape(-1), law) >= SIGNIFICANCE
 
 
 def test_law_stays_the_targets_where_others_see_a_part_of_the_context() -> None:
@@ -226,18 +247,24 @@ def test_law_stays_the_targets_where_others_see_a_part_of_the_context() -> None:
 # What is wrong is rejected
 
 
-class UnnormalisedResidual(RememberingSampler):
-    """Draws by inversion from what is left of p - q, as if it summed to 1."""
+def test_missing_renormalisation_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is left of p - q is drawn from by inversion, as if it summed to 1."""
 
-    def _categorical(self, rows: Tensor) -> list[int]:
+    def unnormalised(self: RememberingSampler, rows: Tensor) -> list[int]:
         uniform = torch.rand(len(rows), 1, generator=self.generator)
         drawn = torch.searchsorted(rows.cumsum(-1), uniform, right=True)
         return drawn.clamp(max=VOCAB_SIZE - 1).squeeze(1).tolist()
 
-
-def test_missing_renormalisation_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RememberingSampler, "_categorical", unnormalised)
     monkeypatch.setattr(verification, "residual", lambda p, q, weight: (weight * p - q).clip(0))
-    counts = count(RememberedChain(chain_of(3)), FEWER_ANSWERS, UnnormalisedResidual)
+    counts = count(RememberedChain(chain_of(3)), FEWER_ANSWERS)
+    assert p_values(counts, exact_law()) < SIGNIFICANCE
+
+
+def test_one_noise_for_all_positions_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    at = Noise.at
+    monkeypatch.setattr(Noise, "at", lambda self, positions: at(self, [0] * len(positions)))
+    counts = count(RememberedChain(chain_of(4, "coupled")), 1000)
     assert p_values(counts, exact_law()) < SIGNIFICANCE
 
 
