@@ -73,16 +73,17 @@ def write_noisy_chain(models: Path) -> Path:
     write_draft(models / "head", models / "target")
     parts = [Part("head", "drafter", "eagle2", models / "head")]
     for name, role, noise in (("near", "intermediate", 0.1), ("copy", "drafter", 0.05)):
-        shutil.copytree(models / "target", models / name)
-        _disturb(models / name / "model.safetensors", noise)
+        write_noisy_copy(models / name, models / "target", noise)
         parts.append(Part(name, role, "decoder", models / name))  # type: ignore[arg-type]
     parts.sort(key=lambda part: part.role != "intermediate")
     package_around(models / "chain", models / "target", parts, PLANS["block"], copy_target=True)
     return models / "chain"
 
 
-def _disturb(path: Path, noise: float) -> None:
-    """Replace a share of each weight by other random numbers of the same size."""
+def write_noisy_copy(folder: Path, target: Path, noise: float) -> None:
+    """A model in which a share of each weight is replaced by other numbers of the same size."""
+    shutil.copytree(target, folder)
+    path = folder / "model.safetensors"
     generator = torch.Generator().manual_seed(1)
 
     def disturbed(weight: Tensor) -> Tensor:

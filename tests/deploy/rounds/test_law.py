@@ -13,8 +13,9 @@ the target's is rejected by 200,000 answers with a probability of at least 0.99,
 grows and half shrinks by one factor. The counted total variation itself must stay below its mean
 plus four standard deviations, as simulated for the exact law.
 
-An answer costs about 0.25 ms, with common noise 0.7 ms, because `tests/deploy/small_chains.py` computes every pass once.
-Each has a seed and a sampler of its own, as each request to the engine has: that is 3 % of it.
+An answer costs about 0.25 ms, with common noise 0.7 ms, because `tests/deploy/small_chains.py`
+computes every pass once. Each has a seed and a sampler of its own, as each request to the engine
+has.
 What is wrong in the proposals or in the token after a block is seen by `test_enumeration`, exactly.
 """
 
