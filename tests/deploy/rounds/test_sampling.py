@@ -1,10 +1,12 @@
-"""Draws against hand-worked probabilities, and the two samplers' other verbs."""
+"""Draws against hand-worked probabilities, and the samplers' other verbs."""
 
 from collections import Counter
 
 import pytest
 import torch
 
+from polybasic.chain.formats.plan import Rule
+from polybasic.deploy.rounds.noise import Noise
 from polybasic.deploy.rounds.sampling import (
     GreedyRows,
     GreedySampler,
@@ -14,8 +16,8 @@ from polybasic.deploy.rounds.sampling import (
     Sampling,
     make_sampler,
 )
+from tests.deploy.small_chains import CPU, VOCAB_SIZE, Weights, small_config
 
-CPU = torch.device("cpu")
 LOG = torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.1, 0.8]]).log()
 
 
@@ -49,13 +51,18 @@ def test_greedy_verification_keeps_the_common_prefix() -> None:
     assert sampler.verify([], greedy_rows(), greedy_rows(3)) == (0, 3)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_the_same_prefix_gives_the_same_row_wherever_it_is_cut(temperature: float) -> None:
+@pytest.mark.parametrize(
+    ("temperature", "rule"), [(0.0, "block"), (1.0, "block"), (1.0, "coupled")]
+)
+def test_the_same_prefix_gives_the_same_row_wherever_it_is_cut(
+    temperature: float, rule: Rule
+) -> None:
     """A tree's row, a block's row and a single one must agree, or verification is of another q."""
     sampling = Sampling(temperature, repetition_penalty=1.5, frequency_penalty=0.7, seed=0)
     torch.manual_seed(0)
-    logits = torch.randn(3, 20)
-    sampler = make_sampler(sampling, CPU, num_prompt_tokens=2)
+    logits = torch.randn(3, VOCAB_SIZE)
+    noise = Noise(Weights(0).decoder(small_config(1, 16)), sampling)
+    sampler = make_sampler(sampling, CPU, 2, rule, noise)
     tree = sampler.distributions(logits, Prefixes([1, 2, 3], [[], [4], [4, 3]]))
     for row, prefix in enumerate(([1, 2, 3], [1, 2, 3, 4], [1, 2, 3, 4, 3])):
         alone = sampler.distributions(logits[row : row + 1], Prefixes(prefix, [[]]))

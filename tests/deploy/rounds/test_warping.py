@@ -1,6 +1,7 @@
 """Every step against hand-worked values and against transformers' own processors."""
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,7 +18,14 @@ from transformers import (
 )
 
 from polybasic.chain.errors import UserError
-from polybasic.deploy.rounds.warping import Prefixes, Sampling, Warping, process_logits, warp
+from polybasic.deploy.rounds.warping import (
+    Prefixes,
+    Sampling,
+    Warping,
+    process_logits,
+    truncate,
+    warp,
+)
 
 
 def warped(logits: Tensor, sampling: Sampling) -> Tensor:
@@ -51,6 +59,49 @@ def test_warping_is_transformers(
 def test_top_k_keeps_what_ties_with_its_last() -> None:
     found = warped(torch.tensor([[0.0, 2.0, 1.0, 1.0]]), Sampling(1.0, top_k=2))
     assert (found > 0).tolist() == [[False, True, True, True]]
+
+
+# The same bits in any company
+
+
+@pytest.fixture(params=[1, 2])
+def threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+def num_rows_that_depend_on_others(num_rows: int, vocab_size: int) -> int:
+    """Of a tree's rows, each also alone, as a row of a tree and as the end of a longer sequence."""
+    generator = torch.Generator().manual_seed(num_rows)
+    logits = 3 * torch.randn(num_rows, vocab_size, generator=generator)
+    sequence, later = range(20), list(range(10, 60, 7))
+    prefixes = Prefixes(list(sequence), [later[: row % 8] for row in range(num_rows)])
+    sampling = Sampling(
+        0.9, top_k=vocab_size // 8, top_p=0.95, min_p=0.002, repetition_penalty=1.2,
+        presence_penalty=0.3, frequency_penalty=0.2, logit_bias={3: 1.5},
+    )  # fmt: skip
+    together = truncate(logits, sampling, prefixes, 5)
+    assert 0.005 < together.isfinite().float().mean() < 0.12
+    differing = 0
+    for row in range(0, num_rows, 5):
+        suffix = prefixes.suffixes[row]
+        own = logits[row : row + 1].clone()
+        for alone in (Prefixes([*sequence], [suffix]), Prefixes([*sequence, *suffix], [[]])):
+            differing += not truncate(own, sampling, alone, 5)[0].equal(together[row])
+    return differing
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize(("num_rows", "vocab_size"), [(2, 4096), (64, 4096), (7, 50000)])
+def test_a_row_has_the_same_bits_in_any_company(num_rows: int, vocab_size: int) -> None:
+    assert num_rows_that_depend_on_others(num_rows, vocab_size) == 0
+
+
+def test_a_row_that_depends_on_others_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Tensor, "amax", lambda rows, *_, **__: rows.max())
+    assert num_rows_that_depend_on_others(64, 4096) > 0
 
 
 def test_warpings_of_equal_parts_differ_in_values_alone() -> None:
@@ -196,6 +247,8 @@ def test_bounds_keep_probabilities_finite(extreme: Sampling) -> None:
         ({"logit_bias": {7: math.nan}}, "logit_bias of token 7 = nan; use -100 to 100"),
         ({"seed": -1}, "seed=-1; use a whole number from 0 to 2**64 - 1"),
         ({"seed": 1 << 64}, "seed=18446744073709551616; use a whole number"),
+        ({"choice": -1}, "choice=-1; use a whole number from 0 to 2**32 - 1"),
+        ({"choice": 1 << 32}, "choice=4294967296; use a whole number from 0 to 2**32 - 1"),
     ],
 )
 def test_out_of_range_is_one_line(settings: dict[str, Any], message: str) -> None:
