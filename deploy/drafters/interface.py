@@ -15,9 +15,10 @@ from polybasic.deploy.rounds.verifier import PassClock
 class Drafter(Protocol):
     """Proposes candidates for one sequence at a time.
 
-    Drafts depend only on the calls since the last `rewind(0)`: there is no randomness and no memory
-    of other sequences. Hence a walk over them needs no rejection, and a seed gives the same answer
-    whatever was answered before.
+    Drafts depend only on the calls since the last `rewind(0)` and on the noise that the verifier
+    draws with, if it has any: there is no other randomness and no memory of other sequences. Hence
+    a walk over them needs no rejection, and a seed gives the same answer whatever was answered
+    before.
 
     Attributes:
         tree: shape of the drafts.

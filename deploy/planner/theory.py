@@ -2,7 +2,7 @@
 
 "Polybasic Speculative Decoding Through a Theoretical Perspective" (Wang et al., ICML 2025, arXiv
 2510.26527): Lemma 3.1, Theorem 3.2, a corrected Theorem 3.3, and how much of a block is kept along
-a known text. Derived and explained in docs/theory.md.
+a known text; and how often draws with common noise agree. Derived and explained in docs/theory.md.
 
 The functions work on any kind of number: floats, or fractions when the tests compare them with an
 enumeration.
@@ -226,6 +226,23 @@ def kept_probabilities(
         product *= q / p if rule == "block" else min(1, q / p)
         kept.append(min([1, product, *kept[-1:]]))
     return kept
+
+
+def coupled_agreement(first: Sequence[Number], second: Sequence[Number]) -> Number:
+    """P(two models draw the same token with the same Gumbel noise).
+
+    At least (1 - d) / (1 + d) and at most 1 - d, with d the total variation of the two.
+
+    Args:
+        first: probabilities of all tokens, which sum to 1.
+        second: the other model's, of the same tokens.
+    """
+    pairs = list(zip(first, second, strict=True))
+    return sum(
+        1 / sum(max(p / own_p, q / own_q) for p, q in pairs)
+        for own_p, own_q in pairs
+        if own_p > 0 and own_q > 0
+    )
 
 
 @dataclass(frozen=True)

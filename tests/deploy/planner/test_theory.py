@@ -10,13 +10,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from polybasic.chain.errors import UserError
+from polybasic.chain.kernels.noise import gumbel_noise, noise_key
 from polybasic.deploy.planner.theory import (
     Insertion,
     accepted_length_moments,
+    coupled_agreement,
     estimate_acceptance,
     judge_insertion,
     kept_probabilities,
@@ -338,6 +341,71 @@ def test_kept_probabilities_by_hand() -> None:
     assert greedy == kept_probabilities([1, 1, 1], [1, 0, 1], "token") == [1, 0, 0]
     with pytest.raises(UserError, match="not the verifier's"):
         kept_probabilities([0], [1], "block")
+
+
+# Common noise
+
+P_EXAMPLE = (Fraction(1, 2), Fraction(1, 4), Fraction(1, 4))
+Q_EXAMPLE = (Fraction(1, 4), Fraction(1, 2), Fraction(1, 4))
+
+
+def total_variation(p: Any, q: Any) -> Any:
+    return sum(abs(a - b) for a, b in zip(p, q, strict=True)) / 2
+
+
+def test_agreement_by_hand() -> None:
+    half, quarter = Fraction(1, 2), Fraction(1, 4)
+    assert coupled_agreement(P_EXAMPLE, P_EXAMPLE) == 1
+    assert coupled_agreement(P_EXAMPLE, Q_EXAMPLE) == quarter + quarter + Fraction(1, 5)
+    # of two tokens the best that can be, 1 - d; the worst where each has a token of its own
+    assert coupled_agreement((half, half), (1 - quarter, quarter)) == 1 - quarter
+    assert coupled_agreement((half, half, 0), (half, 0, half)) == (1 - half) / (1 + half)
+    assert coupled_agreement((1, 0), (0, 1)) == 0
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=2, max_size=6))
+def test_agreement_keeps_its_bounds(pairs: list[tuple[int, int]]) -> None:
+    columns = list(zip(*pairs, strict=True))
+    assume(all(sum(column) > 0 for column in columns))
+    p, q = ([Fraction(one, sum(column)) for one in column] for column in columns)
+    d, agreement = total_variation(p, q), coupled_agreement(p, q)
+    assert (1 - d) / (1 + d) <= agreement <= 1 - d
+    assert agreement == coupled_agreement(q, p)
+
+
+def test_draws_with_the_noise_that_serves_agree_as_often() -> None:
+    numbers, num_draws = np.random.default_rng(0), 40_000
+    for seed, num_tokens in enumerate((3, 10, 100)):
+        p, q = numbers.dirichlet([0.5] * num_tokens, size=2)
+        expected = coupled_agreement(p.tolist(), q.tolist())
+        noise = gumbel_noise(noise_key(seed), torch.arange(num_draws), num_tokens)
+        drawn = [(torch.tensor(row).log() + noise).argmax(-1) for row in (p, q)]
+        deviation = (expected * (1 - expected) / num_draws) ** 0.5
+        agreeing = (drawn[0] == drawn[1]).double().mean()
+        assert abs(agreeing - expected) < 4 * deviation
+        # with noise of its own each, or the best coupling, it would be another number
+        assert abs(float(p @ q) - expected) > 20 * deviation
+        assert abs(1 - total_variation(p, q) - expected) > 4 * deviation
+
+
+def test_example_of_the_docs() -> None:
+    """Expected tokens of a pass over a block of four, each of the same two distributions."""
+
+    def expected(rule: Any) -> Fraction:
+        total = Fraction(0)
+        for text in itertools.product(range(3), repeat=4):
+            p, q = ([row[token] for token in text] for row in (P_EXAMPLE, Q_EXAMPLE))
+            total += math.prod(p) * (1 + sum(kept_probabilities(p, q, rule)))
+        return total
+
+    assert total_variation(P_EXAMPLE, Q_EXAMPLE) == Fraction(1, 4)
+    token, coupled = (
+        accepted_length_moments(a, 5)[0]
+        for a in (Fraction(3, 4), coupled_agreement(P_EXAMPLE, Q_EXAMPLE))
+    )
+    assert expected("token") == token
+    figures = [float(one) for one in (expected("block"), token, coupled)]
+    assert figures == pytest.approx([3.37, 3.05, 2.77], abs=0.005)
 
 
 # The figure's prediction
