@@ -1,8 +1,8 @@
 """A seed means a text: every plan of a chain of four gives the tokens that the target alone draws.
 
 Native kernels give a row the same bits in any company, so answers are equal bit for bit, in
-bfloat16 too. PyTorch's products round by the number of rows: two scores that lie closer than that
-may change places, which in float32 happens once in some hundred thousand draws.
+bfloat16 too. PyTorch's products round by the number of rows, and two scores that lie closer than
+that may change places: in float32 that is rare, in bfloat16 it is not.
 """
 
 import dataclasses
