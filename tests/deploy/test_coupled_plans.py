@@ -17,10 +17,14 @@ import torch
 from polybasic.chain.formats.package import Part
 from polybasic.chain.formats.plan import AdaptiveFlush, Flush, Ngram, Plan, Tree, Window
 from polybasic.deploy import Chain, load_chain
-from polybasic.deploy.request import Statistics
+from polybasic.deploy.engine import Engine, Models
+from polybasic.deploy.request import Request, Statistics
+from polybasic.deploy.rounds import noise
+from polybasic.deploy.rounds.noise import Noise
 from polybasic.deploy.rounds.sampling import Sampling
 from tests.conftest import FourChainParts
 from tests.deploy.noisy_chain import write_noisy_copy
+from tests.deploy.small_chains import Weights, small_config
 
 NUM_REQUESTS, NUM_NEW_TOKENS = 200, 12
 TREE = Tree(depth=3, top_k=2, rows=6)
@@ -175,3 +179,33 @@ def test_what_means_another_text(chain: Chain) -> None:
     assert all(len(found) == 1 for found in texts)
     assert len({text}.union(*texts)) == 4
     assert len(texts_by_plan(chain, "block", sampling)) > 5
+
+
+# Noise reaches drafts and blocks at the positions that it belongs to
+
+
+def accepted_of_copies(members: tuple[str, ...]) -> dict[str, list[int]]:
+    """Where all members are the target itself, one of them as the drafter, over ten answers."""
+    config = small_config(num_layers=1, hidden_size=32)
+    decoders = {name: Weights(1).decoder(config) for name in members[:-1]}
+    plan = flushed(*members, tree=Tree(depth=4, top_k=1, rows=5), flush=lengths(5, 5))
+    models = Models(decoders, {"copy": Weights(1).decoder(config)}, {"copy": (members[-2],)}, 100)
+    engine, accepted = Engine(models), dict[str, list[int]]()
+    for seed in range(10):
+        sampling = Sampling(1.2, seed=seed)
+        running = engine.run(Request([3, 1, 4, 1], 30, sampling, (), plan))
+        assert sum(map(len, running)) == 30
+        for name, gained in running.statistics.accepted_lengths.items():
+            accepted.setdefault(name, []).extend(gained)
+    return accepted
+
+
+def test_copies_of_the_target_refuse_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tree of one path of four tokens, and blocks of five, are kept whole and continued."""
+    monkeypatch.setattr(noise, "SHARPNESS", 1.0)
+    assert set(accepted_of_copies(TWO)["target"]) == {5}
+    three = accepted_of_copies(THREE)
+    assert (set(three["target"]), set(three["intermediate"])) == ({6}, {5})
+    draft = Noise.draft
+    monkeypatch.setattr(Noise, "draft", lambda self, start, depth: draft(self, start + 1, depth))
+    assert set(accepted_of_copies(TWO)["target"]) > {1, 2, 3}
