@@ -61,7 +61,8 @@ def test_the_same_prefix_gives_the_same_row_wherever_it_is_cut(
     sampling = Sampling(temperature, repetition_penalty=1.5, frequency_penalty=0.7, seed=0)
     torch.manual_seed(0)
     logits = torch.randn(3, VOCAB_SIZE)
-    noise = Noise(Weights(0).decoder(small_config(1, 16)), sampling)
+    model = Weights(0).decoder(small_config(1, 16))
+    noise = Noise(model, sampling) if rule == "coupled" else None
     sampler = make_sampler(sampling, CPU, 2, rule, noise)
     tree = sampler.distributions(logits, Prefixes([1, 2, 3], [[], [4], [4, 3]]))
     for row, prefix in enumerate(([1, 2, 3], [1, 2, 3, 4], [1, 2, 3, 4, 3])):
