@@ -12,7 +12,7 @@ from polybasic.chain.formats.head_kinds.table import HEAD_KINDS
 from polybasic.chain.formats.plan import MeasuredPlan, Name, Plan
 from polybasic.chain.settings import Settings
 
-SCHEMA = "polybasic.chain/2"
+SCHEMA = "polybasic.chain/3"
 MANIFEST_NAME = "chain.json"
 
 Role = Literal["target", "intermediate", "drafter"]

@@ -59,7 +59,7 @@ def test_a_folder_without_manifest_is_no_chain(tmp_path: Path) -> None:
 
 
 def test_broken_json_is_located(tmp_path: Path) -> None:
-    (tmp_path / "chain.json").write_text('{"schema": "polybasic.chain/2",\n "members": [}')
+    (tmp_path / "chain.json").write_text('{"schema": "polybasic.chain/3",\n "members": [}')
     with pytest.raises(UserError, match=r"manifest is not JSON: .* line 2 column 14"):
         read_manifest(tmp_path)
 
