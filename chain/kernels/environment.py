@@ -1,12 +1,8 @@
 """What environment variables set: which kernels to use, for which processor, and their cache."""
 
-import json
-import logging
 import os
-import tempfile
-from functools import cache
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from polybasic.chain.errors import UserError
 
@@ -15,8 +11,6 @@ CACHE_VARIABLE = "POLYBASIC_CACHE"
 ISA_VARIABLE = "POLYBASIC_ISA"
 
 Wanted = Literal["auto", "native", "eager", "device"]
-
-_log = logging.getLogger(__name__)
 
 
 def kernels_wanted() -> Wanted:
@@ -51,26 +45,3 @@ def cache_folder() -> Path:
     if named := os.environ.get(CACHE_VARIABLE):
         return Path(named).expanduser().absolute()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "polybasic"
-
-
-def write_cached(file: Path, content: Any, without: str) -> None:
-    """Write JSON for later processes, whole; several processes may do so at once.
-
-    Args:
-        file: in the cache folder.
-        content: of the file.
-        without: what happens where it cannot be written, for a warning.
-    """
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".writing-", dir=file.parent) as folder:
-            written = Path(folder) / file.name
-            written.write_text(json.dumps(content, indent=1) + "\n", "utf-8")
-            written.replace(file)
-    except OSError as error:
-        _warn_once(f"{without}: {file} cannot be written ({error})")
-
-
-@cache
-def _warn_once(message: str) -> None:
-    _log.warning("%s", message)

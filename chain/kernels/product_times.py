@@ -5,7 +5,6 @@ in them as in float32, and tens of times for the products of a backward pass. Wh
 PyTorch asks here; the native kernels have products of their own (`chain/kernels/cpu/`).
 """
 
-import json
 import logging
 import os
 import time
@@ -18,7 +17,8 @@ import torch
 from torch import Tensor
 
 from polybasic.chain.formats.files import sha256_of_object
-from polybasic.chain.kernels.environment import cache_folder, write_cached
+from polybasic.chain.kernels.caching import read_cached, write_cached
+from polybasic.chain.kernels.environment import cache_folder
 from polybasic.chain.kernels.processor import processor_flags
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -187,11 +187,11 @@ def _digest() -> str:
 
 def _read(file: Path) -> dict[str, ProductTimes] | None:
     """Times of an earlier process; None if the file is missing or not one of ours."""
-    try:
-        content = json.loads(file.read_text("utf-8"))
-        return {name: ProductTimes(**content[name]) for name in DTYPES}
-    except FileNotFoundError:
+    content = read_cached(file, "products are timed again")
+    if content is None:
         return None
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        _log.warning("products are timed again: %s cannot be read (%s)", file, error)
+    try:
+        return {name: ProductTimes(**content[name]) for name in DTYPES}
+    except (TypeError, KeyError) as error:
+        _log.warning("products are timed again: %s holds something else (%s)", file, error)
         return None

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from polybasic.chain.formats.files import sha256_of_file, sha256_of_object
+from polybasic.chain.kernels.caching import check_private, close_to_others, private_folder
 from polybasic.chain.kernels.cpu.compilers import Compiler
 from polybasic.chain.kernels.cpu.instruction_sets import NATIVE, InstructionSet
 from polybasic.chain.kernels.cpu.unavailable import NativeUnavailable
@@ -27,6 +28,9 @@ PREBUILT_FOLDER = Path(__file__).parent / "prebuilt"
 
 _DIGITS = 16
 """Of a digest, in the name of a library."""
+
+_COMPILE_SECONDS = 900
+"""For one file. The slowest that was seen takes a tenth: a compiler that needs more hangs."""
 
 _log = logging.getLogger(__name__)
 
@@ -53,28 +57,36 @@ def prebuilt_libraries() -> dict[str, Path]:
 def built_library(compiler: Compiler, isa: InstructionSet) -> Path:
     """The compiled library's file, from the cache folder or compiled now, with progress on stderr.
 
-    Its name is a digest of sources, flags and compiler, and for the native set of the processor, so
-    that machines that share a home folder do not load each other's. It is written whole, so that
-    processes that build at once do not disturb each other. If the cache folder cannot be written,
-    a warning says so, and the file is put into a temporary folder of this process.
+    Its name has two digests. One is of sources, flags and compiler, and for the native set of the
+    processor, so that machines that share a home folder do not load each other's. The other is of
+    the library itself, so that a damaged one is found before it is loaded. It is written whole, so
+    that processes that build at once do not disturb each other. If others than the user can write
+    into the cache folder, or nobody can, a warning says so, and the file is put into a temporary
+    folder of this process.
 
     Raises:
-        NativeUnavailable: the compiler failed (with its first error line).
+        NativeUnavailable: the compiler failed (with its first error line) or does not end, or there
+            is no folder to compile in.
     """
-    name = f"{isa.name}-{_digest(compiler, isa)[:_DIGITS]}.so"
+    name = f"{isa.name}-{_digest(compiler, isa)[:_DIGITS]}"
     try:
-        return _cached_or_compiled(compiler, isa, cache_folder(), name)
+        return _cached_or_compiled(compiler, isa, private_folder(cache_folder()), name)
     except (OSError, RuntimeError) as error:  # RuntimeError: there is no home folder
         cause = error.strerror if isinstance(error, OSError) else error
-    temporary = Path(tempfile.mkdtemp(prefix="polybasic-"))
-    atexit.register(shutil.rmtree, temporary, ignore_errors=True)
     _log.warning(
-        "the cache folder cannot be written (%s): CPU kernels are compiled again by each process; "
-        "set %s to a folder that can be written",
+        "the cache folder cannot be used (%s): CPU kernels are compiled again by each process; "
+        "set %s to a folder that you alone can write",
         cause,
         CACHE_VARIABLE,
     )
-    return _cached_or_compiled(compiler, isa, temporary, name)
+    try:
+        temporary = Path(tempfile.mkdtemp(prefix="polybasic-"))
+        atexit.register(shutil.rmtree, temporary, ignore_errors=True)
+        return _cached_or_compiled(compiler, isa, temporary, name)
+    except OSError as error:
+        raise NativeUnavailable(
+            f"no folder to compile them in ({error})", f"set {CACHE_VARIABLE} or TMPDIR to one"
+        ) from error
 
 
 def compile_library(compiler: Compiler, isa: InstructionSet, path: Path, cache: Path) -> None:
@@ -114,21 +126,26 @@ def compile_library(compiler: Compiler, isa: InstructionSet, path: Path, cache: 
 
 
 def _run(compiler: Compiler, arguments: Sequence[str], cache: Path) -> None:
-    ran = subprocess.run(
-        [*compiler.command, *arguments],
-        env={"ZIG_GLOBAL_CACHE_DIR": str(cache / "zig"), **os.environ, "LC_ALL": "C"},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        check=False,
-    )
-    if ran.returncode != 0 or not Path(arguments[-1]).is_file():
-        raise NativeUnavailable(
-            f"{compiler} failed ({_first_error(ran.stdout, ran.returncode)})",
-            "set CXX to another compiler",
+    try:
+        ran = subprocess.run(
+            [*compiler.command, *arguments],
+            env={"ZIG_GLOBAL_CACHE_DIR": str(cache / "zig"), **os.environ, "LC_ALL": "C"},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            timeout=_COMPILE_SECONDS,
+            check=False,
         )
+    except subprocess.TimeoutExpired as error:
+        raise _failed(compiler, f"not done after {_COMPILE_SECONDS} s") from error
+    if ran.returncode != 0 or not Path(arguments[-1]).is_file():
+        raise _failed(compiler, _first_error(ran.stdout, ran.returncode))
+
+
+def _failed(compiler: Compiler, reason: str) -> NativeUnavailable:
+    return NativeUnavailable(f"{compiler} failed ({reason})", "set CXX to another compiler")
 
 
 def _digest(compiler: Compiler, isa: InstructionSet) -> str:
@@ -145,20 +162,36 @@ def _digest(compiler: Compiler, isa: InstructionSet) -> str:
 
 
 def _cached_or_compiled(compiler: Compiler, isa: InstructionSet, cache: Path, name: str) -> Path:
-    path = cache / "kernels" / name
-    if path.is_file():
-        return path
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".building-", dir=path.parent) as folder:
-        built = Path(folder) / name
+    folder = private_folder(cache / "kernels")
+    for path in sorted(folder.glob(f"{name}-*.so")):
+        if _is_whole(path):
+            return path
+    with tempfile.TemporaryDirectory(prefix=".building-", dir=folder) as beside:
+        built = Path(beside) / f"{name}.so"
         started = time.monotonic()
         compile_library(compiler, isa, built, cache)
+        close_to_others(built)
         with built.open("rb") as written:
             os.fsync(written.fileno())
+        path = folder / f"{name}-{sha256_of_file(built)[:_DIGITS]}.so"
         built.replace(path)
     seconds = time.monotonic() - started
     print(f"compiled the CPU kernels in {seconds:.1f} s", file=sys.stderr, flush=True)
     return path
+
+
+def _is_whole(library: Path) -> bool:
+    """Whether a library of the cache is what was compiled; one that is not is removed."""
+    try:
+        check_private(library)
+        reason = "it is damaged"
+        is_whole = library.stem.endswith(f"-{sha256_of_file(library)[:_DIGITS]}")
+    except PermissionError as error:
+        is_whole, reason = False, str(error.strerror)
+    if not is_whole:
+        _log.warning("CPU kernels are compiled again: %s is not loaded (%s)", library, reason)
+        library.unlink()
+    return is_whole
 
 
 def _num_cores() -> int:

@@ -19,6 +19,8 @@ COMPILER_VARIABLE = "CXX"
 
 _ON_PATH = ("c++", "g++", "clang++")
 _ZIG = "zig c++"
+_VERSION_SECONDS = 60
+"""For a compiler to print its version; one that is slower is taken for one that does not run."""
 
 
 @dataclass(frozen=True)
@@ -122,9 +124,10 @@ def tried(command: tuple[str, ...], name: str) -> Compiler | None:
             capture_output=True,
             text=True,
             errors="replace",
+            timeout=_VERSION_SECONDS,
             check=False,
         )
-    except OSError:
+    except (OSError, subprocess.TimeoutExpired):
         return None
     lines = ran.stdout.splitlines()
     return Compiler(command, name, lines[0]) if ran.returncode == 0 and lines else None

@@ -5,7 +5,6 @@ first checked against float32, then timed over weights that exceed the GPU's cac
 as in real use. The results are kept in the user's cache folder for later processes.
 """
 
-import json
 import logging
 import os
 import sys
@@ -20,6 +19,7 @@ import torch
 import triton
 
 from polybasic.chain.formats.files import sha256_of_file, sha256_of_object
+from polybasic.chain.kernels.caching import read_cached, write_cached
 from polybasic.chain.kernels.cuda.product_launch import Product, Tiling, can_begin_early
 from polybasic.chain.kernels.cuda.product_options import (
     Option,
@@ -31,7 +31,7 @@ from polybasic.chain.kernels.cuda.product_options import (
 )
 from polybasic.chain.kernels.cuda.product_samples import relative_error, samples_of
 from polybasic.chain.kernels.cuda.product_timing import interleaved_seconds
-from polybasic.chain.kernels.environment import cache_folder, write_cached
+from polybasic.chain.kernels.environment import cache_folder
 from polybasic.chain.kernels.torch.packed_weight import PackedWeight
 
 Timer = Callable[[Sequence[Callable[[], object]]], list[float]]
@@ -218,14 +218,12 @@ def _digest(device: torch.device) -> str:
 
 def _read(file: Path) -> dict[str, dict[str, Any]]:
     """Choices of earlier processes; none if the file is missing or not one of ours."""
+    content = read_cached(file, "kernels are chosen again")
     try:
-        content = json.loads(file.read_text("utf-8"))
         return {
             str(name): {"tiling": found["tiling"], "microseconds": dict(found["microseconds"])}
-            for name, found in content.items()
+            for name, found in ({} if content is None else content).items()
         }
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        _log.warning("kernels are chosen again: %s cannot be read (%s)", file, error)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        _log.warning("kernels are chosen again: %s holds something else (%s)", file, error)
         return {}

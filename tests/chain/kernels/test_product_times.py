@@ -126,3 +126,17 @@ def test_a_gpu_is_asked_for_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None
         assert training_dtype(gpu) == evaluation_dtype(torch.bfloat16, gpu) == expected
         assert evaluation_dtype(torch.float16, gpu) == torch.float16
         assert training_slowdown(torch.float32, gpu) == 1
+
+
+def test_times_that_others_could_have_written_are_not_read(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    timed = pretend(monkeypatch, FAST)
+    product_times()
+    [file] = cache.iterdir()
+    file.chmod(0o666)
+    product_times.cache_clear()
+    assert product_times()["bfloat16"].training == pytest.approx(0.9)
+    assert len(timed) == 2
+    assert "others can write" in caplog.text
+    assert file.stat().st_mode & 0o022 == 0
