@@ -1,7 +1,7 @@
 """What was made for this machine is kept in a cache that nobody but its user can write.
 
-Who can write there chooses what is loaded and run as the caller. Hence nothing is read from a folder
-that others can change; what would lie there is made again.
+Who can write there chooses what is loaded and run as the caller. Hence nothing is read from where
+others can write; what would lie there is made again.
 """
 
 import errno

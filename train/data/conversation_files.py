@@ -1,19 +1,28 @@
 """Rows of ShareGPT files, plain or compressed, each with the line that it starts on."""
 
-import gzip
 import io
 import json
 import re
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-import zstandard
+import pyarrow
 
 from polybasic.chain.errors import UserError
 
 FILE_NAME = re.compile(r"\.jsonl?(\.gz|\.zst)?$")
+
+_READ_SIZE = 1 << 20
+_LINE_CHARACTERS = 1 << 26
+"""A conversation of ten million words; a longer line is none, and would fill the memory."""
+_LIST_CHARACTERS = 1 << 32
+"""A JSON list is held in memory whole, JSON lines are not."""
+_EXPANSION = 200
+"""Bytes that one compressed byte may become: twenty times what text gives. Files that are made to
+fill a memory go into the tens of thousands."""
+_ALWAYS_EXPANDED = 1 << 26
+"""Bytes that a compressed file may become however small it is."""
 
 
 def check_file(path: Path) -> None:
@@ -41,46 +50,86 @@ def read_file(path: Path) -> Iterator[tuple[Any, str]]:
     check_file(path)
     try:
         with _open_text(path) as text:
-            start = text.readline()
-            while start and not start.strip():
-                start = text.readline()
-            text.seek(0)
-            if not start:
-                raise UserError("empty conversation file", str(path), "give one with content")
-            yield from _list_rows(text, path) if start.lstrip()[0] == "[" else _lines(text, path)
-    except (gzip.BadGzipFile, zlib.error, zstandard.ZstdError, EOFError) as error:
-        raise UserError("corrupt compressed file", f"{path} ({error})", "fetch it again") from error
+            is_list = _first_character(text, path) == "["
+        with _open_text(path) as text:
+            yield from _list_rows(text, path) if is_list else _lines(text, path)
     except UnicodeDecodeError as error:
         raise UserError(
             "conversation file is not UTF-8 text", f"{path} ({error.reason})", "convert it"
         ) from error
+    except OSError as error:
+        what = "corrupt compressed file" if _is_compressed(path) else "unreadable file"
+        raise UserError(what, f"{path} ({error})", "fetch it again") from error
+
+
+class _Bounded(io.RawIOBase):
+    """The content of a file, decompressed as it is read, and cut short where it expands too far.
+
+    Arrow's streams end with an OSError where a file ends within a compressed frame.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._stream = path, pyarrow.input_stream(str(path))
+        self._num_left = max(_ALWAYS_EXPANDED, _EXPANSION * path.stat().st_size)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        content = self._stream.read(len(buffer))
+        self._num_left -= len(content)
+        if self._num_left < 0:
+            raise UserError(
+                "compressed file expands too far",
+                f"{self._path} (more than {_EXPANSION} times its size)",
+                "unpack it first, if that is what it is meant to hold",
+            )
+        buffer[: len(content)] = content
+        return len(content)
+
+    def close(self) -> None:
+        self._stream.close()
+        super().close()
+
+
+def _is_compressed(path: Path) -> bool:
+    return path.suffix in (".gz", ".zst")
 
 
 def _open_text(path: Path) -> IO[str]:
-    if path.suffix == ".gz":
-        return gzip.open(path, "rt", encoding="utf-8-sig")
-    if path.suffix == ".zst":
-        with path.open("rb") as packed, zstandard.ZstdDecompressor().stream_reader(packed) as plain:
-            content = plain.read()
-        if not content and path.stat().st_size == 0:
-            raise UserError("empty conversation file", str(path), "give one with content")
-        return io.TextIOWrapper(io.BytesIO(content), encoding="utf-8-sig")
-    return path.open(encoding="utf-8-sig")
+    return io.TextIOWrapper(io.BufferedReader(_Bounded(path), _READ_SIZE), encoding="utf-8-sig")
+
+
+def _first_character(text: IO[str], path: Path) -> str:
+    """The first one that is not blank."""
+    while part := text.read(4096):
+        if part := part.lstrip():
+            return part[0]
+    raise UserError("empty conversation file", str(path), "give one with content")
 
 
 def _lines(text: IO[str], path: Path) -> Iterator[tuple[Any, str]]:
-    for number, line in enumerate(text, start=1):
-        if line.strip():
-            where = f"{path} line {number}"
-            try:
-                yield json.loads(line), where
-            except json.JSONDecodeError as error:
-                raise _not_json(where, error) from error
+    number = 0
+    while line := text.readline(_LINE_CHARACTERS + 1):
+        number += 1
+        where = f"{path} line {number}"
+        if len(line) > _LINE_CHARACTERS:
+            raise UserError(
+                "line too long",
+                f"{where} (more than {_LINE_CHARACTERS:,} characters)",
+                "write one conversation a line",
+            )
+        if not line.strip():
+            continue
+        try:
+            yield json.loads(line), where
+        except json.JSONDecodeError as error:
+            raise _not_json(where, error) from error
 
 
 def _list_rows(text: IO[str], path: Path) -> Iterator[tuple[Any, str]]:
     """Decode a JSON list element by element, so that each row knows its line."""
-    content = text.read()
+    content = _whole_text(text, path)
     decode = json.JSONDecoder().raw_decode
     line, counted = 1, 0
     position = _skip_blank(content, content.index("[") + 1)
@@ -103,6 +152,21 @@ def _list_rows(text: IO[str], path: Path) -> Iterator[tuple[Any, str]]:
             position = _skip_blank(content, position + 1)
     if content[position + 1 :].strip():
         raise _misplaced("Extra data after the list", content, position + 1, path)
+
+
+def _whole_text(text: IO[str], path: Path) -> str:
+    parts, num_left = [], _LIST_CHARACTERS
+    # in parts: one read sets aside as much memory as it may return
+    while part := text.read(_READ_SIZE):
+        parts.append(part)
+        num_left -= len(part)
+        if num_left < 0:
+            raise UserError(
+                "JSON list too long",
+                f"{path} (more than {_LIST_CHARACTERS:,} characters)",
+                "write it as JSON lines",
+            )
+    return "".join(parts)
 
 
 def _misplaced(message: str, content: str, position: int, path: Path) -> UserError:

@@ -1,5 +1,6 @@
 import gzip
 import json
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -130,6 +131,79 @@ def test_malformed_input_is_one_line_with_file_and_line(tmp_path, name, content,
         load_conversations(str(path))
     assert "\n" not in str(caught.value)
     assert str(path) in str(caught.value)
+
+
+def many_lines() -> bytes:
+    return b"".join(json.dumps({**GOOD[0], "id": n}).encode() + b"\n" for n in range(1000))
+
+
+def cut_after_a_block() -> bytes:
+    """400 of 1,000 rows in whole blocks of zstd, without the frame's end."""
+    packer, lines = zstandard.ZstdCompressor().compressobj(), many_lines().splitlines(True)
+    packed = packer.compress(b"".join(lines[:400])) + packer.flush(
+        zstandard.COMPRESSOBJ_FLUSH_BLOCK
+    )
+    assert zstandard.ZstdDecompressor().decompressobj().decompress(packed) == b"".join(lines[:400])
+    return packed
+
+
+TRUNCATED = {
+    "zst-block": ("a.jsonl.zst", cut_after_a_block()),
+    "zst-byte": ("a.jsonl.zst", zstandard.compress(many_lines())[:-1]),
+    "zst-second-frame": (
+        "a.jsonl.zst",
+        zstandard.compress(many_lines()) + zstandard.compress(many_lines())[:40],
+    ),
+    "gz-half": ("a.jsonl.gz", gzip.compress(many_lines())[:1000]),
+    "gz-trailer": ("a.jsonl.gz", gzip.compress(many_lines())[:-1]),
+}
+
+
+@pytest.mark.parametrize(("name", "content"), TRUNCATED.values(), ids=TRUNCATED)
+def test_a_truncated_archive_loses_nothing_in_silence(tmp_path, name, content):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=r"corrupt compressed file: \S+ \(Truncated compressed"):
+        load_conversations(str(tmp_path / name))
+
+
+def test_frames_behind_each_other_are_one_file(tmp_path):
+    for name, pack in (("a.jsonl.zst", zstandard.compress), ("a.jsonl.gz", gzip.compress)):
+        (tmp_path / name).write_bytes(pack(many_lines()) + pack(many_lines()))
+        assert len(load_conversations(str(tmp_path / name))) == 2000
+
+
+@pytest.mark.parametrize("pack", [zstandard.compress, gzip.compress], ids=["zst", "gz"])
+@pytest.mark.parametrize("start", [b"", b"["], ids=["lines", "list"])
+def test_what_expands_too_far_is_refused_before_it_fills_the_memory(
+    tmp_path, monkeypatch, pack, start
+):
+    monkeypatch.setattr("polybasic.train.data.conversation_files._ALWAYS_EXPANDED", 1 << 20)
+    path = tmp_path / ("a.jsonl.zst" if pack is zstandard.compress else "a.jsonl.gz")
+    path.write_bytes(pack(start + many_lines() + b" " * (1 << 25)))
+    tracemalloc.start()
+    try:
+        with pytest.raises(UserError, match=r"expands too far: \S+ \(more than 200 times"):
+            load_conversations(str(path))
+        assert tracemalloc.get_traced_memory()[1] < 1 << 24
+    finally:
+        tracemalloc.stop()
+
+
+def test_lines_and_lists_have_a_longest_size(tmp_path, monkeypatch):
+    path = Path(write_lines(tmp_path / "a.jsonl", GOOD))
+    longest = max(len(line) for line in path.read_text().splitlines(keepends=True))
+    name = "polybasic.train.data.conversation_files"
+    monkeypatch.setattr(f"{name}._LINE_CHARACTERS", longest)
+    assert len(load_conversations(str(path))) == len(GOOD)
+    monkeypatch.setattr(f"{name}._LINE_CHARACTERS", longest - 1)
+    with pytest.raises(UserError, match=r"line too long: \S+ line 2 \(more than"):
+        load_conversations(str(path))
+    listed = tmp_path / "a.json"
+    listed.write_text(json.dumps(GOOD))
+    assert len(load_conversations(str(listed))) == len(GOOD), "a list may be one long line"
+    monkeypatch.setattr(f"{name}._LIST_CHARACTERS", len(listed.read_text()) - 1)
+    with pytest.raises(UserError, match="JSON list too long"):
+        load_conversations(str(listed))
 
 
 def test_missing_file_and_nonsense_names(tmp_path):
