@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
-from polybasic.chain.formats.plan import Rule, Tree
+from polybasic.chain.formats.plan import Rule, TopK, Tree
 from polybasic.chain.settings import Settings
 
 TASKS = ("mt_bench", "translation", "summarization", "qa", "math_reasoning", "rag")
@@ -29,7 +29,7 @@ class PlanGrid(Settings):
     """What a planner chooses among, beside the sets of members."""
 
     depths: tuple[PositiveInt, ...] = Field((2, 3, 4, 5, 6, 7, 8, 10), min_length=1)
-    top_ks: tuple[PositiveInt, ...] = Field((2, 4), min_length=1)
+    top_ks: tuple[TopK, ...] = Field((2, 4), min_length=1)
     rows: tuple[PositiveInt, ...] = Field((4, 6, 8, 12, 16, 24, 32), min_length=1)
     flush_lengths: tuple[PositiveInt, ...] = Field(
         (2, 4, 6, 8, 10, 12, 16, 20, 24, 32), min_length=1

@@ -4,6 +4,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from polybasic.chain.formats.plan import TopK
 from polybasic.chain.settings import Settings
 
 _WITHOUT_EFFECT = {
@@ -196,7 +197,7 @@ class HeadSettings(TrainingSettings):
         None, ge=1, description="held-out conversations that it drafts for; null: all"
     )
     eval_tree_depth: int = Field(7, ge=1, le=16, description="of the simulated draft tree")
-    eval_tree_top_k: int = Field(4, ge=1, le=64, description="beams of the simulated tree")
+    eval_tree_top_k: TopK = Field(4, description="beams of the simulated tree")
     eval_tree_rows: int = Field(16, ge=2, le=64, description="rows of it, root included")
     save_every_steps: int = Field(1000, ge=1, description="an interrupted run loses at most these")
     keep_every_steps: int | None = Field(

@@ -13,7 +13,21 @@ from typing import Any
 
 from polybasic.chain.errors import UserError
 
+LOCK_NAME = ".lock"
+"""Lies in every folder that `locked_folder` has held."""
+
 _READ_BYTES = 1 << 20
+_UNUSABLE = (
+    errno.EROFS,
+    errno.EACCES,
+    errno.EPERM,
+    errno.EEXIST,
+    errno.ENOTDIR,
+    errno.EISDIR,
+    errno.ENAMETOOLONG,
+    errno.ELOOP,
+)
+"""Errors of a path that cannot be written: a file where a folder would be, a name too long."""
 
 
 def partial_path(path: Path) -> Path:
@@ -23,10 +37,10 @@ def partial_path(path: Path) -> Path:
 
 @contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
-    """Report a full, read-only or forbidden disk in one line.
+    """Report a full, read-only or forbidden disk, and an impossible path, in one line.
 
     Raises:
-        UserError: for ENOSPC, EDQUOT, EROFS, EACCES and EPERM while writing `path`.
+        UserError: for ENOSPC, EDQUOT and `_UNUSABLE` while writing `path`.
     """
     try:
         yield
@@ -37,7 +51,7 @@ def disk_errors(path: Path) -> Iterator[None]:
                 f"{path} ({free_bytes(path) / 1e6:.0f} MB free)",
                 "free some space and run the same command again; what was whole is kept",
             ) from error
-        if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
+        if error.errno in _UNUSABLE:
             raise UserError(
                 "cannot write", f"{path} ({error.strerror})", "choose another folder with --out"
             ) from error
@@ -65,7 +79,7 @@ def locked_folder(path: Path, what: str, do: str) -> Iterator[None]:
     """
     with disk_errors(path):
         path.mkdir(parents=True, exist_ok=True)
-        lock = (path / ".lock").open("a")
+        lock = (path / LOCK_NAME).open("a")
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -119,7 +133,8 @@ def whole_folder(path: Path, keep_partial: bool = False) -> Iterator[Path]:
                 shutil.rmtree(replaced, ignore_errors=True)
                 path.rename(replaced)
                 partial.rename(path)
-                shutil.rmtree(replaced)
+                # a link is to where the user wanted the older one
+                replaced.unlink() if replaced.is_symlink() else shutil.rmtree(replaced)
             else:
                 partial.rename(path)
         except BaseException:

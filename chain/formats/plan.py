@@ -12,6 +12,9 @@ Name = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_]*$")]
 
 MAX_TREE_ROWS = 256
 """Of a verification pass, and of a draft over all of its levels; caches hold so many more."""
+MAX_TOP_K = 64
+"""Children of a row of a draft tree, and beams of a level: kernels keep that many best tokens."""
+TopK = Annotated[int, Field(ge=1, le=MAX_TOP_K)]
 NUM_PROBABILITY_BINS = 8
 """Bins of the adaptive flush: the proposing model's probability of a token, by its square."""
 
@@ -20,7 +23,7 @@ class Tree(Settings):
     """Shape of the draft tree."""
 
     depth: int = Field(ge=1, description="draft passes a round")
-    top_k: int = Field(ge=1, description="beams kept and children a beam, at each depth")
+    top_k: TopK = Field(description="beams kept and children a beam, at each depth")
     rows: int = Field(
         ge=2, le=MAX_TREE_ROWS, description="rows of the verification pass, root included"
     )

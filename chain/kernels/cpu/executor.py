@@ -15,7 +15,7 @@ from torch import Tensor
 
 from polybasic.chain.formats.awq import QuantizedWeight
 from polybasic.chain.formats.decoder_config import DecoderConfig
-from polybasic.chain.formats.plan import Window
+from polybasic.chain.formats.plan import MAX_TOP_K, Window
 from polybasic.chain.kernels.backend import Backend
 from polybasic.chain.kernels.cpu import matrices
 from polybasic.chain.kernels.cpu.library import ELEMENTS, Kernels
@@ -31,7 +31,6 @@ MAX_ROWS = 256
 _MAX_HEAD_DIM = 256
 _ACTIVATIONS = {"silu": 0, "gelu_pytorch_tanh": 1}
 _DECODER, _EAGLE2, _EAGLE3 = 0, 2, 3
-_MAX_BEAM = 64
 
 
 class _RowsStruct(ctypes.Structure):
@@ -255,7 +254,7 @@ class CpuExecutor(Executor):
         window: Window | None = None,
         perturbation: Perturbation | None = None,
     ) -> Candidates:
-        assert top_k <= _MAX_BEAM
+        assert top_k <= MAX_TOP_K
         assert start + depth <= self.num_positions
         num = top_k + (depth - 1) * top_k**2
         tokens = torch.empty(num, dtype=torch.int64)

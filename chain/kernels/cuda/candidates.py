@@ -13,9 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from polybasic.chain.formats.plan import MAX_TOP_K
 from polybasic.chain.kernels.torch.trees import Beam
 
-MAX_BEST = 64
+MAX_BEST = MAX_TOP_K
 """Most outputs to search for: each takes one pass over the rest."""
 _MIN_CHUNK = 1024
 _MAX_CHUNKS = 64

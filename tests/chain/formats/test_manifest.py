@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.manifest import Manifest, read_manifest, write_manifest
-from polybasic.chain.formats.plan import Plan
+from polybasic.chain.formats.plan import MAX_TOP_K, Plan
 
 Content = dict[str, Any]
 
@@ -147,6 +147,10 @@ def _flush_of_a_drafter(content: Content) -> None:
     content["plan"]["flush"]["draft"] = {"length": 3}
 
 
+def _too_wide(content: Content) -> None:
+    content["plan"]["tree"] |= {"depth": 1, "top_k": MAX_TOP_K + 1}
+
+
 def _deep_and_wide(content: Content) -> None:
     content["plan"]["tree"] |= {"depth": 33, "top_k": 8}
 
@@ -192,6 +196,7 @@ def _broken_measured_plan(content: Content) -> None:
         (_planned_backwards, "(plan.members draft, target must be among"),
         (_flush, "malformed manifest: plan.flush.target.length = 0 in"),
         (_flush_of_a_drafter, "(plan.flush names draft, which verifies nothing)"),
+        (_too_wide, "plan.tree.top_k = 65"),
         (_deep_and_wide, "(depth * top_k must be at most 256)"),
         (_no_flush, "(plan.flush lacks target, above intermediate)"),
         (_adaptive, "malformed manifest: plan.flush.target.adaptive.acceptance = "),
