@@ -7,13 +7,16 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, StringConstraints, ValidationError, model_validator
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.files import read_json, write_json
+from polybasic.chain.formats.files import read_json, sha256_of_object, write_json
 from polybasic.chain.formats.head_kinds.table import HEAD_KINDS
 from polybasic.chain.formats.plan import MeasuredPlan, Name, Plan
 from polybasic.chain.settings import Settings
 
 SCHEMA = "polybasic.chain/3"
 MANIFEST_NAME = "chain.json"
+DIGEST_KEY = "sha256"
+"""Of chain.json: the digest of all else in it, against damage. Chains that were packaged before it
+was written have none, and who edits a manifest by hand removes it."""
 
 Role = Literal["target", "intermediate", "drafter"]
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
@@ -216,8 +219,8 @@ def read_manifest(folder: Path) -> Manifest:
     """Read `folder`/chain.json.
 
     Raises:
-        UserError: the folder is no chain; the manifest is no JSON, of another version, or
-            malformed (the JSON location is named).
+        UserError: the folder is no chain; the manifest is no JSON, of another version, not what
+            was written, or malformed (the JSON location is named).
     """
     path = folder / MANIFEST_NAME
     if not path.is_file():
@@ -240,6 +243,13 @@ def read_manifest(folder: Path) -> Manifest:
             f"schema = {schema!r} in {path}",
             f"this polybasic reads {SCHEMA}: install the one that wrote it, or package again",
         )
+    expected = content.pop(DIGEST_KEY, None)
+    if expected is not None and (found := sha256_of_object(content)) != expected:
+        raise UserError(
+            "manifest is not what was written",
+            f"{path} (content {found[:8]}…, {DIGEST_KEY} {str(expected)[:8]}…)",
+            f"fetch it anew; if you have edited it, remove {DIGEST_KEY} from it",
+        )
     try:
         return Manifest.model_validate(content)
     except ValidationError as error:
@@ -252,7 +262,10 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     Raises:
         UserError: the disk is full or not writable.
     """
-    write_json(folder / MANIFEST_NAME, {"schema": SCHEMA, **manifest.model_dump(mode="json")})
+    content = manifest.model_dump(mode="json")
+    write_json(
+        folder / MANIFEST_NAME, {"schema": SCHEMA, DIGEST_KEY: sha256_of_object(content), **content}
+    )
 
 
 def _first_fault(error: ValidationError, path: Path) -> UserError:

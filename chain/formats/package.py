@@ -36,7 +36,7 @@ from polybasic.chain.formats.manifest import (
 )
 from polybasic.chain.formats.plan import Plan
 from polybasic.chain.formats.shapes import main_dtype, num_parameters, tensor_headers
-from polybasic.chain.formats.verify import check_fit, check_weight_files, size_warnings
+from polybasic.chain.formats.verify import check_fit, check_listed, size_warnings
 
 TARGET_NAME = "target"
 _TOKENIZER_FOLDER = "tokenizer"
@@ -163,7 +163,7 @@ def _member(
         files=_digests(part.folder, files[part.name]),
         drafts_for=drafts_for,
     )
-    check_weight_files(member, part.folder)
+    check_listed(member, part.folder)
     return member
 
 

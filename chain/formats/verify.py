@@ -7,7 +7,7 @@ from itertools import pairwise
 from pathlib import Path, PurePosixPath
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.checkpoint import resolve_checkpoint, weight_files
+from polybasic.chain.formats.checkpoint import model_files, resolve_checkpoint, weight_files
 from polybasic.chain.formats.config import (
     ConfigFile,
     check_feature_layers,
@@ -87,7 +87,7 @@ def check_chain(folder: Path, digests: bool = True) -> CheckedChain:
     for member in manifest.members:
         inside = folder if member.reference.path is not None else None
         _check_files(inside, folders[member.name], member.files, member.name, digests)
-        check_weight_files(member, folders[member.name])
+        check_listed(member, folders[member.name])
     configs = check_fit(manifest.members, folders, tokenizer)
     warnings = size_warnings(manifest.members)
     return CheckedChain(folder, manifest, folders, configs, tokenizer, warnings)
@@ -228,15 +228,18 @@ def _refuse_unlisted(folder: Path, files: dict[str, str]) -> None:
             raise UserError("file not in the manifest", f"{path}", "remove it or package again")
 
 
-def check_weight_files(member: Member, folder: Path) -> None:
-    """Check that the manifest lists the weights that loading would read.
+def check_listed(member: Member, folder: Path) -> None:
+    """Check that the manifest lists all that loading would read of a member, wherever it lies.
 
     Raises:
         UserError: a file that it does not list, or a pickle of another member than the target.
     """
+    for name in model_files(folder):
+        if name not in member.files:
+            raise UserError(
+                "file not in the manifest", f"{folder / name}", "remove it or package again"
+            )
     for path in weight_files(folder):
-        if path.name not in member.files:
-            raise UserError("file not in the manifest", f"{path}", "remove it or package again")
         if path.suffix != ".safetensors" and member.role != "target":
             raise UserError(
                 "pickle refused", f"{path}", f"store the {member.role} as model.safetensors"

@@ -47,6 +47,7 @@ def recipe_refusal(path: str, *overrides: str) -> str:
 def with_plan(chain: Path) -> None:
     """Declare the chain's plan as measured here, so that bench does not measure one first."""
     manifest = json.loads((chain / "chain.json").read_text("utf-8"))
+    manifest.pop("sha256", None)
     name = hardware.hardware_name(torch.device("cpu"))
     measured = {"hardware": name, "dtype": "float32", "temperature": 0, "seconds_per_token": 1}
     manifest["plans"] = [{**measured, "plan": manifest["plan"]}]

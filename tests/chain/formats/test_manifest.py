@@ -2,7 +2,9 @@
 
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ Content = dict[str, Any]
 @pytest.fixture
 def content(tiny_chain: Path) -> Content:
     result: Content = json.loads((tiny_chain / "chain.json").read_text())
+    del result["sha256"]
     return result
 
 
@@ -43,6 +46,27 @@ def test_what_was_written_is_read(tiny_chain: Path, tmp_path: Path) -> None:
             "ngram": None,
         }
     )
+
+
+def test_a_change_of_any_bit_of_a_value_is_found(tiny_chain: Path) -> None:
+    path = tiny_chain / "chain.json"
+    text, manifest = path.read_bytes(), read_manifest(tiny_chain)
+    random = Random(1)
+    for _ in range(200):
+        changed = bytearray(text)
+        changed[random.randrange(len(text))] ^= 1 << random.randrange(8)
+        path.write_bytes(changed)
+        with suppress(UserError):
+            assert read_manifest(tiny_chain) == manifest, "white space alone may change"
+    path.write_bytes(text)
+    content = json.loads(text)
+    content["plan"]["tree"]["depth"] += 1
+    path.write_text(json.dumps(content))
+    with pytest.raises(UserError, match=r"manifest is not what was written: \S+ \(content "):
+        read_manifest(tiny_chain)
+    del content["sha256"]
+    path.write_text(json.dumps(content))
+    assert read_manifest(tiny_chain).plan.tree.depth == manifest.plan.tree.depth + 1
 
 
 def test_a_manifest_is_frozen(tiny_chain: Path) -> None:

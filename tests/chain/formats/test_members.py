@@ -126,6 +126,7 @@ def test_a_manifest_that_lies_about_drafts_is_refused(tiny_four_chain: Path) -> 
     check_chain(tiny_four_chain)
     path = tiny_four_chain / "chain.json"
     content = json.loads(path.read_text())
+    del content["sha256"]
     content["members"][3]["drafts_for"].append("small")
     path.write_text(json.dumps(content))
     with pytest.raises(UserError) as refused:

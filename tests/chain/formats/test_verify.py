@@ -32,6 +32,7 @@ def refusal_of(chain: Path, digests: bool = True) -> str:
 def edit_manifest(chain: Path, edit: Callable[[dict[str, Any]], object]) -> None:
     path = chain / "chain.json"
     content = json.loads(path.read_text())
+    content.pop("sha256", None)
     edit(content)
     path.write_text(json.dumps(content))
 
@@ -239,6 +240,20 @@ def test_a_target_outside_is_checked(referring_chain: Path, tiny_chain_parts: An
     weights.write_bytes(content)
     shutil.move(target, target.with_name("gone"))
     assert "checkpoint not found: " in refusal_of(referring_chain)
+
+
+@pytest.mark.parametrize("name", ["generation_config.json", "config.json"])
+def test_what_is_read_of_a_target_outside_has_a_digest(
+    referring_chain: Path, tiny_chain_parts: Any, name: str
+) -> None:
+    path = tiny_chain_parts.target / name
+    if path.is_file():
+        # of an older chain: no digest, nothing says that the file is what it was
+        edit_manifest(referring_chain, lambda content: content["members"][0]["files"].pop(name))
+    else:
+        check_chain(referring_chain)
+        path.write_text('{"temperature": 2.0, "do_sample": true}')
+    assert f"file not in the manifest: {path.resolve()};" in refusal_of(referring_chain)
 
 
 def test_weights_that_would_shadow_the_listed_ones(tiny_chain_parts: Any, tmp_path: Path) -> None:

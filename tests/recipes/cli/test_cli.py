@@ -340,6 +340,7 @@ def test_a_plan_for_another_machine_is_told_on_stderr(tiny_chain: Path, tmp_path
     manifest = json.loads((tiny_chain / "chain.json").read_text("utf-8"))
     plan = {"hardware": "an abacus", "dtype": "float32", "temperature": 0, "seconds_per_token": 1}
     manifest["plans"] = [{**plan, "plan": manifest["plan"]}]
+    del manifest["sha256"]
     (tiny_chain / "chain.json").write_text(json.dumps(manifest), "utf-8")
     asked, log = (
         ["generate", str(tiny_chain), "-p", "w5", "--max-new-tokens", "4"],
