@@ -1,6 +1,7 @@
 """A model server on this machine: OpenAI's two addresses, with faults on demand, over HTTP."""
 
 import json
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ class Fault:
         headers: beside the usual ones.
         drops: the connection breaks without an answer.
         hangs: nothing is sent until the client goes away.
+        drips: the body never ends, and comes byte by byte.
     """
 
     status: int = 200
@@ -26,6 +28,7 @@ class Fault:
     headers: dict[str, str] = field(default_factory=dict)
     drops: bool = False
     hangs: bool = False
+    drips: bool = False
 
 
 @dataclass
@@ -133,18 +136,23 @@ class _Handler(BaseHTTPRequestHandler):
         if fault.drops or fault.hangs:
             self.close_connection = True
             return
-        self._write(fault.status, fault.body or b"{}", fault.headers)
+        self._write(fault.status, fault.body or b"{}", fault.headers, fault.drips)
 
     def _send(self, status: int, content: object) -> None:
         self._write(status, json.dumps(content).encode(), {})
 
-    def _write(self, status: int, body: bytes, headers: dict[str, str]) -> None:
+    def _write(
+        self, status: int, body: bytes, headers: dict[str, str], drips: bool = False
+    ) -> None:
         try:
             self.send_response(status)
             for name, value in {"Content-Length": str(len(body)), **headers}.items():
                 self.send_header(name, value)
             self.end_headers()
             self.wfile.write(body)
+            while drips:
+                time.sleep(0.05)
+                self.wfile.write(b" ")
         except OSError:
             self.close_connection = True  # who asked has gone
 

@@ -4,6 +4,7 @@ The `openai` client sends `GET BASE/models` and `POST BASE/chat/completions` wit
 standard fields, waits and retries.
 """
 
+import asyncio
 import os
 from collections.abc import AsyncIterator, Awaitable, Mapping
 from contextlib import asynccontextmanager
@@ -11,6 +12,7 @@ from typing import Any, TypeVar
 
 import httpx2
 import openai
+from pydantic import BaseModel, Field, ValidationError
 
 from polybasic.chain.errors import UserError
 from polybasic.train.answers.answerer import Answer, FailedAnswer, Prompt
@@ -32,8 +34,36 @@ _INTERRUPTED = {"abort", "error", None}
 _TEMPLATE_TOKENS = 16
 """By which a server's own reading of a prompt may be longer than ours."""
 _SHOWN_CHARACTERS = 200
+_BODY_BYTES = 16 << 20
+"""Of a response: a hundred times the longest answer, and little beside a machine's memory."""
 
 Response = TypeVar("Response")
+
+
+class _Message(BaseModel):
+    content: str | None = None  # where all that was written is a call or a thought
+
+
+class _Choice(BaseModel):
+    message: _Message
+    finish_reason: str | None = Field(max_length=100)  # servers know more than OpenAI's own
+
+
+class _Completion(BaseModel):
+    """What is read of an answer; pydantic bounds its nesting and numbers."""
+
+    choices: list[_Choice] = Field(min_length=1)
+
+
+class _Model(BaseModel):
+    id: str = Field(max_length=1000)
+    max_model_len: int | None = Field(None, ge=1)
+
+
+class _Models(BaseModel):
+    """What is read of the list of models."""
+
+    data: list[_Model]
 
 
 class Endpoint:
@@ -61,18 +91,18 @@ class Endpoint:
             UserError: what every request would meet: no access, or no such model.
         """
         messages: Any = list(prompt.messages)
-        asked = self._client.chat.completions.create(
+        asked = self._client.chat.completions.with_raw_response.create(
             model=self._model,
             messages=messages,
             max_tokens=prompt.max_new_tokens,
             temperature=prompt.temperature,
             seed=prompt.seed if prompt.temperature else openai.omit,
         )
-        choice = (await _response(self._client, asked)).choices[0]
-        reason: str = choice.finish_reason  # servers know more than OpenAI's own
+        content = (await _response(self._client, asked)).content
+        choice = _Completion.model_validate_json(content).choices[0]
+        reason = choice.finish_reason
         if reason != _CUT and reason not in _WHOLE:
             raise FailedAnswer(f"an answer that is no text (finish_reason {reason})")
-        # None where all that was written is a call or a thought
         return Answer(choice.message.content or "", is_cut=reason == _CUT)
 
 
@@ -99,7 +129,9 @@ async def open_endpoint(
         base_url=url,
         api_key=key or _NO_KEY,
         max_retries=settings.num_retries,
-        http_client=openai.DefaultAsyncHttpxClient(
+        http_client=_Client(
+            # a small body that unpacks to a large one is not worth the bytes it saves
+            headers={"Accept-Encoding": "identity"},
             timeout=openai.Timeout(seconds, connect=min(_CONNECT_SECONDS, seconds)),
             limits=httpx2.Limits(
                 max_connections=num_parallel, max_keepalive_connections=num_parallel
@@ -109,14 +141,15 @@ async def open_endpoint(
     )
     async with client:
         try:
-            page = await _response(client, client.models.list())
+            listed = await _response(client, client.models.with_raw_response.list())
         except FailedAnswer as error:
             raise UserError(
                 "endpoint does not answer",
                 f"data.regenerate.endpoint = {url} ({error})",
                 "start the server and run again",
             ) from error
-        served = {each.id: getattr(each, "max_model_len", None) for each in page.data}
+        models = _Models.model_validate_json(listed.content).data
+        served = {each.id: each.max_model_len for each in models}
         model = settings.model if settings.model is not None else _only(served, url)
         yield Endpoint(client, model, served.get(model) or context_tokens, num_parallel)
 
@@ -125,21 +158,51 @@ class _UnusableContent(httpx2.RequestError):
     """A response without what was asked for; the client tries again, as after a lost connection."""
 
 
+class _Client(openai.DefaultAsyncHttpxClient):
+    """Gives up what is not whole in time; the timeouts of httpx are those of each read."""
+
+    async def send(self, request: httpx2.Request, **options: Any) -> httpx2.Response:
+        try:
+            async with asyncio.timeout(self.timeout.read):
+                return await super().send(request, **options)
+        except TimeoutError as error:
+            raise httpx2.ReadTimeout("not whole in time", request=request) from error
+
+
+class _BoundedStream(httpx2.AsyncByteStream):
+    """A body that is given up where it is longer than any answer."""
+
+    def __init__(self, stream: httpx2.AsyncByteStream) -> None:
+        self._stream = stream
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        num_bytes = 0
+        async for part in self._stream:
+            num_bytes += len(part)
+            if num_bytes > _BODY_BYTES:
+                raise _UnusableContent(f"an answer of more than {_BODY_BYTES:,} bytes")
+            yield part
+
+    async def aclose(self) -> None:
+        await self._stream.aclose()
+
+
 async def _check_content(response: httpx2.Response) -> None:
+    if response.headers.get("Content-Encoding", "identity") != "identity":
+        raise _UnusableContent("a compressed answer, which was not asked for")
+    assert isinstance(response.stream, httpx2.AsyncByteStream)
+    response.stream = _BoundedStream(response.stream)
+    await response.aread()
     if response.status_code != 200:
         return
-    await response.aread()
+    kind = _Models if response.url.path.endswith("/models") else _Completion
     try:
-        content = response.json()
-        if response.url.path.endswith("/models"):
-            _ = [each["id"].strip() for each in content["data"]]
-            return
-        choice = content["choices"][0]
-        (choice["message"]["content"] or "").encode("utf-8")
-        reason = choice["finish_reason"]
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        content = kind.model_validate_json(response.content)
+    except ValidationError as error:
         raise _UnusableContent("an answer in another format than OpenAI's") from error
-    if reason in _INTERRUPTED:
+    if isinstance(content, _Completion) and (reason := content.choices[0].finish_reason) in (
+        _INTERRUPTED
+    ):
         raise _UnusableContent(f"an answer that the server broke off (finish_reason {reason})")
 
 
