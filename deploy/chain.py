@@ -5,9 +5,12 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any, TypedDict, Unpack
 
-import jinja2
-
 from polybasic.chain.errors import UserError
+from polybasic.chain.formats.chat_templates import (
+    RejectedMessages,
+    rendered_messages,
+    token_ids_of,
+)
 from polybasic.chain.formats.manifest import Manifest, check_plan
 from polybasic.chain.formats.plan import MeasuredPlan, Plan, PredictedPlan, Rule
 from polybasic.chain.formats.verify import CheckedChain
@@ -202,7 +205,7 @@ class Chain:
         """
         if isinstance(prompt, str):
             if self.tokenizer.chat_template is None:
-                return list(self.tokenizer(prompt)["input_ids"])
+                return token_ids_of(self.tokenizer, prompt)
             prompt = [{"role": "user", "content": prompt}]
         if self.tokenizer.chat_template is None:
             raise UserError(
@@ -210,21 +213,16 @@ class Chain:
                 "the chain's tokenizer",
                 "give a text, or package a target whose tokenizer has a template",
             )
-        # The engine refuses what is too long; transformers would only warn.
+        tokenizer, messages = self.tokenizer, list(prompt)
         try:
-            encoded = self.tokenizer.apply_chat_template(
-                list(prompt),
-                add_generation_prompt=True,
-                return_dict=True,
-                tokenizer_kwargs={"verbose": False},
-            )
-        except jinja2.TemplateError as error:
+            text = rendered_messages(tokenizer, messages, add_generation_prompt=True)
+        except RejectedMessages as error:
             raise UserError(
                 "chat template rejects the messages",
                 f"the chain's tokenizer ({error})",
                 "change the roles or their order",
             ) from error
-        return list(encoded["input_ids"])
+        return token_ids_of(tokenizer, text, add_special_tokens=False)
 
     def _asked(
         self,

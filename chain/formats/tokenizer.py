@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import jinja2
 
 from polybasic.chain.errors import UserError
+from polybasic.chain.formats.chat_templates import RejectedMessages, rendered_messages
 from polybasic.chain.formats.files import read_json, whole_folder, write_json
 from polybasic.chain.formats.verify import refuse_remote_code
 from polybasic.chain.formats.vocabulary import TOKENIZER_NAME
@@ -121,12 +122,15 @@ def _check_sentencepiece(path: Path) -> None:
 def _check_template(tokenizer: "PreTrainedTokenizerBase") -> None:
     """Render one user turn, as every template must."""
     try:
-        tokenizer.apply_chat_template(_PROBE, tokenize=False, add_generation_prompt=True)
-    except jinja2.TemplateSyntaxError as error:
-        raise UserError(
-            "chat template is not valid Jinja", f"line {error.lineno} ({error.message})", "mend it"
-        ) from error
-    except (jinja2.TemplateError, TypeError) as error:
+        rendered_messages(tokenizer, _PROBE, add_generation_prompt=True)
+    except RejectedMessages as error:
+        cause = error.__cause__
+        if isinstance(cause, jinja2.TemplateSyntaxError):
+            raise UserError(
+                "chat template is not valid Jinja",
+                f"line {cause.lineno} ({cause.message})",
+                "mend it",
+            ) from error
         raise UserError(
             "chat template does not render", f"one user turn ({error})", "mend it"
         ) from error

@@ -6,11 +6,16 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-import jinja2
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from polybasic.chain.errors import UserError
+from polybasic.chain.formats.chat_templates import (
+    RejectedMessages,
+    rendered,
+    rendered_messages,
+    token_ids_of,
+)
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _STAND_IN = "\ue000"  # of the private use area
@@ -91,7 +96,7 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> lis
     """
     chat_template(tokenizer)
     text = _render(tokenizer, messages, add_generation_prompt=True)
-    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+    return token_ids_of(tokenizer, text, add_special_tokens=False)
 
 
 def chat_template(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -146,14 +151,18 @@ def _marked_spans(
 ) -> tuple[str, list[Span]]:
     """The whole text, and what lies between the template's marks."""
     render: Any = render_jinja_template  # declared to return a text alone
-    try:
-        [text], [spans] = render(
+
+    def render_marked() -> Any:
+        return render(
             [list(messages)],
             chat_template=template,
             return_assistant_tokens_mask=True,
             **tokenizer.special_tokens_map,
         )
-    except jinja2.TemplateError as error:
+
+    try:
+        [text], [spans] = rendered(template, str(tokenizer.name_or_path), render_marked)
+    except RejectedMessages as error:
         raise _rejection(tokenizer, str(error)) from error
     return text, spans
 
@@ -242,12 +251,9 @@ def _render(
     if not messages:
         raise _rejection(tokenizer, "no message before the assistant's")
     try:
-        text = tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
-        )
-    except jinja2.TemplateError as error:
+        return rendered_messages(tokenizer, messages, add_generation_prompt=add_generation_prompt)
+    except RejectedMessages as error:
         raise _rejection(tokenizer, str(error)) from error
-    return str(text)
 
 
 def _rejection(tokenizer: PreTrainedTokenizerBase, reason: str) -> RefusedConversation:

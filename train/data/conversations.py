@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jinja2
 from datasets import Dataset, Features, Value, load_dataset
 from datasets.exceptions import DatasetNotFoundError
 from huggingface_hub import HfApi
@@ -20,6 +19,7 @@ from huggingface_hub.errors import HfHubHTTPError
 from transformers import PreTrainedTokenizerBase
 
 from polybasic.chain.errors import UserError
+from polybasic.chain.formats.chat_templates import RejectedMessages, rendered_messages
 from polybasic.chain.formats.files import sha256_of_file, sha256_of_object
 from polybasic.train.data.chat import chat_template
 from polybasic.train.data.conversation_files import check_file, read_file
@@ -261,8 +261,8 @@ def _trimmed(messages: list[dict[str, str]]) -> list[dict[str, str]]:
 def _takes_system_turns(tokenizer: PreTrainedTokenizerBase) -> bool:
     chat_template(tokenizer)
     try:
-        tokenizer.apply_chat_template(_SYSTEM_PROBE, tokenize=False)
-    except jinja2.TemplateError:
+        rendered_messages(tokenizer, _SYSTEM_PROBE)
+    except RejectedMessages:
         return False
     return True
 

@@ -1,0 +1,210 @@
+"""Chat templates are programs of others: rendered in Jinja's sandbox, within limits.
+
+The sandbox keeps a template from files and code. It does not keep it from looping or from filling
+the memory; that is done here.
+"""
+
+import ctypes
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import jinja2
+
+from polybasic.chain.errors import UserError
+from polybasic.chain.formats.vocabulary import is_tokenizer_failure
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+try:
+    import resource
+except ImportError:  # there is none on Windows: no limit of memory there
+    resource = None  # type: ignore[assignment]
+
+RENDER_SECONDS = 10.0
+"""For one conversation. Templates take less than a millisecond for a turn."""
+_MEMORY_BYTES = 1 << 30
+"""That one rendering may add to what the process has mapped."""
+_TEXT_CHARACTERS = 1 << 26
+"""Of a rendered conversation: ten million words, more than any context."""
+_STATM = Path("/proc/self/statm")
+
+_LOOK_SECONDS = 0.5
+
+_one_at_a_time = threading.Lock()
+_latest_watch: "_Watch | None" = None
+
+Rendered = TypeVar("Rendered")
+
+
+class RejectedMessages(Exception):
+    """A chat template does not take these messages, for this reason in one line."""
+
+
+class _OutOfTime(BaseException):
+    """Raised in the thread that renders; no `except Exception` of a library keeps it."""
+
+
+def rendered_messages(
+    tokenizer: "PreTrainedTokenizerBase", messages: Sequence[dict[str, str]], **options: Any
+) -> str:
+    """Messages as text, by the tokenizer's own chat template.
+
+    Args:
+        tokenizer: has a chat template.
+        messages: with role and content.
+        options: of transformers' `apply_chat_template`.
+
+    Raises:
+        RejectedMessages, UserError: as `rendered`.
+    """
+
+    def render() -> Any:
+        return tokenizer.apply_chat_template(list(messages), tokenize=False, **options)
+
+    name = tokenizer.name_or_path or "the tokenizer"
+    return str(rendered(f"{tokenizer.chat_template}", name, render))
+
+
+def token_ids_of(
+    tokenizer: "PreTrainedTokenizerBase", text: str, add_special_tokens: bool = True
+) -> list[int]:
+    """The token ids of a text of any length.
+
+    Raises:
+        UserError: the tokenizer fails on it.
+    """
+    try:
+        # the engine refuses what is too long; transformers would only warn
+        encoded = tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)
+    except BaseException as error:
+        if not is_tokenizer_failure(error):
+            raise
+        raise UserError(
+            "tokenizer fails on a text",
+            f"{tokenizer.name_or_path} ({error or type(error).__name__})",
+            "take the tokenizer that belongs to the target",
+        ) from error
+    return list(encoded["input_ids"])
+
+
+def rendered(template: str, name: str, render: Callable[[], Rendered]) -> Rendered:
+    """What `render` makes of messages by a chat template.
+
+    Args:
+        template: the text of it.
+        name: says whose it is, in errors.
+        render: calls transformers.
+
+    Raises:
+        RejectedMessages: the template refuses the messages or fails on them.
+        UserError: it takes too much time or memory, or may.
+    """
+    if product := _unbounded_product(template):
+        raise _beyond(name, f"{product}, which may be any number")
+    try:
+        with _one_at_a_time, _limited_memory(), _watch().limited_time():
+            made = render()
+    except _OutOfTime:
+        raise _beyond(name, f"more than {RENDER_SECONDS:g} s") from None
+    except MemoryError:
+        raise _beyond(name, f"more than {_MEMORY_BYTES >> 20} MiB of memory") from None
+    except Exception as error:  # a template can raise anything that Python's operations do
+        raise RejectedMessages(
+            " ".join(f"{error or type(error).__name__}".split())[:500]
+        ) from error
+    if isinstance(made, str) and len(made) > _TEXT_CHARACTERS:
+        raise _beyond(name, f"a text of {len(made):,} characters")
+    return made
+
+
+@lru_cache(maxsize=16)
+def _unbounded_product(template: str) -> str | None:
+    """A power, or a product of two variables, that a template computes.
+
+    Numbers of a million digits hold a thread for hours, and nothing can interrupt it.
+    """
+    try:
+        lexed = list(jinja2.Environment().lex(template))
+    except jinja2.TemplateError:
+        return None  # rendering tells what is wrong
+    tokens = [(kind, value) for _, kind, value in lexed if kind != "whitespace"]
+    for before, (kind, value), after in zip(tokens, tokens[1:], tokens[2:], strict=False):
+        is_unpacking = before[1] in ("(", ",")
+        if kind != "operator" or value not in ("*", "**") or is_unpacking:
+            continue
+        if value == "**" or not {"integer", "string"} & {before[0], after[0]}:
+            return f"{before[1]} {value} {after[1]}"
+    return None
+
+
+class _Watch(threading.Thread):
+    """Looks now and then at the thread that renders, and raises `_OutOfTime` in it."""
+
+    def __init__(self) -> None:
+        super().__init__(name="polybasic-chat-templates", daemon=True)
+        self._lock = threading.Lock()
+        self._rendering: tuple[int, float] | None = None
+
+    def run(self) -> None:
+        while True:
+            time.sleep(_LOOK_SECONDS)
+            with self._lock:
+                if self._rendering is None:
+                    continue
+                thread, since = self._rendering
+                if time.monotonic() - since > RENDER_SECONDS:
+                    self._rendering = None
+                    raised = ctypes.py_object(_OutOfTime)
+                    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), raised)
+
+    @contextmanager
+    def limited_time(self) -> Iterator[None]:
+        """Of what this thread does now."""
+        with self._lock:
+            self._rendering = threading.get_ident(), time.monotonic()
+        try:
+            yield
+        finally:
+            with self._lock:
+                was_over, self._rendering = self._rendering is None, None
+            if was_over:
+                time.sleep(0.1)  # what is raised in this thread arrives here at the latest
+
+
+def _watch() -> _Watch:
+    """The one of this process; a process that was forked has none yet."""
+    global _latest_watch
+    if _latest_watch is None or not _latest_watch.is_alive():
+        _latest_watch = _Watch()
+        _latest_watch.start()
+    return _latest_watch
+
+
+@contextmanager
+def _limited_memory() -> Iterator[None]:
+    """On Linux, refuse what would map more than `_MEMORY_BYTES` beyond what is mapped now."""
+    if resource is None or not _STATM.is_file():
+        yield
+        return
+    mapped = int(_STATM.read_text().split()[0]) * resource.getpagesize()
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    limits = [mapped + _MEMORY_BYTES, *(each for each in (soft, hard) if each >= 0)]
+    resource.setrlimit(resource.RLIMIT_AS, (min(limits), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+def _beyond(name: str, what: str) -> UserError:
+    return UserError(
+        "chat template beyond its limits",
+        f"{name} ({what})",
+        "use another template: this one suits no conversation",
+    )
