@@ -9,6 +9,10 @@ from polybasic.chain.errors import UserError
 
 StoppedBy = Literal["stop", "stop_string", "length"]
 """What ended an answer: a stop token that was drawn, a stop string, or the number of its tokens."""
+MAX_STOP_STRINGS = 64
+MAX_STOP_CHARACTERS = 1024
+"""Of one stop string. All of them are looked for at each token, and text that may begin one is held
+back. Servers take four short ones."""
 _INCOMPLETE = "\ufffd"  # how tokenizers decode bytes that are not a whole character
 
 
@@ -52,13 +56,20 @@ class AnswerText:
         has_stopped: whether a stop string was found.
 
     Raises:
-        UserError: an empty stop string.
+        UserError: an empty stop string, one that is too long, or too many.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: str | Sequence[str] = ()) -> None:
         self.tokenizer, self.stop = tokenizer, (stop,) if isinstance(stop, str) else tuple(stop)
         if "" in self.stop:
             raise UserError("empty stop string", f"stop={list(self.stop)}", "give it a character")
+        longest = max(map(len, self.stop), default=0)
+        if len(self.stop) > MAX_STOP_STRINGS or longest > MAX_STOP_CHARACTERS:
+            raise UserError(
+                "too many or too long stop strings",
+                f"stop of {len(self.stop):,} strings, the longest of {longest:,} characters",
+                f"give {MAX_STOP_STRINGS} of {MAX_STOP_CHARACTERS:,} characters at most",
+            )
         self.text, self.has_stopped = "", False
         # Recent tokens. Those before `_num_context` are in `text` already; they are kept because
         # some tokenizers decode a token differently at the start of a text.
@@ -107,10 +118,15 @@ class AnswerText:
 
     def _num_held_back(self) -> int:
         """Length of the longest end of the text that is the start of a stop string."""
-        lengths = [
-            length
-            for string in self.stop
-            for length in range(1, len(string))
-            if self.text.endswith(string[:length])
-        ]
-        return max(lengths, default=0)
+        return max((_overlap(self.text, string) for string in self.stop), default=0)
+
+
+def _overlap(text: str, string: str) -> int:
+    """Length of the longest end of `text` that is a start of `string` and not the whole of it."""
+    end = text[max(0, len(text) - len(string) + 1) :]
+    begin = end.find(string[0])
+    while begin >= 0:
+        if string.startswith(end[begin:]):
+            return len(end) - begin
+        begin = end.find(string[0], begin + 1)
+    return 0

@@ -1,4 +1,4 @@
-"""Templates and tokenizers that loop, multiply or raise end in one line; plain ones do not change."""
+"""Templates and tokenizers that loop, multiply or raise end in one line; plain ones work."""
 
 import threading
 import time

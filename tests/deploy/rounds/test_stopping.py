@@ -1,14 +1,23 @@
 """Where answers end, and their text as its tokens come; on real tokenizers."""
 
 import random
+import time
 from collections.abc import Collection
 from functools import cache
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from polybasic.chain.errors import UserError
-from polybasic.deploy.rounds.stopping import AnswerText, cut_at_end
+from polybasic.deploy.rounds.stopping import (
+    MAX_STOP_CHARACTERS,
+    MAX_STOP_STRINGS,
+    AnswerText,
+    _overlap,
+    cut_at_end,
+)
 
 TEXT = "Say stop: the Straße is wide, 東京 is large 🎉 and the END is near. "
 
@@ -206,3 +215,29 @@ def test_special_tokens_have_no_text() -> None:
 def test_an_empty_stop_string_is_refused() -> None:
     with pytest.raises(UserError, match=r"empty stop string: stop=\['a', ''\]; give it"):
         AnswerText(byte_level(), ["a", ""])
+
+
+@TOKENIZERS
+def test_stop_strings_have_a_number_and_a_length(tokenizer: Tokenizer) -> None:
+    AnswerText(tokenizer, ["x" * MAX_STOP_CHARACTERS] * MAX_STOP_STRINGS)
+    for stop in (["x" * (MAX_STOP_CHARACTERS + 1)], ["x"] * (MAX_STOP_STRINGS + 1), "x" * 10**6):
+        with pytest.raises(UserError, match=r"too many or too long stop strings: stop of \d"):
+            AnswerText(tokenizer, stop)
+
+
+@TOKENIZERS
+def test_long_stop_strings_take_no_time(tokenizer: Tokenizer) -> None:
+    """The worst case: every end of the text nearly begins every stop string."""
+    stop = [f"{'stop' * (MAX_STOP_CHARACTERS // 4 - 1)}{number:04}" for number in range(64)]
+    tokens = tokenizer.encode("stop" * 300).ids
+    text, started = AnswerText(tokenizer, stop), time.monotonic()
+    shown = "".join(text.take() for token in tokens if not text.read(token))
+    assert shown + text.finish() == "stop" * 300
+    assert len(shown) < 4 * 300
+    assert time.monotonic() - started < 10
+
+
+@given(text=st.text("ab", max_size=12), string=st.text("ab", min_size=1, max_size=6))
+def test_what_is_held_back_is_the_longest_start_of_a_stop_string(text: str, string: str) -> None:
+    ends = [num for num in range(1, len(string)) if text.endswith(string[:num])]
+    assert _overlap(text, string) == max(ends, default=0)
