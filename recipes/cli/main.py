@@ -1,5 +1,6 @@
 """The command line: `polybasic`. Imports no model code until a command needs it."""
 
+import io
 import sys
 import traceback
 from importlib.metadata import version
@@ -10,6 +11,7 @@ from typer.core import TyperGroup
 
 from polybasic.chain.errors import UserError
 from polybasic.recipes.cli import chain, doctor, export, grow, measure, recipes, run
+from polybasic.recipes.cli.lacking import what_is_lacking
 from polybasic.train.run.interruption import Interrupted, sigterm_raises
 
 
@@ -69,6 +71,10 @@ def polybasic(
 
 def main(arguments: list[str] | None = None) -> NoReturn:
     """Run the command line and exit: 0 done, 1 failed, 2 user error, 130 or 143 interrupted."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # of a locale that lacks a character, rather than nothing at all
+            stream.reconfigure(errors="backslashreplace")
     try:
         with sigterm_raises():
             app(arguments, prog_name="polybasic")
@@ -78,6 +84,9 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     except KeyboardInterrupt:
         sys.exit(130)
     except Exception as error:
+        if (lacking := what_is_lacking(error)) is not None:
+            print(f"error: {lacking}", file=sys.stderr)
+            sys.exit(2)
         traceback.print_exc()
         print(f"failed: {type(error).__name__}: {error}", file=sys.stderr)
         sys.exit(1)

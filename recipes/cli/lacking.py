@@ -1,0 +1,36 @@
+"""What a machine has too little of, told in one line wherever it shows."""
+
+import errno
+
+from polybasic.chain.errors import UserError
+
+_OF_MEMORY = ("can't allocate memory", "failed to map segment", "Cannot allocate memory")
+"""Words of torch and of the loader of libraries, whose errors have no type of their own."""
+
+
+def what_is_lacking(error: BaseException) -> UserError | None:
+    """The line for an error that says that memory or disk is used up; None for any other.
+
+    Args:
+        error: as a command ended with it.
+    """
+    reason = " ".join(str(error).split())[:200] or type(error).__name__
+    number = error.errno if isinstance(error, OSError) else None
+    if number in (errno.ENOSPC, errno.EDQUOT):
+        name = error.filename if isinstance(error, OSError) else None
+        return UserError(
+            "disk full", f"{name or 'standard output'} ({reason})", "free some space and run again"
+        )
+    is_out_of_memory = (
+        isinstance(error, MemoryError)
+        or type(error).__name__ == "OutOfMemoryError"
+        or number == errno.ENOMEM
+        or any(words in str(error) for words in _OF_MEMORY)
+    )
+    if is_out_of_memory:
+        return UserError(
+            "out of memory",
+            reason,
+            "close other programs, raise `ulimit -v`, or use a smaller model or context",
+        )
+    return None
