@@ -1,6 +1,7 @@
 """Checks a chain before anything of it is loaded: paths, digests, configs and tensor shapes."""
 
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -34,7 +35,11 @@ from polybasic.chain.formats.vocabulary import (
 from polybasic.chain.readable import readable_bytes
 
 _PACKAGE_AGAIN = "package the chain again or fetch the file anew"
-_CODE_SUFFIXES = {".py", ".pyc", ".so", ".pt", ".pth", ".pkl", ".pickle", ".ckpt"}
+_CODE_SUFFIXES = {
+    *(".py", ".pyc", ".pyd", ".pyo", ".pyw", ".so", ".dll", ".dylib", ".exe", ".sh"),
+    *(".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".joblib", ".npy", ".npz"),
+}
+_COMMIT = re.compile(r"[0-9a-f]{40}")
 _READ_SUFFIXES = {".bin", ".safetensors", ".json", ".jinja", ".model", ".txt"}
 
 
@@ -78,6 +83,7 @@ def check_chain(folder: Path, digests: bool = True) -> CheckedChain:
         UserError: the first fault found, with the file or tensor that it is in.
     """
     manifest = read_manifest(folder)
+    _refuse_link_outside(folder, folder / MANIFEST_NAME)
     tokenizer = _folder_inside(folder, manifest.tokenizer.path, "tokenizer.path")
     folders = {
         member.name: _member_folder(folder, member, index)
@@ -183,16 +189,27 @@ def _folder_inside(chain: Path, relative: str, location: str) -> Path:
 
 
 def _refuse_link_outside(chain: Path, path: Path) -> None:
-    root = chain.resolve()
-    if root.parent.name == "snapshots":
+    try:
+        root, found = chain.resolve(), path.resolve()
+    except (OSError, RuntimeError) as error:  # links in a circle
+        raise UserError(
+            "link leads nowhere", f"{path} ({error})", "replace the link by the files themselves"
+        ) from error
+    roots = [root]
+    if root.parent.name == "snapshots" and _COMMIT.fullmatch(root.name):
         # in the hub's cache, files of a snapshot are links into the blobs folder beside it
-        root = root.parent.parent
-    if not path.resolve().is_relative_to(root):
+        roots.append(root.parent.parent / "blobs")
+    if not any(found.is_relative_to(each) for each in roots):
         raise UserError(
             "link leaves the chain",
-            f"{path} points to {path.resolve()}",
+            f"{path} points to {found}",
             "replace the link by the files themselves",
         )
+
+
+def _suffixes(path: Path) -> set[str]:
+    """All endings of a file's name, however they are spelled: "Model.PY " is a ".py"."""
+    return {suffix.strip().lower() for suffix in Path(path.name.rstrip(". ")).suffixes}
 
 
 def _check_files(
@@ -205,7 +222,7 @@ def _check_files(
                 "file name leaves its member", f"{file_name!r} of {name}", "package the chain again"
             )
         path = folder / file_name
-        if path.suffix in _CODE_SUFFIXES:
+        if _suffixes(path) & _CODE_SUFFIXES:
             raise UserError("code or pickle in the chain", f"{path}", "remove it: it is never run")
         if chain is not None:
             _refuse_link_outside(chain, path)
@@ -224,7 +241,7 @@ def _check_files(
 def _refuse_unlisted(folder: Path, files: dict[str, str]) -> None:
     for path in sorted(folder.rglob("*")):
         is_listed = path.parent == folder and path.name in files
-        if not is_listed and path.suffix in _CODE_SUFFIXES | _READ_SUFFIXES:
+        if not is_listed and _suffixes(path) & (_CODE_SUFFIXES | _READ_SUFFIXES):
             raise UserError("file not in the manifest", f"{path}", "remove it or package again")
 
 

@@ -157,6 +157,48 @@ def test_links_that_leave_the_chain(tiny_chain: Path, tmp_path: Path) -> None:
     assert f"link leaves the chain: {tiny_chain / 'draft'} points to" in refusal_of(tiny_chain)
 
 
+def test_a_manifest_outside_is_refused(tiny_chain: Path, tmp_path: Path) -> None:
+    manifest, outside = tiny_chain / "chain.json", tmp_path / "outside.json"
+    shutil.move(manifest, outside)
+    manifest.symlink_to(outside)
+    assert f"link leaves the chain: {manifest} points to {outside}" in refusal_of(tiny_chain)
+
+
+def test_links_in_a_circle_are_one_line(tiny_chain: Path) -> None:
+    shutil.rmtree(tiny_chain / "draft")
+    (tiny_chain / "draft").symlink_to("other")
+    (tiny_chain / "other").symlink_to("draft")
+    assert f"link leads nowhere: {tiny_chain / 'draft'}" in refusal_of(tiny_chain)
+
+
+@pytest.mark.parametrize("name", ["chain", "a" * 40], ids=["name", "commit"])
+def test_a_folder_called_snapshots_widens_nothing(
+    tiny_chain: Path, tmp_path: Path, name: str
+) -> None:
+    chain, secret = tmp_path / "home" / "snapshots" / name, tmp_path / "home" / "secret"
+    shutil.copytree(tiny_chain, chain)
+    check_chain(chain)
+    weights = chain / "draft" / "model.safetensors"
+    shutil.move(weights, secret)
+    weights.symlink_to(secret)
+    assert f"link leaves the chain: {weights} points to {secret};" in refusal_of(chain)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("modeling.PY", "modeling.Py", "modeling.py ", "modeling.py.", "x.Pt", "x.PICKLE"),
+        *("lib.so.1", "modeling.py.bak", "x.dll", "x.npy"),
+    ],
+)
+def test_code_is_refused_however_it_is_spelled(tiny_chain: Path, name: str) -> None:
+    path = tiny_chain / "draft" / name
+    path.write_bytes(b"")
+    assert f"file not in the manifest: {path};" in refusal_of(tiny_chain)
+    sign(tiny_chain, "draft", name)
+    assert f"code or pickle in the chain: {path};" in refusal_of(tiny_chain)
+
+
 def test_links_inside_and_in_the_cache_of_the_hub_pass(tiny_chain: Path, tmp_path: Path) -> None:
     repository = tmp_path / "models--org--chain"
     snapshot = repository / "snapshots" / ("a" * 40)
