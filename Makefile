@@ -9,7 +9,9 @@
 #               of its own
 # make wheels   wheels for x86_64 and aarch64 with compiled CPU kernels, into dist/, in an environment
 #               of its own
-# make clean    removes what the others made: .venv, .venv-interop, .venv-wheels, caches, runs/, dist/
+# make lock     requirements.lock (versions of constraints.txt, with the digests of their files) and
+#               sbom.json (what a chain runs on), anew
+# make clean    removes what the others made: .venv, .venv-*, caches, runs/, dist/
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -23,6 +25,12 @@ INTEROP_INSTALLED := $(INTEROP_VENV)/.installed
 WHEELS_VENV ?= .venv-wheels
 WHEELS_BIN := $(WHEELS_VENV)/bin
 WHEELS_INSTALLED := $(WHEELS_VENV)/.installed
+LOCK_VENV ?= .venv-lock
+LOCK_BIN := $(LOCK_VENV)/bin
+LOCK_INSTALLED := $(LOCK_VENV)/.installed
+# for all systems, as far as there are files for them; torch is PyPI's, not that of PyTorch's own index
+COMPILE := $(LOCK_BIN)/uv pip compile pyproject.toml --quiet --constraint constraints.txt --universal \
+    --python-version 3.11 --no-annotate --no-header
 CHECK_PYTHON = $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	    echo "error: Python 3.11 or newer is needed: $(PYTHON); run make PYTHON=python3.11" >&2; exit 2; }; \
 	$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { \
@@ -31,7 +39,7 @@ CHECK_PYTHON = $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' |
 # contiguous parts, so that what tests of a module share is made once; the rest is taken as workers end
 PYTEST := $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist worksteal
 
-.PHONY: demo test proof lint bench interop wheels install clean
+.PHONY: demo test proof lint bench interop wheels lock install clean
 
 demo: install
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/polybasic run recipes/tiny.yaml
@@ -94,7 +102,19 @@ $(WHEELS_INSTALLED): .ci/wheels.py
 	    'setuptools>=77' ziglang==0.17.1
 	@touch $@
 
+lock: $(LOCK_INSTALLED)
+	$(COMPILE) --generate-hashes --extra train --extra report --output-file requirements.lock
+	$(COMPILE) --output-file $(LOCK_VENV)/runtime.txt
+	$(LOCK_BIN)/cyclonedx-py requirements --output-reproducible --pyproject pyproject.toml \
+	    --output-file sbom.json $(LOCK_VENV)/runtime.txt
+
+$(LOCK_INSTALLED):
+	@$(CHECK_PYTHON)
+	$(PYTHON) -m venv $(LOCK_VENV)
+	$(LOCK_BIN)/python -m pip install --quiet cyclonedx-bom==7.5.0 uv==0.13.9
+	@touch $@
+
 clean:
-	rm -rf $(VENV) $(INTEROP_VENV) $(WHEELS_VENV) runs build dist *.egg-info .pytest_cache .mypy_cache \
+	rm -rf $(VENV) $(INTEROP_VENV) $(WHEELS_VENV) $(LOCK_VENV) runs build dist *.egg-info .pytest_cache .mypy_cache \
 	    .ruff_cache .hypothesis .import_linter_cache wandb
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,5 +1,6 @@
 """What the documents name exists: commands, keys, paths and links."""
 
+import json
 import re
 import runpy
 import shlex
@@ -20,6 +21,7 @@ PAGES = {
     for page in (
         ROOT / "README.md",
         ROOT / "CONTRIBUTING.md",
+        ROOT / "SECURITY.md",
         *sorted((ROOT / "docs").glob("*.md")),
     )
 }
@@ -136,6 +138,26 @@ def test_constraints_pin_what_the_documents_install() -> None:
         for package in re.findall(r"[\w-]+==[\d.]+", page):
             assert package in pins
     assert all(re.fullmatch(r"[\w.-]+==[\w.]+", pin) for pin in pins if not pin.startswith("#"))
+
+
+def test_what_is_locked_is_what_is_pinned() -> None:
+    """`make lock` was called after the last change of constraints.txt."""
+    pins = dict(
+        pin.lower().replace("_", "-").split("==")
+        for pin in (ROOT / "constraints.txt").read_text("utf-8").splitlines()
+        if not pin.startswith("#")
+    )
+    text = (ROOT / "requirements.lock").read_text("utf-8")
+    locked = dict(re.findall(r"^([\w.-]+)==([\w.]+)", text, re.MULTILINE))
+    components = json.loads((ROOT / "sbom.json").read_text("utf-8"))["components"]
+    listed = {each["name"]: each["version"] for each in components}
+    assert {"torch", "transformers", "tokenizers", "jinja2"} <= listed.keys() < locked.keys()
+    for found in (locked, listed):
+        assert {name: version for name, version in found.items() if name in pins} == {
+            name: pins[name] for name in found if name in pins
+        }
+    for block in re.split(r"\n(?=\w)", text.strip()):
+        assert re.search(r"--hash=sha256:[0-9a-f]{64}", block), block.partition("\n")[0]
 
 
 def test_the_picture_of_a_round_is_what_its_script_draws(tmp_path: Path) -> None:
