@@ -40,6 +40,11 @@ def snapshot(repository: str, revision: str | None, patterns: Sequence[str] | No
             )
     except errors.HFValidationError as error:
         raise UserError("not a hub id", where, "name a folder or org/name[@revision]") from error
+    except (ValueError, TypeError, AssertionError) as error:
+        # names of files or commits that would lead out of the cache, or are none
+        raise UserError(
+            "unusable repository", f"{where} ({_first_line(error)})", "name another one"
+        ) from error
     except (OSError, errors.HTTPError) as error:
         raise _refusal(error, where, f"{constants.ENDPOINT}/{repository}") from error
 

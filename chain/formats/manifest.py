@@ -15,8 +15,8 @@ from polybasic.chain.settings import Settings
 SCHEMA = "polybasic.chain/3"
 MANIFEST_NAME = "chain.json"
 DIGEST_KEY = "sha256"
-"""Of chain.json: the digest of all else in it, against damage. Chains that were packaged before it
-was written have none, and who edits a manifest by hand removes it."""
+"""Of chain.json: the digest of all else in it, which finds damage. Who edits a manifest by hand
+removes it."""
 
 Role = Literal["target", "intermediate", "drafter"]
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]

@@ -9,7 +9,7 @@ _OF_MEMORY = ("can't allocate memory", "failed to map segment", "Cannot allocate
 
 
 def what_is_lacking(error: BaseException) -> UserError | None:
-    """The line for an error that says that memory or disk is used up; None for any other.
+    """The line for an error of memory or disk that is used up or missing; None for any other.
 
     Args:
         error: as a command ended with it.
@@ -21,6 +21,8 @@ def what_is_lacking(error: BaseException) -> UserError | None:
         return UserError(
             "disk full", f"{name or 'standard output'} ({reason})", "free some space and run again"
         )
+    if "No usable temporary directory" in str(error):
+        return UserError("no temporary folder", reason, "set TMPDIR to a folder that you can write")
     is_out_of_memory = (
         isinstance(error, MemoryError)
         or type(error).__name__ == "OutOfMemoryError"

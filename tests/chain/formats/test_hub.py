@@ -7,6 +7,7 @@ import sys
 import termios
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from huggingface_hub import constants
@@ -209,6 +210,26 @@ def test_a_chain_refers_to_its_target_at_the_commit_that_it_was_packed_with(
         constants.HF_HUB_CACHE = str(path)  # the fixture puts it back
         assert check_chain(tmp_path / "chain").target.name == packed
     assert (tmp_path / "elsewhere" / "models--org--target" / "snapshots" / packed).is_dir()
+
+
+@pytest.mark.parametrize(
+    "name", ["../../../../evil.json", "/evil.json", "a/../../evil.json", "..\\evil.json", "\ud800"]
+)
+def test_names_that_lead_out_of_the_cache_are_refused(hub: Hub, tmp_path: Path, name: str) -> None:
+    repository = hub.repositories["org/name"] = Repository()
+    repository.commit({"chain.json": b"{}", name: b"evil"})
+    with pytest.raises(UserError, match=r"unusable repository: org/name \("):
+        resolve_chain("org/name")
+    assert not [path for path in tmp_path.rglob("*") if "evil" in path.name]
+
+
+@pytest.mark.parametrize("commit", [None, 7])
+def test_commits_that_are_none_are_refused(hub: Hub, commit: Any) -> None:
+    repository = hub.repositories["org/name"] = Repository()
+    repository.commits[commit] = {"chain.json": b"{}"}
+    repository.refs["main"] = commit
+    with pytest.raises(UserError, match=r"unusable repository: org/name \("):
+        resolve_chain("org/name")
 
 
 def asked_environment(hub: Hub, cache: Path) -> dict[str, str]:

@@ -77,5 +77,7 @@ def test_the_words_of_libraries_are_known() -> None:
     assert all(str(what_is_lacking(error)).startswith("out of memory: ") for error in told)
     full = OSError(errno.ENOSPC, "No space left on device", "/a/file")
     assert str(what_is_lacking(full)).startswith("disk full: /a/file (")
+    none = FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']")
+    assert str(what_is_lacking(none)).startswith("no temporary folder: ")
     others = [ValueError("no memory of it"), OSError(errno.EIO, "Input/output error"), KeyError()]
     assert [what_is_lacking(error) for error in others] == [None] * 3
