@@ -95,6 +95,7 @@ def check_chain(folder: Path, digests: bool = True) -> CheckedChain:
         _check_files(inside, folders[member.name], member.files, member.name, digests)
         check_listed(member, folders[member.name])
     configs = check_fit(manifest.members, folders, tokenizer)
+    _check_trees(manifest, configs)
     warnings = size_warnings(manifest.members)
     return CheckedChain(folder, manifest, folders, configs, tokenizer, warnings)
 
@@ -326,6 +327,21 @@ def _check_kind(member: Member, config: ConfigFile) -> None:
             f"{member.name} is {member.kind}, by {config.path} {config.head.kind}",
             "name its kind, or fetch the head again",
         )
+
+
+def _check_trees(manifest: Manifest, configs: dict[str, ConfigFile]) -> None:
+    """That drafters have as many tokens to draft as their trees take of each row."""
+    measured = [predicted.plan for plan in manifest.plans for predicted in (plan, *plan.others)]
+    for plan in (manifest.plan, *measured):
+        drafter = manifest.member(plan.members[-1])
+        config = configs[drafter.name].of(drafter.kind)
+        num = config.num_draft_tokens if isinstance(config, HeadConfig) else config.vocab_size
+        if drafter.role == "drafter" and plan.tree.top_k > num:
+            raise UserError(
+                "tree wider than the drafter's vocabulary",
+                f"top_k {plan.tree.top_k} in a plan, {drafter.name} drafts {num} tokens",
+                "run `polybasic plan` with smaller trees, or package the chain again",
+            )
 
 
 def _check_feature_layers(members: Sequence[Member], configs: dict[str, ConfigFile]) -> None:

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.config import read_config
 from polybasic.chain.formats.files import write_json
+from polybasic.chain.formats.manifest import read_manifest, write_manifest
 from polybasic.chain.formats.package import Part
 from polybasic.chain.formats.verify import check_chain
 from polybasic.chain.kernels.executor import Executor
@@ -198,6 +199,22 @@ def test_a_projection_of_another_size_is_refused(tiny_chain_parts: Any, tmp_path
     edit_config(tiny_chain_parts.draft, draft_vocab_size=20)
     with pytest.raises(UserError, match=r"lm_head\.weight in .* is \[22, 128\], .* \[20, 128\]"):
         package(tiny_chain_parts, tmp_path / "chain")
+
+
+def test_a_tree_wider_than_the_draft_vocabulary_is_refused(
+    tiny_chain_parts: Any, tmp_path: Path
+) -> None:
+    write_eagle3(tiny_chain_parts.draft, tiny_chain_parts.target, DRAFTED)
+    chain = package(tiny_chain_parts, tmp_path / "chain")
+    manifest = read_manifest(chain)
+    for top_k in (22, 23):
+        tree = manifest.plan.tree.model_copy(update={"depth": 2, "top_k": top_k})
+        plan = manifest.plan.model_copy(update={"tree": tree})
+        write_manifest(chain, manifest.model_copy(update={"plan": plan}))
+        if top_k == 22:
+            assert load_chain(chain).generate("w5", max_new_tokens=4).token_ids
+    with pytest.raises(UserError, match=r"top_k 23 in a plan, draft drafts 22 tokens"):
+        load_chain(chain)
 
 
 def test_a_head_declared_to_be_of_another_kind_is_refused(
