@@ -264,6 +264,14 @@ class Engine:
 
     def _check(self, request: Request) -> None:
         token_ids, vocab_size = request.token_ids, self.models.target.config.vocab_size
+        # a number of another type would reach native code as other bytes
+        if not isinstance(token_ids, list) or any(type(token) is not int for token in token_ids):
+            given = repr(token_ids)
+            raise UserError(
+                "token ids are no list of integers",
+                given if len(given) <= 80 else f"{given[:80]} ...",
+                "give ids as chain.encode returns them",
+            )
         if not token_ids:
             raise UserError("empty prompt", "0 tokens", "give at least one token")
         if request.max_new_tokens < 1:

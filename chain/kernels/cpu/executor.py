@@ -18,7 +18,7 @@ from polybasic.chain.formats.decoder_config import DecoderConfig
 from polybasic.chain.formats.plan import MAX_TOP_K, Window
 from polybasic.chain.kernels.backend import Backend
 from polybasic.chain.kernels.cpu import matrices
-from polybasic.chain.kernels.cpu.library import ELEMENTS, Kernels
+from polybasic.chain.kernels.cpu.library import ELEMENTS, Kernels, address
 from polybasic.chain.kernels.cpu.matrices import LANES, MatrixStruct, NativeLinear
 from polybasic.chain.kernels.drafts import Candidates
 from polybasic.chain.kernels.executor import Executor, Layers, Perturbation
@@ -203,7 +203,7 @@ class CpuExecutor(Executor):
             1.0 if weights.embedding_scale is None else weights.embedding_scale,
             weights.logit_softcap or 0.0,
             ctypes.addressof(layers),
-            weights.embedding.data_ptr(),
+            address(weights.embedding, self.dtype),
             self._norm(weights.final_norm),
             self._norm(weights.embedding_norm),
             self._norm(weights.feature_norm),
@@ -231,7 +231,7 @@ class CpuExecutor(Executor):
             tokens = slice(parts[0][1].start, parts[-1][1].stop)
             self._pass(
                 token_ids[tokens],
-                [_Sequence(caches[place], part) for place, _, part in parts],
+                [_Sequence(_Caches(caches[place], self.dtype), part) for place, _, part in parts],
                 None if features is None else features[tokens],
                 feature_layers,
                 states[tokens],
@@ -262,7 +262,7 @@ class CpuExecutor(Executor):
         beams = torch.empty(depth - 1, top_k, dtype=torch.int64)
         state = state.contiguous()
         token_ids = self.weights.draft_token_ids
-        layers = _Caches(cache)
+        layers = _Caches(cache, self.dtype)
         scale, added = 1.0, None
         if perturbation is not None:
             scale, added = float(perturbation.scale), perturbation.added
@@ -277,13 +277,13 @@ class CpuExecutor(Executor):
             layers.capacity,
             *_window(window),
             scale,
-            None if added is None else added.data_ptr(),
+            None if added is None else address(added, torch.float32),
             layers.address,
-            state.data_ptr(),
-            None if token_ids is None else token_ids.data_ptr(),
-            tokens.data_ptr(),
-            scores.data_ptr(),
-            beams.data_ptr(),
+            address(state, self.dtype),
+            None if token_ids is None else address(token_ids, torch.int64),
+            address(tokens, torch.int64),
+            address(scores, torch.float32),
+            address(beams, torch.int64),
         )
         self.kernels.library.polybasic_draft(
             self._model, ctypes.addressof(struct), self._workspace, torch.get_num_threads()
@@ -309,14 +309,14 @@ class CpuExecutor(Executor):
         layers = np.array(feature_layers, np.int32)
         structs = (_SequenceStruct * len(sequences))(*(one.struct for one in sequences))
         struct = _PassStruct(
-            token_ids.data_ptr(),
+            address(token_ids, torch.int64),
             ctypes.addressof(structs),
             len(sequences),
             num_rows,
-            None if features is None else features.data_ptr(),
+            None if features is None else address(features, self.dtype),
             layers.ctypes.data,
             len(layers),
-            states.data_ptr(),
+            address(states, self.dtype),
         )
         self.kernels.library.polybasic_pass(
             self._model, ctypes.addressof(struct), self._workspace, torch.get_num_threads()
@@ -333,8 +333,8 @@ class CpuExecutor(Executor):
             self._norm(layer.key_norm),
             self._norm(layer.attention_post_norm),
             self._norm(layer.mlp_post_norm),
-            cosines.data_ptr(),
-            sines.data_ptr(),
+            address(cosines, self.dtype),
+            address(sines, self.dtype),
             self.config.kinds[layer.kind].window or 0,
         )
 
@@ -342,7 +342,7 @@ class CpuExecutor(Executor):
         if weight is None:
             return None
         self._kept.append(wide := weight.float().contiguous())
-        return wide.data_ptr()
+        return address(wide, torch.float32)
 
 
 def _struct(linear: Linear) -> MatrixStruct:
@@ -353,17 +353,16 @@ def _struct(linear: Linear) -> MatrixStruct:
 class _Caches:
     """Addresses of a cache's layers."""
 
-    def __init__(self, cache: Layers) -> None:
-        assert all(layer.is_contiguous() for layer in cache)
-        self._pointers = (ctypes.c_void_p * len(cache))(*(layer.data_ptr() for layer in cache))
+    def __init__(self, cache: Layers, dtype: torch.dtype) -> None:
+        addresses = [address(layer, dtype) for layer in cache]
+        self._pointers = (ctypes.c_void_p * len(cache))(*addresses)
         self.address, self.capacity = ctypes.addressof(self._pointers), cache[0].shape[1]
 
 
 class _Sequence:
     """One sequence's rows of a pass, and the memory that their structure points into."""
 
-    def __init__(self, cache: Layers, rows: Rows) -> None:
-        caches = _Caches(cache)
+    def __init__(self, caches: "_Caches", rows: Rows) -> None:
         assert rows.end <= caches.capacity, f"{rows.end} of {caches.capacity} rows"
         ends = paths = None
         if rows.paths is not None:

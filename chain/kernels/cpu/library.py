@@ -17,6 +17,18 @@ ELEMENTS = {torch.float32: 0, torch.bfloat16: 1}
 """Element types of source/matrix.h and source/decoder.h."""
 
 
+def address(tensor: Tensor, dtype: torch.dtype) -> int:
+    """Where a tensor's numbers lie, for native code, which takes their type and order on trust.
+
+    Raises:
+        AssertionError: it is of another dtype, not on the CPU, or not contiguous.
+    """
+    assert tensor.dtype == dtype, f"{tensor.dtype} where native code reads {dtype}"
+    assert tensor.is_cpu, f"a tensor on {tensor.device} for native code"
+    assert tensor.is_contiguous(), f"strides {tensor.stride()} of shape {tuple(tensor.shape)}"
+    return tensor.data_ptr()
+
+
 @dataclass(frozen=True)
 class Kernels:
     """The loaded library, whose functions run on torch's own threads."""
@@ -30,7 +42,10 @@ class Kernels:
             sources: ascending, none before the place that it is copied to.
         """
         (heads, capacity, _), row_bytes = tensors[0].shape, tensors[0][0, 0].nbytes
-        pointers = (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
+        dtype = tensors[0].dtype
+        assert all(tensor.shape == tensors[0].shape for tensor in tensors)
+        addresses = [address(tensor, dtype) for tensor in tensors]
+        pointers = (ctypes.c_void_p * len(tensors))(*addresses)
         rows = (ctypes.c_int32 * len(sources))(*sources)
         self.library.polybasic_move_rows(
             pointers, len(tensors), heads, capacity, row_bytes, rows, len(sources), first
@@ -41,11 +56,11 @@ class Kernels:
         found = torch.empty(len(positions), num_tokens)
         key, positions = key.contiguous(), positions.contiguous()
         self.library.polybasic_noise(
-            key.data_ptr(),
-            positions.data_ptr(),
+            address(key, torch.int64),
+            address(positions, torch.int64),
             len(positions),
             num_tokens,
-            found.data_ptr(),
+            address(found, torch.float32),
             torch.get_num_threads(),
         )
         return found

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from polybasic.chain.formats.awq import QuantizedWeight
-from polybasic.chain.kernels.cpu.library import ELEMENTS, Kernels
+from polybasic.chain.kernels.cpu.library import ELEMENTS, Kernels, address
 
 LANES = 16
 _INT4 = 2
@@ -52,22 +52,24 @@ class NativeLinear:
         self.kernels, self.shape = kernels, shape
         self._tensors = tensors
         self._bias = None if bias is None else _padded(bias.float(), 0).contiguous()
-        pointers = [tensor.data_ptr() for tensor in tensors] + [None] * (3 - len(tensors))
-        bias_pointer = None if self._bias is None else self._bias.data_ptr()
+        pointers = [address(tensor, tensor.dtype) for tensor in tensors]
+        pointers += [None] * (3 - len(tensors))
+        bias_pointer = None if self._bias is None else address(self._bias, torch.float32)
         self.struct = MatrixStruct(weight_format, *shape, group_size, *pointers, bias_pointer)
 
     def __call__(self, x_RI: Tensor) -> Tensor:
         x_RI = x_RI.contiguous()
         rows, (out_size, in_size) = len(x_RI), self.shape
+        assert x_RI.shape == (rows, in_size), f"{tuple(x_RI.shape)} for {in_size} inputs"
         out = torch.empty(rows, out_size, dtype=x_RI.dtype)
         memory = torch.empty(rows * in_size * 9 // 8 + 2 * LANES)
         self.kernels.library.polybasic_product(
             ctypes.byref(self.struct),
             ELEMENTS[x_RI.dtype],
-            x_RI.data_ptr(),
-            out.data_ptr(),
+            address(x_RI, x_RI.dtype),
+            address(out, x_RI.dtype),
             rows,
-            memory.data_ptr(),
+            address(memory, torch.float32),
             torch.get_num_threads(),
         )
         return out
@@ -88,6 +90,7 @@ def dense(kernels: Kernels, weight: Tensor, bias: Tensor | None) -> NativeLinear
 
 def int4(kernels: Kernels, weight: QuantizedWeight, bias: Tensor | None) -> NativeLinear:
     """Lay out a 4-bit weight, whose groups hold a multiple of 16 inputs."""
+    assert weight.codes.dtype == weight.zeros.dtype == torch.uint8
     out_size, in_size = weight.codes.shape
     # [B, 16, I / 8, low or high half, 4]
     codes = _padded(weight.codes, 0).unflatten(0, (-1, LANES)).unflatten(2, (-1, 2, 4))

@@ -263,3 +263,21 @@ def test_small_checkpoints_run_native(tiny_chain_parts: ChainParts) -> None:
     folder = tiny_chain_parts.target
     assert load_decoder(read_config(folder), torch.bfloat16, CPU, 64).name == "cpu"
     assert load_decoder(read_config(folder), torch.float16, CPU, 64).name == "torch"
+
+
+def test_native_code_gets_no_numbers_of_another_type_or_order() -> None:
+    model, ids, rows = decoder(torch.bfloat16), torch.tensor([5, 9]), consecutive_rows(0, 2)
+    states = model.forward(ids, [cache_of(model).layers], [rows])
+    wide = [layer.float() for layer in cache_of(model).layers]
+    turned = [layer.transpose(0, 1) for layer in cache_of(model).layers]
+    for call in (
+        lambda: model.forward(ids.float(), [cache_of(model).layers], [rows]),
+        lambda: model.forward(ids, [wide], [rows]),
+        lambda: model.forward(ids, [turned], [rows]),
+        lambda: head_of(model).draft(states[-1].float(), cache_of(model, 1).layers, 1, 2, 2),
+        lambda: model.noise(torch.zeros(3), ids),
+        lambda: model.noise(torch.zeros(3, dtype=torch.int64), ids.int()),
+        lambda: model.weights.lm_head(states[:, 1:]),
+    ):
+        with pytest.raises(AssertionError):
+            call()
