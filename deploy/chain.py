@@ -3,7 +3,9 @@
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from typing import Any, TypedDict, Unpack
+from typing import Annotated, Any, TypedDict, Unpack, get_args
+
+from pydantic import ConfigDict, Field
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.chat_templates import (
@@ -14,6 +16,7 @@ from polybasic.chain.formats.chat_templates import (
 from polybasic.chain.formats.manifest import Manifest, check_plan
 from polybasic.chain.formats.plan import MeasuredPlan, Plan, PredictedPlan, Rule
 from polybasic.chain.formats.verify import CheckedChain
+from polybasic.chain.settings import Settings, arguments
 from polybasic.deploy.engine import Engine
 from polybasic.deploy.memory import Memory
 from polybasic.deploy.request import Answer, Request, Statistics
@@ -21,6 +24,29 @@ from polybasic.deploy.rounds.sampling import Sampling
 from polybasic.deploy.rounds.stopping import AnswerText
 
 Messages = Sequence[dict[str, str]]
+
+
+class _Message(Settings):
+    """One of a prompt; templates may read more than these."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    role: str
+    content: str
+
+
+class _Asked(Settings):
+    """What a request is asked for beside its sampling."""
+
+    model_config = ConfigDict(strict=True)
+
+    prompt: str | Annotated[Sequence[_Message], Field(min_length=1)] = Field(
+        "", description="a text, or messages whose role and content are texts, at least one"
+    )
+    stop: str | Sequence[str] = Field((), description="a text, or a list of texts")
+    members: Sequence[str] | None = Field(None, description="names of members")
+    plan: Plan | None = Field(None, description="a Plan")
+    rule: Rule | None = Field(None, description=" or ".join(get_args(Rule)))
 
 
 class Options(TypedDict, total=False):
@@ -159,6 +185,7 @@ class Chain:
             sampling: as it is, without the checkpoint's defaults.
             plan: default: the chain's.
         """
+        arguments(_Asked, {"stop": stop, "plan": plan})
         # Text costs time, and is made only to be searched.
         text = AnswerText(self.tokenizer.backend_tokenizer, stop) if stop else None
         plan = plan or self.plan
@@ -203,6 +230,7 @@ class Chain:
         Raises:
             UserError: messages without a chat template, or that the template refuses.
         """
+        arguments(_Asked, {"prompt": prompt})
         if isinstance(prompt, str):
             if self.tokenizer.chat_template is None:
                 return token_ids_of(self.tokenizer, prompt)
@@ -235,6 +263,7 @@ class Chain:
         rule: Rule | None = None,
         **settings: Any,
     ) -> tuple[AnswerText, Request]:
+        arguments(_Asked, {"stop": stop, "members": members, "plan": plan, "rule": rule})
         if rule is None and plan is None and settings.get("seed") is not None:
             rule = "coupled"
         if plan is None:

@@ -274,9 +274,12 @@ class Engine:
             )
         if not token_ids:
             raise UserError("empty prompt", "0 tokens", "give at least one token")
-        if request.max_new_tokens < 1:
+        num_tokens = request.max_new_tokens
+        if type(num_tokens) is not int or num_tokens < 1:
             raise UserError(
-                "nothing to generate", f"max_new_tokens={request.max_new_tokens}", "use 1 or more"
+                "nothing to generate",
+                f"max_new_tokens={num_tokens!r}",
+                "use a whole number, 1 or more",
             )
         outside = [token for token in token_ids if not 0 <= token < vocab_size]
         if outside:
@@ -285,11 +288,11 @@ class Engine:
                 f"id {outside[0]} of {vocab_size}",
                 "encode the prompt with the chain's tokenizer",
             )
-        total = len(token_ids) + request.max_new_tokens
+        total = len(token_ids) + num_tokens
         if total > self.context_tokens:
             raise UserError(
                 "prompt does not fit the context",
-                f"{len(token_ids)} prompt tokens and {request.max_new_tokens} new ones in a "
+                f"{len(token_ids)} prompt tokens and {num_tokens} new ones in a "
                 f"context of {self.context_tokens}",
                 "shorten the prompt or ask for fewer new tokens",
             )

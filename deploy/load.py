@@ -2,11 +2,11 @@
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ConfigDict, Field
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.checkpoint import resolve_chain
@@ -21,6 +21,7 @@ from polybasic.chain.kernels.executor import Executor
 from polybasic.chain.kernels.product_times import DTYPES, multiplies_fast, name_of
 from polybasic.chain.kernels.selection import backend_for
 from polybasic.chain.model.loading import load_decoder, serving_dtype
+from polybasic.chain.settings import Settings, arguments
 from polybasic.deploy.chain import Chain, checked_plan
 from polybasic.deploy.defaults import read_default_sampling, read_stop_tokens
 from polybasic.deploy.drafters.expansion import MakeDrafter
@@ -32,8 +33,7 @@ from polybasic.deploy.rounds.verifier import SPARE_ROWS
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class LoadOptions:
+class LoadOptions(Settings):
     """How a chain is loaded: the keyword arguments of `load_chain`.
 
     Attributes:
@@ -52,14 +52,16 @@ class LoadOptions:
         say: takes a line for people about what is captured; default: the log.
     """
 
-    device: str | None = None
-    dtype: str | None = None
-    context_tokens: int | None = None
-    plan: Plan | None = None
-    share_caches: bool = True
-    beyond_declared: bool = False
-    graphs: bool = True
-    say: Callable[[str], None] | None = None
+    model_config = ConfigDict(strict=True)
+
+    device: str | None = Field(None, description="cpu or cuda, or one GPU as in cuda:1")
+    dtype: str | None = Field(None, description="auto or a dtype's name")
+    context_tokens: int | None = Field(None, description="a number of tokens")
+    plan: Plan | None = Field(None, description="a Plan")
+    share_caches: bool = Field(True, description="true or false")
+    beyond_declared: bool = Field(False, description="true or false")
+    graphs: bool = Field(True, description="true or false")
+    say: Callable[[str], None] | None = Field(None, description="a function of a line")
 
 
 def load_chain(path: str | Path, *, digests: bool = True, **options: Any) -> Chain:
@@ -74,7 +76,7 @@ def load_chain(path: str | Path, *, digests: bool = True, **options: Any) -> Cha
         UserError: whatever `check_chain` finds, a plan that the members cannot run, a context
             longer than a member's, more memory than there is, or a graph that cannot be captured.
     """
-    given = LoadOptions(**options)
+    given = arguments(LoadOptions, options)
     return load_checked(check_chain(resolve_chain(str(path)), digests=digests), given)
 
 
@@ -114,7 +116,15 @@ def stated_memory(checked: CheckedChain, options: LoadOptions) -> tuple[Memory, 
 
 
 def device_named(name: str | None = None) -> torch.device:
-    """A device by its name; by default cuda if there is one, else cpu."""
+    """A device by its name; by default cuda if there is one, else cpu.
+
+    Raises:
+        UserError: this machine has no such device.
+    """
+    known = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+    known += [f"cuda:{number}" for number in range(torch.cuda.device_count())]
+    if name is not None and name not in known:
+        raise UserError("unknown device", f"device={name}", f"here there are {', '.join(known)}")
     return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 

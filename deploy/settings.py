@@ -2,10 +2,10 @@
 
 from typing import Literal
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, model_validator
 
 from polybasic.chain.formats.plan import Rule, TopK, Tree
-from polybasic.chain.settings import Settings
+from polybasic.chain.settings import Count, Factor, Seed, Settings, Temperature
 
 TASKS = ("mt_bench", "translation", "summarization", "qa", "math_reasoning", "rag")
 """Spec-Bench's six task groups, in the order in which reports list them."""
@@ -28,17 +28,15 @@ _GRAPHS = "on a GPU, capture CUDA graphs of passes and rounds; the outputs are t
 class PlanGrid(Settings):
     """What a planner chooses among, beside the sets of members."""
 
-    depths: tuple[PositiveInt, ...] = Field((2, 3, 4, 5, 6, 7, 8, 10), min_length=1)
+    depths: tuple[Count, ...] = Field((2, 3, 4, 5, 6, 7, 8, 10), min_length=1)
     top_ks: tuple[TopK, ...] = Field((2, 4), min_length=1)
-    rows: tuple[PositiveInt, ...] = Field((4, 6, 8, 12, 16, 24, 32), min_length=1)
-    flush_lengths: tuple[PositiveInt, ...] = Field(
-        (2, 4, 6, 8, 10, 12, 16, 20, 24, 32), min_length=1
-    )
-    ngram_matches: tuple[PositiveInt, ...] = Field(
+    rows: tuple[Count, ...] = Field((4, 6, 8, 12, 16, 24, 32), min_length=1)
+    flush_lengths: tuple[Count, ...] = Field((2, 4, 6, 8, 10, 12, 16, 20, 24, 32), min_length=1)
+    ngram_matches: tuple[Count, ...] = Field(
         (2, 4), description="shortest match of an n-gram draft; empty: no n-gram drafts"
     )
-    ngram_tokens: int = Field(8, ge=1, description="tokens of an n-gram draft at most")
-    windows: tuple[PositiveInt, ...] = Field(
+    ngram_tokens: Count = Field(8, description="tokens of an n-gram draft at most")
+    windows: tuple[Count, ...] = Field(
         (512, 2048),
         description="latest tokens that members below the target may be left to see; tried where "
         "a planning prompt with its answer is longer; empty: none",
@@ -55,8 +53,8 @@ class PlanSettings(Settings):
     """Which tree and flush length the chain is packed with, and how `polybasic plan` measures."""
 
     tree: Tree = Tree(depth=7, top_k=4, rows=12)
-    flush_length: int = Field(
-        10, ge=1, description="tokens the intermediate collects before the target is asked"
+    flush_length: Count = Field(
+        10, description="tokens the intermediate collects before the target is asked"
     )
     rule: Rule = Field(
         "coupled",
@@ -72,13 +70,13 @@ class PlanSettings(Settings):
         description="to measure on: 'embedded' (generated, others than the bench's), 'heldout' (in "
         "a recipe: first turns of held-out conversations), a Spec-Bench question file or its URL",
     )
-    num_prompts_per_task: int = Field(6, ge=1)
-    max_new_tokens: int = Field(96, ge=2)
-    max_seconds: float = Field(
-        120, gt=0, description="of measuring; what does not fit is left out, and the plan says so"
+    num_prompts_per_task: Count = 6
+    max_new_tokens: Count = Field(96, ge=2)
+    max_seconds: Factor = Field(
+        120, description="of measuring; what does not fit is left out, and the plan says so"
     )
-    temperature: float = Field(0.0, ge=0, description="that the plan is chosen for")
-    seed: int = 0
+    temperature: Temperature = Field(0.0, description="that the plan is chosen for")
+    seed: Seed = 0
     dtype: Dtype = Field("auto", description=_DTYPE)
     graphs: bool = Field(True, description=_GRAPHS)
     grid: PlanGrid = PlanGrid()
@@ -97,11 +95,11 @@ class BenchSettings(Settings):
         "embedded",
         description="'embedded' (held out, generated), or a Spec-Bench question file or its URL",
     )
-    num_prompts_per_task: int = Field(4, ge=1)
-    max_new_tokens: int = Field(96, ge=1)
-    temperature: float = Field(0.0, ge=0)
-    seed: int = 0
-    repeats: int = Field(2, ge=1, description="the systems take turns this many times")
+    num_prompts_per_task: Count = 4
+    max_new_tokens: Count = 96
+    temperature: Temperature = 0.0
+    seed: Seed = 0
+    repeats: Count = Field(2, description="the systems take turns this many times")
     dtype: Dtype = Field("auto", description=_DTYPE)
     graphs: bool = Field(True, description=_GRAPHS)
     systems: tuple[SystemName, ...] = Field(

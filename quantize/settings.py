@@ -2,7 +2,7 @@
 
 from pydantic import Field, model_validator
 
-from polybasic.chain.settings import Settings
+from polybasic.chain.settings import Count, Factor, Settings, Size, Weight
 
 
 class DistillSettings(Settings):
@@ -11,13 +11,13 @@ class DistillSettings(Settings):
     A LoRA (peft) moves weights on their 4-bit grid; what it moved is merged and packed.
     """
 
-    num_steps: int = Field(200, ge=1, description="optimizer steps")
-    batch_tokens: int = Field(2048, ge=2, description="tokens of one optimizer step")
-    row_tokens: int = Field(256, ge=2, description="conversations are packed into rows so long")
-    learning_rate: float = Field(5e-3, ge=0, description="AdamW, falling linearly to 0")
-    max_gradient_norm: float = Field(1.0, gt=0)
-    lora_rank: int = Field(16, ge=1)
-    lora_alpha: float = Field(16.0, gt=0, description="weights move by alpha / rank x (B A) steps")
+    num_steps: Count = Field(200, description="optimizer steps")
+    batch_tokens: Count = Field(2048, ge=2, description="tokens of one optimizer step")
+    row_tokens: Count = Field(256, ge=2, description="conversations are packed into rows so long")
+    learning_rate: Weight = Field(5e-3, description="AdamW, falling linearly to 0")
+    max_gradient_norm: Factor = 1.0
+    lora_rank: Size = 16
+    lora_alpha: Factor = Field(16.0, description="weights move by alpha / rank x (B A) steps")
     recompute_layers: bool = Field(
         False, description="run layers again in the backward pass: less memory, a third more time"
     )
@@ -34,9 +34,9 @@ class DistillSettings(Settings):
 class QuantizeSettings(Settings):
     """AWQ in AutoAWQ's GEMM format."""
 
-    num_calibration_samples: int = Field(64, ge=1)
-    calibration_tokens: int = Field(256, ge=16, description="tokens of one calibration sample")
-    num_quality_tokens: int = Field(
+    num_calibration_samples: Count = 64
+    calibration_tokens: Count = Field(256, ge=16, description="tokens of one calibration sample")
+    num_quality_tokens: Count = Field(
         4096, ge=64, description="held-out tokens of the quality record"
     )
     distill: DistillSettings | None = Field(

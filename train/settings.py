@@ -1,11 +1,20 @@
 """The tunable fields of data, of targets trained from scratch and of draft heads."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from polybasic.chain.formats.plan import TopK
-from polybasic.chain.settings import Settings
+from polybasic.chain.settings import (
+    Count,
+    Factor,
+    Settings,
+    Share,
+    Size,
+    Temperature,
+    Weight,
+    Whole,
+)
 
 _WITHOUT_EFFECT = {
     "log",
@@ -14,6 +23,10 @@ _WITHOUT_EFFECT = {
     "num_processes",
     "features_folder",
 }
+
+
+Beta = Annotated[Share, Field(lt=1)]
+"""Share of a running mean that a step keeps."""
 
 
 class RegenerateSettings(Settings):
@@ -28,11 +41,11 @@ class RegenerateSettings(Settings):
     model: str | None = Field(
         None, min_length=1, description="as the server names it; null: the only one that it lists"
     )
-    num_parallel: int = Field(32, ge=1, description="requests under way at the endpoint")
-    num_retries: int = Field(4, ge=0, description="of a request, each after twice the wait")
-    timeout_seconds: float = Field(600.0, gt=0, description="of one request")
-    max_new_tokens: int = Field(1024, ge=1, description="of one answer")
-    temperature: float = Field(0.0, ge=0, le=2, description="0 is greedy")
+    num_parallel: Count = Field(32, description="requests under way at the endpoint")
+    num_retries: Whole = Field(4, description="of a request, each after twice the wait")
+    timeout_seconds: Factor = Field(600.0, description="of one request")
+    max_new_tokens: Count = Field(1024, description="of one answer")
+    temperature: Temperature = Field(0.0, le=2, description="0 is greedy")
     graphs: bool = Field(
         True, description="through this runtime on a GPU: capture CUDA graphs; same answers"
     )
@@ -46,11 +59,11 @@ class DataSettings(Settings):
         description="'embedded' (generated), a ShareGPT .json or .jsonl file (also .gz, .zst), "
         "or a hub id",
     )
-    limit: int | None = Field(None, ge=1, description="read at most this many conversations")
-    num_heldout: int = Field(
-        48, ge=1, description="conversations never trained on, chosen by hash of their first turn"
+    limit: Count | None = Field(None, description="read at most this many conversations")
+    num_heldout: Count = Field(
+        48, description="conversations never trained on, chosen by hash of their first turn"
     )
-    max_tokens: int = Field(512, ge=16, description="longer conversations are cut here")
+    max_tokens: Count = Field(512, ge=16, description="longer conversations are cut here")
     regenerate: RegenerateSettings | None = Field(
         None, description="let the target answer again before heads learn; null: answers as given"
     )
@@ -69,32 +82,32 @@ class TrainingSettings(Settings):
 class ScratchModelSettings(TrainingSettings):
     """Shape and training of a small Llama; vocabulary and conversations are given."""
 
-    num_layers: int = Field(24, ge=1)
-    first_layers: int | None = Field(
-        None, ge=1, description="train with so many layers at first; null: with all"
+    num_layers: Size = 24
+    first_layers: Size | None = Field(
+        None, description="train with so many layers at first; null: with all"
     )
-    first_share: float = Field(
-        0.9, gt=0, lt=1, description="of the steps: those that train first_layers alone"
+    first_share: Factor = Field(
+        0.9, lt=1, description="of the steps: those that train first_layers alone"
     )
-    hidden_size: int = Field(256, ge=128, multiple_of=128)
-    intermediate_size: int = Field(768, ge=128, multiple_of=128)
-    num_heads: int = Field(4, ge=1)
-    num_kv_heads: int = Field(2, ge=1)
-    context_tokens: int = Field(2048, ge=64, description="positions the model is declared for")
-    num_steps: int = Field(380, ge=1)
-    batch_tokens: int = Field(1024, ge=64, description="tokens of one optimizer step")
-    row_tokens: int = Field(
+    hidden_size: Size = Field(256, ge=128, multiple_of=128)
+    intermediate_size: Size = Field(768, ge=128, multiple_of=128)
+    num_heads: Size = 4
+    num_kv_heads: Size = 2
+    context_tokens: Size = Field(2048, ge=64, description="positions the model is declared for")
+    num_steps: Count = 380
+    batch_tokens: Count = Field(1024, ge=64, description="tokens of one optimizer step")
+    row_tokens: Count = Field(
         256, ge=16, description="conversations are packed into rows of this length"
     )
-    prompt_weight: float = Field(
-        1.0, gt=0, description="of other tokens than the assistant's in the loss"
+    prompt_weight: Factor = Field(
+        1.0, description="of other tokens than the assistant's in the loss"
     )
-    learning_rate: float = Field(2e-3, gt=0, description="of embeddings and norms (AdamW)")
-    matrix_learning_rate: float = Field(0.02, gt=0, description="of the layers' matrices (Muon)")
-    muon_iterations: int = Field(3, ge=1, description="Newton-Schulz iterations of a Muon step")
-    warmup_steps: int = Field(20, ge=0)
-    decay_share: float = Field(
-        1.0, gt=0, le=1, description="of the steps: the last ones, in which rates fall to 0"
+    learning_rate: Factor = Field(2e-3, description="of embeddings and norms (AdamW)")
+    matrix_learning_rate: Factor = Field(0.02, description="of the layers' matrices (Muon)")
+    muon_iterations: Count = Field(3, description="Newton-Schulz iterations of a Muon step")
+    warmup_steps: Whole = 20
+    decay_share: Factor = Field(
+        1.0, le=1, description="of the steps: the last ones, in which rates fall to 0"
     )
 
     @property
@@ -108,10 +121,10 @@ class ScratchModelSettings(TrainingSettings):
 class ScratchSettings(ScratchModelSettings):
     """A small Llama and its tokenizer, trained from scratch on the recipe's conversations."""
 
-    num_embedded_conversations: int = Field(
+    num_embedded_conversations: Count = Field(
         12_000, ge=60, description="how many conversations the embedded generator writes"
     )
-    vocab_size: int = Field(4096, ge=512, description="of the BPE tokenizer trained beside it")
+    vocab_size: Size = Field(4096, ge=512, description="of the BPE tokenizer trained beside it")
 
 
 class HeadSettings(TrainingSettings):
@@ -125,50 +138,49 @@ class HeadSettings(TrainingSettings):
     features_from: Literal["target", "intermediate"] = Field(
         "target", description="whose states and distribution the head learns; both verify it"
     )
-    feature_layers: tuple[int, int, int] | None = Field(
+    feature_layers: tuple[Whole, Whole, Whole] | None = Field(
         None,
         description="of an eagle3 head: the layers whose inputs it reads; null: 2, half of them, "
         "and the third from the end",
     )
-    draft_vocab_size: int | None = Field(
+    draft_vocab_size: Size | None = Field(
         None,
         ge=64,
         description="draft among the most frequent tokens of the target's answers alone; null: all",
     )
-    num_steps: int = Field(800_000, ge=1, description="optimizer steps")
-    batch_size: int = Field(
-        4, ge=1, description="conversations of one step, those of all processes together"
+    num_steps: Count = Field(800_000, description="optimizer steps")
+    batch_size: Count = Field(
+        4, description="conversations of one step, those of all processes together"
     )
-    learning_rate: float = Field(3e-5, gt=0)
-    warmup_steps: int = Field(2000, ge=0, description="linear; then linear decay to num_steps")
-    adam_betas: tuple[float, float] = (0.9, 0.95)
-    weight_decay: float = Field(0.01, ge=0)
-    clip_grad_norm: float = Field(0.5, gt=0)
-    feature_noise: float = Field(
-        0.1, ge=0, description="uniform noise of this half-width on the features"
+    learning_rate: Factor = Field(3e-5)
+    warmup_steps: Whole = Field(2000, description="linear; then linear decay to num_steps")
+    adam_betas: tuple[Beta, Beta] = (0.9, 0.95)
+    weight_decay: Weight = 0.01
+    clip_grad_norm: Factor = 0.5
+    feature_noise: Weight = Field(
+        0.1, description="uniform noise of this half-width on the features"
     )
-    unroll_steps: int = Field(
-        3, ge=1, le=8, description="steps over the head's own features; 1 is EAGLE-2's own training"
+    unroll_steps: Count = Field(
+        3, le=8, description="steps over the head's own features; 1 is EAGLE-2's own training"
     )
-    step_decay: float = Field(
-        1.0, gt=0, le=1, description="weight of an unrolled step over that of the one before"
+    step_decay: Factor = Field(
+        1.0, le=1, description="weight of an unrolled step over that of the one before"
     )
-    feature_loss_weight: float = Field(
-        1.0, ge=0, description="smooth-L1 between features; 0 for an eagle3 head"
+    feature_loss_weight: Weight = Field(
+        1.0, description="smooth-L1 between features; 0 for an eagle3 head"
     )
     token_loss: Literal["cross_entropy", "forward_kl", "reverse_kl", "total_variation"] = Field(
         "cross_entropy",
         description="between the head's distribution and the verifier's; total_variation is one "
         "minus the rate of acceptance",
     )
-    token_loss_weight: float = Field(0.1, ge=0)
+    token_loss_weight: Weight = 0.1
     features: Literal["online", "offline"] = Field(
         "online",
         description="online: taken as the batches come; offline: written to a folder first",
     )
-    num_conversations: int | None = Field(
+    num_conversations: Count | None = Field(
         None,
-        ge=1,
         description="of the training's conversations, the first ones; null: all. Offline features "
         "of few are soon made, and serve in every epoch",
     )
@@ -188,25 +200,25 @@ class HeadSettings(TrainingSettings):
         description="DeepSpeed ZeRO stage of the head; 3: stage 2 for the head, and the frozen "
         "target is partitioned over the processes",
     )
-    num_processes: int = Field(1, ge=1, description="one a GPU; on a CPU they share the cores")
-    eval_every_steps: int = Field(1000, ge=1)
-    eval_answer_tokens: int = Field(
+    num_processes: Count = Field(1, description="one a GPU; on a CPU they share the cores")
+    eval_every_steps: Count = 1000
+    eval_answer_tokens: Count = Field(
         96, ge=2, description="of the target's greedy answers that the evaluation drafts for"
     )
-    eval_conversations: int | None = Field(
-        None, ge=1, description="held-out conversations that it drafts for; null: all"
+    eval_conversations: Count | None = Field(
+        None, description="held-out conversations that it drafts for; null: all"
     )
-    eval_tree_depth: int = Field(7, ge=1, le=16, description="of the simulated draft tree")
+    eval_tree_depth: Count = Field(7, le=16, description="of the simulated draft tree")
     eval_tree_top_k: TopK = Field(4, description="beams of the simulated tree")
-    eval_tree_rows: int = Field(16, ge=2, le=64, description="rows of it, root included")
-    save_every_steps: int = Field(1000, ge=1, description="an interrupted run loses at most these")
-    keep_every_steps: int | None = Field(
-        None, ge=1, description="checkpoints of these steps stay, beside the last one; null: none"
+    eval_tree_rows: Count = Field(16, ge=2, le=64, description="rows of it, root included")
+    save_every_steps: Count = Field(1000, description="an interrupted run loses at most these")
+    keep_every_steps: Count | None = Field(
+        None, description="checkpoints of these steps stay, beside the last one; null: none"
     )
     log: Literal["none", "wandb", "tensorboard"] = Field(
         "none", description="beside metrics.jsonl, which is always written"
     )
-    intermediate_size: int | None = Field(None, description="of the head's MLP; default: target's")
+    intermediate_size: Size | None = Field(None, description="of the head's MLP; default: target's")
 
     def decisive(self) -> dict[str, Any]:
         """JSON content of what the trained head follows from, but for the rounding of sums.
@@ -271,8 +283,8 @@ class HeadSettings(TrainingSettings):
 class LoraSettings(Settings):
     """A low-rank adapter on every matrix of a draft head (Hu et al., arXiv 2106.09685)."""
 
-    rank: int = Field(16, ge=1)
-    alpha: float = Field(32.0, gt=0, description="the update is scaled by alpha / rank")
+    rank: Size = 16
+    alpha: Factor = Field(32.0, description="the update is scaled by alpha / rank")
 
 
 class DraftSettings(Settings):

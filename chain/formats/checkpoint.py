@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.files import disk_errors, read_json
+from polybasic.chain.formats.files import disk_errors, lies_anywhere, read_json
 from polybasic.chain.formats.hub import snapshot
 from polybasic.chain.formats.manifest import MANIFEST_NAME
 
@@ -127,7 +127,7 @@ def resolve_chain(reference: str, revision: str | None = None) -> Path:
         UserError: as `resolve_checkpoint`, for a missing chain.json.
     """
     folder = Path(reference).expanduser()
-    if not folder.exists():
+    if not lies_anywhere(folder):
         folder = snapshot(*split_hub_id(reference, revision), None)
     return _folder_with(folder, MANIFEST_NAME, "not a chain")
 
@@ -352,7 +352,7 @@ def _shards(index: Path) -> list[Path]:
 
 def _resolved(layout: _Layout, reference: str, revision: str | None) -> Path:
     folder = Path(reference).expanduser()
-    if not folder.exists():
+    if not lies_anywhere(folder):
         repository, revision = split_hub_id(reference, revision)
         patterns = (*layout.files, layout.safetensors)
         folder = snapshot(repository, revision, patterns)

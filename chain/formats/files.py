@@ -30,6 +30,11 @@ _UNUSABLE = (
 """Errors of a path that cannot be written: a file where a folder would be, a name too long."""
 
 
+def lies_anywhere(path: Path) -> bool:
+    """Whether there is such a path; one that is too long for the system, or holds NUL, is none."""
+    return os.path.exists(path)  # noqa: PTH110  pathlib's own raises
+
+
 def partial_path(path: Path) -> Path:
     """The temporary name under which `path` is written; one name, so that leftovers are found."""
     return path.with_name(f".{path.name}.partial")

@@ -4,17 +4,17 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, StringConstraints, model_validator
 
-from polybasic.chain.settings import Settings
+from polybasic.chain.settings import Count, Factor, Settings, Share, Temperature, Whole
 
 Rule = Literal["coupled", "block", "token"]
-Name = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_]*$")]
+Name = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_]*$", max_length=100)]
 """Of a member."""
 
 MAX_TREE_ROWS = 256
 """Of a verification pass, and of a draft over all of its levels; caches hold so many more."""
 MAX_TOP_K = 64
 """Children of a row of a draft tree, and beams of a level: kernels keep that many best tokens."""
-TopK = Annotated[int, Field(ge=1, le=MAX_TOP_K)]
+TopK = Annotated[Count, Field(le=MAX_TOP_K)]
 NUM_PROBABILITY_BINS = 8
 """Bins of the adaptive flush: the proposing model's probability of a token, by its square."""
 
@@ -22,9 +22,9 @@ NUM_PROBABILITY_BINS = 8
 class Tree(Settings):
     """Shape of the draft tree."""
 
-    depth: int = Field(ge=1, description="draft passes a round")
+    depth: Count = Field(description="draft passes a round")
     top_k: TopK = Field(description="beams kept and children a beam, at each depth")
-    rows: int = Field(
+    rows: Count = Field(
         ge=2, le=MAX_TREE_ROWS, description="rows of the verification pass, root included"
     )
 
@@ -38,10 +38,10 @@ class Tree(Settings):
 class AdaptiveFlush(Settings):
     """Lets a stage hand its block up before the flush length; see deploy/rounds/flushing.py."""
 
-    break_even: float = Field(
-        gt=0, lt=1, description="probability of the whole block below which no round is added"
+    break_even: Factor = Field(
+        lt=1, description="probability of the whole block below which no round is added"
     )
-    acceptance: tuple[float, ...] = Field(
+    acceptance: tuple[Share, ...] = Field(
         min_length=NUM_PROBABILITY_BINS,
         max_length=NUM_PROBABILITY_BINS,
         description="share of tokens kept, by bin of the proposing model's probability of them",
@@ -51,7 +51,7 @@ class AdaptiveFlush(Settings):
 class Flush(Settings):
     """When and how a verifying member is asked about the block that is collected below it."""
 
-    length: int = Field(ge=1, description="tokens collected before the member is asked")
+    length: Count = Field(description="tokens collected before the member is asked")
     adaptive: AdaptiveFlush | None = Field(
         default=None, description="stops earlier where one more round would not pay"
     )
@@ -60,9 +60,9 @@ class Flush(Settings):
 class Ngram(Settings):
     """Drafts copied from prompt and output: see `polybasic.deploy.drafters.ngram`."""
 
-    min_match: int = Field(default=2, ge=1, description="tokens that must repeat before a copy")
-    num_tokens: int = Field(default=8, ge=1, description="tokens of a copy at most")
-    capacity: int = Field(default=65536, ge=1, description="entries kept, the latest used ones")
+    min_match: Count = Field(default=2, description="tokens that must repeat before a copy")
+    num_tokens: Count = Field(default=8, description="tokens of a copy at most")
+    capacity: Count = Field(default=65536, description="entries kept, the latest used ones")
 
 
 class Window(Settings):
@@ -72,8 +72,8 @@ class Window(Settings):
     Xiao et al., 2024). The target sees everything, hence what others see decides the speed alone.
     """
 
-    sinks: int = Field(default=4, ge=0, description="first tokens of the context, always seen")
-    tokens: int = Field(ge=1, description="latest tokens that a token sees, itself included")
+    sinks: Whole = Field(default=4, description="first tokens of the context, always seen")
+    tokens: Count = Field(description="latest tokens that a token sees, itself included")
 
 
 class Plan(Settings):
@@ -103,7 +103,7 @@ class PredictedPlan(Settings):
     """A plan and what it is expected to cost."""
 
     plan: Plan
-    seconds_per_token: float = Field(gt=0, description="decode only")
+    seconds_per_token: Factor = Field(description="decode only")
 
 
 class MeasuredPlan(PredictedPlan):
@@ -111,7 +111,7 @@ class MeasuredPlan(PredictedPlan):
 
     hardware: str = Field(description="as `polybasic.deploy.hardware.hardware_name` gives it")
     dtype: str
-    temperature: float
+    temperature: Temperature
     others: tuple[PredictedPlan, ...] = Field(
         default=(), description="the best plan of each other set of members, the fastest first"
     )

@@ -24,6 +24,10 @@ import torch
 from torch import Tensor
 
 from polybasic.chain.errors import UserError
+from polybasic.chain.settings import MAX_TEMPERATURE, MIN_TEMPERATURE
+
+_MIN_SHARE = 1e-30
+"""Of probability: well within float32, in which shares are compared."""
 
 
 @dataclass(frozen=True)
@@ -59,20 +63,29 @@ class Sampling:
     choice: int = 0
 
     def __post_init__(self) -> None:
-        # Upper and lower bounds keep float32 logits finite after every step.
+        # Upper and lower bounds keep float32 logits finite after every step, and shares positive.
         for name, is_valid, bound in (
             (
                 "temperature",
-                self.temperature == 0 or _lies_within(self.temperature, 1e-6, math.inf),
-                "0 for greedy, or 1e-6 or more",
+                self.temperature == 0
+                or _lies_within(self.temperature, MIN_TEMPERATURE, MAX_TEMPERATURE),
+                f"0 for greedy, or {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}",
             ),
-            ("top_k", self.top_k is None or _is_whole(self.top_k), "1 or more, or 0 for all"),
+            (
+                "top_k",
+                self.top_k is None or (_is_whole(self.top_k) and self.top_k < 1 << 31),
+                "1 or more, or 0 for all",
+            ),
             (
                 "top_p",
-                self.top_p is None or (_lies_within(self.top_p, 0, 1) and self.top_p > 0),
-                "above 0, at most 1",
+                self.top_p is None or _lies_within(self.top_p, _MIN_SHARE, 1),
+                f"{_MIN_SHARE} to 1",
             ),
-            ("min_p", self.min_p is None or _lies_within(self.min_p, 0, 1), "0 to 1"),
+            (
+                "min_p",
+                self.min_p is None or self.min_p == 0 or _lies_within(self.min_p, _MIN_SHARE, 1),
+                f"0, or {_MIN_SHARE} to 1",
+            ),
             (
                 "repetition_penalty",
                 _lies_within(self.repetition_penalty, 0.01, 100),
@@ -93,6 +106,8 @@ class Sampling:
         ):
             if not is_valid:
                 raise _out_of_range(f"{name}={getattr(self, name)}", f"use {bound}")
+        if not isinstance(self.logit_bias, Mapping):
+            raise _out_of_range(f"logit_bias={self.logit_bias!r}", "map token ids to numbers")
         for token, bias in self.logit_bias.items():
             if not _is_whole(token):
                 raise _out_of_range(f"logit_bias of {token!r}", "name tokens by id, from 0")

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from polybasic.chain.errors import UserError
+from polybasic.chain.formats.files import lies_anywhere
 from polybasic.recipes.schema.layers import BASE, Key, Layer, merged, places, read_layer
 from polybasic.recipes.schema.recipe import Recipe
 
@@ -39,13 +40,14 @@ def find_recipe(name_or_path: str, folder: Path = Path(), where: str | None = No
         UserError: neither exists.
     """
     path = folder / name_or_path
-    if path.is_file():
+    is_there = lies_anywhere(path)
+    if is_there and path.is_file():
         return path
     shipped = shipped_recipes()
     if name_or_path in shipped:
         return shipped[name_or_path]
     near = difflib.get_close_matches(path.stem, shipped, n=1)
-    what = "recipe is a folder" if path.is_dir() else "recipe not found"
+    what = "recipe is a folder" if is_there else "recipe not found"
     do = f"did you mean {near[0]}?" if near else f"shipped recipes: {', '.join(shipped)}"
     raise UserError(what, where or name_or_path, do)
 

@@ -5,7 +5,7 @@ from typing import Any, Literal, Self
 from pydantic import ConfigDict, Field, model_validator
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.settings import Settings
+from polybasic.chain.settings import Seed, Settings, Size
 from polybasic.deploy.settings import TASKS, BenchSettings, PlanSettings
 from polybasic.quantize.settings import QuantizeSettings
 from polybasic.train.settings import (
@@ -49,10 +49,10 @@ class TargetSettings(Settings):
 class SmallScratchSettings(ScratchModelSettings):
     """As for a target, with the defaults of a model that is much cheaper than one."""
 
-    num_layers: int = Field(4, ge=1)
-    hidden_size: int = Field(384, ge=128, multiple_of=128)
-    intermediate_size: int = Field(1024, ge=128, multiple_of=128)
-    num_heads: int = Field(6, ge=1)
+    num_layers: Size = 4
+    hidden_size: Size = Field(384, ge=128, multiple_of=128)
+    intermediate_size: Size = Field(1024, ge=128, multiple_of=128)
+    num_heads: Size = 6
 
 
 class SmallSettings(Settings):
@@ -116,10 +116,12 @@ class Recipe(Settings):
     model_config = ConfigDict(json_schema_extra=_tell_of_the_base)
 
     name: str = Field(
-        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="names the output folder: runs/<name>"
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
+        max_length=100,
+        description="names the output folder: runs/<name>",
     )
     description: str = Field("", description="one line for `polybasic recipes ls`")
-    seed: int = Field(0, ge=0, lt=2**32, description="of everything that is drawn at random")
+    seed: Seed = Field(0, description="of everything that is drawn at random")
     target: TargetSettings = Field(TargetSettings(), description="the model to accelerate")
     data: DataSettings = Field(DataSettings(), description="conversations to learn from")
     small: SmallSettings | None = Field(

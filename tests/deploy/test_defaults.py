@@ -49,7 +49,7 @@ def test_no_file_is_greedy(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ({"top_p": 1.5}, "sampling setting out of range: top_p=1.5 in {path}; use above 0"),
+        ({"top_p": 1.5}, "sampling setting out of range: top_p=1.5 in {path}; use 1e-30 to 1"),
         ({"temperature": -1}, "sampling setting out of range: temperature=-1 in {path}; use 0 for"),
         ({"top_k": "50"}, "sampling setting out of range: top_k=50 in {path}; use 1 or more"),
         (

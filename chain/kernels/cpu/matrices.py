@@ -52,8 +52,8 @@ class NativeLinear:
         self.kernels, self.shape = kernels, shape
         self._tensors = tensors
         self._bias = None if bias is None else _padded(bias.float(), 0).contiguous()
-        pointers = [address(tensor, tensor.dtype) for tensor in tensors]
-        pointers += [None] * (3 - len(tensors))
+        addresses = [address(tensor, tensor.dtype) for tensor in tensors]
+        pointers = [*addresses, *[None] * (3 - len(tensors))]
         bias_pointer = None if self._bias is None else address(self._bias, torch.float32)
         self.struct = MatrixStruct(weight_format, *shape, group_size, *pointers, bias_pointer)
 

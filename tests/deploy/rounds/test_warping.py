@@ -226,7 +226,7 @@ def test_bounds_keep_probabilities_finite(extreme: Sampling) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"temperature": -1}, "temperature=-1; use 0 for greedy, or 1e-6 or more"),
+        ({"temperature": -1}, "temperature=-1; use 0 for greedy, or 1e-06 to 1e+30"),
         ({"temperature": 1e-7}, "temperature=1e-07; use 0"),
         ({"temperature": math.nan}, "temperature=nan; use 0"),
         ({"temperature": math.inf}, "temperature=inf; use 0"),
@@ -234,10 +234,10 @@ def test_bounds_keep_probabilities_finite(extreme: Sampling) -> None:
         ({"top_k": -1}, "top_k=-1; use 1 or more, or 0 for all"),
         ({"top_k": 2.5}, "top_k=2.5; use 1 or more"),
         ({"top_k": True}, "top_k=True; use 1 or more"),
-        ({"top_p": 0}, "top_p=0; use above 0, at most 1"),
-        ({"top_p": 1.5}, "top_p=1.5; use above 0"),
-        ({"min_p": -0.1}, "min_p=-0.1; use 0 to 1"),
-        ({"min_p": 2}, "min_p=2; use 0 to 1"),
+        ({"top_p": 0}, "top_p=0; use 1e-30 to 1"),
+        ({"top_p": 1.5}, "top_p=1.5; use 1e-30 to 1"),
+        ({"min_p": -0.1}, "min_p=-0.1; use 0, or 1e-30 to 1"),
+        ({"min_p": 2}, "min_p=2; use 0, or 1e-30 to 1"),
         ({"repetition_penalty": 0}, "repetition_penalty=0; use 0.01 to 100; 1 is off"),
         ({"presence_penalty": 2.1}, "presence_penalty=2.1; use -2 to 2"),
         ({"frequency_penalty": -3}, "frequency_penalty=-3; use -2 to 2"),
