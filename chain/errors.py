@@ -1,5 +1,7 @@
 """The one exception that a user is meant to read."""
 
+from polybasic.chain.terminal import escaped
+
 
 class UserError(Exception):
     """Bad input, reported in one line of three parts; the command line prints it and exits with 2.
@@ -12,4 +14,4 @@ class UserError(Exception):
 
     def __init__(self, what: str, where: str, do: str) -> None:
         self.what, self.where, self.do = what, where, do
-        super().__init__(" ".join(f"{what}: {where}; {do}".split()))
+        super().__init__(escaped(" ".join(f"{what}: {where}; {do}".split())))

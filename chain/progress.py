@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import TypeVar
 
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -14,6 +14,8 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 from rich.text import Text
+
+from polybasic.chain.console import Console
 
 LINE_SECONDS = 30.0
 """Lines do not come less often, unless a single step takes longer."""
@@ -75,7 +77,7 @@ class ProgressReport(Progress):
 
     def say(self, line: str) -> None:
         """Print a line, above the bar where there is one."""
-        self.console.print(line, highlight=False, markup=False, soft_wrap=True)
+        self.console.print(line, highlight=False, soft_wrap=True)
 
     def get_renderables(self) -> Iterator[RenderableType]:
         """The bar, and the numbers below it, which leaves both their room."""

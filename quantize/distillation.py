@@ -13,10 +13,10 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from rich.console import Console
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from polybasic.chain.console import Console
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.checkpoint import copy_checkpoint, load_tensors
 from polybasic.chain.formats.config import read_config

@@ -5,10 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from rich import box
-from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
+from polybasic.chain.console import Console
 from polybasic.chain.formats.card import (
     grown_note,
     member_source,
@@ -75,25 +74,25 @@ def print_chain(description: dict[str, Any], console: Console) -> None:
     """Print what `describe_chain` returned as tables."""
     console.print(_members_table(description))
     if description["grown"]:
-        console.print(grown_note(description["grown"]), markup=False)
+        console.print(grown_note(description["grown"]))
     verifying = [member["name"] for member in description["members"] if member["role"] != "drafter"]
     for measured in description["plans"]:
         console.print(
-            f"plan for {escape(measured['hardware'])}: {_plan(measured['plan'], verifying)}; "
+            f"plan for {measured['hardware']}: {_plan(measured['plan'], verifying)}; "
             f"predicted {1000 * measured['seconds_per_token']:.2f} ms a token"
         )
     elsewhere = " elsewhere" if description["plans"] else ""
     console.print(f"plan{elsewhere}: {_plan(description['plan'], verifying)}")
     for title in ("quality", "training"):
         for name, content in description[title].items():
-            console.print(f"{title} of {name}: {escape(_inline(content))}")
+            console.print(f"{title} of {name}: {_inline(content)}")
     if description["results"]:
         console.print(_results_table(description["results"]))
     else:
-        console.print(f"not measured yet: polybasic bench {escape(description['chain'])}")
+        console.print(f"not measured yet: polybasic bench {description['chain']}")
     made = description["provenance"]
     commit = f" at {made['git_commit'][:12]}" if made["git_commit"] else ""
-    console.print(f"made by: {escape(made['command'])}{commit}")
+    console.print(f"made by: {made['command']}{commit}")
 
 
 def _plan(content: dict[str, Any], verifying: Sequence[str]) -> str:
@@ -105,7 +104,7 @@ def _plan(content: dict[str, Any], verifying: Sequence[str]) -> str:
 
 
 def _members_table(description: dict[str, Any]) -> Table:
-    table = Table(title=escape(description["chain"]), title_justify="left", box=box.SIMPLE)
+    table = Table(title=description["chain"], title_justify="left", box=box.SIMPLE)
     table.add_column("member", no_wrap=True)
     for column in ("role", "where", "dtype"):
         table.add_column(column, overflow="fold")
@@ -116,7 +115,7 @@ def _members_table(description: dict[str, Any]) -> Table:
         if member["drafts_for"]:
             role = f"{member['kind']} for {' or '.join(member['drafts_for'])}"
         table.add_row(
-            *(escape(cell) for cell in (member["name"], role, member["where"], member["dtype"])),
+            *(member["name"], role, member["where"], member["dtype"]),
             readable_count(member["num_parameters"]),
             readable_bytes(member["num_bytes"]),
         )
@@ -132,7 +131,7 @@ def _results_table(results: dict[str, dict[str, Any]]) -> Table:
     for name, system in results.items():
         numbers = (system[key] for key in _RESULT_KEYS)
         shown = ("–" if number is None else f"{number:.2f}" for number in numbers)
-        table.add_row(escape(name), *shown)
+        table.add_row(name, *shown)
     return table
 
 

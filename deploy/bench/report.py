@@ -4,9 +4,9 @@ from pathlib import Path
 from typing import Any
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
+from polybasic.chain.console import Console
 from polybasic.chain.formats.card import grown_note
 from polybasic.chain.formats.files import whole_file
 from polybasic.chain.readable import readable_bytes
@@ -19,7 +19,7 @@ def print_report(report: dict[str, Any], console: Console) -> None:
     """Print the systems and their speedups by task, with the machine and the plan."""
     console.print(f"\n{settings_line(report['settings'])}\n{hardware_line(report['hardware'])}")
     if grown := report.get("grown"):
-        console.print(grown_note(grown), markup=False)
+        console.print(grown_note(grown))
     by_task = "speedup by task (tokens gained by a pass of the target)"
     systems = f"grown to {grown}" if grown else None
     for title, rows in ((systems, system_rows(report)), (by_task, task_rows(report))):
@@ -30,15 +30,15 @@ def print_report(report: dict[str, Any], console: Console) -> None:
             table.add_row(*row)
         console.print(table)
     if answers := answers_line(report.get("target")):
-        console.print(answers, markup=False)
+        console.print(answers)
     for entry in report.get("adaptations", []):
         member, measure, before, after, kept = adaptation_rows([entry])[1]
         console.print(f"adapted {member}: {measure} {before} -> {after}, kept: {kept}")
     for entry in report.get("draft_vocabulary", []):
         console.print(draft_vocabulary_line(entry))
-    console.print(f"rounding: {rounding_line(report)}", markup=False)
+    console.print(f"rounding: {rounding_line(report)}")
     if line := baseline_line(report):
-        console.print(line, markup=False)
+        console.print(line)
     console.print(f"plan: {plan_line(report)}")
     console.print(f"memory: {memory_line(report['memory'])}")
 

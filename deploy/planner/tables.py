@@ -3,16 +3,17 @@
 from typing import Any
 
 from rich import box
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 
+from polybasic.chain.console import Console
 from polybasic.deploy.planner.explanation import shown_budget
 
 
 def print_explanation(explanation: dict[str, Any], console: Console) -> None:
     """Print what `explain` returned."""
     for shown in render(explanation):
-        console.print(shown, soft_wrap=isinstance(shown, str), markup=False, highlight=False)
+        console.print(shown, soft_wrap=isinstance(shown, str), highlight=False)
 
 
 def render(explanation: dict[str, Any]) -> list[RenderableType]:

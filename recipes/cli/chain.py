@@ -4,10 +4,11 @@ import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
+from polybasic.chain.terminal import as_it_is
 from polybasic.recipes.cli.repeated import checked_rule, compare_with_target
 
 if TYPE_CHECKING:
@@ -121,13 +122,13 @@ def generate(
     if as_json or no_stream:
         answer = loaded.generate(prompt, **options)
         content = json.dumps(_as_json(answer), ensure_ascii=False) if as_json else answer.text
-        typer.echo(content)
+        print(content, file=_answer_stream())
         statistics, token_ids = answer.statistics, answer.token_ids
     else:
         stream = loaded.stream(prompt, **options)
         token_ids = []
         for piece in stream:
-            print(piece.text, end="", flush=True)
+            print(piece.text, end="", flush=True, file=_answer_stream())
             token_ids += piece.token_ids
         print()
         statistics = stream.statistics
@@ -154,8 +155,7 @@ def inspect(
     as_json: JsonOption = False,
 ) -> None:
     """Print members, plan, origin and results of a chain, and the memory that it will take."""
-    from rich.console import Console
-
+    from polybasic.chain.console import Console
     from polybasic.chain.formats.checkpoint import resolve_chain
     from polybasic.chain.formats.describe import describe_chain, print_chain
 
@@ -214,6 +214,11 @@ def verify(chain: ChainArgument) -> None:
         f"{num_files + len(checked.manifest.tokenizer.files)} files checked"
     )
     note(f"next: polybasic generate {chain} -p 'Hello'")
+
+
+def _answer_stream() -> TextIO:
+    """Where an answer goes: to a terminal escaped, to a file or another program as it is."""
+    return sys.stdout if sys.stdout.isatty() else as_it_is(sys.stdout)
 
 
 def _as_json(answer: "Generation") -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import io
 import sys
 import traceback
+from contextlib import redirect_stderr, redirect_stdout
 from importlib.metadata import version
 from typing import Annotated, Any, NoReturn
 
@@ -10,6 +11,7 @@ import typer
 from typer.core import TyperGroup
 
 from polybasic.chain.errors import UserError
+from polybasic.chain.terminal import ShownStream
 from polybasic.recipes.cli import chain, doctor, export, grow, measure, recipes, run
 from polybasic.recipes.cli.lacking import what_is_lacking
 from polybasic.train.run.interruption import Interrupted, sigterm_raises
@@ -75,22 +77,27 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         if isinstance(stream, io.TextIOWrapper):
             # of a locale that lacks a character, rather than nothing at all
             stream.reconfigure(errors="backslashreplace")
+    with redirect_stdout(ShownStream(sys.stdout)), redirect_stderr(ShownStream(sys.stderr)):
+        sys.exit(_exit_code(arguments))
+
+
+def _exit_code(arguments: list[str] | None) -> Any:
     try:
         with sigterm_raises():
             app(arguments, prog_name="polybasic")
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+        return 2
     except KeyboardInterrupt:
-        sys.exit(130)
+        return 130
     except Exception as error:
         if (lacking := what_is_lacking(error)) is not None:
             print(f"error: {lacking}", file=sys.stderr)
-            sys.exit(2)
+            return 2
         traceback.print_exc()
         print(f"failed: {type(error).__name__}: {error}", file=sys.stderr)
-        sys.exit(1)
-    sys.exit(0)
+        return 1
+    return 0
 
 
 if __name__ == "__main__":

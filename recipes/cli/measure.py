@@ -45,8 +45,7 @@ def plan(
     as_json: JsonOption = False,
 ) -> None:
     """Measure costs and acceptance, choose members, tree and flush lengths, and explain."""
-    from rich.console import Console
-
+    from polybasic.chain.console import Console
     from polybasic.chain.formats.checkpoint import resolve_chain
     from polybasic.chain.formats.files import write_json
     from polybasic.deploy.settings import PlanSettings
@@ -92,8 +91,7 @@ def bench(
     as_json: JsonOption = False,
 ) -> None:
     """Measure the chain's systems side by side; writes its report."""
-    from rich.console import Console
-
+    from polybasic.chain.console import Console
     from polybasic.chain.formats.checkpoint import resolve_chain
     from polybasic.deploy.settings import BenchSettings, PlanSettings
     from polybasic.recipes.pipeline.prompts import bench_prompts

@@ -68,8 +68,7 @@ def run(
     workspace = _run(given, None)
     if workspace is None:
         return
-    from rich.console import Console
-
+    from polybasic.chain.console import Console
     from polybasic.chain.formats.files import read_json
     from polybasic.deploy.bench.report import print_report
     from polybasic.recipes.pipeline.members import last_chain
@@ -193,8 +192,7 @@ def _run(given: _Given, only: Sequence[str] | None) -> "Workspace | None":
 def _print_estimate(
     recipe: "Recipe", out: Path, hardware: str | None, only: Sequence[str] | None
 ) -> None:
-    from rich.console import Console
-
+    from polybasic.chain.console import Console
     from polybasic.recipes.estimates.dry_run import check_disk, estimate, print_estimates
     from polybasic.recipes.estimates.hardware_profiles import hardware_at_hand, hardware_named
     from polybasic.recipes.pipeline.running import Workspace

@@ -4,9 +4,9 @@ import importlib.util
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
+from polybasic.chain.console import Console
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.checkpoint import resolve_adapter, resolve_head, split_hub_id
 from polybasic.chain.formats.files import free_bytes, partial_path
