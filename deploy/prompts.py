@@ -4,10 +4,9 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.files import whole_file
+from polybasic.chain.formats.files import parse_json, read_text, whole_file
 from polybasic.deploy.settings import TASKS, BenchSettings, PlanSettings
 
 MT_BENCH_CATEGORIES = (
@@ -40,19 +39,9 @@ def read_questions(path: Path) -> list[Question]:
     Raises:
         UserError: a missing or empty file, or a malformed line, which is named.
     """
-    try:
-        lines = path.read_text("utf-8").splitlines()
-    except FileNotFoundError as error:
-        raise UserError(
-            "prompts not found", str(path), "name a Spec-Bench question file"
-        ) from error
-    except (IsADirectoryError, UnicodeDecodeError) as error:
-        raise UserError(
-            "prompts are no text file", str(path), "name a Spec-Bench question file"
-        ) from error
     questions = [
-        _question(line, f"{path} line {number}")
-        for number, line in enumerate(lines, 1)
+        _question(line, path, number)
+        for number, line in enumerate(read_text(path, "question file").split("\n"), 1)
         if line.strip()
     ]
     if not questions:
@@ -120,12 +109,10 @@ def choose_fitting(
     return chosen, len(questions) - len(fitting)
 
 
-def _question(line: str, where: str) -> Question:
+def _question(line: str, path: Path, number: int) -> Question:
+    where = f"{path} line {number}"
     do = 'write {"question_id": ..., "category": ..., "turns": [...]} on each line'
-    try:
-        row: Any = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise UserError("prompt is not JSON", f"{where} ({error.msg})", do) from error
+    row = parse_json(line, "prompt", str(path), number)
     if not isinstance(row, dict):
         raise UserError("prompt is not an object", where, do)
     for key in ("question_id", "category", "turns"):

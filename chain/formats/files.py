@@ -3,8 +3,10 @@
 import errno
 import fcntl
 import hashlib
+import itertools
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,6 +30,12 @@ _UNUSABLE = (
     errno.ELOOP,
 )
 """Errors of a path that cannot be written: a file where a folder would be, a name too long."""
+MAX_TEXT_BYTES = 100_000_000
+"""Of a file that is read as a whole."""
+MAX_NESTING = 100
+"""Of lists and mappings in a file."""
+_HALF_PAIR = re.compile("[\ud800-\udfff]")
+_TOO_DEEP = f"nested deeper than {MAX_NESTING}"
 
 
 def lies_anywhere(path: Path) -> bool:
@@ -162,22 +170,82 @@ def read_json(path: Path, what: str) -> Any:
     """Read JSON from `path`; `what` names the thing in errors ("manifest").
 
     Raises:
-        UserError: the file is missing or no JSON (line and column are named).
+        UserError: the file is missing or too large, or as `parse_json`.
+    """
+    return parse_json(read_text(path, what), what, str(path))
+
+
+def read_text(path: Path, what: str) -> str:
+    """The text of a file; `what` names the thing in errors.
+
+    Raises:
+        UserError: the file is missing, a folder, larger than `MAX_TEXT_BYTES`, or not UTF-8.
     """
     try:
-        return json.loads(path.read_text("utf-8"))
+        if (num_bytes := path.stat().st_size) > MAX_TEXT_BYTES:
+            raise UserError(
+                f"{what} is too large",
+                f"{path} ({num_bytes:,} bytes)",
+                f"up to {MAX_TEXT_BYTES:,} bytes are read; write it again",
+            )
+        return path.read_text("utf-8")
     except FileNotFoundError as error:
         raise UserError(f"{what} not found", str(path), "check the path") from error
     except IsADirectoryError as error:
         raise UserError(f"{what} is a folder", str(path), "name the file itself") from error
     except UnicodeDecodeError as error:
         raise UserError(f"{what} is not UTF-8 text", str(path), "write it again") from error
+
+
+def parse_json(text: str | bytes, what: str, where: str, line: int | None = None) -> Any:
+    """Read JSON; `what` names the thing in errors, and `where` its place.
+
+    Args:
+        line: that the text is, of a file of many.
+
+    Raises:
+        UserError: no JSON (line and column are named), or as `check_content`.
+    """
+    with json_errors(what, where, line):
+        content = json.loads(text)
+    check_content(content, what, where if line is None else f"{where} line {line}")
+    return content
+
+
+@contextmanager
+def json_errors(what: str, where: str, line: int | None = None) -> Iterator[None]:
+    """Report what a JSON decoder does not read in one line; arguments as for `parse_json`.
+
+    Raises:
+        UserError: no JSON, a number of too many digits, or nesting that is too deep.
+    """
+    try:
+        yield
     except json.JSONDecodeError as error:
-        raise UserError(
-            f"{what} is not JSON",
-            f"{path} line {error.lineno} column {error.colno} ({error.msg})",
-            "repair it or write it again",
-        ) from error
+        place = f"{where} line {line or error.lineno} column {error.colno}"
+        raise _not_json(what, place, error.msg) from error
+    except RecursionError as error:
+        raise _not_json(what, where, _TOO_DEEP) from error
+    except ValueError as error:  # digits; bytes that are no text
+        raise _not_json(what, where, str(error).partition(";")[0]) from error
+
+
+def check_content(content: Any, what: str, where: str) -> None:
+    """Check what was read of JSON or YAML.
+
+    Raises:
+        UserError: it is nested deeper than `MAX_NESTING`, or a text holds half a surrogate pair.
+    """
+    level = [content]
+    for _ in range(MAX_NESTING):
+        keys = [key for one in level if isinstance(one, dict) for key in one]
+        values = [one.values() if isinstance(one, dict) else one for one in level if _is_nest(one)]
+        level = [*keys, *itertools.chain.from_iterable(values)]
+        if any(isinstance(one, str) and _HALF_PAIR.search(one) for one in level):
+            raise _not_json(what, where, "half of a surrogate pair")
+        if not (level := [one for one in level if _is_nest(one)]):
+            return
+    raise _not_json(what, where, _TOO_DEEP)
 
 
 def sha256_of_file(path: Path) -> str:
@@ -193,6 +261,14 @@ def sha256_of_object(content: Any) -> str:
     """Hex SHA-256 of `content` as canonical JSON (sorted keys, no white space)."""
     text = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return hashlib.sha256(text.encode("utf-8")).hexdigest()
+
+
+def _is_nest(content: Any) -> bool:
+    return isinstance(content, dict | list)
+
+
+def _not_json(what: str, where: str, reason: str) -> UserError:
+    return UserError(f"{what} is not JSON", f"{where} ({reason})", "repair it or write it again")
 
 
 def _open_to_readers(folder: Path) -> None:

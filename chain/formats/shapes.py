@@ -3,7 +3,6 @@
 Shape legend: V vocabulary, D tokens that a head can draft, H hidden size.
 """
 
-import json
 from collections.abc import Collection, Iterator, Set
 from dataclasses import dataclass
 from math import prod
@@ -12,6 +11,7 @@ from pathlib import Path
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.checkpoint import load_tensors, weight_files
 from polybasic.chain.formats.decoder_config import DecoderConfig, HeadConfig, Shape
+from polybasic.chain.formats.files import parse_json
 from polybasic.chain.formats.head_kinds.kind import HeadKind
 from polybasic.chain.formats.head_kinds.table import HEAD_KINDS
 from polybasic.chain.formats.manifest import Kind, is_head
@@ -185,8 +185,8 @@ def _safetensors_headers(path: Path) -> dict[str, TensorHeader]:
         header_bytes = int.from_bytes(content.read(8), "little")
         if file_bytes < 8 or header_bytes > min(file_bytes - 8, _MAX_HEADER_BYTES):
             raise _damaged(path, "no safetensors header")
+        entries = parse_json(content.read(header_bytes), "safetensors header", str(path))
         try:
-            entries = json.loads(content.read(header_bytes))
             entries.pop("__metadata__", None)
             headers = {
                 name: TensorHeader(

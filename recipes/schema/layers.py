@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from polybasic.chain.errors import UserError
+from polybasic.chain.formats.files import check_content, read_text
 
 Key = tuple[str, ...]
 BASE = "base"
@@ -56,17 +57,8 @@ def read_layer(path: Path) -> Layer:
     Raises:
         UserError: no YAML, not a mapping, a key twice, or a base that is no name.
     """
-    try:
-        text = path.read_text("utf-8")
-        loader = yaml.SafeLoader(text)
-        root = loader.get_single_node()
-        content: Any = loader.construct_document(root) if root is not None else None
-    except UnicodeDecodeError as error:
-        raise UserError("recipe is not UTF-8 text", str(path), "save it as UTF-8") from error
-    except yaml.YAMLError as error:
-        raise UserError(
-            "recipe is not YAML", f"{path}{_yaml_problem(error)}", "repair that line"
-        ) from error
+    text = read_text(path, "recipe")
+    root, content = parse_yaml(text, "recipe", str(path))
     if not isinstance(root, yaml.MappingNode):
         raise UserError("recipe holds no keys", str(path), "start from `polybasic recipes cp tiny`")
     positions: dict[Key, tuple[int, int]] = {}
@@ -84,6 +76,26 @@ def read_layer(path: Path) -> Layer:
             "name a shipped recipe, or a file by its path from this one's folder",
         )
     return layer
+
+
+def parse_yaml(text: str, what: str, where: str) -> tuple[yaml.Node | None, Any]:
+    """The nodes of a YAML document, and what it says; `what` and `where` name it in errors.
+
+    Raises:
+        UserError: no YAML (the line is named), an alias, or as `check_content`.
+    """
+    try:
+        loader = _Loader(text)
+        root = loader.get_single_node()
+        content: Any = loader.construct_document(root) if root is not None else None
+    except RecursionError as error:
+        raise UserError(f"{what} is nested too deeply", where, "write it flat") from error
+    except (yaml.YAMLError, ValueError) as error:
+        raise UserError(
+            f"{what} is not YAML", f"{where}{_yaml_problem(error)}", "repair that line"
+        ) from error
+    check_content(content, what, where)
+    return root, content
 
 
 def merged(layers: Sequence[Layer]) -> dict[str, Any]:
@@ -141,6 +153,16 @@ def resolved_text(layers: Sequence[Layer]) -> str:
             before = value
         lines += _commented(line, comments.get(key, _Comments()))
     return "\n".join(lines).lstrip() + "\n"
+
+
+class _Loader(yaml.SafeLoader):
+    """Without aliases, by which a few lines say any number of things."""
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            mark = self.peek_event().start_mark
+            raise yaml.MarkedYAMLError(problem="an alias; write it out", problem_mark=mark)
+        return super().compose_node(parent, index)
 
 
 class _Dumper(yaml.SafeDumper):
@@ -225,7 +247,7 @@ def _commented(line: str, comments: _Comments) -> list[str]:
     return [indent + comment for comment in above] + first + rest
 
 
-def _yaml_problem(error: yaml.YAMLError) -> str:
+def _yaml_problem(error: Exception) -> str:
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         return f" line {error.problem_mark.line + 1} ({error.problem})"
-    return f" ({error})"
+    return f" ({str(error).partition(';')[0]})"

@@ -9,13 +9,12 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
-import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.files import lies_anywhere
-from polybasic.recipes.schema.layers import BASE, Key, Layer, merged, places, read_layer
+from polybasic.recipes.schema.layers import BASE, Key, Layer, merged, parse_yaml, places, read_layer
 from polybasic.recipes.schema.recipe import Recipe
 
 Places = dict[Key, str]
@@ -123,12 +122,7 @@ def _apply_override(content: dict[str, Any], places: Places, override: str) -> N
         raise UserError("override without '='", override, "write section.key=value")
     if key not in set(known_keys(Recipe)):
         raise _unknown_key(key, Recipe, "on the command line")
-    try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise UserError(
-            "override's value is not YAML", override, "quote it: key='\"value\"'"
-        ) from error
+    _, value = parse_yaml(text, "override's value", override)
     section = content
     for part in key[:-1]:
         if not isinstance(section.get(part), dict):

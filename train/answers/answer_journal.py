@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Any
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.files import disk_errors, sha256_of_object, write_json
+from polybasic.chain.formats.files import disk_errors, parse_json, sha256_of_object, write_json
 from polybasic.train.answers.answerer import Answer
 
 _NAME_DIGITS = 16
@@ -93,10 +93,10 @@ def _read(path: Path) -> tuple[dict[tuple[str, int], Answer], int]:
                 break
             num_whole_bytes += len(line)
             try:
-                content = json.loads(line)
+                content = parse_json(line, "answer", str(path), number)
                 answer = Answer(content["answer"], content.get("is_cut", False))
                 found[content["conversation"], content["turn"]] = answer
-            except (ValueError, LookupError, TypeError, AttributeError) as error:
+            except (UserError, LookupError, TypeError, AttributeError) as error:
                 raise UserError(
                     "damaged journal of answers",
                     f"{path} line {number}",

@@ -5,11 +5,12 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 import pyarrow
 
 from polybasic.chain.errors import UserError
+from polybasic.chain.formats.files import check_content, json_errors, parse_json
 
 FILE_NAME = re.compile(r"\.jsonl?(\.gz|\.zst)?$")
 
@@ -121,10 +122,7 @@ def _lines(text: IO[str], path: Path) -> Iterator[tuple[Any, str]]:
             )
         if not line.strip():
             continue
-        try:
-            yield json.loads(line), where
-        except json.JSONDecodeError as error:
-            raise _not_json(where, error) from error
+        yield parse_json(line, "conversation", str(path), number), where
 
 
 def _list_rows(text: IO[str], path: Path) -> Iterator[tuple[Any, str]]:
@@ -138,20 +136,19 @@ def _list_rows(text: IO[str], path: Path) -> Iterator[tuple[Any, str]]:
         line += content.count("\n", counted, position)
         counted = position
         where = f"{path} line {line}"
-        try:
+        with json_errors("conversation", str(path)):
             row, position = decode(content, position)
-        except json.JSONDecodeError as error:
-            raise _not_json(f"{path} line {error.lineno}", error) from error
+        check_content(row, "conversation", where)
         yield row, where
         position = _skip_blank(content, position)
         mark = content[position : position + 1]
         closed = mark == "]"
         if not closed:
             if mark != ",":
-                raise _misplaced("Expecting ',' or ']'", content, position, path)
+                _misplaced("Expecting ',' or ']'", content, position, path)
             position = _skip_blank(content, position + 1)
     if content[position + 1 :].strip():
-        raise _misplaced("Extra data after the list", content, position + 1, path)
+        _misplaced("Extra data after the list", content, position + 1, path)
 
 
 def _whole_text(text: IO[str], path: Path) -> str:
@@ -169,16 +166,13 @@ def _whole_text(text: IO[str], path: Path) -> str:
     return "".join(parts)
 
 
-def _misplaced(message: str, content: str, position: int, path: Path) -> UserError:
-    found = json.JSONDecodeError(message, content, position)
-    return _not_json(f"{path} line {found.lineno}", found)
+def _misplaced(message: str, content: str, position: int, path: Path) -> NoReturn:
+    with json_errors("conversation file", str(path)):
+        raise json.JSONDecodeError(message, content, position)
+    raise AssertionError
 
 
 def _skip_blank(content: str, position: int) -> int:
     while content[position : position + 1].isspace():
         position += 1
     return position
-
-
-def _not_json(where: str, error: json.JSONDecodeError) -> UserError:
-    return UserError("not JSON", f"{where} ({error.msg})", "repair the line or remove it")

@@ -112,7 +112,7 @@ def test_truncated_weights_are_found_without_digests(tiny_chain: Path) -> None:
     path.write_bytes(b"\xff" * 64)
     assert f"damaged weight file: {path} (no safetensors header)" in refusal_of(tiny_chain, False)
     path.write_bytes((8).to_bytes(8, "little") + b"[1, 2, 3")
-    assert "(malformed safetensors header)" in refusal_of(tiny_chain, False)
+    assert f"safetensors header is not JSON: {path} line 1" in refusal_of(tiny_chain, False)
 
 
 def test_missing_files_and_folders(tiny_chain: Path) -> None:

@@ -100,7 +100,11 @@ CUT_GZIP = gzip.compress(b'{"conversations": []}\n', mtime=0)[:-9]
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.jsonl", b'{"conversations": []}\n{"x": \n', r"not JSON: \S+a.jsonl line 2 \(Expecting"),
+        (
+            "a.jsonl",
+            b'{"conversations": []}\n{"x": \n',
+            r"not JSON: \S+a.jsonl line 2 column 7 ",
+        ),
         ("a.json", b'[\n{"conversations": []},\n\n{"x" 1}]', r"not JSON: \S+a.json line 4 "),
         ("a.json", b'[\n{"conversations": []}\n{"a": 1}]', r"not JSON: \S+a.json line 3 "),
         ("a.json", b'[{"conversations": []}', r"not JSON: \S+a.json line 1 "),
