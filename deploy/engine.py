@@ -27,11 +27,13 @@ from polybasic.deploy.graphs.device_stages import (
 from polybasic.deploy.graphs.drawing import DeviceSampler, draws_on_device
 from polybasic.deploy.request import Answer, Request, Statistics
 from polybasic.deploy.rounds.cache import KeyValueCache
+from polybasic.deploy.rounds.finite import not_finite
 from polybasic.deploy.rounds.noise import Noise
 from polybasic.deploy.rounds.sampling import (
     CoupledSampler,
     GreedySampler,
     Joiner,
+    NotFiniteError,
     Sampling,
     make_sampler,
 )
@@ -131,7 +133,7 @@ class Engine:
         Raises:
             UserError: an empty prompt, one that does not fit the context with its new tokens, or a
                 token id outside of the vocabulary; with the first tokens, another answer that is
-                being generated.
+                being generated; with any tokens, a model that computes NaN, where the host draws.
         """
         self._check(request)
         return Answer(self._run_alone(replace(request, sampling=request.sampling.seeded())))
@@ -232,7 +234,7 @@ class Engine:
             clock.reset()
         prefill_seconds = time.perf_counter() - begin
         num_tokens = 0
-        for new_tokens, ended_by in rounds_of(root, request):
+        for new_tokens, ended_by in self._rounds(stages, request):
             num_tokens += len(new_tokens)
             seconds, stopped_by = time.perf_counter() - begin, ended_by
             yield new_tokens
@@ -248,6 +250,15 @@ class Engine:
             stopped_by=stopped_by,
             seed=None if request.sampling.is_greedy else request.sampling.seed,
         )
+
+    def _rounds(
+        self, stages: list[Stage], request: Request
+    ) -> Iterator[tuple[list[int], StoppedBy | None]]:
+        try:
+            yield from rounds_of(stages[0], request)
+        except NotFiniteError as error:
+            verifiers = [stage.verifier for stage in reversed(stages)]
+            raise not_finite(verifiers, stages[-1].tokens) from error
 
     def _features(self, name: str, plan: Plan) -> tuple[int, ...]:
         """Layers that a verifier's states hold for the head that drafts in a plan."""

@@ -18,6 +18,8 @@ SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 SUPPORTED_ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 
 _LAYER_TYPES = ("full_attention", "sliding_attention")
+_MAX_SIZE = 1 << 24
+"""Of one dimension, and of a context."""
 _SIZES = (
     "vocab_size",
     "hidden_size",
@@ -188,6 +190,9 @@ def decoder_config(config: dict[str, Any], where: str) -> DecoderConfig:
     for rope in (config.get("rope_scaling"), config.get("rope_parameters")):
         _check_rope(rope, where)
     read = _as_transformers_reads(config, where)
+    for key in (*_SIZES, "num_key_value_heads", "max_position_embeddings"):
+        _check_number(where, key, getattr(read, key), 1, _MAX_SIZE)
+    _check_number(where, "rms_norm_eps", read.rms_norm_eps, 0, 1)
     activation = getattr(read, "hidden_activation", None) or read.hidden_act
     if activation not in SUPPORTED_ACTIVATIONS:
         raise _unsupported(where, "hidden_act", activation, SUPPORTED_ACTIVATIONS)
@@ -220,6 +225,17 @@ def _unsupported(where: str, key: str, value: object, supported: Iterable[str]) 
     )
 
 
+def _check_number(where: str, key: str, value: Any, least: float, most: float) -> None:
+    """Refuse what would end in other shapes than the weights' or in no numbers at all."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not (is_number and least <= value <= most):
+        raise UserError(
+            "malformed model config",
+            f"{where} {key} {value!r}",
+            f"it lies between {least:g} and {most:g}: fetch or write it again",
+        )
+
+
 def _as_transformers_reads(config: dict[str, Any], where: str) -> Any:
     from huggingface_hub.errors import StrictDataclassError
     from transformers import CONFIG_MAPPING
@@ -247,6 +263,9 @@ def _check_rope(rope: Any, where: str) -> None:
             f"{where} rope_type {rope_type!r}",
             f"supported: {', '.join(SUPPORTED_ROPE_TYPES)}",
         )
+    for key in ("rope_theta", "factor"):
+        if rope.get(key) is not None:
+            _check_number(where, key, rope[key], 1e-6, 1e30)
     if (factor := rope.get("partial_rotary_factor", 1)) != 1:
         raise UserError(
             "unsupported rotary scaling",

@@ -9,6 +9,7 @@ sure the proposing model was.
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,6 +23,7 @@ __all__ = [
     "GreedyRows",
     "GreedySampler",
     "Joiner",
+    "NotFiniteError",
     "Prefixes",
     "Probabilities",
     "RandomSampler",
@@ -30,6 +32,10 @@ __all__ = [
     "make_sampler",
     "seeded_generator",
 ]
+
+
+class NotFiniteError(ArithmeticError):
+    """A model's logits are no numbers, from which nothing can be drawn."""
 
 
 class Joiner(Protocol):
@@ -213,13 +219,21 @@ class RandomSampler:
         return [u < h for u, h in zip(uniform.tolist(), probabilities, strict=True)]
 
     def _categorical(self, rows: Any) -> list[int]:
-        """One token from each row of probabilities, by inversion."""
+        """One token from each row of probabilities, by inversion.
+
+        Raises:
+            NotFiniteError: a row holds NaN.
+        """
         cumulative = rows.cumsum(-1)
         uniform = torch.rand(len(rows), 1, generator=self.generator, device=rows.device)
         # Scaled by the last sum instead of 1; a token of probability 0 is never reached.
         drawn = torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True)
         last = (rows > 0).int().cumsum(-1).argmax(-1, keepdim=True)
-        return torch.minimum(drawn, last).squeeze(1).tolist()
+        found = torch.where(cumulative[:, -1:] > 0, torch.minimum(drawn, last), -1)
+        tokens: list[int] = found.squeeze(1).tolist()
+        if -1 in tokens:
+            raise NotFiniteError
+        return tokens
 
 
 def seeded_generator(sampling: Sampling, device: torch.device) -> torch.Generator:
@@ -233,11 +247,24 @@ def seeded_generator(sampling: Sampling, device: torch.device) -> torch.Generato
 
 
 def _most_probable(logits: Tensor) -> list[int]:
-    """The first of the most probable tokens of each row."""
+    """The first of the most probable tokens of each row.
+
+    Raises:
+        NotFiniteError: a row holds NaN or infinity, which are its largest numbers.
+    """
     if logits.device.type == "cpu":
         # NumPy's argmax takes a tenth of the time of torch's
-        return list(logits.float().numpy().argmax(-1).tolist())
-    return list(logits.argmax(-1).tolist())
+        rows = logits.float().numpy()
+        tokens = rows.argmax(-1)
+        is_finite = bool(np.isfinite(rows[np.arange(len(rows)), tokens]).all())
+        found = tokens.tolist()
+    else:
+        largest, places = logits.max(-1)
+        found = torch.where(largest.isfinite(), places, -1).tolist()
+        is_finite = -1 not in found
+    if not is_finite:
+        raise NotFiniteError
+    return list(found)
 
 
 def make_sampler(

@@ -103,7 +103,7 @@ CUT_GZIP = gzip.compress(b'{"conversations": []}\n', mtime=0)[:-9]
         (
             "a.jsonl",
             b'{"conversations": []}\n{"x": \n',
-            r"not JSON: \S+a.jsonl line 2 column 7 ",
+            r"not JSON: \S+a.jsonl line 2 ",
         ),
         ("a.json", b'[\n{"conversations": []},\n\n{"x" 1}]', r"not JSON: \S+a.json line 4 "),
         ("a.json", b'[\n{"conversations": []}\n{"a": 1}]', r"not JSON: \S+a.json line 3 "),
