@@ -41,7 +41,7 @@ def read_questions(path: Path) -> list[Question]:
     """
     questions = [
         _question(line, path, number)
-        for number, line in enumerate(read_text(path, "question file").split("\n"), 1)
+        for number, line in enumerate(read_text(path, "prompts").split("\n"), 1)
         if line.strip()
     ]
     if not questions:

@@ -26,8 +26,8 @@ from torch import Tensor
 from polybasic.chain.errors import UserError
 from polybasic.chain.settings import MAX_TEMPERATURE, MIN_TEMPERATURE
 
-_MIN_SHARE = 1e-30
-"""Of probability: well within float32, in which shares are compared."""
+_MIN_TOP_P = 1e-30
+"""Well within float32, in which shares of probability are compared."""
 
 
 @dataclass(frozen=True)
@@ -78,14 +78,10 @@ class Sampling:
             ),
             (
                 "top_p",
-                self.top_p is None or _lies_within(self.top_p, _MIN_SHARE, 1),
-                f"{_MIN_SHARE} to 1",
+                self.top_p is None or _lies_within(self.top_p, _MIN_TOP_P, 1),
+                f"{_MIN_TOP_P} to 1",
             ),
-            (
-                "min_p",
-                self.min_p is None or self.min_p == 0 or _lies_within(self.min_p, _MIN_SHARE, 1),
-                f"0, or {_MIN_SHARE} to 1",
-            ),
+            ("min_p", self.min_p is None or _lies_within(self.min_p, 0, 1), "0 to 1"),
             (
                 "repetition_penalty",
                 _lies_within(self.repetition_penalty, 0.01, 100),

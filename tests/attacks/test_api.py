@@ -26,7 +26,7 @@ REFUSED: dict[str, list[Any]] = {
     "temperature": ["1", math.nan, math.inf, 1e300, 1e-30, -1, [1], True],
     "top_k": [2.5, "3", -1, True, 1 << 80],
     "top_p": [1e-46, 0, 1.5, math.nan, "1"],
-    "min_p": [1e-46, -1, 1.0000001, math.nan, "1"],
+    "min_p": [-1, 1.0000001, math.nan, "1"],
     "repetition_penalty": ["1", math.nan, 0, 1e300],
     "presence_penalty": ["1", math.nan, 1e300],
     "frequency_penalty": ["1", math.nan, 1e300],

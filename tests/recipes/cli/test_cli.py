@@ -175,7 +175,7 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(tmp_path, monkeypatch) -> 
         (["bench", "nowhere", "--dtype", "int3"], "dtype = 'int3'"),
         (["bench", "nowhere", "--systems", "a"], "systems.0 = 'a'"),
         (["generate", "nowhere", "-p", "Hello"], "nowhere"),
-        (["generate", "nowhere", "-p", "Hello", "--min-p", "2"], "min_p=2.0; use 0, or 1e-30 to 1"),
+        (["generate", "nowhere", "-p", "Hello", "--min-p", "2"], "min_p=2.0; use 0 to 1"),
         (["generate", "nowhere", "-p", "Hello", "--temperature", "-1"], "temperature=-1.0"),
         (["generate", "nowhere", "-p", "Hello", "--rule", "x"], "use one of coupled, block, token"),
         (
