@@ -65,13 +65,24 @@ def read_default_sampling(target: Path) -> Sampling:
 
 
 def read_stop_tokens(config: ConfigFile, eos_token_id: int | None) -> frozenset[int]:
-    """End-of-sequence ids: of generation_config.json, or config.json, and the tokenizer's."""
+    """End-of-sequence ids: of generation_config.json, or config.json, and the tokenizer's.
+
+    Raises:
+        UserError: an id that is none.
+    """
     found = [] if eos_token_id is None else [eos_token_id]
     ids = read_generation_config(config.folder).get("eos_token_id")
     if ids is None:
         ids = config.content.get("eos_token_id")
     if ids is not None:
-        found += ids if isinstance(ids, list) else [ids]
+        ids = ids if isinstance(ids, list) else [ids]
+        if any(type(one) is not int or one < 0 for one in ids):
+            raise UserError(
+                "malformed generation config",
+                f"eos_token_id = {ids!r} in {config.folder}",
+                "name tokens by id",
+            )
+        found += ids
     return frozenset(found)
 
 

@@ -1,8 +1,9 @@
 """The tunable fields of data, of targets trained from scratch and of draft heads."""
 
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from polybasic.chain.formats.plan import TopK
 from polybasic.chain.settings import (
@@ -29,10 +30,21 @@ Beta = Annotated[Share, Field(lt=1)]
 """Share of a running mean that a step keeps."""
 
 
+def _is_server(url: str) -> str:
+    """Refuse what names no server, and passwords: recipes are published with what they make."""
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query:
+        raise ValueError("give the URL of a server, like http://localhost:8000/v1")
+    _ = parts.port  # raises ValueError where it is none
+    if parts.username is not None:
+        raise ValueError("a URL with a user or password; set OPENAI_API_KEY in its place")
+    return url
+
+
 class RegenerateSettings(Settings):
     """Answers of the target in place of the ready-made ones, for heads and 4-bit copies."""
 
-    endpoint: str | None = Field(
+    endpoint: Annotated[str, AfterValidator(_is_server)] | None = Field(
         None,
         min_length=1,
         description="base URL of an OpenAI-compatible server of the target, up to /v1; null: "

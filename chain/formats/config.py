@@ -92,6 +92,11 @@ def read_config(folder: Path) -> ConfigFile:
     content = read_json(path, "model config")
     if not isinstance(content, dict):
         raise UserError("malformed config", f"{path} holds no JSON object", "fetch it again")
+    names = content.get("architectures") or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise UserError(
+            "malformed model config", f"{path} architectures {names!r}", "fetch or write it again"
+        )
     if content.get("model_type") not in FAMILIES:
         # Phi-3's checkpoints still name the code that they were published with
         refuse_remote_code(path, content)
@@ -237,16 +242,15 @@ def _check_number(where: str, key: str, value: Any, least: float, most: float) -
 
 
 def _as_transformers_reads(config: dict[str, Any], where: str) -> Any:
-    from huggingface_hub.errors import StrictDataclassError
     from transformers import CONFIG_MAPPING
 
     try:
         # it completes nested parts in place
         return CONFIG_MAPPING[config["model_type"]].from_dict(deepcopy(config))
-    except (StrictDataclassError, KeyError, TypeError, ValueError) as error:
-        reason = str(error).strip("'\"").splitlines()[-1].strip()
+    except Exception as error:  # of any kind: it trusts the file
+        *_, reason = str(error).strip("'\"").splitlines() or [type(error).__name__]
         raise UserError(
-            "malformed model config", f"{where} ({reason})", "fetch or write it again"
+            "malformed model config", f"{where} ({reason.strip()})", "fetch or write it again"
         ) from error
 
 
@@ -285,6 +289,7 @@ def _ropes(rope: dict[str, Any], where: str) -> dict[str, dict[str, Any]]:
             for key, value in rope[kind].items()
             if key not in ("type", "partial_rotary_factor")
         }
+        | {"rope_type": rope[kind].get("rope_type") or "default"}
         for kind in _LAYER_TYPES
     }
 
