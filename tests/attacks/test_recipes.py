@@ -35,13 +35,14 @@ def test_a_recipe_is_refused_before_anything_is_written(override: str, tmp_path,
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.proof), len(VALUES) // 4])
 @pytest.mark.parametrize("value", VALUES, ids=lambda value: value[:20])
-def test_every_key_reads_or_refuses_every_value(value: str) -> None:
-    refused = 0
-    for key in KEYS:
+def test_every_key_reads_or_refuses_every_value(value: str, step: int) -> None:
+    refused, keys = 0, KEYS[VALUES.index(value) % step :: step]
+    for key in keys:
         try:
             line = outcomes.of_call(lambda key=key: load_recipe("tiny", [f"{key}={value}"]))
         except Exception as error:
             raise AssertionError(f"{key}={value[:40]}") from error
         refused += line is not None
-    assert refused > len(KEYS) / 3
+    assert refused > len(keys) / 3

@@ -457,25 +457,9 @@ def test_the_key_is_sent_and_never_shown(
     assert "two words" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"endpoint": "localhost:8000"}, "not the URL of a server: .*localhost:8000"),
-        ({"endpoint": "http://h:1/v1?key=1"}, "not the URL of a server"),
-        ({"endpoint": "http://[::1"}, "not the URL of a server"),
-        ({"endpoint": "http://me:pass@h/v1"}, "password in a URL: .* h with a user"),
-        (
-            {"endpoint": "http://127.0.0.1:9/v1", "num_retries": 1},
-            "endpoint does not answer: .*9/v1",
-        ),
-    ],
-)
-def test_what_is_no_server_is_reported_in_one_line(
-    run: Run, tmp_path: Path, settings: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(UserError, match=message) as caught:
-        run(many(tmp_path, 2), **settings)
-    assert "pass@" not in str(caught.value)
+def test_a_server_that_does_not_answer_is_reported_in_one_line(run: Run, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"endpoint does not answer: .*9/v1"):
+        run(many(tmp_path, 2), endpoint="http://127.0.0.1:9/v1", num_retries=1)
 
 
 def test_the_model_is_named_where_there_are_several(
