@@ -91,7 +91,10 @@ def generate(
         typer.Option("--verify", help="Let the target alone answer as well, and compare."),
     ] = False,
 ) -> None:
-    """Answer a prompt: text on stdout, statistics on stderr."""
+    """Answer a prompt: text on stdout, statistics on stderr.
+
+    A terminal shows control characters as escapes; files and pipes get them as they are.
+    """
     from polybasic.deploy import load_chain
     from polybasic.deploy.rounds.sampling import Sampling
 
