@@ -41,6 +41,7 @@ JSON_FILES = (
     "target/generation_config.json",
     "intermediate/config.json",
     "draft/config.json",
+    "tokenizer/tokenizer_config.json",
 )
 
 
