@@ -28,7 +28,7 @@ except ImportError:  # there is none on Windows: no limit of memory there
 
 RENDER_SECONDS = 10.0
 """For one conversation. Templates take less than a millisecond for a turn."""
-_MEMORY_BYTES = 1 << 30
+_MEMORY_BYTES = 1 << 32
 """That one rendering may add to what the process has mapped."""
 _TEXT_CHARACTERS = 1 << 26
 """Of a rendered conversation: ten million words, more than any context."""
