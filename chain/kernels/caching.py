@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 _OTHERS = stat.S_IWGRP | stat.S_IWOTH
+_ANY_OF_OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 _log = logging.getLogger(__name__)
 
@@ -39,19 +40,22 @@ def private_folder(path: Path) -> Path:
 def check_private(path: Path) -> None:
     """Refuse a file or folder without links in its path that others could have written.
 
-    It and all folders above it must belong to the caller or to root and be closed to others. A
-    folder above may be open if it is sticky, as /tmp is: there nobody replaces what is not theirs.
+    It and all folders above it must belong to the caller or to root, and it must be closed to
+    others. A folder above may be open if it is sticky, as /tmp is, where nobody replaces what is
+    not theirs, or if it lies in a folder that nobody but the caller can enter.
 
     Raises:
         OSError: it is missing, or others can write into it or replace it.
     """
-    for place in (path, *path.parents):
+    is_shut = False
+    for place in reversed([path, *path.parents]):
         found = place.lstat()
-        is_sticky = place != path and found.st_mode & stat.S_ISVTX
+        may_be_open = place != path and (is_shut or found.st_mode & stat.S_ISVTX)
         if found.st_uid not in (0, os.geteuid()):
             raise PermissionError(errno.EPERM, f"{place} belongs to another user")
-        if found.st_mode & _OTHERS and not is_sticky:
+        if found.st_mode & _OTHERS and not may_be_open:
             raise PermissionError(errno.EPERM, f"others can write {place}: chmod go-w it")
+        is_shut |= found.st_uid == os.geteuid() and not found.st_mode & _ANY_OF_OTHERS
 
 
 def close_to_others(path: Path) -> None:

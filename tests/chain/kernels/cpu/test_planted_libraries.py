@@ -1,11 +1,13 @@
 """Libraries that lie in the cache and that this user did not compile are never loaded."""
 
 import os
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from polybasic.chain.kernels.caching import private_folder
 from polybasic.chain.kernels.cpu import build, compilers, native
 from polybasic.chain.kernels.cpu.compilers import find_compiler
 from polybasic.chain.kernels.cpu.instruction_sets import InstructionSet
@@ -79,6 +81,25 @@ def test_what_others_could_have_written_is_compiled_again(
     build.check_private(library)
     (warning,) = caplog.messages
     assert "compiled again" in warning
+
+
+def test_folders_above_may_be_open_where_nobody_else_comes() -> None:
+    with tempfile.TemporaryDirectory() as top:
+        home, group = Path(top) / "home", Path(top) / "home" / "group"
+        group.mkdir(parents=True)
+        group.chmod(0o775)
+        for mode, is_refused in ((0o700, False), (0o755, True), (0o711, True)):
+            Path(top).chmod(0o755)
+            home.chmod(mode)
+            if is_refused:
+                with pytest.raises(PermissionError, match=r"others can write .*group"):
+                    private_folder(group / "cache")
+            else:
+                assert private_folder(group / "cache") == (group / "cache").resolve()
+        home.chmod(0o700)
+        (group / "cache").chmod(0o775)
+        with pytest.raises(PermissionError, match=r"others can write .*cache"):
+            private_folder(group / "cache")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="files are given away by root alone")
