@@ -107,6 +107,11 @@ lock: $(LOCK_INSTALLED)
 	$(COMPILE) --output-file $(LOCK_VENV)/runtime.txt
 	$(LOCK_BIN)/cyclonedx-py requirements --output-reproducible --pyproject pyproject.toml \
 	    --output-file sbom.json $(LOCK_VENV)/runtime.txt
+	@# components come from whatever index is used, not from the one that is named by default
+	$(LOCK_BIN)/python -c "import json; from pathlib import Path; file = Path('sbom.json'); \
+	    content = json.loads(file.read_text()); \
+	    [one.pop('externalReferences') for one in content['components']]; \
+	    file.write_text(json.dumps(content, indent=2) + '\n')"
 
 $(LOCK_INSTALLED):
 	@$(CHECK_PYTHON)
