@@ -133,7 +133,7 @@ class Engine:
         Raises:
             UserError: an empty prompt, one that does not fit the context with its new tokens, or a
                 token id outside of the vocabulary; with the first tokens, another answer that is
-                being generated; with any tokens, a model that computes NaN, where the host draws.
+                being generated; with any tokens, a model that computes NaN.
         """
         self._check(request)
         return Answer(self._run_alone(replace(request, sampling=request.sampling.seeded())))

@@ -27,6 +27,16 @@ def draws_on_device(sampling: Sampling) -> bool:
     )
 
 
+NOT_FINITE = -2
+"""In the place of a token where a model computed no numbers to draw from."""
+
+
+def checked(tokens: Tensor, drawn_from: Tensor) -> Tensor:
+    """The tokens, int64 [R], or `NOT_FINITE` where the row [R, V] that one comes from is of NaN."""
+    largest = drawn_from.gather(1, tokens[:, None]).squeeze(1)
+    return torch.where(largest.isfinite(), tokens, NOT_FINITE)
+
+
 class DeviceNoise:
     """The noise of an engine's current request, computed inside captured parts.
 
@@ -109,7 +119,7 @@ class Drawing:
     def draw(
         self, operations: Operations, logits: Tensor, uniforms: Tensor, buffer: Tensor | None
     ) -> Tensor:
-        """A token after each row, int64 [R].
+        """A token after each row, int64 [R], as `checked` leaves it.
 
         Args:
             logits: or scores, of which the largest is drawn.
@@ -117,8 +127,8 @@ class Drawing:
             buffer: as `fill` left it.
         """
         if buffer is None:
-            return operations.most_probable(logits)
-        return operations.draw(buffer, uniforms)
+            return checked(operations.most_probable(logits), logits)
+        return checked(operations.draw(buffer, uniforms), buffer)
 
     def confidence(
         self, logits: Tensor, buffer: Tensor | None, rows: Tensor, tokens: Tensor
@@ -131,6 +141,7 @@ class Drawing:
         """
         if not self.reports_confidence:
             return torch.zeros(len(rows), dtype=torch.float64, device=self.device)
+        tokens = tokens.clamp(min=0)
         if buffer is not None:
             return buffer.flatten().index_select(0, rows * buffer.shape[1] + tokens).double()
         chosen = logits.index_select(0, rows).float()

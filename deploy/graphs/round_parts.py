@@ -22,7 +22,8 @@ from polybasic.deploy.drafters.expansion import ExpandingDrafter
 from polybasic.deploy.drafters.head import EagleDrafter
 from polybasic.deploy.graphs.device_passes import PADDING, InputNumbers
 from polybasic.deploy.graphs.device_sampling import verify, verify_greedy
-from polybasic.deploy.graphs.drawing import DeviceNoise, Drawing
+from polybasic.deploy.graphs.drawing import NOT_FINITE, DeviceNoise, Drawing, checked
+from polybasic.deploy.rounds.sampling import NotFiniteError
 from polybasic.deploy.rounds.verifier import Verifier
 
 UNREAD_BUCKETS = (8, 16, 32, 64)
@@ -220,9 +221,15 @@ class TreePart:
         )
 
     def read_back(self) -> tuple[list[int], list[float]]:
-        """The gained tokens and how probable each was; the host waits for them."""
+        """The gained tokens and how probable each was; the host waits for them.
+
+        Raises:
+            NotFiniteError: the verifier computed no numbers to draw from.
+        """
         num, *rest = self._results.tolist()
         gained = [int(token) for token in rest[: int(num)]]
+        if gained[-1] == NOT_FINITE:
+            raise NotFiniteError
         return gained, rest[self.depth : self.depth + int(num)]
 
 
@@ -280,7 +287,7 @@ class BlockPart:
         block = token_ids.index_select(0, (before + 1).clamp(max=self.num_rows - 1)[:-1])
         drawing.fill(logits, self.probabilities)
         if self.proposed is None or self.probabilities is None or drawing.rule is None:
-            own = model.operations.most_probable(logits)
+            own = drawing.draw(model.operations, logits, self.uniforms, None)
             num_kept, next_token = verify_greedy(block, num_tokens, own)
         else:
             num_kept, next_token = verify(
@@ -292,6 +299,8 @@ class BlockPart:
                 drawing.rule,
                 model.operations,
             )
+            row = self.probabilities.index_select(0, num_kept[None])
+            next_token = checked(next_token[None], row).squeeze(0)
         self.states.copy_(states)
         tokens = torch.cat([block, next_token[None]])
         tokens = torch.where(self.places == num_kept, next_token, tokens)
@@ -301,6 +310,12 @@ class BlockPart:
 
     def read_back(self) -> tuple[int, int, list[float]]:
         """The number of tokens kept, the token after them, and how probable each of these was; the
-        host waits for them."""
+        host waits for them.
+
+        Raises:
+            NotFiniteError: the verifier computed no numbers to draw from.
+        """
         num_kept, next_token, *confidence = self._results.tolist()
+        if int(next_token) == NOT_FINITE:
+            raise NotFiniteError
         return int(num_kept), int(next_token), confidence[: int(num_kept) + 1]

@@ -67,7 +67,7 @@ def test_configs_are_refused(tiny_chain: Path, key: str, value: Any) -> None:
     assert outcomes.of_command("generate", tiny_chain, "-p", "w1", "--max-new-tokens", 2)
 
 
-@pytest.mark.parametrize("kernels", ["native", "eager"])
+@pytest.mark.parametrize("kernels", ["native", "eager", "device"])
 @pytest.mark.parametrize(("member", "name", "told"), NAN_IN, ids=lambda one: str(one)[-24:])
 def test_nan_ends_the_answer_and_names_its_origin(
     tiny_chain: Path, member: str, name: str, told: str, kernels: str, monkeypatch
