@@ -47,8 +47,10 @@ def agreement_with_the_target(chain: Chain) -> tuple[Agreement, Rounding]:
     rounding = measure_rounding(verifier, list(zip(prompts, expected, strict=True)), ways, {})
     agreement = Agreement(rounding.tolerance)
     for prompt, own in zip(prompts, expected, strict=True):
+        sampler = chain.engine.repeatable_sampler(prompt, Sampling())
         for plan in plans:
-            agreement.count(verifier, prompt, own, answer(chain, plan, Sampling(), prompt))
+            found = answer(chain, plan, Sampling(), prompt)
+            agreement.count(verifier, sampler, prompt, own, found)
     return agreement, rounding
 
 
