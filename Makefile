@@ -111,6 +111,7 @@ lock: $(LOCK_INSTALLED)
 	$(LOCK_BIN)/python -c "import json; from pathlib import Path; file = Path('sbom.json'); \
 	    content = json.loads(file.read_text()); \
 	    [one.pop('externalReferences') for one in content['components']]; \
+	    content['metadata'].pop('tools'); \
 	    file.write_text(json.dumps(content, indent=2) + '\n')"
 
 $(LOCK_INSTALLED):
