@@ -1,4 +1,6 @@
-"""Numbers for people."""
+"""Numbers and values for people."""
+
+from typing import Any
 
 
 def readable_bytes(num_bytes: int) -> str:
@@ -9,6 +11,12 @@ def readable_bytes(num_bytes: int) -> str:
 def readable_count(count: int) -> str:
     """12_345_678 -> "12.3M"."""
     return _scaled(count, ("", "k", "M", "B", "T"), "")
+
+
+def readable_value(value: Any) -> str:
+    """A value as Python writes it, its beginning where that is long."""
+    shown = repr(value)
+    return shown if len(shown) <= 80 else f"{shown[:80]} ..."
 
 
 def _scaled(value: float, units: tuple[str, ...], space: str) -> str:

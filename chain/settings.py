@@ -15,6 +15,7 @@ from pydantic import (
 )
 
 from polybasic.chain.errors import UserError
+from polybasic.chain.readable import readable_value
 
 
 class Settings(BaseModel):
@@ -86,8 +87,7 @@ def arguments(model: type[Model], given: Mapping[str, Any]) -> Model:
         name = str(fault["loc"][0])
         if name not in model.model_fields:
             raise TypeError(f"unexpected keyword argument {name!r}") from error
-        shown = repr(given[name])
-        shown = shown if len(shown) <= 80 else f"{shown[:80]} ..."
+        shown = readable_value(given[name])
         if fault["type"] == "value_error":
             shown += f" ({fault['ctx']['error']})"
         do = f"give {model.model_fields[name].description}"

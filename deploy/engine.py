@@ -11,6 +11,7 @@ from polybasic.chain.errors import UserError
 from polybasic.chain.formats.plan import Plan, Tree, Window
 from polybasic.chain.kernels.executor import Executor
 from polybasic.chain.kernels.torch.executor import TorchExecutor
+from polybasic.chain.readable import readable_value
 from polybasic.deploy.drafters.expansion import ExpandingDrafter, MakeDrafter
 from polybasic.deploy.drafters.head import EagleDrafter
 from polybasic.deploy.drafters.interface import Drafter, NoDrafter
@@ -277,10 +278,9 @@ class Engine:
         token_ids, vocab_size = request.token_ids, self.models.target.config.vocab_size
         # a number of another type would reach native code as other bytes
         if not isinstance(token_ids, list) or any(type(token) is not int for token in token_ids):
-            given = repr(token_ids)
             raise UserError(
                 "token ids are no list of integers",
-                given if len(given) <= 80 else f"{given[:80]} ...",
+                readable_value(token_ids),
                 "give ids as chain.encode returns them",
             )
         if not token_ids:

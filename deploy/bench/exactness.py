@@ -80,6 +80,13 @@ def agreement_on(
     return agreement
 
 
+def parting(expected: list[int], found: list[int]) -> int:
+    """The place of the first token that differs; the shorter one's length where all are equal."""
+    pairs = zip(expected, found, strict=False)
+    places = (place for place, (one, other) in enumerate(pairs) if one != other)
+    return next(places, min(len(expected), len(found)))
+
+
 @torch.inference_mode()
 def gap_at_divergence(
     verifier: Verifier,
@@ -94,9 +101,8 @@ def gap_at_divergence(
     output ends before they differ, since rounding leaves no token out, and where truncation drops
     one of the two.
     """
-    pairs = zip(expected, found, strict=False)
-    place = next((place for place, (one, other) in enumerate(pairs) if one != other), None)
-    if place is None:
+    place = parting(expected, found)
+    if place == min(len(expected), len(found)):
         return math.inf
     logits = answer_logits(verifier, prompt, expected[: place + 1], ONE_ROW)[-1]
     before = Prefixes([*prompt, *expected[:place]], [[]])

@@ -30,9 +30,9 @@ _PACKAGES = (
     "wandb",
 )
 _EXTRAS = {
-    "train": ("datasets", "zstandard", "peft", "deepspeed", "accelerate", "wandb"),
-    "quantize": ("awq", "accelerate", "datasets", "zstandard"),
-    "dev": ("pytest", "hypothesis", "mypy", "importlinter"),
+    "train": ("datasets", "pyarrow", "peft", "deepspeed", "accelerate", "wandb"),
+    "quantize": ("awq", "accelerate", "datasets", "pyarrow"),
+    "dev": ("pytest", "hypothesis", "zstandard", "mypy", "importlinter"),
 }
 _CPU_FLAGS = (
     *("avx2", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16"),

@@ -49,13 +49,12 @@ def compare_with_target(
     if found == alone.token_ids:
         line = f"verified: identical to the target alone ({seed}), which gives {rate:.1f} tokens/s"
         return line, True
-    from polybasic.deploy.bench.exactness import agreement_on
+    from polybasic.deploy.bench.exactness import agreement_on, parting
 
     members = options["members"]
     plan = chain.plan if members is None else chain.plan_of(members)
     agreement = agreement_on(chain, plan, chain.encode(prompt), sampling, alone.token_ids, found)
-    pairs = zip(found, alone.token_ids, strict=False)
-    place = next((place for place, (one, other) in enumerate(pairs) if one != other), len(found))
+    place = parting(alone.token_ids, found)
     parts = f"the answer parts from the target's own ({seed}) at token {place + 1}"
     if agreement.near_ties:
         changes = f"rounding changes such differences by up to {agreement.tolerance:.3g}"

@@ -26,7 +26,7 @@ from polybasic.recipes.pipeline.sources import chat_template_of
 from polybasic.recipes.schema.recipe import Recipe
 
 _MODULES = {
-    "data": ("train", ("datasets", "zstandard")),
+    "data": ("train", ("datasets", "pyarrow")),
     "target": ("train", ("datasets",)),
     "regenerated": ("train", ("datasets", "openai")),
     "draft": ("train", ("datasets", "deepspeed")),
