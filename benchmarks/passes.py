@@ -24,7 +24,7 @@ from polybasic.chain.errors import UserError
 from polybasic.chain.formats.plan import Tree
 from polybasic.chain.kernels.torch.rows import device_consecutive_rows
 from polybasic.deploy import Chain
-from polybasic.deploy.engine import CONTEXT_TOKENS_BY_DEFAULT, Drafters
+from polybasic.deploy.slots import CONTEXT_TOKENS_BY_DEFAULT, Drafters
 from polybasic.deploy.graphs.capture import Graphs
 from polybasic.deploy.graphs.round_parts import device_executor
 from polybasic.deploy.rounds.cache import KeyValueCache

@@ -35,6 +35,7 @@ from polybasic.chain.formats.plan import Plan
 from polybasic.deploy import Chain
 from polybasic.deploy.engine import Engine, rounds_of
 from polybasic.deploy.request import Request
+from polybasic.deploy.rounds.passes import alone
 from polybasic.deploy.rounds.sampling import Sampling
 
 REST = "rest of Python"
@@ -68,7 +69,7 @@ class Answers:
         now = clock_of(engine.models.target.device)
         timers = Timers(now)
         stages, drafter = engine.stages(request)
-        stages[0].prefill(request.token_ids)
+        alone(stages[0].prefill(request.token_ids))
         rows = {stage.verifier.name: stage.verifier.num_rows for stage in stages}
         with timed(stages, drafter, timers):
             begun = now()
@@ -90,7 +91,7 @@ class Answers:
         """Answer without timers."""
         now = clock_of(engine.models.target.device)
         (root, *_), _ = engine.stages(request)
-        root.prefill(request.token_ids)
+        alone(root.prefill(request.token_ids))
         begun = now()
         for _ in rounds_of(root, request):
             pass

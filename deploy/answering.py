@@ -13,7 +13,8 @@ from polybasic.chain.formats.tokenizer import load_tokenizer
 from polybasic.chain.kernels.product_times import DTYPES
 from polybasic.chain.model.loading import load_decoder, serving_dtype
 from polybasic.deploy.defaults import read_default_sampling, read_stop_tokens
-from polybasic.deploy.engine import Engine, Models
+from polybasic.deploy.engine import Engine
+from polybasic.deploy.slots import Models
 from polybasic.deploy.request import Answer, Request
 from polybasic.deploy.rounds.verifier import SPARE_ROWS
 

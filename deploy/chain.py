@@ -1,8 +1,7 @@
 """A chain, loaded: text in, text out, with what it cost."""
 
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import closing
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, TypedDict, Unpack, get_args
 
 from pydantic import ConfigDict, Field
@@ -16,14 +15,23 @@ from polybasic.chain.formats.chat_templates import (
 from polybasic.chain.formats.manifest import Manifest, check_plan
 from polybasic.chain.formats.plan import MeasuredPlan, Plan, PredictedPlan, Rule
 from polybasic.chain.formats.verify import CheckedChain
-from polybasic.chain.settings import Settings, arguments
+from polybasic.chain.settings import Settings, Whole, arguments
 from polybasic.deploy.engine import Engine
+from polybasic.deploy.live import (
+    MAX_LOGPROBS,
+    Generation,
+    LiveAnswer,
+    Piece,
+    pieces_of,
+)
 from polybasic.deploy.memory import Memory
-from polybasic.deploy.request import Answer, Request, Statistics
+from polybasic.deploy.request import Answer, Request
+from polybasic.deploy.rounds.logprobs import TokenLogprobs
 from polybasic.deploy.rounds.sampling import Sampling
 from polybasic.deploy.rounds.stopping import AnswerText
 
 Messages = Sequence[dict[str, str]]
+_NumLogprobs = Annotated[Whole, Field(le=MAX_LOGPROBS)]
 
 
 class _Message(Settings):
@@ -47,13 +55,24 @@ class _Asked(Settings):
     members: Sequence[str] | None = Field(None, description="names of members")
     plan: Plan | None = Field(None, description="a Plan")
     rule: Rule | None = Field(None, description=" or ".join(get_args(Rule)))
+    logprobs: _NumLogprobs | None = Field(None, description=f"0 to {MAX_LOGPROBS}")
+    prompt_logprobs: _NumLogprobs | None = Field(None, description=f"0 to {MAX_LOGPROBS}")
+    stop_token_ids: Sequence[Whole] = Field((), description="token ids")
+    ignore_eos: bool = Field(False, description="true or false")
 
 
 class Options(TypedDict, total=False):
     """What may be set for `Chain.generate` and `Chain.stream`; None is the checkpoint's default.
 
     Attributes:
-        max_new_tokens: of the answer at most; 256 by default.
+        max_new_tokens: of the answer at most; 256 by default. 0 with `prompt_logprobs` alone.
+        min_tokens: of the answer, before which no token ends it.
+        stop_token_ids: further ids that end the answer.
+        ignore_eos: the checkpoint's own ids do not end the answer.
+        logprobs: so many most probable tokens, 0 to 20, are named beside each token, all with their
+            log-probabilities: the target's, before bias, penalties and temperature.
+        prompt_logprobs: the same of the prompt's tokens.
+        choice: which of several answers for one seed.
         stop: strings that end the answer, which then ends before them.
         members: which members run, from the target down; by default the plan's.
         plan: run by this one and not by the chain's.
@@ -68,6 +87,12 @@ class Options(TypedDict, total=False):
     """
 
     max_new_tokens: int
+    min_tokens: int
+    stop_token_ids: Sequence[int]
+    ignore_eos: bool
+    logprobs: int | None
+    prompt_logprobs: int | None
+    choice: int
     temperature: float | None
     top_k: int | None
     top_p: float | None
@@ -81,33 +106,6 @@ class Options(TypedDict, total=False):
     members: Sequence[str] | None
     plan: Plan | None
     rule: Rule | None
-
-
-@dataclass(frozen=True)
-class Generation:
-    """A finished answer.
-
-    Attributes:
-        text: without special tokens, and without the stop string that ended it.
-        token_ids: the new tokens, with the stop token or the tokens of the stop string.
-        statistics: what it cost.
-    """
-
-    text: str
-    token_ids: list[int]
-    statistics: Statistics
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A part of an answer while it is made.
-
-    `text` may be empty: in the middle of a character, or where a stop string may have begun. What
-    was held back comes with a last piece, which has no tokens.
-    """
-
-    text: str
-    token_ids: list[int]
 
 
 class Chain:
@@ -141,35 +139,62 @@ class Chain:
         self.tokenizer, self.engine = tokenizer, engine
         self.stop_tokens, self.default_sampling = stop_tokens, default_sampling
         self.memory = memory
+        if self.measured_plan is not None and self.measured_plan.by_load:
+            engine.plan_of_load = self.measured_plan.of_load
 
-    def generate(self, prompt: str | Messages, **options: Unpack[Options]) -> Generation:
+    def generate(self, prompt: str | Messages | list[int], **options: Unpack[Options]) -> Generation:
         """Answer a prompt, with the target's own distribution whatever members run.
 
+        May be called from several threads: answers that are made at the same time share passes.
+
         Args:
-            prompt: messages ({"role", "content"}), or a text, which is one user message where
-                the tokenizer has a chat template and is continued as it is where it has none.
+            prompt: messages ({"role", "content"}); or a text, which is one user message where
+                the tokenizer has a chat template and is continued as it is where it has none; or
+                token ids, which are continued as they are.
             options: max_new_tokens, temperature, seed, stop, members and others: see `Options`.
 
         Raises:
             UserError: a setting out of range, members that cannot run, what does not fit the
-                context, or another answer that is being generated.
+                context, or too many answers at a time.
         """
-        answer = self.stream(prompt, **options)
+        prompt_logprobs: list[TokenLogprobs] = []
+        request = self._asked(prompt, **options)
+        answer = Answer(pieces_of(self.engine, request, prompt_logprobs))
         pieces = list(answer)
         return Generation(
             "".join(piece.text for piece in pieces),
             [token for piece in pieces for token in piece.token_ids],
             answer.statistics,
+            [member for piece in pieces for member in piece.members],
+            [one for piece in pieces for one in piece.logprobs],
+            prompt_logprobs,
         )
 
-    def stream(self, prompt: str | Messages, **options: Unpack[Options]) -> Answer[Piece]:
+    def stream(
+        self, prompt: str | Messages | list[int], **options: Unpack[Options]
+    ) -> Answer[Piece]:
         """As `generate`, a piece for each pass of the target, and `statistics` after the last.
 
         Options are checked before the first piece is asked for. From then on, until the stream
-        has ended or is closed, the chain gives no other answer.
+        has ended or is closed, it has a sequence of its own; it goes on when its next piece, or
+        that of another stream, is asked for, and never more than a piece ahead.
         """
-        text, request = self._asked(prompt, **options)
-        return Answer(_pieces(text, self.engine.run(request)))
+        return Answer(pieces_of(self.engine, self._asked(prompt, **options), []))
+
+    def begin(
+        self, prompt: str | Messages | list[int], **options: Unpack[Options]
+    ) -> LiveAnswer:
+        """As `stream`, for a server: the answer is run by `step`, and ahead of what is taken.
+
+        Raises:
+            BusyError: all sequences are used.
+            UserError: as `generate`.
+        """
+        return LiveAnswer(self.engine.begin(self._asked(prompt, **options), runs_ahead=True))
+
+    def step(self) -> bool:
+        """Run one pass, for all answers that wait for it; False if none waits for any."""
+        return self.engine.step()
 
     def stream_ids(
         self,
@@ -189,7 +214,8 @@ class Chain:
         # Text costs time, and is made only to be searched.
         text = AnswerText(self.tokenizer.backend_tokenizer, stop) if stop else None
         plan = plan or self.plan
-        return self.engine.run(self._request(token_ids, max_new_tokens, sampling, plan, text))
+        request = self._request(token_ids, max_new_tokens, sampling, plan, text, self.stop_tokens)
+        return self.engine.run(request)
 
     def sampling(self, **settings: Any) -> Sampling:
         """The checkpoint's default sampling with other settings, but for those that are None.
@@ -224,12 +250,14 @@ class Chain:
                 return measured.seconds_per_token
         return None
 
-    def encode(self, prompt: str | Messages) -> list[int]:
-        """Token ids of a prompt, by the tokenizer's own chat template.
+    def encode(self, prompt: str | Messages | list[int]) -> list[int]:
+        """Token ids of a prompt, by the tokenizer's own chat template; ids are returned as they are.
 
         Raises:
             UserError: messages without a chat template, or that the template refuses.
         """
+        if isinstance(prompt, list) and all(type(token) is int for token in prompt):
+            return [token for token in prompt if isinstance(token, int)]
         arguments(_Asked, {"prompt": prompt})
         if isinstance(prompt, str):
             if self.tokenizer.chat_template is None:
@@ -254,33 +282,62 @@ class Chain:
 
     def _asked(
         self,
-        prompt: str | Messages,
+        prompt: str | Messages | list[int],
         *,
         max_new_tokens: int = 256,
         stop: str | Sequence[str] = (),
         members: Sequence[str] | None = None,
         plan: Plan | None = None,
         rule: Rule | None = None,
+        logprobs: int | None = None,
+        prompt_logprobs: int | None = None,
+        stop_token_ids: Sequence[int] = (),
+        ignore_eos: bool = False,
         **settings: Any,
-    ) -> tuple[AnswerText, Request]:
-        arguments(_Asked, {"stop": stop, "members": members, "plan": plan, "rule": rule})
+    ) -> Request:
+        given = {"stop": stop, "members": members, "plan": plan, "rule": rule}
+        given |= {"logprobs": logprobs, "prompt_logprobs": prompt_logprobs}
+        arguments(_Asked, {**given, "stop_token_ids": stop_token_ids, "ignore_eos": ignore_eos})
         if rule is None and plan is None and settings.get("seed") is not None:
             rule = "coupled"
+        is_default = plan is None and members is None
+        plan = self._plan_of(plan, members)
+        if rule is not None:
+            plan = plan.model_copy(update={"rule": rule})
+        stop_tokens = frozenset(stop_token_ids) | (frozenset() if ignore_eos else self.stop_tokens)
+        sampling = replace(self.sampling(**settings), held_back=stop_tokens)
+        text = AnswerText(self.tokenizer.backend_tokenizer, stop)
+        token_ids = self.encode(prompt)
+        request = self._request(token_ids, max_new_tokens, sampling, plan, text, stop_tokens)
+        follows_load = is_default and self.engine.plan_of_load is not None
+        if not sampling.is_greedy and plan.rule != "coupled":
+            follows_load = False
+        return replace(
+            request,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            reuses=True,
+            follows_load=follows_load,
+            kept_drafter=self._kept_drafter(plan) if follows_load else None,
+        )
+
+    def _plan_of(self, plan: Plan | None, members: Sequence[str] | None) -> Plan:
+        """The plan that is asked for by itself, by its members or not at all."""
         if plan is None:
-            plan = self.plan
-            if members is not None and tuple(members) != plan.members:
-                plan = self.plan_of(members)
-        elif members is not None and tuple(members) != plan.members:
+            if members is None or tuple(members) == self.plan.members:
+                return self.plan
+            return self.plan_of(members)
+        if members is not None and tuple(members) != plan.members:
             raise UserError(
                 "members differ from the plan's",
                 f"{', '.join(members)} beside a plan of {', '.join(plan.members)}",
                 "give one of the two",
             )
-        if rule is not None:
-            plan = plan.model_copy(update={"rule": rule})
-        text = AnswerText(self.tokenizer.backend_tokenizer, stop)
-        sampling = self.sampling(**settings)
-        return text, self._request(self.encode(prompt), max_new_tokens, sampling, plan, text)
+        return plan
+
+    def _kept_drafter(self, plan: Plan) -> str | None:
+        """The drafter of a plan, which observes while a plan of another load has none."""
+        return plan.members[-1] if plan.members[-1] in self.engine.models.drafters else None
 
     def _request(
         self,
@@ -289,9 +346,10 @@ class Chain:
         sampling: Sampling,
         plan: Plan,
         text: AnswerText | None,
+        stop_tokens: frozenset[int],
     ) -> Request:
         sampling.check_vocabulary(self.engine.models.target.config.vocab_size)
-        plan, stop_tokens = checked_plan(plan, self.manifest), self.stop_tokens
+        plan = checked_plan(plan, self.manifest)
         if text is not None:
             # A special token has no text in which a stop string could be found.
             added = self.tokenizer.backend_tokenizer.get_added_tokens_decoder()
@@ -315,12 +373,3 @@ def checked_plan(plan: Plan, manifest: Manifest) -> Plan:
         names = ", ".join(member.name for member in manifest.members)
         raise UserError("plan cannot run", str(error), f"members: {names}") from error
     return plan
-
-
-def _pieces(text: AnswerText, answer: Answer[list[int]]) -> Generator[Piece, None, Statistics]:
-    with closing(answer):
-        for new_tokens in answer:
-            yield Piece(text.take(), new_tokens)
-    if rest := text.finish():
-        yield Piece(rest, [])
-    return answer.statistics

@@ -1,24 +1,17 @@
-"""Runs a chain's models over token ids, one sequence at a time."""
+"""Runs a chain's models over token ids, many sequences at a time."""
 
 import threading
-import time
 from collections.abc import Callable, Collection, Generator, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import torch
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.plan import Plan, Tree, Window
-from polybasic.chain.kernels.executor import Executor
-from polybasic.chain.kernels.torch.executor import TorchExecutor
+from polybasic.chain.formats.plan import Plan
 from polybasic.chain.readable import readable_value
-from polybasic.deploy.drafters.expansion import ExpandingDrafter, MakeDrafter
-from polybasic.deploy.drafters.head import EagleDrafter
-from polybasic.deploy.drafters.interface import Drafter, NoDrafter
-from polybasic.deploy.drafters.model import ModelDrafter
-from polybasic.deploy.drafters.ngram import NgramDrafter
+from polybasic.deploy.batching import Running, choose
+from polybasic.deploy.drafters.interface import Drafter
 from polybasic.deploy.graphs.capture import Graphs
-from polybasic.deploy.graphs.device_passes import DevicePasses
 from polybasic.deploy.graphs.device_stages import (
     DeviceBlockStage,
     DeviceTreeStage,
@@ -27,14 +20,12 @@ from polybasic.deploy.graphs.device_stages import (
 )
 from polybasic.deploy.graphs.drawing import DeviceSampler, draws_on_device
 from polybasic.deploy.request import Answer, Request, Statistics
-from polybasic.deploy.rounds.cache import KeyValueCache
-from polybasic.deploy.rounds.finite import not_finite
 from polybasic.deploy.rounds.noise import Noise
+from polybasic.deploy.rounds.passes import alone, run_together
 from polybasic.deploy.rounds.sampling import (
     CoupledSampler,
     GreedySampler,
     Joiner,
-    NotFiniteError,
     Sampling,
     make_sampler,
 )
@@ -46,123 +37,165 @@ from polybasic.deploy.rounds.stages import (
     TreeStage,
 )
 from polybasic.deploy.rounds.stopping import StoppedBy, cut_at_end
-from polybasic.deploy.rounds.verifier import SPARE_ROWS, Verifier
-
-CONTEXT_TOKENS_BY_DEFAULT = 8192
-
-
-@dataclass
-class Models:
-    """The loaded members of a chain.
-
-    Attributes:
-        decoders: verifying members by name, the target first.
-        drafters: heads and independent draft models, by name.
-        drafts_for: by drafter, the verifying members that it can draft for.
-        context_tokens: prompt and answer together.
-        makers: by drafter, what makes it; those that are not named are made for a head of EAGLE's
-            or for an independent model.
-    """
-
-    decoders: dict[str, Executor]
-    drafters: dict[str, Executor] = field(default_factory=dict)
-    drafts_for: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    context_tokens: int = CONTEXT_TOKENS_BY_DEFAULT
-    makers: dict[str, MakeDrafter] = field(default_factory=dict)
-
-    @property
-    def target(self) -> Executor:
-        return next(iter(self.decoders.values()))
-
-    def drafters_of(self, name: str) -> list[str]:
-        """The drafters that can draft for a verifying member."""
-        return [drafter for drafter, names in self.drafts_for.items() if name in names]
+from polybasic.deploy.rounds.verifier import Verifier
+from polybasic.deploy.slots import SEQUENCES_BY_DEFAULT, Drafters, Models, Slot, Slots
 
 
 class Engine:
-    """Caches and stages over a chain's models. Knows token ids, not text.
+    """Sequences over a chain's models. Knows token ids, not text.
 
-    Caches are allocated once: an intermediate whose layers have the shapes of the model right
-    above it shares that model's.
+    Rounds of several sequences whose next pass is of the same model run as one pass. What a
+    sequence answers does not depend on the others: with native CPU kernels a row gets the same
+    bits in any company; elsewhere products over another number of rows may round differently.
+    Rounds are captured in CUDA graphs where there is one sequence at a time.
+
+    All methods may be called from several threads; passes run one after the other.
 
     Args:
         models: the loaded members.
         share_caches: False gives every verifying member a cache of its own.
         graphs: capture CUDA graphs of passes and rounds where the members run on a GPU.
+        sequences: most at a time, each with its own caches, which are allocated when they are
+            needed. Default: `SEQUENCES_BY_DEFAULT`, and 1 where the members run on a GPU.
+        reuses: leading tokens that were read for an earlier sequence are not read again. Default:
+            where that changes no bit of an answer.
+
+    Attributes:
+        plan_of_load: the plan of requests that follow the load, by the number of sequences.
     """
 
-    def __init__(self, models: Models, share_caches: bool = True, graphs: bool = True) -> None:
+    def __init__(
+        self,
+        models: Models,
+        share_caches: bool = True,
+        graphs: bool = True,
+        sequences: int | None = None,
+        reuses: bool | None = None,
+    ) -> None:
         self.models = models
         self.graphs = Graphs(models.target.device, graphs)
         self.context_tokens = models.context_tokens
-        capacity = self.context_tokens + SPARE_ROWS
-        caches: dict[str, KeyValueCache] = {}
-        above: Executor | None = None
-        for name, decoder in models.decoders.items():
-            fits = above is not None and above.config.cache_shape == decoder.config.cache_shape
-            is_shared = share_caches and fits
-            caches[name] = (
-                next(reversed(caches.values()))
-                if is_shared
-                else KeyValueCache.of(decoder, capacity)
-            )
-            above = decoder
-        feature_layers = _feature_layers(models, caches)
-        self.verifiers: dict[str, Verifier] = {}
-        for name, decoder in models.decoders.items():
-            passes = None
-            if isinstance(decoder, TorchExecutor) and decoder.runs_on_device:
-                passes = DevicePasses(name, decoder, caches[name], self.graphs)
-            layers = feature_layers.get(name, ())
-            verifier = Verifier(name, decoder, caches[name], passes, feature_layers=layers)
-            self.verifiers[name] = verifier
-        self.drafters = Drafters(models, capacity)
-        self._running = threading.Lock()
-        self._parts: RoundParts | None = None
-        if all(verifier.passes is not None for verifier in self.verifiers.values()):
-            self._parts = RoundParts(self.graphs, models.target.device)
+        self.plan_of_load: Callable[[int], Plan] | None = None
+        if sequences is None:
+            sequences = 1 if models.run_on_device else SEQUENCES_BY_DEFAULT
+        captures = models.run_on_device and sequences == 1
+        if reuses is None:
+            reuses = all(decoder.is_batch_invariant for decoder in models.decoders.values())
+        self.slots = Slots(
+            models, sequences, share_caches, self.graphs if captures else None, reuses
+        )
+        self._parts = RoundParts(self.graphs, models.target.device) if captures else None
+        self._stepping = threading.Lock()
+        self._running: list[Running] = []
+
+    @property
+    def verifiers(self) -> dict[str, Verifier]:
+        """Of the first sequence's caches, by name, the target first."""
+        return self._first.verifiers
+
+    @property
+    def drafters(self) -> Drafters:
+        """Of the first sequence's caches."""
+        return self._first.drafters
 
     def run(self, request: Request) -> Answer[list[int]]:
         """The answer's new tokens as they are gained.
-
-        The caches hold one text: from its first tokens on, an answer that has not ended and is not
-        closed keeps others out.
 
         Args:
             request: its plan is one that these members can run.
 
         Raises:
             UserError: an empty prompt, one that does not fit the context with its new tokens, or a
-                token id outside of the vocabulary; with the first tokens, another answer that is
-                being generated; with any tokens, a model that computes NaN.
+                token id outside of the vocabulary; with the first tokens, no room for another
+                sequence; with any tokens, a model that computes NaN.
         """
-        self._check(request)
-        return Answer(self._run_alone(replace(request, sampling=request.sampling.seeded())))
+        self.check(request)
+        return Answer(self._tokens_of(request))
+
+    def begin(self, request: Request, runs_ahead: bool = False) -> Running:
+        """Take a sequence for a request; `step` runs it.
+
+        Args:
+            runs_ahead: it goes on while what it has gained is not taken; else it waits.
+
+        Raises:
+            BusyError: all sequences are used.
+            UserError: as `run`.
+        """
+        self.check(request)
+        request = replace(request, sampling=request.sampling.seeded())
+        with self._stepping:
+            self._reap()
+            slot = self.slots.take(request.token_ids)
+            one = Running(request, slot, self, runs_ahead)
+            self._running.append(one)
+        return one
+
+    def step(self) -> bool:
+        """Run one pass, for all sequences that wait for it; False if none waits for any."""
+        with self._stepping, torch.inference_mode():
+            self._reap()
+            chosen = choose([one for one in self._running if one.wants_to_run])
+            if not chosen:
+                return False
+            try:
+                results = run_together([one.waiting for one in chosen])
+            except BaseException as error:
+                for one in chosen:
+                    one.fail(error)
+                if not isinstance(error, Exception):
+                    raise
+                return True
+            for one, result in zip(chosen, results, strict=True):
+                one.resume(result)
+            return True
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that have not ended."""
+        return sum(not one.is_over for one in self._running)
+
+    def plan_now(self, request: Request) -> Plan:
+        """The plan of the present load for a request that follows it."""
+        assert self.plan_of_load is not None, "no plans by load"
+        plan, rule = self.plan_of_load(self.num_running), request.plan.rule
+        return plan if plan.rule == rule else plan.model_copy(update={"rule": rule})
 
     def stages(
-        self, request: Request, make: Callable[..., Stage] = lambda kind, *given: kind(*given)
+        self,
+        request: Request,
+        make: Callable[..., Stage] = lambda kind, *given: kind(*given),
+        slot: Slot | None = None,
+        noise: Noise | None = None,
     ) -> tuple[list[Stage], Drafter]:
         """The stages of a request, from the root down, and the drafter below them.
 
-        Rounds stay on the device where all verifying members have passes there, and the request's
-        sampling asks for nothing that the host has to count.
+        Rounds stay on the device where all verifying members have passes there, and the request
+        asks for nothing that the host has to count.
 
         Args:
             make: makes a stage, from its class and the arguments of that.
+            slot: whose caches they read, as they are; default: the first one's, emptied.
+            noise: of the request; default: made for it.
         """
+        if slot is None:
+            slot = self._first
+            slot.clear()
         plan, stop = request.plan, request.stop_tokens
-        names = [name for name in plan.members if name in self.verifiers]
+        names = [name for name in plan.members if name in slot.verifiers]
         verifiers = {
-            name: self.verifiers[name].seeing(plan.windows.get(name), self._features(name, plan))
+            name: slot.verifiers[name].seeing(
+                plan.windows.get(name), self._features(slot, name, request)
+            )
             for name in names
         }
-        noise = self.noise(request)
-        drafter = self.drafters.of(plan, noise)
+        noise = noise or self.noise(request)
+        drafter = slot.drafters.of(plan, noise, request.kept_drafter)
         of_tree: type[BaseTreeStage] = TreeStage
         of_block: type[BaseBlockStage] = BlockStage
         sampler: Joiner
         parts: tuple[RoundParts, ...] = ()
-        if self._parts is not None and draws_on_device(request.sampling):
+        if self._parts is not None and self._stays_on_device(request):
             of_tree, of_block, parts = DeviceTreeStage, DeviceBlockStage, (self._parts,)
             sampler = self._device_sampler(self._parts, request, noise)
         else:
@@ -172,6 +205,8 @@ class Engine:
         for name in reversed(names[:-1]):
             given = verifiers[name], stages[0], sampler, plan.flush[name], stop
             stages.insert(0, make(of_block, *given, *parts))
+        stages[0].num_logprobs = request.logprobs
+        stages[0].num_prompt_logprobs = request.prompt_logprobs
         return stages, drafter
 
     def noise(self, request: Request) -> Noise | None:
@@ -195,7 +230,7 @@ class Engine:
             sampling: of the coming requests; others capture what they need when they run.
             say: called with each line of progress.
         """
-        if not self.graphs.is_active:
+        if not self.graphs.is_active or self._parts is None:
             return
         stages, _ = self.stages(Request([0], 1, sampling, stop, plan))
         steps: list[NamedStep] = []
@@ -209,62 +244,48 @@ class Engine:
                 steps += stage.steps_to_capture(max_tokens)
         self.graphs.prepare(steps, say)
 
-    def _run_alone(self, request: Request) -> Generator[list[int], None, Statistics]:
-        if not self._running.acquire(blocking=False):
-            raise UserError(
-                "another answer is being generated",
-                "this chain, whose caches hold one text at a time",
-                "finish or close the first stream, or load the chain once more",
-            )
+    @property
+    def _first(self) -> Slot:
+        return self.slots.first
+
+    def _tokens_of(self, request: Request) -> Generator[list[int], None, Statistics]:
+        one = self.begin(request)
         try:
-            return (yield from self._generate(request))
+            while not one.is_over or one.gains:
+                for gain in one.take():
+                    if gain.tokens:
+                        yield gain.tokens
+                if not one.is_over and not one.gains:
+                    self.step()
+            return one.statistics
         finally:
-            # also where an answer is closed or forgotten half-way
-            self._running.release()
+            one.close()
 
-    def _generate(self, request: Request) -> Generator[list[int], None, Statistics]:
-        begin = time.perf_counter()
-        stages, drafter = self.stages(request)
-        root = stages[0]
-        with torch.inference_mode():
-            root.prefill(request.token_ids)
-        clocks = {stage.verifier.name: stage.verifier.clock for stage in stages}
-        if drafter.clock is not None:
-            clocks[request.plan.members[-1]] = drafter.clock
-        for clock in clocks.values():
-            clock.reset()
-        prefill_seconds = time.perf_counter() - begin
-        num_tokens = 0
-        for new_tokens, ended_by in self._rounds(stages, request):
-            num_tokens += len(new_tokens)
-            seconds, stopped_by = time.perf_counter() - begin, ended_by
-            yield new_tokens
-        assert stopped_by is not None
-        return Statistics(
-            num_prompt_tokens=len(request.token_ids),
-            num_tokens=num_tokens,
-            seconds=seconds,
-            prefill_seconds=prefill_seconds,
-            forward_passes={name: clock.num_passes for name, clock in clocks.items()},
-            seconds_by_member={name: clock.seconds for name, clock in clocks.items()},
-            accepted_lengths={stage.verifier.name: stage.accepted_lengths for stage in stages},
-            stopped_by=stopped_by,
-            seed=None if request.sampling.is_greedy else request.sampling.seed,
-        )
+    def _reap(self) -> None:
+        for one in [one for one in self._running if one.is_over]:
+            one.leave()
+            self._running.remove(one)
 
-    def _rounds(
-        self, stages: list[Stage], request: Request
-    ) -> Iterator[tuple[list[int], StoppedBy | None]]:
-        try:
-            yield from rounds_of(stages[0], request)
-        except NotFiniteError as error:
-            verifiers = [stage.verifier for stage in reversed(stages)]
-            raise not_finite(verifiers, stages[-1].tokens) from error
+    def reap(self) -> None:
+        """Free the sequences of answers that were closed, unless a pass is under way: then it is
+        done after that."""
+        if self._stepping.acquire(blocking=False):
+            try:
+                self._reap()
+            finally:
+                self._stepping.release()
 
-    def _features(self, name: str, plan: Plan) -> tuple[int, ...]:
-        """Layers that a verifier's states hold for the head that drafts in a plan."""
-        head = self.models.drafters.get(plan.members[-1])
-        return self.verifiers[name].feature_layers if head and head.weights.feature_layers else ()
+    def _features(self, slot: Slot, name: str, request: Request) -> tuple[int, ...]:
+        """Layers that a verifier's states hold for the head that drafts, or may later."""
+        drafter = request.plan.members[-1]
+        if drafter not in self.models.drafters:
+            drafter = request.kept_drafter or drafter
+        head = self.models.drafters.get(drafter)
+        return slot.verifiers[name].feature_layers if head and head.weights.feature_layers else ()
+
+    def _stays_on_device(self, request: Request) -> bool:
+        asks_logprobs = request.logprobs is not None or request.prompt_logprobs is not None
+        return draws_on_device(request.sampling) and not asks_logprobs
 
     def _device_sampler(
         self, parts: RoundParts, request: Request, noise: Noise | None
@@ -274,7 +295,13 @@ class Engine:
         drawing = parts.drawing(request.sampling, plan.rule, reports_confidence)
         return DeviceSampler(request.sampling, drawing, noise)
 
-    def _check(self, request: Request) -> None:
+    def check(self, request: Request) -> None:
+        """Check what a request asks for, before anything is computed.
+
+        Raises:
+            UserError: an empty prompt, one that does not fit the context with its new tokens, or a
+                token id outside of the vocabulary.
+        """
         token_ids, vocab_size = request.token_ids, self.models.target.config.vocab_size
         # a number of another type would reach native code as other bytes
         if not isinstance(token_ids, list) or any(type(token) is not int for token in token_ids):
@@ -285,12 +312,12 @@ class Engine:
             )
         if not token_ids:
             raise UserError("empty prompt", "0 tokens", "give at least one token")
-        num_tokens = request.max_new_tokens
-        if type(num_tokens) is not int or num_tokens < 1:
+        num_tokens, least = request.max_new_tokens, 1 if request.prompt_logprobs is None else 0
+        if type(num_tokens) is not int or num_tokens < least:
             raise UserError(
                 "nothing to generate",
                 f"max_new_tokens={num_tokens!r}",
-                "use a whole number, 1 or more",
+                f"use a whole number, {least} or more",
             )
         outside = [token for token in token_ids if not 0 <= token < vocab_size]
         if outside:
@@ -310,62 +337,12 @@ class Engine:
 
 
 def rounds_of(root: Stage, request: Request) -> Iterator[tuple[list[int], StoppedBy | None]]:
-    """The new tokens of each of a request's rounds after the prefill, and what ended the answer
-    with them; None before its last round."""
+    """The new tokens of each of a request's rounds after the prefill, run alone, and what ended the
+    answer with them; None before its last round."""
     num_left, stopped_by = request.max_new_tokens, None
     while stopped_by is None:
         with torch.inference_mode():
-            tokens = root.propose(1, num_left).tokens
+            tokens = alone(root.propose(1, num_left)).tokens
         tokens, stopped_by = cut_at_end(tokens, num_left, request.stop_tokens, request.text)
         num_left -= len(tokens)
         yield tokens, stopped_by
-
-
-class Drafters:
-    """Drafters over a chain's draft models, whose caches are allocated once."""
-
-    def __init__(self, models: Models, capacity: int) -> None:
-        self.models, self.capacity = models, capacity
-        self._made: dict[str, ExpandingDrafter] = {}
-
-    def of(self, plan: Plan, noise: Noise | None = None) -> Drafter:
-        """The drafter of a request that runs by this plan, and draws with this noise."""
-        drafter: Drafter | None = None
-        if plan.members[-1] in self.models.drafters:
-            name = plan.members[-1]
-            drafter = self.named(name, plan.tree, plan.windows.get(name), noise)
-        if plan.ngram is not None:
-            return NgramDrafter(plan.ngram, plan.tree, fallback=drafter)
-        return drafter or NoDrafter()
-
-    def named(
-        self, name: str, tree: Tree, window: Window | None = None, noise: Noise | None = None
-    ) -> ExpandingDrafter:
-        """A drafter over the draft model of this name, with such trees and such a window."""
-        if name not in self._made:
-            model = self.models.drafters[name]
-            make = EagleDrafter if model.weights.is_head else ModelDrafter
-            self._made[name] = self.models.makers.get(name, make)(model, tree, self.capacity)
-        return self._made[name].drafting(tree, window, noise)
-
-
-def _feature_layers(models: Models, caches: dict[str, KeyValueCache]) -> dict[str, tuple[int, ...]]:
-    """By verifying member: the layers that EAGLE-3 heads read.
-
-    Of members that share a cache, one hands its states to the heads of another.
-    """
-    found: dict[str, tuple[int, ...]] = {}
-    for drafter, head in models.drafters.items():
-        layers = head.weights.feature_layers
-        verified = [caches[name] for name in models.drafts_for[drafter]]
-        for name, cache in caches.items():
-            if not layers or not any(cache is one for one in verified):
-                continue
-            if found.setdefault(name, layers) != layers:
-                raise UserError(
-                    "heads of one model read different layers",
-                    f"{layers} by {drafter}, {found[name]} by another head of {name} or of a "
-                    "model with the same cache",
-                    "package a chain with one of these heads",
-                )
-    return found

@@ -25,11 +25,14 @@ from polybasic.chain.settings import Settings, arguments
 from polybasic.deploy.chain import Chain, checked_plan
 from polybasic.deploy.defaults import read_default_sampling, read_stop_tokens
 from polybasic.deploy.drafters.expansion import MakeDrafter
-from polybasic.deploy.engine import CONTEXT_TOKENS_BY_DEFAULT, Engine, Models
+from polybasic.deploy.engine import Engine
+from polybasic.deploy.slots import CONTEXT_TOKENS_BY_DEFAULT, Models
 from polybasic.deploy.hardware import available_bytes, hardware_name, release_unused
 from polybasic.deploy.memory import Kernels, Layout, Memory, state_memory
 from polybasic.deploy.rounds.verifier import SPARE_ROWS
 
+MAX_SEQUENCES = 1024
+"""That may be asked for."""
 _log = logging.getLogger(__name__)
 
 
@@ -49,6 +52,11 @@ class LoadOptions(Settings):
             answered after as many tokens means nothing; what it costs is right.
         graphs: on a GPU, capture CUDA graphs of passes and rounds, those of the plan at once; False
             launches every kernel by itself, with equal outputs.
+        sequences: most answers at a time, whose caches are all allocated at once. Default: 16 on a
+            CPU, whose caches are allocated when they are needed, and 1 on a GPU, where rounds are
+            captured for one; with more they run through the host.
+        reuses: what was read of an earlier answer's leading tokens is not read again. Default:
+            where that changes no bit.
         say: takes a line for people about what is captured; default: the log.
     """
 
@@ -61,6 +69,8 @@ class LoadOptions(Settings):
     share_caches: bool = Field(True, description="true or false")
     beyond_declared: bool = Field(False, description="true or false")
     graphs: bool = Field(True, description="true or false")
+    sequences: int | None = Field(None, ge=1, le=MAX_SEQUENCES, description="a number of answers")
+    reuses: bool | None = Field(None, description="true or false")
     say: Callable[[str], None] | None = Field(None, description="a function of a line")
 
 
@@ -97,8 +107,10 @@ def load_checked(checked: CheckedChain, options: LoadOptions) -> Chain:
     if (available := available_bytes(device)) is not None:
         stated.check_fits(available)
     models = _load_models(checked, device, dtype, stated.context_tokens)
-    engine = Engine(models, options.share_caches, options.graphs)
-    _allocate(engine, running)
+    engine = Engine(
+        models, options.share_caches, options.graphs, options.sequences, options.reuses
+    )
+    _allocate(engine, running, options.sequences or 1)
     release_unused(device)
     tokenizer = load_tokenizer(checked.tokenizer, "chain's tokenizer")
     stop_tokens = read_stop_tokens(checked.target_config, tokenizer.eos_token_id)
@@ -128,9 +140,12 @@ def device_named(name: str | None = None) -> torch.device:
     return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
-def _allocate(engine: Engine, plan: Plan) -> None:
-    """Make what is made when it is first asked for: the drafter's cache."""
-    engine.drafters.of(plan)
+def _allocate(engine: Engine, plan: Plan, sequences: int) -> None:
+    """Make what is made when it is first asked for: the caches of sequences and drafters."""
+    for _ in range(1, sequences):
+        engine.slots.make()
+    for slot in engine.slots.made:
+        slot.drafters.of(plan)
 
 
 def _stated(checked: CheckedChain, options: LoadOptions) -> Memory:
@@ -146,7 +161,13 @@ def _stated(checked: CheckedChain, options: LoadOptions) -> Memory:
         and not (multiplies_fast(dtype) and multiplies_fast(torch.bfloat16)),
     )
     num_tokens = _context_tokens(checked, options)
-    return state_memory(checked, layout, num_tokens, share_caches=options.share_caches)
+    return state_memory(
+        checked,
+        layout,
+        num_tokens,
+        share_caches=options.share_caches,
+        sequences=options.sequences or 1,
+    )
 
 
 def _kernels(device: torch.device, dtype: torch.dtype, config: DecoderConfig) -> Kernels:

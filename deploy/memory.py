@@ -85,15 +85,17 @@ class Memory:
     Attributes:
         layout: that they hold for.
         context_tokens: prompt and answer together; caches have `MAX_TREE_ROWS` rows more.
-        members: bytes of "weights" and of "cache" by name; a cache that members share counts for
-            the first of them.
+        members: bytes of "weights" and of "cache" by name, of all sequences; a cache that members
+            share counts for the first of them.
         workspace_bytes: that are taken for a while beside those.
+        sequences: that have caches.
     """
 
     layout: Layout
     context_tokens: int
     members: dict[str, dict[str, int]]
     workspace_bytes: int
+    sequences: int = 1
 
     @property
     def staying_bytes(self) -> int:
@@ -122,12 +124,17 @@ class Memory:
         or_dtype = " or dtype bfloat16" if self.layout.dtype == "float32" else ""
         raise UserError(
             "not enough memory",
-            f"{readable_bytes(self.peak_bytes)} needed for {self.context_tokens} tokens of context "
+            f"{readable_bytes(self.peak_bytes)} needed for {self._asked_for} "
             f"in {self.layout.dtype}, {readable_bytes(available_bytes)} available on "
             f"{self.layout.device}",
-            f"use a shorter context (1,000 tokens take "
+            f"use {'fewer sequences or ' * (self.sequences > 1)}a shorter context (1,000 tokens take "
             f"{readable_bytes(self.bytes_per_1000_tokens)}){or_dtype}, or free some",
         )
+
+    @property
+    def _asked_for(self) -> str:
+        context = f"{self.context_tokens} tokens of context"
+        return context if self.sequences == 1 else f"{self.sequences} sequences of {context}"
 
     def to_json(self) -> dict[str, Any]:
         """All of it, with the sums."""
@@ -135,13 +142,19 @@ class Memory:
         return {
             **asdict(self.layout),
             "context_tokens": self.context_tokens,
+            "sequences": self.sequences,
             "members": self.members,
             **{name: getattr(self, name) for name in sums},
         }
 
 
 def state_memory(
-    checked: CheckedChain, layout: Layout, context_tokens: int, *, share_caches: bool = True
+    checked: CheckedChain,
+    layout: Layout,
+    context_tokens: int,
+    *,
+    share_caches: bool = True,
+    sequences: int = 1,
 ) -> Memory:
     """What a chain will take; of weights, nothing but the headers of their files is read.
 
@@ -150,6 +163,7 @@ def state_memory(
         layout: of the weights.
         context_tokens: prompt and answer together.
         share_caches: False gives every verifying member a cache of its own.
+        sequences: that have caches of their own.
     """
     found: dict[str, dict[str, int]] = {}
     above: tuple[object, ...] | None = None
@@ -166,10 +180,10 @@ def state_memory(
             above = config.cache_shape
         found[member.name] = {
             "weights": round(sum(num * layout.weight_bytes[form] for form, num in weights)),
-            "cache": cached * layout.item_bytes,
+            "cache": sequences * cached * layout.item_bytes,
         }
     passing = max(making, context_tokens * row_values * layout.item_bytes)
-    return Memory(layout, context_tokens, found, _LIBRARY_BYTES + round(passing))
+    return Memory(layout, context_tokens, found, _LIBRARY_BYTES + round(passing), sequences)
 
 
 def _weights(

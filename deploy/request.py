@@ -1,12 +1,13 @@
 """What is asked of an engine, and the answer as it comes."""
 
 from collections.abc import Collection, Generator, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.plan import Plan
 from polybasic.deploy.rounds.sampling import Sampling
+from polybasic.deploy.rounds.stages import Proposals
 from polybasic.deploy.rounds.stopping import AnswerText, StoppedBy
 
 Part = TypeVar("Part")
@@ -20,6 +21,12 @@ class Request:
         token_ids: the prompt, at least one token.
         plan: which members run and how; they can run it.
         text: of the answer, where it is asked for or stop strings may end it; used up by one run.
+        logprobs: most probable tokens that are named beside each token, with log-probabilities;
+            None gives none.
+        prompt_logprobs: the same of the prompt's tokens.
+        reuses: whether what was read for earlier requests need not be read again.
+        follows_load: whether the engine's plan of the load replaces `plan` between rounds.
+        kept_drafter: a drafter that observes while the plan has none.
     """
 
     token_ids: list[int]
@@ -28,6 +35,11 @@ class Request:
     stop_tokens: Collection[int]
     plan: Plan
     text: AnswerText | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    reuses: bool = False
+    follows_load: bool = False
+    kept_drafter: str | None = None
 
 
 @dataclass(frozen=True)
@@ -35,15 +47,18 @@ class Statistics:
     """What a generation cost.
 
     Attributes:
-        num_prompt_tokens: read by the prefill.
+        num_prompt_tokens: of the prompt.
         num_tokens: new tokens, a stop token included.
-        seconds: prefill included.
+        seconds: prefill included, and the waits for other sequences.
         prefill_seconds: of these, until the first round began.
         forward_passes: of each member, by name, without the prefill.
-        seconds_by_member: of their passes, without the prefill.
+        seconds_by_member: of their passes, without the prefill; a pass that several sequences share
+            counts for each of them.
         accepted_lengths: of each verifying member, tokens gained by each of its passes.
         stopped_by: "stop" (a stop token was drawn), "stop_string" or "length".
         seed: of the draws, given or drawn; None if they were greedy.
+        num_cached_tokens: of the prompt, which an earlier request had read.
+        proposals: by member, what it proposed to the verifier above it.
     """
 
     num_prompt_tokens: int
@@ -55,6 +70,23 @@ class Statistics:
     accepted_lengths: dict[str, list[int]]
     stopped_by: StoppedBy
     seed: int | None = None
+    num_cached_tokens: int = 0
+    proposals: dict[str, Proposals] = field(default_factory=dict)
+
+    @property
+    def drafted(self) -> dict[str, int]:
+        """Tokens that each member proposed."""
+        return {name: one.num_tokens for name, one in self.proposals.items()}
+
+    @property
+    def accepted(self) -> dict[str, int]:
+        """Tokens of each member that the verifier above it accepted."""
+        return {name: sum(one.accepted) for name, one in self.proposals.items()}
+
+    @property
+    def accepted_by_position(self) -> dict[str, list[int]]:
+        """The same by their place in a draft."""
+        return {name: one.accepted for name, one in self.proposals.items()}
 
     @property
     def tokens_per_second(self) -> float:

@@ -24,10 +24,12 @@ class DraftTree:
     Attributes:
         tokens: token id of each row; row 0 is the last token of the sequence.
         parents: row of each row's parent; -1 for the root.
+        proposer: name of what proposes the candidates.
     """
 
     tokens: list[int]
     parents: list[int]
+    proposer: str = ""
 
     def __post_init__(self) -> None:
         assert self.parents[0] == -1
@@ -92,7 +94,7 @@ class Candidates:
     def num_levels(self) -> int:
         return len(self.beams) + 1
 
-    def keep_best(self, root: int, rows: int) -> DraftTree:
+    def keep_best(self, root: int, rows: int, proposer: str = "") -> DraftTree:
         """The tree of the best `rows - 1` candidates below the token `root`."""
         # The stable sort puts a parent before a child of equal score.
         best = self.scores.sort(descending=True, stable=True).indices
@@ -104,7 +106,7 @@ class Candidates:
         for row, candidate in enumerate(chosen, 1):
             row_of[candidate] = row
             parents.append(row_of[self._parent(candidate, beams)])
-        return DraftTree([root, *tokens], parents)
+        return DraftTree([root, *tokens], parents, proposer)
 
     def ranks(self, continuation: list[int]) -> Counts:
         """The ranks of the tokens that actually followed among the candidates.

@@ -47,11 +47,14 @@ class Executor(ABC):
         name: of the kind of executor.
         runs_on_device: whether passes and drafts also take rows that only the device knows, so
             that whole rounds can be captured (`polybasic.chain.kernels.torch.rows`).
+        is_batch_invariant: whether a row gets the same bits in any company, alone or in a tree, a
+            prompt or a pass over several sequences.
         weights: of the model.
     """
 
     name: ClassVar[str]
     runs_on_device = False
+    is_batch_invariant = False
 
     def __init__(self, weights: ModelWeights) -> None:
         self.weights = weights

@@ -1,7 +1,7 @@
 """Drafts by expanding a model into a tree of its most probable continuations."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from copy import copy
 from typing import Self
 
@@ -15,7 +15,7 @@ from polybasic.chain.kernels.executor import Executor
 from polybasic.chain.kernels.rows import consecutive_rows
 from polybasic.deploy.rounds.cache import KeyValueCache
 from polybasic.deploy.rounds.noise import Noise
-from polybasic.deploy.rounds.verifier import PassClock
+from polybasic.deploy.rounds.verifier import PassClock, all_running
 
 
 class ExpandingDrafter(ABC):
@@ -31,6 +31,7 @@ class ExpandingDrafter(ABC):
             row t holds token t + 1.
 
     Attributes:
+        name: of the model among the chain's members.
         window: the part of a long context that the model sees; None for all.
         noise: that the verifier draws with; None if it draws without, or greedily.
 
@@ -40,6 +41,7 @@ class ExpandingDrafter(ABC):
 
     def __init__(self, model: Executor, cache: KeyValueCache, tree: Tree, lag: int) -> None:
         self.model, self.cache, self.lag = model, cache, lag
+        self.name = ""
         self._begin_request(tree, None, None)
 
     def drafting(
@@ -68,11 +70,21 @@ class ExpandingDrafter(ABC):
 
     def draft(self, tokens: list[int], max_depth: int) -> DraftTree:
         """See `polybasic.deploy.drafters.interface.Drafter`."""
-        depth = min(max_depth, self.tree.depth)
-        if depth == 0 or len(tokens) < self.min_tokens:
+        depth = self.depth_of(tokens, max_depth)
+        if depth == 0:
             return DraftTree.of_root(tokens[-1])
         with self.clock.running(num_passes=depth):
-            return self.candidates(tokens, depth).keep_best(tokens[-1], self.tree.rows)
+            candidates = self.candidates(tokens, depth)
+            return candidates.keep_best(tokens[-1], self.tree.rows, self.name)
+
+    @property
+    def kind(self) -> Hashable:
+        """Drafters of one kind can draft together, each after its own sequence."""
+        return id(self.model), "draft"
+
+    def depth_of(self, tokens: list[int], max_depth: int) -> int:
+        """Levels of a draft after `tokens`; 0 if there is none."""
+        return min(max_depth, self.tree.depth) if len(tokens) >= self.min_tokens else 0
 
     def candidates(self, tokens: list[int], depth: int) -> Candidates:
         """All candidates after the sequence `tokens`, which has at least `min_tokens`.
@@ -108,9 +120,20 @@ class ExpandingDrafter(ABC):
         self.cache.keep(range(end - start))
         return states[-1:]
 
+    def copy_from(self, other: Self, num_tokens: int) -> None:
+        """Take over what the drafter of another sequence knows of its first tokens.
+
+        A row of a head's cache holds the token after its own, too.
+        """
+        self.cache.copy_from(other.cache, max(num_tokens - self.lag, 0))
+
+    @property
     @abstractmethod
-    def observe(self, states: Tensor) -> None:
+    def num_observed(self) -> int | None:
         """See `polybasic.deploy.drafters.interface.Drafter`; so are the others."""
+
+    @abstractmethod
+    def observe(self, states: Tensor) -> None: ...
 
     @abstractmethod
     def rewind(self, num_observed: int) -> None: ...
@@ -118,6 +141,26 @@ class ExpandingDrafter(ABC):
     @abstractmethod
     def features(self, start: int, end: int) -> Tensor | None:
         """Features [R, D] of the rows from `start` up to `end`; None if the model reads none."""
+
+
+def draft_together(
+    drafters: Sequence[ExpandingDrafter],
+    tokens: Sequence[list[int]],
+    max_depths: Sequence[int],
+) -> list[DraftTree]:
+    """As `draft` of each of several drafters of one kind, after the sequence of each."""
+    asked = list(zip(drafters, tokens, max_depths, strict=True))
+    depths = [one.depth_of(text, most) for one, text, most in asked]
+    drafting = [place for place, depth in enumerate(depths) if depth > 0]
+    trees = [DraftTree.of_root(text[-1]) for text in tokens]
+    clocks = [drafters[place].clock for place in drafting]
+    with all_running(clocks, num_passes=0):
+        for place in drafting:
+            one, text = drafters[place], tokens[place]
+            one.clock.num_passes += depths[place]
+            candidates = one.candidates(text, depths[place])
+            trees[place] = candidates.keep_best(text[-1], one.tree.rows, one.name)
+    return trees
 
 
 MakeDrafter = Callable[[Executor, Tree, int], ExpandingDrafter]

@@ -1,5 +1,7 @@
 """Drafts by a head, which continues the verifier's features."""
 
+from typing import Self
+
 import torch
 from torch import Tensor
 
@@ -20,32 +22,59 @@ class EagleDrafter(ExpandingDrafter):
         capacity: rows of the head's cache, those of a draft included.
 
     Attributes:
-        observed: [capacity, input width of the head], from the verifier's states, by position.
+        observed: by position, so that any row of the cache can be read again.
     """
 
     def __init__(self, head: Executor, tree: Tree, capacity: int) -> None:
-        # By position, so that any row of the cache can be read again.
-        self.observed = torch.zeros(
-            capacity, head.weights.input_width, dtype=head.dtype, device=head.device
-        )
-        self._num_observed = 0
+        self.observed = Observed(head, capacity)
         # A row reads the state of one token and the token after it.
         super().__init__(head, KeyValueCache.of(head, capacity), tree, lag=1)
 
+    @property
+    def num_observed(self) -> int:
+        return self.observed.length
+
     def observe(self, states: Tensor) -> None:
-        end = self._num_observed + len(states)
-        self.observed[self._num_observed : end] = self.model.weights.select_inputs(states)
-        self._num_observed = end
+        self.observed.append(self.model.weights.select_inputs(states))
 
     def rewind(self, num_observed: int) -> None:
-        assert num_observed <= self._num_observed
-        self._num_observed = num_observed
+        self.observed.truncate(num_observed)
         # Row t also holds token t + 1, so the last row is read again.
         self.cache.truncate(min(self.cache.length, max(num_observed - 1, 0)))
 
+    def copy_from(self, other: Self, num_tokens: int) -> None:
+        super().copy_from(other, num_tokens)
+        self.observed.truncate(0)
+        self.observed.append(other.observed.inputs[: min(num_tokens, other.observed.length)])
+
     def begin(self, tokens: list[int]) -> int:
-        assert self._num_observed == len(tokens) - 1 >= 1
+        assert self.observed.length == len(tokens) - 1 >= 1
         return super().begin(tokens)
 
     def features(self, start: int, end: int) -> Tensor:
-        return self.model.features(self.observed[start:end])
+        return self.model.features(self.observed.inputs[start:end])
+
+
+class Observed:
+    """What a head reads of the verifier's states, for one sequence.
+
+    Attributes:
+        inputs: [capacity, input width of the head].
+        length: leading rows that are known.
+    """
+
+    def __init__(self, head: Executor, capacity: int) -> None:
+        width = head.weights.input_width
+        self.inputs = torch.zeros(capacity, width, dtype=head.dtype, device=head.device)
+        self.length = 0
+
+    def append(self, inputs: Tensor) -> None:
+        """Add rows [R, input width]."""
+        end = self.length + len(inputs)
+        self.inputs[self.length : end] = inputs
+        self.length = end
+
+    def truncate(self, length: int) -> None:
+        """Forget all rows from `length` on."""
+        assert 0 <= length <= self.length, f"truncate to {length} of {self.length} rows"
+        self.length = length

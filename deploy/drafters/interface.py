@@ -27,6 +27,11 @@ class Drafter(Protocol):
     tree: Tree
 
     @property
+    def num_observed(self) -> int | None:
+        """Leading states that it holds, those of the sequence before included; None if it needs
+        none."""
+
+    @property
     def clock(self) -> PassClock | None:
         """Counts the passes of the drafter's model; None if it has none."""
 
@@ -36,7 +41,7 @@ class Drafter(Protocol):
     def rewind(self, num_observed: int) -> None:
         """Forget all but the first `num_observed` states; the tokens after them may change.
 
-        0 begins a new sequence.
+        0 begins a new sequence, more another one with the same leading tokens.
         """
 
     def draft(self, tokens: list[int], max_depth: int) -> DraftTree:
@@ -50,6 +55,7 @@ class NoDrafter:
     """Proposes nothing: the verifier runs alone, one token a pass."""
 
     clock: PassClock | None = None
+    num_observed = None
 
     def __init__(self) -> None:
         self.tree = Tree(depth=1, top_k=1, rows=2)
@@ -59,6 +65,32 @@ class NoDrafter:
 
     def rewind(self, num_observed: int) -> None:
         """Nothing to forget."""
+
+    def draft(self, tokens: list[int], max_depth: int) -> DraftTree:
+        return DraftTree.of_root(tokens[-1])
+
+
+class IdleDrafter:
+    """Proposes nothing, and observes for a drafter that may draft later.
+
+    Args:
+        drafter: observes.
+    """
+
+    clock: PassClock | None = None
+
+    def __init__(self, drafter: Drafter) -> None:
+        self._drafter, self.tree = drafter, Tree(depth=1, top_k=1, rows=2)
+
+    @property
+    def num_observed(self) -> int | None:
+        return self._drafter.num_observed
+
+    def observe(self, states: Tensor) -> None:
+        self._drafter.observe(states)
+
+    def rewind(self, num_observed: int) -> None:
+        self._drafter.rewind(num_observed)
 
     def draft(self, tokens: list[int], max_depth: int) -> DraftTree:
         return DraftTree.of_root(tokens[-1])

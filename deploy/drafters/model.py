@@ -11,7 +11,7 @@ from polybasic.deploy.rounds.cache import KeyValueCache
 class ModelDrafter(ExpandingDrafter):
     """Drafts by a decoder: the first level reads the unread tokens, every other `top_k` rows.
 
-    A draft depends on the tokens alone; the verifier's states are only counted.
+    A draft depends on the tokens alone, not on the verifier's states.
 
     Args:
         decoder: shares the verifier's token ids.
@@ -19,21 +19,16 @@ class ModelDrafter(ExpandingDrafter):
         capacity: rows of the decoder's own cache, those of a draft included.
     """
 
+    num_observed = None
+
     def __init__(self, decoder: Executor, tree: Tree, capacity: int) -> None:
-        self._num_observed = 0
         super().__init__(decoder, KeyValueCache.of(decoder, capacity), tree, lag=0)
 
     def observe(self, states: Tensor) -> None:
-        self._num_observed += len(states)
+        """Nothing to learn from."""
 
     def rewind(self, num_observed: int) -> None:
-        assert num_observed <= self._num_observed
-        self._num_observed = num_observed
         self.cache.truncate(min(self.cache.length, num_observed))
-
-    def begin(self, tokens: list[int]) -> int:
-        assert self._num_observed == len(tokens) - 1
-        return super().begin(tokens)
 
     def features(self, start: int, end: int) -> None:
         return None

@@ -16,6 +16,8 @@ from polybasic.deploy.rounds.verifier import PassClock
 
 NUM_MATCH_LENGTHS = 4
 """How many match lengths are tried, from the settings' `min_match` upwards."""
+NGRAM = "ngram"
+"""Named as the proposer of copies."""
 MAX_COPIES = 4
 """Most recent places that a draft copies from; common beginnings share rows."""
 
@@ -39,7 +41,6 @@ class NgramDrafter:
         self.tree = tree
         shortest = settings.min_match
         self._match_lengths = range(shortest, shortest + NUM_MATCH_LENGTHS)
-        self._num_observed = 0
         self._tokens: list[int] = []
         # n-gram -> place of the token after its latest occurrence; most recently used last.
         self._places: OrderedDict[tuple[int, ...], int] = OrderedDict()
@@ -50,19 +51,19 @@ class NgramDrafter:
     def clock(self) -> PassClock | None:
         return self.fallback.clock
 
+    @property
+    def num_observed(self) -> int | None:
+        return self.fallback.num_observed
+
     def observe(self, states: Tensor) -> None:
-        self._num_observed += len(states)
         self.fallback.observe(states)
 
     def rewind(self, num_observed: int) -> None:
-        assert num_observed <= self._num_observed
-        self._num_observed = num_observed
         while len(self._tokens) > num_observed:
             self._unlearn_last()
         self.fallback.rewind(num_observed)
 
     def draft(self, tokens: list[int], max_depth: int) -> DraftTree:
-        assert self._num_observed == len(tokens) - 1
         for place in range(len(self._tokens), len(tokens)):
             self._learn(tokens[place])
         tree = self._copy(min(self.settings.num_tokens, max_depth))
@@ -83,7 +84,7 @@ class NgramDrafter:
                     tokens.append(token)
                     parents.append(row)
                 row = child
-        return DraftTree(tokens, parents) if len(tokens) > 1 else None
+        return DraftTree(tokens, parents, NGRAM) if len(tokens) > 1 else None
 
     def _matches(self) -> Iterator[int]:
         """Places of the tokens after the longest match, latest first, at most `MAX_COPIES`."""

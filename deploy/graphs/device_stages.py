@@ -28,7 +28,15 @@ from polybasic.deploy.graphs.round_parts import (
     TreePart,
     TreeRows,
 )
-from polybasic.deploy.rounds.stages import BaseBlockStage, BaseTreeStage, Block, Round, Stage
+from polybasic.deploy.rounds.passes import DraftPass, Passes, at_once
+from polybasic.deploy.rounds.stages import (
+    BaseBlockStage,
+    BaseTreeStage,
+    Block,
+    Kept,
+    Round,
+    Stage,
+)
 from polybasic.deploy.rounds.verifier import Verifier
 from polybasic.deploy.rounds.warping import Sampling, Warping
 
@@ -137,6 +145,7 @@ class DeviceTreeStage(BaseTreeStage):
         super().__init__(verifier, drafter, sampler, stop_tokens)
         self.parts = parts
         self._stop_tokens = parts.stop_tokens(self.stop_tokens)
+        self._drafted = 0, ""
 
     @property
     def max_tokens(self) -> int:
@@ -156,15 +165,16 @@ class DeviceTreeStage(BaseTreeStage):
             )
         yield self._verify_step(part)
 
-    def _draft(self, limit: int) -> TreePart:
+    def _draft(self, limit: int) -> Passes[TreePart]:
         drafter, device_drafter = self.drafter, self.parts.device_drafter(self.drafter)
         if device_drafter is None or not isinstance(drafter, ExpandingDrafter):
-            return self._load_tree(drafter.draft(self.tokens, max_depth=limit - 1))
+            return self._load_tree((yield DraftPass(drafter, self.tokens, limit - 1)))
         if limit == 1 or len(self.tokens) < drafter.min_tokens:
             return self._load_tree(DraftTree.of_root(self.tokens[-1]))
         return self._draft_on_device(drafter, device_drafter)
 
     def _load_tree(self, tree: DraftTree) -> TreePart:
+        self._drafted = len(tree) - 1, tree.proposer
         rows = bucket_of(len(tree))
         part = self._part(rows, rows - 1)
         if rows == 1:
@@ -177,6 +187,7 @@ class DeviceTreeStage(BaseTreeStage):
         self, drafter: ExpandingDrafter, device_drafter: DeviceDrafter
     ) -> TreePart:
         part, tokens = self._part_for(drafter.tree), self.tokens
+        self._drafted = part.num_rows - 1, drafter.name
         with drafter.clock.running(num_passes=drafter.tree.depth):
             start = drafter.begin(tokens)
             if len(tokens) - drafter.lag - start > UNREAD_BUCKETS[-1]:
@@ -192,7 +203,10 @@ class DeviceTreeStage(BaseTreeStage):
         drafter.cache.keep(range(len(unread)))
         return part
 
-    def _verify(self, part: TreePart, limit: int) -> Round:
+    def _verify(self, part: TreePart, limit: int) -> Passes[Round]:
+        return at_once(self._verify_on_device(part, limit))
+
+    def _verify_on_device(self, part: TreePart, limit: int) -> Round:
         verifier, cache = self.verifier, self.verifier.cache
         verifier.num_rows += part.num_rows
         part.set(cache.length, limit)
@@ -202,11 +216,11 @@ class DeviceTreeStage(BaseTreeStage):
             self.parts.graphs.run(key, function, name)
         gained, confidence = part.read_back()
         cache.keep(range(len(gained)))
-        self.drafter.observe(part.states[: len(gained)])
-        self.tokens += gained
-        self.accepted_lengths.append(len(gained))
+        num_drafted, proposer = self._drafted
+        self._commit(gained, part.states[: len(gained)], num_drafted, proposer)
         draws = DeviceDraws(part.probabilities, part.path, confidence)
-        return Round(gained, draws, list(range(len(gained))))
+        rows = list(range(len(gained)))
+        return Round(gained, draws, rows, self._proposers(len(gained), proposer))
 
     def _part_for(self, shape: Tree) -> TreePart:
         num_candidates = shape.top_k + (shape.depth - 1) * shape.top_k**2
@@ -266,7 +280,10 @@ class DeviceBlockStage(BaseBlockStage):
         for rows in sorted({bucket_of(1 + max(num, 1)) for num in range(max_tokens + 1)}):
             yield self._verify_step(self._part(rows))
 
-    def _verify(self, unread: list[int], block: Block) -> tuple[int, int, Tensor, DeviceDraws]:
+    def _verify(self, unread: list[int], block: Block) -> Passes[Kept]:
+        return at_once(self._verify_on_device(unread, block))
+
+    def _verify_on_device(self, unread: list[int], block: Block) -> Kept:
         verifier, num_rows = self.verifier, len(unread) + len(block.tokens)
         part = self._part(bucket_of(max(num_rows, 2)))
         part.set(verifier.cache.length, unread, block.tokens)
@@ -279,7 +296,7 @@ class DeviceBlockStage(BaseBlockStage):
             self.parts.graphs.run(key, function, name)
         num_kept, next_token, confidence = part.read_back()
         draws = DeviceDraws(part.probabilities, part.places, confidence)
-        return num_kept, next_token, part.states[:num_rows], draws
+        return Kept(num_kept, next_token, part.states[:num_rows], draws)
 
     def _part(self, rows: int) -> BlockPart:
         return self.parts.block(self.verifier, rows, self.sampler.drawing)

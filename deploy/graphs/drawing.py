@@ -24,6 +24,7 @@ def draws_on_device(sampling: Sampling) -> bool:
         or sampling.repetition_penalty != 1
         or sampling.presence_penalty
         or sampling.frequency_penalty
+        or sampling.min_tokens
     )
 
 

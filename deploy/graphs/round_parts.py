@@ -91,7 +91,7 @@ class DeviceDrafter:
         model = drafter.model
         if not isinstance(model, TorchExecutor) or not model.runs_on_device:
             return None
-        observed = drafter.observed if isinstance(drafter, EagleDrafter) else None
+        observed = drafter.observed.inputs if isinstance(drafter, EagleDrafter) else None
         return cls(model, drafter.cache.layers, drafter.lag, observed)
 
     def read(self, token_ids: Tensor, start: Tensor, window: Window | None) -> Tensor:

@@ -26,6 +26,7 @@ from polybasic.deploy.planner.budget import Budget
 from polybasic.deploy.planner.measurements import DraftCosts, PassCosts, num_candidates
 from polybasic.deploy.request import Request
 from polybasic.deploy.rounds.flushing import AdaptiveFlushing
+from polybasic.deploy.rounds.passes import Passes, alone
 from polybasic.deploy.rounds.sampling import Sampling
 from polybasic.deploy.rounds.stages import BaseBlockStage, BaseTreeStage, Block, Round, Stage
 from polybasic.deploy.rounds.verifier import PassClock
@@ -185,7 +186,7 @@ def _time_rounds(engine: Engine, request: Request, costs: "RoundCosts") -> None:
         return stage
 
     (root, *_), _ = engine.stages(request, timed)
-    root.prefill(request.token_ids)
+    alone(root.prefill(request.token_ids))
     for _ in rounds_of(root, request):
         pass
 
@@ -328,9 +329,9 @@ class _TimedStage:
 
     def propose(
         self, num_tokens: int, limit: int, flushing: AdaptiveFlushing | None = None
-    ) -> Block:
+    ) -> Passes[Block]:
         begin = self.watch.now()
-        block: Block = super().propose(num_tokens, limit, flushing)  # type: ignore[misc]
+        block: Block = yield from super().propose(num_tokens, limit, flushing)  # type: ignore[misc]
         self.seconds += self.watch.now() - begin
         return block
 
@@ -338,11 +339,11 @@ class _TimedStage:
 class _TimedTree(_TimedStage, BaseTreeStage):
     """Times its rounds and their drafts separately."""
 
-    def _round(self, limit: int) -> Round:
+    def _round(self, limit: int) -> Passes[Round]:
         watch, rows, num_captured = self.watch, self.verifier.num_rows, self.watch.num_captured
         self._draft_clock = PassClock(watch.device)
         begin = watch.now()
-        one = super()._round(limit)
+        one = yield from super()._round(limit)
         seconds = watch.now() - begin
         if watch.num_captured == num_captured:
             drafting = self._draft_clock.seconds
@@ -351,9 +352,9 @@ class _TimedTree(_TimedStage, BaseTreeStage):
             self._take_draft(drafting, max_depth=limit - 1)
         return one
 
-    def _draft(self, limit: int) -> Any:
+    def _draft(self, limit: int) -> Passes[Any]:
         with self._draft_clock.running(num_passes=1):
-            return super()._draft(limit)  # type: ignore[safe-super]
+            return (yield from super()._draft(limit))  # type: ignore[safe-super]
 
     def _take_draft(self, seconds: float, max_depth: int) -> None:
         drafter, tree, costs = self.drafter, self.drafter.tree, self.watch.costs
@@ -368,10 +369,10 @@ class _TimedBlock(_TimedStage, BaseBlockStage):
 
     below: "_TimedTree | _TimedBlock"
 
-    def _round(self, limit: int) -> Round:
+    def _round(self, limit: int) -> Passes[Round]:
         watch, rows, num_captured = self.watch, self.verifier.num_rows, self.watch.num_captured
         begin, below = watch.now(), self.below.seconds
-        one = super()._round(limit)
+        one = yield from super()._round(limit)
         seconds = watch.now() - begin - (self.below.seconds - below)
         if watch.num_captured == num_captured:
             rows = self.verifier.num_rows - rows

@@ -25,6 +25,7 @@ from polybasic.deploy.planner.budget import Budget
 from polybasic.deploy.planner.costs import RoundCosts, measure_costs
 from polybasic.deploy.planner.measurements import Measurements, Trace
 from polybasic.deploy.request import Request
+from polybasic.deploy.rounds.passes import alone
 from polybasic.deploy.rounds.sampling import Prefixes, Sampling, make_sampler
 from polybasic.deploy.rounds.stages import BaseTreeStage
 from polybasic.deploy.settings import PlanGrid
@@ -293,8 +294,8 @@ def _trace(
     prefixes = Prefixes(prompt, [answer[:length] for length in range(len(answer))])
     places = list(range(len(answer)))
     target = next(iter(engine.verifiers))
-    alone = Plan(members=(target,), tree=OWN_TEXT_TREE, rule=rule)
-    noise = engine.noise(Request(prompt, len(answer), sampling, frozenset(), alone))
+    plan = Plan(members=(target,), tree=OWN_TEXT_TREE, rule=rule)
+    noise = engine.noise(Request(prompt, len(answer), sampling, frozenset(), plan))
     is_random = sampling.temperature > 0 and noise is None
     for name, verifier in engine.verifiers.items():
         sampler = make_sampler(sampling, engine.models.target.device, len(prompt), rule, noise)
@@ -429,8 +430,9 @@ def _continuations(
             if stage.tokens:
                 stage.resolve(len(prompt) + place, drawn[place])
             else:
-                stage.prefill([*prompt, *answer[:place], drawn[place]])
-            following = [drawn[place], *stage.propose(depth, depth + OWN_TEXT_TREE.depth).tokens]
+                alone(stage.prefill([*prompt, *answer[:place], drawn[place]]))
+            block = alone(stage.propose(depth, depth + OWN_TEXT_TREE.depth))
+            following = [drawn[place], *block.tokens]
         continuations.insert(0, following)
     return continuations
 

@@ -73,6 +73,11 @@ class KeyValueCache:
         moved = torch.tensor(sources, device=self.block.device)
         self.block[:, :, first : first + len(sources)] = self.block[:, :, moved]
 
+    def copy_from(self, other: "KeyValueCache", num_rows: int) -> None:
+        """Take over the first committed rows of a cache of the same shape, at most `num_rows`."""
+        self.length = min(num_rows, other.length)
+        self.block[:, :, : self.length] = other.block[:, :, : self.length]
+
     def truncate(self, length: int) -> None:
         """Drop all rows from `length` on."""
         assert 0 <= length <= self.length, f"truncate to {length} of {self.length} rows"

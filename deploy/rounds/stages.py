@@ -2,14 +2,16 @@
 
 Stages nest: a `TreeStage` verifies a drafter's tree, a `BlockStage` verifies the block that the
 stage below it hands up. Two models are one TreeStage, three are a BlockStage over a TreeStage,
-four two BlockStages over one. A stage sees token ids only.
+four two BlockStages over one. A stage sees token ids only. What it does is a generator of the
+passes that it needs (`polybasic.deploy.rounds.passes`).
 
 #   R = rows (tokens), W = width of the verifier's states, which stages only pass on
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 from torch import Tensor
@@ -18,9 +20,14 @@ from polybasic.chain.formats.plan import Flush
 from polybasic.chain.kernels.drafts import DraftTree, walk
 from polybasic.deploy.drafters.interface import Drafter
 from polybasic.deploy.rounds.flushing import AdaptiveFlushing
+from polybasic.deploy.rounds.logprobs import TokenLogprobs, logprobs_of
+from polybasic.deploy.rounds.passes import DraftPass, Passes, VerifierPass
 from polybasic.deploy.rounds.sampling import Joiner, Prefixes, Sampler
 from polybasic.deploy.rounds.stopping import cut_at_end
 from polybasic.deploy.rounds.verifier import Verifier
+
+PROMPT_ROWS = {"cpu": 256, "cuda": 2048}
+"""Tokens of a prompt that one pass reads, by kind of device: others' rounds run in between."""
 
 
 @dataclass(frozen=True)
@@ -30,10 +37,14 @@ class Block:
     Attributes:
         tokens: in order.
         distributions: one row for each token, as the sampler joins them; None if there are none.
+        proposers: for each token, the member that proposed it first.
+        logprobs: for each token, if the stage is asked for them.
     """
 
     tokens: list[int]
     distributions: Any
+    proposers: list[str] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -44,11 +55,44 @@ class Round:
         tokens: at least one.
         distributions: of the rows that the verifier read.
         rows: for each token, the row that it was drawn from.
+        proposers: for each token, the member that proposed it first.
+        logprobs: for each token, if the stage is asked for them.
     """
 
     tokens: list[int]
     distributions: Any
     rows: list[int]
+    proposers: list[str] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+
+
+@dataclass
+class Proposals:
+    """What a member proposed to the verifier above it.
+
+    Attributes:
+        num_drafts: trees or blocks.
+        num_tokens: of all of them.
+        accepted: at [i], how often the token at place i of a draft was accepted.
+    """
+
+    num_drafts: int = 0
+    num_tokens: int = 0
+    accepted: list[int] = field(default_factory=list)
+
+    def count(self, num_tokens: int, num_accepted: int) -> None:
+        """Add a draft of so many tokens, of which the first `num_accepted` of a path were kept."""
+        self.num_drafts += 1
+        self.num_tokens += num_tokens
+        self.accepted += [0] * (num_accepted - len(self.accepted))
+        for place in range(num_accepted):
+            self.accepted[place] += 1
+
+    def add(self, other: "Proposals") -> None:
+        """Add another's counts."""
+        self.num_drafts += other.num_drafts
+        self.num_tokens += other.num_tokens
+        self.accepted = [sum(two) for two in zip_longest(self.accepted, other.accepted, fillvalue=0)]
 
 
 class Stage(ABC):
@@ -59,6 +103,10 @@ class Stage(ABC):
         stop_tokens: ids that end what it proposes.
         tokens: the sequence so far.
         accepted_lengths: tokens gained by each of its passes since the stage was made.
+        proposals: by member, what was proposed to the verifier since the stage was made.
+        num_logprobs: most probable tokens whose log-probabilities its rounds give beside those of
+            the tokens gained; None gives none.
+        num_prompt_logprobs: the same of the tokens of a prompt, which `prompt_logprobs` takes.
     """
 
     def __init__(
@@ -68,20 +116,48 @@ class Stage(ABC):
         self.stop_tokens = frozenset(stop_tokens)
         self.tokens: list[int] = []
         self.accepted_lengths: list[int] = []
+        self.proposals: dict[str, Proposals] = {}
+        self.num_logprobs: int | None = None
+        self.num_prompt_logprobs: int | None = None
+        self.prompt_logprobs: list[TokenLogprobs] = []
+
+    @property
+    @abstractmethod
+    def num_held(self) -> int:
+        """Leading tokens that were read, and whose states were observed, by what shares a cache."""
 
     @abstractmethod
-    def prefill(self, tokens: list[int], states: Tensor | None = None) -> None:
-        """Begin a sequence.
+    def begin(self, tokens: list[int], num_held: int) -> None:
+        """Begin or resume a sequence, before anything is read.
+
+        Args:
+            tokens: at least one.
+            num_held: leading ones that need not be read again, at most `self.num_held`.
+        """
+
+    @abstractmethod
+    def catch_up(self) -> Passes[None]:
+        """Read, in parts, the tokens that the caches do not hold yet, except the last."""
+
+    def settle(self) -> None:
+        """Drop what was read beyond the sequence so far, when a round is given up half-way."""
+
+    def prefill(self, tokens: list[int]) -> Passes[None]:
+        """Begin a sequence with its prompt, of which caches may hold leading tokens.
 
         Args:
             tokens: the prompt, at least one token.
-            states: the states [len(tokens) - 1, W] of all tokens but the last, if the stage above
-                has already read them into the shared cache.
         """
+        self.begin(tokens, min(self.num_held, len(tokens) - 1))
+        yield from self.catch_up()
+
+    @abstractmethod
+    def observe(self, states: Tensor) -> None:
+        """Take the states [R, W] of tokens that the stage above read into the shared cache."""
 
     def propose(
         self, num_tokens: int, limit: int, flushing: AdaptiveFlushing | None = None
-    ) -> Block:
+    ) -> Passes[Block]:
         """Continue the sequence until `num_tokens` are gained or a stop token is drawn.
 
         The last round may gain more, but the total never exceeds `limit`; `flushing` may stop
@@ -89,12 +165,19 @@ class Stage(ABC):
         """
         taken: list[Any] = []
         tokens: list[int] = []
+        proposers: list[str] = []
+        logprobs: list[TokenLogprobs] = []
         wants_more = True
         while wants_more and len(tokens) < min(num_tokens, limit):
-            gained, rows, wants_more = self._gain(limit - len(tokens), flushing)
-            tokens += gained
-            taken.append(rows)
-        return Block(tokens, self.sampler.join(taken) if taken else None)
+            one = yield from self._round(limit - len(tokens))
+            tokens += one.tokens
+            proposers += one.proposers
+            logprobs += one.logprobs
+            wants_more = self._wants_more(one, limit - len(tokens) + len(one.tokens), flushing)
+            # the rest of the round, above all the logits of its rows, is freed here
+            taken.append(self.sampler.take(one.distributions, one.rows))
+        distributions = self.sampler.join(taken) if taken else None
+        return Block(tokens, distributions, proposers, logprobs)
 
     @abstractmethod
     def resolve(self, length: int, next_token: int, states: Tensor | None = None) -> None:
@@ -106,22 +189,40 @@ class Stage(ABC):
         """
 
     @abstractmethod
-    def _round(self, limit: int) -> Round:
+    def _round(self, limit: int) -> Passes[Round]:
         """Gain at most `limit` tokens, which are committed."""
 
-    def _gain(self, limit: int, flushing: AdaptiveFlushing | None) -> tuple[list[int], Any, bool]:
-        """A round's tokens, their rows, and whether another round may follow.
-
-        The rest of the round, above all the logits of its rows, is freed here.
-        """
-        one = self._round(limit)
+    def _wants_more(self, one: Round, limit: int, flushing: AdaptiveFlushing | None) -> bool:
+        """Whether another round may follow one that could gain `limit` tokens."""
         _, stopped_by = cut_at_end(one.tokens, limit, self.stop_tokens)
-        wants_more = stopped_by != "stop"
-        if wants_more and flushing is not None:
-            wants_more = flushing.wants_more(
-                self.sampler.probabilities(one.distributions, one.rows, one.tokens)
-            )
-        return one.tokens, self.sampler.take(one.distributions, one.rows), wants_more
+        if stopped_by == "stop" or flushing is None:
+            return stopped_by != "stop"
+        return flushing.wants_more(
+            self.sampler.probabilities(one.distributions, one.rows, one.tokens)
+        )
+
+    def _read_in_parts(self, first: int) -> Passes[None]:
+        """Read the tokens from `first` on, except the last, for all stages that share the cache."""
+        cache, rows = self.verifier.cache, PROMPT_ROWS[self.verifier.decoder.device.type]
+        while first < len(self.tokens) - 1:
+            part = self.tokens[first : min(first + rows, len(self.tokens) - 1)]
+            num_top = self.num_prompt_logprobs
+            wanted = None if num_top is None else 0
+            read = yield VerifierPass(self.verifier, part, wanted, is_prompt=True)
+            cache.keep(range(len(part)))
+            self.observe(read.states)
+            first += len(part)
+            if num_top is not None:
+                following = self.tokens[first - len(part) + 1 : first + 1]
+                self.prompt_logprobs += logprobs_of(read.logits, following, num_top)
+
+    def _count(self, proposer: str, num_tokens: int, num_accepted: int) -> None:
+        self.proposals.setdefault(proposer, Proposals()).count(num_tokens, num_accepted)
+
+    def _logprobs(self, logits: Any, rows: list[int], tokens: list[int]) -> list[TokenLogprobs]:
+        if self.num_logprobs is None:
+            return []
+        return logprobs_of(logits[rows], tokens, self.num_logprobs)
 
 
 class BaseTreeStage(Stage):
@@ -141,20 +242,28 @@ class BaseTreeStage(Stage):
         super().__init__(verifier, sampler, stop_tokens)
         self.drafter = drafter
 
-    def prefill(self, tokens: list[int], states: Tensor | None = None) -> None:
+    @property
+    def num_held(self) -> int:
+        num_observed = self.drafter.num_observed
+        length = self.verifier.cache.length
+        return length if num_observed is None else min(length, num_observed)
+
+    def begin(self, tokens: list[int], num_held: int) -> None:
         self.tokens = list(tokens)
-        self.drafter.rewind(0)
-        if states is None:
-            self.verifier.cache.truncate(0)
-            self._catch_up()
-        else:
-            self.drafter.observe(states)
+        self.verifier.cache.truncate(num_held)
+        self.drafter.rewind(num_held)
+
+    def catch_up(self) -> Passes[None]:
+        yield from self._read_in_parts(self.verifier.cache.length)
+
+    def observe(self, states: Tensor) -> None:
+        self.drafter.observe(states)
 
     def propose(
         self, num_tokens: int, limit: int, flushing: AdaptiveFlushing | None = None
-    ) -> Block:
-        self._catch_up()
-        return super().propose(num_tokens, limit, flushing)
+    ) -> Passes[Block]:
+        yield from self.catch_up()
+        return (yield from super().propose(num_tokens, limit, flushing))
 
     def resolve(self, length: int, next_token: int, states: Tensor | None = None) -> None:
         cache = self.verifier.cache
@@ -166,24 +275,29 @@ class BaseTreeStage(Stage):
             self.drafter.observe(states)
         self.tokens[length:] = [next_token]
 
-    def _round(self, limit: int) -> Round:
-        return self._verify(self._draft(limit), limit)
+    def _round(self, limit: int) -> Passes[Round]:
+        tree = yield from self._draft(limit)
+        return (yield from self._verify(tree, limit))
 
     @abstractmethod
-    def _draft(self, limit: int) -> Any:
+    def _draft(self, limit: int) -> Passes[Any]:
         """Candidates for `_verify`, in a round that gains at most `limit` tokens."""
 
     @abstractmethod
-    def _verify(self, tree: Any, limit: int) -> Round:
+    def _verify(self, tree: Any, limit: int) -> Passes[Round]:
         """A pass over the tree and the walk; the gained tokens are committed."""
 
-    def _catch_up(self) -> None:
-        """Read the tokens that the cache does not hold yet, except the last."""
-        missing = self.tokens[self.verifier.cache.length : -1]
-        if missing:
-            states = self.verifier.read(missing)
-            self.verifier.cache.keep(range(len(missing)))
-            self.drafter.observe(states)
+    def _commit(self, gained: list[int], states: Tensor, num_drafted: int, proposer: str) -> None:
+        """Take the gained tokens and the states of the rows that they were drawn from."""
+        self.drafter.observe(states)
+        self.tokens += gained
+        self.accepted_lengths.append(len(gained))
+        if num_drafted:
+            self._count(proposer, num_drafted, len(gained) - 1)
+
+    def _proposers(self, num_gained: int, proposer: str) -> list[str]:
+        """All but the last token were proposed; that one the verifier drew itself."""
+        return [*[proposer] * (num_gained - 1), self.verifier.name]
 
 
 class TreeStage(BaseTreeStage):
@@ -191,23 +305,22 @@ class TreeStage(BaseTreeStage):
 
     sampler: Sampler
 
-    def _draft(self, limit: int) -> DraftTree:
-        return self.drafter.draft(self.tokens, max_depth=limit - 1)
+    def _draft(self, limit: int) -> Passes[DraftTree]:
+        return (yield DraftPass(self.drafter, self.tokens, limit - 1))
 
-    def _verify(self, tree: DraftTree, limit: int) -> Round:
-        states = self.verifier.read_tree(tree)
-        distributions = self.sampler.distributions(
-            self.verifier.logits(states), Prefixes(self.tokens, tree.paths())
-        )
+    def _verify(self, tree: DraftTree, limit: int) -> Passes[Round]:
+        read = yield VerifierPass(self.verifier, tree)
+        prefixes = Prefixes(self.tokens, tree.paths())
+        distributions = self.sampler.distributions(read.logits, prefixes)
         path, last_token = walk(tree, lambda row: self.sampler.draw(distributions, row))
         drawn = [*(tree.tokens[row] for row in path[1:]), last_token]
         gained, _ = cut_at_end(drawn, limit, self.stop_tokens)
         path = path[: len(gained)]
         self.verifier.cache.keep(path)
-        self.drafter.observe(states[path])
-        self.tokens += gained
-        self.accepted_lengths.append(len(gained))
-        return Round(gained, distributions, path)
+        self._commit(gained, read.states[path], len(tree) - 1, tree.proposer)
+        proposers = self._proposers(len(drawn), tree.proposer)[: len(gained)]
+        logprobs = self._logprobs(read.logits, path, gained)
+        return Round(gained, distributions, path, proposers, logprobs)
 
 
 class BaseBlockStage(Stage):
@@ -231,47 +344,82 @@ class BaseBlockStage(Stage):
         self.shares_cache = verifier.cache is below.verifier.cache
         self._num_read = 0  # leading tokens whose rows in the cache were written by this verifier
 
-    def prefill(self, tokens: list[int], states: Tensor | None = None) -> None:
+    @property
+    def num_held(self) -> int:
+        return self.below.num_held if self.shares_cache else self.verifier.cache.length
+
+    def begin(self, tokens: list[int], num_held: int) -> None:
         self.tokens = list(tokens)
-        if states is None:
-            self.verifier.cache.truncate(0)
-            if len(tokens) > 1:
-                states = self.verifier.read(tokens[:-1])
-                self.verifier.cache.keep(range(len(tokens) - 1))
-        self._num_read = len(tokens) - 1
-        self.below.prefill(tokens, states if self.shares_cache else None)
+        self.verifier.cache.truncate(num_held)
+        self._num_read = num_held
+        held_below = num_held if self.shares_cache else min(self.below.num_held, len(tokens) - 1)
+        self.below.begin(tokens, held_below)
+
+    def settle(self) -> None:
+        self.begin(self.tokens, min(self.num_held, self._num_read))
+
+    def catch_up(self) -> Passes[None]:
+        yield from self._read_in_parts(self._num_read)
+        if not self.shares_cache:
+            yield from self.below.catch_up()
+
+    def observe(self, states: Tensor) -> None:
+        self._num_read += len(states)
+        if self.shares_cache:
+            self.below.observe(states)
 
     def resolve(self, length: int, next_token: int, states: Tensor | None = None) -> None:
         self._num_read = min(self._num_read, length) if states is None else length
         self.tokens[length:] = [next_token]
         self.below.resolve(length, next_token, states if self.shares_cache else None)
 
-    def _round(self, limit: int) -> Round:
+    def _round(self, limit: int) -> Passes[Round]:
         if self._flushing is not None:
             self._flushing.begin_block()
-        block = self.below.propose(min(self.flush.length, limit - 1), limit - 1, self._flushing)
+        length = min(self.flush.length, limit - 1)
+        block = yield from self.below.propose(length, limit - 1, self._flushing)
         unread = self.tokens[self._num_read :]
         self.verifier.cache.truncate(self._num_read)
-        num_kept, next_token, states, distributions = self._verify(unread, block)
+        kept = yield from self._verify(unread, block)
         if self._flushing is not None:
-            self._flushing.learn(num_kept)
-        gained, _ = cut_at_end([*block.tokens[:num_kept], next_token], limit, self.stop_tokens)
+            self._flushing.learn(kept.num_tokens)
+        drawn = [*block.tokens[: kept.num_tokens], kept.next_token]
+        gained, _ = cut_at_end(drawn, limit, self.stop_tokens)
         self.verifier.cache.keep(range(len(unread) + len(gained) - 1))
         self.tokens += gained
         self.accepted_lengths.append(len(gained))
+        if block.tokens:
+            self._count(self.below.verifier.name, len(block.tokens), len(gained) - 1)
         self._num_read = len(self.tokens) - 1
-        states = states[: len(unread) + len(gained) - 1]
+        states = kept.states[: len(unread) + len(gained) - 1]
         self.below.resolve(self._num_read, gained[-1], states if self.shares_cache else None)
-        return Round(gained, distributions, list(range(len(gained))))
+        proposers = [*block.proposers[: kept.num_tokens], self.verifier.name][: len(gained)]
+        rows = list(range(len(gained)))
+        logprobs = self._logprobs(kept.logits, rows, gained)
+        return Round(gained, kept.distributions, rows, proposers, logprobs)
 
     @abstractmethod
-    def _verify(self, unread: list[int], block: Block) -> tuple[int, int, Tensor, Any]:
-        """A pass over the unread tokens and the block after them.
+    def _verify(self, unread: list[int], block: Block) -> "Passes[Kept]":
+        """A pass over the unread tokens and the block after them."""
 
-        Returns:
-            How many of the block's tokens are kept, the token after them, the states of the rows
-            that were read, and the distributions for the block's tokens and the one after.
-        """
+
+@dataclass(frozen=True)
+class Kept:
+    """What a verifier keeps of a block.
+
+    Attributes:
+        num_tokens: how many of the block's tokens.
+        next_token: after them.
+        states: of the rows that were read.
+        distributions: for the block's tokens and the one after.
+        logits: of the same rows, where they are on the host.
+    """
+
+    num_tokens: int
+    next_token: int
+    states: Tensor
+    distributions: Any
+    logits: Any = None
 
 
 class BlockStage(BaseBlockStage):
@@ -279,12 +427,11 @@ class BlockStage(BaseBlockStage):
 
     sampler: Sampler
 
-    def _verify(self, unread: list[int], block: Block) -> tuple[int, int, Tensor, Any]:
-        states = self.verifier.read(unread + block.tokens)
-        logits = self.verifier.logits(states[len(unread) - 1 :])
+    def _verify(self, unread: list[int], block: Block) -> Passes[Kept]:
+        read = yield VerifierPass(self.verifier, unread + block.tokens, len(unread) - 1)
         prefixes = Prefixes(
             self.tokens, [block.tokens[:length] for length in range(len(block.tokens) + 1)]
         )
-        distributions = self.sampler.distributions(logits, prefixes)
+        distributions = self.sampler.distributions(read.logits, prefixes)
         num_kept, next_token = self.sampler.verify(block.tokens, block.distributions, distributions)
-        return num_kept, next_token, states, distributions
+        return Kept(num_kept, next_token, read.states, distributions, read.logits)

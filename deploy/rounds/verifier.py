@@ -4,8 +4,8 @@
 """
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -118,19 +118,19 @@ class Verifier:
 
     def read(self, token_ids: Sequence[int]) -> Tensor:
         """States [R, W] of consecutive tokens; their rows are provisional."""
-        start = self.cache.length
+        passes = self.passes
         # a prompt is read once, by kernels for many rows
-        if self.passes is not None and start > 0 and len(token_ids) <= self.passes.max_rows:
+        if passes is not None and self.cache.length > 0 and len(token_ids) <= passes.max_rows:
             self.num_rows += len(token_ids)
             with self.clock.running(num_passes=1):
-                return self.passes.read(token_ids, self.window, self.feature_layers)
-        return self._forward(token_ids, consecutive_rows(start, len(token_ids), self.window))
+                return passes.read(token_ids, self.window, self.feature_layers)
+        return self._forward(token_ids, self.rows_of(list(token_ids)))
 
     def read_tree(self, tree: DraftTree) -> Tensor:
         """States [R, W] of a tree's rows; each sees the committed rows and its ancestors."""
         if len(tree) == 1:
             return self.read(tree.tokens)
-        return self._forward(tree.tokens, tree_rows(self.cache.length, tree.parents, self.window))
+        return self._forward(tree.tokens, self.rows_of(tree))
 
     def logits(self, states: Tensor) -> Tensor:
         """Logits [R, V] in the decoder's dtype."""
@@ -142,11 +142,80 @@ class Verifier:
         """W."""
         return self.decoder.states_width(self.feature_layers)
 
-    def _forward(self, token_ids: Sequence[int], rows: Rows) -> Tensor:
+    @property
+    def kind(self) -> Hashable:
+        """Verifiers of one kind can run a pass together, each over its own sequence."""
+        return id(self.decoder), self.feature_layers
+
+    def rows_of(self, read: list[int] | DraftTree) -> Rows:
+        """The rows of consecutive tokens or of a tree after the committed ones."""
+        start = self.cache.length
+        if isinstance(read, DraftTree) and len(read) > 1:
+            rows = tree_rows(start, read.parents, self.window)
+        else:
+            rows = consecutive_rows(start, len(read), self.window)
         assert rows.end <= self.cache.capacity, f"{rows.end} of {self.cache.capacity} rows"
+        return rows
+
+    def _forward(self, token_ids: Sequence[int], rows: Rows) -> Tensor:
         ids = torch.tensor(token_ids, device=self.decoder.device)
         self.num_rows += len(token_ids)
         with self.clock.running(num_passes=1):
             return self.decoder.forward(
                 ids, [self.cache.layers], [rows], feature_layers=self.feature_layers
             )
+
+
+def read_together(
+    verifiers: Sequence[Verifier], read: Sequence[list[int] | DraftTree]
+) -> list[Tensor]:
+    """States [R, W] for each of several verifiers of one kind, in one pass.
+
+    Args:
+        read: for each, consecutive tokens or a tree; their rows are provisional.
+    """
+    first = verifiers[0]
+    rows = [one.rows_of(tokens) for one, tokens in zip(verifiers, read, strict=True)]
+    ids: list[int] = []
+    for one, tokens in zip(verifiers, read, strict=True):
+        ids += tokens.tokens if isinstance(tokens, DraftTree) else tokens
+        one.num_rows += len(tokens)
+    with all_running([one.clock for one in verifiers]):
+        states = first.decoder.forward(
+            torch.tensor(ids, device=first.decoder.device),
+            [one.cache.layers for one in verifiers],
+            rows,
+            feature_layers=first.feature_layers,
+        )
+    return list(states.split([one.num_rows for one in rows]))
+
+
+def logits_together(
+    verifiers: Sequence[Verifier], states: Sequence[Tensor], firsts: Sequence[int | None]
+) -> list[Tensor | None]:
+    """Logits of the states of several verifiers of one kind, in one product.
+
+    Args:
+        firsts: for each, the first row whose logits are asked for; None asks for none.
+    """
+    asked = [
+        part[first:] for part, first in zip(states, firsts, strict=True) if first is not None
+    ]
+    if not asked:
+        return [None] * len(states)
+    with all_running(
+        [one.clock for one, first in zip(verifiers, firsts, strict=True) if first is not None],
+        num_passes=0,
+    ):
+        logits = verifiers[0].decoder.logits(torch.cat(asked))
+    found = iter(logits.split([len(part) for part in asked]))
+    return [None if first is None else next(found) for first in firsts]
+
+
+@contextmanager
+def all_running(clocks: Sequence[PassClock], num_passes: int = 1) -> Iterator[None]:
+    """Charge what is enclosed to each of several clocks, as `PassClock.running`."""
+    with ExitStack() as running:
+        for clock in clocks:
+            running.enter_context(clock.running(num_passes))
+        yield

@@ -6,7 +6,8 @@ generation/utils.py, and of vLLM's sampler where transformers has no such settin
 
 1. logit bias (transformers' `sequence_bias` of single tokens),
 2. repetition penalty (Keskar et al., "CTRL", 2019), over prompt and output,
-3. frequency and presence penalty (OpenAI, vLLM), over the output only,
+3. frequency and presence penalty (OpenAI, vLLM), over the output only; no stop token before
+   `min_tokens`,
 4. temperature, 5. top-k, 6. top-p, 7. min-p.
 
 At temperature 0 the argmax is taken after step 3; the later steps would not change it.
@@ -46,6 +47,8 @@ class Sampling:
         logit_bias: token id -> number added to its logit.
         seed: of the random numbers; None picks one at random.
         choice: which of several independent answers for one seed.
+        min_tokens: of the output, before which none of `held_back` is drawn.
+        held_back: token ids, those that end an answer.
 
     Raises:
         UserError: a value out of range.
@@ -61,6 +64,8 @@ class Sampling:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     seed: int | None = None
     choice: int = 0
+    min_tokens: int = 0
+    held_back: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         # Upper and lower bounds keep float32 logits finite after every step, and shares positive.
@@ -99,6 +104,7 @@ class Sampling:
                 _is_whole(self.choice) and self.choice < 1 << 32,
                 "a whole number from 0 to 2**32 - 1",
             ),
+            ("min_tokens", _is_whole(self.min_tokens), "0 or more"),
         ):
             if not is_valid:
                 raise _out_of_range(f"{name}={getattr(self, name)}", f"use {bound}")
@@ -126,6 +132,7 @@ class Sampling:
             "presence_penalty": self.presence_penalty,
             "frequency_penalty": self.frequency_penalty,
             "logit_bias": self.logit_bias,
+            "min_tokens": self.min_tokens if self.held_back else 0,
         }
         if not self.is_greedy:
             values |= {
@@ -187,6 +194,14 @@ def process_logits(
         tokens, counts = _count(prefixes, num_prompt_tokens, logits.device)
         penalties = sampling.frequency_penalty * counts + sampling.presence_penalty * (counts > 0)
         logits = logits.float().index_add(-1, tokens, penalties, alpha=-1)
+    if sampling.min_tokens and sampling.held_back:
+        num_output = len(prefixes.sequence) - num_prompt_tokens
+        is_early = [num_output + len(one) < sampling.min_tokens for one in prefixes.suffixes]
+        if any(is_early):
+            early = torch.tensor(is_early, device=logits.device)[:, None]
+            held = torch.zeros(logits.shape[-1], dtype=torch.bool, device=logits.device)
+            held[list(sampling.held_back)] = True
+            logits = logits.float().masked_fill(early & held, float("-inf"))
     return logits
 
 

@@ -24,7 +24,8 @@ from polybasic.chain.kernels.rotary import RotaryTable
 from polybasic.chain.kernels.selection import backend_for
 from polybasic.chain.kernels.weights import LayerWeights, ModelWeights
 from polybasic.deploy.drafters.interface import Drafter
-from polybasic.deploy.engine import Engine, Models
+from polybasic.deploy.engine import Engine
+from polybasic.deploy.slots import Models
 from polybasic.deploy.request import Request
 from polybasic.deploy.rounds.noise import Noise
 from polybasic.deploy.rounds.sampling import (

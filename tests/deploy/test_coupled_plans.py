@@ -17,7 +17,8 @@ import torch
 from polybasic.chain.formats.package import Part
 from polybasic.chain.formats.plan import AdaptiveFlush, Flush, Ngram, Plan, Tree, Window
 from polybasic.deploy import Chain, load_chain
-from polybasic.deploy.engine import Engine, Models
+from polybasic.deploy.engine import Engine
+from polybasic.deploy.slots import Models
 from polybasic.deploy.request import Request, Statistics
 from polybasic.deploy.rounds import noise
 from polybasic.deploy.rounds.noise import Noise

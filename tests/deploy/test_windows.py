@@ -25,7 +25,8 @@ from polybasic.chain.kernels.torch.rows import DeviceRows, Span
 from polybasic.deploy import load_chain
 from polybasic.deploy.drafters.head import EagleDrafter
 from polybasic.deploy.drafters.model import ModelDrafter
-from polybasic.deploy.engine import Engine, Models
+from polybasic.deploy.engine import Engine
+from polybasic.deploy.slots import Models
 from polybasic.deploy.request import Request
 from polybasic.deploy.rounds.cache import KeyValueCache
 from polybasic.deploy.rounds.sampling import Sampling

@@ -173,6 +173,7 @@ class CpuExecutor(Executor):
     """
 
     name: ClassVar[str] = "cpu"
+    is_batch_invariant = True
 
     def __init__(self, kernels: Kernels, weights: ModelWeights) -> None:
         super().__init__(weights)

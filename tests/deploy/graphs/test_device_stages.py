@@ -7,7 +7,8 @@ import pytest
 
 from polybasic.chain.formats.plan import AdaptiveFlush, Flush, Ngram, Plan, Tree, Window
 from polybasic.chain.kernels.executor import Executor
-from polybasic.deploy.engine import Engine, Models
+from polybasic.deploy.engine import Engine
+from polybasic.deploy.slots import Models
 from polybasic.deploy.graphs.device_stages import DeviceBlockStage, DeviceTreeStage
 from polybasic.deploy.graphs.drawing import DeviceNoise
 from polybasic.deploy.request import Request

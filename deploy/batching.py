@@ -1,0 +1,273 @@
+"""Many sequences at a time: requests that run, and which of their passes come next.
+
+A sequence's work yields the passes that it needs. Of all passes that are waited for, those of the
+model lowest in the chain run first, so that the models above, which cost more, have as many
+sequences in each pass as there are.
+"""
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from polybasic.chain.errors import UserError
+from polybasic.chain.formats.plan import Plan
+from polybasic.deploy.drafters.interface import Drafter
+from polybasic.deploy.request import Request, Statistics
+from polybasic.deploy.rounds.finite import not_finite
+from polybasic.deploy.rounds.logprobs import TokenLogprobs
+from polybasic.deploy.rounds.passes import DraftPass, Pass, Passes, VerifierPass
+from polybasic.deploy.rounds.sampling import NotFiniteError
+from polybasic.deploy.rounds.stages import PROMPT_ROWS, Proposals, Stage
+from polybasic.deploy.rounds.stopping import StoppedBy, cut_at_end
+from polybasic.deploy.slots import MIN_COPIED_TOKENS, Slot, num_common
+
+if TYPE_CHECKING:
+    from polybasic.deploy.engine import Engine
+
+
+@dataclass(frozen=True)
+class Gain:
+    """What one round of the target gained.
+
+    Attributes:
+        tokens: none in a last gain that has only text.
+        proposers: for each token, the member that proposed it first.
+        logprobs: for each token, if they were asked for.
+        text: that became complete.
+    """
+
+    tokens: list[int]
+    proposers: list[str] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    text: str = ""
+
+
+class Running:
+    """A request that has a sequence.
+
+    Made by `Engine.begin`; `Engine.step` runs it.
+
+    Attributes:
+        request: with the plan that it runs by now.
+        gains: that were not taken yet.
+        waiting: the pass that it waits for; None before it has started and after its end.
+        error: that ended it.
+        prompt_logprobs: of the prompt's tokens but the first, if they were asked for.
+    """
+
+    def __init__(self, request: Request, slot: Slot, engine: "Engine", runs_ahead: bool) -> None:
+        self.request, self.slot, self._engine = request, slot, engine
+        self._runs_ahead = runs_ahead
+        self.gains: deque[Gain] = deque()
+        self.waiting: Pass | None = None
+        self.error: BaseException | None = None
+        self.prompt_logprobs: list[TokenLogprobs] = []
+        self.num_cached_tokens = 0
+        self.has_started = self.is_over = False
+        self._begin = time.perf_counter()
+        self._work = self._answer()
+        self._noise = engine.noise(request)
+        self._stages: list[Stage] = []
+        self._drafter: Drafter | None = None
+        self._costs = _Costs()
+        self._statistics: Statistics | None = None
+
+    @property
+    def wants_to_run(self) -> bool:
+        """Whether a pass would bring it forward."""
+        return not self.is_over and (self._runs_ahead or not self.gains)
+
+    @property
+    def statistics(self) -> Statistics:
+        """What the whole answer cost.
+
+        Raises:
+            UserError: it has not ended, or what made it fail.
+        """
+        if self.error is not None:
+            raise self.error
+        if self._statistics is None:
+            raise UserError(
+                "no statistics", "an answer that has not ended", "take all of its parts"
+            )
+        return self._statistics
+
+    def take(self) -> list[Gain]:
+        """What was gained since the last call."""
+        taken = []
+        while self.gains:
+            taken.append(self.gains.popleft())
+        return taken
+
+    def close(self) -> None:
+        """Give the rest up; the sequence is free after the pass that is under way."""
+        self.is_over = True
+        self._engine.reap()
+
+    def start(self) -> None:
+        """Find what need not be read again, and the first pass to wait for."""
+        self.has_started = True
+        request = self.request
+        may_reuse = request.reuses and request.prompt_logprobs is None
+        self._engine.slots.fill(self.slot, request.token_ids, may_reuse)
+        self.resume(None)
+
+    def resume(self, result: Any) -> None:
+        """Go on with the result of the pass that was waited for."""
+        if self.is_over:
+            return
+        try:
+            self.waiting = self._work.send(result)
+        except StopIteration:
+            self.is_over = True
+        except NotFiniteError:
+            verifiers = [stage.verifier for stage in reversed(self._stages)]
+            self.fail(not_finite(verifiers, self._stages[-1].tokens))
+        except BaseException as error:
+            self.fail(error)
+            if not isinstance(error, Exception):
+                raise
+
+    def fail(self, error: BaseException) -> None:
+        """End with an error."""
+        self.error, self.is_over = error, True
+
+    def leave(self) -> None:
+        """Free the sequence, whose caches keep what is known of its tokens."""
+        self._work.close()
+        self.waiting = None
+        if self.error is not None:
+            self.slot.clear()
+        elif self._stages:
+            root = self._stages[0]
+            root.settle()
+            self.slot.tokens = root.tokens
+        self.slot.is_free = True
+
+    def _answer(self) -> Passes[None]:
+        request, engine = self.request, self._engine
+        self._make_stages()
+        yield from self._prefill()
+        seconds = prefill_seconds = time.perf_counter() - self._begin
+        num_left = request.max_new_tokens
+        stopped_by: StoppedBy | None = None if num_left else "length"
+        while stopped_by is None:
+            if request.follows_load and (plan := engine.plan_now(request)) != self.request.plan:
+                yield from self._change(plan)
+            block = yield from self._stages[0].propose(1, num_left)
+            tokens, stopped_by = cut_at_end(
+                block.tokens, num_left, request.stop_tokens, request.text
+            )
+            num_left -= len(tokens)
+            text = "" if request.text is None else request.text.take()
+            num, seconds = len(tokens), time.perf_counter() - self._begin
+            self.gains.append(Gain(tokens, block.proposers[:num], block.logprobs[:num], text))
+        if request.text is not None and (rest := request.text.finish()):
+            self.gains.append(Gain([], text=rest))
+        self._count()
+        costs = self._costs
+        self._statistics = Statistics(
+            num_prompt_tokens=len(request.token_ids),
+            num_tokens=request.max_new_tokens - num_left,
+            seconds=seconds,
+            prefill_seconds=prefill_seconds,
+            forward_passes=costs.passes,
+            seconds_by_member=costs.seconds,
+            accepted_lengths=costs.accepted_lengths,
+            stopped_by=stopped_by,
+            seed=None if request.sampling.is_greedy else request.sampling.seed,
+            num_cached_tokens=self.num_cached_tokens,
+            proposals=costs.proposals,
+        )
+
+    def _prefill(self) -> Passes[None]:
+        root = self._stages[0]
+        self.num_cached_tokens = min(root.num_held, len(self.request.token_ids) - 1)
+        yield from root.prefill(self.request.token_ids)
+        self.prompt_logprobs = root.prompt_logprobs
+        for stage in self._stages:
+            stage.verifier.clock.reset()
+
+    def _change(self, plan: Plan) -> Passes[None]:
+        """Go on by another plan, between two rounds of the target."""
+        self._count()
+        tokens = self._stages[0].tokens
+        self.request = replace(self.request, plan=plan, prompt_logprobs=None)
+        self._make_stages()
+        yield from self._stages[0].prefill(tokens)
+
+    def _make_stages(self) -> None:
+        self._stages, self._drafter = self._engine.stages(
+            self.request, slot=self.slot, noise=self._noise
+        )
+
+    def _count(self) -> None:
+        """Add what the present stages cost."""
+        drafter, members = self._drafter, self.request.plan.members
+        self._costs.add(self._stages, members[-1], drafter)
+
+
+@dataclass
+class _Costs:
+    """What the stages of an answer cost, by member."""
+
+    passes: dict[str, int] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+    accepted_lengths: dict[str, list[int]] = field(default_factory=dict)
+    proposals: dict[str, Proposals] = field(default_factory=dict)
+
+    def add(self, stages: Sequence[Stage], last_member: str, drafter: Drafter | None) -> None:
+        clocks = {stage.verifier.name: stage.verifier.clock for stage in stages}
+        if drafter is not None and drafter.clock is not None:
+            clocks[last_member] = drafter.clock
+        for name, clock in clocks.items():
+            self.passes[name] = self.passes.get(name, 0) + clock.num_passes
+            self.seconds[name] = self.seconds.get(name, 0.0) + clock.seconds
+        for stage in stages:
+            self.accepted_lengths.setdefault(stage.verifier.name, []).extend(
+                stage.accepted_lengths
+            )
+            for name, one in stage.proposals.items():
+                self.proposals.setdefault(name, Proposals()).add(one)
+
+
+def choose(running: Sequence[Running]) -> list[Running]:
+    """The sequences whose passes run next, together.
+
+    Those that have not started are started here, in their order, as far as prompts of the rows of
+    one pass are waited for: the next ones may share what these read.
+    """
+    for one in running:
+        if not one.has_started and _may_start(one, running):
+            one.start()
+    waiting = [one for one in running if one.waiting is not None and not one.is_over]
+    if not waiting:
+        return []
+    lowest = max(waiting, key=lambda one: _depth(one))
+    assert lowest.waiting is not None
+    kind = lowest.waiting.kind
+    if kind is None:
+        return [lowest]
+    return [one for one in waiting if one.waiting is not None and one.waiting.kind == kind]
+
+
+def _depth(one: Running) -> int:
+    """How far below the target the model lies whose pass is waited for."""
+    if isinstance(one.waiting, VerifierPass):
+        return list(one.slot.verifiers).index(one.waiting.verifier.name)
+    return len(one.slot.verifiers)
+
+
+def _may_start(one: Running, running: Sequence[Running]) -> bool:
+    """Whether the prompts that are read leave room in a pass, and read nothing that it shares."""
+    num_rows, most = 0, PROMPT_ROWS[one.slot.device.type]
+    for other in running:
+        read = other.waiting
+        if isinstance(read, VerifierPass) and read.is_prompt:
+            num_rows += len(read.rows)
+            shared = num_common(other.request.token_ids, one.request.token_ids)
+            if shared >= other.slot.num_known(one.request.token_ids) + MIN_COPIED_TOKENS:
+                return False
+    return num_rows < most

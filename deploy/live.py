@@ -1,0 +1,124 @@
+"""Answers while they are made: text, tokens, and which member proposed them."""
+
+from collections.abc import Generator
+from dataclasses import dataclass
+
+from polybasic.deploy.batching import Gain, Running
+from polybasic.deploy.engine import Engine
+from polybasic.deploy.request import Request, Statistics
+from polybasic.deploy.rounds.logprobs import TokenLogprobs
+
+MAX_LOGPROBS = 20
+"""Most probable tokens that are named beside each one; as OpenAI's API."""
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A finished answer.
+
+    Attributes:
+        text: without special tokens, and without the stop string that ended it.
+        token_ids: the new tokens, with the stop token or the tokens of the stop string.
+        statistics: what it cost.
+        members: for each token, the member that proposed it first: the target where it drew a
+            token that was not proposed, "ngram" for a copy.
+        logprobs: for each token, if they were asked for.
+        prompt_logprobs: for each of the prompt's tokens but the first, if they were asked for.
+    """
+
+    text: str
+    token_ids: list[int]
+    statistics: Statistics
+    members: list[str]
+    logprobs: list[TokenLogprobs]
+    prompt_logprobs: list[TokenLogprobs]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of an answer while it is made.
+
+    `text` may be empty: in the middle of a character, or where a stop string may have begun. What
+    was held back comes with a last piece, which has no tokens. The lists have an entry for each
+    token, as those of `Generation`.
+    """
+
+    text: str
+    token_ids: list[int]
+    members: list[str]
+    logprobs: list[TokenLogprobs]
+
+
+class LiveAnswer:
+    """An answer that has a sequence of the engine; made by `Chain.begin`, run by `Chain.step`.
+
+    Attributes:
+        token_ids: of the prompt.
+    """
+
+    def __init__(self, running: Running) -> None:
+        self._running = running
+        self.token_ids = running.request.token_ids
+
+    def take(self) -> list[Piece]:
+        """What was made since the last call. Neither computes nor waits."""
+        return [_piece(gain) for gain in self._running.take()]
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has ended, failed or was closed; `take` may still have its last pieces."""
+        return self._running.is_over
+
+    @property
+    def error(self) -> BaseException | None:
+        """What made it fail."""
+        return self._running.error
+
+    @property
+    def statistics(self) -> Statistics:
+        """What it cost.
+
+        Raises:
+            UserError: it has not ended; or whatever made it fail.
+        """
+        return self._running.statistics
+
+    @property
+    def prompt_logprobs(self) -> list[TokenLogprobs]:
+        """Of the prompt's tokens but the first, with the first piece or the end, if asked for."""
+        return self._running.prompt_logprobs
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        """That run now."""
+        return self._running.request.plan.members
+
+    def close(self) -> None:
+        """Give the rest up; its sequence is free after the pass that is under way."""
+        self._running.close()
+
+
+def pieces_of(
+    engine: Engine, request: Request, into: list[TokenLogprobs]
+) -> Generator[Piece, None, Statistics]:
+    """The pieces of an answer, made as they are asked for.
+
+    Args:
+        into: gets the log-probabilities of the prompt.
+    """
+    running = engine.begin(request)
+    try:
+        while not running.is_over or running.gains:
+            for gain in running.take():
+                yield _piece(gain)
+            if not running.is_over and not running.gains:
+                engine.step()
+        into += running.prompt_logprobs
+        return running.statistics
+    finally:
+        running.close()
+
+
+def _piece(gain: Gain) -> Piece:
+    return Piece(gain.text, gain.tokens, gain.proposers, gain.logprobs)
+

@@ -1,0 +1,137 @@
+"""Passes that a sequence waits for: stages yield them, and a driver runs them.
+
+`alone` runs the passes of one sequence as they come. `polybasic.deploy.batching` collects those of
+many sequences and runs those of one model together.
+
+#   R = rows (tokens of one pass), W = width of the verifier's states, V = vocabulary
+"""
+
+from collections.abc import Generator, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+from torch import Tensor
+
+from polybasic.chain.kernels.drafts import DraftTree
+from polybasic.deploy.drafters.expansion import ExpandingDrafter, draft_together
+from polybasic.deploy.drafters.interface import Drafter
+from polybasic.deploy.rounds.verifier import Verifier, logits_together, read_together
+
+T = TypeVar("T")
+
+
+class Pass(Protocol):
+    """A pass that a sequence waits for."""
+
+    @property
+    def kind(self) -> Hashable:
+        """Passes of one kind can be run together; those of kind None only alone."""
+
+    def run(self) -> Any:
+        """The result, of this pass alone."""
+
+
+Passes = Generator[Pass, Any, T]
+"""Work that yields the passes it needs, is sent their results, and returns a T."""
+
+
+def alone(work: Passes[T]) -> T:
+    """What work returns whose passes are run as they come."""
+    result: Any = None
+    while True:
+        try:
+            waiting = work.send(result)
+        except StopIteration as end:
+            returned: T = end.value
+            return returned
+        result = waiting.run()
+
+
+def at_once(result: T) -> Passes[T]:
+    """Work that is done already."""
+    yield from ()
+    return result
+
+
+class Read(NamedTuple):
+    """What a verifier's pass gives.
+
+    Attributes:
+        states: [R, W].
+        logits: [R - logits_from, V]; None if none were asked for.
+    """
+
+    states: Tensor
+    logits: Any
+
+
+@dataclass(frozen=True)
+class VerifierPass:
+    """A pass of a verifier over consecutive tokens or a tree; its result is a `Read`.
+
+    Attributes:
+        rows: tokens after the committed ones, or a tree.
+        logits_from: the first row whose logits are asked for; None asks for none.
+        is_prompt: whether a prompt is read, which others' rounds need not wait for.
+    """
+
+    verifier: Verifier
+    rows: list[int] | DraftTree
+    logits_from: int | None = 0
+    is_prompt: bool = False
+
+    @property
+    def kind(self) -> Hashable:
+        return self.verifier.kind
+
+    def run(self) -> Read:
+        verifier, rows = self.verifier, self.rows
+        is_tree = isinstance(rows, DraftTree)
+        states = verifier.read_tree(rows) if is_tree else verifier.read(rows)
+        first = self.logits_from
+        if first is None:
+            return Read(states, None)
+        return Read(states, verifier.logits(states[first:] if first else states))
+
+    @staticmethod
+    def run_together(passes: "Sequence[VerifierPass]") -> list[Read]:
+        """The results of passes of one kind."""
+        verifiers = [one.verifier for one in passes]
+        states = read_together(verifiers, [one.rows for one in passes])
+        firsts = [one.logits_from for one in passes]
+        logits = logits_together(verifiers, states, firsts)
+        return [Read(*read) for read in zip(states, logits, strict=True)]
+
+
+@dataclass(frozen=True)
+class DraftPass:
+    """A draft; its result is a `DraftTree`. See `Drafter.draft` for the attributes."""
+
+    drafter: Drafter
+    tokens: list[int]
+    max_depth: int
+
+    @property
+    def kind(self) -> Hashable:
+        drafter = self.drafter
+        return drafter.kind if isinstance(drafter, ExpandingDrafter) else None
+
+    def run(self) -> DraftTree:
+        return self.drafter.draft(self.tokens, self.max_depth)
+
+    @staticmethod
+    def run_together(passes: "Sequence[DraftPass]") -> list[DraftTree]:
+        """The results of passes of one kind."""
+        return draft_together(
+            [one.drafter for one in passes if isinstance(one.drafter, ExpandingDrafter)],
+            [one.tokens for one in passes],
+            [one.max_depth for one in passes],
+        )
+
+
+def run_together(passes: Sequence[Any]) -> list[Any]:
+    """The results of passes of one kind, each charged with the seconds of all."""
+    if len(passes) == 1:
+        return [passes[0].run()]
+    found: list[Any] = type(passes[0]).run_together(passes)
+    return found

@@ -1,0 +1,307 @@
+"""Caches of sequences: what a sequence takes of the memory, and what it leaves to the next one."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from polybasic.chain.errors import UserError
+from polybasic.chain.formats.plan import Plan, Tree, Window
+from polybasic.chain.kernels.executor import Executor
+from polybasic.chain.kernels.torch.executor import TorchExecutor
+from polybasic.chain.readable import readable_bytes
+from polybasic.deploy.drafters.expansion import ExpandingDrafter, MakeDrafter
+from polybasic.deploy.drafters.head import EagleDrafter
+from polybasic.deploy.drafters.interface import Drafter, IdleDrafter, NoDrafter
+from polybasic.deploy.drafters.model import ModelDrafter
+from polybasic.deploy.drafters.ngram import NgramDrafter
+from polybasic.deploy.graphs.capture import Graphs
+from polybasic.deploy.graphs.device_passes import DevicePasses
+from polybasic.deploy.hardware import available_bytes
+from polybasic.deploy.rounds.cache import KeyValueCache
+from polybasic.deploy.rounds.noise import Noise
+from polybasic.deploy.rounds.verifier import SPARE_ROWS, Verifier
+
+CONTEXT_TOKENS_BY_DEFAULT = 8192
+SEQUENCES_BY_DEFAULT = 16
+"""Most at a time, on a CPU; where rounds are captured on a GPU there is one."""
+MIN_COPIED_TOKENS = 16
+"""Of another sequence's caches; fewer are read again."""
+
+
+@dataclass
+class Models:
+    """The loaded members of a chain.
+
+    Attributes:
+        decoders: verifying members by name, the target first.
+        drafters: heads and independent draft models, by name.
+        drafts_for: by drafter, the verifying members that it can draft for.
+        context_tokens: prompt and answer together.
+        makers: by drafter, what makes it; those that are not named are made for a head of EAGLE's
+            or for an independent model.
+    """
+
+    decoders: dict[str, Executor]
+    drafters: dict[str, Executor] = field(default_factory=dict)
+    drafts_for: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    context_tokens: int = CONTEXT_TOKENS_BY_DEFAULT
+    makers: dict[str, MakeDrafter] = field(default_factory=dict)
+
+    @property
+    def target(self) -> Executor:
+        return next(iter(self.decoders.values()))
+
+    @property
+    def run_on_device(self) -> bool:
+        """Whether whole rounds can be captured."""
+        return all(
+            isinstance(decoder, TorchExecutor) and decoder.runs_on_device
+            for decoder in self.decoders.values()
+        )
+
+    def drafters_of(self, name: str) -> list[str]:
+        """The drafters that can draft for a verifying member."""
+        return [drafter for drafter, names in self.drafts_for.items() if name in names]
+
+
+class Slot:
+    """Caches of one sequence at a time, over a chain's models.
+
+    An intermediate whose layers have the shapes of the model right above it shares that model's.
+
+    Args:
+        share_caches: False gives every verifying member a cache of its own.
+        graphs: passes are captured with these caches; None if the host runs all passes.
+
+    Attributes:
+        verifiers: by name, the target first.
+        drafters: over caches that are allocated when they are first used.
+        tokens: of the latest sequence: what the caches hold are rows of its leading tokens.
+        is_free: whether no sequence uses it.
+    """
+
+    def __init__(self, models: Models, share_caches: bool, graphs: Graphs | None) -> None:
+        capacity = models.context_tokens + SPARE_ROWS
+        self.caches: dict[str, KeyValueCache] = {}
+        above: Executor | None = None
+        for name, decoder in models.decoders.items():
+            fits = above is not None and above.config.cache_shape == decoder.config.cache_shape
+            self.caches[name] = (
+                next(reversed(self.caches.values()))
+                if share_caches and fits
+                else KeyValueCache.of(decoder, capacity)
+            )
+            above = decoder
+        feature_layers = _feature_layers(models, self.caches)
+        self.verifiers: dict[str, Verifier] = {}
+        for name, decoder in models.decoders.items():
+            passes = None
+            if graphs is not None and isinstance(decoder, TorchExecutor) and decoder.runs_on_device:
+                passes = DevicePasses(name, decoder, self.caches[name], graphs)
+            layers = feature_layers.get(name, ())
+            verifier = Verifier(name, decoder, self.caches[name], passes, feature_layers=layers)
+            self.verifiers[name] = verifier
+        self.drafters = Drafters(models, capacity)
+        self.tokens: list[int] = []
+        self.is_free = True
+
+    def hold(self, tokens: list[int], num_held: int) -> None:
+        """Set the next sequence, whose first `num_held` tokens are those of the latest one."""
+        for cache in self.caches.values():
+            cache.truncate(min(cache.length, num_held))
+        for drafter in self.drafters.made:
+            observed = drafter.num_observed
+            drafter.rewind(num_held if observed is None else min(observed, num_held))
+        self.tokens = tokens
+
+    def clear(self) -> None:
+        """Forget all tokens."""
+        self.hold([], 0)
+
+    def num_known(self, tokens: list[int]) -> int:
+        """Leading ones of which the target's cache holds rows."""
+        target = next(iter(self.caches.values()))
+        return min(num_common(self.tokens, tokens), target.length)
+
+    def copy_from(self, other: "Slot", num_tokens: int) -> None:
+        """Take over the rows of another one's first tokens."""
+        self.clear()
+        for name, cache in self.caches.items():
+            if cache.length == 0:
+                cache.copy_from(other.caches[name], num_tokens)
+        self.drafters.copy_from(other.drafters, num_tokens)
+        self.tokens = other.tokens[:num_tokens]
+
+    @property
+    def device(self) -> torch.device:
+        """Of the caches."""
+        return next(iter(self.caches.values())).block.device
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the verifying members' caches."""
+        blocks = {id(cache): cache.block for cache in self.caches.values()}
+        return sum(block.nbytes for block in blocks.values())
+
+
+class Slots:
+    """The slots of an engine, made when they are needed, and which of them a sequence gets.
+
+    Args:
+        most: sequences at a time.
+        reuses: whether leading tokens that were read before are not read again.
+    """
+
+    def __init__(
+        self,
+        models: Models,
+        most: int,
+        share_caches: bool = True,
+        graphs: Graphs | None = None,
+        reuses: bool = False,
+    ) -> None:
+        self.models, self.most, self.reuses = models, most, reuses
+        self._share_caches, self._graphs = share_caches, graphs
+        self.first = Slot(models, share_caches, graphs)
+        self.made = [self.first]
+
+    def take(self, tokens: list[int]) -> Slot:
+        """A free slot, that which knows most of the leading tokens.
+
+        Raises:
+            BusyError: all are used.
+            UserError: there is no memory for another one.
+        """
+        free = [slot for slot in self.made if slot.is_free]
+        if not free:
+            if len(self.made) == self.most:
+                raise BusyError(
+                    "too many answers at a time",
+                    f"{self.most} are being generated, for which there are caches",
+                    "finish or close one, or load the chain for more (sequences)",
+                )
+            free = [self.make()]
+        # of equal ones the least recently used, an empty one first
+        chosen = min(free, key=lambda one: (-one.num_known(tokens), len(one.tokens) > 0))
+        chosen.is_free = False
+        self.made.remove(chosen)
+        self.made.append(chosen)
+        return chosen
+
+    def fill(self, slot: Slot, tokens: list[int], may_reuse: bool = True) -> None:
+        """Keep in a slot what is known of the leading tokens, all but the last at most.
+
+        Where another sequence, busy or not, shares a longer beginning, its rows are copied.
+        """
+        num_held = 0
+        if self.reuses and may_reuse:
+            known = tokens[:-1]
+            num_held = slot.num_known(known)
+            other = max(self.made, key=lambda one: one.num_known(known))
+            if other.num_known(known) >= num_held + MIN_COPIED_TOKENS:
+                num_held = other.num_known(known)
+                slot.copy_from(other, num_held)
+        slot.hold(list(tokens), num_held)
+
+    def make(self) -> Slot:
+        """Allocate another slot.
+
+        Raises:
+            UserError: there is no memory for it.
+        """
+        device, size = self.models.target.device, self.made[0].num_bytes
+        available = available_bytes(device)
+        if available is not None and size > available:
+            raise UserError(
+                "not enough memory for another answer",
+                f"{readable_bytes(size)} for its caches, {readable_bytes(available)} available",
+                "finish or close one, or load the chain for fewer tokens (context_tokens)",
+            )
+        slot = Slot(self.models, self._share_caches, self._graphs)
+        self.made.append(slot)
+        return slot
+
+
+class BusyError(UserError):
+    """All of an engine's sequences are in use."""
+
+
+class Drafters:
+    """Drafters of one sequence over a chain's draft models, whose caches are allocated once."""
+
+    def __init__(self, models: Models, capacity: int) -> None:
+        self.models, self.capacity = models, capacity
+        self._made: dict[str, ExpandingDrafter] = {}
+
+    @property
+    def made(self) -> list[ExpandingDrafter]:
+        """Those whose caches are allocated."""
+        return list(self._made.values())
+
+    def of(self, plan: Plan, noise: Noise | None = None, kept: str | None = None) -> Drafter:
+        """The drafter of a request that runs by this plan, and draws with this noise.
+
+        Args:
+            kept: a drafter that observes where the plan has none.
+        """
+        drafter: Drafter | None = None
+        if plan.members[-1] in self.models.drafters:
+            name = plan.members[-1]
+            drafter = self.named(name, plan.tree, plan.windows.get(name), noise)
+        elif kept is not None:
+            drafter = IdleDrafter(self._make(kept, Tree(depth=1, top_k=1, rows=2)))
+        if plan.ngram is not None:
+            return NgramDrafter(plan.ngram, plan.tree, fallback=drafter)
+        return drafter or NoDrafter()
+
+    def named(
+        self, name: str, tree: Tree, window: Window | None = None, noise: Noise | None = None
+    ) -> ExpandingDrafter:
+        """A drafter over the draft model of this name, with such trees and such a window."""
+        return self._make(name, tree).drafting(tree, window, noise)
+
+    def copy_from(self, other: "Drafters", num_tokens: int) -> None:
+        """Take over what another sequence's drafters know of its first tokens."""
+        for name, theirs in other._made.items():
+            ours = self._make(name, theirs.tree)
+            ours.copy_from(theirs, num_tokens)
+
+    def _make(self, name: str, tree: Tree) -> ExpandingDrafter:
+        if name not in self._made:
+            model = self.models.drafters[name]
+            make = EagleDrafter if model.weights.is_head else ModelDrafter
+            made = self.models.makers.get(name, make)(model, tree, self.capacity)
+            made.name = name
+            self._made[name] = made
+        return self._made[name]
+
+
+def num_common(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many leading tokens are equal."""
+    most = min(len(one), len(other))
+    if one[:most] == other[:most]:
+        return most
+    return next(place for place in range(most) if one[place] != other[place])
+
+
+def _feature_layers(models: Models, caches: dict[str, KeyValueCache]) -> dict[str, tuple[int, ...]]:
+    """By verifying member: the layers that EAGLE-3 heads read.
+
+    Of members that share a cache, one hands its states to the heads of another.
+    """
+    found: dict[str, tuple[int, ...]] = {}
+    for drafter, head in models.drafters.items():
+        layers = head.weights.feature_layers
+        verified = [caches[name] for name in models.drafts_for[drafter]]
+        for name, cache in caches.items():
+            if not layers or not any(cache is one for one in verified):
+                continue
+            if found.setdefault(name, layers) != layers:
+                raise UserError(
+                    "heads of one model read different layers",
+                    f"{layers} by {drafter}, {found[name]} by another head of {name} or of a "
+                    "model with the same cache",
+                    "package a chain with one of these heads",
+                )
+    return found
