@@ -58,8 +58,8 @@ def record_plan(folder: Path, measured: MeasuredPlan) -> Manifest:
     """
     manifest = read_manifest(folder)
     try:
-        for predicted in (measured, *measured.others):
-            check_plan(predicted.plan, manifest.members)
+        for plan in measured.all_plans:
+            check_plan(plan, manifest.members)
     except ValueError as error:
         raise UserError(
             "plan does not fit the chain", f"{folder} ({error})", "plan with its own members"

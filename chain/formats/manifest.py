@@ -155,8 +155,8 @@ class Manifest(Settings):
     def _plans_can_run(self) -> "Manifest":
         check_plan(self.plan, self.members)
         for measured in self.plans:
-            for predicted in (measured, *measured.others):
-                check_plan(predicted.plan, self.members)
+            for plan in measured.all_plans:
+                check_plan(plan, self.members)
         return self
 
     @property

@@ -106,6 +106,22 @@ class PredictedPlan(Settings):
     seconds_per_token: Factor = Field(description="decode only")
 
 
+class LoadPlan(Settings):
+    """The fastest plan while several sequences are active."""
+
+    sequences: Count = Field(description="that are active at a time")
+    plan: Plan
+    seconds_per_token: Factor = Field(
+        description="of the machine, for a token of any sequence; decode only"
+    )
+
+    @model_validator(mode="after")
+    def _a_text_does_not_depend_on_the_load(self) -> "LoadPlan":
+        if self.plan.rule != "coupled":
+            raise ValueError(f"a plan by load needs the rule coupled, not {self.plan.rule}")
+        return self
+
+
 class MeasuredPlan(PredictedPlan):
     """A plan that was chosen by measurement, and the machine that it holds for."""
 
@@ -115,4 +131,34 @@ class MeasuredPlan(PredictedPlan):
     others: tuple[PredictedPlan, ...] = Field(
         default=(), description="the best plan of each other set of members, the fastest first"
     )
+    by_load: tuple[LoadPlan, ...] = Field(
+        default=(), description="plans by the number of active sequences, increasing"
+    )
     explanation: dict[str, Any] = Field(default={}, description="what `polybasic plan` prints")
+
+    @model_validator(mode="after")
+    def _loads_increase(self) -> "MeasuredPlan":
+        loads = [one.sequences for one in self.by_load]
+        if loads != sorted(set(loads)):
+            raise ValueError(f"by_load must have increasing numbers of sequences, not {loads}")
+        return self
+
+    @property
+    def all_plans(self) -> tuple[Plan, ...]:
+        """The chosen one, those of other members, and those by load."""
+        return (self.plan, *(one.plan for one in (*self.others, *self.by_load)))
+
+    def of_load(self, active: int) -> Plan:
+        """The plan to run while so many sequences are active.
+
+        That of the smallest measured load that is not below this number: between two loads that of
+        the larger one, whose speculation pays at more sequences still. Beyond the largest load it
+        is the largest's. Where no loads were measured, it is `plan`.
+
+        Args:
+            active: 0 counts as 1.
+        """
+        for one in self.by_load:
+            if active <= one.sequences:
+                return one.plan
+        return self.by_load[-1].plan if self.by_load else self.plan

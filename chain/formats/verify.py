@@ -331,7 +331,7 @@ def _check_kind(member: Member, config: ConfigFile) -> None:
 
 def _check_trees(manifest: Manifest, configs: dict[str, ConfigFile]) -> None:
     """That drafters have as many tokens to draft as their trees take of each row."""
-    measured = [predicted.plan for plan in manifest.plans for predicted in (plan, *plan.others)]
+    measured = [plan for one in manifest.plans for plan in one.all_plans]
     for plan in (manifest.plan, *measured):
         drafter = manifest.member(plan.members[-1])
         config = configs[drafter.name].of(drafter.kind)
