@@ -1,18 +1,44 @@
-"""The runtime: caches, trees, verification, stages, benchmark. Reads chains."""
+"""The runtime: caches, trees, verification, stages, benchmark, server. Reads chains."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from polybasic.deploy.chain import Chain, Generation, Options, Piece, Sampling, Statistics
+    from polybasic.deploy.chain import Chain, Options, Sampling
+    from polybasic.deploy.live import Generation, LiveAnswer, Piece
     from polybasic.deploy.load import load_chain
+    from polybasic.deploy.request import Statistics
+    from polybasic.deploy.rounds.logprobs import TokenLogprobs
+    from polybasic.deploy.slots import BusyError
 
-__all__ = ["Chain", "Generation", "Options", "Piece", "Sampling", "Statistics", "load_chain"]
+_MODULES = {
+    "BusyError": "slots",
+    "Chain": "chain",
+    "Generation": "live",
+    "LiveAnswer": "live",
+    "Options": "chain",
+    "Piece": "live",
+    "Sampling": "chain",
+    "Statistics": "request",
+    "TokenLogprobs": "rounds.logprobs",
+    "load_chain": "load",
+}
+__all__ = [
+    "BusyError",
+    "Chain",
+    "Generation",
+    "LiveAnswer",
+    "Options",
+    "Piece",
+    "Sampling",
+    "Statistics",
+    "TokenLogprobs",
+    "load_chain",
+]
 
 
 def __getattr__(name: str) -> Any:
     # Imported when it is first asked for: the settings beside it must not wait for torch.
-    if name in __all__:
-        from polybasic.deploy import chain, load
-
-        return getattr(load if name == "load_chain" else chain, name)
+    if name in _MODULES:
+        return getattr(import_module(f"polybasic.deploy.{_MODULES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

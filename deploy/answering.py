@@ -14,9 +14,9 @@ from polybasic.chain.kernels.product_times import DTYPES
 from polybasic.chain.model.loading import load_decoder, serving_dtype
 from polybasic.deploy.defaults import read_default_sampling, read_stop_tokens
 from polybasic.deploy.engine import Engine
-from polybasic.deploy.slots import Models
 from polybasic.deploy.request import Answer, Request
 from polybasic.deploy.rounds.verifier import SPARE_ROWS
+from polybasic.deploy.slots import Models
 
 _PLAN = Plan(members=(TARGET_NAME,), tree=Tree(depth=8, top_k=1, rows=12), ngram=Ngram())
 

@@ -17,7 +17,7 @@ from polybasic.deploy.drafters.interface import Drafter
 from polybasic.deploy.request import Request, Statistics
 from polybasic.deploy.rounds.finite import not_finite
 from polybasic.deploy.rounds.logprobs import TokenLogprobs
-from polybasic.deploy.rounds.passes import DraftPass, Pass, Passes, VerifierPass
+from polybasic.deploy.rounds.passes import Pass, Passes, VerifierPass
 from polybasic.deploy.rounds.sampling import NotFiniteError
 from polybasic.deploy.rounds.stages import PROMPT_ROWS, Proposals, Stage
 from polybasic.deploy.rounds.stopping import StoppedBy, cut_at_end
@@ -226,9 +226,7 @@ class _Costs:
             self.passes[name] = self.passes.get(name, 0) + clock.num_passes
             self.seconds[name] = self.seconds.get(name, 0.0) + clock.seconds
         for stage in stages:
-            self.accepted_lengths.setdefault(stage.verifier.name, []).extend(
-                stage.accepted_lengths
-            )
+            self.accepted_lengths.setdefault(stage.verifier.name, []).extend(stage.accepted_lengths)
             for name, one in stage.proposals.items():
                 self.proposals.setdefault(name, Proposals()).add(one)
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Annotated, Any, TypedDict, Unpack, get_args
+from typing import Annotated, Any, TypedDict, Unpack, cast, get_args
 
 from pydantic import ConfigDict, Field
 
@@ -31,6 +31,7 @@ from polybasic.deploy.rounds.sampling import Sampling
 from polybasic.deploy.rounds.stopping import AnswerText
 
 Messages = Sequence[dict[str, str]]
+Prompt = str | Messages | list[int]
 _NumLogprobs = Annotated[Whole, Field(le=MAX_LOGPROBS)]
 
 
@@ -142,7 +143,7 @@ class Chain:
         if self.measured_plan is not None and self.measured_plan.by_load:
             engine.plan_of_load = self.measured_plan.of_load
 
-    def generate(self, prompt: str | Messages | list[int], **options: Unpack[Options]) -> Generation:
+    def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Generation:
         """Answer a prompt, with the target's own distribution whatever members run.
 
         May be called from several threads: answers that are made at the same time share passes.
@@ -170,9 +171,7 @@ class Chain:
             prompt_logprobs,
         )
 
-    def stream(
-        self, prompt: str | Messages | list[int], **options: Unpack[Options]
-    ) -> Answer[Piece]:
+    def stream(self, prompt: Prompt, **options: Unpack[Options]) -> Answer[Piece]:
         """As `generate`, a piece for each pass of the target, and `statistics` after the last.
 
         Options are checked before the first piece is asked for. From then on, until the stream
@@ -181,9 +180,7 @@ class Chain:
         """
         return Answer(pieces_of(self.engine, self._asked(prompt, **options), []))
 
-    def begin(
-        self, prompt: str | Messages | list[int], **options: Unpack[Options]
-    ) -> LiveAnswer:
+    def begin(self, prompt: Prompt, **options: Unpack[Options]) -> LiveAnswer:
         """As `stream`, for a server: the answer is run by `step`, and ahead of what is taken.
 
         Raises:
@@ -250,14 +247,14 @@ class Chain:
                 return measured.seconds_per_token
         return None
 
-    def encode(self, prompt: str | Messages | list[int]) -> list[int]:
-        """Token ids of a prompt, by the tokenizer's own chat template; ids are returned as they are.
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt, by the tokenizer's own chat template; ids stay as they are.
 
         Raises:
             UserError: messages without a chat template, or that the template refuses.
         """
-        if isinstance(prompt, list) and all(type(token) is int for token in prompt):
-            return [token for token in prompt if isinstance(token, int)]
+        if isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
+            return cast(list[int], prompt)
         arguments(_Asked, {"prompt": prompt})
         if isinstance(prompt, str):
             if self.tokenizer.chat_template is None:
@@ -269,7 +266,7 @@ class Chain:
                 "the chain's tokenizer",
                 "give a text, or package a target whose tokenizer has a template",
             )
-        tokenizer, messages = self.tokenizer, list(prompt)
+        tokenizer, messages = self.tokenizer, list(cast(Messages, prompt))
         try:
             text = rendered_messages(tokenizer, messages, add_generation_prompt=True)
         except RejectedMessages as error:
@@ -282,7 +279,7 @@ class Chain:
 
     def _asked(
         self,
-        prompt: str | Messages | list[int],
+        prompt: Prompt,
         *,
         max_new_tokens: int = 256,
         stop: str | Sequence[str] = (),
@@ -295,9 +292,10 @@ class Chain:
         ignore_eos: bool = False,
         **settings: Any,
     ) -> Request:
-        given = {"stop": stop, "members": members, "plan": plan, "rule": rule}
+        given: dict[str, Any] = {"stop": stop, "members": members, "plan": plan, "rule": rule}
         given |= {"logprobs": logprobs, "prompt_logprobs": prompt_logprobs}
-        arguments(_Asked, {**given, "stop_token_ids": stop_token_ids, "ignore_eos": ignore_eos})
+        given |= {"stop_token_ids": stop_token_ids, "ignore_eos": ignore_eos}
+        arguments(_Asked, given)
         if rule is None and plan is None and settings.get("seed") is not None:
             rule = "coupled"
         is_default = plan is None and members is None
@@ -305,7 +303,9 @@ class Chain:
         if rule is not None:
             plan = plan.model_copy(update={"rule": rule})
         stop_tokens = frozenset(stop_token_ids) | (frozenset() if ignore_eos else self.stop_tokens)
-        sampling = replace(self.sampling(**settings), held_back=stop_tokens)
+        sampling = self.sampling(**settings)
+        if sampling.min_tokens:
+            sampling = replace(sampling, held_back=stop_tokens)
         text = AnswerText(self.tokenizer.backend_tokenizer, stop)
         token_ids = self.encode(prompt)
         request = self._request(token_ids, max_new_tokens, sampling, plan, text, stop_tokens)

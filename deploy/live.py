@@ -121,4 +121,3 @@ def pieces_of(
 
 def _piece(gain: Gain) -> Piece:
     return Piece(gain.text, gain.tokens, gain.proposers, gain.logprobs)
-

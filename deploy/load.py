@@ -26,10 +26,10 @@ from polybasic.deploy.chain import Chain, checked_plan
 from polybasic.deploy.defaults import read_default_sampling, read_stop_tokens
 from polybasic.deploy.drafters.expansion import MakeDrafter
 from polybasic.deploy.engine import Engine
-from polybasic.deploy.slots import CONTEXT_TOKENS_BY_DEFAULT, Models
 from polybasic.deploy.hardware import available_bytes, hardware_name, release_unused
 from polybasic.deploy.memory import Kernels, Layout, Memory, state_memory
 from polybasic.deploy.rounds.verifier import SPARE_ROWS
+from polybasic.deploy.slots import CONTEXT_TOKENS_BY_DEFAULT, Models
 
 MAX_SEQUENCES = 1024
 """That may be asked for."""
@@ -107,9 +107,7 @@ def load_checked(checked: CheckedChain, options: LoadOptions) -> Chain:
     if (available := available_bytes(device)) is not None:
         stated.check_fits(available)
     models = _load_models(checked, device, dtype, stated.context_tokens)
-    engine = Engine(
-        models, options.share_caches, options.graphs, options.sequences, options.reuses
-    )
+    engine = Engine(models, options.share_caches, options.graphs, options.sequences, options.reuses)
     _allocate(engine, running, options.sequences or 1)
     release_unused(device)
     tokenizer = load_tokenizer(checked.tokenizer, "chain's tokenizer")

@@ -121,13 +121,14 @@ class Memory:
         """
         if self.peak_bytes <= available_bytes:
             return
+        fewer = "fewer sequences or " if self.sequences > 1 else ""
         or_dtype = " or dtype bfloat16" if self.layout.dtype == "float32" else ""
         raise UserError(
             "not enough memory",
             f"{readable_bytes(self.peak_bytes)} needed for {self._asked_for} "
             f"in {self.layout.dtype}, {readable_bytes(available_bytes)} available on "
             f"{self.layout.device}",
-            f"use {'fewer sequences or ' * (self.sequences > 1)}a shorter context (1,000 tokens take "
+            f"use {fewer}a shorter context (1,000 tokens take "
             f"{readable_bytes(self.bytes_per_1000_tokens)}){or_dtype}, or free some",
         )
 

@@ -146,7 +146,8 @@ class MeasuredPlan(PredictedPlan):
     @property
     def all_plans(self) -> tuple[Plan, ...]:
         """The chosen one, those of other members, and those by load."""
-        return (self.plan, *(one.plan for one in (*self.others, *self.by_load)))
+        others = (one.plan for one in self.others)
+        return (self.plan, *others, *(one.plan for one in self.by_load))
 
     def of_load(self, active: int) -> Plan:
         """The plan to run while so many sequences are active.

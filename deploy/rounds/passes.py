@@ -86,8 +86,7 @@ class VerifierPass:
 
     def run(self) -> Read:
         verifier, rows = self.verifier, self.rows
-        is_tree = isinstance(rows, DraftTree)
-        states = verifier.read_tree(rows) if is_tree else verifier.read(rows)
+        states = verifier.read_tree(rows) if isinstance(rows, DraftTree) else verifier.read(rows)
         first = self.logits_from
         if first is None:
             return Read(states, None)

@@ -92,7 +92,9 @@ class Proposals:
         """Add another's counts."""
         self.num_drafts += other.num_drafts
         self.num_tokens += other.num_tokens
-        self.accepted = [sum(two) for two in zip_longest(self.accepted, other.accepted, fillvalue=0)]
+        self.accepted = [
+            sum(two) for two in zip_longest(self.accepted, other.accepted, fillvalue=0)
+        ]
 
 
 class Stage(ABC):
@@ -139,6 +141,7 @@ class Stage(ABC):
     def catch_up(self) -> Passes[None]:
         """Read, in parts, the tokens that the caches do not hold yet, except the last."""
 
+    @abstractmethod
     def settle(self) -> None:
         """Drop what was read beyond the sequence so far, when a round is given up half-way."""
 
@@ -252,6 +255,9 @@ class BaseTreeStage(Stage):
         self.tokens = list(tokens)
         self.verifier.cache.truncate(num_held)
         self.drafter.rewind(num_held)
+
+    def settle(self) -> None:
+        """Nothing to drop: a pass that was not kept leaves nothing."""
 
     def catch_up(self) -> Passes[None]:
         yield from self._read_in_parts(self.verifier.cache.length)

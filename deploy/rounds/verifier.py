@@ -198,9 +198,7 @@ def logits_together(
     Args:
         firsts: for each, the first row whose logits are asked for; None asks for none.
     """
-    asked = [
-        part[first:] for part, first in zip(states, firsts, strict=True) if first is not None
-    ]
+    asked = [part[first:] for part, first in zip(states, firsts, strict=True) if first is not None]
     if not asked:
         return [None] * len(states)
     with all_running(

@@ -25,7 +25,6 @@ from polybasic.chain.kernels.selection import backend_for
 from polybasic.chain.kernels.weights import LayerWeights, ModelWeights
 from polybasic.deploy.drafters.interface import Drafter
 from polybasic.deploy.engine import Engine
-from polybasic.deploy.slots import Models
 from polybasic.deploy.request import Request
 from polybasic.deploy.rounds.noise import Noise
 from polybasic.deploy.rounds.sampling import (
@@ -40,6 +39,7 @@ from polybasic.deploy.rounds.sampling import (
 from polybasic.deploy.rounds.stages import BlockStage, Stage, TreeStage
 from polybasic.deploy.rounds.verifier import Verifier
 from polybasic.deploy.rounds.warping import truncate
+from polybasic.deploy.slots import Models
 
 VOCAB_SIZE = 6
 CPU = torch.device("cpu")

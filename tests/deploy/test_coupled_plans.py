@@ -18,11 +18,11 @@ from polybasic.chain.formats.package import Part
 from polybasic.chain.formats.plan import AdaptiveFlush, Flush, Ngram, Plan, Tree, Window
 from polybasic.deploy import Chain, load_chain
 from polybasic.deploy.engine import Engine
-from polybasic.deploy.slots import Models
 from polybasic.deploy.request import Request, Statistics
 from polybasic.deploy.rounds import noise
 from polybasic.deploy.rounds.noise import Noise
 from polybasic.deploy.rounds.sampling import Sampling
+from polybasic.deploy.slots import Models
 from tests.conftest import FourChainParts
 from tests.deploy.noisy_chain import write_noisy_copy
 from tests.deploy.small_chains import Weights, small_config

@@ -26,11 +26,11 @@ from polybasic.deploy import load_chain
 from polybasic.deploy.drafters.head import EagleDrafter
 from polybasic.deploy.drafters.model import ModelDrafter
 from polybasic.deploy.engine import Engine
-from polybasic.deploy.slots import Models
 from polybasic.deploy.request import Request
 from polybasic.deploy.rounds.cache import KeyValueCache
 from polybasic.deploy.rounds.sampling import Sampling
 from polybasic.deploy.rounds.verifier import Verifier
+from polybasic.deploy.slots import Models
 from tests.deploy.small_chains import CPU, VOCAB_SIZE, Weights, small_config
 
 CAPACITY = 200

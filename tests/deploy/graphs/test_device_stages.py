@@ -8,11 +8,11 @@ import pytest
 from polybasic.chain.formats.plan import AdaptiveFlush, Flush, Ngram, Plan, Tree, Window
 from polybasic.chain.kernels.executor import Executor
 from polybasic.deploy.engine import Engine
-from polybasic.deploy.slots import Models
 from polybasic.deploy.graphs.device_stages import DeviceBlockStage, DeviceTreeStage
 from polybasic.deploy.graphs.drawing import DeviceNoise
 from polybasic.deploy.request import Request
 from polybasic.deploy.rounds.sampling import Sampling
+from polybasic.deploy.slots import Models
 from tests.deploy.recorded_graphs import RecordedGraphs
 from tests.deploy.small_chains import VOCAB_SIZE, Weights, small_config
 
