@@ -19,7 +19,7 @@ from polybasic.deploy.rounds.finite import not_finite
 from polybasic.deploy.rounds.logprobs import TokenLogprobs
 from polybasic.deploy.rounds.passes import Pass, Passes, VerifierPass
 from polybasic.deploy.rounds.sampling import NotFiniteError
-from polybasic.deploy.rounds.stages import PROMPT_ROWS, Proposals, Stage
+from polybasic.deploy.rounds.stages import Proposals, Stage
 from polybasic.deploy.rounds.stopping import StoppedBy, cut_at_end
 from polybasic.deploy.slots import MIN_COPIED_TOKENS, Slot, num_common
 
@@ -260,7 +260,7 @@ def _depth(one: Running) -> int:
 
 def _may_start(one: Running, running: Sequence[Running]) -> bool:
     """Whether the prompts that are read leave room in a pass, and read nothing that it shares."""
-    num_rows, most = 0, PROMPT_ROWS[one.slot.device.type]
+    num_rows = 0
     for other in running:
         read = other.waiting
         if isinstance(read, VerifierPass) and read.is_prompt:
@@ -268,4 +268,5 @@ def _may_start(one: Running, running: Sequence[Running]) -> bool:
             shared = num_common(other.request.token_ids, one.request.token_ids)
             if shared >= other.slot.num_known(one.request.token_ids) + MIN_COPIED_TOKENS:
                 return False
-    return num_rows < most
+    target = next(iter(one.slot.verifiers.values()))
+    return num_rows < target.prompt_rows

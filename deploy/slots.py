@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import torch
-
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.plan import Plan, Tree, Window
 from polybasic.chain.kernels.executor import Executor
@@ -132,11 +130,6 @@ class Slot:
                 cache.copy_from(other.caches[name], num_tokens)
         self.drafters.copy_from(other.drafters, num_tokens)
         self.tokens = other.tokens[:num_tokens]
-
-    @property
-    def device(self) -> torch.device:
-        """Of the caches."""
-        return next(iter(self.caches.values())).block.device
 
     @property
     def num_bytes(self) -> int:

@@ -3,7 +3,7 @@
 #   K = top_k, L = levels, N = K + (L - 1) * K * K candidates
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -29,7 +29,7 @@ class DraftTree:
 
     tokens: list[int]
     parents: list[int]
-    proposer: str = ""
+    proposer: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
         assert self.parents[0] == -1

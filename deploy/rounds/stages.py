@@ -26,9 +26,6 @@ from polybasic.deploy.rounds.sampling import Joiner, Prefixes, Sampler
 from polybasic.deploy.rounds.stopping import cut_at_end
 from polybasic.deploy.rounds.verifier import Verifier
 
-PROMPT_ROWS = {"cpu": 256, "cuda": 2048}
-"""Tokens of a prompt that one pass reads, by kind of device: others' rounds run in between."""
-
 
 @dataclass(frozen=True)
 class Block:
@@ -206,7 +203,7 @@ class Stage(ABC):
 
     def _read_in_parts(self, first: int) -> Passes[None]:
         """Read the tokens from `first` on, except the last, for all stages that share the cache."""
-        cache, rows = self.verifier.cache, PROMPT_ROWS[self.verifier.decoder.device.type]
+        cache, rows = self.verifier.cache, self.verifier.prompt_rows
         while first < len(self.tokens) - 1:
             part = self.tokens[first : min(first + rows, len(self.tokens) - 1)]
             num_top = self.num_prompt_logprobs

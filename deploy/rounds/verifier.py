@@ -20,6 +20,7 @@ from polybasic.deploy.rounds.cache import KeyValueCache
 
 SPARE_ROWS = MAX_TREE_ROWS
 """Rows of every cache beyond the context, for the draft or tree after the last token."""
+_PROMPT_ROWS = {"cpu": 256, "cuda": 2048}
 
 
 @dataclass
@@ -141,6 +142,11 @@ class Verifier:
     def states_width(self) -> int:
         """W."""
         return self.decoder.states_width(self.feature_layers)
+
+    @property
+    def prompt_rows(self) -> int:
+        """Most tokens of a prompt in one pass, so that other sequences' rounds run in between."""
+        return _PROMPT_ROWS[self.decoder.device.type]
 
     @property
     def kind(self) -> Hashable:

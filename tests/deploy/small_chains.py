@@ -27,6 +27,7 @@ from polybasic.deploy.drafters.interface import Drafter
 from polybasic.deploy.engine import Engine
 from polybasic.deploy.request import Request
 from polybasic.deploy.rounds.noise import Noise
+from polybasic.deploy.rounds.passes import alone
 from polybasic.deploy.rounds.sampling import (
     CoupledSampler,
     GreedyRows,
@@ -224,6 +225,8 @@ class RememberedCache:
 class RememberedVerifier:
     """Runs the real verifier over what it has not read before; states are arrays of numbers."""
 
+    prompt_rows = 256
+
     def __init__(self, real: Verifier, cache: RememberedCache, memory: Memory) -> None:
         self.name, self.real, self.cache, self.memory = real.name, real, cache, memory
         self._passes: dict[Any, list[int]] = {}
@@ -288,6 +291,10 @@ class RememberedDrafter:
         self.real, self.memory, self.tree = real, memory, real.tree
         self._observed: list[int] = []
         self._drafts: dict[Any, DraftTree] = {}
+
+    @property
+    def num_observed(self) -> int:
+        return len(self._observed)
 
     def observe(self, states: Any) -> None:
         self._observed += states.tolist()
@@ -363,8 +370,9 @@ class RememberedChain:
         stage: Stage = TreeStage(self.verifiers[-1], self.drafter, sampler)
         for verifier in reversed(self.verifiers[:-1]):
             stage = BlockStage(verifier, stage, sampler, chain.plan.flush[verifier.name])
-        stage.prefill(chain.prompt)
+        stage.begin(chain.prompt, 0)
+        alone(stage.prefill(chain.prompt))
         tokens: list[int] = []
         while len(tokens) < chain.num_counted:
-            tokens += stage.propose(1, chain.num_tokens - len(tokens)).tokens
+            tokens += alone(stage.propose(1, chain.num_tokens - len(tokens))).tokens
         return tuple(tokens[: chain.num_counted])

@@ -20,6 +20,7 @@ import torch
 
 from polybasic.chain.formats.plan import Flush, Rule, Tree
 from polybasic.chain.kernels.drafts import DraftTree
+from polybasic.deploy.rounds.passes import alone
 from polybasic.deploy.rounds.sampling import (
     CoupledSampler,
     Prefixes,
@@ -139,6 +140,8 @@ class TokenCache:
 
 class TableVerifier:
     """States are numbers of prefixes; a prefix is read from the cache, not from the stage."""
+
+    prompt_rows = 2
 
     def __init__(self, model: int, cache: TokenCache, case: Case) -> None:
         self.name, self.model, self.cache, self.case = f"model {model}", model, cache, case
@@ -335,10 +338,10 @@ def build(case: Case, sampler: Any, wiring: Wiring = Wiring()) -> tuple[Stage, T
 def generate(case: Case, sampler: Any, wiring: Wiring = Wiring()) -> list[int]:
     """One answer, as the engine asks for it; the target's cache must hold the target's rows."""
     root, cache = build(case, sampler, wiring)
-    root.prefill(list(case.prompt))
+    alone(root.prefill(list(case.prompt)))
     tokens: list[int] = []
     while len(tokens) < case.num_tokens and not (tokens and tokens[-1] in case.stop_tokens):
-        block = root.propose(1, case.num_tokens - len(tokens))
+        block = alone(root.propose(1, case.num_tokens - len(tokens)))
         assert block.tokens
         tokens += block.tokens
         committed = cache.rows[: cache.length]

@@ -27,7 +27,8 @@ def make_drafter(min_match: int = 2, num_tokens: int = 3, **changes: Any) -> Ngr
 
 def draft(drafter: NgramDrafter, tokens: list[int], max_depth: int = 99) -> DraftTree:
     """The draft after `tokens`, all missing ones of which are observed first."""
-    drafter.observe(torch.zeros(len(tokens) - 1 - drafter._num_observed, 1))
+    if drafter.num_observed is not None:
+        drafter.observe(torch.zeros(len(tokens) - 1 - drafter.num_observed, 1))
     return drafter.draft(tokens, max_depth)
 
 
@@ -142,11 +143,14 @@ class RecordingDrafter(NoDrafter):
 
     def __init__(self) -> None:
         self.tree, self.calls = TREE, list[tuple[str, int]]()
+        self.num_observed = 0
 
     def observe(self, states: Tensor) -> None:
+        self.num_observed += len(states)
         self.calls.append(("observe", len(states)))
 
     def rewind(self, num_observed: int) -> None:
+        self.num_observed = num_observed
         self.calls.append(("rewind", num_observed))
 
     def draft(self, tokens: list[int], max_depth: int) -> DraftTree:

@@ -17,6 +17,7 @@ from polybasic.chain.kernels.noise import gumbel_noise, noise_key
 from polybasic.deploy.planner import simulation
 from polybasic.deploy.planner.measurements import Measurements, Trace
 from polybasic.deploy.planner.simulation import Simulator, simulate
+from polybasic.deploy.rounds.passes import alone
 from polybasic.deploy.rounds.sampling import (
     CoupledSampler,
     GreedySampler,
@@ -97,6 +98,11 @@ class FakeVerifier:
     cache: TokenCache
     passes: Counter[int] = field(default_factory=Counter)
     prefixes: list[tuple[int, ...]] = field(default_factory=list)
+    prompt_rows: int = 256
+
+    @property
+    def name(self) -> str:
+        return NAMES[self.level]
 
     def read(self, tokens: list[int]) -> torch.Tensor:
         return self._read(tokens, list(range(-1, len(tokens) - 1)))
@@ -183,12 +189,12 @@ class Case:
         stage: Stage = TreeStage(verifiers[innermost], drafter, sampler)  # type: ignore[arg-type]
         for name in reversed(self.names[:-1]):
             stage = BlockStage(verifiers[name], stage, sampler, self.plan.flush[name])  # type: ignore[arg-type]
-        stage.prefill(PROMPT)
+        alone(stage.prefill(PROMPT))
         for verifier in verifiers.values():
             verifier.passes.clear()
         tokens: list[int] = []
         while len(tokens) < self.num_tokens:
-            tokens += stage.propose(1, self.num_tokens - len(tokens)).tokens
+            tokens += alone(stage.propose(1, self.num_tokens - len(tokens))).tokens
         return tokens, {name: one.passes for name, one in verifiers.items()}, drafter.passes
 
     def measure(self, answers: list[list[int]], sampler: Any) -> Measurements:

@@ -16,6 +16,7 @@ import torch
 from polybasic.chain.formats.plan import AdaptiveFlush, Flush, Rule
 from polybasic.deploy.rounds import stages, verification
 from polybasic.deploy.rounds.flushing import AdaptiveFlushing
+from polybasic.deploy.rounds.passes import Passes, alone
 from polybasic.deploy.rounds.sampling import Prefixes, Probabilities, Sampling, make_sampler
 from polybasic.deploy.rounds.stages import Block, TreeStage
 from polybasic.deploy.rounds.warping import process_logits
@@ -107,8 +108,8 @@ def test_block_rule_accepts_more_than_token_rule() -> None:
         one = Case((Flush(length=3),), 4, rule)
         for _ in outcomes.runs():
             root, _ = build(one, EnumeratingSampler(outcomes, one))
-            root.prefill(list(one.prompt))
-            expected += outcomes.probability * len(root.propose(1, one.num_tokens).tokens)
+            alone(root.prefill(list(one.prompt)))
+            expected += outcomes.probability * len(alone(root.propose(1, one.num_tokens)).tokens)
         return expected
 
     assert expected_tokens("block") > expected_tokens("token")
@@ -325,8 +326,8 @@ def test_output_law_with_adaptive_flushing_is_the_targets(
 class PeekingTreeStage(TreeStage):
     """Ends its block before a token that it finds unlikely: that token decides on itself."""
 
-    def propose(self, *arguments: Any) -> Block:
-        block = super().propose(*arguments)
+    def propose(self, *arguments: Any) -> Passes[Block]:
+        block = yield from super().propose(*arguments)
         last = len(block.tokens) - 1
         if last < 0 or block.distributions.values[last, block.tokens[last]] >= Fraction(1, 2):
             return block

@@ -12,6 +12,7 @@ import torch
 from polybasic.chain.formats.plan import AdaptiveFlush, Flush, Plan, Tree
 from polybasic.deploy.rounds import stages
 from polybasic.deploy.rounds.flushing import PRIOR_WEIGHT, AdaptiveFlushing, probability_bin
+from polybasic.deploy.rounds.passes import alone
 from polybasic.deploy.rounds.sampling import RandomSampler, Sampling
 from tests.deploy.small_chains import Weights, small_chain, small_config
 from tests.deploy.tables import Case, build
@@ -146,10 +147,10 @@ def block_lengths(case: Case, monkeypatch: pytest.MonkeyPatch) -> tuple[list[int
         patch.setattr(RandomSampler, "verify", recorded)
         sampler = RandomSampler(case.sampling, torch.device("cpu"), len(case.prompt))
         root, _ = build(case, sampler)
-        root.prefill(list(case.prompt))
+        alone(root.prefill(list(case.prompt)))
         answer: list[int] = []
         while len(answer) < case.num_tokens:
-            answer += root.propose(1, 100).tokens
+            answer += alone(root.propose(1, 100)).tokens
     return lengths, answer
 
 
