@@ -37,6 +37,30 @@ class Perturbation:
     added: Tensor
 
 
+@dataclass(frozen=True)
+class DraftRequest:
+    """One sequence's draft.
+
+    Attributes:
+        state: [1, D] as `Executor.forward` returns it, which the first level follows.
+        cache: of the sequence; has room for (depth - 1) * top_k rows after `start`.
+        start: committed rows of the cache; the position of the first level. A tensor, int64 [],
+            where rounds stay on the device.
+        depth: levels, at least one.
+        top_k: at most V.
+        window: the part of a long context that rows see; None for all of it.
+        perturbation: of the logits, with at least `depth` rows; None leaves them as they are.
+    """
+
+    state: Tensor
+    cache: Layers
+    start: int | Tensor
+    depth: int
+    top_k: int
+    window: Window | None = None
+    perturbation: Perturbation | None = None
+
+
 class Executor(ABC):
     """Runs passes of one model.
 
@@ -111,31 +135,30 @@ class Executor(ABC):
         """A head's features [R, D] of its inputs, which `select_inputs` takes of states."""
 
     @abstractmethod
-    def draft(
-        self,
-        state: Tensor,
-        cache: Layers,
-        start: int,
-        depth: int,
-        top_k: int,
-        window: Window | None = None,
-        perturbation: Perturbation | None = None,
-    ) -> Candidates:
-        """All candidates that follow a state: EAGLE-2's dynamic tree before the best are kept.
+    def drafts(self, requests: Sequence[DraftRequest]) -> list[Candidates]:
+        """All candidates that follow each state: EAGLE-2's dynamic trees before the best are kept.
 
         At each level the `top_k` candidates with the highest cumulative log-probability are
         expanded by `top_k` tokens each (Li et al., EAGLE-2, 2024). The rows that are written stay
         provisional: the next pass overwrites them.
 
         Args:
-            state: [1, D] as `forward` returns it, which the first level follows.
-            cache: of the sequence; has room for (depth - 1) * top_k rows after `start`.
-            start: committed rows of the cache; the position of the first level.
-            depth: levels, at least one.
-            top_k: at most V.
-            window: the part of a long context that rows see; None for all of it.
-            perturbation: of the logits, with at least `depth` rows; None leaves them as they are.
+            requests: of different sequences, each with a cache of its own.
         """
+
+    def draft(
+        self,
+        state: Tensor,
+        cache: Layers,
+        start: int | Tensor,
+        depth: int,
+        top_k: int,
+        window: Window | None = None,
+        perturbation: Perturbation | None = None,
+    ) -> Candidates:
+        """The draft of one sequence: see `DraftRequest`."""
+        request = DraftRequest(state, cache, start, depth, top_k, window, perturbation)
+        return self.drafts([request])[0]
 
     def noise(self, key: Tensor, positions: Tensor) -> Tensor:
         """Noise float32 [P, vocabulary]: see `polybasic.chain.kernels.noise.gumbel_noise`.

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
@@ -30,12 +31,28 @@ CONFIG = DecoderConfig(
 )
 
 
+DRAFTED = torch.arange(1, CONFIG.vocab_size, 3)
+"""Tokens of a trimmed head."""
+SCALES = {"model": 1.25, "head": 1e-3, "trimmed head": 1e-3}
+"""That bring logits to the size of the noise: those of random heads are thousands."""
+
+
 @contextmanager
 def eager() -> Iterator[None]:
     """What is made inside runs on the reference executor."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("POLYBASIC_KERNELS", "eager")
         yield
+
+
+@contextmanager
+def threads(num: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(num)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def random_quantized(generator: torch.Generator, out_size: int, in_size: int) -> QuantizedWeight:
@@ -81,6 +98,20 @@ def head_of(target: Executor, seed: int = 1) -> Executor:
         CONFIG, verifier.embedding, (layer,), verifier.rotary, verifier.lm_head, fc=fc
     )
     return backend.executor(weights)
+
+
+def drafting(kind: str, dtype: torch.dtype = torch.float32) -> Executor:
+    """What drafts for a decoder: itself, as "model", a "head", or a "trimmed head"."""
+    target = decoder(dtype)
+    if kind == "model":
+        return target
+    head = head_of(target)
+    if kind == "trimmed head":
+        generator = torch.Generator().manual_seed(2)
+        rows = torch.randn(len(DRAFTED), CONFIG.hidden_size, generator=generator) / 5
+        lm_head = backend_for(CPU, dtype, CONFIG).dense(rows.to(dtype))
+        head = head.over(replace(head.weights, lm_head=lm_head, draft_token_ids=DRAFTED))
+    return head
 
 
 def cache_of(model: Executor, num_layers: int = CONFIG.num_layers) -> KeyValueCache:

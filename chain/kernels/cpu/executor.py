@@ -6,7 +6,7 @@
 
 import ctypes
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
 import numpy as np
@@ -21,7 +21,7 @@ from polybasic.chain.kernels.cpu import matrices
 from polybasic.chain.kernels.cpu.library import ELEMENTS, Kernels, address
 from polybasic.chain.kernels.cpu.matrices import LANES, MatrixStruct, NativeLinear
 from polybasic.chain.kernels.drafts import Candidates
-from polybasic.chain.kernels.executor import Executor, Layers, Perturbation
+from polybasic.chain.kernels.executor import DraftRequest, Executor, Layers
 from polybasic.chain.kernels.rows import Rows, split_rows
 from polybasic.chain.kernels.torch.executor import features_of, logits_of
 from polybasic.chain.kernels.weights import LayerWeights, Linear, ModelWeights
@@ -245,51 +245,20 @@ class CpuExecutor(Executor):
     def features(self, inputs: Tensor) -> Tensor:
         return features_of(self.weights, inputs)
 
-    def draft(
-        self,
-        state: Tensor,
-        cache: Layers,
-        start: int,
-        depth: int,
-        top_k: int,
-        window: Window | None = None,
-        perturbation: Perturbation | None = None,
-    ) -> Candidates:
-        assert top_k <= MAX_TOP_K
-        assert start + depth <= self.num_positions
-        num = top_k + (depth - 1) * top_k**2
-        tokens = torch.empty(num, dtype=torch.int64)
-        scores = torch.empty(num)
-        beams = torch.empty(depth - 1, top_k, dtype=torch.int64)
-        state = state.contiguous()
-        token_ids = self.weights.draft_token_ids
-        layers = _Caches(cache, self.dtype)
-        scale, added = 1.0, None
-        if perturbation is not None:
-            scale, added = float(perturbation.scale), perturbation.added
-            assert len(added) >= depth
-            if token_ids is not None:
-                added = added[:, token_ids]
-            added = added.contiguous()
-        struct = _DraftStruct(
-            depth,
-            top_k,
-            start,
-            layers.capacity,
-            *_window(window),
-            scale,
-            None if added is None else address(added, torch.float32),
-            layers.address,
-            address(state, self.dtype),
-            None if token_ids is None else address(token_ids, torch.int64),
-            address(tokens, torch.int64),
-            address(scores, torch.float32),
-            address(beams, torch.int64),
-        )
-        self.kernels.library.polybasic_draft(
-            self._model, ctypes.addressof(struct), self._workspace, torch.get_num_threads()
-        )
-        return Candidates(top_k, tokens, scores, beams)
+    def drafts(self, requests: Sequence[DraftRequest]) -> list[Candidates]:
+        found: list[Candidates] = []
+        for part in _split_requests(requests, MAX_ROWS):
+            drafts = [_Draft(self, request) for request in part]
+            structs = (_DraftStruct * len(drafts))(*(draft.struct for draft in drafts))
+            self.kernels.library.polybasic_drafts(
+                self._model,
+                ctypes.addressof(structs),
+                len(drafts),
+                self._workspace,
+                torch.get_num_threads(),
+            )
+            found += [draft.candidates for draft in drafts]
+        return found
 
     def noise(self, key: Tensor, positions: Tensor) -> Tensor:
         return self.kernels.noise(key, positions, self.config.vocab_size)
@@ -382,6 +351,60 @@ class _Sequence:
             caches.capacity,
             *_window(rows.window),
         )
+
+
+class _Draft:
+    """One sequence's draft, and the memory that its structure points into."""
+
+    def __init__(self, model: CpuExecutor, request: DraftRequest) -> None:
+        depth, top_k, start = request.depth, request.top_k, request.start
+        assert isinstance(start, int), "rounds on a device"
+        assert top_k <= MAX_TOP_K
+        assert start + depth <= model.num_positions
+        num = top_k + (depth - 1) * top_k**2
+        tokens = torch.empty(num, dtype=torch.int64)
+        scores = torch.empty(num)
+        beams = torch.empty(depth - 1, top_k, dtype=torch.int64)
+        self.candidates = Candidates(top_k, tokens, scores, beams)
+        state, layers = request.state.contiguous(), _Caches(request.cache, model.dtype)
+        token_ids = model.weights.draft_token_ids
+        scale, added = 1.0, None
+        if request.perturbation is not None:
+            scale, added = float(request.perturbation.scale), request.perturbation.added
+            assert len(added) >= depth
+            if token_ids is not None:
+                added = added[:, token_ids]
+            added = added.contiguous()
+        self._kept = state, layers, added
+        self.struct = _DraftStruct(
+            depth,
+            top_k,
+            start,
+            layers.capacity,
+            *_window(request.window),
+            scale,
+            None if added is None else address(added, torch.float32),
+            layers.address,
+            address(state, model.dtype),
+            None if token_ids is None else address(token_ids, torch.int64),
+            tokens.data_ptr(),
+            scores.data_ptr(),
+            beams.data_ptr(),
+        )
+
+
+def _split_requests(
+    requests: Sequence[DraftRequest], max_rows: int
+) -> Iterator[Sequence[DraftRequest]]:
+    """Requests whose levels have at most `max_rows` rows, in order."""
+    first = num_rows = 0
+    for place, request in enumerate(requests):
+        if num_rows + request.top_k > max_rows:
+            yield requests[first:place]
+            first, num_rows = place, 0
+        num_rows += request.top_k
+    if requests:
+        yield requests[first:]
 
 
 def _window(window: Window | None) -> tuple[int, int]:

@@ -12,7 +12,7 @@ from polybasic.chain.kernels.cpu.native import native_library
 from polybasic.chain.kernels.cpu.openmp import openmp_functions
 from polybasic.chain.kernels.environment import kernels_wanted
 
-_VERSION = 3
+_VERSION = 4
 ELEMENTS = {torch.float32: 0, torch.bfloat16: 1}
 """Element types of source/matrix.h and source/decoder.h."""
 
@@ -84,7 +84,7 @@ def load_kernels() -> Kernels | None:
     library.polybasic_new_workspace.argtypes = [pointer, integer]
     library.polybasic_delete_workspace.argtypes = [pointer]
     library.polybasic_pass.argtypes = [pointer, pointer, pointer, integer]
-    library.polybasic_draft.argtypes = [pointer, pointer, pointer, integer]
+    library.polybasic_drafts.argtypes = [pointer, pointer, integer, pointer, integer]
     library.polybasic_product.argtypes = [
         pointer,
         integer,

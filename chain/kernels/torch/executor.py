@@ -13,9 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from polybasic.chain.formats.plan import Window
 from polybasic.chain.kernels.drafts import Candidates
-from polybasic.chain.kernels.executor import Executor, Layers, Perturbation
+from polybasic.chain.kernels.executor import DraftRequest, Executor, Layers
 from polybasic.chain.kernels.rows import Rows, seen_from, split_rows
 from polybasic.chain.kernels.torch.expansion import expand
 from polybasic.chain.kernels.torch.operations import Heads, Norm, Operations, softcapped
@@ -46,7 +45,7 @@ class TorchExecutor(Executor):
     """Runs passes by `Operations`; also over rows that only the device knows.
 
     Such a pass has shapes that depend on the numbers of rows and the cache's capacity alone, and
-    reads everything else from tensors, so that it can be captured. `draft` does the same where
+    reads everything else from tensors, so that it can be captured. `drafts` does the same where
     `start` is int64 [] on the device.
 
     Args:
@@ -124,21 +123,8 @@ class TorchExecutor(Executor):
         """As `features`, in a round that stays on the device."""
         return features_of(self.weights, inputs, self.operations)
 
-    def draft(
-        self,
-        state: Tensor,
-        cache: Layers,
-        start: int | Tensor,
-        depth: int,
-        top_k: int,
-        window: Window | None = None,
-        perturbation: Perturbation | None = None,
-    ) -> Candidates:
-        shape = depth, top_k, window, perturbation
-        if isinstance(start, Tensor):
-            return self._draft(self.operations, state, cache, start, *shape)
-        prefix = torch.tensor(start, device=self.device)
-        return self._draft(REFERENCE, state, cache, prefix, *shape, start)
+    def drafts(self, requests: Sequence[DraftRequest]) -> list[Candidates]:
+        return [self._draft(request) for request in requests]
 
     def noise(self, key: Tensor, positions: Tensor) -> Tensor:
         return self.operations.noise(key, positions, self.config.vocab_size)
@@ -184,33 +170,29 @@ class TorchExecutor(Executor):
             return final
         return torch.cat([final, *(inputs[index] for index in feature_layers)], -1)
 
-    def _draft(
-        self,
-        operations: Operations,
-        state: Tensor,
-        cache: Layers,
-        prefix: Tensor,
-        depth: int,
-        top_k: int,
-        window: Window | None,
-        perturbation: Perturbation | None,
-        known_prefix: int | None = None,
-    ) -> Candidates:
+    def _draft(self, request: DraftRequest) -> Candidates:
+        start = request.start
+        if isinstance(start, Tensor):
+            operations, prefix, known_prefix = self.operations, start, None
+        else:
+            operations, known_prefix = REFERENCE, start
+            prefix = torch.tensor(start, device=self.device)
+
         def forward(token_ids: Tensor, states: Tensor, rows: DeviceRows) -> Tensor:
             features = states if self.weights.is_head else None
-            return self._pass(operations, token_ids, [cache], [rows], features, ())
+            return self._pass(operations, token_ids, [request.cache], [rows], features, ())
 
         return expand(
             forward,
             lambda states: logits_of(self.weights, states, operations),
             operations,
-            state[:, : self.config.hidden_size],
+            request.state[:, : self.config.hidden_size],
             prefix,
-            depth,
-            top_k,
+            request.depth,
+            request.top_k,
             self.weights.draft_token_ids,
-            window,
-            perturbation,
+            request.window,
+            request.perturbation,
             known_prefix,
         )
 

@@ -37,7 +37,7 @@ def expand(
     perturbation: Perturbation | None = None,
     known_prefix: int | None = None,
 ) -> Candidates:
-    """All candidates after a state; see `polybasic.chain.kernels.executor.Executor.draft`.
+    """All candidates after a state; see `polybasic.chain.kernels.executor.Executor.drafts`.
 
     Args:
         forward: runs the model over the beam of one level, whose rows are provisional: level l

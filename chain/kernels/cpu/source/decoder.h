@@ -94,7 +94,7 @@ struct Workspace {
         void operator()(void* memory) const { std::free(memory); }
     };
     std::unique_ptr<float, Free> memory;    // pages that no pass touches stay unused
-    std::vector<float> logits;  // of a draft's beam, from the first draft on
+    std::vector<float> draft_sums;  // of rows that are drafted from, as many as were needed so far
     float* residual;    // [R][D]
     float* features;    // [R][D], of a head
     float* added;       // [R][D]

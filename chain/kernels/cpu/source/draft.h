@@ -1,4 +1,6 @@
-// A whole draft: EAGLE-2's dynamic tree of candidates, level by level (polybasic.deploy.drafters.expansion).
+// Drafts of one or more sequences: EAGLE-2's dynamic trees of candidates, level by level
+// (polybasic.deploy.drafters.expansion). A level is one pass over the rows of all sequences that have it,
+// and gives each of them the bits that it gets alone, with any number of threads.
 //
 //   K = children of each row, and rows of a beam; L = levels; V = tokens that can be drafted
 #pragma once
@@ -11,6 +13,7 @@
 
 namespace polybasic {
 
+// The draft of one sequence.
 struct DraftShape {
     int32_t depth;              // L
     int32_t top_k;              // K
@@ -26,6 +29,11 @@ struct DraftShape {
     int64_t* tokens;            // [K + (L - 1) K K]
     float* scores;              // the same
     int64_t* beams;             // [L - 1][K]
+
+    int rows_of(int level) const { return level >= depth ? 0 : level == 0 ? 1 : top_k; }
+    size_t first_of(int level) const {
+        return level == 0 ? 0 : top_k + size_t(level - 1) * top_k * top_k;
+    }
 };
 
 struct Candidate {
@@ -39,22 +47,18 @@ inline bool operator<(const Candidate& one, const Candidate& other) {
 }
 
 // The best few of the offered scores, best first.
-class Best {
-public:
-    Best(Candidate* kept, int num) : kept_(kept), num_(num) {
-        for (int i = 0; i < num; ++i) kept_[i] = {-INFINITY, INT32_MAX};
-    }
-    float least() const { return kept_[num_ - 1].score; }
-    void offer(Candidate candidate) {
-        if (!(candidate < kept_[num_ - 1])) return;
-        int place = num_ - 1;
-        for (; place > 0 && candidate < kept_[place - 1]; --place) kept_[place] = kept_[place - 1];
-        kept_[place] = candidate;
-    }
+struct Best {
+    Candidate* kept;
+    int num;
 
-private:
-    Candidate* kept_;
-    int num_;
+    void clear() const { std::fill_n(kept, num, Candidate{-INFINITY, INT32_MAX}); }
+    float least() const { return kept[num - 1].score; }
+    void offer(Candidate candidate) const {
+        if (!(candidate < kept[num - 1])) return;
+        int place = num - 1;
+        for (; place > 0 && candidate < kept[place - 1]; --place) kept[place] = kept[place - 1];
+        kept[place] = candidate;
+    }
 };
 
 // The first `num` numbers, and zeros where there are fewer than lanes.
@@ -65,134 +69,197 @@ POLYBASIC_INLINE Floats load_at_most(const float* from, int num) {
     return values;
 }
 
+// All sequences together have at most kMaxRows rows at a level.
 template <class T>
-class Draft {
+class Drafts {
 public:
-    Draft(const Model& model, const DraftShape& shape, Workspace& space, int num_threads)
-        : model_(model), shape_(shape), space_(space) {
-        const int K = shape.top_k;
-        parts_.resize(size_t(num_threads) * K * K);
-        sums_.resize(size_t(num_threads) * K * 2);
-        beam_tokens_.resize(K);
-        beam_scores_.resize(K);
-        paths_.resize(size_t(K) * shape.depth);
-        path_ends_.resize(K);
-        best_.resize(K);
-        const size_t width = size_t(model.lm_head.num_blocks()) * kLanes;
-        if (space.logits.size() < K * width) space.logits.resize(K * width);
-        logits_ = space.logits.data();
+    Drafts(const Model& model, const DraftShape* shapes, int num, Workspace& space, int num_threads)
+        : model_(model), space_(space), sequences_(num) {
+        int most_rows = 0;
+        for (int i = 0; i < num; ++i) {
+            const DraftShape& shape = shapes[i];
+            beams_.emplace_back(shape, num_threads);
+            sequences_[i] = {{}, shape.caches, shape.capacity, shape.window_tokens, shape.window_sinks};
+            most_rows += shape.top_k;
+            depth_ = std::max(depth_, shape.depth);
+        }
+        tokens_.resize(most_rows);
+        const int num_units = (model.lm_head.num_blocks() + kUnit - 1) / kUnit;
+        sums_stride_ = (num_units + kLanes - 1) / kLanes * kLanes;
+        const size_t size = 2 * size_t(most_rows) * sums_stride_;
+        if (space.draft_sums.size() < size) space.draft_sums.resize(size);
     }
 
     void run(Thread& self) {
-        const int K = shape_.top_k;
-        if (self.number == 0) begin();
+        for_each_beam(0, [&](int index, int row) {
+            if (index % self.num_threads == self.number) begin(beams_[index], row);
+        });
         self.wait();
-        score(self, 1, 0);
-        for (int level = 1; level < shape_.depth; ++level) {
-            if (self.number == 0) select(level);
+        for (int level = 0; level < depth_; ++level) {
+            int num_rows = 0;
+            for (const Beam& beam : beams_) num_rows += beam.shape.rows_of(level);
+            const int num_sequences = level == 0 ? 0 : int(sequences_.size());
+            const Input input{tokens_.data(), sequences_.data(), num_sequences, num_rows};
+            Forward<T> forward(model_, input, space_, self);
+            if (level > 0) forward.run(nullptr, nullptr, 0);
+            score(forward, self, num_rows, level);
             self.wait();
-            const Sequence sequence{{K, shape_.start + (level - 1) * K, shape_.start,
-                                     path_ends_.data(), paths_.data()},
-                                    shape_.caches,
-                                    shape_.capacity,
-                                    shape_.window_tokens,
-                                    shape_.window_sinks};
-            const Input input{beam_tokens_.data(), &sequence, 1, K};
-            Forward<T>(model_, input, space_, self).run(nullptr, nullptr, 0);
+            int next_row = 0;
+            for_each_beam(level, [&](int index, int row) {
+                if (index % self.num_threads == self.number) {
+                    merge(beams_[index], row, level, self.num_threads);
+                    choose(beams_[index], sequences_[index], row, next_row, level + 1);
+                }
+                next_row += beams_[index].shape.rows_of(level + 1);
+            });
             self.wait();
-            score(self, K, level);
         }
     }
 
 private:
-    void begin() {
-        const T* state = static_cast<const T*>(shape_.state);
-        for (int column = 0; column < model_.hidden_size; column += kLanes)
-            store(space_.residual + column, load(state + column));
-    }
+    // Blocks of sixteen outputs that have a sum of their own: what is added up in which order does not
+    // depend on the threads.
+    static constexpr int kUnit = 4;
 
-    // The best K tokens after each of the beam's rows, with their cumulative log-probabilities.
-    void score(Thread& self, int num_rows, int level) {
-        Input none{};
-        none.num_rows = num_rows;
-        Forward<T> forward(model_, none, space_, self);
-        // the state that a decoder's draft starts from is normed already
-        forward.fill_final(num_rows, level == 0 && model_.head_kind == kNoHead);
-        scan(forward, self, num_rows, level);
-        self.wait();
-        if (self.number == 0) merge(num_rows, level, self.num_threads);
-    }
+    // Of one sequence.
+    struct Beam {
+        const DraftShape& shape;
+        std::vector<float> scores;                  // [K]
+        std::vector<int32_t> paths, paths_above;    // [K][level], of this level and the one above
+        std::vector<int32_t> path_ends;             // [K]
+        std::vector<Candidate> kept;                // [threads][K][K], the best of each row
+        std::vector<Candidate> best;                // [K]
 
-    // This thread's share of the vocabulary: its largest logit, the sum of exponentials relative to
-    // it, and the best K of each row.
-    void scan(Forward<T>& forward, Thread& self, int num_rows, int level) {
-        const int K = shape_.top_k, V = model_.lm_head.num_outputs;
-        const size_t width = size_t(model_.lm_head.num_blocks()) * kLanes;
-        const int unit = forward.unit_of(model_.lm_head);
-        const float softcap = model_.logit_softcap, scale = shape_.logit_scale;
-        const float* added = shape_.added == nullptr ? nullptr : shape_.added + size_t(level) * V;
-        forward.multiply(model_.lm_head, unit, num_rows,
-                         [&](Range blocks, int first, int rows, const float* tile) {
-                             for (int block = blocks.first; block < blocks.end; ++block)
-                                 for (int row = 0; row < rows; ++row, tile += kLanes) {
-                                     Floats logits = load(tile);
-                                     if (softcap > 0) {
-                                         const Floats e = exponential(logits * (2.0f / softcap));
-                                         logits = (1.0f - 2.0f / (e + 1.0f)) * softcap;
-                                     }
-                                     const int column = block * kLanes;
-                                     if (added != nullptr)
-                                         logits = logits * scale + load_at_most(added + column, V - column);
-                                     store(logits_ + (first + row) * width + column, logits);
-                                 }
-                         });
-        const Range mine = share(model_.lm_head.num_blocks(), self.number, self.num_threads, unit);
-        const int first = mine.first * kLanes;
-        const int end = std::min(mine.end * kLanes, V);
-        for (int row = 0; row < num_rows; ++row) {
-            const float* logits = logits_ + row * width;
-            Best best(parts_.data() + (size_t(self.number) * K + row) * K, K);
-            int i = first;
-            for (; i + kLanes <= end; i += kLanes)
-                if (largest(load(logits + i)) > best.least())
-                    for (int lane = 0; lane < kLanes; ++lane) best.offer({logits[i + lane], i + lane});
-            for (; i < end; ++i) best.offer({logits[i], i});
-            const float greatest = parts_[(size_t(self.number) * K + row) * K].score;
-            Floats total{};
-            for (i = first; i + kLanes <= end; i += kLanes)
-                total = total + exponential(load(logits + i) - greatest);
-            float rest = 0;
-            for (; i < end; ++i) rest += std::exp(logits[i] - greatest);
-            sums_[(size_t(self.number) * K + row) * 2] = greatest;
-            sums_[(size_t(self.number) * K + row) * 2 + 1] = sum(total) + rest;
+        Beam(const DraftShape& shape, int num_threads)
+            : shape(shape), scores(shape.top_k), paths(size_t(shape.top_k) * shape.depth),
+              paths_above(paths.size()), path_ends(shape.top_k),
+              kept(size_t(num_threads) * shape.top_k * shape.top_k), best(shape.top_k) {}
+
+        Best best_of(int thread, int row) {
+            const int K = shape.top_k;
+            return {kept.data() + (size_t(thread) * K + row) * K, K};
+        }
+    };
+
+    // A row whose candidates are looked for.
+    struct Row {
+        Best best;          // of this thread
+        const float* added;
+        float scale;
+        float* greatest;    // of each unit: the greatest logit,
+        float* sums;        // and the sum of exponentials relative to it
+    };
+
+    // Pass on each sequence that has the level, and its first row there.
+    template <class Visit>
+    void for_each_beam(int level, Visit visit) {
+        int row = 0;
+        for (int index = 0; index < int(beams_.size()); ++index) {
+            const int num_rows = beams_[index].shape.rows_of(level);
+            if (num_rows > 0) visit(index, row);
+            row += num_rows;
         }
     }
 
-    void merge(int num_rows, int level, int num_threads) {
-        const int K = shape_.top_k;
-        const size_t first = level == 0 ? 0 : K + size_t(level - 1) * K * K;
-        for (int row = 0; row < num_rows; ++row) {
-            Best best(best_.data(), K);
-            float greatest = -INFINITY;
-            for (int thread = 0; thread < num_threads; ++thread)
-                greatest = std::max(greatest, sums_[(size_t(thread) * K + row) * 2]);
-            float total = 0;
-            for (int thread = 0; thread < num_threads; ++thread) {
-                const float* own = &sums_[(size_t(thread) * K + row) * 2];
-                if (own[1] > 0) total += own[1] * std::exp(own[0] - greatest);
-                const Candidate* offered = &parts_[(size_t(thread) * K + row) * K];
-                for (int i = 0; i < K; ++i) best.offer(offered[i]);
+    float* greatest_of(int row) const {
+        return space_.draft_sums.data() + 2 * size_t(row) * sums_stride_;
+    }
+
+    void begin(const Beam& beam, int row) {
+        const T* state = static_cast<const T*>(beam.shape.state);
+        float* to = space_.residual + size_t(row) * model_.hidden_size;
+        for (int column = 0; column < model_.hidden_size; column += kLanes)
+            store(to + column, load(state + column));
+    }
+
+    // This thread's share of the vocabulary, for all rows.
+    void score(Forward<T>& forward, Thread& self, int num_rows, int level) {
+        Row rows[kMaxRows];
+        for_each_beam(level, [&](int index, int row) {
+            Beam& beam = beams_[index];
+            const DraftShape& shape = beam.shape;
+            const float* added = shape.added;
+            if (added != nullptr) added += size_t(level) * model_.lm_head.num_outputs;
+            for (int own = 0; own < shape.rows_of(level); ++own, ++row) {
+                float* greatest = greatest_of(row);
+                rows[row] = {beam.best_of(self.number, own), added, shape.logit_scale, greatest,
+                             greatest + sums_stride_};
+                rows[row].best.clear();
             }
-            const float normalizer = greatest + std::log(total);
-            const float above = level == 0 ? 0.0f : beam_scores_[row];
-            for (int i = 0; i < K; ++i) {
-                const int output = place_of(best_[i]);
+        });
+        // the state that a decoder's draft starts from is normed already
+        forward.fill_final(num_rows, level == 0 && model_.head_kind == kNoHead);
+        forward.multiply(model_.lm_head, kUnit, num_rows,
+                         [&](Range blocks, int first, int num, const float* tile) {
+                             for (int row = 0; row < num; ++row)
+                                 scan(rows[first + row], blocks, tile + row * kLanes, num * kLanes);
+                         });
+    }
+
+    // A row's logits in a unit of blocks; `tile` + i * stride are its values of block i.
+    void scan(const Row& row, Range blocks, const float* tile, int stride) const {
+        const int num_blocks = blocks.end - blocks.first;
+        alignas(64) float logits[kUnit * kLanes];
+        Floats most = broadcast(-INFINITY);
+        for (int i = 0; i < num_blocks; ++i) {
+            const int column = (blocks.first + i) * kLanes, left = model_.lm_head.num_outputs - column;
+            Floats values = load(tile + i * stride);
+            if (model_.logit_softcap > 0) values = softcapped(values, model_.logit_softcap);
+            if (row.added != nullptr)
+                values = values * row.scale + load_at_most(row.added + column, left);
+            store(logits + i * kLanes, values);
+            if (left < kLanes) attention::hide(logits + i * kLanes, left, kLanes);
+            most = maximum(most, load(logits + i * kLanes));
+        }
+        const float greatest = largest(most);
+        Floats total{};
+        for (int i = 0; i < num_blocks; ++i)
+            total = total + exponential(load(logits + i * kLanes) - greatest);
+        row.greatest[blocks.first / kUnit] = greatest;
+        row.sums[blocks.first / kUnit] = sum(total);
+        if (!(greatest > row.best.least())) return;
+        for (int i = 0; i < num_blocks; ++i) {
+            const float* block = logits + i * kLanes;
+            if (!(largest(load(block)) > row.best.least())) continue;
+            const int place = (blocks.first + i) * kLanes;
+            const int num = std::min(kLanes, model_.lm_head.num_outputs - place);
+            for (int lane = 0; lane < num; ++lane) row.best.offer({block[lane], place + lane});
+        }
+    }
+
+    // The logarithm of the sum of a row's exponentials.
+    float normalizer_of(int row) const {
+        const int num_units = (model_.lm_head.num_blocks() + kUnit - 1) / kUnit;
+        float *greatest = greatest_of(row), *sums = greatest + sums_stride_;
+        std::fill(greatest + num_units, greatest + sums_stride_, -INFINITY);
+        std::fill(sums + num_units, sums + sums_stride_, 0.0f);
+        Floats most = load(greatest), total{};
+        for (int i = kLanes; i < sums_stride_; i += kLanes) most = maximum(most, load(greatest + i));
+        const float reference = largest(most);
+        for (int i = 0; i < sums_stride_; i += kLanes)
+            total = total + load(sums + i) * exponential(load(greatest + i) - reference);
+        return reference + std::log(sum(total));
+    }
+
+    // The candidates of a level: the best K tokens after each of its rows.
+    void merge(Beam& beam, int first_row, int level, int num_threads) {
+        const DraftShape& shape = beam.shape;
+        const int K = shape.top_k;
+        const Best best{beam.best.data(), K};
+        size_t number = shape.first_of(level);
+        for (int row = 0; row < shape.rows_of(level); ++row) {
+            best.clear();
+            for (int thread = 0; thread < num_threads; ++thread)
+                for (int i = 0; i < K; ++i) best.offer(beam.best_of(thread, row).kept[i]);
+            const float normalizer = normalizer_of(first_row + row);
+            const float above = level == 0 ? 0.0f : beam.scores[row];
+            for (int i = 0; i < K; ++i, ++number) {
+                const int output = place_of(beam.best[i]);
                 // a child never comes before its parent: neither by rounding nor as NaN
-                const float exact = best_[i].score - normalizer;
+                const float exact = beam.best[i].score - normalizer;
                 const float log_probability = std::isnan(exact) ? -INFINITY : std::min(exact, 0.0f);
-                shape_.scores[first + row * K + i] = above + log_probability;
-                shape_.tokens[first + row * K + i] =
-                    shape_.token_ids == nullptr ? output : shape_.token_ids[output];
+                shape.scores[number] = above + log_probability;
+                shape.tokens[number] = shape.token_ids == nullptr ? output : shape.token_ids[output];
             }
         }
     }
@@ -202,40 +269,45 @@ private:
         return candidate.place == INT32_MAX ? 0 : candidate.place;
     }
 
-    // The beam of a level: the best K candidates of the level above, best first.
-    void select(int level) {
-        const int K = shape_.top_k, D = model_.hidden_size;
-        const size_t first = level == 1 ? 0 : K + size_t(level - 2) * K * K;
-        const int num = level == 1 ? K : K * K;
-        Best best(best_.data(), K);
-        for (int place = 0; place < num; ++place) best.offer({shape_.scores[first + place], place});
-        const std::vector<int32_t> paths = paths_;
-        int64_t* beam = shape_.beams + size_t(level - 1) * K;
+    // The beam of a level, if there is one: the best K candidates of the level above, best first.
+    // `above` and `first` are the sequence's first rows there and here.
+    void choose(Beam& beam, Sequence& sequence, int above, int first, int level) {
+        const DraftShape& shape = beam.shape;
+        const int K = shape.top_k, D = model_.hidden_size;
+        sequence.rows = {shape.rows_of(level), shape.start + (level - 1) * K, shape.start,
+                         beam.path_ends.data(), nullptr};
+        if (level == shape.depth) return;
+        const size_t first_above = shape.first_of(level - 1);
+        const int num = shape.rows_of(level - 1) * K;
+        const Best best{beam.best.data(), K};
+        best.clear();
+        for (int place = 0; place < num; ++place) best.offer({shape.scores[first_above + place], place});
+        beam.paths.swap(beam.paths_above);
+        sequence.rows.paths = beam.paths.data();
+        int64_t* places = shape.beams + size_t(level - 1) * K;
         for (int row = 0; row < K; ++row) {
-            const int place = place_of(best_[row]), parent = level == 1 ? 0 : place / K;
-            beam[row] = place;
-            beam_scores_[row] = best_[row].score;
-            beam_tokens_[row] = shape_.tokens[first + place];
+            const int place = place_of(beam.best[row]), parent = place / K;
+            places[row] = place;
+            beam.scores[row] = beam.best[row].score;
+            tokens_[first + row] = shape.tokens[first_above + place];
             // a path of `level` rows: the parent's and the row itself
-            for (int i = 0; i + 1 < level; ++i)
-                paths_[size_t(row) * level + i] = paths[size_t(parent) * (level - 1) + i];
-            paths_[size_t(row) * level + level - 1] = shape_.start + (level - 1) * K + row;
-            path_ends_[row] = (row + 1) * level;
+            int32_t* path = beam.paths.data() + size_t(row) * level;
+            std::copy_n(beam.paths_above.data() + size_t(parent) * (level - 1), level - 1, path);
+            path[level - 1] = sequence.rows.start + row;
+            beam.path_ends[row] = (row + 1) * level;
             if (model_.head_kind != kNoHead)
-                std::memcpy(space_.features + size_t(row) * D,
-                            space_.residual + size_t(level == 1 ? 0 : parent) * D,
-                            D * sizeof(float));
+                std::memcpy(space_.features + size_t(first + row) * D,
+                            space_.residual + size_t(above + parent) * D, D * sizeof(float));
         }
     }
 
     const Model& model_;
-    const DraftShape& shape_;
     Workspace& space_;
-    float* logits_;     // [K][V]
-    std::vector<Candidate> parts_, best_;
-    std::vector<float> sums_, beam_scores_;
-    std::vector<int64_t> beam_tokens_;
-    std::vector<int32_t> paths_, path_ends_;
+    int depth_ = 0;         // of the deepest draft
+    int sums_stride_;
+    std::vector<Beam> beams_;
+    std::vector<Sequence> sequences_;
+    std::vector<int64_t> tokens_;   // of a level's rows
 };
 
 }  // namespace polybasic

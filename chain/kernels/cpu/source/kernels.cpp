@@ -16,7 +16,7 @@ using namespace polybasic;
 extern "C" {
 
 // To be raised with every change of a structure or signature below.
-int polybasic_version() { return 3; }
+int polybasic_version() { return 4; }
 
 void polybasic_use_openmp(void* parallel, void* thread_number, void* num_threads) {
     open_mp().parallel =
@@ -40,12 +40,13 @@ void polybasic_pass(const Model* model, const Pass* pass, void* space, int num_t
         run_pass<float>(*model, *pass, workspace, num_threads);
 }
 
-void polybasic_draft(const Model* model, const DraftShape* shape, void* space, int num_threads) {
+void polybasic_drafts(const Model* model, const DraftShape* shapes, int num, void* space,
+                      int num_threads) {
     Workspace& workspace = *static_cast<Workspace*>(space);
     if (model->element == kBfloat16)
-        run_draft<Bfloat16>(*model, *shape, workspace, num_threads);
+        run_drafts<Bfloat16>(*model, shapes, num, workspace, num_threads);
     else
-        run_draft<float>(*model, *shape, workspace, num_threads);
+        run_drafts<float>(*model, shapes, num, workspace, num_threads);
 }
 
 // `memory`: R * I * 9 / 8 + 32 floats.

@@ -31,9 +31,10 @@ void run_pass(const Model& model, const Pass& pass, Workspace& space, int num_th
 }
 
 template <class T>
-void run_draft(const Model& model, const DraftShape& shape, Workspace& space, int num_threads) {
-    Draft<T> draft(model, shape, space, num_threads);
-    Team::run(num_threads, [&](Thread self) { draft.run(self); });
+void run_drafts(const Model& model, const DraftShape* shapes, int num, Workspace& space,
+                int num_threads) {
+    Drafts<T> drafts(model, shapes, num, space, num_threads);
+    Team::run(num_threads, [&](Thread self) { drafts.run(self); });
 }
 
 // out [R][O] = x [R][I] times the matrix, both in T.
@@ -82,7 +83,7 @@ void run_product(const Matrix& matrix, const void* rows, void* out, int num_rows
 
 #define POLYBASIC_INSTANTIATE(EXTERN, T)                                                           \
     EXTERN template void run_pass<T>(const Model&, const Pass&, Workspace&, int);                  \
-    EXTERN template void run_draft<T>(const Model&, const DraftShape&, Workspace&, int);           \
+    EXTERN template void run_drafts<T>(const Model&, const DraftShape*, int, Workspace&, int);     \
     EXTERN template void run_product<T>(const Matrix&, const void*, void*, int, float*, int);
 
 }  // namespace polybasic

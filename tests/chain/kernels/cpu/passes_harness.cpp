@@ -12,21 +12,7 @@
 #include <thread>
 #include <vector>
 
-#include "draft.h"
-
-#if __has_include("passes.h")
 #include "passes.h"
-#else
-namespace polybasic {
-struct Pass {
-    Input input;
-    const void* features;
-    const int32_t* feature_layers;
-    int32_t num_feature_layers;
-    void* states;
-};
-}  // namespace polybasic
-#endif
 
 using namespace polybasic;
 
@@ -35,7 +21,8 @@ void polybasic_use_openmp(void* parallel, void* thread_number, void* num_threads
 void* polybasic_new_workspace(const Model* model, int max_context);
 void polybasic_delete_workspace(void* space);
 void polybasic_pass(const Model* model, const Pass* pass, void* space, int num_threads);
-void polybasic_draft(const Model* model, const DraftShape* shape, void* space, int num_threads);
+void polybasic_drafts(const Model* model, const DraftShape* shapes, int num, void* space,
+                      int num_threads);
 void polybasic_product(const Matrix* matrix, int element, const void* rows, void* out, int num_rows,
                        float* memory, int num_threads);
 void polybasic_noise(const int64_t* key, const int64_t* positions, int num_positions, int num_tokens,
@@ -303,7 +290,7 @@ void run_passes(const Case& one, int threads, const std::string& name) {
     shape.tokens = drafted.data();
     shape.scores = scores.data();
     shape.beams = beams.data();
-    polybasic_draft(&model, &shape, text.space, threads);
+    polybasic_drafts(&model, &shape, 1, text.space, threads);
     print(name + "/draft/scores", scores);
     print(name + "/draft/tokens", std::vector<float>(drafted.begin(), drafted.end()));
 }

@@ -1,26 +1,18 @@
 """Native kernels of noise and of drafts that follow it, against the reference."""
 
-from dataclasses import replace
-
 import pytest
 import torch
-from torch import Tensor
 
 from polybasic.chain.kernels import noise
 from polybasic.chain.kernels.cpu.library import Kernels, load_kernels
 from polybasic.chain.kernels.drafts import Candidates
-from polybasic.chain.kernels.executor import Executor, Perturbation
+from polybasic.chain.kernels.executor import Perturbation
 from polybasic.chain.kernels.rows import consecutive_rows
-from polybasic.chain.kernels.selection import backend_for
-from tests.chain.kernels.cpu.test_passes import random_ids, threads
-from tests.chain.native_models import CONFIG, CPU, cache_of, decoder, eager, head_of
+from tests.chain.kernels.cpu.test_passes import random_ids
+from tests.chain.native_models import CONFIG, SCALES, cache_of, decoder, drafting, eager, threads
 
 POSITIONS = torch.tensor([0, 1, 4095, 7408, 2**31, 2**32 - 1])
 DEPTH, TOP_K, PROMPT = 4, 5, 30
-DRAFTED = torch.arange(1, CONFIG.vocab_size, 3)
-"""Tokens of a trimmed head."""
-SCALES = {"model": 1.25, "head": 1e-3, "trimmed head": 1e-3}
-"""That bring logits to the size of the noise: those of random heads are thousands."""
 
 
 @pytest.fixture
@@ -60,23 +52,9 @@ def test_noise_of_an_executor_covers_the_vocabulary() -> None:
     assert torch.equal(found, expected)
 
 
-def drafting(kind: str) -> tuple[Executor, Tensor]:
-    """A model that drafts, with kernels as they are wanted, and the state that drafts follow."""
-    target = decoder(torch.float32)
-    if kind == "model":
-        return target, random_ids(PROMPT)
-    head = head_of(target)
-    if kind == "trimmed head":
-        generator = torch.Generator().manual_seed(2)
-        rows = torch.randn(len(DRAFTED), CONFIG.hidden_size, generator=generator)
-        lm_head = backend_for(CPU, torch.float32, CONFIG).dense(rows / 5)
-        head = head.over(replace(head.weights, lm_head=lm_head, draft_token_ids=DRAFTED))
-    return head, random_ids(PROMPT)
-
-
 @torch.inference_mode()
 def draft(kind: str, perturbation: Perturbation | None) -> Candidates:
-    model, ids = drafting(kind)
+    model, ids = drafting(kind), random_ids(PROMPT)
     cache = cache_of(model, len(model.weights.layers))
     features = None
     if model.weights.is_head:
@@ -126,7 +104,7 @@ def test_scores_are_log_probabilities_of_perturbed_logits(
     kernels_wanted: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("POLYBASIC_KERNELS", kernels_wanted)
-    model, ids = drafting("model")
+    model, ids = drafting("model"), random_ids(PROMPT)
     cache = cache_of(model)
     state = model.forward(ids, [cache.layers], [consecutive_rows(0, PROMPT)])[-1:]
     added = noise.gumbel_noise(noise.noise_key(8), torch.arange(1), CONFIG.vocab_size)

@@ -1,8 +1,6 @@
 """Native kernels: products, passes and drafts against plain arithmetic, and the same to the bit."""
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -25,22 +23,13 @@ from tests.chain.native_models import (
     eager,
     head_of,
     random_quantized,
+    threads,
 )
 from tests.conftest import ChainParts
 
 DTYPES = [torch.float32, torch.bfloat16]
 KINDS = [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)]
 KIND_NAMES = ["float32", "bfloat16", "int4"]
-
-
-@contextmanager
-def threads(num: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(num)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def relative(found: Tensor, expected: Tensor) -> float:

@@ -1,0 +1,127 @@
+"""Drafts of several sequences in one call: each gets what it gets alone."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from polybasic.chain.formats.plan import Window
+from polybasic.chain.kernels.drafts import Candidates
+from polybasic.chain.kernels.executor import DraftRequest, Executor, Perturbation
+from polybasic.chain.kernels.rows import consecutive_rows
+from tests.chain.native_models import CONFIG, SCALES, cache_of, drafting, eager, threads
+
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def random_request(model: Executor, seed: int, scale: float) -> DraftRequest:
+    """A draft of any shape, after a text that was read into a cache of its own."""
+    chosen, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    num, depth, top_k = chosen.randint(1, 40), chosen.randint(1, 6), chosen.randint(1, 10)
+    cache, features = cache_of(model, len(model.weights.layers)), None
+    if model.weights.is_head:
+        features = torch.randn(num, CONFIG.hidden_size, generator=generator).to(model.dtype)
+    ids = torch.randint(0, CONFIG.vocab_size, (num,), generator=generator)
+    states = model.forward(ids, [cache.layers], [consecutive_rows(0, num)], features)
+    window = chosen.choice([None, Window(tokens=chosen.randint(2, 20), sinks=chosen.randint(0, 3))])
+    perturbation = None
+    if chosen.random() < 0.5:
+        added = torch.randn(depth + 1, CONFIG.vocab_size, generator=generator)
+        perturbation = Perturbation(scale * chosen.uniform(0.5, 2), added)
+    return DraftRequest(states[-1:], cache.layers, num, depth, top_k, window, perturbation)
+
+
+def is_same(one: Candidates, other: Candidates) -> bool:
+    parts = [(found.tokens, found.scores.view(torch.int32), found.beams) for found in (one, other)]
+    return one.top_k == other.top_k and all(map(torch.equal, *parts))
+
+
+def written(request: DraftRequest) -> Tensor:
+    """Rows of the cache that the draft wrote."""
+    assert isinstance(request.start, int)
+    end = request.start + (request.depth - 1) * request.top_k
+    return torch.cat([layer[:, request.start : end].flatten() for layer in request.cache])
+
+
+def alone(model: Executor, requests: Sequence[DraftRequest]) -> list[tuple[Candidates, Tensor]]:
+    return [(model.drafts([request])[0], written(request)) for request in requests]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", ["head", "trimmed head", "model"])
+@torch.inference_mode()
+def test_drafts_have_the_bits_of_each_alone(kind: str, dtype: torch.dtype) -> None:
+    model, chosen = drafting(kind, dtype), random.Random(5)
+    assert model.name == "cpu"
+    requests = [random_request(model, seed, SCALES[kind]) for seed in range(12)]
+    assert {request.depth for request in requests} >= {1, 5}
+    expected = alone(model, requests)
+    for num in (1, 2, 3):
+        mixed = chosen.sample(range(12), chosen.randint(4, 12))
+        for request in requests:
+            for layer in request.cache:
+                layer[:, request.start :] = 0
+        with threads(num):
+            found = model.drafts([requests[place] for place in mixed])
+        for place, one in zip(mixed, found, strict=True):
+            assert is_same(one, expected[place][0])
+            assert torch.equal(written(requests[place]), expected[place][1])
+
+
+@torch.inference_mode()
+def test_everything_that_a_request_says_counts() -> None:
+    model = drafting("head")
+    request, other = (random_request(model, seed, SCALES["head"]) for seed in (2, 3))
+    added = torch.randn(6, CONFIG.vocab_size, generator=torch.Generator().manual_seed(6))
+    request = replace(request, depth=4, top_k=5, perturbation=Perturbation(1e-3, added))
+    for changed in (
+        replace(request, state=other.state),
+        replace(request, cache=other.cache),
+        replace(request, start=request.start - 1),
+        replace(request, depth=3),
+        replace(request, top_k=4),
+        replace(request, window=Window(tokens=2, sinks=0)),
+        replace(request, perturbation=Perturbation(1.5e-3, added)),
+        replace(request, perturbation=Perturbation(1e-3, added.roll(1, 0))),
+    ):
+        (first, _), (second, _) = (model.drafts([one, other]) for one in (request, changed))
+        assert not is_same(first, second)
+
+
+@torch.inference_mode()
+def test_levels_of_too_many_rows_are_divided(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = drafting("head")
+    requests = [replace(random_request(model, seed, SCALES["head"]), top_k=40) for seed in range(8)]
+    expected, calls = alone(model, requests), []
+    call = model.kernels.library.polybasic_drafts  # type: ignore[attr-defined]
+    monkeypatch.setattr(
+        model.kernels.library,  # type: ignore[attr-defined]
+        "polybasic_drafts",
+        lambda *arguments: (calls.append(arguments[2]), call(*arguments)),
+    )
+    found = model.drafts(requests)
+    assert calls == [6, 2]
+    assert all(is_same(one, own) for one, (own, _) in zip(found, expected, strict=True))
+    assert model.drafts([]) == []
+
+
+@torch.inference_mode()
+def test_drafts_of_the_reference_are_those_of_each_alone() -> None:
+    native = drafting("model")
+    with eager():
+        plain = drafting("model")
+    assert (native.name, plain.name) == ("cpu", "torch")
+    requests, expected = (
+        [random_request(model, seed, SCALES["model"]) for seed in range(4)]
+        for model in (native, plain)
+    )
+    found = plain.drafts(expected)
+    for one, (own, _), fast in zip(
+        found, alone(plain, expected), native.drafts(requests), strict=True
+    ):
+        assert is_same(one, own)
+        assert torch.equal(one.tokens, fast.tokens)
+        torch.testing.assert_close(one.scores, fast.scores, rtol=1e-5, atol=1e-5)
