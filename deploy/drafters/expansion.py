@@ -11,7 +11,7 @@ from torch import Tensor
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.plan import Tree, Window
 from polybasic.chain.kernels.drafts import Candidates, DraftTree
-from polybasic.chain.kernels.executor import Executor
+from polybasic.chain.kernels.executor import DraftRequest, Executor
 from polybasic.chain.kernels.rows import consecutive_rows
 from polybasic.deploy.rounds.cache import KeyValueCache
 from polybasic.deploy.rounds.noise import Noise
@@ -70,12 +70,7 @@ class ExpandingDrafter(ABC):
 
     def draft(self, tokens: list[int], max_depth: int) -> DraftTree:
         """See `polybasic.deploy.drafters.interface.Drafter`."""
-        depth = self.depth_of(tokens, max_depth)
-        if depth == 0:
-            return DraftTree.of_root(tokens[-1])
-        with self.clock.running(num_passes=depth):
-            candidates = self.candidates(tokens, depth)
-            return candidates.keep_best(tokens[-1], self.tree.rows, self.name)
+        return draft_together([self], [tokens], [max_depth])[0]
 
     @property
     def kind(self) -> Hashable:
@@ -92,13 +87,7 @@ class ExpandingDrafter(ABC):
         Args:
             depth: levels; may exceed those of the tree.
         """
-        self.begin(tokens)
-        state = self.read(tokens, len(tokens) - self.lag)
-        start, top_k, layers = self.cache.length, self.tree.top_k, self.cache.layers
-        end = start + (depth - 1) * top_k
-        assert end <= self.cache.capacity, f"depth {depth} after {start} rows"
-        perturbation = None if self.noise is None else self.noise.draft(len(tokens), depth)
-        return self.model.draft(state, layers, start, depth, top_k, self.window, perturbation)
+        return _candidates([self], [tokens], [depth])[0]
 
     def begin(self, tokens: list[int]) -> int:
         """Prepare for a draft after `tokens`; the number of rows of the cache that stay.
@@ -110,15 +99,7 @@ class ExpandingDrafter(ABC):
 
     def read(self, tokens: list[int], end: int) -> Tensor:
         """Read the rows from the cache's length up to `end`; the state [1, D] of the last one."""
-        start, model = self.cache.length, self.model
-        states = model.forward(
-            torch.tensor(tokens[start + self.lag : end + self.lag], device=model.device),
-            [self.cache.layers],
-            [consecutive_rows(start, end - start, self.window)],
-            self.features(start, end),
-        )
-        self.cache.keep(range(end - start))
-        return states[-1:]
+        return _read([self], [tokens], [end])[0]
 
     def copy_from(self, other: Self, num_tokens: int) -> None:
         """Take over what the drafter of another sequence knows of its first tokens.
@@ -151,16 +132,66 @@ def draft_together(
     """As `draft` of each of several drafters of one kind, after the sequence of each."""
     asked = list(zip(drafters, tokens, max_depths, strict=True))
     depths = [one.depth_of(text, most) for one, text, most in asked]
-    drafting = [place for place, depth in enumerate(depths) if depth > 0]
     trees = [DraftTree.of_root(text[-1]) for text in tokens]
-    clocks = [drafters[place].clock for place in drafting]
-    with all_running(clocks, num_passes=0):
-        for place in drafting:
-            one, text = drafters[place], tokens[place]
-            one.clock.num_passes += depths[place]
-            candidates = one.candidates(text, depths[place])
-            trees[place] = candidates.keep_best(text[-1], one.tree.rows, one.name)
+    places = [place for place, depth in enumerate(depths) if depth > 0]
+    if not places:
+        return trees
+    drafting = [drafters[place] for place in places]
+    for one, place in zip(drafting, places, strict=True):
+        one.clock.num_passes += depths[place]
+    with all_running([one.clock for one in drafting], num_passes=0):
+        found = _candidates(
+            drafting, [tokens[place] for place in places], [depths[place] for place in places]
+        )
+        for one, place, candidates in zip(drafting, places, found, strict=True):
+            trees[place] = candidates.keep_best(tokens[place][-1], one.tree.rows, one.name)
     return trees
+
+
+def _candidates(
+    drafters: Sequence[ExpandingDrafter], tokens: Sequence[list[int]], depths: Sequence[int]
+) -> list[Candidates]:
+    """All candidates of each of several drafters of one kind."""
+    for one, text in zip(drafters, tokens, strict=True):
+        one.begin(text)
+    ends = [len(text) - one.lag for one, text in zip(drafters, tokens, strict=True)]
+    states = _read(drafters, tokens, ends)
+    requests = []
+    for one, text, depth, state in zip(drafters, tokens, depths, states, strict=True):
+        start, top_k = one.cache.length, one.tree.top_k
+        end = start + (depth - 1) * top_k
+        assert end <= one.cache.capacity, f"depth {depth} after {start} rows"
+        perturbation = None if one.noise is None else one.noise.draft(len(text), depth)
+        requests.append(
+            DraftRequest(state, one.cache.layers, start, depth, top_k, one.window, perturbation)
+        )
+    return drafters[0].model.drafts(requests)
+
+
+def _read(
+    drafters: Sequence[ExpandingDrafter], tokens: Sequence[list[int]], ends: Sequence[int]
+) -> list[Tensor]:
+    """Read the rows of each drafter's cache up to an end; the state [1, D] of each last one."""
+    model, ids, rows, features = drafters[0].model, [], [], []
+    for one, text, end in zip(drafters, tokens, ends, strict=True):
+        start = one.cache.length
+        ids += text[start + one.lag : end + one.lag]
+        rows.append(consecutive_rows(start, end - start, one.window))
+        features.append(one.features(start, end))
+    states = model.forward(
+        torch.tensor(ids, device=model.device),
+        [one.cache.layers for one in drafters],
+        rows,
+        _joined([one for one in features if one is not None]),
+    )
+    for one, read in zip(drafters, rows, strict=True):
+        one.cache.keep(range(read.num_rows))
+    return [part[-1:] for part in states.split([read.num_rows for read in rows])]
+
+
+def _joined(parts: list[Tensor]) -> Tensor | None:
+    """Rows of all parts; None if there are none."""
+    return torch.cat(parts) if len(parts) > 1 else parts[0] if parts else None
 
 
 MakeDrafter = Callable[[Executor, Tree, int], ExpandingDrafter]
