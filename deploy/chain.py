@@ -312,7 +312,7 @@ class Chain:
         follows_load = is_default and self.engine.plan_of_load is not None
         if not sampling.is_greedy and plan.rule != "coupled":
             follows_load = False
-        return replace(
+        request = replace(
             request,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
@@ -320,6 +320,8 @@ class Chain:
             follows_load=follows_load,
             kept_drafter=self._kept_drafter(plan) if follows_load else None,
         )
+        self.engine.check(request)
+        return request
 
     def _plan_of(self, plan: Plan | None, members: Sequence[str] | None) -> Plan:
         """The plan that is asked for by itself, by its members or not at all."""

@@ -113,16 +113,15 @@ class Engine:
         return Answer(self._tokens_of(request))
 
     def begin(self, request: Request, runs_ahead: bool = False) -> Running:
-        """Take a sequence for a request; `step` runs it.
+        """Take a sequence for a request, which `check` has passed; `step` runs it.
 
         Args:
             runs_ahead: it goes on while what it has gained is not taken; else it waits.
 
         Raises:
             BusyError: all sequences are used.
-            UserError: as `run`.
+            UserError: there is no memory for another one.
         """
-        self.check(request)
         request = replace(request, sampling=request.sampling.seeded())
         with self._stepping:
             self._reap()

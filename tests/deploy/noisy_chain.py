@@ -16,7 +16,7 @@ from polybasic.chain.formats.plan import AdaptiveFlush, Flush, Plan, Rule, Tree
 from polybasic.deploy import Chain, load_chain
 from polybasic.deploy.request import Request
 from polybasic.deploy.rounds.sampling import Sampling
-from tests.conftest import package_around, write_draft, write_target
+from tests.conftest import FourChainParts, package_around, write_draft, write_target
 
 NUM_NEW_TOKENS = 100
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
@@ -94,6 +94,21 @@ def write_noisy_copy(folder: Path, target: Path, noise: float) -> None:
 
     weights = {name: disturbed(weight) for name, weight in load_file(path).items()}
     save_file(weights, path, {"format": "pt"})
+
+
+def write_four_and_a_copy(models: Path, made: Path) -> Path:
+    """A chain of four, with a noisy copy of the target besides, which drafts.
+
+    Args:
+        models: as the fixture of the same name wrote them.
+        made: an empty folder; the chain will lie in it.
+    """
+    names = ("target", "intermediate", "draft", "small_target", "small", "small_draft")
+    parts = FourChainParts(*(models / name for name in names))
+    write_noisy_copy(made / "copy", models / "target", 0.2)
+    copy = Part("copy", "drafter", "decoder", made / "copy")
+    parts.package(made / "chain", parts=[*parts.parts, copy])
+    return made / "chain"
 
 
 @contextmanager

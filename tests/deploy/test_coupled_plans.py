@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 
-from polybasic.chain.formats.package import Part
 from polybasic.chain.formats.plan import AdaptiveFlush, Flush, Ngram, Plan, Tree, Window
 from polybasic.deploy import Chain, load_chain
 from polybasic.deploy.engine import Engine
@@ -23,8 +22,7 @@ from polybasic.deploy.rounds import noise
 from polybasic.deploy.rounds.noise import Noise
 from polybasic.deploy.rounds.sampling import Sampling
 from polybasic.deploy.slots import Models
-from tests.conftest import FourChainParts
-from tests.deploy.noisy_chain import write_noisy_copy
+from tests.deploy.noisy_chain import write_four_and_a_copy
 from tests.deploy.small_chains import Weights, small_config
 
 NUM_REQUESTS, NUM_NEW_TOKENS = 200, 12
@@ -88,13 +86,7 @@ WARPERS: list[dict[str, Any]] = [
 @pytest.fixture(scope="module")
 def folder(_tiny_four_models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A chain of four, with a noisy copy of the target besides, which drafts."""
-    models, made = _tiny_four_models, tmp_path_factory.mktemp("coupled")
-    names = ("target", "intermediate", "draft", "small_target", "small", "small_draft")
-    parts = FourChainParts(*(models / name for name in names))
-    write_noisy_copy(made / "copy", models / "target", 0.2)
-    copy = Part("copy", "drafter", "decoder", made / "copy")
-    parts.package(made / "chain", parts=[*parts.parts, copy])
-    return made / "chain"
+    return write_four_and_a_copy(_tiny_four_models, tmp_path_factory.mktemp("coupled"))
 
 
 @pytest.fixture(params=["bfloat16", "float32"])

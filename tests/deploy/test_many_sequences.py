@@ -1,0 +1,358 @@
+"""What a request answers does not depend on the others: alone and in any company, the same bits.
+
+With native kernels a row gets the same bits however many rows its pass has, so this holds to the
+last bit, in bfloat16 too, whatever plans run and however often they change.
+"""
+
+import random
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from polybasic.chain.errors import UserError
+from polybasic.chain.formats.plan import Flush, Ngram, Plan, Tree, Window
+from polybasic.deploy import BusyError, Chain, load_chain
+from polybasic.deploy.rounds import passes, verifier
+from polybasic.deploy.rounds.verifier import read_together
+from polybasic.deploy.slots import MIN_COPIED_TOKENS
+from tests.deploy.noisy_chain import write_four_and_a_copy
+
+TREE = Tree(depth=3, top_k=2, rows=6)
+FLUSH = {"target": Flush(length=6), "intermediate": Flush(length=3)}
+WINDOWS = {"intermediate": Window(tokens=5, sinks=1)}
+MEMBERS: list[tuple[tuple[str, ...], dict[str, Any]]] = [
+    (("target",), {}),
+    (("target",), {"ngram": Ngram(min_match=1)}),
+    (("target", "draft"), {}),
+    (("target", "copy"), {"tree": Tree(depth=5, top_k=3, rows=20)}),
+    (("target", "copy"), {"ngram": Ngram(min_match=1)}),
+    (("target", "intermediate", "draft"), {}),
+    (("target", "intermediate", "copy"), {"windows": WINDOWS}),
+    (("target", "intermediate", "small", "small_draft"), {}),
+]
+PLANS = [
+    Plan(members=members, **{"tree": TREE, "flush": FLUSH, **others}) for members, others in MEMBERS
+]
+SETTINGS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 1.0, "seed": 1},
+    {"temperature": 0.7, "seed": 2, "top_k": 20, "choice": 3},
+    {"temperature": 1.3, "seed": 3, "repetition_penalty": 1.2, "presence_penalty": 0.5},
+    {"logit_bias": {5: 3.0}, "frequency_penalty": 0.4},
+    {
+        "temperature": 0.9,
+        "seed": 4,
+        "min_p": 0.02,
+        "min_tokens": 12,
+        "stop_token_ids": list(range(40)),
+    },
+]
+
+
+@pytest.fixture(scope="module")
+def folder(_tiny_four_models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_four_and_a_copy(_tiny_four_models, tmp_path_factory.mktemp("many"))
+
+
+@pytest.fixture(params=["bfloat16", "float32"])
+def chain(folder: Path, request: pytest.FixtureRequest) -> Chain:
+    return load_chain(folder, dtype=request.param, context_tokens=120, sequences=64)
+
+
+def requests(num: int, seed: int = 0) -> list[tuple[list[int], dict[str, Any]]]:
+    """Prompts of all lengths, some of which begin alike, with settings and plans in turn."""
+    numbers = random.Random(seed)
+    common = [numbers.randrange(60) for _ in range(40)]
+    found = []
+    for place in range(num):
+        prompt = [numbers.randrange(60) for _ in range(numbers.randrange(1, 50))]
+        if place % 3 == 0:
+            prompt = [*common, *prompt[:20]]
+        options = {**SETTINGS[place % len(SETTINGS)], "max_new_tokens": numbers.randrange(1, 40)}
+        plan = numbers.choice([None, *PLANS])
+        if plan is not None:
+            options["plan"] = plan
+        found.append((prompt, options))
+    return found
+
+
+def in_company(
+    chain: Chain, asked: list[tuple[list[int], dict[str, Any]]], seed: int = 1
+) -> list[list[int]]:
+    """The answers of requests that join at random times."""
+    numbers = random.Random(seed)
+    waiting = list(enumerate(asked))
+    live: dict[int, Any] = {}
+    tokens: list[list[int]] = [[] for _ in asked]
+    while waiting or live:
+        while waiting and numbers.random() < 0.3:
+            place, (prompt, options) = waiting.pop(0)
+            live[place] = chain.begin(prompt, **options)
+        chain.step()
+        for place, one in list(live.items()):
+            tokens[place] += [token for piece in one.take() for token in piece.token_ids]
+            if one.is_over:
+                assert one.error is None
+                assert one.statistics.num_tokens == len(tokens[place])
+                del live[place]
+    return tokens
+
+
+def forget(chain: Chain) -> None:
+    """Empty all caches."""
+    for slot in chain.engine.slots.made:
+        slot.clear()
+
+
+def alone(chain: Chain, asked: list[tuple[list[int], dict[str, Any]]]) -> list[list[int]]:
+    """The answers one after the other, none of which knows of another."""
+    found = []
+    for prompt, options in asked:
+        forget(chain)
+        answer = chain.generate(prompt, **options)
+        assert answer.statistics.num_cached_tokens == 0
+        found.append(answer.token_ids)
+    return found
+
+
+def changing(plans: list[Plan]) -> Any:
+    """A plan for each round, whatever the load."""
+    places = count()
+    return lambda active: plans[next(places) % len(plans)]
+
+
+def test_sixty_four_sequences_answer_as_each_alone(folder: Path, chain: Chain) -> None:
+    asked = requests(64 if chain.memory.layout.dtype == "bfloat16" else 20)
+    single = load_chain(folder, dtype=str(chain.memory.layout.dtype), context_tokens=120)
+    expected = alone(single, asked)
+    assert in_company(chain, asked) == expected
+    # once more, over the caches of other answers, by plans that change from round to round
+    chain.engine.plan_of_load = changing(PLANS)
+    assert in_company(chain, asked[::-1], seed=2) == expected[::-1]
+
+
+def test_other_sequences_would_be_noticed(
+    folder: Path, chain: Chain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = requests(12)
+    expected = alone(load_chain(folder, dtype="float32", context_tokens=120), asked)
+
+    def mixed_up(*arguments: Any) -> list[torch.Tensor]:
+        states = read_together(*arguments)
+        last = [part[-1:].clone() for part in states]
+        for part, other in zip(states, [*last[1:], last[0]], strict=True):
+            part[-1:] = other
+        return states
+
+    monkeypatch.setattr(passes, "read_together", mixed_up)
+    assert in_company(chain, asked) != expected
+
+
+def test_sequences_share_passes(chain: Chain, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = PLANS[2]
+    num_sequences: list[int] = []
+    target = chain.engine.models.target
+    forward = type(target).forward
+
+    def counted(self: Any, ids: Any, caches: Any, *others: Any, **options: Any) -> Any:
+        if self is target:
+            num_sequences.append(len(caches))
+        return forward(self, ids, caches, *others, **options)
+
+    monkeypatch.setattr(type(target), "forward", counted)
+    asked = [([place, 3, 4], {"plan": plan, "max_new_tokens": 20}) for place in range(8)]
+    live = [chain.begin(prompt, **options) for prompt, options in asked]  # type: ignore[arg-type]
+    while chain.step():
+        pass
+    rounds = [one.statistics.forward_passes["target"] for one in live]
+    assert len(num_sequences) <= max(rounds) + 2
+    assert num_sequences.count(8) >= min(rounds)
+
+
+def test_streams_are_interleaved_and_given_up(chain: Chain) -> None:
+    asked = requests(6, seed=3)
+    expected = alone(chain, asked)
+    streams = [chain.stream(prompt, **options) for prompt, options in asked]
+    found: list[list[int]] = [[] for _ in streams]
+    open_ones = set(range(6))
+    while open_ones:
+        for place in sorted(open_ones):
+            piece = next(streams[place], None)
+            if piece is None:
+                open_ones.remove(place)
+            elif place == 2 and found[2]:
+                streams[2].close()
+                open_ones.remove(2)
+            else:
+                found[place] += piece.token_ids
+    assert expected[2][: len(found[2])] == found[2]
+    assert [*found[:2], *found[3:]] == [*expected[:2], *expected[3:]]
+    assert chain.engine.num_running == 0
+    assert all(slot.is_free for slot in chain.engine.slots.made)
+
+
+def test_a_stream_that_nobody_reads_stays_one_piece_ahead(chain: Chain) -> None:
+    idle, busy = (chain.stream([1, 2], max_new_tokens=60, ignore_eos=True) for _ in range(2))
+    first = next(idle)
+    assert len([token for piece in busy for token in piece.token_ids]) == 60
+    (running,) = (one for one in chain.engine._running if not one.is_over)
+    assert len(running.gains) <= 1
+    rest = [token for piece in idle for token in piece.token_ids]
+    assert len(first.token_ids) + len(rest) == 60
+
+
+def test_threads_get_their_own_answers(chain: Chain) -> None:
+    asked = requests(24, seed=4)
+    expected = alone(chain, asked)
+    with ThreadPoolExecutor(8) as threads:
+        answers = threads.map(lambda one: chain.generate(one[0], **one[1]).token_ids, asked)
+        assert list(answers) == expected
+
+
+def test_more_than_there_is_room_for_is_refused(folder: Path) -> None:
+    chain = load_chain(folder, context_tokens=60, sequences=2)
+    first, second = (chain.stream([1, 2, 3], max_new_tokens=9) for _ in range(2))
+    next(first), next(second)
+    with pytest.raises(BusyError, match="too many answers at a time: 2 are being generated"):
+        chain.generate([1], max_new_tokens=2)
+    second.close()
+    assert chain.generate([1], max_new_tokens=2).token_ids
+    for wrong in (0, 5000, True, "two"):
+        with pytest.raises(UserError, match="sequences"):
+            load_chain(folder, sequences=wrong)
+
+
+def test_caches_are_allocated_as_asked_for(folder: Path) -> None:
+    grows, fixed = load_chain(folder), load_chain(folder, sequences=3)
+    assert (len(grows.engine.slots.made), len(fixed.engine.slots.made)) == (1, 3)
+    streams = [grows.stream([1], max_new_tokens=5) for _ in range(3)]
+    for stream in streams:
+        next(stream)
+    assert len(grows.engine.slots.made) == 3
+    cached = [
+        sum(parts["cache"] for parts in one.memory.members.values()) for one in (grows, fixed)
+    ]
+    assert cached[1] == 3 * cached[0]
+
+
+def pieces_of(chain: Chain, prompt: list[int], num: int, **options: Any) -> Any:
+    return chain.generate(prompt, max_new_tokens=num, ignore_eos=True, **options)
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: "-".join(plan.members))
+def test_the_next_turn_reads_what_is_new(chain: Chain, plan: Plan) -> None:
+    prompt = [7, 8, 9, 10, 11, 12]
+    first = pieces_of(chain, prompt, 20, plan=plan)
+    turn = [*prompt, *first.token_ids, 30, 31, 32]
+    again = pieces_of(chain, turn, 20, plan=plan)
+    # the first answer's last token was never read
+    assert again.statistics.num_cached_tokens == len(prompt) + 19
+    forget(chain)
+    fresh = pieces_of(chain, turn, 20, plan=plan)
+    assert fresh.statistics.num_cached_tokens == 0
+    assert fresh.token_ids == again.token_ids
+
+
+def test_a_common_beginning_is_read_once(chain: Chain, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verifier, "_PROMPT_ROWS", {"cpu": 16})
+    common = list(range(60))
+    asked = [([*common, place], {"max_new_tokens": 4, "plan": PLANS[2]}) for place in range(5)]
+    live = [chain.begin(prompt, **options) for prompt, options in asked]  # type: ignore[arg-type]
+    while chain.step():
+        pass
+    cached = [one.statistics.num_cached_tokens for one in live]
+    assert cached[0] == 0
+    assert min(cached[1:]) > len(common) - MIN_COPIED_TOKENS
+    assert [one.statistics.num_tokens for one in live] == [4] * 5
+
+
+def test_without_reuse_all_is_read(folder: Path) -> None:
+    chain = load_chain(folder, reuses=False)
+    for _ in range(2):
+        answer = chain.generate([1, 2, 3, 4], max_new_tokens=2)
+        assert answer.statistics.num_cached_tokens == 0
+
+
+def test_a_failed_pass_ends_those_who_waited_for_it(
+    chain: Chain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = chain.generate([5, 6, 7], max_new_tokens=6).token_ids
+    target = type(chain.engine.models.target)
+    live = [chain.begin([place, 6, 7], max_new_tokens=6) for place in range(3)]
+    with monkeypatch.context() as patch:
+
+        def broken(*_: Any, **__: Any) -> Iterator[None]:
+            raise MemoryError("no memory for a pass")
+
+        patch.setattr(target, "forward", broken)
+        while chain.step():
+            pass
+    assert all(one.is_over and isinstance(one.error, MemoryError) for one in live)
+    with pytest.raises(MemoryError):
+        _ = live[0].statistics
+    assert chain.generate([5, 6, 7], max_new_tokens=6).token_ids == expected
+
+
+def test_logprobs_are_the_targets(chain: Chain) -> None:
+    prompt, target = [3, 1, 4, 1, 5, 9], chain.engine.models.target
+    asked = {"max_new_tokens": 12, "ignore_eos": True, "temperature": 0.8, "seed": 3}
+    plain = chain.generate(prompt, **asked, logit_bias={4: 2.0})
+    for plan in PLANS:
+        answer = chain.generate(
+            prompt, **asked, logit_bias={4: 2.0}, plan=plan, logprobs=3, prompt_logprobs=0
+        )
+        assert answer.token_ids == plain.token_ids
+        whole = [*prompt, *answer.token_ids]
+        slot = chain.engine.slots.made[-1]
+        slot.clear()
+        with torch.inference_mode():
+            states = slot.verifiers["target"].read(whole[:-1])
+            expected = target.logits(states).float().log_softmax(-1)
+        slot.clear()
+        found = [*answer.prompt_logprobs, *answer.logprobs]
+        assert [one.token for one in found] == whole[1:]
+        assert [one.logprob for one in found] == [
+            float(row[token]) for row, token in zip(expected, whole[1:], strict=True)
+        ]
+        for one, row in zip(answer.logprobs, expected[len(prompt) - 1 :], strict=True):
+            values, ids = row.topk(3)
+            assert one.top == list(zip(ids.tolist(), values.tolist(), strict=True))
+        assert all(one.top == [] for one in answer.prompt_logprobs)
+    only = chain.generate(prompt, max_new_tokens=0, prompt_logprobs=2)
+    assert only.token_ids == []
+    assert [one.token for one in only.prompt_logprobs] == prompt[1:]
+    with pytest.raises(UserError, match="nothing to generate"):
+        chain.generate(prompt, max_new_tokens=0)
+
+
+def test_tokens_name_the_member_that_proposed_them(chain: Chain) -> None:
+    for plan in PLANS:
+        answer = pieces_of(chain, [1, 2, 3, 1, 2], 30, plan=plan)
+        assert len(answer.members) == 30
+        statistics = answer.statistics
+        proposed = {name for name, num in statistics.accepted.items() if num}
+        known = {*plan.members, *(["ngram"] if plan.ngram else [])}
+        assert set(answer.members) <= known
+        if len(plan.members) <= 2:
+            for name in proposed:
+                assert answer.members.count(name) == statistics.accepted[name]
+        assert statistics.drafted.keys() <= known
+        for name, num in statistics.accepted.items():
+            assert num <= statistics.drafted[name]
+            assert sum(statistics.accepted_by_position[name]) == num
+
+
+def test_min_tokens_holds_stop_tokens_back(chain: Chain) -> None:
+    stop = list(range(60))
+    for plan in PLANS[:3]:
+        answer = chain.generate(
+            [1, 2], max_new_tokens=30, min_tokens=7, stop_token_ids=stop[:50], plan=plan
+        )
+        assert not set(answer.token_ids[:7]) & set(stop[:50])
+    early = chain.generate([1, 2], max_new_tokens=30, stop_token_ids=stop)
+    assert len(early.token_ids) == 1
