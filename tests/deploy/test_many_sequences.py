@@ -261,7 +261,10 @@ def test_the_next_turn_reads_what_is_new(chain: Chain, plan: Plan) -> None:
 def test_a_common_beginning_is_read_once(chain: Chain, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verifier, "_PROMPT_ROWS", {"cpu": 16})
     common = list(range(60))
-    asked = [([*common, place], {"max_new_tokens": 4, "plan": PLANS[2]}) for place in range(5)]
+    asked = [
+        ([*common, place], {"max_new_tokens": 4, "plan": PLANS[2], "ignore_eos": True})
+        for place in range(5)
+    ]
     live = [chain.begin(prompt, **options) for prompt, options in asked]  # type: ignore[arg-type]
     while chain.step():
         pass
