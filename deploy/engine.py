@@ -160,6 +160,7 @@ class Engine:
         plan, rule = self.plan_of_load(self.num_running), request.plan.rule
         return plan if plan.rule == rule else plan.model_copy(update={"rule": rule})
 
+    @torch.inference_mode()
     def stages(
         self,
         request: Request,

@@ -10,7 +10,7 @@ passes that it needs (`polybasic.deploy.rounds.passes`).
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any
 
@@ -163,21 +163,13 @@ class Stage(ABC):
         The last round may gain more, but the total never exceeds `limit`; `flushing` may stop
         earlier. Whether a position belongs to the block is decided before its token is drawn.
         """
+        block = Block([], None)
         taken: list[Any] = []
-        tokens: list[int] = []
-        proposers: list[str] = []
-        logprobs: list[TokenLogprobs] = []
         wants_more = True
-        while wants_more and len(tokens) < min(num_tokens, limit):
-            one = yield from self._round(limit - len(tokens))
-            tokens += one.tokens
-            proposers += one.proposers
-            logprobs += one.logprobs
-            wants_more = self._wants_more(one, limit - len(tokens) + len(one.tokens), flushing)
-            # the rest of the round, above all the logits of its rows, is freed here
-            taken.append(self.sampler.take(one.distributions, one.rows))
-        distributions = self.sampler.join(taken) if taken else None
-        return Block(tokens, distributions, proposers, logprobs)
+        while wants_more and len(block.tokens) < min(num_tokens, limit):
+            rows, wants_more = yield from self._gain(block, limit - len(block.tokens), flushing)
+            taken.append(rows)
+        return replace(block, distributions=self.sampler.join(taken) if taken else None)
 
     @abstractmethod
     def resolve(self, length: int, next_token: int, states: Tensor | None = None) -> None:
@@ -192,14 +184,24 @@ class Stage(ABC):
     def _round(self, limit: int) -> Passes[Round]:
         """Gain at most `limit` tokens, which are committed."""
 
-    def _wants_more(self, one: Round, limit: int, flushing: AdaptiveFlushing | None) -> bool:
-        """Whether another round may follow one that could gain `limit` tokens."""
+    def _gain(
+        self, block: Block, limit: int, flushing: AdaptiveFlushing | None
+    ) -> Passes[tuple[Any, bool]]:
+        """Add a round's tokens to a block; their rows, and whether another round may follow.
+
+        The rest of the round, above all the logits of its rows, is freed here.
+        """
+        one = yield from self._round(limit)
+        block.tokens.extend(one.tokens)
+        block.proposers.extend(one.proposers)
+        block.logprobs.extend(one.logprobs)
         _, stopped_by = cut_at_end(one.tokens, limit, self.stop_tokens)
-        if stopped_by == "stop" or flushing is None:
-            return stopped_by != "stop"
-        return flushing.wants_more(
-            self.sampler.probabilities(one.distributions, one.rows, one.tokens)
-        )
+        wants_more = stopped_by != "stop"
+        if wants_more and flushing is not None:
+            wants_more = flushing.wants_more(
+                self.sampler.probabilities(one.distributions, one.rows, one.tokens)
+            )
+        return self.sampler.take(one.distributions, one.rows), wants_more
 
     def _read_in_parts(self, first: int) -> Passes[None]:
         """Read the tokens from `first` on, except the last, for all stages that share the cache."""
@@ -363,8 +365,7 @@ class BaseBlockStage(Stage):
 
     def catch_up(self) -> Passes[None]:
         yield from self._read_in_parts(self._num_read)
-        if not self.shares_cache:
-            yield from self.below.catch_up()
+        yield from self.below.catch_up()
 
     def observe(self, states: Tensor) -> None:
         self._num_read += len(states)

@@ -66,6 +66,6 @@ def test_a_head_of_another_package_drafts(
         for prompt in PROMPTS:
             alone = greedy(chain, prompt, ("target",))
             for members in (("target", "draft"), ("target", "intermediate", "draft")):
-                before = ToyDrafter.num_observed
+                before = ToyDrafter.num_seen
                 assert greedy(chain, prompt, members) == alone
-                assert ToyDrafter.num_observed - before >= len(alone)
+                assert ToyDrafter.num_seen - before >= len(alone)

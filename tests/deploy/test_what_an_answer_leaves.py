@@ -57,7 +57,7 @@ def test_an_answer_that_grows_is_noticed(chain: Chain, monkeypatch: pytest.Monke
     observe, kept = TreeStage._round, []
 
     def leaking(self: TreeStage, limit: int) -> Any:
-        one = observe(self, limit)
+        one = yield from observe(self, limit)
         kept.append(one.distributions.logits)
         return one
 
@@ -77,7 +77,7 @@ def test_a_block_holds_no_logits_of_its_rounds(
 
     def counting(self: TreeStage, limit: int) -> Any:
         found.append(live_tensors()[0])
-        return run_round(self, limit)
+        return (yield from run_round(self, limit))
 
     if is_whole_kept:
         monkeypatch.setattr(
@@ -90,4 +90,5 @@ def test_a_block_holds_no_logits_of_its_rounds(
     list(pieces_of(chain, 20, 0.0))
     monkeypatch.setattr(TreeStage, "_round", counting)
     list(pieces_of(chain, 60, 0.0))
-    assert (max(found) > found[0]) is is_whole_kept
+    # what the driver still holds of a pass is there from the second round on
+    assert (max(found) > found[1]) is is_whole_kept

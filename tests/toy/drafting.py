@@ -33,9 +33,9 @@ def load_toy_head(file: ConfigFile, target: Executor, num_positions: int) -> Exe
 class ToyDrafter(EagleDrafter):
     """Drafts as EAGLE's do, and counts what it observes."""
 
-    num_observed = 0
+    num_seen = 0
 
     def observe(self, states: Tensor) -> None:
         """As `EagleDrafter.observe`."""
-        ToyDrafter.num_observed += len(states)
+        ToyDrafter.num_seen += len(states)
         super().observe(states)
