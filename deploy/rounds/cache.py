@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from polybasic.chain.formats.decoder_config import DecoderConfig
-from polybasic.chain.kernels.cpu.library import kernels_for
+from polybasic.chain.kernels.cpu.library import FixedTensors, kernels_for
 from polybasic.chain.kernels.executor import Executor
 
 
@@ -35,7 +35,7 @@ class KeyValueCache:
     ) -> None:
         shape = (num_layers, 2 * config.num_kv_heads, capacity, config.head_dim)
         self.block = torch.zeros(shape, dtype=dtype, device=device)
-        self.layers = list(self.block)
+        self.layers = FixedTensors(self.block)
         self.capacity, self.length = capacity, 0
 
     @classmethod

@@ -18,7 +18,7 @@ from polybasic.chain.formats.decoder_config import DecoderConfig
 from polybasic.chain.formats.plan import MAX_TOP_K, Window
 from polybasic.chain.kernels.backend import Backend
 from polybasic.chain.kernels.cpu import matrices
-from polybasic.chain.kernels.cpu.library import ELEMENTS, Kernels, address
+from polybasic.chain.kernels.cpu.library import ELEMENTS, Kernels, Located, address, locate
 from polybasic.chain.kernels.cpu.matrices import LANES, MatrixStruct, NativeLinear
 from polybasic.chain.kernels.drafts import Candidates
 from polybasic.chain.kernels.executor import DraftRequest, Executor, Layers
@@ -232,7 +232,7 @@ class CpuExecutor(Executor):
             tokens = slice(parts[0][1].start, parts[-1][1].stop)
             self._pass(
                 token_ids[tokens],
-                [_Sequence(_Caches(caches[place], self.dtype), part) for place, _, part in parts],
+                [_Sequence(caches[place], self.dtype, part) for place, _, part in parts],
                 None if features is None else features[tokens],
                 feature_layers,
                 states[tokens],
@@ -320,25 +320,24 @@ def _struct(linear: Linear) -> MatrixStruct:
     return linear.struct
 
 
-class _Caches:
-    """Addresses of a cache's layers."""
-
-    def __init__(self, cache: Layers, dtype: torch.dtype) -> None:
-        addresses = [address(layer, dtype) for layer in cache]
-        self._pointers = (ctypes.c_void_p * len(cache))(*addresses)
-        self.address, self.capacity = ctypes.addressof(self._pointers), cache[0].shape[1]
+def _located(cache: Layers, dtype: torch.dtype) -> tuple[Located, int]:
+    """Where a cache lies, and its rows."""
+    located = locate(cache)
+    assert located.dtype == dtype, f"a cache in {located.dtype} of a model in {dtype}"
+    return located, located.shape[1]
 
 
 class _Sequence:
     """One sequence's rows of a pass, and the memory that their structure points into."""
 
-    def __init__(self, caches: "_Caches", rows: Rows) -> None:
-        assert rows.end <= caches.capacity, f"{rows.end} of {caches.capacity} rows"
+    def __init__(self, cache: Layers, dtype: torch.dtype, rows: Rows) -> None:
+        located, capacity = _located(cache, dtype)
+        assert rows.end <= capacity, f"{rows.end} of {capacity} rows"
         ends = paths = None
         if rows.paths is not None:
             ends = np.cumsum([len(path) for path in rows.paths], dtype=np.int32)
             paths = np.array([row for path in rows.paths for row in path], np.int32)
-        self._kept = caches, ends, paths
+        self._kept = located, ends, paths
         self.struct = _SequenceStruct(
             _RowsStruct(
                 rows.num_rows,
@@ -347,8 +346,8 @@ class _Sequence:
                 None if ends is None else ends.ctypes.data,
                 None if paths is None else paths.ctypes.data,
             ),
-            caches.address,
-            caches.capacity,
+            located.address,
+            capacity,
             *_window(rows.window),
         )
 
@@ -366,7 +365,8 @@ class _Draft:
         scores = torch.empty(num)
         beams = torch.empty(depth - 1, top_k, dtype=torch.int64)
         self.candidates = Candidates(top_k, tokens, scores, beams)
-        state, layers = request.state.contiguous(), _Caches(request.cache, model.dtype)
+        state = request.state.contiguous()
+        located, capacity = _located(request.cache, model.dtype)
         token_ids = model.weights.draft_token_ids
         scale, added = 1.0, None
         if request.perturbation is not None:
@@ -375,16 +375,16 @@ class _Draft:
             if token_ids is not None:
                 added = added[:, token_ids]
             added = added.contiguous()
-        self._kept = state, layers, added
+        self._kept = state, located, added
         self.struct = _DraftStruct(
             depth,
             top_k,
             start,
-            layers.capacity,
+            capacity,
             *_window(request.window),
             scale,
             None if added is None else address(added, torch.float32),
-            layers.address,
+            located.address,
             address(state, model.dtype),
             None if token_ids is None else address(token_ids, torch.int64),
             tokens.data_ptr(),

@@ -3,7 +3,7 @@
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -29,6 +29,35 @@ def address(tensor: Tensor, dtype: torch.dtype) -> int:
     return tensor.data_ptr()
 
 
+class Located:
+    """Where tensors of one dtype and shape lie.
+
+    Attributes:
+        address: of a list of their addresses.
+
+    Raises:
+        AssertionError: as `address`, or they have several shapes.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.dtype, self.shape = tensors[0].dtype, tensors[0].shape
+        assert all(tensor.shape == self.shape for tensor in tensors)
+        addresses = [address(tensor, self.dtype) for tensor in tensors]
+        self._pointers = (ctypes.c_void_p * len(addresses))(*addresses)
+        self.address = ctypes.addressof(self._pointers)
+
+
+class FixedTensors(tuple[Tensor, ...]):
+    """Tensors that stay where they are, so that they are located once."""
+
+    located = cached_property(Located)
+
+
+def locate(tensors: Sequence[Tensor]) -> Located:
+    """Where they lie now."""
+    return tensors.located if isinstance(tensors, FixedTensors) else Located(tensors)
+
+
 @dataclass(frozen=True)
 class Kernels:
     """The loaded library, whose functions run on torch's own threads."""
@@ -41,14 +70,18 @@ class Kernels:
         Args:
             sources: ascending, none before the place that it is copied to.
         """
-        (heads, capacity, _), row_bytes = tensors[0].shape, tensors[0][0, 0].nbytes
-        dtype = tensors[0].dtype
-        assert all(tensor.shape == tensors[0].shape for tensor in tensors)
-        addresses = [address(tensor, dtype) for tensor in tensors]
-        pointers = (ctypes.c_void_p * len(tensors))(*addresses)
+        located = locate(tensors)
+        heads, capacity, size = located.shape
         rows = (ctypes.c_int32 * len(sources))(*sources)
         self.library.polybasic_move_rows(
-            pointers, len(tensors), heads, capacity, row_bytes, rows, len(sources), first
+            located.address,
+            len(tensors),
+            heads,
+            capacity,
+            size * located.dtype.itemsize,
+            rows,
+            len(sources),
+            first,
         )
 
     def noise(self, key: Tensor, positions: Tensor, num_tokens: int) -> Tensor:

@@ -16,7 +16,7 @@ from polybasic.chain.kernels.rows import Rows, consecutive_rows, split_rows, tre
 from polybasic.chain.kernels.torch.backends import DeviceBackend
 from polybasic.chain.kernels.torch.rows import DeviceRows
 from polybasic.deploy.rounds.cache import KeyValueCache
-from tests.chain.native_models import CONFIG, cache_of, decoder, head_of
+from tests.chain.native_models import CONFIG, cache_of, decoder, head_of, threads
 
 PARENTS = [-1, 0, 0, 1, 2, 2, 5]
 EXECUTORS = ["cpu float32", "cpu bfloat16", "cpu 4 bits", "torch", "device", "cuda"]
@@ -42,6 +42,8 @@ MIXED = [
     Continued(41, lambda start: consecutive_rows(start, 1)),
     Continued(7, lambda start: tree_rows(start, PARENTS, Window(tokens=4, sinks=1))),
     Continued(60, lambda start: consecutive_rows(start, 12, Window(tokens=16, sinks=2))),
+    Continued(700, lambda start: tree_rows(start, PARENTS)),
+    Continued(600, lambda start: consecutive_rows(start, 2)),
 ]
 
 
@@ -83,7 +85,7 @@ def taken(model: Executor, rows: Rows) -> Rows | DeviceRows:
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("num", [2, 3, 5])
+@pytest.mark.parametrize("num", [2, 3, 7])
 def test_each_sequence_gets_what_it_gets_alone(model: Executor, num: int) -> None:
     sequences = MIXED[:num]
     rows = [one.read for one in sequences]
@@ -94,11 +96,13 @@ def test_each_sequence_gets_what_it_gets_alone(model: Executor, num: int) -> Non
         for own_ids, cache, one in zip(ids, alone_caches, rows, strict=True)
     ]
     layers = [cache.layers for cache in caches]
-    together = model.forward(torch.cat(ids), layers, [taken(model, one) for one in rows])  # type: ignore[misc]
     same = torch.equal if model.name == "cpu" else is_close
-    assert same(together, torch.cat(alone))
-    for cache, own in zip(caches, alone_caches, strict=True):
-        assert same(cache.block, own.block)
+    for num_threads in (3, 2, 1) if model.name == "cpu" else (1,):
+        with threads(num_threads):
+            together = model.forward(torch.cat(ids), layers, [taken(model, one) for one in rows])  # type: ignore[misc]
+        assert same(together, torch.cat(alone))
+        for cache, own in zip(caches, alone_caches, strict=True):
+            assert same(cache.block, own.block)
     # each with the cache of another is something else
     turned = model.forward(
         torch.cat(ids),

@@ -112,15 +112,15 @@ struct Viewer {
     }
 };
 
-// One thread's work in a pass. kHead: the size of a head if the compiler knows it, else 0.
+// One thread's work on a sequence. kHead: the size of a head if the compiler knows it, else 0.
 template <class T, int kHead>
 class Worker {
 public:
-    Worker(const AttentionShape& shape, const Rows& rows, const Work& work, const float* queries,
-           const T* cache, float* partials)
-        : shape_(shape), rows_(rows), work_(work), queries_(queries), cache_(cache),
-          partials_(partials), head_(padded(shape.head_dim)),
-          plain_end_(rows.path_ends == nullptr ? rows.start + rows.num_rows : rows.prefix) {}
+    Worker(const AttentionPart& part, const Work& work, const float* queries, float* workspace)
+        : shape_(part.shape), rows_(*part.rows), work_(work), queries_(queries),
+          cache_(static_cast<const T*>(part.cache)), partials_(workspace + work.first_partial),
+          head_(padded(shape_.head_dim)), first_row_(part.first_row),
+          plain_end_(rows_.path_ends == nullptr ? rows_.start + rows_.num_rows : rows_.prefix) {}
 
     template <class Out>
     void attend(const Item& item, Out* out) {
@@ -151,7 +151,7 @@ private:
     static constexpr int kMaxPadded = kMaxHead + kLanes;
 
     size_t offset(int head, int query) const {
-        const int G = shape_.query_groups, row = query / G;
+        const int G = shape_.query_groups, row = first_row_ + query / G;
         return (size_t(row * shape_.num_kv_heads + head) * G + query % G) * shape_.head_dim;
     }
 
@@ -339,6 +339,7 @@ private:
     const T* cache_;
     float* partials_;
     const int head_;        // size of a head in the buffers
+    const int first_row_;
     const int plain_end_;   // rows of the cache from here on are seen only by paths
     const T* keys_;         // of the item's head
     const T* values_;
@@ -367,53 +368,50 @@ inline size_t attention_workspace_floats(const AttentionShape& shape, int max_ro
                     attention::kMaxPartialFloats);
 }
 
-// Whether `combine_part` must run after `attend_part`, once all threads have finished it.
-inline bool needs_combining(const AttentionShape& shape, const Rows& rows, int num_threads) {
-    return attention::Work(shape, rows, num_threads).is_split;
-}
-
 // One thread's share of a pass; all threads of the team call it.
 //
-//   queries     [R][K * G][H], rotated, not scaled
-//   cache       [2 K][capacity][H], keys, then values; those of the pass are written
+//   queries     [R][K * G][H] of all sequences, rotated, not scaled
 //   out         [R][K * G][H], float or T
 //   workspace   attention_workspace_floats(...)
 template <class T, class Out>
-void attend_part(const AttentionShape& shape, const Rows& rows, const float* queries, const T* cache,
-                 Out* out, float* workspace, int thread, int num_threads) {
+void attend_share(const AttentionPart* parts, const attention::Division& division, const float* queries,
+                  Out* out, float* workspace, int thread) {
     const auto run = [&](auto head) {
-        const attention::Work work(shape, rows, num_threads);
-        attention::Worker<T, head.value> worker(shape, rows, work, queries, cache, workspace);
-        attention::for_each_item(shape, rows, work, thread, num_threads,
-                                 [&](const attention::Item& item) { worker.attend(item, out); });
+        division.for_each_item(thread, [&](int index, const attention::Item& item) {
+            attention::Worker<T, head.value>(parts[index], division.works[index], queries, workspace)
+                .attend(item, out);
+        });
     };
-    if (shape.head_dim == 64)
-        run(std::integral_constant<int, 64>{});
-    else if (shape.head_dim == 128)
-        run(std::integral_constant<int, 128>{});
-    else
-        run(std::integral_constant<int, 0>{});
+    switch (division.works.empty() ? 0 : parts[0].shape.head_dim) {
+        case 64: return run(std::integral_constant<int, 64>{});
+        case 128: return run(std::integral_constant<int, 128>{});
+        default: return run(std::integral_constant<int, 0>{});
+    }
 }
 
-// One thread's share of the rest, if `needs_combining`.
+// One thread's share of the rest, if the division is split, once all threads have finished theirs.
 template <class T, class Out>
-void combine_part(const AttentionShape& shape, const Rows& rows, Out* out, float* workspace,
-                  int thread, int num_threads) {
-    const attention::Work work(shape, rows, num_threads);
-    attention::Worker<T, 0> worker(shape, rows, work, nullptr, nullptr, workspace);
-    const int64_t num = int64_t(work.num_heads) * work.num_queries;
-    for (int i = int(num * thread / num_threads); i < num * (thread + 1) / num_threads; ++i)
-        worker.combine(i / work.num_queries, i % work.num_queries, out);
+void combine_share(const AttentionPart* parts, const attention::Division& division, Out* out,
+                   float* workspace, int thread, int num_threads) {
+    for (size_t index = 0; index < division.works.size(); ++index) {
+        const attention::Work& work = division.works[index];
+        if (!work.is_split) continue;
+        attention::Worker<T, 0> worker(parts[index], work, nullptr, workspace);
+        const int64_t num = int64_t(work.num_heads) * work.num_queries;
+        for (int i = int(num * thread / num_threads); i < num * (thread + 1) / num_threads; ++i)
+            worker.combine(i / work.num_queries, i % work.num_queries, out);
+    }
 }
 
 // Both by one thread of a team, with `number`, `num_threads` and `wait()`, which waits for all.
 template <class T, class Out, class Thread>
-void attend(const AttentionShape& shape, const Rows& rows, const float* queries, const T* cache,
-            Out* out, float* workspace, Thread& self) {
-    attend_part(shape, rows, queries, cache, out, workspace, self.number, self.num_threads);
-    if (!needs_combining(shape, rows, self.num_threads)) return;
+void attend(const AttentionPart* parts, int num, const float* queries, Out* out, float* workspace,
+            Thread& self) {
+    const attention::Division division(parts, num, self.num_threads);
+    attend_share<T>(parts, division, queries, out, workspace, self.number);
+    if (!division.is_split()) return;
     self.wait();
-    combine_part<T>(shape, rows, out, workspace, self.number, self.num_threads);
+    combine_share<T>(parts, division, out, workspace, self.number, self.num_threads);
 }
 
 }  // namespace polybasic

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <vector>
 
 #include "simd.h"
 
@@ -29,6 +30,14 @@ struct AttentionShape {
     float softcap;      // scores are kept between -softcap and softcap; 0: they are not
     int window;         // positions that a row sees, itself included; 0: all
     int sinks;          // first positions, seen in addition to the window
+};
+
+// One sequence of a pass.
+struct AttentionPart {
+    AttentionShape shape;
+    const Rows* rows;
+    int first_row;      // of its queries and results among those of the pass
+    const void* cache;  // [2 K][capacity][H], keys, then values; those of the pass are written
 };
 
 namespace attention {
@@ -104,24 +113,26 @@ struct SegmentView {
     bool is_empty() const { return begin >= end; }
 };
 
-// A pass divided into items: heads, blocks of queries and, if these are too few to keep all threads
-// busy, segments. The results do not depend on the division.
+// One sequence divided into items: heads, blocks of queries and, if these are too few to keep
+// `num_threads` threads busy, segments. The results do not depend on the division.
 struct Work {
     int num_heads, num_blocks, num_segments;
-    int num_queries;    // of a head: R * G
-    bool is_split;      // by segments, whose results must be combined
+    int num_queries;        // of a head: R * G
+    bool is_split;          // by segments, whose results must be combined,
+    size_t first_partial;   // from here on in the workspace
 
-    Work(const AttentionShape& shape, const Rows& rows, int num_threads)
-        : num_heads(shape.num_kv_heads),
-          num_segments(ceil_divide(context_of(rows), kSegment)),
-          num_queries(rows.num_rows * shape.query_groups),
-          is_split(false) {
+    Work(const AttentionPart& part, int num_threads, size_t first_partial)
+        : num_heads(part.shape.num_kv_heads),
+          num_segments(ceil_divide(context_of(*part.rows), kSegment)),
+          num_queries(part.rows->num_rows * part.shape.query_groups),
+          is_split(false),
+          first_partial(first_partial) {
         num_blocks = ceil_divide(num_queries, kBlock);
         const int most_blocks = ceil_divide(num_queries, kBatch);
         while (!is_balanced(num_threads) && num_blocks < most_blocks)
             num_blocks = std::min(2 * num_blocks, most_blocks);
         if (is_balanced(num_threads) || num_segments == 1) return;
-        is_split = num_partials() * partial_size(shape.head_dim) <= kMaxPartialFloats;
+        is_split = first_partial + partial_floats(part.shape) <= kMaxPartialFloats;
         if (is_split) num_blocks = ceil_divide(num_queries, kBlock);
     }
 
@@ -131,7 +142,9 @@ struct Work {
         return 8 * ceil_divide(items, num_threads) * num_threads <= 9 * items;
     }
 
-    size_t num_partials() const { return size_t(num_heads) * num_queries * num_segments; }
+    size_t partial_floats(const AttentionShape& shape) const {
+        return size_t(num_heads) * num_queries * num_segments * partial_size(shape.head_dim);
+    }
     int first_query(int block) const { return int(int64_t(num_queries) * block / num_blocks); }
     int num_items() const { return num_heads * num_blocks * (is_split ? num_segments : 1); }
 };
@@ -150,33 +163,72 @@ struct Item {
     }
 
     // Time, roughly: reading a position takes as long as eight queries attending to it.
-    int64_t cost(const AttentionShape& shape, const Rows& rows) const {
-        const RowView last(rows, (end_query - 1) / shape.query_groups);
-        const int begin = std::max(last.window_begin(shape), first_segment * kSegment);
+    int64_t cost(const AttentionPart& part) const {
+        const RowView last(*part.rows, (end_query - 1) / part.shape.query_groups);
+        const int begin = std::max(last.window_begin(part.shape), first_segment * kSegment);
         const int end = std::min(last.end, end_segment * kSegment);
         return int64_t(std::max(end - begin, kLanes)) * (end_query - first_query + 8);
     }
 };
 
-// Pass the items of one thread to `work_on`: consecutive ones, with about equal cost a thread.
-template <class WorkOn>
-void for_each_item(const AttentionShape& shape, const Rows& rows, const Work& work, int thread,
-                   int num_threads, WorkOn work_on) {
-    const int num_items = work.num_items();
-    int64_t total = 0, before = 0;
-    if (num_threads > 1)
-        for (int i = 0; i < num_items; ++i) total += Item(work, i).cost(shape, rows);
-    for (int i = 0; i < num_items; ++i) {
-        const Item item(work, i);
-        if (num_threads > 1) {
-            const int64_t cost = item.cost(shape, rows);
-            const int64_t owner = (before + cost / 2) * num_threads / total;
-            before += cost;
-            if (owner != thread) continue;
-        }
-        work_on(item);
-    }
+inline int64_t cost_of(const Work& work, const AttentionPart& part) {
+    int64_t total = 0;
+    for (int i = 0; i < work.num_items(); ++i) total += Item(work, i).cost(part);
+    return total;
 }
+
+// The sequences of a pass, each divided among as many threads as its part of the work takes.
+class Division {
+public:
+    Division(const AttentionPart* parts, int num, int num_threads)
+        : parts_(parts), num_threads_(num_threads) {
+        works.reserve(num);
+        for (int i = 0; i < num; ++i) {
+            works.emplace_back(parts[i], num == 1 ? num_threads : 1, 0);
+            if (num_threads > 1) total_ += cost_of(works[i], parts[i]);
+        }
+        if (num == 1 || num_threads == 1) return;
+        size_t first_partial = 0;
+        for (int i = 0; i < num; ++i) {
+            const int64_t cost = cost_of(works[i], parts[i]) * num_threads;
+            if (cost <= total_) continue;
+            works[i] = Work(parts[i], int((cost + total_ - 1) / total_), first_partial);
+            if (works[i].is_split) first_partial += works[i].partial_floats(parts[i].shape);
+        }
+        total_ = 0;
+        for (int i = 0; i < num; ++i) total_ += cost_of(works[i], parts[i]);
+    }
+
+    // Whether partial results must be combined, once all threads have finished their items.
+    bool is_split() const {
+        return std::any_of(works.begin(), works.end(), [](const Work& work) { return work.is_split; });
+    }
+
+    // Pass the items of one thread to `work_on`, with their sequence's number: consecutive ones, with
+    // about equal cost a thread.
+    template <class WorkOn>
+    void for_each_item(int thread, WorkOn work_on) const {
+        int64_t before = 0;
+        for (int index = 0; index < int(works.size()); ++index)
+            for (int i = 0; i < works[index].num_items(); ++i) {
+                const Item item(works[index], i);
+                if (num_threads_ > 1) {
+                    const int64_t cost = item.cost(parts_[index]);
+                    const int64_t owner = (before + cost / 2) * num_threads_ / total_;
+                    before += cost;
+                    if (owner != thread) continue;
+                }
+                work_on(index, item);
+            }
+    }
+
+    std::vector<Work> works;
+
+private:
+    const AttentionPart* parts_;
+    int num_threads_;
+    int64_t total_ = 0;     // cost of all items, if there are several threads
+};
 
 }  // namespace attention
 }  // namespace polybasic

@@ -151,11 +151,15 @@ template <class T>
 class Forward {
 public:
     Forward(const Model& model, const Input& input, Workspace& space, Thread& self)
-        : model_(model), input_(input), space_(space), self_(self), num_rows_(input.num_rows) {
+        : model_(model), input_(input), space_(space), self_(self), num_rows_(input.num_rows),
+          parts_(input.num_sequences) {
         int row = 0;
-        for (int index = 0; index < input.num_sequences; ++index)
-            for (int i = 0; i < input.sequences[index].rows.num_rows; ++i)
-                places_[row++] = {int16_t(index), int16_t(i)};
+        for (int index = 0; index < input.num_sequences; ++index) {
+            const Sequence& one = input.sequences[index];
+            parts_[index] = {Workspace::shape_of(model), &one.rows, row, nullptr};
+            parts_[index].shape.capacity = one.capacity;
+            for (int i = 0; i < one.rows.num_rows; ++i) places_[row++] = {int16_t(index), int16_t(i)};
+        }
     }
 
     // Embed the tokens and run all layers: `space.residual` is the output of the last one, once all
@@ -321,22 +325,18 @@ private:
                                     tile + row * kLanes, rows * kLanes);
                  });
         self_.wait();
-        size_t first = 0;
         for (int i = 0; i < input_.num_sequences; ++i) {
             const Sequence& one = input_.sequences[i];
-            AttentionShape shape = Workspace::shape_of(model_);
-            shape.capacity = one.capacity;
-            shape.window = layer.window;
-            if (one.window_tokens > 0 && (layer.window == 0 || one.window_tokens < layer.window)) {
-                shape.window = one.window_tokens;
-                shape.sinks = one.window_sinks;
-            }
-            const size_t offset = first * model_.attended_width();
-            attend<T>(shape, one.rows, space_.queries + offset, static_cast<T*>(one.caches[index]),
-                      space_.attended + offset, space_.attention, self_);
-            first += one.rows.num_rows;
-            self_.wait();
+            AttentionShape& shape = parts_[i].shape;
+            const bool is_narrower =
+                one.window_tokens > 0 && (layer.window == 0 || one.window_tokens < layer.window);
+            shape.window = is_narrower ? one.window_tokens : layer.window;
+            shape.sinks = is_narrower ? one.window_sinks : 0;
+            parts_[i].cache = one.caches[index];
         }
+        attend<T>(parts_.data(), input_.num_sequences, space_.queries, space_.attended,
+                  space_.attention, self_);
+        self_.wait();
         fill(layer.out, space_.attended, model_.attended_width(), num_rows_);
         add(layer.out, layer.attention_post_norm);
     }
@@ -497,6 +497,7 @@ private:
     Workspace& space_;
     Thread& self_;
     const int num_rows_;
+    std::vector<AttentionPart> parts_;      // of the layer at hand
     Operand operand_;           // of the product at hand
     float factors_[kMaxRows];
     struct Place {

@@ -19,15 +19,16 @@ int attend_in_parts(const AttentionShape& shape, const Rows& rows, const float* 
     float* workspace = static_cast<float*>(std::malloc((size + kNumGuards) * sizeof(float)));
     for (size_t i = 0; i < size; ++i) workspace[i] = std::numeric_limits<float>::quiet_NaN();
     for (size_t i = size; i < size + kNumGuards; ++i) workspace[i] = kGuard;
+    const AttentionPart part{shape, &rows, 0, cache};
+    const attention::Division division(&part, 1, num_threads);
     for (int thread = 0; thread < num_threads; ++thread)
-        attend_part(shape, rows, queries, cache, out, workspace, thread, num_threads);
-    const bool is_split = needs_combining(shape, rows, num_threads);
-    for (int thread = 0; is_split && thread < num_threads; ++thread)
-        combine_part<T>(shape, rows, out, workspace, thread, num_threads);
+        attend_share<T>(&part, division, queries, out, workspace, thread);
+    for (int thread = 0; thread < num_threads; ++thread)
+        combine_share<T>(&part, division, out, workspace, thread, num_threads);
     bool is_intact = true;
     for (size_t i = size; i < size + kNumGuards; ++i) is_intact &= workspace[i] == kGuard;
     std::free(workspace);
-    return is_intact ? is_split : -1;
+    return is_intact ? division.is_split() : -1;
 }
 
 }  // namespace

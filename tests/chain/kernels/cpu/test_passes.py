@@ -263,6 +263,7 @@ def test_native_code_gets_no_numbers_of_another_type_or_order() -> None:
         lambda: model.forward(ids.float(), [cache_of(model).layers], [rows]),
         lambda: model.forward(ids, [wide], [rows]),
         lambda: model.forward(ids, [turned], [rows]),
+        lambda: model.forward(ids, [cache_of(decoder(torch.float32)).layers], [rows]),
         lambda: head_of(model).draft(states[-1].float(), cache_of(model, 1).layers, 1, 2, 2),
         lambda: model.noise(torch.zeros(3), ids),
         lambda: model.noise(torch.zeros(3, dtype=torch.int64), ids.int()),
