@@ -64,10 +64,13 @@ class NgramDrafter:
         self.fallback.rewind(num_observed)
 
     def draft(self, tokens: list[int], max_depth: int) -> DraftTree:
+        return self.copied(tokens, max_depth) or self.fallback.draft(tokens, max_depth)
+
+    def copied(self, tokens: list[int], max_depth: int) -> DraftTree | None:
+        """Copies after the sequence `tokens`; None if nothing matches."""
         for place in range(len(self._tokens), len(tokens)):
             self._learn(tokens[place])
-        tree = self._copy(min(self.settings.num_tokens, max_depth))
-        return self.fallback.draft(tokens, max_depth) if tree is None else tree
+        return self._copy(min(self.settings.num_tokens, max_depth))
 
     def _copy(self, depth: int) -> DraftTree | None:
         """Candidates from the latest places where the longest match occurred; None if no match."""

@@ -28,7 +28,7 @@ from polybasic.deploy.graphs.round_parts import (
     TreePart,
     TreeRows,
 )
-from polybasic.deploy.rounds.passes import DraftPass, Passes, at_once
+from polybasic.deploy.rounds.passes import Passes, at_once, draft
 from polybasic.deploy.rounds.stages import (
     BaseBlockStage,
     BaseTreeStage,
@@ -168,7 +168,7 @@ class DeviceTreeStage(BaseTreeStage):
     def _draft(self, limit: int) -> Passes[TreePart]:
         drafter, device_drafter = self.drafter, self.parts.device_drafter(self.drafter)
         if device_drafter is None or not isinstance(drafter, ExpandingDrafter):
-            return self._load_tree((yield DraftPass(drafter, self.tokens, limit - 1)))
+            return self._load_tree((yield from draft(drafter, self.tokens, limit - 1)))
         if limit == 1 or len(self.tokens) < drafter.min_tokens:
             return self._load_tree(DraftTree.of_root(self.tokens[-1]))
         return self._draft_on_device(drafter, device_drafter)

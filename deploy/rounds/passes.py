@@ -15,6 +15,7 @@ from torch import Tensor
 from polybasic.chain.kernels.drafts import DraftTree
 from polybasic.deploy.drafters.expansion import ExpandingDrafter, draft_together
 from polybasic.deploy.drafters.interface import Drafter
+from polybasic.deploy.drafters.ngram import NgramDrafter
 from polybasic.deploy.rounds.verifier import Verifier, logits_together, read_together
 
 T = TypeVar("T")
@@ -104,16 +105,15 @@ class VerifierPass:
 
 @dataclass(frozen=True)
 class DraftPass:
-    """A draft; its result is a `DraftTree`. See `Drafter.draft` for the attributes."""
+    """A draft by a model; its result is a `DraftTree`. See `Drafter.draft` for the attributes."""
 
-    drafter: Drafter
+    drafter: ExpandingDrafter
     tokens: list[int]
     max_depth: int
 
     @property
     def kind(self) -> Hashable:
-        drafter = self.drafter
-        return drafter.kind if isinstance(drafter, ExpandingDrafter) else None
+        return self.drafter.kind
 
     def run(self) -> DraftTree:
         return self.drafter.draft(self.tokens, self.max_depth)
@@ -122,10 +122,21 @@ class DraftPass:
     def run_together(passes: "Sequence[DraftPass]") -> list[DraftTree]:
         """The results of passes of one kind."""
         return draft_together(
-            [one.drafter for one in passes if isinstance(one.drafter, ExpandingDrafter)],
+            [one.drafter for one in passes],
             [one.tokens for one in passes],
             [one.max_depth for one in passes],
         )
+
+
+def draft(drafter: Drafter, tokens: list[int], max_depth: int) -> Passes[DraftTree]:
+    """What a drafter drafts; only where a model drafts, a pass is waited for."""
+    if isinstance(drafter, NgramDrafter):
+        if (copied := drafter.copied(tokens, max_depth)) is not None:
+            return copied
+        drafter = drafter.fallback
+    if isinstance(drafter, ExpandingDrafter):
+        return (yield DraftPass(drafter, tokens, max_depth))
+    return drafter.draft(tokens, max_depth)
 
 
 def run_together(passes: Sequence[Any]) -> list[Any]:

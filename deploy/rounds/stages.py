@@ -21,7 +21,7 @@ from polybasic.chain.kernels.drafts import DraftTree, walk
 from polybasic.deploy.drafters.interface import Drafter
 from polybasic.deploy.rounds.flushing import AdaptiveFlushing
 from polybasic.deploy.rounds.logprobs import TokenLogprobs, logprobs_of
-from polybasic.deploy.rounds.passes import DraftPass, Passes, VerifierPass
+from polybasic.deploy.rounds.passes import Passes, VerifierPass, draft
 from polybasic.deploy.rounds.sampling import Joiner, Prefixes, Sampler
 from polybasic.deploy.rounds.stopping import cut_at_end
 from polybasic.deploy.rounds.verifier import Verifier
@@ -311,7 +311,7 @@ class TreeStage(BaseTreeStage):
     sampler: Sampler
 
     def _draft(self, limit: int) -> Passes[DraftTree]:
-        return (yield DraftPass(self.drafter, self.tokens, limit - 1))
+        return (yield from draft(self.drafter, self.tokens, limit - 1))
 
     def _verify(self, tree: DraftTree, limit: int) -> Passes[Round]:
         read = yield VerifierPass(self.verifier, tree)
