@@ -78,7 +78,9 @@ def timed(stages: Sequence[Stage], drafter: Drafter, timers: Timers) -> Iterator
         put_around(verifier, "logits", f"{verifier.name}: logits", verifier.name)
         for method in ("keep", "truncate"):
             put_around(verifier.cache, method, "cache moves")
-    put_around(drafter, "draft", "draft")
+    for method in ("draft", "copied"):
+        if hasattr(drafter, method):
+            put_around(drafter, method, "draft")
     for method in ("observe", "rewind"):
         put_around(drafter, method, "observe")
     sampler = innermost.sampler

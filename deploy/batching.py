@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.plan import Plan
@@ -17,14 +17,32 @@ from polybasic.deploy.drafters.interface import Drafter
 from polybasic.deploy.request import Request, Statistics
 from polybasic.deploy.rounds.finite import not_finite
 from polybasic.deploy.rounds.logprobs import TokenLogprobs
+from polybasic.deploy.rounds.noise import Noise
 from polybasic.deploy.rounds.passes import Pass, Passes, VerifierPass
 from polybasic.deploy.rounds.sampling import NotFiniteError
 from polybasic.deploy.rounds.stages import Proposals, Stage
 from polybasic.deploy.rounds.stopping import StoppedBy, cut_at_end
-from polybasic.deploy.slots import MIN_COPIED_TOKENS, Slot, num_common
+from polybasic.deploy.slots import MIN_COPIED_TOKENS, Slot, Slots, num_common
 
-if TYPE_CHECKING:
-    from polybasic.deploy.engine import Engine
+
+class Host(Protocol):
+    """What a running request asks of the engine, see `polybasic.deploy.engine.Engine`."""
+
+    slots: Slots
+
+    def stages(
+        self, request: Request, *, slot: Slot, noise: Noise | None
+    ) -> tuple[list[Stage], Drafter]:
+        """Its stages over a slot's caches."""
+
+    def noise(self, request: Request) -> Noise | None:
+        """That its members draw with."""
+
+    def plan_now(self, request: Request) -> Plan:
+        """The plan of the present load."""
+
+    def reap(self) -> None:
+        """Free the sequences of requests that are over."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +75,7 @@ class Running:
         prompt_logprobs: of the prompt's tokens but the first, if they were asked for.
     """
 
-    def __init__(self, request: Request, slot: Slot, engine: "Engine", runs_ahead: bool) -> None:
+    def __init__(self, request: Request, slot: Slot, engine: Host, runs_ahead: bool) -> None:
         self.request, self.slot, self._engine = request, slot, engine
         self._runs_ahead = runs_ahead
         self.gains: deque[Gain] = deque()
