@@ -1,0 +1,1 @@
+"""A chain behind HTTP, as OpenAI's clients ask for it."""

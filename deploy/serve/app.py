@@ -1,0 +1,240 @@
+"""The application: paths, and what each does."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
+from starlette.staticfiles import StaticFiles
+from starlette.types import Scope
+
+from polybasic.deploy.chain import Chain
+from polybasic.deploy.serve.errors import ApiError, bad_request
+from polybasic.deploy.serve.guard import Guard, Json, error_response, unless_gone
+from polybasic.deploy.serve.metrics import CONTENT_TYPE
+from polybasic.deploy.serve.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+    refusal_of,
+)
+from polybasic.deploy.serve.replies import Reply
+from polybasic.deploy.serve.service import Service
+from polybasic.deploy.serve.settings import ServeSettings
+from polybasic.deploy.serve.streams import EventStream, summary
+from polybasic.deploy.serve.tickets import Ticket
+
+_PAGE = Path(__file__).parent / "page"
+_PAGE_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
+    "img-src 'self' data:; connect-src 'self'; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+_ERROR = {
+    "description": "refused or failed",
+    "content": {
+        "application/json": {
+            "schema": {
+                "type": "object",
+                "required": ["error"],
+                "properties": {
+                    "error": {
+                        "type": "object",
+                        "required": ["message", "type", "param", "code"],
+                        "properties": {
+                            "message": {"type": "string"},
+                            "type": {"type": "string"},
+                            "param": {"type": ["string", "null"]},
+                            "code": {"type": ["string", "null"]},
+                        },
+                    }
+                },
+            }
+        }
+    },
+}
+_REFUSALS: dict[int | str, dict[str, Any]] = {"4XX": _ERROR, "5XX": _ERROR}
+
+
+def create_app(chain: Chain, settings: ServeSettings) -> FastAPI:
+    """The ASGI application over a loaded chain.
+
+    It starts the chain's thread with its lifespan and ends it there; `app.state.service` is what
+    the paths call.
+
+    Args:
+        chain: as `load_chain` returns it, with at least `settings.sequences` sequences.
+    """
+    service = Service(chain, settings)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        service.scheduler.start()
+        try:
+            yield
+        finally:
+            await service.scheduler.stop()
+
+    app = FastAPI(
+        title="polybasic",
+        version=version("polybasic"),
+        lifespan=lifespan,
+        docs_url=None,  # they load scripts from elsewhere
+        redoc_url=None,
+        responses=_REFUSALS,
+    )
+    app.state.service = service
+    _add_answers(app, service)
+    _add_texts(app, service)
+    _add_state(app, service)
+    if settings.page and _PAGE.is_dir():
+        _add_page(app)
+    app.add_exception_handler(ApiError, _of_api_error)
+    app.add_exception_handler(RequestValidationError, _of_validation)
+    app.add_exception_handler(HTTPException, _of_http)
+    app.add_middleware(Guard, settings=settings)
+    if settings.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(settings.allowed_origins),
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["X-Request-Id"],
+        )
+    return app
+
+
+def _add_answers(app: FastAPI, service: Service) -> None:
+    @app.post("/v1/chat/completions")
+    async def chat(asked: ChatRequest, request: Request) -> Response:
+        return await _answer(service, asked, request)
+
+    @app.post("/v1/completions")
+    async def complete(asked: CompletionRequest, request: Request) -> Response:
+        return await _answer(service, asked, request)
+
+
+async def _answer(
+    service: Service, asked: ChatRequest | CompletionRequest, request: Request
+) -> Response:
+    """Whole, or as a stream whose first part is there: until then errors have a status."""
+    ticket, reply = await service.ask(asked, request.state.request_id, request.state.client)
+    try:
+        if asked.stream:
+            first = await unless_gone(request.receive, ticket.news())
+            return EventStream(service, asked, ticket, reply, first, request.state.answer)
+        await unless_gone(request.receive, _all(ticket, reply))
+    except BaseException:
+        service.scheduler.cancel(ticket)
+        raise
+    request.state.answer.update(summary(reply))
+    return Json(reply.whole())
+
+
+async def _all(ticket: Ticket, reply: Reply) -> None:
+    while news := await ticket.news():
+        for one in news:
+            reply.choices[one.index].read(one)
+
+
+def _add_texts(app: FastAPI, service: Service) -> None:
+    @app.post("/tokenize")
+    async def tokenize(asked: TokenizeRequest) -> Json:
+        service.check_model(asked.model)
+        token_ids = await asyncio.to_thread(service.token_ids, asked)
+        named = None
+        if asked.return_token_strs:
+            named = await asyncio.to_thread(service.names, token_ids)
+        return Json(
+            {
+                "count": len(token_ids),
+                "max_model_len": service.context_tokens,
+                "tokens": token_ids,
+                "token_strs": named,
+            }
+        )
+
+    @app.post("/detokenize")
+    async def detokenize(asked: DetokenizeRequest) -> Json:
+        service.check_model(asked.model)
+        return Json({"prompt": await asyncio.to_thread(service.text, asked.tokens)})
+
+
+def _add_state(app: FastAPI, service: Service) -> None:
+    scheduler = service.scheduler
+
+    @app.get("/v1/models")
+    async def models() -> Json:
+        return Json({"object": "list", "data": service.models()})
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> Json:
+        service.check_model(name)
+        [found] = [each for each in service.models() if each["id"] == name]
+        return Json(found)
+
+    @app.get("/health")
+    async def health() -> Json:
+        if scheduler.is_broken:
+            raise ApiError(500, "the engine has failed", code="engine_failed")
+        return Json({"status": "ok"})
+
+    @app.get("/ready")
+    async def ready() -> Json:
+        if not scheduler.is_ready:
+            raise ApiError(503, "no requests are taken now", code="not_ready")
+        return Json({"status": "ready"})
+
+    @app.get("/version")
+    async def version_of() -> Json:
+        return Json({"version": version("polybasic")})
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(service.metrics.text(), media_type=CONTENT_TYPE)
+
+
+class _Page(StaticFiles):
+    """Files of the page, with headers that keep it to this server."""
+
+    async def get_response(self, path: str, scope: Scope) -> Response:
+        response = await super().get_response(path, scope)
+        response.headers.update(_PAGE_HEADERS)
+        return response
+
+
+def _add_page(app: FastAPI) -> None:
+    files = _Page(directory=_PAGE)
+    app.mount("/page", files)
+
+    @app.get("/", include_in_schema=False)
+    async def page(request: Request) -> Response:
+        return await files.get_response("index.html", request.scope)
+
+
+async def _of_api_error(request: Request, error: Any) -> Response:
+    return error_response(error)
+
+
+async def _of_validation(request: Request, error: Any) -> Response:
+    # of a union's alternatives, the one that came furthest says most
+    return error_response(refusal_of(max(error.errors(), key=lambda fault: len(fault["loc"]))))
+
+
+async def _of_http(request: Request, error: Any) -> Response:
+    if error.status_code == 404:
+        return error_response(ApiError(404, "there is no such path", code="not_found"))
+    if error.status_code == 400:
+        return error_response(bad_request("the body cannot be read as JSON", code="invalid_json"))
+    told = ApiError(error.status_code, str(error.detail), headers=dict(error.headers or {}))
+    return error_response(told)

@@ -1,0 +1,74 @@
+"""One answer of a reply, as it grows."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from polybasic.deploy.request import Statistics
+from polybasic.deploy.rounds.logprobs import TokenLogprobs
+from polybasic.deploy.serve.texts import SharedText
+from polybasic.deploy.serve.tickets import News
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One that is answered.
+
+    Attributes:
+        text: that was asked, or that the ids mean; only for `echo`.
+    """
+
+    token_ids: list[int]
+    text: str = ""
+
+
+class Choice:
+    """One answer, as it grows."""
+
+    def __init__(self, index: int, prompt: Prompt, shares: SharedText | None) -> None:
+        self.index, self.prompt, self.shares = index, prompt, shares
+        self.text, self.is_opened = "", False
+        self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprobs] = []
+        self.prompt_logprobs: list[TokenLogprobs] = []
+        self.shown: list[Json] = []
+        self.statistics: Statistics | None = None
+        self.length = 0
+        """Characters of the tokens that were named with their log-probabilities."""
+
+    def read(self, news: News) -> "Part":
+        """Take in what has come."""
+        part, self.is_opened = Part(is_first=not self.is_opened), True
+        for piece in news.pieces:
+            part.text += piece.text
+            part.token_ids += piece.token_ids
+            part.logprobs += piece.logprobs
+            if self.shares is not None:
+                part.shown += _shown(self.shares.add(piece.text, piece.token_ids, piece.members))
+        if news.statistics is not None:
+            self.statistics = news.statistics
+            if self.shares is not None:
+                part.shown += _shown(self.shares.finish())
+        self.prompt_logprobs = news.prompt_logprobs
+        self.text += part.text
+        self.token_ids += part.token_ids
+        self.logprobs += part.logprobs
+        self.shown += part.shown
+        return part
+
+
+class Part:
+    """What a chunk carries of an answer."""
+
+    def __init__(self, is_first: bool) -> None:
+        self.is_first = is_first
+        self.text = ""
+        self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprobs] = []
+        self.shown: list[Json] = []
+
+
+def _shown(told: Sequence[Any]) -> list[Json]:
+    return [{"text": one.text, "id": one.token, "member": one.member} for one in told]

@@ -1,0 +1,64 @@
+"""The base of what clients send: which fields are known, and which are refused by name."""
+
+import json
+import re
+from typing import Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict, model_validator
+
+_HALF_PAIR = re.compile("[\ud800-\udfff]")
+
+
+class Fields(BaseModel):
+    """Base of what clients send. Null means that a field is not set."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    UNSUPPORTED: ClassVar[frozenset[str]] = frozenset()
+    """Fields that others know; only null, or what asks for nothing, is taken."""
+    NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {}
+    """Of fields beside these, the values that change nothing."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_fields(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        kept = {}
+        for name, value in given.items():
+            if name in cls.model_fields:
+                if value is not None:
+                    kept[name] = _encodable(name, value)
+            elif name in cls.NEUTRAL:
+                if value is not None and not any(_equal(value, one) for one in cls.NEUTRAL[name]):
+                    raise Refused(name, f"{name} is not supported, except as {_shown(cls, name)}")
+            elif name in cls.UNSUPPORTED:
+                if value is not None:
+                    raise Refused(name, f"{name} is not supported by this server")
+            else:
+                kept[name] = value
+        return kept
+
+
+class Refused(ValueError):
+    """A field that is known and not supported, or a value that pydantic cannot judge."""
+
+    def __init__(self, name: str, message: str, code: str = "unsupported_parameter") -> None:
+        self.name, self.code = name, code
+        super().__init__(message)
+
+
+def _encodable(name: str, value: Any) -> Any:
+    """Refuse half a surrogate pair, which JSON can spell and UTF-8 cannot."""
+    for text in value if isinstance(value, list) else [value]:
+        if isinstance(text, str) and _HALF_PAIR.search(text):
+            raise Refused(name, f"{name} holds half a surrogate pair", "invalid_value")
+    return value
+
+
+def _equal(value: Any, other: Any) -> bool:
+    return type(value) is type(other) and bool(value == other)
+
+
+def _shown(fields: type[Fields], name: str) -> str:
+    return " or ".join(json.dumps(value) for value in fields.NEUTRAL[name])

@@ -1,0 +1,316 @@
+"""Requests as OpenAI defines and vLLM extends them: what is taken, and what is refused by name."""
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from polybasic.deploy.live import MAX_LOGPROBS
+from polybasic.deploy.serve.errors import ApiError, bad_request
+from polybasic.deploy.serve.fields import Fields, Refused
+
+_MOST = 10**9
+MAX_ANSWERS = 128
+"""Of one prompt."""
+
+Tokens = list[Annotated[int, Field(ge=0, lt=1 << 31)]]
+Logprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
+
+
+def _first_of(messages: Any) -> Any:
+    """Refuse what is no list of objects, before pydantic describes every alternative."""
+    if not isinstance(messages, list) or not messages:
+        raise ValueError("a list of at least one message is needed")
+    return messages
+
+
+class StreamOptions(Fields):
+    """What a stream carries beside the answer."""
+
+    include_usage: bool = Field(False, description="a last chunk with the tokens of all answers")
+    continuous_usage_stats: bool = Field(False, description="the tokens so far in every chunk")
+
+
+class Extras(Fields):
+    """What only this server offers."""
+
+    members: bool = Field(False, description="say of each token which member proposed it")
+    run: list[str] | None = Field(
+        None, min_length=1, description="members that run, from the target down"
+    )
+
+
+class _Asked(Fields):
+    """What chat and text completions have in common."""
+
+    model: str | None = Field(None, description="as /v1/models names it")
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    n: int = Field(1, ge=1, le=MAX_ANSWERS, description="answers of each prompt")
+    stop: str | list[str] | None = Field(None, description="texts that end an answer before them")
+    seed: int | None = Field(None, ge=0, lt=1 << 64, description="the same seed, the same text")
+    temperature: float | None = Field(None, description="0 is greedy")
+    top_p: float | None = None
+    top_k: int | None = Field(None, ge=-1, le=_MOST, description="0 or -1 for all tokens")
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = Field(None, description="token id -> added to its logit")
+    stop_token_ids: Tokens | None = Field(None, description="further tokens that end an answer")
+    min_tokens: int = Field(0, ge=0, description="no stop token before so many")
+    ignore_eos: bool = Field(False, description="the checkpoint's stop tokens do not end an answer")
+    prompt_logprobs: Logprobs | None = Field(None, description="of the prompt's tokens")
+    return_token_ids: bool = Field(False, description="token ids of prompt and answer")
+    return_tokens_as_token_ids: bool = Field(
+        False, description="with logprobs: tokens are written as token_id:5"
+    )
+    polybasic: Extras | None = None
+    user: str | None = Field(None, description="taken, and not used")
+
+    UNSUPPORTED = frozenset(
+        """structured_outputs guided_json guided_regex guided_choice guided_grammar
+        guided_decoding_backend guided_whitespace_pattern structural_tag
+        logits_processors truncate_prompt_tokens truncation_side allowed_token_ids
+        bad_words logprob_token_ids kv_transfer_params ec_transfer_params vllm_xargs
+        cache_salt repetition_detection thinking_token_budget lora adapter_id
+        prompt_embeds stream_interval watermarking""".split()  # noqa: SIM905
+    )
+    NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "response_format": ({"type": "text"},),
+        "use_beam_search": (False,),
+        "length_penalty": (1.0, 1),
+        "include_stop_str_in_output": (False,),
+        "skip_special_tokens": (True,),
+        "spaces_between_special_tokens": (True,),
+        "priority": (0,),
+    }
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> "_Asked":
+        if self.stream_options is not None and not self.stream:
+            raise Refused("stream_options", "stream_options needs stream to be true")
+        if self.stream and self.prompt_logprobs is not None:
+            raise Refused("prompt_logprobs", "prompt_logprobs is not available in a stream")
+        for token in self.logit_bias or {}:
+            if not (token.isascii() and token.isdigit()):
+                raise Refused("logit_bias", "logit_bias names tokens by their ids, as in 42")
+        return self
+
+    @property
+    def extras(self) -> Extras:
+        return self.polybasic or Extras()
+
+    @property
+    def usage_in_stream(self) -> StreamOptions:
+        return self.stream_options or StreamOptions()
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """The sampling settings that are given, as `polybasic.deploy.Sampling` names them."""
+        names = (
+            "temperature",
+            "top_p",
+            "top_k",
+            "min_p",
+            "repetition_penalty",
+            "presence_penalty",
+            "frequency_penalty",
+            "seed",
+        )
+        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        if given.get("top_k") == -1:
+            given["top_k"] = 0
+        if self.logit_bias:
+            given["logit_bias"] = {int(token): bias for token, bias in self.logit_bias.items()}
+        return given
+
+    @property
+    def stops(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+
+class TextPart(Fields):
+    """Of a message whose content comes in parts."""
+
+    type: Literal["text"]
+    text: str
+
+
+def _text_parts(content: Any) -> Any:
+    """Refuse parts of other kinds by their names."""
+    for part in content if isinstance(content, list) else ():
+        kind = part.get("type") if isinstance(part, dict) else None
+        if isinstance(kind, str) and kind != "text":
+            raise Refused("content", f"content of type {kind[:100]} is not supported, text is")
+    return content
+
+
+class Message(Fields):
+    """Of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Annotated[str | list[TextPart], BeforeValidator(_text_parts)]
+    name: str | None = None
+
+    UNSUPPORTED = frozenset(
+        """tool_calls tool_call_id function_call refusal audio annotations reasoning
+        reasoning_content""".split()  # noqa: SIM905
+    )
+
+    @property
+    def for_template(self) -> dict[str, str]:
+        """As chat templates read it; parts are lines."""
+        content = self.content
+        if not isinstance(content, str):
+            content = "\n".join(part.text for part in content)
+        named = {} if self.name is None else {"name": self.name}
+        return {"role": self.role, "content": content, **named}
+
+
+class ChatRequest(_Asked):
+    """Of /v1/chat/completions."""
+
+    messages: Annotated[list[Message], BeforeValidator(_first_of)]
+    max_tokens: int | None = Field(None, ge=1, le=_MOST)
+    max_completion_tokens: int | None = Field(
+        None, ge=1, le=_MOST, description="of an answer at most; default: what the context leaves"
+    )
+    logprobs: bool = False
+    top_logprobs: Logprobs | None = None
+    metadata: dict[str, str] | None = Field(None, description="taken, and not used")
+    parallel_tool_calls: bool | None = Field(None, description="taken: there are no tools")
+
+    UNSUPPORTED = _Asked.UNSUPPORTED | frozenset(
+        """tools functions function_call audio prediction web_search_options
+        reasoning_effort reasoning verbosity documents chat_template
+        chat_template_kwargs mm_processor_kwargs media_io_kwargs""".split()  # noqa: SIM905
+    )
+    NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {
+        **_Asked.NEUTRAL,
+        "tools": ([],),
+        "tool_choice": ("none", "auto"),
+        "modalities": (["text"],),
+        "store": (False,),
+        "service_tier": ("auto", "default"),
+        "echo": (False,),
+        "add_generation_prompt": (True,),
+        "continue_final_message": (False,),
+        "add_special_tokens": (False,),
+        "include_reasoning": (True, False),
+    }
+
+    @model_validator(mode="after")
+    def _asks_one_thing(self) -> "ChatRequest":
+        if self.top_logprobs is not None and not self.logprobs:
+            raise Refused("top_logprobs", "top_logprobs needs logprobs to be true")
+        both = self.max_tokens, self.max_completion_tokens
+        if None not in both and both[0] != both[1]:
+            raise Refused("max_tokens", "max_tokens and max_completion_tokens differ; give one")
+        return self
+
+    @property
+    def most_tokens(self) -> int | None:
+        """Of an answer; None for what the context leaves."""
+        return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def top(self) -> int | None:
+        """How many log-probabilities a token has; None for none, not even its own."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+class CompletionRequest(_Asked):
+    """Of /v1/completions."""
+
+    prompt: Annotated[
+        str | list[str] | Tokens | list[Tokens],
+        Field(description="a text, token ids, or a list of either", union_mode="left_to_right"),
+    ]
+    max_tokens: int = Field(16, ge=0, le=_MOST, description="of an answer at most")
+    logprobs: Logprobs | None = None
+    echo: bool = Field(False, description="the prompt stands before the answer")
+    best_of: int | None = Field(None, description="taken if it equals n")
+    add_special_tokens: bool = Field(True, description="those that begin a text")
+
+    NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {**_Asked.NEUTRAL, "suffix": ("",)}
+
+    @model_validator(mode="after")
+    def _asks_for_an_answer(self) -> "CompletionRequest":
+        if self.best_of is not None and self.best_of != self.n:
+            raise Refused("best_of", "best_of is supported only where it equals n")
+        if isinstance(self.prompt, list) and not self.prompt:
+            raise Refused("prompt", "prompt is empty")
+        if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
+            raise Refused("max_tokens", "max_tokens of 0 needs echo or prompt_logprobs")
+        return self
+
+    @property
+    def most_tokens(self) -> int:
+        """Of an answer."""
+        return self.max_tokens
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """One by one."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if isinstance(self.prompt[0], int):
+            return [self.prompt]
+        return list(self.prompt)
+
+
+class TokenizeRequest(Fields):
+    """Of /tokenize: a text, or messages as the chat template makes one of them."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    add_special_tokens: bool = Field(True, description="of a text: those that begin it")
+    return_token_strs: bool = False
+
+    NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "add_generation_prompt": (True,),
+        "continue_final_message": (False,),
+    }
+
+    @model_validator(mode="after")
+    def _has_one(self) -> "TokenizeRequest":
+        if (self.prompt is None) == (not self.messages):
+            raise Refused("prompt", "give a prompt or messages, and not both")
+        return self
+
+
+class DetokenizeRequest(Fields):
+    """Of /detokenize."""
+
+    model: str | None = None
+    tokens: Tokens
+
+
+_FIELDS = {
+    name
+    for model in (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest, Message)
+    for name in (*model.model_fields, *Extras.model_fields, *StreamOptions.model_fields)
+}
+
+
+def refusal_of(fault: Any) -> ApiError:
+    """What a client is told of a request that does not hold to its model.
+
+    Args:
+        fault: the first that pydantic found.
+    """
+    cause = fault.get("ctx", {}).get("error")
+    # of a union, pydantic names the alternative too
+    place = [str(part) for part in fault["loc"] if isinstance(part, int) or part in _FIELDS]
+    if isinstance(cause, Refused):
+        place = place if place[-1:] == [cause.name] else [*place, cause.name]
+        return bad_request(str(cause), ".".join(place), cause.code)
+    if fault["type"] == "extra_forbidden":
+        name = ".".join([*place, str(fault["loc"][-1])[:100]])
+        return bad_request(f"unknown field {name}", name, "unknown_parameter")
+    if fault["type"] == "json_invalid":
+        return bad_request("the body is not JSON", code="invalid_json")
+    param = ".".join(place) or None
+    message = str(cause or fault["msg"])
+    return bad_request(f"{param}: {message}" if param else message, param, "invalid_value")

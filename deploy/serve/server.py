@@ -1,0 +1,115 @@
+"""The process around the application: its address, its signals, its end."""
+
+import asyncio
+import contextlib
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
+
+import uvicorn
+from fastapi import FastAPI
+
+from polybasic.chain.errors import UserError
+from polybasic.deploy.serve.service import Service
+
+_LOOK_SECONDS = 0.05
+_SENDING_SECONDS = 2
+"""In which the last events reach their clients."""
+
+
+def bound(host: str, port: int) -> socket.socket:
+    """A socket that listens to nobody yet.
+
+    Raises:
+        UserError: no such address, or another process has it.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        made = socket.socket(family, kind, protocol)
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.bind(address)
+    except (OSError, OverflowError, UnicodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise UserError(
+            "cannot listen",
+            f"--host {host} --port {port} ({reason})",
+            "choose another address or port; --port 0 takes a free one",
+        ) from error
+    return made
+
+
+class Server(uvicorn.Server):
+    """Ends by SIGTERM and SIGINT: answers in flight first, for a while.
+
+    Args:
+        app: as `create_app` makes it.
+        shutdown_seconds: that answers in flight get.
+        say_started: called once requests are answered.
+    """
+
+    def __init__(
+        self,
+        app: FastAPI,
+        shutdown_seconds: float,
+        say_started: Callable[[], None] = lambda: None,
+    ) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                log_config=None,
+                access_log=False,
+                ws="none",
+                server_header=False,
+                timeout_graceful_shutdown=_SENDING_SECONDS,
+            )
+        )
+        self._service: Service = app.state.service
+        self._shutdown_seconds, self._say_started = shutdown_seconds, say_started
+        self._ending: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start the application and listen."""
+        self._loop = asyncio.get_running_loop()
+        await super().startup(sockets)
+        self._say_started()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Take signals over; unlike uvicorn's, they are not raised again afterwards."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        numbers = (signal.SIGINT, signal.SIGTERM)
+        before = {number: signal.signal(number, self.handle_exit) for number in numbers}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Begin to end; with a second signal answers in flight get no more time."""
+        if self._loop is None:
+            self.should_exit = True
+        elif self._ending is None:
+            self._loop.call_soon_threadsafe(self._begin_to_end)
+        else:
+            self._shutdown_seconds = 0
+
+    def _begin_to_end(self) -> None:
+        if self._ending is None:
+            self._service.scheduler.drain()
+            self._ending = asyncio.ensure_future(self._end())
+
+    async def _end(self) -> None:
+        scheduler, loop = self._service.scheduler, asyncio.get_running_loop()
+        begin = loop.time()
+        while not scheduler.is_idle and loop.time() < begin + self._shutdown_seconds:
+            await asyncio.sleep(_LOOK_SECONDS)
+        await scheduler.stop()  # what is left gets an error, and sends it
+        self.should_exit = True

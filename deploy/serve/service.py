@@ -1,0 +1,219 @@
+"""From a request to what the chain is asked: prompts as token ids, settings, limits."""
+
+import asyncio
+import re
+import secrets
+import time
+from typing import Any
+
+from polybasic.chain.errors import UserError
+from polybasic.chain.formats.chat_templates import token_ids_of
+from polybasic.deploy.chain import Chain, checked_plan
+from polybasic.deploy.rounds.stopping import AnswerText
+from polybasic.deploy.serve.choices import Prompt
+from polybasic.deploy.serve.errors import ApiError, bad_request
+from polybasic.deploy.serve.metrics import Metrics
+from polybasic.deploy.serve.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    Message,
+    TokenizeRequest,
+)
+from polybasic.deploy.serve.replies import ChatReply, CompletionReply, Reply
+from polybasic.deploy.serve.scheduler import Limits, Scheduler, readable
+from polybasic.deploy.serve.settings import ServeSettings
+from polybasic.deploy.serve.texts import TokenTexts
+from polybasic.deploy.serve.tickets import Ticket
+
+_SEED_BITS = 53
+"""Of a seed that is drawn: numbers that every reader of JSON keeps."""
+
+
+class Service:
+    """A chain that answers requests.
+
+    Attributes:
+        context_tokens: prompt and answer together.
+    """
+
+    def __init__(self, chain: Chain, settings: ServeSettings) -> None:
+        self.chain, self.settings = chain, settings
+        self.metrics = Metrics(settings.model_names[0])
+        limits = Limits(
+            settings.sequences, settings.queue, settings.queued_tokens, settings.request_seconds
+        )
+        self.scheduler = Scheduler(chain, self.metrics, limits)
+        self.tokenizer = chain.tokenizer.backend_tokenizer
+        self.texts = TokenTexts(self.tokenizer)
+        self.context_tokens: int = chain.engine.context_tokens
+        self._began = int(time.time())
+
+    async def ask(
+        self, asked: ChatRequest | CompletionRequest, request_id: str, client: str
+    ) -> tuple[Ticket, Reply]:
+        """Check a request and give it to the scheduler.
+
+        Raises:
+            ApiError: it asks for what there is not, does not fit, or cannot be taken now.
+        """
+        self.check_model(asked.model)
+        prompts = await asyncio.to_thread(self._prompts, asked)
+        options = self._options(asked)
+        jobs = []
+        for prompt in prompts:
+            self._check_prompt(prompt)
+            num = self._most_tokens(asked, len(prompt.token_ids))
+            for choice in range(asked.n):
+                each = options | {"max_new_tokens": num, "choice": choice}
+                jobs.append((prompt.token_ids, each))
+        ticket = Ticket(request_id, client, jobs)
+        made = ChatReply if isinstance(asked, ChatRequest) else CompletionReply
+        name = self.settings.model_names[0]
+        reply = made(asked, prompts, name, self.texts, self.chain.stop_tokens)
+        try:
+            self.scheduler.submit(ticket)
+        except ApiError as error:
+            self.metrics.refused(str(error.code))
+            raise
+        return ticket, reply
+
+    def check_model(self, name: str | None) -> None:
+        """Check that a model is served.
+
+        Raises:
+            ApiError: it is not (404).
+        """
+        names = self.settings.model_names
+        if name is not None and name not in names:
+            message = f"there is no model {name[:100]!r} here; there is {', '.join(names)}"
+            raise ApiError(404, message, "model", "model_not_found")
+
+    def models(self) -> list[dict[str, Any]]:
+        """What /v1/models lists."""
+        members = [member.name for member in self.chain.manifest.members]
+        return [
+            {
+                "id": name,
+                "object": "model",
+                "created": self._began,
+                "owned_by": "polybasic",
+                "root": self.settings.model_names[0],
+                "parent": None,
+                "max_model_len": self.context_tokens,
+                "polybasic": {"members": members, "plan": list(self.chain.plan.members)},
+            }
+            for name in self.settings.model_names
+        ]
+
+    def token_ids(self, asked: TokenizeRequest) -> list[int]:
+        """Of a text, or of messages in their template."""
+        if asked.prompt is None:
+            return self._of_messages(asked.messages or [])
+        return self._of_text(asked.prompt, asked.add_special_tokens)
+
+    def names(self, token_ids: list[int]) -> list[str]:
+        """Each token's text."""
+        return [self.texts.text_of(token) for token in token_ids]
+
+    def text(self, token_ids: list[int]) -> str:
+        """That token ids mean, special tokens included.
+
+        Raises:
+            ApiError: one is outside of the vocabulary.
+        """
+        self._check_tokens(token_ids, "tokens")
+        return str(self.tokenizer.decode(token_ids, skip_special_tokens=False))
+
+    def _prompts(self, asked: ChatRequest | CompletionRequest) -> list[Prompt]:
+        if isinstance(asked, ChatRequest):
+            return [Prompt(self._of_messages(asked.messages))]
+        prompts = []
+        for given in asked.prompts:
+            if isinstance(given, str):
+                prompts.append(Prompt(self._of_text(given, asked.add_special_tokens), given))
+            else:
+                prompts.append(Prompt(given, self.text(given) if asked.echo else ""))
+        return prompts
+
+    def _of_messages(self, messages: list[Message]) -> list[int]:
+        try:
+            found: list[int] = self.chain.encode([message.for_template for message in messages])
+        except UserError as error:
+            raise bad_request(readable(error, self.chain), "messages") from error
+        return found
+
+    def _of_text(self, text: str, add_special_tokens: bool) -> list[int]:
+        try:
+            return token_ids_of(self.chain.tokenizer, text, add_special_tokens)
+        except UserError as error:
+            raise bad_request(readable(error, self.chain), "prompt") from error
+
+    def _options(self, asked: ChatRequest | CompletionRequest) -> dict[str, Any]:
+        """Of `Chain.begin`, for all answers of a request."""
+        run = tuple(asked.extras.run) if asked.extras.run is not None else None
+        stop_token_ids = asked.stop_token_ids or []
+        self._check_tokens(stop_token_ids, "stop_token_ids")
+        try:
+            sampling = self.chain.sampling(**asked.sampling)
+            sampling.check_vocabulary(self._vocab_size)
+            AnswerText(self.tokenizer, asked.stops)
+            if run is not None:
+                checked_plan(self.chain.plan_of(run), self.chain.manifest)
+        except UserError as error:
+            named = re.match(r"\w+", error.where)
+            param = "polybasic.run" if error.what == "plan cannot run" else named and named[0]
+            raise bad_request(readable(error, self.chain), param, "invalid_value") from error
+        wants_prompt = asked.prompt_logprobs
+        if isinstance(asked, CompletionRequest):
+            top = asked.logprobs
+            if asked.echo and wants_prompt is None:
+                wants_prompt = top if top is not None or asked.max_tokens else 0
+        else:
+            top = asked.top
+        return asked.sampling | {
+            "seed": asked.seed if asked.seed is not None else secrets.randbits(_SEED_BITS),
+            "rule": "coupled",
+            "stop": asked.stops,
+            "stop_token_ids": stop_token_ids,
+            "min_tokens": asked.min_tokens,
+            "ignore_eos": asked.ignore_eos,
+            "logprobs": top,
+            "prompt_logprobs": wants_prompt,
+            "members": run,
+        }
+
+    @property
+    def _vocab_size(self) -> int:
+        return int(self.chain.engine.models.target.config.vocab_size)
+
+    def _check_tokens(self, token_ids: list[int], param: str) -> None:
+        outside = [token for token in token_ids if token >= self._vocab_size]
+        if outside:
+            message = f"{param}: token {outside[0]} is outside of the {self._vocab_size} there are"
+            raise bad_request(message, param, "invalid_value")
+
+    def _check_prompt(self, prompt: Prompt) -> None:
+        if not prompt.token_ids:
+            raise bad_request("the prompt is empty", "prompt", "invalid_value")
+        self._check_tokens(prompt.token_ids, "prompt")
+
+    def _most_tokens(self, asked: ChatRequest | CompletionRequest, num_prompt: int) -> int:
+        """New tokens of an answer at most.
+
+        Raises:
+            ApiError: prompt and answer do not fit the context.
+        """
+        left = self.context_tokens - num_prompt
+        most = asked.most_tokens
+        if left < (1 if most is None else most) or left < 0:
+            new = "at least 1 new one" if most is None else f"{most} new ones"
+            raise bad_request(
+                f"the prompt's {num_prompt} tokens and {new} do not fit the context of "
+                f"{self.context_tokens}; shorten the prompt or ask for fewer tokens",
+                "messages" if isinstance(asked, ChatRequest) else "prompt",
+                "context_length_exceeded",
+            )
+        num = left if most is None else most
+        if asked.min_tokens > num:
+            raise bad_request(f"min_tokens is more than {num}, the most tokens", "min_tokens")
+        return num

@@ -1,0 +1,180 @@
+"""`polybasic serve`: a chain behind OpenAI's HTTP interface."""
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from polybasic.chain.errors import UserError
+from polybasic.recipes.cli.chain import ChainArgument, NoGraphsOption, note
+
+if TYPE_CHECKING:
+    from polybasic.deploy import Chain
+    from polybasic.deploy.serve.settings import ServeSettings
+
+
+def serve(
+    chain: ChainArgument,
+    host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port to listen at; 0: a free one.")
+    ] = 8000,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY",
+            help="That requests have to carry; may be repeated. Others see it in the list of "
+            "processes: a file is better.",
+        ),
+    ] = None,
+    api_key_file: Annotated[
+        Path | None,
+        typer.Option(help="File with a key a line.  [default: POLYBASIC_API_KEY, one key]"),
+    ] = None,
+    served_model_name: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Name in requests; may be repeated.  [default: chain's]"),
+    ] = None,
+    max_model_len: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Prompt and answer together.  "
+            "[default: what the models are made for, at most 8192]",
+        ),
+    ] = None,
+    max_num_seqs: Annotated[
+        int, typer.Option(min=1, help="Answers at a time, each with caches of its own.")
+    ] = 16,
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="bfloat16, float16 or float32.  [default: as stored, if fast here]"),
+    ] = None,
+    plan: Annotated[
+        Path | None,
+        typer.Option(help="JSON file with the plan to run by.  [default: the one measured here]"),
+    ] = None,
+    max_queue: Annotated[
+        int, typer.Option(min=0, help="Answers that may wait; beyond it requests get a 503.")
+    ] = 256,
+    max_queued_tokens: Annotated[
+        int, typer.Option(min=0, help="Tokens of prompts that may wait.")
+    ] = 262_144,
+    request_timeout: Annotated[
+        float, typer.Option(help="Seconds of a request, waiting included.")
+    ] = 600,
+    shutdown_timeout: Annotated[
+        float, typer.Option(min=0, help="Seconds that answers in flight get after SIGTERM.")
+    ] = 30,
+    max_body: Annotated[int, typer.Option(min=1, help="Bytes of a request's body.")] = 4 << 20,
+    allowed_origins: Annotated[
+        list[str] | None,
+        typer.Option(metavar="ORIGIN", help="Of pages elsewhere that may ask; may be repeated."),
+    ] = None,
+    log_format: Annotated[str, typer.Option(help="Of the log on stderr: text or json.")] = "text",
+    no_page: Annotated[bool, typer.Option("--no-page", help="No chat page at /.")] = False,
+    no_graphs: NoGraphsOption = False,
+) -> None:
+    """Answer requests over HTTP as OpenAI's API does, until SIGTERM or Ctrl-C."""
+    from polybasic.deploy.serve.settings import ServeSettings
+    from polybasic.recipes.schema.loading import validated
+
+    given: dict[str, Any] = {
+        "model_names": served_model_name or [Path(chain).name],
+        "api_keys": _keys(api_key or [], api_key_file),
+        "sequences": max_num_seqs,
+        "queue": max_queue,
+        "queued_tokens": max_queued_tokens,
+        "request_seconds": request_timeout,
+        "body_bytes": max_body,
+        "allowed_origins": allowed_origins or [],
+        "page": not no_page,
+        "log_format": log_format,
+    }
+    settings = validated(ServeSettings, given, {}, "on the command line")
+    _check_installed()
+    from polybasic.deploy import load_chain
+    from polybasic.deploy.serve.app import create_app
+    from polybasic.deploy.serve.logs import log_to_stderr
+    from polybasic.deploy.serve.server import Server, bound
+
+    listening = bound(host, port)
+    options: dict[str, Any] = {"dtype": dtype, "context_tokens": max_model_len, "say": note}
+    options["sequences"] = max_num_seqs
+    loaded = load_chain(chain, graphs=not no_graphs, plan=_plan(plan), **options)
+    if not served_model_name:
+        settings = settings.model_copy(update={"model_names": (_name(loaded),)})
+    app = create_app(loaded, settings)
+    address = listening.getsockname()
+    log_to_stderr(settings.log_format)
+    about = "\n".join(_about(loaded, settings, f"http://{host}:{address[1]}"))
+    Server(app, shutdown_timeout, lambda: note(about)).run([listening])
+
+
+def _keys(given: list[str], path: Path | None) -> list[str]:
+    from polybasic.chain.formats.files import read_text
+
+    keys = list(given)
+    if path is not None:
+        keys += [line.strip() for line in read_text(path, "API keys").splitlines() if line.strip()]
+    elif not keys and (key := os.environ.get("POLYBASIC_API_KEY")):
+        keys.append(key)
+    if path is not None and not keys:
+        raise UserError("no API key", f"--api-key-file {path}", "write one on each line")
+    return keys
+
+
+def _plan(path: Path | None) -> Any:
+    if path is None:
+        return None
+    from polybasic.chain.formats.files import read_json
+    from polybasic.chain.formats.plan import Plan
+    from polybasic.recipes.schema.loading import validated
+
+    return validated(Plan, read_json(path, "plan"), {}, str(path))
+
+
+def _check_installed() -> None:
+    try:
+        import fastapi  # noqa: F401
+        import prometheus_client  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError as error:
+        raise UserError(
+            "server not installed", f"{error.name}", "pip install 'polybasic[serve]'"
+        ) from error
+
+
+def _name(chain: "Chain") -> str:
+    """The recipe's, or that of the folder."""
+    recipe: dict[str, Any] = chain.manifest.provenance.recipe
+    return str(recipe.get("name") or chain.folder.name)
+
+
+def _plans(chain: "Chain") -> str:
+    """Members by load, the target first."""
+    measured = chain.measured_plan
+    if measured is None or not measured.by_load:
+        return " <- ".join(chain.plan.members)
+    plans = [f"{one.sequences}: {' <- '.join(one.plan.members)}" for one in measured.by_load]
+    return f"by answers at a time, {'; '.join(plans)}"
+
+
+def _about(chain: "Chain", settings: "ServeSettings", address: str) -> list[str]:
+    """What people want to know of a server that has started."""
+    from polybasic.chain.readable import readable_bytes
+
+    members = ", ".join(
+        f"{member.name} ({member.num_parameters / 1e6:.0f} M, {member.dtype})"
+        for member in chain.manifest.members
+    )
+    memory = chain.memory
+    return [
+        f"chain {chain.folder} as {', '.join(settings.model_names)}: {members}",
+        f"plan: {_plans(chain)}",
+        f"memory: {readable_bytes(memory.peak_bytes)} at most, for {settings.sequences} answers "
+        f"at a time of {memory.context_tokens} tokens with their prompts",
+        f"listening at {address}"
+        + ("; a key is needed" if settings.api_keys else "; no key is needed"),
+    ]
