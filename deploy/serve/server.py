@@ -10,11 +10,14 @@ from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from polybasic.chain.errors import UserError
 from polybasic.deploy.serve.service import Service
 
 _LOOK_SECONDS = 0.05
+_HEAD_SECONDS = 20
+"""From a connection to the end of its first request's head."""
 _SENDING_SECONDS = 2
 """In which the last events reach their clients."""
 
@@ -42,6 +45,27 @@ def bound(host: str, port: int) -> socket.socket:
     return made
 
 
+class _Connection(H11Protocol):
+    """One whose first request has to begin in time.
+
+    h11 bounds the size of a head, which httptools, another of uvicorn's parsers, does not.
+    """
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Begin to wait for a head."""
+        super().connection_made(transport)
+        self._waiting = self.loop.call_later(_HEAD_SECONDS, self._end_unless_begun)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Wait no longer."""
+        self._waiting.cancel()
+        super().connection_lost(exc)
+
+    def _end_unless_begun(self) -> None:
+        if self.cycle is None:
+            self.transport.close()
+
+
 class Server(uvicorn.Server):
     """Ends by SIGTERM and SIGINT: answers in flight first, for a while.
 
@@ -64,6 +88,7 @@ class Server(uvicorn.Server):
                 access_log=False,
                 ws="none",
                 server_header=False,
+                http=_Connection,
                 timeout_graceful_shutdown=_SENDING_SECONDS,
             )
         )
