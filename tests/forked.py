@@ -21,6 +21,7 @@ _CONTEXT.set_forkserver_preload(
         "polybasic.train.scratch",
         "polybasic.quantize.awq",
         "polybasic.deploy.chain",
+        "polybasic.deploy.serve.server",
     ]
 )
 

@@ -1,0 +1,217 @@
+"""What is not supported, not known, or does not fit: a 400 in OpenAI's shape, never silence."""
+
+from typing import Any
+
+import pytest
+
+from tests.deploy.serve.serving import QUESTION, Served
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+TOOL = {"type": "function", "function": {"name": "f"}}
+IMAGE = {"type": "image_url", "image_url": {"url": "https://example.org/a.png"}}
+
+
+def refusal(server: Served, path: str, content: Any, status: int = 400) -> dict[str, Any]:
+    """The error, which has OpenAI's shape."""
+    answer = server.post(path, content)
+    assert answer.status_code == status, answer.text
+    assert answer.headers["x-request-id"]
+    [(name, error)] = answer.json().items()
+    assert name == "error"
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["type"] == "invalid_request_error"
+    return dict(error)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("tools", [TOOL]),
+        ("tool_choice", "required"),
+        ("functions", [{"name": "f"}]),
+        ("function_call", "auto"),
+        ("response_format", {"type": "json_object"}),
+        ("response_format", {"type": "json_schema", "json_schema": {"name": "a"}}),
+        ("guided_json", {}),
+        ("guided_regex", "a+"),
+        ("structured_outputs", {"choice": ["a"]}),
+        ("audio", {"voice": "alloy"}),
+        ("modalities", ["text", "audio"]),
+        ("store", True),
+        ("service_tier", "flex"),
+        ("logits_processors", ["a"]),
+        ("use_beam_search", True),
+        ("include_stop_str_in_output", True),
+        ("skip_special_tokens", False),
+        ("chat_template", "{{ 1 }}"),
+        ("truncate_prompt_tokens", 5),
+        ("echo", True),
+        ("top_logprobs", 3),
+        ("stream_options", {"include_usage": True}),
+    ],
+)
+def test_what_is_not_supported_is_named(server: Served, field: str, value: Any) -> None:
+    error = refusal(server, CHAT, {"messages": QUESTION, field: value})
+    assert error["param"] == field
+    assert field in error["message"]
+    assert error["code"] == "unsupported_parameter"
+
+
+@pytest.mark.parametrize("field", ["frobnicate", "max_token", "Temperature"])
+def test_unknown_fields_are_named(server: Served, field: str) -> None:
+    for path, asked in ((CHAT, {"messages": QUESTION}), (COMPLETIONS, {"prompt": "a"})):
+        error = refusal(server, path, {**asked, field: 1})
+        assert (error["param"], error["code"]) == (field, "unknown_parameter")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"temperature": -1}, "temperature"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"top_p": 1.5}, "top_p"),
+        ({"top_k": -2}, "top_k"),
+        ({"min_p": 2}, "min_p"),
+        ({"presence_penalty": 3}, "presence_penalty"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"seed": -1}, "seed"),
+        ({"seed": True}, "seed"),
+        ({"seed": 2**64}, "seed"),
+        ({"n": 0}, "n"),
+        ({"n": 100_000}, "n"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens"),
+        ({"max_tokens": 4, "min_tokens": 5}, "min_tokens"),
+        ({"stop": ""}, "stop"),
+        ({"stop": ["a"] * 65}, "stop"),
+        ({"stop": [1]}, "stop.0"),
+        ({"stop_token_ids": [64]}, "stop_token_ids"),
+        ({"logit_bias": {"64": 1}}, "logit_bias"),
+        ({"logit_bias": {"a": 1}}, "logit_bias"),
+        ({"logit_bias": {"1": 101}}, "logit_bias"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+        ({"polybasic": {"run": ["nobody"]}}, "polybasic.run"),
+        ({"polybasic": {"run": ["draft"]}}, "polybasic.run"),
+        ({"polybasic": {"speed": 2}}, "polybasic.speed"),
+        ({"messages": []}, "messages"),
+        ({"messages": "hello"}, "messages"),
+        ({"messages": [{"role": "user"}]}, "messages.0.content"),
+        ({"messages": [{"role": "tool", "content": "a"}]}, "messages.0.role"),
+        ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages.0.content"),
+        ({"messages": [{"role": "user", "content": "a\ud800"}]}, "messages.0.content"),
+        ({"messages": [{"role": "user", "content": "a", "tool_calls": [TOOL]}]}, None),
+    ],
+)
+def test_values_out_of_range_are_named(
+    server: Served, fields: dict[str, Any], param: str | None
+) -> None:
+    error = refusal(server, CHAT, {"messages": QUESTION, **fields})
+    assert error["param"] == (param or "messages.0.tool_calls")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt": []}, "prompt"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": [1, "a"]}, "prompt"),
+        ({"prompt": [64]}, "prompt"),
+        ({"prompt": [[1], []]}, "prompt"),
+        ({"best_of": 3}, "best_of"),
+        ({"best_of": 3, "n": 2}, "best_of"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"suffix": "b"}, "suffix"),
+    ],
+)
+def test_of_completions(server: Served, fields: dict[str, Any], param: str) -> None:
+    error = refusal(server, COMPLETIONS, {"prompt": "what", **fields})
+    assert (error["param"] or "").split(".")[0] == param
+
+
+def test_what_does_not_fit_is_refused_before_any_work(server: Served) -> None:
+    before, most = server.metric("prompt_tokens_total"), server.service.context_tokens
+    for path, asked in (
+        (CHAT, {"messages": QUESTION, "max_tokens": most}),
+        (CHAT, {"messages": [{"role": "user", "content": "a " * most}]}),
+        (COMPLETIONS, {"prompt": [1] * most, "max_tokens": 1}),
+        (COMPLETIONS, {"prompt": [1] * (most + 1), "max_tokens": 0, "echo": True}),
+    ):
+        error = refusal(server, path, asked)
+        assert error["code"] == "context_length_exceeded"
+        assert str(most) in error["message"]
+    assert server.metric("prompt_tokens_total") == before
+    fitting = server.complete(prompt=[1] * most, max_tokens=0, echo=True)
+    assert fitting["usage"]["prompt_tokens"] == most
+    assert server.metric("prompt_tokens_total") == before + most
+
+
+def test_other_models_are_not_found(server: Served) -> None:
+    error = refusal(server, CHAT, {"messages": QUESTION, "model": "gpt-5"}, status=404)
+    assert (error["param"], error["code"]) == ("model", "model_not_found")
+    assert server.chat(model="tiny", max_tokens=2)["model"] == "tiny"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b'"text"',
+        b"\xff\xfe",
+        b'{"messages": NaN}',
+        b"[" * 100_000,
+        b'{"messages": [], "seed": ' + b"9" * 5000 + b"}",
+        b'{"messages": [{"role": "user", "content": "a"}], "temperature": 1e999}',
+        b'{"messages": [{"role": "user", "content": "a"}], "\\ud800": 1}',
+    ],
+)
+def test_bodies_that_are_no_request(server: Served, body: bytes) -> None:
+    headers = {"Content-Type": "application/json"}
+    answer = server.client.post(CHAT, content=body, headers=headers)
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["type"] == "invalid_request_error"
+    assert server.client.post(CHAT, content=body).status_code == 400
+    assert server.get("/health").status_code == 200
+
+
+def test_fields_that_ask_for_nothing_are_taken(server: Served) -> None:
+    harmless = {
+        "user": "someone",
+        "metadata": {"a": "b"},
+        "store": False,
+        "service_tier": "auto",
+        "parallel_tool_calls": True,
+        "tools": None,
+        "tool_choice": "none",
+        "response_format": {"type": "text"},
+        "stream": False,
+        "stop": None,
+        "n": None,
+        "top_k": -1,
+        "top_p": 1,
+        "logit_bias": None,
+        "modalities": ["text"],
+        "skip_special_tokens": True,
+        "max_tokens": 4,
+        "max_completion_tokens": 4,
+    }
+    plain = server.chat(max_tokens=4)
+    assert server.chat(**harmless)["choices"] == plain["choices"]
+    answered = {"role": "assistant", "content": "a", "refusal": None, "tool_calls": None}
+    assert server.chat(messages=[*QUESTION, answered, *QUESTION], max_tokens=2)
+
+
+def test_unknown_paths_and_methods(server: Served) -> None:
+    assert refusal(server, "/v1/embeddings", {}, status=404)["code"] == "not_found"
+    assert refusal(server, "/health", {}, status=405)["message"] == "Method Not Allowed"
+    assert server.get("/v1/chat/completions").status_code == 405
+
+
+def test_the_chain_answers_as_before(server: Served) -> None:
+    """After all that was refused."""
+    assert server.get("/ready").json() == {"status": "ready"}
+    assert server.chat(max_tokens=3)["usage"]["completion_tokens"] == 3

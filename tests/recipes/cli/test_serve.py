@@ -1,0 +1,150 @@
+"""`polybasic serve`: what it refuses at its start, and how it ends."""
+
+import json
+import os
+import re
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from polybasic.deploy import load
+from polybasic.deploy.chain import Chain
+from polybasic.recipes.cli import main as cli
+from tests import forked
+from tests.recipes.command_line import call, refusal
+
+
+def test_help_names_vllms_flags() -> None:
+    code, out, _ = call("serve", "--help")
+    assert code == 0
+    for flag in (
+        *("host", "port", "api-key", "served-model-name", "max-model-len", "max-num-seqs"),
+        *("dtype", "allowed-origins"),
+    ):
+        assert f"--{flag} " in out
+
+
+def test_bad_input_at_the_start_is_one_line(
+    tiny_chain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "nowhere" in refusal("serve", tmp_path / "nowhere", "--port", 0)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        line = refusal("serve", tiny_chain, "--port", port)
+        assert line.startswith(f"error: cannot listen: --host 127.0.0.1 --port {port} (")
+    assert "cannot listen: --host no.such.host" in refusal(
+        "serve", tiny_chain, "--host", "no.such.host.invalid", "--port", 0
+    )
+    serve = "serve", tiny_chain, "--port", 0
+    assert "keys.txt" in refusal(*serve, "--api-key-file", tmp_path / "keys.txt")
+    (tmp_path / "empty.txt").write_text("\n")
+    assert "no API key" in refusal(*serve, "--api-key-file", tmp_path / "empty.txt")
+    assert "context out of range" in refusal(*serve, "--max-model-len", 10**6)
+    assert "unknown dtype" in refusal(*serve, "--dtype", "float8")
+    assert "log_format" in refusal(*serve, "--log-format", "xml")
+    assert "request_seconds" in refusal(*serve, "--request-timeout", 0)
+    (tmp_path / "plan.json").write_text('{"members": ["target"]}')
+    assert "plan.json" in refusal(*serve, "--plan", tmp_path / "plan.json")
+    monkeypatch.setattr(load, "available_bytes", lambda device: 1_000_000)
+    assert "not enough memory" in refusal(*serve, "--max-num-seqs", 1000)
+
+
+def serve_slowly(*arguments: str) -> None:
+    """`polybasic serve`, each of its passes at least 20 ms long."""
+    step = Chain.step
+
+    def slow_step(self: Chain) -> bool:
+        time.sleep(0.02)
+        return step(self)
+
+    Chain.step = slow_step  # type: ignore[method-assign]
+    cli.main(["serve", *arguments])
+
+
+def lines_of(log: Path) -> list[str]:
+    return log.read_text("utf-8").splitlines() if log.exists() else []
+
+
+@contextmanager
+def served(log: Path, *arguments: object, **environment: str) -> Iterator[tuple[str, Any]]:
+    """A server's address and its process, which has ended when the block has."""
+    environment = {"OMP_NUM_THREADS": "1", **environment}
+    given = map(str, (*arguments, "--port", 0))
+    process = forked.start(serve_slowly, *given, log=log, environment=environment)
+    try:
+        until = time.monotonic() + 60
+        while not (found := re.search(r"listening at (http://[^\s;]+)", "\n".join(lines_of(log)))):
+            assert process.is_alive(), lines_of(log)
+            assert time.monotonic() < until
+            time.sleep(0.02)
+        yield found[1], process
+        process.join(timeout=20)
+        assert process.exitcode == 0, lines_of(log)
+    finally:
+        process.kill()
+
+
+def test_sigterm_lets_answers_end_and_tells_the_others(tiny_chain: Path, tmp_path: Path) -> None:
+    log = tmp_path / "log.txt"
+    options = "--log-format", "json", "--served-model-name", "mine", "--shutdown-timeout", 1.5
+    path, asked = "/v1/completions", {"prompt": "w1 w2", "ignore_eos": True, "stream": True}
+    short, long = asked | {"max_tokens": 12}, asked | {"max_tokens": 120}
+    headers = {"Authorization": "Bearer secret"}
+    ended = {}
+
+    def read(name: str, events: Iterator[str]) -> None:
+        ended[name] = [event for event in events if event][-1]
+
+    with served(log, tiny_chain, *options, POLYBASIC_API_KEY="secret") as (url, process):
+        client = httpx2.Client(base_url=url, headers=headers, timeout=30)
+        with (
+            client,
+            ThreadPoolExecutor(2) as pool,
+            client.stream("POST", path, json=short, headers={"X-Request-Id": "short"}) as one,
+            client.stream("POST", path, json=long, headers={"X-Request-Id": "long"}) as other,
+        ):
+            for name, answer in (("short", one), ("long", other)):
+                pool.submit(read, name, answer.iter_lines())
+            os.kill(process.pid, signal.SIGTERM)
+            while client.get("/ready").status_code == 200:
+                assert process.is_alive()
+            refused = client.post(path, json=short)
+            pool.shutdown()
+    assert refused.status_code == 503
+    assert refused.json()["error"]["code"] == "shutting_down"
+    assert ended["short"] == "data: [DONE]"
+    assert json.loads(ended["long"].removeprefix("data: "))["error"]["code"] == "shutting_down"
+    lines = lines_of(log)
+    for expected in ("as mine: target", "plan: target <- intermediate <- draft", "memory: "):
+        assert any(expected in line for line in lines)
+    logged = [json.loads(line) for line in lines if line.startswith("{")]
+    told = {one.get("request_id"): one for one in logged}
+    assert told["long"]["status"] == told["short"]["status"] == 200
+    assert told["short"]["completion_tokens"] == 12
+    assert told["long"]["completion_tokens"] < 120
+    assert told["short"]["client"] == "key 0"
+    assert "Traceback" not in "".join(lines)
+
+
+def test_a_second_signal_ends_at_once(tiny_chain: Path, tmp_path: Path) -> None:
+    asked = {"prompt": "w1 w2", "ignore_eos": True, "stream": True, "max_tokens": 120}
+    options = "--shutdown-timeout", 600, "--log-format", "text"
+    with (
+        served(tmp_path / "log.txt", tiny_chain, *options) as (url, process),
+        httpx2.stream("POST", f"{url}/v1/completions", json=asked, timeout=30) as answer,
+    ):
+        os.kill(process.pid, signal.SIGINT)
+        while httpx2.get(f"{url}/ready").status_code == 200:
+            assert process.is_alive()
+        os.kill(process.pid, signal.SIGINT)
+        assert "shutting_down" in [line for line in answer.iter_lines() if line][-1]
