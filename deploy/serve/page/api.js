@@ -11,7 +11,8 @@ export class Failure extends Error {
 export async function servedModel(key) {
   const response = await request("v1/models", { headers: headers(key) });
   const model = (await response.json()).data[0];
-  return { id: model.id, members: model.polybasic?.members ?? [] };
+  const { members = [], plan = members } = model.polybasic ?? {};
+  return { id: model.id, members, plan };
 }
 
 // The parsed events of a streamed answer, in order.

@@ -6,7 +6,7 @@ import { saveConversation, savedConversation, savedSettings } from "./store.js";
 import { openSettings } from "./settings.js";
 import { $, showLegend, showPasses, shownRate, TurnView } from "./view.js";
 
-let model = { id: "", members: [] };
+let model = { id: "", members: [], plan: [] };
 let turns = savedConversation();
 let views = [];
 let running = null; // an AbortController while an answer comes
@@ -51,8 +51,8 @@ function showFigures(turn, rate = turn?.rate) {
   $("rate").textContent = rate ? shownRate(rate) : "–";
   $("length").textContent = Number.isFinite(length) ? length.toFixed(2) : "–";
   $("tokens").textContent = turn?.tokens?.length || "–";
-  showPasses(model.members, turn?.passes ?? {});
-  showLegend(model.members, counts);
+  showPasses(model, turn?.passes ?? {});
+  showLegend(model, counts);
 }
 
 function notify(words) {

@@ -67,28 +67,26 @@ export function shownRate(rate) {
   return rate < 10 ? rate.toFixed(1) : String(Math.round(rate));
 }
 
-// Who proposes tokens, with how many of this answer's; counts of members are by name.
-export function showLegend(members, counts) {
-  const proposing = [...members];
-  if (counts.ngram) proposing.push("ngram");
+// Who proposes tokens, and how many of an answer's; counts are by member.
+export function showLegend({ members, plan }, counts) {
   $("legend").replaceChildren(
-    ...proposing.map((member, place) => {
+    ...withCounts([...members, "ngram"], plan, counts).map((member) => {
       const [row, sample, count] = made("li", "span", "span");
       sample.className = `token ${lookOf(member, members)}`;
       sample.textContent = member === "ngram" ? "copied from the text" : member;
       count.textContent = counts[member] ?? "";
       count.className = "count";
-      row.append(sample, place === 0 ? " drew it itself" : "", count);
+      row.append(sample, member === members[0] ? " drew it itself" : "", count);
       return row;
     }),
   );
 }
 
 // How often each member ran; they are known once an answer is complete.
-export function showPasses(members, passes) {
+export function showPasses({ members, plan }, passes) {
   const most = Math.max(1, ...Object.values(passes));
   $("passes").replaceChildren(
-    ...members.map((member) => {
+    ...withCounts(members, plan, passes).map((member) => {
       const [row, name, value] = made("div", "dt", "dd");
       name.textContent = member;
       value.textContent = passes[member] ?? "–";
@@ -97,6 +95,11 @@ export function showPasses(members, passes) {
       return row;
     }),
   );
+}
+
+// Members of the plan, and others that something was counted of.
+function withCounts(members, plan, counts) {
+  return members.filter((member) => plan.includes(member) || counts[member]);
 }
 
 function made(...tags) {

@@ -12,6 +12,10 @@ from typing import Any
 
 PAGE = Path(__file__).parents[4] / "deploy" / "serve" / "page"
 MEMBERS = ["target", "intermediate", "draft"]
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
 _TYPES = {
     ".html": "text/html; charset=utf-8",
     ".js": "text/javascript",
@@ -32,13 +36,12 @@ class _Handler(BaseHTTPRequestHandler):
         super().__init__(*arguments)
 
     def do_GET(self) -> None:
-        path = PAGE / (self.path.lstrip("/") or "index.html")
+        path = PAGE / ("index.html" if self.path == "/" else self.path.removeprefix("/page/"))
         if self.path == "/v1/models":
             models = [{"id": "tiny", "polybasic": {"members": MEMBERS}}]
             self._if_allowed(lambda: self.send_json(200, {"data": models}))
         elif path.is_file():
-            policy = {"Content-Security-Policy": "default-src 'self'"}
-            self.begin(200, _TYPES[path.suffix], policy)
+            self.begin(200, _TYPES[path.suffix], {"Content-Security-Policy": POLICY})
             self.wfile.write(path.read_bytes())
         else:
             self.send_error(404)
