@@ -1,7 +1,7 @@
 // The server's interface as the page uses it. What goes wrong is a Failure, in words for people.
 
 export class Failure extends Error {
-  // kind: "key", "busy", "lost" or "refused"
+  // kind: "key", "busy", "long" (for the context), "lost" or "refused"
   constructor(words, kind) {
     super(words);
     this.kind = kind;
@@ -26,7 +26,7 @@ export async function* streamed(asked, key, signal) {
   for await (const data of events(response.body)) {
     if (data === "[DONE]") return;
     const event = JSON.parse(data);
-    if (event.error) throw new Failure(event.error.message, "refused");
+    if (event.error) throw new Failure(sentence(event.error.message), "refused");
     yield event;
   }
   throw new Failure(LOST, "lost");
@@ -51,7 +51,7 @@ async function request(path, options) {
 }
 
 async function failureOf(response) {
-  const said = await response.json().then((body) => body.error?.message, () => undefined);
+  const said = await response.json().then((body) => body.error, () => undefined);
   switch (response.status) {
     case 401:
     case 403:
@@ -66,7 +66,13 @@ async function failureOf(response) {
   if (response.status >= 500) {
     return new Failure(`The server failed (${response.status}); its log says why.`, "refused");
   }
-  return new Failure(said ?? `The server refused this (${response.status}).`, "refused");
+  const kind = said?.code === "context_length_exceeded" ? "long" : "refused";
+  return new Failure(sentence(said?.message ?? `refused (${response.status})`), kind);
+}
+
+// What a server says is for programs too, and begins with a small letter.
+function sentence(said) {
+  return `${said[0].toUpperCase()}${said.slice(1)}${/[.?!]$/.test(said) ? "" : "."}`;
 }
 
 // The data of each server-sent event. Its lines may end in any of the three ways there are.

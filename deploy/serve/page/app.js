@@ -9,6 +9,7 @@ import { $, showLegend, showPasses, shownRate, TurnView } from "./view.js";
 let model = { id: "", members: [], plan: [] };
 let turns = savedConversation();
 let views = [];
+let numForgotten = 0; // turns at the beginning that are no longer sent
 let running = null; // an AbortController while an answer comes
 let answering = Promise.resolve(); // until the last answer is settled
 
@@ -38,8 +39,9 @@ function showEnd() {
   $("welcome").hidden = turns.length > 0;
   showFigures(last);
   views.forEach((view, index) => {
+    const others = last?.isAlone ? "all members" : "target alone";
     const isLast = turns[index] === last && model.members.length > 1;
-    view.offerRepeat(isLast && (last.isAlone ? "Repeat with all members" : "Repeat with target alone"));
+    view.offerRepeat(isLast && `Repeat with ${others}`);
   });
 }
 
@@ -95,11 +97,8 @@ function repeat() {
 function requested(isAlone, seed) {
   const given = savedSettings();
   const number = (name) => (given[name] ? Number(given[name]) : undefined);
-  const messages = turns.map(({ role, text }) => ({ role, content: text }));
-  if (given.system) messages.unshift({ role: "system", content: given.system });
   return {
     model: model.id,
-    messages,
     temperature: number("temperature"),
     top_p: number("top_p"),
     max_tokens: number("max_tokens"),
@@ -109,10 +108,34 @@ function requested(isAlone, seed) {
   };
 }
 
+// The events of the last turn, without the oldest ones where the context has no room for them.
+async function* fitting(asked, signal) {
+  const { system, key } = savedSettings();
+  const first = system ? [{ role: "system", content: system }] : [];
+  for (let forgotten = numForgotten; ; forgotten += 2) {
+    const sent = turns.slice(forgotten, -1).map(({ role, text }) => ({ role, content: text }));
+    const request = { ...asked, messages: [...first, ...sent] };
+    try {
+      for await (const event of streamed(request, key, signal)) {
+        if (forgotten > numForgotten) {
+          numForgotten = forgotten;
+          const which = `its first ${forgotten} turns are no longer sent`;
+          notify(`The conversation is too long for the context: ${which}.`);
+        }
+        yield event;
+      }
+      return;
+    } catch (error) {
+      if (error.kind !== "long" || sent.length < 3) throw error;
+    }
+  }
+}
+
 // Ask for the answer to all turns so far; `other` is the answer whose place it takes.
 async function answer(isAlone, other) {
   const asked = requested(isAlone, other?.seed);
-  const turn = { role: "assistant", text: "", tokens: [], isAlone, seed: asked.seed, end: "stopped" };
+  const { seed } = asked;
+  const turn = { role: "assistant", text: "", tokens: [], isAlone, seed, end: "stopped" };
   const view = new TurnView(turn, model.members);
   const pace = new Pace();
   const painter = new Painter(view, turn, () => showFigures(turn, pace.now()));
@@ -121,7 +144,7 @@ async function answer(isAlone, other) {
   showEnd();
   setRunning(new AbortController(), view);
   try {
-    for await (const event of streamed(asked, savedSettings().key, running.signal)) {
+    for await (const event of fitting(asked, running.signal)) {
       const tokens = take(event, turn);
       pace.count(tokens.length);
       painter.add(tokens);
@@ -134,7 +157,7 @@ async function answer(isAlone, other) {
   }
   turn.rate ??= pace.overall();
   painter.finish();
-  setRunning(null, view);
+  keepingEnd(() => setRunning(null, view));
   settle(turn, view, other);
 }
 
@@ -160,7 +183,7 @@ function settle(turn, view, other) {
     if (other && isComplete(other) && isComplete(turn)) {
       turn.other = { isAlone: other.isAlone, rate: other.rate, text: other.text };
     }
-    view.showCost(turn);
+    keepingEnd(() => view.showCost(turn));
     showEnd();
     say(`${turn.end === "stopped" ? "Stopped. " : ""}${turn.text}`);
   } else {
@@ -208,13 +231,18 @@ class Painter {
   finish() {
     cancelAnimationFrame(this.frame);
     this.frame = 0;
-    const log = $("conversation");
-    const wasAtEnd = log.scrollHeight - log.scrollTop - log.clientHeight < 48;
-    this.view.append(this.waiting, this.turn.text, model.members);
+    keepingEnd(() => this.view.append(this.waiting, this.turn.text, model.members));
     this.waiting = [];
     this.painted();
-    if (wasAtEnd) log.scrollTop = log.scrollHeight;
   }
+}
+
+// Who sees the end of the conversation sees it when it has grown, too.
+function keepingEnd(grow) {
+  const log = $("conversation");
+  const wasAtEnd = log.scrollHeight - log.scrollTop - log.clientHeight < 48;
+  grow();
+  if (wasAtEnd) log.scrollTop = log.scrollHeight;
 }
 
 function fitQuestion() {
@@ -227,6 +255,7 @@ async function startAnew() {
   running?.abort();
   await answering;
   turns = [];
+  numForgotten = 0;
   saveConversation(turns);
   showTurns();
   notify("");

@@ -1,6 +1,6 @@
 // What the browser keeps: the conversation and the settings; the key only as long as the tab.
 
-const MAX_CHARACTERS = 1_000_000; // of the conversation as JSON; browsers have room for five times that
+const MAX_CHARACTERS = 1_000_000; // of the conversation; browsers have room for some millions
 const CONVERSATION = "polybasic.conversation";
 const SETTINGS = "polybasic.settings";
 const KEY = "polybasic.key";

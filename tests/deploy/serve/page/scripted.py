@@ -77,9 +77,11 @@ class Answering:
     def __init__(self, handler: _Handler) -> None:
         self._handler = handler
 
-    def refuse(self, status: int, message: str, headers: dict[str, str] | None = None) -> None:
+    def refuse(
+        self, status: int, message: str, headers: dict[str, str] | None = None, code: str = ""
+    ) -> None:
         """In OpenAI's shape of an error."""
-        self._handler.send_json(status, {"error": {"message": message}}, headers)
+        self._handler.send_json(status, {"error": {"message": message, "code": code}}, headers)
 
     def begin(self) -> None:
         self._handler.begin(200, "text/event-stream")

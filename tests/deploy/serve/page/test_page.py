@@ -65,7 +65,8 @@ def test_text_is_never_markup(browser: Browser) -> None:
         page = opened(browser, server)
         ask_and_wait(page, ATTACK)
         ask_and_wait(page, ATTACK)
-        assert page.text(".user .text") == page.text("#notice") == ATTACK
+        assert page.text(".user .text") == ATTACK
+        assert page.text("#notice") == f"{ATTACK}."
         page.open()
         page.wait("document.querySelectorAll('article').length === 2")
         assert page.text(".assistant .text") == 2 * ATTACK
@@ -158,7 +159,7 @@ def test_errors_are_told_in_words(browser: Browser) -> None:
         assert page.text(".assistant .text") == TEXT, "what came is kept"
         assert page.text(".assistant .cost") == "incomplete"
         ask_and_wait(page, "Again")
-        assert page.text("#notice") == "the model computed no numbers"
+        assert page.text("#notice") == "The model computed no numbers."
         page.press("Enter")
         page.wait("document.querySelectorAll('article').length === 4")
         assert page.evaluate("document.querySelector('#notice').hidden")
@@ -251,6 +252,27 @@ def test_a_conversation_outlives_a_reload_and_is_bounded(browser: Browser) -> No
         page.open()
         assert page.evaluate("document.querySelectorAll('article').length") == 0
         assert page.evaluate("document.querySelector('#question').value") == "half a ques"
+
+
+def test_the_oldest_turns_are_not_sent_where_the_context_is_full(browser: Browser) -> None:
+    def too_long(answering: Answering) -> None:
+        answering.refuse(400, "does not fit", code="context_length_exceeded")
+
+    with scripted(say_it, say_it, say_it, too_long, too_long, say_it, say_it, too_long) as server:
+        page = opened(browser, server)
+        for number in range(5):
+            ask_and_wait(page, f"Question {number}")
+            if number == 3:
+                assert "its first 4 turns are no longer sent" in page.text("#notice")
+        sent = [asked["messages"] for asked in server.asked]
+        assert [messages[0]["content"] for messages in sent] == [
+            *(f"Question {number}" for number in (0, 0, 0, 0, 1, 2, 2)),
+        ]
+        assert [len(messages) for messages in sent] == [1, 3, 5, 7, 5, 3, 5]
+        ask_and_wait(page, "Question 5")
+        assert [len(asked["messages"]) for asked in server.asked[7:]] == [7, 5, 3, 1]
+        assert page.text("#notice") == "Does not fit."
+        assert page.evaluate("document.querySelector('#question').value") == "Question 5"
 
 
 def test_a_question_of_several_lines(browser: Browser) -> None:
