@@ -198,7 +198,8 @@ function settle(turn, view, other) {
 // A question without an answer, or one that was begun, is there to be sent.
 function takeBack() {
   if (turns.at(-1)?.role !== "user") return;
-  $("question").value ||= turns.pop().text;
+  const begun = $("question").value;
+  $("question").value = [turns.pop().text, begun].filter(Boolean).join("\n");
   fitQuestion();
 }
 

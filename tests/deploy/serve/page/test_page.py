@@ -145,6 +145,7 @@ def test_errors_are_told_in_words(browser: Browser) -> None:
 
     def failing(answering: Answering) -> None:
         answering.begin()
+        page.type("and more")
         answering.event({"error": {"message": "the model computed no numbers"}})
 
     with scripted(busy, lost, failing, say_it) as server:
@@ -160,6 +161,7 @@ def test_errors_are_told_in_words(browser: Browser) -> None:
         assert page.text(".assistant .cost") == "incomplete"
         ask_and_wait(page, "Again")
         assert page.text("#notice") == "The model computed no numbers."
+        assert page.evaluate("document.querySelector('#question').value") == "Again\nand more"
         page.press("Enter")
         page.wait("document.querySelectorAll('article').length === 4")
         assert page.evaluate("document.querySelector('#notice').hidden")
