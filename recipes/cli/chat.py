@@ -5,12 +5,13 @@ import signal
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from polybasic.chain.errors import UserError
-from polybasic.recipes.cli.chain import ChainArgument, answer_stream, note
+from polybasic.recipes.cli.chain import ChainArgument, note
 from polybasic.recipes.cli.options import (
     ContextOption,
     DtypeOption,
@@ -29,6 +30,7 @@ from polybasic.recipes.cli.options import (
     TopPOption,
 )
 from polybasic.recipes.cli.repeated import checked_rule
+from polybasic.recipes.cli.shown_answers import ShownAnswer, TintedAnswer
 from polybasic.train.run.interruption import Interrupted, record_signals
 
 if TYPE_CHECKING:
@@ -53,6 +55,10 @@ def chat(
     dtype: DtypeOption = None,
     context_tokens: ContextOption = None,
     no_graphs: NoGraphsOption = False,
+    tint: Annotated[
+        bool,
+        typer.Option("--tint", help="In a terminal, show which member proposed each token."),
+    ] = False,
 ) -> None:
     """Talk with a chain: each line is a question, /help lists commands.
 
@@ -97,17 +103,22 @@ def chat(
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="surrogateescape")  # refused as a part of a question
     conversation = Conversation(loaded, options, system)
+    conversation.check()
+    is_tinted = tint and sys.stdout.isatty()
+    show = partial(TintedAnswer, loaded) if is_tinted else ShownAnswer
     if sys.stdin.isatty():
         names = ", ".join(conversation.members or loaded.plan.members)
         note(f"{names}; /help lists commands, Ctrl-C stops an answer, Ctrl-D leaves")
-        _talk(conversation)
+        if is_tinted:
+            TintedAnswer(loaded).explain()
+        _talk(conversation, show)
     else:
         for line in sys.stdin:
-            if not _take(line, conversation, lambda: False):
+            if not _take(line, conversation, show, lambda: False):
                 break
 
 
-def _talk(conversation: "Conversation") -> None:
+def _talk(conversation: "Conversation", show: Callable[[], ShownAnswer]) -> None:
     """Lines of a terminal, until it is left."""
     with suppress(ImportError):
         import readline  # noqa: F401  lines can be edited, and found again
@@ -132,7 +143,7 @@ def _talk(conversation: "Conversation") -> None:
         is_leaving, num_answers = False, len(conversation.costs)
         try:
             with record_signals(second_ends_at_once=True) as received:
-                goes_on = _take(line, conversation, lambda: received.number != 0)
+                goes_on = _take(line, conversation, show, lambda: received.number != 0)
             if received.number == signal.SIGTERM:
                 raise Interrupted(signal.SIGTERM, "the conversation is not kept")
             if received.number == signal.SIGINT:
@@ -148,7 +159,12 @@ def _talk(conversation: "Conversation") -> None:
             return
 
 
-def _take(line: str, conversation: "Conversation", is_stopped: Callable[[], bool]) -> bool:
+def _take(
+    line: str,
+    conversation: "Conversation",
+    show: Callable[[], ShownAnswer],
+    is_stopped: Callable[[], bool],
+) -> bool:
     """Answer a line, or do what it says; whether the conversation goes on."""
     from polybasic.recipes.cli.conversation import run_command
 
@@ -158,12 +174,10 @@ def _take(line: str, conversation: "Conversation", is_stopped: Callable[[], bool
     question = line.removeprefix("/")
     if not question:
         return True
-    out, has_begun = answer_stream(), False
+    shown = show()
     try:
         for piece in conversation.answer(question, is_stopped):
-            print(piece.text, end="", flush=True, file=out)
-            has_begun = True
+            shown.write(piece)
     finally:
-        if has_begun:
-            print(file=out)
+        shown.finish()
     return True

@@ -12,7 +12,9 @@ from polybasic.chain.formats.files import write_json
 from polybasic.recipes.cli.chain import note, statistics_line
 
 if TYPE_CHECKING:
-    from polybasic.deploy import Chain, Piece, Statistics
+    from polybasic.deploy import Chain, Piece
+    from polybasic.deploy.live import LiveAnswer
+    from polybasic.deploy.request import Statistics
 
 _NUMBERS: dict[str, type[int] | type[float]] = {
     "temperature": float,
@@ -56,6 +58,14 @@ class Conversation:
         members: list[str] | None = self.options["members"]
         return members
 
+    def check(self) -> None:
+        """Whether any question can be answered.
+
+        Raises:
+            UserError: members, settings or a system prompt with which none can be.
+        """
+        self._begin("Hello").close()
+
     def answer(self, question: str, is_stopped: Callable[[], bool]) -> Iterator["Piece"]:
         """The answer as it is made; once it ends or is stopped, a part of the conversation.
 
@@ -66,8 +76,7 @@ class Conversation:
             UserError: the question does not fit the context, a setting that cannot be applied, or
                 a model that computes NaN. The question is then no part of the conversation.
         """
-        messages = self._fitting(question)
-        live = self.chain.begin(messages, **self.options | {"members": self.members})
+        live = self._begin(question)
         text, is_over = "", False
         try:
             while not is_over:
@@ -83,6 +92,10 @@ class Conversation:
             live.close()
         if text:
             self.turns += [_message("user", question), _message("assistant", text)]
+
+    def _begin(self, question: str) -> "LiveAnswer":
+        options = self.options | {"members": self.members}
+        return self.chain.begin(self._fitting(question), **options)
 
     def _fitting(self, question: str) -> list[dict[str, str]]:
         """All that is to be read, without the oldest turns where the context has no room."""
@@ -154,6 +167,8 @@ def _target(conversation: Conversation, _: str) -> None:
 def _plan(conversation: Conversation, _: str) -> None:
     chain, members = conversation.chain, conversation.members
     plan = chain.plan if members is None else chain.plan_of(members)
+    if members is None and chain.measured_plan is not None:
+        plan = chain.measured_plan.of_load(1)
     verifying = [member.name for member in chain.manifest.verifying]
     predicted = chain.predicted_seconds_per_token(plan)
     measured = f"; predicted {1000 * predicted:.2f} ms a token" if predicted else ""

@@ -50,7 +50,7 @@ def expected(chain: Path, *questions: str, system: str = "", **options: Any) -> 
 
 
 def test_a_pipe_gets_the_answers_and_nothing_else(say: Any, tiny_chain: Path) -> None:
-    code, out, err = say("w5 w9", "", "w2", "//stats")
+    code, out, err = say("w5 w9", "", "w2", "//stats", options=("--tint",))
     assert (code, err) == (0, "")
     assert out.splitlines() == expected(tiny_chain, "w5 w9", "w2", "/stats")
 
@@ -155,6 +155,13 @@ def test_what_is_refused(say: Any, tiny_chain: Path, monkeypatch: pytest.MonkeyP
     assert err.splitlines() == [
         "error: unknown command: /sats; /help lists those that there are",
     ]
+    for options, said in (
+        (("--members", "target,nobody"), "plan cannot run: "),
+        (("--max-new-tokens", "1000"), "does not fit the context"),
+    ):
+        code, out, err = say("w5", options=options)
+        assert (code, out) == (2, "")
+        assert said in err
     assert "--rule x" in refusal("chat", "nowhere", "--rule", "x")
     assert "top_p" in refusal("chat", "nowhere", "--top-p", "2")
 
@@ -264,9 +271,29 @@ def test_control_c_stops_the_answer_and_leaves_at_the_prompt(
     assert terminal.exit_code() == 0
 
 
+@pytest.mark.proof
 def test_a_terminal_is_left_at_a_signal(tiny_chain: Path, tmp_path: Path) -> None:
-    terminal = Terminal(tiny_chain, tmp_path / "log", TERM="dumb")
+    options = ("--max-new-tokens", "12")
+    terminal = Terminal(tiny_chain, tmp_path / "log", *options, TERM="dumb")
     terminal.wait("> ")
     terminal.process.terminate()
     terminal.wait("interrupted by SIGTERM")
     assert terminal.exit_code() == 143
+
+
+@pytest.mark.proof
+def test_tokens_are_tinted_by_who_proposed_them(tiny_chain: Path, tmp_path: Path) -> None:
+    generation = load_chain(tiny_chain, dtype="float32").generate("w5 w9", max_new_tokens=12)
+    assert len(set(generation.members)) > 1
+    looks = {"target": "1;4", "intermediate": "3;36", "draft": "32"}
+    tinted = re.compile(r"\x1b\[([\d;]+)m(.*?)\x1b\[0m")
+    options = ("--tint", "--max-new-tokens", "12")
+    terminal = Terminal(tiny_chain, tmp_path / "log", *options, TERM="xterm-256color")
+    explained = tinted.findall(terminal.wait("> "))
+    assert explained == [(look, name) for name, look in looks.items()] + [("33", "ngram")]
+    terminal.type("w5 w9\n")
+    shown = tinted.findall(terminal.wait("tokens per target pass)"))
+    assert [look for look, _ in shown] == [looks[member] for member in generation.members]
+    assert "".join(text for _, text in shown) == generation.text
+    terminal.type("\x04")
+    assert terminal.exit_code() == 0
