@@ -63,8 +63,9 @@ function notify(words) {
 }
 
 function report(error) {
-  if (!(error instanceof Failure)) throw error;
-  notify(error.message);
+  const isForeseen = error instanceof Failure;
+  if (!isForeseen) console.error(error);
+  notify(isForeseen ? error.message : `This page has failed: ${error.message}`);
   if (error.kind === "key") openSettings("key");
 }
 
@@ -78,7 +79,7 @@ async function send() {
   if (!text || running) return;
   notify("");
   if (!model.id) await connect();
-  if (!model.id) return;
+  if (!model.id || running) return;
   turns.push({ role: "user", text });
   views.push(new TurnView(turns.at(-1), model.members));
   $("question").value = "";

@@ -8,7 +8,11 @@ const KEY = "polybasic.key";
 // Turns are {role, text}; answers also have tokens ([text, member] each), and what they cost.
 export function savedConversation() {
   const turns = read("localStorage", CONVERSATION);
-  return Array.isArray(turns) ? turns : [];
+  const isTurn = (turn) =>
+    ["user", "assistant"].includes(turn?.role) &&
+    typeof turn.text === "string" &&
+    (turn.tokens === undefined || Array.isArray(turn.tokens));
+  return Array.isArray(turns) && turns.every(isTurn) ? turns : [];
 }
 
 // The oldest answers lose their tints first, and then the oldest turns go, until the rest fits.

@@ -1,5 +1,6 @@
 """The page in a browser, against answers that a test writes."""
 
+import json
 from threading import Event
 
 import pytest
@@ -275,6 +276,25 @@ def test_the_oldest_turns_are_not_sent_where_the_context_is_full(browser: Browse
         assert [len(asked["messages"]) for asked in server.asked[7:]] == [7, 5, 3, 1]
         assert page.text("#notice") == "Does not fit."
         assert page.evaluate("document.querySelector('#question').value") == "Question 5"
+
+
+@pytest.mark.parametrize("damaged", ["{", "[1]", '[{"role": "user"}]', '{"role": "user"}'])
+def test_a_damaged_conversation_is_left_alone(browser: Browser, damaged: str) -> None:
+    def unforeseen(answering: Answering) -> None:
+        answering.begin()
+        answering.raw(b"data: {]\n\n")
+
+    with scripted(unforeseen, say_it) as server:
+        page = opened(browser, server)
+        keep = f"localStorage['polybasic.conversation'] = {json.dumps(damaged)}"
+        page.evaluate(f"addEventListener('pagehide', () => {keep})")
+        page.open()
+        assert page.evaluate("localStorage['polybasic.conversation']") == damaged
+        page.wait("document.querySelector('#model').textContent === 'tiny'")
+        ask_and_wait(page)
+        assert page.text("#notice").startswith("This page has failed: ")
+        page.press("Enter")
+        page.wait("document.querySelectorAll('article').length === 2")
 
 
 def test_a_question_of_several_lines(browser: Browser) -> None:
