@@ -166,6 +166,23 @@ def test_what_is_refused(say: Any, tiny_chain: Path, monkeypatch: pytest.MonkeyP
     assert "top_p" in refusal("chat", "nowhere", "--top-p", "2")
 
 
+def test_an_answer_that_is_stopped_is_kept_as_far_as_it_came(tiny_chain: Path) -> None:
+    loaded = load_chain(tiny_chain, dtype="float32", sequences=1)
+    whole = loaded.generate("w1", max_new_tokens=40).text
+    conversation = Conversation(loaded, {"max_new_tokens": 40, "members": ["target"]})
+    shown: list[str] = []
+    for piece in conversation.answer("w1", lambda: len(shown) >= 5):
+        shown.append(piece.text)
+    text = "".join(shown)
+    assert 5 <= len(shown) < 8
+    assert whole.startswith(text)
+    assert [one["content"] for one in conversation.turns] == ["w1", text]
+    assert not conversation.costs
+    assert list(conversation.answer("w5", lambda: True)) == []
+    assert len(conversation.turns) == 2, "a question that was stopped at once is not kept"
+    assert list(conversation.answer("w5", lambda: False)), "the sequence is free again"
+
+
 def test_a_chain_without_a_chat_template_cannot_talk(tiny_chain_parts: Any, tmp_path: Path) -> None:
     (tiny_chain_parts.target / "chat_template.jinja").unlink()
     tiny_chain_parts.package(tmp_path / "chain")
@@ -233,6 +250,7 @@ def slow_step(chain: Chain, step: Callable[[Chain], bool] = Chain.step) -> bool:
     return step(chain)
 
 
+@pytest.mark.proof
 def test_control_c_stops_the_answer_and_leaves_at_the_prompt(
     tiny_chain: Path, tmp_path: Path
 ) -> None:
