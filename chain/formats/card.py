@@ -1,6 +1,6 @@
 """README.md of a chain: its model card, written from the manifest alone."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +123,14 @@ def shown_members(plan: Plan, verifying: Iterable[str]) -> str:
     if plan.ngram is None:
         return shown
     return f"{shown} {'→' if plan.members[-1] in verifying else '+'} n-grams"
+
+
+def shown_plan(plan: Plan, verifying: Sequence[str]) -> str:
+    """All of a plan, for people, in a line; as `shown_members`."""
+    return (
+        f"{shown_members(plan, verifying)}, tree of {shown_tree(plan.tree)}, flush: "
+        f"{shown_flush(plan, verifying)}; rule: {plan.rule}"
+    )
 
 
 def shown_tree(tree: Tree) -> str:

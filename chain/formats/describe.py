@@ -8,13 +8,7 @@ from rich import box
 from rich.table import Table
 
 from polybasic.chain.console import Console
-from polybasic.chain.formats.card import (
-    grown_note,
-    member_source,
-    shown_flush,
-    shown_members,
-    shown_tree,
-)
+from polybasic.chain.formats.card import grown_note, member_source, shown_plan
 from polybasic.chain.formats.manifest import SCHEMA, read_manifest
 from polybasic.chain.formats.plan import Plan
 from polybasic.chain.readable import readable_bytes, readable_count
@@ -96,11 +90,7 @@ def print_chain(description: dict[str, Any], console: Console) -> None:
 
 
 def _plan(content: dict[str, Any], verifying: Sequence[str]) -> str:
-    plan = Plan.model_validate(content)
-    return (
-        f"{shown_members(plan, verifying)}, tree of {shown_tree(plan.tree)}, flush: "
-        f"{shown_flush(plan, verifying)}; rule: {plan.rule}"
-    )
+    return shown_plan(Plan.model_validate(content), verifying)
 
 
 def _members_table(description: dict[str, Any]) -> Table:

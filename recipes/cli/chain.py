@@ -9,6 +9,23 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 import typer
 
 from polybasic.chain.terminal import as_it_is
+from polybasic.recipes.cli.options import (
+    ContextOption,
+    DtypeOption,
+    FrequencyPenaltyOption,
+    MaxNewTokensOption,
+    MembersOption,
+    MinPOption,
+    NoGraphsOption,
+    PresencePenaltyOption,
+    RepetitionPenaltyOption,
+    RuleOption,
+    SeedOption,
+    StopOption,
+    TemperatureOption,
+    TopKOption,
+    TopPOption,
+)
 from polybasic.recipes.cli.repeated import checked_rule, compare_with_target
 
 if TYPE_CHECKING:
@@ -18,70 +35,28 @@ ChainArgument = Annotated[
     str, typer.Argument(metavar="CHAIN", help="A chain's folder, or a hub id org/name[@revision].")
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print only JSON on stdout.")]
-ContextOption = Annotated[
-    int | None,
-    typer.Option(
-        help="Prompt and answer together, for which caches are allocated.  "
-        "[default: what the models are made for, at most 8192]"
-    ),
-]
-NoGraphsOption = Annotated[
-    bool,
-    typer.Option(
-        "--no-graphs",
-        help="On a GPU, launch every kernel by itself, without CUDA graphs; same outputs, slower.",
-    ),
-]
 
 
 def generate(
     chain: ChainArgument,
     prompt: Annotated[str, typer.Option("-p", "--prompt", help="What the user says.")],
-    max_new_tokens: Annotated[int, typer.Option(help="Tokens of the answer at most.")] = 256,
-    temperature: Annotated[
-        float | None,
-        typer.Option(help="0 is greedy.  [default: this and others: the checkpoint's own]"),
-    ] = None,
-    top_k: Annotated[int | None, typer.Option(help="Sample among so many tokens; 0: all.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Sample within so much probability.")] = None,
-    min_p: Annotated[
-        float | None, typer.Option(help="Least probability, over that of the likeliest token.")
-    ] = None,
-    repetition_penalty: Annotated[
-        float | None, typer.Option(help="Divides logits of tokens in prompt and answer; 1: off.")
-    ] = None,
-    presence_penalty: Annotated[
-        float | None, typer.Option(help="Taken from logits of tokens in the answer.")
-    ] = None,
-    frequency_penalty: Annotated[
-        float | None, typer.Option(help="The same, for each time that they are in it.")
-    ] = None,
+    max_new_tokens: MaxNewTokensOption = 256,
+    temperature: TemperatureOption = None,
+    top_k: TopKOption = None,
+    top_p: TopPOption = None,
+    min_p: MinPOption = None,
+    repetition_penalty: RepetitionPenaltyOption = None,
+    presence_penalty: PresencePenaltyOption = None,
+    frequency_penalty: FrequencyPenaltyOption = None,
     logit_bias: Annotated[
         list[str] | None,
         typer.Option(metavar="ID=VALUE", help="Added to a token's logit; may be repeated."),
     ] = None,
-    seed: Annotated[
-        int | None,
-        typer.Option(help="Of the sampling: the same seed gives the same text.  [default: drawn]"),
-    ] = None,
-    rule: Annotated[
-        str | None,
-        typer.Option(
-            help="How tokens are drawn: coupled, block or token.  "
-            "[default: coupled if a seed is given, else the plan's]"
-        ),
-    ] = None,
-    stop: Annotated[
-        list[str] | None,
-        typer.Option(metavar="TEXT", help="Text that ends the answer; may be repeated."),
-    ] = None,
-    members: Annotated[
-        str | None, typer.Option(help="Names, separated by commas.  [default: the plan's]")
-    ] = None,
-    dtype: Annotated[
-        str | None,
-        typer.Option(help="bfloat16, float16 or float32.  [default: as stored, if fast here]"),
-    ] = None,
+    seed: SeedOption = None,
+    rule: RuleOption = None,
+    stop: StopOption = None,
+    members: MembersOption = None,
+    dtype: DtypeOption = None,
     context_tokens: ContextOption = None,
     no_graphs: NoGraphsOption = False,
     as_json: JsonOption = False,
@@ -125,13 +100,13 @@ def generate(
     if as_json or no_stream:
         answer = loaded.generate(prompt, **options)
         content = json.dumps(_as_json(answer), ensure_ascii=False) if as_json else answer.text
-        print(content, file=_answer_stream())
+        print(content, file=answer_stream())
         statistics, token_ids = answer.statistics, answer.token_ids
     else:
         stream = loaded.stream(prompt, **options)
         token_ids = []
         for piece in stream:
-            print(piece.text, end="", flush=True, file=_answer_stream())
+            print(piece.text, end="", flush=True, file=answer_stream())
             token_ids += piece.token_ids
         print()
         statistics = stream.statistics
@@ -140,7 +115,7 @@ def generate(
         for name, value in loaded.sampling(**settings).in_effect.items()
         if name not in settings
     }
-    note(_statistics_line(statistics) + _shown_defaults(defaults))
+    note(statistics_line(statistics) + _shown_defaults(defaults))
     if verify:
         sampling = loaded.sampling(**settings | {"seed": statistics.seed})
         line, is_well = compare_with_target(loaded, prompt, options, sampling, token_ids)
@@ -219,7 +194,7 @@ def verify(chain: ChainArgument) -> None:
     note(f"next: polybasic generate {chain} -p 'Hello'")
 
 
-def _answer_stream() -> TextIO:
+def answer_stream() -> TextIO:
     """Where an answer goes: to a terminal escaped, to a file or another program as it is."""
     return sys.stdout if sys.stdout.isatty() else as_it_is(sys.stdout)
 
@@ -236,7 +211,7 @@ def _as_json(answer: "Generation") -> dict[str, Any]:
     }
 
 
-def _statistics_line(statistics: "Statistics") -> str:
+def statistics_line(statistics: "Statistics") -> str:
     passes = ", ".join(f"{name} {num}" for name, num in statistics.forward_passes.items())
     seed = "" if statistics.seed is None else f"; seed {statistics.seed}"
     return (

@@ -12,7 +12,17 @@ from typer.core import TyperGroup
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.terminal import ShownStream
-from polybasic.recipes.cli import chain, doctor, export, grow, measure, recipes, run, serve
+from polybasic.recipes.cli import (
+    chain,
+    chat,
+    doctor,
+    export,
+    grow,
+    measure,
+    recipes,
+    run,
+    serve,
+)
 from polybasic.recipes.cli.lacking import what_is_lacking
 from polybasic.train.run.interruption import Interrupted, sigterm_raises
 
@@ -45,6 +55,7 @@ app.command()(run.package)
 app.command()(measure.plan)
 app.command()(measure.bench)
 app.command()(chain.generate)
+app.command()(chat.chat)
 app.command()(serve.serve)
 app.command()(chain.inspect)
 app.command()(chain.verify)

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from polybasic.recipes.cli.chain import ChainArgument, JsonOption, NoGraphsOption, note
+from polybasic.recipes.cli.chain import ChainArgument, JsonOption, note
+from polybasic.recipes.cli.options import NoGraphsOption
 
 if TYPE_CHECKING:
     from polybasic.deploy.planner.run import Planning

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from polybasic.chain.errors import UserError
-from polybasic.recipes.cli.chain import NoGraphsOption
+from polybasic.recipes.cli.options import NoGraphsOption
 
 if TYPE_CHECKING:
     from polybasic.recipes.pipeline.running import Workspace

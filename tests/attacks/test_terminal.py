@@ -60,7 +60,7 @@ def test_an_answer_reaches_a_terminal_escaped_and_a_pipe_as_it_is(monkeypatch) -
     for name, stream in (("terminal", Terminal()), ("pipe", io.StringIO())):
         with monkeypatch.context() as patch:
             patch.setattr("sys.stdout", ShownStream(stream))
-            print(said, end="", file=commands._answer_stream())
+            print(said, end="", file=commands.answer_stream())
         shown[name] = stream.getvalue()
     assert shown == {"terminal": escaped(said), "pipe": said}
 

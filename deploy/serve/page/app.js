@@ -1,0 +1,320 @@
+// The conversation: what is asked, what comes, and what the browser keeps of it.
+
+import { Failure, servedModel, streamed } from "./api.js";
+import { Pace } from "./pace.js";
+import { saveConversation, savedConversation, savedSettings } from "./store.js";
+import { openSettings } from "./settings.js";
+import { $, showLegend, showPasses, shownRate, TurnView } from "./view.js";
+
+let model = { id: "", members: [], plan: [] };
+let turns = savedConversation();
+let views = [];
+let numForgotten = 0; // turns at the beginning that are no longer sent
+let running = null; // an AbortController while an answer comes
+let answering = Promise.resolve(); // until the last answer is settled
+
+async function connect() {
+  try {
+    model = await servedModel(savedSettings().key);
+  } catch (error) {
+    report(error);
+    return;
+  }
+  notify("");
+  $("model").textContent = model.id;
+  $("alone").disabled = model.members.length < 2;
+  showTurns();
+}
+
+function showTurns() {
+  views.forEach((view) => view.element.remove());
+  views = turns.map((turn) => new TurnView(turn, model.members));
+  showEnd();
+  $("conversation").scrollTop = $("conversation").scrollHeight;
+}
+
+// The figures of the last answer, which can be given again by the other members, to compare.
+function showEnd() {
+  const last = turns.at(-1);
+  $("welcome").hidden = turns.length > 0;
+  showFigures(last);
+  views.forEach((view, index) => {
+    const others = last?.isAlone ? "all members" : "target alone";
+    const isLast = turns[index] === last && model.members.length > 1;
+    view.offerRepeat(isLast && `Repeat with ${others}`);
+  });
+}
+
+function showFigures(turn, rate = turn?.rate) {
+  const counts = {};
+  for (const [, member] of turn?.tokens ?? []) counts[member] = (counts[member] ?? 0) + 1;
+  // each pass of the target ends with a token that it drew itself
+  const length = turn?.length ?? turn?.tokens?.length / counts[model.members[0]];
+  $("rate").textContent = rate ? shownRate(rate) : "–";
+  $("length").textContent = Number.isFinite(length) ? length.toFixed(2) : "–";
+  $("tokens").textContent = turn?.tokens?.length || "–";
+  showPasses(model, turn?.passes ?? {});
+  showLegend(model, counts);
+}
+
+function notify(words) {
+  $("notice").textContent = words;
+  $("notice").hidden = !words;
+}
+
+function report(error) {
+  const isForeseen = error instanceof Failure;
+  if (!isForeseen) console.error(error);
+  notify(isForeseen ? error.message : `This page has failed: ${error.message}`);
+  if (error.kind === "key") openSettings("key");
+}
+
+// For a screen reader, which gets an answer whole and not token by token.
+function say(words) {
+  $("status").textContent = words;
+}
+
+async function send() {
+  const text = $("question").value.trim();
+  if (!text || running) return;
+  notify("");
+  if (!model.id) await connect();
+  if (!model.id || running) return;
+  turns.push({ role: "user", text });
+  views.push(new TurnView(turns.at(-1), model.members));
+  $("question").value = "";
+  fitQuestion();
+  answering = answer($("alone").checked);
+}
+
+function repeat() {
+  if (running) return;
+  notify("");
+  const other = turns.pop();
+  views.pop().element.remove();
+  answering = answer(!other.isAlone, other);
+}
+
+function requested(isAlone, seed) {
+  const given = savedSettings();
+  const number = (name) => (given[name] ? Number(given[name]) : undefined);
+  return {
+    model: model.id,
+    temperature: number("temperature"),
+    top_p: number("top_p"),
+    max_tokens: number("max_tokens"),
+    // one that is known, so that the answer can be repeated
+    seed: seed ?? number("seed") ?? crypto.getRandomValues(new Uint32Array(1))[0],
+    polybasic: { members: true, ...(isAlone && { run: model.members.slice(0, 1) }) },
+  };
+}
+
+// The events of the last turn, without the oldest ones where the context has no room for them.
+async function* fitting(asked, signal) {
+  const { system, key } = savedSettings();
+  const first = system ? [{ role: "system", content: system }] : [];
+  for (let forgotten = numForgotten; ; forgotten += 2) {
+    const sent = turns.slice(forgotten, -1).map(({ role, text }) => ({ role, content: text }));
+    const request = { ...asked, messages: [...first, ...sent] };
+    try {
+      for await (const event of streamed(request, key, signal)) {
+        if (forgotten > numForgotten) {
+          numForgotten = forgotten;
+          const which = `its first ${forgotten} turns are no longer sent`;
+          notify(`The conversation is too long for the context: ${which}.`);
+        }
+        yield event;
+      }
+      return;
+    } catch (error) {
+      if (error.kind !== "long" || sent.length < 3) throw error;
+    }
+  }
+}
+
+// Ask for the answer to all turns so far; `other` is the answer whose place it takes.
+async function answer(isAlone, other) {
+  const asked = requested(isAlone, other?.seed);
+  const { seed } = asked;
+  const turn = { role: "assistant", text: "", tokens: [], isAlone, seed, end: "stopped" };
+  const view = new TurnView(turn, model.members);
+  const pace = new Pace();
+  const painter = new Painter(view, turn, () => showFigures(turn, pace.now()));
+  turns.push(turn);
+  views.push(view);
+  showEnd();
+  setRunning(new AbortController(), view);
+  try {
+    for await (const event of fitting(asked, running.signal)) {
+      const tokens = take(event, turn);
+      pace.count(tokens.length);
+      painter.add(tokens);
+    }
+  } catch (error) {
+    if (error.name !== "AbortError") {
+      turn.end = "lost";
+      report(error);
+    }
+  }
+  turn.rate ??= pace.overall();
+  painter.finish();
+  keepingEnd(() => setRunning(null, view));
+  settle(turn, view, other);
+}
+
+// Add an event of the stream to an answer; its new tokens.
+function take(event, turn) {
+  const [choice] = event.choices;
+  const tokens = (event.polybasic?.tokens ?? []).map(({ text, member }) => [text, member]);
+  turn.text += choice?.delta?.content ?? "";
+  turn.tokens.push(...tokens);
+  turn.end = choice?.finish_reason ?? turn.end;
+  if (event.polybasic?.passes) {
+    turn.passes = event.polybasic.passes;
+    turn.length = event.polybasic.accepted_length;
+    turn.rate = event.timings?.predicted_per_second;
+  }
+  return tokens;
+}
+
+// Keep an answer, or else give back what it was to take the place of, or the question.
+function settle(turn, view, other) {
+  const isComplete = ({ end }) => end === "stop" || end === "length";
+  if (turn.text || isComplete(turn)) {
+    if (other && isComplete(other) && isComplete(turn)) {
+      turn.other = { isAlone: other.isAlone, rate: other.rate, text: other.text };
+    }
+    keepingEnd(() => view.showCost(turn));
+    showEnd();
+    say(`${turn.end === "stopped" ? "Stopped. " : ""}${turn.text}`);
+  } else {
+    turns.pop();
+    if (other) turns.push(other);
+    takeBack();
+    showTurns();
+  }
+  saveConversation(turns);
+}
+
+// A question without an answer, or one that was begun, is there to be sent.
+function takeBack() {
+  if (turns.at(-1)?.role !== "user") return;
+  const begun = $("question").value;
+  $("question").value = [turns.pop().text, begun].filter(Boolean).join("\n");
+  fitQuestion();
+}
+
+function setRunning(controller, view) {
+  running = controller;
+  view.setBusy(Boolean(controller));
+  const [shown, hidden] = controller ? ["stop", "send"] : ["send", "stop"];
+  const hadFocus = document.activeElement === $(hidden);
+  $(shown).hidden = false;
+  $(hidden).hidden = true;
+  if (hadFocus) $(controller ? "stop" : "question").focus();
+  if (controller) say("The answer is coming.");
+}
+
+// Draws new tokens once a frame, however many events there are.
+class Painter {
+  constructor(view, turn, painted) {
+    this.view = view;
+    this.turn = turn;
+    this.painted = painted;
+    this.waiting = [];
+    this.frame = 0;
+  }
+
+  add(tokens) {
+    this.waiting.push(...tokens);
+    this.frame ||= requestAnimationFrame(() => this.finish());
+  }
+
+  finish() {
+    cancelAnimationFrame(this.frame);
+    this.frame = 0;
+    keepingEnd(() => this.view.append(this.waiting, this.turn.text, model.members));
+    this.waiting = [];
+    this.painted();
+  }
+}
+
+// Who sees the end of the conversation sees it when it has grown, too.
+function keepingEnd(grow) {
+  const log = $("conversation");
+  const wasAtEnd = log.scrollHeight - log.scrollTop - log.clientHeight < 48;
+  grow();
+  if (wasAtEnd) log.scrollTop = log.scrollHeight;
+}
+
+function fitQuestion() {
+  const { style } = $("question");
+  style.height = "auto";
+  style.height = `${$("question").scrollHeight + 2}px`; // with its borders
+}
+
+async function startAnew() {
+  running?.abort();
+  await answering;
+  turns = [];
+  numForgotten = 0;
+  saveConversation(turns);
+  showTurns();
+  notify("");
+  say("New conversation.");
+  $("question").focus();
+}
+
+async function copy(text) {
+  if (navigator.clipboard) {
+    await navigator.clipboard.writeText(text);
+  } else {
+    // without TLS browsers have only the older way
+    const area = document.body.appendChild(document.createElement("textarea"));
+    area.value = text;
+    area.select();
+    document.execCommand("copy");
+    area.remove();
+  }
+  say("Copied.");
+}
+
+$("composer").addEventListener("submit", (event) => {
+  event.preventDefault();
+  send();
+});
+$("question").addEventListener("input", fitQuestion);
+$("question").addEventListener("keydown", (event) => {
+  if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+  event.preventDefault();
+  send();
+});
+$("stop").addEventListener("click", () => running?.abort());
+document.addEventListener("keydown", (event) => {
+  if (event.key === "Escape" && !$("settings").open) running?.abort();
+});
+$("conversation").addEventListener("click", ({ target }) => {
+  const index = views.findIndex((view) => view.element.contains(target));
+  if (target.matches(".copy")) copy(turns[index].text);
+  if (target.matches(".repeat")) repeat();
+});
+$("conversation").addEventListener("pointerover", ({ target }) => {
+  if (target.dataset.member) target.title = target.dataset.member;
+});
+$("tinted").addEventListener("change", () => {
+  $("conversation").classList.toggle("plain", !$("tinted").checked);
+});
+$("fresh").addEventListener("click", startAnew);
+$("open-settings").addEventListener("click", () => openSettings());
+$("settings").addEventListener("close", () => running || connect());
+addEventListener("pagehide", () => {
+  const kept = turns.filter((turn) => turn.text || turn.end !== "stopped");
+  const text = $("question").value;
+  if (text && kept.at(-1)?.role !== "user") kept.push({ role: "user", text });
+  saveConversation(kept);
+});
+
+$("by-member").open = matchMedia("(min-width: 60rem)").matches;
+takeBack();
+showTurns();
+connect();
