@@ -44,7 +44,7 @@ class _Asked(Fields):
 
     model: str | None = Field(None, description="as /v1/models names it")
     stream: bool = False
-    stream_options: StreamOptions | None = None
+    stream_options: StreamOptions = StreamOptions()
     n: int = Field(1, ge=1, le=MAX_ANSWERS, description="answers of each prompt")
     stop: str | list[str] | None = Field(None, description="texts that end an answer before them")
     seed: int | None = Field(None, ge=0, lt=1 << 64, description="the same seed, the same text")
@@ -64,7 +64,7 @@ class _Asked(Fields):
     return_tokens_as_token_ids: bool = Field(
         False, description="with logprobs: tokens are written as token_id:5"
     )
-    polybasic: Extras | None = None
+    polybasic: Extras = Extras()
     user: str | None = Field(None, description="taken, and not used")
 
     UNSUPPORTED = frozenset(
@@ -87,7 +87,7 @@ class _Asked(Fields):
 
     @model_validator(mode="after")
     def _fits_together(self) -> "_Asked":
-        if self.stream_options is not None and not self.stream:
+        if "stream_options" in self.model_fields_set and not self.stream:
             raise Refused("stream_options", "stream_options needs stream to be true")
         if self.stream and self.prompt_logprobs is not None:
             raise Refused("prompt_logprobs", "prompt_logprobs is not available in a stream")
@@ -95,14 +95,6 @@ class _Asked(Fields):
             if not (token.isascii() and token.isdigit()):
                 raise Refused("logit_bias", "logit_bias names tokens by their ids, as in 42")
         return self
-
-    @property
-    def extras(self) -> Extras:
-        return self.polybasic or Extras()
-
-    @property
-    def usage_in_stream(self) -> StreamOptions:
-        return self.stream_options or StreamOptions()
 
     @property
     def sampling(self) -> dict[str, Any]:

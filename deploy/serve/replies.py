@@ -101,11 +101,11 @@ class Reply:
     # Of both
 
     def _shares(self) -> SharedText | None:
-        return SharedText(self._texts.tokenizer) if self._asked.extras.members else None
+        return SharedText(self._texts.tokenizer) if self._asked.polybasic.members else None
 
     def _chunk(self, choices: list[Json], extras: Json | None = None) -> Json:
         made = {"id": self._id, "object": self.chunk_kind, **self._head, "choices": choices}
-        if self._asked.usage_in_stream.continuous_usage_stats:
+        if self._asked.stream_options.continuous_usage_stats:
             made["usage"] = self.usage()
         return made | (extras or {})
 

@@ -150,7 +150,7 @@ class Service:
 
     def _options(self, asked: ChatRequest | CompletionRequest) -> dict[str, Any]:
         """Of `Chain.begin`, for all answers of a request."""
-        run = tuple(asked.extras.run) if asked.extras.run is not None else None
+        run = tuple(asked.polybasic.run) if asked.polybasic.run is not None else None
         stop_token_ids = asked.stop_token_ids or []
         self._check_tokens(stop_token_ids, "stop_token_ids")
         try:

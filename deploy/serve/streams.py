@@ -15,6 +15,8 @@ from polybasic.deploy.serve.replies import Reply
 from polybasic.deploy.serve.service import Service
 from polybasic.deploy.serve.tickets import News, Ticket
 
+_ENCODE = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
+
 
 class EventStream(Response):
     """Server-sent events; the request is given up as soon as its client is gone."""
@@ -60,7 +62,7 @@ class EventStream(Response):
                 if events:
                     await _send_body(send, b"".join(events))
                 news = await self._ticket.news()
-            if self._asked.usage_in_stream.include_usage:
+            if self._asked.stream_options.include_usage:
                 ended = _event(self._reply.usage_chunk()) + ended
         except ApiError as error:
             ended = _event(error.body)
@@ -69,7 +71,7 @@ class EventStream(Response):
 
 
 def _event(content: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(content, separators=(",", ":")).encode() + b"\n\n"
+    return b"data: " + _ENCODE(content).encode() + b"\n\n"
 
 
 async def _send_body(send: Send, body: bytes, more: bool = True) -> None:

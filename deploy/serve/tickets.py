@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from polybasic.deploy.live import LiveAnswer, Piece
@@ -93,8 +93,8 @@ class Ticket:
         if isinstance(news, ApiError):
             self._error = self._error or news
         elif self._news and self._news[-1].index == news.index:
-            before = self._news.pop()
-            self._news.append(replace(news, pieces=before.pieces + news.pieces))
+            pieces = self._news[-1].pieces + news.pieces
+            self._news[-1] = News(news.index, pieces, news.statistics, news.prompt_logprobs)
         else:
             self._news.append(news)
         self._has_news.set()

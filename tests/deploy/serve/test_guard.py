@@ -233,3 +233,16 @@ def test_a_client_that_does_not_read_is_given_up(chain: Chain) -> None:
         await asyncio.Event().wait()
 
     asyncio.run(asyncio.wait_for(test(), 10))
+
+
+def test_a_broken_engine_is_told(chain: Chain) -> None:
+    with serving(chain) as served:
+        assert served.get("/health").status_code == served.get("/ready").status_code == 200
+        served.service.scheduler.is_broken = True
+        assert served.get("/health").status_code == 500
+        assert served.get("/ready").status_code == 503
+        answer = served.post(CHAT, {"messages": QUESTION})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_failed")
+        assert served.metric("requests_refused_total", code="engine_failed") == 1
+        served.service.scheduler.drain()
+        assert served.get("/version").status_code == 200
