@@ -97,7 +97,7 @@ def create_app(chain: Chain, settings: ServeSettings) -> FastAPI:
     _add_answers(app, service)
     _add_texts(app, service)
     _add_state(app, service)
-    if settings.page and _PAGE.is_dir():
+    if settings.page:
         _add_page(app)
     app.add_exception_handler(ApiError, _of_api_error)
     app.add_exception_handler(RequestValidationError, _of_validation)

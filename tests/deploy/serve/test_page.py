@@ -1,24 +1,16 @@
 """The files of the page: their types, and the headers that keep them to this server."""
 
-from pathlib import Path
-
-import pytest
-
 from polybasic.deploy import Chain
 from tests.deploy.serve.serving import serving
 
 
-def test_the_page_is_served_with_its_policy(
-    chain: Chain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, content in (("index.html", "<!doctype html>"), ("app.js", "1"), ("style.css", "")):
-        (tmp_path / name).write_text(content)
-    monkeypatch.setattr("polybasic.deploy.serve.app._PAGE", tmp_path)
+def test_the_page_is_served_with_its_policy(chain: Chain) -> None:
     with serving(chain, api_keys=("secret",)) as served:
         for path, kind in (
             ("/", "text/html"),
             ("/page/app.js", "text/javascript"),
             ("/page/style.css", "text/css"),
+            ("/page/icon.svg", "image/svg+xml"),
         ):
             found = served.get(path)
             assert found.status_code == 200
