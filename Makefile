@@ -7,8 +7,8 @@
 #               BENCH="--strict" fails where something is slower, BENCH="--update" renews the record
 # make interop  4-bit format and EAGLE-3 heads against gptqmodel and speculators, in an environment
 #               of its own
-# make wheels   wheels for x86_64 and aarch64 with compiled CPU kernels, into dist/, in an environment
-#               of its own
+# make wheels   wheels with compiled CPU kernels, into dist/, in an environment of its own;
+#               ARCHITECTURES="x86_64 aarch64" says for which processors, both if left out
 # make lock     requirements.lock (versions of constraints.txt, with the digests of their files) and
 #               sbom.json (what a chain runs on), anew
 # make clean    removes what the others made: .venv, .venv-*, caches, runs/, dist/
@@ -93,7 +93,7 @@ $(INTEROP_INSTALLED): constraints.txt pyproject.toml tests/interop/requirements.
 	@touch $@
 
 wheels: $(WHEELS_INSTALLED)
-	$(WHEELS_BIN)/python .ci/wheels.py dist
+	$(WHEELS_BIN)/python .ci/wheels.py dist $(ARCHITECTURES)
 
 $(WHEELS_INSTALLED): .ci/wheels.py
 	@$(CHECK_PYTHON)

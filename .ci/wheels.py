@@ -5,6 +5,7 @@
 One wheel for each architecture, with a library for each of its instruction sets, of which the best
 that a processor has is loaded. zig compiles all of them on one machine, against a C library that is
 old enough for manylinux2014, and `auditwheel` checks that nothing newer or foreign is needed.
+POLYBASIC_ISA names the only instruction set of a wheel that is for one kind of processor.
 """
 
 import os
@@ -37,7 +38,7 @@ def build(architecture: str, copy: Path, folder: Path) -> None:
     from polybasic.chain.kernels.cpu.build import compile_library, prebuilt_name
     from polybasic.chain.kernels.cpu.compilers import zig
     from polybasic.chain.kernels.cpu.instruction_sets import INSTRUCTION_SETS
-    from polybasic.chain.kernels.environment import cache_folder
+    from polybasic.chain.kernels.environment import cache_folder, isa_wanted
 
     copy.mkdir()
     for name in (*CONTENT, *DOCUMENTS):
@@ -50,7 +51,9 @@ def build(architecture: str, copy: Path, folder: Path) -> None:
     assert compiler is not None, "the package ziglang is missing"
     prebuilt = copy / "chain" / "kernels" / "cpu" / "prebuilt"
     prebuilt.mkdir()
-    for isa in INSTRUCTION_SETS[architecture]:
+    wanted = [one for one in INSTRUCTION_SETS[architecture] if isa_wanted() in (None, one.name)]
+    assert wanted, f"{architecture} has no {isa_wanted()}"
+    for isa in wanted:
         compile_library(compiler, isa, prebuilt / prebuilt_name(isa.name), cache_folder())
     platform = f"manylinux_{OLDEST_LIBC.replace('.', '_')}_{architecture}"
     python = (sys.executable, "-m")
