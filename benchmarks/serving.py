@@ -21,6 +21,7 @@ the same.
 """
 
 import argparse
+import gc
 import itertools
 import statistics
 import time
@@ -291,6 +292,7 @@ def main() -> None:
     report = begin(__file__, __doc__, arguments)
     chain = load(arguments, context_tokens=arguments.context_tokens)
     prompts, num_tokens = prompts_of(arguments, chain), arguments.max_new_tokens
+    gc.freeze()  # clients share the server's cores, and need not look through a loaded chain
     report.say(
         f"{len(prompts)} prompts of {min(map(len, prompts))} to {max(map(len, prompts))} tokens, "
         f"{num_tokens} new tokens, {torch.get_num_threads()} threads, {arguments.slots} slots of "

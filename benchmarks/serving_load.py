@@ -5,7 +5,6 @@ the clients run on the server's cores.
 """
 
 import asyncio
-import gc
 import json
 import math
 import os
@@ -180,8 +179,6 @@ def load_of(
             flight are answered.
         warm_up: seconds before the measured ones.
     """
-    gc.collect()
-    gc.freeze()
     return asyncio.run(
         _load(url, bodies, clients, math.inf if seconds is None else seconds, warm_up)
     )
