@@ -173,7 +173,7 @@ def got(method: str, path: str) -> bytes:
 
 
 def malformed(num_fields: int) -> list[bytes]:
-    """Bodies, frames, paths, methods and random bytes, and so many requests with one wrong field."""
+    """Bodies, frames, paths, methods, random bytes, and so many requests with a wrong field."""
     draw = random.Random(3)
     found = [posted(path, text) for path in POSTS for text in TEXTS]
     found += [posted(path, b"{}", kind) for path in POSTS for kind in ("text/plain", "", "\x7f")]
