@@ -3,6 +3,7 @@
 import itertools
 import json
 import random
+import re
 import select
 import socket
 from dataclasses import dataclass
@@ -217,6 +218,8 @@ def exchange(address: tuple[str, int], data: bytes, patience: float = 0.1) -> Re
         except (BrokenPipeError, ConnectionResetError):
             pass  # refused before everything was read
     head, _, body = received.partition(b"\r\n\r\n")
+    if length := re.search(rb"(?i)content-length: (\d+)", head):
+        body = body[: int(length[1])]  # without the response to what stood behind the request
     words = head.split(b" ", 2)
     has_status = words[0].startswith(b"HTTP/") and len(words) > 1
     return Response(int(words[1]) if has_status else None, head, body)

@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 
 from polybasic.chain import errors
 from polybasic.deploy import load_chain
+from polybasic.deploy.serve import server
 from polybasic.deploy.serve.app import create_app
 from polybasic.deploy.serve.server import Server, bound
 from polybasic.deploy.serve.settings import ServeSettings
@@ -51,13 +52,13 @@ def app(chain_folder: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def address(app: Any) -> Iterator[tuple[str, int]]:
-    listening, server = bound("127.0.0.1", 0), Server(app, 1.0)
-    thread = Thread(target=server.run, args=([listening],))
+    listening, serving = bound("127.0.0.1", 0), Server(app, 1.0)
+    thread = Thread(target=serving.run, args=([listening],))
     thread.start()
-    while not server.started:
+    while not serving.started:
         time.sleep(0.01)
     yield listening.getsockname()
-    server.should_exit = True
+    serving.should_exit = True
     thread.join()
 
 
@@ -190,6 +191,19 @@ def test_slow_bodies_take_nothing_from_others(address: tuple[str, int]) -> None:
         assert b" 408 " in last.splitlines()[0]
 
 
+def test_heads_have_bounds(address: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    head = got("GET", "/version")
+    assert exchange(address, head).status == 200
+    for more in (b"X: " + b"a" * 1_000_000, b"X: a\r\n" * 100_000):
+        assert exchange(address, head[:-2] + more).status in (400, None)
+    monkeypatch.setattr(server, "_HEAD_SECONDS", 0.2)
+    with socket.create_connection(address, 5) as one:
+        one.sendall(head[:10])
+        began = time.monotonic()
+        assert one.recv(1) == b"", "closed"
+        assert 0.1 < time.monotonic() - began < 2
+
+
 def test_clients_that_go_away_leave_their_place(address: tuple[str, int]) -> None:
     data = posted("/v1/completions", json.dumps(LONG).encode())
     for number in range(40):
@@ -247,7 +261,8 @@ def test_requests_leave_no_memory_behind(chain_folder: Path, tmp_path: Path) -> 
         for requests in (200, 1800):
             for number in range(requests):
                 body = b"{" if number % 5 == 4 else bodies[number % 50]
-                assert exchange(address, posted("/v1/completions", body)).status in (200, 400)
+                response = exchange(address, posted("/v1/completions", body), 60)
+                assert response.status == (400 if body == b"{" else 200), response
             pages = Path(f"/proc/{process.pid}/statm").read_text().split()[1]
             found.append(int(pages) * os.sysconf("SC_PAGE_SIZE"))
         assert found[1] <= GROWTH * found[0], found
