@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import pytest
@@ -18,12 +17,9 @@ from hypothesis import HealthCheck, Phase, given, settings
 
 from polybasic.chain import errors
 from polybasic.deploy import load_chain
-from polybasic.deploy.serve import server
-from polybasic.deploy.serve.app import create_app
-from polybasic.deploy.serve.server import Server, bound
-from polybasic.deploy.serve.settings import ServeSettings
 from tests.attacks.malformed import GOOD, Response, exchange, got, malformed, posted
 from tests.conftest import ChainParts
+from tests.deploy.serve.serving import Served, serving
 
 CONTEXT = 32
 SEEDED = {"prompt": "w1 w2 w3", "max_tokens": 20, "temperature": 1.0, "seed": 5}
@@ -44,34 +40,27 @@ def chain_folder(_tiny_models: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 
 @pytest.fixture(scope="module")
-def app(chain_folder: Path) -> Any:
+def served(chain_folder: Path) -> Iterator[Served]:
     chain = load_chain(chain_folder, dtype="float32", context_tokens=CONTEXT, sequences=4)
-    limits = {"sequences": 4, "body_bytes": 200_000, "body_seconds": 1.0}
-    return create_app(chain, ServeSettings(model_names=("tiny",), **limits))
+    with serving(chain, body_bytes=200_000, body_seconds=1.0) as one:
+        yield one
 
 
 @pytest.fixture(scope="module")
-def address(app: Any) -> Iterator[tuple[str, int]]:
-    listening, serving = bound("127.0.0.1", 0), Server(app, 1.0)
-    thread = Thread(target=serving.run, args=([listening],))
-    thread.start()
-    while not serving.started:
-        time.sleep(0.01)
-    yield listening.getsockname()
-    serving.should_exit = True
-    thread.join()
+def address(served: Served) -> tuple[str, int]:
+    host, _, port = served.url.removeprefix("http://").partition(":")
+    return host, int(port)
 
 
 @pytest.fixture(autouse=True)
-def _as_before(app: Any, address: tuple[str, int]) -> Iterator[None]:
+def _as_before(served: Served, address: tuple[str, int]) -> Iterator[None]:
     """After each attack a seed means the text that it meant before, and nothing is left running."""
     before = answer(address)
     yield
-    service = app.state.service
-    until = time.monotonic() + 10
-    while not service.scheduler.is_idle and time.monotonic() < until:
+    scheduler, until = served.service.scheduler, time.monotonic() + 10
+    while not scheduler.is_idle and time.monotonic() < until:
         time.sleep(0.01)
-    assert service.scheduler.is_idle
+    assert scheduler.is_idle
     assert exchange(address, got("GET", "/health")).status == 200
     assert exchange(address, got("GET", "/ready")).status == 200
     assert answer(address) == before
@@ -146,8 +135,8 @@ def test_requests_by_our_own_schema(app: Any, address: tuple[str, int], folders:
     import schemathesis
     from schemathesis import GenerationMode
 
-    schema = schemathesis.openapi.from_dict(app.openapi())
-    url, asked = f"http://{address[0]}:{address[1]}", []
+    schema = schemathesis.openapi.from_dict(served.app.openapi())
+    asked = []
     for found in schema.get_all_operations():
         operation = found.ok()
         is_post = operation.method.upper() == "POST"
@@ -163,7 +152,7 @@ def test_requests_by_our_own_schema(app: Any, address: tuple[str, int], folders:
             )
             @given(case=operation.as_strategy(mode))
             def ask(case: Any) -> None:
-                response = case.call(base_url=url, timeout=20)
+                response = case.call(base_url=served.url, timeout=20)
                 head = "\r\n".join(f"{name}: {one}" for name, one in response.headers.items())
                 body = response.content or b""
                 check(Response(response.status_code, head.encode(), body), folders)
@@ -196,7 +185,7 @@ def test_heads_have_bounds(address: tuple[str, int], monkeypatch: pytest.MonkeyP
     assert exchange(address, head).status == 200
     for more in (b"X: " + b"a" * 1_000_000, b"X: a\r\n" * 100_000):
         assert exchange(address, head[:-2] + more).status in (400, None)
-    monkeypatch.setattr(server, "_HEAD_SECONDS", 0.2)
+    monkeypatch.setattr("polybasic.deploy.serve.server._HEAD_SECONDS", 0.2)
     with socket.create_connection(address, 5) as one:
         one.sendall(head[:10])
         began = time.monotonic()
