@@ -4,7 +4,8 @@ While clients are measured, what a server sends is only stored with its time, an
 the clients run on the server's cores.
 """
 
-import asyncio
+import bisect
+import itertools
 import json
 import math
 import os
@@ -14,17 +15,18 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 from typing import Any
-
-import aiohttp
+from urllib.request import urlopen
 
 from polybasic.chain.errors import UserError
 
 START_SECONDS = 120.0
-REQUEST_SECONDS = 300.0
+SILENT_SECONDS = 300.0
 Body = Mapping[str, Any]
 
 
@@ -98,7 +100,7 @@ def server(
         )
         try:
             one = Server(name, f"http://127.0.0.1:{port}", process)
-            if not asyncio.run(_is_ready(one.url + ready, process)):
+            if not _is_ready(one.url + ready, process):
                 said.seek(0)
                 print(said.read().decode(errors="replace")[-4000:])
                 raise UserError("server does not start", name, "see its message above")
@@ -119,17 +121,14 @@ def _free_port() -> int:
         return port
 
 
-async def _is_ready(url: str, process: "subprocess.Popen[bytes]") -> bool:
+def _is_ready(url: str, process: "subprocess.Popen[bytes]") -> bool:
     end = time.monotonic() + START_SECONDS
-    async with aiohttp.ClientSession() as session:
-        while process.poll() is None and time.monotonic() < end:
-            try:
-                async with session.get(url) as response:
-                    if response.status == 200:
-                        return True
-            except aiohttp.ClientError:
-                pass
-            await asyncio.sleep(0.1)
+    while process.poll() is None and time.monotonic() < end:
+        try:
+            with urlopen(url, timeout=5):
+                return True
+        except OSError:  # nobody listens yet, or the answer is that it is not ready
+            time.sleep(0.1)
     return False
 
 
@@ -179,31 +178,27 @@ def load_of(
             flight are answered.
         warm_up: seconds before the measured ones.
     """
-    return asyncio.run(
-        _load(url, bodies, clients, math.inf if seconds is None else seconds, warm_up)
-    )
-
-
-async def _load(
-    url: str, bodies: Iterator[Body], clients: int, seconds: float, warm_up: float
-) -> Load:
     raw: list[tuple[Body, float, list[tuple[float, bytes]]]] = []
     refused: list[tuple[Body, str]] = []
-    begin = time.perf_counter() + warm_up
+    begin, taking = time.perf_counter() + warm_up, Lock()
+    until = math.inf if seconds is None else begin + seconds
 
-    async def client(session: aiohttp.ClientSession) -> None:
-        while time.perf_counter() < begin + seconds and (body := next(bodies, None)) is not None:
+    def ask_until_the_end() -> None:
+        while time.perf_counter() < until:
+            with taking:
+                body = next(bodies, None)
+            if body is None:
+                return
             sent = time.perf_counter()
             try:
-                raw.append((body, sent, await _asked(session, url, body)))
-            except (Refused, aiohttp.ClientError, TimeoutError) as error:
+                raw.append((body, sent, _asked(url, body)))
+            except OSError as error:
                 refused.append((body, f"{type(error).__name__}: {error}"))
 
-    limits = aiohttp.TCPConnector(limit=0, force_close=True)
-    timeout = aiohttp.ClientTimeout(total=REQUEST_SECONDS)
-    async with aiohttp.ClientSession(connector=limits, timeout=timeout) as session:
-        await asyncio.gather(*(client(session) for _ in range(clients)))
-    end = min(begin + seconds, time.perf_counter())
+    with ThreadPoolExecutor(clients) as pool:
+        for asking in [pool.submit(ask_until_the_end) for _ in range(clients)]:
+            asking.result()
+    end = min(until, time.perf_counter())
     received = []
     for body, sent, parts in raw:
         try:
@@ -213,23 +208,72 @@ async def _load(
     return Load(begin, end, received, refused)
 
 
-async def _asked(session: aiohttp.ClientSession, url: str, body: Body) -> list[tuple[float, bytes]]:
-    async with session.post(url, data=json.dumps(body), headers=JSON) as response:
-        if response.status != 200:
-            text = await response.text(errors="replace")
-            raise Refused(f"{response.status} {text[:200]}")
-        return [(time.perf_counter(), data) async for data in response.content.iter_any()]
+def _asked(url: str, body: Body) -> list[tuple[float, bytes]]:
+    """A response as it came, head and all; the connection is its own."""
+    host, _, path = url.removeprefix("http://").partition("/")
+    name, _, port = host.partition(":")
+    content = json.dumps(body).encode()
+    head = f"POST /{path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n"
+    head += f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
+    with socket.create_connection((name, int(port)), SILENT_SECONDS) as one:
+        one.sendall(head.encode() + content)
+        parts = []
+        while data := one.recv(1 << 16):
+            parts.append((time.perf_counter(), data))
+    return parts
 
 
-JSON = {"Content-Type": "application/json"}
+def read_response(parts: Sequence[tuple[float, bytes]]) -> tuple[int, list[tuple[float, bytes]]]:
+    """Status and body of a response, its parts with the times at which they were whole.
+
+    Raises:
+        Refused: it breaks off.
+    """
+    whole = b"".join(data for _, data in parts)
+    ends = list(itertools.accumulate(len(data) for _, data in parts))
+    head, _, _ = whole.partition(b"\r\n\r\n")
+    place = len(head) + 4
+    if place > len(whole):
+        raise Refused("a response that breaks off")
+
+    def part(start: int, end: int) -> tuple[float, bytes]:
+        if end > len(whole):
+            raise Refused("a response that breaks off")
+        return parts[bisect.bisect_left(ends, end)][0], whole[start:end]
+
+    status, found = int(head.split(b" ", 2)[1]), []
+    if b"transfer-encoding: chunked" not in head.lower():
+        for end in ends:
+            if end > place:
+                found.append(part(place, end))
+                place = end
+        return status, found
+    while True:
+        line_end = whole.find(b"\r\n", place)
+        if line_end < 0:
+            raise Refused("a response that breaks off")
+        size = int(whole[place:line_end], 16)
+        if size == 0:
+            return status, found
+        found.append(part(line_end + 2, line_end + 2 + size))
+        place = line_end + 2 + size + 2
 
 
 def read_answer(body: Body, sent: float, parts: Sequence[tuple[float, bytes]]) -> Received:
     """An answer from what was read, and when.
 
+    Args:
+        parts: the response, head and all.
+
     Raises:
-        Refused: an error in the middle of a stream, or a stream without its end.
+        Refused: another status than 200, an error in the middle of a stream, or one without its
+            end.
     """
+    status, parts = read_response(parts)
+    if status != 200:
+        raise Refused(
+            f"{status} {b''.join(data for _, data in parts)[:200].decode(errors='replace')}"
+        )
     ended = parts[-1][0] if parts else sent
     if not body.get("stream"):
         whole = json.loads(b"".join(data for _, data in parts))

@@ -25,23 +25,37 @@ STREAM = "".join(
     )
 ).encode()
 DONE = b"data: [DONE]\n\n"
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\n"
+CHUNKED = HEAD.replace(b"\r\n\r\n", b"\r\nTransfer-Encoding: chunked\r\n\r\n")
+
+
+def chunked(data: bytes, size: int) -> bytes:
+    """In chunks of so many bytes."""
+    parts = [data[place : place + size] for place in range(0, len(data), size)]
+    return b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in [*parts, b""])
 
 
 @pytest.mark.parametrize("size", [1, 7, 1000])
-def test_a_stream_is_read_however_it_is_cut(size: int) -> None:
-    whole = STREAM + DONE
+@pytest.mark.parametrize("chunk", [None, 1, 30, 1000])
+def test_a_stream_is_read_however_it_is_cut(size: int, chunk: int | None) -> None:
+    whole = HEAD + STREAM + DONE
+    if chunk is not None:
+        whole = CHUNKED + chunked(STREAM + DONE, chunk)
     parts = [(place + 1.0, whole[place : place + size]) for place in range(0, len(whole), size)]
     found = load.read_answer(BODY, 0.5, parts)
     assert (found.text, found.num_tokens) == ("Zwölf Uhr", 3)
     assert found.last["polybasic"] == {"seed": 4}
-    end_of_text = whole.index(b"\n", whole.index(b"Zw"))
-    assert found.first - 1 <= end_of_text < found.first - 1 + size, "the empty text is none"
-    assert found.ended == parts[-1][0]
+    if chunk is None:
+        end_of_text = whole.index(b"\n", whole.index(b"Zw"))
+        assert found.first - 1 <= end_of_text < found.first - 1 + size, "the empty text is none"
+        assert found.ended == parts[-1][0]
+    elif chunk < len(STREAM) and size == 1:
+        assert whole.index(b"Zw") < found.first < found.ended < len(whole)
 
 
 def test_an_answer_that_is_not_streamed() -> None:
     whole = {"choices": [{"text": "ja"}], "usage": {"completion_tokens": 1}}
-    found = load.read_answer({"stream": False}, 0.5, [(2.0, json.dumps(whole).encode())])
+    found = load.read_answer({"stream": False}, 0.5, [(2.0, HEAD + json.dumps(whole).encode())])
     assert (found.text, found.num_tokens, found.first, found.ended) == ("ja", 1, 2.0, 2.0)
 
 
@@ -50,7 +64,15 @@ def test_an_answer_that_is_not_streamed() -> None:
 )
 def test_a_stream_that_breaks_off_is_no_answer(data: bytes) -> None:
     with pytest.raises(load.Refused):
-        load.read_answer(BODY, 0.0, [(1.0, data)])
+        load.read_answer(BODY, 0.0, [(1.0, HEAD + data)])
+
+
+def test_a_response_that_breaks_off_or_refuses_is_no_answer() -> None:
+    whole = CHUNKED + chunked(STREAM + DONE, 30)
+    for data in (b"", HEAD[:-3], whole[:-7], whole[:-40], HEAD.replace(b"200", b"503") + b"busy"):
+        with pytest.raises(load.Refused):
+            load.read_answer(BODY, 0.0, [(1.0, data)])
+    assert load.read_answer(BODY, 0.0, [(1.0, whole)]).text == "Zwölf Uhr"
 
 
 def test_tokens_count_where_they_came_in_the_measured_time() -> None:
@@ -84,9 +106,13 @@ class Fake(BaseHTTPRequestHandler):
         pass
 
 
+class FakeServer(ThreadingHTTPServer):
+    request_queue_size = 64
+
+
 @pytest.fixture
 def address() -> Iterator[str]:
-    with ThreadingHTTPServer(("127.0.0.1", 0), Fake) as one:
+    with FakeServer(("127.0.0.1", 0), Fake) as one:
         Thread(target=one.serve_forever, args=(0.01,), daemon=True).start()
         yield f"http://127.0.0.1:{one.server_port}"
         one.shutdown()
@@ -97,7 +123,7 @@ def test_every_request_is_answered_or_refused(address: str) -> None:
     found = load.load_of(address, iter(bodies), 8)
     assert sorted(one.body["prompt"][0] for one in found.received) == list(range(0, 20, 2))
     assert sorted(body["prompt"][0] for body, _ in found.refused) == list(range(1, 20, 2))
-    assert {why for _, why in found.refused} == {"Refused: 503 busy"}
+    assert {why for _, why in found.refused} == {"503 busy"}
     assert {one.text for one in found.received} == {"Zwölf Uhr"}
 
 
@@ -116,7 +142,7 @@ def test_no_request_begins_after_the_time(address: str) -> None:
 def test_a_system_without_its_answers_is_no_figure(address: str) -> None:
     system = systems.System("fake", load.Server("fake", address, None), {})
     assert len(system.load(iter([[2], [4]]), 3, 1).received) == 2
-    with pytest.raises(UserError, match="1 of fake; Refused: 503 busy"):
+    with pytest.raises(UserError, match="1 of fake; 503 busy"):
         system.load(iter([[2], [3]]), 3, 1)
     with pytest.raises(UserError, match="2 of fake; 3 tokens"):
         system.load(iter([[2], [4]]), 5, 1)
@@ -129,7 +155,7 @@ def test_systems_take_turns_and_are_compared_with_the_best_other(
     one = load.Server("fake", address, None)
     names = ("polybasic", "polybasic fixed", "llama-server")
     all_systems = [systems.System(name, one, {}) for name in names]
-    loads = serving.measured_loads(all_systems, [[2], [4]], 3, [1, 2], 0.05, 2)
+    loads = serving.measured_loads(all_systems, [[2], [4]], 3, [2], 0.15, 2)
     assert {len(turns) for of_one in loads.values() for turns in of_one.values()} == {2}
     report = serving.Report(prints=False)
     serving.report_load(report, loads, {(2,): "Zwölf Uhr", (4,): "another"})
