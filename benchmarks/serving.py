@@ -271,6 +271,13 @@ def report_memory(report: Report, prompts: Prompts, arguments: argparse.Namespac
     report.table("Resident memory of the server", ["requests", "MB", f"against {few}"], rows)
 
 
+def plans_by_load(chain: Chain) -> list[list[str]]:
+    """The plan of one stream, and those that were measured for more sequences."""
+    by_load = chain.measured_plan.by_load if chain.measured_plan is not None else ()
+    plans = [("of one stream", chain.plan), *((f"{one.sequences}", one.plan) for one in by_load)]
+    return [[sequences, shown_plan(plan, chain)] for sequences, plan in plans]
+
+
 def main() -> None:
     parser = options(
         __doc__, "chain", "--dtype", "--turns", *PROMPT_OPTIONS,
@@ -296,8 +303,9 @@ def main() -> None:
     report.say(
         f"{len(prompts)} prompts of {min(map(len, prompts))} to {max(map(len, prompts))} tokens, "
         f"{num_tokens} new tokens, {torch.get_num_threads()} threads, {arguments.slots} slots of "
-        f"{arguments.context_tokens} tokens. Plan of one stream: {shown_plan(chain.plan, chain)}."
+        f"{arguments.context_tokens} tokens."
     )
+    report.table("Plans", ["sequences", "plan"], plans_by_load(chain))
     with ExitStack() as stack:
         if {"overhead", "load", "queue"} & set(arguments.only):
             one = stack.enter_context(our_server(arguments))
