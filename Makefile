@@ -7,6 +7,7 @@
 #               BENCH="--strict" fails where something is slower, BENCH="--update" renews the record
 # make interop  4-bit format and EAGLE-3 heads against gptqmodel and speculators, in an environment
 #               of its own
+# make clients  guidellm and lm-eval against the live server, in an environment of their own
 # make wheels   wheels with compiled CPU kernels, into dist/, in an environment of its own;
 #               ARCHITECTURES="x86_64 aarch64" says for which processors, both if left out
 # make lock     requirements.lock (versions of constraints.txt, with the digests of their files) and
@@ -22,6 +23,10 @@ INTEROP_VENV ?= .venv-interop
 INTEROP_BIN := $(INTEROP_VENV)/bin
 INTEROP_INSTALL := $(INTEROP_BIN)/python -m pip install --quiet --constraint constraints.txt
 INTEROP_INSTALLED := $(INTEROP_VENV)/.installed
+CLIENTS_VENV ?= .venv-clients
+CLIENTS_BIN := $(CLIENTS_VENV)/bin
+CLIENTS_INSTALL := $(CLIENTS_BIN)/python -m pip install --quiet --constraint constraints.txt
+CLIENTS_INSTALLED := $(CLIENTS_VENV)/.installed
 WHEELS_VENV ?= .venv-wheels
 WHEELS_BIN := $(WHEELS_VENV)/bin
 WHEELS_INSTALLED := $(WHEELS_VENV)/.installed
@@ -39,7 +44,7 @@ CHECK_PYTHON = $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' |
 # contiguous parts, so that what tests of a module share is made once; the rest is taken as workers end
 PYTEST := $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist worksteal
 
-.PHONY: demo test proof lint bench interop wheels lock install clean
+.PHONY: demo test proof lint bench interop clients wheels lock install clean
 
 demo: install
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/polybasic run recipes/tiny.yaml
@@ -92,6 +97,19 @@ $(INTEROP_INSTALLED): constraints.txt pyproject.toml tests/interop/requirements.
 	$(INTEROP_INSTALL) --no-build-isolation --no-deps --requirement tests/interop/requirements.txt
 	@touch $@
 
+clients: $(CLIENTS_INSTALLED)
+	OMP_NUM_THREADS=1 $(CLIENTS_BIN)/python -m pytest tests/clients
+
+$(CLIENTS_INSTALLED): constraints.txt pyproject.toml tests/clients/requirements.txt
+	@$(CHECK_PYTHON)
+	@echo "installing into $(CLIENTS_VENV): some minutes, once"
+	$(PYTHON) -m venv $(CLIENTS_VENV)
+	$(CLIENTS_INSTALL) setuptools torch==2.13.0
+	$(CLIENTS_INSTALL) --no-build-isolation --editable '.[serve]' datasets pytest \
+	    --requirement tests/clients/requirements.txt
+	$(CLIENTS_INSTALL) --no-deps guidellm==0.8.1
+	@touch $@
+
 wheels: $(WHEELS_INSTALLED)
 	$(WHEELS_BIN)/python .ci/wheels.py dist $(ARCHITECTURES)
 
@@ -121,6 +139,6 @@ $(LOCK_INSTALLED):
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(INTEROP_VENV) $(WHEELS_VENV) $(LOCK_VENV) runs build dist *.egg-info .pytest_cache .mypy_cache \
+	rm -rf $(VENV) $(INTEROP_VENV) $(CLIENTS_VENV) $(WHEELS_VENV) $(LOCK_VENV) runs build dist *.egg-info .pytest_cache .mypy_cache \
 	    .ruff_cache .hypothesis .import_linter_cache wandb
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -138,10 +138,7 @@ def peers(chain: Chain, arguments: Namespace, threads: int) -> Iterator[Peers]:
         environment["LD_LIBRARY_PATH"] = str(arguments.llama_libraries)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        files = {kind: folder / kind / "model.gguf" for kind in ("BF16", "F16", "Q4_0")}
-        for kind, path in files.items():
-            path.parent.mkdir()
-            _called(arguments.python, "peers_gguf.py", chain.target_folder, path, "--type", kind)
+        files = written_gguf(chain, folder, ("BF16", "F16", "Q4_0"), arguments.python)
         modes = {
             f"{LLAMA}{name}": ["llama.cpp", str(files["BF16"]), "--draft", draft]
             for name, draft in LLAMA_DRAFTS.items()
@@ -179,18 +176,29 @@ def peers(chain: Chain, arguments: Namespace, threads: int) -> Iterator[Peers]:
         yield found
 
 
-def _called(python: Path, script: str, *words: object) -> None:
-    command = [str(python), str(HERE / script), *map(str, words)]
-    try:
-        code = subprocess.run(command, check=False).returncode
-    except OSError as error:
-        raise UserError("no interpreter", f"--python {python}", "name an environment's") from error
-    if code:
-        raise UserError(
-            "checkpoint cannot be written as GGUF",
-            f"{words[0]} (exit code {code}; its message is above)",
-            "name the chain of a Llama, and a --python with benchmarks/peers-requirements.txt",
-        )
+def written_gguf(chain: Chain, folder: Path, kinds: Sequence[str], python: Path) -> dict[str, Path]:
+    """The target as GGUF: a file of each kind, in a folder of its own below `folder`.
+
+    Raises:
+        UserError: `python` cannot write it.
+    """
+    files = {kind: folder / kind / "model.gguf" for kind in kinds}
+    for kind, path in files.items():
+        path.parent.mkdir()
+        words = [HERE / "peers_gguf.py", chain.target_folder, path, "--type", kind]
+        try:
+            code = subprocess.run(list(map(str, [python, *words])), check=False).returncode
+        except OSError as error:
+            raise UserError(
+                "no interpreter", f"--python {python}", "name an environment's"
+            ) from error
+        if code:
+            raise UserError(
+                "checkpoint cannot be written as GGUF",
+                f"{chain.target_folder} (exit code {code}; its message is above)",
+                "name the chain of a Llama, and a --python with benchmarks/peers-requirements.txt",
+            )
+    return files
 
 
 def our_answers(chain: Chain) -> dict[str, Ask]:

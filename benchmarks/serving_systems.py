@@ -1,0 +1,142 @@
+"""The servers that benchmarks/serving.py asks: this project's, and llama.cpp's."""
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from peers import written_gguf
+from serving_load import Body, Load, Server, load_of, server
+
+from polybasic.chain.errors import UserError
+from polybasic.deploy import Chain
+
+COMPLETIONS = "/v1/completions"
+MODEL = "chain"
+OURS = "polybasic"
+LLAMA = "llama-server"
+LLAMA_DRAFTS = {
+    "": "",
+    ", draft Q4_0 x4": "--spec-type draft-simple --spec-draft-n-max 4 --spec-draft-model {Q4_0}",
+    ", n-grams": "--spec-type ngram-simple --spec-ngram-simple-size-n 3"
+    " --spec-ngram-simple-size-m 6",
+}
+
+
+@dataclass(frozen=True)
+class System:
+    """A server and how it is asked.
+
+    Attributes:
+        more: of each request's body.
+    """
+
+    name: str
+    server: Server
+    more: Body
+
+    def load(
+        self,
+        prompts: Iterator[list[int]],
+        num_tokens: int,
+        clients: int,
+        seconds: float | None = None,
+        warm_up: float = 0.0,
+    ) -> Load:
+        """Greedy requests whose answers are equally long; see `load_of`.
+
+        Raises:
+            UserError: a request has no answer, or one of another length.
+        """
+        shared = {
+            "model": MODEL,
+            "max_tokens": num_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **self.more,
+        }
+        bodies = ({**shared, "prompt": prompt} for prompt in prompts)
+        found = load_of(self.server.url + COMPLETIONS, bodies, clients, seconds, warm_up)
+        lengths = (one.num_tokens for one in found.received)
+        wrong = [why for _, why in found.refused]
+        wrong += [f"{length} tokens" for length in lengths if length != num_tokens]
+        if wrong:
+            raise UserError(
+                "requests without their answer", f"{len(wrong)} of {self.name}", wrong[0]
+            )
+        return found
+
+
+@contextmanager
+def our_server(arguments: argparse.Namespace) -> Iterator[Server]:
+    """The server of this project."""
+    command = [
+        *(sys.executable, "-m", "polybasic.recipes.cli.main", "serve", arguments.chain),
+        *("--dtype", arguments.dtype, "--served-model-name", MODEL),
+        *("--max-num-seqs", arguments.slots, "--max-model-len", arguments.context_tokens),
+    ]
+    threads = {"OMP_NUM_THREADS": str(torch.get_num_threads())}
+    with server(OURS, command, "/ready", threads) as one:
+        yield one
+
+
+def our_systems(chain: Chain, one: Server) -> list[System]:
+    """The plans of the load, the plan of one stream whatever the load, and the target alone."""
+    fixed, alone = chain.plan.members, chain.manifest.verifying[0].name
+    return [
+        System(f"{OURS}, plans by load", one, {}),
+        System(f"{OURS}, plan of one stream", one, {"polybasic": {"run": list(fixed)}}),
+        System(f"{OURS}, target alone", one, {"polybasic": {"run": [alone]}}),
+    ]
+
+
+@contextmanager
+def llama_systems(chain: Chain, arguments: argparse.Namespace) -> Iterator[list[System]]:
+    """llama.cpp's server without and with its own speculation, a process each."""
+    program, threads = arguments.llama_server, torch.get_num_threads()
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        files = written_gguf(chain, folder, ("BF16", "Q4_0"), arguments.python)
+        found = []
+        for name, words in LLAMA_DRAFTS.items():
+            command = [
+                *(program, "--model", files["BF16"], "--no-webui", "--cache-ram", 0),
+                *("--threads", threads, "--threads-batch", threads),
+                *("--parallel", arguments.slots, "--no-kv-unified"),
+                *("--ctx-size", arguments.slots * arguments.context_tokens),
+                *words.format(**files).split(),
+            ]
+            one = server(LLAMA + name, command, "/health", _beside(program))
+            found.append(System(LLAMA + name, stack.enter_context(one), {}))
+        yield found
+
+
+def llama_version(program: Path) -> str:
+    """What it says of itself.
+
+    Raises:
+        UserError: it cannot be run.
+    """
+    environment = {**os.environ, **_beside(program)}
+    try:
+        done = subprocess.run(
+            [program, "--version"], env=environment, capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise UserError(
+            "no llama-server", f"--llama-server {program} ({error})", "name a program that runs"
+        ) from error
+    return (done.stdout + done.stderr).strip().splitlines()[0].removeprefix("version: ")
+
+
+def _beside(program: Path) -> dict[str, str]:
+    """Its libraries lie beside it."""
+    return {"LD_LIBRARY_PATH": str(program.parent)}
