@@ -16,7 +16,8 @@ import numpy as np
 from polybasic.chain.formats.plan import AdaptiveFlush, Flush, Ngram, Plan, Rule, Tree, Window
 from polybasic.deploy.planner.agreement import acceptance_by_bin
 from polybasic.deploy.planner.measurements import Measurements
-from polybasic.deploy.planner.simulation import NUM_DRAWS, Predicted, Simulator
+from polybasic.deploy.planner.prediction import Predicted
+from polybasic.deploy.planner.simulation import NUM_DRAWS, Simulator
 from polybasic.deploy.settings import PlanGrid
 
 BREAK_EVENS = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
@@ -162,6 +163,7 @@ def choose_plan(
     seed: int = 0,
     num_draws: int = NUM_DRAWS,
     among: Collection[tuple[Rule, MemberSet]] | None = None,
+    simulator: Simulator | None = None,
 ) -> Choice:
     """The fastest plan of every set of members, with the rule of the fastest of all.
 
@@ -171,26 +173,27 @@ def choose_plan(
         seed: of the simulation's uniforms.
         num_draws: see `Simulator`.
         among: rules and sets to consider; None for all.
+        simulator: of measurements that differ in seconds alone; its rounds are played only once.
 
     Raises:
         UserError: a measurement without traces.
     """
     by_rule: dict[Rule, Choice] = {}
     for one in measurements:
-        simulator = Simulator(one, seed, num_draws)
+        simulating = simulator.at(one) if simulator else Simulator(one, seed, num_draws)
         best_rule, *others = one.rules
         found: list[Candidate] = []
         num_simulated = 0
         for members in member_sets(one, grid):
             if among is None or (best_rule, members) in among:
-                best, num = _best_plan(members, simulator, grid)
+                best, num = _best_plan(members, simulating, grid)
                 num_simulated += num
                 found.append(best)
         if found:
-            by_rule[best_rule] = Choice(_fastest_first(found), num_simulated)
+            by_rule[best_rule] = Choice(fastest_first(found), num_simulated)
         for rule in others if found else ():
-            again = [_with_rule(candidate, rule, simulator) for candidate in found]
-            by_rule[rule] = Choice(_fastest_first(again), len(again))
+            again = [_with_rule(candidate, rule, simulating) for candidate in found]
+            by_rule[rule] = Choice(fastest_first(again), len(again))
     fastest = min(choice.best.seconds_per_token for choice in by_rule.values())
     chosen = next(
         choice
@@ -200,12 +203,13 @@ def choose_plan(
     return replace(
         chosen,
         num_simulated=sum(choice.num_simulated for choice in by_rule.values()),
-        other_rules=_fastest_first(one.best for one in by_rule.values() if one is not chosen),
+        other_rules=fastest_first(one.best for one in by_rule.values() if one is not chosen),
         windows=grid.windows,
     )
 
 
-def _fastest_first(candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:
+def fastest_first(candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:
+    """The same, sorted by their times."""
     return tuple(sorted(candidates, key=lambda one: one.seconds_per_token))
 
 
@@ -247,7 +251,7 @@ def choose_windows(
         trials += [WindowTrial(one, without, one is best) for one in tried[without.members]]
     return replace(
         choice,
-        by_members=_fastest_first(found),
+        by_members=fastest_first(found),
         num_simulated=num_simulated,
         window_trials=tuple(trials),
     )

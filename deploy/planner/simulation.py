@@ -26,6 +26,7 @@ The uniforms belong to positions: any two plans get the same one at the same pos
 
 import math
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, TypeVar
@@ -36,38 +37,14 @@ from polybasic.chain.errors import UserError
 from polybasic.chain.formats.plan import Flush, Ngram, Plan, Rule, Tree
 from polybasic.chain.kernels.drafts import Counts
 from polybasic.deploy.planner.measurements import Measurements, Values, num_candidates
+from polybasic.deploy.planner.prediction import Played, Predicted, predict
 from polybasic.deploy.rounds.flushing import AdaptiveFlushing
 
 NUM_DRAWS = 4
 """How often traces are simulated, each time with other uniforms, where draws are independent."""
-NGRAM = "ngram"
-"""Name of the n-gram drafts among members."""
 _Made = TypeVar("_Made")
 _LOG_NEVER = -1e4
 """Below the logarithm of any uniform, and small enough for exact differences of sums."""
-
-
-@dataclass(frozen=True)
-class Predicted:
-    """Predicted costs of a plan, averaged over all tokens of the traces.
-
-    Attributes:
-        seconds_per_token: without the prefill.
-        tokens_per_pass: of each verifying member, tokens gained by a pass, rejected ones included.
-        passes: of each member that runs a model, for each token of the answer.
-        rows_per_pass: of each verifying member; like `tokens_per_pass`, 0 without passes.
-        seconds_by_member: of each member, and of `NGRAM`, for each token of the answer.
-        overhead_seconds: of block rounds beyond their passes, for each token of the answer.
-        block_tokens: of each verifying member but the innermost, mean length of its blocks.
-    """
-
-    seconds_per_token: float
-    tokens_per_pass: dict[str, float]
-    passes: dict[str, float]
-    rows_per_pass: dict[str, float]
-    seconds_by_member: dict[str, float]
-    overhead_seconds: float
-    block_tokens: dict[str, float]
 
 
 def simulate(
@@ -114,6 +91,16 @@ class Simulator:
         self._seed = seed
         self._cached: dict[tuple[Any, ...], Any] = {}
 
+    def at(self, measurements: Measurements) -> "Simulator":
+        """A simulator at other costs, for which no plan is played twice.
+
+        Args:
+            measurements: the same, but for the seconds.
+        """
+        other = copy(self)
+        other.measurements = measurements
+        return other
+
     def run(self, plan: Plan) -> Predicted:
         """Simulate a plan.
 
@@ -121,6 +108,11 @@ class Simulator:
             UserError: the plan needs something that was not measured.
         """
         self._check_measured(plan)
+        played = self._memo(("played", plan.model_dump_json()), lambda: self._play(plan))
+        return predict(plan, played, self.measurements)
+
+    def _play(self, plan: Plan) -> Played:
+        """All rounds of a plan."""
         names = [name for name in plan.members if name in self.measurements.verifying]
         drafter = plan.members[-1] if len(names) < len(plan.members) else None
         stages = self._stages(plan, names, drafter)
@@ -131,7 +123,19 @@ class Simulator:
             for (start, end), limit in zip(self.spans, self.limits, strict=True):
                 stages[0].begin(start, end, limit)
                 stages[0].propose(start, limit, None, limit)
-        return self._predicted(names, stages, drafter)
+        tree = stages[-1]
+        assert isinstance(tree, _TreeStage)
+        return Played(
+            rows={name: one.rows_read() for name, one in zip(names, stages, strict=True)},
+            gained={name: one.num_gained() for name, one in zip(names, stages, strict=True)},
+            proposed={
+                name: one.num_proposed
+                for name, one in zip(names, stages, strict=False)
+                if isinstance(one, _BlockStage)
+            },
+            num_tokens=len(self._ends) * self.num_draws,
+            num_drafts=np.bincount(tree.rounds.depths[np.array(tree.visited, dtype=np.int64)]),
+        )
 
     def _check_measured(self, plan: Plan) -> None:
         rules = self.measurements.rules
@@ -194,16 +198,9 @@ class Simulator:
             copied = np.minimum(copied, copy_tokens)
             accepted = np.where(is_copied, copied, accepted)
             own_accepted = np.where(is_copied, copied, own_accepted)
-        draft_seconds = np.zeros(len(headroom))
-        if drafter is not None:
-            costs = self.measurements.drafts[drafter]
-            by_depth_seconds = [costs.at(depth, tree.top_k) for depth in range(tree.depth + 1)]
-            draft_seconds = np.array(by_depth_seconds)[depths]
         longest = np.minimum(headroom + 1, self._ends - positions)
         gains, own_gains = (np.minimum(one + 1, longest) for one in (accepted, own_accepted))
-        return _TreeRounds(
-            gains.tolist(), own_gains.tolist(), rows, depths, draft_seconds, ngram is not None
-        )
+        return _TreeRounds(gains.tolist(), own_gains.tolist(), rows, depths)
 
     def _ranks(self, what: str, drafter: str, name: str, tree: Tree) -> Counts:
         deepest = self.measurements.measured_depths(drafter, name)
@@ -259,52 +256,6 @@ class Simulator:
             extents += (is_cut.argmax(1) - np.arange(end - start)).tolist()
         return extents
 
-    def _predicted(
-        self,
-        names: list[str],
-        stages: list["_TreeStage | _BlockStage"],
-        drafter: str | None,
-    ) -> Predicted:
-        num_tokens = len(self._ends) * self.num_draws
-        passes: dict[str, float] = {}
-        gained: dict[str, float] = {}
-        rows_per_pass: dict[str, float] = {}
-        seconds: dict[str, float] = {}
-        block_tokens: dict[str, float] = {}
-        overhead = 0.0
-        for name, stage in zip(names, stages, strict=True):
-            rows, counts = stage.rows_read()
-            num_passes = int(counts.sum())
-            passes[name] = num_passes / num_tokens
-            gained[name] = stage.num_gained() / max(num_passes, 1)
-            rows_per_pass[name] = float(rows @ counts) / max(num_passes, 1)
-            costs = np.array([self._pass_seconds(name, one) for one in rows.tolist()])
-            seconds[name] = float(costs @ counts) / num_tokens
-            if isinstance(stage, _TreeStage):
-                rounds, at = stage.rounds, np.array(stage.visited, dtype=np.int64)
-                if drafter is not None:
-                    passes[drafter] = int(rounds.depths[at].sum()) / num_tokens
-                    seconds[drafter] = float(rounds.draft_seconds[at].sum()) / num_tokens
-                if rounds.looks_up_ngrams:
-                    seconds[NGRAM] = self.measurements.ngram_seconds * len(at) / num_tokens
-            else:
-                seconds_each = self.measurements.block_overhead_seconds[name]
-                overhead += seconds_each * num_passes / num_tokens
-                block_tokens[name] = stage.num_proposed / max(num_passes, 1)
-        return Predicted(
-            seconds_per_token=sum(seconds.values()) + overhead,
-            tokens_per_pass=gained,
-            passes=passes,
-            rows_per_pass=rows_per_pass,
-            seconds_by_member=seconds,
-            overhead_seconds=overhead,
-            block_tokens=block_tokens,
-        )
-
-    def _pass_seconds(self, name: str, rows: int) -> float:
-        costs = self.measurements.passes[name]
-        return self._memo(("pass", name, rows), lambda: costs.at(rows))
-
     def _confidences(self, name: str) -> tuple[list[float], list[float]]:
         """The flush's input at each position, while the block follows y and after that."""
 
@@ -350,16 +301,12 @@ class _TreeRounds:
         own_gains: tokens gained where it leaves y.
         rows: of the verification pass.
         depths: passes of the drafter.
-        draft_seconds: of these.
-        looks_up_ngrams: in every round.
     """
 
     gains: list[int]
     own_gains: list[int]
     rows: Counts
     depths: Counts
-    draft_seconds: Values
-    looks_up_ngrams: bool
 
 
 _WantsMore = Callable[[int, int], bool]
