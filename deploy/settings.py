@@ -76,6 +76,10 @@ class PlanSettings(Settings):
         120, description="of measuring; what does not fit is left out, and the plan says so"
     )
     temperature: Temperature = Field(0.0, description="that the plan is chosen for")
+    loads: tuple[Count, ...] = Field(
+        (1, 2, 4, 8, 16),
+        description="numbers of sequences at a time, each of which gets a plan; empty: none",
+    )
     seed: Seed = 0
     dtype: Dtype = Field("auto", description=_DTYPE)
     graphs: bool = Field(True, description=_GRAPHS)

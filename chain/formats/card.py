@@ -1,6 +1,7 @@
 """README.md of a chain: its model card, written from the manifest alone."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +145,23 @@ def shown_flush(plan: Plan, verifying: Iterable[str]) -> str:
     return "; ".join(f"{name} {_flush(plan.flush[name])}" for name in above) or "–"
 
 
+def shown_loads(measured: MeasuredPlan, verifying: Collection[str]) -> str:
+    """Plans by load for people: "1 or more: target → draft (depth 5, top 2, 6 rows); 9 or more:
+    target"; empty if there are none.
+
+    Args:
+        verifying: as `shown_members`.
+    """
+    parts: list[str] = []
+    first = 1
+    for plan, group in groupby(measured.by_load, lambda one: one.plan):
+        drafts = plan.members[-1] not in verifying
+        tree = f" ({shown_tree(plan.tree)})" if drafts else ""
+        parts.append(f"{first} or more: {shown_members(plan, verifying)}{tree}")
+        first = max(one.sequences for one in group) + 1
+    return "; ".join(parts)
+
+
 def _sees(window: Window | None) -> str:
     return "" if window is None else f" (sees {window.sinks} + {window.tokens:,})"
 
@@ -251,9 +269,15 @@ def _plans(manifest: Manifest) -> str:
             )
             for measured in manifest.plans
         ]
+        by_load = [
+            f"- {measured.hardware}, by number of sequences: {shown_loads(measured, verifying)}."
+            for measured in manifest.plans
+            if measured.by_load
+        ]
         parts = [
             "Chosen by measurement, one for each kind of machine:",
             _table(header, rows),
+            *(["\n".join(by_load)] if by_load else []),
             f"Elsewhere: {parts[0]}",
         ]
     return "\n\n".join(parts)

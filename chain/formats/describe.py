@@ -8,9 +8,9 @@ from rich import box
 from rich.table import Table
 
 from polybasic.chain.console import Console
-from polybasic.chain.formats.card import grown_note, member_source, shown_plan
+from polybasic.chain.formats.card import grown_note, member_source, shown_loads, shown_plan
 from polybasic.chain.formats.manifest import SCHEMA, read_manifest
-from polybasic.chain.formats.plan import Plan
+from polybasic.chain.formats.plan import MeasuredPlan, Plan
 from polybasic.chain.readable import readable_bytes, readable_count
 
 _RESULT_KEYS = ("tokens_per_second", "speedup_vs_target", "mean_accepted_length")
@@ -75,6 +75,8 @@ def print_chain(description: dict[str, Any], console: Console) -> None:
             f"plan for {measured['hardware']}: {_plan(measured['plan'], verifying)}; "
             f"predicted {1000 * measured['seconds_per_token']:.2f} ms a token"
         )
+        if by_load := shown_loads(MeasuredPlan.model_validate(measured), verifying):
+            console.print(f"by number of sequences: {by_load}")
     elsewhere = " elsewhere" if description["plans"] else ""
     console.print(f"plan{elsewhere}: {_plan(description['plan'], verifying)}")
     for title in ("quality", "training"):

@@ -5,15 +5,16 @@ numbers: an accepted length counts tokens of the finished answer for each pass o
 rejected tokens count as cost, and a pass time is the mean over the rows of the plan's passes.
 """
 
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
 from polybasic.chain.formats.plan import Plan
 from polybasic.deploy.planner.agreement import acceptance_between, candidates_by_depth
 from polybasic.deploy.planner.measurements import Measurements, PassCosts
+from polybasic.deploy.planner.prediction import Predicted
 from polybasic.deploy.planner.rules import rule_verdict, rules_compared
 from polybasic.deploy.planner.search import MIN_GAIN, Candidate, Choice
-from polybasic.deploy.planner.simulation import Predicted
 from polybasic.deploy.planner.theory import (
     Condition,
     accepted_length_moments,
@@ -24,13 +25,17 @@ from polybasic.deploy.planner.windows import window_verdict, windows_tried
 
 
 def explain(
-    choice: Choice, measurements: Measurements, budget: dict[str, Any] | None = None
+    choice: Choice,
+    measurements: Measurements,
+    budget: dict[str, Any] | None = None,
+    loads: Sequence[dict[str, Any]] = (),
 ) -> dict[str, Any]:
     """All reasons for and against a choice, as plain JSON.
 
     Args:
         budget: what `Budget.report` returned, and how often close plans were `timed_again`; None
             if there was no limit.
+        loads: what `polybasic.deploy.planner.loads.loads_compared` returned.
     """
     best, runner_up, alone = choice.best, choice.runner_up, choice.alone
     return {
@@ -74,6 +79,7 @@ def explain(
         ],
         "rules": rules_compared(choice),
         "windows": windows_tried(choice),
+        "loads": list(loads),
         "runner_up": None if runner_up is None else str(runner_up.members),
         "plan": best.plan.model_dump(mode="json"),
         "decision": decide(choice, measurements),

@@ -46,7 +46,7 @@ def time_finalists(
     timed: Counter[str] = Counter()
     prompts = cycle([one.prompt for one in calibration.answered])
     for _ in range(MAX_ROUNDS):
-        if len(finalists) == 1 and _shape(finalists[0].plan) in timed:
+        if len(finalists) == 1 and shape_of(finalists[0].plan) in timed:
             break
         plans = [one.plan for one in finalists] * num_turns
         if COST_TOKENS * sum(one.seconds_per_token for one in finalists) > budget.left(share):
@@ -61,7 +61,7 @@ def time_finalists(
                 calibration.sampling,
                 measured.by_rule(plan.rule)[1],
             )
-            timed[_shape(plan)] += 1
+            timed[shape_of(plan)] += 1
         measured = measured.with_costs()
         among = [(one.plan.rule, one.members) for one in finalists]
         left = choose_plan(measured.measurements, calibration.grid, among=among)
@@ -82,7 +82,7 @@ def close_to_best(choice: Choice) -> list[Candidate]:
     return sorted(close, key=lambda one: one.seconds_per_token)
 
 
-def _shape(plan: Plan) -> str:
+def shape_of(plan: Plan) -> str:
     """What the costs of its rounds depend on, in words."""
     tree, members = plan.tree, " -> ".join(plan.members)
     if plan.ngram is not None:

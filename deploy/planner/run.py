@@ -14,6 +14,8 @@ from polybasic.deploy.load import load_chain
 from polybasic.deploy.planner.budget import Budget
 from polybasic.deploy.planner.explanation import explain, shown_budget
 from polybasic.deploy.planner.finalists import time_finalists
+from polybasic.deploy.planner.load_costs import LoadTimer
+from polybasic.deploy.planner.loads import choose_by_load, loads_compared
 from polybasic.deploy.planner.measurements import Measurements
 from polybasic.deploy.planner.rules import rules_to_compare
 from polybasic.deploy.planner.search import Choice, choose_plan
@@ -22,6 +24,9 @@ from polybasic.deploy.planner.windows import try_windows
 from polybasic.deploy.prompts import Question, choose_fitting, read_questions
 from polybasic.deploy.rounds.sampling import Sampling
 from polybasic.deploy.settings import PlanSettings
+
+LOADS_SHARE = 0.25
+"""Of the budget, that is left for plans of several sequences."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +71,8 @@ def plan_loaded(
         clock: seconds since any moment, by which `settings.max_seconds` are counted.
     """
     budget = Budget(settings.max_seconds, clock)
+    if settings.loads:
+        budget.max_seconds *= 1 - LOADS_SHARE
     calibration = answer_prompts(
         chain.engine,
         _prompts(chain, settings),
@@ -82,6 +89,9 @@ def plan_loaded(
     choice = choose_plan(measured.measurements, settings.grid)
     measured, choice, timed_again = time_finalists(measured, choice, budget, say)
     choice = try_windows(measured, choice, budget, say)
+    budget.max_seconds = settings.max_seconds
+    timer = LoadTimer(measured.calibration)
+    by_load = choose_by_load(measured, choice, settings.loads, timer, budget, say)
     measurements, _ = measured.by_rule(choice.rule)
     spent = {**budget.report(), "timed_again": timed_again}
     say(f"plan: {shown_budget(spent)}")
@@ -96,7 +106,8 @@ def plan_loaded(
         others=tuple(
             PredictedPlan(plan=one.plan, seconds_per_token=one.seconds_per_token) for one in others
         ),
-        explanation=explain(choice, measurements, spent),
+        by_load=tuple(one.planned() for one in by_load),
+        explanation=explain(choice, measurements, spent, loads_compared(by_load)),
     )
     return Planning(planned, choice, measured.measurements)
 

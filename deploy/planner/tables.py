@@ -38,6 +38,8 @@ def render(explanation: dict[str, Any]) -> list[RenderableType]:
         shown.append(_rule_table(explanation))
     if explanation["windows"]:
         shown.append(_window_table(explanation))
+    if explanation["loads"]:
+        shown.append(_load_table(explanation))
     if explanation["budget"] is not None:
         shown.append(shown_budget(explanation["budget"]))
     return [*shown, _members_table(explanation), f"decision: {explanation['decision']}"]
@@ -149,6 +151,22 @@ def _window_table(explanation: dict[str, Any]) -> Table:
             f"{1e3 * one['seconds_per_token_without']:.3f}",
             f"{1e3 * one['seconds_per_token_with']:.3f}",
             "yes" if one["is_taken"] else "no",
+        )
+    return table
+
+
+def _load_table(explanation: dict[str, Any]) -> Table:
+    columns = ["sequences", "plan", "tokens/s", "alone", "plan of 1"]
+    table = _table(
+        "best plan by number of sequences; tokens/s of all, beside the target alone", columns
+    )
+    table.columns[1].justify = "left"
+    for one in explanation["loads"]:
+        seconds = ("seconds_per_token", "seconds_of_target_alone", "seconds_of_plan_of_one")
+        table.add_row(
+            str(one["sequences"]),
+            f"{one['members']}\n{one['shape']}",
+            *(f"{1 / one[key]:.3g}" for key in seconds),
         )
     return table
 

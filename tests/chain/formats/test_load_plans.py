@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
+from rich.console import Console
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.card import record_plan
+from polybasic.chain.formats.describe import describe_chain, print_chain
 from polybasic.chain.formats.manifest import read_manifest
 from polybasic.chain.formats.plan import LoadPlan, MeasuredPlan, Plan, Tree
 
@@ -51,6 +53,13 @@ def test_plans_by_load_are_recorded_and_read(tiny_chain: Path) -> None:
     plans = by_load(_1=drafting(8), _2=ALONE)
     record_plan(tiny_chain, plans)
     assert read_manifest(tiny_chain).plan_for("a machine") == plans
+    shown = "1 or more: target → draft (depth 2, top 2, 8 rows); 2 or more: target"
+    assert f"- a machine, by number of sequences: {shown}." in (tiny_chain / "README.md").read_text(
+        "utf-8"
+    )
+    console = Console(width=200, record=True)
+    print_chain(describe_chain(tiny_chain), console)
+    assert f"by number of sequences: {shown}\n" in console.export_text()
     path = tiny_chain / "chain.json"
     content = json.loads(path.read_text())
     del content["sha256"], content["plans"][0]["by_load"]
