@@ -26,7 +26,7 @@ CARD_NAME = "README.md"
 _LIMITS = """\
 - The output distribution is the target's own, whatever the members below it propose; their
   quality decides the speed alone.
-- One stream at a time: speeds hold for batch size 1.
+- Speeds hold for one stream at a time, except where a number of sequences is named.
 - Speeds hold for the hardware, prompts and settings named here. `polybasic bench` measures yours.
 - The target's licence and terms of use hold for the chain."""
 
