@@ -168,6 +168,7 @@ def load_of(
     clients: int,
     seconds: float | None = None,
     warm_up: float = 0.0,
+    least: int = 0,
 ) -> Load:
     """Let clients ask, each the next request when it has its answer, on a new connection.
 
@@ -177,18 +178,24 @@ def load_of(
         seconds: that are measured, None for all; afterwards no request is begun, and those in
             flight are answered.
         warm_up: seconds before the measured ones.
+        least: answers to requests of the measured time, which lasts until there are so many.
     """
     raw: list[tuple[Body, float, list[tuple[float, bytes]]]] = []
     refused: list[tuple[Body, str]] = []
     begin, taking = time.perf_counter() + warm_up, Lock()
     until = math.inf if seconds is None else begin + seconds
+    ends: list[float] = []
+
+    def next_body() -> Body | None:
+        with taking:
+            now = time.perf_counter()
+            if now < until or sum(sent >= begin for _, sent, _ in raw) < least:
+                return next(bodies, None)
+            ends.append(now)
+            return None
 
     def ask_until_the_end() -> None:
-        while time.perf_counter() < until:
-            with taking:
-                body = next(bodies, None)
-            if body is None:
-                return
+        while (body := next_body()) is not None:
             sent = time.perf_counter()
             try:
                 raw.append((body, sent, _asked(url, body)))
@@ -198,7 +205,7 @@ def load_of(
     with ThreadPoolExecutor(clients) as pool:
         for asking in [pool.submit(ask_until_the_end) for _ in range(clients)]:
             asking.result()
-    end = min(until, time.perf_counter())
+    end = max(until, ends[0]) if least and ends else min(until, time.perf_counter())
     received = []
     for body, sent, parts in raw:
         try:

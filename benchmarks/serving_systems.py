@@ -21,6 +21,8 @@ COMPLETIONS = "/v1/completions"
 MODEL = "chain"
 OURS = "polybasic"
 LLAMA = "llama-server"
+LEAST_ANSWERS = 20
+"""Of a measured time, for its percentiles."""
 LLAMA_DRAFTS = {
     "": "",
     ", draft Q4_0 x4": "--spec-type draft-simple --spec-draft-n-max 4 --spec-draft-model {Q4_0}",
@@ -64,7 +66,8 @@ class System:
             **self.more,
         }
         bodies = ({**shared, "prompt": prompt} for prompt in prompts)
-        found = load_of(self.server.url + COMPLETIONS, bodies, clients, seconds, warm_up)
+        least = 0 if seconds is None else LEAST_ANSWERS
+        found = load_of(self.server.url + COMPLETIONS, bodies, clients, seconds, warm_up, least)
         lengths = (one.num_tokens for one in found.received)
         wrong = [why for _, why in found.refused]
         wrong += [f"{length} tokens" for length in lengths if length != num_tokens]

@@ -137,6 +137,10 @@ def test_no_request_begins_after_the_time(address: str) -> None:
     assert len(found.first_seconds) < len(found.received)
     assert max(one.sent for one in found.received) < found.end
     assert found.tokens_per_second > 0
+    longer = load.load_of(address, bodies(), 2, seconds=0.001, least=50)
+    assert 50 <= len(longer.received) <= 52
+    assert longer.end - longer.begin > 0.001
+    assert 50 <= len(longer.first_seconds) <= 51
 
 
 def test_a_system_without_its_answers_is_no_figure(address: str) -> None:
