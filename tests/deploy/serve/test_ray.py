@@ -1,5 +1,6 @@
 """Replicas behind one address: streams, conversations that stay in place, a lost replica."""
 
+import asyncio
 import json
 import re
 import shutil
@@ -14,6 +15,7 @@ from typing import Any
 import httpx2
 import pytest
 from click import UsageError
+from fastapi.testclient import TestClient
 
 from polybasic.chain.formats.package import Part
 from polybasic.chain.formats.plan import Plan, Tree
@@ -67,6 +69,72 @@ def test_a_bad_argument_is_one_line(args: dict[str, str], said: str) -> None:
         replicas.app(args)
     assert said in refused.value.message
     assert "\n" not in refused.value.message
+
+
+class Scripted:
+    """A handle whose replica sends some messages, and then fails or waits."""
+
+    def __init__(self, sent: list[dict[str, Any]], end: Exception | None) -> None:
+        self.sent, self.end, self.is_cancelled = sent, end, False
+
+    def options(self, **_: Any) -> "Scripted":
+        return self
+
+    def remote(self, *_: Any) -> "Scripted":
+        return self
+
+    def cancel(self) -> None:
+        self.is_cancelled = True
+
+    def __aiter__(self) -> "Scripted":
+        return self
+
+    async def __anext__(self) -> list[dict[str, Any]]:
+        if self.sent:
+            return [self.sent.pop(0)]
+        if self.end is None:
+            await asyncio.sleep(60)
+        raise self.end or StopAsyncIteration
+
+
+def through_ingress(handle: Scripted) -> Any:
+    settings = replicas.ReplicaSettings(chain=".", model_names=("tiny",), request_seconds=0.1)
+    ingress = replicas.Ingress(handle, settings)
+    with TestClient(ingress.__serve_build_asgi_app__()) as client:
+        return client.post("/v1/completions", json={"prompt": "w1"})
+
+
+LOST = ray.exceptions.ActorDiedError()
+
+
+@pytest.mark.parametrize(
+    ("end", "status", "code"),
+    [
+        (LOST, 502, "replica_lost"),
+        (ray.serve.exceptions.BackPressureError(3, 3), 503, "queue_full"),
+        (None, 504, "request_timeout"),
+        (ValueError("a secret"), 500, "internal_error"),
+    ],
+)
+def test_what_ends_before_it_began_is_an_error(
+    end: Exception | None, status: int, code: str
+) -> None:
+    handle = Scripted([], end)
+    response = through_ingress(handle)
+    assert (response.status_code, response.json()["error"]["code"]) == (status, code)
+    assert ("retry-after" in response.headers) == (status in (502, 503))
+    assert handle.is_cancelled == (status == 504)
+    assert "secret" not in response.text
+
+
+def test_a_stream_that_is_lost_ends_with_an_error() -> None:
+    headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
+    start = {"type": "http.response.start", "status": 200, "headers": headers}
+    piece = {"type": "http.response.body", "body": b"data: {}\n\n", "more_body": True}
+    response = through_ingress(Scripted([start, piece], LOST))
+    first, last = response.text.strip().split("\n\n")
+    assert first == "data: {}"
+    assert json.loads(last.removeprefix("data: "))["error"]["code"] == "replica_lost"
 
 
 @pytest.fixture(scope="module")
