@@ -121,7 +121,7 @@ $(WHEELS_INSTALLED): .ci/wheels.py
 	@touch $@
 
 lock: $(LOCK_INSTALLED)
-	$(COMPILE) --generate-hashes --extra train --extra report --output-file requirements.lock
+	$(COMPILE) --generate-hashes --extra train --extra report --extra serve --output-file requirements.lock
 	$(COMPILE) --output-file $(LOCK_VENV)/runtime.txt
 	$(LOCK_BIN)/cyclonedx-py requirements --output-reproducible --pyproject pyproject.toml \
 	    --output-file sbom.json $(LOCK_VENV)/runtime.txt
