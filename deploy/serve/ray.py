@@ -49,6 +49,8 @@ _METHODS = ["GET", "HEAD", "POST", "OPTIONS"]
 _PASSED_ON = ("type", "http_version", "method", "path", "raw_path", "query_string", "scheme")
 _UNBOUNDED = 100_000
 """Requests in an ingress: those for whom there is no place are told so at once."""
+_METRICS_SECONDS = 10
+"""A replica that has no place for the question tells once an answer has ended."""
 _BEGINNING = 64
 """Characters of a text, or as many of its token ids, by which its continuations are known."""
 
@@ -197,7 +199,7 @@ class Ingress:
         """Of all replicas, each with its name as label."""
         try:
             found = self._replicas.broadcast("metrics", _scope(request))
-            answers = await found.results_async(timeout_s=5)
+            answers = await found.results_async(timeout_s=_METRICS_SECONDS)
         except (RayActorError, DeploymentUnavailableError, TimeoutError) as error:
             raise _lost() from error
         for _, status, body in answers:

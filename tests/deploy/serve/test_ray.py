@@ -8,7 +8,7 @@ import socket
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,8 @@ ray = pytest.importorskip("ray", reason="the extra ray is not installed")
 serve = pytest.importorskip("ray.serve", reason="the extra ray is not installed")
 replicas = pytest.importorskip("polybasic.deploy.serve.ray")
 
-SEQUENCES, ONGOING = 2, 3
-LONG = 600
+SEQUENCES, ONGOING = 4, 5
+LONG, SHORT = 1200, 150
 SETTINGS: dict[str, Any] = {"temperature": 1, "ignore_eos": True}
 
 
@@ -279,33 +279,41 @@ def test_a_conversation_stays_where_its_prefix_is(cluster: httpx2.Client) -> Non
 def test_a_replica_that_is_killed_loses_what_it_was_answering_and_nothing_else(
     long_chain: Path, cluster: httpx2.Client
 ) -> None:
-    numbers = range(12)
-    loaded = load_chain(long_chain)
-    texts = [
-        loaded.generate(f"w{n}", max_new_tokens=LONG, seed=n, **SETTINGS).text for n in numbers
-    ]
-    with ThreadPoolExecutor(len(numbers)) as pool:
-        asked = [
-            pool.submit(ask, cluster, f"w{n}", seed=n, max_tokens=LONG, stream=n % 2 == 0)
-            for n in numbers
-        ]
+    lengths: list[int] = []
+    asked: list[Future[httpx2.Response]] = []
+
+    with ThreadPoolExecutor(32) as pool:
+
+        def submit(length: int) -> None:
+            n = len(asked)
+            settings = {"seed": n, "max_tokens": length, "stream": n % 2 == 0}
+            asked.append(pool.submit(ask, cluster, f"w{n}", **settings))
+            lengths.append(length)
+
         running: dict[str, float] = {}
-        while not running or min(running.values()) < SEQUENCES:
-            running = by_replica(cluster, "num_requests_running")
-            assert not all(one.done() for one in asked)
-        victim = min(running)
-        ray.kill(ray.get_actor(actor_of(victim), namespace="serve"))
+        while min(running.values(), default=0) == 0:
+            submit(LONG)
+            while sum(running.values()) < len(asked):
+                running = by_replica(cluster, "num_requests_running")
+                assert not any(one.done() for one in asked)
+        # more than both can take
+        for _ in range(2 * ONGOING + 4):
+            submit(SHORT)
+        by_replica(cluster, "num_requests_running")  # a full replica tells once it is no more
+        ray.kill(ray.get_actor(actor_of(max(running, key=lambda name: running[name])), "serve"))
         responses = [one.result() for one in asked]
-    lost = 0
-    for number, response in zip(numbers, responses, strict=True):
-        is_stream = number % 2 == 0
-        if response.status_code == 502 or (is_stream and "replica_lost" in response.text):
-            error = response.json() if response.status_code == 502 else events(response)[-1]
+    loaded, num_lost = load_chain(long_chain), 0
+    for n, (length, response) in enumerate(zip(lengths, responses, strict=True)):
+        if "replica_lost" in response.text:
+            is_whole = response.status_code == 502
+            error = response.json() if is_whole else events(response)[-1]
             assert error["error"]["code"] == "replica_lost"
-            lost += 1
+            num_lost += 1
         else:
-            assert (streamed if is_stream else answer)(response) == texts[number]
-    assert 1 <= lost <= ONGOING
+            text = (answer if n % 2 else streamed)(response)
+            settings = {**SETTINGS, "seed": n, "max_new_tokens": length}
+            assert text == loaded.generate([message(f"w{n}")], **settings).text
+    assert 1 <= num_lost <= ONGOING
     assert answer(ask(cluster, "w1")) == answer(ask(cluster, "w1"))
 
 
