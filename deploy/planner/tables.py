@@ -166,7 +166,7 @@ def _load_table(explanation: dict[str, Any]) -> Table:
         table.add_row(
             str(one["sequences"]),
             f"{one['members']}\n{one['shape']}",
-            *(f"{1 / one[key]:.3g}" for key in seconds),
+            *(f"{1 / one[key]:,.{0 if one[key] < 0.01 else 1}f}" for key in seconds),
         )
     return table
 
