@@ -47,6 +47,9 @@ def serve(
     max_num_seqs: Annotated[
         int, typer.Option(min=1, help="Answers at a time, each with caches of its own.")
     ] = 16,
+    device: Annotated[
+        str | None, typer.Option(help="cpu or cuda.  [default: cuda if there is one]")
+    ] = None,
     dtype: Annotated[
         str | None,
         typer.Option(help="bfloat16, float16 or float32.  [default: as stored, if fast here]"),
@@ -101,7 +104,7 @@ def serve(
 
     listening = bound(host, port)
     options: dict[str, Any] = {"dtype": dtype, "context_tokens": max_model_len, "say": note}
-    options["sequences"] = max_num_seqs
+    options |= {"sequences": max_num_seqs, "device": device}
     loaded = load_chain(chain, graphs=not no_graphs, plan=_plan(plan), **options)
     if not served_model_name:
         settings = settings.model_copy(update={"model_names": (_name(loaded),)})
