@@ -206,6 +206,17 @@ def test_independent_draws_are_for_one_sequence_alone() -> None:
     assert [rows_of(one.best.plan) for one in found] == [8, 1]
 
 
+def test_sequences_change_their_plan_only_for_a_clearly_faster_one() -> None:
+    last = found_by(Timer(reads_weights))[-1]
+    fastest = last.choice.best
+    assert last.best is fastest
+    assert last.plan_of_one.plan != fastest.plan
+    as_fast = replace(
+        last.plan_of_one, predicted=fastest.predicted, measurements=fastest.measurements
+    )
+    assert replace(last, plan_of_one=as_fast).best is as_fast
+
+
 def test_plans_by_load_are_shown_in_eighty_columns() -> None:
     measured = measured_on(reads_weights)
     choice = choose_plan(measured.measurements, GRID)
