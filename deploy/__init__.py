@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from polybasic.deploy.chain import Chain, Options, Sampling
-    from polybasic.deploy.live import Generation, LiveAnswer, Piece
+    from polybasic.deploy.live import Generation, LiveAnswer
     from polybasic.deploy.load import load_chain
-    from polybasic.deploy.request import Statistics
+    from polybasic.deploy.request import Piece, Statistics
     from polybasic.deploy.rounds.logprobs import TokenLogprobs
     from polybasic.deploy.slots import BusyError
 
@@ -17,7 +17,7 @@ _MODULES = {
     "Generation": "live",
     "LiveAnswer": "live",
     "Options": "chain",
-    "Piece": "live",
+    "Piece": "request",
     "Sampling": "chain",
     "Statistics": "request",
     "TokenLogprobs": "rounds.logprobs",

@@ -11,10 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from polybasic.chain.errors import UserError
 from polybasic.chain.formats.plan import Plan
 from polybasic.deploy.drafters.interface import Drafter
-from polybasic.deploy.request import Request, Statistics
+from polybasic.deploy.request import Piece, Request, Statistics, unfinished
 from polybasic.deploy.rounds.finite import not_finite
 from polybasic.deploy.rounds.logprobs import TokenLogprobs
 from polybasic.deploy.rounds.noise import Noise
@@ -45,23 +44,6 @@ class Host(Protocol):
         """Free the sequences of requests that are over."""
 
 
-@dataclass(frozen=True)
-class Gain:
-    """What one round of the target gained.
-
-    Attributes:
-        tokens: none in a last gain that has only text.
-        proposers: for each token, the member that proposed it first.
-        logprobs: for each token, if they were asked for.
-        text: that became complete.
-    """
-
-    tokens: list[int]
-    proposers: list[str] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    text: str = ""
-
-
 class Running:
     """A request that has a sequence.
 
@@ -69,7 +51,7 @@ class Running:
 
     Attributes:
         request: with the plan that it runs by now.
-        gains: that were not taken yet.
+        pieces: that were not taken yet.
         waiting: the pass that it waits for; None before it has started and after its end.
         error: that ended it.
         prompt_logprobs: of the prompt's tokens but the first, if they were asked for.
@@ -78,7 +60,7 @@ class Running:
     def __init__(self, request: Request, slot: Slot, engine: Host, runs_ahead: bool) -> None:
         self.request, self.slot, self._engine = request, slot, engine
         self._runs_ahead = runs_ahead
-        self.gains: deque[Gain] = deque()
+        self.pieces: deque[Piece] = deque()
         self.waiting: Pass | None = None
         self.error: BaseException | None = None
         self.prompt_logprobs: list[TokenLogprobs] = []
@@ -95,7 +77,7 @@ class Running:
     @property
     def wants_to_run(self) -> bool:
         """Whether a pass would bring it forward."""
-        return not self.is_over and (self._runs_ahead or not self.gains)
+        return not self.is_over and (self._runs_ahead or not self.pieces)
 
     @property
     def statistics(self) -> Statistics:
@@ -107,17 +89,12 @@ class Running:
         if self.error is not None:
             raise self.error
         if self._statistics is None:
-            raise UserError(
-                "no statistics", "an answer that has not ended", "take all of its parts"
-            )
+            raise unfinished()
         return self._statistics
 
-    def take(self) -> list[Gain]:
-        """What was gained since the last call."""
-        taken = []
-        while self.gains:
-            taken.append(self.gains.popleft())
-        return taken
+    def take(self) -> list[Piece]:
+        """What was made since the last call."""
+        return [self.pieces.popleft() for _ in range(len(self.pieces))]
 
     def close(self) -> None:
         """Give the rest up; the sequence is free after the pass that is under way."""
@@ -181,9 +158,10 @@ class Running:
             num_left -= len(tokens)
             text = "" if request.text is None else request.text.take()
             num, seconds = len(tokens), time.perf_counter() - self._begin
-            self.gains.append(Gain(tokens, block.proposers[:num], block.logprobs[:num], text))
+            members, logprobs = block.proposers[:num], block.logprobs[:num]
+            self.pieces.append(Piece(text, tokens, members, logprobs))
         if request.text is not None and (rest := request.text.finish()):
-            self.gains.append(Gain([], text=rest))
+            self.pieces.append(Piece(rest, [], [], []))
         self._count()
         costs = self._costs
         self._statistics = Statistics(
@@ -264,8 +242,6 @@ def choose(running: Sequence[Running]) -> list[Running]:
     lowest = max(waiting, key=lambda one: _depth(one))
     assert lowest.waiting is not None
     kind = lowest.waiting.kind
-    if kind is None:
-        return [lowest]
     return [one for one in waiting if one.waiting is not None and one.waiting.kind == kind]
 
 

@@ -1,6 +1,6 @@
 """A chain, loaded: text in, text out, with what it cost."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, TypedDict, Unpack, cast, get_args
 
@@ -17,16 +17,9 @@ from polybasic.chain.formats.plan import MeasuredPlan, Plan, PredictedPlan, Rule
 from polybasic.chain.formats.verify import CheckedChain
 from polybasic.chain.settings import Settings, Whole, arguments
 from polybasic.deploy.engine import Engine
-from polybasic.deploy.live import (
-    MAX_LOGPROBS,
-    Generation,
-    LiveAnswer,
-    Piece,
-    pieces_of,
-)
+from polybasic.deploy.live import MAX_LOGPROBS, Generation, LiveAnswer
 from polybasic.deploy.memory import Memory
-from polybasic.deploy.request import Answer, Request
-from polybasic.deploy.rounds.logprobs import TokenLogprobs
+from polybasic.deploy.request import Answer, Piece, Request, Statistics
 from polybasic.deploy.rounds.sampling import Sampling
 from polybasic.deploy.rounds.stopping import AnswerText
 
@@ -158,17 +151,15 @@ class Chain:
             UserError: a setting out of range, members that cannot run, what does not fit the
                 context, or too many answers at a time.
         """
-        prompt_logprobs: list[TokenLogprobs] = []
-        request = self._asked(prompt, **options)
-        answer = Answer(pieces_of(self.engine, request, prompt_logprobs))
-        pieces = list(answer)
+        running = self.engine.begin(self._asked(prompt, **options))
+        pieces = list(self.engine.pieces_of(running))
         return Generation(
             "".join(piece.text for piece in pieces),
             [token for piece in pieces for token in piece.token_ids],
-            answer.statistics,
+            running.statistics,
             [member for piece in pieces for member in piece.members],
             [one for piece in pieces for one in piece.logprobs],
-            prompt_logprobs,
+            running.prompt_logprobs,
         )
 
     def stream(self, prompt: Prompt, **options: Unpack[Options]) -> Answer[Piece]:
@@ -178,7 +169,7 @@ class Chain:
         has ended or is closed, it has a sequence of its own; it goes on when its next piece, or
         that of another stream, is asked for, and never more than a piece ahead.
         """
-        return Answer(pieces_of(self.engine, self._asked(prompt, **options), []))
+        return Answer(self._pieces(self._asked(prompt, **options)))
 
     def begin(self, prompt: Prompt, **options: Unpack[Options]) -> LiveAnswer:
         """As `stream`, for a server: the answer is run by `step`, and ahead of what is taken.
@@ -322,6 +313,9 @@ class Chain:
         )
         self.engine.check(request)
         return request
+
+    def _pieces(self, request: Request) -> Generator[Piece, None, Statistics]:
+        return (yield from self.engine.pieces_of(self.engine.begin(request)))
 
     def _plan_of(self, plan: Plan | None, members: Sequence[str] | None) -> Plan:
         """The plan that is asked for by itself, by its members or not at all."""

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Collection, Generator, Iterator
+from contextlib import closing
 from dataclasses import replace
 
 import torch
@@ -19,7 +20,7 @@ from polybasic.deploy.graphs.device_stages import (
     RoundParts,
 )
 from polybasic.deploy.graphs.drawing import DeviceSampler, draws_on_device
-from polybasic.deploy.request import Answer, Request, Statistics
+from polybasic.deploy.request import Answer, Piece, Request, Statistics
 from polybasic.deploy.rounds.noise import Noise
 from polybasic.deploy.rounds.passes import alone, run_together
 from polybasic.deploy.rounds.sampling import (
@@ -129,6 +130,17 @@ class Engine:
             one = Running(request, slot, self, runs_ahead)
             self._running.append(one)
         return one
+
+    def pieces_of(self, running: Running) -> Generator[Piece, None, Statistics]:
+        """The pieces of a request that was begun, made as they are asked for."""
+        try:
+            while not running.is_over or running.pieces:
+                yield from running.take()
+                if not running.is_over and not running.pieces:
+                    self.step()
+            return running.statistics
+        finally:
+            running.close()
 
     def step(self) -> bool:
         """Run one pass, for all sequences that wait for it; False if none waits for any."""
@@ -249,17 +261,12 @@ class Engine:
         return self.slots.first
 
     def _tokens_of(self, request: Request) -> Generator[list[int], None, Statistics]:
-        one = self.begin(request)
-        try:
-            while not one.is_over or one.gains:
-                for gain in one.take():
-                    if gain.tokens:
-                        yield gain.tokens
-                if not one.is_over and not one.gains:
-                    self.step()
-            return one.statistics
-        finally:
-            one.close()
+        running = self.begin(request)
+        with closing(self.pieces_of(running)) as pieces:
+            for piece in pieces:
+                if piece.token_ids:
+                    yield piece.token_ids
+        return running.statistics
 
     def _reap(self) -> None:
         for one in [one for one in self._running if one.is_over]:

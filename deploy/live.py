@@ -1,11 +1,9 @@
 """Answers while they are made: text, tokens, and which member proposed them."""
 
-from collections.abc import Generator
 from dataclasses import dataclass
 
-from polybasic.deploy.batching import Gain, Running
-from polybasic.deploy.engine import Engine
-from polybasic.deploy.request import Request, Statistics
+from polybasic.deploy.batching import Running
+from polybasic.deploy.request import Piece, Statistics
 from polybasic.deploy.rounds.logprobs import TokenLogprobs
 
 MAX_LOGPROBS = 20
@@ -34,21 +32,6 @@ class Generation:
     prompt_logprobs: list[TokenLogprobs]
 
 
-@dataclass(frozen=True)
-class Piece:
-    """A part of an answer while it is made.
-
-    `text` may be empty: in the middle of a character, or where a stop string may have begun. What
-    was held back comes with a last piece, which has no tokens. The lists have an entry for each
-    token, as those of `Generation`.
-    """
-
-    text: str
-    token_ids: list[int]
-    members: list[str]
-    logprobs: list[TokenLogprobs]
-
-
 class LiveAnswer:
     """An answer that has a sequence of the engine; made by `Chain.begin`, run by `Chain.step`.
 
@@ -62,7 +45,7 @@ class LiveAnswer:
 
     def take(self) -> list[Piece]:
         """What was made since the last call. Neither computes nor waits."""
-        return [_piece(gain) for gain in self._running.take()]
+        return self._running.take()
 
     @property
     def is_over(self) -> bool:
@@ -96,28 +79,3 @@ class LiveAnswer:
     def close(self) -> None:
         """Give the rest up; its sequence is free after the pass that is under way."""
         self._running.close()
-
-
-def pieces_of(
-    engine: Engine, request: Request, into: list[TokenLogprobs]
-) -> Generator[Piece, None, Statistics]:
-    """The pieces of an answer, made as they are asked for.
-
-    Args:
-        into: gets the log-probabilities of the prompt.
-    """
-    running = engine.begin(request)
-    try:
-        while not running.is_over or running.gains:
-            for gain in running.take():
-                yield _piece(gain)
-            if not running.is_over and not running.gains:
-                engine.step()
-        into += running.prompt_logprobs
-        return running.statistics
-    finally:
-        running.close()
-
-
-def _piece(gain: Gain) -> Piece:
-    return Piece(gain.text, gain.tokens, gain.proposers, gain.logprobs)

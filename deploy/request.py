@@ -6,6 +6,7 @@ from typing import Generic, TypeVar
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.plan import Plan
+from polybasic.deploy.rounds.logprobs import TokenLogprobs
 from polybasic.deploy.rounds.sampling import Sampling
 from polybasic.deploy.rounds.stages import Proposals
 from polybasic.deploy.rounds.stopping import AnswerText, StoppedBy
@@ -98,6 +99,30 @@ class Statistics:
         return self.num_tokens / next(iter(self.forward_passes.values()))
 
 
+@dataclass(frozen=True)
+class Piece:
+    """A part of an answer while it is made.
+
+    `text` may be empty: in the middle of a character, or where a stop string may have begun. What
+    was held back comes with a last piece, which has no tokens.
+
+    Attributes:
+        members: for each token, the member that proposed it first: the target where it drew a
+            token that was not proposed, "ngram" for a copy.
+        logprobs: for each token, if they were asked for.
+    """
+
+    text: str
+    token_ids: list[int]
+    members: list[str]
+    logprobs: list[TokenLogprobs]
+
+
+def unfinished() -> UserError:
+    """The error of asking what an answer cost before its end."""
+    return UserError("no statistics", "an answer that has not ended", "take all of its parts")
+
+
 class Answer(Iterator[Part], Generic[Part]):
     """An answer's parts, made as they are asked for.
 
@@ -130,7 +155,5 @@ class Answer(Iterator[Part], Generic[Part]):
             UserError: its end has not been reached.
         """
         if self._statistics is None:
-            raise UserError(
-                "no statistics", "an answer that has not ended", "take all of its parts"
-            )
+            raise unfinished()
         return self._statistics

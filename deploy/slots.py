@@ -191,10 +191,10 @@ class Slots:
         if self.reuses and may_reuse:
             known = tokens[:-1]
             num_held = slot.num_known(known)
-            other = max(self.made, key=lambda one: one.num_known(known))
-            if other.num_known(known) >= num_held + MIN_COPIED_TOKENS:
-                num_held = other.num_known(known)
-                slot.copy_from(other, num_held)
+            nums = [one.num_known(known) for one in self.made]
+            if max(nums) >= num_held + MIN_COPIED_TOKENS:
+                num_held = max(nums)
+                slot.copy_from(self.made[nums.index(num_held)], num_held)
         slot.hold(list(tokens), num_held)
 
     def make(self) -> Slot:

@@ -49,7 +49,7 @@ class LoadTimer:
         prompts = islice(cycle(one.prompt for one in self._calibration.answered), sequences)
         running = [self._begin(prompt, plan) for prompt in prompts]
         try:
-            while not all(one.gains for one in running):
+            while not all(one.pieces for one in running):
                 self._step(running)
             shares = _Shares(plan, list(self._engine.verifiers))
             while not shares.are_enough(sequences) and _all_active(running):

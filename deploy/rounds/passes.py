@@ -26,7 +26,7 @@ class Pass(Protocol):
 
     @property
     def kind(self) -> Hashable:
-        """Passes of one kind can be run together; those of kind None only alone."""
+        """Passes of one kind can be run together."""
 
     def run(self) -> Any:
         """The result, of this pass alone."""

@@ -125,13 +125,13 @@ class Verifier:
             self.num_rows += len(token_ids)
             with self.clock.running(num_passes=1):
                 return passes.read(token_ids, self.window, self.feature_layers)
-        return self._forward(token_ids, self.rows_of(list(token_ids)))
+        return read_together([self], [list(token_ids)])[0]
 
     def read_tree(self, tree: DraftTree) -> Tensor:
         """States [R, W] of a tree's rows; each sees the committed rows and its ancestors."""
         if len(tree) == 1:
             return self.read(tree.tokens)
-        return self._forward(tree.tokens, self.rows_of(tree))
+        return read_together([self], [tree])[0]
 
     def logits(self, states: Tensor) -> Tensor:
         """Logits [R, V] in the decoder's dtype."""
@@ -162,14 +162,6 @@ class Verifier:
             rows = consecutive_rows(start, len(read), self.window)
         assert rows.end <= self.cache.capacity, f"{rows.end} of {self.cache.capacity} rows"
         return rows
-
-    def _forward(self, token_ids: Sequence[int], rows: Rows) -> Tensor:
-        ids = torch.tensor(token_ids, device=self.decoder.device)
-        self.num_rows += len(token_ids)
-        with self.clock.running(num_passes=1):
-            return self.decoder.forward(
-                ids, [self.cache.layers], [rows], feature_layers=self.feature_layers
-            )
 
 
 def read_together(

@@ -144,18 +144,19 @@ class Sampling:
         return {name: value for name, value in values.items() if value}
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Check that the logit bias names tokens of a vocabulary.
+        """Check that the logit bias and the tokens held back are of a vocabulary.
 
         Raises:
-            UserError: it names a token outside of it.
+            UserError: one is not.
         """
-        for token in self.logit_bias:
-            if token >= vocab_size:
-                raise UserError(
-                    "token outside of the vocabulary",
-                    f"logit_bias of id {token} of {vocab_size}",
-                    "name ids of the chain's tokenizer",
-                )
+        for where, tokens in (("logit_bias", self.logit_bias), ("stop token", self.held_back)):
+            for token in tokens:
+                if token >= vocab_size:
+                    raise UserError(
+                        "token outside of the vocabulary",
+                        f"{where} of id {token} of {vocab_size}",
+                        "name ids of the chain's tokenizer",
+                    )
 
 
 @dataclass(frozen=True)

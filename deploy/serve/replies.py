@@ -2,6 +2,7 @@
 
 import math
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any
 from uuid import uuid4
@@ -17,7 +18,7 @@ _LEAST_LOGPROB = -9999.0
 """JSON has no infinity."""
 
 
-class Reply:
+class Reply(ABC):
     """The answers to one request, of either kind.
 
     Args:
@@ -83,17 +84,21 @@ class Reply:
 
     # Of either kind
 
+    @abstractmethod
     def _opening(self, choice: Choice) -> Iterator[Json]:
-        raise NotImplementedError
+        """Chunks before the first tokens."""
 
+    @abstractmethod
     def _delta(self, choice: Choice, part: Part) -> Json:
-        raise NotImplementedError
+        """A part of an answer, in a chunk."""
 
+    @abstractmethod
     def _last(self, choice: Choice) -> Json:
-        raise NotImplementedError
+        """The end of an answer, in a chunk."""
 
+    @abstractmethod
     def _choice(self, choice: Choice) -> Json:
-        raise NotImplementedError
+        """A whole answer."""
 
     def _beside_whole(self) -> Json:
         return {}

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from polybasic.deploy.live import LiveAnswer, Piece
-from polybasic.deploy.request import Statistics
+from polybasic.deploy.live import LiveAnswer
+from polybasic.deploy.request import Piece, Statistics
 from polybasic.deploy.rounds.logprobs import TokenLogprobs
 from polybasic.deploy.serve.errors import ApiError
 

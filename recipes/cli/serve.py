@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from polybasic.chain.errors import UserError
-from polybasic.recipes.cli.chain import ChainArgument, NoGraphsOption, note
+from polybasic.recipes.cli.chain import ChainArgument, note
+from polybasic.recipes.cli.options import DtypeOption, NoGraphsOption
 
 if TYPE_CHECKING:
     from polybasic.deploy import Chain
@@ -50,10 +51,7 @@ def serve(
     device: Annotated[
         str | None, typer.Option(help="cpu or cuda.  [default: cuda if there is one]")
     ] = None,
-    dtype: Annotated[
-        str | None,
-        typer.Option(help="bfloat16, float16 or float32.  [default: as stored, if fast here]"),
-    ] = None,
+    dtype: DtypeOption = None,
     plan: Annotated[
         Path | None,
         typer.Option(help="JSON file with the plan to run by.  [default: the one measured here]"),

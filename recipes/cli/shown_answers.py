@@ -13,7 +13,7 @@ _PROPOSER_LOOKS = ("cyan italic", "green", "magenta dim")
 
 
 class ShownAnswer:
-    """Prints an answer's pieces, and a line feed behind the last one."""
+    """Prints an answer's pieces, and a line feed after the last one."""
 
     def __init__(self) -> None:
         self._has_begun = False

@@ -201,7 +201,7 @@ def test_a_stream_that_nobody_reads_stays_one_piece_ahead(chain: Chain) -> None:
     first = next(idle)
     assert len([token for piece in busy for token in piece.token_ids]) == 60
     (running,) = (one for one in chain.engine._running if not one.is_over)
-    assert len(running.gains) <= 1
+    assert len(running.pieces) <= 1
     rest = [token for piece in idle for token in piece.token_ids]
     assert len(first.token_ids) + len(rest) == 60
 
@@ -357,5 +357,7 @@ def test_min_tokens_holds_stop_tokens_back(chain: Chain) -> None:
             [1, 2], max_new_tokens=30, min_tokens=7, stop_token_ids=stop[:50], plan=plan
         )
         assert not set(answer.token_ids[:7]) & set(stop[:50])
+    with pytest.raises(UserError, match="outside of the vocabulary: stop token of id 9999"):
+        chain.generate([1, 2], max_new_tokens=9, min_tokens=2, stop_token_ids=[9999])
     early = chain.generate([1, 2], max_new_tokens=30, stop_token_ids=stop)
     assert len(early.token_ids) == 1

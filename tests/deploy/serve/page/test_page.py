@@ -164,7 +164,7 @@ def test_errors_are_told_in_words(browser: Browser) -> None:
         assert page.text("#notice") == "The model computed no numbers."
         assert page.evaluate("document.querySelector('#question').value") == "Again\nand more"
         page.press("Enter")
-        page.wait("document.querySelectorAll('article').length === 4")
+        page.wait(f"{IDLE} && document.querySelectorAll('article').length === 4")
         assert page.evaluate("document.querySelector('#notice').hidden")
     ask_and_wait(page, "Is anybody there?")
     assert page.text("#notice") == "The server cannot be reached. Is it running?"
