@@ -38,6 +38,7 @@ from polybasic.train.data.conversations import (
     fit_to_template,
     load_conversations,
     split_conversations,
+    without_target_only,
 )
 from polybasic.train.dtypes import settled
 from polybasic.train.features.head_shape import FeatureLayers
@@ -138,7 +139,7 @@ class Judges:
         data, tokens = recipe.data, recipe.train.eval_answer_tokens
         rows = load_conversations(self._study.conversations, data.limit)
         _, heldout_rows = split_conversations(rows, data.num_heldout)
-        heldout_rows = fit_to_template(heldout_rows, model.tokenizer)
+        heldout_rows = fit_to_template(without_target_only(heldout_rows), model.tokenizer)
         return heldout_batches(model, heldout_rows, data.max_tokens, tokens, layers)
 
 

@@ -1,9 +1,10 @@
-"""Benchmark prompts in Spec-Bench's question format."""
+"""Benchmark prompts: Spec-Bench's questions, or any JSON lines of prompts or conversations."""
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.files import parse_json, read_text, whole_file
@@ -22,19 +23,41 @@ MT_BENCH_CATEGORIES = (
 """What Spec-Bench calls the questions that it took from MT-bench."""
 HELDOUT_TASK = "heldout"
 """Of questions that are held-out conversations' first turns."""
+UNNAMED_TASK = "prompts"
+"""Of questions whose rows name none."""
+
+_USERS = ("user", "human")
+_DO = (
+    'write {"prompt": "..."}, {"messages": [...]}, {"conversations": [...]} or '
+    '{"question_id": ..., "category": ..., "turns": ["...", ...]} on each line'
+)
 
 
 @dataclass(frozen=True)
 class Question:
-    """One row of the file: user turns of a conversation, and the task group that it counts to."""
+    """One row of the file: user turns of a conversation.
+
+    Attributes:
+        question_id: as the file says, else the line's number.
+        task: the task group that it counts to.
+        turns: what the user says, one after the other.
+        group: what else questions are told apart by, as "new topics"; "" for none.
+    """
 
     question_id: str
     task: str
     turns: tuple[str, ...]
+    group: str = ""
 
 
 def read_questions(path: Path) -> list[Question]:
-    """Read a question file: a JSON object a line, with question_id, category and turns.
+    """Read a question file: a JSON object a line.
+
+    What the user says is the first of these keys that a row has: `turns`, texts, as Spec-Bench
+    writes them; `prompt`, one text; `messages` (`role`, `content`) or `conversations` (`from`,
+    `value`), of which the turns of `user` or `human` are taken and all others left out. Optional
+    are `question_id` or `id` (else the line's number), `category` or `task` (else "prompts"; those
+    of MT-bench count as one task) and `group`.
 
     Raises:
         UserError: a missing or empty file, or a malformed line, which is named.
@@ -69,11 +92,48 @@ def write_first_turns(path: Path, conversations: Iterable[Sequence[dict[str, str
             written.write(json.dumps(row, ensure_ascii=False) + "\n")
 
 
+def split_questions(path: Path, folder: Path) -> tuple[Path, Path]:
+    """Split a question file: every third question of a task to plan on, the others to measure on.
+
+    Args:
+        folder: where both files are written.
+
+    Raises:
+        UserError: as `read_questions`; too few questions; the disk is full or not writable.
+    """
+    questions = read_questions(path)
+    by_task: dict[str, list[Question]] = {}
+    for question in questions:
+        by_task.setdefault(question.task, []).append(question)
+    parts: tuple[list[Question], list[Question]] = [], []
+    for of_task in by_task.values():
+        for place, question in enumerate(of_task):
+            parts[place % 3 > 0].append(question)
+    if not parts[1]:
+        raise UserError(
+            "too few prompts to plan on a part of them",
+            f"{path} ({len(questions)} questions)",
+            "give two of a task at least",
+        )
+    files = folder / "planning.jsonl", folder / "measuring.jsonl"
+    for file, part in zip(files, parts, strict=True):
+        with whole_file(file) as partial, partial.open("w", encoding="utf-8") as written:
+            for one in part:
+                row = {"question_id": one.question_id, "category": one.task, "turns": one.turns}
+                written.write(json.dumps(row | {"group": one.group}, ensure_ascii=False) + "\n")
+    return files
+
+
 def choose_questions(questions: list[Question], num_per_task: int) -> list[Question]:
-    """At most `num_per_task` of each task, spread evenly over the file, in the tasks' order."""
+    """At most `num_per_task` of each task, spread evenly over its groups and over the file.
+
+    They come in the tasks' order, those of a task by group.
+    """
     chosen: list[Question] = []
+    groups = list(dict.fromkeys(one.group for one in questions))
     for task in sorted({one.task for one in questions}, key=_task_order):
         of_task = [one for one in questions if one.task == task]
+        of_task.sort(key=lambda one: groups.index(one.group))
         num = min(num_per_task, len(of_task))
         chosen += [of_task[index * len(of_task) // num] for index in range(num)]
     return chosen
@@ -111,18 +171,48 @@ def choose_fitting(
 
 def _question(line: str, path: Path, number: int) -> Question:
     where = f"{path} line {number}"
-    do = 'write {"question_id": ..., "category": ..., "turns": [...]} on each line'
     row = parse_json(line, "prompt", str(path), number)
     if not isinstance(row, dict):
-        raise UserError("prompt is not an object", where, do)
-    for key in ("question_id", "category", "turns"):
-        if key not in row:
-            raise UserError(f"prompt without {key}", where, do)
-    turns, category = row["turns"], row["category"]
-    if not isinstance(turns, list) or not turns or not all(isinstance(t, str) for t in turns):
-        raise UserError("prompt without turns", f"{where} turns={turns!r}"[:200], do)
-    task = "mt_bench" if category in MT_BENCH_CATEGORIES else str(category)
-    return Question(str(row["question_id"]), task, tuple(turns))
+        raise UserError("prompt is not an object", where, _DO)
+    names = {
+        "question_id": row.get("question_id", row.get("id", number)),
+        "category": row.get("category", row.get("task", UNNAMED_TASK)),
+        "group": row.get("group", ""),
+    }
+    for key, name in names.items():
+        if not isinstance(name, (str, int) if key == "question_id" else str):
+            raise UserError(f"prompt's {key} is no text", f"{where} {key}={name!r}"[:200], _DO)
+    question_id, category, group = names.values()
+    task = "mt_bench" if category in MT_BENCH_CATEGORIES else category
+    return Question(str(question_id), task, _user_turns(row, where), group)
+
+
+def _user_turns(row: dict[str, Any], where: str) -> tuple[str, ...]:
+    forms = ("turns", "prompt", "messages", "conversations")
+    key = next((key for key in forms if key in row), None)
+    if key is None:
+        raise UserError("row without a prompt", where, _DO)
+    given = [row[key]] if key == "prompt" else row[key]
+    if not isinstance(given, list):
+        raise UserError(f"{key} is no list", f"{where} {key}={given!r}"[:200], _DO)
+    if key in ("messages", "conversations"):
+        given = list(_asked(given, where))
+    if not given:
+        raise UserError(f"{key} without a turn of the user", where, _DO)
+    for text in given:
+        if not isinstance(text, str) or not text.strip():
+            raise UserError(f"{key} without text", f"{where} {text!r}"[:200], _DO)
+    return tuple(given)
+
+
+def _asked(messages: list[Any], where: str) -> Iterator[Any]:
+    """What the user's messages say."""
+    for message in messages:
+        role = message.get("role", message.get("from")) if isinstance(message, dict) else None
+        if not isinstance(role, str):
+            raise UserError("message without a role", f"{where} {message!r}"[:200], _DO)
+        if role.lower() in _USERS:
+            yield message.get("content", message.get("value"))
 
 
 def _task_order(task: str) -> tuple[int, str]:

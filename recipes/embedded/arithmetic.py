@@ -1,5 +1,7 @@
 """Arithmetic reasoning: word problems that are solved step by step."""
 
+from collections.abc import Callable
+from functools import partial
 from random import Random
 
 from polybasic.recipes.embedded.lexicon import (
@@ -16,9 +18,9 @@ Dialogue = list[tuple[str, str]]
 _TASKS = ("{}", "{}", "{} Explain your steps.", "Solve this problem: {}", "{} Think step by step.")
 
 
-def compose_problem(rng: Random) -> Dialogue:
+def _compose(kind: Callable[[Random], tuple[str, str, int]], rng: Random) -> Dialogue:
     """One word problem with its worked solution, which ends in "The answer is N."."""
-    problem, steps, result = rng.choice(_KINDS)(rng)
+    problem, steps, result = kind(rng)
     question = problem.split(". ")[-1]
     answer = (
         f"Let us solve this step by step. {steps} Your question was: {question} "
@@ -162,4 +164,13 @@ def _seating(rng: Random) -> tuple[str, str, int]:
     return problem, steps, left
 
 
-_KINDS = (_buying, _giving, _packing, _working, _travelling, _saving, _ages, _seating)
+TOPICS = {
+    "shopping": partial(_compose, _buying),
+    "gifts": partial(_compose, _giving),
+    "boxes": partial(_compose, _packing),
+    "wages": partial(_compose, _working),
+    "journeys": partial(_compose, _travelling),
+    "savings": partial(_compose, _saving),
+    "ages": partial(_compose, _ages),
+    "seats": partial(_compose, _seating),
+}

@@ -21,11 +21,6 @@ from polybasic.recipes.embedded.world import ALL_TOWNS
 Dialogue = list[tuple[str, str]]
 
 
-def compose_chat(rng: Random) -> Dialogue:
-    """Two turns of one of several kinds."""
-    return rng.choice(_KINDS)(rng)
-
-
 def _story(rng: Random) -> Dialogue:
     animal, friend = rng.sample(ANIMALS, 2)
     name, place = rng.choice(NAMES), rng.choice(("forest", "harbour", "garden", "library", "city"))
@@ -240,13 +235,13 @@ def _coding(rng: Random) -> Dialogue:
     return [(request, first), (follow_up, answer)]
 
 
-_KINDS = (
-    _story,
-    _tips,
-    _recipe,
-    _trip,
-    _roleplay,
-    _coding,
-    compose_explanation,
-    compose_extraction,
-)
+TOPICS = {
+    "stories": _story,
+    "hobbies": _tips,
+    "cooking": _recipe,
+    "trips": _trip,
+    "professions": _roleplay,
+    "programming": _coding,
+    "general knowledge": compose_explanation,
+    "messages": compose_extraction,
+}

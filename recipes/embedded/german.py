@@ -1,6 +1,7 @@
 """Translation: German texts of three to five sentences and their English."""
 
 from dataclasses import dataclass
+from functools import partial
 from random import Random
 
 from polybasic.recipes.embedded.lexicon import NAMES
@@ -145,18 +146,6 @@ VERBS = (
     _verb("begrüßt begrüßen begrüßte begrüßten", "greets greet greeted", _LIVING),
     _verb("vergisst vergessen vergaß vergaßen", "forgets forget forgot", _TEXTS + _THINGS),
 )
-_PLACES = _pairs("""in der Stadt=in the city
-auf dem Markt=at the market
-im Park=in the park
-zu Hause=at home
-in der Schule=at school
-am Bahnhof=at the station
-im Garten=in the garden
-am See=by the lake
-in der Küche=in the kitchen
-im Dorf=in the village
-vor dem Haus=in front of the house
-neben der Brücke=next to the bridge""")
 _NOW = _pairs("""heute=today
 jeden Tag=every day
 am Abend=in the evening
@@ -173,27 +162,77 @@ am Samstag=on Saturday
 am Sonntag=on Sunday
 gestern Abend=yesterday evening
 im Juli=in July""")
-_REMARKS = _pairs("""Das Wetter ist schön.=The weather is beautiful.
-Es regnet sehr stark.=It is raining very hard.
+
+
+@dataclass(frozen=True)
+class _Topic:
+    """What people do something with, where, and what else is said."""
+
+    objects: tuple[Pair, ...]
+    places: tuple[Pair, ...]
+    remarks: tuple[Pair, ...]
+
+
+_TOPICS = {
+    "food": _Topic(
+        _FOODS,
+        _pairs("""auf dem Markt=at the market
+zu Hause=at home
+im Garten=in the garden
+in der Küche=in the kitchen"""),
+        _pairs("""Das Essen schmeckt sehr gut.=The food tastes very good.
 Alle sind müde, aber glücklich.=Everyone is tired but happy.
-Der Zug kommt heute zu spät.=The train is late today.
-Wir freuen uns auf den Besuch.=We are looking forward to the visit.
-Die Kinder spielen auf der Straße.=The children are playing in the street.
-Das Essen schmeckt sehr gut.=The food tastes very good.
-Der Laden ist am Sonntag geschlossen.=The shop is closed on Sunday.
-Ich habe leider keine Zeit.=Unfortunately I have no time.
-Die Karten kosten zehn Euro.=The tickets cost ten euros.
-Vielen Dank für deine Hilfe.=Thank you very much for your help.
-Es ist kalt und windig.=It is cold and windy.
+Wir freuen uns auf den Besuch.=We are looking forward to the visit."""),
+    ),
+    "things": _Topic(
+        _THINGS,
+        _pairs("""in der Stadt=in the city
+auf dem Markt=at the market
+im Dorf=in the village
+vor dem Haus=in front of the house"""),
+        _pairs("""Der Laden ist am Sonntag geschlossen.=The shop is closed on Sunday.
 Am Ende wird alles gut.=In the end everything will be fine.
-Bitte ruf mich morgen an.=Please call me tomorrow.""")
+Es regnet sehr stark.=It is raining very hard."""),
+    ),
+    "books and letters": _Topic(
+        _TEXTS,
+        _pairs("""in der Schule=at school
+am Bahnhof=at the station
+zu Hause=at home
+im Zug=on the train"""),
+        _pairs("""Der Zug kommt heute zu spät.=The train is late today.
+Ich habe leider keine Zeit.=Unfortunately I have no time.
+Vielen Dank für deine Hilfe.=Thank you very much for your help.
+Bitte ruf mich morgen an.=Please call me tomorrow."""),
+    ),
+    "people and animals": _Topic(
+        _LIVING,
+        _pairs("""im Park=in the park
+im Dorf=in the village
+im Garten=in the garden
+vor dem Haus=in front of the house"""),
+        _pairs("""Die Kinder spielen auf der Straße.=The children are playing in the street.
+Es ist kalt und windig.=It is cold and windy.
+Alle sind müde, aber glücklich.=Everyone is tired but happy."""),
+    ),
+    "sights": _Topic(
+        _SIGHTS,
+        _pairs("""in der Stadt=in the city
+im Park=in the park
+am See=by the lake
+neben der Brücke=next to the bridge"""),
+        _pairs("""Das Wetter ist schön.=The weather is beautiful.
+Die Karten kosten zehn Euro.=The tickets cost ten euros.
+Wir freuen uns auf den Besuch.=We are looking forward to the visit."""),
+    ),
+}
 
 
-def compose_translation(rng: Random) -> Dialogue:
-    """A German text to translate, with its translation."""
+def _compose(topic: _Topic, rng: Random) -> Dialogue:
+    """A German text with its translation."""
     is_by_sentence = rng.random() < 0.5
-    sentences = [_sentence(rng) for _ in range(rng.randint(2, 3) + (not is_by_sentence))]
-    sentences.insert(rng.randint(1, len(sentences)), rng.choice(_REMARKS))
+    sentences = [_sentence(topic, rng) for _ in range(rng.randint(2, 3) + (not is_by_sentence))]
+    sentences.insert(rng.randint(1, len(sentences)), rng.choice(topic.remarks))
     german = " ".join(pair[0] for pair in sentences)
     if is_by_sentence:
         lines = "\n".join(f'- "{german}" means: {english}' for german, english in sentences)
@@ -203,14 +242,15 @@ def compose_translation(rng: Random) -> Dialogue:
     return [(rng.choice(_TASKS).format(german), f"Here is the translation: {english}")]
 
 
-def _sentence(rng: Random) -> Pair:
+def _sentence(topic: _Topic, rng: Random) -> Pair:
     subject, is_plural = _subject(rng)
-    verb, is_past = rng.choice(VERBS), rng.random() < 0.5
-    objects = [pair for pair in verb.objects if pair[1] != subject[1]]
+    verb = rng.choice([verb for verb in VERBS if set(verb.objects) & set(topic.objects)])
+    is_past = rng.random() < 0.5
+    fitting = [pair for pair in verb.objects if pair in topic.objects and pair[1] != subject[1]]
     time = rng.choice(_THEN if is_past else _NOW)
     opening = rng.choice(("time", "place", "subject"))
     form = verb.form(is_plural, is_past)
-    return arrange(opening, subject, form, rng.choice(objects), time, rng.choice(_PLACES))
+    return arrange(opening, subject, form, rng.choice(fitting), time, rng.choice(topic.places))
 
 
 def arrange(opening: str, subject: Pair, verb: Pair, obj: Pair, time: Pair, place: Pair) -> Pair:
@@ -243,3 +283,6 @@ def _subject(rng: Random) -> tuple[Pair, bool]:
 
 def _capital(text: str) -> str:
     return text[0].upper() + text[1:]
+
+
+TOPICS = {name: partial(_compose, topic) for name, topic in _TOPICS.items()}

@@ -1,5 +1,7 @@
 """Question answering: facts of the small world and of some true countries."""
 
+from collections.abc import Callable, Sequence
+from functools import partial
 from random import Random
 
 from polybasic.recipes.embedded.lexicon import with_article
@@ -21,10 +23,9 @@ _OPENINGS = (
 )  # fmt: skip
 
 
-def compose_question(rng: Random) -> Dialogue:
-    """One question about a town, a person, a country or two towns, with its answer."""
-    kind = rng.choices((_town, _person, _country, _two_towns), (5, 3, 3, 1))[0]
-    question, answer = kind(rng)
+def _compose(kinds: Sequence[Callable[[Random], tuple[str, str]]], rng: Random) -> Dialogue:
+    """A question of one of the kinds, with its answer."""
+    question, answer = rng.choice(kinds)(rng)
     return [(rng.choice(_OPENINGS) + question, answer)]
 
 
@@ -172,3 +173,10 @@ def _two_towns(rng: Random) -> tuple[str, str]:
         return question, f"{facts} So the two towns are equally old."
     older = min(one, two, key=lambda town: town.founded)
     return question, f"{facts} So {older.name} is the older of the two towns."
+
+
+TOPICS = {
+    "towns": partial(_compose, (_town, _town, _town, _town, _town, _two_towns)),
+    "people": partial(_compose, (_person,)),
+    "countries": partial(_compose, (_country,)),
+}

@@ -1,6 +1,7 @@
 """Summarization: short news reports, and retrieval: passages of which one holds the answer."""
 
 from dataclasses import dataclass
+from functools import partial
 from random import Random
 
 from polybasic.recipes.embedded.lexicon import (
@@ -30,8 +31,8 @@ class _Event:
     plan: str  # comes back in the summary
 
 
-_EVENTS = (
-    _Event(
+_EVENTS = {
+    "a new shop": _Event(
         "the {job} {name} opened a new shop for {food} in {town}",
         (
             "More than {number} guests came to the first day.",
@@ -42,7 +43,7 @@ _EVENTS = (
         "all the {food} was sold before noon",
         "{name} wants to hire {small} people in {month}",
     ),
-    _Event(
+    "a storm": _Event(
         "a storm damaged the roof of the school in {town}",
         (
             "The wind broke {number} windows and pulled down trees.",
@@ -53,7 +54,7 @@ _EVENTS = (
         "nobody was hurt",
         "{name} will lead the repairs, which end in {month}",
     ),
-    _Event(
+    "a lost animal": _Event(
         "{name} found a lost {animal} in the harbour of {town}",
         (
             "It was sitting in a {colour} boat between {number} boxes of fish.",
@@ -64,7 +65,7 @@ _EVENTS = (
         "the {animal} is healthy again",
         "{friend} will take care of it until {month}",
     ),
-    _Event(
+    "a cooking contest": _Event(
         "the {job} {name} won the cooking contest of {town}",
         (
             "There were {number} cooks from {small} towns.",
@@ -75,7 +76,7 @@ _EVENTS = (
         "the winning dish was {food}",
         "the next contest takes place in {month}",
     ),
-    _Event(
+    "an old bridge": _Event(
         "the town of {town} closed its old bridge",
         (
             "About {number} cars crossed it every day.",
@@ -86,7 +87,7 @@ _EVENTS = (
         "the repair costs {number} thousand dollars",
         "{name} promises that the bridge will open again in {month}",
     ),
-    _Event(
+    "new trees": _Event(
         "pupils of {town} planted {number} trees with the {job} {name}",
         (
             "They worked for {small} hours in the rain.",
@@ -97,7 +98,7 @@ _EVENTS = (
         "the old field is now a small forest",
         "the pupils will build a house for {animal}s there in {month}",
     ),
-    _Event(
+    "a long walk": _Event(
         "{name} finished a walk of {number} miles from the sea to {town}",
         (
             "The journey took {small} weeks and led over high mountains.",
@@ -108,7 +109,7 @@ _EVENTS = (
         "the walk raised money for a new hospital",
         "{name} will write a book about it in {month}",
     ),
-    _Event(
+    "a painting": _Event(
         "the museum of {town} showed a painting by {name} for the first time",
         (
             "It shows a {colour} {animal} in front of {small} hills.",
@@ -119,7 +120,7 @@ _EVENTS = (
         "the painting is worth more than the house it was found in",
         "it can be seen until {month}",
     ),
-)
+}
 _TASKS = (
     "Summarize this report: {}", "Please give me a short summary of this text: {}",
     "Sum up the following news in a few sentences: {}", "What happened here? Keep it short. {}",
@@ -127,10 +128,9 @@ _TASKS = (
 )  # fmt: skip
 
 
-def compose_report(rng: Random) -> Dialogue:
+def _compose_report(event: _Event, rng: Random) -> Dialogue:
     """A report of six or seven sentences and its summary in three."""
-    event, words = rng.choice(_EVENTS), _report_words(rng)
-    day = rng.choice(WEEKDAYS)
+    words, day = _report_words(rng), rng.choice(WEEKDAYS)
     headline, result, plan = (
         text.format(**words) for text in (event.headline, event.result, event.plan)
     )
@@ -180,30 +180,41 @@ _PASSAGE_TASKS = (
     "Here are some notes.\n{passages}\n{question}",
     "Read the passages and answer.\n{passages}\nQuestion: {question}",
 )
-_FACTS = (
-    ("{name} keeps {small} {animal}s behind the house", "How many {animal}s does {name} keep?"),
-    ("{name} was born in {town} and moved away in {month}", "Where was {name} born?"),
-    ("the favourite food of {name} is {food}", "What is the favourite food of {name}?"),
-    ("{name} works as {a_job} in {town}", "What is the job of {name}?"),
-    ("the door of {name}'s house is painted {colour}", "Which colour is the door of {name}?"),
-    ("{name} pays {number} dollars a week for a room", "How much does {name} pay for a room?"),
-    ("{name} takes the boat to {town} every {day}", "When does {name} take the boat?"),
-    ("{name} met {friend} in {month} at the market", "When did {name} meet {friend}?"),
-    ("{name} lost a {colour} hat near the river", "What did {name} lose?"),
-    ("{name} will visit {town} together with {friend}", "Who will go to {town} with {name}?"),
-    ("the train of {name} leaves {number} minutes before noon", "When does {name} leave?"),
-    ("{name} learned to make {food} from {friend}", "Who taught {name} to make {food}?"),
-)
+_FACTS = {
+    "homes": (
+        ("{name} keeps {small} {animal}s behind the house", "How many {animal}s does {name} keep?"),
+        ("the door of {name}'s house is painted {colour}", "Which colour is the door of {name}?"),
+        ("{name} pays {number} dollars a week for a room", "How much does {name} pay for a room?"),
+        ("the favourite food of {name} is {food}", "What is the favourite food of {name}?"),
+    ),
+    "journeys": (
+        ("{name} was born in {town} and moved away in {month}", "Where was {name} born?"),
+        ("{name} takes the boat to {town} every {day}", "When does {name} take the boat?"),
+        ("{name} will visit {town} together with {friend}", "Who will go to {town} with {name}?"),
+        ("the train of {name} leaves {number} minutes before noon", "When does {name} leave?"),
+    ),
+    "people and work": (
+        ("{name} works as {a_job} in {town}", "What is the job of {name}?"),
+        ("{name} met {friend} in {month} at the market", "When did {name} meet {friend}?"),
+        ("{name} lost a {colour} hat near the river", "What did {name} lose?"),
+        ("{name} learned to make {food} from {friend}", "Who taught {name} to make {food}?"),
+    ),
+}
 
 
-def compose_passages(rng: Random) -> Dialogue:
-    """Two or three numbered passages about different people, and an answer that quotes one."""
+def _compose_passages(known: tuple[tuple[str, str], ...], rng: Random) -> Dialogue:
+    """Two or three numbered passages about different people, and an answer that quotes one.
+
+    Args:
+        known: facts that passages may state, each with its question.
+        rng: what is chosen by.
+    """
     num_passages = rng.randint(2, 3)
     first_names = rng.sample(NAMES, num_passages)
     passages: list[list[tuple[str, str]]] = []
     for first_name in first_names:
         facts = []
-        for fact, question in rng.sample(_FACTS, 3):
+        for fact, question in rng.sample(known, 3):
             words = {**_report_words(rng), "name": first_name, "day": rng.choice(WEEKDAYS)}
             facts.append((f"{_capital(fact.format(**words))}.", question.format(**words)))
         passages.append(facts)
@@ -225,3 +236,7 @@ def compose_passages(rng: Random) -> Dialogue:
 
 def _capital(text: str) -> str:
     return text[0].upper() + text[1:]
+
+
+REPORT_TOPICS = {topic: partial(_compose_report, event) for topic, event in _EVENTS.items()}
+PASSAGE_TOPICS = {topic: partial(_compose_passages, facts) for topic, facts in _FACTS.items()}

@@ -71,7 +71,7 @@ def _split(conversations: str, workspace: Workspace) -> tuple[Any, Any]:
 
 
 def encoded_rows(workspace: Workspace) -> tuple[list[list[int]], list[list[int]]]:
-    """(training, held-out) token ids by the chain's tokenizer, of what heads and copies learn.
+    """(training, held-out) token ids by the chain's tokenizer, of what 4-bit copies learn.
 
     All of `conversation_stages` must be whole. Conversations that the chat template refuses are
     left out, and counted on stderr.
@@ -80,11 +80,11 @@ def encoded_rows(workspace: Workspace) -> tuple[list[list[int]], list[list[int]]
         UserError: no chat template, or one that refuses all of them.
     """
     from polybasic.chain.formats.tokenizer import load_tokenizer
-    from polybasic.train.data.conversations import fit_to_template
+    from polybasic.train.data.conversations import fit_to_template, without_target_only
 
     recipe = workspace.recipe
     tokenizer = load_tokenizer(tokenizer_of(workspace))
-    training, heldout = _split(answers_of(workspace), workspace)
+    training, heldout = map(without_target_only, _split(answers_of(workspace), workspace))
     if len(training) > _MOST_ENCODED:
         training = training.select(Random(recipe.seed).sample(range(len(training)), _MOST_ENCODED))
     encoded = [

@@ -47,6 +47,7 @@ class _Conversation:
     row: int
     id: str
     task: str | None
+    target_only: bool
     messages: Messages
     key: str
     answered: list[dict[str, str]] = field(default_factory=list)
@@ -78,7 +79,7 @@ def regenerate(
         identity: JSON content that identifies the target and its chat template.
         seed: of all answers, at a temperature above 0.
         journals: folder of journals, kept for other runs.
-        out: folder for `CONVERSATIONS_NAME` (ShareGPT rows with the ids and tasks of the source)
+        out: folder for `CONVERSATIONS_NAME` (ShareGPT rows with the source's ids, tasks and marks)
             and `ACCOUNTING_NAME` (counts, and an outcome for each row of the source).
 
     Returns:
@@ -274,7 +275,7 @@ def _read(
         # the same questions twice are two conversations, with answers of their own
         key = f"{digest}/{seen[digest]}"
         seen[digest] += 1
-        conversations.append(_Conversation(number, row["id"], row["task"], row["messages"], key))
+        conversations.append(_Conversation(number, messages=row.pop("messages"), key=key, **row))
     return conversations, skipped
 
 
@@ -305,6 +306,8 @@ def _write(path: Path, conversations: list[_Conversation]) -> None:
             row: dict[str, Any] = {"id": each.id}
             if each.task is not None:
                 row["task"] = each.task
+            if each.target_only:
+                row["target_only"] = True
             row["conversations"] = [
                 {"from": _SENDERS[message["role"]], "value": message["content"]}
                 for message in each.answered

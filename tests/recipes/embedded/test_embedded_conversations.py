@@ -14,7 +14,10 @@ from polybasic.deploy.settings import TASKS
 from polybasic.recipes.embedded import conversations
 from polybasic.recipes.embedded.conversations import (
     COMPOSERS,
+    FAMILIAR,
+    NEW,
     is_heldout,
+    topics_of,
     write_conversations,
     write_prompts,
 )
@@ -108,6 +111,79 @@ def test_without_the_split_prompts_would_be_trained_on(
     monkeypatch.setattr(conversations, "_HELDOUT_BUCKET", 1)  # none is
     write_conversations(path, NUM_CONVERSATIONS, seed=3)
     assert heldout & _first_turns(_rows(path), "qa")
+
+
+def test_topics_are_split_in_each_task() -> None:
+    for task, composers in COMPOSERS.items():
+        familiar, new = topics_of(task, FAMILIAR), topics_of(task, NEW)
+        assert familiar
+        assert new
+        assert sorted(familiar + new) == sorted(composers)
+    assert topics_of("qa", NEW) == ["people"], "the split is the same in every process"
+
+
+def test_new_topics_are_for_the_target_alone(trained: list[dict[str, Any]]) -> None:
+    topics = {task: {False: set(), True: set()} for task in TASKS}
+    for row in trained:
+        topics[row["task"]][row["target_only"]].add(row["topic"])
+    for task in TASKS:
+        assert topics[task] == {
+            False: set(topics_of(task, FAMILIAR)),
+            True: set(topics_of(task, NEW)),
+        }
+    assert 0.2 < sum(row["target_only"] for row in trained) / len(trained) < 0.3
+
+
+@pytest.mark.parametrize("num", [1, 2, 5, 6])
+def test_half_of_the_prompts_of_each_task_are_of_new_topics(tmp_path: Path, num: int) -> None:
+    write_prompts(tmp_path / "q.jsonl", num, seed=0)
+    rows = _rows(tmp_path / "q.jsonl")
+    for task in TASKS:
+        of_task = [row for row in rows if row["category"] == task]
+        groups = [row["group"] for row in of_task]
+        assert groups == [FAMILIAR] * (num - num // 2) + [NEW] * (num // 2)
+        assert all(row["topic"] in topics_of(task, row["group"]) for row in of_task)
+        # the topics of a group take turns
+        for group in (FAMILIAR, NEW):
+            topics = [row["topic"] for row in of_task if row["group"] == group]
+            assert len(set(topics)) == min(len(topics), len(topics_of(task, group)))
+
+
+def test_prompts_may_be_without_groups(tmp_path: Path) -> None:
+    write_prompts(tmp_path / "with.jsonl", 2, seed=0)
+    write_prompts(tmp_path / "without.jsonl", 2, seed=0, has_groups=False)
+    grouped = _rows(tmp_path / "with.jsonl")
+    assert all(row.pop("group") for row in grouped)
+    assert _rows(tmp_path / "without.jsonl") == grouped
+
+
+def test_answers_of_new_topics_hold_what_heads_have_not_seen(
+    trained: list[dict[str, Any]], prompts: list[dict[str, Any]]
+) -> None:
+    def sequences(answer: str) -> set[str]:
+        words = re.findall(r"[^\W\d_]+", answer)
+        return {" ".join(words[start : start + 3]) for start in range(len(words) - 2)}
+
+    for task in TASKS:
+        seen = {
+            sequence
+            for row in trained
+            if row["task"] == task and not row["target_only"]
+            for turn in row["conversations"]
+            if turn["from"] == "gpt"
+            for sequence in sequences(turn["value"])
+        }
+        shares = {}
+        for group in (FAMILIAR, NEW):
+            found = [
+                sequence
+                for row in prompts
+                if (row["category"], row["group"]) == (task, group)
+                for answer in row["reference"]
+                for sequence in sequences(answer)
+            ]
+            shares[group] = sum(each not in seen for each in found) / len(found)
+        assert shares[NEW] > shares[FAMILIAR] + 0.15, (task, shares)
 
 
 def test_bytes_depend_on_the_seed_and_on_nothing_else(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,8 +20,10 @@ from transformers import PreTrainedTokenizerFast as FastTokenizer
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.lineage import weights_digest
+from polybasic.train.data.conversations import load_conversations, split_conversations
 from polybasic.train.engine import learning_rate_factor
 from polybasic.train.head.acceptance import Acceptance
+from polybasic.train.run import training
 from polybasic.train.run.interruption import Interrupted, record_signals, sigterm_raises
 from polybasic.train.run.loop import HeadRun
 from polybasic.train.run.training import train_head
@@ -317,6 +320,44 @@ def test_a_training_of_few_conversations_makes_their_features_alone(
     settings = settings.model_copy(update={"num_conversations": None})
     train_head(target, conversations, DATA, settings, 0, tmp_path / "all")
     assert "offline features of 16 conversations" in capfd.readouterr().err
+
+
+def test_a_head_never_sees_conversations_for_the_target_alone(
+    target, conversations, tmp_path, monkeypatch
+):
+    rows = [json.loads(line) for line in Path(conversations).read_text().splitlines()]
+    for row in rows[::2]:
+        row["target_only"] = True
+    path = tmp_path / "marked.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    seen = {name: set() for name in ("BatchStream", "heldout_batches", "count_answer_tokens")}
+
+    def watch(name, place):
+        made = getattr(training, name)
+
+        def watched(*given):
+            seen[name] |= set(given[place]["id"])
+            return made(*given)
+
+        monkeypatch.setattr(training, name, watched)
+
+    watch("BatchStream", 0)
+    watch("heldout_batches", 1)
+    watch("count_answer_tokens", 0)
+    changes = {"num_steps": 4, "batch_size": 2, "draft_vocab_size": 64}
+    train_head(target, str(path), DATA, SETTINGS.model_copy(update=changes), 0, tmp_path / "out")
+    everything = load_conversations(str(path))
+    training_ids, heldout_ids = (
+        set(split["id"]) for split in split_conversations(everything, DATA.num_heldout)
+    )
+    marked = {row["id"] for row in everything if row["target_only"]}
+    assert marked & training_ids
+    assert marked & heldout_ids
+    assert seen == {
+        "BatchStream": training_ids - marked,
+        "heldout_batches": heldout_ids - marked,
+        "count_answer_tokens": training_ids - marked,
+    }
 
 
 def test_packed_offline_eagle3_that_ctrl_c_stops_continues_to_the_same_bits(
