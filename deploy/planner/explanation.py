@@ -15,13 +15,13 @@ from polybasic.deploy.planner.measurements import Measurements, PassCosts
 from polybasic.deploy.planner.prediction import Predicted
 from polybasic.deploy.planner.rules import rule_verdict, rules_compared
 from polybasic.deploy.planner.search import MIN_GAIN, Candidate, Choice
-from polybasic.deploy.planner.theory import (
+from polybasic.deploy.planner.windows import window_verdict, windows_tried
+from polybasic.deploy.theory import (
     Condition,
     accepted_length_moments,
     judge_insertion,
     seconds_of_chain,
 )
-from polybasic.deploy.planner.windows import window_verdict, windows_tried
 
 
 def explain(

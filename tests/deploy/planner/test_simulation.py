@@ -10,7 +10,7 @@ from polybasic.chain.formats.plan import Flush, Ngram, Plan, Rule, Tree
 from polybasic.chain.kernels.drafts import ABSENT
 from polybasic.deploy.planner.measurements import DraftCosts, Measurements, PassCosts, Trace
 from polybasic.deploy.planner.simulation import Simulator, simulate
-from polybasic.deploy.planner.theory import kept_probabilities
+from polybasic.deploy.theory import kept_probabilities
 from tests.deploy.traces import LEAST, make_measurements, make_trace
 
 # Costs and their JSON

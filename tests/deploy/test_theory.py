@@ -16,7 +16,13 @@ from hypothesis import strategies as st
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.kernels.noise import gumbel_noise, noise_key
-from polybasic.deploy.planner.theory import (
+from polybasic.deploy.rounds.verification import (
+    block_acceptance,
+    block_weights,
+    residual,
+    token_acceptance,
+)
+from polybasic.deploy.theory import (
     Insertion,
     accepted_length_moments,
     coupled_agreement,
@@ -25,12 +31,6 @@ from polybasic.deploy.planner.theory import (
     kept_probabilities,
     predicted_speedup,
     seconds_of_chain,
-)
-from polybasic.deploy.rounds.verification import (
-    block_acceptance,
-    block_weights,
-    residual,
-    token_acceptance,
 )
 
 PROBABILITIES = st.fractions(0, 1, max_denominator=20)
