@@ -16,7 +16,7 @@ import worker
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.plan import Plan
 from polybasic.deploy import Chain
-from polybasic.deploy.bench.baselines import TransformersBaseline
+from polybasic.deploy.bench.generate_loops import GenerateLoop, load_for_generate
 from polybasic.deploy.rounds.sampling import Sampling
 
 
@@ -63,26 +63,28 @@ class Here:
 class HfGenerate:
     """Answers by transformers' own loop over the target, whatever the plan."""
 
-    def __init__(self, baseline: TransformersBaseline) -> None:
-        self._baseline = baseline
+    def __init__(self, loop: GenerateLoop) -> None:
+        self._loop = loop
 
     @classmethod
     def of(cls, chain: Chain) -> "HfGenerate":
-        """Over the target of a chain."""
+        """Over the target of a chain, in its own dtype."""
         target = chain.engine.models.target
-        return cls(
-            TransformersBaseline(
-                chain.target_folder, target.dtype, target.device, chain.stop_tokens
-            )
-        )
+        model = load_for_generate(chain.target_folder, target.dtype, target.device)
+        return cls(GenerateLoop("hf_generate", "transformers", model, chain.stop_tokens))
 
     def answer(
         self, token_ids: list[int], plan: Plan, max_new_tokens: int, sampling: Sampling
     ) -> Answer:
-        """See `Answering`; the first token is timed in an answer of its own."""
-        _, first_seconds = self._baseline.generate(token_ids, 1, sampling)
-        tokens, seconds = self._baseline.generate(token_ids, max_new_tokens, sampling)
-        return Answer(tokens, seconds, first_seconds, 1, len(tokens))
+        """See `Answering`."""
+        found = self._loop.answer(token_ids, max_new_tokens, sampling)
+        return Answer(
+            found.token_ids,
+            found.seconds,
+            found.first_seconds,
+            found.num_first,
+            len(found.token_ids),
+        )
 
 
 class Elsewhere:

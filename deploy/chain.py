@@ -109,6 +109,7 @@ class Chain:
         folder: where chain.json lies.
         manifest: its content.
         target_folder: where the target's checkpoint lies.
+        member_folders: where each member's files lie, by name.
         plan: which members run by default, and how.
         measured_plan: where the plan comes from, if it was measured on this kind of machine.
         default_sampling: of the target's generation_config.json.
@@ -128,6 +129,7 @@ class Chain:
     ) -> None:
         self.folder, self.manifest = checked.folder, checked.manifest
         self.target_folder = checked.target
+        self.member_folders = checked.members
         self.measured_plan = plan if isinstance(plan, MeasuredPlan) else None
         self.plan: Plan = plan.plan if isinstance(plan, MeasuredPlan) else plan
         self.tokenizer, self.engine = tokenizer, engine
