@@ -8,6 +8,8 @@
 # make interop  4-bit format and EAGLE-3 heads against gptqmodel and speculators, in an environment
 #               of its own
 # make clients  guidellm and lm-eval against the live server, in an environment of their own
+# make peers    llama.cpp and OpenVINO GenAI for polybasic bench --peers, in an environment of their
+#               own, with their tests; builds llama.cpp, by a C++ compiler: half an hour on two cores
 # make wheels   wheels with compiled CPU kernels, into dist/, in an environment of its own;
 #               ARCHITECTURES="x86_64 aarch64" says for which processors, both if left out
 # make lock     requirements.lock (versions of constraints.txt, with the digests of their files) and
@@ -27,6 +29,10 @@ CLIENTS_VENV ?= .venv-clients
 CLIENTS_BIN := $(CLIENTS_VENV)/bin
 CLIENTS_INSTALL := $(CLIENTS_BIN)/python -m pip install --quiet --constraint constraints.txt
 CLIENTS_INSTALLED := $(CLIENTS_VENV)/.installed
+PEERS_VENV ?= .venv-peers
+PEERS_BIN := $(PEERS_VENV)/bin
+PEERS_INSTALL := $(PEERS_BIN)/python -m pip install --quiet
+PEERS_INSTALLED := $(PEERS_VENV)/.installed
 WHEELS_VENV ?= .venv-wheels
 WHEELS_BIN := $(WHEELS_VENV)/bin
 WHEELS_INSTALLED := $(WHEELS_VENV)/.installed
@@ -44,7 +50,7 @@ CHECK_PYTHON = $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' |
 # contiguous parts, so that what tests of a module share is made once; the rest is taken as workers end
 PYTEST := $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist worksteal
 
-.PHONY: demo test proof lint bench interop clients wheels lock install clean
+.PHONY: demo test proof lint bench interop clients peers wheels lock install clean
 
 demo: install
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/polybasic run recipes/tiny.yaml
@@ -80,7 +86,7 @@ $(INSTALLED): constraints.txt pyproject.toml
 	@echo "installing into $(VENV): some minutes, once"
 	$(PYTHON) -m venv $(VENV)
 	$(INSTALL) setuptools torch==2.13.0
-	$(INSTALL) --no-build-isolation --editable '.[train,report,dev]'
+	$(INSTALL) --no-build-isolation --editable '.[train,dev]'
 	@# autoawq declares a triton that it does not use
 	$(INSTALL) --no-build-isolation --no-deps autoawq==0.2.9
 	@touch $@
@@ -110,6 +116,17 @@ $(CLIENTS_INSTALLED): constraints.txt pyproject.toml tests/clients/requirements.
 	$(CLIENTS_INSTALL) --no-deps guidellm==0.8.1
 	@touch $@
 
+peers: install $(PEERS_INSTALLED)
+	PEERS_PYTHON=$(PEERS_BIN)/python OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/peers
+
+$(PEERS_INSTALLED): deploy/bench/peers/requirements.txt
+	@$(CHECK_PYTHON)
+	@echo "installing into $(PEERS_VENV) and building llama.cpp: half an hour, once"
+	$(PYTHON) -m venv $(PEERS_VENV)
+	$(PEERS_INSTALL) --requirement deploy/bench/peers/requirements.txt
+	$(PEERS_INSTALL) --no-deps optimum-intel==2.2.0
+	@touch $@
+
 wheels: $(WHEELS_INSTALLED)
 	$(WHEELS_BIN)/python .ci/wheels.py dist $(ARCHITECTURES)
 
@@ -121,7 +138,7 @@ $(WHEELS_INSTALLED): .ci/wheels.py
 	@touch $@
 
 lock: $(LOCK_INSTALLED)
-	$(COMPILE) --generate-hashes --extra train --extra report --extra serve --output-file requirements.lock
+	$(COMPILE) --generate-hashes --extra train --extra serve --output-file requirements.lock
 	$(COMPILE) --output-file $(LOCK_VENV)/runtime.txt
 	$(LOCK_BIN)/cyclonedx-py requirements --output-reproducible --pyproject pyproject.toml \
 	    --output-file sbom.json $(LOCK_VENV)/runtime.txt
@@ -139,6 +156,6 @@ $(LOCK_INSTALLED):
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(INTEROP_VENV) $(CLIENTS_VENV) $(WHEELS_VENV) $(LOCK_VENV) runs build dist *.egg-info .pytest_cache .mypy_cache \
+	rm -rf $(VENV) $(INTEROP_VENV) $(CLIENTS_VENV) $(PEERS_VENV) $(WHEELS_VENV) $(LOCK_VENV) runs build dist *.egg-info .pytest_cache .mypy_cache \
 	    .ruff_cache .hypothesis .import_linter_cache wandb
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

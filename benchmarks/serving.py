@@ -1,7 +1,7 @@
 """The server under load, beside the library and llama.cpp's server, in turns.
 
     python benchmarks/serving.py CHAIN [--prompts FILE] [--clients 1 2 4 8 16] [--turns 3]
-        [--llama-server FILE --python PYTHON] [--only overhead load queue memory] [--record FILE]
+        [--peers-python .venv-peers/bin/python] [--only overhead load queue memory] [--record FILE]
 
 Every server is a process of its own with `--threads` threads of computation, and one is asked at a
 time. Clients are one process beside it, on the same cores. Prompts are token ids, so that all read
@@ -16,8 +16,8 @@ the same.
   answer is compared with the library's for its seed.
 - memory: of the server's process after some requests, and after ten times as many.
 
-`--llama-server` is a program built from the sources of the llama-cpp-python that stands in
-`peers-requirements.txt`; `--python` names that file's environment, which writes the target as GGUF.
+`--peers-python` is that of the environment which `make peers` makes; without it llama.cpp's server
+is left out.
 """
 
 import argparse
@@ -46,7 +46,6 @@ from serving_systems import (
 )
 from systems import prompts_of, shown_plan
 
-from polybasic.chain.errors import UserError
 from polybasic.deploy import Chain
 
 PARTS = ("overhead", "load", "queue", "memory")
@@ -291,11 +290,8 @@ def main() -> None:
     parser.add_argument("--queue-clients", type=positive, default=200)
     parser.add_argument("--queue-seconds", type=float, default=120.0)
     parser.add_argument("--memory-requests", type=positive, default=200)
-    parser.add_argument("--llama-server", type=Path, help="program of llama.cpp")
-    parser.add_argument("--python", type=Path, help="writes the target for --llama-server")
+    parser.add_argument("--peers-python", type=Path, help="of make peers, for llama.cpp's server")
     arguments = parser.parse_args()
-    if (arguments.llama_server is None) != (arguments.python is None):
-        raise UserError("one of two options", "--llama-server, --python", "give both or none")
     report = begin(__file__, __doc__, arguments)
     chain = load(arguments, context_tokens=arguments.context_tokens)
     prompts, num_tokens = prompts_of(arguments, chain), arguments.max_new_tokens
@@ -314,8 +310,8 @@ def main() -> None:
             few = prompts[:: max(1, len(prompts) // OVERHEAD_PROMPTS)]
             report_overhead(report, chain, systems[0], few, num_tokens, 2 * arguments.turns)
         if "load" in arguments.only:
-            if arguments.llama_server is not None:
-                report.say(f"llama.cpp: {llama_version(arguments.llama_server)}.")
+            if arguments.peers_python is not None:
+                report.say(f"llama.cpp: {llama_version(arguments.peers_python)}.")
                 systems += stack.enter_context(llama_systems(chain, arguments))
             expected = {tuple(prompt): greedy_text(chain, prompt, num_tokens) for prompt in prompts}
             loads = measured_loads(

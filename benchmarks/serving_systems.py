@@ -1,7 +1,6 @@
 """The servers that benchmarks/serving.py asks: this project's, and llama.cpp's."""
 
 import argparse
-import os
 import subprocess
 import sys
 import tempfile
@@ -11,16 +10,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from peers import written_gguf
 from serving_load import Body, Load, Server, load_of, server
 
 from polybasic.chain.errors import UserError
 from polybasic.deploy import Chain
+from polybasic.deploy.bench.peers.process import FOLDER
+from polybasic.deploy.bench.peers.systems import write_gguf
 
 COMPLETIONS = "/v1/completions"
 MODEL = "chain"
 OURS = "polybasic"
 LLAMA = "llama-server"
+LLAMA_PROGRAM = FOLDER / "workers" / "llama_program.py"
 LEAST_ANSWERS = 20
 """Of a measured time, for its percentiles."""
 LLAMA_DRAFTS = {
@@ -104,42 +105,44 @@ def our_systems(chain: Chain, one: Server) -> list[System]:
 @contextmanager
 def llama_systems(chain: Chain, arguments: argparse.Namespace) -> Iterator[list[System]]:
     """llama.cpp's server without and with its own speculation, a process each."""
-    program, threads = arguments.llama_server, torch.get_num_threads()
+    python, threads = arguments.peers_python, torch.get_num_threads()
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        files = written_gguf(chain, folder, ("BF16", "Q4_0"), arguments.python)
+        files = write_gguf(chain, ("BF16", "Q4_0"), python, folder, has_texts=True)
         found = []
         for name, words in LLAMA_DRAFTS.items():
             command = [
-                *(program, "--model", files["BF16"], "--no-webui", "--cache-ram", 0),
+                *(
+                    python,
+                    LLAMA_PROGRAM,
+                    LLAMA,
+                    "--model",
+                    files["BF16"],
+                    "--no-webui",
+                    "--cache-ram",
+                    0,
+                ),
                 *("--threads", threads, "--threads-batch", threads),
                 *("--parallel", arguments.slots, "--no-kv-unified"),
                 *("--ctx-size", arguments.slots * arguments.context_tokens),
                 *words.format(**files).split(),
             ]
-            one = server(LLAMA + name, command, "/health", _beside(program))
+            one = server(LLAMA + name, command, "/health", {})
             found.append(System(LLAMA + name, stack.enter_context(one), {}))
         yield found
 
 
-def llama_version(program: Path) -> str:
+def llama_version(python: Path) -> str:
     """What it says of itself.
 
     Raises:
         UserError: it cannot be run.
     """
-    environment = {**os.environ, **_beside(program)}
+    command = [python, LLAMA_PROGRAM, LLAMA, "--version"]
     try:
-        done = subprocess.run(
-            [program, "--version"], env=environment, capture_output=True, text=True, check=True
-        )
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError) as error:
         raise UserError(
-            "no llama-server", f"--llama-server {program} ({error})", "name a program that runs"
+            "no llama-server", f"--peers-python {python} ({error})", "run make peers"
         ) from error
     return (done.stdout + done.stderr).strip().splitlines()[0].removeprefix("version: ")
-
-
-def _beside(program: Path) -> dict[str, str]:
-    """Its libraries lie beside it."""
-    return {"LD_LIBRARY_PATH": str(program.parent)}

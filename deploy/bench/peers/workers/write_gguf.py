@@ -1,12 +1,13 @@
-"""Writes a Llama checkpoint as GGUF: `python peers_gguf.py CHECKPOINT FILE --type BF16`.
+"""Writes a Llama checkpoint as GGUF: python -m workers.write_gguf CHECKPOINT FILE --type BF16.
 
-Runs in the environment of `peers-requirements.txt`. Names of tensors and keys, and the order in
+Names of tensors and keys, and the order in
 which llama.cpp wants the rows of queries and keys, are those of its own converter
 (`conversion/llama.py` of llama.cpp).
 """
 
 import argparse
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -55,15 +56,29 @@ def interleaved(weight: np.ndarray, num_heads: int) -> np.ndarray:
     return halves.swapaxes(1, 2).reshape(weight.shape)
 
 
-def write_gguf(checkpoint: Path, path: Path, kind: str) -> None:
-    """Write a checkpoint with its vocabulary.
+def llama3_divisors(head_dim: int, theta: float, scaling: dict[str, Any]) -> np.ndarray:
+    """What the rotary frequencies of Llama 3.1 are divided by: `factor` where they are low."""
+    frequencies = theta ** -(np.arange(0, head_dim, 2) / head_dim)
+    turns = scaling["original_max_position_embeddings"] * frequencies / (2 * np.pi)
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    kept = np.clip((turns - low) / (high - low), 0.0, 1.0)
+    return (1 / (kept + (1 - kept) / scaling["factor"])).astype(np.float32)
+
+
+def write_gguf(checkpoint: Path, path: Path, kind: str, stop: list[int]) -> None:
+    """Write a checkpoint.
+
+    Where ids alone are asked for, `stop` makes it independent of the kind of the vocabulary.
 
     Args:
         checkpoint: folder of a Llama with `tokenizer.json`.
         kind: one of `TYPES`, of all matrices; norms stay in float32.
+        stop: ids that end an answer; the texts of tokens are then numbers. Empty for the
+            checkpoint's own vocabulary.
     """
     config = json.loads((checkpoint / "config.json").read_text())
-    assert config["model_type"] == "llama", "only Llama checkpoints"
+    if config["model_type"] != "llama" or config.get("attention_bias") or config.get("mlp_bias"):
+        sys.exit(f"only Llamas without biases are written as GGUF, this is {config['model_type']}")
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
     writer = gguf.GGUFWriter(path, "llama")
@@ -79,10 +94,17 @@ def write_gguf(checkpoint: Path, path: Path, kind: str) -> None:
     writer.add_rope_dimension_count(head_dim)
     rope = config.get("rope_parameters") or config
     writer.add_rope_freq_base(rope.get("rope_theta", 10000.0))
+    scaling = rope if "rope_type" in rope else config.get("rope_scaling") or {}
+    kind_of_rope = scaling.get("rope_type", scaling.get("type", "default"))
+    if kind_of_rope == "llama3":
+        theta = rope.get("rope_theta", 10000.0)
+        writer.add_tensor("rope_freqs.weight", llama3_divisors(head_dim, theta, scaling))
+    elif kind_of_rope != "default":
+        sys.exit(f"rotary scaling {kind_of_rope} is not written as GGUF")
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
     writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{kind}" if kind != "F32" else "ALL_F32"])
-    _add_vocabulary(writer, checkpoint, config)
+    _add_vocabulary(writer, checkpoint, config, stop)
     for name, tensor in read_tensors(checkpoint).items():
         target = _name_of(name)
         if target.endswith(("attn_q.weight", "attn_k.weight")):
@@ -111,10 +133,11 @@ def _name_of(name: str) -> str:
     return f"blk.{number}.{NAMES[part.removesuffix('.weight')]}.weight"
 
 
-def _add_vocabulary(writer: gguf.GGUFWriter, checkpoint: Path, config: dict[str, Any]) -> None:
-    """Byte-level BPE; ids that have no token get one that stands for nothing."""
+def _vocabulary(checkpoint: Path, config: dict[str, Any]) -> tuple[list[str], list[int], list[str]]:
+    """Texts, types and merges of byte-level BPE; ids without a token stand for nothing."""
     content = json.loads((checkpoint / "tokenizer.json").read_text())
-    assert content["model"]["type"] == "BPE", "only BPE vocabularies"
+    if content["model"]["type"] != "BPE":
+        sys.exit(f"only BPE vocabularies are written as GGUF, this is {content['model']['type']}")
     tokens = [f"[unused {number}]" for number in range(config["vocab_size"])]
     types = [gguf.TokenType.UNUSED] * len(tokens)
     for token, number in content["model"]["vocab"].items():
@@ -122,13 +145,27 @@ def _add_vocabulary(writer: gguf.GGUFWriter, checkpoint: Path, config: dict[str,
     for added in content["added_tokens"]:
         tokens[added["id"]], types[added["id"]] = added["content"], gguf.TokenType.CONTROL
     merges = [one if isinstance(one, str) else " ".join(one) for one in content["model"]["merges"]]
+    return tokens, types, merges
+
+
+def _numbers(config: dict[str, Any]) -> tuple[list[str], list[int], list[str]]:
+    """A vocabulary in which each id is a text that ends nothing and waits for no other."""
+    tokens = [f"t{number}" for number in range(config["vocab_size"])]
+    return tokens, [gguf.TokenType.NORMAL] * len(tokens), ["t 0"]
+
+
+def _add_vocabulary(
+    writer: gguf.GGUFWriter, checkpoint: Path, config: dict[str, Any], stop: list[int]
+) -> None:
+    tokens, types, merges = _numbers(config) if stop else _vocabulary(checkpoint, config)
+    ends = stop or config["eos_token_id"]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list(tokens)
     writer.add_token_types(types)
     writer.add_token_merges(merges)
     writer.add_bos_token_id(config["bos_token_id"])
-    writer.add_eos_token_id(config["eos_token_id"])
+    writer.add_eos_token_id(ends[0] if isinstance(ends, list) else ends)
 
 
 def main() -> None:
@@ -136,8 +173,11 @@ def main() -> None:
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("file", type=Path)
     parser.add_argument("--type", choices=TYPES, default="BF16")
+    parser.add_argument(
+        "--stop", nargs="*", type=int, default=[], help="ids; texts are then numbers"
+    )
     arguments = parser.parse_args()
-    write_gguf(arguments.checkpoint, arguments.file, arguments.type)
+    write_gguf(arguments.checkpoint, arguments.file, arguments.type, arguments.stop)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,231 @@
+"""Peers with a chain's target, in all of their modes, as systems of a benchmark."""
+
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from polybasic.chain.errors import UserError
+from polybasic.chain.kernels.product_times import name_of
+from polybasic.deploy.bench.peers.catalogue import PEERS, check_peers
+from polybasic.deploy.bench.peers.process import PeerSystem, run_worker
+from polybasic.deploy.bench.system import System
+from polybasic.deploy.chain import Chain
+from polybasic.deploy.hardware import available_bytes
+from polybasic.deploy.memory import MARGIN
+from polybasic.deploy.rounds.sampling import Sampling
+
+GGUF_TYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+LLAMA_DRAFTED, LLAMA_LOOKUP, OPENVINO_DRAFTED, NGRAM = 8, 2, 4, 2
+"""Tokens that each drafts at a time, and most that prompt lookup looks for."""
+_OTHER_WEIGHTS = "Its weights have 4 bits: its answers are those of another model than the target."
+
+
+@dataclass(frozen=True)
+class Mode:
+    """One way in which a peer answers.
+
+    Attributes:
+        words: of its worker's command line, after `-m`.
+        files: folders or files of the models that it loads.
+        weights: their dtype, where it is not the target's.
+        samples: whether sampled tokens follow the target's distribution.
+    """
+
+    name: str
+    description: str
+    words: tuple[object, ...]
+    files: tuple[Path, ...]
+    weights: str = ""
+    samples: bool = True
+
+    @property
+    def num_bytes(self) -> int:
+        """Of its files."""
+        inside = [one for path in self.files for one in (path, *path.rglob("*"))]
+        return sum(one.stat().st_size for one in inside if one.is_file())
+
+
+@dataclass(frozen=True)
+class PeerSystems:
+    """Peers that run, and those that do not.
+
+    Attributes:
+        systems: loaded.
+        missing: a sentence for each mode or peer that does not run, with its reason.
+    """
+
+    systems: list[System] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+
+
+@contextmanager
+def peer_systems(
+    names: Sequence[str],
+    chain: Chain,
+    python: Path,
+    say: Callable[[str], None],
+    is_greedy: bool = True,
+) -> Iterator[PeerSystems]:
+    """All modes of some peers, loaded; they end with the block.
+
+    Their files are written for this run alone, below the folder for temporary files. They compute
+    on the CPU, with as many threads as torch has here. What does not run is said and left out.
+
+    Args:
+        names: of `PEERS`.
+        python: of their environment.
+        say: takes a line of progress.
+        is_greedy: whether nothing is sampled; otherwise modes that sample from another
+            distribution are left out.
+
+    Raises:
+        UserError: no such peer, or one that is not installed.
+    """
+    check_peers(names, python)
+    found, python = PeerSystems(), python.absolute()
+
+    def leave_out(what: str, why: str) -> None:
+        found.missing.append(f"{what} does not run: {why}.")
+        say(found.missing[-1])
+
+    device = chain.engine.models.target.device
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="polybasic-peers-")))
+        for name in names:
+            runtime = PEERS[name].runtime
+            if device.type != "cpu":
+                leave_out(runtime, f"peers compute on the CPU, and this chain on {device.type}")
+                continue
+            say(f"{runtime}: converting the target and loading it")
+            try:
+                modes = _MODES[name](chain, python, folder)
+            except UserError as error:
+                leave_out(runtime, str(error))
+                continue
+            for mode in modes:
+                if not (is_greedy or mode.samples):
+                    leave_out(mode.name, "what it samples has another distribution than the target")
+                    continue
+                needed, left = MARGIN * mode.num_bytes, available_bytes(device)
+                if left is not None and needed > left:
+                    leave_out(
+                        mode.name, f"it needs {needed:.2g} bytes of memory, {left:.2g} are left"
+                    )
+                    continue
+                try:
+                    found.systems.append(_loaded(mode, runtime, chain, python, stack))
+                except UserError as error:
+                    leave_out(mode.name, str(error))
+        yield found
+
+
+def _loaded(mode: Mode, runtime: str, chain: Chain, python: Path, stack: ExitStack) -> PeerSystem:
+    """A system that has answered once.
+
+    Raises:
+        UserError: it cannot.
+    """
+    threads = torch.get_num_threads()
+    shared = ("--threads", threads, "--context", chain.engine.context_tokens)
+    worker, *words = mode.words
+    command = (python, "-m", f"workers.{worker}", *shared, *words)
+    system = PeerSystem(mode.name, runtime, mode.description, command, threads, chain.stop_tokens)
+    stack.callback(system.close)
+    if mode.weights:
+        system.dtype, system.notes = mode.weights, (_OTHER_WEIGHTS,)
+    system.answer([1, 2, 3], 4, Sampling())
+    return system
+
+
+def write_gguf(
+    chain: Chain, kinds: Sequence[str], python: Path, folder: Path, has_texts: bool = False
+) -> dict[str, Path]:
+    """The target as GGUF, a file of each kind ("BF16", "Q4_0") below `folder`.
+
+    Args:
+        has_texts: with the target's vocabulary; by default for token ids alone.
+
+    Raises:
+        UserError: it is no Llama, or the environment lacks what it takes.
+    """
+    files = {kind: folder.absolute() / f"{kind}.gguf" for kind in kinds}
+    stop = () if has_texts else ("--stop", *sorted(chain.stop_tokens))
+    for kind, path in files.items():
+        words = ("workers.write_gguf", chain.target_folder.absolute(), path, "--type", kind, *stop)
+        run_worker((python.absolute(), "-m", *words), torch.get_num_threads())
+    return files
+
+
+def _llama_modes(chain: Chain, python: Path, folder: Path) -> list[Mode]:
+    """llama.cpp by its C interface."""
+    dtype = name_of(chain.engine.models.target.dtype)
+    own = GGUF_TYPES[dtype]
+    files = write_gguf(chain, (own, "Q4_0"), python, folder)
+    library = f"llama.cpp by its C interface with the target as GGUF in {dtype}"
+
+    def mode(
+        name: str, kind: str, says: str, *more: object, drafter: tuple[Path, ...] = ()
+    ) -> Mode:
+        words = ("llama_engine", files[kind], "--dtype", dtype, *more, *drafter)
+        return Mode(name, says, words, (files[kind], *drafter), "" if kind == own else kind)
+
+    return [
+        mode("llama.cpp", own, library),
+        mode(
+            "llama.cpp lookup", own,
+            f"{library}; llama-cpp-python's prompt lookup: {LLAMA_LOOKUP} tokens after at most "
+            f"{NGRAM} equal ones",
+            "--lookup", LLAMA_LOOKUP,
+        ),
+        mode(
+            "llama.cpp draft", own, f"{library}; the target in Q4_0 drafts {LLAMA_DRAFTED} tokens",
+            "--num-drafted", LLAMA_DRAFTED, "--draft", drafter=(files["Q4_0"],),
+        ),
+        mode(
+            "llama.cpp Q4_0", "Q4_0", "llama.cpp by its C interface with the target as GGUF in Q4_0"
+        ),
+    ]  # fmt: skip
+
+
+def _openvino_modes(chain: Chain, python: Path, folder: Path) -> list[Mode]:
+    """OpenVINO GenAI's pipeline over optimum-intel's export."""
+    dtype = name_of(chain.engine.models.target.dtype)
+    words = (python, "-m", "workers.write_openvino", chain.target_folder.absolute(), folder)
+    run_worker(words, torch.get_num_threads())
+    own, packed = folder / "exported", folder / "int4"
+    pipeline = "LLMPipeline with the target as optimum-intel exports it"
+
+    def mode(
+        name: str, path: Path, says: str, *more: object, drafter: tuple[Path, ...] = ()
+    ) -> Mode:
+        precision = "bf16" if dtype == "bfloat16" else "f32"
+        words = ("openvino_pipeline", path, "--precision", precision, *more, *drafter)
+        weights = "" if path == own else "int4"
+        # at a temperature of 0.001 its answers with a draft model are not the greedy ones
+        return Mode(name, says, words, (path, *drafter), weights, samples=not drafter)
+
+    return [
+        mode("OpenVINO", own, pipeline),
+        mode(
+            "OpenVINO lookup", own,
+            f"{pipeline}; prompt lookup: {OPENVINO_DRAFTED} tokens after at most {NGRAM} equal "
+            "ones",
+            *("--lookup", OPENVINO_DRAFTED, "--ngram", NGRAM),
+        ),
+        mode(
+            "OpenVINO assisted", own,
+            f"{pipeline}; the target in int4 drafts {OPENVINO_DRAFTED} tokens",
+            *("--num-drafted", OPENVINO_DRAFTED, "--draft"), drafter=(packed,),
+        ),
+        mode("OpenVINO int4", packed, f"{pipeline}, in int4 by groups of 128"),
+    ]  # fmt: skip
+
+
+_MODES: dict[str, Callable[[Chain, Path, Path], list[Mode]]] = {
+    "llama.cpp": _llama_modes,
+    "openvino": _openvino_modes,
+}
