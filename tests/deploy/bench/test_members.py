@@ -1,6 +1,7 @@
 """Heads that draft a part of the vocabulary, in the benchmark: what they gain and cost."""
 
 import json
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ from polybasic.chain.kernels.drafts import DraftTree
 from polybasic.deploy import load_chain
 from polybasic.deploy.bench import members
 from polybasic.deploy.bench.members import draft_vocabularies
-from polybasic.deploy.bench.report import print_report
+from polybasic.deploy.bench.report.chain_rows import draft_vocabulary_table
+from polybasic.deploy.bench.report.terminal import print_table
 from polybasic.deploy.bench.running import bench_chain
+from polybasic.deploy.bench.schema import read_report
 from polybasic.deploy.drafters.head import EagleDrafter
 from polybasic.deploy.settings import BenchSettings
 from tests.head_kinds import trim, write_eagle3
@@ -49,8 +52,10 @@ def test_report_shows_what_trimming_gains(
         systems=("target", "polybasic"),
     )
     report = bench_chain(tmp_path / "chain", settings)
-    assert report["systems"]["polybasic"]["identical_to_target"]["identical"] == 1
-    (entry,) = report["draft_vocabulary"]
+    agreement = report.systems["polybasic"].agreement
+    assert agreement is not None
+    assert agreement.identical == 1
+    (entry,) = report.draft_vocabulary
     seconds = [entry[name].pop("seconds_per_pass") for name in ("part", "whole")]
     assert min(seconds) > 0
     assert entry == {
@@ -66,13 +71,14 @@ def test_report_shows_what_trimming_gains(
     assert "## Draft vocabulary" in markdown
     assert f"| draft | 16 tokens | 87.5% | 3.50 | {part} |" in markdown
     assert f"| draft | all 64 | 100% | 3.75 | {whole} |" in markdown
-    written = json.loads((tmp_path / "chain" / "report" / "report.json").read_text())
-    console = Console(record=True, width=200)
-    print_report(written, console)
-    assert (
-        f"draft drafts among 16 of 64 tokens: 3.50 tokens a round (3.75 among all), {part} ms a "
-        f"draft pass ({whole})"
-    ) in console.export_text()
+    written = read_report(tmp_path / "chain" / "report" / "report.json")
+    table = draft_vocabulary_table(written.draft_vocabulary)
+    assert table is not None
+    console = Console(file=(shown := StringIO()), width=80)
+    print_table(table, console)
+    rows = [line.split() for line in shown.getvalue().splitlines()]
+    assert ["draft", "16", "tokens", "87.5%", "3.50", part] in rows
+    assert ["draft", "all", "64", "100%", "3.75", whole] in rows
 
 
 def test_both_ways_of_drafting_take_turns(
@@ -115,13 +121,15 @@ def test_eagle3_head_has_no_way_over_all_tokens(
         max_new_tokens=8,
         repeats=1,
         dtype="float32",
-        systems=("target", "eagle2", "polybasic_full"),
+        systems=("target", "eagle3", "polybasic_full"),
     )
     report = bench_chain(tmp_path / "chain", settings)
-    assert list(report["systems"]) == ["target", "eagle3", "polybasic_full"]
-    assert list(report["systems"]["eagle3"]["forward_passes"]) == ["target", "draft"]
-    assert list(report["systems"]["polybasic_full"]["plan"]["members"])[-1] == "draft"
-    (entry,) = report["draft_vocabulary"]
+    assert list(report.systems) == ["target", "eagle3", "polybasic_full"]
+    assert list(report.systems["eagle3"].members) == ["target", "draft"]
+    plan = report.systems["polybasic_full"].plan
+    assert plan is not None
+    assert plan["members"][-1] == "draft"
+    (entry,) = report.draft_vocabulary
     assert entry["part"]["seconds_per_pass"] > 0
     assert entry["whole"]["seconds_per_pass"] is None
     assert "| draft | all 64 | 100% | 3.75 | - |" in (

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from polybasic.deploy.bench.members import answers_of_target
-from polybasic.deploy.bench.report import answers_line
+from polybasic.deploy.bench.report.lines import answers_line
 
 RECORD = {
     "loss": 0.6,

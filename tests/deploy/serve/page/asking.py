@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tests.deploy.serve.page.browser import Browser, Page
+from tests.browser import Browser, Page
 from tests.deploy.serve.page.scripted import Answering, ScriptedServer
 
 TOKENS = [("The", "draft"), (" old", "target"), (" tower", "intermediate"), (" old", "ngram")]

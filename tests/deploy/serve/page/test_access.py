@@ -4,8 +4,8 @@ from threading import Event
 
 import pytest
 
+from tests.browser import Browser
 from tests.deploy.serve.page.asking import IDLE, TEXT, TOKENS, ask, ask_and_wait, opened, say_it
-from tests.deploy.serve.page.browser import Browser
 from tests.deploy.serve.page.scripted import Answering, scripted
 
 pytestmark = pytest.mark.proof

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from tests.browser import Browser, Page
 from tests.deploy.serve.page.asking import ask, ask_and_wait
-from tests.deploy.serve.page.browser import Browser, Page
 from tests.deploy.serve.serving import Served
 
 pytestmark = pytest.mark.proof

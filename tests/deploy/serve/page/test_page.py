@@ -5,8 +5,8 @@ from threading import Event
 
 import pytest
 
+from tests.browser import Browser, Page
 from tests.deploy.serve.page.asking import IDLE, TEXT, TOKENS, ask, ask_and_wait, opened, say_it
-from tests.deploy.serve.page.browser import Browser, Page
 from tests.deploy.serve.page.scripted import Answering, Script, scripted
 
 pytestmark = pytest.mark.proof

@@ -1,10 +1,10 @@
-"""The browser that the tests of the page share."""
+"""The browser that the tests of pages share."""
 
 from collections.abc import Iterator
 
 import pytest
 
-from tests.deploy.serve.page.browser import CHROMIUM, Browser, browsing
+from tests.browser import CHROMIUM, Browser, browsing
 
 
 @pytest.fixture(scope="session")
