@@ -1,6 +1,7 @@
 """The tunable fields of running and measuring a chain."""
 
-from typing import Literal
+from collections.abc import Sequence
+from typing import Literal, get_args
 
 from pydantic import Field, model_validator
 
@@ -11,9 +12,30 @@ TASKS = ("mt_bench", "translation", "summarization", "qa", "math_reasoning", "ra
 """Spec-Bench's six task groups, in the order in which reports list them."""
 
 SystemName = Literal[
-    "target", "hf_generate", "ngram", "draft_model", "eagle2", "polybasic_full", "polybasic"
+    "target",
+    "hf_generate",
+    "hf_static",
+    "hf_prompt_lookup",
+    "hf_assisted",
+    "ngram",
+    "draft_model",
+    "eagle2",
+    "eagle3",
+    "polybasic_full",
+    "polybasic",
+    "auto",
+    "all",
 ]
-
+USUAL_SYSTEMS = (
+    "target",
+    "hf_generate",
+    "eagle2",
+    "polybasic_full",
+    "polybasic",
+)
+"""What `auto` is of a chain of three: the head's kind stands for its own, and systems that the
+chain has no members for are left out."""
+PeerName = Literal["llama.cpp", "openvino", "transformers"]
 
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 
@@ -68,7 +90,7 @@ class PlanSettings(Settings):
     prompts: str = Field(
         "embedded",
         description="to measure on: 'embedded' (generated, others than the bench's), 'heldout' (in "
-        "a recipe: first turns of held-out conversations), a Spec-Bench question file or its URL",
+        "a recipe: first turns of held-out conversations), a file of prompts or its URL",
     )
     num_prompts_per_task: Count = 6
     max_new_tokens: Count = Field(96, ge=2)
@@ -97,9 +119,9 @@ class BenchSettings(Settings):
 
     prompts: str = Field(
         "embedded",
-        description="'embedded' (held out, generated), or a Spec-Bench question file or its URL",
+        description="'embedded' (held out, generated), or a file of prompts (JSON lines), or a URL",
     )
-    num_prompts_per_task: Count = 4
+    num_prompts_per_task: Count = 6
     max_new_tokens: Count = 96
     temperature: Temperature = 0.0
     seed: Seed = 0
@@ -107,6 +129,29 @@ class BenchSettings(Settings):
     dtype: Dtype = Field("auto", description=_DTYPE)
     graphs: bool = Field(True, description=_GRAPHS)
     systems: tuple[SystemName, ...] = Field(
-        ("target", "hf_generate", "eagle2", "polybasic_full", "polybasic"),
-        description="eagle2: target and draft head, reported under the head's own kind",
+        ("auto",),
+        description="auto: target, hf_generate, its draft head, all models, the plan; all: "
+        "whatever the chain has members for",
     )
+    peers: tuple[PeerName, ...] = Field(
+        (), description="other engines to compare with, each as its users run it"
+    )
+    peers_python: str = Field(
+        ".venv-peers/bin/python", description="of the environment that the peers are installed in"
+    )
+
+    @property
+    def expected_systems(self) -> tuple[str, ...]:
+        """What is likely to run, before a chain is there."""
+        return self.named_systems(USUAL_SYSTEMS, get_args(SystemName)[:-2])
+
+    def named_systems(self, usual: Sequence[str], every: Sequence[str]) -> tuple[str, ...]:
+        """Names, each once.
+
+        Args:
+            usual: what auto stands for.
+            every: what all stands for.
+        """
+        meant = {"auto": usual, "all": every}
+        found = (name for one in self.systems for name in meant.get(one, (one,)))
+        return tuple(dict.fromkeys(found))

@@ -36,7 +36,7 @@ def tree_names(folder: Path) -> set[str]:
         f"polybasic/{path.relative_to(folder)}"
         for name in PACKAGES
         for path in (folder / name).rglob("*")
-        if path.suffix in {".py", ".yaml", ".h", ".cpp", ".html", ".js", ".css", ".svg"}
+        if path.suffix in {".py", ".yaml", ".h", ".cpp", ".html", ".js", ".css", ".svg", ".txt"}
         # what deploys a server is not installed with it
         and path.parent != folder / "deploy" / "images"
     }

@@ -42,7 +42,7 @@ def write_card(folder: Path, manifest: Manifest) -> None:
 
 
 def record_results(folder: Path, results: dict[str, Any]) -> Manifest:
-    """Put measured results (a report of schema polybasic.report/1) into manifest and card.
+    """Put measured results (what `bench` keeps of a report) into manifest and card.
 
     Raises:
         UserError: `folder` is no chain; the disk is full or not writable.
@@ -299,7 +299,7 @@ def _results(results: dict[str, Any]) -> str:
     for key in ("hardware", "settings"):
         if results.get(key):
             parts.append(f"{key.capitalize()}: {_inline(results[key])}.")
-    parts.append("All of it: `report/report.md`, `report/report.json`.")
+    parts.append("All of it: `report/report.html`, `report/report.md`, `report/report.json`.")
     return "\n\n".join(parts)
 
 

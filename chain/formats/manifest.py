@@ -127,7 +127,7 @@ class Manifest(Settings):
         description="shape that a smaller chain was grown to: acceptance is the smaller one's, "
         "time the shape's",
     )
-    results: dict[str, Any] | None = Field(default=None, description="the last report.json")
+    results: dict[str, Any] | None = Field(default=None, description="of the last report")
 
     @model_validator(mode="after")
     def _members_are_in_order(self) -> "Manifest":

@@ -128,6 +128,7 @@ class MeasuredPlan(PredictedPlan):
     hardware: str = Field(description="as `polybasic.deploy.hardware.hardware_name` gives it")
     dtype: str
     temperature: Temperature
+    prompts: str = Field("", description="that it was measured on: embedded, heldout or a file's")
     others: tuple[PredictedPlan, ...] = Field(
         default=(), description="the best plan of each other set of members, the fastest first"
     )

@@ -1,60 +1,61 @@
 """Whether two outputs that should be equal differ by rounding or by a fault."""
 
 import math
-from dataclasses import asdict, dataclass
+import statistics
 
 import torch
 
 from polybasic.chain.formats.plan import Plan
 from polybasic.deploy.bench.rereading import ONE_ROW, answer_logits, read_patterns_of
 from polybasic.deploy.bench.rounding import NUM_POSITIONS, measure_rounding
+from polybasic.deploy.bench.schema import Agreement
 from polybasic.deploy.chain import Chain
 from polybasic.deploy.rounds.sampling import GreedySampler, Prefixes, Sampling
 from polybasic.deploy.rounds.verifier import Verifier
 
 
-@dataclass
-class Agreement:
-    """Outputs of a system compared with the target's, token for token.
+class Comparer:
+    """Counts answers of a system that are equal to the target's, token for token.
 
-    Attributes:
+    Args:
+        verifier: of the target; it computes the logits where two answers diverge.
         tolerance: logits that differ by less are indistinguishable; measured by
             `polybasic.deploy.bench.rounding`.
-        widest_near_tie: largest difference between two candidates' logits where outputs diverged
-            at a near tie.
     """
 
-    tolerance: float
-    prompts: int = 0
-    identical: int = 0
-    near_ties: int = 0
-    widest_near_tie: float = 0.0
+    def __init__(self, verifier: Verifier, tolerance: float) -> None:
+        self._verifier, self._tolerance = verifier, tolerance
+        self._num_answers = self._num_identical = 0
+        self._gaps: list[float] = []  # of answers that part at a near tie
+        self._partings: list[int] = []
 
     def count(
-        self,
-        verifier: Verifier,
-        sampler: GreedySampler,
-        prompt: list[int],
-        expected: list[int],
-        found: list[int],
+        self, sampler: GreedySampler, prompt: list[int], expected: list[int], found: list[int]
     ) -> None:
-        """Compare one output; `verifier` computes the logits where the two diverge.
+        """Compare one answer with the target's.
 
         Args:
             sampler: of the request, greedy or with its noise.
         """
-        self.prompts += 1
+        self._num_answers += 1
         if found == expected:
-            self.identical += 1
-        elif (
-            gap := gap_at_divergence(verifier, sampler, prompt, expected, found)
-        ) < self.tolerance:
-            self.near_ties += 1
-            self.widest_near_tie = max(self.widest_near_tie, gap)
+            self._num_identical += 1
+            return
+        self._partings.append(parting(expected, found))
+        gap = gap_at_divergence(self._verifier, sampler, prompt, expected, found)
+        if gap < self._tolerance:
+            self._gaps.append(gap)
 
-    def to_json(self) -> dict[str, float]:
-        """As the report holds it."""
-        return asdict(self)
+    def agreement(self) -> Agreement:
+        """What was counted so far."""
+        return Agreement(
+            answers=self._num_answers,
+            identical=self._num_identical,
+            near_ties=len(self._gaps),
+            widest_near_tie=max(self._gaps, default=0.0),
+            tolerance=self._tolerance,
+            tokens_before_parting=statistics.median(self._partings) if self._partings else None,
+        )
 
 
 def agreement_on(
@@ -74,10 +75,9 @@ def agreement_on(
     verifier = chain.engine.verifiers[verifying[0]]
     patterns = read_patterns_of([plan], verifying, NUM_POSITIONS)
     rounding = measure_rounding(verifier, [(prompt, expected)], patterns, {})
-    agreement = Agreement(rounding.tolerance)
-    sampler = chain.engine.repeatable_sampler(prompt, sampling)
-    agreement.count(verifier, sampler, prompt, expected, found)
-    return agreement
+    comparer = Comparer(verifier, rounding.tolerance)
+    comparer.count(chain.engine.repeatable_sampler(prompt, sampling), prompt, expected, found)
+    return comparer.agreement()
 
 
 def parting(expected: list[int], found: list[int]) -> int:

@@ -96,6 +96,11 @@ class Rounding:
         return _tolerance(self.ways | own)
 
     @property
+    def tolerance_elsewhere(self) -> float:
+        """For a system that tells no logits: at least as far as PyTorch's operations deviate."""
+        return max(self.tolerance, self.usual)
+
+    @property
     def unsound(self) -> list[str]:
         """Names of the chain's read patterns whose changes are more than rounding."""
         return [name for name, change in self.ways.items() if not change.is_sound]

@@ -3,7 +3,7 @@
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
 
@@ -42,21 +42,25 @@ class Planning:
     measurements: tuple[Measurements, ...]
 
 
-def plan_chain(folder: Path, settings: PlanSettings, say: Callable[[str], None]) -> Planning:
+def plan_chain(
+    folder: Path, settings: PlanSettings, say: Callable[[str], None], prompts_named: str = ""
+) -> Planning:
     """Choose the fastest plan on this machine and write it into the chain's manifest.
 
     Args:
         folder: a chain.
         settings: `prompts` names a Spec-Bench question file.
         say: called with each line of progress.
+        prompts_named: what people call these prompts.
 
     Raises:
         UserError: the chain cannot be loaded, or prompts are malformed or all too long.
     """
     chain = load_chain(folder, dtype=settings.dtype, graphs=settings.graphs, say=say)
     planning = plan_loaded(chain, settings, say)
-    record_plan(folder, planning.measured)
-    return planning
+    measured = planning.measured.model_copy(update={"prompts": prompts_named})
+    record_plan(folder, measured)
+    return replace(planning, measured=measured)
 
 
 def plan_loaded(

@@ -145,7 +145,7 @@ def inspect(
     if as_json:
         typer.echo(json.dumps(description | {"memory": memory}, ensure_ascii=False))
     elif memory is not None:
-        from polybasic.deploy.bench.report import stated_memory_line
+        from polybasic.deploy.bench.report.lines import stated_memory_line
 
         typer.echo(f"memory: {stated_memory_line(memory)}")
 

@@ -1,6 +1,8 @@
 """Commands that measure a chain on the machine at hand: plan, bench."""
 
 import json
+import shlex
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,13 +13,12 @@ from polybasic.recipes.cli.options import NoGraphsOption
 
 if TYPE_CHECKING:
     from polybasic.deploy.planner.run import Planning
-    from polybasic.deploy.settings import PlanSettings
+    from polybasic.deploy.settings import BenchSettings, PlanSettings
+    from polybasic.recipes.pipeline.prompts import PromptSource
 
 PromptsOption = Annotated[
     str | None,
-    typer.Option(
-        help="A Spec-Bench question file or its URL.  [default: embedded, held-out prompts]"
-    ),
+    typer.Option(help="A file of prompts or its URL.  [default: embedded, held-out prompts]"),
 ]
 NumPromptsOption = Annotated[int | None, typer.Option(help="Prompts of each task.")]
 NewTokensOption = Annotated[int | None, typer.Option(help="Tokens of one answer.")]
@@ -80,22 +81,51 @@ def plan(
 
 
 def bench(
-    chain: ChainArgument,
+    chain: Annotated[
+        str | None,
+        typer.Argument(metavar="CHAIN", help="A chain's folder, or a hub id org/name[@revision]."),
+    ] = None,
     prompts: PromptsOption = None,
     num_prompts_per_task: NumPromptsOption = None,
     max_new_tokens: NewTokensOption = None,
     temperature: TemperatureOption = None,
     repeats: Annotated[int | None, typer.Option(help="Turns that each system takes.")] = None,
     dtype: DtypeOption = None,
-    systems: Annotated[str | None, typer.Option(help="Names, separated by commas.")] = None,
+    systems: Annotated[
+        str | None, typer.Option(help="Names, separated by commas; auto, all.  [default: auto]")
+    ] = None,
+    peers: Annotated[
+        str | None,
+        typer.Option(help="Other engines, separated by commas: llama.cpp, openvino, transformers."),
+    ] = None,
+    peers_python: Annotated[
+        str | None,
+        typer.Option(help="Of their environment.  [default: .venv-peers/bin/python]"),
+    ] = None,
+    plan_here: Annotated[
+        bool,
+        typer.Option("--plan-here", help="Plan on a third of the prompts, measure on the others."),
+    ] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder of the report.  [default: the chain's own]")
+    ] = None,
+    compare: Annotated[
+        tuple[Path, Path] | None,
+        typer.Option(metavar="A.json B.json", help="Say what changed between two reports."),
+    ] = None,
     no_graphs: NoGraphsOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure the chain's systems side by side; writes its report."""
+    """Measure systems side by side and write a report; or compare two reports."""
+    from polybasic.chain.errors import UserError
+
+    if compare is not None:
+        return _compare(*compare, as_json)
+    if chain is None:
+        raise UserError("no chain", "polybasic bench", "name one, or two reports with --compare")
     from polybasic.chain.console import Console
     from polybasic.chain.formats.checkpoint import resolve_chain
-    from polybasic.deploy.settings import BenchSettings, PlanSettings
-    from polybasic.recipes.pipeline.prompts import bench_prompts
+    from polybasic.deploy.settings import BenchSettings
     from polybasic.recipes.schema.loading import validated
 
     given: dict[str, Any] = {
@@ -105,37 +135,72 @@ def bench(
         "temperature": temperature,
         "repeats": repeats,
         "dtype": dtype,
-        "systems": systems.split(",") if systems else None,
+        "systems": systems and systems.split(","),
+        "peers": peers and peers.split(","),
+        "peers_python": peers_python,
         "graphs": False if no_graphs else None,
     }
     given = {key: value for key, value in given.items() if value is not None}
     settings = validated(BenchSettings, given, {}, "on the command line")
     folder = resolve_chain(chain)
-    if not _has_plan(folder):
-        note(f"{chain} has no plan that was measured on this machine: measuring it first")
-        shared = settings.model_dump(include={"temperature", "dtype", "graphs"})
-        _plan(folder, PlanSettings(**shared))
-    source = bench_prompts(settings, _seed(folder), "--prompts")
-    path = source.write(folder / "report" / "prompts.jsonl")
-    settings = settings.model_copy(update={"prompts": str(path)})
-    from polybasic.deploy.bench.report import print_report
+    settings, source = _planned(folder, chain, settings, plan_here)
+    from polybasic.deploy.bench.report.terminal import print_report
     from polybasic.deploy.bench.running import bench_chain
 
-    report = bench_chain(folder, settings, note)
+    command = shlex.join(["polybasic", *sys.argv[1:]])
+    report = bench_chain(folder, settings, note, out, command, source.shown)
     if as_json:
-        typer.echo(json.dumps(report, ensure_ascii=False))
+        typer.echo(json.dumps(report.to_json(), ensure_ascii=False))
     else:
         print_report(report, Console())
-    note(f"wrote {folder / 'report' / 'report.md'}; next: polybasic inspect {chain}")
+    page = (out or folder / "report") / "report.html"
+    note(f"wrote {page}; next: polybasic inspect {chain}")
 
 
-def _plan(folder: Path, settings: "PlanSettings") -> "Planning":
+def _compare(before: Path, after: Path, as_json: bool) -> None:
+    from polybasic.chain.console import Console
+    from polybasic.deploy.bench.comparing import compare
+    from polybasic.deploy.bench.report.comparison import print_comparison
+    from polybasic.deploy.bench.schema import read_report
+
+    comparison = compare(read_report(before), read_report(after))
+    if as_json:
+        typer.echo(json.dumps(comparison.model_dump(mode="json"), ensure_ascii=False))
+    else:
+        print_comparison(comparison, Console())
+
+
+def _planned(
+    folder: Path, chain: str, settings: "BenchSettings", is_planned_here: bool
+) -> "tuple[BenchSettings, PromptSource]":
+    """The settings with a file of prompts, and their source; the chain has a plan then."""
+    from polybasic.deploy.prompts import split_questions
+    from polybasic.deploy.settings import PlanSettings
+    from polybasic.recipes.pipeline.prompts import bench_prompts
+
+    recipe = _recipe(folder)
+    conversations = recipe.get("data", {}).get("conversations", "embedded")
+    source = bench_prompts(settings, recipe.get("seed", 0), "--prompts", conversations)
+    path = source.write(folder / "report" / "prompts.jsonl")
+    shared = settings.model_dump(include={"temperature", "dtype", "graphs"})
+    if is_planned_here:
+        planning, path = split_questions(path, folder / "report")
+        note(f"planning on a third of {source.shown}, which is then left out")
+        _plan(folder, PlanSettings(**shared, prompts=str(planning)), source.shown)
+    elif not _has_plan(folder):
+        note(f"{chain} has no plan that was measured on this machine: measuring it first")
+        _plan(folder, PlanSettings(**shared))
+    return settings.model_copy(update={"prompts": str(path)}), source
+
+
+def _plan(folder: Path, settings: "PlanSettings", named: str = "") -> "Planning":
     from polybasic.deploy.planner.run import plan_chain
     from polybasic.recipes.pipeline.prompts import plan_prompts
 
-    source = plan_prompts(settings, _seed(folder), "--prompts")
+    source = plan_prompts(settings, _recipe(folder).get("seed", 0), "--prompts")
     path = source.write(folder / "report" / "calibration.jsonl")
-    return plan_chain(folder, settings.model_copy(update={"prompts": str(path)}), note)
+    settings = settings.model_copy(update={"prompts": str(path)})
+    return plan_chain(folder, settings, note, named or source.shown)
 
 
 def _has_plan(folder: Path) -> bool:
@@ -148,9 +213,8 @@ def _has_plan(folder: Path) -> bool:
     return read_manifest(folder).plan_for(hardware_name(device)) is not None
 
 
-def _seed(folder: Path) -> int:
-    """Of the recipe that the chain was made by: its prompts were held out."""
+def _recipe(folder: Path) -> dict[str, Any]:
+    """That the chain was made by: its seed says which embedded prompts were held out."""
     from polybasic.chain.formats.manifest import read_manifest
 
-    seed: int = read_manifest(folder).provenance.recipe.get("seed", 0)
-    return seed
+    return read_manifest(folder).provenance.recipe

@@ -69,14 +69,14 @@ def run(
     if workspace is None:
         return
     from polybasic.chain.console import Console
-    from polybasic.chain.formats.files import read_json
-    from polybasic.deploy.bench.report import print_report
+    from polybasic.deploy.bench.report.terminal import print_report
+    from polybasic.deploy.bench.schema import read_report
     from polybasic.recipes.pipeline.members import last_chain
     from polybasic.recipes.pipeline.run import say
 
     chain = workspace.folder(last_chain(workspace.recipe))
-    print_report(read_json(chain / "report" / "report.json", "report"), Console())
-    typer.echo(f"report: {chain / 'report' / 'report.md'}")
+    print_report(read_report(chain / "report" / "report.json"), Console())
+    typer.echo(f"report: {chain / 'report' / 'report.html'}")
     say(f"chain: {chain}; next: polybasic generate {shlex.quote(str(chain))} -p 'Hello'")
 
 

@@ -287,9 +287,9 @@ def _report(case: Case) -> _Costs:
     bench, target = case.recipe.bench, case.measured
     tokens = NUM_TASKS * bench.num_prompts_per_task * bench.max_new_tokens
     # hf_generate has a target of its own
-    num_targets = 2 if "hf_generate" in bench.systems else 1
+    num_targets = 2 if "hf_generate" in bench.expected_systems else 1
     memory = num_targets * target.num_bytes + _loaded_bytes(case, target)
-    turns = tokens * len(bench.systems) * bench.repeats
+    turns = tokens * len(bench.expected_systems) * bench.repeats
     seconds = 20 + _reading_seconds(memory) + turns * _token_seconds(target, case.hardware)
     return 0, memory * _SERVING, 1e6, seconds
 

@@ -17,12 +17,20 @@ class PromptSource:
         key: that it was given under, for errors.
         num_per_task: of generated prompts.
         seed: of generated prompts.
+        has_groups: whether topics that are new to the chain's heads are told apart, as generated
+            prompts can be where heads learned from the embedded conversations.
     """
 
     named: str
     key: str
     num_per_task: int
     seed: int
+    has_groups: bool = True
+
+    @property
+    def shown(self) -> str:
+        """For people, without a folder."""
+        return self.named if self.file is None else self.file.name
 
     @property
     def is_embedded(self) -> bool:
@@ -57,7 +65,7 @@ class PromptSource:
         if self.is_embedded:
             from polybasic.recipes.embedded.conversations import write_prompts
 
-            write_prompts(path, self.num_per_task, self.seed)
+            write_prompts(path, self.num_per_task, self.seed, self.has_groups)
         elif self.is_url:
             fetch(self.named, path, self.key)
             read_questions(path)
@@ -65,9 +73,15 @@ class PromptSource:
         return self.file or path
 
 
-def bench_prompts(settings: BenchSettings, seed: int, key: str = "bench.prompts") -> PromptSource:
-    """Those of a report; `seed` is the recipe's."""
-    return PromptSource(settings.prompts, key, settings.num_prompts_per_task, seed)
+def bench_prompts(
+    settings: BenchSettings,
+    seed: int,
+    key: str = "bench.prompts",
+    conversations: str = "embedded",
+) -> PromptSource:
+    """Those of a report; `seed` is the recipe's, and so is `conversations`, of section data."""
+    has_groups = conversations == "embedded"
+    return PromptSource(settings.prompts, key, settings.num_prompts_per_task, seed, has_groups)
 
 
 def plan_prompts(settings: PlanSettings, seed: int, key: str = "plan.prompts") -> PromptSource:

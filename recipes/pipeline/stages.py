@@ -85,7 +85,8 @@ def _data_inputs(workspace: Workspace) -> dict[str, Any]:
 
 def _prompts(recipe: Recipe) -> tuple[PromptSource, PromptSource]:
     """Those of the report, and those of the plan."""
-    return bench_prompts(recipe.bench, recipe.seed), plan_prompts(recipe.plan, recipe.seed)
+    bench = bench_prompts(recipe.bench, recipe.seed, conversations=recipe.data.conversations)
+    return bench, plan_prompts(recipe.plan, recipe.seed)
 
 
 def _run_data(workspace: Workspace, folder: Path) -> dict[str, Any]:
@@ -231,7 +232,9 @@ def _run_plan(workspace: Workspace, folder: Path) -> dict[str, Any]:
     from polybasic.deploy.planner.run import plan_chain
 
     settings = _with_prompts(workspace, folder / CALIBRATION_NAME)
-    measured = plan_chain(_last_chain_folder(workspace), settings, _say).measured
+    _, source = _prompts(workspace.recipe)
+    chain = _last_chain_folder(workspace)
+    measured = plan_chain(chain, settings, _say, source.shown).measured
     _say(f"plan: {measured.explanation['decision']}")
     write_json(folder / PLAN_NAME, measured.model_dump(mode="json"))
     return {
@@ -275,10 +278,12 @@ def _run_report(workspace: Workspace, folder: Path) -> dict[str, Any]:
     bench, _ = _prompts(workspace.recipe)
     path = bench.file or workspace.folder("data") / PROMPTS_NAME
     settings = workspace.recipe.bench.model_copy(update={"prompts": str(path)})
-    report = bench_chain(_last_chain_folder(workspace), settings, _say)
+    command = f"polybasic run {workspace.recipe.name}"
+    chain = _last_chain_folder(workspace)
+    report = bench_chain(chain, settings, _say, command=command, prompts_named=bench.shown)
     return {
         "speedup_vs_target": {
-            name: system["speedup_vs_target"] for name, system in report["systems"].items()
+            name: system.totals.speedup.value for name, system in report.systems.items()
         }
     }
 

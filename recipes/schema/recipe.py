@@ -143,10 +143,10 @@ class Recipe(Settings):
 
     @model_validator(mode="after")
     def _sections_agree(self) -> Self:
-        if "target" not in self.bench.systems:
+        if "target" not in self.bench.expected_systems:
             raise UserError(
                 "no baseline",
-                f"bench.systems = {', '.join(self.bench.systems) or 'empty'}",
+                f"bench.systems = {', '.join(self.bench.expected_systems) or 'empty'}",
                 "add target, over which speedups are counted",
             )
         if self.grow.shape is not None and self.small is not None:

@@ -32,7 +32,7 @@ from polybasic.chain.formats.verify import check_chain
 from polybasic.chain.readable import readable_bytes, readable_count
 
 RESULTS = {
-    "schema": "polybasic.report/1",
+    "schema": "polybasic.report/2",
     "hardware": {"device": "cpu", "num_threads": 2},
     "settings": {"temperature": 0.0, "max_new_tokens": 64},
     "systems": {

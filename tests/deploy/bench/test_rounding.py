@@ -12,7 +12,7 @@ from polybasic.chain.errors import UserError
 from polybasic.chain.formats.decoder_config import LayerKind
 from polybasic.chain.formats.plan import AdaptiveFlush, Flush, Ngram, Plan, Tree
 from polybasic.chain.kernels.torch.rows import DeviceRows, Span
-from polybasic.deploy.bench.exactness import Agreement, gap_at_divergence
+from polybasic.deploy.bench.exactness import Comparer, gap_at_divergence
 from polybasic.deploy.bench.rereading import (
     ONE_ROW,
     ReadPattern,
@@ -298,19 +298,22 @@ def test_outputs_diverge_at_a_near_tie_or_for_another_reason() -> None:
     best = [*answer, ordered[0]]
     gaps = [float(logits[ordered[0]] - logits[other]) for other in ordered[1:]]
     tolerance = gaps[3]
-    agreement = Agreement(tolerance)
+    comparer = Comparer(verifier, tolerance)
     for count, (other, gap) in enumerate(zip(ordered[1:], gaps, strict=True), 1):
         assert gap_at_divergence(verifier, GREEDY, prompt, best, [*answer, other, 7]) == gap
-        agreement.count(verifier, GREEDY, prompt, best, [*answer, other, 7])
-        assert agreement.near_ties == sum(one < tolerance for one in gaps[:count])
+        comparer.count(GREEDY, prompt, best, [*answer, other, 7])
+        assert comparer.agreement().near_ties == sum(one < tolerance for one in gaps[:count])
+    agreement = comparer.agreement()
     assert 0 < agreement.near_ties < len(gaps)
     assert agreement.widest_near_tie == max(gap for gap in gaps if gap < tolerance)
-    agreement.count(verifier, GREEDY, prompt, best, best)
-    assert (agreement.prompts, agreement.identical) == (len(gaps) + 1, 1)
-    near_ties = agreement.near_ties
+    assert agreement.tokens_before_parting == len(answer)
+    comparer.count(GREEDY, prompt, best, best)
     for shorter in (answer, []):
-        agreement.count(verifier, GREEDY, prompt, best, shorter)
-    assert agreement.near_ties == near_ties, "a missing token is no tie"
+        comparer.count(GREEDY, prompt, best, shorter)
+    after = comparer.agreement()
+    assert (after.answers, after.identical) == (len(gaps) + 3, 1)
+    assert after.near_ties == agreement.near_ties, "a missing token is no tie"
+    assert after.different == len(gaps) - after.near_ties + 2
 
 
 def test_gaps_of_sampled_outputs_count_noise_and_penalties_in_units_of_logits() -> None:
@@ -336,6 +339,6 @@ def test_gaps_of_sampled_outputs_count_noise_and_penalties_in_units_of_logits() 
 def test_equal_logits_are_no_tie_where_nothing_rounds() -> None:
     verifier = on_host(torch.float32)
     prompt, answer = texts()[0]
-    agreement = Agreement(tolerance=0.0)
-    agreement.count(verifier, GREEDY, prompt, answer, [answer[0], (answer[1] + 1) % 100])
-    assert (agreement.identical, agreement.near_ties) == (0, 0)
+    comparer = Comparer(verifier, tolerance=0.0)
+    comparer.count(GREEDY, prompt, answer, [answer[0], (answer[1] + 1) % 100])
+    assert (comparer.agreement().identical, comparer.agreement().near_ties) == (0, 0)

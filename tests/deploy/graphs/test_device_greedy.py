@@ -7,9 +7,10 @@ import torch
 
 from polybasic.chain.formats.plan import Plan
 from polybasic.deploy import Chain
-from polybasic.deploy.bench.exactness import Agreement
+from polybasic.deploy.bench.exactness import Comparer
 from polybasic.deploy.bench.rereading import read_patterns_of
 from polybasic.deploy.bench.rounding import NUM_POSITIONS, Rounding, measure_rounding
+from polybasic.deploy.bench.schema import Agreement
 from polybasic.deploy.rounds.sampling import Sampling
 from tests.deploy.changed_kernels import kernels_that, rounds_otherwise
 from tests.deploy.noisy_chain import (
@@ -45,13 +46,13 @@ def agreement_with_the_target(chain: Chain) -> tuple[Agreement, Rounding]:
     verifier, plans = chain.engine.verifiers["target"], [PLANS["two"], PLANS["block"]]
     ways = read_patterns_of(plans, ["target", "near"], NUM_POSITIONS)
     rounding = measure_rounding(verifier, list(zip(prompts, expected, strict=True)), ways, {})
-    agreement = Agreement(rounding.tolerance)
+    comparer = Comparer(verifier, rounding.tolerance)
     for prompt, own in zip(prompts, expected, strict=True):
         sampler = chain.engine.repeatable_sampler(prompt, Sampling())
         for plan in plans:
             found = answer(chain, plan, Sampling(), prompt)
-            agreement.count(verifier, sampler, prompt, own, found)
-    return agreement, rounding
+            comparer.count(sampler, prompt, own, found)
+    return comparer.agreement(), rounding
 
 
 @pytest.mark.parametrize("where", [*PLACES, *ROUNDED_PLACES], ids=str)
@@ -59,7 +60,7 @@ def test_greedy_answers_diverge_at_near_ties_only(chain_at: ChainAt, where: Wher
     agreement, rounding = agreement_with_the_target(chain_at(where))
     assert rounding.unsound == []
     assert rounding.close_share < 0.2
-    assert agreement.identical + agreement.near_ties == agreement.prompts == 2 * NUM_PROMPTS
+    assert agreement.identical + agreement.near_ties == agreement.answers == 2 * NUM_PROMPTS
     if where.dtype == "float32":
         assert agreement.near_ties == 0
 
@@ -70,7 +71,7 @@ def test_answers_of_kernels_that_round_differently_diverge_at_near_ties(chain_at
         agreement, rounding = agreement_with_the_target(chain)
     assert rounding.unsound == []
     assert agreement.near_ties >= 3
-    assert agreement.identical + agreement.near_ties == agreement.prompts
+    assert agreement.identical + agreement.near_ties == agreement.answers
     assert 0 < agreement.widest_near_tie < agreement.tolerance == rounding.tolerance
 
 
@@ -80,7 +81,7 @@ def test_answers_of_a_faulty_kernel_are_no_near_ties(chain_at: ChainAt) -> None:
     with kernels_that(lambda rows, found: found if rows < 8 else 0.95 * found):
         agreement, rounding = agreement_with_the_target(chain)
     assert rounding.unsound == ["trees of 8 rows, 2 deep", "blocks of 6 rows"]
-    missed = agreement.prompts - agreement.identical - agreement.near_ties
+    missed = agreement.different
     assert missed > NUM_PROMPTS / 2
     # had its departure been taken for rounding:
     wrong = max(change.from_one_row or 0.0 for change in rounding.ways.values())

@@ -286,12 +286,12 @@ def test_a_plan_is_chosen_written_run_and_reported(
             prompts=str(questions), max_new_tokens=16, dtype="float32", repeats=1, systems=systems
         ),
     )
-    assert report["plan"]["predicted_seconds_per_token"] == measured.seconds_per_token
-    assert report["plan"]["explanation"] == measured.explanation
-    assert report["systems"]["polybasic_full"]["seconds_per_token"]["predicted"] in seconds
-    for system in report["systems"].values():
-        agreement = system["identical_to_target"]
-        assert (agreement["prompts"], agreement["identical"], agreement["near_ties"]) == (2, 2, 0)
+    assert report.plan["predicted_seconds_per_token"] == measured.seconds_per_token
+    assert report.plan["explanation"] == measured.explanation
+    assert report.systems["polybasic_full"].predicted_seconds_per_token in seconds
+    for system in report.systems.values():
+        agreement = system.agreement
+        assert (agreement.answers, agreement.identical, agreement.near_ties) == (2, 2, 0)
 
     caplog.set_level(logging.WARNING)
     monkeypatch.setattr(loading, "hardware_name", lambda device: "another machine")

@@ -340,10 +340,10 @@ def test_a_plan_with_windows_is_written_and_run(
         repeats=1,
         systems=("target", "eagle2", "polybasic_full"),
     )
-    systems = bench_chain(tiny_chain, bench)["systems"]
-    assert any("(sees 4 + 16)" in one["shown_plan"] for one in systems.values())
+    systems = bench_chain(tiny_chain, bench).systems
+    assert any("(sees 4 + 16)" in one.shown_plan for one in systems.values())
     for one in systems.values():
-        assert one["identical_to_target"]["identical"] == 1
+        assert one.agreement.identical == 1
 
 
 def next_to_nothing(costs: PassCosts) -> PassCosts:

@@ -370,7 +370,7 @@ def test_prompts_of_a_url_are_fetched_into_the_chain(tiny_chain: Path, tmp_path)
                 f"{url}/none.jsonl",
             ]
             fetched = tiny_chain / "report" / name
-            assert f"prompt without question_id: {fetched} line 1" in refusal(*asked)
+            assert f"row without a prompt: {fetched} line 1" in refusal(*asked)
         with_plan(tiny_chain)
         given = [command, str(tiny_chain), "--dtype", "float32", "--prompts", "heldout"]
         assert "prompts not found: heldout; " in refusal(*given)
@@ -462,5 +462,5 @@ def test_bench_plans_first_on_another_machine_and_takes_its_own_settings(
     assert set(report["systems"]) == {"target", "polybasic"}
     assert report["settings"]["max_new_tokens"] == 4
     assert json.loads((chain / "report" / "report.json").read_text("utf-8")) == report
-    assert "report.md" in err.splitlines()[-1]
+    assert "report.html" in err.splitlines()[-1]
     assert load_recipe(str(micro_run / "recipe.yaml")).bench.max_new_tokens == 16

@@ -14,8 +14,10 @@ from polybasic.chain.errors import UserError
 from polybasic.chain.formats.manifest import Manifest, read_manifest
 from polybasic.chain.formats.verify import check_chain
 from polybasic.deploy import load_chain
-from polybasic.deploy.bench.report import print_report
+from polybasic.deploy.bench.report.terminal import print_report
 from polybasic.deploy.bench.running import bench_chain
+from polybasic.deploy.bench.schema import read_report
+from polybasic.deploy.bench.summary import results_of
 from polybasic.deploy.settings import BenchSettings
 from polybasic.recipes.cli import run as commands_run
 from polybasic.recipes.cli.chain import inspect
@@ -132,14 +134,12 @@ def test_reports_of_grown_chains_are_labelled(
     note = "Grown to the shapes of cpu-100m"
     for chain, is_grown in ((tiny_chain, False), (tmp_path / "grown", True)):
         report = bench_chain(chain, settings)
-        assert report["grown"] == ("cpu-100m" if is_grown else None)
+        assert report.grown == ("cpu-100m" if is_grown else None)
         console = Console(record=True, width=200)
         print_report(report, console)
         printed, markdown = console.export_text(), (chain / "report" / "report.md").read_text()
         card = (chain / "README.md").read_text("utf-8")
         assert [note in text for text in (printed, markdown, card)] == 3 * [is_grown]
-        title = markdown.splitlines()[0]
-        assert title == f"# Speedup over the source target{', grown to cpu-100m' * is_grown}"
 
 
 # Recipes
@@ -213,9 +213,9 @@ def test_a_recipe_plans_and_measures_the_grown_chain(
     checked = check_chain(out / "grown")
     assert checked.manifest.grown == "cpu-100m"
     assert len(checked.manifest.plans) == 1
-    report = json.loads((out / "grown" / "report" / "report.json").read_text("utf-8"))
-    assert report["grown"] == "cpu-100m"
-    assert checked.manifest.results == report
+    report = read_report(out / "grown" / "report" / "report.json")
+    assert report.grown == "cpu-100m"
+    assert checked.manifest.results == results_of(report)
     answers = [
         load_chain(out / name, dtype="float32").generate("Why?", max_new_tokens=24, temperature=0.0)
         for name in ("chain", "grown")
@@ -229,6 +229,6 @@ def test_a_recipe_plans_and_measures_the_grown_chain(
     assert message.endswith(f"next: polybasic bench {out / 'grown'}\n")
     commands_run.run(str(micro_recipe), ["grow.shape=cpu-100m"], out)
     printed, message = capsys.readouterr()
-    assert f"report: {out / 'grown' / 'report' / 'report.md'}" in printed
+    assert f"report: {out / 'grown' / 'report' / 'report.html'}" in printed
     assert message.count("skipped") == 8
     assert f"chain: {out / 'grown'}; next: polybasic generate" in message

@@ -92,7 +92,7 @@ def test_killed_in_two_stages_and_continued(micro_run, micro_recipe, tmp_path) -
 
 def test_the_report_and_the_chain_are_whole(micro_run: Path) -> None:
     report = json.loads((micro_run / "chain" / "report" / "report.json").read_text("utf-8"))
-    assert report["schema"] == "polybasic.report/1"
+    assert report["schema"] == "polybasic.report/2"
     assert set(report["systems"]) == {
         "target",
         "hf_generate",
@@ -122,7 +122,7 @@ def test_a_second_run_does_nothing_and_says_where_the_report_is(micro_run, micro
     code, out, err = call("run", micro_recipe, "--out", micro_run)
     assert code == 0, err
     assert err.count("skipped") == len(STAGES)
-    assert f"report: {micro_run / 'chain' / 'report' / 'report.md'}" in out
+    assert f"report: {micro_run / 'chain' / 'report' / 'report.html'}" in out
     assert records(micro_run) == before
     assert "0 of 7 stages would run" in dry_run(micro_recipe, micro_run)
 

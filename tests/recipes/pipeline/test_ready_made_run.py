@@ -154,7 +154,7 @@ def test_adapter_template_ready_head_and_distillation_make_a_chain(tmp_path: Pat
     assert head_gain["before"] == training["initial_accepted_length"]
     assert head_gain["is_kept"] == (training["best_step"] > 0)
     assert copy_gain["after"] == quality["distillation_acceptance_after"]
-    assert "## Adapted members" in (out / "chain" / "report" / "report.md").read_text()
+    assert "Adapted members" in (out / "chain" / "report" / "report.md").read_text()
 
     prompt = [{"role": "user", "content": "the rain in the north"}]
     tokenizer = AutoTokenizer.from_pretrained(out / "chain" / "tokenizer")

@@ -97,6 +97,18 @@ def test_the_data_stage_keeps_downloaded_prompts(tmp_path: Path) -> None:
     assert workspace.record("data") == before
 
 
+def test_prompts_have_groups_where_heads_learn_from_the_embedded_conversations(
+    tmp_path: Path,
+) -> None:
+    num = ["bench.num_prompts_per_task=2"]
+    own = data_stage(tmp_path / "own", *num).folder("data")
+    groups = {one.group for one in read_questions(own / "prompts.jsonl")}
+    assert groups == {"familiar topics", "new topics"}
+    named = f"data.conversations={own / 'conversations.jsonl'}"
+    others = data_stage(tmp_path / "others", named, *num).folder("data")
+    assert {one.group for one in read_questions(others / "prompts.jsonl")} == {""}
+
+
 def test_downloaded_prompts_that_are_none_are_refused(tmp_path: Path) -> None:
     (tmp_path / "page.jsonl").write_text("<html></html>\n")
     with (

@@ -1,0 +1,116 @@
+"""The ways in which this runtime answers with a chain: which members run, and by which plan."""
+
+import time
+from collections.abc import Sequence
+
+from polybasic.chain.errors import UserError
+from polybasic.chain.formats.card import shown_flush, shown_members, shown_tree
+from polybasic.chain.formats.head_kinds.table import HEAD_KINDS
+from polybasic.chain.formats.manifest import MODEL_KINDS, Member
+from polybasic.chain.formats.plan import Ngram, Plan
+from polybasic.chain.kernels.product_times import name_of
+from polybasic.deploy.bench.system import System, TimedAnswer
+from polybasic.deploy.chain import Chain
+from polybasic.deploy.rounds.sampling import Sampling
+
+_DRAFTERS = {"draft_model": MODEL_KINDS, **{kind: (kind,) for kind in HEAD_KINDS}}
+"""Systems of two models: the kinds of member that may draft."""
+NAMES = ("target", "ngram", *_DRAFTERS, "polybasic_full", "polybasic")
+"""In the order of reports. Each runs the best known plan of its members."""
+
+
+class ChainSystem(System):
+    """This runtime, with some members of a chain.
+
+    Attributes:
+        plan: that they run by.
+    """
+
+    runtime = "polybasic"
+
+    def __init__(self, name: str, description: str, chain: Chain, plan: Plan) -> None:
+        self.name, self.description, self.chain, self.plan = name, description, chain, plan
+        self.dtype = name_of(chain.engine.models.target.dtype)
+
+    def answer(self, prompt: list[int], max_new_tokens: int, sampling: Sampling) -> TimedAnswer:
+        begin = time.perf_counter()
+        parts = self.chain.stream_ids(prompt, max_new_tokens, sampling, self.plan)
+        token_ids = list(next(parts))
+        num_first, first_seconds = len(token_ids), time.perf_counter() - begin
+        for part in parts:
+            token_ids += part
+        seconds = time.perf_counter() - begin
+        return TimedAnswer(token_ids, seconds, num_first, first_seconds, parts.statistics)
+
+
+def chain_system(name: str, chain: Chain) -> ChainSystem:
+    """One of `NAMES`.
+
+    Raises:
+        UserError: the chain has none of the members that it takes.
+    """
+    verifying = [member.name for member in chain.manifest.verifying]
+    target = verifying[0]
+    if name == "target":
+        alone = chain.plan_of([target]).model_copy(update={"rule": "coupled"})
+        return ChainSystem(name, "this runtime, the target alone", chain, alone)
+    if name == "polybasic":
+        shown = shown_members(chain.plan, verifying)
+        return ChainSystem(name, f"the chain's plan: {shown}", chain, chain.plan)
+    if name == "ngram":
+        plan = chain.plan_of([target]).model_copy(update={"ngram": Ngram()})
+        described = "the target with drafts copied from prompt and answer"
+        return ChainSystem(name, described, chain, plan)
+    if name == "polybasic_full":
+        members = [*verifying, *(one.name for one in _drafters_of(verifying[-1], chain)[:1])]
+        described = f"all {len(members)} models: {', '.join(members)}"
+        return ChainSystem(name, described, chain, chain.plan_of(members))
+    what = "independent draft model" if name == "draft_model" else f"{name} head"
+    drafters = [one for one in _drafters_of(target, chain) if one.kind in _DRAFTERS[name]]
+    if not drafters:
+        raise UserError(
+            "system without members",
+            f"{name} in bench.systems; {chain.folder} has no {what} for {target}",
+            "leave it out",
+        )
+    plan = chain.plan_of([target, drafters[0].name])
+    return ChainSystem(name, f"two models: target and {what}", chain, plan)
+
+
+def usual_systems(chain: Chain) -> list[str]:
+    """What is compared unless other systems are asked for: those that the chain has members for."""
+    target = chain.manifest.members[0].name
+    kinds = {member.kind for member in _drafters_of(target, chain)}
+    heads = [kind for kind in HEAD_KINDS if kind in kinds]
+    if not heads and kinds & set(MODEL_KINDS):
+        heads = ["draft_model"]
+    full = ["polybasic_full"] if len(chain.manifest.members) > 2 else []
+    return ["target", "hf_generate", *heads, *full, "polybasic"]
+
+
+def all_systems(chain: Chain) -> list[str]:
+    """Every system of this runtime that the chain has members for."""
+    target = chain.manifest.members[0].name
+    kinds = {member.kind for member in _drafters_of(target, chain)}
+    lacking = {name for name, needed in _DRAFTERS.items() if not kinds & set(needed)}
+    return [name for name in NAMES if name not in lacking]
+
+
+def shown_plan(plan: Plan, verifying: Sequence[str]) -> str:
+    """Members, tree and flush lengths of a plan, as far as it has them.
+
+    Args:
+        verifying: names of the chain's verifying members.
+    """
+    parts = [shown_members(plan, verifying)]
+    if plan.members[-1] not in verifying or plan.ngram is not None:
+        parts.append(f"tree of {shown_tree(plan.tree)}")
+    if sum(name in verifying for name in plan.members) > 1:
+        parts.append(f"flush {shown_flush(plan, verifying)}")
+    return "; ".join(parts)
+
+
+def _drafters_of(verifying: str, chain: Chain) -> list[Member]:
+    """Heads first, in the manifest's order."""
+    drafters = [one for one in chain.manifest.drafters if verifying in one.drafts_for]
+    return sorted(drafters, key=lambda member: member.kind in MODEL_KINDS)

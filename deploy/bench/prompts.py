@@ -1,0 +1,76 @@
+"""What the systems of a benchmark are asked: each turn of each question, as token ids."""
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+from polybasic.deploy.bench.schema import PromptReport
+from polybasic.deploy.chain import Chain
+from polybasic.deploy.prompts import Question, choose_fitting, read_questions
+from polybasic.deploy.settings import BenchSettings
+
+_TEMPLATE_TOKENS = 16
+"""Room for what a chat template writes around an answer."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One turn to answer.
+
+    Attributes:
+        turn: 1 for the first.
+        token_ids: up to where the answer begins.
+    """
+
+    question: Question
+    turn: int
+    token_ids: list[int]
+
+    def described(self) -> PromptReport:
+        """As a report holds it."""
+        return PromptReport(
+            question_id=self.question.question_id,
+            task=self.question.task,
+            turn=self.turn,
+            group=self.question.group,
+            num_tokens=len(self.token_ids),
+            sha256=hashlib.sha256(str(self.token_ids).encode()).hexdigest()[:16],
+        )
+
+
+def asked_prompts(chain: Chain, settings: BenchSettings) -> tuple[list[Prompt], int]:
+    """Turns of questions that fit the context, and how many questions do not.
+
+    Earlier turns are answered by the target, greedily, for all systems alike: all get the same
+    token ids.
+
+    Raises:
+        UserError: prompts that are malformed or all too long.
+    """
+    chosen, num_too_long = _fitting(chain, settings)
+    prompts: list[Prompt] = []
+    target = [chain.manifest.members[0].name]
+    for question in chosen:
+        messages: list[dict[str, str]] = []
+        for turn, text in enumerate(question.turns, 1):
+            messages.append({"role": "user", "content": text})
+            prompts.append(Prompt(question, turn, chain.encode(messages)))
+            if turn < len(question.turns):
+                answer = chain.generate(
+                    messages,
+                    max_new_tokens=settings.max_new_tokens,
+                    temperature=0.0,
+                    members=target,
+                )
+                messages.append({"role": "assistant", "content": answer.text})
+    return prompts, num_too_long
+
+
+def _fitting(chain: Chain, settings: BenchSettings) -> tuple[list[Question], int]:
+    def num_tokens(question: Question) -> int:
+        messages = [{"role": "user", "content": "\n".join(question.turns)}]
+        answers = (len(question.turns) - 1) * (settings.max_new_tokens + _TEMPLATE_TOKENS)
+        return len(chain.encode(messages)) + answers
+
+    questions = read_questions(Path(settings.prompts))
+    return choose_fitting(questions, num_tokens, chain.engine.context_tokens, settings, "bench")

@@ -1,0 +1,243 @@
+"""From answers to a report. Nothing is run here but the target, which reads its answers again."""
+
+import hashlib
+import json
+import platform
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from polybasic.chain.formats.manifest import Manifest
+from polybasic.deploy.bench.bench import Bench
+from polybasic.deploy.bench.chain_systems import ChainSystem, shown_plan
+from polybasic.deploy.bench.exactness import Comparer
+from polybasic.deploy.bench.generate_loops import GenerateLoop
+from polybasic.deploy.bench.law import check_law
+from polybasic.deploy.bench.member_costs import insertions, member_costs
+from polybasic.deploy.bench.members import adaptations, answers_of_target, draft_vocabularies
+from polybasic.deploy.bench.noise import noise_of
+from polybasic.deploy.bench.rereading import read_patterns_of
+from polybasic.deploy.bench.rounding import NUM_POSITIONS, Rounding, measure_rounding
+from polybasic.deploy.bench.schema import (
+    SCHEMA,
+    Agreement,
+    Answers,
+    LawCheck,
+    Report,
+    SystemReport,
+    Totals,
+)
+from polybasic.deploy.bench.system import System
+from polybasic.deploy.bench.totals import answers_of, places_by, statistics_of, totals_of
+from polybasic.deploy.chain import Chain
+from polybasic.deploy.hardware import describe_hardware
+from polybasic.deploy.rounds.sampling import Sampling
+
+
+def report_of(bench: Bench) -> Report:
+    """Everything that a reader sees.
+
+    Args:
+        bench: at least one turn was answered.
+    """
+    chain, settings = bench.chain, bench.settings
+    rounding = _rounding(bench)
+    answers = {one.name: answers_of(bench, one) for one in bench.systems.running}
+    systems = {one.name: _system(bench, one, answers, rounding) for one in bench.systems.running}
+    planned = settings.repeats * len(bench.prompts)
+    made = chain.manifest.provenance
+    return Report(
+        complete=len(bench.turns) == planned,
+        answered=len(bench.turns),
+        planned=planned,
+        made=datetime.now(UTC).isoformat(timespec="seconds"),
+        command=bench.command,
+        chain=made.recipe.get("name", "chain"),
+        chain_digest=chain_digest(chain.manifest),
+        grown=chain.manifest.grown,
+        settings={
+            **settings.model_dump(mode="json", exclude={"prompts", "systems", "peers_python"}),
+            "prompts": bench.prompts_named,
+            "num_prompts": len(bench.prompts),
+            "num_questions_left_out_as_too_long": bench.num_too_long,
+            "prompts_sha256": hashlib.sha256(Path(settings.prompts).read_bytes()).hexdigest(),
+        },
+        hardware={
+            **describe_hardware(chain.engine.models.target.device),
+            "energy": "; ".join([*bench.meter.counted, *bench.meter.missing]),
+        },
+        versions=_versions(),
+        prompts=bench.described,
+        systems=systems,
+        insertions=insertions(bench, answers, systems),
+        noise=noise_of(answers["target"], bench.quiet.stop()),
+        plan=_plan(chain, systems),
+        rounding=rounding.to_json(),
+        memory=bench.memory,
+        target=answers_of_target(chain.manifest),
+        adaptations=adaptations(chain.manifest),
+        draft_vocabulary=draft_vocabularies(chain, [one.token_ids for one in bench.prompts]),
+        notes=[*_about_the_plan(bench), *bench.systems.notes],
+    )
+
+
+def results_of(report: Report) -> dict[str, Any]:
+    """What a chain's manifest and card keep of a report."""
+    return {
+        "schema": SCHEMA,
+        "made": report.made,
+        "hardware": {key: one for key, one in report.hardware.items() if key != "energy"},
+        "settings": report.settings,
+        "systems": {
+            name: {
+                "tokens_per_second": system.totals.tokens_per_second,
+                "speedup_vs_target": system.totals.speedup.value,
+                "mean_accepted_length": system.totals.accepted_length
+                and system.totals.accepted_length.mean,
+            }
+            for name, system in report.systems.items()
+        },
+    }
+
+
+def chain_digest(manifest: Manifest) -> str:
+    """SHA-256 of the files of all members, as the manifest names them."""
+    files = {member.name: member.files for member in manifest.members}
+    return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
+
+
+def _system(
+    bench: Bench, system: System, answers: Mapping[str, Answers], rounding: Rounding
+) -> SystemReport:
+    def of_each(key: str) -> dict[str, Totals]:
+        return {
+            name: totals_of(bench, system, answers, places)
+            for name, places in places_by(bench, key).items()
+        }
+
+    groups = of_each("group")
+    report = SystemReport(
+        runtime=system.runtime,
+        version=system.version,
+        description=system.description,
+        dtype=system.dtype,
+        totals=totals_of(bench, system, answers, range(len(bench.prompts))),
+        tasks=of_each("task"),
+        groups=groups if len(groups) > 1 else {},
+        answers=answers[system.name],
+        agreement=_agreement(bench, system, rounding),
+        law=_law(bench, system),
+        notes=list(system.notes),
+    )
+    if not isinstance(system, ChainSystem):
+        return report
+    found = [statistics_of(one) for repeat in bench.of(system) for one in repeat]
+    prefill = sum(one.prefill_seconds for one in found)
+    decoding = sum(one.seconds for one in found) - prefill
+    verifying = [member.name for member in bench.chain.manifest.verifying]
+    return report.model_copy(
+        update={
+            "plan": system.plan.model_dump(mode="json"),
+            "shown_plan": shown_plan(system.plan, verifying),
+            "predicted_seconds_per_token": _predicted(bench, system),
+            "measured_seconds_per_token": decoding / sum(one.num_tokens for one in found),
+            "members": member_costs(bench, system),
+            "prefill_seconds": prefill / bench.num_repeats,
+        }
+    )
+
+
+def _rounding(bench: Bench) -> Rounding:
+    """How close two tokens must be for the systems' read patterns to swap them."""
+    answers = [
+        (prompt.token_ids, one.answer.token_ids)
+        for prompt, one in zip(bench.prompts, bench.of(bench.target)[0], strict=False)
+    ]
+    verifying = list(bench.chain.engine.verifiers)
+    # samples of transformers are drawn with numbers of its own
+    is_greedy = bench.settings.temperature == 0
+    loops = [one for one in bench.systems.running if isinstance(one, GenerateLoop)]
+    others = {one.name: one.logits for one in loops if is_greedy}
+    return measure_rounding(
+        bench.chain.engine.verifiers[verifying[0]],
+        answers,
+        read_patterns_of((one.plan for one in bench.systems.own), verifying, NUM_POSITIONS),
+        others,
+    )
+
+
+def _agreement(bench: Bench, system: System, rounding: Rounding) -> Agreement | None:
+    """None where its answers are not to be the target's: drawn by numbers of its own."""
+    is_coupled = isinstance(system, ChainSystem) and system.plan.rule == "coupled"
+    if bench.settings.temperature > 0 and not is_coupled:
+        return None
+    engine = bench.chain.engine
+    verifier = next(iter(engine.verifiers.values()))
+    tells_logits = isinstance(system, ChainSystem | GenerateLoop)
+    comparer = Comparer(
+        verifier,
+        rounding.tolerance_of(system.name) if tells_logits else rounding.tolerance_elsewhere,
+    )
+    answers = zip(bench.of(bench.target), bench.of(system), strict=True)
+    for repeat, (expected, found) in enumerate(answers):
+        for place, (one, other) in enumerate(zip(expected, found, strict=True)):
+            prompt = bench.prompts[place].token_ids
+            sampler = engine.repeatable_sampler(prompt, bench.sampling(repeat, place))
+            comparer.count(sampler, prompt, one.answer.token_ids, other.answer.token_ids)
+    return comparer.agreement()
+
+
+def _law(bench: Bench, system: System) -> LawCheck | None:
+    """None of greedy answers, and of too few tokens."""
+    if bench.settings.temperature == 0:
+        return None
+    verifier = next(iter(bench.chain.engine.verifiers.values()))
+    answers = (
+        (bench.prompts[place].token_ids, one.answer.token_ids)
+        for repeat in bench.of(system)
+        for place, one in enumerate(repeat)
+    )
+    return check_law(verifier, Sampling(bench.settings.temperature), answers)
+
+
+def _predicted(bench: Bench, system: ChainSystem) -> float | None:
+    """None at another temperature or in another dtype than the plan was made for."""
+    measured, settings = bench.chain.measured_plan, bench.settings
+    if measured is None or (measured.temperature, measured.dtype) != (
+        settings.temperature,
+        settings.dtype,
+    ):
+        return None
+    return bench.chain.predicted_seconds_per_token(system.plan)
+
+
+def _about_the_plan(bench: Bench) -> list[str]:
+    """What must be known of it, a sentence each."""
+    measured, prompts = bench.chain.measured_plan, bench.prompts_named
+    if measured is None:
+        return ["The plan runs as packed; it was not measured on this machine: polybasic plan."]
+    if measured.prompts and prompts and measured.prompts != prompts:
+        return [
+            f"The plan was made for {measured.prompts} prompts and not for these ({prompts}): "
+            "polybasic bench --plan-here plans on a third of them."
+        ]
+    return []
+
+
+def _plan(chain: Chain, systems: Mapping[str, SystemReport]) -> dict[str, Any]:
+    """The chain's plan, what it was expected to cost, and why it was chosen."""
+    measured, own = chain.measured_plan, systems.get("polybasic")
+    return {
+        **chain.plan.model_dump(mode="json"),
+        "shown": shown_plan(chain.plan, [member.name for member in chain.manifest.verifying]),
+        "predicted_seconds_per_token": own and own.predicted_seconds_per_token,
+        "measured_seconds_per_token": own and own.measured_seconds_per_token,
+        "explanation": measured and measured.explanation,
+    }
+
+
+def _versions() -> dict[str, str]:
+    names = ("polybasic", "torch", "transformers", "tokenizers", "safetensors")
+    return {"python": platform.python_version()} | {name: version(name) for name in names}
