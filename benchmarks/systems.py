@@ -9,9 +9,9 @@ from typing import Any
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.card import shown_flush, shown_members, shown_tree
-from polybasic.chain.formats.manifest import is_head
 from polybasic.chain.formats.plan import Plan
 from polybasic.deploy import Chain
+from polybasic.deploy.bench.chain_systems import NAMES, chain_system, usual_systems
 from polybasic.deploy.chain import checked_plan
 from polybasic.deploy.prompts import choose_fitting, read_questions
 from polybasic.deploy.settings import BenchSettings
@@ -22,21 +22,12 @@ QUESTIONS_PER_TASK = 64
 
 
 def system_plans(chain: Chain) -> dict[str, Plan]:
-    """What runs in each system, named as `polybasic bench` names it.
+    """What runs in each of the usual systems of `polybasic bench` that are this runtime's.
 
-    `target` alone; `eagle2`, the target and its draft head; `polybasic_full`, all verifying
-    members and a drafter for the innermost; `polybasic`, the chain's plan where it is none of
-    these. Systems that the chain has no members for are left out.
+    `polybasic` is left out where the chain's plan is that of another one.
     """
-    verifying = [member.name for member in chain.manifest.verifying]
-    target = verifying[0]
-    plans = {"target": chain.plan_of([target])}
-    heads = [head for head in chain.manifest.drafters if is_head(head.kind)]
-    for name in [head.name for head in heads if target in head.drafts_for][:1]:
-        plans["eagle2"] = chain.plan_of([target, name])
-    drafters = [one.name for one in chain.manifest.drafters if verifying[-1] in one.drafts_for]
-    if len(verifying) > 1:
-        plans["polybasic_full"] = chain.plan_of([*verifying, *drafters[:1]])
+    *others, _ = (name for name in usual_systems(chain) if name in NAMES)
+    plans = {name: chain_system(name, chain).plan for name in others}
     if chain.plan not in plans.values():
         plans["polybasic"] = chain.plan
     return plans

@@ -86,10 +86,9 @@ def write_first_turns(path: Path, conversations: Iterable[Sequence[dict[str, str
         next(message["content"] for message in messages if message["role"] == "user")
         for messages in conversations
     )
-    with whole_file(path) as partial, partial.open("w", encoding="utf-8") as written:
-        for number, turn in enumerate(firsts):
-            row = {"question_id": number, "category": HELDOUT_TASK, "turns": [turn]}
-            written.write(json.dumps(row, ensure_ascii=False) + "\n")
+    _write(
+        path, (Question(str(number), HELDOUT_TASK, (turn,)) for number, turn in enumerate(firsts))
+    )
 
 
 def split_questions(path: Path, folder: Path) -> tuple[Path, Path]:
@@ -117,10 +116,7 @@ def split_questions(path: Path, folder: Path) -> tuple[Path, Path]:
         )
     files = folder / "planning.jsonl", folder / "measuring.jsonl"
     for file, part in zip(files, parts, strict=True):
-        with whole_file(file) as partial, partial.open("w", encoding="utf-8") as written:
-            for one in part:
-                row = {"question_id": one.question_id, "category": one.task, "turns": one.turns}
-                written.write(json.dumps(row | {"group": one.group}, ensure_ascii=False) + "\n")
+        _write(file, part)
     return files
 
 
@@ -167,6 +163,13 @@ def choose_fitting(
         )
     chosen = choose_questions(fitting, settings.num_prompts_per_task)
     return chosen, len(questions) - len(fitting)
+
+
+def _write(path: Path, questions: Iterable[Question]) -> None:
+    with whole_file(path) as partial, partial.open("w", encoding="utf-8") as written:
+        for one in questions:
+            row = {"question_id": one.question_id, "category": one.task, "turns": one.turns}
+            written.write(json.dumps(row | {"group": one.group}, ensure_ascii=False) + "\n")
 
 
 def _question(line: str, path: Path, number: int) -> Question:

@@ -177,15 +177,9 @@ def _values(answers: Answers, quantity: Quantity) -> list[list[float]] | None:
     """[repeat][prompt]."""
     if quantity == "passes":
         return answers.passes
-    is_tokens = quantity.endswith("tokens")
-    every = answers.num_tokens if is_tokens else answers.seconds
-    if not quantity.startswith("decode"):
-        return every
-    first = answers.num_first if is_tokens else answers.first_seconds
-    return [
-        [value - other for value, other in zip(row, others, strict=True)]
-        for row, others in zip(every, first, strict=True)
-    ]
+    whole = answers.num_tokens, answers.seconds
+    tokens, seconds = answers.after_first() if quantity.startswith("decode") else whole
+    return tokens if quantity.endswith("tokens") else seconds
 
 
 def _matched(before: "_Side", after: "_Side") -> tuple[list[int], list[int]] | None:

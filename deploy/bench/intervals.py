@@ -185,14 +185,11 @@ class Questions:
             answered: [repeat], places of the answers that count.
         """
         found = np.zeros((len(answered), len(self.tasks), 2))
+        whole = answers.num_tokens, answers.seconds
+        tokens, seconds = answers.after_first() if decode else whole
         for repeat, places in enumerate(answered):
             for place in places:
-                tokens = answers.num_tokens[repeat][place]
-                seconds = answers.seconds[repeat][place]
-                if decode:
-                    tokens -= answers.num_first[repeat][place]
-                    seconds -= answers.first_seconds[repeat][place]
-                found[repeat, self.rows[place]] += tokens, seconds
+                found[repeat, self.rows[place]] += tokens[repeat][place], seconds[repeat][place]
         return found
 
 

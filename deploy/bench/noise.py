@@ -139,12 +139,11 @@ def _of_repeats(rates: Sequence[float]) -> list[str]:
 
 def _of_answers(target: Answers, whole: Sequence[int]) -> list[str]:
     """Of whole repeats; by the time of the tokens after the first, as sampled answers differ."""
-    tokens, seconds, first, first_seconds = (
-        np.array([rows[repeat] for repeat in whole])
-        for rows in (target.num_tokens, target.seconds, target.num_first, target.first_seconds)
+    tokens, seconds = (
+        np.array([rows[repeat] for repeat in whole]) for rows in target.after_first()
     )
-    has_more = (tokens - first >= LEAST_TOKENS).all(0)
-    seconds_per_token = ((seconds - first_seconds) / (tokens - first).clip(1))[:, has_more]
+    has_more = (tokens >= LEAST_TOKENS).all(0)
+    seconds_per_token = (seconds / tokens.clip(1))[:, has_more]
     if not seconds_per_token.size:
         return []
     slow = int((seconds_per_token > OUTLIER * seconds_per_token.min(0)).sum())

@@ -2,11 +2,10 @@
 
 import hashlib
 from dataclasses import dataclass
-from pathlib import Path
 
 from polybasic.deploy.bench.schema import PromptReport
 from polybasic.deploy.chain import Chain
-from polybasic.deploy.prompts import Question, choose_fitting, read_questions
+from polybasic.deploy.prompts import Question, choose_fitting
 from polybasic.deploy.settings import BenchSettings
 
 _TEMPLATE_TOKENS = 16
@@ -38,16 +37,18 @@ class Prompt:
         )
 
 
-def asked_prompts(chain: Chain, settings: BenchSettings) -> tuple[list[Prompt], int]:
+def asked_prompts(
+    chain: Chain, questions: list[Question], settings: BenchSettings
+) -> tuple[list[Prompt], int]:
     """Turns of questions that fit the context, and how many questions do not.
 
     Earlier turns are answered by the target, greedily, for all systems alike: all get the same
     token ids.
 
     Raises:
-        UserError: prompts that are malformed or all too long.
+        UserError: prompts that are all too long.
     """
-    chosen, num_too_long = _fitting(chain, settings)
+    chosen, num_too_long = _fitting(chain, questions, settings)
     prompts: list[Prompt] = []
     target = [chain.manifest.members[0].name]
     for question in chosen:
@@ -66,11 +67,12 @@ def asked_prompts(chain: Chain, settings: BenchSettings) -> tuple[list[Prompt], 
     return prompts, num_too_long
 
 
-def _fitting(chain: Chain, settings: BenchSettings) -> tuple[list[Question], int]:
+def _fitting(
+    chain: Chain, questions: list[Question], settings: BenchSettings
+) -> tuple[list[Question], int]:
     def num_tokens(question: Question) -> int:
         messages = [{"role": "user", "content": "\n".join(question.turns)}]
         answers = (len(question.turns) - 1) * (settings.max_new_tokens + _TEMPLATE_TOKENS)
         return len(chain.encode(messages)) + answers
 
-    questions = read_questions(Path(settings.prompts))
     return choose_fitting(questions, num_tokens, chain.engine.context_tokens, settings, "bench")

@@ -71,7 +71,7 @@ def bench_chain(
         KeyboardInterrupt: it was interrupted, and what was answered is kept.
     """
     check_systems(settings)
-    read_questions(Path(settings.prompts))  # malformed ones are refused before a model is loaded
+    questions = read_questions(Path(settings.prompts))
     device = device_named()
     forget_peak(device)
     before = usage(device)
@@ -79,7 +79,7 @@ def bench_chain(
     loaded = usage(device)
     settings = settings.model_copy(update={"dtype": name_of(chain.engine.models.target.dtype)})
     own = own_systems(chain, settings)
-    prompts, num_too_long = asked_prompts(chain, settings)
+    prompts, num_too_long = asked_prompts(chain, questions, settings)
     _warm_up(own, prompts, settings)
     memory = _memory_report(chain.memory, before, loaded, usage(device))
     with ExitStack() as stack:

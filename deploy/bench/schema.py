@@ -21,6 +21,13 @@ class _Part(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
+def _less(one: PerPrompt, other: PerPrompt) -> PerPrompt:
+    return [
+        [value - taken for value, taken in zip(*rows, strict=True)]
+        for rows in zip(one, other, strict=True)
+    ]
+
+
 class Ratio(_Part):
     """How much faster one thing is than another: total tokens over total seconds, of both.
 
@@ -114,6 +121,13 @@ class Answers(_Part):
     first_seconds: PerPrompt
     joules: PerPrompt | None = None
     passes: PerPrompt | None = None
+
+    def after_first(self) -> tuple[PerPrompt, PerPrompt]:
+        """Of each answer, the tokens after the first ones, and the seconds after these."""
+        return (
+            _less(self.num_tokens, self.num_first),
+            _less(self.seconds, self.first_seconds),
+        )
 
 
 class MemberCost(_Part):

@@ -78,7 +78,7 @@ def with_others(
     """All systems; those of other libraries are loaded, and given up at the end of `stack`.
 
     Raises:
-        UserError: a system that the chain has no members for, or a peer that is not installed.
+        UserError: a system that the chain has no members for.
     """
     names, notes = _names(chain, settings), []
     is_extra = "hf_assisted" in names and "hf_assisted" not in settings.systems
@@ -95,7 +95,7 @@ def with_others(
     notes += [f"{name} does not run: {why}." for name, why in left_out.items()]
     python, is_greedy = Path(settings.peers_python), settings.temperature == 0
     peers = stack.enter_context(peer_systems(engines(settings), chain, python, say, is_greedy))
-    for system in (*found, *peers.systems):
+    for system in found:
         stack.callback(system.close)
     by_name: dict[str, System] = {system.name: system for system in (*own, *found)}
     running = [by_name[name] for name in names if name in by_name]

@@ -10,7 +10,7 @@ import torch
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.kernels.product_times import name_of
-from polybasic.deploy.bench.peers.catalogue import PEERS, check_peers
+from polybasic.deploy.bench.peers.catalogue import PEERS
 from polybasic.deploy.bench.peers.process import PeerSystem, run_worker
 from polybasic.deploy.bench.system import System
 from polybasic.deploy.chain import Chain
@@ -76,16 +76,12 @@ def peer_systems(
     on the CPU, with as many threads as torch has here. What does not run is said and left out.
 
     Args:
-        names: of `PEERS`.
+        names: of `PEERS`, which `check_peers` found installed.
         python: of their environment.
         say: takes a line of progress.
         is_greedy: whether nothing is sampled; otherwise modes that sample from another
             distribution are left out.
-
-    Raises:
-        UserError: no such peer, or one that is not installed.
     """
-    check_peers(names, python)
     found, python = PeerSystems(), python.absolute()
 
     def leave_out(what: str, why: str) -> None:

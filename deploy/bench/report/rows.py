@@ -69,20 +69,15 @@ def headline_table(report: Report) -> Table | None:
     systems = {name: one for name, one in report.systems.items() if name in HEADLINE_SYSTEMS}
     if not systems:
         return None
-    tasks = tasks_of(report)
-    rows: list[list[str]] = []
-    ratios: dict[tuple[str, str], Ratio | None] = {}
-    for name, system in systems.items():
-        parts = {ALL: system.totals} | {task: system.tasks.get(task) for task in tasks}
-        rows.append([name, *map(_cell, parts.values())])
-        ratios |= _named(name, parts)
-    notes = (
+    return _speedups(
+        systems,
+        "Speedup and accepted length, by task",
+        tasks_of(report),
+        lambda one: one.tasks,
         "Each cell: speedup over `target`, prefill included, and in brackets the accepted length, "
         "in tokens gained by a pass of the target.",
+        has_intervals=False,
     )
-    header = ["system", ALL, *tasks]
-    title = "Speedup and accepted length, by task"
-    return Table(title, header, rows, notes + not_conclusive(ratios), may_turn=True)
 
 
 def speed_table(report: Report) -> Table:
@@ -169,7 +164,7 @@ def description_table(report: Report) -> Table:
 
 def task_table(report: Report) -> Table | None:
     """Speedup with its interval, by task and system; None of the target alone."""
-    return _speedups(report, "Speedup by task", tasks_of(report), lambda one: one.tasks)
+    return _all_speedups(report, "Speedup by task", tasks_of(report), lambda one: one.tasks)
 
 
 def group_table(report: Report) -> Table | None:
@@ -178,7 +173,7 @@ def group_table(report: Report) -> Table | None:
     if not groups:
         return None
     title = "Speedup by group of prompts"
-    return _speedups(report, title, groups, lambda one: one.groups)
+    return _all_speedups(report, title, groups, lambda one: one.groups)
 
 
 def insertion_table(report: Report) -> Table | None:
@@ -225,36 +220,44 @@ def identical_cell(system: SystemReport) -> str:
     return f"{text} +{ties} {'tie' if ties == 1 else 'ties'}" if ties else text
 
 
+PartsOf = Callable[[SystemReport], Mapping[str, Totals]]
+"""Totals of a system by kind of prompt."""
+
+
+def _all_speedups(report: Report, title: str, kinds: list[str], parts_of: PartsOf) -> Table | None:
+    """Of all systems but the target."""
+    systems = {name: one for name, one in report.systems.items() if name != "target"}
+    note = (
+        "Each cell: speedup over `target`, prefill included, in brackets the accepted length, and "
+        "below it the 95 % interval of the speedup."
+    )
+    return _speedups(systems, title, kinds, parts_of, note) if systems else None
+
+
 def _speedups(
-    report: Report,
+    systems: Mapping[str, SystemReport],
     title: str,
     kinds: list[str],
-    parts_of: Callable[[SystemReport], Mapping[str, Totals]],
-) -> Table | None:
+    parts_of: PartsOf,
+    note: str,
+    has_intervals: bool = True,
+) -> Table:
     rows: list[list[str]] = []
     ratios: dict[tuple[str, str], Ratio | None] = {}
-    for name, system in report.systems.items():
-        if name == "target":
-            continue
+    for name, system in systems.items():
         parts = {ALL: system.totals} | {kind: parts_of(system).get(kind) for kind in kinds}
-        rows.append([name, *(_cell(part, with_interval=True) for part in parts.values())])
+        rows.append([name, *(_cell(part, has_intervals) for part in parts.values())])
         ratios |= _named(name, parts)
-    if not rows:
-        return None
-    notes = (
-        "Each cell: speedup over `target`, prefill included, in brackets the accepted length, and "
-        "below it the 95 % interval of the speedup.",
-        *not_conclusive(ratios),
-    )
-    return Table(title, ["system", ALL, *kinds], rows, notes, may_turn=True)
+    header, notes = ["system", ALL, *kinds], (note, *not_conclusive(ratios))
+    return Table(title, header, rows, notes, may_turn=True)
 
 
-def _cell(totals: Totals | None, with_interval: bool = False) -> str:
+def _cell(totals: Totals | None, has_interval: bool) -> str:
     if totals is None:
         return NOT_KNOWN
     length = "" if totals.accepted_length is None else f" ({totals.accepted_length.mean:.2f})"
     ratio = totals.speedup
-    if not ratio.is_conclusive or not with_interval:
+    if not ratio.is_conclusive or not has_interval:
         return shown_value(ratio) + length
     return f"{shown_value(ratio)}{length}\n{shown_interval(ratio)}"
 

@@ -269,7 +269,6 @@ def chain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         return [Mode(f"S {name}{dtype}", "...", (name,), (), dtype) for name, dtype in found]
 
     monkeypatch.setattr(process, "FOLDER", tmp_path)
-    monkeypatch.setattr(systems, "check_peers", lambda *_: None)
     monkeypatch.setattr(systems, "_MODES", {"llama.cpp": modes, "openvino": unreadable})
     target = SimpleNamespace(device=torch.device("cpu"), dtype=torch.bfloat16)
     engine = SimpleNamespace(models=SimpleNamespace(target=target), context_tokens=64)

@@ -11,7 +11,6 @@ its input ends a worker.
 import json
 import os
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Protocol
 
@@ -81,11 +80,3 @@ class Lines:
 
     def _say(self, content: dict[str, object]) -> None:
         print(json.dumps(content), file=self._out, flush=True)
-
-
-def until_stop(token_ids: Sequence[int], question: Question) -> list[int]:
-    """Tokens up to the first stop token."""
-    for place, token in enumerate(token_ids, 1):
-        if token in question.stop:
-            return list(token_ids[:place])
-    return list(token_ids)

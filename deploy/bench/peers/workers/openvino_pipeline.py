@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from .lines import Lines, Question, Reply, until_stop
+from .lines import Lines, Question, Reply
 
 NAMES = {"bf16": "bfloat16", "f32": "float32"}
 
@@ -89,7 +89,7 @@ class Pipeline:
         begin = time.perf_counter()
         found = self._pipeline.generate(inputs, config)
         seconds = time.perf_counter() - begin
-        token_ids = until_stop(found.tokens[0], question)
+        token_ids = list(found.tokens[0])
         first_seconds = found.perf_metrics.get_ttft().mean / 1e3
         num_first = found.perf_metrics.raw_metrics.m_batch_sizes[0]
         return Reply(

@@ -1,8 +1,7 @@
 """Writes a Llama checkpoint as GGUF: python -m workers.write_gguf CHECKPOINT FILE --type BF16.
 
-Names of tensors and keys, and the order in
-which llama.cpp wants the rows of queries and keys, are those of its own converter
-(`conversion/llama.py` of llama.cpp).
+Names of tensors and keys, and the order in which llama.cpp wants the rows of queries and keys, are
+those of its own converter (`conversion/llama.py` of llama.cpp).
 """
 
 import argparse
