@@ -306,4 +306,5 @@ def test_a_question_of_several_lines(browser: Browser) -> None:
         page.type("two")
         page.press("Enter")
         page.wait("document.querySelectorAll('article').length === 2")
+        page.wait(IDLE)
         assert server.asked[0]["messages"][0]["content"] == "one\ntwo"
