@@ -19,13 +19,13 @@ _MIN_WRAPPED = 24
 
 
 def print_report(report: Report, console: Console) -> None:
-    """Print what matters most, in tables that fit the console."""
+    """Print what matters most in tables that fit the console; the headline last, where it stays in
+    view."""
     console.print(f"Speed of {report.chain}", style="bold")
     for line in status_lines(report):
         console.print(line, style="yellow")
-    for section in sections_of(report):
-        if not section.is_summary:
-            continue
+    headline, *others = (section for section in sections_of(report) if section.is_summary)
+    for section in (*others, headline):
         console.print(f"\n{section.title}", style="bold")
         for part in section.parts:
             if isinstance(part, Table):
