@@ -4,9 +4,9 @@ from setuptools import find_packages, setup
 
 FOLDERS = ("chain", "train", "quantize", "deploy", "recipes")
 
+# polybasic itself is a namespace: no __init__.py, but a __main__.py
+inner = find_packages(include=[*FOLDERS, *(f"{folder}.*" for folder in FOLDERS)])
 setup(
-    packages=[
-        f"polybasic.{package}"
-        for package in find_packages(include=[*FOLDERS, *(f"{folder}.*" for folder in FOLDERS)])
-    ]
+    packages=["polybasic", *(f"polybasic.{package}" for package in inner)],
+    script_name="setup.py",  # which lies beside __main__.py, and is no part of the package
 )

@@ -16,7 +16,8 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-CONTENT = ("chain", "train", "quantize", "deploy", "recipes", "pyproject.toml", "setup.py")
+CONTENT = ("chain", "train", "quantize", "deploy", "recipes", "__main__.py", "pyproject.toml")
+CONTENT += ("setup.py",)
 DOCUMENTS = ("README.md", "LICENSE")
 OLDEST_LIBC = "2.17"
 

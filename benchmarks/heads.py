@@ -31,6 +31,8 @@ from command import Report, begin, options, positive, run
 from polybasic.chain.formats.files import read_json, sha256_of_object, write_json
 from polybasic.chain.formats.lineage import weights_digest
 from polybasic.chain.kernels.product_times import DTYPES
+from polybasic.chain.processes.interruption import Interrupted
+from polybasic.chain.processes.launching import in_processes
 from polybasic.recipes.schema.loading import load_recipe
 from polybasic.recipes.schema.recipe import Recipe
 from polybasic.train.data.conversations import (
@@ -45,8 +47,7 @@ from polybasic.train.features.head_shape import FeatureLayers
 from polybasic.train.features.target import Target, load_intermediate, load_target
 from polybasic.train.head.acceptance import HeldoutBatch, TreeShape, heldout_batches, simulate
 from polybasic.train.head.start import new_head
-from polybasic.train.run.interruption import Interrupted
-from polybasic.train.run.launch import train_head_in_processes
+from polybasic.train.run.training import train_head
 from polybasic.train.settings import HeadSettings
 
 OBJECTIVES = {
@@ -174,17 +175,17 @@ def finished_line(study: Study, line: str, judges: Judges) -> dict[str, Any]:
         known = read_json(kept, "result of a line")
         if known["identity"] == identity:
             return known["result"]
-    summary = train_head_in_processes(
-        settings.num_processes,
-        target=study.target,
-        conversations=study.conversations,
-        data=recipe.data,
-        settings=study.training_of(line),
-        seed=recipe.seed,
-        out=folder / "head",
-        intermediate=study.intermediate,
-        provenance={"line": line},
-    )
+    arguments = {
+        "target": study.target,
+        "conversations": study.conversations,
+        "data": recipe.data,
+        "settings": study.training_of(line),
+        "seed": recipe.seed,
+        "out": folder / "head",
+        "intermediate": study.intermediate,
+        "provenance": {"line": line},
+    }
+    summary = in_processes(train_head, arguments, settings.num_processes)
     result = {
         "line": line,
         "training": summary,

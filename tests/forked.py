@@ -3,13 +3,14 @@
 import multiprocessing
 import os
 import signal
-import tempfile
 from collections.abc import Callable
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
-from polybasic.train.processes import RENDEZVOUS_FILE
+from torch import distributed
+
+from polybasic.chain.processes.place import Place
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
@@ -58,14 +59,15 @@ def run(function: Callable[..., Any], *arguments: Any, log: Path) -> int:
 
 def run_two(function: Callable[..., Any], *arguments: Any, log: Path) -> list[int | None]:
     """Call a function in two processes that find each other, and return their exit codes."""
-    with tempfile.TemporaryDirectory() as folder:
-        processes = []
-        for index in ("0", "1"):
-            place = {"RANK": index, "LOCAL_RANK": index, "WORLD_SIZE": "2"}
-            place[RENDEZVOUS_FILE] = f"{folder}/rendezvous"
-            processes.append(start(function, *arguments, log=log, environment=place))
-        for process in processes:
-            process.join()
+    store = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    where["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    places = [where | Place(rank, 2, rank, 2).variables for rank in range(2)]
+    processes = [
+        start(function, *arguments, log=log, environment=environment) for environment in places
+    ]
+    for process in processes:
+        process.join()
     return [process.exitcode for process in processes]
 
 

@@ -17,7 +17,7 @@ def copy_of_the_tree(folder: Path) -> Path:
     for name in PACKAGES:
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / name, folder / name, ignore=ignored)
-    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+    for name in ("__main__.py", "pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder / name)
     return folder
 
@@ -32,7 +32,7 @@ def wheel_names(folder: Path) -> set[str]:
 
 
 def tree_names(folder: Path) -> set[str]:
-    return {
+    return {"polybasic/__main__.py"} | {
         f"polybasic/{path.relative_to(folder)}"
         for name in PACKAGES
         for path in (folder / name).rglob("*")

@@ -12,7 +12,7 @@ from polybasic.chain.kernels.product_times import (
     training_dtype,
     training_slowdown,
 )
-from polybasic.train.processes import process_device
+from polybasic.chain.processes.group import process_device
 from polybasic.train.settings import HeadSettings, TrainingSettings
 
 SettingsT = TypeVar("SettingsT", bound=TrainingSettings)

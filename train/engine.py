@@ -2,17 +2,20 @@
 
 import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from safetensors import safe_open
+from torch import Tensor, nn
 
-from polybasic.train.processes import num_processes
+from polybasic.chain.processes.group import is_first_process, num_processes
 from polybasic.train.settings import HeadSettings
 
 _HEAD_ZERO_STAGE = 2
 """The highest: a head is small beside its target, and evaluations need it whole."""
+_MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW, as torch and DeepSpeed name them
 
 
 def start_engine(module: nn.Module, settings: HeadSettings) -> Any:
@@ -49,6 +52,76 @@ def start_engine(module: nn.Module, settings: HeadSettings) -> Any:
         dist_init_required=False,
     )
     return engine
+
+
+def engine_state(engine: Any) -> dict[str, Tensor]:
+    """What an engine has learned, after at least one step; all processes call this together.
+
+    Returns:
+        Of each trained parameter `NAME` the whole float32 tensors `NAME`, `NAME/exp_avg` and
+        `NAME/exp_avg_sq` on the CPU, whatever the number of processes; empty but in the first one.
+    """
+    state: dict[str, Tensor] = {}
+    for name, weight in _trained(engine):
+        for key in (None, *_MOMENTS):
+            whole = _whole(engine, weight, key)  # a sum over the processes where it is partitioned
+            if is_first_process():
+                state[name if key is None else f"{name}/{key}"] = whole.cpu()
+    return state
+
+
+def set_engine_state(engine: Any, path: Path, step: int) -> None:
+    """Bring a new engine to where `engine_state` was taken, in any number of processes.
+
+    Args:
+        engine: of the same module.
+        path: a safetensors file of that state.
+        step: after how many steps it was taken.
+
+    Raises:
+        KeyError: a tensor of a parameter is missing.
+    """
+    # optimizers make their state in the first step; what this one changes is overwritten
+    engine.backward(sum(weight.sum() * 0 for _, weight in _trained(engine)))
+    engine.step()
+    with safe_open(path, "pt") as stored:
+        for name, weight in _trained(engine):
+            weight.data.copy_(stored.get_tensor(name))
+            for key in (None, *_MOMENTS):
+                whole = stored.get_tensor(name if key is None else f"{name}/{key}")
+                _set_whole(engine, weight, key, whole.to(weight.device))
+    for each in engine.optimizer.state.values():
+        each["step"].fill_(step)
+    engine.lr_scheduler.last_epoch = step - 1
+    engine.lr_scheduler.step()
+
+
+def _trained(engine: Any) -> Iterator[tuple[str, nn.Parameter]]:
+    for name, weight in engine.module.named_parameters():
+        if weight.requires_grad:
+            yield name, weight
+
+
+def _whole(engine: Any, weight: nn.Parameter, key: str | None) -> Tensor:
+    """A parameter in float32, or one of its moments."""
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+    if engine.zero_optimization_stage() == 0:
+        return weight.detach() if key is None else engine.optimizer.state[weight][key]
+    if key is None:
+        return safe_get_full_fp32_param(weight)
+    return safe_get_full_optimizer_state(weight, key)
+
+
+def _set_whole(engine: Any, weight: nn.Parameter, key: str | None, value: Tensor) -> None:
+    from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
+
+    if engine.zero_optimization_stage() == 0:
+        (weight.data if key is None else engine.optimizer.state[weight][key]).copy_(value)
+    elif key is None:
+        safe_set_full_fp32_param(weight, value)
+    else:
+        safe_set_full_optimizer_state(weight, value, key)
 
 
 def quiet_deepspeed() -> Any:

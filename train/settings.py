@@ -48,7 +48,7 @@ class RegenerateSettings(Settings):
         None,
         min_length=1,
         description="base URL of an OpenAI-compatible server of the target, up to /v1; null: "
-        "the target answers through this runtime, one conversation at a time",
+        "the target answers through this runtime, one conversation at a time in each process",
     )
     model: str | None = Field(
         None, min_length=1, description="as the server names it; null: the only one that it lists"

@@ -118,7 +118,7 @@ def _products() -> dict[str, Any]:
         product_times,
         training_dtype,
     )
-    from polybasic.train.processes import process_device
+    from polybasic.chain.processes.group import process_device
 
     times = product_times()
     chosen = {

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from polybasic.chain.errors import UserError
+from polybasic.chain.processes.place import Place, place_in
 from polybasic.recipes.cli.options import NoGraphsOption
 
 if TYPE_CHECKING:
@@ -33,22 +34,15 @@ HardwareOption = Annotated[
     str | None,
     typer.Option(
         help="With --dry-run: the machine that times are estimated for, one of cpu, a100-80gb, "
-        "h100-80gb, h200, rtx-4090.  [default: the one here]"
+        "h100-80gb, h200, rtx-4090, or several devices: 4xh100-80gb.  [default: the one here]"
     ),
 ]
 NprocOption = Annotated[
     int | None,
     typer.Option(
         min=1,
-        help="Processes that train a head, one a GPU: sets train.num_processes.  "
-        "[default: the recipe's, or all slots of --hostfile]",
-    ),
-]
-HostfileOption = Annotated[
-    Path | None,
-    typer.Option(
-        help="DeepSpeed hostfile ('host slots=N' a line) of the machines that train a head "
-        "together; they see this output folder."
+        help="Processes to start, one a GPU: sets train.num_processes. Under torchrun, srun and "
+        "the like those that there are count.  [default: the recipe's]",
     ),
 ]
 
@@ -60,11 +54,10 @@ def run(
     dry_run: DryRunOption = False,
     hardware: HardwareOption = None,
     nproc: NprocOption = None,
-    hostfile: HostfileOption = None,
     no_graphs: NoGraphsOption = False,
 ) -> None:
     """Run a whole recipe; continues where it was stopped."""
-    given = _Given("run", recipe, overrides, out, dry_run, hardware, nproc, hostfile, no_graphs)
+    given = _Given("run", recipe, overrides, out, dry_run, hardware, nproc, no_graphs)
     workspace = _run(given, None)
     if workspace is None:
         return
@@ -87,10 +80,9 @@ def train(
     dry_run: DryRunOption = False,
     hardware: HardwareOption = None,
     nproc: NprocOption = None,
-    hostfile: HostfileOption = None,
 ) -> None:
     """Train the draft heads, and make what that needs."""
-    given = _Given("train", recipe, overrides, out, dry_run, hardware, nproc, hostfile)
+    given = _Given("train", recipe, overrides, out, dry_run, hardware, nproc)
     _run_until(given, ("draft", "small_draft"), f"polybasic quantize {recipe}")
 
 
@@ -129,14 +121,13 @@ class _Given:
     dry_run: bool
     hardware: str | None
     nproc: int | None = None
-    hostfile: Path | None = None
     no_graphs: bool = False
 
     @property
     def words(self) -> list[str]:
         """The command, to be given again."""
         words = ["polybasic", self.command, self.recipe, *(self.overrides or [])]
-        options = {"--out": self.out, "--nproc": self.nproc, "--hostfile": self.hostfile}
+        options = {"--out": self.out, "--nproc": self.nproc}
         for name, value in options.items():
             words += [name, str(value)] if value is not None else []
         return [*words, "--no-graphs"] if self.no_graphs else words
@@ -162,13 +153,12 @@ def _run(given: _Given, only: Sequence[str] | None) -> "Workspace | None":
     """Run those stages of `only` that the recipe has; None after a dry run."""
     from polybasic.recipes.pipeline.run import run_recipe
     from polybasic.recipes.schema.loading import load_recipe
-    from polybasic.train.run.hosts import read_hostfile
 
-    overrides, nproc = list(given.overrides or []), given.nproc
-    if nproc is None and given.hostfile is not None:
-        nproc = sum(host.slots for host in read_hostfile(given.hostfile))
+    overrides, nproc = list(given.overrides or []), _num_processes(given.nproc, place_in())
     if nproc is not None:
         overrides.append(f"train.num_processes={nproc}")
+    if given.dry_run and given.hardware is not None:
+        overrides = [*on_devices(given.hardware), *overrides]
     recipe = load_recipe(given.recipe, overrides)
     if given.no_graphs:
         sections = ["plan", "bench"]
@@ -186,7 +176,36 @@ def _run(given: _Given, only: Sequence[str] | None) -> "Workspace | None":
             f"--hardware {given.hardware}",
             "it is for estimates: leave it",
         )
-    return run_recipe(recipe, out, shlex.join(given.words), only, given.hostfile)
+    return run_recipe(recipe, out, shlex.join(given.words), only)
+
+
+def _num_processes(asked: int | None, place: Place) -> int | None:
+    """A launcher's processes, or those that are asked for; None leaves it to the recipe.
+
+    Raises:
+        UserError: both, and they differ.
+    """
+    launched = place.world_size
+    if launched == 1 or asked == launched:
+        return asked
+    if asked is not None:
+        raise UserError(
+            "another number of processes than the launcher has started",
+            f"--nproc {asked}, WORLD_SIZE {launched}",
+            "leave --nproc, or start polybasic without a launcher",
+        )
+    return launched
+
+
+def on_devices(hardware: str) -> list[str]:
+    """Overrides by which a recipe is trained and run over all of several devices."""
+    from polybasic.recipes.estimates.hardware_profiles import hardware_named
+
+    num_devices = hardware_named(hardware).num_devices
+    if num_devices == 1:
+        return []
+    keys = ("train.num_processes", "plan.tensor_parallel", "bench.tensor_parallel")
+    return [f"{key}={num_devices}" for key in keys]
 
 
 def _print_estimate(

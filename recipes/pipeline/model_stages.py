@@ -9,6 +9,7 @@ from typing import Any
 
 from polybasic.chain.formats.checkpoint import resolve_head
 from polybasic.chain.formats.files import write_json
+from polybasic.chain.processes.together import told_by_first
 from polybasic.recipes.pipeline.conversation_rows import (
     conversation_stages,
     encoded_rows,
@@ -74,15 +75,15 @@ def head_stage(recipe: Recipe, name: str, source: str, copy: str) -> Stage:
         if draft.model == "train":
             return _train(workspace, source, folder, **given)
         if draft.adapt == "none":
-            return _import(workspace, source, draft, folder)
+            return told_by_first(lambda: _import(workspace, source, draft, folder))
         imported = folder / _IMPORTED_NAME
-        summary = _import(workspace, source, draft, imported)
+        summary = told_by_first(lambda: _import(workspace, source, draft, imported))
         summary |= _train(workspace, source, folder, start=imported, lora=draft.lora, **given)
-        shutil.rmtree(imported)
+        told_by_first(lambda: shutil.rmtree(imported))
         return summary
 
     needs = conversation_stages(recipe, source) + ((copy,) if learns_from_copy else ())
-    return Stage(name, needs, inputs, run, _identify_model, _HEAD_PROGRESS)
+    return Stage(name, needs, inputs, run, _identify_model, _HEAD_PROGRESS, is_of_all=True)
 
 
 def draft_settings(recipe: Recipe, stage: str) -> DraftSettings:
@@ -97,7 +98,8 @@ def _import(workspace: Workspace, source: str, draft: DraftSettings, out: Path) 
 
 
 def _train(workspace: Workspace, source: str, out: Path, **given: Any) -> dict[str, Any]:
-    from polybasic.train.run.launch import train_head_in_processes
+    from polybasic.chain.processes.launching import in_processes
+    from polybasic.train.run.training import train_head
 
     recipe = workspace.recipe
     dtype = started_inputs(out)["train"]["dtype"]
@@ -106,24 +108,24 @@ def _train(workspace: Workspace, source: str, out: Path, **given: Any) -> dict[s
         # outside of the stage's folder, which is made anew when a setting changes
         folder = str(workspace.out / _FEATURES_NAME / source)
         settings = settings.model_copy(update={"features_folder": folder})
-    return train_head_in_processes(
-        recipe.train.num_processes,
-        hostfile=workspace.hostfile,
-        target=checkpoint_of(workspace, source),
-        conversations=answers_of(workspace),
-        data=recipe.data,
-        settings=settings,
-        seed=recipe.seed,
-        out=out,
-        tokenizer=tokenizer_of(workspace),
-        provenance={
+    arguments = {
+        "target": checkpoint_of(workspace, source),
+        "conversations": answers_of(workspace),
+        "data": recipe.data,
+        "settings": settings,
+        "seed": recipe.seed,
+        "out": out,
+        "tokenizer": tokenizer_of(workspace),
+        "provenance": {
             "recipe": recipe.model_dump(mode="json"),
             "command": workspace.command,
             "git_commit": git_commit(),
             "package_versions": package_versions(),
         },
         **given,
-    )
+    }
+    summary: dict[str, Any] = in_processes(train_head, arguments, recipe.train.num_processes)
+    return summary
 
 
 def quantized_stage(recipe: Recipe, name: str, source: str) -> Stage:

@@ -5,6 +5,7 @@ done, its record `stage.json` is written there and the folder gets the stage's n
 whose digest equals that of today's inputs means that there is nothing to do.
 """
 
+import functools
 import shutil
 import time
 from collections.abc import Callable, Sequence
@@ -23,6 +24,8 @@ from polybasic.chain.formats.files import (
     whole_folder,
     write_json,
 )
+from polybasic.chain.processes.place import place_in
+from polybasic.chain.processes.together import told_by_first, wait_for_first
 from polybasic.recipes.pipeline.disk import full_disk_is_an_oserror
 from polybasic.recipes.pipeline.provenance import package_versions
 from polybasic.recipes.schema.recipe import Recipe
@@ -58,13 +61,11 @@ class Workspace:
 
     Attributes:
         command: the command line, for records.
-        hostfile: of the machines that train heads together; None is this one alone.
     """
 
     recipe: Recipe
     out: Path
     command: str = ""
-    hostfile: Path | None = None
 
     def folder(self, stage: str) -> Path:
         """Where the whole result of `stage` lies."""
@@ -115,6 +116,8 @@ class Stage:
         identify: JSON content that identifies the result; called on the done folder.
         progress: patterns of the files in its folder that hold what an interrupted `run` did, from
             which the next one continues; None where it starts over.
+        is_of_all: whether all processes that a launcher has started call `run`, in one folder, of
+            which the first returns what counts; otherwise that one does the work alone.
     """
 
     name: str
@@ -123,6 +126,7 @@ class Stage:
     run: Callable[[Workspace, Path], dict[str, Any]]
     identify: Callable[[Workspace, Path], dict[str, Any]]
     progress: tuple[str, ...] | None = None
+    is_of_all: bool = False
 
 
 @dataclass(frozen=True)
@@ -177,7 +181,7 @@ def run_stages(
     only: Sequence[str] | None,
     say: Callable[[str], None],
 ) -> None:
-    """Bring the stages of `only` and what they need to their whole state.
+    """Bring the stages of `only` and what they need to their whole state, in all processes.
 
     Args:
         stages: in order of execution.
@@ -190,19 +194,35 @@ def run_stages(
             was whole and what was trained is kept.
     """
     for stage in closure(stages, only):
-        finish_rename(workspace.folder(stage.name))
-        state = state_of(stage, workspace)
-        if state.action == "skip":
-            say(f"{stage.name}: {state.reason}, skipped")
+        if not stage.is_of_all:
+            told_by_first(functools.partial(_run_where_needed, stage, workspace, say))
             continue
-        if state.action == "run":
-            _refuse_to_discard(stage, workspace, state.inputs)
-        say(
-            f"{stage.name}: {'continues' if state.action == 'continue' else 'runs'}"
-            f" ({state.reason})"
-        )
-        seconds = _run_stage(stage, workspace, state)
-        say(f"{stage.name}: done in {seconds:.1f} s")
+        fields = told_by_first(functools.partial(_next_state, stage, workspace, say))
+        if fields is not None and place_in().is_first:
+            _run_stage(stage, workspace, StageState(**fields), say)
+        elif fields is not None:
+            wait_for_first()  # it makes the folder
+            stage.run(workspace, partial_path(workspace.folder(stage.name)))
+
+
+def _run_where_needed(stage: Stage, workspace: Workspace, say: Callable[[str], None]) -> None:
+    if (fields := _next_state(stage, workspace, say)) is not None:
+        _run_stage(stage, workspace, StageState(**fields), say)
+
+
+def _next_state(
+    stage: Stage, workspace: Workspace, say: Callable[[str], None]
+) -> dict[str, Any] | None:
+    """Of a stage that is not whole, the fields of its `StageState`, as JSON content."""
+    finish_rename(workspace.folder(stage.name))
+    state = state_of(stage, workspace)
+    if state.action == "skip":
+        say(f"{stage.name}: {state.reason}, skipped")
+        return None
+    if state.action == "run":
+        _refuse_to_discard(stage, workspace, state.inputs)
+    say(f"{stage.name}: {'continues' if state.action == 'continue' else 'runs'} ({state.reason})")
+    return asdict(state)
 
 
 def finish_rename(folder: Path) -> None:
@@ -248,12 +268,16 @@ def _refuse_to_discard(stage: Stage, workspace: Workspace, inputs: dict[str, Any
     )
 
 
-def _run_stage(stage: Stage, workspace: Workspace, state: StageState) -> float:
+def _run_stage(
+    stage: Stage, workspace: Workspace, state: StageState, say: Callable[[str], None]
+) -> None:
     folder, started_seconds = workspace.folder(stage.name), time.monotonic()
     if state.action == "run":
         shutil.rmtree(partial_path(folder), ignore_errors=True)
     with whole_folder(folder, keep_partial=stage.progress is not None) as partial:
         write_json(partial / _STARTED_NAME, state.inputs)
+        if stage.is_of_all:
+            wait_for_first()
         with full_disk_is_an_oserror(partial):
             summary = stage.run(workspace, partial)
         seconds = time.monotonic() - started_seconds
@@ -268,7 +292,7 @@ def _run_stage(stage: Stage, workspace: Workspace, state: StageState) -> float:
         )
         write_json(partial / RECORD_NAME, asdict(record))
         (partial / _STARTED_NAME).unlink(missing_ok=True)
-    return seconds
+    say(f"{stage.name}: done in {seconds:.1f} s")
 
 
 def _changes(before: Any, after: Any, prefix: str = "") -> list[tuple[str, Any, Any]]:

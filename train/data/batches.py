@@ -13,9 +13,9 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from polybasic.chain.errors import UserError
+from polybasic.chain.processes.group import is_first_process
 from polybasic.train.data.chat import EncodedConversation, RefusedConversation, encode_accepted
 from polybasic.train.data.packing import PackedWindows
-from polybasic.train.processes import is_first_process
 
 WINDOW_BATCHES = 8
 MIN_TOKENS = 3  # the first row reads tokens 0 and 1 and predicts token 2

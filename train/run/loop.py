@@ -14,6 +14,19 @@ from torch import Tensor
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.files import whole_folder, write_json
+from polybasic.chain.processes.group import (
+    is_first_process,
+    num_processes,
+    process_index,
+    sum_over_processes,
+    wait_for_all,
+)
+from polybasic.chain.processes.interruption import (
+    HANDLED_SIGNALS,
+    Interrupted,
+    ReceivedSignal,
+    record_signals,
+)
 from polybasic.chain.progress import ProgressReport
 from polybasic.train.data.batches import Batch, BatchStream, row_noise
 from polybasic.train.engine import start_engine
@@ -25,25 +38,12 @@ from polybasic.train.head.files import write_head
 from polybasic.train.head.loss_module import LossModule
 from polybasic.train.head.losses import UnrolledLoss, step_weights
 from polybasic.train.head.start import trained_weights
-from polybasic.train.processes import (
-    is_first_process,
-    num_processes,
-    process_index,
-    sum_over_processes,
-    wait_for_all,
-)
 from polybasic.train.run.checkpoints import (
     RECORD_NAME,
     RunState,
     latest_checkpoint,
     load_checkpoint,
     save_checkpoint,
-)
-from polybasic.train.run.interruption import (
-    HANDLED_SIGNALS,
-    Interrupted,
-    ReceivedSignal,
-    record_signals,
 )
 from polybasic.train.run.metrics import MetricsLog, start_tracker
 from polybasic.train.settings import HeadSettings
@@ -105,7 +105,7 @@ class HeadRun:
         self._module = LossModule(parts.head, settings).to(self._device)
         self._engine = start_engine(self._module, settings)
         identity = record["identity"]
-        self._state, self._best = RunState(identity, num_processes()), dict[str, Tensor]()
+        self._state, self._best = RunState(identity), dict[str, Tensor]()
         resumed = latest_checkpoint(self._checkpoints)
         if resumed is not None:
             self._state, self._best = load_checkpoint(resumed, self._engine, identity)

@@ -17,6 +17,8 @@ from polybasic.chain.formats.config import read_config
 from polybasic.chain.formats.files import read_json, sha256_of_file, sha256_of_object, write_json
 from polybasic.chain.formats.lineage import weights_digest
 from polybasic.chain.kernels.product_times import DTYPES
+from polybasic.chain.processes.group import is_first_process, process_device, process_group
+from polybasic.chain.processes.together import told_by_first
 from polybasic.train.data.batches import BatchStream
 from polybasic.train.data.chat import check_chat_template
 from polybasic.train.data.conversations import (
@@ -39,7 +41,6 @@ from polybasic.train.features.states import FeatureSource
 from polybasic.train.features.target import Target, load_intermediate, load_target
 from polybasic.train.head.acceptance import HeldoutBatch, heldout_batches, simulate
 from polybasic.train.head.start import new_head
-from polybasic.train.processes import is_first_process, process_device, process_group
 from polybasic.train.run.loop import HeadRun, Parts
 from polybasic.train.settings import DataSettings, HeadSettings, LoraSettings
 
@@ -65,7 +66,7 @@ def train_head(
 
     A run that was stopped continues from its last checkpoint in `out`; on a CPU the outcome is
     bit for bit that of a run without a stop. A finished run is not repeated. Called by each of
-    the processes where there are several (`polybasic.train.run.launch`).
+    the processes where there are several (`polybasic.chain.processes`).
 
     Args:
         target: folder of a transformers checkpoint.
@@ -93,55 +94,68 @@ def train_head(
         weights draft among all tokens.
 
     Raises:
-        UserError: unusable target, data or start, a checkpoint of another run, a loss that is
-            not finite, or a full disk.
-        Interrupted: by SIGINT or SIGTERM during the steps; a checkpoint is saved first.
+        UserError: unusable target, data or start, a batch that the processes cannot share evenly,
+            a checkpoint of another run, a loss that is not finite, or a full disk.
+        Interrupted: by a signal during the steps; a checkpoint is saved first.
     """
-    settings = settled(settings)
-    given = _Given(
-        target,
-        conversations,
-        data,
-        settings,
-        seed,
-        out,
-        tokenizer,
-        start,
-        lora,
-        intermediate if settings.features_from == "intermediate" else None,
-    )
+    with process_group() as place:
+        if settings.batch_size % place.world_size:
+            raise UserError(
+                "processes cannot share a batch evenly",
+                f"train.batch_size = {settings.batch_size}, processes {place.world_size}",
+                "choose a multiple, or start fewer",
+            )
+        # by timings, which differ from process to process
+        dtype = told_by_first(lambda: settled(settings).dtype)
+        given = _Given(
+            target,
+            conversations,
+            data,
+            settings.model_copy(update={"dtype": dtype}),
+            seed,
+            out,
+            tokenizer,
+            start,
+            lora,
+            intermediate if settings.features_from == "intermediate" else None,
+        )
+        return _train(given, provenance)
+
+
+def _train(given: "_Given", provenance: dict[str, Any] | None) -> dict[str, Any]:
+    settings, out = given.settings, given.out
     sources = _sources(given)
     identity = _identity(given, sources)
     finished = out / "training.json"
-    if finished.exists():
+    if told_by_first(finished.exists):
         written = read_json(finished, "training record")
         if written["identity"] == identity:
             print(f"head is already trained: {out}", file=sys.stderr)
-            return written["summary"]
+            summary: dict[str, Any] = written["summary"]
+            return summary
     record = {
         "identity": identity,
         **sources,
-        "conversations": conversations,
-        "seed": seed,
-        "data": data.model_dump(mode="json"),
+        "conversations": given.conversations,
+        "seed": given.seed,
+        "data": given.data.model_dump(mode="json"),
         "settings": settings.model_dump(mode="json"),
-        "lora": None if lora is None else lora.model_dump(mode="json"),
+        "lora": None if given.lora is None else given.lora.model_dump(mode="json"),
         "versions": {package: version(package) for package in _PACKAGES},
         "provenance": provenance,
     }
-    with process_group():
-        if is_first_process():
-            announce_cost("train.dtype", settings)
-        prepared = _prepare(given, sources)
-        run = HeadRun(prepared.parts, settings, seed, record, out, start is None)
-        summary = run.train()
-        if is_first_process():
-            run.export()
-            summary |= _draft_vocabulary_summary(prepared, run, given)
-            write_json(finished, {**record, "summary": summary})
-            run.remove_checkpoints()
-            if settings.features_folder is None:
-                shutil.rmtree(out / _FEATURES_NAME, ignore_errors=True)
+    if is_first_process():
+        announce_cost("train.dtype", settings)
+    prepared = _prepare(given, sources)
+    run = HeadRun(prepared.parts, settings, given.seed, record, out, given.start is None)
+    summary = run.train()
+    if is_first_process():
+        run.export()
+        summary |= _draft_vocabulary_summary(prepared, run, given)
+        write_json(finished, {**record, "summary": summary})
+        run.remove_checkpoints()
+        if settings.features_folder is None:
+            shutil.rmtree(out / _FEATURES_NAME, ignore_errors=True)
     return summary
 
 

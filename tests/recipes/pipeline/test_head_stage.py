@@ -9,10 +9,10 @@ import pytest
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.files import write_json
+from polybasic.chain.processes.interruption import Interrupted
 from polybasic.recipes.pipeline.running import Stage, Workspace, run_stages
 from polybasic.recipes.pipeline.stages import stages_of
 from polybasic.recipes.schema.recipe import Recipe
-from polybasic.train.run.interruption import Interrupted
 from polybasic.train.settings import LoraSettings
 
 Calls = list[tuple[str, dict[str, Any]]]
@@ -32,7 +32,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     """What the stages ask of those who train and import, in order."""
     found: Calls = []
 
-    def train(num_processes: int, **arguments: Any) -> dict[str, Any]:
+    def train(_: Any, arguments: dict[str, Any], num_processes: int) -> dict[str, Any]:
         found.append(("train", {"num_processes": num_processes, **arguments}))
         return {"simulated_accepted_length": 3.0}
 
@@ -41,7 +41,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
         out.mkdir(exist_ok=True)
         return {"imported_from": str(source)}
 
-    monkeypatch.setattr("polybasic.train.run.launch.train_head_in_processes", train)
+    monkeypatch.setattr("polybasic.chain.processes.launching.in_processes", train)
     monkeypatch.setattr("polybasic.chain.heads.importing.import_head", take)
     return found
 
@@ -87,12 +87,13 @@ def test_a_head_is_trained_in_the_processes_of_the_recipe(calls: Calls, tmp_path
 def test_a_checkpoint_outlives_other_settings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(num_processes: int, out: Path, **arguments: Any) -> dict[str, Any]:
+    def interrupted(_: Any, arguments: dict[str, Any], num_processes: int) -> None:
+        out = arguments["out"]
         if not (out / "checkpoints").exists():
             (out / "checkpoints" / "step-00000010").mkdir(parents=True)
         raise Interrupted(signal.SIGTERM, "saved", is_saved=True)
 
-    monkeypatch.setattr("polybasic.train.run.launch.train_head_in_processes", interrupted)
+    monkeypatch.setattr("polybasic.chain.processes.launching.in_processes", interrupted)
     first, slower, shared = (
         workspace_of(tmp_path, train={"batch_size": 4, **train})
         for train in ({}, {"learning_rate": 1e-5}, {"num_processes": 2})
@@ -102,7 +103,6 @@ def test_a_checkpoint_outlives_other_settings(
         run_stages([draft], first, None, print)
     with pytest.raises(UserError, match=r"\(train.learning_rate was 3e-05, now 1e-05\)"):
         run_stages([draft], slower, None, print)
-    # training itself knows whether its checkpoint is of another number of processes
     with pytest.raises(Interrupted):
         run_stages([draft], shared, None, print)
     assert (tmp_path / "out" / ".draft.partial" / "checkpoints" / "step-00000010").is_dir()
@@ -125,14 +125,13 @@ def test_a_head_learns_the_copy_that_verifies(calls: Calls, tmp_path: Path) -> N
 
 
 def test_what_was_asked_for_lies_beside_a_head(calls: Calls, tmp_path: Path) -> None:
-    workspace = replace(workspace_of(tmp_path), command="polybasic train a", hostfile=Path("h"))
+    workspace = replace(workspace_of(tmp_path), command="polybasic train a")
     run(workspace, tmp_path / "draft")
     [(_, arguments)] = calls
     provenance = arguments["provenance"]
     assert provenance["command"] == "polybasic train a"
     assert provenance["recipe"]["target"]["model"] == "org/name"
     assert "torch" in provenance["package_versions"]
-    assert arguments["hostfile"] == Path("h")
 
 
 def test_offline_features_outlive_the_stage(calls: Calls, tmp_path: Path) -> None:

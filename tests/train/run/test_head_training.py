@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -20,11 +21,13 @@ from transformers import PreTrainedTokenizerFast as FastTokenizer
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.lineage import weights_digest
+from polybasic.chain.processes.group import process_group
+from polybasic.chain.processes.interruption import Interrupted, record_signals, signals_raise
+from polybasic.chain.processes.place import Place
 from polybasic.train.data.conversations import load_conversations, split_conversations
 from polybasic.train.engine import learning_rate_factor
 from polybasic.train.head.acceptance import Acceptance
 from polybasic.train.run import training
-from polybasic.train.run.interruption import Interrupted, record_signals, sigterm_raises
 from polybasic.train.run.loop import HeadRun
 from polybasic.train.run.training import train_head
 from polybasic.train.settings import DataSettings, DraftSettings, HeadSettings, LoraSettings
@@ -53,6 +56,7 @@ SETTINGS = HeadSettings(
 )
 RUN = """
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from polybasic.train.run.training import train_head
 from polybasic.train.settings import DataSettings, HeadSettings
@@ -305,7 +309,7 @@ def test_second_signal_ends_at_once_where_no_launcher_does_that():
     interrupt_twice(second_ends_at_once=False)
     with pytest.raises(KeyboardInterrupt):
         interrupt_twice(second_ends_at_once=True)
-    with pytest.raises(Interrupted, match=r"^SIGTERM: what was whole is kept"), sigterm_raises():
+    with pytest.raises(Interrupted, match=r"^SIGTERM: what was whole is kept"), signals_raise():
         os.kill(os.getpid(), signal.SIGTERM)
     assert [signal.getsignal(each) for each in which] == before
 
@@ -574,10 +578,18 @@ def test_folder_without_weights_is_refused(conversations, tmp_path):
         train_head(tmp_path / "empty", conversations, DATA, SETTINGS, 0, tmp_path / "run")
 
 
-def test_several_processes_are_refused(target, conversations, tmp_path, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UserError, match="training runs in one process: WORLD_SIZE = 2"):
-        train_head(target, conversations, DATA, SETTINGS, 0, tmp_path / "run")
+def test_processes_that_cannot_train_together_are_refused(
+    target, conversations, tmp_path, monkeypatch
+):
+    given = (target, conversations, DATA, SETTINGS, 0, tmp_path / "run")
+    with process_group():
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        monkeypatch.setenv("RANK", "1")
+        with pytest.raises(UserError, match=r"rank 0 of 1, RANK=1 WORLD_SIZE=2; start all"):
+            train_head(*given)
+    monkeypatch.setattr(training, "process_group", lambda: nullcontext(Place(0, 3)))
+    with pytest.raises(UserError, match=r"evenly: train.batch_size = 4, processes 3; "):
+        train_head(*given)
 
 
 def test_learning_rate_rises_then_falls_to_zero():

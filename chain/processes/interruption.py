@@ -1,4 +1,4 @@
-"""How a run reacts to SIGINT and SIGTERM: it saves at the next step boundary, then ends."""
+"""Signals that end work: it saves first where it can, at the end of a step, else ends at once."""
 
 import signal
 import threading
@@ -6,14 +6,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-HANDLED_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+HANDLED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+"""Of people, of schedulers that take the machine away, and of Slurm before a job's time is over."""
 
 
 class Interrupted(KeyboardInterrupt):
     """A signal ended the work; the message says in one line how to go on.
 
     Args:
-        signal_number: SIGINT or SIGTERM.
+        signal_number: one of `HANDLED_SIGNALS`.
         message: for people.
         is_saved: whether a checkpoint was written for it.
     """
@@ -24,7 +25,7 @@ class Interrupted(KeyboardInterrupt):
 
     @property
     def exit_code(self) -> int:
-        """As a shell counts it: 130 for SIGINT, 143 for SIGTERM."""
+        """As a shell counts it: 130 for SIGINT, 143 for SIGTERM, 138 for SIGUSR1."""
         return 128 + self.signal_number
 
 
@@ -44,24 +45,26 @@ def end_at_once(number: int, frame: FrameType | None) -> None:
 
 
 @contextmanager
-def sigterm_raises() -> Iterator[None]:
-    """Let SIGTERM end the work as Ctrl-C does, so that what is half written is removed.
+def signals_raise() -> Iterator[None]:
+    """Let SIGTERM and SIGUSR1 end the work as Ctrl-C does, so that what is half written is removed.
 
     In a thread other than the main one signals are left to the program.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, end_at_once)
+    handled = [each for each in HANDLED_SIGNALS if each != signal.SIGINT]
+    before = [signal.signal(number, end_at_once) for number in handled]
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in zip(handled, before, strict=True):
+            signal.signal(number, handler)
 
 
 @contextmanager
 def record_signals(second_ends_at_once: bool) -> Iterator[ReceivedSignal]:
-    """Remember SIGINT and SIGTERM instead of ending at once.
+    """Remember the signals instead of ending at once.
 
     What the process ignores stays ignored (a shell starts background jobs so). In a thread other
     than the main one signals are left to the program.
