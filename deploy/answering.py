@@ -6,11 +6,11 @@ from pathlib import Path
 import torch
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.config import read_config
+from polybasic.chain.formats.config import ConfigFile, read_config
 from polybasic.chain.formats.package import TARGET_NAME
 from polybasic.chain.formats.plan import Ngram, Plan, Tree
 from polybasic.chain.formats.tokenizer import load_tokenizer
-from polybasic.chain.kernels.product_times import DTYPES
+from polybasic.chain.kernels.product_times import DTYPES, name_of
 from polybasic.chain.model.loading import load_decoder, serving_dtype
 from polybasic.deploy.defaults import read_default_sampling, read_stop_tokens
 from polybasic.deploy.engine import Engine
@@ -29,6 +29,7 @@ class LoneTarget:
         tokenizer: folder of its tokenizer.
         context_tokens: of a prompt with its answer; the cache is allocated for so many.
         device: default: cuda if there is one, else cpu.
+        dtype: name of that of passes; default: `answering_dtype`.
         graphs: as `polybasic.deploy.load_chain`.
 
     Raises:
@@ -41,17 +42,14 @@ class LoneTarget:
         tokenizer: Path,
         context_tokens: int,
         device: torch.device | None = None,
+        dtype: str | None = None,
         graphs: bool = True,
     ) -> None:
-        device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        device = device or _device()
         config = read_config(checkpoint)
-        if config.dtype not in DTYPES:
-            raise UserError(
-                "unknown dtype", f"{config.path} dtype {config.dtype}", "export it again"
-            )
-        dtype = serving_dtype(DTYPES[config.dtype], device)
+        in_dtype = DTYPES[dtype or answering_dtype(config)]
         num_positions = context_tokens + SPARE_ROWS
-        decoder = load_decoder(config, dtype, device, num_positions)
+        decoder = load_decoder(config, in_dtype, device, num_positions)
         models = Models({TARGET_NAME: decoder}, context_tokens=context_tokens)
         self._engine = Engine(models, graphs=graphs)
         loaded = load_tokenizer(tokenizer, "target's tokenizer")
@@ -78,3 +76,18 @@ class LoneTarget:
     def text(self, tokens: list[int]) -> str:
         """The text of a whole answer, without special tokens."""
         return self._backend.decode(tokens)
+
+
+def answering_dtype(config: ConfigFile) -> str:
+    """Name of the dtype in which a target alone answers fast here: its own, or float32.
+
+    Raises:
+        UserError: its own is none.
+    """
+    if config.dtype not in DTYPES:
+        raise UserError("unknown dtype", f"{config.path} dtype {config.dtype}", "export it again")
+    return name_of(serving_dtype(DTYPES[config.dtype], _device()))
+
+
+def _device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")

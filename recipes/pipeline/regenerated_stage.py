@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from polybasic.chain.formats.files import sha256_of_file
+from polybasic.chain.processes.place import Place
+from polybasic.chain.processes.together import told_by_first
 from polybasic.recipes.pipeline.running import Stage, Workspace
 from polybasic.recipes.pipeline.sources import (
     CONVERSATIONS_NAME,
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 ANSWERS_NAME = "answers"
 """Folder of journals. It lies beside those of the stages: what makes this stage run anew, such as
 another `data.limit`, leaves the answers that are there good."""
+_ALONE = Place()
 
 
 def _settings(workspace: Workspace) -> RegenerateSettings:
@@ -51,45 +54,78 @@ def _inputs(workspace: Workspace) -> dict[str, Any]:
 
 
 def _run(workspace: Workspace, folder: Path) -> dict[str, Any]:
-    from polybasic.chain.formats.tokenizer import load_tokenizer
-    from polybasic.train.answers.regeneration import regenerate
+    from polybasic.chain.processes.launching import in_processes
 
-    summary = regenerate(
-        conversations_of(workspace),
-        workspace.recipe.data,
-        load_tokenizer(tokenizer_of(workspace), "target's tokenizer"),
-        _opened(workspace),
-        identity={"target": workspace.identity("target")},
-        seed=workspace.recipe.seed,
-        journals=workspace.out / ANSWERS_NAME,
-        out=folder,
-    )
+    if _settings(workspace).endpoint is not None:
+        summary = told_by_first(lambda: _regenerate(workspace, folder, _server(workspace)))
+    else:
+        arguments = {"workspace": workspace, "folder": folder}
+        num_processes = workspace.recipe.train.num_processes
+        summary = in_processes(_regenerate_here, arguments, num_processes)
     if summary["num_failed"]:
         done = workspace.folder(REGENERATED)
         print(f"to ask again for what failed alone: remove {done} and run again", file=sys.stderr)
     return summary
 
 
-def _opened(workspace: Workspace) -> "AbstractAsyncContextManager[Answerer]":
-    """Who answers: the server that the recipe names, else this runtime."""
+def _regenerate_here(workspace: Workspace, folder: Path) -> dict[str, Any]:
+    """Through this runtime, in each of the processes."""
+    from polybasic.chain.processes.group import process_group
+
+    with process_group() as place:
+        return _regenerate(workspace, folder, _runtime(workspace), place)
+
+
+def _regenerate(
+    workspace: Workspace,
+    folder: Path,
+    opened: "AbstractAsyncContextManager[Answerer]",
+    place: Place = _ALONE,
+) -> dict[str, Any]:
+    from polybasic.chain.formats.tokenizer import load_tokenizer
+    from polybasic.train.answers.regeneration import regenerate
+
+    return regenerate(
+        conversations_of(workspace),
+        workspace.recipe.data,
+        load_tokenizer(tokenizer_of(workspace), "target's tokenizer"),
+        opened,
+        identity={"target": workspace.identity("target")},
+        seed=workspace.recipe.seed,
+        journals=workspace.out / ANSWERS_NAME,
+        out=folder,
+        place=place,
+    )
+
+
+def _server(workspace: Workspace) -> "AbstractAsyncContextManager[Answerer]":
+    """The server that the recipe names."""
     from polybasic.chain.formats.config import read_config
+    from polybasic.train.answers.endpoint import open_endpoint
+
+    target = checkpoint_of(workspace, "target")
+    print(
+        f"data.regenerate.endpoint must serve {target}, with the same chat template",
+        file=sys.stderr,
+    )
+    return open_endpoint(_settings(workspace), read_config(target).decoder.context_tokens)
+
+
+def _runtime(workspace: Workspace) -> "AbstractAsyncContextManager[Answerer]":
+    """This runtime."""
+    from polybasic.chain.formats.config import read_config
+    from polybasic.deploy.answering import LoneTarget, answering_dtype
 
     target, settings = checkpoint_of(workspace, "target"), _settings(workspace)
-    declared = read_config(target).decoder.context_tokens
-    if settings.endpoint is not None:
-        from polybasic.train.answers.endpoint import open_endpoint
-
-        print(
-            f"data.regenerate.endpoint must serve {target}, with the same chat template",
-            file=sys.stderr,
-        )
-        return open_endpoint(settings, declared)
-    from polybasic.deploy.answering import LoneTarget
-
+    config = read_config(target)
     # longer prompts are not asked
-    context_tokens = min(declared, workspace.recipe.data.max_tokens + settings.max_new_tokens)
-    tokenizer, graphs = tokenizer_of(workspace), settings.graphs
-    target_here = LoneTarget(target, tokenizer, context_tokens, graphs=graphs)
+    most = workspace.recipe.data.max_tokens + settings.max_new_tokens
+    context_tokens = min(config.decoder.context_tokens, most)
+    # by timings, which differ from process to process
+    dtype = told_by_first(lambda: answering_dtype(config))
+    target_here = LoneTarget(
+        target, tokenizer_of(workspace), context_tokens, dtype=dtype, graphs=settings.graphs
+    )
     return nullcontext(RuntimeAnswerer(target_here, context_tokens))
 
 
@@ -122,4 +158,6 @@ def _identify(workspace: Workspace, folder: Path) -> dict[str, Any]:
 
 
 # answers, which are its progress, lie in the journals, outside of the stage's folder
-REGENERATED_STAGE = Stage(REGENERATED, ("data", "target"), _inputs, _run, _identify, progress=())
+REGENERATED_STAGE = Stage(
+    REGENERATED, ("data", "target"), _inputs, _run, _identify, progress=(), is_of_all=True
+)

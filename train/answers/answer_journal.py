@@ -19,11 +19,13 @@ class AnswerJournal:
 
     Whatever ends that process, at most the line that it was writing is lost: an incomplete last
     line is removed when the file is opened again. The file is named after what decides on the
-    answers, which is written beside it, so that answers of different models never mix.
+    answers, which is written beside it, so that answers of different models never mix. Each of
+    several processes appends to a file of its own and knows the answers in all of them.
 
     Args:
         folder: holds the journals of all models and settings; made where it is missing.
         identity: JSON content on which every answer depends, beside its prompt.
+        process: number of the process that appends, from 0.
 
     Attributes:
         path: the file.
@@ -32,13 +34,17 @@ class AnswerJournal:
         UserError: a damaged line that is not the last one, or a disk that is full or not writable.
     """
 
-    def __init__(self, folder: Path, identity: Mapping[str, Any]) -> None:
+    def __init__(self, folder: Path, identity: Mapping[str, Any], process: int = 0) -> None:
         name = sha256_of_object(dict(identity))[:_NAME_DIGITS]
-        self.path = folder / f"{name}.jsonl"
+        self.path = folder / (f"{name}.{process}.jsonl" if process else f"{name}.jsonl")
         with disk_errors(self.path):
             folder.mkdir(parents=True, exist_ok=True)
-            write_json(folder / f"{name}.json", dict(identity))
+            if not process:
+                write_json(folder / f"{name}.json", dict(identity))
         self._answers, num_whole_bytes = _read(self.path) if self.path.exists() else ({}, 0)
+        for path in folder.glob(f"{name}*.jsonl"):
+            if path != self.path:
+                self._answers |= _read(path)[0]
         with disk_errors(self.path):
             # unbuffered: a line is with the system before its answer counts as kept
             self._file = self.path.open("ab", buffering=0)

@@ -20,6 +20,8 @@ from transformers import PreTrainedTokenizerBase
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.files import sha256_of_object, whole_file, write_json
+from polybasic.chain.processes.place import Place
+from polybasic.chain.processes.together import wait_for_all
 from polybasic.chain.progress import ProgressReport
 from polybasic.train.answers.accounting import (
     Outcome,
@@ -29,6 +31,7 @@ from polybasic.train.answers.accounting import (
     reasons_of,
 )
 from polybasic.train.answers.answer_journal import AnswerJournal
+from polybasic.train.answers.answer_shards import read_shards, remove_shards, write_shard
 from polybasic.train.answers.answerer import Answer, Answerer, FailedAnswer, Prompt
 from polybasic.train.data.chat import Messages, RefusedConversation, encode_prompt
 from polybasic.train.data.conversations import FEATURES, SkippedRow, fit_to_template, read_rows
@@ -38,6 +41,7 @@ CONVERSATIONS_NAME = "conversations.jsonl"
 ACCOUNTING_NAME = "accounting.json"
 _SENDERS = {"system": "system", "user": "human", "assistant": "gpt"}
 _INCOMPLETE = "\ufffd"
+_ALONE = Place()
 
 
 @dataclass
@@ -63,6 +67,7 @@ def regenerate(
     seed: int,
     journals: Path,
     out: Path,
+    place: Place = _ALONE,
 ) -> dict[str, Any]:
     """Answer all conversations again and write them, with the account of every row.
 
@@ -81,23 +86,34 @@ def regenerate(
         journals: folder of journals, kept for other runs.
         out: folder for `CONVERSATIONS_NAME` (ShareGPT rows with the source's ids, tasks and marks)
             and `ACCOUNTING_NAME` (counts, and an outcome for each row of the source).
+        place: of this process, which answers each `world_size`-th conversation from number `rank`.
+            The first one waits for the others and writes what a single one would write, with the
+            counts of all shards in `MANIFEST_NAME`.
 
     Returns:
         The counts of the accounting; those of done, failed and skipped rows sum to the rows read.
+        In all processes but the first, the counts of their shard.
 
     Raises:
         UserError: unusable source, more than a tenth of the usable conversations failed, none was
-            answered, nobody answers, or a full disk.
+            answered, nobody answers, a shard is missing, or a full disk.
     """
     settings = data.regenerate
     assert settings is not None, "asked for without data.regenerate"
     conversations, skipped = _read(source, data.limit, tokenizer)
-    run = _Run(settings, data.max_tokens, tokenizer, seed, conversations)
+    run = _Run(settings, data.max_tokens, tokenizer, seed, conversations, place)
     try:
         asyncio.run(run.answer_all(opened, identity, journals))
     except KeyboardInterrupt:
         print(f"stopped; {run.kept}", file=sys.stderr)
         raise
+    answered = {each.row: each.answered for each in run.share if each.answered}
+    write_shard(out, place.rank, run.outcomes, answered)
+    if place.world_size > 1:
+        wait_for_all()
+    if not place.is_first:
+        return counts_of(run.outcomes)
+    run.merge(out)
     outcomes = sorted([*run.outcomes, *skipped], key=lambda outcome: outcome.row)
     assert [outcome.row for outcome in outcomes] == list(range(len(outcomes))), "a row was lost"
     counts = counts_of(outcomes)
@@ -112,12 +128,17 @@ def regenerate(
     reasons = {status: reasons_of(outcomes, status) for status in ("failed", "skipped")}
     inputs = [outcome.line() for outcome in outcomes]
     write_json(out / ACCOUNTING_NAME, {**accounting, **reasons, "inputs": inputs})
+    remove_shards(out)
     print(account_in_words(outcomes), file=sys.stderr)
     return accounting
 
 
 class _Run:
-    """The conversations that are asked for, by some at once, and what became of them."""
+    """The conversations that are asked for, by some at once, and what became of them.
+
+    Attributes:
+        share: those of this process.
+    """
 
     def __init__(
         self,
@@ -126,9 +147,11 @@ class _Run:
         tokenizer: PreTrainedTokenizerBase,
         seed: int,
         conversations: list[_Conversation],
+        place: Place,
     ) -> None:
         self.settings, self.max_tokens, self.seed = settings, max_tokens, seed
-        self.tokenizer, self.conversations = tokenizer, conversations
+        self.tokenizer, self.conversations, self.place = tokenizer, conversations, place
+        self.share = conversations[place.rank :: place.world_size]
         self.outcomes: list[Outcome] = []
         self.failed: list[Outcome] = []
         self.answered_by: dict[str, Any] = {}
@@ -150,19 +173,21 @@ class _Run:
             decisive = {**identity, **self.answered_by}
             if self.settings.temperature:
                 decisive["seed"] = self.seed
-            with AnswerJournal(journals, decisive) as journal:
+            with AnswerJournal(journals, decisive, self.place.rank) as journal:
                 self.kept = f"all answers are kept in {journal.path}; run again to continue"
+                if self.place.world_size > 1:
+                    wait_for_all()  # each has read what others wrote in earlier runs
                 if len(journal):
                     print(
                         f"{len(journal):,} answers of earlier runs: {journal.path}", file=sys.stderr
                     )
-                with ProgressReport("the target answers", len(self.conversations)) as progress:
+                with ProgressReport("the target answers", len(self.share)) as progress:
                     await self._work(answerer, journal, progress)
 
     async def _work(
         self, answerer: Answerer, journal: AnswerJournal, progress: ProgressReport
     ) -> None:
-        waiting, num_answers = iter(self.conversations), 0
+        waiting, num_answers = iter(self.share), 0
 
         async def work() -> None:
             nonlocal num_answers
@@ -180,10 +205,20 @@ class _Run:
 
         try:
             async with asyncio.TaskGroup() as group:
-                for _ in range(min(answerer.num_parallel, len(self.conversations))):
+                for _ in range(min(answerer.num_parallel, len(self.share))):
                     group.create_task(work())
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from errors
+
+    def merge(self, out: Path) -> None:
+        """Take over what became of all conversations, from the shards in `out`."""
+        rows = [each.row for each in self.conversations]
+        count = self.place.world_size
+        self.outcomes, answered = read_shards(out, [rows[rank::count] for rank in range(count)])
+        for each in self.conversations:
+            each.answered = list(answered.get(each.row, []))
+        self.failed = [outcome for outcome in self.outcomes if outcome.status == "failed"]
+        self._check_failures()
 
     async def _outcome(
         self, conversation: _Conversation, answerer: Answerer, journal: AnswerJournal

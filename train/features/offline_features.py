@@ -17,6 +17,12 @@ import torch
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.files import free_bytes
+from polybasic.chain.processes.group import (
+    is_first_process,
+    num_processes,
+    process_index,
+    wait_for_all,
+)
 from polybasic.chain.progress import tracked
 from polybasic.train.data.batches import BatchStream, Share
 from polybasic.train.features.feature_plan import (
@@ -37,12 +43,6 @@ from polybasic.train.features.feature_shards import (
 from polybasic.train.features.head_shape import FeatureLayers
 from polybasic.train.features.states import Features
 from polybasic.train.features.target import Target
-from polybasic.train.processes import (
-    is_first_process,
-    num_processes,
-    process_index,
-    wait_for_all,
-)
 
 SHARD_BYTES = 512 << 20
 _MARGIN_BYTES = 64 << 20
@@ -150,7 +150,8 @@ def write_features(
 
     Raises:
         UserError: too little free disk; a folder of another identity, with other files, with a
-            damaged shard, or in which another run is writing; no conversation to train on.
+            damaged shard, or in which another run is writing; no conversation to train on; a shard
+            that another process wrote elsewhere.
     """
     layout = FeatureLayout.of(verifier, feature_layers)
     identity = {**identity, **layout.identity()}
@@ -165,6 +166,13 @@ def write_features(
         wait_for_all()
         _write(verifier, layout, folder, missing)
         wait_for_all()
+    for shard in missing:
+        if not shard.is_written(folder):
+            raise UserError(
+                "shard of offline features is missing or short",
+                f"{shard_path(folder, shard.index)} ({len(shard.conversations):,} conversations)",
+                "let all hosts write to one shared folder, train.features_folder, and run again",
+            )
     return OfflineFeatures(folder)
 
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from polybasic.chain.errors import UserError
 from polybasic.deploy.answering import LoneTarget
 from polybasic.recipes.pipeline.conversation_rows import encoded_rows
-from polybasic.recipes.pipeline.regenerated_stage import REGENERATED_STAGE, _opened
+from polybasic.recipes.pipeline.regenerated_stage import ANSWERS_NAME, REGENERATED_STAGE, _runtime
 from polybasic.recipes.pipeline.running import Stage, Workspace, run_stages
 from polybasic.recipes.schema.recipe import Recipe
 from polybasic.train.data.chat import encode_prompt
@@ -38,7 +38,10 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def workspace_of(tmp_path: Path, target: Path, num: int = 3, **regenerate: Any) -> Whole:
+def workspace_of(
+    tmp_path: Path, target: Path, num: int = 3, num_processes: int = 1, **regenerate: Any
+) -> Whole:
+    tmp_path.mkdir(exist_ok=True)
     rows = []
     for index in range(num):
         turns = []
@@ -55,6 +58,7 @@ def workspace_of(tmp_path: Path, target: Path, num: int = 3, **regenerate: Any) 
         "regenerate": {"max_new_tokens": 12, **regenerate},
     }
     content = {"name": "a", "target": {"model": str(target)}, "data": data}
+    content["train"] = {"num_processes": num_processes, "batch_size": num_processes}
     return Whole(Recipe.model_validate(content), tmp_path / "out")
 
 
@@ -120,7 +124,7 @@ def test_graphs_reach_the_target_and_change_no_answer(
     target: Path, tmp_path: Path, graphs: bool
 ) -> None:
     workspace = workspace_of(tmp_path, target, graphs=graphs)
-    opened = _opened(workspace)
+    opened = _runtime(workspace)
     assert isinstance(opened, AbstractContextManager)
     with opened as answerer:
         assert answerer._target._engine.graphs.enabled is graphs
@@ -217,3 +221,38 @@ def test_the_result_depends_on_what_decides_on_answers(
     assert (inputs[0] != inputs[1]) == changes_answers
     both = [workspace_of(tmp_path, target, endpoint=f"http://{host}/v1") for host in ("a", "b")]
     assert REGENERATED_STAGE.inputs(both[0]) == REGENERATED_STAGE.inputs(both[1])
+
+
+@pytest.mark.proof
+def test_processes_answer_as_one_does_also_after_a_kill(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+    def written(workspace: Workspace) -> list[bytes]:
+        folder = workspace.folder("regenerated")
+        return [(folder / name).read_bytes() for name in ("conversations.jsonl", "accounting.json")]
+
+    alone = workspace_of(tmp_path / "alone", target, 8, temperature=0.8)
+    run(alone)
+    (journal,) = (alone.out / ANSWERS_NAME).glob("*.jsonl")
+    lines = journal.read_bytes().splitlines(keepends=True)
+    assert len(lines) == 16
+    # what two processes have left that were killed at some answer: half a line
+    three = workspace_of(tmp_path / "three", target, 8, 3, temperature=0.8)
+    left = three.out / ANSWERS_NAME
+    left.mkdir(parents=True)
+    (left / journal.name).write_bytes(b"".join(lines[:5]) + lines[5][:9])
+    (left / f"{journal.stem}.1.jsonl").write_bytes(b"".join(lines[8:11]) + lines[11][:9])
+    run(three)
+    assert written(three) == written(alone)
+    journals = sorted(left.glob("*.jsonl"))
+    assert len(journals) == 3
+    assert sorted(b"".join(path.read_bytes() for path in journals).splitlines(True)) == sorted(
+        lines
+    )
+    manifest = json.loads((three.folder("regenerated") / "shards.json").read_bytes())
+    assert [shard["num_answers"] for shard in manifest["shards"]] == [6, 6, 4]
+    greedy = workspace_of(tmp_path / "greedy", target, 8)
+    run(greedy)
+    assert written(greedy)[0] != written(alone)[0], "answers are drawn"

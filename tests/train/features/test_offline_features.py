@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import distributed
 
 from polybasic.chain.errors import UserError
+from polybasic.chain.processes.group import process_group, process_index
 from polybasic.train.data.batches import BatchStream
 from polybasic.train.data.packing import positions_in_documents
 from polybasic.train.features import offline_features
@@ -26,7 +27,6 @@ from polybasic.train.features.offline_features import (
 )
 from polybasic.train.features.states import Features
 from polybasic.train.features.target import load_target
-from polybasic.train.processes import process_group, process_index
 from tests import forked
 from tests.checkpoints import byte_level_tokenizer, write_family
 
@@ -318,6 +318,18 @@ def test_stopped_writer_continues_with_the_next_shard(tmp_path, monkeypatch):
     after = times(folder)
     assert before.items() < after.items()
     assert contents(folder) == contents(tmp_path / "whole")
+
+
+def test_a_shard_that_is_not_there_at_the_end_is_named(tmp_path, monkeypatch):
+    write = offline_features.write_shard
+
+    def write_some(path, *arguments):
+        if not path.name.endswith("1.safetensors"):
+            write(path, *arguments)
+
+    monkeypatch.setattr(offline_features, "write_shard", write_some)
+    with pytest.raises(UserError, match=rf"missing or short: {shard_path(tmp_path, 1)} \("):
+        written(SmallVerifier(), tmp_path)
 
 
 def write_as_one_of_two(folder, num_shards=None):
