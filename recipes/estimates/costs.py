@@ -3,6 +3,16 @@
 from dataclasses import dataclass
 
 from polybasic.recipes.estimates.hardware_profiles import Hardware
+from polybasic.recipes.estimates.memory import (
+    ADAM_BYTES,
+    SERVING,
+    Case,
+    is_on_host,
+    packed_bytes,
+    ranks_of,
+    running_bytes,
+    training_bytes,
+)
 from polybasic.recipes.estimates.sizes import Shape, count_of_head
 from polybasic.recipes.pipeline.running import StageState
 from polybasic.recipes.schema.recipe import NUM_TASKS, Recipe
@@ -21,13 +31,9 @@ _ANSWERED = 0.6
 _PROCESS_BYTES = 700e6
 _SEARCH_PASSES = 8
 """AWQ's grid of scales and clips, in forward passes over the calibration tokens."""
-_ADAM_BYTES = 16
-"""Of one trained parameter: float32 weight, gradient and two moments."""
 _DISK_BYTES_PER_SECOND = 1e9
 _SHARD_BYTES = 2 << 30
 """Of a grown chain's weight files."""
-_SERVING = 1.15
-"""Of the members' bytes: caches, logits and what else a running chain holds."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +41,10 @@ class StageEstimate:
     """What a stage needs if it runs.
 
     Attributes:
+        memory_bytes: of the first rank, which needs most.
         is_on_host: on a machine with a GPU, the peak of memory is the host's.
+        num_ranks: processes that do it together, each with a device of its own.
+        other_rank_bytes: memory of each rank but the first.
     """
 
     name: str
@@ -45,33 +54,8 @@ class StageEstimate:
     is_on_host: bool
     disk_bytes: float
     seconds: float
-
-
-@dataclass(frozen=True)
-class Shapes:
-    """Of the models that a recipe starts from; it may have no smaller one.
-
-    Attributes:
-        grown: of the target, where the chain is grown.
-    """
-
-    target: Shape
-    small: Shape | None
-    grown: Shape | None = None
-
-
-@dataclass(frozen=True)
-class Case:
-    """What the costs of a stage are counted from."""
-
-    recipe: Recipe
-    shapes: Shapes
-    hardware: Hardware
-
-    @property
-    def measured(self) -> Shape:
-        """Of the target that plan and report run."""
-        return self.shapes.grown or self.shapes.target
+    num_ranks: int = 1
+    other_rank_bytes: float = 0
 
 
 _Costs = tuple[int, float, float, float]
@@ -80,14 +64,17 @@ _Costs = tuple[int, float, float, float]
 def estimate_stage(name: str, state: StageState, case: Case) -> StageEstimate:
     """The estimate of one stage of the pipeline."""
     num_parameters, memory_bytes, disk_bytes, seconds = _costs(name, case)
+    num_ranks, other_bytes = ranks_of(name, case, memory_bytes)
     return StageEstimate(
         name,
         state,
         num_parameters,
         _PROCESS_BYTES + memory_bytes,
-        _is_on_host(name, case.recipe),
+        is_on_host(name, case.recipe),
         disk_bytes,
         seconds,
+        num_ranks,
+        _PROCESS_BYTES + other_bytes,
     )
 
 
@@ -130,17 +117,6 @@ def _costs(name: str, case: Case) -> _Costs:
     raise AssertionError(f"no estimate for stage {name}")
 
 
-def _is_on_host(name: str, recipe: Recipe) -> bool:
-    match name:
-        case "target":
-            return recipe.target.model != "scratch"
-        case "intermediate" | "small":
-            return recipe.quantize.distill is None
-        case "draft":
-            return recipe.draft.model != "train" and recipe.draft.adapt == "none"
-    return name in ("data", "chain", "grown")
-
-
 def _data(recipe: Recipe) -> _Costs:
     is_embedded = recipe.data.conversations == "embedded"
     num = recipe.target.scratch.num_embedded_conversations if is_embedded else 0
@@ -165,7 +141,7 @@ def _scratch(shape: Shape, scratch: ScratchModelSettings, hardware: Hardware) ->
         left_out = (shape.num_layers - scratch.first_layers) * shape.num_layer_parameters
         passed -= left_out * scratch.deepen_step
     operations = 6 * passed * scratch.batch_tokens
-    memory = num * _ADAM_BYTES + activations
+    memory = num * ADAM_BYTES + activations
     return num, memory, num * 14, 10 + operations / hardware.training_flops
 
 
@@ -199,27 +175,17 @@ def _draft(case: Case, shape: Shape) -> _Costs:
         + num_evaluations * evaluation_operations
     )
     seconds = operations / case.hardware.training_flops / train.num_processes
-    disk = head.num_bytes + 2.0 * _ADAM_BYTES * head.num_parameters
+    disk = head.num_bytes + 2.0 * ADAM_BYTES * head.num_parameters
     if train.features == "offline":
         features = num_answered * _row_tokens(recipe) * head.feature_bytes
         disk += features
         seconds += _reading_seconds(2 * features)
     return (
         head.num_parameters,
-        _draft_memory(recipe, shape),
+        training_bytes(recipe, shape),
         disk,
         15 + _reading_seconds(shape.num_bytes) + seconds,
     )
-
-
-def _draft_memory(recipe: Recipe, shape: Shape) -> float:
-    """Of one process: the target (a share of it in ZeRO-3), the head's states, activations."""
-    train, head = recipe.train, count_of_head(shape, recipe.train)
-    tokens = train.batch_size * recipe.data.max_tokens / train.num_processes
-    # by the usual count of a layer's bfloat16 activations, once a step
-    layer = 2 * (34 * shape.hidden_size + 6 * shape.intermediate_size)
-    target = shape.num_bytes / (train.num_processes if train.zero_stage == 3 else 1)
-    return target + head.num_parameters * _ADAM_BYTES + tokens * train.unroll_steps * layer
 
 
 def _regenerated(case: Case) -> _Costs:
@@ -230,8 +196,9 @@ def _regenerated(case: Case) -> _Costs:
     disk = 2 * num_tokens * _TOKEN_BYTES
     if recipe.data.regenerate.endpoint is not None:
         return 0, 0, disk, 1
-    seconds = 20 + num_tokens * _ANSWERED * _token_seconds(target, case.hardware)
-    return target.num_parameters, target.num_bytes * _SERVING, disk, seconds
+    num_answered = num_tokens * _ANSWERED / recipe.train.num_processes
+    seconds = 20 + num_answered * _token_seconds(target, case.hardware)
+    return target.num_parameters, target.num_bytes * SERVING, disk, seconds
 
 
 def _quantized(case: Case, shape: Shape) -> _Costs:
@@ -254,7 +221,7 @@ def _quantized(case: Case, shape: Shape) -> _Costs:
 
 
 def _chain(case: Case) -> _Costs:
-    disk = float(_packed_bytes(case, case.shapes.target))
+    disk = float(packed_bytes(case, case.shapes.target))
     if case.recipe.package.copy_target:
         disk += case.shapes.target.num_bytes
     hashed = case.shapes.target.num_bytes + disk
@@ -263,7 +230,7 @@ def _chain(case: Case) -> _Costs:
 
 def _grown(case: Case) -> _Costs:
     shape = case.measured
-    disk = shape.num_bytes + _packed_bytes(case, shape)
+    disk = shape.num_bytes + packed_bytes(case, shape)
     # the output projection with its masks; a layer to copy from; a file of several matrices
     memory = 8 * shape.num_embedding_parameters + 4 * shape.num_layer_parameters
     memory += min(_SHARD_BYTES, shape.num_bytes)
@@ -278,47 +245,33 @@ def _plan(case: Case) -> _Costs:
     drafts = answers * plan.max_new_tokens * len(plan.grid.top_ks)
     timed = 2 * (3 * len(plan.grid.top_ks) + len(plan.grid.rows)) * plan.max_new_tokens
     tokens = answers * plan.max_new_tokens + drafts + timed
-    memory = target.num_bytes + _loaded_bytes(case, target)
-    measuring = min(tokens * _token_seconds(target, case.hardware), plan.max_seconds)
-    return 0, memory * _SERVING, 1e7, 20 + _reading_seconds(memory) + measuring
+    memory = running_bytes(case, plan.tensor_parallel)
+    token_seconds = _token_seconds(target, case.hardware, plan.tensor_parallel)
+    measuring = min(tokens * token_seconds, plan.max_seconds)
+    return 0, memory * SERVING, 1e7, 20 + _loading_seconds(case) + measuring
 
 
 def _report(case: Case) -> _Costs:
     bench, target = case.recipe.bench, case.measured
     tokens = NUM_TASKS * bench.num_prompts_per_task * bench.max_new_tokens
-    # hf_generate has a target of its own
-    num_targets = 2 if "hf_generate" in bench.expected_systems else 1
-    memory = num_targets * target.num_bytes + _loaded_bytes(case, target)
+    memory = running_bytes(case, bench.tensor_parallel)
+    if "hf_generate" in bench.expected_systems:
+        memory += target.num_bytes  # a target of its own
     turns = tokens * len(bench.expected_systems) * bench.repeats
-    seconds = 20 + _reading_seconds(memory) + turns * _token_seconds(target, case.hardware)
-    return 0, memory * _SERVING, 1e6, seconds
+    token_seconds = _token_seconds(target, case.hardware, bench.tensor_parallel)
+    return 0, memory * SERVING, 1e6, 20 + _loading_seconds(case) + turns * token_seconds
 
 
-def _token_seconds(target: Shape, hardware: Hardware) -> float:
-    reading = target.num_bytes / hardware.read_bytes_per_second
-    return reading + target.num_layers * hardware.layer_seconds
+def _token_seconds(target: Shape, hardware: Hardware, num_ranks: int = 1) -> float:
+    read = target.num_bytes - target.divided_bytes() * (1 - 1 / num_ranks)
+    # a sum over the ranks after attention, and one after the MLP
+    summing = 2 * hardware.all_reduce_seconds if num_ranks > 1 else 0
+    layers = target.num_layers * (hardware.layer_seconds + summing)
+    return read / hardware.read_bytes_per_second + layers
 
 
-def _packed_bytes(case: Case, target: Shape) -> int:
-    """Of all members but the target, whose shape decides on those that are made of it."""
-    recipe, shapes = case.recipe, case.shapes
-    train = recipe.train
-    total = target.num_int4_bytes + count_of_head(target, train).num_bytes
-    if recipe.small is not None and shapes.small is not None:
-        is_int4, has_head = recipe.small.quantize, recipe.small.has_head
-        total += shapes.small.num_int4_bytes if is_int4 else shapes.small.num_bytes
-        total += count_of_head(shapes.small, train).num_bytes if has_head else 0
-    return total
-
-
-def _loaded_bytes(case: Case, target: Shape) -> int:
-    """Of `_packed_bytes` once loaded: longer passes read a dequantized copy of 4-bit layers."""
-    small = case.shapes.small
-    quantized = [target]
-    if case.recipe.small is not None and case.recipe.small.quantize and small is not None:
-        quantized.append(small)
-    copies = sum(2 * shape.num_layers * shape.num_layer_parameters for shape in quantized)
-    return _packed_bytes(case, target) + copies
+def _loading_seconds(case: Case) -> float:
+    return _reading_seconds(case.measured.num_bytes + packed_bytes(case, case.measured))
 
 
 def _row_tokens(recipe: Recipe) -> float:

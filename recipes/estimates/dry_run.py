@@ -11,8 +11,9 @@ from polybasic.chain.errors import UserError
 from polybasic.chain.formats.checkpoint import resolve_adapter, resolve_head, split_hub_id
 from polybasic.chain.formats.files import free_bytes, partial_path
 from polybasic.deploy.prompts import read_questions
-from polybasic.recipes.estimates.costs import Case, Shapes, StageEstimate, estimate_stage
+from polybasic.recipes.estimates.costs import StageEstimate, estimate_stage
 from polybasic.recipes.estimates.hardware_profiles import CPU, Hardware
+from polybasic.recipes.estimates.memory import Case, Shapes, check_divides
 from polybasic.recipes.estimates.sizes import (
     has_weights,
     shape_of_grown,
@@ -105,6 +106,8 @@ def estimate(
     target = shape_of_target(recipe)
     shapes = Shapes(target, shape_of_small(recipe, target), shape_of_grown(recipe, target))
     case = Case(recipe, shapes, hardware)
+    if not {"plan", "report"}.isdisjoint(stage.name for stage in wanted):
+        check_divides(case)
     states = foresee(wanted, workspace)
     return [estimate_stage(stage.name, states[stage.name], case) for stage in wanted]
 
@@ -139,7 +142,7 @@ def print_estimates(
             row.state.action,
             row.state.reason,
             f"{row.num_parameters / 1e6:,.1f} M" if row.num_parameters else "",
-            _size(row.memory_bytes),
+            _memory(row),
             _size(row.disk_bytes),
             _duration(row.seconds),
         )
@@ -156,6 +159,22 @@ def print_estimates(
         f"times are for {hardware.name}, {hardware.description} ({reason}): estimates from counted "
         "operations"
     )
+    for row in runs:
+        most = hardware.memory_bytes
+        if most is not None and not row.is_on_host and row.memory_bytes > most:
+            console.print(
+                f"{row.name} needs {_size(row.memory_bytes)} of a device that has {_size(most)}"
+            )
+
+
+def _memory(row: StageEstimate) -> str:
+    """Of every rank."""
+    if row.num_ranks == 1:
+        return _size(row.memory_bytes)
+    if row.other_rank_bytes == row.memory_bytes:
+        return f"{row.num_ranks} x {_size(row.memory_bytes)}"
+    times = f"{row.num_ranks - 1} x " if row.num_ranks > 2 else ""
+    return f"{_size(row.memory_bytes)} + {times}{_size(row.other_rank_bytes)}"
 
 
 def _peft(recipe: Recipe, stage: str) -> tuple[str, ...]:
@@ -216,7 +235,7 @@ def _peak(rows: Sequence[StageEstimate], hardware: Hardware) -> str:
     def most(chosen: Iterable[StageEstimate]) -> str:
         return _size(max((row.memory_bytes for row in chosen), default=0))
 
-    if hardware is CPU:
+    if hardware.memory_bytes is None:
         return f"{most(rows)} of memory"
     on_device = most(row for row in rows if not row.is_on_host)
     on_host = most(row for row in rows if row.is_on_host)

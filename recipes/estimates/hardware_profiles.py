@@ -1,6 +1,7 @@
 """Speeds of machines, for the hours of a dry run: published peaks, and what is reached of them."""
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 
 from polybasic.chain.errors import UserError
 
@@ -12,11 +13,14 @@ MEMORY_UTILISATION = 0.9
 _GPU_LAYER_SECONDS = 0.45e-3
 """Eager passes wait for launches: 22 ms a token of a 7B model on an A800 (Wang et al., arXiv
 2510.26527), 7 ms of which are reading; the rest over 32 layers."""
+_GPU_ALL_REDUCE_SECONDS = 20e-6
+"""Of some rows' states over the GPUs of a host by NVLink: an assumption. Kernels made for it take 4
+to 12 microseconds over two to eight H100 (SGLang's pull request 2904), NCCL some more."""
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """One kind of machine.
+    """One kind of device, or some of it.
 
     Attributes:
         name: as `--hardware` takes it.
@@ -26,6 +30,9 @@ class Hardware:
         read_bytes_per_second: weights that a pass over one row reads.
         layer_seconds: what a decoder layer costs a token beside that, averaged over the systems of
             a report.
+        all_reduce_seconds: of one sum of few rows over the devices.
+        memory_bytes: of one device; None where it is the host's.
+        num_devices: of them; all other figures are of one.
     """
 
     name: str
@@ -34,9 +41,14 @@ class Hardware:
     float32_flops: float
     read_bytes_per_second: float
     layer_seconds: float
+    all_reduce_seconds: float
+    memory_bytes: float | None = None
+    num_devices: int = 1
 
 
-def _gpu(name: str, description: str, bfloat16: float, float32: float, read: float) -> Hardware:
+def _gpu(
+    name: str, description: str, bfloat16: float, float32: float, read: float, memory: float
+) -> Hardware:
     return Hardware(
         name,
         description,
@@ -44,35 +56,45 @@ def _gpu(name: str, description: str, bfloat16: float, float32: float, read: flo
         float32_flops=float32 * COMPUTE_UTILISATION,
         read_bytes_per_second=read * MEMORY_UTILISATION,
         layer_seconds=_GPU_LAYER_SECONDS,
+        all_reduce_seconds=_GPU_ALL_REDUCE_SECONDS,
+        memory_bytes=memory,
     )
 
 
-CPU = Hardware("cpu", "two AVX-512 cores", 2.5e11, 2.5e11, 27e9, 0.15e-3)
-"""Measured with the shipped recipe tiny."""
+CPU = Hardware("cpu", "two AVX-512 cores", 2.5e11, 2.5e11, 27e9, 0.15e-3, 0.5e-3)
+"""Measured with the shipped recipe tiny, and gloo between two processes of one machine."""
 PROFILES = {
     profile.name: profile
     for profile in (
         CPU,
         # NVIDIA's data sheets: dense bfloat16, float32 without tensor cores, memory
-        _gpu("a100-80gb", "one A100 80 GB (SXM)", 312e12, 19.5e12, 2.039e12),
-        _gpu("h100-80gb", "one H100 80 GB (SXM)", 989e12, 67e12, 3.35e12),
-        _gpu("h200", "one H200 (SXM)", 989e12, 67e12, 4.8e12),
+        _gpu("a100-80gb", "one A100 80 GB (SXM)", 312e12, 19.5e12, 2.039e12, 80e9),
+        _gpu("h100-80gb", "one H100 80 GB (SXM)", 989e12, 67e12, 3.35e12, 80e9),
+        _gpu("h200", "one H200 (SXM)", 989e12, 67e12, 4.8e12, 141e9),
         # NVIDIA's Ada whitepaper: bfloat16 with float32 accumulation
-        _gpu("rtx-4090", "one RTX 4090", 165.2e12, 82.6e12, 1.008e12),
+        _gpu("rtx-4090", "one RTX 4090", 165.2e12, 82.6e12, 1.008e12, 24e9),
     )
 }
 _NAMES_IN_DEVICES = {"A100": "a100-80gb", "H100": "h100-80gb", "H200": "h200", "4090": "rtx-4090"}
 
 
 def hardware_named(name: str) -> Hardware:
-    """A profile by its name.
+    """A profile by its name, or several devices of it: 4xh100-80gb.
 
     Raises:
         UserError: there is none.
     """
-    if name not in PROFILES:
-        raise UserError("unknown hardware", f"--hardware {name}", f"known: {', '.join(PROFILES)}")
-    return PROFILES[name]
+    found = re.fullmatch(r"(?:([1-9]\d{0,3})x)?(.*)", name)
+    if found is None or found[2] not in PROFILES:
+        known = ", ".join(PROFILES)
+        raise UserError(
+            "unknown hardware", f"--hardware {name}", f"known: {known}; 4xh100-80gb is four of them"
+        )
+    profile, num_devices = PROFILES[found[2]], int(found[1] or 1)
+    if num_devices == 1:
+        return profile
+    description = f"{num_devices} devices, each {profile.description}"
+    return replace(profile, name=name, description=description, num_devices=num_devices)
 
 
 def hardware_at_hand() -> tuple[Hardware, str]:

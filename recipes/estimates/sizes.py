@@ -82,6 +82,14 @@ class Shape:
         embeddings = self.num_parameters - self.num_layers * self.num_layer_parameters
         return int(embeddings * 2 + self.num_layers * self.num_layer_parameters * INT4_BYTES)
 
+    def divided_bytes(self, is_int4: bool = False) -> float:
+        """Of what tensor parallelism divides: the layers' matrices, and an lm_head of its own."""
+        matrices = self.num_layers * (self._num_llama_layer_parameters - 2 * self.hidden_size)
+        lm_head = 0 if self.is_tied else self.num_embedding_parameters
+        return matrices * (INT4_BYTES if is_int4 else self.weight_bytes) + lm_head * (
+            2 if is_int4 else self.weight_bytes
+        )
+
     @property
     def num_draft_bytes(self) -> int:
         """Of the exported head in bfloat16 with its copy of the embedding."""

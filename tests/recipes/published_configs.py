@@ -27,6 +27,13 @@ _LLAMA3 = _LLAMA | {
     "torch_dtype": "bfloat16",
 }
 _8B = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}
+_70B = {
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+}
 _SCALED = {
     "max_position_embeddings": 131072,
     "rope_scaling": {
@@ -36,6 +43,17 @@ _SCALED = {
         "original_max_position_embeddings": 8192,
         "rope_type": "llama3",
     },
+}
+_QWEN2: dict[str, Any] = {
+    "model_type": "qwen2",
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "vocab_size": 152064,
+    "max_position_embeddings": 32768,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_sliding_window": False,
 }
 
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -49,16 +67,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 40,
     },
     "meta-llama/Llama-2-7b-chat-hf": _LLAMA2 | _7B,
-    "meta-llama/Llama-2-70b-chat-hf": _LLAMA2
-    | {
-        "hidden_size": 8192,
-        "intermediate_size": 28672,
-        "num_hidden_layers": 80,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-    },
+    "meta-llama/Llama-2-70b-chat-hf": _LLAMA2 | _70B,
     "meta-llama/Meta-Llama-3-8B-Instruct": _LLAMA3 | _8B | {"max_position_embeddings": 8192},
     "meta-llama/Llama-3.1-8B-Instruct": _LLAMA3 | _8B | _SCALED,
+    "meta-llama/Llama-3.1-70B-Instruct": _LLAMA3 | _70B | _SCALED,
     "meta-llama/Llama-3.2-1B-Instruct": _LLAMA3
     | _SCALED
     | {
@@ -68,22 +80,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "head_dim": 64,
         "tie_word_embeddings": True,
     },
-    "Qwen/Qwen2-7B-Instruct": {
-        "model_type": "qwen2",
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1e6,
-        "vocab_size": 152064,
+    "Qwen/Qwen2-7B-Instruct": _QWEN2
+    | {
         "hidden_size": 3584,
         "intermediate_size": 18944,
         "num_hidden_layers": 28,
         "num_attention_heads": 28,
         "num_key_value_heads": 4,
-        "max_position_embeddings": 32768,
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
-        "use_sliding_window": False,
     },
+    "Qwen/Qwen2.5-72B-Instruct": _QWEN2 | _70B | {"intermediate_size": 29568},
     "Qwen/Qwen3-8B": {
         "model_type": "qwen3",
         "hidden_act": "silu",
@@ -109,8 +114,10 @@ NUM_PARAMETERS = {
     "meta-llama/Llama-2-70b-chat-hf": 68_976_648_192,
     "meta-llama/Meta-Llama-3-8B-Instruct": 8_030_261_248,
     "meta-llama/Llama-3.1-8B-Instruct": 8_030_261_248,
+    "meta-llama/Llama-3.1-70B-Instruct": 70_553_706_496,
     "meta-llama/Llama-3.2-1B-Instruct": 1_235_814_400,
     "Qwen/Qwen2-7B-Instruct": 7_615_616_512,
+    "Qwen/Qwen2.5-72B-Instruct": 72_706_203_648,
     "Qwen/Qwen3-8B": 8_190_735_360,
 }
 """As the hub counts them in the safetensors files."""

@@ -1,6 +1,7 @@
 """What a dry run says, and the checks that come before anything is written."""
 
 import json
+import re
 from collections import namedtuple
 from dataclasses import replace
 from pathlib import Path
@@ -8,12 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from polybasic.chain.console import Console
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.checkpoint import load_tensors
+from polybasic.recipes.cli.run import on_devices
 from polybasic.recipes.estimates import dry_run as estimates
 from polybasic.recipes.estimates.costs import StageEstimate
-from polybasic.recipes.estimates.dry_run import check_inputs, estimate, foresee
-from polybasic.recipes.estimates.hardware_profiles import PROFILES
+from polybasic.recipes.estimates.dry_run import check_inputs, estimate, foresee, print_estimates
+from polybasic.recipes.estimates.hardware_profiles import hardware_named
 from polybasic.recipes.estimates.sizes import count_of_head, shape_of_small, shape_of_target
 from polybasic.recipes.pipeline.running import Stage, Workspace, run_stages
 from polybasic.recipes.pipeline.stages import stages_of
@@ -159,7 +162,7 @@ def test_a_smaller_model_that_is_missing_is_told(tmp_path: Path, monkeypatch) ->
 def rows_of(tmp_path: Path, *overrides: str, hardware: str = "cpu") -> dict[str, StageEstimate]:
     recipe = load_recipe("tiny", list(overrides))
     workspace = Workspace(recipe, tmp_path / "out")
-    rows = estimate(stages_of(recipe), workspace, None, PROFILES[hardware])
+    rows = estimate(stages_of(recipe), workspace, None, hardware_named(hardware))
     return {row.name: row for row in rows}
 
 
@@ -183,7 +186,70 @@ def test_processes_share_the_steps_and_zero3_the_target(tmp_path: Path) -> None:
     sharded = rows_of(tmp_path, *given, "train.num_processes=4", "train.zero_stage=3")["draft"]
     assert four.seconds == pytest.approx(one.seconds / 4, rel=0.02)
     saved = four.memory_bytes - sharded.memory_bytes
-    assert saved == pytest.approx(0.75 * 2 * 6_738_415_616, rel=0.01)
+    # lm_head stays whole, and a layer is gathered for its pass
+    assert saved == pytest.approx(
+        2 * (0.75 * 32 * 202_383_360 - 202_383_360 + 32000 * 4096), rel=0.01
+    )
+    assert (one.num_ranks, sharded.num_ranks) == (1, 4)
+    assert sharded.other_rank_bytes == sharded.memory_bytes
+
+
+def test_a_chain_is_divided_over_devices(tmp_path: Path) -> None:
+    model = write_config(tmp_path, "meta-llama/Llama-3.1-70B-Instruct")
+
+    def report(num: int) -> StageEstimate:
+        given = f"bench.tensor_parallel={num}", "bench.systems=[target, polybasic]"
+        return rows_of(tmp_path, f"target.model={model}", *given, hardware="8xh100-80gb")["report"]
+
+    one, four, eight = report(1), report(4), report(8)
+    # 80 layers of 855,638,016 weights in bfloat16 and 4 bits, and two output projections; two
+    # embeddings are whole everywhere; the process, caches and the rest
+    embedding = 2 * 128256 * 8192
+    divided = 80 * 855_638_016 * (2 + 0.5 + 2.5 / 128) + 2 * embedding
+    assert eight.other_rank_bytes == pytest.approx(0.7e9 + 1.15 * (divided / 8 + 2 * embedding))
+    assert one.memory_bytes - four.memory_bytes == pytest.approx(1.15 * divided * 3 / 4)
+    assert four.memory_bytes < 80e9 < one.memory_bytes
+    assert eight.seconds < four.seconds < one.seconds
+    assert (one.num_ranks, eight.num_ranks) == (1, 8)
+    told = r"key/value heads: bench.tensor_parallel = 3, heads 8; use 1 or 2 or 4 or 8$"
+    with pytest.raises(UserError, match=told):
+        report(3)
+
+
+def test_the_page_on_scale_has_these_figures(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "scale.md").read_text("utf-8")
+    column = page.split("in GB, first device + each of the others:")[1].split("\n\n")[1]
+    said = {row.split("|")[1].strip(): row.split("|")[3].strip(" *") for row in column.splitlines()}
+    model = write_config(tmp_path, "meta-llama/Llama-3.1-70B-Instruct")
+    for num in (1, 2, 4, 8):
+        given = f"target.model={model}", f"plan.tensor_parallel={num}"
+        plan = rows_of(tmp_path, *given)["plan"]
+        found = [plan.memory_bytes, *([plan.other_rank_bytes] if num > 1 else [])]
+        assert said[str(num)] == " + ".join(f"{each / 1e9:.0f}" for each in found)
+
+
+@pytest.mark.parametrize("name", ["0xh100-80gb", "xh100-80gb", "4x", "8xh100", "-1xcpu", "4xx"])
+def test_hardware_that_is_none_is_told(name: str) -> None:
+    with pytest.raises(UserError, match=f"unknown hardware: --hardware {name}"):
+        hardware_named(name)
+
+
+def test_a_dry_run_states_memory_by_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    model, four = write_config(tmp_path, "Qwen/Qwen3-8B"), "4xrtx-4090"
+    recipe = load_recipe("qwen3-8b", [*on_devices(four), f"target.model={model}"])
+    hardware = hardware_named(four)
+    rows = estimate(stages_of(recipe), Workspace(recipe, tmp_path), None, hardware)
+    print_estimates(rows, tmp_path, hardware, "by --hardware", Console())
+    said = capsys.readouterr().out
+    lines = {line.split()[1]: line for line in said.splitlines() if "│ run" in line}
+    assert re.search(r"4 x \d+\.\d GB", lines["draft"])
+    assert re.search(r"\d+\.\d GB \+ 3 x \d+\.\d GB", lines["plan"])
+    assert re.search(r"^report needs \d+\.\d GB of a device that has 24\.0 GB$", said, re.M)
+    assert "plan needs" not in said
+    assert "times are for 4xrtx-4090, 4 devices, each one RTX 4090" in said
 
 
 def test_what_is_made_of_a_model_is_counted(tmp_path: Path) -> None:

@@ -8,9 +8,10 @@ import yaml
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
+from polybasic.recipes.cli.run import on_devices
 from polybasic.recipes.estimates.costs import StageEstimate
 from polybasic.recipes.estimates.dry_run import estimate
-from polybasic.recipes.estimates.hardware_profiles import PROFILES
+from polybasic.recipes.estimates.hardware_profiles import hardware_named
 from polybasic.recipes.estimates.sizes import shape_of_target
 from polybasic.recipes.pipeline.running import Workspace
 from polybasic.recipes.pipeline.stages import stages_of
@@ -31,9 +32,7 @@ def header(name: str) -> str:
     return " ".join(line.removeprefix("#").strip() for line in head.splitlines())
 
 
-def counted(
-    name: str, folder: Path, hardware: str, only: tuple[str, ...] | None
-) -> list[StageEstimate]:
+def counted(name: str, folder: Path, hardware: str) -> list[StageEstimate]:
     """What a dry run says of a recipe whose models are here as config.json alone."""
     plain = load_recipe(name)
     models = {"target": plain.target.model, "small": plain.small.model if plain.small else None}
@@ -42,9 +41,9 @@ def counted(
         for section, model in models.items()
         if model in CONFIGS
     ]
-    recipe = load_recipe(name, overrides)
+    recipe = load_recipe(name, [*on_devices(hardware), *overrides])
     workspace = Workspace(recipe, folder / "out")
-    return estimate(stages_of(recipe), workspace, only, PROFILES[hardware])
+    return estimate(stages_of(recipe), workspace, None, hardware_named(hardware))
 
 
 @pytest.mark.parametrize("name", shipped_recipes())
@@ -79,13 +78,13 @@ def test_all_models_of_the_paper_and_more_have_a_recipe() -> None:
 def test_headers_say_what_a_dry_run_counts(name: str, tmp_path: Path) -> None:
     told, rest = re.split("[Ee]stimates", header(name), maxsplit=1)
     figures = {what: float(figure) for figure, what in FIGURES.findall(told)}
-    dry_run = re.search(r"(package \S+ )?--dry-run --hardware ([\w-]+)", rest)
+    dry_run = re.search(r"--dry-run --hardware ([\w-]+)", rest)
     assert len(figures) == (3 if dry_run is None else 4), told
-    hardware, only = "cpu", None
+    hardware = "cpu"
     if dry_run is not None:
-        hardware, only = dry_run[2], ("chain",) if dry_run[1] else None
+        hardware = dry_run[1]
         assert f"On {hardware}: about" in told
-    rows = counted(name, tmp_path, hardware, only)
+    rows = counted(name, tmp_path, hardware)
     seconds = sum(row.seconds for row in rows)
     on_host = [row.memory_bytes for row in rows if row.is_on_host]
     found = {
