@@ -1,4 +1,4 @@
-"""The one exception that a user is meant to read."""
+"""The exceptions that a user is meant to read."""
 
 from polybasic.chain.terminal import escaped
 
@@ -15,3 +15,10 @@ class UserError(Exception):
     def __init__(self, what: str, where: str, do: str) -> None:
         self.what, self.where, self.do = what, where, do
         super().__init__(escaped(" ".join(f"{what}: {where}; {do}".split())))
+
+
+class LostProcessError(Exception):
+    """Another process, without which this one cannot go on, has ended or does not answer.
+
+    The command line prints it in one line and exits with 1.
+    """

@@ -43,11 +43,17 @@ def describe_hardware(device: torch.device) -> dict[str, Any]:
     return description
 
 
-def hardware_name(device: torch.device) -> str:
-    """What a measured plan holds for: the accelerator, or the processor and torch's threads."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{_processor()}, {torch.get_num_threads()} threads"
+def hardware_name(device: torch.device, num_parts: int = 1) -> str:
+    """What a measured plan holds for: the accelerator, or the processor and torch's threads.
+
+    Args:
+        num_parts: processes that models are divided among, which share the threads.
+    """
+    is_cuda = device.type == "cuda"
+    name = torch.cuda.get_device_name(device) if is_cuda else _processor()
+    if num_parts > 1:
+        return f"{name}, tensor parallel {num_parts}"
+    return name if is_cuda else f"{name}, {torch.get_num_threads()} threads"
 
 
 def available_bytes(device: torch.device, root: Path = Path("/")) -> int | None:

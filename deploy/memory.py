@@ -16,6 +16,7 @@ from polybasic.chain.formats.manifest import Kind
 from polybasic.chain.formats.names import DRAFT_TABLES
 from polybasic.chain.formats.plan import MAX_TREE_ROWS
 from polybasic.chain.formats.shapes import expected_shapes, tensor_headers
+from polybasic.chain.formats.shard import Shard
 from polybasic.chain.formats.verify import CheckedChain
 from polybasic.chain.readable import readable_bytes
 
@@ -36,6 +37,8 @@ _MAKING_BYTES: dict[Form, float] = {"kept": 4, "dense": 4, "int4": 10, "rounded"
 """Of a weight while it is converted, beside what stays of it."""
 _LIBRARY_BYTES = 250_000_000
 """That libraries and the kernels' buffers take when a first chain is loaded and answers."""
+_GROUP_BYTES = 100_000_000
+"""That each of several processes takes more, to talk to the others."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,9 @@ class Memory:
             share counts for the first of them.
         workspace_bytes: that are taken for a while beside those.
         sequences: that have caches.
+        follower: what each of the other processes takes at most that share the verifying members
+            with this one; None if there are none.
+        num_parts: of these processes, this one included.
     """
 
     layout: Layout
@@ -96,6 +102,20 @@ class Memory:
     members: dict[str, dict[str, int]]
     workspace_bytes: int
     sequences: int = 1
+    follower: "Memory | None" = None
+    num_parts: int = 1
+
+    @property
+    def follower_bytes(self) -> int:
+        """Most that each of the other processes takes, with the margin."""
+        return 0 if self.follower is None else self.follower.peak_bytes
+
+    @property
+    def needed_bytes(self) -> int:
+        """That one device has to give: to all processes on a CPU, to the largest on GPUs."""
+        if self.layout.device == "cpu":
+            return self.peak_bytes + (self.num_parts - 1) * self.follower_bytes
+        return max(self.peak_bytes, self.follower_bytes)
 
     @property
     def staying_bytes(self) -> int:
@@ -106,6 +126,15 @@ class Memory:
     def peak_bytes(self) -> int:
         """Most that is taken at a time, with the margin."""
         return round(MARGIN * (self.staying_bytes + self.workspace_bytes))
+
+    @property
+    def shown(self) -> str:
+        """What is taken, for people: by each of the processes where there are several."""
+        shown = f"{readable_bytes(self.peak_bytes)} at most"
+        if self.num_parts == 1:
+            return shown
+        others = f"each of {self.num_parts - 1} others" if self.num_parts > 2 else "the other"
+        return f"{shown} in the first process, {readable_bytes(self.follower_bytes)} in {others}"
 
     @property
     def bytes_per_1000_tokens(self) -> int:
@@ -119,13 +148,13 @@ class Memory:
         Raises:
             UserError: it does.
         """
-        if self.peak_bytes <= available_bytes:
+        if self.needed_bytes <= available_bytes:
             return
         fewer = "fewer sequences or " if self.sequences > 1 else ""
         or_dtype = " or dtype bfloat16" if self.layout.dtype == "float32" else ""
         raise UserError(
             "not enough memory",
-            f"{readable_bytes(self.peak_bytes)} needed for {self._asked_for} "
+            f"{readable_bytes(self.needed_bytes)} needed for {self._asked_for} "
             f"in {self.layout.dtype}, {readable_bytes(available_bytes)} available on "
             f"{self.layout.device}",
             f"use {fewer}a shorter context (1,000 tokens take "
@@ -135,17 +164,20 @@ class Memory:
     @property
     def _asked_for(self) -> str:
         context = f"{self.context_tokens} tokens of context"
-        return context if self.sequences == 1 else f"{self.sequences} sequences of {context}"
+        context = context if self.sequences == 1 else f"{self.sequences} sequences of {context}"
+        return context if self.num_parts == 1 else f"{context} by {self.num_parts} processes"
 
     def to_json(self) -> dict[str, Any]:
         """All of it, with the sums."""
         sums = ("staying_bytes", "workspace_bytes", "peak_bytes", "bytes_per_1000_tokens")
+        parts = {"num_parts": self.num_parts, "follower_bytes": self.follower_bytes}
         return {
             **asdict(self.layout),
             "context_tokens": self.context_tokens,
             "sequences": self.sequences,
             "members": self.members,
             **{name: getattr(self, name) for name in sums},
+            **(parts if self.num_parts > 1 else {}),
         }
 
 
@@ -156,23 +188,48 @@ def state_memory(
     *,
     share_caches: bool = True,
     sequences: int = 1,
+    num_parts: int = 1,
 ) -> Memory:
     """What a chain will take; of weights, nothing but the headers of their files is read.
 
     Args:
-        checked: the chain; all of its members are loaded.
+        checked: the chain.
         layout: of the weights.
         context_tokens: prompt and answer together.
         share_caches: False gives every verifying member a cache of its own.
         sequences: that have caches of their own.
+        num_parts: processes that the verifying members are divided among, as `check_divisible`
+            allows; the first has all the rest.
     """
+
+    def stated(shard: Shard, follower: Memory | None = None) -> Memory:
+        return _state(checked, layout, context_tokens, share_caches, sequences, shard, follower)
+
+    # where parts are not equal, the last is the largest
+    follower = None if num_parts == 1 else stated(Shard(num_parts - 1, num_parts))
+    return stated(Shard(0, num_parts), follower)
+
+
+def _state(
+    checked: CheckedChain,
+    layout: Layout,
+    context_tokens: int,
+    share_caches: bool,
+    sequences: int,
+    shard: Shard,
+    follower: Memory | None,
+) -> Memory:
     found: dict[str, dict[str, int]] = {}
     above: tuple[object, ...] | None = None
     making, row_values = 0.0, 0
-    for member in checked.manifest.members:
+    for member in checked.loaded:
+        if member.role == "drafter" and shard.rank > 0:
+            continue
         file = checked.configs[member.name]
         config, stored = file.of(member.kind), tensor_headers(file.folder).keys()
-        weights = list(_weights(member.kind, config, stored, layout))
+        if member.role != "drafter":
+            config = shard.local(config, file.in_4_bits)
+        weights = list(_weights(member.kind, config, stored, layout, shard))
         making = max(making, *(num * _MAKING_BYTES[form] for form, num in weights))
         row_values = max(row_values, _prompt_values(config, layout))
         cached = (context_tokens + MAX_TREE_ROWS) * _cached_values(config)
@@ -184,16 +241,22 @@ def state_memory(
             "cache": sequences * cached * layout.item_bytes,
         }
     passing = max(making, context_tokens * row_values * layout.item_bytes)
-    return Memory(layout, context_tokens, found, _LIBRARY_BYTES + round(passing), sequences)
+    workspace = _LIBRARY_BYTES + (shard.count > 1) * _GROUP_BYTES + round(passing)
+    given = layout, context_tokens, found, workspace, sequences
+    return Memory(*given, follower, shard.count)
 
 
 def _weights(
-    kind: Kind, config: DecoderConfig, stored: Set[str], layout: Layout
+    kind: Kind, config: DecoderConfig, stored: Set[str], layout: Layout, shard: Shard
 ) -> Iterator[tuple[Form, int]]:
     """Form and number of the weights of each tensor that is loaded; `stored` are all names."""
     is_head = isinstance(config, HeadConfig)
+    outputs = shard.tokens(config) if not is_head else slice(0, config.vocab_size)
+    lm_head = (outputs.stop - outputs.start) * config.hidden_size
     for name, shape in expected_shapes(kind, config, 128 if kind == "awq" else None, stored):
-        if name.endswith(".qweight"):
+        if name == "lm_head.weight" and not is_head:
+            yield "dense", lm_head
+        elif name.endswith(".qweight"):
             yield "int4", 8 * prod(shape)
         elif name == "model.embed_tokens.weight" or len(shape) == 1:
             yield "kept", prod(shape)
@@ -202,8 +265,8 @@ def _weights(
             yield "rounded" if is_head else "dense", prod(shape)
     is_copied = layout.device == "cpu" and layout.kernels != "device"
     if not is_head and config.tie_word_embeddings and is_copied:
-        yield "dense", config.vocab_size * config.hidden_size
-    reads_copy = layout.rounds_heads or stored & {*DRAFT_TABLES}
+        yield "dense", lm_head
+    reads_copy = layout.rounds_heads or shard.count > 1 or stored & {*DRAFT_TABLES}
     if isinstance(config, HeadConfig) and reads_copy and not HEAD_KINDS[kind].has_lm_head:
         # rows of its verifier's
         yield "rounded", config.num_draft_tokens * config.hidden_size

@@ -58,6 +58,11 @@ class ConfigFile:
         """Name of the dtype of the weights."""
         return self.content.get("dtype") or self.content.get("torch_dtype") or "float32"
 
+    @property
+    def in_4_bits(self) -> bool:
+        """Whether its layers are quantized."""
+        return bool(self.content.get("quantization_config"))
+
     @cached_property
     def decoder(self) -> DecoderConfig:
         """What it says of a decoder.

@@ -77,6 +77,9 @@ class ModelWeights:
         draft_token_ids: int64 [V'], the token of each output; None if outputs are token ids.
         draft_lm_head: of a verifier: token ids (int64 [V'], or None for all) -> the output
             projection of a head that has none of its own.
+        all_reduce: of one of several parts of a model, whose config has the heads and the MLP of
+            this part: sums what the parts' `out` or `down` have computed, [R, D]. None for a whole
+            model. `lm_head` has the part's own tokens.
     """
 
     config: DecoderConfig
@@ -93,6 +96,7 @@ class ModelWeights:
     feature_layers: tuple[int, ...] = ()
     draft_token_ids: Tensor | None = None
     draft_lm_head: Callable[[Tensor | None], Linear] | None = None
+    all_reduce: Callable[[Tensor], Tensor] | None = None
 
     @property
     def device(self) -> torch.device:

@@ -1,6 +1,7 @@
 """Loads checkpoints as decoders and draft heads, on a device and in a dtype."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from polybasic.chain.formats.names import (
     layer_norms,
     required_biases,
 )
+from polybasic.chain.formats.shard import ALL, WHOLE, Shard, Taken
 from polybasic.chain.kernels.backend import Backend
 from polybasic.chain.kernels.executor import Executor
 from polybasic.chain.kernels.product_times import evaluation_dtype
@@ -43,34 +45,47 @@ def serving_dtype(stored: torch.dtype, device: torch.device) -> torch.dtype:
 
 
 def load_decoder(
-    file: ConfigFile, dtype: torch.dtype, device: torch.device, num_positions: int
+    file: ConfigFile,
+    dtype: torch.dtype,
+    device: torch.device,
+    num_positions: int,
+    shard: Shard = WHOLE,
+    all_reduce: Callable[[Tensor], Tensor] | None = None,
 ) -> Executor:
     """Load a target (dense) or an intermediate (AWQ) from a checkpoint.
 
     Args:
         file: of the checkpoint.
         num_positions: positions of the rotary table.
+        shard: the part of the model that is read, which `check_divisible` has passed.
+        all_reduce: as in `ModelWeights`, comes with a part of a model.
 
     Raises:
         UserError: an unsupported architecture or quantization, or a missing weight.
     """
-    config = file.decoder
-    if file.content.get("quantization_config"):
+    if file.in_4_bits:
         read_quantization_config(file.content, str(file.path))
+    config = shard.local(file.decoder, file.in_4_bits)
+    taken = shard.linears(file.decoder, file.in_4_bits)
+    outputs = shard.tokens(config)
     backend = backend_for(device, dtype, config)
     tensors = StoredTensors(file.folder, dtype, device)
     rotary = RotaryTable(config, num_positions, dtype, device)
     # the largest tensors first: converting them takes the most memory, when little is in use
     embedding = tensors.dense("model.embed_tokens.weight")
     is_tied = config.tie_word_embeddings
-    lm_head = backend.dense(embedding) if is_tied else tensors.linear(backend, "lm_head")
+    if is_tied:
+        lm_head = backend.dense(embedding[outputs])
+    else:
+        lm_head = tensors.linear(backend, "lm_head", taken=[Taken((outputs,))])
     layers = []
     for index in range(config.num_layers):
-        prefix = f"model.layers.{index}"
-        layers.append(load_layer(config, tensors, backend, prefix, config.kind_of(index)))
+        prefix, kind = f"model.layers.{index}", config.kind_of(index)
+        layers.append(load_layer(config, tensors, backend, prefix, kind, taken=taken))
 
     def draft_lm_head(token_ids: Tensor | None) -> Linear:
-        if token_ids is None and not backend.rounds_drafts(config.hidden_size):
+        is_whole = token_ids is None and shard.count == 1
+        if is_whole and not backend.rounds_drafts(config.hidden_size):
             return lm_head
         chosen = slice(None) if token_ids is None else token_ids.cpu()
         if is_tied:
@@ -96,6 +111,7 @@ def load_decoder(
             None if scale is None else embedding.new_tensor(scale).item(),
             _load_norm(config, tensors, "model.norm"),
             draft_lm_head=draft_lm_head,
+            all_reduce=all_reduce,
         )
     )
 
@@ -203,6 +219,7 @@ def load_layer(
     prefix: str,
     kind_of_layer: int = 0,
     kind: Kind = "decoder",
+    taken: Mapping[str, Taken] = MappingProxyType({}),
 ) -> LayerWeights:
     """One layer of a decoder or of a draft head.
 
@@ -210,6 +227,7 @@ def load_layer(
         prefix: of the names of its tensors.
         kind_of_layer: index into the config's `kinds`.
         kind: of the model; a head's matrices only draft, see `Backend.draft`.
+        taken: which part of a linear is read, by its name; all of those that are not named.
 
     Raises:
         UserError: a missing weight.
@@ -218,7 +236,12 @@ def load_layer(
         tensors.stored(f"{prefix}.{name}.bias")
     norms = _load_norms(config, tensors, prefix, kind)
     linears = {
-        part: tensors.linear(backend, *(f"{prefix}.{name}" for name in names), drafts=is_head(kind))
+        part: tensors.linear(
+            backend,
+            *(f"{prefix}.{name}" for name in names),
+            drafts=is_head(kind),
+            taken=[taken.get(name, ALL) for name in names],
+        )
         for part, names in layer_linears(config, kind).items()
     }
     return LayerWeights(

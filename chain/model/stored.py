@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.awq import QuantizedWeight
+from polybasic.chain.formats.awq import CODES_PER_WORD, GROUP_SIZE, QuantizedWeight
 from polybasic.chain.formats.checkpoint import read_tensors, tensor_files
+from polybasic.chain.formats.shard import ALL, Taken
 from polybasic.chain.kernels.backend import Backend
 from polybasic.chain.kernels.weights import Linear
 
@@ -53,7 +54,13 @@ class StoredTensors:
         """
         return self.stored(name).to(self.device, self.dtype, copy=True)
 
-    def linear(self, backend: Backend, *names: str, drafts: bool = False) -> Linear:
+    def linear(
+        self,
+        backend: Backend,
+        *names: str,
+        drafts: bool = False,
+        taken: Sequence[Taken] | None = None,
+    ) -> Linear:
         """One matrix of several linears of the same input, their outputs concatenated.
 
         Reads `name.weight` [O, I] or, if `name.qweight` is stored, AutoAWQ's three tensors, and
@@ -62,27 +69,37 @@ class StoredTensors:
         Args:
             backend: lays it out.
             drafts: whether the matrix only drafts; see `Backend.draft`.
+            taken: which part of each is read; default: all.
 
         Raises:
             UserError: a tensor is missing or not in AutoAWQ's format.
         """
-        biases = [f"{name}.bias" for name in names]
-        has_bias = any(bias in self for bias in biases)
-        bias = torch.cat([self.dense(bias) for bias in biases]) if has_bias else None
+        taken = taken or [ALL] * len(names)
+        bias = None
+        if taken[0].has_bias and any(f"{name}.bias" in self for name in names):
+            biases = _outputs(self._read([f"{name}.bias" for name in names]), taken)
+            bias = torch.cat(biases).to(self.device, self.dtype)
         if f"{names[0]}.qweight" in self:
-            weight = QuantizedWeight.stack([self._quantized(name) for name in names])
-            return backend.int4(weight, bias)
+            parts = [self._quantized(name, one) for name, one in zip(names, taken, strict=True)]
+            return backend.int4(QuantizedWeight.stack(parts), bias)
         # a backend that lays weights out anew reads them where they are mapped
-        joined = self._concatenated([f"{name}.weight" for name in names], backend.keeps_dense)
+        weights = _outputs(self._read([f"{name}.weight" for name in names]), taken)
+        if taken[0].inputs is not None:
+            weights = [weight[:, taken[0].inputs] for weight in weights]
+        joined = self._concatenated(weights, backend.keeps_dense)
         return backend.draft(joined, bias) if drafts else backend.dense(joined, bias)
 
-    def _quantized(self, name: str) -> QuantizedWeight:
-        parts = (f"{name}.{part}" for part in ("qweight", "qzeros", "scales"))
-        return QuantizedWeight.unpack(*self._read(list(parts)), name=name)
+    def _quantized(self, name: str, taken: Taken = ALL) -> QuantizedWeight:
+        stored = self._read([f"{name}.{part}" for part in ("qweight", "qzeros", "scales")])
+        # inputs of a row, and outputs of a column
+        sizes = (1, CODES_PER_WORD), (GROUP_SIZE, CODES_PER_WORD), (GROUP_SIZE, 1)
+        qweight, qzeros, scales = (
+            _block(part, taken, *size) for part, size in zip(stored, sizes, strict=True)
+        )
+        return QuantizedWeight.unpack(qweight, qzeros, scales, name=name)
 
-    def _concatenated(self, names: Sequence[str], is_kept: bool) -> Tensor:
+    def _concatenated(self, parts: Sequence[Tensor], is_kept: bool) -> Tensor:
         """Tensors joined along their first dimension; a copy of a single one if it is kept."""
-        parts = self._read(names)
         if len(parts) == 1:
             return parts[0].to(self.device, self.dtype, copy=is_kept)
         num_rows = sum(part.shape[0] for part in parts)
@@ -115,8 +132,37 @@ class GivenTensors(StoredTensors):
     def __contains__(self, name: str) -> bool:
         return name in self._tensors
 
-    def linear(self, backend: Backend, *names: str, drafts: bool = False) -> Linear:
-        return super().linear(backend, *names)
+    def linear(
+        self,
+        backend: Backend,
+        *names: str,
+        drafts: bool = False,
+        taken: Sequence[Taken] | None = None,
+    ) -> Linear:
+        return super().linear(backend, *names, taken=taken)
 
     def _read(self, names: Sequence[str]) -> list[Tensor]:
         return [self._tensors[name] for name in names]
+
+
+def _outputs(stored: Sequence[Tensor], taken: Sequence[Taken]) -> list[Tensor]:
+    """The parts of weights [O, I] or biases [O] that are taken of the outputs of each."""
+    return [
+        tensor if part is None else tensor[part]
+        for tensor, one in zip(stored, taken, strict=True)
+        for part in one.outputs or (None,)
+    ]
+
+
+def _block(stored: Tensor, taken: Taken, row_inputs: int, column_outputs: int) -> Tensor:
+    """What is taken of a tensor of a 4-bit weight: so many inputs a row and outputs a column."""
+
+    def over(part: slice, size: int) -> slice:
+        assert part.start % size == part.stop % size == 0, f"{part} in units of {size}"
+        return slice(part.start // size, part.stop // size)
+
+    if taken.inputs is not None:
+        stored = stored[over(taken.inputs, row_inputs)]
+    if taken.outputs is not None:
+        stored = torch.cat([stored[:, over(one, column_outputs)] for one in taken.outputs], 1)
+    return stored

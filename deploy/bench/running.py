@@ -75,7 +75,8 @@ def bench_chain(
     device = device_named()
     forget_peak(device)
     before = usage(device)
-    chain = load_chain(folder, dtype=settings.dtype, graphs=settings.graphs, say=say)
+    options = settings.model_dump(include={"dtype", "graphs", "tensor_parallel"})
+    chain = load_chain(folder, **options, say=say)
     loaded = usage(device)
     settings = settings.model_copy(update={"dtype": name_of(chain.engine.models.target.dtype)})
     own = own_systems(chain, settings)
@@ -83,6 +84,7 @@ def bench_chain(
     _warm_up(own, prompts, settings)
     memory = _memory_report(chain.memory, before, loaded, usage(device))
     with ExitStack() as stack:
+        stack.callback(chain.close)
         systems = with_others(own, chain, settings, prompts, say, stack)
         _warm_up([one for one in systems.running if one not in own], prompts, settings)
         into = out or folder / REPORT_FOLDER

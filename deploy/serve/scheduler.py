@@ -5,9 +5,10 @@ import logging
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.errors import LostProcessError, UserError
 from polybasic.deploy.chain import Chain
 from polybasic.deploy.request import Statistics
 from polybasic.deploy.serve.errors import (
@@ -66,6 +67,11 @@ class Scheduler:
     """Runs a chain's answers in a thread of its own.
 
     Its public methods are called in the event loop that `start` was called in.
+
+    Attributes:
+        is_broken: whether it has failed.
+        lost: why it cannot go on, if another process of the chain has ended.
+        when_lost: called in its thread then.
     """
 
     def __init__(self, chain: Chain, metrics: Metrics, limits: Limits) -> None:
@@ -80,6 +86,8 @@ class Scheduler:
         self._num_failures = 0
         self._seconds_an_answer = 1.0
         self.is_broken = False
+        self.lost: LostProcessError | None = None
+        self.when_lost: Callable[[], object] = lambda: None
 
     def start(self) -> None:
         """Begin to take requests."""
@@ -155,9 +163,12 @@ class Scheduler:
         try:
             while not self._state.is_stopping:
                 self._turn()
-        except Exception:
+        except Exception as error:
             self.is_broken = True
-            _log.exception("the scheduler failed")
+            if isinstance(error, LostProcessError):
+                self.lost = error  # which ends the server with one line
+            else:
+                _log.exception("the scheduler failed")
             failure = ApiError(500, "the engine has failed", code="engine_failed")
         else:
             failure = shutting_down()
@@ -167,6 +178,8 @@ class Scheduler:
         for job in left:
             self._end(job, failure, "abort")
         self._send(time.monotonic())
+        if self.lost is not None:
+            self.when_lost()
 
     def _turn(self) -> None:
         with self._changed:
@@ -235,6 +248,8 @@ class Scheduler:
 
     def _failure(self, job: Job, error: BaseException) -> ApiError:
         """What a client is told of an answer that failed; the log has the rest."""
+        if isinstance(error, LostProcessError):
+            raise error
         extra = {"request_id": job.ticket.request_id}
         if isinstance(error, UserError):
             _log.error("an answer failed: %s", error, extra=extra)

@@ -99,7 +99,8 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start the application and listen."""
-        self._loop = asyncio.get_running_loop()
+        self._loop = loop = asyncio.get_running_loop()
+        self._service.scheduler.when_lost = lambda: loop.call_soon_threadsafe(self._begin_to_end)
         await super().startup(sockets)
         self._say_started()
 

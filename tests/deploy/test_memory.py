@@ -65,9 +65,8 @@ def test_stated_weights_are_those_that_are_loaded(
 ) -> None:
     write_family(tmp_path, family)
     member = SimpleNamespace(name="target", role="target", kind="decoder")
-    manifest = SimpleNamespace(members=[member])
     config = read_config(tmp_path)
-    checked: Any = SimpleNamespace(manifest=manifest, configs={"target": config})
+    checked: Any = SimpleNamespace(loaded=[member], configs={"target": config})
     _, stays, _ = allocated_by(lambda: load_decoder(config, torch.float32, CPU, 1))
     stated = state_memory(checked, Layout("cpu", "float32", kernels), CONTEXT_TOKENS)
     assert stays == pytest.approx(stated.members["target"]["weights"], rel=0.05)

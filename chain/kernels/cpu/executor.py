@@ -23,7 +23,7 @@ from polybasic.chain.kernels.cpu.matrices import LANES, MatrixStruct, NativeLine
 from polybasic.chain.kernels.drafts import Candidates
 from polybasic.chain.kernels.executor import DraftRequest, Executor, Layers
 from polybasic.chain.kernels.rows import Rows, split_rows
-from polybasic.chain.kernels.torch.executor import features_of, logits_of
+from polybasic.chain.kernels.torch.executor import TorchExecutor, features_of, logits_of
 from polybasic.chain.kernels.weights import LayerWeights, Linear, ModelWeights
 
 MAX_ROWS = 256
@@ -160,7 +160,10 @@ class CpuBackend(Backend):
     def int4(self, weight: QuantizedWeight, bias: Tensor | None = None) -> NativeLinear:
         return matrices.int4(self.kernels, weight, bias)
 
-    def executor(self, weights: ModelWeights) -> "CpuExecutor":
+    def executor(self, weights: ModelWeights) -> Executor:
+        # a native pass does not stop for sums over processes; its products are called one by one
+        if weights.all_reduce is not None:
+            return TorchExecutor(weights)
         return CpuExecutor(self.kernels, weights)
 
 

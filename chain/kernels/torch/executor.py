@@ -255,9 +255,15 @@ class TorchExecutor(Executor):
         post_norm: Tensor | None,
     ) -> Tensor:
         """`x_RD` plus the product of the rows, which is normed first if there is a norm."""
-        if post_norm is None:
+        all_reduce = self.weights.all_reduce
+        if post_norm is None and all_reduce is None:
             return operations.product(linear, rows, added=x_RD)
-        return x_RD + operations.norm(operations.product(linear, rows), Norm(post_norm, self._eps))
+        out = operations.product(linear, rows)
+        if all_reduce is not None:
+            out = all_reduce(out)
+        return x_RD + (
+            out if post_norm is None else operations.norm(out, Norm(post_norm, self._eps))
+        )
 
     @property
     def _eps(self) -> float:

@@ -179,11 +179,14 @@ def memory_line(memory: dict[str, Any]) -> str:
 
 def stated_memory_line(stated: dict[str, Any]) -> str:
     """What a chain will take."""
+    num_others = stated.get("num_parts", 1) - 1
+    others = f"; each of {num_others} other processes at most " if num_others else ""
+    others += readable_bytes(stated["follower_bytes"]) if num_others else ""
     return (
         f"{readable_bytes(stated['staying_bytes'])} of weights and caches for "
         f"{stated['context_tokens']:,} tokens of context ({stated['device']}, {stated['dtype']}, "
         f"{stated['kernels']} kernels), at most {readable_bytes(stated['peak_bytes'])}; 1,000 "
-        f"tokens take {readable_bytes(stated['bytes_per_1000_tokens'])}"
+        f"tokens take {readable_bytes(stated['bytes_per_1000_tokens'])}{others}"
     )
 
 

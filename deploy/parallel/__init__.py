@@ -1,0 +1,1 @@
+"""Models that are divided over several processes: one leads, the others follow its orders."""
