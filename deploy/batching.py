@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from polybasic.chain.formats.plan import Plan
 from polybasic.deploy.drafters.interface import Drafter
+from polybasic.deploy.remote.stage import RemotePass
 from polybasic.deploy.request import Piece, Request, Statistics, unfinished
 from polybasic.deploy.rounds.finite import not_finite
 from polybasic.deploy.rounds.logprobs import TokenLogprobs
@@ -21,6 +22,7 @@ from polybasic.deploy.rounds.passes import Pass, Passes, VerifierPass
 from polybasic.deploy.rounds.sampling import NotFiniteError
 from polybasic.deploy.rounds.stages import Proposals, Stage
 from polybasic.deploy.rounds.stopping import StoppedBy, cut_at_end
+from polybasic.deploy.rounds.verifier import Verifier
 from polybasic.deploy.slots import MIN_COPIED_TOKENS, Slot, Slots, num_common
 
 
@@ -118,7 +120,8 @@ class Running:
         except StopIteration:
             self.is_over = True
         except NotFiniteError:
-            verifiers = [stage.verifier for stage in reversed(self._stages)]
+            near = [stage.verifier for stage in reversed(self._stages)]
+            verifiers = [one for one in near if isinstance(one, Verifier)]
             self.fail(not_finite(verifiers, self._stages[-1].tokens))
         except BaseException as error:
             self.fail(error)
@@ -247,6 +250,8 @@ def choose(running: Sequence[Running]) -> list[Running]:
 
 def _depth(one: Running) -> int:
     """How far below the target the model lies whose pass is waited for."""
+    if isinstance(one.waiting, RemotePass):
+        return len(one.slot.verifiers) + 1 if one.waiting.is_ready else -1
     if isinstance(one.waiting, VerifierPass):
         return list(one.slot.verifiers).index(one.waiting.verifier.name)
     return len(one.slot.verifiers)
@@ -262,5 +267,5 @@ def _may_start(one: Running, running: Sequence[Running]) -> bool:
             shared = num_common(other.request.token_ids, one.request.token_ids)
             if shared >= other.slot.num_known(one.request.token_ids) + MIN_COPIED_TOKENS:
                 return False
-    target = next(iter(one.slot.verifiers.values()))
-    return num_rows < target.prompt_rows
+    first = next(iter(one.slot.verifiers.values()), None)
+    return first is None or num_rows < first.prompt_rows

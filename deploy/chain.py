@@ -2,7 +2,7 @@
 
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import replace
-from typing import Annotated, Any, TypedDict, Unpack, cast, get_args
+from typing import Annotated, Any, Self, TypedDict, Unpack, cast, get_args
 
 from pydantic import ConfigDict, Field
 
@@ -17,9 +17,10 @@ from polybasic.chain.formats.plan import MeasuredPlan, Plan, PredictedPlan, Rule
 from polybasic.chain.formats.verify import CheckedChain
 from polybasic.chain.settings import Settings, Whole, arguments
 from polybasic.deploy.engine import Engine
-from polybasic.deploy.live import MAX_LOGPROBS, Generation, LiveAnswer
+from polybasic.deploy.live import Generation, LiveAnswer
 from polybasic.deploy.memory import Memory
 from polybasic.deploy.request import Answer, Piece, Request, Statistics
+from polybasic.deploy.rounds.logprobs import MAX_LOGPROBS
 from polybasic.deploy.rounds.sampling import Sampling
 from polybasic.deploy.rounds.stopping import AnswerText
 
@@ -137,6 +138,19 @@ class Chain:
         self.memory = memory
         if self.measured_plan is not None and self.measured_plan.by_load:
             engine.plan_of_load = self.measured_plan.of_load
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the other processes of a chain that is divided; it answers nothing afterwards.
+
+        Without it they end with this process, or when the chain is collected.
+        """
+        self.engine.models.close()
 
     def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Generation:
         """Answer a prompt, with the target's own distribution whatever members run.
@@ -289,7 +303,8 @@ class Chain:
         given |= {"logprobs": logprobs, "prompt_logprobs": prompt_logprobs}
         given |= {"stop_token_ids": stop_token_ids, "ignore_eos": ignore_eos}
         arguments(_Asked, given)
-        if rule is None and plan is None and settings.get("seed") is not None:
+        is_seeded = settings.get("seed") is not None or self.engine.models.remote is not None
+        if rule is None and plan is None and is_seeded:
             rule = "coupled"
         is_default = plan is None and members is None
         plan = self._plan_of(plan, members)
@@ -346,7 +361,7 @@ class Chain:
         text: AnswerText | None,
         stop_tokens: frozenset[int],
     ) -> Request:
-        sampling.check_vocabulary(self.engine.models.target.config.vocab_size)
+        sampling.check_vocabulary(self.engine.models.vocab_size)
         plan = checked_plan(plan, self.manifest)
         if text is not None:
             # A special token has no text in which a stop string could be found.

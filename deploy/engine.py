@@ -20,6 +20,7 @@ from polybasic.deploy.graphs.device_stages import (
     RoundParts,
 )
 from polybasic.deploy.graphs.drawing import DeviceSampler, draws_on_device
+from polybasic.deploy.remote.requests import check_remote, remote_stage
 from polybasic.deploy.request import Answer, Piece, Request, Statistics
 from polybasic.deploy.rounds.noise import Noise
 from polybasic.deploy.rounds.passes import alone, run_together
@@ -74,7 +75,7 @@ class Engine:
         reuses: bool | None = None,
     ) -> None:
         self.models = models
-        self.graphs = Graphs(models.target.device, graphs)
+        self.graphs = Graphs(models.device, graphs)
         self.context_tokens = models.context_tokens
         self.plan_of_load: Callable[[int], Plan] | None = None
         if sequences is None:
@@ -85,7 +86,7 @@ class Engine:
         self.slots = Slots(
             models, sequences, share_caches, self.graphs if captures else None, reuses
         )
-        self._parts = RoundParts(self.graphs, models.target.device) if captures else None
+        self._parts = RoundParts(self.graphs, models.device) if captures else None
         self._stepping = threading.Lock()
         self._running: list[Running] = []
 
@@ -193,16 +194,34 @@ class Engine:
         if slot is None:
             slot = self._first
             slot.clear()
+        noise = noise or self.noise(request)
+        drafter = slot.drafters.of(request.plan, noise, request.kept_drafter)
+        stages = self._stages_here(request, make, slot, noise, drafter)
+        if slot.session is not None:
+            stages.insert(0, remote_stage(slot.session, request, stages, drafter))
+        stages[0].num_logprobs = request.logprobs
+        stages[0].num_prompt_logprobs = request.prompt_logprobs
+        return stages, drafter
+
+    def _stages_here(
+        self,
+        request: Request,
+        make: Callable[..., Stage],
+        slot: Slot,
+        noise: Noise | None,
+        drafter: Drafter,
+    ) -> list[Stage]:
+        """The stages of the members that run here, from the top down."""
         plan, stop = request.plan, request.stop_tokens
         names = [name for name in plan.members if name in slot.verifiers]
+        if not names:
+            return []
         verifiers = {
             name: slot.verifiers[name].seeing(
                 plan.windows.get(name), self._features(slot, name, request)
             )
             for name in names
         }
-        noise = noise or self.noise(request)
-        drafter = slot.drafters.of(plan, noise, request.kept_drafter)
         of_tree: type[BaseTreeStage] = TreeStage
         of_block: type[BaseBlockStage] = BlockStage
         sampler: Joiner
@@ -211,21 +230,20 @@ class Engine:
             of_tree, of_block, parts = DeviceTreeStage, DeviceBlockStage, (self._parts,)
             sampler = self._device_sampler(self._parts, request, noise)
         else:
-            device, num_prompt_tokens = self.models.target.device, len(request.token_ids)
+            device, num_prompt_tokens = self.models.device, len(request.token_ids)
             sampler = make_sampler(request.sampling, device, num_prompt_tokens, plan.rule, noise)
         stages = [make(of_tree, verifiers[names[-1]], drafter, sampler, stop, *parts)]
         for name in reversed(names[:-1]):
             given = verifiers[name], stages[0], sampler, plan.flush[name], stop
             stages.insert(0, make(of_block, *given, *parts))
-        stages[0].num_logprobs = request.logprobs
-        stages[0].num_prompt_logprobs = request.prompt_logprobs
-        return stages, drafter
+        return stages
 
     def noise(self, request: Request) -> Noise | None:
         """The noise that all members draw with; None where they draw without."""
-        if request.sampling.is_greedy or request.plan.rule != "coupled":
+        here = self.models.here
+        if request.sampling.is_greedy or request.plan.rule != "coupled" or here is None:
             return None
-        return Noise(self.models.target, request.sampling.seeded())
+        return Noise(here, request.sampling.seeded())
 
     def repeatable_sampler(self, prompt: list[int], sampling: Sampling) -> GreedySampler:
         """Draws as every plan does under these settings: greedily or with the seed's noise."""
@@ -309,7 +327,7 @@ class Engine:
             UserError: an empty prompt, one that does not fit the context with its new tokens, or a
                 token id outside of the vocabulary.
         """
-        token_ids, vocab_size = request.token_ids, self.models.target.config.vocab_size
+        token_ids, vocab_size = request.token_ids, self.models.vocab_size
         # a number of another type would reach native code as other bytes
         if not isinstance(token_ids, list) or any(type(token) is not int for token in token_ids):
             raise UserError(
@@ -341,6 +359,8 @@ class Engine:
                 f"context of {self.context_tokens}",
                 "shorten the prompt or ask for fewer new tokens",
             )
+        if self.models.remote is not None:
+            check_remote(request, self.models)
 
 
 def rounds_of(root: Stage, request: Request) -> Iterator[tuple[list[int], StoppedBy | None]]:

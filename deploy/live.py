@@ -6,9 +6,6 @@ from polybasic.deploy.batching import Running
 from polybasic.deploy.request import Piece, Statistics
 from polybasic.deploy.rounds.logprobs import TokenLogprobs
 
-MAX_LOGPROBS = 20
-"""Most probable tokens that are named beside each one; as OpenAI's API."""
-
 
 @dataclass(frozen=True)
 class Generation:

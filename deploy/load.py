@@ -13,8 +13,9 @@ from polybasic.chain.formats.checkpoint import resolve_chain
 from polybasic.chain.formats.decoder_config import DecoderConfig
 from polybasic.chain.formats.extensions import resolve
 from polybasic.chain.formats.head_kinds.table import HEAD_KINDS
-from polybasic.chain.formats.manifest import is_head
+from polybasic.chain.formats.manifest import is_head, read_manifest
 from polybasic.chain.formats.plan import MeasuredPlan, Plan
+from polybasic.chain.formats.shard import check_divisible
 from polybasic.chain.formats.tokenizer import load_tokenizer
 from polybasic.chain.formats.verify import CheckedChain, check_chain
 from polybasic.chain.kernels.executor import Executor
@@ -28,6 +29,11 @@ from polybasic.deploy.drafters.expansion import MakeDrafter
 from polybasic.deploy.engine import Engine
 from polybasic.deploy.hardware import available_bytes, hardware_name, release_unused
 from polybasic.deploy.memory import Kernels, Layout, Memory, state_memory
+from polybasic.deploy.parallel.leader import Leader
+from polybasic.deploy.remote.keys import client_tls, identity_of, read_key
+from polybasic.deploy.remote.link import Link
+from polybasic.deploy.remote.requests import plan_over_link
+from polybasic.deploy.remote.target import Address, RemoteTarget, host_and_port
 from polybasic.deploy.rounds.verifier import SPARE_ROWS
 from polybasic.deploy.slots import CONTEXT_TOKENS_BY_DEFAULT, Models
 
@@ -57,6 +63,15 @@ class LoadOptions(Settings):
             captured for one; with more they run through the host.
         reuses: what was read of an earlier answer's leading tokens is not read again. Default:
             where that changes no bit.
+        remote: HOST:PORT of a server of this chain's target (`polybasic serve-target`), whose
+            weights are then neither needed nor loaded here.
+        key_file: with the key that the server has.
+        tls_certificate: that the server shows, or that of who signed it; without one messages are
+            tagged with the key, but can be read on their way.
+        optimistic: while the remote target works, the members here go on as if it agreed.
+        tensor_parallel: processes that the verifying members are divided among, on a GPU each, or
+            on the threads of this process. Under a launcher that has started as many commands they
+            are these, else the others are started here and end with the chain.
         say: takes a line for people about what is captured; default: the log.
     """
 
@@ -71,6 +86,11 @@ class LoadOptions(Settings):
     graphs: bool = Field(True, description="true or false")
     sequences: int | None = Field(None, ge=1, le=MAX_SEQUENCES, description="a number of answers")
     reuses: bool | None = Field(None, description="true or false")
+    remote: str | None = Field(None, description="HOST:PORT")
+    key_file: str | None = Field(None, description="the path of a file")
+    tls_certificate: str | None = Field(None, description="the path of a file")
+    optimistic: bool = Field(True, description="true or false")
+    tensor_parallel: int = Field(1, ge=1, le=64, description="a number of processes, 1 to 64")
     say: Callable[[str], None] | None = Field(None, description="a function of a line")
 
 
@@ -87,7 +107,27 @@ def load_chain(path: str | Path, *, digests: bool = True, **options: Any) -> Cha
             longer than a member's, more memory than there is, or a graph that cannot be captured.
     """
     given = arguments(LoadOptions, options)
-    return load_checked(check_chain(resolve_chain(str(path)), digests=digests), given)
+    folder = resolve_chain(str(path))
+    if given.remote is None:
+        return load_checked(check_chain(folder, digests=digests), given)
+    target = read_manifest(folder).members[0].name
+    return load_checked(check_chain(folder, digests=digests, elsewhere=(target,)), given)
+
+
+def load_target(path: str | Path, *, digests: bool = True, **options: Any) -> Chain:
+    """Load the target of a chain alone; weights of other members need not be there.
+
+    Args:
+        path, digests, options: as `load_chain`.
+
+    Raises:
+        UserError: as `load_chain`.
+    """
+    given, folder = arguments(LoadOptions, options), resolve_chain(str(path))
+    others = [member.name for member in read_manifest(folder).members[1:]]
+    checked = check_chain(folder, digests=digests, elsewhere=others)
+    # which members run is decided where the others are
+    return load_checked(checked, given.model_copy(update={"plan": checked.manifest.plan}))
 
 
 def load_checked(checked: CheckedChain, options: LoadOptions) -> Chain:
@@ -101,12 +141,21 @@ def load_checked(checked: CheckedChain, options: LoadOptions) -> Chain:
     for warning in checked.warnings:
         _log.warning("%s", warning)
     default_sampling = read_default_sampling(checked.target)
-    chosen = _plan(checked, options.plan, hardware_name(device))
-    running = chosen.plan if isinstance(chosen, MeasuredPlan) else chosen
-    stated = _stated(checked, options)
+    remote = None
+    if options.remote is not None:
+        remote, options = _remote(checked, options, options.remote)
+    num_parts, stated = options.tensor_parallel, _stated(checked, options)
     if (available := available_bytes(device)) is not None:
         stated.check_fits(available)
-    models = _load_models(checked, device, dtype, stated.context_tokens)
+    chosen = _plan(checked, options.plan, hardware_name(device, num_parts))
+    leader = Leader(num_parts, device) if num_parts > 1 else None
+    models = _load_models(checked, device, dtype, stated, options.graphs, leader)
+    if remote is not None:
+        models.remote = remote
+        if options.plan is None:
+            here = hardware_name(device)
+            chosen = plan_over_link(checked.manifest, here, _plans(chosen), remote, models)
+    running = chosen.plan if isinstance(chosen, MeasuredPlan) else chosen
     engine = Engine(models, options.share_caches, options.graphs, options.sequences, options.reuses)
     _allocate(engine, running, options.sequences or 1)
     release_unused(device)
@@ -123,6 +172,26 @@ def stated_memory(checked: CheckedChain, options: LoadOptions) -> tuple[Memory, 
         UserError: a dtype that there is not, or a context longer than a member's.
     """
     return _stated(checked, options), available_bytes(device_named(options.device))
+
+
+def measured_link(path: str | Path, **options: Any) -> Link:
+    """The link to a remote target, by pings, to two digits.
+
+    Args:
+        options: remote, key_file and tls_certificate of `LoadOptions`.
+
+    Raises:
+        UserError: the target is not reached, or is that of another chain.
+    """
+    given = arguments(LoadOptions, options)
+    assert given.remote is not None, "a remote target"
+    folder = resolve_chain(str(path))
+    target = read_manifest(folder).members[0].name
+    checked = check_chain(folder, digests=False, elsewhere=(target,))
+    remote, _ = _remote(checked, given, given.remote)
+    remote.close()
+    link = remote.link
+    return Link(float(f"{link.round_trip_seconds:.2g}"), float(f"{link.bytes_per_second:.2g}"))
 
 
 def device_named(name: str | None = None) -> torch.device:
@@ -159,12 +228,20 @@ def _stated(checked: CheckedChain, options: LoadOptions) -> Memory:
         and not (multiplies_fast(dtype) and multiplies_fast(torch.bfloat16)),
     )
     num_tokens = _context_tokens(checked, options)
+    verifying = [
+        (one.name, file.decoder, file.in_4_bits)
+        for one in checked.loaded
+        if one.role != "drafter"
+        for file in [checked.configs[one.name]]
+    ]
+    check_divisible(verifying, options.tensor_parallel)
     return state_memory(
         checked,
         layout,
         num_tokens,
         share_caches=options.share_caches,
         sequences=options.sequences or 1,
+        num_parts=options.tensor_parallel,
     )
 
 
@@ -183,15 +260,43 @@ def _plan(checked: CheckedChain, given: Plan | None, hardware: str) -> Plan | Me
         return checked_plan(given, manifest)
     if (measured := manifest.plan_for(hardware)) is not None:
         return measured
-    if manifest.plans:
+    if elsewhere := [one.hardware for one in manifest.plans if one.link is None]:
         _log.warning(
             "the chain's plans were measured on %s, not on %s; it runs as it was packed; "
             "measure here: polybasic plan %s",
-            " and ".join(measured.hardware for measured in manifest.plans),
+            " and ".join(elsewhere),
             hardware,
             checked.folder,
         )
     return manifest.plan
+
+
+def _plans(chosen: Plan | MeasuredPlan) -> list[Plan]:
+    """The chosen plan, and the best ones of other members."""
+    if isinstance(chosen, Plan):
+        return [chosen]
+    return [chosen.plan, *(other.plan for other in chosen.others)]
+
+
+def _remote(
+    checked: CheckedChain, options: LoadOptions, where: str
+) -> tuple[RemoteTarget, LoadOptions]:
+    """The target elsewhere, and the options for a context that both sides have room for."""
+    if options.key_file is None:
+        raise UserError("no key", f"remote={where}", "give the key file that its server has")
+    key, tls = read_key(Path(options.key_file)), options.tls_certificate
+    address = Address(*host_and_port(where), key, None if tls is None else client_tls(Path(tls)))
+    target, vocab_size = checked.manifest.members[0], checked.target_config.decoder.vocab_size
+    chain = identity_of(checked.manifest)
+    remote = RemoteTarget(target.name, vocab_size, chain, address, options.optimistic)
+    num_tokens, num_far = _context_tokens(checked, options), remote.context_tokens
+    if options.context_tokens is not None and num_tokens > num_far:
+        raise UserError(
+            "context out of range",
+            f"context_tokens={num_tokens}, {num_far} at {address}",
+            "ask for fewer, or give the server a longer one",
+        )
+    return remote, options.model_copy(update={"context_tokens": min(num_tokens, num_far)})
 
 
 def _context_tokens(checked: CheckedChain, options: LoadOptions) -> int:
@@ -214,28 +319,42 @@ def _context_tokens(checked: CheckedChain, options: LoadOptions) -> int:
 
 
 def _load_models(
-    checked: CheckedChain, device: torch.device, dtype: torch.dtype, context_tokens: int
+    checked: CheckedChain,
+    device: torch.device,
+    dtype: torch.dtype,
+    stated: Memory,
+    graphs: bool,
+    leader: Leader | None,
 ) -> Models:
-    manifest, num_positions = checked.manifest, context_tokens + SPARE_ROWS
+    manifest, context_tokens = checked.manifest, stated.context_tokens
+    num_positions = context_tokens + SPARE_ROWS
 
     def decoder(name: str) -> Executor:
         return load_decoder(checked.configs[name], dtype, device, num_positions)
 
-    decoders = {member.name: decoder(member.name) for member in manifest.verifying}
+    loaded = {member.name for member in checked.loaded}
+    verifying = [member.name for member in manifest.verifying if member.name in loaded]
+    if leader is None:
+        decoders = {name: decoder(name) for name in verifying}
+    else:
+        device = leader.device
+        decoders = leader.load(checked, dtype, context_tokens, graphs, stated.follower_bytes)
     drafters: dict[str, Executor] = {}
     makers: dict[str, MakeDrafter] = {}
     for member in manifest.drafters:
         name = member.name
+        drafted = [one for one in member.drafts_for if one in decoders]
+        if name not in loaded or (is_head(member.kind) and not drafted):
+            continue
         if not is_head(member.kind):
             drafters[name] = decoder(name)
             continue
         kind, where = HEAD_KINDS[member.kind], f"kind {member.kind} of {name}"
-        verifier = decoders[member.drafts_for[0]]
         load = resolve(kind.load, where)
-        drafters[name] = load(checked.configs[name], verifier, num_positions)
+        drafters[name] = load(checked.configs[name], decoders[drafted[0]], num_positions)
         makers[name] = resolve(kind.drafter, where)
-    drafts_for = {member.name: member.drafts_for for member in manifest.drafters}
-    return Models(decoders, drafters, drafts_for, context_tokens, makers)
+    drafts_for = {one.name: one.drafts_for for one in manifest.drafters if one.name in drafters}
+    return Models(decoders, drafters, drafts_for, context_tokens, makers, leader=leader)
 
 
 def _dtype(checked: CheckedChain, options: LoadOptions) -> torch.dtype:

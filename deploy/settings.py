@@ -1,12 +1,14 @@
 """The tunable fields of running and measuring a chain."""
 
 from collections.abc import Sequence
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from polybasic.chain.formats.plan import Rule, TopK, Tree
 from polybasic.chain.settings import Count, Factor, Seed, Settings, Temperature
+from polybasic.deploy.remote.link import Link
 
 TASKS = ("mt_bench", "translation", "summarization", "qa", "math_reasoning", "rag")
 """Spec-Bench's six task groups, in the order in which reports list them."""
@@ -44,6 +46,7 @@ _DTYPE = (
     "of passes; auto: as the target is stored, or float32 where neither kernels nor PyTorch are "
     "fast in that"
 )
+_TENSOR_PARALLEL = "processes that target and intermediate are divided among, a GPU each"
 _GRAPHS = "on a GPU, capture CUDA graphs of passes and rounds; the outputs are the same"
 
 
@@ -64,11 +67,28 @@ class PlanGrid(Settings):
         "a planning prompt with its answer is longer; empty: none",
     )
 
+    @property
+    def over_link(self) -> "PlanGrid":
+        """With flush lengths that a slow link wants, too."""
+        lengths = tuple(sorted({*self.flush_lengths, 48, 64, 96, 128}))
+        return self.model_copy(update={"flush_lengths": lengths})
+
     @model_validator(mode="after")
     def _trees_can_run(self) -> "PlanGrid":
         for rows in self.rows:
             Tree(depth=max(self.depths), top_k=max(self.top_ks), rows=rows)
         return self
+
+
+def _as_links_are_written(text: str) -> str:
+    try:
+        return str(Link.of(text))
+    except ValueError as error:
+        raise PydanticCustomError("link", "{how}", {"how": str(error)}) from error
+
+
+LinkText = Annotated[str, AfterValidator(_as_links_are_written)]
+"""A round trip with or without bits a second, as `Link.of` reads it."""
 
 
 class PlanSettings(Settings):
@@ -102,9 +122,17 @@ class PlanSettings(Settings):
         (1, 2, 4, 8, 16),
         description="numbers of sequences at a time, each of which gets a plan; empty: none",
     )
+    link: LinkText | None = Field(
+        None,
+        description="to a target on another host: round trip and bits a second, as in 20ms,100Mbit",
+    )
+    optimistic: bool = Field(
+        True, description="over a link, the other members go on while an answer is under way"
+    )
     seed: Seed = 0
     dtype: Dtype = Field("auto", description=_DTYPE)
     graphs: bool = Field(True, description=_GRAPHS)
+    tensor_parallel: Annotated[Count, Field(le=64)] = Field(1, description=_TENSOR_PARALLEL)
     grid: PlanGrid = PlanGrid()
 
     @model_validator(mode="after")
@@ -128,6 +156,7 @@ class BenchSettings(Settings):
     repeats: Count = Field(2, description="the systems take turns this many times")
     dtype: Dtype = Field("auto", description=_DTYPE)
     graphs: bool = Field(True, description=_GRAPHS)
+    tensor_parallel: Annotated[Count, Field(le=64)] = Field(1, description=_TENSOR_PARALLEL)
     systems: tuple[SystemName, ...] = Field(
         ("auto",),
         description="auto: target, hf_generate, its draft head, all models, the plan; all: "

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import torch
+
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.plan import Plan, Tree, Window
 from polybasic.chain.kernels.executor import Executor
@@ -16,6 +18,9 @@ from polybasic.deploy.drafters.ngram import NgramDrafter
 from polybasic.deploy.graphs.capture import Graphs
 from polybasic.deploy.graphs.device_passes import DevicePasses
 from polybasic.deploy.hardware import available_bytes
+from polybasic.deploy.parallel.leader import Leader
+from polybasic.deploy.remote.session import Session
+from polybasic.deploy.remote.target import RemoteTarget
 from polybasic.deploy.rounds.cache import KeyValueCache
 from polybasic.deploy.rounds.noise import Noise
 from polybasic.deploy.rounds.verifier import SPARE_ROWS, Verifier
@@ -38,6 +43,9 @@ class Models:
         context_tokens: prompt and answer together.
         makers: by drafter, what makes it; those that are not named are made for a head of EAGLE's
             or for an independent model.
+        remote: the target where it runs elsewhere; then it is no decoder here.
+        leader: of the processes that the verifying members are divided among; None if they are
+            whole.
     """
 
     decoders: dict[str, Executor]
@@ -45,18 +53,64 @@ class Models:
     drafts_for: dict[str, tuple[str, ...]] = field(default_factory=dict)
     context_tokens: int = CONTEXT_TOKENS_BY_DEFAULT
     makers: dict[str, MakeDrafter] = field(default_factory=dict)
+    remote: RemoteTarget | None = None
+    leader: Leader | None = None
+
+    def cache_of(self, decoder: Executor, capacity: int) -> KeyValueCache:
+        """A new cache of a verifying member."""
+        if self.leader is not None:
+            return self.leader.new_cache(decoder, capacity)
+        return KeyValueCache.of(decoder, capacity)
+
+    @property
+    def num_parts(self) -> int:
+        """Processes that each verifying member is divided among."""
+        return 1 if self.leader is None else self.leader.num_parts
 
     @property
     def target(self) -> Executor:
+        """The target's executor.
+
+        Raises:
+            UserError: it runs elsewhere.
+        """
+        if self.remote is not None:
+            raise UserError(
+                "the target runs elsewhere",
+                f"{self.remote.name} at {self.remote.address}",
+                "do this where its weights are",
+            )
         return next(iter(self.decoders.values()))
+
+    @property
+    def here(self) -> Executor | None:
+        """The largest model that runs here; None if none does."""
+        return next(iter((self.decoders | self.drafters).values()), None)
+
+    @property
+    def device(self) -> torch.device:
+        """Of all models here."""
+        return torch.device("cpu") if self.here is None else self.here.device
+
+    @property
+    def vocab_size(self) -> int:
+        """Of all members."""
+        if self.remote is not None:
+            return self.remote.vocab_size
+        return self.target.config.vocab_size
 
     @property
     def run_on_device(self) -> bool:
         """Whether whole rounds can be captured."""
-        return all(
+        return self.remote is None and all(
             isinstance(decoder, TorchExecutor) and decoder.runs_on_device
             for decoder in self.decoders.values()
         )
+
+    def close(self) -> None:
+        """End what runs elsewhere for this chain; afterwards it answers nothing."""
+        if self.leader is not None:
+            self.leader.close()
 
     def drafters_of(self, name: str) -> list[str]:
         """The drafters that can draft for a verifying member."""
@@ -75,6 +129,7 @@ class Slot:
     Attributes:
         verifiers: by name, the target first.
         drafters: over caches that are allocated when they are first used.
+        session: of a target that runs elsewhere; None where it runs here.
         tokens: of the latest sequence: what the caches hold are rows of its leading tokens.
         is_free: whether no sequence uses it.
     """
@@ -88,7 +143,7 @@ class Slot:
             self.caches[name] = (
                 next(reversed(self.caches.values()))
                 if share_caches and fits
-                else KeyValueCache.of(decoder, capacity)
+                else models.cache_of(decoder, capacity)
             )
             above = decoder
         feature_layers = _feature_layers(models, self.caches)
@@ -101,6 +156,7 @@ class Slot:
             verifier = Verifier(name, decoder, self.caches[name], passes, feature_layers=layers)
             self.verifiers[name] = verifier
         self.drafters = Drafters(models, capacity)
+        self.session = None if models.remote is None else Session(models.remote)
         self.tokens: list[int] = []
         self.is_free = True
 
@@ -116,11 +172,13 @@ class Slot:
     def clear(self) -> None:
         """Forget all tokens."""
         self.hold([], 0)
+        if self.session is not None:
+            self.session.end()
 
     def num_known(self, tokens: list[int]) -> int:
-        """Leading ones of which the target's cache holds rows."""
-        target = next(iter(self.caches.values()))
-        return min(num_common(self.tokens, tokens), target.length)
+        """Leading ones of which the cache of the first model holds rows."""
+        first = next(iter(self.caches.values()), None)
+        return 0 if first is None else min(num_common(self.tokens, tokens), first.length)
 
     def copy_from(self, other: "Slot", num_tokens: int) -> None:
         """Take over the rows of another one's first tokens."""
@@ -203,7 +261,7 @@ class Slots:
         Raises:
             UserError: there is no memory for it.
         """
-        device, size = self.models.target.device, self.made[0].num_bytes
+        device, size = self.models.device, self.made[0].num_bytes
         available = available_bytes(device)
         if available is not None and size > available:
             raise UserError(
@@ -286,7 +344,7 @@ def _feature_layers(models: Models, caches: dict[str, KeyValueCache]) -> dict[st
     found: dict[str, tuple[int, ...]] = {}
     for drafter, head in models.drafters.items():
         layers = head.weights.feature_layers
-        verified = [caches[name] for name in models.drafts_for[drafter]]
+        verified = [caches[name] for name in models.drafts_for[drafter] if name in caches]
         for name, cache in caches.items():
             if not layers or not any(cache is one for one in verified):
                 continue

@@ -51,7 +51,8 @@ def record_results(folder: Path, results: dict[str, Any]) -> Manifest:
 
 
 def record_plan(folder: Path, measured: MeasuredPlan) -> Manifest:
-    """Put a measured plan into manifest and card; it replaces the one of the same hardware.
+    """Put a measured plan into manifest and card; it replaces the one of the same hardware and
+    link.
 
     Raises:
         UserError: `folder` is no chain, or one whose members cannot run so; the disk is full or
@@ -65,7 +66,8 @@ def record_plan(folder: Path, measured: MeasuredPlan) -> Manifest:
         raise UserError(
             "plan does not fit the chain", f"{folder} ({error})", "plan with its own members"
         ) from error
-    others = (plan for plan in manifest.plans if plan.hardware != measured.hardware)
+    place = measured.hardware, measured.link
+    others = (plan for plan in manifest.plans if (plan.hardware, plan.link) != place)
     return _record(folder, manifest.model_copy(update={"plans": (*others, measured)}))
 
 
@@ -260,7 +262,7 @@ def _plans(manifest: Manifest) -> str:
         header = ("hardware", "members", "tree", "flush", "rule", "predicted ms a token")
         rows = [
             (
-                f"{measured.hardware}, {measured.dtype}, temperature {measured.temperature:g}",
+                f"{measured.place}, {measured.dtype}, temperature {measured.temperature:g}",
                 shown_members(measured.plan, verifying),
                 shown_tree(measured.plan.tree),
                 shown_flush(measured.plan, verifying),

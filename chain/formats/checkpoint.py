@@ -29,6 +29,7 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
+WEIGHT_SUFFIXES = (".safetensors", ".bin")
 _CONFIG_FILES = ("config.json", "generation_config.json", "quantize_config.json")
 _LICENSE_PATTERNS = ("LICENSE*", "NOTICE*", "USE_POLICY*")
 
@@ -82,18 +83,19 @@ _HEAD = _Layout(
 )
 
 
-def resolve_checkpoint(reference: str, revision: str | None = None) -> Path:
+def resolve_checkpoint(reference: str, revision: str | None = None, weights: bool = True) -> Path:
     """The folder of a checkpoint; a hub id is downloaded into the hub's cache unless it is there.
 
     Args:
         reference: a folder that holds config.json, or a hub id `org/name[@revision]`. A folder of
             that name wins over the hub.
         revision: commit, tag or branch of a hub id.
+        weights: False fetches only what is beside them.
 
     Raises:
         UserError: no such folder or repository, no config.json, gated, offline, disk full.
     """
-    return _resolved(_CHECKPOINT, reference, revision)
+    return _resolved(_CHECKPOINT, reference, revision, weights)
 
 
 def resolve_adapter(reference: str, revision: str | None = None) -> Path:
@@ -350,13 +352,13 @@ def _shards(index: Path) -> list[Path]:
     return [index.parent / name for name in names]
 
 
-def _resolved(layout: _Layout, reference: str, revision: str | None) -> Path:
+def _resolved(layout: _Layout, reference: str, revision: str | None, weights: bool = True) -> Path:
     folder = Path(reference).expanduser()
     if not lies_anywhere(folder):
         repository, revision = split_hub_id(reference, revision)
-        patterns = (*layout.files, layout.safetensors)
+        patterns = (*layout.files, layout.safetensors) if weights else layout.files
         folder = snapshot(repository, revision, patterns)
-        if not list(folder.glob(layout.safetensors)):
+        if weights and not list(folder.glob(layout.safetensors)):
             folder = snapshot(repository, revision, patterns + layout.pickles)
     return _folder_with(folder, layout.config, layout.otherwise)
 

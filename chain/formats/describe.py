@@ -70,12 +70,13 @@ def print_chain(description: dict[str, Any], console: Console) -> None:
     if description["grown"]:
         console.print(grown_note(description["grown"]))
     verifying = [member["name"] for member in description["members"] if member["role"] != "drafter"]
-    for measured in description["plans"]:
+    for content in description["plans"]:
+        measured = MeasuredPlan.model_validate(content)
         console.print(
-            f"plan for {measured['hardware']}: {_plan(measured['plan'], verifying)}; "
-            f"predicted {1000 * measured['seconds_per_token']:.2f} ms a token"
+            f"plan for {measured.place}: {shown_plan(measured.plan, verifying)}; "
+            f"predicted {1000 * measured.seconds_per_token:.2f} ms a token"
         )
-        if by_load := shown_loads(MeasuredPlan.model_validate(measured), verifying):
+        if by_load := shown_loads(measured, verifying):
             console.print(f"by number of sequences: {by_load}")
     elsewhere = " elsewhere" if description["plans"] else ""
     console.print(f"plan{elsewhere}: {_plan(description['plan'], verifying)}")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.checkpoint import weight_files
+from polybasic.chain.formats.checkpoint import WEIGHT_SUFFIXES, weight_files
 from polybasic.chain.formats.config import ConfigFile
 from polybasic.chain.formats.files import sha256_of_file, sha256_of_object
 from polybasic.chain.formats.manifest import Kind, Member, is_head
@@ -50,7 +50,9 @@ def weights_digest(folder: Path) -> str:
 
 def verifier_of(member: Member, config: ConfigFile) -> Verifier:
     """Describe a verifying member; digests are taken from its manifest entry."""
-    weights = {path.name: member.files[path.name] for path in weight_files(config.folder)}
+    weights = {
+        name: digest for name, digest in member.files.items() if name.endswith(WEIGHT_SUFFIXES)
+    }
     return Verifier(
         name=member.name,
         hidden_size=config.content.get("hidden_size"),

@@ -114,7 +114,7 @@ class Manifest(Settings):
     members: tuple[Member, ...] = Field(min_length=2, description="from the target down")
     tokenizer: TokenizerFiles
     plan: Plan = Field(description="runs where `plans` has none for the machine")
-    plans: tuple[MeasuredPlan, ...] = Field(default=(), description="one for each machine")
+    plans: tuple[MeasuredPlan, ...] = Field(default=(), description="one for each machine and link")
     provenance: Provenance
     quality: dict[Name, dict[str, Any]] = Field(
         default={}, description="of intermediates, against the model that they were made from"
@@ -170,8 +170,9 @@ class Manifest(Settings):
         return tuple(member for member in self.members if member.role == "drafter")
 
     def plan_for(self, hardware: str) -> MeasuredPlan | None:
-        """The plan that was measured on this kind of machine."""
-        return {measured.hardware: measured for measured in self.plans}.get(hardware)
+        """The plan that was measured on this kind of machine, for all members on it."""
+        here = (measured for measured in self.plans if measured.link is None)
+        return {measured.hardware: measured for measured in here}.get(hardware)
 
     def member(self, name: str) -> Member:
         """The member of this name; KeyError if there is none."""

@@ -129,6 +129,9 @@ class MeasuredPlan(PredictedPlan):
     dtype: str
     temperature: Temperature
     prompts: str = Field("", description="that it was measured on: embedded, heldout or a file's")
+    link: str | None = Field(
+        None, description="to a target on another host that it was made for, as in 20ms,100Mbit"
+    )
     others: tuple[PredictedPlan, ...] = Field(
         default=(), description="the best plan of each other set of members, the fastest first"
     )
@@ -143,6 +146,11 @@ class MeasuredPlan(PredictedPlan):
         if loads != sorted(set(loads)):
             raise ValueError(f"by_load must have increasing numbers of sequences, not {loads}")
         return self
+
+    @property
+    def place(self) -> str:
+        """The machine, and the link, for people."""
+        return self.hardware + ("" if self.link is None else f" over a link of {self.link}")
 
     @property
     def all_plans(self) -> tuple[Plan, ...]:

@@ -2,13 +2,18 @@
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path, PurePosixPath
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.checkpoint import model_files, resolve_checkpoint, weight_files
+from polybasic.chain.formats.checkpoint import (
+    WEIGHT_SUFFIXES,
+    model_files,
+    resolve_checkpoint,
+    weight_files,
+)
 from polybasic.chain.formats.config import (
     ConfigFile,
     check_feature_layers,
@@ -52,6 +57,7 @@ class CheckedChain:
         configs: what their config.json say, by name.
         tokenizer: where it lies.
         warnings: one line each, of what is allowed and costs speed.
+        elsewhere: members whose weights are not needed here, and may be missing.
     """
 
     folder: Path
@@ -60,6 +66,12 @@ class CheckedChain:
     configs: dict[str, ConfigFile]
     tokenizer: Path
     warnings: tuple[str, ...] = ()
+    elsewhere: frozenset[str] = frozenset()
+
+    @property
+    def loaded(self) -> tuple[Member, ...]:
+        """The members whose weights are loaded here."""
+        return tuple(one for one in self.manifest.members if one.name not in self.elsewhere)
 
     @property
     def target(self) -> Path:
@@ -72,12 +84,13 @@ class CheckedChain:
         return self.configs[self.manifest.members[0].name]
 
 
-def check_chain(folder: Path, digests: bool = True) -> CheckedChain:
+def check_chain(folder: Path, digests: bool = True, elsewhere: Container[str] = ()) -> CheckedChain:
     """Check all that loading relies on; nothing of the chain is executed.
 
     Args:
         folder: the chain.
         digests: also compare the sha256 of every file, which reads all of it once.
+        elsewhere: members that are not loaded here, whose weights need not be there.
 
     Raises:
         UserError: the first fault found, with the file or tensor that it is in.
@@ -85,23 +98,29 @@ def check_chain(folder: Path, digests: bool = True) -> CheckedChain:
     manifest = read_manifest(folder)
     _refuse_link_outside(folder, folder / MANIFEST_NAME)
     tokenizer = _folder_inside(folder, manifest.tokenizer.path, "tokenizer.path")
+    absent = frozenset(one.name for one in manifest.members if one.name in elsewhere)
     folders = {
-        member.name: _member_folder(folder, member, index)
+        member.name: _member_folder(folder, member, index, member.name not in absent)
         for index, member in enumerate(manifest.members)
     }
     _check_files(folder, tokenizer, manifest.tokenizer.files, "tokenizer", digests)
     for member in manifest.members:
         inside = folder if member.reference.path is not None else None
-        _check_files(inside, folders[member.name], member.files, member.name, digests)
-        check_listed(member, folders[member.name])
-    configs = check_fit(manifest.members, folders, tokenizer)
+        is_absent = member.name in absent
+        _check_files(inside, folders[member.name], member.files, member.name, digests, is_absent)
+        if not is_absent:
+            check_listed(member, folders[member.name])
+    configs = check_fit(manifest.members, folders, tokenizer, absent)
     _check_trees(manifest, configs)
     warnings = size_warnings(manifest.members)
-    return CheckedChain(folder, manifest, folders, configs, tokenizer, warnings)
+    return CheckedChain(folder, manifest, folders, configs, tokenizer, warnings, absent)
 
 
 def check_fit(
-    members: Sequence[Member], folders: dict[str, Path], tokenizer: Path
+    members: Sequence[Member],
+    folders: dict[str, Path],
+    tokenizer: Path,
+    elsewhere: Container[str] = (),
 ) -> dict[str, ConfigFile]:
     """Check that the members belong together; digests are taken from `members` as they are.
 
@@ -111,6 +130,7 @@ def check_fit(
         members: from the target down.
         folders: where each member's files lie, by name.
         tokenizer: the folder of the tokenizer.
+        elsewhere: members whose weights are not there.
 
     Returns:
         The config of each member, by name.
@@ -134,7 +154,8 @@ def check_fit(
         group_size = _check_quantization(member, config)
         if is_head(member.kind):
             _check_kind(member, config)
-        check_shapes(member.kind, config.folder, config.of(member.kind), group_size)
+        if member.name not in elsewhere:
+            check_shapes(member.kind, config.folder, config.of(member.kind), group_size)
     _check_feature_layers(members, configs)
     return configs
 
@@ -158,8 +179,11 @@ def size_warnings(members: Sequence[Member]) -> tuple[str, ...]:
     )
 
 
-def source_folder(chain: Path, reference: Reference) -> Path:
+def source_folder(chain: Path, reference: Reference, weights: bool = True) -> Path:
     """The folder of a member outside of the chain.
+
+    Args:
+        weights: False fetches only what is beside them.
 
     Raises:
         UserError: it is not there or cannot be fetched.
@@ -167,13 +191,13 @@ def source_folder(chain: Path, reference: Reference) -> Path:
     assert reference.source is not None, "manifest checks that a path or a source is given"
     if reference.source.startswith((".", "/")):
         return resolve_checkpoint(os.path.normpath(chain.resolve() / reference.source))
-    return resolve_checkpoint(reference.source, reference.revision)
+    return resolve_checkpoint(reference.source, reference.revision, weights)
 
 
-def _member_folder(chain: Path, member: Member, index: int) -> Path:
+def _member_folder(chain: Path, member: Member, index: int, weights: bool) -> Path:
     path = member.reference.path
     if path is None:
-        return source_folder(chain, member.reference)
+        return source_folder(chain, member.reference, weights)
     return _folder_inside(chain, path, f"members[{index}].reference.path")
 
 
@@ -214,7 +238,12 @@ def _suffixes(path: Path) -> set[str]:
 
 
 def _check_files(
-    chain: Path | None, folder: Path, files: dict[str, str], name: str, digests: bool
+    chain: Path | None,
+    folder: Path,
+    files: dict[str, str],
+    name: str,
+    digests: bool,
+    lacks_weights: bool = False,
 ) -> None:
     """Check one folder's files against their digests; `chain` is None for a folder outside."""
     for file_name, expected in sorted(files.items()):
@@ -225,6 +254,8 @@ def _check_files(
         path = folder / file_name
         if _suffixes(path) & _CODE_SUFFIXES:
             raise UserError("code or pickle in the chain", f"{path}", "remove it: it is never run")
+        if lacks_weights and file_name.endswith((*WEIGHT_SUFFIXES, ".index.json")):
+            continue
         if chain is not None:
             _refuse_link_outside(chain, path)
         if not path.is_file():

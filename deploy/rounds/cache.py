@@ -49,7 +49,7 @@ class KeyValueCache:
         moved = [(row, place) for place, row in enumerate(rows) if row != place]
         if moved:
             sources = [self.length + row for row, _ in moved]
-            self._move(sources, self.length + moved[0][1])
+            self.move(sources, self.length + moved[0][1])
         self.length += len(rows)
 
     def move_on_device(self, sources: Tensor, first: Tensor) -> None:
@@ -64,7 +64,7 @@ class KeyValueCache:
         places = first + torch.arange(len(sources), device=sources.device)
         self.block.index_copy_(2, places, self.block.index_select(2, sources))
 
-    def _move(self, sources: list[int], first: int) -> None:
+    def move(self, sources: list[int], first: int) -> None:
         """Move rows, given in ascending order, to consecutive places from `first` on."""
         kernels = kernels_for(self.block.device, self.block.dtype)
         if kernels is not None:

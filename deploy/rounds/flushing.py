@@ -21,30 +21,50 @@ class AdaptiveFlushing:
     Let S be that probability, g the kept tokens of a round that is reached, c its seconds and r the
     chain's tokens a second: another round pays while S g > r c. The planner sets `break_even` to
     r c / g.
+
+    Attributes:
+        bins: of the block's tokens.
     """
+
+    bins: list[int]
 
     def __init__(self, settings: AdaptiveFlush) -> None:
         self.break_even = settings.break_even
         self._num_asked = [PRIOR_WEIGHT] * NUM_PROBABILITY_BINS
         self._num_kept = [PRIOR_WEIGHT * share for share in settings.acceptance]
-        self._bins: list[int] = []
-        self._survival = 1.0
+        self.begin_block()
 
-    def begin_block(self) -> None:
-        """Start a new block; what was learned is kept."""
-        self._bins, self._survival = [], 1.0
+    def begin_block(self, num_before: int = 0) -> None:
+        """Start a new block; what was learned is kept.
+
+        Args:
+            num_before: tokens that `wants_more` is told of before those of the block.
+        """
+        self.bins, self._survival, self._num_before = [], 1.0, num_before
 
     def wants_more(self, probabilities: list[float]) -> bool:
         """Add a round's tokens by the proposing model's probability of each; whether to go on."""
-        for probability in probabilities:
+        num_before = min(self._num_before, len(probabilities))
+        self._num_before -= num_before
+        for probability in probabilities[num_before:]:
             index = probability_bin(probability)
-            self._bins.append(index)
+            self.bins.append(index)
             self._survival *= self._num_kept[index] / self._num_asked[index]
+        return self.pays
+
+    @property
+    def pays(self) -> bool:
+        """Whether another round for this block does."""
         return self._survival >= self.break_even
 
-    def learn(self, num_kept: int) -> None:
-        """Learn that the verifier kept the first `num_kept` tokens and rejected the next one."""
-        for place, index in enumerate(self._bins[: num_kept + 1]):
+    def learn(self, num_kept: int, bins: list[int] | None = None) -> None:
+        """Learn that the verifier kept the first `num_kept` tokens and rejected the next one.
+
+        Args:
+            bins: of the block; default: of the one that was started last.
+        """
+        bins = self.bins if bins is None else bins
+        for place, index in enumerate(bins[: num_kept + 1]):
             self._num_asked[index] += 1
             self._num_kept[index] += place < num_kept
 

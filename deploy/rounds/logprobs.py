@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+MAX_LOGPROBS = 20
+"""Most probable tokens that are named beside each one; as OpenAI's API."""
+
 
 @dataclass(frozen=True)
 class TokenLogprobs:

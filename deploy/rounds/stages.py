@@ -432,10 +432,20 @@ class BlockStage(BaseBlockStage):
     sampler: Sampler
 
     def _verify(self, unread: list[int], block: Block) -> Passes[Kept]:
-        read = yield VerifierPass(self.verifier, unread + block.tokens, len(unread) - 1)
-        prefixes = Prefixes(
-            self.tokens, [block.tokens[:length] for length in range(len(block.tokens) + 1)]
-        )
-        distributions = self.sampler.distributions(read.logits, prefixes)
-        num_kept, next_token = self.sampler.verify(block.tokens, block.distributions, distributions)
-        return Kept(num_kept, next_token, read.states, distributions, read.logits)
+        return (yield from verify(self.verifier, self.sampler, self.tokens, unread, block))
+
+
+def verify(
+    verifier: Verifier, sampler: Sampler, tokens: list[int], unread: list[int], block: Block
+) -> Passes[Kept]:
+    """A pass over a block, and what is kept of it; its rows are provisional.
+
+    Args:
+        tokens: the sequence before the block.
+        unread: its last tokens, at least one, which the cache does not hold yet.
+    """
+    read = yield VerifierPass(verifier, unread + block.tokens, len(unread) - 1)
+    prefixes = Prefixes(tokens, [block.tokens[:length] for length in range(len(block.tokens) + 1)])
+    distributions = sampler.distributions(read.logits, prefixes)
+    num_kept, next_token = sampler.verify(block.tokens, block.distributions, distributions)
+    return Kept(num_kept, next_token, read.states, distributions, read.logits)

@@ -4,7 +4,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from polybasic.deploy.live import MAX_LOGPROBS
+from polybasic.deploy.rounds.logprobs import MAX_LOGPROBS
 from polybasic.deploy.serve.errors import ApiError, bad_request
 from polybasic.deploy.serve.fields import Fields, Refused
 

@@ -184,7 +184,7 @@ class Service:
 
     @property
     def _vocab_size(self) -> int:
-        return int(self.chain.engine.models.target.config.vocab_size)
+        return self.chain.engine.models.vocab_size
 
     def _check_tokens(self, token_ids: list[int], param: str) -> None:
         outside = [token for token in token_ids if token >= self._vocab_size]

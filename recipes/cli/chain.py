@@ -13,18 +13,24 @@ from polybasic.recipes.cli.options import (
     ContextOption,
     DtypeOption,
     FrequencyPenaltyOption,
+    KeyFileOption,
     MaxNewTokensOption,
     MembersOption,
     MinPOption,
     NoGraphsOption,
     PresencePenaltyOption,
+    RemoteOption,
     RepetitionPenaltyOption,
     RuleOption,
     SeedOption,
     StopOption,
     TemperatureOption,
+    TensorParallelOption,
+    TlsCertificateOption,
     TopKOption,
     TopPOption,
+    WaitOption,
+    remote_options,
 )
 from polybasic.recipes.cli.repeated import checked_rule, compare_with_target
 
@@ -59,6 +65,11 @@ def generate(
     dtype: DtypeOption = None,
     context_tokens: ContextOption = None,
     no_graphs: NoGraphsOption = False,
+    remote: RemoteOption = None,
+    key_file: KeyFileOption = None,
+    tls_certificate: TlsCertificateOption = None,
+    no_optimism: WaitOption = False,
+    tensor_parallel: TensorParallelOption = None,
     as_json: JsonOption = False,
     no_stream: Annotated[bool, typer.Option("--no-stream", help="Print the answer whole.")] = False,
     verify: Annotated[
@@ -88,7 +99,13 @@ def generate(
     Sampling(**settings)  # refused before anything is loaded
     rule = checked_rule(rule, verify)
     loaded = load_chain(
-        chain, dtype=dtype, context_tokens=context_tokens, graphs=not no_graphs, say=note
+        chain,
+        dtype=dtype,
+        context_tokens=context_tokens,
+        graphs=not no_graphs,
+        tensor_parallel=tensor_parallel,
+        say=note,
+        **remote_options(remote, key_file, tls_certificate, no_optimism),
     )
     options: dict[str, Any] = {
         **settings,

@@ -11,27 +11,33 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from polybasic.chain.errors import UserError
+from polybasic.chain.processes.interruption import Interrupted, record_signals
 from polybasic.recipes.cli.chain import ChainArgument, note
 from polybasic.recipes.cli.options import (
     ContextOption,
     DtypeOption,
     FrequencyPenaltyOption,
+    KeyFileOption,
     MaxNewTokensOption,
     MembersOption,
     MinPOption,
     NoGraphsOption,
     PresencePenaltyOption,
+    RemoteOption,
     RepetitionPenaltyOption,
     RuleOption,
     SeedOption,
     StopOption,
     TemperatureOption,
+    TensorParallelOption,
+    TlsCertificateOption,
     TopKOption,
     TopPOption,
+    WaitOption,
+    remote_options,
 )
 from polybasic.recipes.cli.repeated import checked_rule
 from polybasic.recipes.cli.shown_answers import ShownAnswer, TintedAnswer
-from polybasic.train.run.interruption import Interrupted, record_signals
 
 if TYPE_CHECKING:
     from polybasic.recipes.cli.conversation import Conversation
@@ -55,6 +61,11 @@ def chat(
     dtype: DtypeOption = None,
     context_tokens: ContextOption = None,
     no_graphs: NoGraphsOption = False,
+    remote: RemoteOption = None,
+    key_file: KeyFileOption = None,
+    tls_certificate: TlsCertificateOption = None,
+    no_optimism: WaitOption = False,
+    tensor_parallel: TensorParallelOption = None,
     tint: Annotated[
         bool,
         typer.Option("--tint", help="In a terminal, show which member proposed each token."),
@@ -93,8 +104,10 @@ def chat(
         dtype=dtype,
         context_tokens=context_tokens,
         graphs=not no_graphs,
+        tensor_parallel=tensor_parallel,
         sequences=1,
         say=note,
+        **remote_options(remote, key_file, tls_certificate, no_optimism),
     )
     if loaded.tokenizer.chat_template is None:
         raise UserError(

@@ -3,14 +3,18 @@
 import io
 import sys
 import traceback
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from importlib.metadata import version
 from typing import Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperGroup
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.errors import LostProcessError, UserError
+from polybasic.chain.processes.interruption import Interrupted, signals_raise
+from polybasic.chain.processes.joining import joined, leave
+from polybasic.chain.processes.place import place_in
+from polybasic.chain.processes.together import end_all, is_of_a_lost_process, show, watch
 from polybasic.chain.terminal import ShownStream
 from polybasic.recipes.cli import (
     chain,
@@ -22,20 +26,37 @@ from polybasic.recipes.cli import (
     recipes,
     run,
     serve,
+    serve_target,
 )
 from polybasic.recipes.cli.lacking import what_is_lacking
-from polybasic.train.run.interruption import Interrupted, sigterm_raises
+
+_OF_ALL = ("run", "train", "quantize", "package")
+"""Commands that all processes of a launcher run. Those with `--tensor-parallel` keep the others as
+followers; any other one is the first process's."""
+
+
+class _Stopped(Exception):
+    """`Interrupted`, which typer would take for Ctrl-C."""
+
+    def __init__(self, interrupted: Interrupted) -> None:
+        self.interrupted = interrupted
 
 
 class _Commands(TyperGroup):
-    """Commands that say what a signal left behind, and exit with its code."""
+    """Commands of one process or of several, that say what a signal left behind."""
+
+    def resolve_command(self, ctx: typer.Context, args: list[str]) -> Any:  # type: ignore[override]
+        found = super().resolve_command(ctx, args)
+        options = [option.name for option in found[1].params] if found[1] else []
+        if not (found[0] in _OF_ALL or "tensor_parallel" in options or place_in().is_first):
+            ctx.exit()
+        return found
 
     def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override]
         try:
             return super().invoke(ctx)
-        except Interrupted as interrupted:  # typer knows Ctrl-C alone
-            print(f"interrupted by {interrupted}", file=sys.stderr)
-            ctx.exit(interrupted.exit_code)
+        except Interrupted as interrupted:
+            raise _Stopped(interrupted) from interrupted
 
 
 app = typer.Typer(
@@ -57,6 +78,7 @@ app.command()(measure.bench)
 app.command()(chain.generate)
 app.command()(chat.chat)
 app.command()(serve.serve)
+app.command()(serve_target.serve_target)
 app.command()(chain.inspect)
 app.command()(chain.verify)
 app.command()(export.export)
@@ -93,23 +115,47 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         sys.exit(_exit_code(arguments))
 
 
-def _exit_code(arguments: list[str] | None) -> Any:
+def _exit_code(arguments: list[str] | None) -> int:
+    """Of this process, and of all that a launcher has started with it."""
     try:
-        with sigterm_raises():
-            app(arguments, prog_name="polybasic")
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    except Exception as error:
-        if (lacking := what_is_lacking(error)) is not None:
-            print(f"error: {lacking}", file=sys.stderr)
-            return 2
-        traceback.print_exc()
-        print(f"failed: {type(error).__name__}: {error}", file=sys.stderr)
-        return 1
+        with signals_raise(), ExitStack() as opened:
+            place = place_in()
+            if place.world_size > 1:
+                opened.enter_context(joined())
+                watch()
+            try:
+                app(arguments, prog_name="polybasic")
+            except BaseException as error:
+                code = end_all(*_ending(error))
+                if code == 0 and place.world_size > 1:
+                    leave()
+                return code
+    except BaseException as error:
+        code, text = _ending(error)
+        show(text)
+        return code
     return 0
+
+
+def _ending(error: BaseException) -> tuple[int, str]:
+    """Exit code, and what to say."""
+    if isinstance(error, SystemExit):
+        return (error.code if isinstance(error.code, int) else 1 if error.code else 0), ""
+    if isinstance(error, _Stopped):
+        interrupted = error.interrupted
+        return interrupted.exit_code, f"interrupted by {interrupted}"
+    if isinstance(error, UserError):
+        return 2, f"error: {error}"
+    if isinstance(error, LostProcessError):
+        return 1, f"failed: {error}"
+    if isinstance(error, KeyboardInterrupt):
+        return 130, ""
+    if (lacking := what_is_lacking(error)) is not None:
+        return 2, f"error: {lacking}"
+    if is_of_a_lost_process(error):
+        return 1, "failed: another process has ended without a word; see what ended it"
+    trace = "".join(traceback.format_exception(error))
+    return 1, f"{trace}failed: {type(error).__name__}: {error}"
 
 
 if __name__ == "__main__":

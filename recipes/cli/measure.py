@@ -8,8 +8,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from polybasic.chain.errors import UserError
 from polybasic.recipes.cli.chain import ChainArgument, JsonOption, note
-from polybasic.recipes.cli.options import NoGraphsOption
+from polybasic.recipes.cli.options import (
+    KeyFileOption,
+    NoGraphsOption,
+    RemoteOption,
+    TensorParallelOption,
+    TlsCertificateOption,
+    WaitOption,
+    remote_options,
+)
 
 if TYPE_CHECKING:
     from polybasic.deploy.planner.run import Planning
@@ -39,11 +48,23 @@ def plan(
     reproducible: Annotated[
         bool, typer.Option("--reproducible", help="Among plans under which a seed means a text.")
     ] = False,
+    link: Annotated[
+        str | None,
+        typer.Option(
+            help="Plan for a target on another host, by its round trip and bits a second, as in "
+            "20ms,100Mbit; --remote measures them."
+        ),
+    ] = None,
+    remote: RemoteOption = None,
+    key_file: KeyFileOption = None,
+    tls_certificate: TlsCertificateOption = None,
+    no_optimism: WaitOption = False,
     dtype: DtypeOption = None,
     measurements: Annotated[
         Path | None, typer.Option(help="Also write what was measured there, as JSON.")
     ] = None,
     no_graphs: NoGraphsOption = False,
+    tensor_parallel: TensorParallelOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Measure costs and acceptance, choose members, tree and flush lengths, and explain."""
@@ -53,6 +74,13 @@ def plan(
     from polybasic.deploy.settings import PlanSettings
     from polybasic.recipes.schema.loading import validated
 
+    if options := remote_options(remote, key_file, tls_certificate, no_optimism):
+        if link is not None:
+            raise UserError("two links", f"--link {link} --remote {remote}", "name one of them")
+        from polybasic.deploy.load import measured_link
+
+        link = str(measured_link(chain, **options))
+        note(f"the link to {remote}: {link}")
     given = {
         "prompts": prompts,
         "num_prompts_per_task": num_prompts_per_task,
@@ -60,8 +88,11 @@ def plan(
         "max_seconds": max_seconds,
         "temperature": temperature,
         "reproducible": reproducible or None,
+        "link": link,
+        "optimistic": False if no_optimism else None,
         "dtype": dtype,
         "graphs": False if no_graphs else None,
+        "tensor_parallel": tensor_parallel,
     }
     given = {key: value for key, value in given.items() if value is not None}
     settings = validated(PlanSettings, given, {}, "on the command line")
@@ -77,7 +108,8 @@ def plan(
         from polybasic.deploy.planner.tables import print_explanation
 
         print_explanation(planning.measured.explanation, Console())
-    note(f"wrote the plan into {folder / 'chain.json'}; next: polybasic bench {chain}")
+    following = f"generate {chain} --remote HOST:PORT" if link else f"bench {chain}"
+    note(f"wrote the plan into {folder / 'chain.json'}; next: polybasic {following}")
 
 
 def bench(
@@ -114,11 +146,10 @@ def bench(
         typer.Option(metavar="A.json B.json", help="Say what changed between two reports."),
     ] = None,
     no_graphs: NoGraphsOption = False,
+    tensor_parallel: TensorParallelOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Measure systems side by side and write a report; or compare two reports."""
-    from polybasic.chain.errors import UserError
-
     if compare is not None:
         return _compare(*compare, as_json)
     if chain is None:
@@ -139,6 +170,7 @@ def bench(
         "peers": peers and peers.split(","),
         "peers_python": peers_python,
         "graphs": False if no_graphs else None,
+        "tensor_parallel": tensor_parallel,
     }
     given = {key: value for key, value in given.items() if value is not None}
     settings = validated(BenchSettings, given, {}, "on the command line")
@@ -182,12 +214,12 @@ def _planned(
     conversations = recipe.get("data", {}).get("conversations", "embedded")
     source = bench_prompts(settings, recipe.get("seed", 0), "--prompts", conversations)
     path = source.write(folder / "report" / "prompts.jsonl")
-    shared = settings.model_dump(include={"temperature", "dtype", "graphs"})
+    shared = settings.model_dump(include={"temperature", "dtype", "graphs", "tensor_parallel"})
     if is_planned_here:
         planning, path = split_questions(path, folder / "report")
         note(f"planning on a third of {source.shown}, which is then left out")
         _plan(folder, PlanSettings(**shared, prompts=str(planning)), source.shown)
-    elif not _has_plan(folder):
+    elif not _has_plan(folder, settings.tensor_parallel):
         note(f"{chain} has no plan that was measured on this machine: measuring it first")
         _plan(folder, PlanSettings(**shared))
     return settings.model_copy(update={"prompts": str(path)}), source
@@ -203,14 +235,14 @@ def _plan(folder: Path, settings: "PlanSettings", named: str = "") -> "Planning"
     return plan_chain(folder, settings, note, named or source.shown)
 
 
-def _has_plan(folder: Path) -> bool:
+def _has_plan(folder: Path, num_parts: int) -> bool:
     import torch
 
     from polybasic.chain.formats.manifest import read_manifest
     from polybasic.deploy.hardware import hardware_name
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return read_manifest(folder).plan_for(hardware_name(device)) is not None
+    return read_manifest(folder).plan_for(hardware_name(device, num_parts)) is not None
 
 
 def _recipe(folder: Path) -> dict[str, Any]:

@@ -1,8 +1,10 @@
 """Options of the commands that ask a chain something."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+
+from polybasic.chain.errors import UserError
 
 MaxNewTokensOption = Annotated[int, typer.Option(help="Tokens of the answer at most.")]
 TemperatureOption = Annotated[
@@ -45,6 +47,31 @@ DtypeOption = Annotated[
     str | None,
     typer.Option(help="bfloat16, float16 or float32.  [default: as stored, if fast here]"),
 ]
+
+
+def _num_parts(context: typer.Context, given: int | None) -> int:
+    """Processes that models are divided among; but for the first of a launcher's they stay here."""
+    from polybasic.chain.processes.place import place_in
+
+    if place_in().world_size == 1:
+        return given or 1
+    from polybasic.deploy.parallel.processes import join_launched, leave_launched
+
+    context.call_on_close(leave_launched)
+    return join_launched(given)
+
+
+TensorParallelOption = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        max=64,
+        callback=_num_parts,
+        is_eager=True,
+        help="Processes that target and intermediate are divided among, a GPU each.  "
+        "[default: 1, or as many as a launcher has started]",
+    ),
+]
 ContextOption = Annotated[
     int | None,
     typer.Option(
@@ -59,3 +86,49 @@ NoGraphsOption = Annotated[
         help="On a GPU, launch every kernel by itself, without CUDA graphs; same outputs, slower.",
     ),
 ]
+RemoteOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="HOST:PORT",
+        help="Where `polybasic serve-target` serves this chain's target, which is not loaded here.",
+    ),
+]
+KeyFileOption = Annotated[
+    str | None, typer.Option(help="With --remote: the file of the key that its server has.")
+]
+TlsCertificateOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE",
+        help="With --remote: the server's certificate, or that of its authority.  "
+        "[default: no encryption]",
+    ),
+]
+WaitOption = Annotated[
+    bool,
+    typer.Option(
+        "--no-optimism",
+        help="With --remote: wait for each answer, rather than go on as if it were as expected.",
+    ),
+]
+
+
+def remote_options(
+    remote: str | None, key_file: str | None, tls_certificate: str | None, no_optimism: bool
+) -> dict[str, Any]:
+    """What `load_chain` is given of a target that runs elsewhere.
+
+    Raises:
+        UserError: options of a remote target without its address.
+    """
+    if remote is None:
+        given = {"--key-file": key_file, "--tls-certificate": tls_certificate}
+        if named := [name for name, value in given.items() if value is not None]:
+            raise UserError("no remote target", " ".join(named), "name it with --remote HOST:PORT")
+        return {}
+    return {
+        "remote": remote,
+        "key_file": key_file,
+        "tls_certificate": tls_certificate,
+        "optimistic": not no_optimism,
+    }

@@ -51,6 +51,10 @@ def compare_with_target(
         return line, True
     from polybasic.deploy.bench.exactness import agreement_on, parting
 
+    if chain.engine.models.remote is not None:
+        place = parting(alone.token_ids, found) + 1
+        where = "whether by rounding can be said only where its weights are"
+        return f"the answer parts from the target's own ({seed}) at token {place}; {where}", False
     members = options["members"]
     plan = chain.plan if members is None else chain.plan_of(members)
     agreement = agreement_on(chain, plan, chain.encode(prompt), sampling, alone.token_ids, found)

@@ -8,7 +8,16 @@ import typer
 
 from polybasic.chain.errors import UserError
 from polybasic.recipes.cli.chain import ChainArgument, note
-from polybasic.recipes.cli.options import DtypeOption, NoGraphsOption
+from polybasic.recipes.cli.options import (
+    DtypeOption,
+    KeyFileOption,
+    NoGraphsOption,
+    RemoteOption,
+    TensorParallelOption,
+    TlsCertificateOption,
+    WaitOption,
+    remote_options,
+)
 
 if TYPE_CHECKING:
     from polybasic.deploy import Chain
@@ -76,6 +85,11 @@ def serve(
     log_format: Annotated[str, typer.Option(help="Of the log on stderr: text or json.")] = "text",
     no_page: Annotated[bool, typer.Option("--no-page", help="No chat page at /.")] = False,
     no_graphs: NoGraphsOption = False,
+    remote: RemoteOption = None,
+    key_file: KeyFileOption = None,
+    tls_certificate: TlsCertificateOption = None,
+    no_optimism: WaitOption = False,
+    tensor_parallel: TensorParallelOption = None,
 ) -> None:
     """Answer requests over HTTP as OpenAI's API does, until SIGTERM or Ctrl-C."""
     from polybasic.deploy.serve.settings import ServeSettings
@@ -103,6 +117,8 @@ def serve(
     listening = bound(host, port)
     options: dict[str, Any] = {"dtype": dtype, "context_tokens": max_model_len, "say": note}
     options |= {"sequences": max_num_seqs, "device": device}
+    options |= remote_options(remote, key_file, tls_certificate, no_optimism)
+    options["tensor_parallel"] = tensor_parallel
     loaded = load_chain(chain, graphs=not no_graphs, plan=_plan(plan), **options)
     if not served_model_name:
         settings = settings.model_copy(update={"model_names": (_name(loaded),)})
@@ -111,6 +127,8 @@ def serve(
     log_to_stderr(settings.log_format)
     about = "\n".join(_about(loaded, settings, f"http://{host}:{address[1]}"))
     Server(app, shutdown_timeout, lambda: note(about)).run([listening])
+    if (lost := app.state.service.scheduler.lost) is not None:
+        raise lost
 
 
 def _keys(given: list[str], path: Path | None) -> list[str]:
@@ -164,8 +182,6 @@ def _plans(chain: "Chain") -> str:
 
 def _about(chain: "Chain", settings: "ServeSettings", address: str) -> list[str]:
     """What people want to know of a server that has started."""
-    from polybasic.chain.readable import readable_bytes
-
     members = ", ".join(
         f"{member.name} ({member.num_parameters / 1e6:.0f} M, {member.dtype})"
         for member in chain.manifest.members
@@ -174,7 +190,7 @@ def _about(chain: "Chain", settings: "ServeSettings", address: str) -> list[str]
     return [
         f"chain {chain.folder} as {', '.join(settings.model_names)}: {members}",
         f"plan: {_plans(chain)}",
-        f"memory: {readable_bytes(memory.peak_bytes)} at most, for {settings.sequences} answers "
+        f"memory: {memory.shown}, for {settings.sequences} answers "
         f"at a time of {memory.context_tokens} tokens with their prompts",
         f"listening at {address}"
         + ("; a key is needed" if settings.api_keys else "; no key is needed"),

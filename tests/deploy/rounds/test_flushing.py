@@ -59,6 +59,22 @@ def test_survival_is_the_product_over_the_block() -> None:
     assert not flushing(0.01).wants_more([0.1])
 
 
+def test_what_precedes_a_block_or_belongs_to_an_earlier_one_is_told_apart() -> None:
+    one = flushing(0.5)
+    assert not one.wants_more([0.1])
+    earlier = one.bins
+    one.begin_block(num_before=2)
+    assert one.pays
+    assert one.wants_more([0.1])
+    assert one.wants_more([0.1, 0.9])
+    assert not one.wants_more([0.65])
+    assert one.bins == [probability_bin(0.9), probability_bin(0.65)]
+    num_asked = list(one._num_asked)
+    one.learn(0, earlier)
+    assert one._num_asked[0] == num_asked[0] + 1, "0.1 was rejected"
+    assert one._num_asked[1:] == num_asked[1:]
+
+
 def test_no_token_costs_nothing() -> None:
     assert flushing(0.99).wants_more([])
 

@@ -27,7 +27,7 @@ def prompts(tmp_path: Path) -> Path:
 @pytest.fixture
 def planned(tiny_chain: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A chain that need not be planned first."""
-    monkeypatch.setattr(measure, "_has_plan", lambda folder: True)
+    monkeypatch.setattr(measure, "_has_plan", lambda *_: True)
     return tiny_chain
 
 

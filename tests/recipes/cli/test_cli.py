@@ -10,10 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from polybasic.chain.errors import UserError
+from polybasic.chain.processes.interruption import Interrupted
+from polybasic.chain.processes.place import Place
 from polybasic.deploy import hardware, load_chain
 from polybasic.recipes.cli import main as cli
+from polybasic.recipes.cli.run import _num_processes
 from polybasic.recipes.schema.loading import load_recipe, shipped_recipes
-from polybasic.train.run.interruption import Interrupted
 from tests import forked
 from tests.recipes.command_line import call, refusal, with_plan
 from tests.recipes.serving import served
@@ -75,25 +78,22 @@ def test_sigterm_ends_any_command_with_143(monkeypatch) -> None:
     assert err.startswith("interrupted by SIGTERM: ")
 
 
-def test_processes_come_from_nproc_or_all_slots_of_the_hosts(tmp_path, monkeypatch) -> None:
+def test_processes_come_from_nproc_or_the_launcher(tmp_path, monkeypatch) -> None:
     found = []
 
-    def run(recipe, out, command, only, hostfile):
-        found.append((recipe.train.num_processes, command, hostfile))
+    def run(recipe, out, command, only):
+        found.append((recipe.train.num_processes, command))
         raise KeyboardInterrupt
 
     monkeypatch.setattr("polybasic.recipes.pipeline.run.run_recipe", run)
     monkeypatch.chdir(tmp_path)
-    hosts = Path("hosts")
-    hosts.write_text("one slots=2\ntwo slots=2\n")
-    for words in (["--nproc", "8"], ["--hostfile", "hosts"], []):
+    for words in (["--nproc", "8"], []):
         with pytest.raises(SystemExit):
             cli.main(["train", "tiny", *words])
-    assert found == [
-        (8, "polybasic train tiny --nproc 8", None),
-        (4, "polybasic train tiny --hostfile hosts", hosts),
-        (1, "polybasic train tiny", None),
-    ]
+    assert found == [(8, "polybasic train tiny --nproc 8"), (1, "polybasic train tiny")]
+    assert [_num_processes(asked, Place(1, 4)) for asked in (None, 4)] == [4, 4]
+    with pytest.raises(UserError, match=r"than the launcher has started: --nproc 2, .* 4; leave "):
+        _num_processes(2, Place(1, 4))
 
 
 def test_recipes_commands(tmp_path, monkeypatch) -> None:
@@ -451,7 +451,7 @@ def test_plan_measures_writes_and_explains(chain: Path, tmp_path: Path) -> None:
 def test_bench_plans_first_on_another_machine_and_takes_its_own_settings(
     chain: Path, micro_run: Path, monkeypatch
 ) -> None:
-    monkeypatch.setattr(hardware, "hardware_name", lambda device: "another machine")
+    monkeypatch.setattr(hardware, "hardware_name", lambda *_: "another machine")
     options = ["--max-new-tokens", "4", "--repeats", "1", "--num-prompts-per-task", "1"]
     systems = ["--systems", "target,polybasic", "--dtype", "float32"]
     code, out, err = call("bench", chain, *options, *systems, "--json")

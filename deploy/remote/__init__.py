@@ -1,0 +1,1 @@
+"""A chain whose target runs in another process or on another host."""

@@ -1,0 +1,76 @@
+"""`polybasic serve-target`: the target of a chain, for stages that run elsewhere."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from polybasic.chain.errors import UserError
+from polybasic.recipes.cli.chain import ChainArgument, note
+from polybasic.recipes.cli.options import ContextOption, DtypeOption, TensorParallelOption
+
+if TYPE_CHECKING:
+    from polybasic.deploy import Chain
+
+
+def serve_target(
+    chain: ChainArgument,
+    key_file: Annotated[
+        Path, typer.Option(help="File of the key that near sides have: openssl rand -hex 32.")
+    ],
+    listen: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="To listen at; port 0: a free one.")
+    ] = "127.0.0.1:7800",
+    tls_cert: Annotated[
+        Path | None, typer.Option(help="Certificate to show, PEM.  [default: no encryption]")
+    ] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="Its private key, PEM.")] = None,
+    max_num_seqs: Annotated[
+        int, typer.Option(min=1, help="Answers at a time, each with caches of its own.")
+    ] = 16,
+    idle_timeout: Annotated[
+        float, typer.Option(min=1, help="Seconds after which a silent connection is ended.")
+    ] = 600,
+    device: Annotated[
+        str | None, typer.Option(help="cpu or cuda.  [default: cuda if there is one]")
+    ] = None,
+    dtype: DtypeOption = None,
+    context_tokens: ContextOption = None,
+    tensor_parallel: TensorParallelOption = None,
+) -> None:
+    """Serve a chain's target alone to `--remote` of other commands, until SIGTERM or Ctrl-C.
+
+    The other members run where the answers are wanted; their weights need not be here.
+    """
+    if (tls_cert is None) != (tls_key is None):
+        raise UserError(
+            "half of a certificate", "--tls-cert and --tls-key", "give both of them, or neither"
+        )
+    from polybasic.deploy.load import load_target
+    from polybasic.deploy.remote.keys import read_key, server_tls
+    from polybasic.deploy.remote.server import TargetServer, listening_at
+
+    key = read_key(key_file)
+    tls = None if tls_cert is None or tls_key is None else server_tls(tls_cert, tls_key)
+    listening = listening_at(listen)
+    options: dict[str, Any] = {"dtype": dtype, "context_tokens": context_tokens, "say": note}
+    options |= {"sequences": max_num_seqs, "device": device, "tensor_parallel": tensor_parallel}
+    loaded = load_target(chain, **options)
+    server = TargetServer(loaded, key, listening, tls, idle_timeout, note)
+    host, port = listening.getsockname()[:2]
+    note(_about(loaded, f"{host}:{port}", tls is not None))
+    try:
+        server.run()
+    except KeyboardInterrupt:
+        note("ended; answers under way can go on where it is started again")
+    finally:
+        server.close()
+
+
+def _about(chain: "Chain", address: str, is_encrypted: bool) -> str:
+    memory = chain.memory
+    return (
+        f"target of {chain.folder}: {memory.shown}, for "
+        f"{memory.sequences} answers at a time of {memory.context_tokens} tokens\n"
+        f"listening at {address}, {'with TLS' if is_encrypted else 'not encrypted'}"
+    )
