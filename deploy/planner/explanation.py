@@ -44,6 +44,7 @@ def explain(
             "dtype": measurements.dtype,
             "temperature": measurements.temperature,
         },
+        "link": _link(best, measurements),
         "num_traces": len(measurements.traces),
         "num_tokens": measurements.num_tokens,
         "num_plans": choice.num_simulated,
@@ -105,6 +106,8 @@ def decide(choice: Choice, measurements: Measurements) -> str:
     if best is not alone:
         speedup = alone.seconds_per_token / best.seconds_per_token
         parts[0] += f", {speedup:.2f}x {measurements.target} alone"
+    if (link := _link(best, measurements)) is not None:
+        parts.append(_link_verdict(link))
     if (about_rules := rule_verdict(choice)) is not None:
         parts.append(about_rules)
     for name in (*measurements.verifying[1:], *measurements.drafters):
@@ -205,6 +208,8 @@ def _lemma(best: Candidate, measurements: Measurements) -> dict[str, Any]:
             1, lengths, [*pass_seconds, draft_seconds], drafts_per_round
         ),
         "beside_passes_seconds": predicted.overhead_seconds
+        + predicted.link_seconds
+        - predicted.saved_seconds
         + sum(
             seconds
             for name, seconds in predicted.seconds_by_member.items()
@@ -212,6 +217,32 @@ def _lemma(best: Candidate, measurements: Measurements) -> dict[str, Any]:
         ),
         "simulated_seconds_per_token": predicted.seconds_per_token,
     }
+
+
+def _link(best: Candidate, measurements: Measurements) -> dict[str, Any] | None:
+    """What the way to the target costs; None where it runs beside the others."""
+    if measurements.link is None:
+        return None
+    predicted, target = best.predicted, measurements.target
+    in_turns = predicted.seconds_per_token + predicted.saved_seconds
+    return {
+        "link": str(measurements.link),
+        "seconds_per_pass": predicted.link_seconds / predicted.passes[target],
+        "tokens_per_pass": 1 / predicted.passes[target],
+        "share_of_round": predicted.link_seconds / in_turns,
+        "is_optimistic": measurements.is_optimistic,
+        "saved_share": predicted.saved_seconds / in_turns,
+    }
+
+
+def _link_verdict(link: dict[str, Any]) -> str:
+    verdict = (
+        f"the link of {link['link']} takes {link['share_of_round']:.0%} of a round, once for "
+        f"{link['tokens_per_pass']:.1f} tokens"
+    )
+    if link["is_optimistic"]:
+        verdict += f"; drafting on while it does saves {link['saved_share']:.0%}"
+    return verdict
 
 
 def _passes(best: Candidate, measurements: Measurements) -> dict[str, PassCosts]:

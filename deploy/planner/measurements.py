@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from polybasic.chain.formats.plan import Rule, Window
 from polybasic.chain.kernels.drafts import Counts
+from polybasic.deploy.remote.link import Link
 
 Values = NDArray[np.float64]
 
@@ -167,6 +168,9 @@ class Measurements:
         traces: calibration answers.
         windows: of the members that ran with one; all numbers are for these windows.
         rules: of the plans that all numbers are for, the one that keeps the most tokens first.
+        link: that each pass of the target goes over; None where it runs beside the others.
+        message_seconds: of a block that goes over it, beside the link and the pass.
+        is_optimistic: whether those below go on while its answer is under way.
     """
 
     hardware: str
@@ -182,6 +186,9 @@ class Measurements:
     traces: list[Trace]
     windows: dict[str, Window] = field(default_factory=dict)
     rules: tuple[Rule, ...] = ("coupled",)
+    link: Link | None = None
+    message_seconds: float = 0.0
+    is_optimistic: bool = False
 
     @property
     def is_random(self) -> bool:
@@ -228,6 +235,9 @@ class Measurements:
             "traces": [trace.to_json() for trace in self.traces],
             "windows": {name: one.model_dump() for name, one in self.windows.items()},
             "rules": list(self.rules),
+            "link": None if self.link is None else str(self.link),
+            "message_seconds": self.message_seconds,
+            "is_optimistic": self.is_optimistic,
         }
 
     @classmethod
@@ -247,6 +257,9 @@ class Measurements:
             traces=[Trace.from_json(one) for one in content["traces"]],
             windows={name: Window(**one) for name, one in content["windows"].items()},
             rules=tuple(content["rules"]),
+            link=None if content["link"] is None else Link.of(content["link"]),
+            message_seconds=content["message_seconds"],
+            is_optimistic=content["is_optimistic"],
         )
 
 

@@ -1,12 +1,15 @@
 """What the rounds of a plan cost, once it is known how many there are of which rows."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from polybasic.chain.formats.plan import Plan
 from polybasic.chain.kernels.drafts import Counts
+from polybasic.deploy.planner.ahead import PlayedBlock, seconds_ahead
 from polybasic.deploy.planner.measurements import Measurements
+from polybasic.deploy.remote.link import answer_bytes, verify_bytes
 
 NGRAM = "ngram"
 """Name of the n-gram drafts among members."""
@@ -22,6 +25,7 @@ class Played:
         gained: tokens.
         proposed: tokens in its blocks, of those that verify blocks.
         num_drafts: how many rounds had a draft of depth 0, 1, ...
+        blocks: that the target was asked about, in order.
     """
 
     num_tokens: int
@@ -29,6 +33,7 @@ class Played:
     gained: dict[str, int]
     proposed: dict[str, int]
     num_drafts: Counts
+    blocks: Sequence[PlayedBlock] = ()
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,9 @@ class Predicted:
         rows_per_pass: of each verifying member; like `tokens_per_pass`, 0 without passes.
         seconds_by_member: of each member, and of `NGRAM`, for each token of the answer.
         overhead_seconds: of block rounds beyond their passes, for each token of the answer.
+        link_seconds: of the messages to the target and back, for each token of the answer.
+        saved_seconds: by going on while an answer is under way, for each token of the answer; what
+            is drafted in vain can make it negative.
         block_tokens: of each verifying member but the innermost, mean length of its blocks.
     """
 
@@ -51,6 +59,8 @@ class Predicted:
     rows_per_pass: dict[str, float]
     seconds_by_member: dict[str, float]
     overhead_seconds: float
+    link_seconds: float
+    saved_seconds: float
     block_tokens: dict[str, float]
 
 
@@ -83,12 +93,49 @@ def predict(plan: Plan, played: Played, measurements: Measurements) -> Predicted
         seconds[drafter] = float(by_depth @ drafts) / num_tokens
     if plan.ngram is not None:
         seconds[NGRAM] = measurements.ngram_seconds * int(drafts.sum()) / num_tokens
+    link_seconds = saved = 0.0
+    in_turns = sum(seconds.values()) + overhead
+    if measurements.link is not None:
+        rows, counts = played.rows[measurements.target]
+        ways = np.array([_way_seconds(one, measurements) for one in rows.tolist()])
+        link_seconds = float(ways @ counts) / num_tokens
+        in_turns += link_seconds
+        if measurements.is_optimistic and played.blocks:
+            overlapping = _seconds_ahead(in_turns * num_tokens, played, measurements)
+            saved = in_turns - overlapping / num_tokens
     return Predicted(
-        seconds_per_token=sum(seconds.values()) + overhead,
+        seconds_per_token=in_turns - saved,
         tokens_per_pass=gained,
         passes=passes,
         rows_per_pass=rows_per_pass,
         seconds_by_member=seconds,
         overhead_seconds=overhead,
+        link_seconds=link_seconds,
+        saved_seconds=saved,
         block_tokens=block_tokens,
+    )
+
+
+def _way_seconds(rows: int, measurements: Measurements) -> float:
+    """Of a block with the token before it to the target, and of the answer."""
+    assert measurements.link is not None, "a target elsewhere"
+    num_bytes = verify_bytes(rows) + answer_bytes()
+    return measurements.link.seconds(num_bytes) + measurements.message_seconds
+
+
+def _seconds_ahead(in_turns: float, played: Played, measurements: Measurements) -> float:
+    """Seconds of all rounds where they overlap.
+
+    Args:
+        in_turns: seconds of the same rounds, one after the other.
+    """
+    costs = measurements.passes[measurements.target]
+    overhead = measurements.block_overhead_seconds[measurements.target]
+    works = [costs.at(one.rows) + overhead for one in played.blocks]
+    ways = [_way_seconds(one.rows, measurements) for one in played.blocks]
+    num_rows = sum(one.rows for one in played.blocks)
+    below = in_turns - sum(works) - sum(ways)
+    *_, (_, num_rounds) = played.rows.values()
+    return seconds_ahead(
+        played.blocks, below / num_rows, below / int(num_rounds.sum()), works, ways
     )

@@ -13,6 +13,8 @@ from polybasic.deploy.settings import PlanSettings
 
 def rules_to_compare(settings: PlanSettings) -> tuple[tuple[Rule, ...], ...]:
     """The rules of a plan's settings, those that draw alike together, the preferred ones first."""
+    if settings.link is not None:
+        return (("coupled",),)  # tokens alone are sent, no distributions
     if settings.temperature == 0:
         return ((settings.rule,),)
     return (("coupled",),) if settings.reproducible else (("coupled",), ("block", "token"))

@@ -17,11 +17,13 @@ from polybasic.deploy.planner.finalists import time_finalists
 from polybasic.deploy.planner.load_costs import LoadTimer
 from polybasic.deploy.planner.loads import choose_by_load, loads_compared
 from polybasic.deploy.planner.measurements import Measurements
+from polybasic.deploy.planner.message_costs import message_seconds
 from polybasic.deploy.planner.rules import rules_to_compare
 from polybasic.deploy.planner.search import Choice, choose_plan
 from polybasic.deploy.planner.traces import answer_prompts, measure
 from polybasic.deploy.planner.windows import try_windows
 from polybasic.deploy.prompts import Question, choose_fitting, read_questions
+from polybasic.deploy.remote.link import Link
 from polybasic.deploy.rounds.sampling import Sampling
 from polybasic.deploy.settings import PlanSettings
 
@@ -56,8 +58,13 @@ def plan_chain(
     Raises:
         UserError: the chain cannot be loaded, or prompts are malformed or all too long.
     """
-    chain = load_chain(folder, dtype=settings.dtype, graphs=settings.graphs, say=say)
-    planning = plan_loaded(chain, settings, say)
+    options = settings.model_dump(include={"dtype", "graphs", "tensor_parallel"})
+    # over a link, nobody reads what the target has cached
+    shared = settings.link is None
+    with load_chain(folder, share_caches=shared, say=say, **options) as chain:
+        if settings.tensor_parallel > 1:
+            say(f"memory: {chain.memory.shown}")
+        planning = plan_loaded(chain, settings, say)
     measured = planning.measured.model_copy(update={"prompts": prompts_named})
     record_plan(folder, measured)
     return replace(planning, measured=measured)
@@ -72,10 +79,15 @@ def plan_loaded(
     """As `plan_chain`, for a loaded chain; writes nothing.
 
     Args:
+        chain: for a plan over a link, loaded with `share_caches=False`.
         clock: seconds since any moment, by which `settings.max_seconds` are counted.
     """
     budget = Budget(settings.max_seconds, clock)
-    if settings.loads:
+    link = None if settings.link is None else Link.of(settings.link)
+    grid = settings.grid if link is None else settings.grid.over_link
+    # sequences that wait for a link are no load
+    loads = settings.loads if link is None else ()
+    if loads:
         budget.max_seconds *= 1 - LOADS_SHARE
     calibration = answer_prompts(
         chain.engine,
@@ -83,19 +95,24 @@ def plan_loaded(
         chain.stop_tokens,
         settings.max_new_tokens,
         Sampling(settings.temperature, seed=settings.seed),
-        settings.grid,
+        grid,
         rules_to_compare(settings),
         budget,
         say,
     )
     measured = measure(calibration, budget, say)
+    if link is not None:
+        (alike,) = measured.measurements  # by the one rule of links
+        prompt, costs = calibration.answered[0].prompt, alike.passes[alike.target]
+        of_messages = message_seconds(chain, prompt, costs, link)
+        measured = measured.over(link, of_messages, settings.optimistic)
     say("plan: simulates the rounds of every plan")
-    choice = choose_plan(measured.measurements, settings.grid)
+    choice = choose_plan(measured.measurements, grid)
     measured, choice, timed_again = time_finalists(measured, choice, budget, say)
     choice = try_windows(measured, choice, budget, say)
     budget.max_seconds = settings.max_seconds
     timer = LoadTimer(measured.calibration)
-    by_load = choose_by_load(measured, choice, settings.loads, timer, budget, say)
+    by_load = choose_by_load(measured, choice, loads, timer, budget, say)
     measurements, _ = measured.by_rule(choice.rule)
     spent = {**budget.report(), "timed_again": timed_again}
     say(f"plan: {shown_budget(spent)}")
@@ -107,6 +124,7 @@ def plan_loaded(
         hardware=measurements.hardware,
         dtype=measurements.dtype,
         temperature=measurements.temperature,
+        link=settings.link,
         others=tuple(
             PredictedPlan(plan=one.plan, seconds_per_token=one.seconds_per_token) for one in others
         ),

@@ -21,6 +21,9 @@ from polybasic.deploy.planner.simulation import NUM_DRAWS, Simulator
 from polybasic.deploy.settings import PlanGrid
 
 BREAK_EVENS = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
+BREAK_EVENS_OVER_LINK = (0.02, 0.05, 0.1, *BREAK_EVENS)
+"""The slower the target's answers come, the less likely a block may be that is worth another round.
+"""
 MIN_GAIN = 0.01
 """Share of the time that a member, an adaptive flush or another rule must save to be chosen."""
 EXHAUSTIVE_POINTS = 100
@@ -270,7 +273,8 @@ def _fewest_windows_that_pay(without: Candidate, tried: Sequence[Candidate]) -> 
 
 def member_sets(measurements: Measurements, grid: PlanGrid) -> list[MemberSet]:
     """Every set of measured members that can run: the target, some intermediates, a drafter for
-    the innermost verifier or none, with n-grams or without."""
+    the innermost verifier or none, with n-grams or without. A target over a link has no drafter:
+    its states are not on this side, and no trees on the way."""
     target, *intermediates = measurements.verifying
     intermediates = [name for name in intermediates if name in measurements.passes]
     has_ngrams = [False]
@@ -280,10 +284,12 @@ def member_sets(measurements: Measurements, grid: PlanGrid) -> list[MemberSet]:
     for num in range(len(intermediates) + 1):
         for chosen in combinations(intermediates, num):
             verifying = (target, *chosen)
+            is_far = not chosen and measurements.link is not None
             drafters = [
                 (name,)
                 for name, drafts_for in measurements.drafters.items()
                 if verifying[-1] in drafts_for
+                and not is_far
                 and _tree_axes(measurements, grid, name, verifying[-1])
             ]
             found += [
@@ -426,7 +432,9 @@ def _with_adaptive_flush(
             continue
         acceptance = acceptance_by_bin(simulator.measurements, above, below)
         adaptive: list[Candidate] = []
-        for flush in _adaptive_flushes(best.plan.flush[above], acceptance, grid):
+        is_over_link = simulator.measurements.link is not None
+        break_evens = BREAK_EVENS_OVER_LINK if is_over_link else BREAK_EVENS
+        for flush in _adaptive_flushes(best.plan.flush[above], acceptance, grid, break_evens):
             plan = best.plan.model_copy(update={"flush": best.plan.flush | {above: flush}})
             predicted = simulator.run(plan)
             adaptive.append(Candidate(fixed.members, plan, predicted, simulator.measurements))
@@ -438,12 +446,12 @@ def _with_adaptive_flush(
 
 
 def _adaptive_flushes(
-    fixed: Flush, acceptance: tuple[float, ...], grid: PlanGrid
+    fixed: Flush, acceptance: tuple[float, ...], grid: PlanGrid, break_evens: Sequence[float]
 ) -> Iterator[Flush]:
     """With the maximum length of the fixed one, of the next two of the grid, and of its last."""
     longer = sorted(length for length in grid.flush_lengths if length > fixed.length)
     for length in sorted({fixed.length, *longer[:2], *longer[-1:]}):
-        for break_even in BREAK_EVENS:
+        for break_even in break_evens:
             adaptive = AdaptiveFlush(break_even=break_even, acceptance=acceptance)
             yield Flush(length=length, adaptive=adaptive)
 

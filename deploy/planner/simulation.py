@@ -36,6 +36,7 @@ import numpy as np
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.plan import Flush, Ngram, Plan, Rule, Tree
 from polybasic.chain.kernels.drafts import Counts
+from polybasic.deploy.planner.ahead import PlayedBlock
 from polybasic.deploy.planner.measurements import Measurements, Values, num_candidates
 from polybasic.deploy.planner.prediction import Played, Predicted, predict
 from polybasic.deploy.rounds.flushing import AdaptiveFlushing
@@ -123,9 +124,10 @@ class Simulator:
             for (start, end), limit in zip(self.spans, self.limits, strict=True):
                 stages[0].begin(start, end, limit)
                 stages[0].propose(start, limit, None, limit)
-        tree = stages[-1]
+        tree, root = stages[-1], stages[0]
         assert isinstance(tree, _TreeStage)
         return Played(
+            blocks=tuple(root.blocks) if isinstance(root, _BlockStage) else (),
             rows={name: one.rows_read() for name, one in zip(names, stages, strict=True)},
             gained={name: one.num_gained() for name, one in zip(names, stages, strict=True)},
             proposed={
@@ -370,6 +372,8 @@ class _BlockStage:
     def __init__(self, below: "_TreeStage | _BlockStage", flush: Flush, shares_cache: bool) -> None:
         self.below, self.flush, self.shares_cache = below, flush, shares_cache
         self.num_proposed = 0
+        self.blocks: list[PlayedBlock] = []
+        self._is_first = True
         self._flush_length = flush.length
         self._flushing: AdaptiveFlushing | None = None
         self._rows: list[int] = []
@@ -377,6 +381,7 @@ class _BlockStage:
         self._read = self._end = self._limit = self._divergence = 0
 
     def begin(self, start: int, end: int, limit: int) -> None:
+        self._is_first = True
         # The stage adds one token to the gain of the stage below.
         self._read, self._end, self._limit = start - 1, end, limit - 1
         if self.flush.adaptive is not None:
@@ -411,6 +416,9 @@ class _BlockStage:
             self._flushing.learn(kept - position)
         self.num_proposed += reached - position
         self._rows.append(reached - self._read)
+        is_foreseen = self._divergence > reached
+        self.blocks.append(PlayedBlock(self._rows[-1], is_foreseen, self._is_first))
+        self._is_first = False
         # Nothing follows a stop token that is kept.
         stands = min(kept + 1, self._end)
         self._num_gained += stands - position

@@ -24,6 +24,7 @@ from polybasic.deploy.hardware import hardware_name
 from polybasic.deploy.planner.budget import Budget
 from polybasic.deploy.planner.costs import RoundCosts, measure_costs
 from polybasic.deploy.planner.measurements import Measurements, Trace
+from polybasic.deploy.remote.link import Link
 from polybasic.deploy.request import Request
 from polybasic.deploy.rounds.passes import alone
 from polybasic.deploy.rounds.sampling import Prefixes, Sampling, make_sampler
@@ -125,6 +126,14 @@ class Measured:
         pairs = zip(self.measurements, self.costs, strict=True)
         return next(pair for pair in pairs if rule in pair[0].rules)
 
+    def over(self, link: Link, message_seconds: float, is_optimistic: bool) -> "Measured":
+        """The same with a target behind a link; see `Measurements`."""
+        found = [
+            replace(one, link=link, message_seconds=message_seconds, is_optimistic=is_optimistic)
+            for one in self.measurements
+        ]
+        return replace(self, measurements=tuple(found))
+
     def with_costs(self) -> "Measured":
         """With the costs as they are now."""
         pairs = zip(self.measurements, self.costs, strict=True)
@@ -200,7 +209,7 @@ def measure(calibration: Calibration, budget: Budget, say: Callable[[str], None]
     )
     measurements = tuple(
         Measurements(
-            hardware=hardware_name(models.target.device),
+            hardware=hardware_name(models.target.device, models.num_parts),
             dtype=name_of(models.target.dtype),
             temperature=calibration.sampling.temperature,
             verifying=tuple(engine.verifiers),

@@ -294,7 +294,7 @@ def test_a_plan_is_chosen_written_run_and_reported(
         assert (agreement.answers, agreement.identical, agreement.near_ties) == (2, 2, 0)
 
     caplog.set_level(logging.WARNING)
-    monkeypatch.setattr(loading, "hardware_name", lambda device: "another machine")
+    monkeypatch.setattr(loading, "hardware_name", lambda *_: "another machine")
     elsewhere = load_chain(tiny_chain, dtype="float32")
     assert elsewhere.plan == read_manifest(tiny_chain).plan
     assert any(hardware in line and "polybasic plan" in line for line in caplog.messages)
