@@ -11,8 +11,8 @@ from torch import Tensor, distributed
 from torch.distributed.rendezvous import rendezvous
 
 from polybasic.chain.errors import UserError
+from polybasic.chain.processes.coordinator import Coordinator, has_coordinator, set_coordinator
 from polybasic.chain.processes.place import Place, master_in, place_in
-from polybasic.chain.processes.together import Together, is_met, meet
 
 # the first process loads and evaluates for minutes while the others wait
 _TIMEOUT = datetime.timedelta(hours=6)
@@ -43,12 +43,14 @@ def process_group() -> Iterator[Place]:
             join(place)
         else:
             _check_same(place)
-            if place.world_size > 1 and not is_met():
-                meet(Together(distributed.distributed_c10d._get_default_store(), place))
+            if place.world_size > 1 and not has_coordinator():
+                set_coordinator(
+                    Coordinator(distributed.distributed_c10d._get_default_store(), place)
+                )
         yield place
 
 
-def join(place: Place, store: distributed.Store | None = None) -> Together | None:
+def join(place: Place, store: distributed.Store | None = None) -> Coordinator | None:
     """Join the group of all processes.
 
     Args:
@@ -62,21 +64,21 @@ def join(place: Place, store: distributed.Store | None = None) -> Together | Non
     Raises:
         UserError: more processes on a host than GPUs, or a first process that cannot be reached.
     """
-    backend, together = "gloo", None
+    backend, coordinator = "gloo", None
     if place.world_size == 1:
         store = distributed.HashStore()
     else:
         store = store or _store(place)
         store.set_timeout(_TIMEOUT)
-        together = Together(store, place)
-        meet(together)
+        coordinator = Coordinator(store, place)
+        set_coordinator(coordinator)
     if torch.cuda.is_available():
         _take_gpu(place, store)
         backend = "nccl"
     distributed.init_process_group(
         backend, store=store, rank=place.rank, world_size=place.world_size, timeout=_TIMEOUT
     )
-    return together
+    return coordinator
 
 
 def _check_same(place: Place) -> None:
@@ -160,7 +162,7 @@ def process_device() -> torch.device:
 
 
 def wait_for_all() -> None:
-    """Return when every process has come here."""
+    """Return when every process has come here; fails if one is lost."""
     sum_over_processes(torch.zeros((), device=process_device())).item()
 
 

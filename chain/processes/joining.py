@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from polybasic.chain.processes.coordinator import silent_unless_first
 from polybasic.chain.processes.place import Place, place_in
-from polybasic.chain.processes.together import silent_unless_first
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from torch import distributed
 from torch.multiprocessing import ProcessExitedException, start_processes
 
 from polybasic.chain.errors import UserError
+from polybasic.chain.processes.coordinator import silent_unless_first
 from polybasic.chain.processes.interruption import (
     HANDLED_SIGNALS,
     Interrupted,
@@ -24,7 +25,6 @@ from polybasic.chain.processes.interruption import (
     record_signals,
 )
 from polybasic.chain.processes.place import Place, place_in
-from polybasic.chain.processes.together import silent_unless_first
 
 _START_METHOD = "forkserver"
 _LOCALHOST = "127.0.0.1"

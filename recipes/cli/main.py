@@ -11,10 +11,10 @@ import typer
 from typer.core import TyperGroup
 
 from polybasic.chain.errors import LostProcessError, UserError
+from polybasic.chain.processes.coordinator import end_all, is_of_a_lost_process, show, watch
 from polybasic.chain.processes.interruption import Interrupted, signals_raise
 from polybasic.chain.processes.joining import joined, leave
 from polybasic.chain.processes.place import place_in
-from polybasic.chain.processes.together import end_all, is_of_a_lost_process, show, watch
 from polybasic.chain.terminal import ShownStream
 from polybasic.recipes.cli import (
     chain,

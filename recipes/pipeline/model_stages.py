@@ -9,7 +9,7 @@ from typing import Any
 
 from polybasic.chain.formats.checkpoint import resolve_head
 from polybasic.chain.formats.files import write_json
-from polybasic.chain.processes.together import told_by_first
+from polybasic.chain.processes.coordinator import broadcast_from_first
 from polybasic.recipes.pipeline.conversation_rows import (
     conversation_stages,
     encoded_rows,
@@ -75,11 +75,11 @@ def head_stage(recipe: Recipe, name: str, source: str, copy: str) -> Stage:
         if draft.model == "train":
             return _train(workspace, source, folder, **given)
         if draft.adapt == "none":
-            return told_by_first(lambda: _import(workspace, source, draft, folder))
+            return broadcast_from_first(lambda: _import(workspace, source, draft, folder))
         imported = folder / _IMPORTED_NAME
-        summary = told_by_first(lambda: _import(workspace, source, draft, imported))
+        summary = broadcast_from_first(lambda: _import(workspace, source, draft, imported))
         summary |= _train(workspace, source, folder, start=imported, lora=draft.lora, **given)
-        told_by_first(lambda: shutil.rmtree(imported))
+        broadcast_from_first(lambda: shutil.rmtree(imported))
         return summary
 
     needs = conversation_stages(recipe, source) + ((copy,) if learns_from_copy else ())

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from polybasic.chain.formats.files import sha256_of_file
+from polybasic.chain.processes.coordinator import broadcast_from_first
 from polybasic.chain.processes.place import Place
-from polybasic.chain.processes.together import told_by_first
 from polybasic.recipes.pipeline.running import Stage, Workspace
 from polybasic.recipes.pipeline.sources import (
     CONVERSATIONS_NAME,
@@ -57,7 +57,7 @@ def _run(workspace: Workspace, folder: Path) -> dict[str, Any]:
     from polybasic.chain.processes.launching import in_processes
 
     if _settings(workspace).endpoint is not None:
-        summary = told_by_first(lambda: _regenerate(workspace, folder, _server(workspace)))
+        summary = broadcast_from_first(lambda: _regenerate(workspace, folder, _server(workspace)))
     else:
         arguments = {"workspace": workspace, "folder": folder}
         num_processes = workspace.recipe.train.num_processes
@@ -122,7 +122,7 @@ def _runtime(workspace: Workspace) -> "AbstractAsyncContextManager[Answerer]":
     most = workspace.recipe.data.max_tokens + settings.max_new_tokens
     context_tokens = min(config.decoder.context_tokens, most)
     # by timings, which differ from process to process
-    dtype = told_by_first(lambda: answering_dtype(config))
+    dtype = broadcast_from_first(lambda: answering_dtype(config))
     target_here = LoneTarget(
         target, tokenizer_of(workspace), context_tokens, dtype=dtype, graphs=settings.graphs
     )

@@ -11,8 +11,8 @@ import yaml
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.files import LOCK_NAME, disk_errors, whole_file
+from polybasic.chain.processes.coordinator import broadcast_from_first, wait_for_all
 from polybasic.chain.processes.joining import joined
-from polybasic.chain.processes.together import told_by_first, wait_for_all
 from polybasic.recipes.estimates.dry_run import check_disk, estimate
 from polybasic.recipes.pipeline.running import (
     RECORD_NAME,
@@ -56,11 +56,11 @@ def run_recipe(
     """
     with joined() as place, ExitStack() as held:
         if place.world_size > 1:  # they may have been started in different folders
-            out = Path(told_by_first(lambda: str(out.absolute())))
+            out = Path(broadcast_from_first(lambda: str(out.absolute())))
         workspace = Workspace(recipe, out, command)
         stages = stages_of(recipe)
         _check_same_recipe(recipe)
-        written_at = told_by_first(lambda: _begin(workspace, stages, only, held))
+        written_at = broadcast_from_first(lambda: _begin(workspace, stages, only, held))
         _check_same_disk(out / _RECIPE_NAME, written_at)
         wait_for_all()
         run_stages(stages, workspace, only, say)
@@ -92,7 +92,7 @@ def _check_same_recipe(recipe: Recipe) -> None:
         UserError: another recipe than the first process's.
     """
     own = as_yaml(recipe)
-    first = told_by_first(lambda: own)
+    first = broadcast_from_first(lambda: own)
     if own != first:
         pairs = zip(own.splitlines(), first.splitlines(), strict=False)
         line, other = next((pair for pair in pairs if pair[0] != pair[1]), ("shorter", "longer"))

@@ -24,8 +24,8 @@ from polybasic.chain.formats.files import (
     whole_folder,
     write_json,
 )
+from polybasic.chain.processes.coordinator import broadcast_from_first, wait_for_first
 from polybasic.chain.processes.place import place_in
-from polybasic.chain.processes.together import told_by_first, wait_for_first
 from polybasic.recipes.pipeline.disk import full_disk_is_an_oserror
 from polybasic.recipes.pipeline.provenance import package_versions
 from polybasic.recipes.schema.recipe import Recipe
@@ -195,9 +195,9 @@ def run_stages(
     """
     for stage in closure(stages, only):
         if not stage.is_of_all:
-            told_by_first(functools.partial(_run_where_needed, stage, workspace, say))
+            broadcast_from_first(functools.partial(_run_where_needed, stage, workspace, say))
             continue
-        fields = told_by_first(functools.partial(_next_state, stage, workspace, say))
+        fields = broadcast_from_first(functools.partial(_next_state, stage, workspace, say))
         if fields is not None and place_in().is_first:
             _run_stage(stage, workspace, StageState(**fields), say)
         elif fields is not None:

@@ -20,8 +20,8 @@ from transformers import PreTrainedTokenizerBase
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.files import sha256_of_object, whole_file, write_json
+from polybasic.chain.processes.coordinator import wait_for_all
 from polybasic.chain.processes.place import Place
-from polybasic.chain.processes.together import wait_for_all
 from polybasic.chain.progress import ProgressReport
 from polybasic.train.answers.accounting import (
     Outcome,

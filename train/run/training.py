@@ -17,8 +17,8 @@ from polybasic.chain.formats.config import read_config
 from polybasic.chain.formats.files import read_json, sha256_of_file, sha256_of_object, write_json
 from polybasic.chain.formats.lineage import weights_digest
 from polybasic.chain.kernels.product_times import DTYPES
+from polybasic.chain.processes.coordinator import broadcast_from_first
 from polybasic.chain.processes.group import is_first_process, process_device, process_group
-from polybasic.chain.processes.together import told_by_first
 from polybasic.train.data.batches import BatchStream
 from polybasic.train.data.chat import check_chat_template
 from polybasic.train.data.conversations import (
@@ -106,7 +106,7 @@ def train_head(
                 "choose a multiple, or start fewer",
             )
         # by timings, which differ from process to process
-        dtype = told_by_first(lambda: settled(settings).dtype)
+        dtype = broadcast_from_first(lambda: settled(settings).dtype)
         given = _Given(
             target,
             conversations,
@@ -127,7 +127,7 @@ def _train(given: "_Given", provenance: dict[str, Any] | None) -> dict[str, Any]
     sources = _sources(given)
     identity = _identity(given, sources)
     finished = out / "training.json"
-    if told_by_first(finished.exists):
+    if broadcast_from_first(finished.exists):
         written = read_json(finished, "training record")
         if written["identity"] == identity:
             print(f"head is already trained: {out}", file=sys.stderr)

@@ -17,7 +17,7 @@ from typing import Any, NoReturn, TypeVar
 
 from polybasic.chain.processes.place import Place
 
-_Told = TypeVar("_Told")
+_Content = TypeVar("_Content")
 
 _POLL_SECONDS = 0.05
 _WATCH_SECONDS = 0.2
@@ -27,7 +27,7 @@ _ENDING, _SHOWN = "polybasic/ending", "polybasic/shown"
 _KNOWN, _LEFT = "polybasic/known", "polybasic/left"
 
 
-class Together:
+class Coordinator:
     """The processes of a group, as one of them sees them.
 
     Args:
@@ -37,26 +37,26 @@ class Together:
 
     def __init__(self, store: Any, place: Place) -> None:
         self._store, self._place = store, place
-        self._num_told = 0
+        self._num_broadcasts = 0
         self._is_ending, self._lock = False, threading.Lock()
 
-    def told_by_first(self, produce: Callable[[], _Told]) -> _Told:
+    def broadcast_from_first(self, produce: Callable[[], _Content]) -> _Content:
         """See the function of this name."""
-        self._num_told += 1
-        key = f"polybasic/told/{self._num_told}"
+        self._num_broadcasts += 1
+        key = f"polybasic/broadcast/{self._num_broadcasts}"
         if self._place.is_first:
-            told = produce()
-            self._store.set(key, json.dumps(told))
-            return told
+            content = produce()
+            self._store.set(key, json.dumps(content))
+            return content
         while not self._store.check([key]):
             time.sleep(_POLL_SECONDS)
-        found: _Told = json.loads(self._store.get(key))
+        found: _Content = json.loads(self._store.get(key))
         return found
 
     def wait_for_all(self) -> None:
         """See the function of this name."""
-        self._num_told += 1
-        self._count(f"polybasic/told/{self._num_told}", self._place.world_size)
+        self._num_broadcasts += 1
+        self._count(f"polybasic/broadcast/{self._num_broadcasts}", self._place.world_size)
 
     def watch(self) -> None:
         """From now on, end this process when another one says how all end."""
@@ -160,13 +160,13 @@ def show(text: str) -> None:
         print(text, file=stream, flush=True)
 
 
-_together: Together | None = None
+_coordinator: Coordinator | None = None
 
 
-def meet(together: Together | None) -> None:
+def set_coordinator(coordinator: Coordinator | None) -> None:
     """Make a group that of this process; None: it is alone."""
-    global _together
-    _together = together
+    global _coordinator
+    _coordinator = coordinator
 
 
 def is_of_a_lost_process(error: BaseException) -> bool:
@@ -174,18 +174,18 @@ def is_of_a_lost_process(error: BaseException) -> bool:
     return "gloo" in str(error) and "by peer" in str(error)
 
 
-def is_met() -> bool:
+def has_coordinator() -> bool:
     """Whether this process has a group of several."""
-    return _together is not None
+    return _coordinator is not None
 
 
 def watch() -> None:
     """From now on, end this process when another one of its group says how all end."""
-    if _together is not None:
-        _together.watch()
+    if _coordinator is not None:
+        _coordinator.watch()
 
 
-def told_by_first(produce: Callable[[], _Told]) -> _Told:
+def broadcast_from_first(produce: Callable[[], _Content]) -> _Content:
     """What the first process produces, in all: the others wait for it, however long it takes.
 
     All processes call this equally often, in the same order.
@@ -193,18 +193,19 @@ def told_by_first(produce: Callable[[], _Told]) -> _Told:
     Args:
         produce: JSON content; called in the first process alone.
     """
-    return produce() if _together is None else _together.told_by_first(produce)
+    return produce() if _coordinator is None else _coordinator.broadcast_from_first(produce)
 
 
 def wait_for_first() -> None:
-    """Return when the first process has come here; called by all, as `told_by_first`."""
-    told_by_first(lambda: None)
+    """Return when the first process has come here; called by all, as `broadcast_from_first`."""
+    broadcast_from_first(lambda: None)
 
 
 def wait_for_all() -> None:
-    """Return when all processes have come here; called by all, as `told_by_first`."""
-    if _together is not None:
-        _together.wait_for_all()
+    """Return when all processes have come here, however long that takes; called by all, as
+    `broadcast_from_first`. For short waits see `polybasic.chain.processes.group.wait_for_all`."""
+    if _coordinator is not None:
+        _coordinator.wait_for_all()
 
 
 def end_all(code: int, text: str = "") -> int:
@@ -217,7 +218,7 @@ def end_all(code: int, text: str = "") -> int:
     Returns:
         The exit code of all.
     """
-    if _together is not None:
-        return _together.end(code, text)
+    if _coordinator is not None:
+        return _coordinator.end(code, text)
     show(text)
     return code

@@ -16,20 +16,20 @@ from torch import distributed
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.processes import group
+from polybasic.chain.processes.coordinator import Coordinator
 from polybasic.chain.processes.launching import in_processes
 from polybasic.chain.processes.place import Place
-from polybasic.chain.processes.together import Together
 from polybasic.recipes.cli import main as cli
 from tests import forked
 
 
-def in_threads(function: Callable[[Together, Place], Any], num: int = 3) -> list[Any]:
+def in_threads(function: Callable[[Coordinator, Place], Any], num: int = 3) -> list[Any]:
     """What each of `num` processes returns, all of them threads of this one."""
     store, found = distributed.HashStore(), dict[int, Any]()
 
     def call(rank: int) -> None:
         place = Place(rank, num)
-        found[rank] = function(Together(store, place), place)
+        found[rank] = function(Coordinator(store, place), place)
 
     threads = [threading.Thread(target=call, args=(rank,)) for rank in range(num)]
     for thread in threads:
@@ -40,13 +40,13 @@ def in_threads(function: Callable[[Together, Place], Any], num: int = 3) -> list
 
 
 def test_all_are_told_what_the_first_one_produces() -> None:
-    def tell(together: Together, place: Place) -> list[Any]:
-        told = [together.told_by_first(lambda: {"rank": place.rank}) for _ in range(2)]
+    def tell(coordinator: Coordinator, place: Place) -> list[Any]:
+        told = [coordinator.broadcast_from_first(lambda: {"rank": place.rank}) for _ in range(2)]
         if place.rank == 2:
             time.sleep(0.2)
         came = time.monotonic()
-        together.wait_for_all()
-        return [told, came, time.monotonic(), together.end(0, "")]
+        coordinator.wait_for_all()
+        return [told, came, time.monotonic(), coordinator.end(0, "")]
 
     found = in_threads(tell)
     assert [each[0] for each in found] == [[{"rank": 0}] * 2] * 3
@@ -55,8 +55,8 @@ def test_all_are_told_what_the_first_one_produces() -> None:
 
 
 def test_one_line_and_one_exit_code_end_all(capsys: pytest.CaptureFixture[str]) -> None:
-    def fail(together: Together, place: Place) -> int:
-        return together.end(3 + place.rank, f"failed in {place.rank}")
+    def fail(coordinator: Coordinator, place: Place) -> int:
+        return coordinator.end(3 + place.rank, f"failed in {place.rank}")
 
     codes = in_threads(fail)
     assert len(set(codes)) == 1
