@@ -82,12 +82,15 @@ class StoredTensors:
         if f"{names[0]}.qweight" in self:
             parts = [self._quantized(name, one) for name, one in zip(names, taken, strict=True)]
             return backend.int4(QuantizedWeight.stack(parts), bias)
-        # a backend that lays weights out anew reads them where they are mapped
-        weights = _outputs(self._read([f"{name}.weight" for name in names]), taken)
-        if taken[0].inputs is not None:
-            weights = [weight[:, taken[0].inputs] for weight in weights]
-        joined = self._concatenated(weights, backend.keeps_dense)
+        # a backend that lays weights out anew reads them where they are mapped; files whose
+        # tensors are joined are not mapped any more by then
+        joined = self._concatenated(self._weights(names, taken), backend.keeps_dense)
         return backend.draft(joined, bias) if drafts else backend.dense(joined, bias)
+
+    def _weights(self, names: Sequence[str], taken: Sequence[Taken]) -> list[Tensor]:
+        weights = _outputs(self._read([f"{name}.weight" for name in names]), taken)
+        inputs = taken[0].inputs
+        return weights if inputs is None else [weight[:, inputs] for weight in weights]
 
     def _quantized(self, name: str, taken: Taken = ALL) -> QuantizedWeight:
         stored = self._read([f"{name}.{part}" for part in ("qweight", "qzeros", "scales")])
