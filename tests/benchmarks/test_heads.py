@@ -93,7 +93,7 @@ def test_small_table_from_training_to_record(
     def refuse(*_: Any, **__: Any) -> None:
         raise UserError("trained again", "a line", "not to be")
 
-    monkeypatch.setattr(heads, "train_head_in_processes", refuse)
+    monkeypatch.setattr(heads, "in_processes", refuse)
     assert run(f"{words} --record {record}") == found, "kept in the work folder"
     with pytest.raises(UserError, match="trained again"):
         run(f"{words.replace('num_steps=2', 'num_steps=3')} --record {record}")
