@@ -210,16 +210,7 @@ def _allocate(engine: Engine, plan: Plan, sequences: int) -> None:
 
 def _stated(checked: CheckedChain, options: LoadOptions) -> Memory:
     device, dtype = device_named(options.device), _dtype(checked, options)
-    kernels = _kernels(device, dtype, checked.target_config.decoder)
-    layout = Layout(
-        device.type,
-        name_of(dtype),
-        kernels,
-        widens=device.type == "cpu"
-        and kernels == "eager"
-        # 4-bit products keep a copy that was rounded to bfloat16
-        and not (multiplies_fast(dtype) and multiplies_fast(torch.bfloat16)),
-    )
+    layouts = _layouts(checked, device, dtype)
     num_tokens = _context_tokens(checked, options)
     verifying = [
         (one.name, file.decoder, file.in_4_bits)
@@ -231,8 +222,9 @@ def _stated(checked: CheckedChain, options: LoadOptions) -> Memory:
     check_divisible(verifying, options.tensor_parallel)
     return state_memory(
         checked,
-        layout,
+        layouts[checked.manifest.members[0].name],
         num_tokens,
+        others=layouts,
         share_caches=options.share_caches,
         sequences=options.sequences or 1,
         num_parts=options.tensor_parallel,
@@ -250,12 +242,39 @@ def _check_layers_are_whole(checked: CheckedChain, num_parts: int) -> None:
             )
 
 
-def _kernels(device: torch.device, dtype: torch.dtype, config: DecoderConfig) -> Kernels:
-    """Whose layout weights are kept in."""
-    backend = backend_for(device, dtype, config)
-    if not backend.packs_4_bits:
-        return "eager"
-    return "native" if backend.name == "cpu" else "device"
+def layout_of(device: torch.device, dtype: torch.dtype, *configs: DecoderConfig) -> Layout:
+    """How the weights of a model, or of models that share weights, lie when they are loaded.
+
+    Args:
+        configs: of the models, as of `backend_for`.
+    """
+    backend = backend_for(device, dtype, *configs)
+    if backend.packs_4_bits:
+        kernels: Kernels = "native" if backend.name == "cpu" else "device"
+        return Layout(device.type, name_of(dtype), kernels)
+    on_cpu = device.type == "cpu"
+    widened = [name for name, one in DTYPES.items() if on_cpu and not multiplies_fast(one)]
+    return Layout(device.type, name_of(dtype), "eager", tuple(widened))
+
+
+def _layouts(checked: CheckedChain, device: torch.device, dtype: torch.dtype) -> dict[str, Layout]:
+    """By member, as `_load_models` loads them."""
+    configs, members = checked.configs, checked.manifest.members
+    found = {}
+    for member in members:
+        file = configs[member.name]
+        read: list[DecoderConfig] = [file.of(member.kind)]
+        if is_head(member.kind):
+            kind = HEAD_KINDS[member.kind]
+            if kind.steers:
+                steered = find_steered(member.name, file, members, configs)
+                read = [configs[steered.name].decoder]
+            else:
+                # a head without layers of its own has its verifier's backend
+                verifier = configs[member.drafts_for[0]].decoder
+                read = [verifier] if kind.layer is None else [verifier, *read]
+        found[member.name] = layout_of(device, dtype, *read)
+    return found
 
 
 def _plan(checked: CheckedChain, given: Plan | None, hardware: str) -> Plan | MeasuredPlan:

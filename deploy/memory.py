@@ -4,7 +4,7 @@ The bytes are those of weights as they lie when loaded, of caches for the whole 
 workspace of a pass, by the configs and the headers of weight files; `MARGIN` is for all the rest.
 """
 
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import asdict, dataclass
 from math import prod
 from typing import Any, Literal
@@ -50,13 +50,14 @@ class Layout:
         device: "cpu" or "cuda".
         dtype: of weights and caches.
         kernels: that multiply.
-        widens: dense products are in float32 all the same.
+        widened: dtypes whose products PyTorch's operations compute in float32, with weights kept
+            so.
     """
 
     device: str
     dtype: str
     kernels: Kernels
-    widens: bool = False
+    widened: tuple[str, ...] = ()
 
     @property
     def item_bytes(self) -> int:
@@ -71,13 +72,13 @@ class Layout:
     @property
     def weight_bytes(self) -> dict[Form, float]:
         """Of one weight once it is loaded."""
-        dense = 4 if self.widens else self.item_bytes
+        dense = 4 if self.dtype in self.widened else self.item_bytes
         int4: float = dense
         if self.kernels != "eager":
             int4 = _INT4_BYTES
         elif self.device == "cpu":
             # PyTorch's 4-bit product is for few rows; more of them read a copy in bfloat16
-            int4 = _INT4_BYTES + (4 if self.widens else 2)
+            int4 = _INT4_BYTES + (4 if "bfloat16" in self.widened else 2)
         rounded = _ROUNDED_BYTES if self.rounds_heads else dense
         return {"kept": self.item_bytes, "dense": dense, "int4": int4, "rounded": rounded}
 
@@ -87,7 +88,7 @@ class Memory:
     """A chain's bytes on its device.
 
     Attributes:
-        layout: that they hold for.
+        layout: of the first member that is loaded.
         context_tokens: prompt and answer together; caches have `MAX_TREE_ROWS` rows more.
         members: bytes of "weights" and of "cache" by name, of all sequences; a cache that members
             share counts for the first of them.
@@ -174,6 +175,7 @@ class Memory:
         parts = {"num_parts": self.num_parts, "follower_bytes": self.follower_bytes}
         return {
             **asdict(self.layout),
+            "widened": [*self.layout.widened],
             "context_tokens": self.context_tokens,
             "sequences": self.sequences,
             "members": self.members,
@@ -187,6 +189,7 @@ def state_memory(
     layout: Layout,
     context_tokens: int,
     *,
+    others: Mapping[str, Layout] | None = None,
     share_caches: bool = True,
     sequences: int = 1,
     num_parts: int = 1,
@@ -197,14 +200,16 @@ def state_memory(
         checked: the chain.
         layout: of the weights.
         context_tokens: prompt and answer together.
+        others: layouts of members, by name, whose weights lie otherwise.
         share_caches: False gives every verifying member a cache of its own.
         sequences: that have caches of their own.
         num_parts: processes that the verifying members are divided among, as `check_divisible`
             allows; the first has all the rest.
     """
+    layouts = {one.name: layout for one in checked.loaded} | dict(others or {})
 
     def stated(shard: Shard, follower: Memory | None = None) -> Memory:
-        return _state(checked, layout, context_tokens, share_caches, sequences, shard, follower)
+        return _state(checked, layouts, context_tokens, share_caches, sequences, shard, follower)
 
     # where parts are not equal, the last is the largest
     follower = None if num_parts == 1 else stated(Shard(num_parts - 1, num_parts))
@@ -213,7 +218,7 @@ def state_memory(
 
 def _state(
     checked: CheckedChain,
-    layout: Layout,
+    layouts: Mapping[str, Layout],
     context_tokens: int,
     share_caches: bool,
     sequences: int,
@@ -222,17 +227,17 @@ def _state(
 ) -> Memory:
     found: dict[str, dict[str, int]] = {}
     above: tuple[object, ...] | None = None
-    making, row_values = 0.0, 0
+    making, row_bytes = 0.0, 0
     for member in checked.loaded:
         if member.role == "drafter" and shard.rank > 0:
             continue
-        file = checked.configs[member.name]
+        file, layout = checked.configs[member.name], layouts[member.name]
         config, stored = file.of(member.kind), tensor_headers(file.folder).keys()
         if member.role != "drafter":
             config = shard.local(config, file.in_4_bits)
         weights = list(_weights(member.kind, config, stored, layout, shard))
         making = max(making, *(num * _MAKING_BYTES[form] for form, num in weights))
-        row_values = max(row_values, _prompt_values(config, layout))
+        row_bytes = max(row_bytes, _prompt_values(config, layout) * layout.item_bytes)
         values = _cached_values(config)
         if isinstance(config, HeadConfig) and HEAD_KINDS[config.kind].steers:
             steered = find_steered(member.name, file, checked.manifest.members, checked.configs)
@@ -245,9 +250,9 @@ def _state(
             "weights": round(sum(num * layout.weight_bytes[form] for form, num in weights)),
             "cache": sequences * cached * layout.item_bytes,
         }
-    passing = max(making, context_tokens * row_values * layout.item_bytes)
+    passing = max(making, context_tokens * row_bytes)
     workspace = _LIBRARY_BYTES + (shard.count > 1) * _GROUP_BYTES + round(passing)
-    given = layout, context_tokens, found, workspace, sequences
+    given = layouts[checked.loaded[0].name], context_tokens, found, workspace, sequences
     return Memory(*given, follower, shard.count)
 
 

@@ -51,6 +51,7 @@ def have_ended(pids: list[int], seconds: float = 10) -> bool:
 
 def test_a_stuck_process_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(group, "TIMEOUT", datetime.timedelta(seconds=1))
+    monkeypatch.setattr(group, "_GRACE_SECONDS", 10.0)  # rank 1 may be slow beside other tests
     monkeypatch.setattr(processes, "_END_SECONDS", 0.2)
     found, followers = processes.gathered(3, torch.device("cpu"))
     assert followers is not None
