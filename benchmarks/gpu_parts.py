@@ -18,6 +18,7 @@ from command import Report
 from end_to_end import (
     HERE,
     HF_GENERATE,
+    Times,
     measure_end_to_end,
     report_end_to_end,
     shown_plans,
@@ -251,7 +252,7 @@ def parts_of(session: Session) -> list[Part]:
     short, *longer = session.settings.contexts
     parts = [
         Part("machine", 20, _machine),
-        Part(f"{FIRST} load", 110, partial(_load, FIRST), 20),
+        Part(f"{FIRST} load", 150, partial(_load, FIRST), 20),
         Part(f"{FIRST} passes", 100, partial(_passes, FIRST), 10),
         Part(f"{FIRST} plans", 80, partial(_plans, FIRST), 10),
         _answers(FIRST, short, GREEDY, 60),
@@ -415,17 +416,16 @@ def _answers(shape: str, context: int, temperature: float, seconds: float, sourc
         found.report.say(f"Prompts of {named}: {lengths} tokens.")
         works = _that_answer(Here(chain), plans, prompts[0], temperature, found)
         tokens = settings.max_new_tokens if is_short else settings.max_new_tokens // 2
-        times = measure_end_to_end(
-            {HERE: dict.fromkeys(works, Here(chain))}, works, prompts, tokens, settings.turns,
-            temperature, found.is_over,
-        )  # fmt: skip
+        answering = dict.fromkeys(works, Here(chain))
+        times = _times(found, answering, works, prompts, tokens, settings.turns, temperature)
         if not times:
             found.left_out.append("answers: no time was left")
             return
-        report_end_to_end(found.report, times, shown_plans(works, chain))
-        if is_short and temperature == GREEDY and THREE in works:
+        measured = {name: works[name] for name in times[HERE]}
+        report_end_to_end(found.report, times, shown_plans(measured, chain))
+        if is_short and temperature == GREEDY and THREE in measured:
             for other in (TARGET, EAGLE2):
-                if other in works:
+                if other in measured:
                     of = f" ({named})" if source else ""
                     gained = speedup(times[HERE][other].per_token, times[HERE][THREE].per_token)
                     found.figures[f"{shape}: three models over {other}{of}"] = gained.median
@@ -447,20 +447,49 @@ def _that_answer(
     }
 
 
+def _times(
+    found: Found,
+    answering: Mapping[str, Answering],
+    plans: Mapping[str, Plan],
+    prompts: Sequence[list[int]],
+    max_new_tokens: int,
+    turns: int,
+    temperature: float = GREEDY,
+) -> Times:
+    """`measure_end_to_end` of the systems here: in turns, or if one fails each of them alone."""
+
+    def measured(names: Iterable[str]) -> Times:
+        return measure_end_to_end(
+            {HERE: {name: answering[name] for name in names}},
+            {name: plans[name] for name in names},
+            prompts, max_new_tokens, turns, temperature, found.is_over,
+        )  # fmt: skip
+
+    times = found.attempt("answers in turns", partial(measured, list(answering)))
+    if times is not None:
+        return times
+    alone = {name: found.attempt(name, partial(measured, [name])) for name in answering}
+    kept = {name: one[HERE][name] for name, one in alone.items() if one}
+    return {HERE: kept} if kept else {}
+
+
 def _hf_generate(shape: str, session: Session, found: Found) -> None:
     """transformers' own loop beside the target; then the grown files are of no more use."""
     chain, settings = session.chain(shape), session.settings
     prompts = session.prompts_of(shape, settings.contexts[0], settings.num_hf_prompts)
-    plans = {name: session.plans(shape)[TARGET] for name in (TARGET, HF_GENERATE)}
+    answering: dict[str, Answering] = {TARGET: Here(chain)}
     try:
-        answering: dict[str, Answering] = {TARGET: Here(chain), HF_GENERATE: HfGenerate.of(chain)}
-        times = measure_end_to_end(
-            {HERE: answering}, plans, prompts, settings.max_new_tokens, 1, is_over=found.is_over
-        )
+        made = found.attempt(HF_GENERATE, partial(HfGenerate.of, chain))
+        if made is not None:
+            answering[HF_GENERATE] = made
+        plans = dict.fromkeys(answering, session.plans(shape)[TARGET])
+        times = _times(found, answering, plans, prompts, settings.max_new_tokens, 1)
     finally:
         shutil.rmtree(session.work / shape, ignore_errors=True)
     if times:
-        report_end_to_end(found.report, times, shown_plans(plans, chain))
+        report_end_to_end(
+            found.report, times, shown_plans(dict.fromkeys(times[HERE], plans[TARGET]), chain)
+        )
 
 
 def _timeline(session: Session, found: Found) -> None:

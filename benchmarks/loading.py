@@ -20,9 +20,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.awq import GROUP_SIZE, QUANTIZATION_CONFIG
 from polybasic.chain.formats.config import read_config
 from polybasic.chain.formats.files import write_json
+from polybasic.chain.formats.quantization import GROUP_SIZE, QUANTIZATION_CONFIG
 from polybasic.chain.formats.shapes import expected_shapes, num_parameters, tensor_headers
 from polybasic.chain.kernels.selection import backend_for
 from polybasic.chain.model.loading import load_decoder

@@ -34,7 +34,8 @@ from torch import Tensor
 from traffic import linear_bytes
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.awq import GROUP_SIZE, QuantizedWeight, cpu_int4_weight, dequantize
+from polybasic.chain.formats.awq import QuantizedWeight, cpu_int4_weight, dequantize
+from polybasic.chain.formats.quantization import GROUP_SIZE
 from polybasic.chain.kernels.backend import Backend
 from polybasic.chain.kernels.selection import backend_for
 from polybasic.chain.kernels.weights import Linear

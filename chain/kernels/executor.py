@@ -6,7 +6,7 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -154,6 +154,13 @@ class Executor(ABC):
 
         Args:
             requests: of different sequences, each with a cache of its own.
+        """
+
+    def prepare(self, functions: Sequence[Callable[[], None]]) -> None:  # noqa: B027
+        """Choose together what functions that run passes would choose one by one, if anything.
+
+        Args:
+            functions: each is called, and computes no numbers that mean anything.
         """
 
     def draft(

@@ -58,12 +58,13 @@ def inverse_frequency(
         head_dim: size of a head.
         context_tokens: the model's number of positions.
     """
-    from transformers import LlamaConfig
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
     if rope["rope_type"] == "default":
         exponent = torch.arange(0, head_dim, 2).float() / head_dim
         return rope["rope_theta"] ** -exponent, 1.0
+    # imported where it computes, for its import takes a second
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
     described = LlamaConfig(
         hidden_size=head_dim,
         num_attention_heads=1,

@@ -2,8 +2,9 @@
 
 import importlib.util
 import logging
+import subprocess
 from functools import cache
-from importlib.metadata import version
+from pathlib import Path
 
 import torch
 
@@ -81,7 +82,9 @@ def describe_gpu_kernels() -> str:
         return "eager PyTorch (POLYBASIC_KERNELS=eager)"
     if missing := _missing(torch.device("cuda")):
         return f"PyTorch's operations ({missing})"
-    return f"triton {version('triton')} (float32: PyTorch's operations)"
+    import triton  # its distribution may have another name
+
+    return f"triton {triton.__version__} (float32: PyTorch's operations)"
 
 
 def has_triton() -> bool:
@@ -101,7 +104,24 @@ def _missing(device: torch.device) -> str | None:
             return "compute capability {}.{}, at least {}.{} is needed".format(
                 *found, *MIN_CAPABILITY
             )
+        return _launcher_fault()
     return None
+
+
+@cache
+def _launcher_fault() -> str | None:
+    """Why Triton cannot launch kernels, in one line; None if it can. It is asked once."""
+    from triton.runtime import driver
+
+    try:
+        _ = driver.active.utils
+    except subprocess.CalledProcessError as error:
+        reason = f"{Path(error.cmd[0]).name} ends with code {error.returncode}"
+    except Exception as error:
+        reason = str(error).strip().partition("\n")[0].rstrip(".")
+    else:
+        return None
+    return f"Triton cannot build what launches them, from C and Python.h (python3-dev): {reason}"
 
 
 @cache

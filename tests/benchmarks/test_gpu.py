@@ -4,6 +4,7 @@ import json
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -157,7 +158,6 @@ def test_what_fails_before_its_first_part_is_not_begun_again(
 ) -> None:
     words = ["gpu.py", str(tmp_path), "--record", str(tmp_path / "record.md"), "--minutes", "1"]
     monkeypatch.setattr(sys, "argv", words)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert gpu.main() == 2
     assert capfd.readouterr().err.count("error: no GPU: torch finds none") == 1
 
@@ -215,6 +215,46 @@ def test_plans_that_are_found_are_the_fastest(
     assert len(asked) == 5, "each plan once"
     session.parts["gpu-7b plans"] = {"plans": found.plans}
     assert session.plans("gpu-7b")["polybasic_full"].tree.model_dump() == shape
+
+
+@pytest.mark.parametrize("builds", [True, False])
+def test_a_system_that_fails_takes_no_others_answers_with_it(
+    builds: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers that cannot be set up, or that fails after a while."""
+    asked: list[list[str]] = []
+
+    def made(chain: Any) -> str:
+        if not builds:
+            raise ImportError("cannot import name 'GenerationMixin'")
+        return "transformers"
+
+    def measure(answering: Any, plans: Any, *_: Any) -> Any:
+        asked.append(list(plans))
+        assert answering["here"].keys() == plans.keys()
+        if "hf_generate" in plans:
+            raise RuntimeError("out of memory")
+        return {"here": {name: f"times of {name}" for name in plans}}
+
+    session = SimpleNamespace(
+        chain=lambda name: "chain", settings=parts.REHEARSAL, prompts_of=lambda *_: [[1]],
+        plans=lambda name: {"target": "its plan"}, work=tmp_path,
+    )  # fmt: skip
+    reported: list[Any] = []
+    monkeypatch.setattr(parts.HfGenerate, "of", made)
+    monkeypatch.setattr(parts, "measure_end_to_end", measure)
+    monkeypatch.setattr(parts, "shown_plans", lambda plans, chain: list(plans))
+    monkeypatch.setattr(parts, "report_end_to_end", lambda *given: reported.append(given[1:]))
+    found = parts.Found(time.time() + 60)
+    parts._hf_generate("gpu-7b", session, found)
+    assert reported == [({"here": {"target": "times of target"}}, ["target"])]
+    why = "RuntimeError: out of memory"
+    if builds:
+        assert asked == [["target", "hf_generate"], ["target"], ["hf_generate"]]
+        assert found.left_out == [f"answers in turns: {why}", f"hf_generate: {why}"]
+    else:
+        assert asked == [["target"]]
+        assert found.left_out == ["hf_generate: ImportError: cannot import name 'GenerationMixin'"]
 
 
 def test_kinds_of_attention_see_the_same(tiny_chain: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from polybasic.chain.kernels.cpu.instruction_sets import NATIVE, InstructionSet
 from polybasic.chain.kernels.cpu.unavailable import NativeUnavailable
 from polybasic.chain.kernels.environment import CACHE_VARIABLE, cache_folder
 from polybasic.chain.kernels.processor import flags_line
-from polybasic.chain.progress import ProgressReport
+from polybasic.chain.progress import ProgressReport, waiting
 
 SOURCE_FOLDER = Path(__file__).parent / "source"
 PREBUILT_FOLDER = Path(__file__).parent / "prebuilt"
@@ -107,7 +107,7 @@ def compile_library(compiler: Compiler, isa: InstructionSet, path: Path, cache: 
     ]
     with (
         ThreadPoolExecutor(_num_cores()) as pool,
-        ProgressReport("parts", len(units)) as progress,
+        ProgressReport("compiled parts", len(units)) as progress,
     ):
         progress.say(
             f"compiling the CPU kernels ({isa.name}) with {compiler}, once on this machine"
@@ -120,7 +120,8 @@ def compile_library(compiler: Compiler, isa: InstructionSet, path: Path, cache: 
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-    _run(compiler, ("-O3", "-shared", *map(str, objects), "-o", str(path)), cache)
+    with waiting("linking the CPU kernels"):
+        _run(compiler, ("-O3", "-shared", *map(str, objects), "-o", str(path)), cache)
     for made in objects:
         made.unlink()
 

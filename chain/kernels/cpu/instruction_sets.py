@@ -11,6 +11,9 @@ from polybasic.chain.kernels.processor import processor_flags
 NATIVE = "native"
 """All that the processor has, as the compiler finds it out."""
 
+PORTABLE = "portable"
+"""What every processor of an architecture has."""
+
 _PORTABLE = ("-DPOLYBASIC_PORTABLE",)
 _WIDE = ("-mprefer-vector-width=512",)
 _V3 = ("avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe")
@@ -46,7 +49,7 @@ class InstructionSet:
 
 INSTRUCTION_SETS = {
     "x86_64": (
-        InstructionSet("portable", "x86-64", options=_PORTABLE),
+        InstructionSet(PORTABLE, "x86-64", options=_PORTABLE),
         InstructionSet("avx2", "x86-64-v3", needs=_V3),
         InstructionSet("avx2-vnni", "x86-64-v3", ("avxvnni",), needs=(*_V3, "avx_vnni")),
         InstructionSet("avx512", "x86-64-v4", options=_WIDE, needs=_V4),
@@ -60,7 +63,7 @@ INSTRUCTION_SETS = {
         ),
     ),
     "aarch64": (
-        InstructionSet("portable", "armv8-a", options=_PORTABLE),
+        InstructionSet(PORTABLE, "armv8-a", options=_PORTABLE),
         InstructionSet("neon", "armv8-a", needs=("asimd",)),
         InstructionSet("neon-dotprod", "armv8.2-a", ("dotprod",), needs=_DOTPROD),
         InstructionSet(
@@ -73,7 +76,7 @@ INSTRUCTION_SETS = {
 }
 """By architecture, the slowest first: each contains what the kernels use of those before it."""
 
-_OTHERS = (InstructionSet("portable", options=_PORTABLE),)
+_OTHERS = (InstructionSet(PORTABLE, options=_PORTABLE),)
 
 
 def machine() -> str:

@@ -11,6 +11,7 @@ from polybasic.chain.kernels.cpu.build import built_library, prebuilt_libraries
 from polybasic.chain.kernels.cpu.compilers import COMPILER_VARIABLE, need_compiler
 from polybasic.chain.kernels.cpu.instruction_sets import (
     NATIVE,
+    PORTABLE,
     InstructionSet,
     best_set,
     wanted_set,
@@ -74,7 +75,8 @@ def describe_kernels() -> str:
     """Which kernels run on this CPU and why, without compiling.
 
     For example "native (g++ 12.2.0, avx512-bf16)", where the set is the best that the processor
-    has, "native (prebuilt, avx2)" or "eager (no C++ compiler found; install g++ or pip install
+    has, "native (prebuilt, avx2)", "native (prebuilt, portable: generic vectors, may be slower than
+    transformers)" or "eager (no C++ compiler found; install g++ or pip install
     'polybasic[native]')". If this process has already tried to load the kernels, it states the
     outcome.
 
@@ -93,9 +95,14 @@ def describe_kernels() -> str:
     except NativeUnavailable as unavailable:
         return f"{'unavailable' if wanted == 'native' else 'eager'} ({unavailable})"
     if wanted_set() is not None:
-        return f"native ({maker}, {ISA_VARIABLE}={isa.name})"
-    best = best_set() if isa.name == NATIVE else isa
-    return f"native ({maker}, {(best or isa).name})"
+        return f"native ({maker}, {ISA_VARIABLE}={isa.name}{_slowly(isa)})"
+    best = (best_set() if isa.name == NATIVE else isa) or isa
+    return f"native ({maker}, {best.name}{_slowly(best)})"
+
+
+def _slowly(isa: InstructionSet) -> str:
+    """What is to be known of kernels for every processor of an architecture."""
+    return "" if isa.name != PORTABLE else ": generic vectors, may be slower than transformers"
 
 
 def _selected() -> tuple[InstructionSet, Path | None]:

@@ -1,4 +1,7 @@
-"""Triton kernels for NVIDIA GPUs, each equivalent to its counterpart in PyTorch's operations."""
+"""Triton kernels for NVIDIA GPUs, each equivalent to its counterpart in PyTorch's operations.
+
+Triton launches on the current device, so every launch is within `torch.cuda.device_of` a tensor.
+"""
 
 import torch
 

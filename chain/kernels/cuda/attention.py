@@ -15,6 +15,7 @@ from torch import Tensor
 
 from polybasic.chain.kernels.cuda.attention_kernels import attend, combine
 from polybasic.chain.kernels.cuda.attention_plan import MAX_TICKETS, NUM_WARPS, Gpu, Layer, Plan
+from polybasic.chain.kernels.cuda.product_launch import early_launch
 from polybasic.chain.kernels.rotary import Rotation
 from polybasic.chain.kernels.torch.operations import Heads
 from polybasic.chain.kernels.torch.rows import DeviceRows, Span
@@ -58,40 +59,46 @@ def attention_by(
     if heads.softcap is not None:
         factor, softcap = 2 * factor / heads.softcap, heads.softcap * LOG2_E
     query_norm, key_norm = heads.query_norm, heads.key_norm
-    attend[(plan.num_units, plan.parts)](
-        qkv,
-        cache,
-        out,
-        partial,
-        num_active,
-        tickets,
-        *rotation,
-        None if query_norm is None else query_norm.weight,
-        None if key_norm is None else key_norm.weight,
-        rows.positions,
-        visible,
-        rows.prefix,
-        len(qkv),
-        rows.first,
-        layer.capacity,
-        len(rotation[0]),
-        rows.positions.stride(0),
-        *visible.stride(),
-        span.tokens,
-        span.sinks,
-        factor,
-        softcap,
-        0.0 if query_norm is None else query_norm.eps,
-        0.0 if key_norm is None else key_norm.eps,
-        **plan.shape(),
-        **plan.constants(),
-        HAS_WINDOW=span.tokens > 0,
-        IS_CAPPED=heads.softcap is not None,
-        num_warps=NUM_WARPS,
-    )
+    early = early_launch(qkv.device)
+    with torch.cuda.device_of(qkv):
+        attend[(plan.num_units, plan.parts)](
+            qkv,
+            cache,
+            out,
+            partial,
+            num_active,
+            tickets,
+            *rotation,
+            None if query_norm is None else query_norm.weight,
+            None if key_norm is None else key_norm.weight,
+            rows.positions,
+            visible,
+            rows.prefix,
+            len(qkv),
+            rows.first,
+            layer.capacity,
+            len(rotation[0]),
+            rows.positions.stride(0),
+            *visible.stride(),
+            span.tokens,
+            span.sinks,
+            factor,
+            softcap,
+            0.0 if query_norm is None else query_norm.eps,
+            0.0 if key_norm is None else key_norm.eps,
+            **plan.shape(),
+            **plan.constants(),
+            HAS_WINDOW=span.tokens > 0,
+            IS_CAPPED=heads.softcap is not None,
+            num_warps=NUM_WARPS,
+            **early,
+        )
     if not plan.combines:
         num_queries = len(qkv) * layer.query_groups
-        combine[(num_queries, layer.num_kv_heads)](partial, num_active, out, **plan.shape())
+        with torch.cuda.device_of(qkv):
+            combine[(num_queries, layer.num_kv_heads)](
+                partial, num_active, out, **plan.shape(), **early
+            )
     return out
 
 

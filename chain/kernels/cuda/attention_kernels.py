@@ -13,6 +13,11 @@ are.
 import triton
 import triton.language as tl
 
+from polybasic.chain.kernels.cuda.product_kernels import prefetch, wait_for_previous
+
+_BLOCKS_AHEAD = tl.constexpr(2)
+"""Blocks of columns that are requested before the wait."""
+
 
 @triton.jit
 def _read(heads, cos, sin, position, num_positions, is_row, H: tl.constexpr, HP: tl.constexpr):
@@ -99,9 +104,11 @@ def _combined(
 @triton.jit
 def combine(
     parts, num_active, out, K: tl.constexpr, G: tl.constexpr, H: tl.constexpr, HP: tl.constexpr,
-    M: tl.constexpr, PARTS: tl.constexpr, POWER: tl.constexpr,
+    M: tl.constexpr, PARTS: tl.constexpr, POWER: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
     """One row of one query head, from the parts of its cache. Grid: (R * G, K)."""
+    if IS_EARLY:
+        wait_for_previous()
     query, kv_head = tl.program_id(0), tl.program_id(1)
     unit = query // M * K + kv_head
     num_parts = tl.load(num_active + unit)
@@ -139,12 +146,17 @@ def attend(
     M: tl.constexpr, PARTS: tl.constexpr, POWER: tl.constexpr, N: tl.constexpr,
     NEW: tl.constexpr, CHUNKS: tl.constexpr, GRAIN: tl.constexpr, LEAST: tl.constexpr,
     STAGES: tl.constexpr, COMBINES: tl.constexpr, AHEAD: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, IS_CAPPED: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, IS_CAPPED: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
     """One part of the cache of one key/value head, for up to M of its R * G queries.
 
     Grid: (K * tiles of queries, PARTS). `scale` turns products into powers of 2, or with
     IS_CAPPED into twice what tanh takes.
+
+    With IS_EARLY programs begin while the product that computes qkv ends: before their wait they
+    read positions and prefix and request committed rows of the cache, as `wait_for_previous`
+    allows, and after it all else: qkv, provisional rows, which an earlier level of a draft may have
+    written, and what is visible. Programs without a part end at once; each head's first one waits.
     """
     unit, part = tl.program_id(0), tl.program_id(1)
     tile, kv_head = unit // K, unit % K
@@ -180,6 +192,16 @@ def attend(
         key_rows = cache + kv_head * plane
         value_rows = cache + (K + kv_head) * plane
         is_first_part = part == 0
+
+        if IS_EARLY:
+            for ahead in tl.static_range(_BLOCKS_AHEAD):
+                wanted = tl.minimum(begin + ahead * N + tl.arange(0, N), end - 1)
+                if HAS_WINDOW:
+                    wanted += tl.where(wanted >= num_leading, num_skipped, 0)
+                wanted = tl.maximum(wanted, 0) * H
+                prefetch(key_rows + wanted, H, HP)
+                prefetch(value_rows + wanted, H, HP)
+            wait_for_previous()
 
         # Loads come before stores, so that one wait serves them all.
         heads = qkv + row * WIDTH + (kv_head * G + query % G) * H

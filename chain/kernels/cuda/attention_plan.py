@@ -23,6 +23,8 @@ MAX_COMBINED_BYTES = 1 << 17
 MAX_TICKETS = 4096
 """Key/value heads times tiles of queries; in practice a few dozen."""
 
+_MAX_TILE = 64
+"""Of 128 queries a program has more sums than its threads have registers, even for heads of 64."""
 _MAX_STAGES = 3
 _MAX_NEW_ROWS = 32
 _HOPPER = 9
@@ -98,9 +100,8 @@ class Plan:
     def of(cls, gpu: Gpu, layer: Layer, num_rows: int) -> "Plan":
         """The division for a pass over `num_rows` rows."""
         num_queries, padded = num_rows * layer.query_groups, layer.padded_dim
-        most = 128 if gpu.is_hopper and padded <= 128 else 64
-        tile = min(most, max(MIN_DOT, _power_of_2(num_queries)))
-        num_columns = 128 if padded <= 128 and tile <= 64 else 64
+        tile = min(_MAX_TILE, max(MIN_DOT, _power_of_2(num_queries)))
+        num_columns = 128 if padded <= 128 else 64
         stages = _MAX_STAGES
         while _shared(gpu, padded, tile, num_columns, stages) > gpu.shared_bytes:
             if num_columns > 64:

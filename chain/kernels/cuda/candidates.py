@@ -14,6 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from polybasic.chain.formats.plan import MAX_TOP_K
+from polybasic.chain.kernels.cuda.product_kernels import wait_for_previous
+from polybasic.chain.kernels.cuda.product_launch import early_launch
 from polybasic.chain.kernels.torch.trees import Beam
 
 MAX_BEST = MAX_TOP_K
@@ -42,13 +44,15 @@ def restored(x):
 @triton.jit
 def search_chunks(
     logits, stride, num_outputs, found, found_at, most, total,
-    k: tl.constexpr, CHUNK: tl.constexpr,
+    k: tl.constexpr, CHUNK: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
     """The best k of one chunk, and its part of the softmax. Grid: (C, R).
 
     found, found_at: float32 and int32 [R, C, k]; most, total: float32 [R, C], largest logit and
     sum of exp(logit - largest), or None.
     """
+    if IS_EARLY:
+        wait_for_previous()
     chunk, row = tl.program_id(0), tl.program_id(1)
     part = row * tl.num_programs(0) + chunk
     lanes = tl.arange(0, CHUNK)
@@ -70,13 +74,15 @@ def search_chunks(
 @triton.jit
 def merge_chunks(
     found, found_at, most, total, above, token_ids, scores, tokens, num_chunks, num_outputs,
-    k: tl.constexpr, CHUNKS: tl.constexpr, FOUND: tl.constexpr,
+    k: tl.constexpr, CHUNKS: tl.constexpr, FOUND: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
     """The best k of a row, from those of its chunks. Grid: (R,).
 
     most, total and scores, float32 [R, k], may be None; tokens: int64 [R, k]; above: float32 [R] or
     None; token_ids: int64 [V] or None.
     """
+    if IS_EARLY:
+        wait_for_previous()
     row = tl.program_id(0)
     log_total = 0.0
     before = 0.0
@@ -111,8 +117,11 @@ def take_beam(
     scores, tokens, states, visible,
     places, beam_scores, beam_tokens, beam_states, beam_visible, width, num_seen,
     K: tl.constexpr, CANDIDATES: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
+    IS_EARLY: tl.constexpr,
 ):  # fmt: skip
     """The best K of K * K candidates. Grid: (blocks of a state,), each repeating the choice."""
+    if IS_EARLY:
+        wait_for_previous()
     block = tl.program_id(0)
     inner = block * BLOCK + tl.arange(0, BLOCK)
     is_inner = inner < width
@@ -172,14 +181,16 @@ def next_beam(scores: Tensor, tokens: Tensor, states: Tensor, visible: Tensor) -
         visible.new_empty(top_k, num_seen + top_k),
     )
     candidates = triton.next_power_of_2(top_k**2)
-    take_beam[(triton.cdiv(width, _STATE_BLOCK),)](
-        scores, tokens, states, visible, *beam, width, num_seen,
-        K=top_k,
-        CANDIDATES=candidates,
-        BLOCK=_STATE_BLOCK,
-        COLUMNS=max(_MIN_COLUMNS, triton.next_power_of_2(num_seen + top_k)),
-        num_warps=_num_warps(candidates),
-    )  # fmt: skip
+    with torch.cuda.device_of(scores):
+        take_beam[(triton.cdiv(width, _STATE_BLOCK),)](
+            scores, tokens, states, visible, *beam, width, num_seen,
+            K=top_k,
+            CANDIDATES=candidates,
+            BLOCK=_STATE_BLOCK,
+            COLUMNS=max(_MIN_COLUMNS, triton.next_power_of_2(num_seen + top_k)),
+            num_warps=_num_warps(candidates),
+            **early_launch(scores.device),
+        )  # fmt: skip
     return beam
 
 
@@ -202,20 +213,24 @@ def _search(
     most = None if scores is None else torch.empty_like(found[:, :, 0])
     total = None if scores is None else torch.empty_like(found[:, :, 0])
     tokens = logits.new_empty(num_rows, k, dtype=torch.int64)
-    search_chunks[(num_chunks, num_rows)](
-        logits, logits.stride(0), num_outputs, found, found_at, most, total,
-        k=k,
-        CHUNK=chunk,
-        num_warps=_num_warps(chunk),
-    )  # fmt: skip
+    early = early_launch(logits.device)
     num_found = triton.next_power_of_2(num_chunks * k)
-    merge_chunks[(num_rows,)](
-        found, found_at, most, total, above, token_ids, scores, tokens, num_chunks, num_outputs,
-        k=k,
-        CHUNKS=triton.next_power_of_2(num_chunks),
-        FOUND=num_found,
-        num_warps=_num_warps(num_found),
-    )  # fmt: skip
+    with torch.cuda.device_of(logits):
+        search_chunks[(num_chunks, num_rows)](
+            logits, logits.stride(0), num_outputs, found, found_at, most, total,
+            k=k,
+            CHUNK=chunk,
+            num_warps=_num_warps(chunk),
+            **early,
+        )  # fmt: skip
+        merge_chunks[(num_rows,)](
+            found, found_at, most, total, above, token_ids, scores, tokens, num_chunks, num_outputs,
+            k=k,
+            CHUNKS=triton.next_power_of_2(num_chunks),
+            FOUND=num_found,
+            num_warps=_num_warps(num_found),
+            **early,
+        )  # fmt: skip
     return tokens
 
 

@@ -1,8 +1,9 @@
 """Which kernel computes a product: measured once on each GPU, then remembered.
 
-A product can be divided in several ways, and a dense one can be left to PyTorch. Each option is
-first checked against float32, then timed over weights that exceed the GPU's cache, in a CUDA graph
-as in real use. The results are kept in the user's cache folder for later processes.
+A product can be divided in several ways, and a dense one can be left to PyTorch. Options are
+compiled in threads, those of all products that are known together. Each is checked against float32,
+then timed over weights that exceed the GPU's cache, in a CUDA graph as in real use. The results are
+kept in the user's cache folder for later processes.
 """
 
 import logging
@@ -10,8 +11,9 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -47,46 +49,70 @@ _UNFUSED, _EARLY = 2, 1
 _log = logging.getLogger(__name__)
 
 
-def choose(
-    product: Product,
-    options: Sequence[Tiling],
-    timer: Timer = interleaved_seconds,
-    begins_early: bool = False,
-) -> tuple[Option, dict[str, float]]:
-    """The fastest of the correct options, and microseconds by option.
+class Contest:
+    """The comparison of ways to compute one product: in stages, for what wins enters the next.
 
-    Options that fail or are wrong are dropped with a warning. If none is left, PyTorch's operations
-    are used, which dequantize a packed weight in each product.
+    First all tilings with the norm fused, and PyTorch's operations for a dense weight; then the
+    best without; then the best of all beginning early.
 
     Args:
         product: shapes, dtypes and device; all numbers are replaced by random ones.
-        options: to compare, with the norm fused; the best are also compared without.
-        begins_early: compare the best also with launches that begin before the previous kernel
-            has ended.
+        options: to compare.
+        begins_early: whether launches may begin before the previous kernel has ended.
     """
-    samples = samples_of(product)
-    task = Task.of(product)
-    seconds: dict[Option, float] = {}
 
-    def compare(tilings: Sequence[Tiling], others: Sequence[Option] = ()) -> None:
-        _compile_all(samples[0], tilings)
-        right = [tiling for tiling in tilings if _is_right(samples[0], tiling, task)]
-        seconds.update(_timed(samples, [*right, *others], timer))
+    NUM_STAGES = 3
 
-    def best(num: int) -> list[Tiling]:
-        tilings = [option for option in seconds if option is not None]
-        return sorted(tilings, key=lambda option: seconds[option])[:num]
+    def __init__(
+        self, product: Product, options: Sequence[Tiling], timer: Timer, begins_early: bool
+    ) -> None:
+        self.product, self.task = product, Task.of(product)
+        self._options, self._timer, self._begins_early = options, timer, begins_early
+        self._seconds: dict[Option, float] = {}
 
-    compare(options, () if isinstance(product.linear.weight, PackedWeight) else (None,))
-    if product.can_fuse:
-        compare([replace(tiling, is_fused=False) for tiling in best(_UNFUSED)])
-    if begins_early:
-        compare([replace(tiling, is_early=True) for tiling in best(_EARLY)])
-    if not seconds:
-        _log.warning("no kernel computes %s: PyTorch's operations do, more slowly", task)
-        return None, {}
-    microseconds = {described(option): 1e6 * found for option, found in seconds.items()}
-    return min(seconds, key=lambda option: seconds[option]), microseconds
+    def entrants(self, stage: int) -> list[Tiling]:
+        """What is compared in a stage, after the stages before it."""
+        if stage == 0:
+            return list(self._options)
+        if stage == 1:
+            best = self._best(_UNFUSED if self.product.can_fuse else 0)
+            return [replace(tiling, is_fused=False) for tiling in best]
+        best = self._best(_EARLY if self._begins_early else 0)
+        return [replace(tiling, is_early=True) for tiling in best]
+
+    def compare(self, stage: int) -> None:
+        """Time what is right of a stage's entrants, which are compiled; warns of the others."""
+        entrants, others = self.entrants(stage), list[Option]()
+        if stage == 0 and not isinstance(self.product.linear.weight, PackedWeight):
+            others.append(None)
+        if not entrants and not others:
+            return
+        samples = samples_of(self.product)
+        right = [tiling for tiling in entrants if _is_right(samples[0], tiling, self.task)]
+        self._seconds |= _timed(samples, [*right, *others], self._timer, self.task)
+
+    def result(self) -> tuple[Option, dict[str, float]]:
+        """The fastest option, and microseconds by option; PyTorch's if none is left."""
+        seconds = self._seconds
+        if not seconds:
+            _log.warning("no kernel computes %s: PyTorch's operations do, more slowly", self.task)
+            return None, {}
+        microseconds = {described(option): 1e6 * found for option, found in seconds.items()}
+        return min(seconds, key=lambda option: seconds[option]), microseconds
+
+    def _best(self, num: int) -> list[Tiling]:
+        tilings = [option for option in self._seconds if option is not None]
+        return sorted(tilings, key=lambda option: self._seconds[option])[:num]
+
+
+def decide(contests: Sequence[Contest]) -> None:
+    """Run contests side by side: the kernels of a stage of all of them are compiled together."""
+    for stage in range(Contest.NUM_STAGES):
+        compile_together(
+            [(one.product, option) for one in contests for option in one.entrants(stage)]
+        )
+        for one in contests:
+            one.compare(stage)
 
 
 class Choices:
@@ -115,12 +141,11 @@ class Choices:
         task = Task.of(product)
         if task in self._options:
             return self._options[task]
-        found = self._chosen.get(str(task))
-        if found is None:
+        if str(task) not in self._chosen:
             if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 return fixed_option(product)
-            found = self._measured(product, task)
-        tiling = found["tiling"]
+            self.prepare([product])
+        tiling = self._chosen[str(task)]["tiling"]
         self._options[task] = None if tiling is None else Tiling(**tiling)
         return self._options[task]
 
@@ -129,22 +154,35 @@ class Choices:
         """Microseconds of all options that were compared, by task."""
         return {name: found["microseconds"] for name, found in self._chosen.items()}
 
-    def _measured(self, product: Product, task: Task) -> dict[str, Any]:
+    def prepare(self, products: Sequence[Product]) -> None:
+        """Measure what was not measured before, all together."""
+        missing = {Task.of(product): product for product in products}
+        missing = {
+            task: product for task, product in missing.items() if str(task) not in self._chosen
+        }
+        if not missing:
+            return
         if not self._has_announced:
             self._has_announced = True
             print(
                 f"choosing kernels on {_card(self.device)}, once on this machine", file=sys.stderr
             )
-        options = options_of(task, num_processors(self.device))
-        option, microseconds = choose(product, options, self.timer, can_begin_early(self.device))
-        _log.debug("%s: %s of %s", task, described(option), microseconds)
-        tiling = None if option is None else asdict(option)
-        found = {"tiling": tiling, "microseconds": microseconds}
-        self._chosen[str(task)] = found
+        processors, early = num_processors(self.device), can_begin_early(self.device)
+        contests = [
+            Contest(product, options_of(task, processors), self.timer, early)
+            for task, product in missing.items()
+        ]
+        # streams and events, by which options are timed, are those of the current device
+        with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
+            decide(contests)
+        for one in contests:
+            option, microseconds = one.result()
+            _log.debug("%s: %s of %s", one.task, described(option), microseconds)
+            tiling = None if option is None else asdict(option)
+            self._chosen[str(one.task)] = {"tiling": tiling, "microseconds": microseconds}
         if self.file is not None:
             self._chosen = _read(self.file) | self._chosen
             write_cached(self.file, self._chosen, "kernels are chosen again by each process")
-        return found
 
 
 @cache
@@ -157,12 +195,18 @@ def choices_of(device: torch.device) -> Choices:
     return Choices(device, folder / "products" / f"{_digest(device)}.json")
 
 
-def _compile_all(product: Product, options: Sequence[Tiling]) -> None:
-    """Compile in threads, as most time is spent outside of Python. Errors are raised later."""
-    if product.x_RI.device.type != "cuda" or not options:
-        return
+def compile_together(wanted: Sequence[tuple[Product, Tiling]]) -> None:
+    """Compile in threads, as most time is spent outside of Python. Errors are raised later.
 
-    def compile_one(option: Tiling) -> None:
+    Products of many shapes share a kernel, which is compiled once.
+    """
+    if not wanted or wanted[0][0].x_RI.device.type != "cuda":
+        return
+    by_key = {product.kernel_key(option): (product, option) for product, option in wanted}
+    kernels = list(by_key.values())
+
+    def compile_one(one: tuple[Product, Tiling]) -> None:
+        product, option = one
         try:
             with torch.inference_mode(), torch.cuda.device(product.x_RI.device):
                 product.compile(option)
@@ -170,9 +214,9 @@ def _compile_all(product: Product, options: Sequence[Tiling]) -> None:
             _log.debug("%s: %s", described(option), error)
 
     # the first one alone, which creates what all share
-    compile_one(options[0])
+    compile_one(kernels[0])
     with ThreadPoolExecutor(min(_COMPILERS, os.cpu_count() or 1)) as pool:
-        list(pool.map(compile_one, options[1:]))
+        list(pool.map(compile_one, kernels[1:]))
 
 
 def _is_right(product: Product, option: Option, task: Task) -> bool:
@@ -180,8 +224,7 @@ def _is_right(product: Product, option: Option, task: Task) -> bool:
     try:
         error = relative_error(product, product.computed(option))
     except Exception as failure:
-        reason = str(failure).strip().partition("\n")[0]
-        _log.warning("%s: kernel %s fails: %s", task, described(option), reason)
+        _warn(task, option, failure)
         return False
     if not error < TOLERANCES[product.x_RI.dtype]:
         _log.warning("%s: kernel %s is wrong by %.2g", task, described(option), error)
@@ -190,15 +233,35 @@ def _is_right(product: Product, option: Option, task: Task) -> bool:
 
 
 def _timed(
-    samples: Sequence[Product], options: Sequence[Option], timer: Timer
+    samples: Sequence[Product], options: Sequence[Option], timer: Timer, task: Task
 ) -> dict[Option, float]:
-    """Seconds of one product by each option."""
+    """Seconds of one product by each option that can be captured; warns of the others."""
 
-    def runs(option: Option) -> Callable[[], object]:
-        return lambda: [sample.computed(option) for sample in samples]
+    def timed(chosen: Sequence[Option]) -> dict[Option, float]:
+        runs = [partial(_compute_all, samples, option) for option in chosen]
+        found = timer(runs)
+        return {option: each / len(samples) for option, each in zip(chosen, found, strict=True)}
 
-    found = timer([runs(option) for option in options])
-    return {option: each / len(samples) for option, each in zip(options, found, strict=True)}
+    with suppress(Exception):
+        return timed(options)
+    # each by itself, as it is not known which of them failed
+    seconds: dict[Option, float] = {}
+    for option in options:
+        try:
+            seconds |= timed([option])
+        except Exception as failure:
+            _warn(task, option, failure)
+    return seconds
+
+
+def _compute_all(samples: Sequence[Product], option: Option) -> None:
+    for sample in samples:
+        sample.computed(option)
+
+
+def _warn(task: Task, option: Option, failure: Exception) -> None:
+    reason = str(failure).strip().partition("\n")[0]
+    _log.warning("%s: kernel %s fails: %s", task, described(option), reason)
 
 
 def _card(device: torch.device) -> str:

@@ -2,7 +2,13 @@
 
 from torch import Tensor
 
-from polybasic.chain.kernels.cuda import candidates, draw_kernels, noise_kernels, tree_kernels
+from polybasic.chain.kernels.cuda import (
+    candidates,
+    draw_kernels,
+    noise_kernels,
+    nucleus_kernels,
+    tree_kernels,
+)
 from polybasic.chain.kernels.torch.operations import Operations
 from polybasic.chain.kernels.torch.trees import Beam, DeviceTree, Walk
 
@@ -26,6 +32,9 @@ class DraftOperations(Operations):
 
     def noise(self, key: Tensor, positions: Tensor, num_tokens: int) -> Tensor:
         return noise_kernels.gumbel_noise(key, positions, num_tokens)
+
+    def without_tail(self, logits: Tensor, probabilities: Tensor, top_p: Tensor) -> Tensor:
+        return nucleus_kernels.without_tail(logits, probabilities, top_p)
 
     def continuations(
         self, logits: Tensor, k: int, above: Tensor | None, token_ids: Tensor | None

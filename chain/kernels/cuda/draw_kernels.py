@@ -68,13 +68,14 @@ def draw(probabilities: Tensor, uniforms: Tensor) -> Tensor:
     num_chunks = triton.cdiv(num_outputs, chunk)
     sums = probabilities.new_empty(num_rows, num_chunks)
     drawn = probabilities.new_empty(num_rows, dtype=torch.int64)
-    sum_chunks[(num_chunks, num_rows)](
-        probabilities, probabilities.stride(0), num_outputs, sums, CHUNK=chunk, num_warps=4
-    )
-    draw_rows[(num_rows,)](
-        probabilities, probabilities.stride(0), num_outputs, sums, uniforms, drawn, num_chunks,
-        CHUNKS=triton.next_power_of_2(num_chunks),
-        CHUNK=chunk,
-        num_warps=4,
-    )  # fmt: skip
+    with torch.cuda.device_of(probabilities):
+        sum_chunks[(num_chunks, num_rows)](
+            probabilities, probabilities.stride(0), num_outputs, sums, CHUNK=chunk, num_warps=4
+        )
+        draw_rows[(num_rows,)](
+            probabilities, probabilities.stride(0), num_outputs, sums, uniforms, drawn, num_chunks,
+            CHUNKS=triton.next_power_of_2(num_chunks),
+            CHUNK=chunk,
+            num_warps=4,
+        )  # fmt: skip
     return drawn

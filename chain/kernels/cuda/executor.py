@@ -1,11 +1,14 @@
 """The operations of a device by Triton kernels, where they support the sizes."""
 
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from polybasic.chain.kernels.cuda import attention, products
 from polybasic.chain.kernels.cuda.draft_operations import DraftOperations
+from polybasic.chain.kernels.cuda.product_launch import ManyRows
 from polybasic.chain.kernels.rotary import Rotation
 from polybasic.chain.kernels.torch.executor import TorchExecutor
 from polybasic.chain.kernels.torch.operations import DeviceLinear, Heads, Norm, Operations
@@ -50,6 +53,13 @@ class CudaExecutor(TorchExecutor):
 
     name: ClassVar[str] = "cuda"
     operations: Operations = TritonOperations()
+    known_operations: Operations = ManyRows()
+
+    def prepare(self, functions: Sequence[Callable[[], None]]) -> None:
+        with products.noted() as found, torch.inference_mode():
+            for function in functions:
+                function()
+        products.prepare(list(found.values()))
 
 
 def _of_device(linear: Linear) -> DeviceLinear:

@@ -84,7 +84,8 @@ def gumbel_noise(key: Tensor, positions: Tensor, num_tokens: int) -> Tensor:
     assert positions.is_contiguous()
     out = torch.empty(len(positions), num_tokens, device=positions.device)
     num_programs = triton.cdiv(triton.cdiv(num_tokens, noise.GROUP) * noise.LANES, _BLOCKS)
-    fill_noise[(num_programs, len(positions))](
-        key, positions, out, num_tokens, BLOCKS=_BLOCKS, num_warps=4, enable_fp_fusion=False
-    )
+    with torch.cuda.device_of(out):
+        fill_noise[(num_programs, len(positions))](
+            key, positions, out, num_tokens, BLOCKS=_BLOCKS, num_warps=4, enable_fp_fusion=False
+        )
     return out

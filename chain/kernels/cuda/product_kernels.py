@@ -45,6 +45,7 @@ _PREFETCH = tl.constexpr("prefetch.global.L2 [$1]; mov.b32 $0, 0;")
 _PREFETCHED_BYTES = tl.constexpr(64)
 _STEPS_AHEAD = tl.constexpr(4)
 _WAIT = tl.constexpr("griddepcontrol.launch_dependents; griddepcontrol.wait; mov.b32 $0, 0;")
+"""Of PTX's instruction griddepcontrol (PTX ISA, parallel synchronization and communication)."""
 _BF16_MAGIC = tl.constexpr(0x4300)
 _FP16_MAGIC = tl.constexpr(0x6400)
 _SIGNS = tl.constexpr(-0x7FFF8000)  # 0x80008000
@@ -54,12 +55,34 @@ _GELU_CUBIC = tl.constexpr(0.044715)
 
 
 @triton.jit
-def norm_kernel(x_ptr, norm_ptr, out_ptr, in_size, x_stride, eps, INS: tl.constexpr):
+def wait_for_previous():
+    """Let the next kernel begin, then wait until all kernels before this one have ended.
+
+    A kernel with IS_EARLY is launched while the one before it still runs, as soon as all programs
+    of that one have come to this place or ended. The wait lasts until that one has ended and all
+    that it wrote is seen. Since some program of every such kernel waits, none has ended before
+    those in front of it; so after its wait a program may read and write whatever it would if
+    kernels ran one after another, shared counters and memory that is used again included.
+
+    Before its wait a program writes nothing, and reads only what was written before the last kernel
+    that was launched without IS_EARLY. Weights always were. The rows of a pass, and what its caches
+    held by then, were too: a pass begins with PyTorch's embedding of its tokens, which waits for
+    all that is before and lets nothing begin early.
+    """
+    tl.inline_asm_elementwise(_WAIT, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def norm_kernel(
+    x_ptr, norm_ptr, out_ptr, in_size, x_stride, eps, INS: tl.constexpr, IS_EARLY: tl.constexpr
+):
     """Root-mean-square norm of one row a program; INS >= I."""
     row = tl.program_id(0)
     ins = tl.arange(0, INS)
-    x = tl.load(x_ptr + row * x_stride + ins, ins < in_size, other=0.0).to(tl.float32)
     weight = tl.load(norm_ptr + ins, ins < in_size, other=0.0).to(tl.float32)
+    if IS_EARLY:
+        wait_for_previous()
+    x = tl.load(x_ptr + row * x_stride + ins, ins < in_size, other=0.0).to(tl.float32)
     normed = x * tl.rsqrt(tl.sum(x * x, 0) / in_size + eps) * weight
     tl.store(out_ptr + row * in_size + ins, normed.to(out_ptr.dtype.element_ty), ins < in_size)
 
@@ -114,7 +137,7 @@ def product_kernel(
         IS_NARROW: the result has fewer columns than a tile.
         IS_WIDE: the tensor cores read x from shared memory, as Hopper's do.
         IS_EARLY: programs begin before the previous kernel has ended, and wait for it after they
-            have requested their first weights.
+            have requested their first weights; see `wait_for_previous`.
     """
     tile, split = tl.program_id(0), 0
     if IS_SPLIT:
@@ -148,10 +171,10 @@ def product_kernel(
             step = tl.maximum(tl.minimum(first + ahead, last - 1), 0)
             if groups_ptr is not None:
                 first_row = step * out_size + first_out
-                _prefetch(weight_ptr + (first_row + outs) * (INS // 8), INS // 8)
+                prefetch(weight_ptr + (first_row + outs) * (INS // 8), INS // 8, INS // 8)
             else:
-                _prefetch(dense_ptr + step * INS + outs * in_size, INS)
-        tl.inline_asm_elementwise(_WAIT, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+                prefetch(dense_ptr + step * INS + outs * in_size, INS, INS)
+        wait_for_previous()
     sums = tl.zeros((OUTS, ROWS), tl.float32)
     squares = tl.zeros((ROWS, INS // 8), tl.float32)
     for step in tl.range(first, last):
@@ -231,11 +254,39 @@ def product_kernel(
 
 
 @triton.jit
-def _prefetch(rows_at, NUMBERS: tl.constexpr):
-    """Prefetch NUMBERS numbers from each address on into the L2 cache."""
+def dequantize_kernel(
+    words_ptr, groups_ptr, out_ptr, out_size, in_size,
+    OUTS: tl.constexpr, INS: tl.constexpr, IS_ON_GPU: tl.constexpr,
+):  # fmt: skip
+    """The weight [O, I] of words and groups, as `product_kernel` has them. Grid: (tiles, groups).
+
+    Numbers are those of `PackedWeight.dequantized`: the product of code and scale, rounded once.
+    """
+    group = tl.program_id(1)
+    outs = tl.program_id(0) * OUTS + tl.arange(0, OUTS)
+    is_out = outs < out_size
+    ins, words = tl.arange(0, INS), tl.arange(0, INS // 8)
+    first_row = group.to(tl.int64) * out_size
+    scale = tl.load(groups_ptr + first_row + outs, is_out, other=0)
+    places = outs[:, None] * (INS // 8) + words[None, :]
+    packed = tl.load(words_ptr + first_row * (INS // 8) + places, is_out[:, None], other=0)
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    codes = _unpacked(packed, scale & 15, dtype, OUTS, INS, IS_ON_GPU)
+    codes = codes.permute(0, 2, 5, 4, 1, 3).reshape(OUTS, INS).to(tl.float32)
+    weight = codes * (scale & -16).to(tl.float32, bitcast=True)[:, None]
+    out_at = out_ptr + outs.to(tl.int64)[:, None] * in_size + group * INS + ins[None, :]
+    tl.store(out_at, weight.to(dtype), is_out[:, None])
+
+
+@triton.jit
+def prefetch(rows_at, NUMBERS: tl.constexpr, POWER: tl.constexpr):
+    """Prefetch NUMBERS numbers from each address on into the L2 cache; POWER is not below that."""
     BYTES: tl.constexpr = rows_at.dtype.element_ty.primitive_bitwidth // 8
-    COPIED: tl.constexpr = min(NUMBERS, _PREFETCHED_BYTES // BYTES)
-    copied_at = rows_at[:, None] + tl.arange(0, NUMBERS // COPIED)[None, :] * COPIED
+    COPIED: tl.constexpr = min(POWER, _PREFETCHED_BYTES // BYTES)
+    places = tl.arange(0, POWER // COPIED) * COPIED
+    if NUMBERS < POWER:
+        places = tl.minimum(places, NUMBERS - 1)
+    copied_at = rows_at[:, None] + places[None, :]
     tl.inline_asm_elementwise(
         _PREFETCH, "=r,l", [copied_at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
     )

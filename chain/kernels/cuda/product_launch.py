@@ -3,6 +3,7 @@
 #   R = rows (tokens of one pass), I = in features, O = out features
 """
 
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -12,9 +13,14 @@ import triton
 from torch import Tensor
 
 from polybasic.chain.kernels.cuda import KERNEL_DTYPES
-from polybasic.chain.kernels.cuda.product_kernels import norm_kernel, product_kernel
+from polybasic.chain.kernels.cuda.product_kernels import (
+    dequantize_kernel,
+    norm_kernel,
+    product_kernel,
+)
 from polybasic.chain.kernels.torch.operations import DeviceLinear, Norm, Operations
 from polybasic.chain.kernels.torch.packed_weight import PackedWeight
+from polybasic.chain.kernels.weights import Linear
 
 MAX_ROWS = 64
 """Most rows of the kernels; with more, PyTorch's operations keep the tensor cores busy."""
@@ -26,7 +32,7 @@ _ALIGNED_INPUTS = 8
 _WIDE_CAPABILITIES = (9, 10, 11)
 _EARLY_CAPABILITY = 9
 _NORM_WARPS = 8
-_REFERENCE = Operations()
+_DEQUANTIZED_OUTS = 64
 
 
 @dataclass(frozen=True)
@@ -108,20 +114,37 @@ class Product:
         norm, x_RI = self.norm, self.x_RI
         if tiling is None:
             if self.activation is not None:
-                return _REFERENCE.gated_product(self.linear, x_RI, norm, self.activation)
-            return _REFERENCE.product(self.linear, x_RI, norm, self.added)
+                return _MANY_ROWS.gated_product(self.linear, x_RI, norm, self.activation)
+            return _MANY_ROWS.product(self.linear, x_RI, norm, self.added)
         if norm is not None and not (tiling.is_fused and self.can_fuse):
             x_RI, norm = normed(x_RI, norm), None
         grid, arguments = replace(self, x_RI=x_RI, norm=norm).arguments(tiling)
-        product_kernel[grid](**arguments)
+        with torch.cuda.device_of(x_RI):
+            product_kernel[grid](**arguments)
         out: Tensor = arguments["out_ptr"]
         return out
 
     def compile(self, tiling: Tiling) -> None:
         """Compile what `computed` launches, unless already done."""
-        is_fused = tiling.is_fused and self.can_fuse
-        grid, arguments = (self if is_fused else replace(self, norm=None)).arguments(tiling)
+        grid, arguments = self._launched(tiling).arguments(tiling)
         product_kernel.warmup(grid=grid, **arguments)
+
+    def kernel_key(self, tiling: Tiling) -> Hashable:
+        """Equal where `compile` compiles the same kernel, as far as sizes are multiples of 16."""
+        launched = self._launched(tiling)
+        _, arguments = launched.arguments(tiling)
+        kinds = {
+            name: value.dtype if isinstance(value, Tensor) else value
+            for name, value in arguments.items()
+            if value is None or isinstance(value, Tensor) or name == name.upper()
+        }
+        options = tiling.warps, tiling.stages, tiling.registers, len(self.x_RI) == 1
+        return self.x_RI.device, *sorted(kinds.items()), *options
+
+    def _launched(self, tiling: Tiling) -> "Product":
+        """What the kernel computes; the norm may be another one's."""
+        is_fused = tiling.is_fused and self.can_fuse
+        return self if is_fused else replace(self, norm=None)
 
     def arguments(self, tiling: Tiling) -> tuple[tuple[int], dict[str, Any]]:
         """Grid and arguments of `product_kernel`, which then writes `out_ptr`."""
@@ -179,17 +202,63 @@ def normed(x_RI: Tensor, norm: Norm) -> Tensor:
     """The norm of each row, computed in float32."""
     num_rows, in_size = x_RI.shape
     out = x_RI.new_empty(num_rows, in_size)
-    norm_kernel[(num_rows,)](
-        x_RI,
-        norm.weight,
-        out,
-        in_size,
-        x_RI.stride(0),
-        norm.eps,
-        INS=triton.next_power_of_2(in_size),
-        num_warps=_NORM_WARPS,
-    )
+    with torch.cuda.device_of(x_RI):
+        norm_kernel[(num_rows,)](
+            x_RI,
+            norm.weight,
+            out,
+            in_size,
+            x_RI.stride(0),
+            norm.eps,
+            INS=triton.next_power_of_2(in_size),
+            num_warps=_NORM_WARPS,
+            **early_launch(x_RI.device),
+        )
     return out
+
+
+def dequantized(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
+    """`PackedWeight.dequantized` in one launch, for a dtype of the kernels."""
+    (out_size, in_size), device = weight.shape, weight.words.device
+    out = torch.empty(out_size, in_size, dtype=dtype, device=device)
+    grid = triton.cdiv(out_size, _DEQUANTIZED_OUTS), len(weight.words)
+    with torch.cuda.device_of(out):
+        dequantize_kernel[grid](
+            weight.words,
+            weight.groups,
+            out,
+            out_size,
+            in_size,
+            OUTS=_DEQUANTIZED_OUTS,
+            INS=weight.group_size,
+            IS_ON_GPU=device.type == "cuda",
+            num_warps=4,
+        )
+    return out
+
+
+class ManyRows(Operations):
+    """PyTorch's operations over any number of rows, with 4-bit weights unpacked in one launch."""
+
+    def product(
+        self,
+        linear: Linear,
+        x_RI: Tensor,
+        norm: Norm | None = None,
+        added: Tensor | None = None,
+    ) -> Tensor:
+        assert isinstance(linear, DeviceLinear), "weights in the layout of another executor"
+        weight, dtype = linear.weight, x_RI.dtype
+        if (
+            isinstance(weight, PackedWeight)
+            and dtype in KERNEL_DTYPES
+            and _is_power_of_2(weight.group_size)
+        ):
+            linear = DeviceLinear(dequantized(weight, dtype), linear.bias)
+        return super().product(linear, x_RI, norm, added)
+
+
+_MANY_ROWS = ManyRows()
 
 
 def _in_words(weight: Tensor) -> Tensor:
@@ -216,6 +285,13 @@ def can_begin_early(device: torch.device) -> bool:
     if device.type != "cuda":
         return False
     return torch.cuda.get_device_capability(device)[0] >= _EARLY_CAPABILITY
+
+
+def early_launch(device: torch.device) -> dict[str, bool]:
+    """Options of a kernel that begins early wherever that can be."""
+    return (
+        {"IS_EARLY": True, "launch_pdl": True} if can_begin_early(device) else {"IS_EARLY": False}
+    )
 
 
 def _is_power_of_2(number: int) -> bool:

@@ -15,21 +15,16 @@ from polybasic.chain.kernels.torch.packed_weight import PackedWeight
 
 _MAX_CHECKED = 1024
 _CACHES = 3
+_MAX_SAMPLES = 32
+"""Beyond which small weights are timed within the cache: each sample is some nodes of a graph."""
 _DEFAULT_CACHE_BYTES = 1 << 20
 
 
 def samples_of(product: Product) -> list[Product]:
-    """Products of the same shapes over random numbers, with enough different weights.
-
-    Together they are three times as large as the GPU's cache.
-    """
-    generator = torch.Generator(product.x_RI.device).manual_seed(0)
+    """Products of the same shapes over random numbers, with `num_samples` different weights."""
+    device = product.x_RI.device
+    generator = torch.Generator(device).manual_seed(0)
     linear, norm = product.linear, product.norm
-    num_weights = 1
-    if product.x_RI.device.type == "cuda":
-        found = torch.cuda.get_device_properties(product.x_RI.device)
-        cache_bytes = getattr(found, "L2_cache_size", _DEFAULT_CACHE_BYTES)
-        num_weights += -(-_CACHES * cache_bytes // _num_bytes(linear.weight))
     x_RI = _normal(product.x_RI, generator)
     added = None if product.added is None else _normal(product.added, generator)
     bias = None if linear.bias is None else _normal(linear.bias, generator)
@@ -43,8 +38,17 @@ def samples_of(product: Product) -> list[Product]:
             norm=norm,
             added=added,
         )
-        for _ in range(num_weights)
+        for _ in range(num_samples(_num_bytes(linear.weight), device))
     ]
+
+
+def num_samples(weight_bytes: int, device: torch.device) -> int:
+    """As many weights as are three times as large as the GPU's cache, at most 32; 1 on a CPU."""
+    if device.type != "cuda":
+        return 1
+    found = torch.cuda.get_device_properties(device)
+    cache_bytes = getattr(found, "L2_cache_size", _DEFAULT_CACHE_BYTES)
+    return min(_MAX_SAMPLES, 1 + -(-_CACHES * cache_bytes // weight_bytes))
 
 
 def relative_error(product: Product, found: Tensor) -> float:

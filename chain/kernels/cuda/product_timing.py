@@ -1,6 +1,7 @@
 """Times functions on a GPU as in real use: replayed from a CUDA graph."""
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import torch
 
@@ -36,8 +37,12 @@ def _captured(function: Callable[[], object]) -> torch.cuda.CUDAGraph:
     try:
         for _ in range(_CALLS):
             function()
-    finally:
-        graph.capture_end()
+    except Exception:
+        # ending it raises another error, which says less
+        with suppress(Exception):
+            graph.capture_end()
+        raise
+    graph.capture_end()
     return graph
 
 

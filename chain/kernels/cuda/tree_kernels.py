@@ -110,14 +110,15 @@ def keep_best(
     numbers = torch.empty(3, num_rows, dtype=torch.int64, device=tokens.device)
     ancestors = numbers.new_empty(num_rows, num_rows, dtype=torch.bool)
     kept = DeviceTree(numbers[0], numbers[1], numbers[2], ancestors)
-    keep_rows[(1,)](
-        tokens, scores, beams, root, *kept, num_candidates, num_rows,
-        K=top_k,
-        LEVELS=len(beams) + 1,
-        CANDIDATES=triton.next_power_of_2(num_candidates),
-        ROWS=triton.next_power_of_2(num_rows),
-        num_warps=4 if num_candidates <= 2048 else 8,
-    )  # fmt: skip
+    with torch.cuda.device_of(tokens):
+        keep_rows[(1,)](
+            tokens, scores, beams, root, *kept, num_candidates, num_rows,
+            K=top_k,
+            LEVELS=len(beams) + 1,
+            CANDIDATES=triton.next_power_of_2(num_candidates),
+            ROWS=triton.next_power_of_2(num_rows),
+            num_warps=4 if num_candidates <= 2048 else 8,
+        )  # fmt: skip
     return kept
 
 
@@ -129,11 +130,13 @@ def walk(
     walked = Walk(
         numbers[:max_tokens], numbers[max_tokens : 2 * max_tokens], numbers[2 * max_tokens]
     )
-    walk_rows[(1,)](
-        tree.tokens, tree.parents, drawn, limit, stop_tokens, *walked, len(drawn), len(stop_tokens),
-        MOST=max_tokens,
-        ROWS=triton.next_power_of_2(len(drawn)),
-        STOPS=triton.next_power_of_2(max(1, len(stop_tokens))),
-        num_warps=1,
-    )  # fmt: skip
+    with torch.cuda.device_of(tree.tokens):
+        walk_rows[(1,)](
+            tree.tokens, tree.parents, drawn, limit, stop_tokens, *walked, len(drawn),
+            len(stop_tokens),
+            MOST=max_tokens,
+            ROWS=triton.next_power_of_2(len(drawn)),
+            STOPS=triton.next_power_of_2(max(1, len(stop_tokens))),
+            num_warps=1,
+        )  # fmt: skip
     return walked

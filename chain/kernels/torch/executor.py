@@ -54,12 +54,14 @@ class TorchExecutor(Executor):
         runs_on_device: whether rounds stay on the device.
 
     Attributes:
-        operations: of rounds that stay on the device; whatever the host knows is read by PyTorch's.
+        operations: of rounds that stay on the device.
+        known_operations: of what the host knows, as prompts are.
         heads: of each layer.
     """
 
     name: ClassVar[str] = "torch"
     operations = REFERENCE
+    known_operations = REFERENCE
 
     def __init__(self, weights: ModelWeights, runs_on_device: bool = False) -> None:
         super().__init__(weights)
@@ -100,7 +102,7 @@ class TorchExecutor(Executor):
             tokens = slice(parts[0][1].start, parts[-1][1].stop)
             states.append(
                 self._pass(
-                    REFERENCE,
+                    self.known_operations,
                     token_ids[tokens],
                     [caches[place] for place, _, _ in parts],
                     [DeviceRows.of(part, self.device) for _, _, part in parts],
@@ -111,14 +113,14 @@ class TorchExecutor(Executor):
         return states[0] if len(states) == 1 else torch.cat(states)
 
     def logits(self, states: Tensor) -> Tensor:
-        return logits_of(self.weights, states)
+        return logits_of(self.weights, states, self.known_operations)
 
     def logits_on_device(self, states: Tensor) -> Tensor:
         """As `logits`, in a round that stays on the device."""
         return logits_of(self.weights, states, self.operations)
 
     def features(self, inputs: Tensor) -> Tensor:
-        return features_of(self.weights, inputs)
+        return features_of(self.weights, inputs, self.known_operations)
 
     def features_on_device(self, inputs: Tensor) -> Tensor:
         """As `features`, in a round that stays on the device."""
@@ -180,7 +182,7 @@ class TorchExecutor(Executor):
         if isinstance(start, Tensor):
             operations, prefix, known_prefix = self.operations, start, None
         else:
-            operations, known_prefix = REFERENCE, start
+            operations, known_prefix = self.known_operations, start
             prefix = torch.tensor(start, device=self.device)
 
         weights, positions = self.weights, self.weights.positions

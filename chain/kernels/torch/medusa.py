@@ -72,7 +72,12 @@ class MedusaWeights(ModelWeights):
 
 
 class _Draft:
-    """A draft that grows level by level, on the host: see `Executor.drafts`."""
+    """A draft that grows level by level, on the host: see `Executor.drafts`.
+
+    `expand` would give the same candidates. Here a level's best tokens are found once for all rows
+    that have the same logits, and drafts of several sequences run each head once: on a CPU `expand`
+    takes 1.2 to 2 times as long for four sequences, and 0.9 to 1.3 times for one.
+    """
 
     def __init__(self, request: DraftRequest) -> None:
         self._request, self._top_k = request, request.top_k
@@ -130,9 +135,9 @@ class MedusaExecutor(TorchExecutor):
         features: Tensor | None = None,
         feature_layers: tuple[int, ...] = (),
     ) -> Tensor:
-        """States [R, D], the features themselves."""
+        """States: the features [R, D]; of a Hydra head [R, 2D], with embeddings of the tokens."""
         assert features is not None, "of a verifier"
-        return features
+        return self._states(token_ids, features)
 
     def logits(self, states: Tensor) -> Tensor:
         """Logits [R, V] of the first place below the root."""
@@ -150,6 +155,10 @@ class MedusaExecutor(TorchExecutor):
                     draft.add(*(each[None] for each in best))
             found.append(draft.candidates(self.device))
         return found
+
+    def _states(self, token_ids: Tensor, above: Tensor) -> Tensor:
+        """What heads read below tokens [R], given the states above them."""
+        return above
 
     def _best(
         self, request: DraftRequest, logits: Tensor, levels: slice
@@ -177,18 +186,6 @@ class HydraExecutor(MedusaExecutor):
     A state [(place + 2) * D] is the verifier's and these embeddings, side by side.
     """
 
-    def forward(
-        self,
-        token_ids: Tensor,
-        caches: Sequence[Layers],
-        rows: Sequence[Rows | DeviceRows],
-        features: Tensor | None = None,
-        feature_layers: tuple[int, ...] = (),
-    ) -> Tensor:
-        """States [R, 2D]: the features, and the embeddings of the tokens after them."""
-        assert features is not None, "of a verifier"
-        return self._followed(token_ids, features)
-
     def drafts(self, requests: Sequence[DraftRequest]) -> list[Candidates]:
         drafts, states = [_Draft(one) for one in requests], [one.state for one in requests]
         for level, head in enumerate(self.weights.heads):
@@ -198,12 +195,12 @@ class HydraExecutor(MedusaExecutor):
             for place in growing if level > 0 else ():
                 tokens, parents = map(torch.from_numpy, drafts[place].beam())
                 above = states[place][parents.to(self.device)]
-                states[place] = self._followed(tokens.to(self.device), above)
+                states[place] = self._states(tokens.to(self.device), above)
             logits = head(torch.cat([states[place] for place in growing]))
             parts = logits.split([len(states[place]) for place in growing])
             for place, own in zip(growing, parts, strict=True):
                 drafts[place].add(*self._best(requests[place], own, slice(level, level + 1)))
         return [draft.candidates(self.device) for draft in drafts]
 
-    def _followed(self, token_ids: Tensor, states: Tensor) -> Tensor:
-        return torch.cat([states, F.embedding(token_ids, self.weights.embedding)], -1)
+    def _states(self, token_ids: Tensor, above: Tensor) -> Tensor:
+        return torch.cat([above, F.embedding(token_ids, self.weights.embedding)], -1)

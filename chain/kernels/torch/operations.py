@@ -26,6 +26,8 @@ from polybasic.chain.kernels.weights import Linear
 
 _CHUNK = 1024
 """Outputs whose probabilities are summed first; the sums of chunks are added after that."""
+SHARES = 2.0**60
+"""Of a probability of 1, where shares are added as whole numbers: in any order to the same sum."""
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
@@ -233,6 +235,24 @@ class Operations:
         outputs = torch.arange(num_outputs, device=sums.device)
         last = torch.where(is_possible, outputs, 0).amax(1, keepdim=True)
         return torch.where(is_beyond, outputs, last).amin(1)
+
+    def without_tail(self, logits: Tensor, probabilities: Tensor, top_p: Tensor) -> Tensor:
+        """Logits [R, V], minus infinity where a token is not among the most probable ones whose
+        probabilities reach `top_p`; of equal ones the first is more probable. A row of NaN is kept.
+
+        Probabilities are added in whole units of 2**-60, so that equal ones keep the same tokens
+        everywhere.
+
+        Args:
+            logits: float32 [R, V].
+            probabilities: float32 [R, V], of at most 1.
+            top_p: float32 [], above 0 and at most 1.
+        """
+        ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)
+        shares = (ordered.nan_to_num(0.0) * SHARES).long()
+        is_beyond = shares.cumsum(-1) - shares >= (top_p * SHARES).long().clamp(min=1)
+        dropped = torch.zeros_like(is_beyond).scatter(-1, order, is_beyond)
+        return logits.masked_fill(dropped, float("-inf"))
 
     def continuations(
         self, logits: Tensor, k: int, above: Tensor | None, token_ids: Tensor | None

@@ -12,27 +12,35 @@ from torch import Tensor
 from polybasic.chain.formats.plan import Window
 from polybasic.chain.kernels.drafts import Candidates
 from polybasic.chain.kernels.executor import DraftRequest, Executor, Perturbation
-from polybasic.chain.kernels.rows import consecutive_rows
-from tests.chain.native_models import CONFIG, SCALES, cache_of, drafting, eager, threads
+from tests.chain.native_models import (
+    CONFIG,
+    SCALES,
+    cache_of,
+    drafting,
+    eager,
+    states_before_draft,
+    threads,
+)
 
 DTYPES = [torch.float32, torch.bfloat16]
 
 
-def random_request(model: Executor, seed: int, scale: float) -> DraftRequest:
+def random_request(
+    model: Executor, seed: int, scale: float, depth: int | None = None
+) -> DraftRequest:
     """A draft of any shape, after a text that was read into a cache of its own."""
     chosen, generator = random.Random(seed), torch.Generator().manual_seed(seed)
-    num, depth, top_k = chosen.randint(1, 40), chosen.randint(1, 6), chosen.randint(1, 10)
-    cache, features = cache_of(model, len(model.weights.layers)), None
-    if model.weights.is_head:
-        features = torch.randn(num, CONFIG.hidden_size, generator=generator).to(model.dtype)
+    num, any_depth, top_k = chosen.randint(1, 40), chosen.randint(1, 6), chosen.randint(1, 10)
+    depth, cache = depth or any_depth, cache_of(model, len(model.weights.layers))
+    features = torch.randn(num, CONFIG.hidden_size, generator=generator)
     ids = torch.randint(0, CONFIG.vocab_size, (num,), generator=generator)
-    states = model.forward(ids, [cache.layers], [consecutive_rows(0, num)], features)
+    state = states_before_draft(model, cache, ids, features, depth)
     window = chosen.choice([None, Window(tokens=chosen.randint(2, 20), sinks=chosen.randint(0, 3))])
     perturbation = None
     if chosen.random() < 0.5:
         added = torch.randn(depth + 1, CONFIG.vocab_size, generator=generator)
         perturbation = Perturbation(scale * chosen.uniform(0.5, 2), added)
-    return DraftRequest(states[-1:], cache.layers, num, depth, top_k, window, perturbation)
+    return DraftRequest(state, cache.layers, num, depth, top_k, window, perturbation)
 
 
 def is_same(one: Candidates, other: Candidates) -> bool:
@@ -52,7 +60,7 @@ def alone(model: Executor, requests: Sequence[DraftRequest]) -> list[tuple[Candi
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kind", ["head", "trimmed head", "model"])
+@pytest.mark.parametrize("kind", SCALES)
 @torch.inference_mode()
 def test_drafts_have_the_bits_of_each_alone(kind: str, dtype: torch.dtype) -> None:
     model, chosen = drafting(kind, dtype), random.Random(5)
@@ -72,15 +80,15 @@ def test_drafts_have_the_bits_of_each_alone(kind: str, dtype: torch.dtype) -> No
             assert torch.equal(written(requests[place]), expected[place][1])
 
 
-@pytest.mark.parametrize("kind", ["head", "trimmed head", "model"])
+@pytest.mark.parametrize("kind", SCALES)
 @torch.inference_mode()
 def test_a_draft_ends_after_a_level_of_improbable_candidates(kind: str) -> None:
     """Alone, in company of others that go on, and by the reference."""
     model = drafting(kind)
-    requests = [random_request(model, seed, SCALES[kind]) for seed in range(12)]
+    requests = [random_request(model, seed, SCALES[kind], depth=6) for seed in range(12)]
     added = torch.randn(6, CONFIG.vocab_size, generator=torch.Generator().manual_seed(3))
     perturbation = Perturbation(SCALES[kind], added)
-    requests = [replace(one, depth=6, perturbation=perturbation) for one in requests]
+    requests = [replace(one, perturbation=perturbation) for one in requests]
     whole = [one for one, _ in alone(model, requests)]
     ending, expected = [], []
     for place, (request, candidates) in enumerate(zip(requests, whole, strict=True)):

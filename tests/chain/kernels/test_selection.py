@@ -1,14 +1,16 @@
 """Which backend computes where, and what it keeps weights as."""
 
+import subprocess
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.awq import GROUP_SIZE, dequantize, round_to_nearest
+from polybasic.chain.formats.awq import dequantize, round_to_nearest
+from polybasic.chain.formats.quantization import GROUP_SIZE
 from polybasic.chain.kernels import backend as backends
 from polybasic.chain.kernels import selection
 from polybasic.chain.kernels.backend import DRAFT_GROUP_SIZE
@@ -27,9 +29,12 @@ DTYPES = (*HALVES, torch.float32)
 @pytest.fixture(autouse=True)
 def _no_wish(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.delenv("POLYBASIC_KERNELS", raising=False)
-    selection._report.cache_clear()
+    asked = (selection._report, selection._launcher_fault)
+    for once in asked:
+        once.cache_clear()
     yield
-    selection._report.cache_clear()
+    for once in asked:
+        once.cache_clear()
 
 
 def has_triton(monkeypatch: pytest.MonkeyPatch, answer: bool) -> None:
@@ -67,11 +72,62 @@ def test_a_gpu_without_triton_is_reported_once(
     assert describe_gpu_kernels() == "PyTorch's operations (no triton found; pip install triton)"
 
 
-def test_an_older_gpu_is_reported(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    pytest.importorskip("triton")
+@dataclass
+class TritonDriver:
+    """Triton's driver, which builds its launcher when it is asked for."""
+
+    error: Exception | None = None
+    num_asked: int = 0
+
+    @property
+    def active(self) -> "TritonDriver":
+        self.num_asked += 1
+        if self.error is not None:
+            raise self.error
+        return self
+
+    utils = "launcher"
+
+
+@pytest.fixture
+def triton_driver(monkeypatch: pytest.MonkeyPatch) -> TritonDriver:
+    """Of a GPU that the kernels are for."""
+    runtime = pytest.importorskip("triton").runtime
+    driver = TritonDriver()
+    monkeypatch.setattr(runtime, "driver", driver)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    return driver
+
+
+NO_COMPILER = RuntimeError("Failed to find C compiler. Please specify.\nor set CC")
+NO_HEADER = subprocess.CalledProcessError(1, ["/usr/bin/gcc", "/tmp/main.c", "-O3"])
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (NO_COMPILER, "Failed to find C compiler. Please specify"),
+        (NO_HEADER, "gcc ends with code 1"),
+    ],
+)
+def test_a_launcher_that_cannot_be_built_is_reported_once(
+    triton_driver: TritonDriver, error: Exception, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    triton_driver.error = error
+    assert executors(GPU) == ["torch"] * 3
+    assert not backend_for(GPU, torch.bfloat16).packs_4_bits
+    needed = "Triton cannot build what launches them, from C and Python.h (python3-dev)"
+    assert caplog.messages == [
+        f"GPU kernels: PyTorch's operations, which are slower: {needed}: {reason}"
+    ]
+    assert describe_gpu_kernels() == f"PyTorch's operations ({needed}: {reason})"
+    assert triton_driver.num_asked == 1
+
+
+def test_an_older_gpu_is_reported(
+    triton_driver: TritonDriver, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
     assert executors(GPU) == ["torch"] * 3
     assert caplog.messages == [
@@ -133,9 +189,10 @@ def test_other_devices_have_no_device_path(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_the_kernels_of_a_gpu_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    has_triton(monkeypatch, True)
-    monkeypatch.setattr(selection, "version", {"triton": "3.6.0"}.__getitem__)
-    assert describe_gpu_kernels() == "triton 3.6.0 (float32: PyTorch's operations)"
+    # PyTorch's own index has it as pytorch-triton
+    triton = pytest.importorskip("triton")
+    monkeypatch.setattr(triton, "__version__", "3.6.0+git")
+    assert describe_gpu_kernels() == "triton 3.6.0+git (float32: PyTorch's operations)"
 
 
 # Products

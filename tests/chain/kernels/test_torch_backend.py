@@ -95,6 +95,7 @@ def test_a_chain_is_served_as_it_is_stored_where_that_is_fast(
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="other processors have other limits")
+@pytest.mark.proof
 def test_all_of_it_holds_without_avx512() -> None:
     """oneDNN raises there when it is given bfloat16 weights to lay out."""
     assert_passes_without_avx512(__file__, ["-k", "not without_avx512"], "16 passed")

@@ -86,16 +86,19 @@ private:
         const int K = shape.top_k;
         std::vector<Candidate> beam(K), children(K);
         const Best best_places{beam.data(), K};
-        for (int level = 0; level < shape.depth; ++level) {
+        bool goes_on = true;
+        for (int level = 0; level < shape.depth && goes_on; ++level) {
+            *shape.num_levels = level + 1;
             const Best best{one.best.data(), one.num_best};
             best.clear();
             for (int thread = 0; thread < num_threads; ++thread)
                 for (int i = 0; i < one.num_best; ++i) best.offer(one.best_of(thread, level).kept[i]);
             const float normalizer = this->normalizer_of(one.first_row + level);
             if (level == 0) {
-                write(one, best.kept, normalizer, 0.0f, 0);
+                goes_on = write(one, best.kept, normalizer, 0.0f, 0);
                 continue;
             }
+            goes_on = false;
             const size_t above = shape.first_of(level - 1);
             const int num_above = level == 1 ? K : K * K;
             best_places.clear();
@@ -109,23 +112,27 @@ private:
                 chosen.clear();
                 for (int i = 0; i < one.num_best; ++i)
                     chosen.offer({one.corrected[i], one.best[i].place});
-                write(one, chosen.kept, moved, beam[row].score,
-                      shape.first_of(level) + size_t(row) * K);
+                goes_on |= write(one, chosen.kept, moved, beam[row].score,
+                                 shape.first_of(level) + size_t(row) * K);
             }
         }
     }
 
     // Candidates from `number` on: K tokens with their logits, below a parent with score `above`.
-    void write(const Growing& one, const Candidate* chosen, float normalizer, float above,
+    // Returns whether one scores enough for a further level.
+    bool write(const Growing& one, const Candidate* chosen, float normalizer, float above,
                size_t number) const {
         const DraftShape& shape = one.shape;
+        bool goes_on = false;
         for (int i = 0; i < shape.top_k; ++i, ++number) {
             const int output = this->place_of(chosen[i]);
             const float exact = chosen[i].score - normalizer;
             const float log_probability = std::isnan(exact) ? -INFINITY : std::min(exact, 0.0f);
             shape.scores[number] = above + log_probability;
             shape.tokens[number] = shape.token_ids == nullptr ? output : shape.token_ids[output];
+            goes_on |= shape.scores[number] >= shape.least_score;
         }
+        return goes_on;
     }
 
     // The best tokens' logits after `token`, and the logarithm of the sum of all exponentials.

@@ -9,7 +9,16 @@ from polybasic.chain.kernels.drafts import Candidates
 from polybasic.chain.kernels.executor import Perturbation
 from polybasic.chain.kernels.rows import consecutive_rows
 from tests.chain.kernels.cpu.test_passes import random_ids
-from tests.chain.native_models import CONFIG, SCALES, cache_of, decoder, drafting, eager, threads
+from tests.chain.native_models import (
+    CONFIG,
+    SCALES,
+    cache_of,
+    decoder,
+    drafting,
+    eager,
+    states_before_draft,
+    threads,
+)
 
 POSITIONS = torch.tensor([0, 1, 4095, 7408, 2**31, 2**32 - 1])
 DEPTH, TOP_K, PROMPT = 4, 5, 30
@@ -56,13 +65,10 @@ def test_noise_of_an_executor_covers_the_vocabulary() -> None:
 def draft(kind: str, perturbation: Perturbation | None) -> Candidates:
     model, ids = drafting(kind), random_ids(PROMPT)
     cache = cache_of(model, len(model.weights.layers))
-    features = None
-    if model.weights.is_head:
-        features = torch.randn(
-            PROMPT, CONFIG.hidden_size, generator=torch.Generator().manual_seed(4)
-        )
-    states = model.forward(ids, [cache.layers], [consecutive_rows(0, PROMPT)], features)
-    return model.draft(states[-1:], cache.layers, PROMPT, DEPTH, TOP_K, perturbation=perturbation)
+    generator = torch.Generator().manual_seed(4)
+    features = torch.randn(PROMPT, CONFIG.hidden_size, generator=generator)
+    state = states_before_draft(model, cache, ids, features, DEPTH)
+    return model.draft(state, cache.layers, PROMPT, DEPTH, TOP_K, perturbation=perturbation)
 
 
 @pytest.mark.parametrize("kind", SCALES)

@@ -61,6 +61,7 @@ class Compiled:
         ttgir: Triton's last form of it, with layouts.
         ptx: as given to ptxas.
         sass: machine code, one instruction a line, after its address.
+        arguments: names of the parameters in `ptx`, in their order.
     """
 
     registers: int
@@ -69,6 +70,7 @@ class Compiled:
     ttgir: str
     ptx: str
     sass: str
+    arguments: Sequence[str]
 
     def loop(self) -> "Compiled":
         """The longest innermost loop in place of the whole machine code."""
@@ -143,6 +145,7 @@ def _compile(request: Request) -> Compiled:
         ttgir=binary.asm["ttgir"],
         ptx=binary.asm["ptx"],
         sass="\n".join(" ".join(line) for line in _INSTRUCTION.findall(sass)),
+        arguments=[name for name in names if name in request.signature],
     )
 
 

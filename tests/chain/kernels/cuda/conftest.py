@@ -1,24 +1,7 @@
 """Repairs of Triton's interpreter, in which kernels run where there is no GPU."""
 
 import importlib.util
-from pathlib import Path
 from typing import Any
-
-import pytest
-import torch
-
-INTERPRETED = ("test_choice", "test_products", "test_triton_chain")
-"""Launch kernels on tensors of the CPU, which only the interpreter can."""
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A process that sees a GPU compiles kernels for it, and cannot interpret them."""
-    if not torch.cuda.is_available():
-        return
-    skipped = pytest.mark.skip(reason="interprets kernels: CUDA_VISIBLE_DEVICES= make test")
-    for item in items:
-        if item.path.parent == Path(__file__).parent and item.path.stem in INTERPRETED:
-            item.add_marker(skipped)
 
 
 def _let_scalars_end_loops() -> None:

@@ -1,10 +1,15 @@
 """Random products and what float32 makes of them, for tests of their kernels."""
 
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from polybasic.chain.formats.awq import dequantize, round_to_nearest
-from polybasic.chain.kernels.cuda.product_launch import Product
+from polybasic.chain.kernels.cuda.product_launch import Product, Tiling
+from polybasic.chain.kernels.cuda.product_options import DENSE_SHAPES, PACKED_SHAPES
 from polybasic.chain.kernels.torch.operations import ACTIVATIONS, DeviceLinear, Norm, Operations
 from polybasic.chain.kernels.torch.packed_weight import PackedWeight
 
@@ -62,3 +67,47 @@ def in_float32(product: Product, weight: Tensor) -> Tensor:
 def relative(found: Tensor, expected: Tensor) -> float:
     assert found.shape == expected.shape
     return float((found.float() - expected).norm() / expected.norm())
+
+
+@dataclass(frozen=True)
+class GpuCase:
+    """Products of one kind, each by some tilings, for a GPU that compiles a kernel for each.
+
+    Attributes:
+        is_early: kernels begin before the previous one has ended.
+    """
+
+    dtype: torch.dtype
+    group_size: int
+    num_rows: int
+    is_early: bool = False
+
+    def products(self) -> Iterator[tuple[Product, Tensor, Tiling]]:
+        """Products, their weights in float32, and tilings: of each shape, in parts and whole."""
+        variants = VARIANTS[:2] if self.is_early else VARIANTS
+        for number, variant in enumerate(variants):
+            made = random_product(self.dtype, self.group_size, 1000, 1024, self.num_rows, **variant)
+            product, weight = made
+            shapes = PACKED_SHAPES if self.group_size else DENSE_SHAPES
+            for place, shape in enumerate(shapes[product.num_kernel_rows]):
+                splits = 4 if (number + place) % 2 == 0 else 1
+                tiling = replace(shape.tiling, splits=splits, is_early=self.is_early)
+                if self.group_size:
+                    tiling = replace(tiling, ins=self.group_size)
+                yield product, weight, tiling
+
+
+VARIANTS: tuple[dict[str, Any], ...] = (
+    {"has_added": True},
+    {"has_norm": True},
+    {"has_norm": True, "activation": "silu"},
+    {"activation": "gelu_pytorch_tanh"},
+)
+GPU_CASES = [
+    *(GpuCase(torch.bfloat16, size, rows) for size in (ABSENT, 128) for rows in (1, 24, 64)),
+    *(GpuCase(torch.float16, size, 24) for size in (ABSENT, 128)),
+    GpuCase(torch.bfloat16, 64, 24),
+    *(GpuCase(torch.bfloat16, size, 24, is_early=True) for size in (ABSENT, 128)),
+]
+"""Each shape, variant, dtype and group size, but not all of them with each other: a kernel takes
+seconds to compile, and more of the grid is interpreted."""

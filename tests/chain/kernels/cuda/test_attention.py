@@ -14,7 +14,9 @@ from polybasic.chain.kernels.cuda.attention import _tickets, attention, attentio
 from polybasic.chain.kernels.cuda.attention_plan import Gpu, Layer, Plan
 from polybasic.chain.kernels.torch.operations import Heads, Norm, Operations
 from polybasic.chain.kernels.torch.rows import DeviceRows, device_consecutive_rows
+from polybasic.deploy.graphs.capture import Graphs
 
+pytestmark = pytest.mark.gpu
 HAS_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
 # no GPU has shared memory for float32
@@ -297,35 +299,36 @@ def test_tensors_may_be_views() -> None:
     assert torch.equal(inputs.run()[0], out)
 
 
-@pytest.mark.skipif(not HAS_GPU, reason="needs a GPU")
 def test_a_captured_pass_serves_all_lengths() -> None:
     # the longest prefix, for what lies behind it is large
-    case = Case(K=8, G=4, H=128, num_rows=24, prefix=4072, capacity=4096, dtype=torch.bfloat16)
+    case = Case(K=1, num_rows=9, prefix=1015, capacity=1024)
+    if HAS_GPU:
+        case = Case(K=8, G=4, H=128, num_rows=24, prefix=4072, capacity=4096, dtype=torch.bfloat16)
     inputs = made(case)
     prefix = torch.tensor(0, device=DEVICE)
-    cache = inputs.cache.clone()
+    cache, out = inputs.cache.clone(), torch.zeros_like(inputs.run()[0])
+    graphs = Graphs(DEVICE)
 
-    def run() -> Tensor:
-        rows = device_consecutive_rows(prefix, 24)
+    def run() -> None:
+        rows = device_consecutive_rows(prefix, case.num_rows)
         span = rows.span_of(inputs.kind)
-        return attention(inputs.qkv, cache, rows, span, inputs.heads, inputs.rotation)
+        out.copy_(attention(inputs.qkv, cache, rows, span, inputs.heads, inputs.rotation))
 
-    run()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = run()
-    for length in (0, 100, 2000, 4072):
+    graphs.run("pass", run)
+    for length in (0, 100, case.prefix // 2, case.prefix):
         prefix.fill_(length)
         cache.copy_(inputs.cache)
-        graph.replay()
-        replayed = captured.clone()
+        graphs.run("pass", run)
+        replayed = out.clone()
         cache.copy_(inputs.cache)
-        assert torch.equal(replayed, run())
-        inputs.rows = device_consecutive_rows(prefix, 24)
-        assert (replayed - inputs.expected()[0]).abs().max() < TOLERANCE[torch.bfloat16]
+        run()
+        assert torch.equal(replayed, out)
+        inputs.rows = device_consecutive_rows(prefix, case.num_rows)
+        assert (replayed - inputs.expected()[0]).abs().max() < TOLERANCE[case.dtype]
+    assert graphs.counts.replays == (4 if HAS_GPU else 0)
 
 
-@pytest.mark.skipif(not HAS_GPU, reason="needs a GPU")
+@pytest.mark.gpu(needed=True)
 def test_results_do_not_depend_on_the_program_that_ends_last() -> None:
     inputs = made(Case(K=8, H=128, num_rows=8, prefix=3900, capacity=4096, dtype=torch.float16))
     out, _ = inputs.run()

@@ -1,5 +1,6 @@
 """How attention is divided, and what compilers make of it for GPUs that need not be there."""
 
+import re
 from dataclasses import replace
 from functools import cache
 
@@ -14,6 +15,7 @@ from tests.chain.kernels.cuda.compiling import (
     Request,
     compiled,
 )
+from tests.chain.kernels.cuda.early_access import touched_before_wait
 
 GPUS = {
     90: Gpu(132, MOST_SHARED_BYTES[90], is_hopper=True),
@@ -47,6 +49,7 @@ def request(
     plan: Plan, capability: int, unaligned: tuple[str, ...] = (), **features: bool
 ) -> Request:
     """The first kernel as a launch makes it; without norms."""
+    is_early = capability == 90
     return Request(
         "polybasic.chain.kernels.cuda.attention_kernels",
         "attend",
@@ -65,12 +68,13 @@ def request(
             "key_norm": None,
             "HAS_WINDOW": features.get("has_window", False),
             "IS_CAPPED": features.get("is_capped", False),
+            "IS_EARLY": is_early,
             **plan.shape(),
             **plan.constants(),
         },
         (*WIDE, *NUMBERS, "visible", *unaligned),
         capability,
-        {"num_warps": NUM_WARPS},
+        {"num_warps": NUM_WARPS, "launch_pdl": is_early},
     )
 
 
@@ -78,7 +82,8 @@ def combining(plan: Plan) -> Request:
     """The second kernel."""
     signature = {"parts": "*fp32", "num_active": "*i32", "out": "*bf16"}
     module = "polybasic.chain.kernels.cuda.attention_kernels"
-    return Request(module, "combine", signature, plan.shape())
+    constants = {**plan.shape(), "IS_EARLY": True}
+    return Request(module, "combine", signature, constants, options={"launch_pdl": True})
 
 
 @pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS.keys())
@@ -100,12 +105,10 @@ def test_plans_by_shape() -> None:
     assert (one.tile, one.num_tiles, one.parts, one.combines) == (16, 1, 4, True)
     assert (tree.tile, tree.num_tiles, tree.parts, tree.combines) == (32, 1, 4, True)
     grouped = Plan.of(h200, LLAMA3_8B, 24)
-    assert (grouped.tile, grouped.num_tiles, grouped.parts, grouped.combines) == (128, 1, 16, False)
+    assert (grouped.tile, grouped.num_tiles, grouped.parts, grouped.combines) == (64, 2, 8, False)
     assert Plan.of(h200, LLAMA3_8B, 4).combines
     # a short cache is not worth parts
     assert Plan.of(h200, replace(VICUNA_7B, capacity=200), 1).parts == 1
-    # a smaller GPU has several tiles where an H200 has one
-    assert Plan.of(GPUS[80], LLAMA3_8B, 24).num_tiles == 2
     small = Plan.of(GPUS[86], VICUNA_7B, 24)
     assert (tree.num_columns, tree.stages) == (128, 3)
     assert (small.num_columns, small.stages) == (64, 3)
@@ -139,8 +142,36 @@ def test_what_kernels_become(name: str) -> None:
     assert kernel.shared_bytes <= plan.shared_bytes(GPUS[BUILDS[name][0]])
     assert kernel.count("LDGSTS.E.BYPASS.128") == kernel.count("LDGSTS") > 0
     assert kernel.count("HMMA" if name.startswith("80") else "HGMMA") > 0
-    # what 128 queries at once need beyond 255 registers is little of a block's work
-    assert kernel.stack_bytes <= (512 if name == "90 groups" else 0)
+    assert kernel.stack_bytes == 0, "registers are spilled"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name == "90 tree" else pytest.param(name, marks=proof)
+        for name, (capability, *_) in BUILDS.items()
+        if capability == 90
+    ],
+)
+def test_attention_begins_early_and_waits_for_what_it_reads(name: str) -> None:
+    """Before the wait it reads positions and the prefix, gives hints, and stores nothing."""
+    plan, kernel = built(name)
+    assert touched_before_wait(kernel) == ({"positions", "prefix"}, set())
+    # what a kernel without the wait, or with a late one, would be found to do
+    without = replace(kernel, ptx=kernel.ptx.replace("griddepcontrol.wait;", ""))
+    read, written = touched_before_wait(without)
+    assert {"qkv", "cache", "visible"} < read
+    assert {"cache", "out"} < written
+    before, after = kernel.ptx.split("griddepcontrol.wait;")
+    assert before.count("griddepcontrol.launch_dependents;") == 1
+    assert "griddepcontrol" not in after
+    threads, blocks = 32 * NUM_WARPS, 2
+    lines = 2 * blocks * plan.num_columns * plan.layer.padded_dim * 2 // 64
+    assert before.count("prefetch.global.L2") == lines // threads
+    # the machine code keeps this order
+    names = re.findall(r"\b(CCTL\.E\.PF2|ACQBULK|LDGSTS|STG|ATOMG)\b", kernel.sass)
+    assert set(names[: names.index("ACQBULK")]) == {"CCTL.E.PF2"}
+    assert "CCTL.E.PF2" not in names[names.index("ACQBULK") :]
 
 
 @proof
@@ -162,3 +193,4 @@ def test_a_second_kernel_needs_no_tickets() -> None:
     (kernel,) = compiled([combining(Plan.of(GPUS[90], LLAMA3_8B, 24))])
     assert kernel.stack_bytes == 0
     assert kernel.count("LDG.E.128") > 0
+    assert touched_before_wait(kernel) == (set(), set())

@@ -13,7 +13,9 @@ from polybasic.chain.kernels.torch import trees
 from polybasic.chain.kernels.torch.operations import Operations
 from polybasic.chain.kernels.torch.trees import DeviceTree
 from tests.chain.kernels.cuda.compiling import CAPABILITIES, Request, compiled
+from tests.chain.kernels.cuda.early_access import touched_before_wait
 
+pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -281,11 +283,23 @@ REQUESTS = {
 @pytest.mark.proof
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_kernels_fit_a_gpu(capability: int) -> None:
-    asked = [dataclasses.replace(one, capability=capability) for one in REQUESTS.values()]
+    is_early = capability == 90
+    asked = [
+        dataclasses.replace(
+            one,
+            capability=capability,
+            constants={**one.constants, **({"IS_EARLY": is_early} if one.module == MODULE else {})},
+        )
+        for one in REQUESTS.values()
+    ]
     kernels = dict(zip(REQUESTS, compiled(asked), strict=True))
     for name, kernel in kernels.items():
         assert kernel.stack_bytes == 0, f"{name} spills"
         assert kernel.shared_bytes <= 48 * 1024, name
         assert "atom" not in kernel.ptx.lower(), name
+        waits = kernel.ptx.count("griddepcontrol.wait;")
+        assert waits == (is_early and REQUESTS[name].module == MODULE), name
+        if waits:
+            assert touched_before_wait(kernel) == (set(), set()), name
     # 16 bytes of logits at once
     assert kernels["search 32k"].count("LDG.E.128") >= 1

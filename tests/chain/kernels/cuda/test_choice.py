@@ -3,9 +3,11 @@
 import json
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +16,13 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from polybasic.chain.kernels.cuda import choice
-from polybasic.chain.kernels.cuda.choice import Choices, choices_of, choose
+from polybasic.chain.kernels.cuda.choice import (
+    Choices,
+    Contest,
+    Timer,
+    choices_of,
+    decide,
+)
 from polybasic.chain.kernels.cuda.product_launch import Product, Tiling
 from polybasic.chain.kernels.cuda.product_options import (
     Option,
@@ -23,7 +31,11 @@ from polybasic.chain.kernels.cuda.product_options import (
     fixed_option,
     options_of,
 )
-from polybasic.chain.kernels.cuda.product_samples import relative_error, samples_of
+from polybasic.chain.kernels.cuda.product_samples import (
+    num_samples,
+    relative_error,
+    samples_of,
+)
 from tests.chain.kernels.cuda.product_cases import ABSENT, CPU, random_product
 
 PROCESSORS = 132
@@ -54,7 +66,17 @@ def a_product() -> Product:
     return random_product(torch.bfloat16, 128, 256, 256, 3, has_norm=True)[0]
 
 
+CHANGES = {"outs": 64, "ins": 64, "splits": 1, "warps": 8, "stages": 4, "registers": 128}
 OPTIONS = [Tiling(128, 128), Tiling(128, 128, splits=2), Tiling(64, 128)]
+
+
+def choose(
+    product: Product, options: Sequence[Tiling], timer: Timer, begins_early: bool = False
+) -> tuple[Option, dict[str, float]]:
+    """What one product's contest decides."""
+    contest = Contest(product, options, timer, begins_early)
+    decide([contest])
+    return contest.result()
 
 
 def task(weight: str, out_size: int, in_size: int, rows: int) -> Task:
@@ -106,6 +128,14 @@ def test_samples_are_of_the_same_shapes(group_size: int, activation: str | None)
     assert 0.05 < float(expected.float().std()) < 5
     expected[0, 5] += 10
     assert relative_error(sample, expected) > choice.TOLERANCES[torch.bfloat16]
+
+
+def test_samples_exceed_the_cache_unless_they_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = SimpleNamespace(L2_cache_size=60 << 20)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    sizes = (4 << 10, 4 << 20, 12 << 20, 180 << 20, 200 << 20)
+    found = [num_samples(size, torch.device("cuda")) for size in sizes]
+    assert found == [32, 32, 16, 2, 2]
 
 
 def test_the_fastest_is_chosen_with_the_norm_before_it_where_that_pays(a_product: Product) -> None:
@@ -180,6 +210,44 @@ def test_without_any_kernel_pytorch_computes(
     assert "no kernel computes bfloat16 int4/128 256x256 16 rows norm" in caplog.text
 
 
+@pytest.mark.parametrize("fails_early_alone", [True, False])
+def test_options_that_fail_in_a_capture_are_dropped(
+    a_product: Product,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    fails_early_alone: bool,
+) -> None:
+    """Kernels begin early for the first time where they are timed, in a graph."""
+    computed, clock = Product.computed, Clock([3e-6, 1e-6, 2e-6, 4e-6, 5e-6])
+    is_capturing = False
+
+    def disturbed(self: Product, option: Option) -> Tensor:
+        assert option is not None
+        if is_capturing and (option.is_early or not fails_early_alone):
+            raise RuntimeError("operation not permitted when stream is capturing\nand more")
+        return computed(self, replace(option, is_early=False))
+
+    def timer(functions: Sequence[Callable[[], object]]) -> list[float]:
+        nonlocal is_capturing
+        is_capturing = True
+        try:
+            return clock(functions)
+        finally:
+            is_capturing = False
+
+    monkeypatch.setattr(Product, "computed", disturbed)
+    chosen, microseconds = choose(a_product, OPTIONS, timer, begins_early=True)
+    said = [record.message for record in caplog.records]
+    reason = "fails: operation not permitted when stream is capturing"
+    if fails_early_alone:
+        assert (chosen, len(microseconds)) == (OPTIONS[1], 5)
+        assert [line.endswith(f", early {reason}") for line in said] == [True]
+    else:
+        assert (chosen, microseconds) == (None, {})
+        assert [line.endswith(reason) for line in said] == [True, True, True, False]
+        assert said[-1].startswith("no kernel computes bfloat16 int4/128 256x256 16 rows norm")
+
+
 def test_choices_are_kept_for_the_next_process(
     a_product: Product, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
@@ -202,6 +270,66 @@ def test_choices_are_kept_for_the_next_process(
     assert later_clock.calls == 0
     assert capsys.readouterr().err == ""
     assert [path.name for path in file.parent.iterdir()] == [file.name]
+
+
+def test_a_second_gpu_is_measured_on_itself(
+    a_product: Product, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device, current = torch.device("cuda", 1), list[torch.device]()
+
+    @contextmanager
+    def on(chosen: torch.device) -> Iterator[None]:
+        current.append(chosen)
+        yield
+        current.pop()
+
+    def timer(functions: Sequence[Callable[[], object]]) -> list[float]:
+        assert current == [device]
+        return [1.0] * len(functions)
+
+    card = SimpleNamespace(multi_processor_count=PROCESSORS)
+    fake = {
+        "device": on,
+        "is_current_stream_capturing": lambda: False,
+        "get_device_name": str,
+        "get_device_properties": lambda _: card,
+        "get_device_capability": lambda _: (8, 0),
+    }
+    for name, value in fake.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    assert Choices(device, None, timer).option_for(a_product) is not None
+    assert current == []
+
+
+def test_kernels_of_all_products_are_compiled_together(
+    a_product: Product, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled: list[list[tuple[Product, Tiling]]] = []
+    monkeypatch.setattr(choice, "compile_together", lambda wanted: compiled.append(list(wanted)))
+    other, _ = random_product(torch.float16, ABSENT, 64, 64, 2)
+    choices = Choices(CPU, None, Clock([]))
+    choices.prepare([a_product, a_product, other])
+    assert set(choices.microseconds) == {str(Task.of(one)) for one in (a_product, other)}
+    options = [options_of(Task.of(one), PROCESSORS) for one in (a_product, other)]
+    assert [option for _, option in compiled[0]] == [*options[0], *options[1]]
+    assert [option.is_fused for _, option in compiled[1]] == [False, False]
+    choices.option_for(a_product)
+    choices.prepare([other])
+    assert len(compiled) == Contest.NUM_STAGES, "nothing is decided twice"
+
+
+def test_products_share_kernels_whatever_their_sizes(a_product: Product) -> None:
+    wide, _ = random_product(torch.bfloat16, 128, 512, 256, 5, has_norm=True)
+    tiling = Tiling(128, 128, splits=2)
+    key = a_product.kernel_key(tiling)
+    assert wide.kernel_key(replace(tiling, splits=4)) == key
+    one_row = replace(a_product, x_RI=a_product.x_RI[:1])
+    without = replace(a_product, norm=None)
+    changes = [replace(tiling, **{name: value}) for name, value in CHANGES.items()]
+    keys = [one_row.kernel_key(tiling), without.kernel_key(tiling)]
+    keys += [a_product.kernel_key(changed) for changed in changes]
+    assert key not in keys
+    assert without.kernel_key(tiling) == a_product.kernel_key(replace(tiling, is_fused=False))
 
 
 def test_processes_add_to_one_file(a_product: Product, tmp_path: Path) -> None:

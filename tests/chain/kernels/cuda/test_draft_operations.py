@@ -18,6 +18,7 @@ from polybasic.deploy.graphs.capture import Graphs
 from tests.chain.kernels.cuda.compiling import CAPABILITIES, Request, compiled
 from tests.deploy.recorded_graphs import RecordedGraphs
 
+pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HIGHEST = 1 - 2.0**-24
 """The greatest number that `torch.rand` gives."""

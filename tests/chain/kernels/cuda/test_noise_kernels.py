@@ -19,6 +19,7 @@ from polybasic.deploy.graphs.capture import Graphs
 from tests.chain.kernels.cuda.compiling import CAPABILITIES, Request, compiled
 from tests.deploy.recorded_graphs import RecordedGraphs
 
+pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 POSITIONS = torch.tensor([0, 2**31, 2**32 - 1], device=DEVICE)
 

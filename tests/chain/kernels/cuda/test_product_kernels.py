@@ -23,6 +23,7 @@ from tests.chain.kernels.cuda.compiling import (
     Request,
     compiled,
 )
+from tests.chain.kernels.cuda.early_access import touched_before_wait
 from tests.chain.kernels.cuda.product_cases import ABSENT, DTYPES, random_product
 
 TYPES = {
@@ -238,6 +239,7 @@ def test_what_begins_early_waits_before_it_reads_or_writes(group_size: int) -> N
     step_bytes = tiling.outs * (64 if group_size else 2 * tiling.ins)
     assert names[:waits] == ["CCTL.E.PF2"] * (4 * step_bytes // 64 // 128)
     assert names.count("ACQBULK") == 1
+    assert touched_before_wait(found) == (set(), set())
 
 
 @proof
@@ -245,14 +247,48 @@ def test_what_begins_early_waits_before_it_reads_or_writes(group_size: int) -> N
 def test_the_norm_reads_a_row_at_once(capability: int) -> None:
     signature = dict.fromkeys(("x_ptr", "norm_ptr", "out_ptr"), "*bf16")
     signature |= {"in_size": "i32", "x_stride": "i32", "eps": "fp32"}
-    options = {"num_warps": 8}
+    is_early = capability == 90
+    constants, options = {"INS": 4096, "IS_EARLY": is_early}, {"num_warps": 8}
     wide = Request(
-        product_kernels.__name__, "norm_kernel", signature, {"INS": 4096}, (), capability, options
+        product_kernels.__name__, "norm_kernel", signature, constants, (), capability, options
     )
-    mixed = replace(wide, signature={**signature, "norm_ptr": "*fp32"}, constants={"INS": 16384})
+    mixed = replace(
+        wide,
+        signature={**signature, "norm_ptr": "*fp32"},
+        constants={**constants, "INS": 16384},
+    )
     found, large = compiled([wide, mixed])
+    if is_early:
+        # its weights do not wait for the rows
+        assert touched_before_wait(found) == touched_before_wait(large) == ({"norm_ptr"}, set())
+        weights, rows = found.sass.split("ACQBULK")
+        assert [part.count("LDG.E.128") for part in (weights, rows)] == [2, 2]
+        assert "STG" not in weights
     assert found.count("LDG.E.128") == 2 * 4096 * 2 // 16 // 256
     assert found.stack_bytes == large.stack_bytes == 0
+
+
+@proof
+def test_weights_are_unpacked_without_spills() -> None:
+    requests = [
+        Request(
+            product_kernels.__name__,
+            "dequantize_kernel",
+            {"words_ptr": "*i32", "groups_ptr": "*i32", "out_ptr": kind,
+             "out_size": "i32", "in_size": "i32"},
+            {"OUTS": 64, "INS": group_size, "IS_ON_GPU": True},
+            options={"num_warps": 4},
+        )
+        for kind in ("*bf16", "*fp16")
+        for group_size in (64, 128)
+    ]  # fmt: skip
+    for found in compiled(requests):
+        assert found.stack_bytes == 0
+        assert found.registers <= 128
+        assert found.count("STG.E.128") == found.count("STG") > 0
+        assert found.count("LDG.E.128") > 0
+        # to the nearest
+        assert re.search(r"cvt\.rn\.b?f16(x2)?\.f32", found.ptx)
 
 
 GROUPS = [

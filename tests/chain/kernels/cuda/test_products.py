@@ -5,19 +5,22 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 pytest.importorskip("triton")
 
 from polybasic.chain.formats.awq import QuantizedWeight, dequantize
-from polybasic.chain.kernels.cuda import product_launch, products
-from polybasic.chain.kernels.cuda.product_launch import Tiling, normed
+from polybasic.chain.kernels.cuda import KERNEL_DTYPES, product_launch, products
+from polybasic.chain.kernels.cuda.product_launch import ManyRows, Tiling, dequantized, normed
+from polybasic.chain.kernels.cuda.product_options import DENSE_SHAPES, PACKED_SHAPES
 from polybasic.chain.kernels.cuda.products import gated_product, product
-from polybasic.chain.kernels.torch.operations import ACTIVATIONS, Norm
+from polybasic.chain.kernels.torch.operations import ACTIVATIONS, DeviceLinear, Norm
 from polybasic.chain.kernels.torch.packed_weight import PackedWeight
 from tests.chain.kernels.cuda.product_cases import (
     ABSENT,
     CPU,
     DTYPES,
+    GPU_CASES,
     OPERATIONS,
     TOLERANCES,
     in_float32,
@@ -50,6 +53,27 @@ def test_packing_keeps_every_number() -> None:
         assert torch.equal(packed.scales.t(), weight.scales.float())
         assert torch.equal(packed.zeros.t(), weight.zeros.int())
         assert torch.equal(packed.dequantized(torch.float32), dequantize(weight))
+
+
+def with_short_scales(weight: Tensor | PackedWeight) -> PackedWeight:
+    """Scales of four digits, whose products with codes have eight, as bfloat16 does.
+
+    The interpreter does not round to bfloat16 but cuts off.
+    """
+    assert isinstance(weight, PackedWeight)
+    return PackedWeight(weight.words, weight.groups & -(1 << 20) | weight.zeros)
+
+
+@pytest.mark.parametrize("dtype", KERNEL_DTYPES)
+@pytest.mark.parametrize(("group_size", "out_size"), [(128, 70), (64, 64), (32, 3)])
+def test_a_weight_is_unpacked_in_one_launch(
+    dtype: torch.dtype, group_size: int, out_size: int
+) -> None:
+    found, _ = random_product(dtype, group_size, out_size, 2 * group_size, 1)
+    weight = with_short_scales(found.linear.weight)
+    assert torch.equal(dequantized(weight, dtype), weight.dequantized(dtype))
+    other = PackedWeight(weight.words ^ 1, weight.groups)
+    assert not torch.equal(dequantized(other, dtype), weight.dequantized(dtype))
 
 
 def test_a_word_holds_what_its_docstring_says() -> None:
@@ -203,6 +227,26 @@ def test_many_rows_and_float32_are_left_to_pytorch() -> None:
         assert torch.equal(product(found.linear, found.x_RI, found.norm), expected)
 
 
+@pytest.mark.parametrize("group_size", [ABSENT, 64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_many_rows_of_packed_weights_are_pytorchs_product(
+    dtype: torch.dtype, group_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, _ = random_product(
+        dtype, group_size, 32, 128, 70, has_norm=True, has_added=True, has_bias=True
+    )
+    linear = found.linear
+    if group_size:
+        linear = DeviceLinear(with_short_scales(linear.weight), linear.bias)
+    given = linear, found.x_RI, found.norm
+    expected = OPERATIONS.product(*given, found.added), OPERATIONS.gated_product(*given, "silu")
+    if group_size and dtype == torch.bfloat16:
+        # not by the many launches of the layout's own function
+        monkeypatch.delattr(PackedWeight, "dequantized")
+    out = ManyRows().product(*given, found.added), ManyRows().gated_product(*given, "silu")
+    assert all(map(torch.equal, out, expected))
+
+
 def test_the_public_functions_are_the_operations() -> None:
     found, weight = random_product(torch.float16, 64, 96, 128, 5, has_norm=True, has_added=True)
     assert found.can_launch
@@ -236,3 +280,18 @@ def test_inputs_of_every_family(in_size: int, group_size: int) -> None:
     found, weight = random_product(torch.bfloat16, group_size, 64, in_size, 3, has_norm=True)
     out = found.computed(Tiling(64, group_size or 64, splits=4))
     assert relative(out, in_float32(found, weight)) < TOLERANCES[torch.bfloat16]
+
+
+def test_a_gpu_compiles_few_kernels_for_its_tests_and_every_shape() -> None:
+    launched = [(product, tiling) for case in GPU_CASES for product, _, tiling in case.products()]
+    assert len({product.kernel_key(tiling) for product, tiling in launched}) <= 96
+    for shapes, is_packed in ((DENSE_SHAPES, False), (PACKED_SHAPES, True)):
+        wanted = {shape.tiling for of_rows in shapes.values() for shape in of_rows}
+        for splits in (1, 4):
+            found = {
+                replace(tiling, splits=1)
+                for product, tiling in launched
+                if isinstance(product.linear.weight, PackedWeight) == is_packed
+                and tiling.splits == splits
+            }
+            assert wanted <= found

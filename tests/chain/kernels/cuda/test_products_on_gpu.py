@@ -9,8 +9,8 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from polybasic.chain.kernels.cuda.choice import Choices
-from polybasic.chain.kernels.cuda.product_launch import Product, Tiling, _tickets, can_begin_early
+from polybasic.chain.kernels.cuda.choice import Choices, compile_together
+from polybasic.chain.kernels.cuda.product_launch import Product, _tickets, can_begin_early
 from polybasic.chain.kernels.cuda.product_options import (
     DENSE_SHAPES,
     PACKED_SHAPES,
@@ -19,9 +19,15 @@ from polybasic.chain.kernels.cuda.product_options import (
 )
 from polybasic.chain.kernels.torch.operations import DeviceLinear, Norm
 from polybasic.chain.kernels.torch.packed_weight import PackedWeight
-from tests.chain.kernels.cuda.product_cases import ABSENT, in_float32, random_product
+from tests.chain.kernels.cuda.product_cases import (
+    ABSENT,
+    GPU_CASES,
+    GpuCase,
+    in_float32,
+    random_product,
+)
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = pytest.mark.gpu(needed=True)
 
 GPU = torch.device("cuda", 0)
 TOLERANCES = {torch.float16: 1e-3, torch.bfloat16: 4e-3}
@@ -43,36 +49,17 @@ def on_gpu(product: Product) -> Product:
     )
 
 
-def error_of(product: Product, weight: Tensor, tiling: Tiling) -> float:
-    found = on_gpu(product).computed(tiling).cpu().float()
-    expected = in_float32(product, weight)
-    return float((found - expected).norm() / expected.norm())
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("group_size", [ABSENT, 128, 64])
-@pytest.mark.parametrize("num_rows", [1, 16, 24, 64])
-@pytest.mark.parametrize("is_early", [False, True])
-def test_every_shape_computes_the_product(
-    dtype: torch.dtype, group_size: int, num_rows: int, is_early: bool
-) -> None:
-    if is_early and not can_begin_early(GPU):
+@pytest.mark.parametrize("case", GPU_CASES, ids=str)
+def test_every_shape_computes_the_product(case: GpuCase) -> None:
+    if case.is_early and not can_begin_early(GPU):
         pytest.skip("kernels of this GPU do not begin early")
-    for variant in (
-        {"has_added": True},
-        {"has_norm": True},
-        {"has_norm": True, "activation": "silu"},
-        {"activation": "gelu_pytorch_tanh"},
-    ):
-        product, weight = random_product(dtype, group_size, 1000, 1024, num_rows, **variant)
-        shapes = (PACKED_SHAPES if group_size else DENSE_SHAPES)[product.num_kernel_rows]
-        for shape in shapes:
-            tiling = replace(shape.tiling, is_early=is_early)
-            if group_size:
-                tiling = replace(tiling, ins=group_size)
-            for splits in (1, 4):
-                found = error_of(product, weight, replace(tiling, splits=splits))
-                assert found < TOLERANCES[dtype], (variant, tiling, splits)
+    products = list(case.products())
+    moved = [(on_gpu(product), tiling) for product, _, tiling in products]
+    compile_together(moved)
+    for (product, weight, tiling), (there, _) in zip(products, moved, strict=True):
+        found, expected = there.computed(tiling).cpu().float(), in_float32(product, weight)
+        error = float((found - expected).norm() / expected.norm())
+        assert error < TOLERANCES[case.dtype], (Task.of(product), tiling)
 
 
 def test_a_sum_does_not_depend_on_who_comes_last() -> None:

@@ -1,9 +1,13 @@
 """Answers by Triton's kernels, which the interpreter runs, are those of PyTorch's operations."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from polybasic.chain.kernels import selection
 from polybasic.chain.kernels.torch.backends import DeviceBackend
@@ -23,8 +27,25 @@ def on_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def in_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Graphs are replayed, too."""
+    """Graphs are replayed, too, and each kernel is launched on its tensors' device."""
+    from triton.runtime.interpreter import InterpretedFunction
+
     from polybasic.chain.kernels.cuda.executor import CudaExecutor
+
+    run, current = InterpretedFunction.run, list[torch.device]()
+
+    @contextmanager
+    def device_of(tensor: torch.Tensor) -> Iterator[None]:
+        current.append(tensor.device)
+        yield
+        current.pop()
+
+    def launch(self: Any, *args: Any, **kwargs: Any) -> Any:
+        assert current, "a kernel is launched on the current device, whatever that is"
+        return run(self, *args, **kwargs)
+
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    monkeypatch.setattr(InterpretedFunction, "run", launch)
 
     monkeypatch.setattr(selection, "DeviceBackend", partial(DeviceBackend, kind=CudaExecutor))
     monkeypatch.setattr(engines, "Graphs", lambda device, enabled: RecordedGraphs(enabled))
@@ -61,3 +82,34 @@ def test_answers_of_a_loaded_chain_in_half_precision(
     request.getfixturevalue("in_triton")
     found = load_chain(tiny_chain, dtype="float16").generate("w5 w9 w2", **options)
     assert found.token_ids == expected.token_ids
+
+
+@pytest.mark.proof
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the head's random weights overflow
+def test_all_products_of_a_plan_are_known_before_the_first_is_computed(
+    tiny_chain: Path, monkeypatch: pytest.MonkeyPatch, in_triton: None
+) -> None:
+    from polybasic.chain.kernels.cuda import products
+    from polybasic.chain.kernels.cuda.product_launch import Product
+    from polybasic.chain.kernels.cuda.product_options import Task
+
+    prepared: list[set[Task]] = []
+    computed, product_computed = set[Task](), Product.computed
+
+    def record(self: Product, tiling: Any) -> torch.Tensor:
+        if tiling is not None:
+            computed.add(Task.of(self))
+        return product_computed(self, tiling)
+
+    monkeypatch.setattr(Product, "computed", record)
+    monkeypatch.setattr(
+        products, "prepare", lambda found: prepared.append(set(map(Task.of, found)))
+    )
+    # what is captured runs when it is needed
+    monkeypatch.setattr(RecordedGraphs, "prepare", lambda self, steps, say: None)
+    chain = load_chain(tiny_chain, dtype="float16")
+    assert computed == set()
+    chain.generate("w5 w9 w2", temperature=0.0, max_new_tokens=2)
+    (known,) = prepared
+    assert computed <= known
+    assert len(computed) > 8
