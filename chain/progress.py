@@ -1,7 +1,8 @@
-"""How far long work has come, on stderr: a bar on a terminal, lines where nobody sees a bar."""
+"""How far long work has come, on stderr: on a terminal a bar or a spinner, else lines."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TypeVar
 
@@ -10,7 +11,9 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    SpinnerColumn,
     TextColumn,
+    TimeElapsedColumn,
     TimeRemainingColumn,
 )
 from rich.text import Text
@@ -19,6 +22,9 @@ from polybasic.chain.console import Console
 
 LINE_SECONDS = 30.0
 """Lines do not come less often, unless a single step takes longer."""
+
+_BAR_WIDTH = 24
+"""Which leaves a description its room in 80 columns."""
 
 Item = TypeVar("Item")
 
@@ -44,8 +50,9 @@ class ProgressReport(Progress):
     ) -> None:
         console = Console(stderr=True)
         super().__init__(
+            SpinnerColumn(),
             TextColumn("{task.description}"),
-            BarColumn(),
+            BarColumn(_BAR_WIDTH),
             MofNCompleteColumn(),
             TimeRemainingColumn(),
             console=console,
@@ -94,6 +101,26 @@ class ProgressReport(Progress):
         left = timedelta(seconds=round((now - self._began) / self._num_done_here * num_left))
         parts = [f"{self._description}: {self._num_done:,} of {self._total:,}", self._numbers]
         return "  ".join(part for part in (*parts, f"{left} left") if part)
+
+
+@contextmanager
+def waiting(description: str) -> Iterator[None]:
+    """Show a spinner, the text and the seconds so far while work runs whose steps are not known.
+
+    It is removed in the end, and where there is no terminal nothing is shown: what is done is said
+    in a line before it.
+    """
+    console = Console(stderr=True)
+    with Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    ) as progress:
+        progress.add_task(description, total=None)
+        yield
 
 
 def tracked(items: Sequence[Item], description: str) -> Iterator[Item]:

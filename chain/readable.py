@@ -13,6 +13,11 @@ def readable_count(count: int) -> str:
     return _scaled(count, ("", "k", "M", "B", "T"), "")
 
 
+def counted(num: int, what: str) -> str:
+    """1 -> "1 token", 1_200 -> "1,200 tokens"; of words whose plural ends in s."""
+    return f"{num:,} {what}" if num == 1 else f"{num:,} {what}s"
+
+
 def readable_value(value: Any) -> str:
     """A value as Python writes it, its beginning where that is long."""
     shown = repr(value)

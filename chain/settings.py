@@ -1,7 +1,8 @@
 """The base of every settings model, and the numbers that settings are made of."""
 
+import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, TypeVar
 
 from pydantic import (
@@ -78,7 +79,7 @@ def arguments(model: type[Model], given: Mapping[str, Any]) -> Model:
 
     Raises:
         UserError: one of another type or out of range.
-        TypeError: an unknown one, as Python says it of any function.
+        TypeError: an unknown one.
     """
     try:
         return model.model_validate(dict(given))
@@ -86,9 +87,17 @@ def arguments(model: type[Model], given: Mapping[str, Any]) -> Model:
         fault = error.errors(include_url=False)[0]
         name = str(fault["loc"][0])
         if name not in model.model_fields:
-            raise TypeError(f"unexpected keyword argument {name!r}") from error
+            raise unknown_argument(name, model.model_fields) from error
         shown = readable_value(given[name])
         if fault["type"] == "value_error":
             shown += f" ({fault['ctx']['error']})"
         do = f"give {model.model_fields[name].description}"
         raise UserError("argument not allowed", f"{name}={shown}", do) from error
+
+
+def unknown_argument(name: str, known: Iterable[str]) -> TypeError:
+    """What to raise where a keyword argument has none of the known names."""
+    known = list(known)
+    near = difflib.get_close_matches(name, known, n=1)
+    do = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
+    return TypeError(f"unknown argument: {name}; {do}")

@@ -1,6 +1,9 @@
 """What files, servers and models say, on its way to a terminal that shows it and obeys nothing."""
 
+import os
 import re
+import sys
+import textwrap
 from typing import Any, TextIO
 
 _CONTROLS = "\x00-\x08\x0b-\x1f\x7f-\x9f"
@@ -36,6 +39,26 @@ class ShownStream:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)
+
+
+def say(line: str) -> None:
+    """Print a line for people on stderr, on a terminal broken between words.
+
+    A command to go on with, after "next:", is left in one piece on a line of its own.
+    """
+    if sys.stderr.isatty():
+        width = os.get_terminal_size(sys.stderr.fileno()).columns
+        # terminals that do not know their width report 0
+        line = broken_between_words(line, width) if width else line
+    print(line, file=sys.stderr, flush=True)
+
+
+def broken_between_words(line: str, width: int) -> str:
+    """`line` with line feeds, at most `width` characters in each but where a word is longer."""
+    text, next_, command = line.partition("; next: ")
+    if not line.startswith("next: "):
+        text = textwrap.fill(text, max(width, 1), break_long_words=False, break_on_hyphens=False)
+    return f"{text}\nnext: {command}" if next_ else text
 
 
 def as_it_is(stream: TextIO) -> TextIO:

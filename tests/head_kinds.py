@@ -48,13 +48,7 @@ def write_eagle3(
     tensors["fc.weight"] *= 0.02
     tensors["midlayer.self_attn.o_proj.weight"] *= 4
     tensors["lm_head.weight"] *= 4
-    stored = {name: tensor.bfloat16() for name, tensor in tensors.items()}
-    if token_ids is not None:
-        stored |= draft_tables(token_ids, shape.vocab_size)
-    folder.mkdir(exist_ok=True)
-    save_file(stored, folder / "model.safetensors", {"format": "pt"})
-    origin = {"target_sha256": weights_digest(target)}
-    write_json(folder / "config.json", config | {"polybasic": origin})
+    _write(folder, target, config, tensors, token_ids)
 
 
 def write_block(folder: Path, target: Path, token_ids: Tensor | None = None) -> None:
@@ -67,19 +61,15 @@ def write_block(folder: Path, target: Path, token_ids: Tensor | None = None) -> 
     num_tokens = None if token_ids is None else len(token_ids)
     shape = read_config(target).decoder
     config = block_config(shape, False, "bfloat16", 2, 6, 16, num_tokens)
-    config |= {"polybasic": {"target_sha256": weights_digest(target), "kind": "block"}}
-    stored = {
+    named = config | {"polybasic": {"kind": "block"}}
+    tensors = {
         name: (torch.randn(size, generator=generator) / shape.hidden_size**0.5).bfloat16()
-        for name, size in expected_shapes("block", head_config(config, "test"), None, set())
+        for name, size in expected_shapes("block", head_config(named, "test"), None, set())
         if name not in ("d2t", "t2d")
     }
     for name in ("markov_in", "markov_out", "place_features"):
-        stored[name] *= shape.hidden_size**0.5
-    if token_ids is not None:
-        stored |= draft_tables(token_ids, shape.vocab_size)
-    folder.mkdir(exist_ok=True)
-    save_file(stored, folder / "model.safetensors", {"format": "pt"})
-    write_json(folder / "config.json", config)
+        tensors[name] *= shape.hidden_size**0.5
+    _write(folder, target, config, tensors, token_ids, kind="block")
 
 
 PEAGLE_MASK, PEAGLE_POSITIONS = 5, 6
@@ -103,14 +93,7 @@ def write_peagle(folder: Path, target: Path, token_ids: Tensor | None = None) ->
     head = head_config(config, f"{folder}")
     tensors = _random(expected_shapes("peagle", head, None, set()), seed=11)
     tensors["lm_head.weight"] *= 4
-    stored = {name: tensor.bfloat16() for name, tensor in tensors.items()}
-    if token_ids is not None:
-        stored |= draft_tables(token_ids, shape.vocab_size)
-    folder.mkdir(exist_ok=True)
-    save_file(stored, folder / "model.safetensors", {"format": "pt"})
-    write_json(
-        folder / "config.json", config | {"polybasic": {"target_sha256": weights_digest(target)}}
-    )
+    _write(folder, target, config, tensors, token_ids)
 
 
 DFLASH_SECTIONS: dict[str, dict[str, Any]] = {
@@ -160,14 +143,29 @@ def write_dflash(folder: Path, target: Path, case: str, token_ids: Tensor | None
     for name in tensors:
         if name.endswith(("self_attn.o_proj.weight", "markov_w2.weight", "embed_proj.2.weight")):
             tensors[name] *= 6
+    _write(folder, target, config, tensors, token_ids)
+
+
+def _write(
+    folder: Path,
+    target: Path,
+    config: dict[str, Any],
+    tensors: dict[str, Tensor],
+    token_ids: Tensor | None = None,
+    **records: str,
+) -> None:
+    """A head in bfloat16 that says it was trained for `target`, with further records of it.
+
+    Args:
+        token_ids: that it can draft, ascending; None for all.
+    """
     stored = {name: tensor.bfloat16() for name, tensor in tensors.items()}
     if token_ids is not None:
-        stored |= draft_tables(token_ids, shape.vocab_size)
+        stored |= draft_tables(token_ids, config["vocab_size"])
     folder.mkdir(exist_ok=True)
     save_file(stored, folder / "model.safetensors", {"format": "pt"})
-    write_json(
-        folder / "config.json", config | {"polybasic": {"target_sha256": weights_digest(target)}}
-    )
+    origin = {"target_sha256": weights_digest(target), **records}
+    write_json(folder / "config.json", config | {"polybasic": origin})
 
 
 def _random(shapes: Iterable[tuple[str, tuple[int, ...]]], seed: int) -> dict[str, Tensor]:
@@ -204,28 +202,22 @@ def write_medusa(
     generator = torch.Generator().manual_seed(4)
     num_tokens = None if token_ids is None else len(token_ids)
     shape = read_config(target).decoder
-    sizes = (shape.hidden_size, shape.vocab_size, shape.context_tokens)
-    config = medusa_config(HEAD_KINDS[kind], sizes, num_heads, num_blocks, "bfloat16", num_tokens)
+    config = medusa_config(HEAD_KINDS[kind], shape, num_heads, num_blocks, "bfloat16", num_tokens)
     shapes = dict(expected_shapes(kind, head_config(config, "test"), None, set()))
     biases = {
         f"{name.removesuffix('weight')}bias": size[:1]
         for name, size in shapes.items()
         if name.startswith("blocks")
     }
-    stored = {
+    tensors = {
         name: (torch.randn(size, generator=generator) / shape.hidden_size**0.5).bfloat16()
         for name, size in (shapes | biases).items()
         if name not in ("d2t", "t2d")
     }
-    for name, tensor in stored.items():
+    for name, tensor in tensors.items():
         if name.endswith("residual.weight"):  # else states would drown embeddings
             tensor[..., shape.hidden_size :] *= 16
-    if token_ids is not None:
-        stored |= draft_tables(token_ids, shape.vocab_size)
-    folder.mkdir(exist_ok=True)
-    save_file(stored, folder / "model.safetensors", {"format": "pt"})
-    origin = {"target_sha256": weights_digest(target)}
-    write_json(folder / "config.json", config | {"polybasic": origin})
+    _write(folder, target, config, tensors, token_ids)
 
 
 def write_early_exit(
@@ -243,20 +235,14 @@ def write_early_exit(
     """
     generator = torch.Generator().manual_seed(seed)
     shape = read_config(target).decoder
-    H, V = shape.hidden_size, shape.vocab_size
+    H = shape.hidden_size
     tensors = {"norm.weight": torch.rand(H, generator=generator) + 0.5}
     if adapter_rank:
         tensors["adapter.down.weight"] = torch.randn(adapter_rank, H, generator=generator) / H**0.5
         tensors["adapter.up.weight"] = torch.randn(H, adapter_rank, generator=generator) / 4
-    stored = {name: tensor.bfloat16() for name, tensor in tensors.items()}
-    if token_ids is not None:
-        stored |= draft_tables(token_ids, V)
-    folder.mkdir(exist_ok=True)
-    save_file(stored, folder / "model.safetensors", {"format": "pt"})
     num_tokens = None if token_ids is None else len(token_ids)
     config = early_exit_config(shape, exit_layer, adapter_rank, "bfloat16", num_tokens)
-    origin = {"kind": "early_exit", "target_sha256": weights_digest(target)}
-    write_json(folder / "config.json", config | {"polybasic": origin})
+    _write(folder, target, config, tensors, token_ids, kind="early_exit")
 
 
 def write_steering(folder: Path, target: Path, drafter: Path, rank: int = 32) -> None:
@@ -268,13 +254,6 @@ def write_steering(folder: Path, target: Path, drafter: Path, rank: int = 32) ->
         "down.weight": torch.randn(rank, verifier.hidden_size, generator=generator) / 16,
         "up.weight": torch.randn(size, rank, generator=generator) / 4,
     }
-    stored = {name: tensor.bfloat16() for name, tensor in tensors.items()}
-    folder.mkdir()
-    save_file(stored, folder / "model.safetensors", {"format": "pt"})
     config = steering_config(verifier, rank, steered.num_layers, steered.hidden_size, "bfloat16")
-    origin = {
-        "kind": "steering",
-        "target_sha256": weights_digest(target),
-        "drafter_sha256": weights_digest(drafter),
-    }
-    write_json(folder / "config.json", config | {"polybasic": origin})
+    of_drafter = weights_digest(drafter)
+    _write(folder, target, config, tensors, kind="steering", drafter_sha256=of_drafter)

@@ -7,29 +7,16 @@ Source: AutoAWQ 0.2.9, awq/modules/linear/gemm.py and awq/utils/packing_utils.py
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from polybasic.chain.errors import UserError
+from polybasic.chain.formats.quantization import BITS, GROUP_SIZE
 
-BITS = 4
-GROUP_SIZE = 128
 CODES_PER_WORD = 8
 NIBBLE_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
 """Nibble i of word c, counted from the low end, holds output column 8 c + NIBBLE_COLUMNS[i]."""
-QUANTIZATION_CONFIG: dict[str, Any] = {
-    "quant_method": "awq",
-    "bits": BITS,
-    "group_size": GROUP_SIZE,
-    "zero_point": True,
-    "version": "gemm",
-    "modules_to_not_convert": None,
-}
-"""What an AutoAWQ checkpoint's config.json says under quantization_config."""
-
 # PyTorch's int4 kernel for the CPU computes (code - 8) * scale + offset (aten/native/cpu/int4mm)
 _CPU_KERNEL_ZERO = 8
 _CPU_KERNEL_OUT_MULTIPLE = 16
@@ -159,37 +146,6 @@ def cpu_int4_weight(weight: QuantizedWeight) -> tuple[Tensor, Tensor]:
     offsets = (_CPU_KERNEL_ZERO - weight.zeros.float()) * scales
     scales_and_offsets = torch.stack([scales, offsets], dim=2).transpose(0, 1)
     return packed, scales_and_offsets.contiguous().bfloat16()
-
-
-def read_quantization_config(config: dict[str, Any], where: str | Path) -> int:
-    """Check that a checkpoint is in the one quantized format that is read here.
-
-    Args:
-        config: the content of config.json.
-        where: its path, for errors.
-
-    Returns:
-        The group size.
-
-    Raises:
-        UserError: no quantization_config, or another format.
-    """
-    found = config.get("quantization_config")
-    if not isinstance(found, dict):
-        raise UserError(
-            "not a 4-bit checkpoint",
-            f"no quantization_config in {where}",
-            "name the folder of an AutoAWQ checkpoint",
-        )
-    for key in ("quant_method", "bits", "group_size", "zero_point", "version"):
-        value = found.get(key)
-        if (value.lower() if isinstance(value, str) else value) != QUANTIZATION_CONFIG[key]:
-            raise UserError(
-                "unsupported quantization",
-                f"quantization_config.{key} {value!r} in {where}",
-                f"only {QUANTIZATION_CONFIG[key]!r} is read; quantize with `polybasic quantize`",
-            )
-    return GROUP_SIZE
 
 
 def _unpack_words(words: Tensor) -> Tensor:

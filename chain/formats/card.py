@@ -19,7 +19,7 @@ from polybasic.chain.formats.manifest import (
     write_manifest,
 )
 from polybasic.chain.formats.plan import Flush, MeasuredPlan, Plan, Tree, Window
-from polybasic.chain.readable import readable_bytes, readable_count
+from polybasic.chain.readable import counted, readable_bytes, readable_count
 
 CARD_NAME = "README.md"
 
@@ -51,8 +51,7 @@ def record_results(folder: Path, results: dict[str, Any]) -> Manifest:
 
 
 def record_plan(folder: Path, measured: MeasuredPlan) -> Manifest:
-    """Put a measured plan into manifest and card; it replaces the one of the same hardware and
-    link.
+    """Put a measured plan into manifest and card; it replaces the one of the same conditions.
 
     Raises:
         UserError: `folder` is no chain, or one whose members cannot run so; the disk is full or
@@ -66,8 +65,7 @@ def record_plan(folder: Path, measured: MeasuredPlan) -> Manifest:
         raise UserError(
             "plan does not fit the chain", f"{folder} ({error})", "plan with its own members"
         ) from error
-    place = measured.hardware, measured.link
-    others = (plan for plan in manifest.plans if (plan.hardware, plan.link) != place)
+    others = (plan for plan in manifest.plans if plan.conditions != measured.conditions)
     return _record(folder, manifest.model_copy(update={"plans": (*others, measured)}))
 
 
@@ -129,11 +127,16 @@ def shown_members(plan: Plan, verifying: Iterable[str]) -> str:
 
 
 def shown_plan(plan: Plan, verifying: Sequence[str]) -> str:
-    """All of a plan, for people, in a line; as `shown_members`."""
-    return (
-        f"{shown_members(plan, verifying)}, tree of {shown_tree(plan.tree)}, flush: "
-        f"{shown_flush(plan, verifying)}; rule: {plan.rule}"
-    )
+    """All that a plan says of its members, for people, in a line; as `shown_members`."""
+    members = shown_members(plan, verifying)
+    if len(plan.members) == 1 and plan.ngram is None:
+        return f"{members} alone, no drafting"
+    parts = [members]
+    if plan.members[-1] not in verifying or plan.ngram is not None:
+        parts.append(f"tree of {shown_tree(plan.tree)}")
+    if flush := shown_flush(plan, verifying):
+        parts.append(f"flush: {flush}")
+    return "; ".join([*parts, f"rule: {plan.rule}"])
 
 
 def shown_tree(tree: Tree) -> str:
@@ -144,9 +147,9 @@ def shown_tree(tree: Tree) -> str:
 
 
 def shown_flush(plan: Plan, verifying: Iterable[str]) -> str:
-    """When a plan's verifying members are asked, for people; as `shown_members`."""
+    """When a plan's verifying members are asked, for people, or ""; as `shown_members`."""
     above = [name for name in plan.members if name in verifying][:-1]
-    return "; ".join(f"{name} {_flush(plan.flush[name])}" for name in above) or "–"
+    return "; ".join(f"{name} {_flush(plan.flush[name])}" for name in above)
 
 
 def shown_loads(measured: MeasuredPlan, verifying: Collection[str]) -> str:
@@ -171,7 +174,7 @@ def _sees(window: Window | None) -> str:
 
 
 def _flush(flush: Flush) -> str:
-    length = f"{flush.length} tokens{' at most, adaptive' if flush.adaptive else ''}"
+    length = f"{counted(flush.length, 'token')}{' at most, adaptive' if flush.adaptive else ''}"
     return f"after {length}"
 
 
@@ -259,31 +262,24 @@ def _what_it_is(member: Member) -> str:
 
 def _plans(manifest: Manifest) -> str:
     verifying = [member.name for member in manifest.verifying]
-    plan = manifest.plan
-    parts = [
-        f"{shown_members(plan, verifying)}; draft tree of {shown_tree(plan.tree)}; flush: "
-        f"{shown_flush(plan, verifying)}; rule: {plan.rule}."
-    ]
+    parts = [f"{shown_plan(manifest.plan, verifying)}."]
     if manifest.plans:
-        header = ("hardware", "members", "tree", "flush", "rule", "predicted ms a token")
+        header = ("hardware", "plan", "predicted ms a token")
         rows = [
             (
-                f"{measured.place}, {measured.dtype}, temperature {measured.temperature:g}",
-                shown_members(measured.plan, verifying),
-                shown_tree(measured.plan.tree),
-                shown_flush(measured.plan, verifying),
-                measured.plan.rule,
+                measured.place,
+                shown_plan(measured.plan, verifying),
                 f"{1000 * measured.seconds_per_token:.2f}",
             )
             for measured in manifest.plans
         ]
         by_load = [
-            f"- {measured.hardware}, by number of sequences: {shown_loads(measured, verifying)}."
+            f"- {measured.place}, by number of sequences: {shown_loads(measured, verifying)}."
             for measured in manifest.plans
             if measured.by_load
         ]
         parts = [
-            "Chosen by measurement, one for each kind of machine:",
+            "Chosen by measurement, one for each kind of machine, dtype and temperature:",
             _table(header, rows),
             *(["\n".join(by_load)] if by_load else []),
             f"Elsewhere: {parts[0]}",

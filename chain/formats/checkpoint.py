@@ -34,6 +34,8 @@ _CONFIG_FILES = ("config.json", "generation_config.json", "quantize_config.json"
 _LICENSE_PATTERNS = ("LICENSE*", "NOTICE*", "USE_POLICY*")
 
 _HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
+_CHAIN_FOLDERS = ("grown", "chain")
+"""In the output folder of a run, the one that counts first."""
 _PICKLES = ("pytorch_model*.bin", "pytorch_model.bin.index.json")
 _SINGLE_THEN_SHARDED = (
     ("model.safetensors", "model.safetensors.index.json"),
@@ -127,12 +129,17 @@ def resolve_head(reference: str, revision: str | None = None) -> Path:
 def resolve_chain(reference: str, revision: str | None = None) -> Path:
     """The folder of a chain, given as a folder or as a hub id `org/name[@revision]`.
 
+    Of a run's output folder it is the chain inside: the grown one if there is one.
+
     Raises:
         UserError: as `resolve_checkpoint`, for a missing chain.json.
     """
     folder = Path(reference).expanduser()
     if not lies_anywhere(folder):
         folder = snapshot(*split_hub_id(reference, revision), None)
+    if not (folder / MANIFEST_NAME).is_file():
+        inside = (folder / name for name in _CHAIN_FOLDERS)
+        folder = next((one for one in inside if (one / MANIFEST_NAME).is_file()), folder)
     return _folder_with(folder, MANIFEST_NAME, "not a chain")
 
 
@@ -202,8 +209,13 @@ def tokenizer_files(folder: Path) -> list[str]:
     return [name for name in TOKENIZER_FILES if (folder / name).is_file()]
 
 
-def copy_files(source: Path, destination: Path, names: list[str]) -> None:
+def copy_files(
+    source: Path, destination: Path, names: list[str], links_weights: bool = False
+) -> None:
     """Copy `names` (links are followed) with the permissions that new files get here.
+
+    Args:
+        links_weights: make hard links of weight files, which take no room, where the system does.
 
     Raises:
         UserError: the disk is full or not writable.
@@ -211,8 +223,20 @@ def copy_files(source: Path, destination: Path, names: list[str]) -> None:
     with disk_errors(destination):
         destination.mkdir(parents=True, exist_ok=True)
         for name in names:
+            is_linked = links_weights and name.endswith(WEIGHT_SUFFIXES)
+            if is_linked and _linked(source / name, destination / name):
+                continue
             # not copy2: autoawq writes its files with mode 0600
             shutil.copyfile(source / name, destination / name)
+
+
+def _linked(source: Path, destination: Path) -> bool:
+    """Whether a hard link could be made: not to another disk, nor to a file of someone else."""
+    try:
+        destination.hardlink_to(source.resolve())
+    except OSError:
+        return False
+    return True
 
 
 def checkpoint_files(folder: Path) -> list[str]:

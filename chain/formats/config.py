@@ -9,6 +9,7 @@ from typing import Any
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.decoder_config import DecoderConfig, HeadConfig, LayerKind
+from polybasic.chain.formats.families.reading import completed
 from polybasic.chain.formats.families.table import FAMILIES
 from polybasic.chain.formats.files import read_json
 from polybasic.chain.formats.head_kinds.table import head_kind_of
@@ -16,6 +17,19 @@ from polybasic.chain.formats.manifest import Kind, is_head
 
 SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 SUPPORTED_ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
+_NEEDED_BY_ROPE_TYPE = {
+    "default": ("rope_theta",),
+    "linear": ("rope_theta", "factor"),
+    "yarn": ("rope_theta", "factor", "original_max_position_embeddings"),
+    "llama3": (
+        "rope_theta",
+        "factor",
+        "low_freq_factor",
+        "high_freq_factor",
+        "original_max_position_embeddings",
+    ),
+}
+_OF_YARN = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 
 _SLIDING = "sliding_attention"
 _LAYER_TYPES = ("full_attention", _SLIDING)
@@ -219,7 +233,10 @@ def decoder_config(config: dict[str, Any], where: str) -> DecoderConfig:
             raise UserError("model config lacks a key", f"{where} {key}", "complete the config")
     for rope in (config.get("rope_scaling"), config.get("rope_parameters")):
         _check_rope(rope, where)
-    read = _as_transformers_reads(config, where)
+    if family.defaults is None:
+        read = _as_transformers_reads(config, where)
+    else:
+        read = completed(config, family.defaults, where)
     for key in (*_SIZES, "num_key_value_heads", "max_position_embeddings"):
         _check_number(where, key, getattr(read, key), 1, _MAX_SIZE)
     _check_number(where, "rms_norm_eps", read.rms_norm_eps, 0, 1)
@@ -228,7 +245,15 @@ def decoder_config(config: dict[str, Any], where: str) -> DecoderConfig:
         raise _unsupported(where, "hidden_act", activation, SUPPORTED_ACTIVATIONS)
     if getattr(read, "use_bidirectional_attention", None):
         raise _unsupported(where, "use_bidirectional_attention", True, ("False",))
-    ropes = _ropes(read.rope_parameters, where)
+    if family.defaults is None:
+        rope = read.rope_parameters
+    else:
+        if read.partial_rotary_factor != 1:
+            _check_rope({"partial_rotary_factor": read.partial_rotary_factor}, where)
+        rope = family.rope(config, where)
+    ropes = _ropes(
+        rope, family.rope_types or SUPPORTED_ROPE_TYPES, read.max_position_embeddings, where
+    )
     return DecoderConfig(
         vocab_size=read.vocab_size,
         hidden_size=read.hidden_size,
@@ -285,7 +310,7 @@ def _check_rope(rope: Any, where: str) -> None:
         return
     for inner in rope.values():
         _check_rope(inner, where)
-    rope_type = rope.get("rope_type") or rope.get("type") or "default"
+    rope_type = _rope_type(rope)
     if rope_type not in SUPPORTED_ROPE_TYPES:
         raise UserError(
             "unsupported rotary scaling",
@@ -303,20 +328,40 @@ def _check_rope(rope: Any, where: str) -> None:
         )
 
 
-def _ropes(rope: dict[str, Any], where: str) -> dict[str, dict[str, Any]]:
-    """Rotary parameters by kind of layer, without what says nothing."""
+def _ropes(
+    rope: dict[str, Any], types: Sequence[str], context_tokens: int, where: str
+) -> dict[str, dict[str, Any]]:
+    """Rotary parameters by kind of layer, complete and without what says nothing."""
     _check_rope(rope, where)
     if "full_attention" not in rope:
         rope = {"full_attention": rope, "sliding_attention": rope}
-    return {
-        kind: {
+    ropes = {}
+    for kind in _LAYER_TYPES:
+        named = {**rope[kind], "rope_type": _rope_type(rope[kind])}
+        if named["rope_type"] not in types:
+            raise _unsupported(where, "rope_type", named["rope_type"], types)
+        if named["rope_type"] in ("llama3", "yarn"):
+            named.setdefault("original_max_position_embeddings", context_tokens)
+        _check_scaling(named, where)
+        ropes[kind] = {
             key: value
-            for key, value in rope[kind].items()
+            for key, value in named.items()
             if key not in ("type", "partial_rotary_factor")
         }
-        | {"rope_type": rope[kind].get("rope_type") or "default"}
-        for kind in _LAYER_TYPES
-    }
+    return ropes
+
+
+def _rope_type(rope: dict[str, Any]) -> Any:
+    return rope.get("rope_type") or rope.get("type") or "default"
+
+
+def _check_scaling(rope: dict[str, Any], where: str) -> None:
+    """Check that rotary parameters have what their type computes with, and that as numbers."""
+    for key in _NEEDED_BY_ROPE_TYPE[rope["rope_type"]]:
+        _check_number(where, key, rope.get(key), 1e-6, 1e30)
+    for key in _OF_YARN:
+        if rope.get(key) is not None:
+            _check_number(where, key, rope[key], 0, 1e30)
 
 
 def _layer_kinds(

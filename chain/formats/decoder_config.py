@@ -118,7 +118,7 @@ class HeadConfig(DecoderConfig):
         norms_output: an EAGLE-3 head continues what its final norm makes of its layer's output.
         mask_token_id: whose embedding rows for further positions read; None where they read that of
             the last token.
-        own: what only heads of its kind have.
+        own: what a kind has beside numbers that stand alone, as one record: a DFlash head's block.
         kind: of head, as manifests name it.
     """
 
@@ -157,3 +157,16 @@ class LayerSizes(Protocol):
     def num_kv_heads(self) -> int: ...
     @property
     def head_dim(self) -> int: ...
+
+
+class ModelSizes(Protocol):
+    """What heads of a model have in common with it; a `DecoderConfig` has them."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def rms_norm_eps(self) -> float: ...
+    @property
+    def context_tokens(self) -> int: ...

@@ -4,14 +4,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich import box
-from rich.table import Table
-
 from polybasic.chain.console import Console
 from polybasic.chain.formats.card import grown_note, member_source, shown_loads, shown_plan
 from polybasic.chain.formats.manifest import SCHEMA, read_manifest
 from polybasic.chain.formats.plan import MeasuredPlan, Plan
 from polybasic.chain.readable import readable_bytes, readable_count
+from polybasic.chain.tables import Table, print_table
 
 _RESULT_KEYS = ("tokens_per_second", "speedup_vs_target", "mean_accepted_length")
 
@@ -37,7 +35,7 @@ def describe_chain(folder: Path) -> dict[str, Any]:
         }
         for member in manifest.members
     ]
-    made, systems = manifest.provenance, (manifest.results or {}).get("systems", {})
+    made, results = manifest.provenance, manifest.results or {}
     return {
         "chain": str(folder),
         "schema": SCHEMA,
@@ -51,9 +49,20 @@ def describe_chain(folder: Path) -> dict[str, Any]:
         "quality": manifest.quality,
         "training": manifest.training,
         "results": {
-            name: {key: system.get(key) for key in _RESULT_KEYS} for name, system in systems.items()
+            name: {key: system.get(key) for key in _RESULT_KEYS}
+            for name, system in results.get("systems", {}).items()
         }
         or None,
+        "results_of": results.get("hardware", {})
+        and {
+            "hardware": measured_on(results),
+            "settings": _settings(results),
+        },
+        "further_reports": [
+            str(path.parent.relative_to(folder))
+            for path in sorted(folder.glob("report/*/report.json"))
+            if path.parent.name != "partial"
+        ],
         "provenance": {
             "recipe": made.recipe.get("name"),
             "command": made.command,
@@ -64,9 +73,25 @@ def describe_chain(folder: Path) -> dict[str, Any]:
     }
 
 
+def measured_on(report: dict[str, Any]) -> str:
+    """The machine of a report's content, or of what a manifest keeps of it, as plans name it."""
+    hardware, num_parts = report.get("hardware", {}), _settings(report).get("tensor_parallel", 1)
+    accelerator = hardware.get("accelerator")
+    name = f"{accelerator or hardware.get('processor')}"
+    if num_parts > 1:
+        return f"{name}, tensor parallel {num_parts}"
+    return name if accelerator else f"{name}, {hardware.get('threads')} threads"
+
+
+def _settings(report: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = report.get("settings", {})
+    return found
+
+
 def print_chain(description: dict[str, Any], console: Console) -> None:
     """Print what `describe_chain` returned as tables."""
-    console.print(_members_table(description))
+    console.print(description["chain"], style="bold", soft_wrap=True, highlight=False)
+    print_table(_members_table(description), console)
     if description["grown"]:
         console.print(grown_note(description["grown"]))
     verifying = [member["name"] for member in description["members"] if member["role"] != "drafter"]
@@ -84,9 +109,13 @@ def print_chain(description: dict[str, Any], console: Console) -> None:
         for name, content in description[title].items():
             console.print(f"{title} of {name}: {_inline(content)}")
     if description["results"]:
-        console.print(_results_table(description["results"]))
+        print_table(_results_table(description["results"]), console)
+        if description["results_of"]:
+            console.print(f"measured on {_conditions(**description['results_of'])}")
     else:
         console.print(f"not measured yet: polybasic bench {description['chain']}")
+    if description["further_reports"]:
+        console.print(f"further reports: {', '.join(description['further_reports'])}")
     made = description["provenance"]
     commit = f" at {made['git_commit'][:12]}" if made["git_commit"] else ""
     console.print(f"made by: {made['command']}{commit}")
@@ -97,35 +126,50 @@ def _plan(content: dict[str, Any], verifying: Sequence[str]) -> str:
 
 
 def _members_table(description: dict[str, Any]) -> Table:
-    table = Table(title=description["chain"], title_justify="left", box=box.SIMPLE)
-    table.add_column("member", no_wrap=True)
-    for column in ("role", "where", "dtype"):
-        table.add_column(column, overflow="fold")
-    for column in ("parameters", "size"):
-        table.add_column(column, justify="right", no_wrap=True)
+    rows = []
     for member in description["members"]:
         role = f"{member['role']} ({member['kind']})"
         if member["drafts_for"]:
             role = f"{member['kind']} for {' or '.join(member['drafts_for'])}"
-        table.add_row(
-            *(member["name"], role, member["where"], member["dtype"]),
-            readable_count(member["num_parameters"]),
-            readable_bytes(member["num_bytes"]),
+        rows.append(
+            [
+                member["name"],
+                member["dtype"],
+                readable_count(member["num_parameters"]),
+                readable_bytes(member["num_bytes"]),
+                member["where"],
+                role,
+            ]
         )
-    table.add_section()
-    table.add_row("all", "", "", "", "", readable_bytes(description["num_bytes"]))
-    return table
+    header = ["member", "dtype", "parameters", "size", "where", "role"]
+    rows.append(["all", "", "", readable_bytes(description["num_bytes"]), "", ""])
+    return Table("", header, rows, text_columns=("dtype", "where"), wraps=True)
 
 
 def _results_table(results: dict[str, dict[str, Any]]) -> Table:
-    table = Table("system", box=box.SIMPLE)
-    for column in ("tokens/s", "speedup", "tokens per target pass"):
-        table.add_column(column, justify="right")
+    rows = []
     for name, system in results.items():
         numbers = (system[key] for key in _RESULT_KEYS)
-        shown = ("–" if number is None else f"{number:.2f}" for number in numbers)
-        table.add_row(name, *shown)
-    return table
+        rows.append([name, *("–" if number is None else f"{number:.2f}" for number in numbers)])
+    header = ["system", "tokens/s", "speedup", "tokens per target pass"]
+    return Table("", header, rows)
+
+
+def _conditions(hardware: str, settings: dict[str, Any]) -> str:
+    """What the figures of a report hold for."""
+    parts = [hardware]
+    if "dtype" in settings:
+        parts.append(f"{settings['dtype']}")
+    if "temperature" in settings:
+        parts.append(f"temperature {settings['temperature']:g}")
+    if settings.get("rule", "auto") != "auto":
+        parts.append(f"rule {settings['rule']}")
+    if "num_prompts" in settings:
+        num = settings["num_prompts"]
+        parts.append(f"{num} prompt{'' if num == 1 else 's'} ({settings.get('prompts')})")
+    if "max_new_tokens" in settings:
+        parts.append(f"{settings['max_new_tokens']} new tokens")
+    return ", ".join(parts)
 
 
 def _inline(content: dict[str, Any]) -> str:

@@ -73,9 +73,14 @@ def disk_errors(path: Path) -> Iterator[None]:
 
 def free_bytes(path: Path) -> int:
     """Free bytes of the disk on which `path` lies or would lie."""
+    return shutil.disk_usage(existing(path)).free
+
+
+def existing(path: Path) -> Path:
+    """`path`, or the nearest folder above it that exists."""
     while not path.exists():
         path = path.absolute().parent
-    return shutil.disk_usage(path).free
+    return path
 
 
 @contextmanager
@@ -276,5 +281,6 @@ def _open_to_readers(folder: Path) -> None:
     umask = os.umask(0)
     os.umask(umask)
     for path in folder.rglob("*"):
-        if path.is_file():
+        # a hard link's mode is also that of the file elsewhere
+        if path.is_file() and path.stat().st_nlink == 1:
             path.chmod(0o666 & ~umask)

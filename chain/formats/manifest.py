@@ -1,5 +1,6 @@
 """chain.json: what a chain consists of, where it came from and how it runs. No torch in here."""
 
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -9,10 +10,12 @@ from pydantic import AfterValidator, Field, StringConstraints, ValidationError, 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.files import read_json, sha256_of_object, write_json
 from polybasic.chain.formats.head_kinds.table import HEAD_KINDS
-from polybasic.chain.formats.plan import MeasuredPlan, Name, Plan
+from polybasic.chain.formats.plan import MeasuredPlan, Name, Plan, PlansByTemperature
 from polybasic.chain.settings import Settings
 
 SCHEMA = "polybasic.chain/3"
+OLDER_SCHEMAS = ("polybasic.chain/1", "polybasic.chain/2")
+"""That `polybasic migrate` brings to the present one (`polybasic.chain.formats.migration`)."""
 MANIFEST_NAME = "chain.json"
 DIGEST_KEY = "sha256"
 """Of chain.json: the digest of all else in it, which finds damage. Who edits a manifest by hand
@@ -169,10 +172,30 @@ class Manifest(Settings):
         """Members that draft."""
         return tuple(member for member in self.members if member.role == "drafter")
 
-    def plan_for(self, hardware: str) -> MeasuredPlan | None:
-        """The plan that was measured on this kind of machine, for all members on it."""
-        here = (measured for measured in self.plans if measured.link is None)
-        return {measured.hardware: measured for measured in here}.get(hardware)
+    def plans_for(self, hardware: str, dtype: str) -> PlansByTemperature:
+        """What was measured on this kind of machine in this dtype, for all members on it."""
+        here = (one for one in self.plans if one.conditions[:3] == (hardware, None, dtype))
+        return PlansByTemperature(tuple(sorted(here, key=lambda one: one.temperature)))
+
+    def lacks(self, hardware: str, dtype: str, temperature: float | None = None) -> str | None:
+        """Why no plan was measured for this machine, for people; None where one was.
+
+        Args:
+            temperature: None for any.
+        """
+        plans = [one for one in self.plans if one.link is None]
+        if not plans:
+            return "no plan of the chain was measured yet"
+        asked = {"on": hardware, "in": dtype}
+        if temperature is not None:
+            asked["at temperature"] = f"{temperature:g}"
+        for place, (name, wanted) in enumerate(asked.items()):
+            found = [(one.hardware, one.dtype, f"{one.temperature:g}")[place] for one in plans]
+            if wanted not in found:
+                others = " and ".join(dict.fromkeys(found))
+                return f"the chain's plans were measured {name} {others}, not {name} {wanted}"
+            plans = [one for one, value in zip(plans, found, strict=True) if value == wanted]
+        return None
 
     def member(self, name: str) -> Member:
         """The member of this name; KeyError if there is none."""
@@ -216,12 +239,11 @@ def check_plan(plan: Plan, members: Sequence[Member]) -> None:
             raise ValueError(f"plan.windows names {name}, whose distribution is kept: it sees all")
 
 
-def read_manifest(folder: Path) -> Manifest:
-    """Read `folder`/chain.json.
+def read_content(folder: Path) -> dict[str, Any]:
+    """The JSON of `folder`/chain.json, with a schema of any known version.
 
     Raises:
-        UserError: the folder is no chain; the manifest is no JSON, of another version, not what
-            was written, or malformed (the JSON location is named).
+        UserError: the folder is no chain; the manifest is no JSON, or of an unknown version.
     """
     path = folder / MANIFEST_NAME
     if not path.is_file():
@@ -238,11 +260,28 @@ def read_manifest(folder: Path) -> Manifest:
         raise UserError(
             "manifest without version", f"no schema in {path}", f'expected "schema": "{SCHEMA}"'
         )
-    if (schema := content.pop("schema")) != SCHEMA:
+    if (schema := content["schema"]) not in (SCHEMA, *OLDER_SCHEMAS):
         raise UserError(
             "unknown manifest version",
             f"schema = {schema!r} in {path}",
             f"this polybasic reads {SCHEMA}: install the one that wrote it, or package again",
+        )
+    return content
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read `folder`/chain.json.
+
+    Raises:
+        UserError: as `read_content`; the manifest is of an older version, not what was written,
+            or malformed (the JSON location is named).
+    """
+    path, content = folder / MANIFEST_NAME, read_content(folder)
+    if (schema := content.pop("schema")) != SCHEMA:
+        raise UserError(
+            "manifest of an older version",
+            f"schema = {schema!r} in {path}, this polybasic reads {SCHEMA}",
+            f"run `polybasic migrate {shlex.quote(str(folder))}` once",
         )
     expected = content.pop(DIGEST_KEY, None)
     if expected is not None and (found := sha256_of_object(content)) != expected:
@@ -251,6 +290,18 @@ def read_manifest(folder: Path) -> Manifest:
             f"{path} (content {found[:8]}…, {DIGEST_KEY} {str(expected)[:8]}…)",
             f"fetch it anew; if you have edited it, remove {DIGEST_KEY} from it",
         )
+    return validated_manifest(content, path)
+
+
+def validated_manifest(content: Any, path: Path) -> Manifest:
+    """The manifest of JSON content without schema and digest.
+
+    Args:
+        path: that errors name.
+
+    Raises:
+        UserError: it is malformed (the JSON location is named).
+    """
     try:
         return Manifest.model_validate(content)
     except ValidationError as error:

@@ -1,11 +1,12 @@
 """Packs a target and any number of other members into one chain folder."""
 
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import ValidationError
 
@@ -20,7 +21,7 @@ from polybasic.chain.formats.checkpoint import (
     weight_files,
 )
 from polybasic.chain.formats.config import read_config
-from polybasic.chain.formats.files import sha256_of_file, whole_folder
+from polybasic.chain.formats.files import lies_anywhere, sha256_of_file, whole_folder
 from polybasic.chain.formats.lineage import find_drafts_for, verifier_of
 from polybasic.chain.formats.manifest import (
     MANIFEST_NAME,
@@ -34,6 +35,7 @@ from polybasic.chain.formats.manifest import (
     is_head,
     write_manifest,
 )
+from polybasic.chain.formats.places import command_without_places, without_places
 from polybasic.chain.formats.plan import Plan
 from polybasic.chain.formats.shapes import main_dtype, num_parameters, tensor_headers
 from polybasic.chain.formats.verify import check_fit, check_listed, size_warnings
@@ -65,7 +67,7 @@ def package_chain(
     out: Path,
     target: Path,
     target_reference: str,
-    copy_target: bool,
+    copy_target: bool | Literal["auto"],
     parts: Sequence[Part],
     plan: Plan,
     provenance: Provenance,
@@ -75,14 +77,17 @@ def package_chain(
 ) -> Manifest:
     """Write the chain folder `out`, whole; an older chain there is replaced.
 
-    A member that is larger than the one above it is reported on stderr.
+    A member that is larger than the one above it is reported on stderr. What is said of the making
+    names no folder: see `without_places`.
 
     Args:
         out: the chain folder (or the caller's own `.partial` folder of one).
         target: the target's folder; the member is called "target".
         target_reference: how the user named it, a folder or `org/name[@revision]`; kept as the
             reference, with the commit when `target` is a snapshot of the hub's cache.
-        copy_target: put a copy into the chain instead of referring to it.
+        copy_target: put a copy into the chain instead of referring to it. "auto" does so for a
+            folder, by hard links of its weight files where the disk has them; a hub id is referred
+            to.
         parts: the other members in order: intermediates from the target down, then drafters.
         plan: how the chain runs until a plan is measured.
         provenance: how the members were made.
@@ -98,8 +103,9 @@ def package_chain(
     tokenizer = tokenizer or target
     _check_names(parts)
     refuse_replacing(out, sources | {_TOKENIZER_FOLDER: tokenizer})
-    reference = _target_reference(out, target, target_reference, copy_target)
-    files = {TARGET_NAME: checkpoint_files(target) if copy_target else model_files(target)}
+    is_inside = is_local(target_reference) if copy_target == "auto" else copy_target
+    reference = _target_reference(out, target, target_reference, is_inside)
+    files = {TARGET_NAME: checkpoint_files(target) if is_inside else model_files(target)}
     files |= {part.name: _files_of(part) for part in parts}
     target_member = _member(Part(TARGET_NAME, "target", "decoder", target), reference, files)
     members = (target_member, *_members_of(parts, target_member, target, files))
@@ -109,9 +115,9 @@ def package_chain(
         members=members,
         tokenizer=TokenizerFiles(path=_TOKENIZER_FOLDER, files=tokenizer_digests),
         plan=plan,
-        provenance=provenance,
-        quality=quality,
-        training=training,
+        provenance=_without_places(provenance),
+        quality=without_places(quality),
+        training=without_places(training),
     )
     for warning in size_warnings(members):
         print(f"warning: {warning}", file=sys.stderr)
@@ -119,11 +125,23 @@ def package_chain(
         for member in members:
             if member.reference.path is not None:
                 destination = partial / member.reference.path
-                copy_files(sources[member.name], destination, files[member.name])
+                is_linked = copy_target == "auto" and member is target_member
+                copy_files(sources[member.name], destination, files[member.name], is_linked)
         copy_files(tokenizer, partial / _TOKENIZER_FOLDER, list(tokenizer_digests))
         write_manifest(partial, manifest)
         write_card(partial, manifest)
     return manifest
+
+
+def is_local(model: str) -> bool:
+    """Whether a model is named by a folder that there is; other names are hub ids."""
+    return lies_anywhere(Path(model).expanduser())
+
+
+def _without_places(provenance: Provenance) -> Provenance:
+    recipe = without_places(provenance.recipe)
+    command = command_without_places(shlex.split(provenance.command))
+    return provenance.model_copy(update={"recipe": recipe, "command": command})
 
 
 def _members_of(
@@ -213,7 +231,7 @@ def _digests(folder: Path, names: list[str]) -> dict[str, str]:
 
 def _target_reference(out: Path, target: Path, written: str, copy_target: bool) -> Reference:
     path = "target" if copy_target else None
-    if not Path(written).expanduser().exists():
+    if not is_local(written):
         repository, revision = split_hub_id(written)
         if target.parent.name == "snapshots":
             revision = target.name

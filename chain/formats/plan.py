@@ -1,6 +1,8 @@
 """Plans: which members of a chain run, with which trees, flushes and windows. No torch in here."""
 
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, StringConstraints, model_validator
@@ -8,6 +10,8 @@ from pydantic import Field, StringConstraints, model_validator
 from polybasic.chain.settings import Count, Factor, Settings, Share, Temperature, Whole
 
 Rule = Literal["coupled", "block", "token"]
+RuleSetting = Literal["auto", "coupled", "block", "token"]
+"""A rule, or the choice of one."""
 Name = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_]*$", max_length=100)]
 """Of a member."""
 
@@ -18,6 +22,10 @@ MAX_TOP_K = 64
 TopK = Annotated[Count, Field(le=MAX_TOP_K)]
 NUM_PROBABILITY_BINS = 8
 """Bins of the adaptive flush: the proposing model's probability of a token, by its square."""
+
+
+BETWEEN_REASONS = "; "
+"""In the decision of an explanation."""
 
 
 class Tree(Settings):
@@ -160,9 +168,15 @@ class MeasuredPlan(PredictedPlan):
         return self
 
     @property
+    def conditions(self) -> tuple[str, str | None, str, float]:
+        """Machine, link, dtype and temperature: a chain keeps one plan for each."""
+        return self.hardware, self.link, self.dtype, self.temperature
+
+    @property
     def place(self) -> str:
-        """The machine, and the link, for people."""
-        return self.hardware + ("" if self.link is None else f" over a link of {self.link}")
+        """The same, for people."""
+        over = "" if self.link is None else f" over a link of {self.link}"
+        return f"{self.hardware}{over}, {self.dtype}, temperature {self.temperature:g}"
 
     @property
     def all_plans(self) -> tuple[Plan, ...]:
@@ -184,3 +198,29 @@ class MeasuredPlan(PredictedPlan):
             if active <= one.sequences:
                 return one.plan
         return self.by_load[-1].plan if self.by_load else self.plan
+
+
+@dataclass(frozen=True)
+class PlansByTemperature:
+    """Plans that were measured on one machine in one dtype, at several temperatures."""
+
+    plans: tuple[MeasuredPlan, ...] = ()
+
+    def at(self, temperature: float) -> MeasuredPlan | None:
+        """That of this temperature, or else of the nearest; None if there is none at all.
+
+        Passes cost the same at any temperature, and acceptance changes with it little by little.
+        """
+        return min(self.plans, key=lambda one: abs(one.temperature - temperature), default=None)
+
+    def of_load(self, active: int, temperature: float) -> Plan:
+        """As `MeasuredPlan.of_load`; there must be a plan."""
+        measured = self.at(temperature)
+        assert measured is not None, "a plan"
+        return measured.of_load(active)
+
+
+def decision_lines(explanation: Mapping[str, Any]) -> list[str]:
+    """What a `MeasuredPlan.explanation` decides, then a reason a line, one for each member."""
+    decision: str = explanation["decision"]
+    return decision.split(BETWEEN_REASONS)

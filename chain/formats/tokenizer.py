@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 _SENTENCEPIECE_NAME = "tokenizer.model"
 _CONFIG_NAME = "tokenizer_config.json"
+_PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 _PROBE = [{"role": "user", "content": "Hello"}]
 
 
@@ -76,9 +77,14 @@ def load_tokenizer(folder: Path, what: str = "tokenizer") -> "PreTrainedTokenize
     Raises:
         UserError: transformers loads none from there.
     """
-    from transformers import AutoTokenizer
-
     try:
+        if _takes_the_file_as_it_is(folder):
+            # the class that AutoTokenizer takes too, whose own import takes seconds more
+            from transformers import PreTrainedTokenizerFast
+
+            return PreTrainedTokenizerFast.from_pretrained(folder)
+        from transformers import AutoTokenizer
+
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # tokenizers raises bare Exception, transformers many kinds
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
@@ -87,6 +93,15 @@ def load_tokenizer(folder: Path, what: str = "tokenizer") -> "PreTrainedTokenize
             f"{folder} ({reason})",
             "name a folder that transformers' AutoTokenizer loads",
         ) from error
+
+
+def _takes_the_file_as_it_is(folder: Path) -> bool:
+    """Whether its class reads tokenizer.json without rules of a model's own."""
+    path = folder / _CONFIG_NAME
+    if not (path.is_file() and (folder / TOKENIZER_NAME).is_file()):
+        return False
+    config = read_json(path, "config")
+    return isinstance(config, dict) and config.get("tokenizer_class") in _PLAIN_CLASSES
 
 
 def _refuse_code_of(checkpoint: Path) -> None:

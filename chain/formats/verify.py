@@ -21,7 +21,7 @@ from polybasic.chain.formats.config import (
     refuse_remote_code,
 )
 from polybasic.chain.formats.decoder_config import HeadConfig
-from polybasic.chain.formats.files import read_json, sha256_of_file
+from polybasic.chain.formats.files import lies_anywhere, read_json, sha256_of_file
 from polybasic.chain.formats.head_kinds.early_exit import check_exit_layer
 from polybasic.chain.formats.head_kinds.steering import check_steered
 from polybasic.chain.formats.head_kinds.table import HEAD_KINDS
@@ -34,6 +34,7 @@ from polybasic.chain.formats.manifest import (
     is_head,
     read_manifest,
 )
+from polybasic.chain.formats.quantization import read_quantization_config
 from polybasic.chain.formats.shapes import check_shapes
 from polybasic.chain.formats.vocabulary import (
     TOKENIZER_NAME,
@@ -43,6 +44,9 @@ from polybasic.chain.formats.vocabulary import (
 from polybasic.chain.readable import readable_bytes
 
 _PACKAGE_AGAIN = "package the chain again or fetch the file anew"
+_TARGET_PATH = "members[0].reference.path"
+_NAME_TARGET = "name where it lies with --target PATH"
+_NAME_ANOTHER = "name the model that the chain was made for with --target PATH"
 _CODE_SUFFIXES = {
     *(".py", ".pyc", ".pyd", ".pyo", ".pyw", ".so", ".dll", ".dylib", ".exe", ".sh"),
     *(".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".joblib", ".npy", ".npz"),
@@ -61,6 +65,7 @@ class CheckedChain:
         tokenizer: where it lies.
         warnings: one line each, of what is allowed and costs speed.
         elsewhere: members whose weights are not needed here, and may be missing.
+        named_target: what the target was taken from instead of from where the chain says.
     """
 
     folder: Path
@@ -70,6 +75,7 @@ class CheckedChain:
     tokenizer: Path
     warnings: tuple[str, ...] = ()
     elsewhere: frozenset[str] = frozenset()
+    named_target: str | None = None
 
     @property
     def loaded(self) -> tuple[Member, ...]:
@@ -87,36 +93,53 @@ class CheckedChain:
         return self.configs[self.manifest.members[0].name]
 
 
-def check_chain(folder: Path, digests: bool = True, elsewhere: Container[str] = ()) -> CheckedChain:
+def check_chain(
+    folder: Path,
+    digests: bool = True,
+    elsewhere: Container[str] = (),
+    target: str | Path | None = None,
+) -> CheckedChain:
     """Check all that loading relies on; nothing of the chain is executed.
 
     Args:
         folder: the chain.
         digests: also compare the sha256 of every file, which reads all of it once.
         elsewhere: members that are not loaded here, whose weights need not be there.
+        target: the folder or hub id that the target is taken from; None for what the chain says.
 
     Raises:
         UserError: the first fault found, with the file or tensor that it is in.
     """
     manifest = read_manifest(folder)
     _refuse_link_outside(folder, folder / MANIFEST_NAME)
-    tokenizer = _folder_inside(folder, manifest.tokenizer.path, "tokenizer.path")
+    tokenizer = folder_inside(folder, manifest.tokenizer.path, "tokenizer.path")
     absent = frozenset(one.name for one in manifest.members if one.name in elsewhere)
-    folders = {
-        member.name: _member_folder(folder, member, index, member.name not in absent)
-        for index, member in enumerate(manifest.members)
-    }
+    paths = {one.name: one.reference.path for one in manifest.members}
+    inside = {name: path for name, path in paths.items() if path is not None}
+    if target is not None:
+        inside.pop(manifest.members[0].name, None)
+    folders: dict[str, Path] = {}
+    for index, member in enumerate(manifest.members):
+        has_weights = member.name not in absent
+        if (path := inside.get(member.name)) is not None:
+            found = folder_inside(folder, path, f"members[{index}].reference.path")
+        elif index == 0 and target is not None:
+            found = resolve_checkpoint(str(target), weights=has_weights)
+        else:
+            found = source_folder(folder, member.reference, has_weights)
+        folders[member.name] = found
     _check_files(folder, tokenizer, manifest.tokenizer.files, "tokenizer", digests)
     for member in manifest.members:
-        inside = folder if member.reference.path is not None else None
+        chain = folder if member.name in inside else None
         is_absent = member.name in absent
-        _check_files(inside, folders[member.name], member.files, member.name, digests, is_absent)
+        _check_files(chain, folders[member.name], member.files, member.name, digests, is_absent)
         if not is_absent:
             check_listed(member, folders[member.name])
     configs = check_fit(manifest.members, folders, tokenizer, absent)
     _check_trees(manifest, configs)
     warnings = size_warnings(manifest.members)
-    return CheckedChain(folder, manifest, folders, configs, tokenizer, warnings, absent)
+    named = None if target is None else str(target)
+    return CheckedChain(folder, manifest, folders, configs, tokenizer, warnings, absent, named)
 
 
 def check_fit(
@@ -192,19 +215,30 @@ def source_folder(chain: Path, reference: Reference, weights: bool = True) -> Pa
         UserError: it is not there or cannot be fetched.
     """
     assert reference.source is not None, "manifest checks that a path or a source is given"
-    if reference.source.startswith((".", "/")):
-        return resolve_checkpoint(os.path.normpath(chain.resolve() / reference.source))
-    return resolve_checkpoint(reference.source, reference.revision, weights)
+    if not reference.source.startswith((".", "/")):
+        try:
+            return resolve_checkpoint(reference.source, reference.revision, weights)
+        except UserError as error:
+            raise UserError(error.what, error.where, f"{error.do}, or {_NAME_TARGET}") from error
+    folder = os.path.normpath(chain.resolve() / reference.source)
+    if not lies_anywhere(Path(folder)):
+        raise UserError(
+            "target is not there",
+            f"{folder}, which {chain / MANIFEST_NAME} refers to",
+            f"{_NAME_TARGET}, or package the chain with package.copy_target=auto",
+        )
+    return resolve_checkpoint(folder)
 
 
-def _member_folder(chain: Path, member: Member, index: int, weights: bool) -> Path:
-    path = member.reference.path
-    if path is None:
-        return source_folder(chain, member.reference, weights)
-    return _folder_inside(chain, path, f"members[{index}].reference.path")
+def folder_inside(chain: Path, relative: str, location: str) -> Path:
+    """The folder of a member inside the chain.
 
+    Args:
+        location: that errors name.
 
-def _folder_inside(chain: Path, relative: str, location: str) -> Path:
+    Raises:
+        UserError: it is missing, or path or link leave the chain.
+    """
     where = f"{location} = {relative!r} in {chain / MANIFEST_NAME}"
     parts = PurePosixPath(relative)
     if parts.is_absolute() or ".." in parts.parts or not parts.parts:
@@ -212,7 +246,8 @@ def _folder_inside(chain: Path, relative: str, location: str) -> Path:
     folder = chain / relative
     _refuse_link_outside(chain, folder)
     if not folder.is_dir():
-        raise UserError("member folder not found", where, _PACKAGE_AGAIN)
+        do = f"{_PACKAGE_AGAIN}, or {_NAME_TARGET}" if location == _TARGET_PATH else _PACKAGE_AGAIN
+        raise UserError("member folder not found", where, do)
     return folder
 
 
@@ -249,6 +284,7 @@ def _check_files(
     lacks_weights: bool = False,
 ) -> None:
     """Check one folder's files against their digests; `chain` is None for a folder outside."""
+    again = _NAME_ANOTHER if chain is None else _PACKAGE_AGAIN
     for file_name, expected in sorted(files.items()):
         if PurePosixPath(file_name).name != file_name or file_name == "..":
             raise UserError(
@@ -262,15 +298,25 @@ def _check_files(
         if chain is not None:
             _refuse_link_outside(chain, path)
         if not path.is_file():
-            raise UserError("missing file", f"{path}", _PACKAGE_AGAIN)
-        if digests and (found := sha256_of_file(path)) != expected:
-            raise UserError(
-                "digest mismatch",
-                f"{path} has sha256 {found[:8]}…, manifest says {expected[:8]}…",
-                _PACKAGE_AGAIN,
-            )
+            raise UserError("missing file", f"{path}", again)
+        if digests:
+            check_digest(path, expected, again)
     if chain is not None:
         _refuse_unlisted(folder, files)
+
+
+def check_digest(path: Path, expected: str, do: str = _PACKAGE_AGAIN) -> None:
+    """Compare a file with the digest that the manifest has of it.
+
+    Raises:
+        UserError: it differs; `do` says what to do then.
+    """
+    if (found := sha256_of_file(path)) != expected:
+        raise UserError(
+            "digest mismatch",
+            f"{path} has sha256 {found[:8]}…, manifest says {expected[:8]}…",
+            do,
+        )
 
 
 def _refuse_unlisted(folder: Path, files: dict[str, str]) -> None:
@@ -410,9 +456,6 @@ def _shown(layers: Sequence[int]) -> str:
 def _check_quantization(member: Member, config: ConfigFile) -> int | None:
     """The group size of an AWQ member, None for the others."""
     if member.kind == "awq":
-        # here, because the format's module needs torch
-        from polybasic.chain.formats.awq import read_quantization_config
-
         return read_quantization_config(config.content, config.path)
     if config.content.get("quantization_config") is not None:
         raise UserError(

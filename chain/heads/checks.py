@@ -40,34 +40,42 @@ def check_sizes(where: str, head: HeadConfig, model: DecoderConfig, target: Path
     check_feature_layers(head, model.num_layers, where)
 
 
-def check_tensors(folder: Path, tensors: dict[str, Tensor], head: HeadConfig) -> None:
+def check_tensors(
+    folder: Path, tensors: dict[str, Tensor], head: HeadConfig, what: str = "head"
+) -> None:
     """Check names, shapes and dtypes of a head's tensors; its embedding may be left out.
+
+    Args:
+        folder: of the head.
+        tensors: all that is stored, under the names of a chain.
+        head: what its config.json and its target say.
+        what: the folder holds, in errors.
 
     Raises:
         UserError: one is missing or unknown, or has another shape or dtype.
     """
     expected = dict(expected_shapes(head.kind, head, None, tensors.keys()))
     if missing := [name for name in expected if name not in tensors and name != EMBEDDING]:
-        raise UserError("missing tensor", f"{missing[0]} in {folder}", "download the head again")
+        raise UserError("missing tensor", f"{missing[0]} in {folder}", f"download the {what} again")
     for name, tensor in tensors.items():
         if name not in expected:
             raise UserError(
-                "unknown tensor in the head",
+                f"unknown tensor in the {what}",
                 f"{name} in {folder}",
                 "name a folder that holds a head in a known layout",
             )
         if tuple(tensor.shape) != expected[name]:
             raise UserError(
                 "tensor shape mismatch",
-                f"{name} in {folder} is {list(tensor.shape)}, by its config.json "
+                f"{name} in {folder} is {list(tensor.shape)}, by its config.json and its target "
                 f"{list(expected[name])}",
-                "weights and config are of two heads: download both again",
+                f"download weights and config.json of the {what} again",
             )
         if name not in DRAFT_TABLES and tensor.dtype not in DTYPES.values():
             raise UserError(
                 "unsupported dtype",
                 f"{name} in {folder} is {tensor.dtype}",
-                "store the head in bfloat16, float16 or float32",
+                f"store the {what} in bfloat16, float16 or float32",
             )
 
 

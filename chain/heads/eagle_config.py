@@ -3,24 +3,19 @@
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from polybasic.chain.formats.decoder_config import LayerSizes
+from polybasic.chain.formats.decoder_config import LayerSizes, ModelSizes
 from polybasic.chain.formats.head_kinds.block import MARKOV_RANK, NUM_POSITIONS
 from polybasic.chain.formats.head_kinds.eagle3 import (
     EAGLE3_ARCHITECTURE,
     EAGLE_SECTION,
     LAYER_IDS,
 )
+from polybasic.chain.formats.head_kinds.kind import model_config
 
 
-class HeadSizes(LayerSizes, Protocol):
+class HeadSizes(LayerSizes, ModelSizes, Protocol):
     """The sizes in the file, as a `DecoderConfig` has them."""
 
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def rms_norm_eps(self) -> float: ...
-    @property
-    def context_tokens(self) -> int: ...
     @property
     def rope(self) -> dict[str, Any]: ...
 
@@ -36,10 +31,12 @@ def eagle_config(
         dtype: of the weights.
         draft_vocab_size: tokens that the head can draft; None for all.
     """
-    config = {"architectures": ["LlamaForCausalLM"], "bias": True, "qkv_bias": has_qkv_biases}
-    if draft_vocab_size is not None:
-        config["draft_vocab_size"] = draft_vocab_size
-    return config | layer_config(sizes, dtype)
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "bias": True,
+        "qkv_bias": has_qkv_biases,
+        **layer_config(sizes, dtype, draft_vocab_size),
+    }
 
 
 def block_config(
@@ -86,10 +83,12 @@ def eagle3_config(
         "bias": False,
         "qkv_bias": has_qkv_biases,
         "target_hidden_size": sizes.hidden_size,
-        "draft_vocab_size": sizes.vocab_size if draft_vocab_size is None else draft_vocab_size,
         EAGLE_SECTION: {"use_aux_hidden_state": True, LAYER_IDS: list(feature_layers)},
         **dict.fromkeys(variants, True),
-    } | layer_config(sizes, dtype)
+        **layer_config(
+            sizes, dtype, sizes.vocab_size if draft_vocab_size is None else draft_vocab_size
+        ),
+    }
 
 
 def default_feature_layers(num_layers: int) -> tuple[int, int, int]:
@@ -103,23 +102,21 @@ def default_feature_layers(num_layers: int) -> tuple[int, int, int]:
     return first, middle, last
 
 
-def layer_config(sizes: HeadSizes, dtype: str) -> dict[str, Any]:
+def layer_config(
+    sizes: HeadSizes, dtype: str, draft_vocab_size: int | None = None
+) -> dict[str, Any]:
     """What a config.json says of one layer of Llama's."""
     scaling = {name: value for name, value in sizes.rope.items() if name != "rope_theta"}
     return {
         "model_type": "llama",
         "hidden_act": "silu",
-        "hidden_size": sizes.hidden_size,
         "intermediate_size": sizes.intermediate_size,
         "num_hidden_layers": 1,
         "num_attention_heads": sizes.num_heads,
         "num_key_value_heads": sizes.num_kv_heads,
         "head_dim": sizes.head_dim,
-        "rms_norm_eps": sizes.rms_norm_eps,
         "rope_theta": sizes.rope["rope_theta"],
         "rope_scaling": None if scaling["rope_type"] == "default" else scaling,
-        "max_position_embeddings": sizes.context_tokens,
-        "vocab_size": sizes.vocab_size,
         "tie_word_embeddings": False,
-        "torch_dtype": dtype,
+        **model_config(sizes, dtype, draft_vocab_size),
     }

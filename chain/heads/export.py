@@ -82,7 +82,13 @@ class Exported:
     warnings: tuple[str, ...] = ()
 
 
-def export_head(chain: Path, to: Engine, member: str | None, out: Path | None) -> Exported:
+def export_head(
+    chain: Path,
+    to: Engine,
+    member: str | None,
+    out: Path | None,
+    target: str | None = None,
+) -> Exported:
     """Write one of a chain's draft heads as a folder that an engine loads.
 
     Weights keep their dtype. An EAGLE-2 head's `fc.bias` is always written, because without it
@@ -97,12 +103,14 @@ def export_head(chain: Path, to: Engine, member: str | None, out: Path | None) -
         member: the head's name; default: the only head of the chain.
         out: folder to write, whole; default: member and engine, in the current folder. An export
             that is there is replaced.
+        target: the folder or hub id that the chain's target is taken from; None for what the chain
+            says.
 
     Raises:
         UserError: a broken chain, no such head, a head or target that the engine does not support,
             something else at `out`, or a full disk.
     """
-    checked = check_chain(chain)
+    checked = check_chain(chain, target=target)
     head = _find_head(checked.manifest, member)
     folder = out or Path(f"{head.name}-{to}")
     _refuse_replacing(folder)

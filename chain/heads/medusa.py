@@ -13,12 +13,12 @@ from torch import Tensor
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.config import head_config, read_config
+from polybasic.chain.formats.decoder_config import ModelSizes
 from polybasic.chain.formats.draft_vocabulary import OFFSETS, draft_tables
-from polybasic.chain.formats.head_kinds.kind import Content, HeadKind
+from polybasic.chain.formats.head_kinds.kind import Content, HeadKind, model_config
 from polybasic.chain.formats.head_kinds.medusa import HYDRA, MEDUSA, NUM_BLOCKS, NUM_HEADS
-from polybasic.chain.formats.names import DRAFT_TABLES
-from polybasic.chain.formats.shapes import expected_shapes
-from polybasic.chain.kernels.product_times import DTYPES, name_of
+from polybasic.chain.heads.checks import check_tensors
+from polybasic.chain.kernels.product_times import name_of
 
 Tensors = dict[str, Tensor]
 
@@ -41,7 +41,7 @@ _OTHER_HEADS = "supported: Medusa's heads, and Hydra's grounded heads of kind ml
 
 def medusa_config(
     kind: HeadKind,
-    sizes: tuple[int, int, int],
+    sizes: ModelSizes,
     num_heads: int,
     num_blocks: int,
     dtype: str,
@@ -50,25 +50,18 @@ def medusa_config(
     """The content of config.json for Medusa's or Hydra's heads.
 
     Args:
-        sizes: hidden size, vocabulary and declared context of the model.
+        sizes, dtype, draft_vocab_size: as `model_config`.
         num_heads: tokens of a path.
         num_blocks: residual blocks of a head.
-        dtype: of the weights.
-        draft_vocab_size: tokens that the heads can draft; None for all.
     """
-    hidden_size, vocab_size, context_tokens = sizes
-    config = {
+    return {
         "architectures": [f"{kind.title}Model"],
         "model_type": kind.name,
-        "hidden_size": hidden_size,
-        "vocab_size": vocab_size,
         NUM_HEADS: num_heads,
         NUM_BLOCKS: num_blocks,
         "medusa_fc_bias": True,
-        "max_position_embeddings": context_tokens,
-        "torch_dtype": dtype,
+        **model_config(sizes, dtype, draft_vocab_size),
     }
-    return config if draft_vocab_size is None else config | {"draft_vocab_size": draft_vocab_size}
 
 
 def is_medusa(config: Content) -> bool:
@@ -129,10 +122,9 @@ def in_medusa_format(
             bias = f"{name.removesuffix('weight')}bias"
             stored.setdefault(bias, weight.new_zeros(weight.shape[:1]))
     kind = HYDRA if HYDRA.recognizes(config) else MEDUSA
-    sizes = (model.hidden_size, model.vocab_size, model.context_tokens)
-    completed = medusa_config(kind, sizes, num_heads, num_blocks, name_of(dtype), num_drafted)
+    completed = medusa_config(kind, model, num_heads, num_blocks, name_of(dtype), num_drafted)
     read = head_config(completed, f"{source / 'config.json'}")
-    _check_tensors(source, stored, dict(expected_shapes(kind.name, read, None, stored.keys())))
+    check_tensors(source, stored, read, "heads")
     return completed, stored
 
 
@@ -166,22 +158,3 @@ def _with_tables(stored: Tensors, vocab_size: int, source: Path) -> Tensors:
             rows = {vocab_size: ascending, len(order): order}.get(tensor.shape[:1].numel())
             found[name] = tensor if rows is None else tensor[rows]
     return found | draft_tables(ascending, vocab_size)
-
-
-def _check_tensors(source: Path, stored: Tensors, expected: dict[str, tuple[int, ...]]) -> None:
-    for name in sorted(expected.keys() ^ stored.keys()):
-        what = "missing tensor" if name in expected else "unknown tensor in the heads"
-        raise UserError(what, f"{name} in {source}", "name a folder of Medusa's or Hydra's heads")
-    for name, tensor in stored.items():
-        if tuple(tensor.shape) != expected[name]:
-            raise UserError(
-                "tensor shape mismatch",
-                f"{name} in {source} is {list(tensor.shape)}, of its target {list(expected[name])}",
-                "name the model that the heads were trained for, or download them again",
-            )
-        if name not in DRAFT_TABLES and tensor.dtype not in DTYPES.values():
-            raise UserError(
-                "unsupported dtype",
-                f"{name} in {source} is {tensor.dtype}",
-                "store the heads in bfloat16, float16 or float32",
-            )

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from polybasic.chain.formats.awq import QuantizedWeight, dequantize, read_quantization_config
+from polybasic.chain.formats.awq import QuantizedWeight, dequantize
 from polybasic.chain.formats.checkpoint import load_tensors
 from polybasic.chain.formats.config import read_config
+from polybasic.chain.formats.quantization import read_quantization_config
 from polybasic.chain.model.reference import require_all_weights
 
 

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.awq import read_quantization_config
 from polybasic.chain.formats.config import (
     ConfigFile,
     DecoderConfig,
@@ -26,6 +25,7 @@ from polybasic.chain.formats.names import (
     layer_norms,
     required_biases,
 )
+from polybasic.chain.formats.quantization import read_quantization_config
 from polybasic.chain.formats.shard import ALL, WHOLE, Shard, Taken
 from polybasic.chain.kernels.backend import Backend
 from polybasic.chain.kernels.executor import Executor

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.awq import CODES_PER_WORD, GROUP_SIZE, QuantizedWeight
+from polybasic.chain.formats.awq import CODES_PER_WORD, QuantizedWeight
 from polybasic.chain.formats.checkpoint import read_tensors, tensor_files
+from polybasic.chain.formats.quantization import GROUP_SIZE
 from polybasic.chain.formats.shard import ALL, Taken
 from polybasic.chain.kernels.backend import Backend
 from polybasic.chain.kernels.weights import Linear

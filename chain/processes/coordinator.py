@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from math import inf
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TextIO, TypeVar
 
 from polybasic.chain.processes.place import Place
 
@@ -137,7 +137,14 @@ def _exit_at_once(code: int) -> NoReturn:
 
 
 class _Silence(io.TextIOBase):
-    """Drops what is written."""
+    """Drops what is written.
+
+    Attributes:
+        stream: in whose place it stands.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream = stream
 
     def write(self, text: str) -> int:
         return len(text)
@@ -149,14 +156,14 @@ def silent_unless_first(place: Place) -> Iterator[None]:
     if place.is_first:
         yield
         return
-    with redirect_stdout(_Silence()), redirect_stderr(_Silence()):
+    with redirect_stdout(_Silence(sys.stdout)), redirect_stderr(_Silence(sys.stderr)):
         yield
 
 
 def show(text: str) -> None:
     """Print for people, also from a process that is silent otherwise."""
     if text:
-        stream = sys.__stderr__ if isinstance(sys.stderr, _Silence) else sys.stderr
+        stream = sys.stderr.stream if isinstance(sys.stderr, _Silence) else sys.stderr
         print(text, file=stream, flush=True)
 
 

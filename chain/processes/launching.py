@@ -17,6 +17,7 @@ from torch import distributed
 from torch.multiprocessing import ProcessExitedException, start_processes
 
 from polybasic.chain.errors import UserError
+from polybasic.chain.logs import LogSettings, log_settings, logging_as
 from polybasic.chain.processes.coordinator import silent_unless_first
 from polybasic.chain.processes.interruption import (
     HANDLED_SIGNALS,
@@ -111,7 +112,15 @@ class Workers:
         }
         self._context = start_processes(
             _work,
-            (world_size, environment, Path.cwd(), function, dict(arguments), self._told),
+            (
+                world_size,
+                environment,
+                log_settings(),
+                Path.cwd(),
+                function,
+                dict(arguments),
+                self._told,
+            ),
             nprocs=world_size,
             join=False,
             start_method=_START_METHOD,
@@ -204,6 +213,7 @@ def _work(
     rank: int,
     world_size: int,
     environment: dict[str, str],
+    logs: LogSettings,
     folder: Path,
     function: Callable[..., Any],
     arguments: dict[str, Any],
@@ -220,7 +230,7 @@ def _work(
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // place.local_world_size))
     code, kind, value = 0, "result", None
     try:
-        with silent_unless_first(place):
+        with logging_as(logs), silent_unless_first(place):
             value = function(**arguments)
     except UserError as error:
         code, kind, value = 2, "user error", (error.what, error.where, error.do)

@@ -8,8 +8,9 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
-from polybasic.chain.formats.awq import QUANTIZATION_CONFIG, dequantize
+from polybasic.chain.formats.awq import dequantize
 from polybasic.chain.formats.checkpoint import load_tensors
+from polybasic.chain.formats.quantization import QUANTIZATION_CONFIG
 from tests.checkpoints import FAMILIES
 from tests.conftest import round_to_nearest
 

@@ -6,13 +6,15 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 
 from polybasic.chain.formats.awq import QuantizedWeight
 from polybasic.chain.formats.decoder_config import DecoderConfig
 from polybasic.chain.kernels.executor import Executor
 from polybasic.chain.kernels.rotary import RotaryTable
+from polybasic.chain.kernels.rows import consecutive_rows
 from polybasic.chain.kernels.selection import backend_for
-from polybasic.chain.kernels.weights import LayerWeights, Linear, ModelWeights
+from polybasic.chain.kernels.weights import LayerWeights, Linear, ModelWeights, PositionWeights
 from polybasic.deploy.rounds.cache import KeyValueCache
 
 CPU = torch.device("cpu")
@@ -33,7 +35,7 @@ CONFIG = DecoderConfig(
 
 DRAFTED = torch.arange(1, CONFIG.vocab_size, 3)
 """Tokens of a trimmed head."""
-SCALES = {"model": 1.25, "head": 1e-3, "trimmed head": 1e-3}
+SCALES = {"model": 1.25, "head": 1e-3, "trimmed head": 1e-3, "block head": 1e-3}
 """That bring logits to the size of the noise: those of random heads are thousands."""
 
 
@@ -101,7 +103,7 @@ def head_of(target: Executor, seed: int = 1) -> Executor:
 
 
 def drafting(kind: str, dtype: torch.dtype = torch.float32) -> Executor:
-    """What drafts for a decoder: itself, as "model", a "head", or a "trimmed head"."""
+    """What drafts for a decoder: itself, as "model", or a head by its name in `SCALES`."""
     target = decoder(dtype)
     if kind == "model":
         return target
@@ -111,7 +113,40 @@ def drafting(kind: str, dtype: torch.dtype = torch.float32) -> Executor:
         rows = torch.randn(len(DRAFTED), CONFIG.hidden_size, generator=generator) / 5
         lm_head = backend_for(CPU, dtype, CONFIG).dense(rows.to(dtype))
         head = head.over(replace(head.weights, lm_head=lm_head, draft_token_ids=DRAFTED))
+    if kind == "block head":
+        generator = torch.Generator().manual_seed(7)
+        size, rank = CONFIG.vocab_size, 16
+        places, into, out = (
+            torch.randn(shape, generator=generator).to(dtype)
+            for shape in ((5, CONFIG.hidden_size), (size, rank), (size, rank))
+        )
+        positions = PositionWeights(places, 20 * into, 20 * out)
+        head = head.over(replace(head.weights, positions=positions))
     return head
+
+
+def states_before_draft(
+    model: Executor,
+    cache: KeyValueCache,
+    ids: Tensor,
+    features: Tensor,
+    depth: int,
+) -> Tensor:
+    """What a draft of this depth follows, after a text that is read into an empty cache.
+
+    Args:
+        features: [R, D], which a head reads beside the text.
+    """
+    num, ahead, positions = len(ids), model.weights.rows_ahead(depth), model.weights.positions
+    ids = torch.cat([ids, ids[-1:].expand(ahead)])
+    read = None
+    if model.weights.is_head:
+        read = features.to(model.dtype)
+        read = read if positions is None else positions.with_rows_ahead(read, ahead)
+    states = model.forward(ids, [cache.layers], [consecutive_rows(0, num + ahead)], read)
+    for layer in cache.layers:
+        layer[:, num:] = 0
+    return states[-1 - ahead :]
 
 
 def cache_of(model: Executor, num_layers: int = CONFIG.num_layers) -> KeyValueCache:

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from polybasic.chain.progress import LINE_SECONDS, ProgressReport
+from polybasic.chain.progress import LINE_SECONDS, ProgressReport, waiting
 
 
 class Clock:
@@ -71,3 +71,16 @@ def test_a_terminal_has_a_bar_and_the_lines_that_are_said(
     assert "step 1: 3.10 tokens a round" in shown
     assert "loss 1.125" in shown
     assert "2 of 2" not in shown
+
+
+def test_a_spinner_is_shown_on_a_terminal_alone(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with waiting("simulating rounds"):
+        pass
+    assert capsys.readouterr().err == ""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    with waiting("simulating rounds"):
+        pass
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", capsys.readouterr().err)
+    assert "simulating rounds 0:00:00" in shown

@@ -1,8 +1,10 @@
 """What tells a family of decoders from others."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from polybasic.chain.formats.families.reading import one_rope
 
 QKV = ("q_proj", "k_proj", "v_proj")
 Read = Any
@@ -22,12 +24,20 @@ class Family:
             `sliding_window` tokens; None where all layers see all tokens.
         autoawq: autoawq's name of models with the same layers; None where 4-bit copies are not
             made.
+        defaults: keys of its config.json beside `reading.COMMON`, and those with another default;
+            None leaves reading to transformers, which has to be imported for it.
+        rope: its rotary parameters by config.json and a name for errors, without defaults of
+            `rope_type`.
+        rope_types: those that transformers computes for it; () are all that are supported here.
     """
 
     model_type: str
     fields: Callable[[Read], dict[str, Any]] = lambda read: {}
     layer_types: Callable[[Read], Sequence[str]] | None = None
     autoawq: str | None = None
+    defaults: Mapping[str, Any] | None = None
+    rope: Callable[[Mapping[str, Any], str], dict[str, Any]] = one_rope
+    rope_types: tuple[str, ...] = ()
 
 
 def attention_biases(read: Read) -> tuple[str, ...]:
@@ -41,6 +51,20 @@ def all_alike(read: Read) -> list[str]:
     return [name] * int(read.num_hidden_layers)
 
 
-def as_listed(read: Read) -> list[str]:
-    """Types of layers as the config lists them."""
-    return list(read.layer_types)
+def listed_or(has_window: Callable[[Read, int], bool]) -> Callable[[Read], list[str]]:
+    """Types of layers as the config lists them, else by whether a layer has the window.
+
+    Args:
+        has_window: of a config and the number of a layer, from 0.
+    """
+
+    def types(read: Read) -> list[str]:
+        if read.layer_types is not None:
+            return list(read.layer_types)
+        numbers = range(read.num_hidden_layers)
+        return [
+            "sliding_attention" if has_window(read, number) else "full_attention"
+            for number in numbers
+        ]
+
+    return types

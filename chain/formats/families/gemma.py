@@ -2,7 +2,28 @@
 
 from typing import Any
 
-from polybasic.chain.formats.families.family import Family, Read, as_listed, attention_biases
+from polybasic.chain.formats.families.family import Family, Read, attention_biases, listed_or
+from polybasic.chain.formats.families.reading import rope_by_layer_type
+
+_DEFAULTS = {
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+    "query_pre_attn_scalar": 256.0,
+    "sliding_window": 4096,
+    "final_logit_softcapping": 30.0,
+    "attn_logit_softcapping": 50.0,
+    "use_bidirectional_attention": False,
+}
+_GEMMA3_DEFAULTS = {
+    **_DEFAULTS,
+    "max_position_embeddings": 131072,
+    "final_logit_softcapping": None,
+    "attn_logit_softcapping": None,
+    "sliding_window_pattern": 6,
+}
 
 
 def _gemma(read: Read) -> dict[str, Any]:
@@ -24,5 +45,18 @@ def _gemma3(read: Read) -> dict[str, Any]:
     return {**_gemma(read), "has_head_norms": True}
 
 
-GEMMA2 = Family("gemma2", _gemma2, as_listed, autoawq="gemma2")
-GEMMA3 = Family("gemma3_text", _gemma3, as_listed, autoawq="gemma2")
+GEMMA2 = Family(
+    "gemma2",
+    _gemma2,
+    listed_or(lambda read, layer: layer % 2 == 0),
+    autoawq="gemma2",
+    defaults=_DEFAULTS,
+)
+GEMMA3 = Family(
+    "gemma3_text",
+    _gemma3,
+    listed_or(lambda read, layer: (layer + 1) % read.sliding_window_pattern != 0),
+    autoawq="gemma2",
+    defaults=_GEMMA3_DEFAULTS,
+    rope=rope_by_layer_type,
+)

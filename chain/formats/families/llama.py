@@ -10,4 +10,4 @@ def _llama(read: Read) -> dict[str, Any]:
     return {"biased": attention_biases(read) + mlp}
 
 
-LLAMA = Family("llama", _llama, autoawq="llama")
+LLAMA = Family("llama", _llama, autoawq="llama", defaults={})

@@ -11,11 +11,10 @@ from typing import Any
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.decoder_config import HeadConfig, Shape
-from polybasic.chain.formats.head_kinds.kind import Content, HeadKind
+from polybasic.chain.formats.head_kinds.kind import MAX_POSITIONS, Content, HeadKind, is_whole
 
 NUM_POSITIONS, MARKOV_RANK = "num_positions", "markov_rank"
 """Fields of its config.json: tokens that it drafts at most, rank of the bigrams (0: none)."""
-MAX_POSITIONS = 32
 
 
 def _fields(content: Content, where: str) -> dict[str, Any]:
@@ -23,7 +22,7 @@ def _fields(content: Content, where: str) -> dict[str, Any]:
     allowed = {NUM_POSITIONS: range(2, MAX_POSITIONS + 1), MARKOV_RANK: range(0, 4097, 16)}
     for name, values in allowed.items():
         value = content.get(name)
-        if not isinstance(value, int) or isinstance(value, bool) or value not in values:
+        if not is_whole(value, values):
             raise UserError(
                 "malformed head config",
                 f"{where} {name} {value!r}",

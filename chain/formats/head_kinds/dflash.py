@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.decoder_config import HeadConfig, Shape
-from polybasic.chain.formats.head_kinds.kind import Content, HeadKind
+from polybasic.chain.formats.head_kinds.kind import Content, HeadKind, is_whole
 
 SECTION, BLOCK_SIZE, MASK_TOKEN, LAYER_IDS, SHIFT, CAUSAL, PROJECTOR = (
     "dflash_config",
@@ -27,6 +27,7 @@ SECTION, BLOCK_SIZE, MASK_TOKEN, LAYER_IDS, SHIFT, CAUSAL, PROJECTOR = (
 )
 """In a config.json: the section, and all that is in it but for the size of a block."""
 MAX_BLOCK_SIZE = 64
+_MAX = 1 << 24
 MarkovKind = Literal["vanilla", "gated", "rnn"]
 
 
@@ -99,7 +100,12 @@ def _fields(content: Content, where: str) -> dict[str, Any]:
         raise _malformed(where, SECTION, given, "an object")
     read = _Section(given | {BLOCK_SIZE: content.get(BLOCK_SIZE, given.get(BLOCK_SIZE))}, where)
     layers = given.get(LAYER_IDS)
-    if not isinstance(layers, list) or not layers or not all(_is_whole(one, -1) for one in layers):
+    known = range(-1, _MAX)
+    if (
+        not isinstance(layers, list)
+        or not layers
+        or not all(is_whole(one, known) for one in layers)
+    ):
         raise _malformed(where, f"{SECTION}.{LAYER_IDS}", layers, "a list of layers")
     size = read.whole(BLOCK_SIZE, 2, MAX_BLOCK_SIZE)
     block = Block(
@@ -151,23 +157,19 @@ class _Section:
     content: Content
     where: str
 
-    def whole(self, key: str, least: int, most: int = 1 << 24, default: Any = None) -> int:
+    def whole(self, key: str, least: int, most: int = _MAX, default: Any = None) -> int:
         """A whole number of the section."""
-        value: Any = self.content.get(key, default)
-        if not _is_whole(value, least) or value > most:
+        value = self.content.get(key, default)
+        if not is_whole(value, range(least, most + 1)):
             key = key if key == BLOCK_SIZE else f"{SECTION}.{key}"
             raise _malformed(self.where, key, value, f"{least} to {most}")
-        return int(value)
+        return value
 
 
 def _size(content: Content, key: str) -> int:
     """One of the config's own, which is checked after these fields; any number if it is none."""
     value = content.get(key)
-    return value if isinstance(value, int) else 1 << 24
-
-
-def _is_whole(value: Any, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+    return value if isinstance(value, int) else _MAX
 
 
 def _malformed(where: str, key: str, value: Any, wanted: str) -> UserError:

@@ -4,11 +4,11 @@ As in LayerSkip (Elhoushi et al., arXiv 2404.16710). The adapter corrects the la
 a tuned lens does (Belrose et al., arXiv 2303.08112), with a matrix of low rank.
 """
 
-from typing import Any, Protocol
+from typing import Any
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.decoder_config import HeadConfig, Shape
-from polybasic.chain.formats.head_kinds.kind import Content, HeadKind
+from polybasic.chain.formats.decoder_config import HeadConfig, ModelSizes, Shape
+from polybasic.chain.formats.head_kinds.kind import Content, HeadKind, is_whole, model_config
 
 EXIT_LAYER, ADAPTER_RANK = "exit_layer", "adapter_rank"
 """In config.json: how many layers are run, and the width of the adapter behind them."""
@@ -21,13 +21,13 @@ _MAX = 1 << 16
 
 def _fields(content: Content, where: str) -> dict[str, Any]:
     found = {EXIT_LAYER: content.get(EXIT_LAYER), ADAPTER_RANK: content.get(ADAPTER_RANK, 0)}
-    for key, least, unit in ((EXIT_LAYER, 1, 1), (ADAPTER_RANK, 0, RANK_UNIT)):
-        value = found[key]
-        if type(value) is not int or not least <= value <= _MAX or value % unit:
+    layers, ranks = range(1, _MAX + 1), range(0, _MAX + 1, RANK_UNIT)
+    for (key, value), allowed in zip(found.items(), (layers, ranks), strict=True):
+        if not is_whole(value, allowed):
             raise UserError(
                 "malformed early exit",
                 f"{where} {key} {value!r}",
-                f"it is a multiple of {unit} from {least} on: train the exit again",
+                f"it is a multiple of {allowed.step} from {allowed.start} on: train the exit again",
             )
     return found
 
@@ -40,19 +40,6 @@ def _tensors(config: HeadConfig) -> dict[str, Shape]:
     return shapes
 
 
-class ModelSizes(Protocol):
-    """What an early exit takes over of its model; a `DecoderConfig` has them."""
-
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def hidden_size(self) -> int: ...
-    @property
-    def rms_norm_eps(self) -> float: ...
-    @property
-    def context_tokens(self) -> int: ...
-
-
 def early_exit_config(
     sizes: ModelSizes,
     exit_layer: int,
@@ -63,21 +50,14 @@ def early_exit_config(
     """The content of config.json for an early exit, but for what it was trained for.
 
     Args:
-        sizes: of its model.
+        sizes, dtype, draft_vocab_size: as `model_config`.
         exit_layer: how many layers it runs.
         adapter_rank: 0 for no adapter.
-        dtype: of its weights.
-        draft_vocab_size: tokens that it can draft; None for all.
     """
     return {
         EXIT_LAYER: exit_layer,
         ADAPTER_RANK: adapter_rank,
-        "vocab_size": sizes.vocab_size,
-        "draft_vocab_size": draft_vocab_size,
-        "hidden_size": sizes.hidden_size,
-        "rms_norm_eps": sizes.rms_norm_eps,
-        "max_position_embeddings": sizes.context_tokens,
-        "torch_dtype": dtype,
+        **model_config(sizes, dtype, draft_vocab_size),
     }
 
 

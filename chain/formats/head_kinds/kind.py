@@ -2,12 +2,40 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
-from polybasic.chain.formats.decoder_config import HeadConfig, Shape
+from polybasic.chain.formats.decoder_config import HeadConfig, ModelSizes, Shape
 
 Content = Mapping[str, Any]
 """Of a config.json."""
+MAX_POSITIONS = 32
+"""Tokens of a path that a head may give at once; DFlash's blocks have a bound of their own."""
+
+
+def is_whole(value: object, allowed: range) -> TypeGuard[int]:
+    """Whether a value of a config.json is one of these whole numbers; true and false are none."""
+    return isinstance(value, int) and not isinstance(value, bool) and value in allowed
+
+
+def model_config(
+    sizes: ModelSizes, dtype: str, draft_vocab_size: int | None = None
+) -> dict[str, Any]:
+    """What the config.json of every head says of its verifier and its own weights.
+
+    Args:
+        sizes: of its verifier.
+        dtype: of its weights.
+        draft_vocab_size: tokens that it can draft; None for all.
+    """
+    drafted = {} if draft_vocab_size is None else {"draft_vocab_size": draft_vocab_size}
+    return {
+        "hidden_size": sizes.hidden_size,
+        "rms_norm_eps": sizes.rms_norm_eps,
+        "max_position_embeddings": sizes.context_tokens,
+        "vocab_size": sizes.vocab_size,
+        **drafted,
+        "torch_dtype": dtype,
+    }
 
 
 @dataclass(frozen=True)

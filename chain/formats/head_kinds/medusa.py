@@ -8,12 +8,10 @@ from typing import Any
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.decoder_config import HeadConfig, Shape
-from polybasic.chain.formats.head_kinds.kind import Content, HeadKind
+from polybasic.chain.formats.head_kinds.kind import MAX_POSITIONS, Content, HeadKind, is_whole
 
 NUM_HEADS, NUM_BLOCKS = "num_heads", "num_hidden_layers"
 """In config.json: tokens of a path, and residual blocks of each head."""
-MAX_POSITIONS = 32
-"""Tokens of a path that any head drafts."""
 
 
 def _has_type(name: str, content: Content) -> bool:
@@ -23,7 +21,7 @@ def _has_type(name: str, content: Content) -> bool:
 def _fields(content: Content, where: str) -> dict[str, Any]:
     found = {key: content.get(key) for key in (NUM_HEADS, NUM_BLOCKS)}
     for key, value in found.items():
-        if type(value) is not int or not 1 <= value <= MAX_POSITIONS:
+        if not is_whole(value, range(1, MAX_POSITIONS + 1)):
             raise UserError(
                 "malformed head config",
                 f"{where} {key} {value!r}, wanted 1 to {MAX_POSITIONS}",

@@ -11,14 +11,14 @@ from typing import Any
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.decoder_config import HeadConfig, Shape
-from polybasic.chain.formats.head_kinds.block import MAX_POSITIONS, NUM_POSITIONS
+from polybasic.chain.formats.head_kinds.block import NUM_POSITIONS
 from polybasic.chain.formats.head_kinds.eagle3 import (
     EAGLE3,
     NUM_FEATURE_LAYERS,
     eagle3_fields,
     eagle3_tensors,
 )
-from polybasic.chain.formats.head_kinds.kind import Content
+from polybasic.chain.formats.head_kinds.kind import MAX_POSITIONS, Content, is_whole
 
 PEAGLE_ARCHITECTURE = "PEagleDraftModel"
 MASK_TOKEN, MASK_FEATURE = "mask_token_id", "mask_hidden"
@@ -27,13 +27,13 @@ MASK_TOKEN, MASK_FEATURE = "mask_token_id", "mask_hidden"
 
 def _fields(content: Content, where: str) -> dict[str, Any]:
     vocab_size, found = content.get("vocab_size"), {}
-    most = vocab_size - 1 if isinstance(vocab_size, int) else 0
-    for key, least, greatest in ((MASK_TOKEN, 0, most), (NUM_POSITIONS, 2, MAX_POSITIONS)):
+    tokens = range(vocab_size if isinstance(vocab_size, int) else 1)
+    for key, allowed in ((MASK_TOKEN, tokens), (NUM_POSITIONS, range(2, MAX_POSITIONS + 1))):
         value = found[key] = content.get(key)
-        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= greatest:
+        if not is_whole(value, allowed):
             raise UserError(
                 "malformed head config",
-                f"{where} {key} {value!r}, wanted {least} to {greatest}",
+                f"{where} {key} {value!r}, wanted {allowed.start} to {allowed.stop - 1}",
                 "import the head again",
             )
     return eagle3_fields(content, where) | found

@@ -7,9 +7,13 @@ alone; the model that it steers is another member, in whose place it drafts.
 from typing import Any
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.decoder_config import DecoderConfig, HeadConfig, Shape
-from polybasic.chain.formats.head_kinds.early_exit import ModelSizes
-from polybasic.chain.formats.head_kinds.kind import Content, HeadKind
+from polybasic.chain.formats.decoder_config import (
+    DecoderConfig,
+    HeadConfig,
+    ModelSizes,
+    Shape,
+)
+from polybasic.chain.formats.head_kinds.kind import Content, HeadKind, is_whole, model_config
 
 STEERED_KEY = "drafter_sha256"
 """In the records of its config.json: the weights of the model that it steers."""
@@ -22,7 +26,7 @@ _MAX = 1 << 24
 def _fields(content: Content, where: str) -> dict[str, Any]:
     found = {key: content.get(key) for key in (_RANK, _LAYERS, _SIZE)}
     for key, value in found.items():
-        if type(value) is not int or not 1 <= value <= _MAX:
+        if not is_whole(value, range(1, _MAX + 1)):
             raise UserError(
                 "malformed steering", f"{where} {key} {value!r}", "train the steering again"
             )
@@ -47,20 +51,15 @@ def steering_config(
     """The content of config.json, but for what it was trained for.
 
     Args:
-        sizes: of the verifier.
+        sizes, dtype: as `model_config`.
         rank: of the map.
         num_layers, hidden_size: of the model that is steered.
-        dtype: of the weights.
     """
     return {
         _RANK: rank,
         _LAYERS: num_layers,
         _SIZE: hidden_size,
-        "vocab_size": sizes.vocab_size,
-        "hidden_size": sizes.hidden_size,
-        "rms_norm_eps": sizes.rms_norm_eps,
-        "max_position_embeddings": sizes.context_tokens,
-        "torch_dtype": dtype,
+        **model_config(sizes, dtype),
     }
 
 

@@ -19,14 +19,14 @@ HEAD_KINDS = Table(
     "polybasic.drafters",
     "name",
     EAGLE2,
-    PEAGLE,
+    PEAGLE,  # before EAGLE3, by whose layers it would be taken for one
     EAGLE3,
     BLOCK,
+    DFLASH,
     MEDUSA,
     HYDRA,
     EARLY_EXIT,
     STEERING,
-    DFLASH,
 )
 """By name."""
 KIND_KEY = "kind"

@@ -6,12 +6,8 @@ from torch import nn
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats import awq as awq_format
-from polybasic.chain.formats.awq import (
-    QuantizedWeight,
-    cpu_int4_weight,
-    dequantize,
-    read_quantization_config,
-)
+from polybasic.chain.formats.awq import QuantizedWeight, cpu_int4_weight, dequantize
+from polybasic.chain.formats.quantization import QUANTIZATION_CONFIG, read_quantization_config
 
 with warnings.catch_warnings(record=True):  # autoawq turns DeprecationWarnings on and speaks
     from awq.modules.linear.gemm import WQLinear_GEMM
@@ -138,7 +134,7 @@ def test_out_features_that_fill_no_word_are_refused(weight):
 
 
 def test_quantization_config():
-    ours = awq_format.QUANTIZATION_CONFIG
+    ours = QUANTIZATION_CONFIG
     assert read_quantization_config({"quantization_config": ours}, "config.json") == 128
     # older AutoAWQ writes GEMM, gptqmodel adds keys
     theirs = {**ours, "version": "GEMM", "meta": {"quantizer": "gptqmodel"}}
@@ -157,7 +153,7 @@ def test_quantization_config():
     ],
 )
 def test_other_quantizations_are_refused(key, value):
-    config = {"quantization_config": {**awq_format.QUANTIZATION_CONFIG, key: value}}
+    config = {"quantization_config": {**QUANTIZATION_CONFIG, key: value}}
     with pytest.raises(UserError, match=rf"quantization_config\.{key} {value!r} in x/config\.json"):
         read_quantization_config(config, "x/config.json")
 

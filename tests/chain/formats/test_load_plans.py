@@ -52,11 +52,11 @@ def test_a_number_of_sequences_gets_the_plan_of_the_next_load() -> None:
 def test_plans_by_load_are_recorded_and_read(tiny_chain: Path) -> None:
     plans = by_load(_1=drafting(8), _2=ALONE)
     record_plan(tiny_chain, plans)
-    assert read_manifest(tiny_chain).plan_for("a machine") == plans
+    assert read_manifest(tiny_chain).plans_for("a machine", plans.dtype).plans == (plans,)
     shown = "1 or more: target → draft (depth 2, top 2, 8 rows); 2 or more: target"
-    assert f"- a machine, by number of sequences: {shown}." in (tiny_chain / "README.md").read_text(
-        "utf-8"
-    )
+    assert f"- {plans.place}, by number of sequences: {shown}." in (
+        tiny_chain / "README.md"
+    ).read_text("utf-8")
     console = Console(width=200, record=True)
     print_chain(describe_chain(tiny_chain), console)
     assert f"by number of sequences: {shown}\n" in console.export_text()

@@ -90,8 +90,10 @@ def test_broken_json_is_located(tmp_path: Path) -> None:
 
 def test_versions(content: Content, tmp_path: Path) -> None:
     read_changed(tmp_path / "control", content)
-    with pytest.raises(UserError, match=r"unknown manifest version: schema = 'polybasic.chain/1'"):
-        read_changed(tmp_path / "older", content | {"schema": "polybasic.chain/1"})
+    with pytest.raises(UserError, match=r"unknown manifest version: schema = 'polybasic.chain/4'"):
+        read_changed(tmp_path / "newer", content | {"schema": "polybasic.chain/4"})
+    with pytest.raises(UserError, match=r"older version: .*; run `polybasic migrate \S+older`"):
+        read_changed(tmp_path / "older", content | {"schema": "polybasic.chain/2"})
     del content["schema"]
     with pytest.raises(UserError, match=r"manifest without version: no schema in"):
         read_changed(tmp_path / "without", content)

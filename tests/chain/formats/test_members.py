@@ -11,11 +11,12 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 from polybasic.chain.errors import UserError
+from polybasic.chain.formats.card import shown_plan
 from polybasic.chain.formats.describe import describe_chain, print_chain
 from polybasic.chain.formats.lineage import weights_digest
 from polybasic.chain.formats.manifest import Manifest, read_manifest
 from polybasic.chain.formats.package import Part
-from polybasic.chain.formats.plan import Plan, Tree
+from polybasic.chain.formats.plan import Flush, Plan, Tree
 from polybasic.chain.formats.verify import check_chain
 
 TREE = Tree(depth=2, top_k=2, rows=4)
@@ -239,7 +240,12 @@ def test_four_members_are_described(tiny_four_chain: Path) -> None:
     printed = " ".join(console.file.getvalue().split())
     for shown in (
         "target or intermediate",
-        "plan: target → intermediate → small → small_draft, tree of depth 3, top 2, 6 rows, flush: "
+        "plan: target → intermediate → small → small_draft; tree of depth 3, top 2, 6 rows; flush: "
         "target after 6 tokens; intermediate after 3 tokens; rule: coupled",
     ):
         assert shown in printed
+    verifying = ["target", "intermediate", "small"]
+    assert shown_plan(ALONE, verifying) == "target alone, no drafting"
+    plan = Plan(members=("target", "small"), tree=TREE, flush={"target": Flush(length=1)})
+    shown = "target → small; flush: target after 1 token; rule: coupled"
+    assert shown_plan(plan, verifying) == shown

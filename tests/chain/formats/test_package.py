@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from polybasic.chain.formats.checkpoint import resolve_checkpoint
 from polybasic.chain.formats.files import sha256_of_file
 from polybasic.chain.formats.lineage import weights_digest
 from polybasic.chain.formats.manifest import read_manifest
+from polybasic.chain.formats.places import command_without_places
 from polybasic.chain.formats.plan import (
     NUM_PROBABILITY_BINS,
     AdaptiveFlush,
@@ -30,6 +32,7 @@ from polybasic.chain.formats.plan import (
 from polybasic.chain.formats.tokenizer import prepare_tokenizer
 from polybasic.chain.formats.verify import check_chain
 from polybasic.chain.readable import readable_bytes, readable_count
+from tests.conftest import PROVENANCE
 
 RESULTS = {
     "schema": "polybasic.report/2",
@@ -139,8 +142,57 @@ def test_a_target_elsewhere_is_kept_by_its_absolute_path(
     assert checked.members["target"] == tiny_chain_parts.target.resolve()
 
 
+def test_a_chain_by_default_has_its_target_inside_and_can_be_copied_anywhere(
+    tiny_chain_parts: Any, tmp_path: Path
+) -> None:
+    weights = tiny_chain_parts.target / "model.safetensors"
+    weights.chmod(0o640)
+    model = f"target.model={tiny_chain_parts.target}"
+    made = PROVENANCE.model_copy(
+        update={
+            "recipe": {"target": {"model": str(tiny_chain_parts.target)}},
+            "command": f"polybasic run tiny {model} --out {tmp_path}",
+        }
+    )
+    tiny_chain_parts.package(
+        tmp_path / "chain",
+        copy_target="auto",
+        provenance=made,
+        training={"draft": {"imported_from": "~someone/head"}},
+    )
+    inside = tmp_path / "chain" / "target"
+    assert (inside / "model.safetensors").samefile(weights)
+    assert stat.S_IMODE(weights.stat().st_mode) == 0o640
+    assert not (inside / "config.json").samefile(weights.with_name("config.json"))
+    elsewhere = Path(shutil.copytree(tmp_path / "chain", tmp_path / "elsewhere" / "chain"))
+    shutil.rmtree(tiny_chain_parts.target)
+    assert check_chain(elsewhere).manifest.members[0].reference.source is None
+    for name in ("chain.json", "README.md"):
+        written = (tmp_path / "chain" / name).read_text("utf-8")
+        assert str(tmp_path) not in written
+        assert "someone" not in written
+
+
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        (["polybasic", "bench", "/home/ann/runs/x y/chain"], "polybasic bench chain"),
+        (["target.model=~/m", "--out=../../ann/out"], "target.model=m --out=out"),
+        (["package.heads={a: /h/ann/a, b: org/b}"], "'package.heads={a: a, b: org/b}'"),
+        (
+            ["bench.prompts=http://host:8000/v1/q.jsonl"],
+            "bench.prompts=http://host:8000/v1/q.jsonl",
+        ),
+        (["recipes/tiny.yaml", "data.limit=3"], "recipes/tiny.yaml data.limit=3"),
+    ],
+)
+def test_commands_are_kept_without_folders_from_elsewhere(words: list[str], shown: str) -> None:
+    assert command_without_places(words) == shown
+
+
+@pytest.mark.parametrize("copy_target", [False, "auto"])
 def test_a_target_of_the_hub_is_pinned_to_its_commit(
-    tiny_chain_parts: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_chain_parts: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, copy_target: Any
 ) -> None:
     commit = "c" * 40
     snapshot = tmp_path / "models--org--name" / "snapshots" / commit
@@ -156,7 +208,7 @@ def test_a_target_of_the_hub_is_pinned_to_its_commit(
         tmp_path / "chain",
         target=resolve_checkpoint("org/name@main"),
         target_reference="org/name@main",
-        copy_target=False,
+        copy_target=copy_target,
     )
     reference = manifest.members[0].reference
     assert (reference.source, reference.revision) == ("org/name", commit)
@@ -326,7 +378,7 @@ def test_the_card_tells_what_the_manifest_holds(tiny_chain: Path) -> None:
     assert "base_model" not in front
     for line in (
         "# tiny",
-        "target → intermediate → draft; draft tree of depth 3, top 2, 6 rows; flush: target after "
+        "target → intermediate → draft; tree of depth 3, top 2, 6 rows; flush: target after "
         "5 tokens; rule: coupled.",
         "EAGLE-2 head: drafts trees from the features of target or intermediate |",
         "## Quality of the intermediates\n\n### intermediate\n",
@@ -364,7 +416,7 @@ def measured_plan(hardware: str, **changes: Any) -> MeasuredPlan:
     return MeasuredPlan(**(content | changes))
 
 
-def test_measured_plans_are_recorded_by_hardware(tiny_chain: Path) -> None:
+def test_measured_plans_are_recorded_by_machine_dtype_and_temperature(tiny_chain: Path) -> None:
     before = read_manifest(tiny_chain)
     results = RESULTS | {"plan": {"members": ["target", "draft"]}}
     assert record_results(tiny_chain, results).plan == before.plan
@@ -374,14 +426,34 @@ def test_measured_plans_are_recorded_by_hardware(tiny_chain: Path) -> None:
     manifest = record_plan(tiny_chain, renewed)
     assert manifest == read_manifest(tiny_chain) == check_chain(tiny_chain).manifest
     assert manifest.plans == (measured_plan("Device B"), renewed)
-    assert manifest.plan_for("Device A") == renewed
-    assert manifest.plan_for("Device C") is None
+    drawn = measured_plan("Device A", temperature=1.0)
+    record_plan(tiny_chain, drawn)
+    manifest = record_plan(tiny_chain, measured_plan("Device A", dtype="float32"))
+    found = manifest.plans_for("Device A", "bfloat16")
+    assert found.plans == (renewed, drawn)
+    assert [found.at(temperature) for temperature in (0, 0.4, 0.6, 1, 2)] == [
+        *(renewed, renewed, drawn, drawn, drawn)
+    ]
+    assert manifest.plans_for("Device C", "bfloat16").at(0) is None
+    asked = (
+        ("Device A", "bfloat16", 1.0),
+        ("Device B", "float32", 0.0),
+        ("Device B", "bfloat16", 1.0),
+    )
+    told = "the chain's plans were measured"
+    assert [manifest.lacks(*one) for one in asked] == [
+        None,
+        f"{told} in bfloat16, not in float32",
+        f"{told} at temperature 0, not at temperature 1",
+    ]
     assert (manifest.plan, manifest.results) == (before.plan, results)
     card = (tiny_chain / "README.md").read_text()
-    row = "bfloat16, temperature 0 | target → draft | depth 2, top 2, 4 rows | – | coupled |"
+    row = (
+        "bfloat16, temperature 0 | target → draft; tree of depth 2, top 2, 4 rows; rule: coupled |"
+    )
     assert f"| Device A, {row} 4.00 |" in card
     assert f"| Device B, {row} 5.12 |" in card
-    assert "Elsewhere: target → intermediate → draft; draft tree of depth 3" in card
+    assert "Elsewhere: target → intermediate → draft; tree of depth 3" in card
 
 
 def test_flush_and_ngrams_of_a_plan_are_told(tiny_four_chain: Path) -> None:
@@ -397,9 +469,10 @@ def test_flush_and_ngrams_of_a_plan_are_told(tiny_four_chain: Path) -> None:
     beside = Plan(members=("target", "draft"), tree=tree, flush=flush, ngram=Ngram())
     record_plan(tiny_four_chain, measured_plan("B", plan=beside))
     card = (tiny_four_chain / "README.md").read_text()
-    told = "target after 9 tokens at most, adaptive; intermediate after 4 tokens | token |"
-    assert f"| target → intermediate → small → n-grams | depth 2, top 2, 4 rows | {told}" in card
-    assert "| target → draft + n-grams | depth 2, top 2, 4 rows | – | coupled |" in card
+    told = "target after 9 tokens at most, adaptive; intermediate after 4 tokens; rule: token |"
+    shape = "tree of depth 2, top 2, 4 rows"
+    assert f"| target → intermediate → small → n-grams; {shape}; flush: {told}" in card
+    assert f"| target → draft + n-grams; {shape}; rule: coupled |" in card
 
 
 def test_a_plan_for_other_members_is_refused(tiny_chain: Path) -> None:

@@ -1,6 +1,5 @@
 """An untouched chain passes; every way to touch it is refused in one line that names the place."""
 
-import io
 import json
 import os
 import shutil
@@ -10,12 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.card import record_results
-from polybasic.chain.formats.describe import describe_chain, print_chain
 from polybasic.chain.formats.files import sha256_of_file
 from polybasic.chain.formats.plan import Plan, Tree
 from polybasic.chain.formats.verify import check_chain
@@ -280,8 +276,14 @@ def test_a_target_outside_is_checked(referring_chain: Path, tiny_chain_parts: An
     weights.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     assert f"digest mismatch: {weights.resolve()} has sha256" in refusal_of(referring_chain)
     weights.write_bytes(content)
-    shutil.move(target, target.with_name("gone"))
-    assert "checkpoint not found: " in refusal_of(referring_chain)
+    moved = Path(shutil.move(target, target.with_name("gone")))
+    line = refusal_of(referring_chain)
+    assert line.startswith(f"target is not there: {target}, which ")
+    assert "name where it lies with --target PATH" in line
+    assert check_chain(referring_chain, target=moved).target == moved
+    (moved / "config.json").write_text("{}")
+    with pytest.raises(UserError, match=r"digest mismatch: .* made for with --target PATH$"):
+        check_chain(referring_chain, target=moved)
 
 
 @pytest.mark.parametrize("name", ["generation_config.json", "config.json"])
@@ -453,51 +455,3 @@ def test_a_tokenizer_with_remote_code(tiny_chain: Path) -> None:
 def test_code_beside_a_model_that_needs_none_is_left_alone(tiny_chain: Path) -> None:
     edit_config(tiny_chain, "target", auto_map={"AutoModelForCausalLM": "modeling.Mine"})
     check_chain(tiny_chain)
-
-
-def test_a_chain_is_described(tiny_chain: Path) -> None:
-    description = describe_chain(tiny_chain)
-    assert json.loads(json.dumps(description)) == description
-    assert [member["where"] for member in description["members"]] == [
-        "target/",
-        "intermediate/",
-        "draft/",
-    ]
-    assert description["plan"]["tree"] == {
-        "depth": 3,
-        "top_k": 2,
-        "rows": 6,
-        "least_probability": 0.0,
-    }
-    assert description["num_bytes"] == sum(
-        (tiny_chain / name / "model.safetensors").stat().st_size
-        for name in ("target", "intermediate", "draft")
-    )
-    assert description["results"] is None
-    assert "not measured yet: polybasic bench" in _printed(tiny_chain)
-
-
-def test_measured_chains_show_their_results(tiny_chain: Path) -> None:
-    measured = {"tokens_per_second": 12.5, "speedup_vs_target": 2.25, "mean_accepted_length": 9.0}
-    record_results(tiny_chain, {"systems": {"polybasic": measured | {"tokens": 5}}})
-    assert describe_chain(tiny_chain)["results"] == {"polybasic": measured}
-    printed = _printed(tiny_chain)
-    assert "not measured" not in printed
-    for shown in (
-        "eagle2",
-        "12.50",
-        "2.25",
-        "9.00",
-        "plan: target → intermediate → draft, tree of depth 3, top 2, 6 rows, flush: target after "
-        "5 tokens; rule: coupled",
-        "quality of intermediate: mean_kl 0.01235",
-        "training of draft: simulated_accepted_length 3.5, steps 10",
-    ):
-        assert shown in printed
-
-
-def _printed(chain: Path) -> str:
-    console = Console(file=io.StringIO(), width=200)
-    print_chain(describe_chain(chain), console)
-    assert isinstance(console.file, io.StringIO)
-    return console.file.getvalue()

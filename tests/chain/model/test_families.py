@@ -14,11 +14,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.awq import GROUP_SIZE
 from polybasic.chain.formats.checkpoint import load_tensors
 from polybasic.chain.formats.config import decoder_config, read_config
 from polybasic.chain.formats.decoder_config import DecoderConfig, LayerKind
 from polybasic.chain.formats.plan import Tree
+from polybasic.chain.formats.quantization import GROUP_SIZE
 from polybasic.chain.formats.shapes import check_shapes
 from polybasic.chain.kernels.drafts import DraftTree
 from polybasic.chain.kernels.executor import Executor

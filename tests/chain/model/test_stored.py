@@ -1,6 +1,7 @@
 """Tensors are taken one by one, converted, and nothing of their files stays in memory."""
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -156,7 +157,7 @@ class HeldTensors(StoredTensors):
         super().__init__(folder, dtype, device)
         self.tensors = load_tensors(folder)
 
-    def _taken(self, names: Sequence[str]) -> list[Tensor]:
+    def _read(self, names: Sequence[str]) -> list[Tensor]:
         return [self.tensors[name] for name in names]
 
 
@@ -203,9 +204,11 @@ def test_loading_holds_little_besides_the_weights(tiny_target: Path, tmp_path: P
     )
     folders = [tiny_target, tmp_path / "safetensors", tmp_path / "bin"]
     command = [sys.executable, "-c", code, *map(str, folders)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    # glibc raises this threshold as blocks are freed, and those between blocks that stay are then
+    # kept: up to a seventh of the weights, another part of them in each run
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
     assert done.returncode == 0, done.stderr
     of_safetensors, of_pickles, with_files_held = map(float, done.stdout.split())
-    # the allocator's pages vary by a tenth; a file that stays mapped counts whole
-    assert max(of_safetensors, of_pickles) < 1.25
+    assert max(of_safetensors, of_pickles) < 1.15
     assert with_files_held > 1.6
