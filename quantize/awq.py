@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.awq import GROUP_SIZE, QUANTIZATION_CONFIG
 from polybasic.chain.formats.checkpoint import checkpoint_files, copy_files, model_files
 from polybasic.chain.formats.config import read_config
 from polybasic.chain.formats.families.table import FAMILIES
 from polybasic.chain.formats.files import whole_folder, write_json
 from polybasic.chain.formats.lineage import QUANTIZED_FROM_KEY, weights_digest
 from polybasic.chain.formats.origin import ORIGIN_KEY
+from polybasic.chain.formats.quantization import GROUP_SIZE, QUANTIZATION_CONFIG
 from polybasic.quantize.calibration import calibration_samples
 from polybasic.quantize.models import load_target
 from polybasic.quantize.search import search_and_round

@@ -19,7 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.awq import BITS, QuantizedWeight
+from polybasic.chain.formats.awq import QuantizedWeight
+from polybasic.chain.formats.quantization import BITS
 from polybasic.quantize.settings import DistillSettings
 
 try:

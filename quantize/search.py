@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.awq import GROUP_SIZE
 from polybasic.chain.formats.families.table import FAMILIES
+from polybasic.chain.formats.quantization import GROUP_SIZE
 from polybasic.chain.progress import tracked
 from polybasic.quantize.models import ONE_PLUS_NORMS, norm_factor
 

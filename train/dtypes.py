@@ -58,8 +58,6 @@ def verifier_dtype(stored: torch.dtype, settings: HeadSettings) -> torch.dtype:
 def _settled_dtype(settings: TrainingSettings) -> str:
     if settings.dtype != "auto":
         return settings.dtype
-    if isinstance(settings, HeadSettings) and settings.zero_stage == 0:
-        return "float32"  # stage 0 keeps no master weights for bfloat16
     return name_of(training_dtype(_device_of(settings)))
 
 

@@ -10,7 +10,9 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from polybasic.chain.kernels.product_times import DTYPES
 from polybasic.chain.processes.group import is_first_process, num_processes
+from polybasic.train.head_optimizer import HeadOptimizer, matrices_between_states
 from polybasic.train.settings import HeadSettings
 
 _HEAD_ZERO_STAGE = 2
@@ -19,18 +21,34 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW, as torch and DeepSpeed name th
 
 
 def start_engine(module: nn.Module, settings: HeadSettings) -> Any:
-    """Wrap `module` into a DeepSpeed engine with AdamW, clipping and the learning rate's schedule.
+    """Wrap `module` into a DeepSpeed engine with optimizer, clipping and the rate's schedule.
 
     The module is converted to the settings' dtype in place. Gradients are averaged over the
-    processes. Stage 3 of ZeRO is the target's (`load_sharded_target`); the head has stage 2 then.
-    Call inside `process_group`.
+    processes. AdamW's state is partitioned by ZeRO's stages 1 and 2; Muon, whose steps are of whole
+    matrices, and stage 0 keep it whole in each process (`HeadOptimizer`). Stage 3 is the target's
+    (`load_sharded_target`); the head has stage 2 then. Call inside `process_group`.
     """
     deepspeed = quiet_deepspeed()
+    weights = [each for each in module.parameters() if each.requires_grad]
+    stage, optimizer = min(settings.zero_stage, _HEAD_ZERO_STAGE), None
+    if settings.optimizer == "muon":
+        stage = 0
+    if stage == 0:
+        module.to(DTYPES[settings.dtype])
+        matrices = matrices_between_states(module) if settings.optimizer == "muon" else []
+        taken = {id(each) for each in matrices}
+        others = [each for each in weights if id(each) not in taken]
+        optimizer = HeadOptimizer(matrices, others, settings)
     config = {
         "train_micro_batch_size_per_gpu": settings.batch_size // num_processes(),
         "gradient_accumulation_steps": 1,
         "gradient_clipping": settings.clip_grad_norm,
-        "optimizer": {
+        "bf16": {"enabled": optimizer is None and settings.dtype == "bfloat16"},
+        "zero_optimization": {"stage": stage},
+        "steps_per_print": None,
+    }
+    if optimizer is None:
+        config["optimizer"] = {
             "type": "AdamW",
             "params": {
                 "lr": settings.learning_rate,
@@ -38,15 +56,12 @@ def start_engine(module: nn.Module, settings: HeadSettings) -> Any:
                 "weight_decay": settings.weight_decay,
                 "torch_adam": True,  # DeepSpeed's own is compiled at first use, for a minute
             },
-        },
-        "bf16": {"enabled": settings.dtype == "bfloat16"},
-        "zero_optimization": {"stage": min(settings.zero_stage, _HEAD_ZERO_STAGE)},
-        "steps_per_print": None,
-    }
+        }
     factor = learning_rate_factor(settings.warmup_steps, settings.num_steps)
     engine, *_ = deepspeed.initialize(
         model=module,
-        model_parameters=[each for each in module.parameters() if each.requires_grad],
+        model_parameters=weights,
+        optimizer=optimizer,
         config=config,
         lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, factor),
         dist_init_required=False,
@@ -58,15 +73,16 @@ def engine_state(engine: Any) -> dict[str, Tensor]:
     """What an engine has learned, after at least one step; all processes call this together.
 
     Returns:
-        Of each trained parameter `NAME` the whole float32 tensors `NAME`, `NAME/exp_avg` and
-        `NAME/exp_avg_sq` on the CPU, whatever the number of processes; empty but in the first one.
+        Of each trained parameter `NAME` the whole float32 tensor `NAME` and its moments,
+        `NAME/exp_avg` and `NAME/exp_avg_sq` or `NAME/momentum_buffer`, on the CPU, whatever the
+        number of processes; empty but in the first one.
     """
     state: dict[str, Tensor] = {}
     for name, weight in _trained(engine):
-        for key in (None, *_MOMENTS):
+        for key in _learned_keys(engine, weight):
             whole = _whole(engine, weight, key)  # a sum over the processes where it is partitioned
             if is_first_process():
-                state[name if key is None else f"{name}/{key}"] = whole.cpu()
+                state[f"{name}/{key}" if key else name] = whole.cpu()
     return state
 
 
@@ -87,11 +103,12 @@ def set_engine_state(engine: Any, path: Path, step: int) -> None:
     with safe_open(path, "pt") as stored:
         for name, weight in _trained(engine):
             weight.data.copy_(stored.get_tensor(name))
-            for key in (None, *_MOMENTS):
-                whole = stored.get_tensor(name if key is None else f"{name}/{key}")
+            for key in _learned_keys(engine, weight):
+                whole = stored.get_tensor(f"{name}/{key}" if key else name)
                 _set_whole(engine, weight, key, whole.to(weight.device))
-    for each in engine.optimizer.state.values():
-        each["step"].fill_(step)
+    for state in engine.optimizer.state.values():
+        if "step" in state:  # Muon counts none
+            state["step"].fill_(step)
     engine.lr_scheduler.last_epoch = step - 1
     engine.lr_scheduler.step()
 
@@ -102,23 +119,30 @@ def _trained(engine: Any) -> Iterator[tuple[str, nn.Parameter]]:
             yield name, weight
 
 
-def _whole(engine: Any, weight: nn.Parameter, key: str | None) -> Tensor:
+def _learned_keys(engine: Any, weight: nn.Parameter) -> list[str]:
+    """Of a parameter in float32, "", and of its moments."""
+    if isinstance(engine.optimizer, HeadOptimizer):
+        return list(engine.optimizer.learned(weight))
+    return ["", *_MOMENTS]
+
+
+def _whole(engine: Any, weight: nn.Parameter, key: str) -> Tensor:
     """A parameter in float32, or one of its moments."""
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
-    if engine.zero_optimization_stage() == 0:
-        return weight.detach() if key is None else engine.optimizer.state[weight][key]
-    if key is None:
+    if isinstance(engine.optimizer, HeadOptimizer):
+        return engine.optimizer.learned(weight)[key]
+    if not key:
         return safe_get_full_fp32_param(weight)
     return safe_get_full_optimizer_state(weight, key)
 
 
-def _set_whole(engine: Any, weight: nn.Parameter, key: str | None, value: Tensor) -> None:
+def _set_whole(engine: Any, weight: nn.Parameter, key: str, value: Tensor) -> None:
     from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
 
-    if engine.zero_optimization_stage() == 0:
-        (weight.data if key is None else engine.optimizer.state[weight][key]).copy_(value)
-    elif key is None:
+    if isinstance(engine.optimizer, HeadOptimizer):
+        engine.optimizer.learned(weight)[key].copy_(value)
+    elif not key:
         safe_set_full_fp32_param(weight, value)
     else:
         safe_set_full_optimizer_state(weight, value, key)

@@ -5,6 +5,7 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, model_validator
 
+from polybasic.chain.formats.head_kinds.kind import MAX_POSITIONS
 from polybasic.chain.formats.plan import TopK
 from polybasic.chain.settings import (
     Count,
@@ -68,7 +69,8 @@ class DataSettings(Settings):
 
     conversations: str = Field(
         "embedded",
-        description="'embedded' (generated), a ShareGPT .json or .jsonl file (also .gz, .zst), "
+        description="'embedded' (generated), a .json or .jsonl file (also .gz, .zst) of rows with "
+        "conversations, as ShareGPT has them, or messages, as OpenAI does, "
         "or a hub id",
     )
     limit: Count | None = Field(None, description="read at most this many conversations")
@@ -167,7 +169,7 @@ class HeadSettings(TrainingSettings):
     num_positions: Count = Field(
         16,
         ge=2,
-        le=32,
+        le=MAX_POSITIONS,
         description="that a block, medusa or hydra head gives at once: its deepest draft; of a "
         "steering: tokens that a vector is held for in training",
     )
@@ -200,7 +202,14 @@ class HeadSettings(TrainingSettings):
     batch_size: Count = Field(
         4, description="conversations of one step, those of all processes together"
     )
-    learning_rate: Factor = Field(3e-5)
+    optimizer: Literal["adamw", "muon"] = Field(
+        "adamw",
+        description="muon: for the matrices between states, and AdamW for the rest; it learns the "
+        "same in fewer steps",
+    )
+    learning_rate: Factor = Field(3e-5, description="AdamW's")
+    matrix_learning_rate: Factor = Field(0.02, description="Muon's")
+    muon_iterations: Count = Field(3, description="Newton-Schulz iterations of a Muon step")
     warmup_steps: Whole = Field(2000, description="linear; then linear decay to num_steps")
     adam_betas: tuple[Beta, Beta] = (0.9, 0.95)
     weight_decay: Weight = 0.01
@@ -248,8 +257,8 @@ class HeadSettings(TrainingSettings):
     )
     zero_stage: Literal[0, 1, 2, 3] = Field(
         1,
-        description="DeepSpeed ZeRO stage of the head; 3: stage 2 for the head, and the frozen "
-        "target is partitioned over the processes",
+        description="DeepSpeed ZeRO stage of AdamW's state, which Muon has whole in each process; "
+        "3: stage 2 for the head, and the frozen target is partitioned over the processes",
     )
     num_processes: Count = Field(1, description="one a GPU; on a CPU they share the cores")
     eval_every_steps: Count = 1000
@@ -326,7 +335,7 @@ class HeadSettings(TrainingSettings):
             )
         if self.kind != "eagle3" and self.feature_layers is not None:
             raise ValueError("feature_layers are read by a head of kind eagle3; leave them null")
-        if self.kind == "eagle2" and self.normed_features:
+        if self.kind != "eagle3" and self.normed_features:
             raise ValueError("normed_features is of a head of kind eagle3; leave it false")
         if self.keep_every_steps is not None and self.keep_every_steps % self.save_every_steps:
             raise ValueError(
@@ -335,14 +344,6 @@ class HeadSettings(TrainingSettings):
             )
         if self.features == "online" and self.features_folder is not None:
             raise ValueError("features_folder is of offline features; leave it null")
-        return self
-
-    @model_validator(mode="after")
-    def _bf16_has_master_weights(self) -> "HeadSettings":
-        if self.dtype == "bfloat16" and self.zero_stage == 0:
-            raise ValueError(
-                "zero_stage 0 keeps no float32 master weights for bfloat16; use 1 or 2"
-            )
         return self
 
     @model_validator(mode="after")

@@ -10,8 +10,8 @@ from tokenizers import Tokenizer, models
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.awq import QUANTIZATION_CONFIG
 from polybasic.chain.formats.lineage import weights_digest
+from polybasic.chain.formats.quantization import QUANTIZATION_CONFIG
 from polybasic.quantize import awq as quantizing
 from polybasic.quantize.awq import quantize_target
 from polybasic.quantize.models import load_dequantized, load_target

@@ -126,6 +126,7 @@ def test_the_clip_search_is_autoawqs():
     assert (ours < weight.view(64, 2, 128).abs().amax(2, keepdim=True)).any()
 
 
+@pytest.mark.proof
 def test_importing_is_quiet_and_leaves_the_warning_filters():
     code = """
 import warnings

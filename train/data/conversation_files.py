@@ -1,4 +1,4 @@
-"""Rows of ShareGPT files, plain or compressed, each with the line that it starts on."""
+"""Rows of files of conversations, plain or compressed, each with the line that it starts on."""
 
 import io
 import json

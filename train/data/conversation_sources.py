@@ -56,7 +56,7 @@ def parse_source(source: str) -> Path | HubData:
     raise UserError(
         "conversations not found",
         f"data.conversations = {source!r}",
-        "give a ShareGPT file (.json, .jsonl, .gz, .zst) or a hub id "
+        "give a file of conversations (.json, .jsonl, .gz, .zst) or a hub id "
         "org/name[@revision][:path/file.json]",
     )
 

@@ -1,4 +1,4 @@
-"""Conversations in ShareGPT format: files and hub datasets become rows of one shape.
+"""Conversations as ShareGPT or OpenAI write them: files and hub datasets become rows of one shape.
 
 A row is {"id", "task", "target_only", "messages": [{"role", "content"}, ...]}: an optional system
 message, then user and assistant in turns, the assistant last.
@@ -34,7 +34,10 @@ ROLES = {
     "bing": "assistant",
     "bard": "assistant",
     "system": "system",
+    "developer": "system",
 }
+_TURNS = ("conversations", "messages")
+"""Keys of a row's turns: as ShareGPT has them, and as OpenAI does."""
 FEATURES = Features(
     {
         "id": Value("string"),
@@ -62,7 +65,7 @@ def load_conversations(source: str, limit: int | None = None) -> Dataset:
     conversations at all are an error.
 
     Args:
-        source: a ShareGPT file (`.json`, `.jsonl`, each also `.gz` or `.zst`), a hub id with
+        source: a file of them (`.json`, `.jsonl`, each also `.gz` or `.zst`), a hub id with
             `@revision` where wanted, or such a file of a hub data set (`org/name:path/file.json`).
         limit: stop after so many usable conversations.
 
@@ -227,17 +230,21 @@ def _normalise(raw: Any, where: str, number: int) -> dict[str, Any] | str:
     Raises:
         UserError: the row is of another format.
     """
-    turns = raw.get("conversations") if isinstance(raw, dict) else None
-    if not isinstance(turns, list):
+    found = [raw.get(key) for key in _TURNS] if isinstance(raw, dict) else []
+    turns = next((one for one in found if isinstance(one, list)), None)
+    if turns is None:
         raise UserError(
-            "row without a 'conversations' list", where, "give ShareGPT rows, or remove this one"
+            f"row without a list {' or '.join(map(repr, _TURNS))}",
+            where,
+            "give rows as ShareGPT or OpenAI have them, or remove this one",
         )
     messages = []
     for turn in turns:
-        sender = turn.get("from") if isinstance(turn, dict) else None
-        content = turn.get("value") if isinstance(turn, dict) else None
+        turn = turn if isinstance(turn, dict) else {}
+        sender = turn.get("from", turn.get("role"))
+        content = turn.get("value", turn.get("content"))
         if not isinstance(sender, str) or not isinstance(content, str):
-            return "turn without 'from' and 'value' text"
+            return "turn without 'from' and 'value' text, or 'role' and 'content'"
         if sender.lower() not in ROLES:
             return f"unknown role {sender!r}"
         messages.append({"role": ROLES[sender.lower()], "content": content})

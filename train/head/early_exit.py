@@ -1,6 +1,6 @@
 """Early exits in training: a norm, and an adapter of low rank, behind the target's first layers.
 
-Shapes: B = batch, T = tokens, H = hidden size, V' = the draft vocabulary.
+Shapes: B = batch, T = tokens, H = hidden size.
 """
 
 from dataclasses import replace
@@ -55,12 +55,6 @@ class EarlyExit(DraftHead):
         """From the layers' outputs to what lm_head reads, both [B, T, H]."""
         adapted: Tensor = self.norm(self.adapter(outputs))
         return adapted
-
-    def projection(self, lm_head: LmHead) -> LmHead:
-        """The rows of the verifier's lm_head that are drafted, [V', H]."""
-        if self.draft_token_ids is None:
-            return lm_head
-        return replace(lm_head, weight=lm_head.weight[self.draft_token_ids])
 
     def set_model(self, model: Executor) -> None:
         """Set the loaded model that evaluations draft with, and begin with its final norm.

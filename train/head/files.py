@@ -68,7 +68,7 @@ def head_config(shape: HeadShape, target_sha256: str, dtype: str) -> dict[str, A
     elif shape.num_blocks and shape.num_positions is not None:
         config = medusa_config(
             HEAD_KINDS[shape.kind],
-            (shape.hidden_size, shape.vocab_size, shape.context_tokens),
+            shape,
             shape.num_positions,
             shape.num_blocks,
             dtype,

@@ -53,16 +53,14 @@ class LossModule(nn.Module):
                 steering, see `polybasic.train.head.steering.block_starts`.
         """
         head, features = self.head, features.to(self.head.dtype)
+        given = self._settings, share, features, lm_head, noise, token_counts
         if isinstance(head, MedusaHead):
-            given = share, features, lm_head, noise, token_counts
-            return medusa_loss(head, self._settings, *given)
+            return medusa_loss(head, *given)
         if isinstance(head, Steering):
             assert anchors is not None, "blocks of a steering begin at random places"
-            given = share, features, lm_head, noise, token_counts
-            return steering_loss(head, self._settings, *given, anchors[:, 0])
+            return steering_loss(head, *given, anchors[:, 0])
         if isinstance(head, EarlyExit):
-            given = share, features, lm_head, noise, token_counts
-            return early_exit_loss(head, self._settings, *given)
+            return early_exit_loss(head, *given)
         inputs = head.fuse(head.source(features)[:, :-2] + noise.to(head.dtype))
         document_ids = share.document_ids
         token_ids, teacher = share.token_ids[:, 1:-1], lm_head.to(head.dtype)

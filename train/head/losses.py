@@ -1,7 +1,8 @@
 """The loss of a head, against the verifier's states and the distribution that they give.
 
 Shapes: S = unrolled steps, N = assistant tokens of a batch, C = tokens of a chunk of them,
-H = hidden size, V = vocabulary, D = draft vocabulary (all of V, or a part).
+H = hidden size, V = vocabulary, D = draft vocabulary (all of V, or a part), K = positions that a
+head gives at once.
 
 In a token loss p is the verifier's distribution over all V tokens and q the head's over its D. Of
 p only the D entries are read, and not renormalised: what a head cannot draft cannot be accepted.
@@ -13,9 +14,9 @@ With m, the sum of these entries:
     total_variation  1 - sum min(p, q)     over V as over D; at least 1 - m
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -104,10 +105,60 @@ def unrolled_loss(
     lesson = Lesson(
         teacher, draft_token_ids, states, means, shares, TOKEN_LOSSES[settings.token_loss]
     )
-    return compare(hiddens, hiddens, student, lesson, settings, eager)
+    return _compare(hiddens, hiddens, student, lesson, settings, eager)
 
 
-def compare(
+class Predicted(NamedTuple):
+    """What a head predicts at one position of its drafts.
+
+    Attributes:
+        hiddens: [N, H], compared with the verifier's states.
+        read: what `student` reads of them, [N, H] or wider.
+        states: [N, H], the verifier's.
+        student: of this position.
+    """
+
+    hiddens: Tensor
+    read: Tensor
+    states: Tensor
+    student: LmHead
+
+
+def positions_sum(
+    predicted: Iterable[Predicted],
+    weights: Tensor,
+    token_counts: Tensor,
+    teacher: LmHead,
+    draft_token_ids: Tensor | None,
+    settings: HeadSettings,
+) -> UnrolledLoss:
+    """The sum over positions of weighted losses, each a mean over the tokens that count there.
+
+    Agreement and acceptance are by position.
+
+    Args:
+        predicted: by position, of the tokens that count there.
+        weights: float [K], of the positions.
+        token_counts: [K], what the sum of each position is divided by: below 1 where processes
+            share a token.
+        teacher, draft_token_ids, settings: as `unrolled_loss`.
+    """
+    losses = []
+    for one, weight, count in zip(predicted, weights, token_counts.float(), strict=True):
+        means = (1 / torch.where(count > 0, count, 1.0)).expand(1, len(one.hiddens))
+        loss = TOKEN_LOSSES[settings.token_loss]
+        lesson = Lesson(teacher, draft_token_ids, one.states, means, means * weight, loss)
+        losses.append(_compare(one.hiddens[None], one.read[None], one.student, lesson, settings))
+    return UnrolledLoss(
+        total=torch.stack([one.total for one in losses]).sum(),
+        feature=torch.stack([one.feature for one in losses]).sum(),
+        token=torch.stack([one.token for one in losses]).sum(),
+        agreement=torch.cat([one.agreement for one in losses]),
+        acceptance=torch.cat([one.acceptance for one in losses]),
+    )
+
+
+def _compare(
     hiddens: Tensor,
     read: Tensor,
     student: LmHead,

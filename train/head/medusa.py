@@ -17,13 +17,7 @@ from polybasic.train.features.head_shape import HeadShape
 from polybasic.train.features.lm_head import LmHead
 from polybasic.train.features.states import Features
 from polybasic.train.head.eagle2 import DraftHead
-from polybasic.train.head.losses import (
-    TOKEN_LOSSES,
-    Lesson,
-    UnrolledLoss,
-    compare,
-    step_weights,
-)
+from polybasic.train.head.losses import Predicted, UnrolledLoss, positions_sum, step_weights
 from polybasic.train.settings import HeadSettings
 
 
@@ -132,32 +126,23 @@ def medusa_loss(
     """
     states = features.states[:, :-2] + noise.to(head.dtype)
     token_ids, taught = share.token_ids[:, 1:-1], features.states[:, 1:-1]
-    teacher, losses = lm_head.to(head.dtype), []
+    teacher = lm_head.to(head.dtype)
     counted = step_weights(share.is_assistant[:, 2:], head.num_positions)
     decays = settings.step_decay ** torch.arange(head.num_positions, device=token_counts.device)
-    weights = decays / decays.sum()
-    for place, blocks in enumerate(head.blocks):
+
+    def predicted(place: int, blocks: nn.Module) -> Predicted:
         rows = counted[place, :, place:]  # of the states, moved by what lies between
         num_rows = rows.shape[1]
         path = torch.stack([token_ids[:, s : s + num_rows] for s in range(place + 1)], -1)[rows]
-        outputs = blocks(head.read(states[:, :num_rows][rows], path, place))[None]
-        count = token_counts[place].float()
-        means = (1 / torch.where(count > 0, count, 1.0)).expand(1, len(path))
-        lesson = Lesson(
-            teacher,
-            head.draft_token_ids,
-            taught[:, place:][rows],
-            means,
-            means * weights[place],
-            TOKEN_LOSSES[settings.token_loss],
-        )
-        losses.append(
-            compare(outputs, outputs, head.projection_at(place, teacher), lesson, settings)
-        )
-    return UnrolledLoss(
-        total=torch.stack([loss.total for loss in losses]).sum(),
-        feature=torch.stack([loss.feature for loss in losses]).sum(),
-        token=torch.stack([loss.token for loss in losses]).sum(),
-        agreement=torch.cat([loss.agreement for loss in losses]),
-        acceptance=torch.cat([loss.acceptance for loss in losses]),
+        outputs = blocks(head.read(states[:, :num_rows][rows], path, place))
+        student = head.projection_at(place, teacher)
+        return Predicted(outputs, outputs, taught[:, place:][rows], student)
+
+    return positions_sum(
+        (predicted(place, blocks) for place, blocks in enumerate(head.blocks)),
+        decays / decays.sum(),
+        token_counts,
+        teacher,
+        head.draft_token_ids,
+        settings,
     )

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from polybasic.train.features.lm_head import LmHead
 from polybasic.train.head.eagle2 import DraftHead
-from polybasic.train.head.losses import TOKEN_LOSSES, Lesson, UnrolledLoss, compare
+from polybasic.train.head.losses import Predicted, UnrolledLoss, positions_sum
 from polybasic.train.settings import HeadSettings
 
 
@@ -136,34 +136,24 @@ def positions_loss(
     decays = settings.step_decay ** torch.arange(1, num_later + 1, device=anchors.device)
     weights = torch.cat((decays.new_ones(1), decays / decays.sum())) / 2
     is_counted = counted_positions(is_label, anchors, head.num_positions)
-    parts = []
-    for position in range(head.num_positions):
-        if position == 0:
-            hiddens, states = drafted.first[is_label], target_states[is_label]
-            read = hiddens
-        else:
-            counts = is_counted[:, :, position - 1]
-            batch = counts.nonzero()[:, 0]
-            rows = anchors[counts] + position
-            hiddens = drafted.later[:, :, position - 1][counts]
-            states = target_states[batch, rows]
-            read = head.corrected(hiddens, token_ids[batch, rows])
-        count = token_counts[position].float()  # below 1 where processes share a token
-        means = (1 / torch.where(count > 0, count, 1.0)).expand(1, len(hiddens))
-        lesson = Lesson(
-            teacher,
-            head.draft_token_ids,
-            states,
-            means,
-            means * weights[position],
-            TOKEN_LOSSES[settings.token_loss],
-        )
+
+    def predicted(position: int) -> Predicted:
         student = head.projection_at(position, teacher)
-        parts.append(compare(hiddens[None], read[None], student, lesson, settings))
-    return UnrolledLoss(
-        total=torch.stack([one.total for one in parts]).sum(),
-        feature=torch.stack([one.feature for one in parts]).sum(),
-        token=torch.stack([one.token for one in parts]).sum(),
-        agreement=torch.cat([one.agreement for one in parts]),
-        acceptance=torch.cat([one.acceptance for one in parts]),
+        if position == 0:
+            hiddens = drafted.first[is_label]
+            return Predicted(hiddens, hiddens, target_states[is_label], student)
+        counts = is_counted[:, :, position - 1]
+        batch = counts.nonzero()[:, 0]
+        rows = anchors[counts] + position
+        hiddens = drafted.later[:, :, position - 1][counts]
+        read = head.corrected(hiddens, token_ids[batch, rows])
+        return Predicted(hiddens, read, target_states[batch, rows], student)
+
+    return positions_sum(
+        map(predicted, range(head.num_positions)),
+        weights,
+        token_counts,
+        teacher,
+        head.draft_token_ids,
+        settings,
     )

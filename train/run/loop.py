@@ -247,20 +247,18 @@ class HeadRun:
         noise = torch.zeros(shape, device=device)
         if settings.feature_noise:
             noise = settings.feature_noise * row_noise(shape, share.rows, self._seed, step, device)
-        head, is_label, anchors = self._parts.head, batch.is_assistant[:, 2:], None
+        head, is_label = self._parts.head, batch.is_assistant[:, 2:]
+        generator, anchors = step_generator(self._seed, step, "anchors"), None
         if isinstance(head, PositionHead):
-            generator = step_generator(self._seed, step, "anchors")
-            of_batch = choose_anchors(is_label, settings.anchor_share, generator)
-            counts = position_counts(is_label, of_batch, head.num_positions)
-            anchors = of_batch[list(share.rows)].to(device)
+            anchors = choose_anchors(is_label, settings.anchor_share, generator)
+            counts = position_counts(is_label, anchors, head.num_positions)
         else:
             if isinstance(head, Steering):
-                generator = step_generator(self._seed, step, "anchors")
-                phases = torch.randint(
-                    settings.num_positions, (len(is_label), 1), generator=generator
-                )
-                anchors = phases[list(share.rows)].to(device)
+                size = len(is_label), 1
+                anchors = torch.randint(settings.num_positions, size, generator=generator)
             counts = step_weights(is_label, settings.num_levels).sum(dim=(1, 2))
+        if anchors is not None:
+            anchors = anchors[list(share.rows)].to(device)
         token_counts = counts.to(device) / num_processes()
         return self._engine(share, features, self._parts.lm_head, noise, token_counts, anchors)
 

@@ -53,6 +53,21 @@ def test_rows_take_one_shape_whatever_else_they_carry(tmp_path):
     ]
 
 
+def test_messages_as_openai_writes_them_are_the_same_rows(tmp_path):
+    rows = [
+        {
+            **{key: value for key, value in row.items() if key != "conversations"},
+            "messages": [
+                {"role": turn["from"].replace("system", role), "content": turn["value"]}
+                for turn in row["conversations"]
+            ],
+        }
+        for row, role in zip(GOOD, ("system", "developer"), strict=True)
+    ]
+    expected = load_conversations(write_lines(tmp_path / "a.jsonl", GOOD)).to_list()
+    assert load_conversations(write_lines(tmp_path / "b.jsonl", rows)).to_list() == expected
+
+
 def test_list_lines_gzip_and_zstd_hold_the_same(tmp_path):
     lines = "".join(json.dumps(row) + "\n" for row in GOOD).encode()
     listed = json.dumps(GOOD, indent=1).encode()
@@ -86,7 +101,7 @@ def test_ends_are_trimmed_and_unusable_rows_are_counted(tmp_path, capsys):
     assert capsys.readouterr().err == (
         "kept 1 of 8 conversations; skipped 7: fewer than two turns (2), "
         "roles do not alternate (2), unknown role 'tool' (1), empty turn (1), "
-        "turn without 'from' and 'value' text (1)\n"
+        "turn without 'from' and 'value' text, or 'role' and 'content' (1)\n"
     )
 
 
@@ -120,12 +135,12 @@ CUT_GZIP = gzip.compress(b'{"conversations": []}\n', mtime=0)[:-9]
         ("a.json", b'[\n{"conversations": []},\n\n{"x" 1}]', r"not JSON: \S+a.json line 4 "),
         ("a.json", b'[\n{"conversations": []}\n{"a": 1}]', r"not JSON: \S+a.json line 3 "),
         ("a.json", b'[{"conversations": []}', r"not JSON: \S+a.json line 1 "),
-        ("a.jsonl", b'\n{"text": "x"}\n', r"row without a 'conversations' list: \S+ line 2"),
-        ("a.json", b'[\n\n{"conversations": {}}]', r"'conversations' list: \S+a.json line 3"),
+        ("a.jsonl", b'\n{"text": "x"}\n', r"row without a list 'conversations' or .* line 2"),
+        ("a.json", b'[\n\n{"conversations": {}}]', r"or 'messages': \S+a.json line 3"),
         (
             "a.jsonl",
             b'{"conversations": [{"from": "human", "value": "q"}, {"from": "gpt"}]}',
-            r"no usable conversation: \S+ \(1 rows: turn without 'from' and 'value' text \(1\)\)",
+            r"no usable conversation: \S+ \(1 rows: turn without 'from' and 'value' text, .*",
         ),
         ("a.jsonl", b'{"conversations": ["hello"]}', r"no usable .*turn without 'from' and"),
         ("a.jsonl", b"", "empty conversation file"),

@@ -7,7 +7,8 @@ import torch
 from safetensors.torch import save_file
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.awq import QUANTIZATION_CONFIG, dequantize
+from polybasic.chain.formats.awq import dequantize
+from polybasic.chain.formats.quantization import QUANTIZATION_CONFIG
 from polybasic.train.features.target import load_intermediate, load_target
 from tests.checkpoints import write_family
 from tests.conftest import round_to_nearest

@@ -147,10 +147,13 @@ def stopped(num, number, step, arguments):
     return str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "changes", [{"zero_stage": 0}, {"optimizer": "muon", "dtype": "bfloat16"}], ids=str
+)
 def test_a_stopped_run_without_partitions_continues_to_the_same_bits(
-    target, conversations, tmp_path
+    changes, target, conversations, tmp_path
 ):
-    settings = changed(zero_stage=0, eval_every_steps=12)
+    settings = changed(eval_every_steps=12, **changes)
     whole, out = tmp_path / "whole", tmp_path / "stopped"
     train_head(**arguments(target, conversations, settings, whole))
     given = arguments(target, conversations, settings, out)
@@ -160,6 +163,7 @@ def test_a_stopped_run_without_partitions_continues_to_the_same_bits(
     assert numbers(out) == numbers(whole)
 
 
+@pytest.mark.proof
 def test_a_stopped_run_of_two_continues_to_the_same_bits(target, conversations, two, tmp_path):
     out = tmp_path / "stopped"
     given = arguments(target, conversations, TWO, out)
@@ -175,6 +179,7 @@ def test_a_stopped_run_of_two_continues_to_the_same_bits(target, conversations, 
     "changes",
     [
         {"zero_stage": 2},
+        {"optimizer": "muon"},
         {"zero_stage": 3, "num_processes": 2, "pack": True, "features": "offline"},
     ],
 )
