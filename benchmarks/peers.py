@@ -47,7 +47,7 @@ def main() -> None:
     bandwidth = measure_bandwidth(torch.device("cpu"))
     taken: dict[str, dict[int, list[float]]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        files = write_gguf(chain, ("BF16", "Q4_0"), arguments.peers_python, Path(folder))
+        files = write_gguf(chain, ("BF16", "Q4_0"), Path(folder))
         for _ in progress("passes", arguments.turns):
             for rows in ROWS:
                 settings = PassSettings((CONTEXT,), (rows,), (), repeats, turns=1)

@@ -108,7 +108,7 @@ def llama_systems(chain: Chain, arguments: argparse.Namespace) -> Iterator[list[
     python, threads = arguments.peers_python, torch.get_num_threads()
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        files = write_gguf(chain, ("BF16", "Q4_0"), python, folder, has_texts=True)
+        files = write_gguf(chain, ("BF16", "Q4_0"), folder, has_texts=True)
         found = []
         for name, words in LLAMA_DRAFTS.items():
             command = [

@@ -11,10 +11,10 @@ whole model is small enough, and its passes then take less than their bound.
 from dataclasses import dataclass
 from math import prod
 
-from polybasic.chain.formats.awq import GROUP_SIZE
 from polybasic.chain.formats.decoder_config import DecoderConfig
 from polybasic.chain.formats.manifest import Kind
 from polybasic.chain.formats.names import Shape, layer_linears, layer_norms, required_biases
+from polybasic.chain.formats.quantization import GROUP_SIZE
 from polybasic.chain.kernels.backend import DRAFT_GROUP_SIZE
 from polybasic.chain.kernels.rows import seen_from
 from polybasic.chain.kernels.selection import backend_for

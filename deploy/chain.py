@@ -1,7 +1,7 @@
 """A chain, loaded: text in, text out, with what it cost."""
 
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Annotated, Any, Self, TypedDict, Unpack, cast, get_args
 
 from pydantic import ConfigDict, Field
@@ -13,9 +13,9 @@ from polybasic.chain.formats.chat_templates import (
     token_ids_of,
 )
 from polybasic.chain.formats.manifest import Manifest, check_plan
-from polybasic.chain.formats.plan import MeasuredPlan, Plan, PredictedPlan, Rule
+from polybasic.chain.formats.plan import MeasuredPlan, Plan, PlansByTemperature, PredictedPlan, Rule
 from polybasic.chain.formats.verify import CheckedChain
-from polybasic.chain.settings import Settings, Whole, arguments
+from polybasic.chain.settings import Settings, Whole, arguments, unknown_argument
 from polybasic.deploy.engine import Engine
 from polybasic.deploy.live import Generation, LiveAnswer
 from polybasic.deploy.memory import Memory
@@ -23,9 +23,12 @@ from polybasic.deploy.request import Answer, Piece, Request, Statistics
 from polybasic.deploy.rounds.logprobs import MAX_LOGPROBS
 from polybasic.deploy.rounds.sampling import Sampling
 from polybasic.deploy.rounds.stopping import AnswerText
+from polybasic.deploy.tracing import Trace, TracedRound, traced
 
 Messages = Sequence[dict[str, str]]
 Prompt = str | Messages | list[int]
+_SAMPLED = {field.name for field in fields(Sampling)}
+_MAX_NEW_TOKENS = 256
 _NumLogprobs = Annotated[Whole, Field(le=MAX_LOGPROBS)]
 
 
@@ -44,7 +47,9 @@ class _Asked(Settings):
     model_config = ConfigDict(strict=True)
 
     prompt: str | Annotated[Sequence[_Message], Field(min_length=1)] = Field(
-        "", description="a text, or messages whose role and content are texts, at least one"
+        "",
+        description="one prompt: a text, or messages whose role and content are texts, at least "
+        "one; several prompts are asked one by one",
     )
     stop: str | Sequence[str] = Field((), description="a text, or a list of texts")
     members: Sequence[str] | None = Field(None, description="names of members")
@@ -61,6 +66,7 @@ class Options(TypedDict, total=False):
 
     Attributes:
         max_new_tokens: of the answer at most; 256 by default. 0 with `prompt_logprobs` alone.
+        max_tokens: the same, by the name that OpenAI's API has for it.
         min_tokens: of the answer, before which no token ends it.
         stop_token_ids: further ids that end the answer.
         ignore_eos: the checkpoint's own ids do not end the answer.
@@ -82,6 +88,7 @@ class Options(TypedDict, total=False):
     """
 
     max_new_tokens: int
+    max_tokens: int
     min_tokens: int
     stop_token_ids: Sequence[int]
     ignore_eos: bool
@@ -113,6 +120,7 @@ class Chain:
         member_folders: where each member's files lie, by name.
         plan: which members run by default, and how.
         measured_plan: where the plan comes from, if it was measured on this kind of machine.
+        measured_plans: that and those of other temperatures, which answers at these run by.
         default_sampling: of the target's generation_config.json.
         stop_tokens: ids that end an answer.
         memory: that was stated before loading.
@@ -127,17 +135,19 @@ class Chain:
         stop_tokens: frozenset[int],
         default_sampling: Sampling,
         memory: Memory,
+        measured_plans: PlansByTemperature,
     ) -> None:
         self.folder, self.manifest = checked.folder, checked.manifest
         self.target_folder = checked.target
         self.member_folders = checked.members
         self.measured_plan = plan if isinstance(plan, MeasuredPlan) else None
         self.plan: Plan = plan.plan if isinstance(plan, MeasuredPlan) else plan
+        self.measured_plans = measured_plans
         self.tokenizer, self.engine = tokenizer, engine
         self.stop_tokens, self.default_sampling = stop_tokens, default_sampling
         self.memory = memory
-        if self.measured_plan is not None and self.measured_plan.by_load:
-            engine.plan_of_load = self.measured_plan.of_load
+        if any(one.by_load for one in measured_plans.plans):
+            engine.plan_of_load = measured_plans.of_load
 
     def __enter__(self) -> Self:
         return self
@@ -178,6 +188,28 @@ class Chain:
             running.prompt_logprobs,
         )
 
+    def trace(self, prompt: Prompt, **options: Unpack[Options]) -> Trace:
+        """Answer a prompt as `generate`, and say of every round what was proposed and kept.
+
+        No other answer can be made meanwhile, and captured graphs are not used.
+
+        Args:
+            prompt: as for `generate`.
+            options: as for `generate`; without log-probabilities, which a trace has.
+
+        Raises:
+            UserError: as `generate`; answers are being made; the target is on another machine.
+        """
+        request = self._asked(prompt, **options)
+        token_ids: list[int] = []
+        rounds: list[TracedRound] = []
+        for tokens, found in traced(self.engine, request):
+            token_ids += tokens
+            rounds += found
+        assert request.text is not None, "a request of a prompt"
+        text = request.text.take() + request.text.finish()
+        return Trace(text, token_ids, request.token_ids, rounds)
+
     def stream(self, prompt: Prompt, **options: Unpack[Options]) -> Answer[Piece]:
         """As `generate`, a piece for each pass of the target, and `statistics` after the last.
 
@@ -212,12 +244,12 @@ class Chain:
 
         Args:
             sampling: as it is, without the checkpoint's defaults.
-            plan: default: the chain's.
+            plan: default: the chain's for this temperature.
         """
         arguments(_Asked, {"stop": stop, "plan": plan})
         # Text costs time, and is made only to be searched.
         text = AnswerText(self.tokenizer.backend_tokenizer, stop) if stop else None
-        plan = plan or self.plan
+        plan = plan or self.plan_at(sampling.temperature)
         request = self._request(token_ids, max_new_tokens, sampling, plan, text, self.stop_tokens)
         return self.engine.run(request)
 
@@ -230,26 +262,38 @@ class Chain:
         given = {name: value for name, value in settings.items() if value is not None}
         return replace(self.default_sampling, **given)
 
-    def plan_of(self, members: Sequence[str]) -> Plan:
+    def plan_at(self, temperature: float) -> Plan:
+        """What runs at a temperature by default: the plan of the nearest that was measured here."""
+        measured = self.measured_plans.at(temperature)
+        return self.plan if measured in (None, self.measured_plan) else measured.plan
+
+    def plan_of(self, members: Sequence[str], temperature: float | None = None) -> Plan:
         """The best known plan in which exactly these members run, hence without n-grams.
 
         It was measured on this machine or packed with them, or else is the chain's plan with
         other members. Whether they can run is checked with each request.
+
+        Args:
+            temperature: that it is for; default: that of the chain's own plan.
         """
         chosen = tuple(members)
-        chosen_here = [self.plan, *(other.plan for other in self._measured_plans())]
+        measured = self.measured_plan
+        own = self.plan
+        if temperature is not None:
+            measured, own = self.measured_plans.at(temperature), self.plan_at(temperature)
+        chosen_here = [own, *(other.plan for other in _with_others(measured))]
         # Shapes that were chosen beside n-grams are the second best without them.
         chosen_here.sort(key=lambda plan: plan.ngram is not None)
         for plan in (*chosen_here, self.manifest.plan):
             if plan.members == chosen:
                 return plan.model_copy(update={"ngram": None})
-        flush = {**self.manifest.plan.flush, **self.plan.flush}
+        flush = {**self.manifest.plan.flush, **own.flush}
         update = {"members": chosen, "flush": flush, "ngram": None}
-        return self.plan.model_copy(update=update)
+        return own.model_copy(update=update)
 
     def predicted_seconds_per_token(self, plan: Plan) -> float | None:
-        """What was expected of a plan when plans were measured on this kind of machine."""
-        for measured in self._measured_plans():
+        """What was expected of a plan when the chain's own was measured on this machine."""
+        for measured in _with_others(self.measured_plan):
             if measured.plan == plan:
                 return measured.seconds_per_token
         return None
@@ -288,7 +332,8 @@ class Chain:
         self,
         prompt: Prompt,
         *,
-        max_new_tokens: int = 256,
+        max_new_tokens: int | None = None,
+        max_tokens: int | None = None,
         stop: str | Sequence[str] = (),
         members: Sequence[str] | None = None,
         plan: Plan | None = None,
@@ -303,15 +348,25 @@ class Chain:
         given |= {"logprobs": logprobs, "prompt_logprobs": prompt_logprobs}
         given |= {"stop_token_ids": stop_token_ids, "ignore_eos": ignore_eos}
         arguments(_Asked, given)
+        if unknown := settings.keys() - _SAMPLED:
+            raise unknown_argument(min(unknown), Options.__annotations__)
+        if max_new_tokens is not None and max_tokens is not None:
+            raise UserError(
+                "one setting by two names",
+                f"max_new_tokens={max_new_tokens}, max_tokens={max_tokens}",
+                "give one of them",
+            )
+        num_asked = max_tokens if max_new_tokens is None else max_new_tokens
+        max_new_tokens = _MAX_NEW_TOKENS if num_asked is None else num_asked
         is_seeded = settings.get("seed") is not None or self.engine.models.remote is not None
         if rule is None and plan is None and is_seeded:
             rule = "coupled"
         is_default = plan is None and members is None
-        plan = self._plan_of(plan, members)
+        sampling = self.sampling(**settings)
+        plan = self._plan_of(plan, members, sampling.temperature)
         if rule is not None:
             plan = plan.model_copy(update={"rule": rule})
         stop_tokens = frozenset(stop_token_ids) | (frozenset() if ignore_eos else self.stop_tokens)
-        sampling = self.sampling(**settings)
         if sampling.min_tokens:
             sampling = replace(sampling, held_back=stop_tokens)
         text = AnswerText(self.tokenizer.backend_tokenizer, stop)
@@ -334,12 +389,15 @@ class Chain:
     def _pieces(self, request: Request) -> Generator[Piece, None, Statistics]:
         return (yield from self.engine.pieces_of(self.engine.begin(request)))
 
-    def _plan_of(self, plan: Plan | None, members: Sequence[str] | None) -> Plan:
+    def _plan_of(
+        self, plan: Plan | None, members: Sequence[str] | None, temperature: float
+    ) -> Plan:
         """The plan that is asked for by itself, by its members or not at all."""
         if plan is None:
-            if members is None or tuple(members) == self.plan.members:
-                return self.plan
-            return self.plan_of(members)
+            usual = self.plan_at(temperature)
+            if members is None or tuple(members) == usual.members:
+                return usual
+            return self.plan_of(members, temperature)
         if members is not None and tuple(members) != plan.members:
             raise UserError(
                 "members differ from the plan's",
@@ -369,9 +427,10 @@ class Chain:
             stop_tokens |= {id for id, token in added.items() if token.content in text.stop}
         return Request(token_ids, max_new_tokens, sampling, stop_tokens, plan, text)
 
-    def _measured_plans(self) -> list[PredictedPlan]:
-        measured = self.measured_plan
-        return [measured, *measured.others] if measured is not None else []
+
+def _with_others(measured: MeasuredPlan | None) -> list[PredictedPlan]:
+    """A plan with those of other members beside it."""
+    return [measured, *measured.others] if measured is not None else []
 
 
 def checked_plan(plan: Plan, manifest: Manifest) -> Plan:

@@ -63,7 +63,8 @@ class Engine:
             where that changes no bit of an answer.
 
     Attributes:
-        plan_of_load: the plan of requests that follow the load, by the number of sequences.
+        plan_of_load: the plan of requests that follow the load, by the number of sequences and the
+            temperature.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class Engine:
         self.models = models
         self.graphs = Graphs(models.device, graphs)
         self.context_tokens = models.context_tokens
-        self.plan_of_load: Callable[[int], Plan] | None = None
+        self.plan_of_load: Callable[[int, float], Plan] | None = None
         if sequences is None:
             sequences = 1 if models.run_on_device else SEQUENCES_BY_DEFAULT
         captures = models.run_on_device and sequences == 1
@@ -175,7 +176,8 @@ class Engine:
     def plan_now(self, request: Request) -> Plan:
         """The plan of the present load for a request that follows it."""
         assert self.plan_of_load is not None, "no plans by load"
-        plan, rule = self.plan_of_load(self.num_running), request.plan.rule
+        temperature, rule = request.sampling.temperature, request.plan.rule
+        plan = self.plan_of_load(self.num_running, temperature)
         return plan if plan.rule == rule else plan.model_copy(update={"rule": rule})
 
     @torch.inference_mode()
@@ -282,6 +284,7 @@ class Engine:
             elif isinstance(stage, DeviceBlockStage):
                 max_tokens += stage.flush.length
                 steps += stage.steps_to_capture(max_tokens)
+        stages[0].verifier.decoder.prepare([step for _, _, step in steps])
         self.graphs.prepare(steps, say)
 
     @property

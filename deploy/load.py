@@ -1,6 +1,7 @@
 """Chains from their folders into memory: what is chosen, what is refused, what it will take."""
 
 import logging
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,13 +10,14 @@ import torch
 from pydantic import ConfigDict, Field
 
 from polybasic.chain.errors import UserError
+from polybasic.chain.formats.card import shown_plan
 from polybasic.chain.formats.checkpoint import resolve_chain
 from polybasic.chain.formats.decoder_config import DecoderConfig
 from polybasic.chain.formats.extensions import resolve
 from polybasic.chain.formats.head_kinds.table import HEAD_KINDS, steers
 from polybasic.chain.formats.lineage import find_steered
 from polybasic.chain.formats.manifest import is_head, read_manifest
-from polybasic.chain.formats.plan import MeasuredPlan, Plan
+from polybasic.chain.formats.plan import MeasuredPlan, Plan, PlansByTemperature
 from polybasic.chain.formats.shard import check_divisible
 from polybasic.chain.formats.tokenizer import load_tokenizer
 from polybasic.chain.formats.verify import CheckedChain, check_chain
@@ -23,7 +25,7 @@ from polybasic.chain.kernels.executor import Executor
 from polybasic.chain.kernels.product_times import DTYPES, multiplies_fast, name_of
 from polybasic.chain.kernels.selection import backend_for
 from polybasic.chain.model.loading import load_decoder, serving_dtype
-from polybasic.chain.settings import Settings, arguments
+from polybasic.chain.settings import Settings, Temperature, arguments
 from polybasic.deploy.chain import Chain, checked_plan
 from polybasic.deploy.defaults import read_default_sampling, read_stop_tokens
 from polybasic.deploy.drafters.expansion import MakeDrafter, MakeSharingDrafter
@@ -59,6 +61,8 @@ class LoadOptions(Settings):
             what all members are declared for, at most 8192.
         plan: run by this one, not by the manifest's: the one that was measured on this kind of
             machine, or else the one that the chain was packed with.
+        temperature: that the chain's own plan is taken for, where plans were measured at several;
+            default: the checkpoint's own. An answer at another temperature runs by that one's plan.
         share_caches: False gives every verifying member a cache of its own.
         beyond_declared: more `context_tokens` than members are declared for are no error. What is
             answered after as many tokens means nothing; what it costs is right.
@@ -69,6 +73,8 @@ class LoadOptions(Settings):
             captured for one; with more they run through the host.
         reuses: what was read of an earlier answer's leading tokens is not read again. Default:
             where that changes no bit.
+        target: the folder or hub id that the target is taken from, rather than from where the chain
+            says; its files are compared with the chain's digests all the same.
         remote: HOST:PORT of a server of this chain's target (`polybasic serve-target`), whose
             weights are then neither needed nor loaded here.
         key_file: with the key that the server has.
@@ -87,11 +93,13 @@ class LoadOptions(Settings):
     dtype: str | None = Field(None, description="auto or a dtype's name")
     context_tokens: int | None = Field(None, description="a number of tokens")
     plan: Plan | None = Field(None, description="a Plan")
+    temperature: Temperature | None = Field(None, description="a temperature")
     share_caches: bool = Field(True, description="true or false")
     beyond_declared: bool = Field(False, description="true or false")
     graphs: bool = Field(True, description="true or false")
     sequences: int | None = Field(None, ge=1, le=MAX_SEQUENCES, description="a number of answers")
     reuses: bool | None = Field(None, description="true or false")
+    target: str | None = Field(None, description="a folder, or a hub id org/name[@revision]")
     remote: str | None = Field(None, description="HOST:PORT")
     key_file: str | None = Field(None, description="the path of a file")
     tls_certificate: str | None = Field(None, description="the path of a file")
@@ -114,10 +122,8 @@ def load_chain(path: str | Path, *, digests: bool = True, **options: Any) -> Cha
     """
     given = arguments(LoadOptions, options)
     folder = resolve_chain(str(path))
-    if given.remote is None:
-        return load_checked(check_chain(folder, digests=digests), given)
-    target = read_manifest(folder).members[0].name
-    return load_checked(check_chain(folder, digests=digests, elsewhere=(target,)), given)
+    elsewhere = () if given.remote is None else (read_manifest(folder).members[0].name,)
+    return load_checked(check_chain(folder, digests, elsewhere, given.target), given)
 
 
 def load_target(path: str | Path, *, digests: bool = True, **options: Any) -> Chain:
@@ -131,7 +137,7 @@ def load_target(path: str | Path, *, digests: bool = True, **options: Any) -> Ch
     """
     given, folder = arguments(LoadOptions, options), resolve_chain(str(path))
     others = [member.name for member in read_manifest(folder).members[1:]]
-    checked = check_chain(folder, digests=digests, elsewhere=others)
+    checked = check_chain(folder, digests, others, given.target)
     # which members run is decided where the others are
     return load_checked(checked, given.model_copy(update={"plan": checked.manifest.plan}))
 
@@ -143,6 +149,7 @@ def load_checked(checked: CheckedChain, options: LoadOptions) -> Chain:
         UserError: a plan that the members cannot run, a context longer than a member's, more
             memory than there is, or a graph that cannot be captured.
     """
+    begun = time.monotonic()
     device, dtype = device_named(options.device), _dtype(checked, options)
     for warning in checked.warnings:
         _log.warning("%s", warning)
@@ -153,14 +160,20 @@ def load_checked(checked: CheckedChain, options: LoadOptions) -> Chain:
     num_parts, stated = options.tensor_parallel, _stated(checked, options)
     if (available := available_bytes(device)) is not None:
         stated.check_fits(available)
-    chosen = _plan(checked, options.plan, hardware_name(device, num_parts))
+    measured = _measured_plans(checked, options, hardware_name(device, num_parts), name_of(dtype))
+    temperature = options.temperature
+    if temperature is None:
+        temperature = default_sampling.temperature
+    chosen = _chosen_plan(checked, options.plan, measured.at(temperature))
     leader = Leader(num_parts, device) if num_parts > 1 else None
     models = _load_models(checked, device, dtype, stated, options.graphs, leader)
     if remote is not None:
         models.remote = remote
         if options.plan is None:
             here = hardware_name(device)
-            chosen = plan_over_link(checked.manifest, here, _plans(chosen), remote, models)
+            usual = _plans(chosen)
+            chosen = plan_over_link(checked.manifest, here, usual, remote, models, temperature)
+            measured = PlansByTemperature()
     running = chosen.plan if isinstance(chosen, MeasuredPlan) else chosen
     engine = Engine(models, options.share_caches, options.graphs, options.sequences, options.reuses)
     _allocate(engine, running, options.sequences or 1)
@@ -168,7 +181,17 @@ def load_checked(checked: CheckedChain, options: LoadOptions) -> Chain:
     tokenizer = load_tokenizer(checked.tokenizer, "chain's tokenizer")
     stop_tokens = read_stop_tokens(checked.target_config, tokenizer.eos_token_id)
     engine.capture(running, default_sampling, stop_tokens, options.say or _log.info)
-    return Chain(checked, tokenizer, engine, chosen, stop_tokens, default_sampling, stated)
+    _log.info(
+        "loaded %s in %.1f s: %s, %s, %s; plan: %s",
+        checked.folder,
+        time.monotonic() - begun,
+        hardware_name(device, num_parts),
+        name_of(dtype),
+        f"{stated.layout.kernels} kernels",
+        shown_plan(running, [one.name for one in checked.manifest.verifying]),
+    )
+    given = checked, tokenizer, engine, chosen, stop_tokens, default_sampling, stated
+    return Chain(*given, measured)
 
 
 def stated_memory(checked: CheckedChain, options: LoadOptions) -> tuple[Memory, int | None]:
@@ -180,11 +203,26 @@ def stated_memory(checked: CheckedChain, options: LoadOptions) -> tuple[Memory, 
     return _stated(checked, options), available_bytes(device_named(options.device))
 
 
+def serving_conditions(path: str | Path, **options: Any) -> tuple[str, str]:
+    """Hardware and dtype that a chain would be loaded for, as measured plans name them.
+
+    Args:
+        options: of `LoadOptions`.
+
+    Raises:
+        UserError: as `load_chain`, digests and weights aside.
+    """
+    given = arguments(LoadOptions, options)
+    checked = check_chain(resolve_chain(str(path)), digests=False)
+    hardware = hardware_name(device_named(given.device), given.tensor_parallel)
+    return hardware, name_of(_dtype(checked, given))
+
+
 def measured_link(path: str | Path, **options: Any) -> Link:
     """The link to a remote target, by pings, to two digits.
 
     Args:
-        options: remote, key_file and tls_certificate of `LoadOptions`.
+        options: target, remote, key_file and tls_certificate of `LoadOptions`.
 
     Raises:
         UserError: the target is not reached, or is that of another chain.
@@ -192,8 +230,8 @@ def measured_link(path: str | Path, **options: Any) -> Link:
     given = arguments(LoadOptions, options)
     assert given.remote is not None, "a remote target"
     folder = resolve_chain(str(path))
-    target = read_manifest(folder).members[0].name
-    checked = check_chain(folder, digests=False, elsewhere=(target,))
+    name = read_manifest(folder).members[0].name
+    checked = check_chain(folder, False, (name,), given.target)
     remote, _ = _remote(checked, given, given.remote)
     remote.close()
     link = remote.link
@@ -277,22 +315,31 @@ def _layouts(checked: CheckedChain, device: torch.device, dtype: torch.dtype) ->
     return found
 
 
-def _plan(checked: CheckedChain, given: Plan | None, hardware: str) -> Plan | MeasuredPlan:
-    """The plan that runs on this hardware."""
+def _measured_plans(
+    checked: CheckedChain, options: LoadOptions, hardware: str, dtype: str
+) -> PlansByTemperature:
+    """What was measured for this hardware and dtype, unless a plan is given."""
+    if options.plan is not None:
+        return PlansByTemperature()
     manifest = checked.manifest
-    if given is not None:
-        return checked_plan(given, manifest)
-    if (measured := manifest.plan_for(hardware)) is not None:
-        return measured
-    if elsewhere := [one.hardware for one in manifest.plans if one.link is None]:
+    why = manifest.lacks(hardware, dtype)
+    if why is not None and any(one.link is None for one in manifest.plans):
         _log.warning(
-            "the chain's plans were measured on %s, not on %s; it runs as it was packed; "
-            "measure here: polybasic plan %s",
-            " and ".join(elsewhere),
-            hardware,
+            "%s; it runs as it was packed; measure here: polybasic plan %s%s",
+            why,
             checked.folder,
+            "" if options.dtype in (None, "auto") else f" --dtype {dtype}",
         )
-    return manifest.plan
+    return manifest.plans_for(hardware, dtype)
+
+
+def _chosen_plan(
+    checked: CheckedChain, given: Plan | None, measured: MeasuredPlan | None
+) -> Plan | MeasuredPlan:
+    """The plan that runs unless an answer asks for another one."""
+    if given is not None:
+        return checked_plan(given, checked.manifest)
+    return measured or checked.manifest.plan
 
 
 def _plans(chosen: Plan | MeasuredPlan) -> list[Plan]:

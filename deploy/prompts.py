@@ -72,23 +72,31 @@ def read_questions(path: Path) -> list[Question]:
     return questions
 
 
-def write_first_turns(path: Path, conversations: Iterable[Sequence[dict[str, str]]]) -> None:
+def write_first_turns(
+    conversations: Iterable[Sequence[dict[str, str]]], paths: Sequence[Path]
+) -> None:
     """Write the first user turn of each conversation as a question of task `heldout`, each once.
 
     Args:
-        path: file to write, whole.
         conversations: messages with role and content.
+        paths: files to write, whole, which share the questions out in turns.
 
     Raises:
-        UserError: the disk is full or not writable.
+        UserError: fewer questions than files; the disk is full or not writable.
     """
     firsts = dict.fromkeys(
         next(message["content"] for message in messages if message["role"] == "user")
         for messages in conversations
     )
-    _write(
-        path, (Question(str(number), HELDOUT_TASK, (turn,)) for number, turn in enumerate(firsts))
-    )
+    if len(firsts) < len(paths):
+        raise UserError(
+            "too few held-out conversations to ask",
+            f"{len(firsts)} different first turns for {' and '.join(path.name for path in paths)}",
+            "raise data.num_heldout, or name other prompts: bench.prompts, plan.prompts",
+        )
+    questions = [Question(str(number), HELDOUT_TASK, (turn,)) for number, turn in enumerate(firsts)]
+    for place, path in enumerate(paths):
+        _write(path, questions[place :: len(paths)])
 
 
 def split_questions(path: Path, folder: Path) -> tuple[Path, Path]:

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, get_args
 from pydantic import AfterValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from polybasic.chain.formats.plan import Rule, TopK, Tree
+from polybasic.chain.formats.plan import Rule, RuleSetting, TopK, Tree
 from polybasic.chain.settings import Count, Factor, Seed, Settings, Share, Temperature
 from polybasic.deploy.remote.link import Link
 
@@ -22,7 +22,10 @@ SystemName = Literal[
     "ngram",
     "draft_model",
     "eagle2",
+    "peagle",
     "eagle3",
+    "block",
+    "dflash",
     "medusa",
     "hydra",
     "early_exit",
@@ -106,19 +109,17 @@ class PlanSettings(Settings):
     flush_length: Count = Field(
         10, description="tokens the intermediate collects before the target is asked"
     )
-    rule: Rule = Field(
-        "coupled",
-        description="how sampled tokens are drawn until a plan is measured: coupled, where a seed "
-        "means a text; or block, token: independent draws, by the verification of blocks",
-    )
-    reproducible: bool = Field(
-        False,
-        description="plans are chosen among those under which a seed means a text (rule coupled)",
+    rule: RuleSetting = Field(
+        "auto",
+        description="how sampled tokens are drawn: coupled, where a seed means a text; block, "
+        "token: independent draws, by the verification of blocks; auto: coupled until a plan is "
+        "measured, and then the fastest",
     )
     prompts: str = Field(
-        "embedded",
-        description="to measure on: 'embedded' (generated, others than the bench's), 'heldout' (in "
-        "a recipe: first turns of held-out conversations), a file of prompts or its URL",
+        "auto",
+        description="to measure on, others than the bench's: 'embedded' (generated), 'heldout' (in "
+        "a recipe: first turns of held-out conversations), a file of prompts or its URL; 'auto': "
+        "heldout where the conversations are not embedded, else embedded",
     )
     num_prompts_per_task: Count = 6
     max_new_tokens: Count = Field(96, ge=2)
@@ -144,22 +145,33 @@ class PlanSettings(Settings):
     grid: PlanGrid = PlanGrid()
 
     @model_validator(mode="after")
-    def _a_seed_means_a_text(self) -> "PlanSettings":
-        if self.reproducible and self.rule != "coupled":
-            raise ValueError(f"reproducible needs the rule coupled, not {self.rule}")
+    def _links_carry_the_rule(self) -> "PlanSettings":
+        if self.link is not None and self.packed_rule != "coupled":
+            raise ValueError(f"a link carries the rule coupled alone, not {self.rule}")
         return self
+
+    @property
+    def packed_rule(self) -> Rule:
+        """Of a chain's plan until one is measured."""
+        return "coupled" if self.rule == "auto" else self.rule
 
 
 class BenchSettings(Settings):
     """What `polybasic bench` runs."""
 
     prompts: str = Field(
-        "embedded",
-        description="'embedded' (held out, generated), or a file of prompts (JSON lines), or a URL",
+        "auto",
+        description="as of a plan: 'auto', 'embedded' (held out, generated), 'heldout', a file of "
+        "prompts (JSON lines) or its URL",
     )
     num_prompts_per_task: Count = 6
     max_new_tokens: Count = 96
     temperature: Temperature = 0.0
+    rule: RuleSetting = Field(
+        "auto",
+        description="how sampled tokens are drawn by every system but the target alone, as in "
+        "section plan; auto: as the plan says",
+    )
     seed: Seed = 0
     repeats: Count = Field(2, description="the systems take turns this many times")
     dtype: Dtype = Field("auto", description=_DTYPE)

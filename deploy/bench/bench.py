@@ -46,7 +46,8 @@ class Bench:
     @cached_property
     def described(self) -> list[PromptReport]:
         """The prompts as a report holds them."""
-        return [prompt.described() for prompt in self.prompts]
+        decode = self.chain.tokenizer.decode
+        return [prompt.described(decode(prompt.token_ids)) for prompt in self.prompts]
 
     @property
     def target(self) -> System:

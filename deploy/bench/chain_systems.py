@@ -1,13 +1,12 @@
 """The ways in which this runtime answers with a chain: which members run, and by which plan."""
 
 import time
-from collections.abc import Sequence
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.card import shown_flush, shown_members, shown_tree
+from polybasic.chain.formats.card import shown_members
 from polybasic.chain.formats.head_kinds.table import HEAD_KINDS
 from polybasic.chain.formats.manifest import MODEL_KINDS, Member
-from polybasic.chain.formats.plan import Ngram, Plan
+from polybasic.chain.formats.plan import Ngram, Plan, RuleSetting
 from polybasic.chain.kernels.product_times import name_of
 from polybasic.deploy.bench.system import System, TimedAnswer
 from polybasic.deploy.chain import Chain
@@ -43,8 +42,16 @@ class ChainSystem(System):
         return TimedAnswer(token_ids, seconds, num_first, first_seconds, parts.statistics)
 
 
-def chain_system(name: str, chain: Chain) -> ChainSystem:
+def ruled(plan: Plan, rule: RuleSetting) -> Plan:
+    """The plan with a rule; with its own one for "auto"."""
+    return plan if rule == "auto" else plan.model_copy(update={"rule": rule})
+
+
+def chain_system(name: str, chain: Chain, rule: RuleSetting = "auto") -> ChainSystem:
     """One of `NAMES`.
+
+    Args:
+        rule: of all but the target alone, which always gives the text of the seed.
 
     Raises:
         UserError: the chain has none of the members that it takes.
@@ -55,16 +62,16 @@ def chain_system(name: str, chain: Chain) -> ChainSystem:
         alone = chain.plan_of([target]).model_copy(update={"rule": "coupled"})
         return ChainSystem(name, "this runtime, the target alone", chain, alone)
     if name == "polybasic":
-        shown = shown_members(chain.plan, verifying)
-        return ChainSystem(name, f"the chain's plan: {shown}", chain, chain.plan)
+        shown, plan = shown_members(chain.plan, verifying), ruled(chain.plan, rule)
+        return ChainSystem(name, f"the chain's plan: {shown}", chain, plan)
     if name == "ngram":
         plan = chain.plan_of([target]).model_copy(update={"ngram": Ngram()})
         described = "the target with drafts copied from prompt and answer"
-        return ChainSystem(name, described, chain, plan)
+        return ChainSystem(name, described, chain, ruled(plan, rule))
     if name == "polybasic_full":
         members = [*verifying, *(one.name for one in _drafters_of(verifying[-1], chain)[:1])]
         described = f"all {len(members)} models: {', '.join(members)}"
-        return ChainSystem(name, described, chain, chain.plan_of(members))
+        return ChainSystem(name, described, chain, ruled(chain.plan_of(members), rule))
     others = {
         "draft_model": "independent draft model",
         "early_exit": "early exit",
@@ -79,7 +86,7 @@ def chain_system(name: str, chain: Chain) -> ChainSystem:
             "leave it out",
         )
     plan = chain.plan_of([target, drafters[0].name])
-    return ChainSystem(name, f"two models: target and {what}", chain, plan)
+    return ChainSystem(name, f"two models: target and {what}", chain, ruled(plan, rule))
 
 
 def usual_systems(chain: Chain) -> list[str]:
@@ -99,20 +106,6 @@ def all_systems(chain: Chain) -> list[str]:
     kinds = {member.kind for member in _drafters_of(target, chain)}
     lacking = {name for name, needed in _DRAFTERS.items() if not kinds & set(needed)}
     return [name for name in NAMES if name not in lacking]
-
-
-def shown_plan(plan: Plan, verifying: Sequence[str]) -> str:
-    """Members, tree and flush lengths of a plan, as far as it has them.
-
-    Args:
-        verifying: names of the chain's verifying members.
-    """
-    parts = [shown_members(plan, verifying)]
-    if plan.members[-1] not in verifying or plan.ngram is not None:
-        parts.append(f"tree of {shown_tree(plan.tree)}")
-    if sum(name in verifying for name in plan.members) > 1:
-        parts.append(f"flush {shown_flush(plan, verifying)}")
-    return "; ".join(parts)
 
 
 def _drafters_of(verifying: str, chain: Chain) -> list[Member]:

@@ -25,8 +25,12 @@ class Prompt:
     turn: int
     token_ids: list[int]
 
-    def described(self) -> PromptReport:
-        """As a report holds it."""
+    def described(self, text: str = "") -> PromptReport:
+        """As a report holds it.
+
+        Args:
+            text: of its tokens.
+        """
         return PromptReport(
             question_id=self.question.question_id,
             task=self.question.task,
@@ -34,6 +38,8 @@ class Prompt:
             group=self.question.group,
             num_tokens=len(self.token_ids),
             sha256=hashlib.sha256(str(self.token_ids).encode()).hexdigest()[:16],
+            token_ids=self.token_ids,
+            text=text,
         )
 
 

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.kernels.product_times import name_of
+from polybasic.chain.progress import tracked
 from polybasic.deploy.bench.rereading import ONE_ROW, ReadPattern, answer_logits, perturbed_logits
 from polybasic.deploy.rounds.verifier import Verifier
 
@@ -136,7 +137,7 @@ def measure_rounding(
     """
     eager = Verifier(verifier.name, verifier.decoder, verifier.cache, window=verifier.window)
     found = _LeadingLogits()
-    for prompt, answer in _sample_answers(answers):
+    for prompt, answer in tracked(_sample_answers(answers), "rounding"):
         whole = ReadPattern(len(answer))
         reference = answer_logits(eager, prompt, answer, whole)
         usual = [answer_logits(eager, prompt, answer, ReadPattern(rows)) for rows in USUAL_ROWS]

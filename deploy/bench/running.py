@@ -5,6 +5,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from datetime import timedelta
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ from typing import Any
 from polybasic.chain.formats.card import record_results
 from polybasic.chain.formats.files import write_json
 from polybasic.chain.kernels.product_times import name_of
-from polybasic.chain.progress import ProgressReport
+from polybasic.chain.processes.interruption import Interrupted
+from polybasic.chain.progress import ProgressReport, tracked, waiting
 from polybasic.deploy.bench.bench import Bench
 from polybasic.deploy.bench.energy import EnergyMeter
 from polybasic.deploy.bench.journal import Journal, Taken
@@ -46,6 +48,7 @@ def bench_chain(
     out: Path | None = None,
     command: str = "",
     prompts_named: str = "",
+    target: str | None = None,
 ) -> Report:
     """Run the systems of `settings` in turns and write report.json, report.md and report.html.
 
@@ -63,6 +66,7 @@ def bench_chain(
             entered into the chain's manifest and card.
         command: that asked for it, for the report.
         prompts_named: what people call these prompts.
+        target: as `load_chain`.
 
     Raises:
         UserError: the chain cannot be loaded, prompts that are malformed or all too long, systems
@@ -71,22 +75,29 @@ def bench_chain(
         KeyboardInterrupt: it was interrupted, and what was answered is kept.
     """
     check_systems(settings)
+    if prompts_named:
+        say(f"bench: prompts are {prompts_named}")
     questions = read_questions(Path(settings.prompts))
     device = device_named()
     forget_peak(device)
     before = usage(device)
     options = settings.model_dump(include={"dtype", "graphs", "tensor_parallel"})
-    chain = load_chain(folder, **options, say=say)
+    chain = load_chain(folder, **options, target=target, temperature=settings.temperature, say=say)
     loaded = usage(device)
     settings = settings.model_copy(update={"dtype": name_of(chain.engine.models.target.dtype)})
     own = own_systems(chain, settings)
     prompts, num_too_long = asked_prompts(chain, questions, settings)
+    say("bench: every system answers once before the answers that count")
+    began = time.monotonic()
     _warm_up(own, prompts, settings)
+    warm_up_seconds = time.monotonic() - began
     memory = _memory_report(chain.memory, before, loaded, usage(device))
     with ExitStack() as stack:
         stack.callback(chain.close)
         systems = with_others(own, chain, settings, prompts, say, stack)
+        began = time.monotonic()
         _warm_up([one for one in systems.running if one not in own], prompts, settings)
+        warm_up_seconds += time.monotonic() - began
         into = out or folder / REPORT_FOLDER
         journal = _journal(into, chain, systems, settings, prompts)
         stack.callback(journal.close)
@@ -103,16 +114,21 @@ def bench_chain(
             memory=memory,
             command=command,
         )
+        num_left = settings.repeats * len(prompts) - len(journal.turns)
+        most = timedelta(seconds=round(warm_up_seconds * num_left))
+        say(f"bench: turns left to answer: {num_left}, in at most about {most}")
         try:
             _run_in_turns(bench, journal, say)
-        except KeyboardInterrupt:
-            if journal.turns:
-                partial = into / _PARTIAL_FOLDER
-                _write(partial, report_of(bench))
-                say(f"wrote {partial / 'report.md'}; the same command goes on from there")
+        except KeyboardInterrupt as interruption:
+            kept = _keep(bench, into / _PARTIAL_FOLDER)
+            if isinstance(interruption, Interrupted):
+                raise Interrupted(interruption.signal_number, kept) from None
+            say(kept)
             raise
+        say("bench: measures the rounding of logits, compares the answers and writes the report")
         report = report_of(bench)
-    _write(into, report)
+    with waiting("writing the report"):
+        _write(into, report)
     if out is None:
         record_results(folder, results_of(report))
     _forget(into / _PARTIAL_FOLDER)
@@ -120,9 +136,21 @@ def bench_chain(
     return report
 
 
+def _keep(bench: Bench, folder: Path) -> str:
+    """Write a report of the turns so far into a folder; what is kept of them, for people."""
+    num_all = bench.settings.repeats * len(bench.prompts)
+    if not bench.turns:
+        return f"none of {num_all} turns was over, and nothing is kept"
+    _write(folder, report_of(bench))
+    return (
+        f"{len(bench.turns)} of {num_all} turns are kept; wrote {folder / 'report.md'}; "
+        "the same command goes on from there, as long as the plan is the same"
+    )
+
+
 def _write(folder: Path, report: Report) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / "report.json", report.to_json())
+    write_json(folder / "report.json", report.to_json(), indent=None)
     write_markdown(folder / "report.md", report)
     write_page(folder / "report.html", report)
 
@@ -158,7 +186,7 @@ def _warm_up(systems: Sequence[System], prompts: Sequence[Prompt], settings: Ben
     """Let each system answer the longest prompt, which is not counted."""
     longest = max(prompts, key=lambda prompt: len(prompt.token_ids))
     sampling = Sampling(settings.temperature, seed=settings.seed)
-    for system in systems:
+    for system in tracked(systems, "warm-up"):
         system.answer(longest.token_ids, settings.max_new_tokens, sampling)
 
 

@@ -113,6 +113,10 @@ class Answers(_Part):
         first_seconds: until they were there.
         joules: of the machine meanwhile; None where it does not tell.
         passes: of the target; None of a system of another runtime.
+        token_ids: new ones, [repeat][prompt][token], a stop token included.
+        texts: of these, without special tokens, [repeat][prompt].
+        accepted_lengths: by verifying member, tokens gained by each of its passes,
+            [repeat][prompt][pass]; None of a system of another runtime.
     """
 
     num_tokens: PerPrompt
@@ -121,6 +125,9 @@ class Answers(_Part):
     first_seconds: PerPrompt
     joules: PerPrompt | None = None
     passes: PerPrompt | None = None
+    token_ids: list[list[list[int]]] = []
+    texts: list[list[str]] = []
+    accepted_lengths: dict[str, list[list[list[int]]]] | None = None
 
     def after_first(self) -> tuple[PerPrompt, PerPrompt]:
         """Of each answer, the tokens after the first ones, and the seconds after these."""
@@ -241,6 +248,8 @@ class PromptReport(_Part):
         group: what else prompts are told apart by, as "new topics"; "" for none.
         num_tokens: up to where the answer begins.
         sha256: of its token ids, 16 hex digits: equal prompts of two reports are paired by it.
+        token_ids: of the prompt, up to where the answer begins.
+        text: of these.
     """
 
     question_id: str
@@ -249,6 +258,8 @@ class PromptReport(_Part):
     group: str = ""
     num_tokens: int
     sha256: str
+    token_ids: list[int] = []
+    text: str = ""
 
 
 class InsertionReport(_Part):
@@ -347,6 +358,34 @@ class Report(_Part):
     def to_json(self) -> dict[str, Any]:
         """As report.json holds it."""
         return self.model_dump(mode="json", by_alias=True)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One for each answer: of each system, to each prompt, in each repeat.
+
+        Returns:
+            question_id, task, group, turn, prompt (text), system, repeat (from 0), text, token_ids,
+            seconds, first_seconds, and accepted_lengths: by verifying member, tokens gained by each
+            of its passes; {} of a system of another runtime.
+        """
+        return [
+            {
+                **prompt.model_dump(include={"question_id", "task", "group", "turn"}),
+                "prompt": prompt.text,
+                "system": name,
+                "repeat": repeat,
+                "text": answers.texts[repeat][place],
+                "token_ids": answers.token_ids[repeat][place],
+                "seconds": answers.seconds[repeat][place],
+                "first_seconds": answers.first_seconds[repeat][place],
+                "accepted_lengths": {
+                    member: lengths[repeat][place]
+                    for member, lengths in (answers.accepted_lengths or {}).items()
+                },
+            }
+            for name, answers in ((name, one.answers) for name, one in self.systems.items())
+            for repeat, texts in enumerate(answers.texts)
+            for place, prompt in enumerate(self.prompts[: len(texts)])
+        ]
 
 
 def read_report(path: Path) -> Report:

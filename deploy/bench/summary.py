@@ -9,9 +9,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from polybasic.chain.formats.card import shown_plan
 from polybasic.chain.formats.manifest import Manifest
+from polybasic.chain.progress import tracked
 from polybasic.deploy.bench.bench import Bench
-from polybasic.deploy.bench.chain_systems import ChainSystem, shown_plan
+from polybasic.deploy.bench.chain_systems import ChainSystem, ruled
 from polybasic.deploy.bench.exactness import Comparer
 from polybasic.deploy.bench.generate_loops import GenerateLoop
 from polybasic.deploy.bench.law import check_law
@@ -31,7 +33,6 @@ from polybasic.deploy.bench.schema import (
 )
 from polybasic.deploy.bench.system import System
 from polybasic.deploy.bench.totals import answers_of, places_by, statistics_of, totals_of
-from polybasic.deploy.chain import Chain
 from polybasic.deploy.hardware import describe_hardware
 from polybasic.deploy.rounds.sampling import Sampling
 
@@ -45,7 +46,10 @@ def report_of(bench: Bench) -> Report:
     chain, settings = bench.chain, bench.settings
     rounding = _rounding(bench)
     answers = {one.name: answers_of(bench, one) for one in bench.systems.running}
-    systems = {one.name: _system(bench, one, answers, rounding) for one in bench.systems.running}
+    systems = {
+        one.name: _system(bench, one, answers, rounding)
+        for one in tracked(bench.systems.running, "systems compared")
+    }
     planned = settings.repeats * len(bench.prompts)
     made = chain.manifest.provenance
     return Report(
@@ -73,7 +77,7 @@ def report_of(bench: Bench) -> Report:
         systems=systems,
         insertions=insertions(bench, answers, systems),
         noise=noise_of(answers["target"], bench.quiet.stop()),
-        plan=_plan(chain, systems),
+        plan=_plan(bench, systems),
         rounding=rounding.to_json(),
         memory=bench.memory,
         target=answers_of_target(chain.manifest),
@@ -210,7 +214,9 @@ def _predicted(bench: Bench, system: ChainSystem) -> float | None:
         settings.dtype,
     ):
         return None
-    return bench.chain.predicted_seconds_per_token(system.plan)
+    # at temperature 0 all rules are one
+    rule = system.plan.rule if settings.temperature > 0 else measured.plan.rule
+    return bench.chain.predicted_seconds_per_token(ruled(system.plan, rule))
 
 
 def _about_the_plan(bench: Bench) -> list[str]:
@@ -220,17 +226,18 @@ def _about_the_plan(bench: Bench) -> list[str]:
         return ["The plan runs as packed; it was not measured on this machine: polybasic plan."]
     if measured.prompts and prompts and measured.prompts != prompts:
         return [
-            f"The plan was made for {measured.prompts} prompts and not for these ({prompts}): "
+            f"The plan was made for other prompts ({measured.prompts}) than these ({prompts}): "
             "polybasic bench --plan-here plans on a third of them."
         ]
     return []
 
 
-def _plan(chain: Chain, systems: Mapping[str, SystemReport]) -> dict[str, Any]:
+def _plan(bench: Bench, systems: Mapping[str, SystemReport]) -> dict[str, Any]:
     """The chain's plan, what it was expected to cost, and why it was chosen."""
+    chain = bench.chain
     measured, own = chain.measured_plan, systems.get("polybasic")
     return {
-        **chain.plan.model_dump(mode="json"),
+        **ruled(chain.plan, bench.settings.rule).model_dump(mode="json"),
         "shown": shown_plan(chain.plan, [member.name for member in chain.manifest.verifying]),
         "predicted_seconds_per_token": own and own.predicted_seconds_per_token,
         "measured_seconds_per_token": own and own.measured_seconds_per_token,

@@ -64,7 +64,8 @@ def own_systems(chain: Chain, settings: BenchSettings) -> list[ChainSystem]:
     Raises:
         UserError: a system that the chain has no members for.
     """
-    return [chain_system(name, chain) for name in _names(chain, settings) if _is_own(name)]
+    names = [name for name in _names(chain, settings) if _is_own(name)]
+    return [chain_system(name, chain, settings.rule) for name in names]
 
 
 def with_others(

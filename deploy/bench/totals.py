@@ -18,6 +18,13 @@ def answers_of(bench: Bench, system: System) -> Answers:
         return [[number(one) for one in repeat] for repeat in taken]
 
     everything = [one for repeat in taken for one in repeat]
+    is_own = all(one.answer.statistics is not None for one in everything)
+    decode = bench.chain.tokenizer.decode
+    lengths: dict[str, list[list[list[int]]]] = {}
+    for repeat in taken if is_own else ():
+        for name in statistics_of(repeat[0]).accepted_lengths if repeat else ():
+            of_repeat = [statistics_of(one).accepted_lengths[name] for one in repeat]
+            lengths.setdefault(name, []).append(of_repeat)
     return Answers(
         num_tokens=each(lambda one: len(one.answer.token_ids)),
         seconds=each(lambda one: one.answer.seconds),
@@ -27,8 +34,14 @@ def answers_of(bench: Bench, system: System) -> Answers:
         if all(one.joules is not None for one in everything)
         else None,
         passes=each(lambda one: len(next(iter(statistics_of(one).accepted_lengths.values()))))
-        if all(one.answer.statistics is not None for one in everything)
+        if is_own
         else None,
+        token_ids=[[one.answer.token_ids for one in repeat] for repeat in taken],
+        texts=[
+            [decode(one.answer.token_ids, skip_special_tokens=True) for one in repeat]
+            for repeat in taken
+        ],
+        accepted_lengths=lengths if is_own else None,
     )
 
 

@@ -7,6 +7,7 @@ from transformers import PreTrainedModel
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.manifest import Member
+from polybasic.chain.progress import waiting
 from polybasic.deploy.bench.compiled_loop import CompiledLoop
 from polybasic.deploy.bench.fastest_loop import (
     Choice,
@@ -62,7 +63,8 @@ def transformers_systems(
     by_length = sorted(prompts, key=len)
     usual, longest = by_length[len(by_length) // 2], by_length[-1]
     say("transformers: which dtype and attention are fastest here")
-    model, choice = _fastest(chain, usual, max_new_tokens)
+    with waiting("timing transformers' dtypes and attentions"):
+        model, choice = _fastest(chain, usual, max_new_tokens)
     cache_tokens = len(longest) + max_new_tokens
     systems: dict[str, System] = {}
     left_out: dict[str, str] = {}
@@ -99,7 +101,9 @@ def transformers_systems(
                 "timed"
             )
             compiled = CompiledLoop(name, described, model, chain.stop_tokens, cache_tokens)
-            if (reason := _why_not_compiled(compiled, usual)) is None:
+            with waiting("compiling the target"):
+                reason = _why_not_compiled(compiled, usual)
+            if reason is None:
                 systems[name] = compiled
             else:
                 left_out[name] = reason

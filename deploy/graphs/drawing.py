@@ -10,6 +10,7 @@ from torch import Tensor
 
 from polybasic.chain.formats.plan import Rule
 from polybasic.chain.kernels.executor import Executor, Perturbation
+from polybasic.chain.kernels.torch.executor import TorchExecutor
 from polybasic.chain.kernels.torch.operations import Operations
 from polybasic.deploy.rounds.noise import Noise
 from polybasic.deploy.rounds.sampling import seeded_generator
@@ -98,7 +99,9 @@ class Drawing:
         """Memory for the probabilities of `rows` rows; None if this kind computes none."""
         return torch.zeros(rows, vocab_size, device=self.device) if self.is_random else None
 
-    def scores(self, model: Executor, logits: Tensor, positions: Tensor, place: Tensor) -> Tensor:
+    def scores(
+        self, model: TorchExecutor, logits: Tensor, positions: Tensor, place: Tensor
+    ) -> Tensor:
         """Scores [R, V] in the place of logits [R, V]: what is drawn coupled is the largest of
         the warped logits and the noise; other kinds leave logits as they are.
 
@@ -110,12 +113,12 @@ class Drawing:
         if self.warping is None or self.noise is None:
             return logits
         noise = self.noise.at(model, positions).index_select(0, place)
-        return noise.add_(self.warping.truncated(logits, self.values))
+        return noise.add_(self.warping.truncated(logits, self.values, model.operations))
 
-    def fill(self, logits: Tensor, buffer: Tensor | None) -> None:
-        """Write the probabilities of `logits` [R, V] into their buffer."""
+    def fill(self, operations: Operations, logits: Tensor, buffer: Tensor | None) -> None:
+        """Write the probabilities of `logits` [R, V] into their buffer, by a model's operations."""
         if self.warping is not None and buffer is not None:
-            buffer.copy_(self.warping.probabilities(logits, self.values))
+            buffer.copy_(self.warping.probabilities(logits, self.values, operations))
 
     def draw(
         self, operations: Operations, logits: Tensor, uniforms: Tensor, buffer: Tensor | None

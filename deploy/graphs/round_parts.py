@@ -232,7 +232,7 @@ class TreePart:
         logits = drawing.scores(
             model, model.logits_on_device(states), prefix + 1 + self.levels, tree.depths
         )
-        drawing.fill(logits, self.probabilities)
+        drawing.fill(model.operations, logits, self.probabilities)
         drawn = drawing.draw(model.operations, logits, self.uniforms, self.probabilities)
         walked = model.operations.walk(tree, drawn, limit, self.stop_tokens, self.depth)
         cache.move_on_device(prefix + walked.path, prefix)
@@ -308,7 +308,7 @@ class BlockPart:
         logits = model.logits_on_device(states.index_select(0, before))
         logits = drawing.scores(model, logits, prefix + num_unread + self.places, self.places)
         block = token_ids.index_select(0, (before + 1).clamp(max=self.num_rows - 1)[:-1])
-        drawing.fill(logits, self.probabilities)
+        drawing.fill(model.operations, logits, self.probabilities)
         if self.proposed is None or self.probabilities is None or drawing.rule is None:
             own = drawing.draw(model.operations, logits, self.uniforms, None)
             num_kept, next_token = verify_greedy(block, num_tokens, own)

@@ -53,6 +53,7 @@ def _load(
     group: Group,
     folder: str,
     elsewhere: list[str],
+    target: str | None,
     dtype: str,
     context_tokens: int,
     graphs: bool,
@@ -69,7 +70,7 @@ def _load(
                 f"{group.device}",
                 "use more processes or a shorter context",
             )
-        checked = check_chain(Path(folder), digests=False, elsewhere=elsewhere)
+        checked = check_chain(Path(folder), False, elsewhere, target)
         members = load_parts(checked, group, DTYPES[dtype], context_tokens + SPARE_ROWS)
     except UserError as error:
         failure = error

@@ -4,12 +4,14 @@ import itertools
 import weakref
 from collections import deque
 from collections.abc import Sequence
+from pathlib import Path
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from polybasic.chain.errors import LostProcessError, UserError
+from polybasic.chain.formats.files import lies_anywhere
 from polybasic.chain.formats.verify import CheckedChain
 from polybasic.chain.kernels.cpu.library import kernels_for
 from polybasic.chain.kernels.drafts import Candidates
@@ -72,7 +74,10 @@ class Leader:
         Raises:
             UserError: one of the processes cannot load its part.
         """
-        files = str(checked.folder.absolute()), list(checked.elsewhere)
+        target = checked.named_target
+        if target is not None and lies_anywhere(Path(target)):
+            target = str(checked.target.absolute())
+        files = str(checked.folder.absolute()), list(checked.elsewhere), target
         given = name_of(dtype), context_tokens, graphs, follower_bytes
         self.tell("load", *files, *given)
         self._group.send(self._orders())

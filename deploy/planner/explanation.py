@@ -10,7 +10,8 @@ from itertools import pairwise
 from typing import Any
 
 from polybasic.chain.formats.card import shown_tree
-from polybasic.chain.formats.plan import Plan
+from polybasic.chain.formats.plan import BETWEEN_REASONS, Plan
+from polybasic.chain.readable import counted
 from polybasic.deploy.planner.agreement import acceptance_between, candidates_by_depth
 from polybasic.deploy.planner.measurements import Measurements, PassCosts
 from polybasic.deploy.planner.prediction import Predicted
@@ -92,8 +93,8 @@ def shown_budget(budget: dict[str, Any]) -> str:
     """How long the measurements took and what was left out, in one line."""
     parts = [f"measured in {budget['seconds']:.0f} of at most {budget['max_seconds']:g} seconds"]
     if budget["timed_again"]:
-        num = sum(budget["timed_again"].values())
-        parts.append(f"{num} more timings of {len(budget['timed_again'])} close plans")
+        timings = counted(sum(budget["timed_again"].values()), "more timing")
+        parts.append(f"{timings} of {counted(len(budget['timed_again']), 'close plan')}")
     parts.append(f"left out: {', '.join(budget['left_out']) or 'nothing'}")
     if budget["is_rough"]:
         parts.append("the plan is rough, raise max_seconds for a better one")
@@ -101,12 +102,13 @@ def shown_budget(budget: dict[str, Any]) -> str:
 
 
 def decide(choice: Choice, measurements: Measurements) -> str:
-    """The choice in one sentence, with a reason for each member of the chain."""
+    """The choice, with a reason for each member of the chain, divided by `BETWEEN_REASONS`."""
     best, alone = choice.best, choice.alone
-    parts = [f"run {best.members} at {best.milliseconds} a token"]
+    members = f"{best.members} alone" if best is alone else str(best.members)
+    parts = [f"run {members} at {best.milliseconds} a token"]
     if best is not alone:
         speedup = alone.seconds_per_token / best.seconds_per_token
-        parts[0] += f", {speedup:.2f}x {measurements.target} alone"
+        parts[0] += f", {speedup:.2f} times as fast as {measurements.target} alone"
     if (link := _link(best, measurements)) is not None:
         parts.append(_link_verdict(link))
     if (about_rules := rule_verdict(choice)) is not None:
@@ -125,7 +127,7 @@ def decide(choice: Choice, measurements: Measurements) -> str:
         parts.append(_verdict("n-grams", runs, with_ngram, without_ngram, ""))
     if (about_windows := window_verdict(choice, measurements)) is not None:
         parts.append(about_windows)
-    return "; ".join(parts)
+    return BETWEEN_REASONS.join(parts)
 
 
 def _verdict(name: str, runs: bool, with_it: Candidate, without: Candidate, cost: str) -> str:
@@ -154,7 +156,7 @@ def describe_shape(plan: Plan, measurements: Measurements) -> str:
     if plan.ngram is not None:
         parts.append(f"n-grams from {plan.ngram.min_match} tokens on")
     parts += [f"window of {one.tokens:,} for {name}" for name, one in plan.windows.items()]
-    return "; ".join(parts) or "one token a pass"
+    return "; ".join(parts) or "alone, no drafting"
 
 
 def _acceptance(plan: Plan, measurements: Measurements) -> dict[str, Any]:
@@ -241,7 +243,7 @@ def _link_verdict(link: dict[str, Any]) -> str:
         f"{link['tokens_per_pass']:.1f} tokens"
     )
     if link["is_optimistic"]:
-        verdict += f"; drafting on while it does saves {link['saved_share']:.0%}"
+        verdict += f", and drafting on while it does saves {link['saved_share']:.0%}"
     return verdict
 
 
@@ -348,7 +350,7 @@ def _cost_beside_above(name: str, with_it: Candidate) -> str:
     rows = round(with_it.predicted.rows_per_pass[name])
     ratio = measurements.passes[name].at(rows) / measurements.passes[above].at(rows)
     width = "1 row" if rows == 1 else f"{rows} rows"
-    return f"a pass of it over {width} costs {ratio:.2f} of one of {above}; "
+    return f"a pass of it over {width} costs {ratio:.2f} of one of {above}, and "
 
 
 def _verifying(candidate: Candidate, measurements: Measurements) -> list[str]:

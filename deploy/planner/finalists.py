@@ -11,6 +11,7 @@ from itertools import cycle
 
 from polybasic.chain.formats.card import shown_tree
 from polybasic.chain.formats.plan import Plan
+from polybasic.chain.readable import counted
 from polybasic.deploy.planner.budget import Budget
 from polybasic.deploy.planner.costs import COST_TOKENS, time_plan
 from polybasic.deploy.planner.search import Candidate, Choice, choose_plan
@@ -51,7 +52,7 @@ def time_finalists(
             break
         plans = [one.plan for one in finalists] * num_turns
         if COST_TOKENS * sum(one.seconds_per_token for one in finalists) > budget.left(share):
-            budget.leave_out(f"further timings of {len(finalists)} close plans")
+            budget.leave_out(f"further timings of {counted(len(finalists), 'close plan')}")
             break
         for plan in budget.within(plans, share, "timings of close plans"):
             time_plan(
@@ -85,7 +86,7 @@ def close_to_best(choice: Choice) -> list[Candidate]:
 
 def shape_of(plan: Plan) -> str:
     """What the costs of its rounds depend on, in words."""
-    members = " -> ".join(plan.members)
+    members = " → ".join(plan.members)
     if plan.ngram is not None:
-        members += " + n-gram"
+        members += " + n-grams"
     return f"{members}, tree of {shown_tree(plan.tree)}, rule {plan.rule}"

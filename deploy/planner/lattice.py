@@ -32,7 +32,7 @@ class MemberSet:
         return set(self.names) <= set(other.names) and self.has_ngram <= other.has_ngram
 
     def __str__(self) -> str:
-        return " -> ".join(self.names) + (" + n-gram" if self.has_ngram else "")
+        return " → ".join(self.names) + (" + n-grams" if self.has_ngram else "")
 
 
 class Lattice:

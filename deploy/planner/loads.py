@@ -80,6 +80,8 @@ def choose_by_load(
     Returns:
         In increasing order; none if there was time for one sequence alone.
     """
+    if not loads:
+        return []
     of_one = _choice_of_one(measured, choice)
     search = _LoadSearch(of_one, measured.calibration.grid, timer, budget)
     found: list[LoadChoice] = []

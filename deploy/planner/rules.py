@@ -16,8 +16,8 @@ def rules_to_compare(settings: PlanSettings) -> tuple[tuple[Rule, ...], ...]:
     if settings.link is not None:
         return (("coupled",),)  # tokens alone are sent, no distributions
     if settings.temperature == 0:
-        return ((settings.rule,),)
-    return (("coupled",),) if settings.reproducible else (("coupled",), ("block", "token"))
+        return ((settings.packed_rule,),)
+    return (("coupled",), ("block", "token")) if settings.rule == "auto" else ((settings.rule,),)
 
 
 def rules_compared(choice: Choice) -> list[dict[str, Any]]:

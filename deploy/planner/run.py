@@ -8,7 +8,9 @@ from itertools import zip_longest
 from pathlib import Path
 
 from polybasic.chain.formats.card import record_plan
+from polybasic.chain.formats.manifest import read_manifest
 from polybasic.chain.formats.plan import MeasuredPlan, PredictedPlan
+from polybasic.chain.progress import waiting
 from polybasic.deploy.chain import Chain
 from polybasic.deploy.load import load_chain
 from polybasic.deploy.planner.budget import Budget
@@ -45,7 +47,12 @@ class Planning:
 
 
 def plan_chain(
-    folder: Path, settings: PlanSettings, say: Callable[[str], None], prompts_named: str = ""
+    folder: Path,
+    settings: PlanSettings,
+    say: Callable[[str], None],
+    prompts_named: str = "",
+    target: str | None = None,
+    records: bool = True,
 ) -> Planning:
     """Choose the fastest plan on this machine and write it into the chain's manifest.
 
@@ -54,6 +61,8 @@ def plan_chain(
         settings: `prompts` names a Spec-Bench question file.
         say: called with each line of progress.
         prompts_named: what people call these prompts.
+        target: as `load_chain`.
+        records: False leaves the chain as it is.
 
     Raises:
         UserError: the chain cannot be loaded, or prompts are malformed or all too long.
@@ -61,12 +70,18 @@ def plan_chain(
     options = settings.model_dump(include={"dtype", "graphs", "tensor_parallel"})
     # over a link, nobody reads what the target has cached
     shared = settings.link is None
-    with load_chain(folder, share_caches=shared, say=say, **options) as chain:
+    if prompts_named:
+        say(f"plan: prompts are {prompts_named}")
+    plan = read_manifest(folder).plan  # those that were measured before are none of its business
+    with load_chain(
+        folder, share_caches=shared, plan=plan, target=target, say=say, **options
+    ) as chain:
         if settings.tensor_parallel > 1:
             say(f"memory: {chain.memory.shown}")
         planning = plan_loaded(chain, settings, say)
     measured = planning.measured.model_copy(update={"prompts": prompts_named})
-    record_plan(folder, measured)
+    if records:
+        record_plan(folder, measured)
     return replace(planning, measured=measured)
 
 
@@ -87,8 +102,10 @@ def plan_loaded(
     grid = settings.grid if link is None else settings.grid.over_link
     if chain.engine.captures_rounds:
         grid = grid.model_copy(update={"least_probabilities": ()})
-    # sequences that wait for a link are no load
-    loads = settings.loads if link is None else ()
+    # sequences that wait for a link are no load, and the text of a seed depends on none
+    loads = settings.loads if link is None and _is_repeatable(settings) else ()
+    if settings.loads and not _is_repeatable(settings):
+        say(f"plan: for one sequence alone, as loads need the rule coupled and not {settings.rule}")
     if loads:
         budget.max_seconds *= 1 - LOADS_SHARE
     calibration = answer_prompts(
@@ -109,7 +126,8 @@ def plan_loaded(
         of_messages = message_seconds(chain, prompt, costs, link)
         measured = measured.over(link, of_messages, settings.optimistic)
     say("plan: simulates the rounds of every plan")
-    choice = choose_plan(measured.measurements, grid)
+    with waiting("simulating rounds"):
+        choice = choose_plan(measured.measurements, grid)
     measured, choice, timed_again = time_finalists(measured, choice, budget, say)
     choice = try_windows(measured, choice, budget, say)
     budget.max_seconds = settings.max_seconds
@@ -134,6 +152,11 @@ def plan_loaded(
         explanation=explain(choice, measurements, spent, loads_compared(by_load)),
     )
     return Planning(planned, choice, measured.measurements)
+
+
+def _is_repeatable(settings: PlanSettings) -> bool:
+    """Whether plans are compared under which a seed means a text."""
+    return settings.temperature == 0 or settings.packed_rule == "coupled"
 
 
 def _prompts(chain: Chain, settings: PlanSettings) -> list[tuple[str, list[int]]]:

@@ -2,101 +2,114 @@
 
 from typing import Any
 
-from rich import box
-from rich.console import Group, RenderableType
-from rich.table import Table
+from rich.console import Console
+from rich.padding import Padding
 
-from polybasic.chain.console import Console
+from polybasic.chain.formats.plan import decision_lines
+from polybasic.chain.readable import counted
+from polybasic.chain.tables import Table, print_table
 from polybasic.deploy.planner.explanation import shown_budget
 
 
 def print_explanation(explanation: dict[str, Any], console: Console) -> None:
-    """Print what `explain` returned."""
-    for shown in render(explanation):
-        console.print(shown, soft_wrap=isinstance(shown, str), highlight=False)
-
-
-def render(explanation: dict[str, Any]) -> list[RenderableType]:
-    """What `explain` returned, as lines and tables."""
-    machine = explanation["machine"]
-    headline = (
-        f"{machine['hardware']}, {machine['dtype']}, temperature {machine['temperature']:g}; "
-        f"{explanation['num_traces']} answers, {explanation['num_tokens']} tokens; "
-        f"{explanation['num_plans']} plans simulated"
-    )
-    shown: list[RenderableType] = [
-        headline,
-        _pass_table(explanation),
-        _acceptance_table(explanation),
-        _lemma_table(explanation),
-    ]
-    if explanation["accepted_length"]:
-        shown.append(_moments_table(explanation))
-    if explanation["insertions"]:
-        shown.append(_insertion_table(explanation))
-    if explanation["rules"]:
-        shown.append(_rule_table(explanation))
-    if explanation["windows"]:
-        shown.append(_window_table(explanation))
-    if explanation["loads"]:
-        shown.append(_load_table(explanation))
+    """Print what `explain` returned: the decision and its reasons, then what they follow from."""
+    headline, *reasons = decision_lines(explanation)
+    console.print(headline[0].upper() + headline[1:], style="bold", highlight=False)
+    for reason in reasons:
+        console.print(Padding(reason, (0, 0, 0, 2)), highlight=False)
+    console.print(f"\n{_measured(explanation)}", highlight=False)
     if explanation["budget"] is not None:
-        shown.append(shown_budget(explanation["budget"]))
-    return [*shown, _members_table(explanation), f"decision: {explanation['decision']}"]
+        console.print(shown_budget(explanation["budget"]), highlight=False)
+    for table in tables_of(explanation):
+        console.print()
+        print_table(table, console)
+
+
+def tables_of(explanation: dict[str, Any]) -> list[Table]:
+    """What `explain` returned, as tables, those that the decision compares first."""
+    tables = (
+        _members_table(explanation),
+        _rule_table(explanation),
+        _window_table(explanation),
+        _load_table(explanation),
+        _pass_table(explanation),
+        _kept_table(explanation),
+        _candidates_table(explanation),
+        _lemma_table(explanation),
+        _moments_table(explanation),
+        _insertion_table(explanation),
+    )
+    return [table for table in tables if table.rows]
+
+
+def _measured(explanation: dict[str, Any]) -> str:
+    machine = explanation["machine"]
+    return (
+        f"{machine['hardware']}, {machine['dtype']}, temperature {machine['temperature']:g}; "
+        f"{counted(explanation['num_traces'], 'answer')}, "
+        f"{counted(explanation['num_tokens'], 'token')}; "
+        f"{counted(explanation['num_plans'], 'plan')} simulated"
+    )
 
 
 def _pass_table(explanation: dict[str, Any]) -> Table:
     by_member = explanation["pass_seconds"]
     rows = sorted({int(rows) for seconds in by_member.values() for rows in seconds})
-    table = _table("ms a pass, by rows", ["member", *map(str, rows)])
-    for name, seconds in by_member.items():
-        cells = [seconds.get(str(one)) for one in rows]
-        table.add_row(name, *("-" if cell is None else f"{1e3 * cell:.2f}" for cell in cells))
-    return table
+    cells = [
+        [name, *(_milliseconds(seconds.get(str(one)), 2) for one in rows)]
+        for name, seconds in by_member.items()
+    ]
+    title = "Milliseconds a pass, by its rows"
+    return Table(title, ["member", *map(str, rows)], cells, may_turn=True)
 
 
-def _acceptance_table(explanation: dict[str, Any]) -> Group:
-    acceptance = explanation["acceptance"]
-    between = _table("tokens kept between neighbours", ["proposed by", "kept by", "share"])
-    for one in acceptance["verifying"]:
-        between.add_row(one["below"], one["above"], f"{one['kept']:.3f}")
-    deepest = max((len(one["by_depth"]) for one in acceptance["drafters"]), default=0)
-    depths = [str(depth) for depth in range(1, deepest + 1)]
-    title = "per cent of positions whose next tokens were all candidates, by their number"
-    drafted = _table(title, ["drafter", "for", "top k", *depths])
-    for one in acceptance["drafters"]:
+def _kept_table(explanation: dict[str, Any]) -> Table:
+    rows = [
+        [one["below"], one["above"], f"{one['kept']:.3f}"]
+        for one in explanation["acceptance"]["verifying"]
+    ]
+    header = ["proposed by", "kept by", "share"]
+    return Table("Tokens kept between neighbours", header, rows, num_text_columns=2)
+
+
+def _candidates_table(explanation: dict[str, Any]) -> Table:
+    drafters = explanation["acceptance"]["drafters"]
+    deepest = max((len(one["by_depth"]) for one in drafters), default=0)
+    rows = []
+    for one in drafters:
         shares = [f"{100 * share:.0f}" for share in one["by_depth"]]
-        shares += ["-"] * (deepest - len(shares))
-        drafted.add_row(one["drafter"], one["verifying"], str(one["top_k"]), *shares)
-    return Group(*(table for table in (between, drafted) if table.rows))
+        name = f"{one['drafter']} for {one['verifying']}, top {one['top_k']}"
+        rows.append([name, *shares, *(["-"] * (deepest - len(shares)))])
+    title = "Per cent of positions whose next tokens were all candidates, by their number"
+    header = ["drafter", *map(str, range(1, deepest + 1))]
+    return Table(title, header, rows, may_turn=True)
 
 
 def _lemma_table(explanation: dict[str, Any]) -> Table:
     lemma = explanation["lemma_3_1"]
-    columns = ["member", "tokens a pass", "rows", "ms a pass", "ms a token"]
-    table = _table("Lemma 3.1 for the chosen plan", columns)
-    for term in lemma["terms"]:
-        passes, rows, seconds = (
-            term[key] for key in ("passes_per_token", "rows_per_pass", "pass_seconds")
-        )
-        table.add_row(
+    rows = [
+        [
             term["member"],
-            f"{1 / passes:.2f}" if passes else "-",
-            "-" if rows is None else f"{rows:.1f}",
-            "-" if seconds is None else f"{1e3 * seconds:.2f}",
-            f"{1e3 * term['seconds_per_token']:.3f}",
-        )
-    table.add_row("sum", "", "", "", f"{1e3 * lemma['seconds_per_token']:.3f}")
-    table.add_row("beside passes", "", "", "", f"{1e3 * lemma['beside_passes_seconds']:.3f}")
-    table.add_row("simulated", "", "", "", f"{1e3 * lemma['simulated_seconds_per_token']:.3f}")
-    return table
+            f"{1 / passes:.2f}" if (passes := term["passes_per_token"]) else "-",
+            "-" if term["rows_per_pass"] is None else f"{term['rows_per_pass']:.1f}",
+            _milliseconds(term["pass_seconds"], 2),
+            _milliseconds(term["seconds_per_token"]),
+        ]
+        for term in lemma["terms"]
+    ]
+    for name, key in (
+        ("sum", "seconds_per_token"),
+        ("beside passes", "beside_passes_seconds"),
+        ("simulated", "simulated_seconds_per_token"),
+    ):
+        rows.append([name, "", "", "", _milliseconds(lemma[key])])
+    header = ["member", "tokens a pass", "rows", "ms a pass", "ms a token"]
+    return Table("Lemma 3.1 for the chosen plan", header, rows)
 
 
 def _moments_table(explanation: dict[str, Any]) -> Table:
-    columns = ["proposed by", "kept by", "share kept", "at most", "mean", "variance", "simulated"]
-    table = _table("tokens a pass by Theorem 3.3, corrected", columns)
-    for one in explanation["accepted_length"]:
-        table.add_row(
+    rows = [
+        [
             one["below"],
             one["above"],
             f"{one['acceptance']:.3f}",
@@ -104,92 +117,103 @@ def _moments_table(explanation: dict[str, Any]) -> Table:
             f"{one['mean']:.2f}",
             f"{one['variance']:.2f}",
             f"{one['simulated_mean']:.2f}",
-        )
-    return table
+        ]
+        for one in explanation["accepted_length"]
+    ]
+    header = ["proposed by", "kept by", "share kept", "at most", "mean", "variance", "simulated"]
+    title = "Tokens a pass by Theorem 3.3, corrected"
+    return Table(title, header, rows, num_text_columns=2)
 
 
 def _insertion_table(explanation: dict[str, Any]) -> Table:
-    columns = ["inserted", "into", "condition 1", "condition 2", "ms a token", "with it", "pays"]
-    table = _table("Theorem 3.2: does an intermediate pay? (conditions are sufficient)", columns)
-    for one in explanation["insertions"]:
-        table.add_row(
-            one["inserted"],
-            one["into"],
+    rows = [
+        [
+            f"{one['inserted']} into {one['into']}",
+            _milliseconds(one["seconds_per_token_without"]),
+            _milliseconds(one["seconds_per_token_with"]),
+            "yes" if one["pays"] else "no",
             _inequality(one["fewer_passes_above"]),
             _inequality(one["fewer_drafts"]),
-            f"{1e3 * one['seconds_per_token_without']:.3f}",
-            f"{1e3 * one['seconds_per_token_with']:.3f}",
-            "yes" if one["pays"] else "no",
-        )
-    return table
+        ]
+        for one in explanation["insertions"]
+    ]
+    return Table(
+        "Theorem 3.2: does an intermediate pay?",
+        ["inserted", "ms a token", "with it", "pays", "condition 1", "condition 2"],
+        rows,
+        ("The conditions are sufficient.",),
+        text_columns=("pays", "condition 1", "condition 2"),
+    )
 
 
 def _rule_table(explanation: dict[str, Any]) -> Table:
-    columns = ["rule", "members", "ms a token", "tokens/pass"]
-    table = _table("best plan of each rule that sampled tokens are drawn by", columns)
-    for one in explanation["rules"]:
-        table.add_row(
+    rows = [
+        [
             one["rule"],
             one["members"],
-            f"{1e3 * one['seconds_per_token']:.3f}",
+            _milliseconds(one["seconds_per_token"]),
             f"{one['tokens_per_target_pass']:.2f}",
-        )
-    return table
+        ]
+        for one in explanation["rules"]
+    ]
+    title = "Best plan of each rule that sampled tokens are drawn by"
+    header = ["rule", "members", "ms a token", "tokens/pass"]
+    return Table(title, header, rows, num_text_columns=2)
 
 
 def _window_table(explanation: dict[str, Any]) -> Table:
-    columns = ["members", "windows", "ms a token", "with them", "taken"]
-    table = _table("members that see a part of the context: first + latest tokens", columns)
+    rows = []
     for one in explanation["windows"]:
         windows = (
             f"{name}: {window['sinks']} + {window['tokens']:,}"
             for name, window in one["windows"].items()
         )
-        table.add_row(
-            one["members"],
-            ", ".join(windows),
-            f"{1e3 * one['seconds_per_token_without']:.3f}",
-            f"{1e3 * one['seconds_per_token_with']:.3f}",
-            "yes" if one["is_taken"] else "no",
+        rows.append(
+            [
+                one["members"],
+                _milliseconds(one["seconds_per_token_without"]),
+                _milliseconds(one["seconds_per_token_with"]),
+                "yes" if one["is_taken"] else "no",
+                ", ".join(windows),
+            ]
         )
-    return table
+    title = "Members that see a part of the context: first + latest tokens"
+    header = ["members", "ms a token", "with windows", "taken", "windows"]
+    return Table(title, header, rows, text_columns=("taken",), wraps=True)
 
 
 def _load_table(explanation: dict[str, Any]) -> Table:
-    columns = ["sequences", "plan", "tokens/s", "alone", "plan of 1"]
-    table = _table(
-        "best plan by number of sequences; tokens/s of all, beside the target alone", columns
-    )
-    table.columns[1].justify = "left"
+    rows = []
     for one in explanation["loads"]:
         seconds = ("seconds_per_token", "seconds_of_target_alone", "seconds_of_plan_of_one")
-        table.add_row(
-            str(one["sequences"]),
-            f"{one['members']}\n{one['shape']}",
-            *(f"{1 / one[key]:,.{0 if one[key] < 0.01 else 1}f}" for key in seconds),
-        )
-    return table
+        rates = (f"{1 / one[key]:,.{0 if one[key] < 0.01 else 1}f}" for key in seconds)
+        rows.append([str(one["sequences"]), *rates, f"{one['members']}; {one['shape']}"])
+    return Table(
+        "Best plan by number of sequences",
+        ["sequences", "tokens/s", "target alone", "plan of 1", "plan"],
+        rows,
+        ("Tokens/s of all sequences; of the target alone, and of the plan of one sequence.",),
+        wraps=True,
+    )
 
 
 def _members_table(explanation: dict[str, Any]) -> Table:
-    columns = ["members", "shape", "ms a token", "speedup", "tokens/pass"]
-    table = _table("best plan of each set of members", columns)
-    for one in explanation["by_members"]:
-        table.add_row(
+    rows = [
+        [
             one["members"],
-            one["shape"],
-            f"{1e3 * one['seconds_per_token']:.3f}",
+            _milliseconds(one["seconds_per_token"]),
             f"{one['speedup_over_target']:.2f}x",
             f"{one['tokens_per_target_pass']:.2f}",
-        )
-    return table
+            one["shape"],
+        ]
+        for one in explanation["by_members"]
+    ]
+    header = ["members", "ms a token", "speedup", "tokens/pass", "shape"]
+    return Table("Best plan of each set of members", header, rows, wraps=True)
 
 
-def _table(title: str, columns: list[str]) -> Table:
-    table = Table(title=title, title_justify="left", box=box.SIMPLE)
-    for index, name in enumerate(columns):
-        table.add_column(name, justify="left" if index == 0 else "right")
-    return table
+def _milliseconds(seconds: float | None, digits: int = 3) -> str:
+    return "-" if seconds is None else f"{1e3 * seconds:.{digits}f}"
 
 
 def _inequality(condition: dict[str, Any] | None) -> str:

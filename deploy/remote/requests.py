@@ -73,7 +73,12 @@ def check_remote(request: Request, models: Models) -> None:
 
 
 def plan_over_link(
-    manifest: Manifest, hardware: str, usual: Sequence[Plan], remote: RemoteTarget, models: Models
+    manifest: Manifest,
+    hardware: str,
+    usual: Sequence[Plan],
+    remote: RemoteTarget,
+    models: Models,
+    temperature: float = 0.0,
 ) -> Plan:
     """The plan that runs with a remote target, by the rule coupled.
 
@@ -84,9 +89,15 @@ def plan_over_link(
     Args:
         hardware: of the members that run here.
         usual: plans for all members on one machine, the best first.
+        temperature: among plans for equal links, that of the nearest is taken.
     """
     made = [one for one in manifest.plans if one.link is not None and one.hardware == hardware]
-    made.sort(key=lambda one: _distance(Link.of(str(one.link)), remote.link))
+    made.sort(
+        key=lambda one: (
+            _distance(Link.of(str(one.link)), remote.link),
+            abs(one.temperature - temperature),
+        )
+    )
     can_run = [one.plan for one in made if _runs_here(one.plan, models)]
     if not can_run:
         known = (*usual, manifest.plan, _everyone(manifest, models))

@@ -10,6 +10,9 @@ from polybasic.chain.formats.decoder_config import DecoderConfig
 from polybasic.chain.kernels.cpu.library import FixedTensors, kernels_for
 from polybasic.chain.kernels.executor import Executor
 
+_MAX_INDEXED = (1 << 31) - 1
+"""Elements of a tensor that PyTorch's kernels index on a GPU: they count in 32 bits."""
+
 
 class KeyValueCache:
     """A fixed number of rows a layer; `length` of them are committed.
@@ -70,7 +73,8 @@ class KeyValueCache:
             first: int64 [], at most capacity - n. Rows first to first + n - 1 are overwritten.
         """
         places = first + torch.arange(len(sources), device=sources.device)
-        self.block.index_copy_(2, places, self.block.index_select(2, sources))
+        for layers in self._parts():
+            layers.index_copy_(2, places, layers.index_select(2, sources))
 
     def move(self, sources: list[int], first: int) -> None:
         """Move rows, given in ascending order, to consecutive places from `first` on."""
@@ -79,7 +83,8 @@ class KeyValueCache:
             kernels.move_rows(self.layers, sources, first)
             return
         moved = torch.tensor(sources, device=self.block.device)
-        self.block[:, :, first : first + len(sources)] = self.block[:, :, moved]
+        for layers in self._parts():
+            layers[:, :, first : first + len(sources)] = layers[:, :, moved]
 
     def copy_from(self, other: "KeyValueCache", num_rows: int) -> None:
         """Take over the first committed rows of a cache of the same shape, at most `num_rows`."""
@@ -90,3 +95,7 @@ class KeyValueCache:
         """Drop all rows from `length` on."""
         assert 0 <= length <= self.length, f"truncate to {length} of {self.length} rows"
         self.length = length
+
+    def _parts(self) -> Sequence[Tensor]:
+        """As many layers at a time as can be indexed."""
+        return self.block.split(max(1, _MAX_INDEXED // self.block[0].numel()))

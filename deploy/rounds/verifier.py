@@ -46,9 +46,10 @@ class PassClock:
         self.num_passes += num_passes
         if self.device.type == "cuda":
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
+            stream = torch.cuda.current_stream(self.device)
+            begin.record(stream)
             yield
-            end.record()
+            end.record(stream)
             self._events.append((begin, end))
         else:
             begin_seconds = time.perf_counter()

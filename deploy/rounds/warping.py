@@ -25,8 +25,10 @@ import torch
 from torch import Tensor
 
 from polybasic.chain.errors import UserError
+from polybasic.chain.kernels.torch.operations import Operations
 from polybasic.chain.settings import MAX_TEMPERATURE, MIN_TEMPERATURE
 
+_TORCH = Operations()
 _MIN_TOP_P = 1e-30
 """Well within float32, in which shares of probability are compared."""
 
@@ -240,11 +242,13 @@ class Warping:
         values = (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
         return [float(value or 0) for value in values]
 
-    def probabilities(self, logits: Tensor, values: Tensor) -> Tensor:
+    def probabilities(
+        self, logits: Tensor, values: Tensor, operations: Operations = _TORCH
+    ) -> Tensor:
         """Probabilities [R, V] in float32; arguments as for `truncated`."""
-        return self.truncated(logits, values).softmax(-1)
+        return self.truncated(logits, values, operations).softmax(-1)
 
-    def truncated(self, logits: Tensor, values: Tensor) -> Tensor:
+    def truncated(self, logits: Tensor, values: Tensor, operations: Operations = _TORCH) -> Tensor:
         """Logits [R, V] in float32 after the temperature, minus infinity where tokens are dropped.
 
         The host reads no number, and a row does not depend on the others.
@@ -252,6 +256,7 @@ class Warping:
         Args:
             logits: [R, V], after bias and penalties.
             values: float32 [NUM_VALUES] on the same device, as `values_of` orders them.
+            operations: of the executor that computed the logits.
         """
         temperature, top_k, top_p, min_p = values.unbind()
         logits = logits.float() / temperature
@@ -263,10 +268,7 @@ class Warping:
         if self.has_top_p or self.has_min_p:
             found = logits.softmax(-1)
             if self.has_top_p:
-                ordered, order = found.sort(dim=-1, descending=True, stable=True)
-                is_beyond = ordered.cumsum(-1) - ordered >= top_p
-                dropped = torch.zeros_like(is_beyond).scatter(-1, order, is_beyond)
-                logits = _without(logits, dropped)
+                logits = operations.without_tail(logits, found, top_p)
             if self.has_min_p:
                 logits = _without(logits, found < min_p * found.amax(-1, keepdim=True))
         return logits

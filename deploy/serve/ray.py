@@ -36,10 +36,10 @@ from starlette.types import Message, Receive, Scope, Send
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.checkpoint import resolve_chain
+from polybasic.chain.logs import log_to_stderr
 from polybasic.chain.settings import Count, Factor, arguments
 from polybasic.deploy.serve.errors import ApiError, out_of_time
 from polybasic.deploy.serve.guard import Guard
-from polybasic.deploy.serve.logs import log_to_stderr
 from polybasic.deploy.serve.metrics import CONTENT_TYPE
 from polybasic.deploy.serve.settings import ServeSettings
 
@@ -68,6 +68,7 @@ class ReplicaSettings(ServeSettings):
     gpus: float = Field(0, ge=0, le=64, description="a number of GPUs for each replica, or a share")
     dtype: str | None = Field(None, description="auto or a dtype's name")
     context_tokens: Count | None = Field(None, description="a number of tokens")
+    target: str | None = Field(None, description="the target's folder or hub id")
 
     @field_validator("model_names", "api_keys", "allowed_origins", mode="before")
     @classmethod
@@ -94,6 +95,7 @@ class Replica:
             sequences=settings.sequences,
             dtype=settings.dtype,
             context_tokens=settings.context_tokens,
+            target=settings.target,
         )
         self._app = create_app(chain, settings)
         self._running: set[asyncio.Future[None]] = set()

@@ -53,7 +53,7 @@ class Where:
         return f"{self.device}-{self.kernels}-{self.dtype}"
 
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+needs_gpu = pytest.mark.gpu(needed=True)
 HOST, DEVICE = Where("cpu", "auto"), Where("cpu", "device")
 ROUNDED = [Where("cpu", "device", "bfloat16")]
 GPU = [Where("cuda", "auto", dtype) for dtype in ("float32", "bfloat16", "float16")]

@@ -199,9 +199,8 @@ class Weights:
 
     def heads_by_place(self, decoder: Executor, kind: str, num_heads: int = 2) -> Executor:
         """Medusa's or Hydra's, of random matrices."""
-        width, verifier = decoder.config.hidden_size, decoder.weights
-        sizes = (width, VOCAB_SIZE, NUM_POSITIONS)
-        content = medusa_config(HEAD_KINDS[kind], sizes, num_heads, 1, "float32")
+        verifier = decoder.weights
+        content = medusa_config(HEAD_KINDS[kind], decoder.config, num_heads, 1, "float32")
         config = head_config(content, "test")
         shapes = expected_shapes(kind, config, None, set())
         tensors = GivenTensors(

@@ -10,9 +10,18 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from polybasic.chain.errors import UserError
+from polybasic.chain.formats.card import record_plan
 from polybasic.chain.formats.files import read_json, write_json
 from polybasic.chain.formats.manifest import read_manifest, write_manifest
-from polybasic.chain.formats.plan import Flush, MeasuredPlan, Ngram, Plan, PredictedPlan, Tree
+from polybasic.chain.formats.plan import (
+    Flush,
+    LoadPlan,
+    MeasuredPlan,
+    Ngram,
+    Plan,
+    PredictedPlan,
+    Tree,
+)
 from polybasic.chain.formats.verify import check_chain
 from polybasic.deploy import Chain, load_chain
 from polybasic.deploy.hardware import hardware_name
@@ -219,19 +228,17 @@ def test_statistics_add_up(chain: Chain) -> None:
 TWO_MEMBERS = Plan(members=("target", "draft"), tree=Tree(depth=2, top_k=3, rows=5))
 
 
-def measured(folder: Path, hardware: str) -> MeasuredPlan:
+def measured(folder: Path, hardware: str, **conditions: Any) -> MeasuredPlan:
     """Add a plan to a chain, as if it had been measured on this hardware."""
     alone = TWO_MEMBERS.model_copy(update={"members": ("target",), "ngram": Ngram()})
+    given = {"dtype": "float32", "temperature": 0.0, "plan": TWO_MEMBERS} | conditions
     plan = MeasuredPlan(
         hardware=hardware,
-        dtype="float32",
-        temperature=0.0,
-        plan=TWO_MEMBERS,
+        **given,
         seconds_per_token=0.5,
         others=(PredictedPlan(plan=alone, seconds_per_token=0.7),),
     )
-    manifest = read_manifest(folder)
-    write_manifest(folder, manifest.model_copy(update={"plans": (plan,)}))
+    record_plan(folder, plan)
     return plan
 
 
@@ -269,6 +276,31 @@ def test_the_plan_that_was_measured_on_this_machine_runs(
     assert caplog.messages == []
 
 
+def test_each_temperature_runs_by_its_own_plan(
+    tiny_chain: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    here = hardware_name(torch.device("cpu"))
+    alone = Plan(members=("target",), tree=TWO_MEMBERS.tree)
+    measured(tiny_chain, here)
+    by_load = (LoadPlan(sequences=1, plan=alone, seconds_per_token=1),)
+    drawn = measured(tiny_chain, here, temperature=1.0, plan=alone, by_load=by_load)
+    chain = load_chain(tiny_chain, dtype="float32")
+    assert members_that_ran(chain) == {"target", "draft"}
+    assert members_that_ran(chain, temperature=1.0) == {"target"}
+    assert members_that_ran(chain, temperature=1.0, members=["target", "draft"]) == {
+        *("target", "draft")
+    }
+    asked = load_chain(tiny_chain, dtype="float32", temperature=1.0)
+    assert (asked.plan, asked.measured_plan) == (alone, drawn)
+    assert members_that_ran(asked, temperature=0.0) == {"target", "draft"}
+    assert caplog.messages == []
+    assert load_chain(tiny_chain, dtype="bfloat16").measured_plan is None
+    assert caplog.messages == [
+        "the chain's plans were measured in float32, not in bfloat16; it runs as it was packed; "
+        f"measure here: polybasic plan {tiny_chain} --dtype bfloat16"
+    ]
+
+
 def test_plans_of_other_machines_are_reported(
     tiny_chain: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -281,7 +313,7 @@ def test_plans_of_other_machines_are_reported(
     here = hardware_name(torch.device("cpu"))
     assert caplog.messages == [
         f"the chain's plans were measured on an abacus, not on {here}; it runs as it was packed; "
-        f"measure here: polybasic plan {tiny_chain}"
+        f"measure here: polybasic plan {tiny_chain} --dtype float32"
     ]
 
 
@@ -331,8 +363,8 @@ def test_the_shortest_member_bounds_the_context(tiny_chain_parts: Any, tmp_path:
 def test_warnings_of_the_check_are_reported(
     tiny_chain: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def warned(folder: Path, digests: bool) -> Any:
-        return dataclasses.replace(check_chain(folder, digests), warnings=("small is large",))
+    def warned(*arguments: Any) -> Any:
+        return dataclasses.replace(check_chain(*arguments), warnings=("small is large",))
 
     monkeypatch.setattr("polybasic.deploy.load.check_chain", warned)
     load_chain(tiny_chain)

@@ -30,6 +30,7 @@ from polybasic.deploy.rounds.cache import KeyValueCache
 from polybasic.deploy.rounds.verifier import Verifier
 from tests.checkpoints import write_family
 from tests.conftest import package_around, write_intermediate, write_target
+from tests.deploy.drafters.definitions import best_paths, paths_of
 from tests.head_kinds import write_early_exit
 
 CPU, CAPACITY = torch.device("cpu"), 200
@@ -71,28 +72,6 @@ def log_probabilities(target: Path, exit: Path, num_layers: int) -> Callable[[li
     return of
 
 
-def scored_paths(tree: DraftTree) -> set[tuple[int, ...]]:
-    return {tuple(path) for path in tree.paths()[1:]}
-
-
-def best_paths(of: Callable[[list[int]], Tensor], tokens: list[int]) -> set[tuple[int, ...]]:
-    """EAGLE-2's definition of a tree, as in tests/deploy/drafters/test_tree_drafters.py."""
-    beam: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
-    pool: list[tuple[float, tuple[int, ...]]] = []
-    for _ in range(TREE.depth):
-        level = []
-        for score, path in beam:
-            best = of([*tokens, *path]).topk(TREE.top_k)
-            level += [
-                (score + value, (*path, token))
-                for value, token in zip(best.values.tolist(), best.indices.tolist(), strict=True)
-            ]
-        pool += level
-        beam = sorted(level, reverse=True)[: TREE.top_k]
-    best_first = sorted(pool, key=lambda scored: (-scored[0], len(scored[1])))
-    return {path for _, path in best_first[: TREE.rows - 1]}
-
-
 @torch.inference_mode()
 @pytest.mark.parametrize("kernels", ["native", "eager"])
 @pytest.mark.parametrize(("family", "rank"), [("llama3", 0), ("llama3", 32), ("gemma3", 16)])
@@ -115,9 +94,9 @@ def test_drafts_are_those_of_the_first_layers(
         verifier.cache.truncate(0)
         verifier.read(tokens[: num - 1]) if num > 1 else None
         verifier.cache.keep(range(num - 1))
-        found = scored_paths(drafter.draft(tokens[:num], TREE.depth))
-        assert found == best_paths(of, tokens[:num])
-        assert found != best_paths(other, tokens[:num])
+        found = paths_of(drafter.draft(tokens[:num], TREE.depth))
+        assert found == best_paths(of, TREE, tokens[:num])
+        assert found != best_paths(other, TREE, tokens[:num])
         assert verifier.cache.length == num - 1, "a draft commits nothing"
 
 
@@ -260,6 +239,7 @@ def edited(models: Path, out: Path, **changes: Any) -> Path:
         ({"exit_layer": 3}, r"early exit behind the last layer: .*exit_layer 3 of 3 layers"),
         ({"exit_layer": 0}, r"malformed early exit: .*exit_layer 0"),
         ({"exit_layer": "2"}, r"malformed early exit: .*exit_layer '2'"),
+        ({"exit_layer": True}, r"malformed early exit: .*exit_layer True"),
         ({"adapter_rank": 8}, r"malformed early exit: .*adapter_rank 8"),
         ({"adapter_rank": 16}, r"missing tensor: adapter\.down\.weight"),
         ({"polybasic": {"kind": "early_exit", "target_sha256": "0" * 64}}, "without its model"),

@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 
 from polybasic.deploy.hardware import available_bytes
+from polybasic.deploy.rounds.verifier import PassClock
 
 CPU = torch.device("cpu")
 
@@ -41,3 +42,26 @@ def test_what_is_available_ends_at_the_control_groups_limits(tmp_path: Path) -> 
     old = write_system(tmp_path / "old", "5:cpu:/a\n4:memory:/a\n0::/\n", within)
     assert available_bytes(CPU, old) == 3_000_000_000
     assert available_bytes(CPU, tmp_path / "nothing") is None
+
+
+def test_passes_of_a_second_gpu_are_timed_by_its_own_stream(monkeypatch) -> None:
+    recorded: list[object] = []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            pass
+
+        def record(self, stream: object = None) -> None:
+            recorded.append(stream)
+
+        def elapsed_time(self, end: "Event") -> float:
+            return 250.0
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    clock = PassClock(torch.device("cuda", 1))
+    with clock.running(2):
+        pass
+    assert (clock.num_passes, clock.seconds) == (2, 0.25)
+    assert recorded == ["stream of cuda:1"] * 2

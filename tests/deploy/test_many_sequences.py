@@ -59,9 +59,15 @@ def folder(_tiny_four_models: Path, tmp_path_factory: pytest.TempPathFactory) ->
     return write_four_and_a_copy(_tiny_four_models, tmp_path_factory.mktemp("many"))
 
 
-@pytest.fixture(params=["bfloat16", "float32"])
-def chain(folder: Path, request: pytest.FixtureRequest) -> Chain:
+@pytest.fixture(scope="module", params=["bfloat16", "float32"])
+def loaded(folder: Path, request: pytest.FixtureRequest) -> Chain:
     return load_chain(folder, dtype=request.param, context_tokens=120, sequences=64)
+
+
+@pytest.fixture
+def chain(loaded: Chain) -> Chain:
+    forget(loaded)
+    return loaded
 
 
 def requests(num: int, seed: int = 0) -> list[tuple[list[int], dict[str, Any]]]:
@@ -123,7 +129,7 @@ def alone(chain: Chain, asked: list[tuple[list[int], dict[str, Any]]]) -> list[l
 def changing(plans: list[Plan]) -> Any:
     """A plan for each round, whatever the load."""
     places = count()
-    return lambda active: plans[next(places) % len(plans)]
+    return lambda active, temperature: plans[next(places) % len(plans)]
 
 
 def test_sixty_four_sequences_answer_as_each_alone(folder: Path, chain: Chain) -> None:

@@ -145,9 +145,14 @@ def test_first_user_turns_become_questions_each_once(tmp_path: Path) -> None:
         [SYSTEM, *conversation("vier ü", "c")],
         conversation("one\ntwo", "d"),
     ]
-    write_first_turns(path, conversations)
+    write_first_turns(conversations, [path])
     questions = read_questions(path)
     assert [question.turns for question in questions] == [("one\ntwo",), ("vier ü",)]
     assert {question.task for question in questions} == {"heldout"}
     assert len({question.question_id for question in questions}) == 2
     assert choose_questions(questions, 12) == questions
+    paths = [tmp_path / "plan.jsonl", tmp_path / "bench.jsonl", tmp_path / "none.jsonl"]
+    write_first_turns(conversations, paths[:2])
+    assert [read_questions(each) for each in paths[:2]] == [questions[:1], questions[1:]]
+    with pytest.raises(UserError, match=r"^too few held-out conversations to ask: 2 different"):
+        write_first_turns(conversations, paths)

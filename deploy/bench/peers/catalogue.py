@@ -26,7 +26,7 @@ class Peer:
 
 
 PEERS = {
-    "llama.cpp": Peer("llama.cpp", ("llama-cpp-python", "gguf")),
+    "llama.cpp": Peer("llama.cpp", ("llama-cpp-python",)),
     "openvino": Peer("OpenVINO GenAI", ("openvino-genai", "optimum-intel")),
 }
 

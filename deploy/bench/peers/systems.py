@@ -138,7 +138,7 @@ def _loaded(mode: Mode, runtime: str, chain: Chain, python: Path, stack: ExitSta
 
 
 def write_gguf(
-    chain: Chain, kinds: Sequence[str], python: Path, folder: Path, has_texts: bool = False
+    chain: Chain, kinds: Sequence[str], folder: Path, has_texts: bool = False
 ) -> dict[str, Path]:
     """The target as GGUF, a file of each kind ("BF16", "Q4_0") below `folder`.
 
@@ -146,13 +146,14 @@ def write_gguf(
         has_texts: with the target's vocabulary; by default for token ids alone.
 
     Raises:
-        UserError: it is no Llama, or the environment lacks what it takes.
+        UserError: gguf is not installed, or llama.cpp computes the target otherwise.
     """
+    from polybasic.chain.gguf import writing
+
     files = {kind: folder.absolute() / f"{kind}.gguf" for kind in kinds}
-    stop = () if has_texts else ("--stop", *sorted(chain.stop_tokens))
+    stop = () if has_texts else chain.stop_tokens
     for kind, path in files.items():
-        words = ("workers.write_gguf", chain.target_folder.absolute(), path, "--type", kind, *stop)
-        run_worker((python.absolute(), "-m", *words), torch.get_num_threads())
+        writing.write_gguf(chain.target_folder, path, matrices=kind, stop=stop)
     return files
 
 
@@ -160,7 +161,7 @@ def _llama_modes(chain: Chain, python: Path, folder: Path) -> list[Mode]:
     """llama.cpp by its C interface."""
     dtype = name_of(chain.engine.models.target.dtype)
     own = GGUF_TYPES[dtype]
-    files = write_gguf(chain, (own, "Q4_0"), python, folder)
+    files = write_gguf(chain, (own, "Q4_0"), folder)
     library = f"llama.cpp by its C interface with the target as GGUF in {dtype}"
 
     def mode(

@@ -3,10 +3,10 @@
 from typing import Any
 
 from polybasic.chain.readable import readable_bytes
-from polybasic.deploy.bench.report.lines import hardware_line, settings_line
+from polybasic.chain.tables import Table
+from polybasic.deploy.bench.report.lines import differs, hardware_line, settings_line
 from polybasic.deploy.bench.report.parts import (
     NOT_KNOWN,
-    Table,
     shown_milliseconds,
     shown_number,
     shown_share,
@@ -89,13 +89,17 @@ def rounding_table(report: Report) -> Table | None:
         system = report.systems.get(name)
         dtype = rounding["dtype"] if system is None else system.dtype
         is_own = dtype == rounding["dtype"]
-        verdict = "rounding" if change["is_sound"] else "WRONG" if is_own else "another dtype"
+        verdict = "rounding" if change["is_sound"] else "another dtype"
+        if is_own and not change["is_sound"]:
+            is_wrong = differs(report, None if system is None else name)
+            verdict = "WRONG" if is_wrong else "more than rounding"
         rows.append([name if is_own else f"{name} in {dtype}", *numbers, verdict])
     notes = (
         "Largest change in the difference of two leading candidates' logits, between passes as the "
         "systems run them and those of the target alone, which read 1 row, and between them and a "
         f"reference, from which the operations for prompts deviate by {rounding['usual']:.3g}. "
-        "What deviates by several times as much is not rounding but wrong; it excuses no output.",
+        "What deviates by several times as much is more than rounding and excuses no output; it is "
+        "WRONG where outputs differ.",
     )
     header = ["passes in", "change from 1 row", "from the reference", "is"]
     return Table("Rounding", header, rows, notes)

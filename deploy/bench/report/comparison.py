@@ -6,10 +6,10 @@ from typing import NamedTuple
 from rich.console import Console
 
 from polybasic.chain.readable import readable_bytes
+from polybasic.chain.tables import Table, print_table
 from polybasic.deploy.bench.comparing import Change, Comparison, SystemChange
 from polybasic.deploy.bench.report.lines import UNLIKELY
-from polybasic.deploy.bench.report.parts import NOT_KNOWN, Table
-from polybasic.deploy.bench.report.terminal import print_table
+from polybasic.deploy.bench.report.parts import NOT_KNOWN
 from polybasic.deploy.bench.schema import Agreement
 
 

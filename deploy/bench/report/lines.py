@@ -3,7 +3,8 @@
 from typing import Any
 
 from polybasic.chain.formats.card import grown_note
-from polybasic.chain.readable import readable_bytes
+from polybasic.chain.formats.plan import decision_lines
+from polybasic.chain.readable import counted, readable_bytes
 from polybasic.deploy.bench.report.parts import (
     shown_interval,
     shown_milliseconds,
@@ -70,7 +71,24 @@ def headline_lines(report: Report) -> list[str]:
                 f"The fastest in {dtype}, as the target's, is `{best}`, with "
                 f"{_rate(systems[best])} tokens/s."
             )
-    return lines
+    return [*lines, *_slow_lines(report)]
+
+
+def _slow_lines(report: Report) -> list[str]:
+    """That transformers computes the target faster than this runtime, and what to try."""
+    beside = report.systems["target"].totals.over_hf
+    if beside is None or beside.high >= 1:
+        return []
+    line = (
+        f"This runtime is slow on this processor: `target`, without drafts, is "
+        f"{shown_times(beside.value)} times as fast as `hf_generate` ({shown_interval(beside)})."
+    )
+    if report.memory["stated"]["kernels"] == "native":
+        line += (
+            " POLYBASIC_KERNELS=eager computes by PyTorch's operations, as transformers does: "
+            "measure with it too, and keep what is faster. `polybasic doctor` names the kernels."
+        )
+    return [line]
 
 
 def noise_line(report: Report) -> str:
@@ -121,7 +139,7 @@ def exactness_line(report: Report) -> str:
             f"Sampled tokens do NOT have the target's distribution: {', '.join(wrong)}."
             if wrong
             else "Sampled tokens are consistent with the target's distribution "
-            f"(smallest p-value {least:.3g}, of {len(laws)} systems)."
+            f"(smallest p-value {least:.3g}, of {counted(len(laws), 'system')})."
         )
     return " ".join(parts) or "No answers were compared with the target's."
 
@@ -140,10 +158,10 @@ def plan_line(report: Report) -> str:
     return line
 
 
-def decision_line(report: Report) -> str | None:
-    """Why the planner chose it; None of a plan that was not measured."""
+def decided_lines(report: Report) -> list[str]:
+    """Why the planner chose it; empty of a plan that was not measured."""
     explanation = report.plan["explanation"]
-    return None if explanation is None else explanation["decision"]
+    return [] if explanation is None else decision_lines(explanation)
 
 
 def rounding_line(report: Report) -> str:
@@ -161,8 +179,23 @@ def rounding_line(report: Report) -> str:
         line += f", the widest {max(one.widest_near_tie for one in agreements):.3g}"
     unsound = [name for name, change in rounding["ways"].items() if not change["is_sound"]]
     if unsound:
-        line += f"; WRONG, not rounding, and excused by nothing: passes in {', '.join(unsound)}"
+        line += f"; more than rounding, and it excuses no output: passes in {', '.join(unsound)}"
+        line += ", where outputs are WRONG" if differs(report, None) else ", no output differs"
     return line
+
+
+def differs(report: Report, name: str | None) -> bool:
+    """Whether outputs differ from the target's by more than rounding explains.
+
+    Args:
+        name: of a system; None for all of this runtime.
+    """
+    return any(
+        (one.agreement is not None and one.agreement.different > 0)
+        or (one.law is not None and one.law.p_value < UNLIKELY)
+        for other, one in report.systems.items()
+        if (one.runtime == "polybasic" if name is None else other == name)
+    )
 
 
 def memory_line(memory: dict[str, Any]) -> str:
@@ -210,10 +243,11 @@ def answers_line(answers: dict[str, Any] | None) -> str:
 
 def settings_line(settings: dict[str, Any]) -> str:
     """What was run."""
+    source = f" ({settings['prompts']})" if settings["prompts"] else ""
     line = (
-        f"{_counted(settings['num_prompts'], 'prompt')}, "
-        f"{_counted(settings['repeats'], 'repeat')}, at most "
-        f"{_counted(settings['max_new_tokens'], 'new token')}, "
+        f"{counted(settings['num_prompts'], 'prompt')}{source}, "
+        f"{counted(settings['repeats'], 'repeat')}, at most "
+        f"{counted(settings['max_new_tokens'], 'new token')}, "
         f"temperature {settings['temperature']:g}, {settings['dtype']}"
     )
     if num := settings["num_questions_left_out_as_too_long"]:
@@ -233,10 +267,6 @@ def hardware_line(hardware: dict[str, Any]) -> str:
         f"{hardware['memory_bytes'] / 2**30:.0f} GiB"
     )
     return f"{hardware['accelerator']}; {line}" if "accelerator" in hardware else line
-
-
-def _counted(num: int, what: str) -> str:
-    return f"{num} {what}" if num == 1 else f"{num} {what}s"
 
 
 def _rate(system: SystemReport) -> str:

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
+from polybasic.chain.tables import Table
 from polybasic.deploy.bench.report.parts import (
     NOT_KNOWN,
-    Table,
     shown_milliseconds,
     shown_number,
     shown_share,

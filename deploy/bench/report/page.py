@@ -7,8 +7,9 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from polybasic.chain.formats.files import whole_file
+from polybasic.chain.tables import Table
 from polybasic.deploy.bench.report.lines import status_lines
-from polybasic.deploy.bench.report.parts import Figure, Table
+from polybasic.deploy.bench.report.parts import Figure
 from polybasic.deploy.bench.report.plots import draw
 from polybasic.deploy.bench.report.sections import sections_of
 from polybasic.deploy.bench.schema import Report

@@ -2,46 +2,12 @@
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
+from polybasic.chain.tables import Table
 from polybasic.deploy.bench.schema import Quantiles, Ratio
 
 NOT_KNOWN = "-"
-
-
-@dataclass(frozen=True)
-class Table:
-    """A table; a line feed in a cell begins a new line of it.
-
-    Attributes:
-        title: without a full stop.
-        header: of the columns; the first one names the rows.
-        rows: of as many cells.
-        notes: sentences below it.
-        num_text_columns: the first columns, which are aligned to the left.
-        wraps: whether the last column is text that may be broken between words.
-        may_turn: whether rows and columns can change places.
-        is_detail: whether a terminal's summary leaves it out.
-    """
-
-    title: str
-    header: list[str]
-    rows: list[list[str]]
-    notes: tuple[str, ...] = ()
-    num_text_columns: int = 1
-    wraps: bool = False
-    may_turn: bool = False
-    is_detail: bool = False
-
-    def turned(self) -> "Table":
-        """The same with rows for columns."""
-        header, *rows = map(list, zip(self.header, *self.rows, strict=True))
-        return replace(self, header=header, rows=rows)
-
-    def is_text(self, column: int) -> bool:
-        """Whether a column is aligned to the left."""
-        is_last = column == len(self.header) - 1
-        return column < self.num_text_columns or (self.wraps and is_last)
 
 
 @dataclass(frozen=True)

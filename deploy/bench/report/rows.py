@@ -2,11 +2,12 @@
 
 from collections.abc import Callable, Mapping
 
+from polybasic.chain.formats.head_kinds.table import HEAD_KINDS
+from polybasic.chain.tables import Table
 from polybasic.deploy.bench.report.parts import (
     ITSELF,
     NOT_KNOWN,
     Named,
-    Table,
     not_conclusive,
     shown_interval,
     shown_milliseconds,
@@ -18,16 +19,7 @@ from polybasic.deploy.bench.report.parts import (
 )
 from polybasic.deploy.bench.schema import Ratio, Report, SystemReport, Totals
 
-HEADLINE_SYSTEMS = (
-    "eagle2",
-    "eagle3",
-    "medusa",
-    "hydra",
-    "early_exit",
-    "steering",
-    "polybasic",
-    "polybasic_full",
-)
+HEADLINE_SYSTEMS = (*HEAD_KINDS, "polybasic", "polybasic_full")
 ALL = "all"
 """Column of the answers to all prompts, beside those by task."""
 

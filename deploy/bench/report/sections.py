@@ -1,5 +1,6 @@
 """The one order of a report's contents, for every way of showing it."""
 
+from polybasic.chain.tables import Table
 from polybasic.deploy.bench.report.chain_rows import (
     adaptation_table,
     draft_vocabulary_table,
@@ -11,7 +12,7 @@ from polybasic.deploy.bench.report.chain_rows import (
 )
 from polybasic.deploy.bench.report.lines import (
     answers_line,
-    decision_line,
+    decided_lines,
     exactness_line,
     headline_lines,
     memory_line,
@@ -27,7 +28,7 @@ from polybasic.deploy.bench.report.member_rows import (
     prediction_table,
     spent_table,
 )
-from polybasic.deploy.bench.report.parts import Figure, Section, Table
+from polybasic.deploy.bench.report.parts import Figure, Section
 from polybasic.deploy.bench.report.rows import (
     description_table,
     group_table,
@@ -80,7 +81,7 @@ def sections_of(report: Report) -> list[Section]:
         _section(
             "Plan",
             f"{plan_line(report)}.",
-            _sentence(decision_line(report)),
+            *map(_sentence, decided_lines(report)),
             is_summary=True,
         ),
         _section("Noise", noise_line(report), is_summary=True),

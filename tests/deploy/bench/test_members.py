@@ -11,11 +11,11 @@ from rich.console import Console
 
 from polybasic.chain.formats.package import Part
 from polybasic.chain.kernels.drafts import DraftTree
+from polybasic.chain.tables import print_table
 from polybasic.deploy import load_chain
 from polybasic.deploy.bench import members
 from polybasic.deploy.bench.members import draft_vocabularies
 from polybasic.deploy.bench.report.chain_rows import draft_vocabulary_table
-from polybasic.deploy.bench.report.terminal import print_table
 from polybasic.deploy.bench.running import bench_chain
 from polybasic.deploy.bench.schema import read_report
 from polybasic.deploy.drafters.head import EagleDrafter

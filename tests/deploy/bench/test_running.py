@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 import pytest
 import torch
 
@@ -22,6 +23,8 @@ from polybasic.deploy.bench.system import TimedAnswer
 from polybasic.deploy.rounds.sampling import GreedySampler, Sampling
 from polybasic.deploy.settings import BenchSettings
 from tests.conftest import ChainParts
+
+NOTEBOOK = Path(__file__).parents[3] / "docs" / "research.ipynb"
 
 
 def write_prompts(path: Path, *rows: dict[str, Any]) -> Path:
@@ -100,6 +103,53 @@ def test_report_counts_what_was_run(benched: tuple[Path, Report]) -> None:
     assert report.notes == [
         "The plan runs as packed; it was not measured on this machine: polybasic plan."
     ]
+
+
+def test_each_answer_is_a_row(benched: tuple[Path, Report]) -> None:
+    report = read_report(benched[0] / "report" / "report.json")
+    rows = report.rows()
+    assert len(rows) == 4 * 2 * len(report.systems)
+    for row in rows:
+        assert row["token_ids"]
+        assert row["text"].split() == [f"w{one}" for one in row["token_ids"] if one < 62]
+        for lengths in row["accepted_lengths"].values():
+            assert sum(lengths) >= len(row["token_ids"])
+    first, *_ = (row for row in rows if row["system"] == "polybasic_full")
+    assert first["prompt"] == "w5 w9"
+    assert list(first["accepted_lengths"]) == ["target", "intermediate"]
+    assert sum(first["accepted_lengths"]["target"]) == len(first["token_ids"])
+    full = report.systems["polybasic_full"]
+    assert [list(map(len, row)) for row in full.answers.accepted_lengths["target"]] == (
+        full.answers.passes
+    )
+    assert not any(row["accepted_lengths"] for row in rows if row["system"] == "hf_generate")
+
+
+def test_the_notebook_runs(
+    benched: tuple[Path, Report], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "runs" / "tiny").mkdir(parents=True)
+    (tmp_path / "runs" / "tiny" / "chain").symlink_to(benched[0])
+    monkeypatch.chdir(tmp_path)
+    matplotlib.use("agg")
+    cells = json.loads(NOTEBOOK.read_text("utf-8"))["cells"]
+    ran: dict[str, Any] = {}
+    for number, cell in enumerate(cells):
+        if cell["cell_type"] == "code":
+            assert not cell["outputs"]
+            exec(compile("".join(cell["source"]), f"cell {number}", "exec"), ran)
+    assert len(ran["plt"].get_fignums()) == 3
+    ran["plt"].close("all")
+    assert ran["identical"]
+    # random models continue no two prompts alike: the toy shows what it can where it has seen it
+    target, prompt = ran["target"], benched[1].prompts[-1].token_ids
+    expected, _ = ran["answer"](target, ran["NoDrafter"](), prompt, 16)
+    found, gained = ran["answer"](target, ran["Bigrams"]([expected]), prompt, 16)
+    assert found == expected
+    assert max(gained) > 1
+    assert sum(map(len, ran["lengths_by_system"](ran["rows"]).values())) == sum(
+        int(sum(map(sum, system.answers.passes or []))) for system in benched[1].systems.values()
+    )
 
 
 def test_members_are_counted_by_repeat(benched: tuple[Path, Report]) -> None:

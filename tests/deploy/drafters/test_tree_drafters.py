@@ -1,96 +1,47 @@
 """Drafts of heads and of independent models against their definition, without a shared cache."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file
 from torch import Tensor
 
-from polybasic.chain.formats.checkpoint import load_tensors
 from polybasic.chain.formats.config import read_config
 from polybasic.chain.formats.plan import Tree
 from polybasic.chain.kernels.drafts import DraftTree, walk
 from polybasic.chain.kernels.executor import Executor
 from polybasic.chain.kernels.rows import consecutive_rows
-from polybasic.chain.model.dflash import load_dflash
 from polybasic.chain.model.loading import load_decoder, load_head
-from polybasic.chain.model.medusa import load_medusa
 from polybasic.deploy.drafters.head import EagleDrafter
 from polybasic.deploy.drafters.model import ModelDrafter
 from polybasic.deploy.rounds.cache import KeyValueCache
 from polybasic.deploy.rounds.verifier import Verifier
-from tests.deploy.plain_dflash import PlainDFlash
-from tests.deploy.plain_eagle3 import PlainEagle3, PlainPEagle
-from tests.head_kinds import (
-    DFLASH_WINDOW,
-    FEATURE_LAYERS,
-    PEAGLE_MASK,
-    trim,
-    write_dflash,
-    write_eagle3,
-    write_medusa,
-    write_peagle,
+from tests.deploy.drafters.definitions import (
+    CAPACITY,
+    CASES,
+    CPU,
+    DRAFTED,
+    Case,
+    Models,
+    best_paths,
+    cache_of,
+    dflash_case,
+    over_all_tokens,
+    paths_of,
+    random_tokens,
 )
+from tests.head_kinds import trim
 
-CPU, CAPACITY, VOCAB_SIZE = torch.device("cpu"), 200, 64
 TREES = [
     Tree(depth=1, top_k=3, rows=3),
     Tree(depth=3, top_k=1, rows=4),
     Tree(depth=4, top_k=3, rows=12),
     Tree(depth=3, top_k=4, rows=30),
 ]
-DRAFTED = torch.arange(1, VOCAB_SIZE, 5)
-"""By trimmed heads."""
-AnyDrafter = EagleDrafter | ModelDrafter
-
-
-@dataclass(frozen=True)
-class Models:
-    """A target, its 4-bit copy and its head, in float32."""
-
-    target: Executor
-    intermediate: Executor
-    head: Executor
-
-
-@dataclass(frozen=True)
-class Case:
-    """A drafter and its definition.
-
-    Attributes:
-        make: a drafter of this shape.
-        log_probabilities: states of the sequence, the sequence, a path below its last token
-            -> log-probabilities [V] of the token after the path.
-        reads_root: whether drafts depend on the last token of the sequence.
-    """
-
-    target: Executor
-    make: Callable[[Tree], AnyDrafter]
-    log_probabilities: Callable[[Tensor, list[int], list[int]], Tensor]
-    feature_layers: tuple[int, ...] = ()
-    reads_root: bool = True
-
-    def states(self, tokens: list[int]) -> Tensor:
-        """The target's states [R, D]; [0, D] of no tokens."""
-        if not tokens:
-            return torch.zeros(0, self.target.states_width(self.feature_layers))
-        layers = self.feature_layers
-        verifier = Verifier("target", self.target, cache_of(self.target), feature_layers=layers)
-        return verifier.read(tokens)
-
-
-def cache_of(decoder: Executor) -> KeyValueCache:
-    config = decoder.config
-    return KeyValueCache(config, config.num_layers, CAPACITY, torch.float32, CPU)
 
 
 @pytest.fixture
@@ -104,157 +55,13 @@ def models(tiny_chain_parts: Any) -> Models:
     )
 
 
-def over_all_tokens(log_probabilities: Tensor, token_ids: Tensor) -> Tensor:
-    """[V] of those of some tokens; the others are never drafted."""
-    return torch.full((VOCAB_SIZE,), -torch.inf).index_put((token_ids,), log_probabilities)
-
-
-def eagle3_case(
-    target: Executor,
-    folder: Path,
-    target_folder: Path,
-    token_ids: Tensor,
-    variants: tuple[str, ...] = (),
-) -> Case:
-    """A random EAGLE-3 head over these tokens."""
-    trimmed_to = token_ids if len(token_ids) < VOCAB_SIZE else None
-    write_eagle3(folder, target_folder, trimmed_to, variants=variants)
-    head, config = load_head(read_config(folder), target, CAPACITY), target.config
-    weights = {
-        name: tensor.float() for name, tensor in load_file(folder / "model.safetensors").items()
-    }
-    plain = PlainEagle3(
-        weights,
-        target.weights.embedding,
-        config.head_dim,
-        config.rms_norm_eps,
-        norms_residual="norm_before_residual" in variants,
-        norms_output="norm_output" in variants,
-    )
-
-    def of_plain(states: Tensor, tokens: list[int], path: list[int]) -> Tensor:
-        layers = states[:, config.hidden_size :]
-        return over_all_tokens(plain.log_probabilities(layers, tokens[1:], path), token_ids)
-
-    return Case(target, lambda tree: EagleDrafter(head, tree, CAPACITY), of_plain, FEATURE_LAYERS)
-
-
-def medusa_case(target: Executor, folder: Path, target_folder: Path, name: str) -> Case:
-    """Medusa's or Hydra's heads, computed one tensor after the other."""
-    token_ids = DRAFTED if name.startswith("trimmed") else torch.arange(VOCAB_SIZE)
-    is_hydra = name.endswith("hydra")
-    drafted = DRAFTED if name.startswith("trimmed") else None
-    write_medusa(folder, target_folder, "hydra" if is_hydra else "medusa", drafted)
-    heads, weights = (
-        load_medusa(read_config(folder), target, CAPACITY),
-        load_file(folder / "model.safetensors"),
-    )
-
-    def linear(name: str, x: Tensor) -> Tensor:
-        bias = weights.get(f"{name}.bias")
-        return F.linear(
-            x, weights[f"{name}.weight"].float(), None if bias is None else bias.float()
-        )
-
-    def of_plain(states: Tensor, tokens: list[int], path: list[int]) -> Tensor:
-        place = len(path)
-        x = states[-1:]
-        if is_hydra:
-            read = target.weights.embedding[[tokens[-1], *path]].flatten()
-            x = torch.cat([x[0], read])[None]
-        kept = linear(f"blocks.{place}.residual", x) if is_hydra else x
-        x = kept + F.silu(linear(f"blocks.{place}.layers.0", x))
-        x = x + F.silu(linear(f"blocks.{place}.layers.1", x))
-        return over_all_tokens(linear(f"lm_heads.{place}", x)[0].log_softmax(-1), token_ids)
-
-    make = partial(EagleDrafter, heads, capacity=CAPACITY)
-    return Case(target, make, of_plain, reads_root=is_hydra)
-
-
-def dflash_case(target: Executor, folder: Path, target_folder: Path, name: str) -> Case:
-    """A random DFlash head, or one of Domino's or DSpark's."""
-    drafted = DRAFTED if name.startswith("trimmed") else None
-    token_ids = torch.arange(VOCAB_SIZE) if drafted is None else drafted
-    write_dflash(folder, target_folder, name.removeprefix("trimmed "), drafted)
-    file = read_config(folder)
-    config = file.head
-    plain = PlainDFlash(
-        {name: one.float() for name, one in load_file(folder / "model.safetensors").items()},
-        target.weights.embedding,
-        load_tensors(target_folder)["lm_head.weight"].float()[token_ids],
-        config.head_dim,
-        config.rms_norm_eps,
-        file.content["block_size"],
-        file.content["dflash_config"],
-        config.rope["rope_theta"],
-        (DFLASH_WINDOW if "window" in name else None, None),
-    )
-
-    def of_plain(states: Tensor, tokens: list[int], path: list[int]) -> Tensor:
-        layers = states[:, config.hidden_size :]
-        return over_all_tokens(plain.log_probabilities(layers, tokens[-1], path), token_ids)
-
-    make = partial(EagleDrafter, load_dflash(file, target, CAPACITY), capacity=CAPACITY)
-    return Case(target, make, of_plain, FEATURE_LAYERS)
-
-
-def peagle_case(target: Executor, folder: Path, target_folder: Path, name: str) -> Case:
-    """A random P-EAGLE head."""
-    drafted = DRAFTED if name.startswith("trimmed") else None
-    token_ids = torch.arange(VOCAB_SIZE) if drafted is None else drafted
-    write_peagle(folder, target_folder, drafted)
-    file = read_config(folder)
-    config = file.head
-    weights = {name: one.float() for name, one in load_file(folder / "model.safetensors").items()}
-    plain = PlainPEagle(
-        weights,
-        weights["embed_tokens.weight"],
-        config.head_dim,
-        config.rms_norm_eps,
-        config.rope["rope_theta"],
-        mask_token_id=PEAGLE_MASK,
-    )
-
-    def of_plain(states: Tensor, tokens: list[int], path: list[int]) -> Tensor:
-        layers = states[:, config.hidden_size :]
-        return over_all_tokens(plain.log_probabilities(layers, tokens[1:], path), token_ids)
-
-    make = partial(EagleDrafter, load_head(file, target, CAPACITY), capacity=CAPACITY)
-    return Case(target, make, of_plain, FEATURE_LAYERS)
-
-
-VARIANTS = {
-    "eagle3": (),
-    "trimmed eagle3": (),
-    "eagle3.1": ("fc_norm", "norm_output"),
-}
-DFLASHES = [
-    "dflash",
-    "dflash with a window",
-    "trimmed domino",
-    "dspark vanilla",
-    "trimmed dspark gated",
-    "dspark rnn",
-]
-PEAGLES = ["peagle", "trimmed peagle"]
-MEDUSAS = ["medusa", "trimmed medusa", "hydra", "trimmed hydra"]
-
-
-@pytest.fixture(params=["head", "model", "trimmed head", *VARIANTS, *MEDUSAS, *DFLASHES, *PEAGLES])
+@pytest.fixture(params=["head", "model", "trimmed head", *CASES])
 def case(
     request: pytest.FixtureRequest, models: Models, tiny_chain_parts: Any, tmp_path: Path
 ) -> Case:
     target, head = models.target, models.head
-    if request.param in PEAGLES:
-        return peagle_case(target, tmp_path / "peagle", tiny_chain_parts.target, request.param)
-    if request.param in DFLASHES:
-        return dflash_case(target, tmp_path / "dflash", tiny_chain_parts.target, request.param)
-    if request.param in MEDUSAS:
-        return medusa_case(target, tmp_path / "heads", tiny_chain_parts.target, request.param)
-    if request.param in VARIANTS:
-        token_ids = DRAFTED if request.param.startswith("trimmed") else torch.arange(VOCAB_SIZE)
-        folders = tmp_path / "eagle3", tiny_chain_parts.target
-        return eagle3_case(target, *folders, token_ids, VARIANTS[request.param])
+    if make_case := CASES.get(request.param):
+        return make_case(target, tmp_path / "head", tiny_chain_parts.target, request.param)
 
     def of_head_feature(states: Tensor, tokens: list[int], path: list[int]) -> Tensor:
         cache = KeyValueCache(head.config, 1, CAPACITY, torch.float32, CPU)
@@ -290,34 +97,7 @@ def case(
 def expected_paths(
     case: Case, states: Tensor, tokens: list[int], tree: Tree
 ) -> set[tuple[int, ...]]:
-    """EAGLE-2's definition: expand the best of each level, keep the best of all."""
-    beam: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
-    pool: list[tuple[float, tuple[int, ...]]] = []
-    for _ in range(tree.depth):
-        level = []
-        for score, path in beam:
-            best = case.log_probabilities(states, tokens, list(path)).topk(tree.top_k)
-            level += [
-                (score + value, (*path, token))
-                for value, token in zip(best.values.tolist(), best.indices.tolist(), strict=True)
-            ]
-        pool += level
-        beam = sorted(level, reverse=True)[: tree.top_k]
-    # A child that is certain scores as its parent does: the parent comes first.
-    best_first = sorted(pool, key=lambda scored: (-scored[0], len(scored[1])))
-    return {path for _, path in best_first[: tree.rows - 1]}
-
-
-def paths_of(tree: DraftTree) -> set[tuple[int, ...]]:
-    """Tokens from below the root down to each candidate."""
-    paths: list[tuple[int, ...]] = [()]
-    for token, parent in zip(tree.tokens[1:], tree.parents[1:], strict=True):
-        paths.append((*paths[parent], token))
-    return set(paths[1:])
-
-
-def random_tokens(count: int) -> list[int]:
-    return torch.randint(0, VOCAB_SIZE, (count,)).tolist()
+    return best_paths(lambda path: case.log_probabilities(states, tokens, path), tree)
 
 
 @torch.inference_mode()

@@ -17,7 +17,7 @@ from tests.deploy.graphs.test_recorded_graphs import Attention, assert_same
 from tests.deploy.recorded_graphs import RecordedGraphs
 
 CPU = torch.device("cpu")
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+needs_gpu = pytest.mark.gpu(needed=True)
 
 
 @pytest.mark.parametrize("graphs", [Graphs(CPU), RecordedGraphs(enabled=False)])

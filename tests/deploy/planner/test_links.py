@@ -20,7 +20,7 @@ from polybasic.deploy.planner.search import Candidate, choose_plan, member_sets
 from polybasic.deploy.planner.simulation import simulate
 from polybasic.deploy.remote.link import Link, answer_bytes, verify_bytes
 from polybasic.deploy.settings import PlanGrid, PlanSettings
-from tests.deploy.planner import test_search
+from tests.deploy.planner import machines
 from tests.deploy.traces import LEAST, make_measurements, make_trace
 from tests.recipes.command_line import refusal
 
@@ -121,7 +121,7 @@ def test_what_is_drafted_ahead_saves_time_only_where_it_is_kept() -> None:
 def best_over(text: str, **changes: Any) -> Candidate:
     """The best plan with the intermediate, over a link."""
     cost, agreement = {"target": 4.0, "intermediate": 1.0}, {"intermediate": 0.97}
-    measured = test_search.make_measurements(0, cost, agreement, predicts=False)
+    measured = machines.make_measurements(0, cost, agreement, predicts=False)
     measured = replace(measured, link=Link.of(text), **changes)
     found = choose_plan([measured], GRID).best_with("intermediate")
     assert found is not None
@@ -138,19 +138,19 @@ def test_a_slow_link_wants_long_blocks() -> None:
 
 
 def test_plans_that_cannot_run_over_a_link_are_left_out() -> None:
-    here = test_search.make_measurements(0, {"a": 2.0, "b": 1.0}, {"b": 0.9}, ngram=0.2)
+    here = machines.make_measurements(0, {"a": 2.0, "b": 1.0}, {"b": 0.9}, ngram=0.2)
     grid = PlanGrid(ngram_matches=(2,))
     names = {str(one) for one in member_sets(replace(here, link=Link.of("5ms")), grid)}
-    left_out = {"a -> draft", "a -> draft + n-gram"}
+    left_out = {"a → draft", "a → draft + n-grams"}
     assert {str(one) for one in member_sets(here, grid)} - names == left_out
-    assert names >= {"a", "a + n-gram", "a -> b", "a -> b -> draft + n-gram"}
+    assert names >= {"a", "a + n-grams", "a → b", "a → b → draft + n-grams"}
     assert rules_to_compare(PlanSettings(link="5ms", temperature=1)) == (("coupled",),)
     assert len(rules_to_compare(PlanSettings(temperature=1))) == 2
 
 
 def test_the_explanation_tells_the_share_of_the_link() -> None:
     cost, agreement = {"target": 4.0, "intermediate": 1.0}, {"intermediate": 0.97}
-    here = test_search.make_measurements(0, cost, agreement)
+    here = machines.make_measurements(0, cost, agreement)
     measured = replace(here, link=Link.of("20ms"), is_optimistic=True)
     assert Measurements.from_json(json.loads(json.dumps(measured.to_json()))).link == measured.link
     choice = choose_plan([measured], GRID)
@@ -168,14 +168,13 @@ def test_the_explanation_tells_the_share_of_the_link() -> None:
 
 def test_a_chain_keeps_the_plans_of_links_beside_that_of_the_machine(tiny_chain: Path) -> None:
     plan = read_manifest(tiny_chain).plan
-    given = {"plan": plan, "seconds_per_token": 1, "hardware": "here", "dtype": "float32"}
+    given = {"plan": plan, "temperature": 0, "hardware": "here", "dtype": "float32"}
     links = (None, "20ms", "80ms", "20ms")
     for place, link in enumerate(links):
-        record_plan(tiny_chain, MeasuredPlan(**given, temperature=place, link=link))
+        record_plan(tiny_chain, MeasuredPlan(**given, seconds_per_token=place + 1, link=link))
     manifest = read_manifest(tiny_chain)
-    assert [(one.link, one.temperature) for one in manifest.plans] == [
-        *((None, 0), ("80ms", 2), ("20ms", 3)),
+    assert [(one.link, one.seconds_per_token) for one in manifest.plans] == [
+        *((None, 1), ("80ms", 3), ("20ms", 4)),
     ]
-    chosen = manifest.plan_for("here")
-    assert chosen is not None
+    (chosen,) = manifest.plans_for("here", "float32").plans
     assert chosen.link is None

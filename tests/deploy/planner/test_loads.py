@@ -228,13 +228,11 @@ def test_plans_by_load_are_shown_in_eighty_columns() -> None:
             one[key] /= 1000
     console = Console(width=80, record=True)
     print_explanation(json.loads(json.dumps(explanation)), console)
-    _, _, table = console.export_text().partition("best plan by number of sequences")
+    _, _, table = console.export_text().partition("Best plan by number of sequences")
     lines = [" ".join(line.split()) for line in table.splitlines()]
-    assert "1 target -> draft 114 58.8 114" in lines
-    assert lines[lines.index("1 target -> draft 114 58.8 114") + 1] == (
-        "tree of depth 2, top 4, 8 rows"
-    )
-    assert "16 target 500 500 263" in lines
+    first = lines.index("1 114 58.8 114 target → draft; tree of")
+    assert lines[first + 1] == "depth 2, top 4, 8 rows"
+    assert "16 500 500 263 target; alone, no drafting" in lines
     assert explain(choice, measured.measurements[0])["loads"] == []
 
 

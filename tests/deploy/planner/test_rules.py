@@ -12,7 +12,7 @@ from polybasic.deploy.planner.rules import rules_to_compare
 from polybasic.deploy.planner.search import choose_plan
 from polybasic.deploy.planner.tables import print_explanation
 from polybasic.deploy.settings import PlanGrid, PlanSettings
-from tests.deploy.planner.test_search import SMALL_GRID, make_measurements
+from tests.deploy.planner.machines import SMALL_GRID, make_measurements
 
 
 def by_rules(cost: float = 1.0) -> list[Measurements]:
@@ -47,12 +47,12 @@ def test_the_rule_is_that_of_the_fastest_plan(cost: float, rule: str) -> None:
     assert explanation["rules"][0]["rule"] == rule
     means = ", so that a seed means a text" if rule == "coupled" else ""
     first = choice.other_rules[0]
-    told = f"; rule {rule}{means}: with {first.plan.rule} the best plan needs {first.milliseconds}"
+    told = f"rule {rule}{means}: with {first.plan.rule} the best plan needs {first.milliseconds}"
     assert told in explanation["decision"]
     console = Console(record=True, width=200)
     print_explanation(explanation, console)
     text = console.export_text()
-    assert "best plan of each rule" in text
+    assert "Best plan of each rule" in text
     for one in best.values():
         assert f"{1e3 * one.seconds_per_token:.3f}" in text
 
@@ -82,9 +82,9 @@ def test_rules_without_others_to_compare() -> None:
         PlanSettings(): (("coupled",),),
         PlanSettings(rule="block"): (("block",),),
         PlanSettings(temperature=1): (("coupled",), ("block", "token")),
-        PlanSettings(temperature=1, reproducible=True): (("coupled",),),
+        PlanSettings(temperature=1, rule="token"): (("token",),),
     }
     for settings, rules in compared.items():
         assert rules_to_compare(settings) == rules
-    with pytest.raises(ValidationError, match="reproducible needs the rule coupled, not token"):
-        PlanSettings(rule="token", reproducible=True)
+    with pytest.raises(ValidationError, match="a link carries the rule coupled alone, not token"):
+        PlanSettings(rule="token", link="20ms")

@@ -1,32 +1,19 @@
-"""The search against the exhaustive one, verdicts on constructed machines, explanations."""
+"""The search against the exhaustive one, and verdicts on constructed machines."""
 
 import json
 import re
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
 from pydantic import ValidationError
-from rich.console import Console
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.plan import Plan, Tree
-from polybasic.chain.kernels.drafts import ABSENT
 from polybasic.deploy.planner import search as planner
-from polybasic.deploy.planner.agreement import (
-    acceptance_between,
-    acceptance_by_bin,
-    candidates_by_depth,
-)
 from polybasic.deploy.planner.explanation import decide, explain
 from polybasic.deploy.planner.lattice import MemberSet
-from polybasic.deploy.planner.measurements import (
-    DraftCosts,
-    Measurements,
-    PassCosts,
-    Trace,
-)
+from polybasic.deploy.planner.measurements import Measurements
 from polybasic.deploy.planner.search import (
     Candidate,
     Choice,
@@ -35,20 +22,9 @@ from polybasic.deploy.planner.search import (
     member_sets,
 )
 from polybasic.deploy.planner.simulation import Simulator, simulate
-from polybasic.deploy.planner.tables import print_explanation, render
 from polybasic.deploy.settings import PlanGrid
 from tests.deploy import traces as small
-
-GRID = PlanGrid(
-    depths=(1, 2, 3, 4, 5, 6),
-    top_ks=(2, 4),
-    rows=(4, 8, 16, 32),
-    flush_lengths=(2, 4, 6, 8, 12, 16),
-    ngram_matches=(2, 3),
-)
-SMALL_GRID = PlanGrid(
-    depths=(2, 4), top_ks=(2,), rows=(4, 8), flush_lengths=(2, 4, 8), ngram_matches=()
-)
+from tests.deploy.planner.machines import GRID, SMALL_GRID, make_measurements, random_measurements
 
 
 @pytest.mark.parametrize(
@@ -58,110 +34,6 @@ def test_grids_of_what_cannot_run_are_refused(grid: dict[str, tuple[int, ...]]) 
     PlanGrid(depths=(64,), top_ks=(4,), rows=(2, 256))
     with pytest.raises(ValidationError):
         PlanGrid(**grid)
-
-
-def make_ranks(chance: np.random.Generator, num: int, hit: float, top_k: int) -> np.ndarray:
-    """Of a drafter whose first guess is right with probability `hit`; depth 6."""
-    depth = 6
-    ranks = np.full((num, depth, depth), ABSENT)
-    for place in range(num):
-        rank = 0
-        for level in range(depth):
-            rank += 1 + int(chance.geometric(hit)) - 1 + int(chance.integers(0, 3))
-            if chance.random() > 0.5 * (1 + hit) or rank > 4 * top_k:
-                break
-            ranks[place, level:, level] = rank + np.arange(depth - level) // 2
-    return ranks
-
-
-def make_measurements(
-    seed: int,
-    cost: dict[str, float],
-    agreement: dict[str, float],
-    *,
-    hit: float = 0.7,
-    draft_seconds: float = 0.05,
-    temperature: float = 0.0,
-    ngram: float | None = None,
-    drafters: dict[str, tuple[str, ...]] | None = None,
-    num_traces: int = 8,
-    predicts: bool = True,
-) -> Measurements:
-    """A machine on which a pass costs `cost` milliseconds at one row and a tenth for each more.
-
-    Args:
-        agreement: of each intermediate with the target.
-        predicts: whether the intermediates' probabilities show where they are wrong.
-    """
-    chance = np.random.default_rng(seed)
-    names = tuple(cost)
-    drafters = {"draft": names} if drafters is None else drafters
-    traces = []
-    for _ in range(num_traces):
-        num = 48
-        probability = {names[0]: np.ones(num)}
-        confidence = {names[0]: np.full(num, 0.9)}
-        for name in names[1:]:
-            agrees = chance.random(num) < agreement[name]
-            if temperature == 0:
-                probability[name] = agrees.astype(float)
-            else:
-                probability[name] = np.where(agrees, 0.9, 0.1)
-            sure = np.where(agrees, 0.97, 0.4) if predicts else chance.uniform(0.6, 0.99, num)
-            confidence[name] = sure
-        traces.append(
-            Trace(
-                "task",
-                probability,
-                confidence,
-                confidence,
-                {
-                    (drafter, name): {k: make_ranks(chance, num, hit, k) for k in (2, 4)}
-                    for drafter, drafts_for in drafters.items()
-                    for name in drafts_for
-                },
-                None
-                if ngram is None
-                else {m: np.where(chance.random(num) < ngram, 8, -1) for m in (2, 3)},
-            )
-        )
-    rows = (1, 2, 4, 8, 16, 32)
-    return Measurements(
-        hardware="a machine",
-        dtype="float32",
-        temperature=temperature,
-        verifying=names,
-        drafters=drafters,
-        passes={
-            name: PassCosts(rows, tuple(1e-3 * one * (0.9 + 0.1 * r) for r in rows))
-            for name, one in cost.items()
-        },
-        drafts={
-            name: DraftCosts(dict.fromkeys((2, 4), (1e-3 * draft_seconds,) * 2))
-            for name in drafters
-        },
-        shares_cache=dict.fromkeys(names, names[0]),
-        block_overhead_seconds=dict.fromkeys(names, 1e-5),
-        ngram_seconds=1e-6,
-        traces=traces,
-        rules=("block", "token") if temperature > 0 else ("coupled",),
-    )
-
-
-def random_measurements(seed: int) -> Measurements:
-    """Any machine: two intermediates, costs of all kinds, both temperatures."""
-    chance = np.random.default_rng(seed)
-    cost = dict(zip("abc", np.sort(chance.uniform(0.2, 4.0, 3))[::-1].tolist(), strict=True))
-    agreement = {name: float(chance.uniform(0.7, 0.99)) for name in "bc"}
-    return make_measurements(
-        seed,
-        cost,
-        agreement,
-        hit=float(chance.uniform(0.4, 0.95)),
-        draft_seconds=float(chance.uniform(0.01, 0.3)),
-        temperature=float(seed % 2),
-        num_traces=3,
-    )
 
 
 # The sets of members and their plans
@@ -186,7 +58,7 @@ def test_every_set_that_can_run_is_tried() -> None:
         *("a->b->c", "a->b->c->small"),
     }
     assert {"->".join(one.names) for one in found if one.has_ngram} == without
-    assert str(MemberSet(("a", "head"), True)) == "a -> head + n-gram"
+    assert str(MemberSet(("a", "head"), True)) == "a → head + n-grams"
 
 
 def test_plans_of_the_grid() -> None:
@@ -331,7 +203,7 @@ def test_an_intermediate_that_costs_as_much_as_the_target_is_left_out() -> None:
     assert "keep draft: without it" in sentence
     (insertion,) = explain(choice, measured)["insertions"]
     assert insertion["pays"] is False
-    assert insertion["into"] == "target -> draft"
+    assert insertion["into"] == "target → draft"
 
 
 def test_a_cheap_intermediate_that_agrees_is_kept() -> None:
@@ -355,10 +227,10 @@ def test_a_target_that_nothing_speeds_up_runs_alone() -> None:
     choice = choose_plan([measured], SMALL_GRID)
     assert choice.best is choice.alone
     sentence = decide(choice, measured)
-    assert sentence.startswith("run target at ")
+    assert sentence.startswith("run target alone at ")
     assert "leave intermediate out" in sentence
     assert "leave draft out" in sentence
-    assert " alone" not in sentence
+    assert "times as fast" not in sentence
 
 
 def test_of_two_intermediates_the_one_that_pays_is_kept() -> None:
@@ -375,7 +247,7 @@ def test_of_two_intermediates_the_one_that_pays_is_kept() -> None:
     assert verdicts["small"]["pays"] is True
     assert verdicts["large"]["pays"] is False
     # It would come above the one that runs.
-    assert verdicts["large"]["giving"].startswith("target -> large -> small")
+    assert verdicts["large"]["giving"].startswith("target → large → small")
 
 
 def test_copies_are_made_where_they_come_true() -> None:
@@ -396,123 +268,3 @@ def test_adaptive_flushes_where_probabilities_predict_what_is_rejected(predicts:
     with_b = choice.best_with("b")
     assert with_b is not None
     assert (with_b.plan.flush["a"].adaptive is not None) is predicts
-
-
-# What is read off traces
-
-
-def test_acceptance_by_bin() -> None:
-    measured = make_measurements(0, {"a": 1.0, "b": 1.0}, {"b": 0.8}, num_traces=40)
-    share = acceptance_between(measured, "a", "b")
-    assert share == pytest.approx(0.8, abs=0.03)
-    acceptance = acceptance_by_bin(measured, "a", "b")
-    # Right ones have probability 0.97, wrong ones 0.4: bins 7 and 1; the others were never seen.
-    num_wrong = (1 - share) * measured.num_tokens
-    assert acceptance[1] == pytest.approx(share / (num_wrong + 1))
-    assert acceptance[7] > 0.99
-    assert [acceptance[index] for index in (0, 2, 3, 4, 5, 6)] == pytest.approx([share] * 6)
-
-
-def test_acceptance_by_bin_at_a_temperature() -> None:
-    """Two tokens, p = (0.5, 0.5) and q = (0.9, 0.1) everywhere: of the first 5/9 are kept."""
-    chance = np.random.default_rng(0)
-    is_first, draws_first = chance.random(4000) < 0.5, chance.random(4000) < 0.9
-    q = np.where(is_first, 0.9, 0.1)
-    measured = make_measurements(0, {"a": 1.0, "b": 1.0}, {"b": 0.8}, temperature=1.0)
-    trace = Trace(
-        "task",
-        {"a": np.full(4000, 0.5), "b": q},
-        {"a": np.full(4000, 0.5), "b": q},
-        {"a": np.full(4000, 0.5), "b": np.where(draws_first, 0.9, 0.1)},
-        {},
-        None,
-    )
-    measured.traces[:] = [trace]
-    acceptance = acceptance_by_bin(measured, "a", "b")
-    assert acceptance[6] == pytest.approx(5 / 9, abs=0.03)
-    assert acceptance[0] == pytest.approx(1.0, abs=0.1)
-    assert acceptance_between(measured, "a", "b") == pytest.approx(0.6, abs=0.02)
-
-
-def test_candidates_by_depth() -> None:
-    ranks = np.full((4, 2, 2), ABSENT)
-    ranks[0, :, 0], ranks[0, 1, 1] = 1, 3
-    ranks[1, :, 0], ranks[3, :, 0] = 2, 1
-    measured = make_measurements(0, {"a": 1.0}, {}, num_traces=1)
-    measured.traces[0].ranks["draft", "a"] = {2: ranks}
-    # One token: at 0, 1 and 3 of 4. Two tokens: at 0 of 3, as nothing follows the last.
-    assert candidates_by_depth(measured, "draft", "a", 2) == [3 / 4, 1 / 3]
-
-
-# What is explained
-
-
-def explanation_of(measured: Measurements) -> dict[str, Any]:
-    found: dict[str, Any] = explain(choose_plan([measured], SMALL_GRID), measured)
-    return found
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_an_explanation_adds_up(seed: int) -> None:
-    measured = random_measurements(seed)
-    choice = choose_plan([measured], SMALL_GRID)
-    explanation = explain(choice, measured)
-    assert json.loads(json.dumps(explanation)) == explanation
-    lemma = explanation["lemma_3_1"]
-    total = lemma["seconds_per_token"] + lemma["beside_passes_seconds"]
-    assert total == pytest.approx(choice.best.seconds_per_token)
-    assert lemma["simulated_seconds_per_token"] == choice.best.seconds_per_token
-    parts = [term["seconds_per_token"] for term in lemma["terms"]]
-    assert sum(parts) == pytest.approx(lemma["seconds_per_token"])
-    for one in explanation["accepted_length"]:
-        assert 1 <= one["mean"] <= one["max_tokens"]
-    assert len(explanation["insertions"]) == 2
-    for one in explanation["insertions"]:
-        assert one["pays"] is (one["seconds_per_token_with"] < one["seconds_per_token_without"])
-    # What is in the plan was found to pay, and what is not was found not to.
-    kept = {one["inserted"] for one in explanation["insertions"] if one["pays"]}
-    if len(choice.best.names) == 4:
-        assert kept == {"b", "c"}
-
-
-def test_theorem_3_2_by_hand() -> None:
-    measured = make_measurements(
-        0, {"target": 20.0, "intermediate": 1.0}, {"intermediate": 0.99}, draft_seconds=0.01
-    )
-    choice = choose_plan([measured], SMALL_GRID)
-    without, inserted = choice.best_without("intermediate").predicted, choice.best.predicted
-    (one,) = explain(choice, measured)["insertions"]
-    seconds = inserted.seconds_by_member["intermediate"] / inserted.passes["intermediate"]
-    left = seconds * without.passes["target"] / without.seconds_by_member["target"]
-    spared = without.passes["target"] - inserted.passes["target"]
-    assert one["fewer_passes_above"]["left"] == pytest.approx(left)
-    assert one["fewer_passes_above"]["right"] == pytest.approx(
-        spared / inserted.passes["intermediate"]
-    )
-    assert one["drafts_per_round"] == pytest.approx(
-        without.passes["draft"] / without.passes["target"]
-    )
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_everything_is_shown(seed: int) -> None:
-    explanation = explanation_of(random_measurements(seed))
-    console = Console(width=200)
-    with console.capture() as captured:
-        print_explanation(explanation, console)
-    text = captured.get()
-    assert "a machine, float32" in text
-    assert explanation["decision"] in text
-    for one in explanation["by_members"]:
-        assert f"{1e3 * one['seconds_per_token']:.3f}" in text
-    for title in ("Lemma 3.1", "Theorem 3.2", "ms a pass, by rows", "best plan of each set"):
-        assert title in text
-
-
-def test_a_chain_without_intermediates_is_explained() -> None:
-    measured = make_measurements(0, {"target": 2.0}, {})
-    explanation = explanation_of(measured)
-    assert explanation["insertions"] == []
-    assert explanation["acceptance"]["verifying"] == []
-    assert "keep draft" in explanation["decision"]
-    assert render(explanation)

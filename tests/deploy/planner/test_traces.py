@@ -281,7 +281,7 @@ def test_a_plan_is_chosen_written_run_and_reported(
     assert lines[-1].endswith("left out: nothing")
     chain = load_chain(tiny_chain, dtype="float32")
     hardware = hardware_name(chain.engine.models.target.device)
-    assert read_manifest(tiny_chain).plan_for(hardware) == measured
+    assert read_manifest(tiny_chain).plans_for(hardware, "float32").plans == (measured,)
     assert chain.plan == measured.plan
     members = {one.plan.members for one in (measured, *measured.others)}
     full = ("target", "intermediate", "draft")
@@ -291,7 +291,7 @@ def test_a_plan_is_chosen_written_run_and_reported(
     assert 0.98 * seconds[-1] < min(seconds)
     console = Console(record=True, width=140)
     print_explanation(measured.explanation, console)
-    assert measured.explanation["decision"] in " ".join(console.export_text().split())
+    assert console.export_text().startswith("Run ")
 
     systems = ("target", "ngram", "eagle2", "polybasic_full", "polybasic")
     report = bench_chain(

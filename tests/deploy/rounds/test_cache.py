@@ -1,7 +1,10 @@
 """Rows of a cache, moved by the host and without it."""
 
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from polybasic.deploy.rounds import cache
 from polybasic.deploy.rounds.cache import KeyValueCache
@@ -66,3 +69,32 @@ def test_rows_move_on_the_device_as_if_all_were_read_before(
         assert torch.equal(made.block[:, :, others], before[:, :, others])
     assert made.length == 9
     assert graphs.counts.replays == 2
+
+
+class Indexed(TorchDispatchMode):
+    """Elements of the largest tensor that was indexed."""
+
+    most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket.__name__.startswith("index"):
+            self.most = max(self.most, args[0].numel())
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("is_on_device", [True, False])
+def test_a_large_cache_is_indexed_in_parts(
+    is_on_device: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a 7B model's at 8,768 rows, here of 5 layers and a limit of two and a half."""
+    made = KeyValueCache(CONFIG, 5, CAPACITY, torch.float16, CPU)
+    made.block.copy_(torch.randn(made.block.shape))
+    before, layer = made.block.clone(), made.block[0].numel()
+    monkeypatch.setattr(cache, "_MAX_INDEXED", 5 * layer // 2)
+    with Indexed() as indexed:
+        if is_on_device:
+            made.move_on_device(torch.tensor([7, 9]), torch.tensor(5))
+        else:
+            made.move([7, 9], 5)
+    assert indexed.most == 2 * layer
+    assert torch.equal(made.block[:, :, 5:7], before[:, :, [7, 9]])

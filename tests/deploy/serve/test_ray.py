@@ -4,6 +4,7 @@ import asyncio
 import json
 import re
 import shutil
+import signal
 import socket
 import tempfile
 from collections import Counter
@@ -157,6 +158,7 @@ def cluster(long_chain: Path) -> Iterator[httpx2.Client]:
         port = free.getsockname()[1]
     # sockets lie in it, whose paths have to be short
     folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
+    on_sigterm = signal.getsignal(signal.SIGTERM)  # which Ray sets in its driver and leaves so
     with pytest.MonkeyPatch.context() as patch:
         # the token would be kept in the home folder
         patch.setenv("RAY_AUTH_MODE", "disabled")
@@ -180,6 +182,7 @@ def cluster(long_chain: Path) -> Iterator[httpx2.Client]:
         serve.shutdown()
     finally:
         ray.shutdown()
+        signal.signal(signal.SIGTERM, on_sigterm)
         shutil.rmtree(folder, ignore_errors=True)
 
 

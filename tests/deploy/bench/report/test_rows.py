@@ -4,6 +4,8 @@ from typing import Any
 
 import pytest
 
+from polybasic.chain.formats.head_kinds.table import HEAD_KINDS
+from polybasic.chain.tables import Table
 from polybasic.deploy.bench.report.chain_rows import exactness_table, law_table, rounding_table
 from polybasic.deploy.bench.report.lines import (
     exactness_line,
@@ -22,13 +24,7 @@ from polybasic.deploy.bench.report.member_rows import (
     spent_by_system,
     spent_table,
 )
-from polybasic.deploy.bench.report.parts import (
-    ITSELF,
-    Table,
-    not_conclusive,
-    shown_ratio,
-    shown_value,
-)
+from polybasic.deploy.bench.report.parts import ITSELF, not_conclusive, shown_ratio, shown_value
 from polybasic.deploy.bench.report.rows import (
     compared,
     group_table,
@@ -40,6 +36,7 @@ from polybasic.deploy.bench.report.rows import (
 )
 from polybasic.deploy.bench.report.sections import sections_of
 from polybasic.deploy.bench.schema import Agreement, Lengths, MemberCost, NoiseReport, Ratio
+from polybasic.deploy.settings import BenchSettings
 from tests.deploy.bench.report.example import (
     BASE_RATE,
     REMEDY,
@@ -124,6 +121,16 @@ def test_the_headline_is_speedup_and_accepted_length_by_task() -> None:
     assert headline_table(example(systems=("target", "hf_generate"))) is None
 
 
+def test_heads_of_all_kinds_can_be_asked_for_and_have_a_headline() -> None:
+    names = tuple(kind.name for kind in HEAD_KINDS.own)
+    assert BenchSettings(systems=names).systems == names
+    report = example()
+    systems = dict.fromkeys(("target", *names), report.systems["eagle2"])
+    table = headline_table(report.model_copy(update={"systems": systems}))
+    assert table is not None
+    assert [cells[0] for cells in table.rows] == list(names)
+
+
 def test_a_task_that_was_not_reached_has_no_figure() -> None:
     report = example()
     tasks = {name: one for name, one in report.systems["eagle2"].tasks.items() if name != "qa"}
@@ -146,6 +153,18 @@ def test_the_first_sentences_say_what_was_gained() -> None:
         "Whether `polybasic` is faster than the target alone is not conclusive: 0.90–1.60 times as "
         f"fast. What would help: {REMEDY}."
     ]
+
+
+def test_a_target_that_transformers_computes_faster_is_said() -> None:
+    slow = with_totals(example(), "target", over_hf=ratio(0.7, 0.1))
+    said = headline_lines(slow)[-1]
+    assert "`target`, without drafts, is 0.70 times as fast as `hf_generate` (0.63–0.77)" in said
+    assert "POLYBASIC_KERNELS=eager" in said
+    stated = {"stated": slow.memory["stated"] | {"kernels": "eager"}}
+    eager = slow.model_copy(update={"memory": slow.memory | stated})
+    assert "POLYBASIC_KERNELS" not in headline_lines(eager)[-1]
+    unsure = with_totals(example(), "target", over_hf=ratio(0.95, 0.1))
+    assert headline_lines(unsure) == headline_lines(example())
 
 
 def test_all_systems_have_rates_waiting_times_and_energy() -> None:
@@ -323,9 +342,12 @@ def test_what_is_wrong_is_not_called_rounding() -> None:
     assert "10 near ties, the widest 0.125" in rounding_line(report)
     wrong = {"from_one_row": None, "from_reference": None, "is_sound": False}
     report.rounding["ways"]["blocks of 8 rows"] = wrong
-    assert rounding_line(report).endswith(
-        "WRONG, not rounding, and excused by nothing: passes in blocks of 8 rows"
-    )
+    told = "more than rounding, and it excuses no output: passes in blocks of 8 rows, "
+    assert rounding_line(report).endswith(f"{told}no output differs")
+    assert row(rounding_table(report), "blocks of 8 rows")["is"] == "more than rounding"
+    fault = Agreement(answers=48, identical=47, near_ties=0, widest_near_tie=0.0, tolerance=0.2)
+    report = with_system(report, "eagle2", agreement=fault)
+    assert rounding_line(report).endswith(f"{told}where outputs are WRONG")
     table = rounding_table(report)
     assert table is not None
     assert ["blocks of 8 rows", "not finite", "not finite", "WRONG"] in table.rows
@@ -333,9 +355,14 @@ def test_what_is_wrong_is_not_called_rounding() -> None:
 
 @pytest.mark.parametrize(
     ("dtype", "shown", "verdict"),
-    [("bfloat16", "hf_generate", "WRONG"), ("float16", "hf_generate in float16", "another dtype")],
+    [
+        ("bfloat16", "hf_generate", "more than rounding"),
+        ("float16", "hf_generate in float16", "another dtype"),
+    ],
 )
-def test_another_dtype_is_not_wrong(dtype: str, shown: str, verdict: str) -> None:
+def test_a_system_whose_answers_are_identical_is_not_wrong(
+    dtype: str, shown: str, verdict: str
+) -> None:
     report = with_system(example(), "hf_generate", dtype=dtype)
     report.rounding["others"]["hf_generate"]["is_sound"] = False
     assert row(rounding_table(report), shown)["is"] == verdict

@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from polybasic.chain.tables import Table, print_table
 from polybasic.deploy.bench.report.markdown import table_as_markdown, write_markdown
-from polybasic.deploy.bench.report.parts import Table, shown_rate
-from polybasic.deploy.bench.report.terminal import print_report, print_table
+from polybasic.deploy.bench.report.parts import shown_rate
+from polybasic.deploy.bench.report.terminal import print_report
 from polybasic.deploy.bench.schema import Report
 from tests.deploy.bench.report.example import HOSTILE, REMEDY, example, with_system
 
