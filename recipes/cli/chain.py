@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
-from polybasic.chain.terminal import as_it_is
+from polybasic.chain.errors import UserError
+from polybasic.chain.readable import counted
+from polybasic.chain.terminal import as_it_is, say
+from polybasic.recipes.cli.asked import AnswerFile, check_sources, one_prompt
 from polybasic.recipes.cli.options import (
     ContextOption,
-    DtypeOption,
     FrequencyPenaltyOption,
     KeyFileOption,
-    MaxNewTokensOption,
     MembersOption,
     MinPOption,
     NoGraphsOption,
@@ -24,12 +25,13 @@ from polybasic.recipes.cli.options import (
     RuleOption,
     SeedOption,
     StopOption,
-    TemperatureOption,
+    TargetOption,
     TensorParallelOption,
     TlsCertificateOption,
     TopKOption,
     TopPOption,
     WaitOption,
+    recipe_defaults,
     remote_options,
 )
 from polybasic.recipes.cli.repeated import checked_rule, compare_with_target
@@ -45,9 +47,35 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print only JSON on std
 
 def generate(
     chain: ChainArgument,
-    prompt: Annotated[str, typer.Option("-p", "--prompt", help="What the user says.")],
-    max_new_tokens: MaxNewTokensOption = 256,
-    temperature: TemperatureOption = None,
+    prompt: Annotated[
+        str | None,
+        typer.Option("-p", "--prompt", help="What the user says; - reads it from standard input."),
+    ] = None,
+    file: Annotated[
+        Path | None,
+        typer.Option("-f", "--file", help="Messages with role and content, as JSON."),
+    ] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(help="Answer a file of prompts, an object a line; with --out."),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Of their answers; if interrupted, it is gone on with.")
+    ] = None,
+    max_new_tokens: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens of the answer at most.  [default: plan.max_new_tokens of the chain's "
+            "recipe, else 256]"
+        ),
+    ] = None,
+    temperature: Annotated[
+        float | None,
+        typer.Option(
+            help="0 is greedy.  [default: plan.temperature of the chain's recipe, else the "
+            "checkpoint's own, as those below]"
+        ),
+    ] = None,
     top_k: TopKOption = None,
     top_p: TopPOption = None,
     min_p: MinPOption = None,
@@ -62,9 +90,16 @@ def generate(
     rule: RuleOption = None,
     stop: StopOption = None,
     members: MembersOption = None,
-    dtype: DtypeOption = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="bfloat16, float16 or float32.  [default: plan.dtype of the chain's recipe, else "
+            "as stored, if fast here]"
+        ),
+    ] = None,
     context_tokens: ContextOption = None,
     no_graphs: NoGraphsOption = False,
+    target: TargetOption = None,
     remote: RemoteOption = None,
     key_file: KeyFileOption = None,
     tls_certificate: TlsCertificateOption = None,
@@ -77,13 +112,17 @@ def generate(
         typer.Option("--verify", help="Let the target alone answer as well, and compare."),
     ] = False,
 ) -> None:
-    """Answer a prompt: text on stdout, statistics on stderr.
+    """Answer a prompt, or a file of prompts: text on stdout, statistics on stderr.
 
     A terminal shows control characters as escapes; files and pipes get them as they are.
     """
+    from polybasic.chain.formats.checkpoint import resolve_chain
     from polybasic.deploy import load_chain
     from polybasic.deploy.rounds.sampling import Sampling
+    from polybasic.deploy.settings import PlanSettings
+    from polybasic.recipes.schema.loading import validated
 
+    check_sources(prompt, file, prompts, out)
     settings: dict[str, Any] = {
         "temperature": temperature,
         "top_k": top_k,
@@ -98,29 +137,49 @@ def generate(
     settings = {name: value for name, value in settings.items() if value is not None}
     Sampling(**settings)  # refused before anything is loaded
     rule = checked_rule(rule, verify)
-    loaded = load_chain(
-        chain,
-        dtype=dtype,
-        context_tokens=context_tokens,
-        graphs=not no_graphs,
-        tensor_parallel=tensor_parallel,
-        say=note,
-        **remote_options(remote, key_file, tls_certificate, no_optimism),
-    )
+    of_recipe = recipe_defaults(resolve_chain(chain), "plan")
+    planned = validated(PlanSettings, of_recipe, {}, f"the recipe of {chain}")
+    by_recipe = "temperature" in of_recipe and temperature is None
+    if by_recipe:
+        settings["temperature"] = planned.temperature
+    if max_new_tokens is None:
+        max_new_tokens = planned.max_new_tokens if "max_new_tokens" in of_recipe else 256
     options: dict[str, Any] = {
         **settings,
         "max_new_tokens": max_new_tokens,
-        "stop": stop or (),
+        "stop": stop or [],
         "members": members.split(",") if members is not None else None,
         "rule": rule,
     }
+    answers, question = None, None
+    if prompts is not None and out is not None:
+        shown = {"--json": as_json, "--no-stream": no_stream, "--verify": verify}
+        if named := [name for name, is_given in shown.items() if is_given]:
+            raise UserError("of a single answer", named[0], "leave it out beside --prompts")
+        answers = AnswerFile(prompts, out, {"chain": chain, **options})
+    else:
+        question = one_prompt(prompt, file)
+    loaded = load_chain(
+        chain,
+        dtype=planned.dtype if dtype is None else dtype,
+        context_tokens=context_tokens,
+        graphs=not no_graphs,
+        tensor_parallel=tensor_parallel,
+        target=target,
+        say=note,
+        **remote_options(remote, key_file, tls_certificate, no_optimism),
+    )
+    if answers is not None:
+        note(f"answered {counted(answers.complete(loaded, options), 'prompt')}; wrote {out}")
+        return
+    assert question is not None
     if as_json or no_stream:
-        answer = loaded.generate(prompt, **options)
+        answer = loaded.generate(question, **options)
         content = json.dumps(_as_json(answer), ensure_ascii=False) if as_json else answer.text
         print(content, file=answer_stream())
         statistics, token_ids = answer.statistics, answer.token_ids
     else:
-        stream = loaded.stream(prompt, **options)
+        stream = loaded.stream(question, **options)
         token_ids = []
         for piece in stream:
             print(piece.text, end="", flush=True, file=answer_stream())
@@ -132,10 +191,13 @@ def generate(
         for name, value in loaded.sampling(**settings).in_effect.items()
         if name not in settings
     }
-    note(statistics_line(statistics) + _shown_defaults(defaults))
+    sources = _shown_defaults(defaults)
+    if by_recipe and loaded.default_sampling.temperature != planned.temperature:
+        sources = f"; by the chain's recipe: temperature {planned.temperature:g}{sources}"
+    note(statistics_line(statistics) + sources)
     if verify:
         sampling = loaded.sampling(**settings | {"seed": statistics.seed})
-        line, is_well = compare_with_target(loaded, prompt, options, sampling, token_ids)
+        line, is_well = compare_with_target(loaded, question, options, sampling, token_ids)
         note(line)
         if not is_well:
             raise typer.Exit(1)
@@ -143,10 +205,15 @@ def generate(
 
 def inspect(
     chain: ChainArgument,
+    memory: Annotated[
+        bool,
+        typer.Option("--memory", help="State what it will take on this machine, in seconds."),
+    ] = False,
     dtype: Annotated[
         str | None, typer.Option(help="To state the memory for.  [default: as the target's]")
     ] = None,
     context_tokens: ContextOption = None,
+    target: TargetOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Print members, plan, origin and results of a chain, and the memory that it will take."""
@@ -158,25 +225,28 @@ def inspect(
     description = describe_chain(folder)
     if not as_json:
         print_chain(description, Console())
-    memory = _stated_memory(folder, dtype, context_tokens)
+    stated = None
+    if memory or dtype is not None or context_tokens is not None:
+        stated = _stated_memory(folder, dtype, context_tokens, target)
+    elif not as_json:
+        typer.echo(f"memory: polybasic inspect {chain} --memory")
     if as_json:
-        typer.echo(json.dumps(description | {"memory": memory}, ensure_ascii=False))
-    elif memory is not None:
+        typer.echo(json.dumps(description | {"memory": stated}, ensure_ascii=False))
+    elif stated is not None:
         from polybasic.deploy.bench.report.lines import stated_memory_line
 
-        typer.echo(f"memory: {stated_memory_line(memory)}")
+        typer.echo(f"memory: {stated_memory_line(stated)}")
 
 
 def _stated_memory(
-    folder: Path, dtype: str | None, context_tokens: int | None
+    folder: Path, dtype: str | None, context_tokens: int | None, target: str | None
 ) -> dict[str, Any] | None:
     """What the chain will take; None, with the reason on stderr, where that is unknown."""
-    from polybasic.chain.errors import UserError
     from polybasic.chain.formats.manifest import read_manifest
     from polybasic.chain.formats.verify import check_chain
     from polybasic.recipes.estimates.sizes import has_weights
 
-    for member in read_manifest(folder).members:
+    for member in read_manifest(folder).members if target is None else ():
         source, revision = member.reference.source, member.reference.revision
         if member.reference.path is None and source and not source.startswith((".", "/")):
             model = f"{source}@{revision}" if revision else source
@@ -184,7 +254,7 @@ def _stated_memory(
                 note(f"memory: not stated, {member.name} ({model}) is not on this machine yet")
                 return None
     try:
-        checked = check_chain(folder, digests=False)
+        checked = check_chain(folder, digests=False, target=target)
     except UserError as error:
         note(f"memory: not stated, {error}")
         return None
@@ -195,18 +265,18 @@ def _stated_memory(
     return memory.to_json() | {"available_bytes": available}
 
 
-def verify(chain: ChainArgument) -> None:
+def verify(chain: ChainArgument, target: TargetOption = None) -> None:
     """Check every file of a chain against its manifest."""
     from polybasic.chain.formats.checkpoint import resolve_chain
     from polybasic.chain.formats.verify import check_chain
 
-    checked = check_chain(resolve_chain(chain))
+    checked = check_chain(resolve_chain(chain), target=target)
     for warning in checked.warnings:
         note(f"warning: {warning}")
     num_files = sum(len(member.files) for member in checked.manifest.members)
     typer.echo(
-        f"{checked.folder}: whole; {len(checked.manifest.members)} members, "
-        f"{num_files + len(checked.manifest.tokenizer.files)} files checked"
+        f"{checked.folder}: whole; {counted(len(checked.manifest.members), 'member')}, "
+        f"{counted(num_files + len(checked.manifest.tokenizer.files), 'file')} checked"
     )
     note(f"next: polybasic generate {chain} -p 'Hello'")
 
@@ -232,7 +302,7 @@ def statistics_line(statistics: "Statistics") -> str:
     passes = ", ".join(f"{name} {num}" for name, num in statistics.forward_passes.items())
     seed = "" if statistics.seed is None else f"; seed {statistics.seed}"
     return (
-        f"{statistics.num_tokens} tokens in {statistics.seconds:.2f} s "
+        f"{counted(statistics.num_tokens, 'token')} in {statistics.seconds:.2f} s "
         f"({statistics.tokens_per_second:.1f} tokens/s), "
         f"{statistics.mean_accepted_length:.2f} tokens per target pass; "
         f"forward passes: {passes}{seed}"
@@ -248,8 +318,6 @@ def _shown_defaults(defaults: dict[str, Any]) -> str:
 
 def _logit_bias(given: list[str]) -> dict[int, float]:
     """["42=-5"] -> {42: -5.0}."""
-    from polybasic.chain.errors import UserError
-
     biases: dict[int, float] = {}
     for one in given:
         token, _, bias = one.partition("=")
@@ -268,4 +336,4 @@ def _logit_bias(given: list[str]) -> dict[int, float]:
 
 def note(line: str) -> None:
     """A line for people, on stderr."""
-    print(line, file=sys.stderr, flush=True)
+    say(line)

@@ -28,6 +28,7 @@ from polybasic.recipes.cli.options import (
     RuleOption,
     SeedOption,
     StopOption,
+    TargetOption,
     TemperatureOption,
     TensorParallelOption,
     TlsCertificateOption,
@@ -61,6 +62,7 @@ def chat(
     dtype: DtypeOption = None,
     context_tokens: ContextOption = None,
     no_graphs: NoGraphsOption = False,
+    target: TargetOption = None,
     remote: RemoteOption = None,
     key_file: KeyFileOption = None,
     tls_certificate: TlsCertificateOption = None,
@@ -106,6 +108,7 @@ def chat(
         graphs=not no_graphs,
         tensor_parallel=tensor_parallel,
         sequences=1,
+        target=target,
         say=note,
         **remote_options(remote, key_file, tls_certificate, no_optimism),
     )

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.card import shown_plan
 from polybasic.chain.formats.files import write_json
+from polybasic.chain.readable import counted
 from polybasic.recipes.cli.chain import note, statistics_line
 
 if TYPE_CHECKING:
@@ -140,7 +141,7 @@ def _stats(conversation: Conversation, _: str) -> None:
     note(f"last answer: {statistics_line(costs[-1])}")
     for members in dict.fromkeys(tuple(one.forward_passes) for one in costs):
         of_these = [one for one in costs if tuple(one.forward_passes) == members]
-        number = "1 answer" if len(of_these) == 1 else f"{len(of_these)} answers"
+        number = counted(len(of_these), "answer")
         note(f"{number} by {', '.join(members)}: {statistics_line(_sum(of_these))}")
 
 
@@ -166,9 +167,14 @@ def _target(conversation: Conversation, _: str) -> None:
 
 def _plan(conversation: Conversation, _: str) -> None:
     chain, members = conversation.chain, conversation.members
-    plan = chain.plan if members is None else chain.plan_of(members)
-    if members is None and chain.measured_plan is not None:
-        plan = chain.measured_plan.of_load(1)
+    asked = conversation.options.get("temperature")
+    temperature = chain.sampling(temperature=asked).temperature
+    if members is not None:
+        plan = chain.plan_of(members, temperature)
+    elif chain.measured_plans.plans:
+        plan = chain.measured_plans.of_load(1, temperature)
+    else:
+        plan = chain.plan
     verifying = [member.name for member in chain.manifest.verifying]
     predicted = chain.predicted_seconds_per_token(plan)
     measured = f"; predicted {1000 * predicted:.2f} ms a token" if predicted else ""

@@ -31,7 +31,9 @@ _PACKAGES = (
 )
 _EXTRAS = {
     "train": ("datasets", "pyarrow", "peft", "deepspeed", "accelerate", "wandb"),
+    "serve": ("fastapi", "uvicorn", "prometheus_client"),
     "quantize": ("awq", "accelerate", "datasets", "pyarrow"),
+    "gguf": ("gguf",),
     "dev": ("pytest", "hypothesis", "zstandard", "mypy", "importlinter"),
 }
 _CPU_FLAGS = (

@@ -1,4 +1,4 @@
-"""The command that hands a chain's draft head to other engines: export."""
+"""The command that hands what a chain holds to other engines: export."""
 
 from pathlib import Path
 from typing import Annotated
@@ -6,27 +6,39 @@ from typing import Annotated
 import typer
 
 from polybasic.recipes.cli.chain import ChainArgument, note
+from polybasic.recipes.cli.options import TargetOption
+
+GGUF = "gguf"
 
 
 def export(
     chain: ChainArgument,
-    to: Annotated[str, typer.Option(help="eagle, vllm or sglang.")],
+    to: Annotated[str, typer.Option(help="eagle, vllm, sglang or gguf.")],
     member: Annotated[
-        str | None, typer.Option(help="The draft head's name.  [default: the only one]")
+        str | None,
+        typer.Option(
+            help="Name of the draft head, or of the model for gguf.  [default: the only head; the "
+            "target and its intermediates]"
+        ),
     ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Folder to write.  [default: MEMBER-ENGINE]")
     ] = None,
+    target: TargetOption = None,
 ) -> None:
-    """Write a draft head as EAGLE's own code, vLLM or SGLang reads it."""
+    """Write a draft head for vLLM, SGLang or EAGLE, or models for llama.cpp."""
     from polybasic.chain.errors import UserError
     from polybasic.chain.formats.checkpoint import resolve_chain
     from polybasic.chain.heads.export import ENGINES, export_head, launch_command
 
+    if to == GGUF:
+        _export_models(resolve_chain(chain), member, out, target)
+        return
     engine = next((known for known in ENGINES if known == to), None)
     if engine is None:
-        raise UserError("unknown engine", f"--to {to}", f"use one of {', '.join(ENGINES)}")
-    exported = export_head(resolve_chain(chain), engine, member, out)
+        known = ", ".join((*ENGINES, GGUF))
+        raise UserError("unknown engine", f"--to {to}", f"use one of {known}")
+    exported = export_head(resolve_chain(chain), engine, member, out, target)
     typer.echo(str(exported.folder))
     for warning in exported.warnings:
         note(f"warning: {warning}")
@@ -35,3 +47,17 @@ def export(
             note(f"{folder}, its 4-bit copy, is an ordinary AWQ model: it can be served instead")
     command = launch_command(engine, exported)
     note(f"wrote {exported.member} into {exported.folder}; next: {command}")
+
+
+def _export_models(chain: Path, member: str | None, out: Path | None, target: str | None) -> None:
+    """Write models for llama.cpp."""
+    from polybasic.chain.gguf.export import export_gguf
+    from polybasic.chain.readable import readable_bytes
+
+    exported = export_gguf(chain, member, out, target)
+    typer.echo(str(exported.folder))
+    for warning in exported.warnings:
+        note(f"warning: {warning}")
+    for file in exported.files.values():
+        note(f"{file}: {readable_bytes(file.stat().st_size)}")
+    note(f"next: {exported.command}")

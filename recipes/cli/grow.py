@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from polybasic.recipes.cli.chain import ChainArgument, note
+from polybasic.recipes.cli.options import TargetOption
 
 if TYPE_CHECKING:
     from polybasic.recipes.growth.shapes import GrownShape
@@ -18,6 +19,7 @@ def grow(
     out: Annotated[
         Path | None, typer.Option(help="Folder to write.  [default: CHAIN-SHAPE]")
     ] = None,
+    target: TargetOption = None,
 ) -> None:
     """Write a chain that answers as CHAIN does and costs what a large model's does."""
     from polybasic.chain.formats.checkpoint import resolve_chain
@@ -32,22 +34,22 @@ def grow(
         is_local = Path(chain).expanduser().exists()
         name = f"{folder.resolve().name if is_local else chain.split('/')[-1]}-{shape}"
         out = folder.resolve().with_name(name) if is_local else Path(name)
-    needed_bytes = _num_bytes(folder, wanted)
+    needed_bytes = _num_bytes(folder, wanted, target)
     check_free(out, needed_bytes)
     note(f"growing {folder} to {shape}: about {needed_bytes / 1e9:.1f} GB into {out}")
     with disk_errors(out), full_disk_is_an_oserror(out):
-        grow_chain(folder, wanted, shape, out)
+        grow_chain(folder, wanted, shape, out, target=target)
     typer.echo(str(out))
     written = shlex.quote(str(out))
     note(f"wrote {out}; next: polybasic plan {written}, then polybasic bench {written}")
 
 
-def _num_bytes(folder: Path, shape: "GrownShape") -> int:
+def _num_bytes(folder: Path, shape: "GrownShape", target: str | None = None) -> int:
     """Of a chain's members in the grown shapes."""
     from polybasic.chain.formats.verify import check_chain
     from polybasic.recipes.estimates.sizes import grown_shape
 
-    chain = check_chain(folder, digests=False)
+    chain = check_chain(folder, digests=False, target=target)
     members = chain.manifest.members
     weight_bytes = 4 if members[0].dtype == "float32" else 2
     vocab_size = chain.target_config.decoder.vocab_size

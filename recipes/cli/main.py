@@ -12,24 +12,36 @@ import typer
 from typer.core import TyperGroup
 
 from polybasic.chain.errors import LostProcessError, UserError
+from polybasic.chain.logs import logging_as
 from polybasic.chain.processes.coordinator import end_all, is_of_a_lost_process, show, watch
 from polybasic.chain.processes.interruption import Interrupted, signals_raise
 from polybasic.chain.processes.joining import joined, leave
 from polybasic.chain.processes.place import place_in
 from polybasic.chain.terminal import ShownStream
 from polybasic.recipes.cli import (
+    cache,
     chain,
     chat,
     doctor,
     export,
     grow,
     measure,
+    migrate,
     recipes,
     run,
+    runs,
     serve,
     serve_target,
+    trace,
+    warmup,
 )
 from polybasic.recipes.cli.lacking import what_is_lacking
+from polybasic.recipes.cli.logs import (
+    LogJsonOption,
+    LogLevelOption,
+    VerboseOption,
+    without_log_options,
+)
 
 _OF_ALL = ("run", "train", "quantize", "package")
 """Commands that all processes of a launcher run. Those with `--tensor-parallel` keep the others as
@@ -80,10 +92,15 @@ app.command()(chain.generate)
 app.command()(chat.chat)
 app.command()(serve.serve)
 app.command()(serve_target.serve_target)
+app.command()(trace.trace)
 app.command()(chain.inspect)
 app.command()(chain.verify)
+app.command()(migrate.migrate)
 app.command()(export.export)
 app.command()(grow.grow)
+app.command()(warmup.warmup)
+app.add_typer(runs.app, name="runs")
+app.add_typer(cache.app, name="cache")
 app.add_typer(recipes.app, name="recipes")
 app.command()(doctor.doctor)
 
@@ -102,6 +119,9 @@ def polybasic(
             "--version", help="Print the version and exit.", callback=_print_version, is_eager=True
         ),
     ] = False,
+    verbose: VerboseOption = False,
+    log_level: LogLevelOption = None,
+    log_json: LogJsonOption = False,
 ) -> None:
     """Make a language model answer faster without changing a single probability."""
 
@@ -112,8 +132,19 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         if isinstance(stream, io.TextIOWrapper):
             # of a locale that lacks a character, rather than nothing at all
             stream.reconfigure(errors="backslashreplace")
-    with redirect_stdout(ShownStream(sys.stdout)), redirect_stderr(ShownStream(sys.stderr)):
-        code = _exit_code(arguments)
+    with (
+        redirect_stdout(ShownStream(sys.stdout)),
+        redirect_stderr(ShownStream(sys.stderr)),
+        ExitStack() as opened,
+    ):
+        try:
+            words, logs = without_log_options(sys.argv[1:] if arguments is None else arguments)
+        except UserError as error:
+            code, text = _ending(error)
+            show(text)
+        else:
+            opened.enter_context(logging_as(logs))
+            code = _exit_code(words)
         try:
             sys.stdout.flush()
         except OSError as error:
@@ -125,7 +156,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         sys.exit(code)
 
 
-def _exit_code(arguments: list[str] | None) -> int:
+def _exit_code(arguments: list[str]) -> int:
     """Of this process, and of all that a launcher has started with it."""
     try:
         with signals_raise(), ExitStack() as opened:

@@ -1,38 +1,66 @@
 """Commands that measure a chain on the machine at hand: plan, bench."""
 
 import json
-import shlex
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from polybasic.chain.errors import UserError
+from polybasic.chain.formats.places import command_without_places
+from polybasic.chain.processes.interruption import Interrupted
 from polybasic.recipes.cli.chain import ChainArgument, JsonOption, note
 from polybasic.recipes.cli.options import (
     KeyFileOption,
     NoGraphsOption,
     RemoteOption,
+    TargetOption,
     TensorParallelOption,
     TlsCertificateOption,
     WaitOption,
+    recipe_defaults,
     remote_options,
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from polybasic.deploy.planner.run import Planning
     from polybasic.deploy.settings import BenchSettings, PlanSettings
     from polybasic.recipes.pipeline.prompts import PromptSource
+    from polybasic.recipes.schema.loading import Model
 
 PromptsOption = Annotated[
     str | None,
-    typer.Option(help="A file of prompts or its URL.  [default: embedded, held-out prompts]"),
+    typer.Option(
+        help="A file of prompts or its URL, or embedded ones.  [default: held-out turns of the "
+        "run's own conversations, if it had such, else embedded]"
+    ),
 ]
 NumPromptsOption = Annotated[int | None, typer.Option(help="Prompts of each task.")]
-NewTokensOption = Annotated[int | None, typer.Option(help="Tokens of one answer.")]
-TemperatureOption = Annotated[float | None, typer.Option(help="0 is greedy.")]
-DtypeOption = Annotated[str | None, typer.Option(help="auto, bfloat16, float16 or float32.")]
+NewTokensOption = Annotated[
+    int | None,
+    typer.Option(help="Tokens of one answer.  [default: that of the chain's recipe, else 96]"),
+]
+TemperatureOption = Annotated[
+    float | None,
+    typer.Option(help="0 is greedy.  [default: that of the chain's recipe, else 0]"),
+]
+RuleOption = Annotated[
+    str | None,
+    typer.Option(
+        help="How tokens are drawn: coupled, block, token or auto.  "
+        "[default: that of the chain's recipe, else auto]"
+    ),
+]
+DtypeOption = Annotated[
+    str | None,
+    typer.Option(
+        help="auto, bfloat16, float16 or float32.  [default: that of the chain's recipe, else auto]"
+    ),
+]
 
 
 def plan(
@@ -45,9 +73,7 @@ def plan(
         typer.Option(help="Of measuring; what does not fit is left out.  [default: 120]"),
     ] = None,
     temperature: TemperatureOption = None,
-    reproducible: Annotated[
-        bool, typer.Option("--reproducible", help="Among plans under which a seed means a text.")
-    ] = False,
+    rule: RuleOption = None,
     link: Annotated[
         str | None,
         typer.Option(
@@ -60,6 +86,12 @@ def plan(
     tls_certificate: TlsCertificateOption = None,
     no_optimism: WaitOption = False,
     dtype: DtypeOption = None,
+    target: TargetOption = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Write the plan there, as JSON, and leave the chain as it is."),
+    ] = None,
+    no_write: Annotated[bool, typer.Option("--no-write", help="Leave the chain as it is.")] = False,
     measurements: Annotated[
         Path | None, typer.Option(help="Also write what was measured there, as JSON.")
     ] = None,
@@ -79,7 +111,7 @@ def plan(
             raise UserError("two links", f"--link {link} --remote {remote}", "name one of them")
         from polybasic.deploy.load import measured_link
 
-        link = str(measured_link(chain, **options))
+        link = str(measured_link(chain, target=target, **options))
         note(f"the link to {remote}: {link}")
     given = {
         "prompts": prompts,
@@ -87,7 +119,7 @@ def plan(
         "max_new_tokens": max_new_tokens,
         "max_seconds": max_seconds,
         "temperature": temperature,
-        "reproducible": reproducible or None,
+        "rule": rule,
         "link": link,
         "optimistic": False if no_optimism else None,
         "dtype": dtype,
@@ -95,9 +127,13 @@ def plan(
         "tensor_parallel": tensor_parallel,
     }
     given = {key: value for key, value in given.items() if value is not None}
-    settings = validated(PlanSettings, given, {}, "on the command line")
+    validated(PlanSettings, given, {}, "on the command line")
     folder = resolve_chain(chain)
-    planning = _plan(folder, settings)
+    settings = _settings(PlanSettings, folder, given)
+    records = out is None and not no_write
+    planning = _plan(folder, settings, target, records=records)
+    if out is not None:
+        write_json(out, planning.measured.model_dump(mode="json"))
     if measurements is not None:
         content = [one.to_json() for one in planning.measurements]
         write_json(measurements, content, indent=None)
@@ -108,6 +144,9 @@ def plan(
         from polybasic.deploy.planner.tables import print_explanation
 
         print_explanation(planning.measured.explanation, Console())
+    if not records:
+        note(f"{'no plan written' if out is None else f'wrote {out}'}; the chain is as it was")
+        return
     following = f"generate {chain} --remote HOST:PORT" if link else f"bench {chain}"
     note(f"wrote the plan into {folder / 'chain.json'}; next: polybasic {following}")
 
@@ -121,8 +160,10 @@ def bench(
     num_prompts_per_task: NumPromptsOption = None,
     max_new_tokens: NewTokensOption = None,
     temperature: TemperatureOption = None,
+    rule: RuleOption = None,
     repeats: Annotated[int | None, typer.Option(help="Turns that each system takes.")] = None,
     dtype: DtypeOption = None,
+    target: TargetOption = None,
     systems: Annotated[
         str | None, typer.Option(help="Names, separated by commas; auto, all.  [default: auto]")
     ] = None,
@@ -137,6 +178,13 @@ def bench(
     plan_here: Annotated[
         bool,
         typer.Option("--plan-here", help="Plan on a third of the prompts, measure on the others."),
+    ] = False,
+    no_plan: Annotated[
+        bool,
+        typer.Option(
+            "--no-plan",
+            help="Make no plan where none holds for these settings: run what is there.",
+        ),
     ] = False,
     out: Annotated[
         Path | None, typer.Option(help="Folder of the report.  [default: the chain's own]")
@@ -164,6 +212,7 @@ def bench(
         "num_prompts_per_task": num_prompts_per_task,
         "max_new_tokens": max_new_tokens,
         "temperature": temperature,
+        "rule": rule,
         "repeats": repeats,
         "dtype": dtype,
         "systems": systems and systems.split(","),
@@ -173,20 +222,30 @@ def bench(
         "tensor_parallel": tensor_parallel,
     }
     given = {key: value for key, value in given.items() if value is not None}
-    settings = validated(BenchSettings, given, {}, "on the command line")
+    validated(BenchSettings, given, {}, "on the command line")
     folder = resolve_chain(chain)
-    settings, source = _planned(folder, chain, settings, plan_here)
+    settings = _settings(BenchSettings, folder, given)
+    from polybasic.deploy.load import serving_conditions
+
+    where = settings.model_dump(include={"dtype", "tensor_parallel"})
+    hardware, dtype = serving_conditions(folder, target=target, **where)
+    settings = settings.model_copy(update={"dtype": dtype})
+    if plan_here and no_plan:
+        raise UserError("to plan and not to plan", "--plan-here --no-plan", "give one of them")
+    settings, source = _planned(folder, settings, hardware, plan_here, no_plan, target)
+    from polybasic.deploy.bench.places import report_place
     from polybasic.deploy.bench.report.terminal import print_report
     from polybasic.deploy.bench.running import bench_chain
 
-    command = shlex.join(["polybasic", *sys.argv[1:]])
-    report = bench_chain(folder, settings, note, out, command, source.shown)
+    place = out or report_place(folder, settings, source.shown, hardware)
+    command = command_without_places(["polybasic", *sys.argv[1:]])
+    beside = None if place == folder / "report" else place
+    report = bench_chain(folder, settings, note, beside, command, source.shown, target)
     if as_json:
         typer.echo(json.dumps(report.to_json(), ensure_ascii=False))
     else:
         print_report(report, Console())
-    page = (out or folder / "report") / "report.html"
-    note(f"wrote {page}; next: polybasic inspect {chain}")
+    note(f"wrote {place / 'report.html'}; next: polybasic inspect {chain}")
 
 
 def _compare(before: Path, after: Path, as_json: bool) -> None:
@@ -203,47 +262,105 @@ def _compare(before: Path, after: Path, as_json: bool) -> None:
 
 
 def _planned(
-    folder: Path, chain: str, settings: "BenchSettings", is_planned_here: bool
+    folder: Path,
+    settings: "BenchSettings",
+    hardware: str,
+    is_planned_here: bool,
+    is_taken_as_it_is: bool,
+    target: str | None,
 ) -> "tuple[BenchSettings, PromptSource]":
-    """The settings with a file of prompts, and their source; the chain has a plan then."""
+    """The settings with a file of prompts, and their source; the chain has been planned then,
+    unless it is to be taken as it is."""
+    from polybasic.chain.formats.manifest import read_manifest
     from polybasic.deploy.prompts import split_questions
     from polybasic.deploy.settings import PlanSettings
-    from polybasic.recipes.pipeline.prompts import bench_prompts
+    from polybasic.recipes.pipeline.prompts import PROMPTS_NAME, bench_prompts, with_prompts
 
-    recipe = _recipe(folder)
-    conversations = recipe.get("data", {}).get("conversations", "embedded")
-    source = bench_prompts(settings, recipe.get("seed", 0), "--prompts", conversations)
-    path = source.write(folder / "report" / "prompts.jsonl")
+    source, path = _written(bench_prompts, settings, folder, PROMPTS_NAME)
     shared = settings.model_dump(include={"temperature", "dtype", "graphs", "tensor_parallel"})
+    if settings.rule != "auto":
+        shared["rule"] = settings.rule
     if is_planned_here:
         planning, path = split_questions(path, folder / "report")
-        note(f"planning on a third of {source.shown}, which is then left out")
-        _plan(folder, PlanSettings(**shared, prompts=str(planning)), source.shown)
-    elif not _has_plan(folder, settings.tensor_parallel):
-        note(f"{chain} has no plan that was measured on this machine: measuring it first")
-        _plan(folder, PlanSettings(**shared))
-    return settings.model_copy(update={"prompts": str(path)}), source
+        note(f"bench: plans on a third of {source.shown}, which is then left out")
+        here = _settings(PlanSettings, folder, shared | {"prompts": str(planning)})
+        _announce(here)
+        _plan(folder, here, target, source.shown)
+    elif why := read_manifest(folder).lacks(hardware, settings.dtype, settings.temperature):
+        if is_taken_as_it_is:
+            note(f"bench: {why}; by --no-plan it runs as it is")
+        else:
+            note(f"bench: {why}: plans first; --no-plan leaves that out")
+            here = _settings(PlanSettings, folder, shared)
+            _announce(here)
+            _plan(folder, here, target)
+    return with_prompts(settings, source, path), source
 
 
-def _plan(folder: Path, settings: "PlanSettings", named: str = "") -> "Planning":
+def _announce(settings: "PlanSettings") -> None:
+    note(
+        f"bench: planning takes at most about {settings.max_seconds:.0f} seconds beside loading, "
+        "and writes the plan into the chain; stopped before its end, it keeps nothing"
+    )
+
+
+def _settings(kind: "type[Model]", folder: Path, given: dict[str, Any]) -> "Model":
+    """The given settings, over those of the recipe that the chain was made by."""
+    from polybasic.deploy.settings import PlanSettings
+    from polybasic.recipes.schema.loading import validated
+
+    section = "plan" if kind is PlanSettings else "bench"
+    settings = recipe_defaults(folder, section) | given
+    return validated(kind, settings, {}, "on the command line, over the chain's recipe")
+
+
+def _plan(
+    folder: Path,
+    settings: "PlanSettings",
+    target: str | None,
+    named: str = "",
+    records: bool = True,
+) -> "Planning":
     from polybasic.deploy.planner.run import plan_chain
-    from polybasic.recipes.pipeline.prompts import plan_prompts
+    from polybasic.recipes.pipeline.prompts import PLAN_PROMPTS_NAME, plan_prompts, with_prompts
 
-    source = plan_prompts(settings, _recipe(folder).get("seed", 0), "--prompts")
-    path = source.write(folder / "report" / "calibration.jsonl")
-    settings = settings.model_copy(update={"prompts": str(path)})
-    return plan_chain(folder, settings, note, named or source.shown)
+    with TemporaryDirectory() as elsewhere:
+        into = None if records else Path(elsewhere)
+        source, path = _written(plan_prompts, settings, folder, PLAN_PROMPTS_NAME, into)
+        settings = with_prompts(settings, source, path)
+        try:
+            return plan_chain(folder, settings, note, named or source.shown, target, records)
+        except Interrupted as interrupted:
+            lost = "the plan was not finished, and nothing of it is kept; run the command again"
+            raise Interrupted(interrupted.signal_number, lost) from None
 
 
-def _has_plan(folder: Path, num_parts: int) -> bool:
+def _written(
+    make: "Callable[..., PromptSource]",
+    settings: Any,
+    folder: Path,
+    name: str,
+    into: Path | None = None,
+) -> "tuple[PromptSource, Path]":
+    """Prompts and their file, which is written where it is not there yet.
+
+    Args:
+        into: instead of the chain's report.
+
+    The recipe that the chain was made by says which prompts were held out.
+    """
     from polybasic.chain.formats.manifest import read_manifest
-    from polybasic.deploy.hardware import device_named, hardware_name
+    from polybasic.recipes.pipeline.prompts import prompts_of_run
 
-    return read_manifest(folder).plan_for(hardware_name(device_named(), num_parts)) is not None
-
-
-def _recipe(folder: Path) -> dict[str, Any]:
-    """That the chain was made by: its seed says which embedded prompts were held out."""
-    from polybasic.chain.formats.manifest import read_manifest
-
-    return read_manifest(folder).provenance.recipe
+    made = read_manifest(folder).provenance
+    seed = made.recipe.get("seed", 0)
+    conversations = made.recipe.get("data", {}).get("conversations", "embedded")
+    source, path = make(settings, seed, "--prompts", conversations), None
+    if source.is_heldout:
+        source, path = prompts_of_run(source, folder, made, name)
+        if path is None:
+            note(
+                "the held-out conversations of its run are not beside this chain: embedded "
+                "prompts stand in for them; --prompts FILE names others"
+            )
+    return source, path or source.write((into or folder / "report") / name)

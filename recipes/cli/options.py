@@ -1,5 +1,6 @@
 """Options of the commands that ask a chain something."""
 
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -92,6 +93,13 @@ NoGraphsOption = Annotated[
         help="On a GPU, launch every kernel by itself, without CUDA graphs; same outputs, slower.",
     ),
 ]
+TargetOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="PATH",
+        help="Folder or hub id of the chain's target.  [default: where the chain says]",
+    ),
+]
 RemoteOption = Annotated[
     str | None,
     typer.Option(
@@ -117,6 +125,18 @@ WaitOption = Annotated[
         help="With --remote: wait for each answer, rather than go on as if it were as expected.",
     ),
 ]
+
+
+_OF_RECIPE = ("dtype", "temperature", "max_new_tokens", "rule")
+"""Settings whose defaults are those of the recipe that a chain was made by."""
+
+
+def recipe_defaults(chain: Path, section: str) -> dict[str, Any]:
+    """What a chain's recipe says of them in a section, unchecked; empty where it says nothing."""
+    from polybasic.chain.formats.manifest import read_manifest
+
+    settings = read_manifest(chain).provenance.recipe.get(section) or {}
+    return {key: settings[key] for key in _OF_RECIPE if key in settings}
 
 
 def remote_options(

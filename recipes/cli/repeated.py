@@ -7,6 +7,7 @@ from polybasic.chain.formats.plan import Rule
 
 if TYPE_CHECKING:
     from polybasic.deploy import Chain, Sampling
+    from polybasic.deploy.chain import Prompt
 
 
 def checked_rule(rule: str | None, is_compared: bool) -> str | None:
@@ -31,7 +32,7 @@ def checked_rule(rule: str | None, is_compared: bool) -> str | None:
 
 def compare_with_target(
     chain: "Chain",
-    prompt: str,
+    prompt: "Prompt",
     options: dict[str, Any],
     sampling: "Sampling",
     found: list[int],
@@ -56,7 +57,9 @@ def compare_with_target(
         where = "whether by rounding can be said only where its weights are"
         return f"the answer parts from the target's own ({seed}) at token {place}; {where}", False
     members = options["members"]
-    plan = chain.plan if members is None else chain.plan_of(members)
+    plan = chain.plan_at(sampling.temperature)
+    if members is not None:
+        plan = chain.plan_of(members, sampling.temperature)
     agreement = agreement_on(chain, plan, chain.encode(prompt), sampling, alone.token_ids, found)
     place = parting(alone.token_ids, found)
     parts = f"the answer parts from the target's own ({seed}) at token {place + 1}"

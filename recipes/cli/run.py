@@ -26,6 +26,13 @@ OverridesArgument = Annotated[
 OutOption = Annotated[
     Path | None, typer.Option(help="Output folder.  [default: runs/<name of the recipe>]")
 ]
+PresetOption = Annotated[
+    str | None,
+    typer.Option(
+        help="quick, normal or thorough: how long is trained and measured, as shares of what the "
+        "recipe says.  [default: normal, as it says]"
+    ),
+]
 DryRunOption = Annotated[
     bool,
     typer.Option("--dry-run", help="Print what would run, its memory, disk and time; then stop."),
@@ -51,13 +58,14 @@ def run(
     recipe: RecipeArgument,
     overrides: OverridesArgument = None,
     out: OutOption = None,
+    preset: PresetOption = None,
     dry_run: DryRunOption = False,
     hardware: HardwareOption = None,
     nproc: NprocOption = None,
     no_graphs: NoGraphsOption = False,
 ) -> None:
     """Run a whole recipe; continues where it was stopped."""
-    given = _Given("run", recipe, overrides, out, dry_run, hardware, nproc, no_graphs)
+    given = _Given("run", recipe, overrides, out, preset, dry_run, hardware, nproc, no_graphs)
     workspace = _run(given, None)
     if workspace is None:
         return
@@ -77,12 +85,13 @@ def train(
     recipe: RecipeArgument,
     overrides: OverridesArgument = None,
     out: OutOption = None,
+    preset: PresetOption = None,
     dry_run: DryRunOption = False,
     hardware: HardwareOption = None,
     nproc: NprocOption = None,
 ) -> None:
     """Train the draft heads, and make what that needs."""
-    given = _Given("train", recipe, overrides, out, dry_run, hardware, nproc)
+    given = _Given("train", recipe, overrides, out, preset, dry_run, hardware, nproc)
     _run_until(given, ("draft", "small_draft"), f"polybasic quantize {recipe}")
 
 
@@ -90,11 +99,12 @@ def quantize(
     recipe: RecipeArgument,
     overrides: OverridesArgument = None,
     out: OutOption = None,
+    preset: PresetOption = None,
     dry_run: DryRunOption = False,
     hardware: HardwareOption = None,
 ) -> None:
     """Quantize the recipe's models to 4 bits, and make what that needs."""
-    given = _Given("quantize", recipe, overrides, out, dry_run, hardware)
+    given = _Given("quantize", recipe, overrides, out, preset, dry_run, hardware)
     _run_until(given, ("intermediate", "small"), f"polybasic package {recipe}")
 
 
@@ -102,11 +112,12 @@ def package(
     recipe: RecipeArgument,
     overrides: OverridesArgument = None,
     out: OutOption = None,
+    preset: PresetOption = None,
     dry_run: DryRunOption = False,
     hardware: HardwareOption = None,
 ) -> None:
     """Pack the chain, grow it where the recipe says so, and make what that needs."""
-    given = _Given("package", recipe, overrides, out, dry_run, hardware)
+    given = _Given("package", recipe, overrides, out, preset, dry_run, hardware)
     _run_until(given, ("chain", "grown"), "polybasic bench")
 
 
@@ -118,6 +129,7 @@ class _Given:
     recipe: str
     overrides: list[str] | None
     out: Path | None
+    preset: str | None
     dry_run: bool
     hardware: str | None
     nproc: int | None = None
@@ -127,7 +139,7 @@ class _Given:
     def words(self) -> list[str]:
         """The command, to be given again."""
         words = ["polybasic", self.command, self.recipe, *(self.overrides or [])]
-        options = {"--out": self.out, "--nproc": self.nproc}
+        options = {"--out": self.out, "--preset": self.preset, "--nproc": self.nproc}
         for name, value in options.items():
             words += [name, str(value)] if value is not None else []
         return [*words, "--no-graphs"] if self.no_graphs else words
@@ -153,10 +165,13 @@ def _run(given: _Given, only: Sequence[str] | None) -> "Workspace | None":
     """Run those stages of `only` that the recipe has; None after a dry run."""
     from polybasic.recipes.pipeline.run import run_recipe
     from polybasic.recipes.schema.loading import load_recipe
+    from polybasic.recipes.schema.presets import preset_overrides
 
     overrides, nproc = list(given.overrides or []), _num_processes(given.nproc, place_in())
     if nproc is not None:
         overrides.append(f"train.num_processes={nproc}")
+    if given.preset is not None:
+        overrides = [*preset_overrides(given.recipe, given.preset), *overrides]
     if given.dry_run and given.hardware is not None:
         overrides = [*on_devices(given.hardware), *overrides]
     recipe = load_recipe(given.recipe, overrides)
@@ -214,13 +229,19 @@ def _print_estimate(
     from polybasic.chain.console import Console
     from polybasic.recipes.estimates.dry_run import check_disk, estimate, print_estimates
     from polybasic.recipes.estimates.hardware_profiles import hardware_at_hand, hardware_named
-    from polybasic.recipes.pipeline.running import Workspace
+    from polybasic.recipes.estimates.known import known_lines, machine_line
+    from polybasic.recipes.pipeline.running import Workspace, closure
     from polybasic.recipes.pipeline.stages import stages_of
 
     if hardware is None:
         profile, reason = hardware_at_hand()
     else:
         profile, reason = hardware_named(hardware), "by --hardware"
-    estimates = estimate(stages_of(recipe), Workspace(recipe, out), only, profile)
-    print_estimates(estimates, out, profile, reason, Console())
+    stages, console = stages_of(recipe), Console()
+    estimates = estimate(stages, Workspace(recipe, out), only, profile)
+    for line in known_lines(recipe, closure(stages, only)):
+        console.print(line, highlight=False)
+    if hardware is None:
+        console.print(machine_line(), highlight=False)
+    print_estimates(estimates, out, profile, reason, console)
     check_disk(estimates, out)

@@ -15,6 +15,7 @@ from polybasic.recipes.cli.options import (
     MaxNumSeqsOption,
     NoGraphsOption,
     RemoteOption,
+    TargetOption,
     TensorParallelOption,
     TlsCertificateOption,
     WaitOption,
@@ -83,6 +84,7 @@ def serve(
     log_format: Annotated[str, typer.Option(help="Of the log on stderr: text or json.")] = "text",
     no_page: Annotated[bool, typer.Option("--no-page", help="No chat page at /.")] = False,
     no_graphs: NoGraphsOption = False,
+    target: TargetOption = None,
     remote: RemoteOption = None,
     key_file: KeyFileOption = None,
     tls_certificate: TlsCertificateOption = None,
@@ -107,15 +109,15 @@ def serve(
     }
     settings = validated(ServeSettings, given, {}, "on the command line")
     _check_installed()
+    from polybasic.chain.logs import log_to_stderr
     from polybasic.deploy import load_chain
     from polybasic.deploy.listening import bound
     from polybasic.deploy.serve.app import create_app
-    from polybasic.deploy.serve.logs import log_to_stderr
     from polybasic.deploy.serve.server import Server
 
     listening = bound(host, port, f"--host {host} --port {port}", "--port 0")
     options: dict[str, Any] = {"dtype": dtype, "context_tokens": max_model_len, "say": note}
-    options |= {"sequences": max_num_seqs, "device": device}
+    options |= {"sequences": max_num_seqs, "device": device, "target": target}
     options |= remote_options(remote, key_file, tls_certificate, no_optimism)
     options["tensor_parallel"] = tensor_parallel
     loaded = load_chain(chain, graphs=not no_graphs, plan=_plan(plan), **options)

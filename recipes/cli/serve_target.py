@@ -12,6 +12,7 @@ from polybasic.recipes.cli.options import (
     DeviceOption,
     DtypeOption,
     MaxNumSeqsOption,
+    TargetOption,
     TensorParallelOption,
 )
 
@@ -38,6 +39,7 @@ def serve_target(
     device: DeviceOption = None,
     dtype: DtypeOption = None,
     context_tokens: ContextOption = None,
+    target: TargetOption = None,
     tensor_parallel: TensorParallelOption = None,
 ) -> None:
     """Serve a chain's target alone to `--remote` of other commands, until SIGTERM or Ctrl-C.
@@ -57,7 +59,7 @@ def serve_target(
     listening = listening_at(listen)
     options: dict[str, Any] = {"dtype": dtype, "context_tokens": context_tokens, "say": note}
     options |= {"sequences": max_num_seqs, "device": device, "tensor_parallel": tensor_parallel}
-    loaded = load_target(chain, **options)
+    loaded = load_target(chain, target=target, **options)
     server = TargetServer(loaded, key, listening, tls, idle_timeout, note)
     host, port = listening.getsockname()[:2]
     note(_about(loaded, f"{host}:{port}", tls is not None))

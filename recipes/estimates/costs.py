@@ -223,7 +223,7 @@ def _quantized(case: Case, shape: Shape) -> _Costs:
 
 def _chain(case: Case) -> _Costs:
     disk = float(packed_bytes(case, case.shapes.target))
-    if case.recipe.package.copy_target:
+    if case.copies_target:
         disk += case.shapes.target.num_bytes
     hashed = case.shapes.target.num_bytes + disk
     return 0, 0, disk, 1 + _reading_seconds(hashed + disk)

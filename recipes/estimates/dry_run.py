@@ -4,12 +4,11 @@ import importlib.util
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from rich.table import Table
-
 from polybasic.chain.console import Console
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.checkpoint import resolve_adapter, resolve_head, split_hub_id
-from polybasic.chain.formats.files import free_bytes, partial_path
+from polybasic.chain.formats.files import existing, free_bytes, lies_anywhere, partial_path
+from polybasic.chain.tables import Table, print_table
 from polybasic.deploy.prompts import read_questions
 from polybasic.recipes.estimates.costs import StageEstimate, estimate_stage
 from polybasic.recipes.estimates.hardware_profiles import CPU, Hardware
@@ -22,9 +21,16 @@ from polybasic.recipes.estimates.sizes import (
 )
 from polybasic.recipes.pipeline.disk import check_free
 from polybasic.recipes.pipeline.prompts import bench_prompts, plan_prompts
-from polybasic.recipes.pipeline.running import Stage, StageState, Workspace, closure, state_of
-from polybasic.recipes.pipeline.sources import chat_template_of
-from polybasic.recipes.schema.recipe import Recipe
+from polybasic.recipes.pipeline.running import (
+    NOTHING_EARLIER,
+    Stage,
+    StageState,
+    Workspace,
+    closure,
+    state_of,
+)
+from polybasic.recipes.pipeline.sources import chat_template_of, is_made_here
+from polybasic.recipes.schema.recipe import TO_BE_GIVEN, Recipe
 
 _MODULES = {
     "data": ("train", ("datasets", "pyarrow")),
@@ -42,8 +48,9 @@ def check_inputs(recipe: Recipe, stages: Sequence[Stage]) -> None:
     """Refuse a run whose inputs or packages are missing, before anything is written.
 
     Raises:
-        UserError: a file or an extra is missing, or the prompts are malformed.
+        UserError: a value, a file or an extra is missing, or the prompts are malformed.
     """
+    _check_given(recipe)
     for stage in stages:
         extra, modules = _MODULES.get(stage.name, ("", ()))
         for module in (*modules, *_peft(recipe, stage.name)):
@@ -55,8 +62,8 @@ def check_inputs(recipe: Recipe, stages: Sequence[Stage]) -> None:
                 )
     _check_conversations(recipe.data.conversations)
     for source in (
-        plan_prompts(recipe.plan, recipe.seed),
-        bench_prompts(recipe.bench, recipe.seed),
+        plan_prompts(recipe.plan, recipe.seed, conversations=recipe.data.conversations),
+        bench_prompts(recipe.bench, recipe.seed, conversations=recipe.data.conversations),
     ):
         if source.file is not None:
             read_questions(source.file)
@@ -68,6 +75,20 @@ def check_inputs(recipe: Recipe, stages: Sequence[Stage]) -> None:
         if name is not None:
             # a hub id is only read: a dry run downloads nothing
             resolve(name) if Path(name).expanduser().exists() else split_hub_id(name)
+
+
+def _check_given(recipe: Recipe) -> None:
+    """Refuse a recipe of which values are still to be given: `own-model`'s."""
+    values = {
+        "target.model": recipe.target.model,
+        "data.conversations": recipe.data.conversations,
+    }
+    if missing := [key for key, value in values.items() if value == TO_BE_GIVEN]:
+        raise UserError(
+            "value is to be given",
+            f"{' and '.join(missing)} of recipe {recipe.name}",
+            f"add {' '.join(f'{key}=...' for key in missing)}",
+        )
 
 
 def foresee(stages: Sequence[Stage], workspace: Workspace) -> dict[str, StageState]:
@@ -84,7 +105,7 @@ def foresee(stages: Sequence[Stage], workspace: Workspace) -> dict[str, StageSta
         elif _waits_for_download(workspace.recipe, stage.name):
             states[stage.name] = StageState("run", "to be downloaded")
         elif not _was_started(workspace, stage.name):
-            states[stage.name] = StageState("run", "not there yet")
+            states[stage.name] = StageState("run", NOTHING_EARLIER)
         else:
             states[stage.name] = state_of(stage, workspace)
     return states
@@ -105,11 +126,20 @@ def estimate(
     check_inputs(recipe, wanted)
     target = shape_of_target(recipe)
     shapes = Shapes(target, shape_of_small(recipe, target), shape_of_grown(recipe, target))
-    case = Case(recipe, shapes, hardware)
+    case = Case(recipe, shapes, hardware, _copies_target(recipe, workspace.out))
     if not {"plan", "report"}.isdisjoint(stage.name for stage in wanted):
         check_divides(case)
     states = foresee(wanted, workspace)
     return [estimate_stage(stage.name, states[stage.name], case) for stage in wanted]
+
+
+def _copies_target(recipe: Recipe, out: Path) -> bool:
+    """Whether the chain gets a target that takes room, which hard links do not."""
+    chosen = recipe.package.copy_target
+    if chosen != "auto" or is_made_here(recipe, "target"):
+        return chosen is True
+    model = Path(recipe.target.model).expanduser()
+    return lies_anywhere(model) and model.stat().st_dev != existing(out).stat().st_dev
 
 
 def check_disk(estimates: Sequence[StageEstimate], out: Path) -> None:
@@ -133,20 +163,19 @@ def print_estimates(
         reason: why that one.
         console: to print on.
     """
-    table = Table("stage", "would", "why", "parameters", "memory", "disk", "time")
-    for column in table.columns[3:]:
-        column.justify = "right"
-    for row in estimates:
-        table.add_row(
+    rows = [
+        [
             row.name,
-            row.state.action,
-            row.state.reason,
             f"{row.num_parameters / 1e6:,.1f} M" if row.num_parameters else "",
             _memory(row),
             _size(row.disk_bytes),
             _duration(row.seconds),
-        )
-    console.print(table)
+            f"{row.state.action}: {row.state.reason}",
+        ]
+        for row in estimates
+    ]
+    header = ["stage", "parameters", "memory", "disk", "time", "would"]
+    print_table(Table("", header, rows, wraps=True), console)
     runs = [row for row in estimates if row.state.action != "skip"]
     console.print(
         f"{len(runs)} of {len(estimates)} stages would run: about "

@@ -30,11 +30,16 @@ class Shapes:
 
 @dataclass(frozen=True)
 class Case:
-    """What the costs of a stage are counted from."""
+    """What the costs of a stage are counted from.
+
+    Attributes:
+        copies_target: whether the chain gets one that takes room on the disk.
+    """
 
     recipe: Recipe
     shapes: Shapes
     hardware: Hardware
+    copies_target: bool = False
 
     @property
     def measured(self) -> Shape:
@@ -102,7 +107,7 @@ def training_bytes(recipe: Recipe, shape: Shape) -> float:
         whole = shape.num_embedding_parameters + shape.num_layer_parameters
         divided = shape.num_layers * shape.num_layer_parameters / train.num_processes
         target = shape.weight_bytes * (whole + divided)
-    if train.zero_stage:
+    if train.zero_stage and train.optimizer == "adamw":
         adam -= _SHARED_ADAM_BYTES * (1 - 1 / train.num_processes)
     return target + head.num_parameters * adam + tokens * head.num_steps * layer
 

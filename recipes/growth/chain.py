@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.awq import GROUP_SIZE, QuantizedWeight
+from polybasic.chain.formats.awq import QuantizedWeight
 from polybasic.chain.formats.card import write_card
 from polybasic.chain.formats.checkpoint import copy_files, model_files, weight_files
 from polybasic.chain.formats.config import read_config
@@ -24,6 +24,7 @@ from polybasic.chain.formats.manifest import Manifest, Member, Reference, is_hea
 from polybasic.chain.formats.names import DRAFT_TABLES
 from polybasic.chain.formats.origin import ORIGIN_KEY, recorded
 from polybasic.chain.formats.package import refuse_replacing
+from polybasic.chain.formats.quantization import GROUP_SIZE
 from polybasic.chain.formats.shapes import num_parameters, tensor_headers
 from polybasic.chain.formats.verify import CheckedChain, check_chain, check_fit
 from polybasic.chain.model.stored import StoredTensors
@@ -51,6 +52,7 @@ def grow_chain(
     out: Path,
     *,
     device: torch.device = _CPU,
+    target: str | None = None,
 ) -> Manifest:
     """Write `source` grown to `shape` as the chain `out`, whole, with all members inside.
 
@@ -62,18 +64,20 @@ def grow_chain(
         shape_name: labels the chain as grown.
         out: the folder to write; an older chain there is replaced.
         device: computes the grown weights.
+        target: the folder or hub id that the target of `source` is taken from; None for what the
+            chain says.
 
     Raises:
         UserError: not a chain, other kinds of members, a shape that the target does not fit into,
             something else at `out`, or a full disk.
     """
-    chain = check_chain(source)
+    chain = check_chain(source, target=target)
     refuse_replacing(out, {"chain": source, **chain.members})
     growths = _growths(chain, shape, device)
     with whole_folder(out) as partial:
-        target, *others = chain.manifest.members
-        members = [_grow_member(chain, target, growths[target.name], partial, {})]
-        digest = verifier_of(members[0], read_config(partial / target.name)).sha256
+        first, *others = chain.manifest.members
+        members = [_grow_member(chain, first, growths[first.name], partial, {})]
+        digest = verifier_of(members[0], read_config(partial / first.name)).sha256
         for member in others:
             key = TRAINED_FOR_KEY if is_head(member.kind) else QUANTIZED_FROM_KEY
             growth, origin = growths[member.name], {key: digest}

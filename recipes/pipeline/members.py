@@ -64,7 +64,7 @@ def packed_plan(
         members=(TARGET_NAME, "draft") if drafts_for_target_alone else DEFAULT_MEMBERS,
         tree=settings.tree,
         flush=dict.fromkeys(verifying[:-1], flush),
-        rule=settings.rule,
+        rule=settings.packed_rule,
     )
 
 

@@ -1,22 +1,33 @@
 """Where the prompts come from that a plan or a report is measured on."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
+from polybasic.chain.formats.files import sha256_of_file
+from polybasic.chain.formats.manifest import Provenance
 from polybasic.deploy.prompts import read_questions
 from polybasic.deploy.settings import BenchSettings, PlanSettings
 from polybasic.recipes.pipeline.downloads import fetch, is_url
+from polybasic.recipes.schema.recipe import NUM_TASKS, asks_heldout
+
+PROMPTS_NAME = "prompts.jsonl"
+PLAN_PROMPTS_NAME = "plan_prompts.jsonl"
+"""In the folder of stage data: what is generated or downloaded, or taken from conversations."""
+SettingsT = TypeVar("SettingsT", PlanSettings, BenchSettings)
+_ON_COMMAND_LINE = "--prompts"
 
 
 @dataclass(frozen=True)
 class PromptSource:
-    """What `prompts` of a section says: generated or held-out prompts, a URL or a question file.
+    """What `prompts` of a section says.
 
     Attributes:
         named: the value.
         key: that it was given under, for errors.
         num_per_task: of generated prompts.
         seed: of generated prompts.
+        conversations: of section data; those of the run that made the chain.
         has_groups: whether topics that are new to the chain's heads are told apart, as generated
             prompts can be where heads learned from the embedded conversations.
     """
@@ -25,22 +36,28 @@ class PromptSource:
     key: str
     num_per_task: int
     seed: int
+    conversations: str = "embedded"
     has_groups: bool = True
 
     @property
     def shown(self) -> str:
         """For people, without a folder."""
+        if self.is_heldout:
+            return f"held-out turns of {Path(self.conversations).name}"
+        if self.is_embedded:
+            return "embedded"
         return self.named if self.file is None else self.file.name
 
     @property
     def is_embedded(self) -> bool:
         """Whether they are generated."""
-        return self.named == "embedded"
+        return self.named == "embedded" or (self.named == "auto" and not self.is_heldout)
 
     @property
     def is_heldout(self) -> bool:
-        """Whether they are first turns of held-out conversations, which only a recipe has."""
-        return self.named == "heldout" and self.key == "plan.prompts"
+        """Whether they are first turns of held-out conversations, which only a run has."""
+        is_file = self.named == "heldout" and self.key == _ON_COMMAND_LINE
+        return asks_heldout(self.named, self.conversations) and not is_file
 
     @property
     def is_url(self) -> bool:
@@ -69,7 +86,7 @@ class PromptSource:
         elif self.is_url:
             fetch(self.named, path, self.key)
             read_questions(path)
-        assert not self.is_heldout, "the stage that plans has the conversations"
+        assert not self.is_heldout, "stage data has the conversations"
         return self.file or path
 
 
@@ -81,9 +98,48 @@ def bench_prompts(
 ) -> PromptSource:
     """Those of a report; `seed` is the recipe's, and so is `conversations`, of section data."""
     has_groups = conversations == "embedded"
-    return PromptSource(settings.prompts, key, settings.num_prompts_per_task, seed, has_groups)
+    num = settings.num_prompts_per_task
+    return PromptSource(settings.prompts, key, num, seed, conversations, has_groups)
 
 
-def plan_prompts(settings: PlanSettings, seed: int, key: str = "plan.prompts") -> PromptSource:
+def plan_prompts(
+    settings: PlanSettings,
+    seed: int,
+    key: str = "plan.prompts",
+    conversations: str = "embedded",
+) -> PromptSource:
     """Those of a plan, generated from another seed: it is not judged on what it was chosen by."""
-    return PromptSource(settings.prompts, key, settings.num_prompts_per_task, seed + 1)
+    num = settings.num_prompts_per_task
+    return PromptSource(settings.prompts, key, num, seed + 1, conversations)
+
+
+def with_prompts(settings: SettingsT, source: PromptSource, path: Path) -> SettingsT:
+    """Settings that name a file of prompts; held-out turns are one task, whatever they say."""
+    num = settings.num_prompts_per_task * (NUM_TASKS if source.is_heldout else 1)
+    return settings.model_copy(update={"prompts": str(path), "num_prompts_per_task": num})
+
+
+def prompts_of_run(
+    source: PromptSource, chain: Path, made: Provenance, name: str
+) -> tuple[PromptSource, Path | None]:
+    """The held-out prompts of the run that made a chain, where its folder is still around it.
+
+    Args:
+        source: names held-out conversations.
+        chain: its folder.
+        made: as its manifest says.
+        name: PROMPTS_NAME or PLAN_PROMPTS_NAME.
+
+    Returns:
+        The source and its file; generated prompts and None where the file is not there, or is not
+        the one that the run wrote.
+    """
+    section = made.recipe.get("plan" if name == PLAN_PROMPTS_NAME else "bench", {})
+    path = chain.resolve().parent / "data" / name
+    if (
+        asks_heldout(section.get("prompts", ""), source.conversations)
+        and path.is_file()
+        and sha256_of_file(path) == made.data_digests.get(path.stem)
+    ):
+        return source, path
+    return replace(source, named="embedded"), None

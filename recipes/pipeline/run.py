@@ -1,7 +1,6 @@
 """A recipe's whole run: checks first, then the stages, under a lock."""
 
 import socket
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -9,6 +8,7 @@ from pathlib import Path
 
 import yaml
 
+from polybasic.chain import terminal
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.files import LOCK_NAME, disk_errors, whole_file
 from polybasic.chain.processes.coordinator import broadcast_from_first, wait_for_all
@@ -25,7 +25,7 @@ from polybasic.recipes.pipeline.running import (
 from polybasic.recipes.pipeline.stages import stages_of
 from polybasic.recipes.schema.recipe import Recipe
 
-_RECIPE_NAME = "recipe.yaml"
+RECIPE_NAME = "recipe.yaml"
 _SEEN_SECONDS, _POLL_SECONDS = 60.0, 0.1  # network disks show a file late
 
 
@@ -61,7 +61,7 @@ def run_recipe(
         stages = stages_of(recipe)
         _check_same_recipe(recipe)
         written_at = broadcast_from_first(lambda: _begin(workspace, stages, only, held))
-        _check_same_disk(out / _RECIPE_NAME, written_at)
+        _check_same_disk(out / RECIPE_NAME, written_at)
         wait_for_all()
         run_stages(stages, workspace, only, say)
     return workspace
@@ -80,9 +80,9 @@ def _begin(
         _refuse_replacing(workspace, closure(stages, only))
         check_disk(estimate(stages, workspace, only), out)
     held.enter_context(locked(out))
-    with whole_file(out / _RECIPE_NAME) as partial:
+    with whole_file(out / RECIPE_NAME) as partial:
         partial.write_text(as_yaml(workspace.recipe), "utf-8")
-    return (out / _RECIPE_NAME).stat().st_mtime_ns
+    return (out / RECIPE_NAME).stat().st_mtime_ns
 
 
 def _check_same_recipe(recipe: Recipe) -> None:
@@ -129,7 +129,7 @@ def _refuse_replacing(workspace: Workspace, stages: Sequence[Stage]) -> None:
     """
     folders = [workspace.folder(stage.name) for stage in stages]
     marks = {folder: folder / RECORD_NAME for folder in folders}
-    marks[workspace.out / _RECIPE_NAME] = workspace.out / LOCK_NAME
+    marks[workspace.out / RECIPE_NAME] = workspace.out / LOCK_NAME
     for path, mark in marks.items():
         is_empty = path.is_dir() and not any(path.iterdir())
         if path.exists() and not is_empty and not mark.exists():
@@ -147,4 +147,4 @@ def as_yaml(recipe: Recipe) -> str:
 
 def say(line: str) -> None:
     """Print a line for people; standard output is for results."""
-    print(line, file=sys.stderr, flush=True)
+    terminal.say(line)

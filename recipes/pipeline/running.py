@@ -32,6 +32,9 @@ from polybasic.recipes.schema.recipe import Recipe
 
 RECORD_NAME = "stage.json"
 _STARTED_NAME = "started.json"
+NOTHING_EARLIER = "no earlier result"
+"""Why a stage runs that was never whole here."""
+_BEGINNING = {"run": "starting", "continue": "continuing"}
 
 
 @dataclass(frozen=True)
@@ -161,7 +164,7 @@ def state_of(stage: Stage, workspace: Workspace) -> StageState:
     digest = sha256_of_object(inputs)
     record = workspace.record(stage.name)
     if record is not None and record.digest == digest:
-        return StageState("skip", f"whole since {record.finished_at}", inputs)
+        return StageState("skip", f"up to date (made {_minute(record.finished_at)})", inputs)
     started = partial_path(workspace.folder(stage.name)) / _STARTED_NAME
     if (
         stage.progress is not None
@@ -172,7 +175,7 @@ def state_of(stage: Stage, workspace: Workspace) -> StageState:
     if record is not None:
         names = [name for name, *_ in _changes(record.inputs, inputs)]
         return StageState("run", f"changed: {', '.join(names)}", inputs)
-    return StageState("run", "not there yet", inputs)
+    return StageState("run", NOTHING_EARLIER, inputs)
 
 
 def run_stages(
@@ -221,7 +224,7 @@ def _next_state(
         return None
     if state.action == "run":
         _refuse_to_discard(stage, workspace, state.inputs)
-    say(f"{stage.name}: {'continues' if state.action == 'continue' else 'runs'} ({state.reason})")
+    say(f"{stage.name}: {_BEGINNING[state.action]} ({state.reason})")
     return asdict(state)
 
 
@@ -293,6 +296,11 @@ def _run_stage(
         write_json(partial / RECORD_NAME, asdict(record))
         (partial / _STARTED_NAME).unlink(missing_ok=True)
     say(f"{stage.name}: done in {seconds:.1f} s")
+
+
+def _minute(moment: str) -> str:
+    """A moment as records have it, for people: "2026-11-23 23:34 UTC"."""
+    return f"{datetime.fromisoformat(moment).astimezone(UTC):%Y-%m-%d %H:%M} UTC"
 
 
 def _changes(before: Any, after: Any, prefix: str = "") -> list[tuple[str, Any, Any]]:

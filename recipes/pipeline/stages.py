@@ -3,7 +3,6 @@
 Heavy modules are imported where they run, so that a run with nothing to do answers at once.
 """
 
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -12,13 +11,20 @@ from typing import Any
 from polybasic.chain.formats.files import sha256_of_file, write_json
 from polybasic.chain.formats.manifest import SCHEMA, Manifest, Provenance, is_head
 from polybasic.chain.formats.package import Part, package_chain
+from polybasic.chain.terminal import say
 from polybasic.deploy.prompts import write_first_turns
 from polybasic.deploy.settings import PlanSettings
 from polybasic.recipes.growth.shapes import shape_named
-from polybasic.recipes.pipeline.conversation_rows import conversations_input, split_rows
 from polybasic.recipes.pipeline.members import last_chain, model_stages, packed_plan, parts_of
 from polybasic.recipes.pipeline.model_stages import head_stage, quantized_stage
-from polybasic.recipes.pipeline.prompts import PromptSource, bench_prompts, plan_prompts
+from polybasic.recipes.pipeline.prompts import (
+    PLAN_PROMPTS_NAME,
+    PROMPTS_NAME,
+    PromptSource,
+    bench_prompts,
+    plan_prompts,
+    with_prompts,
+)
 from polybasic.recipes.pipeline.provenance import git_commit, package_versions
 from polybasic.recipes.pipeline.regenerated_stage import REGENERATED_STAGE
 from polybasic.recipes.pipeline.running import Stage, Workspace
@@ -32,12 +38,10 @@ from polybasic.recipes.pipeline.sources import (
     source_digest,
     tokenizer_of,
 )
-from polybasic.recipes.schema.recipe import NUM_TASKS, Recipe
+from polybasic.recipes.schema.recipe import Recipe
 
 CALIBRATION_NAME = "calibration.jsonl"
 PLAN_NAME = "plan.json"
-PROMPTS_NAME = "prompts.jsonl"
-PLAN_PROMPTS_NAME = "plan_prompts.jsonl"
 
 
 def stages_of(recipe: Recipe) -> tuple[Stage, ...]:
@@ -83,13 +87,16 @@ def _data_inputs(workspace: Workspace) -> dict[str, Any]:
         }
     elif bench.file is not None:
         inputs["prompts"] = sha256_of_file(bench.file)
+    if heldout := [source.key for source in (plan, bench) if source.is_heldout]:
+        inputs["heldout_prompts"] = heldout
     return inputs | {source.key: source.named for source in (bench, plan) if source.is_url}
 
 
 def _prompts(recipe: Recipe) -> tuple[PromptSource, PromptSource]:
     """Those of the report, and those of the plan."""
-    bench = bench_prompts(recipe.bench, recipe.seed, conversations=recipe.data.conversations)
-    return bench, plan_prompts(recipe.plan, recipe.seed)
+    conversations = recipe.data.conversations
+    bench = bench_prompts(recipe.bench, recipe.seed, conversations=conversations)
+    return bench, plan_prompts(recipe.plan, recipe.seed, conversations=conversations)
 
 
 def _run_data(workspace: Workspace, folder: Path) -> dict[str, Any]:
@@ -103,12 +110,16 @@ def _run_data(workspace: Workspace, folder: Path) -> dict[str, Any]:
         num = recipe.target.scratch.num_embedded_conversations
         write_conversations(Path(source), num, recipe.seed)
     bench, plan = _prompts(recipe)
-    bench.write(folder / PROMPTS_NAME)
+    if not bench.is_heldout:
+        bench.write(folder / PROMPTS_NAME)
     if plan.is_url:
         plan.write(folder / PLAN_PROMPTS_NAME)
     training, heldout = split_conversations(
         load_conversations(source, recipe.data.limit), recipe.data.num_heldout
     )
+    files = {folder / PLAN_PROMPTS_NAME: plan, folder / PROMPTS_NAME: bench}
+    asked = [path for path, prompts in files.items() if prompts.is_heldout]
+    write_first_turns(heldout["messages"], asked)
     return {"num_training": len(training), "num_heldout": len(heldout)}
 
 
@@ -121,7 +132,7 @@ def _identify_data(workspace: Workspace, folder: Path) -> dict[str, Any]:
         conversations_sha256 = sha256_of_file(folder / CONVERSATIONS_NAME)
     prompts_sha256 = sha256_of_file(bench.file or folder / PROMPTS_NAME)
     identity = {"conversations": conversations_sha256, "prompts": prompts_sha256}
-    if plan.is_url:
+    if plan.is_url or plan.is_heldout:
         identity["plan_prompts"] = sha256_of_file(folder / PLAN_PROMPTS_NAME)
     return identity
 
@@ -226,20 +237,20 @@ def _plan_inputs(workspace: Workspace) -> dict[str, Any]:
     _, source = _prompts(workspace.recipe)
     if source.is_embedded:
         return {**inputs, "generator": generator_digest()}
-    if source.is_heldout:
-        return {**inputs, "heldout": conversations_input(workspace)}
-    downloaded = workspace.folder("data") / PLAN_PROMPTS_NAME
-    return {**inputs, "prompts": sha256_of_file(source.file or downloaded)}
+    kept = workspace.folder("data") / PLAN_PROMPTS_NAME
+    return {**inputs, "prompts": sha256_of_file(source.file or kept)}
 
 
 def _run_plan(workspace: Workspace, folder: Path) -> dict[str, Any]:
+    from polybasic.chain.formats.plan import decision_lines
     from polybasic.deploy.planner.run import plan_chain
 
     settings = _with_prompts(workspace, folder / CALIBRATION_NAME)
     _, source = _prompts(workspace.recipe)
     chain = _last_chain_folder(workspace)
-    measured = plan_chain(chain, settings, _say, source.shown).measured
-    _say(f"plan: {measured.explanation['decision']}")
+    measured = plan_chain(chain, settings, say, source.shown).measured
+    for line in decision_lines(measured.explanation):
+        say(f"plan: {line}")
     write_json(folder / PLAN_NAME, measured.model_dump(mode="json"))
     return {
         "hardware": measured.hardware,
@@ -251,16 +262,11 @@ def _run_plan(workspace: Workspace, folder: Path) -> dict[str, Any]:
 def _with_prompts(workspace: Workspace, path: Path) -> PlanSettings:
     """The plan's settings with a file of prompts; those that are made here are at `path`."""
     settings, (_, source) = workspace.recipe.plan, _prompts(workspace.recipe)
-    num_prompts = settings.num_prompts_per_task
-    if source.is_heldout:
-        write_first_turns(path, split_rows(workspace)[1]["messages"])
-        num_prompts *= NUM_TASKS  # they are one task, whatever they are about
-    elif source.is_url:
+    if source.is_heldout or source.is_url:
         path = workspace.folder("data") / PLAN_PROMPTS_NAME
     else:
         path = source.write(path)
-    changes = {"prompts": str(path), "num_prompts_per_task": num_prompts}
-    return settings.model_copy(update=changes)
+    return with_prompts(settings, source, path)
 
 
 def _identify_plan(workspace: Workspace, folder: Path) -> dict[str, Any]:
@@ -281,10 +287,10 @@ def _run_report(workspace: Workspace, folder: Path) -> dict[str, Any]:
 
     bench, _ = _prompts(workspace.recipe)
     path = bench.file or workspace.folder("data") / PROMPTS_NAME
-    settings = workspace.recipe.bench.model_copy(update={"prompts": str(path)})
+    settings = with_prompts(workspace.recipe.bench, bench, path)
     command = f"polybasic run {workspace.recipe.name}"
     chain = _last_chain_folder(workspace)
-    report = bench_chain(chain, settings, _say, command=command, prompts_named=bench.shown)
+    report = bench_chain(chain, settings, say, command=command, prompts_named=bench.shown)
     return {
         "speedup_vs_target": {
             name: system.totals.speedup.value for name, system in report.systems.items()
@@ -294,10 +300,6 @@ def _run_report(workspace: Workspace, folder: Path) -> dict[str, Any]:
 
 def _identify_report(workspace: Workspace, folder: Path) -> dict[str, Any]:
     return {"report": sha256_of_file(_last_chain_folder(workspace) / "report" / "report.json")}
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 def _last_chain_folder(workspace: Workspace) -> Path:

@@ -18,9 +18,21 @@ from polybasic.train.settings import (
 )
 
 NUM_TASKS = len(TASKS)
+TO_BE_GIVEN = "???"
+"""Of a model or of conversations that a recipe leaves to the command line."""
 
 ShapeName = Literal["cpu-100m", "gpu-7b", "gpu-8b"]
 """Of `polybasic.recipes.growth.shapes.SHAPES`."""
+
+
+def asks_heldout(prompts: str, conversations: str) -> bool:
+    """Whether a section's `prompts` are first turns of held-out conversations.
+
+    Args:
+        prompts: of section plan or bench.
+        conversations: of section data.
+    """
+    return prompts == "heldout" or (prompts == "auto" and conversations != "embedded")
 
 
 class TargetSettings(Settings):
@@ -87,8 +99,10 @@ class SmallSettings(Settings):
 class PackageSettings(Settings):
     """How the chain folder is put together."""
 
-    copy_target: bool = Field(
-        False, description="copy the target into the chain instead of referring to it"
+    copy_target: Literal["auto", True, False] = Field(
+        "auto",
+        description="copy the target into the chain instead of referring to it; auto: unless it is "
+        "the hub's, with hard links where the disk has them",
     )
     heads: dict[Name, str] = Field(
         {},
@@ -207,6 +221,8 @@ class Recipe(Settings):
     @model_validator(mode="after")
     def _heldout_conversations_suffice(self) -> Self:
         needed = NUM_TASKS * self.plan.num_prompts_per_task
+        if asks_heldout(self.bench.prompts, self.data.conversations):
+            needed *= 2  # each gets half
         if self.plan.prompts == "heldout" and self.data.num_heldout < needed:
             raise UserError(
                 "too few held-out conversations to plan on",

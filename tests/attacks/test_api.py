@@ -18,7 +18,7 @@ from tests.conftest import ChainParts
 
 NO_NUMBERS = [math.nan, math.inf, 2.5, "4", True, [4], {}]
 REFUSED: dict[str, list[Any]] = {
-    "max_new_tokens": [*NO_NUMBERS, None, 0, -1, 4.0],
+    "max_new_tokens": [*NO_NUMBERS, 0, -1, 4.0],
     "stop": [3, None, [None], [3], ["a", None], b"x", {"a": 1}, ""],
     "members": ["target", ["target", 3], 3, [], ["other"]],
     "plan": ["plan", {}, 3],

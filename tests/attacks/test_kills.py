@@ -20,6 +20,7 @@ COMMANDS = {
     "plan": ("plan", *OPTIONS),
     "bench": ("bench", *OPTIONS, "--repeats", "1", "--systems", "target,polybasic"),
 }
+_NUM_KILLS = 20
 _GROWTH = 1.02
 
 
@@ -37,18 +38,18 @@ def run(name: str, chain: str, prompts: str) -> None:
     main([command, chain, *options, "--prompts", prompts])
 
 
-@pytest.mark.parametrize("num_kills", [1, pytest.param(20, marks=pytest.mark.proof)])
+@pytest.mark.proof
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_kill_leaves_a_whole_chain(
-    tiny_chain: Path, prompts: Path, tmp_path: Path, name: str, num_kills: int
+    tiny_chain: Path, prompts: Path, tmp_path: Path, name: str
 ) -> None:
     asked = run, name, str(tiny_chain), str(prompts)
-    log, draw = tmp_path / "log", random.Random(num_kills)
+    log, draw = tmp_path / "log", random.Random(20)
     assert forked.run(*asked, log=log) == 0, log.read_text()  # it imports, and plans for bench
     begin = time.monotonic()
     assert forked.run(*asked, log=log) == 0, log.read_text()
     seconds, num_killed = time.monotonic() - begin, 0
-    while num_killed < num_kills:
+    while num_killed < _NUM_KILLS:
         process = forked.start(*asked, log=log)
         # files are written at the end
         part = draw.uniform(0.8, 0.95) if num_killed % 2 else draw.uniform(0.2, 0.8)

@@ -9,7 +9,7 @@ import pytest
 
 from polybasic.chain.console import Console
 from polybasic.chain.errors import UserError
-from polybasic.chain.terminal import ShownStream, escaped
+from polybasic.chain.terminal import ShownStream, broken_between_words, escaped
 from polybasic.recipes.cli import chain as commands
 from polybasic.recipes.cli import main as cli
 from tests.attacks import outcomes
@@ -82,3 +82,12 @@ def test_what_is_not_escaped_is_seen(monkeypatch, tiny_chain: Path) -> None:
     monkeypatch.setattr("polybasic.chain.errors.escaped", str)
     with pytest.raises(AssertionError):
         outcomes.of_command("inspect", "\x1b[2J")
+
+
+def test_lines_are_broken_between_words_and_commands_stay_in_one_piece() -> None:
+    line = "wrote the plan into a-rather-long/path; next: polybasic bench a-rather-long/path"
+    assert broken_between_words(line, 20).splitlines() == [
+        "wrote the plan into",
+        "a-rather-long/path",
+        "next: polybasic bench a-rather-long/path",
+    ]

@@ -49,6 +49,8 @@ def with_plan(chain: Path) -> None:
     manifest = json.loads((chain / "chain.json").read_text("utf-8"))
     manifest.pop("sha256", None)
     name = hardware.hardware_name(torch.device("cpu"))
-    measured = {"hardware": name, "dtype": "float32", "temperature": 0, "seconds_per_token": 1}
-    manifest["plans"] = [{**measured, "plan": manifest["plan"]}]
+    measured = {"hardware": name, "temperature": 0, "seconds_per_token": 1}
+    manifest["plans"] = [
+        {**measured, "dtype": dtype, "plan": manifest["plan"]} for dtype in ("bfloat16", "float32")
+    ]
     (chain / "chain.json").write_text(json.dumps(manifest), "utf-8")

@@ -78,10 +78,10 @@ def test_stats_target_and_plan(say: Any, tiny_chain: Path) -> None:
     lines = err.splitlines()
     assert lines[0] == "no answer is complete yet"
     assert lines[1].startswith(
-        "plan: target → intermediate → draft, tree of depth 3, top 2, 6 rows"
+        "plan: target → intermediate → draft; tree of depth 3, top 2, 6 rows; "
     )
     assert lines[2] == "answering: target alone"
-    assert lines[3].startswith("plan: target, ")
+    assert lines[3] == "plan: target alone, no drafting"
     assert re.fullmatch(r"last answer: 12 tokens in .* forward passes: target 12", lines[4])
     by_all, by_target = lines[5:7]
     assert by_all.startswith("1 answer by target, intermediate, draft: 12 tokens in ")

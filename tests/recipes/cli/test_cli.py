@@ -13,11 +13,14 @@ import pytest
 from polybasic.chain.errors import UserError
 from polybasic.chain.processes.interruption import Interrupted
 from polybasic.chain.processes.place import Place
-from polybasic.deploy import hardware, load_chain
+from polybasic.deploy import load_chain
+from polybasic.deploy.settings import BenchSettings, PlanSettings
 from polybasic.recipes.cli import main as cli
+from polybasic.recipes.cli.measure import _settings
 from polybasic.recipes.cli.run import _num_processes
 from polybasic.recipes.schema.loading import load_recipe, shipped_recipes
 from tests import forked
+from tests.conftest import PROVENANCE
 from tests.recipes.command_line import call, refusal, with_plan
 from tests.recipes.serving import served
 
@@ -162,7 +165,6 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(tmp_path, monkeypatch) -> 
         (["run", "tiny", "data.conversations=no.jsonl"], "data.conversations = no.jsonl"),
         (["run", "tiny", "data.conversations=no.jsonl", "--dry-run"], "data.conversations"),
         (["run", "tiny", "bench.prompts=no.jsonl"], "prompts not found: no.jsonl"),
-        (["run", "tiny", "bench.prompts=heldout"], "prompts not found: heldout"),
         (["run", "tiny", "--dry-run", "--hardware", "abacus"], "known: cpu, a100-80gb"),
         (["run", "tiny", "--hardware", "cpu"], "hardware without --dry-run"),
         (["run", "tiny", "target.model=nowhere"], "neither a folder nor a hub id"),
@@ -248,7 +250,7 @@ def test_ctrl_c_stops_a_run_with_130_and_keeps_what_is_whole(micro_recipe, tmp_p
     ) as running:
         assert running.stderr is not None
         for line in running.stderr:
-            if line.startswith("target: runs"):
+            if line.startswith("target: starting"):
                 os.kill(running.pid, signal.SIGINT)
                 break
         running.communicate()
@@ -260,7 +262,7 @@ def test_ctrl_c_stops_a_run_with_130_and_keeps_what_is_whole(micro_recipe, tmp_p
 def test_doctor_names_what_matters() -> None:
     found = json.loads(call("doctor", "--json")[1])
     assert found["packages"]["torch"].startswith("2.13.0")
-    assert set(found["extras"]) == {"train", "quantize", "dev"}
+    assert set(found["extras"]) == {"train", "serve", "quantize", "gguf", "dev"}
     assert "GB" in found["free disk"]
 
 
@@ -335,6 +337,20 @@ def test_generate_says_what_the_checkpoint_decided(tiny_chain_parts, tmp_path: P
     assert said("--temperature", "0") == "repetition_penalty 1.1"
     assert said("--temperature", "0", "--repetition-penalty", "1") == ""
 
+    plan = {"temperature": 0, "max_new_tokens": 3, "dtype": "float32", "rule": "block"}
+    recipe = {"name": "tiny", "plan": plan, "bench": {"temperature": 1}}
+    provenance = PROVENANCE.model_copy(update={"recipe": recipe})
+    made = tmp_path / "made"
+    tiny_chain_parts.package(made, provenance=provenance)
+    code, _, err = call("generate", made, "-p", "w5")
+    assert code == 0, err
+    assert err.splitlines()[-1].startswith("3 tokens in ")
+    told = "; by the chain's recipe: temperature 0; by the checkpoint's generation_config.json: "
+    assert err.splitlines()[-1].endswith(f"{told}repetition_penalty 1.1")
+    settings = _settings(PlanSettings, made, {"max_new_tokens": 9})
+    assert settings == PlanSettings(**(plan | {"max_new_tokens": 9}))
+    assert _settings(BenchSettings, made, {}) == BenchSettings(temperature=1)
+
 
 def test_a_plan_for_another_machine_is_told_on_stderr(tiny_chain: Path, tmp_path: Path) -> None:
     manifest = json.loads((tiny_chain / "chain.json").read_text("utf-8"))
@@ -357,7 +373,7 @@ def test_a_plan_for_another_machine_is_told_on_stderr(tiny_chain: Path, tmp_path
 def test_prompts_of_a_url_are_fetched_into_the_chain(tiny_chain: Path, tmp_path) -> None:
     (tmp_path / "files").mkdir()
     (tmp_path / "files" / "none.jsonl").write_text("{}\n")
-    for command, name in (("plan", "calibration.jsonl"), ("bench", "prompts.jsonl")):
+    for command, name in (("plan", "plan_prompts.jsonl"), ("bench", "prompts.jsonl")):
         with served(tmp_path / "files") as url:
             missing = refusal(command, str(tiny_chain), "--prompts", f"{url}/no.jsonl")
             assert f"--prompts = {url}/no.jsonl (404" in missing
@@ -429,21 +445,24 @@ def test_plan_measures_writes_and_explains(chain: Path, tmp_path: Path) -> None:
     measurements = tmp_path / "measurements.json"
     code, out, err = call("plan", chain, *options, "--measurements", measurements)
     assert code == 0, err
-    assert "best plan of each set of members" in out
-    assert "decision: run target" in " ".join(out.split())
+    assert "Best plan of each set of members" in out
+    assert out.startswith("Run target")
     assert f"next: polybasic bench {chain}" in err.splitlines()[-1]
     measured = json.loads(measurements.read_text("utf-8"))
     assert [one["rules"] for one in measured] == [["coupled"], ["block", "token"]]
     assert {len(one["traces"]) for one in measured} == {6}
-    code, out, err = call("plan", chain, *options, "--reproducible")
+    code, out, err = call("plan", chain, *options, "--rule", "token")
     assert code == 0, err
-    assert "rule coupled, so that a seed means a text" in " ".join(out.split())
+    assert "rule token: no other was to be compared" in " ".join(out.split())
+    assert "loads need the rule coupled and not token" in err
     manifest = json.loads((chain / "chain.json").read_text("utf-8"))
-    (planned,) = (each for each in manifest["plans"] if each["temperature"] == 1)
-    assert {each["plan"]["rule"] for each in [planned, *planned["others"]]} == {"coupled"}
+    greedy, planned = manifest["plans"]
+    assert (greedy["temperature"], planned["temperature"]) == (0, 1)
+    assert {each["plan"]["rule"] for each in [planned, *planned["others"]]} == {"token"}
     shown = " ".join(call("inspect", chain)[1].split())
-    assert f"plan for {planned['hardware']}: target" in shown
-    assert "; rule: coupled; predicted " in shown
+    assert f"plan for {planned['hardware']}, {planned['dtype']}, temperature 1: target" in shown
+    assert f"measured on {planned['hardware']}, {greedy['dtype']}, temperature 0, " in shown
+    assert "; predicted " in shown
     assert "temperature" in refusal("plan", chain, "--temperature=-1")
     assert "checkpoint not found" in refusal("plan", tmp_path / "nothing")
 
@@ -451,16 +470,17 @@ def test_plan_measures_writes_and_explains(chain: Path, tmp_path: Path) -> None:
 def test_bench_plans_first_on_another_machine_and_takes_its_own_settings(
     chain: Path, micro_run: Path, monkeypatch
 ) -> None:
-    monkeypatch.setattr(hardware, "hardware_name", lambda *_: "another machine")
+    monkeypatch.setattr("polybasic.deploy.load.hardware_name", lambda *_: "another machine")
     options = ["--max-new-tokens", "4", "--repeats", "1", "--num-prompts-per-task", "1"]
     systems = ["--systems", "target,polybasic", "--dtype", "float32"]
     code, out, err = call("bench", chain, *options, *systems, "--json")
     assert code == 0, err
-    told = "has no plan that was measured on this machine: measuring it first"
+    told = ", not on another machine: plans first"
     assert err.index(told) < err.index("plan: costs of rounds")
     report = json.loads(out)
     assert set(report["systems"]) == {"target", "polybasic"}
     assert report["settings"]["max_new_tokens"] == 4
-    assert json.loads((chain / "report" / "report.json").read_text("utf-8")) == report
+    beside = chain / "report" / "another-machine-float32-4-tokens"
+    assert json.loads((beside / "report.json").read_text("utf-8")) == report
     assert "report.html" in err.splitlines()[-1]
     assert load_recipe(str(micro_run / "recipe.yaml")).bench.max_new_tokens == 16

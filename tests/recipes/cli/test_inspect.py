@@ -1,14 +1,17 @@
 """`polybasic inspect` states the memory that a chain will take, or says why it cannot."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
+import typer
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.files import read_json, write_json
 from polybasic.deploy import load_chain
-from polybasic.recipes.cli.chain import inspect
+from polybasic.recipes.cli import main
+from polybasic.recipes.cli.chain import inspect, verify
 
 
 def test_what_is_stated_is_what_loading_states(
@@ -19,7 +22,7 @@ def test_what_is_stated_is_what_loading_states(
     assert memory.pop("available_bytes") > memory["peak_bytes"]
     loaded = load_chain(tiny_chain, dtype="float32", context_tokens=50)
     assert memory == loaded.memory.to_json()
-    inspect(str(tiny_chain))
+    inspect(str(tiny_chain), memory=True)
     shown = capsys.readouterr().out.splitlines()[-1]
     assert shown.startswith("memory: ")
     assert "for 128 tokens of context (cpu, bfloat16, " in shown
@@ -31,10 +34,25 @@ def test_a_chain_that_is_not_whole_is_still_described(
     tiny_chain: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tiny_chain / "draft" / "model.safetensors").unlink()
-    inspect(str(tiny_chain))
+    inspect(str(tiny_chain), memory=True)
     told = capsys.readouterr()
     assert "made by: " in told.out
     assert told.err.startswith("memory: not stated, missing file: ")
+
+
+def test_a_target_may_lie_elsewhere_for_every_command_that_reads_a_chain(
+    tiny_chain: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    commands = dict(typer.main.get_command(main.app).commands)  # type: ignore[attr-defined]
+    commands.pop("migrate")  # changes what lies in the chain, and reads no target
+    for name, command in commands.items():
+        options = {parameter.name for parameter in command.params}
+        assert ("target" in options) == ("chain" in options), name
+    moved = Path(shutil.move(tiny_chain / "target", tiny_chain.parent / "moved"))
+    inspect(str(tiny_chain), target=str(moved))
+    assert "memory: " in capsys.readouterr().out
+    verify(str(tiny_chain), target=str(moved))
+    load_chain(tiny_chain, target=str(moved)).close()
 
 
 def test_nothing_is_fetched_to_state_it(
@@ -45,7 +63,7 @@ def test_nothing_is_fetched_to_state_it(
     source = {"path": None, "source": "org/model", "revision": None}
     manifest["members"][0]["reference"] = source
     write_json(tiny_chain / "chain.json", manifest)
-    inspect(str(tiny_chain), as_json=True)
+    inspect(str(tiny_chain), memory=True, as_json=True)
     told = capsys.readouterr()
     assert json.loads(told.out)["memory"] is None
     assert told.err == "memory: not stated, target (org/model) is not on this machine yet\n"

@@ -247,7 +247,7 @@ def test_a_dry_run_states_memory_by_rank(
     rows = estimate(stages_of(recipe), Workspace(recipe, tmp_path), None, hardware)
     print_estimates(rows, tmp_path, hardware, "by --hardware", Console())
     said = capsys.readouterr().out
-    lines = {line.split()[1]: line for line in said.splitlines() if "│ run" in line}
+    lines = {line.split()[0]: line for line in said.splitlines() if " run: " in line}
     assert re.search(r"4 x \d+\.\d GB", lines["draft"])
     assert re.search(r"\d+\.\d GB \+ 3 x \d+\.\d GB", lines["plan"])
     assert re.search(r"^report needs \d+\.\d GB of a device that has 24\.0 GB$", said, re.M)

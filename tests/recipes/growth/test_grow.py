@@ -85,7 +85,7 @@ def test_mistakes_are_reported_before_anything_is_written(
     with pytest.raises(UserError, match="unknown shape: big; use one of cpu-100m, gpu-7b, gpu-8b"):
         grow(str(tiny_chain), "big", out=out)
     with pytest.raises(UserError, match="not a chain"):
-        grow(str(tmp_path), "cpu-100m", out=out)
+        grow(str(tiny_chain / "target"), "cpu-100m", out=out)
     with pytest.raises(UserError, match="member cannot be grown: small of"):
         grow(str(tiny_four_chain), "cpu-100m", out=out)
     with monkeypatch.context() as patch:
@@ -208,7 +208,7 @@ def test_a_recipe_plans_and_measures_the_grown_chain(
     run_recipe(recipe, out, "polybasic run micro.yaml grow.shape=cpu-100m")
     message = capsys.readouterr().err
     assert message.count("skipped") == 5
-    assert "grown: runs (not there yet)" in message
+    assert "grown: starting (no earlier result)" in message
     assert (out / "chain" / "chain.json").read_bytes() == packed
     checked = check_chain(out / "grown")
     assert checked.manifest.grown == "cpu-100m"

@@ -157,8 +157,8 @@ def test_changed_inputs_redo_a_stage_and_what_depends_on_it(run, tmp_path) -> No
     again = run(b=1)
     redone = {line[0] for line in moments(tmp_path)[num_before:] if " step " in line}
     assert redone == {"b", "c"}
-    assert "b: runs (changed: own)" in again.stdout
-    assert "c: runs (changed: b.own)" in again.stdout
+    assert "b: starting (changed: own)" in again.stdout
+    assert "c: starting (changed: b.own)" in again.stdout
 
 
 def test_progress_under_other_inputs_is_neither_continued_nor_removed(run, tmp_path) -> None:

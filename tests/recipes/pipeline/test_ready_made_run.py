@@ -140,9 +140,12 @@ def test_adapter_template_ready_head_and_distillation_make_a_chain(tmp_path: Pat
     assert weights_digest(merged) != weights_digest(base)
     config = json.loads((out / "draft" / "config.json").read_text())
     assert config["polybasic"]["target_sha256"] == weights_digest(merged)
-    assert manifest.members[0].reference.source == "../target/merged"
+    assert (out / "chain/target/model.safetensors").samefile(merged / "model.safetensors")
+    for path in (out / "chain").rglob("*"):
+        if path.suffix in (".json", ".md", ".html"):
+            assert str(tmp_path) not in path.read_text("utf-8"), path
     training = manifest.training["draft"]
-    assert training["imported_from"] == str(head)
+    assert training["imported_from"] == "head"
     assert training["simulated_accepted_length"] >= training["initial_accepted_length"]
     quality = manifest.quality["intermediate"]
     assert quality["distillation_steps"] == 3
@@ -165,6 +168,6 @@ def test_adapter_template_ready_head_and_distillation_make_a_chain(tmp_path: Pat
     ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")
     assert answer.token_ids == greedy(merged, ids) != greedy(base, ids)
 
-    calibration = (out / "plan" / "calibration.jsonl").read_text().splitlines()
+    calibration = (out / "data" / "plan_prompts.jsonl").read_text().splitlines()
     assert {json.loads(line)["category"] for line in calibration} == {"heldout"}
     assert len(calibration) >= 12

@@ -141,7 +141,7 @@ def test_a_dtype_that_is_none_is_refused(target: Path, tmp_path: Path) -> None:
 
 def test_the_stage_answers_through_this_runtime(target: Path, tmp_path: Path) -> None:
     workspace = workspace_of(tmp_path, target)
-    assert run(workspace)[0] == "regenerated: runs (not there yet)"
+    assert run(workspace)[0] == "regenerated: starting (no earlier result)"
     tokenizer = AutoTokenizer.from_pretrained(target)
     rows = answers_in(workspace)
     assert [row["id"] for row in rows] == ["id0", "id1", "id2"]
@@ -159,7 +159,7 @@ def test_the_stage_answers_through_this_runtime(target: Path, tmp_path: Path) ->
     assert record is not None
     assert record.summary["answered_by"]["through"] == "runtime"
     assert (record.summary["num_done"], record.summary["num_answers"]) == (3, 6)
-    assert "whole since" in run(workspace)[0]
+    assert "up to date (made " in run(workspace)[0]
 
 
 def test_copies_learn_from_the_answers(target: Path, tmp_path: Path) -> None:
@@ -192,13 +192,13 @@ def test_a_run_goes_on_where_its_server_failed(target: Path, tmp_path: Path) -> 
         moved = workspace_of(
             tmp_path, target, num=6, endpoint=endpoint.url + "/", num_parallel=2, num_retries=1
         )
-        assert run(moved)[0] == "regenerated: continues (interrupted earlier)"
+        assert run(moved)[0] == "regenerated: continuing (interrupted earlier)"
         assert len(endpoint.asked) == asked + 5
         assert len(answers_in(moved)) == 6
         # fewer conversations are a new run of the stage, for which every answer is there
         data = moved.recipe.data.model_copy(update={"limit": 4})
         fewer = Whole(moved.recipe.model_copy(update={"data": data}), moved.out)
-        assert run(fewer)[0] == "regenerated: runs (changed: data.limit)"
+        assert run(fewer)[0] == "regenerated: starting (changed: data.limit)"
         assert len(answers_in(fewer)) == 4
         assert len(endpoint.asked) == asked + 5
 

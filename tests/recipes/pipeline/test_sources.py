@@ -9,8 +9,19 @@ from typing import Any
 import pytest
 
 from polybasic.chain.errors import UserError
+from polybasic.chain.formats.manifest import Provenance
+from polybasic.chain.formats.places import without_places
 from polybasic.deploy.prompts import read_questions
+from polybasic.deploy.settings import BenchSettings, PlanSettings
 from polybasic.recipes.pipeline.downloads import fetch, is_url
+from polybasic.recipes.pipeline.prompts import (
+    PLAN_PROMPTS_NAME,
+    PROMPTS_NAME,
+    bench_prompts,
+    plan_prompts,
+    prompts_of_run,
+    with_prompts,
+)
 from polybasic.recipes.pipeline.running import Stage, Workspace, run_stages
 from polybasic.recipes.pipeline.sources import (
     chat_template_of,
@@ -76,6 +87,39 @@ def data_stage(tmp_path: Path, *overrides: str) -> Workspace:
     workspace = Workspace(load_recipe("tiny", given), tmp_path / "out")
     run_stages(stages_of(workspace.recipe), workspace, ("data",), lambda line: None)
     return workspace
+
+
+def test_own_conversations_are_what_plan_and_report_ask_about(tmp_path: Path) -> None:
+    rows = [
+        {"conversations": [{"from": "human", "value": f"{n}?"}, {"from": "gpt", "value": "!"}]}
+        for n in range(20)
+    ]
+    (tmp_path / "chats.json").write_text(json.dumps(rows))
+    workspace = data_stage(tmp_path, f"data.conversations={tmp_path / 'chats.json'}")
+    data = workspace.folder("data")
+    names = (PLAN_PROMPTS_NAME, PROMPTS_NAME)
+    plan, bench = ({one.turns[0] for one in read_questions(data / name)} for name in names)
+    assert len(plan) == len(bench) == 3
+    assert not plan & bench
+    assert plan | bench <= {f"{n}?" for n in range(20)}
+    made = Provenance(
+        recipe=without_places(workspace.recipe.model_dump(mode="json")),
+        command="",
+        package_versions={},
+        data_digests=workspace.identity("data"),
+    )
+    chain, conversations = workspace.folder("chain"), made.recipe["data"]["conversations"]
+    for name, source in (
+        (PROMPTS_NAME, bench_prompts(BenchSettings(), 0, "--prompts", conversations)),
+        (PLAN_PROMPTS_NAME, plan_prompts(PlanSettings(), 0, "--prompts", conversations)),
+    ):
+        found = prompts_of_run(source, chain, made, name)
+        assert found == (source, data / name)
+        assert source.shown == "held-out turns of chats.json"
+        assert with_prompts(PlanSettings(), source, data / name).num_prompts_per_task == 36
+        write_questions(data / name)
+        embedded, nothing = prompts_of_run(source, chain, made, name)
+        assert (embedded.shown, nothing) == ("embedded", None)
 
 
 def test_the_data_stage_keeps_downloaded_prompts(tmp_path: Path) -> None:

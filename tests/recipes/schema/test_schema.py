@@ -105,6 +105,8 @@ def test_sections_that_contradict_each_other_are_refused(sections: dict, told: s
             "a head of kind hydra has no MLP",
         ),
         ({"feature_layers": [1, 2, 3]}, "read by a head of kind eagle3"),
+        ({"normed_features": True}, "normed_features is of a head of kind eagle3"),
+        ({"kind": "block", "normed_features": True}, "normed_features is of a head of kind eagle3"),
         ({"feature_loss_weight": 0, "token_loss_weight": 0}, "nothing would be learned"),
         ({"features_folder": "f"}, "features_folder is of offline features"),
         ({"save_every_steps": 40, "keep_every_steps": 100}, "must be a multiple of save_every"),

@@ -8,6 +8,7 @@ import yaml
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
+from polybasic.chain.errors import UserError
 from polybasic.recipes.cli.run import on_devices
 from polybasic.recipes.estimates.costs import StageEstimate
 from polybasic.recipes.estimates.dry_run import estimate
@@ -17,10 +18,16 @@ from polybasic.recipes.pipeline.running import Workspace
 from polybasic.recipes.pipeline.stages import stages_of
 from polybasic.recipes.schema.layers import resolved_text
 from polybasic.recipes.schema.loading import known_keys, load_recipe, read_layers, shipped_recipes
-from polybasic.recipes.schema.recipe import Recipe
+from polybasic.recipes.schema.presets import PRESETS, preset_overrides
+from polybasic.recipes.schema.recipe import TO_BE_GIVEN, Recipe
 from tests.recipes.published_configs import CONFIGS, NUM_PARAMETERS, write_config
 
-NAMES = [name for name in shipped_recipes() if load_recipe(name).target.model != "scratch"]
+NAMES = [
+    name
+    for name in shipped_recipes()
+    if load_recipe(name).target.model not in ("scratch", TO_BE_GIVEN)
+]
+WITHOUT_FIGURES = {"tiny", "tiny-four", "own-model"}
 FIGURES = re.compile(
     r"([\d.]+) (hours|minutes|GB of device memory|GB of host memory|GB of memory|GB of disk)"
 )
@@ -46,6 +53,11 @@ def counted(name: str, folder: Path, hardware: str) -> list[StageEstimate]:
     return estimate(stages_of(recipe), workspace, None, hardware_named(hardware))
 
 
+def dry_run(name: str, overrides: list[str], folder: Path) -> list[StageEstimate]:
+    recipe = load_recipe(name, overrides)
+    return estimate(stages_of(recipe), Workspace(recipe, folder / "out"), None)
+
+
 @pytest.mark.parametrize("name", shipped_recipes())
 def test_a_shipped_recipe_is_shown_whole(name: str, tmp_path: Path) -> None:
     """Whoever reads it sees every key that there is, and a copy of it says the same."""
@@ -67,6 +79,33 @@ def test_a_shipped_recipe_is_shown_whole(name: str, tmp_path: Path) -> None:
             section = section[part]
 
 
+@pytest.mark.parametrize("name", ["own-model", "tiny", "vicuna-7b"])
+def test_presets_make_a_recipe_shorter_or_longer(name: str) -> None:
+    quick, normal, thorough = (
+        load_recipe(name, preset_overrides(name, preset)) for preset in PRESETS
+    )
+    assert normal == load_recipe(name)
+    steps = [one.train.num_steps for one in (quick, normal, thorough)]
+    assert steps == [normal.train.num_steps // 10, normal.train.num_steps, 4 * steps[1]]
+    assert quick.bench.num_prompts_per_task < thorough.bench.num_prompts_per_task
+    assert quick.target == normal.target == thorough.target
+    with pytest.raises(UserError, match=r"^unknown preset: --preset fast; use one of quick, norm"):
+        preset_overrides(name, "fast")
+
+
+def test_own_model_needs_a_model_and_conversations_and_nothing_else(tmp_path: Path) -> None:
+    conversations = tmp_path / "chats.jsonl"
+    conversations.write_text("{}\n")
+    given = [
+        f"target.model={write_config(tmp_path, 'Qwen/Qwen3-8B')}",
+        f"data.conversations={conversations}",
+    ]
+    for overrides in ([], given[:1], given[1:]):
+        with pytest.raises(UserError, match=r"^value is to be given: .* of recipe own-model; add"):
+            dry_run("own-model", overrides, tmp_path)
+    assert {row.state.action for row in dry_run("own-model", given, tmp_path)} == {"run"}
+
+
 def test_all_models_of_the_paper_and_more_have_a_recipe() -> None:
     named = {load_recipe(name).target.model for name in NAMES}
     small = load_recipe("llama31-8b-four").small
@@ -74,7 +113,7 @@ def test_all_models_of_the_paper_and_more_have_a_recipe() -> None:
     assert named | {small.model} == set(CONFIGS)
 
 
-@pytest.mark.parametrize("name", sorted(shipped_recipes().keys() - {"tiny", "tiny-four"}))
+@pytest.mark.parametrize("name", sorted(shipped_recipes().keys() - WITHOUT_FIGURES))
 def test_headers_say_what_a_dry_run_counts(name: str, tmp_path: Path) -> None:
     told, rest = re.split("[Ee]stimates", header(name), maxsplit=1)
     figures = {what: float(figure) for figure, what in FIGURES.findall(told)}

@@ -1,0 +1,160 @@
+"""What `polybasic generate` is asked: on the command line, by standard input, or by files."""
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from polybasic.chain.errors import UserError
+from polybasic.chain.formats.files import (
+    disk_errors,
+    lies_anywhere,
+    parse_json,
+    partial_path,
+    read_json,
+)
+from polybasic.chain.progress import tracked
+
+if TYPE_CHECKING:
+    from polybasic.deploy import Chain
+    from polybasic.deploy.prompts import Question
+
+_STANDARD_INPUT = "-"
+
+
+def check_sources(
+    text: str | None, messages: Path | None, prompts: Path | None, out: Path | None
+) -> None:
+    """Whether one source of prompts is named, and a place for answers where they are many.
+
+    Raises:
+        UserError: none or several; --prompts without --out, or the other way round.
+    """
+    named = {"--prompt": text, "--file": messages, "--prompts": prompts}
+    given = [name for name, value in named.items() if value is not None]
+    if len(given) != 1:
+        where = " and ".join(given) or "generate"
+        raise UserError("no single prompt", where, f"give one of {', '.join(named)}")
+    if (prompts is None) != (out is None):
+        missing = "--out" if out is None else "--prompts"
+        raise UserError(
+            "no place for answers" if out is None else "a place for one answer",
+            given[0],
+            f"give {missing} FILE as well",
+        )
+
+
+def one_prompt(text: str | None, messages: Path | None) -> str | list[dict[str, str]]:
+    """The prompt that is to be answered: one of these.
+
+    Args:
+        text: as it is, or "-" for what standard input holds.
+        messages: a file of them, as JSON.
+
+    Raises:
+        UserError: no such file, or it holds no list of messages; nothing on standard input.
+    """
+    if messages is not None:
+        found = read_json(messages, "messages")
+        if not isinstance(found, list):
+            do = 'write [{"role": "user", "content": "..."}]'
+            raise UserError("no list of messages", str(messages), do)
+        return found
+    if text is not None and text != _STANDARD_INPUT:
+        return text
+    read = sys.stdin.read()
+    if not read.strip():
+        raise UserError("empty prompt", "standard input", "pipe a text into --prompt -")
+    return read.removesuffix("\n")
+
+
+class AnswerFile:
+    """Answers to a file of prompts, a JSON object a line; it bears its name once it is whole.
+
+    Until then what is answered lies beside it, and is not asked again.
+
+    Args:
+        prompts: a file as `polybasic.deploy.prompts.read_questions` reads it.
+        out: the file to write.
+        asked: chain and settings; answers of others are not gone on with.
+
+    Raises:
+        UserError: as `read_questions`; the file is there; the answers beside it are of other
+            prompts, another chain or other settings.
+    """
+
+    def __init__(self, prompts: Path, out: Path, asked: dict[str, Any]) -> None:
+        from polybasic.deploy.prompts import read_questions
+
+        if lies_anywhere(out):
+            do = "choose another --out, or remove it to have all answered again"
+            raise UserError("answers are there", str(out), do)
+        self._out, self._asked = out, asked
+        self._partial = partial_path(out)
+        self._questions = read_questions(prompts)
+        self._kept = self._answered()
+
+    def complete(self, chain: "Chain", options: dict[str, Any]) -> int:
+        """Answer what is not answered yet; returns how many were.
+
+        Raises:
+            UserError: as `Chain.generate`; the disk is full or not writable. What is answered then
+                stays.
+        """
+        left = self._questions[len(self._kept) :]
+        with disk_errors(self._out):
+            self._out.parent.mkdir(parents=True, exist_ok=True)
+            with self._partial.open("a", encoding="utf-8") as file:
+                file.truncate(len("".join(self._kept).encode()))
+                for question in tracked(left, "answers"):
+                    file.write(_line(self._identity(question), chain, question, options))
+                    file.flush()
+            self._partial.replace(self._out)
+        return len(left)
+
+    def _identity(self, question: "Question") -> dict[str, Any]:
+        return {
+            "question_id": question.question_id,
+            "task": question.task,
+            "prompts": list(question.turns),
+            "asked": self._asked,
+        }
+
+    def _answered(self) -> list[str]:
+        """Lines of an interrupted run, without one that was cut while it was written."""
+        if not self._partial.is_file():
+            return []
+        lines = self._partial.read_text("utf-8").splitlines(keepends=True)
+        kept = [line for line in lines if line.endswith("\n")]
+        for number, line in enumerate(kept, 1):
+            found = parse_json(line, "answers", str(self._partial), number)
+            question = self._questions[number - 1] if number <= len(self._questions) else None
+            expected = None if question is None else self._identity(question)
+            if not isinstance(found, dict) or expected is None or found | expected != found:
+                raise UserError(
+                    "interrupted answers of other prompts or settings",
+                    f"{self._partial} line {number}",
+                    "repeat the command that began them, or remove the file",
+                )
+        return kept
+
+
+def _line(
+    identity: dict[str, Any], chain: "Chain", question: "Question", options: dict[str, Any]
+) -> str:
+    """The answers to all turns of a question, as JSON."""
+    messages: list[dict[str, str]] = []
+    answers = []
+    for turn in question.turns:
+        messages.append({"role": "user", "content": turn})
+        # a lone text is also for tokenizers without a chat template
+        answers.append(chain.generate(turn if len(messages) == 1 else messages, **options))
+        messages.append({"role": "assistant", "content": answers[-1].text})
+    content = {
+        **identity,
+        "answers": [one.text for one in answers],
+        "token_ids": [one.token_ids for one in answers],
+        "statistics": [asdict(one.statistics) for one in answers],
+    }
+    return json.dumps(content, ensure_ascii=False) + "\n"

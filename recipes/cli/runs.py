@@ -1,0 +1,69 @@
+"""`polybasic runs`: folders that runs have written."""
+
+import json
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from polybasic.chain.readable import counted, readable_bytes
+from polybasic.chain.terminal import say
+from polybasic.recipes.cli.asking import check_wanted
+
+app = typer.Typer(
+    help="List and remove folders that runs have written.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+_FOLDER = Path("runs")
+
+
+@app.command("ls")
+def list_runs(
+    folder: Annotated[Path, typer.Argument(help="Where they lie.")] = _FOLDER,
+    as_json: Annotated[bool, typer.Option("--json", help="Print only JSON on stdout.")] = False,
+) -> None:
+    """List runs: recipe, size, when they changed last, and which stages are whole."""
+    from polybasic.chain.console import Console
+    from polybasic.chain.tables import Table, print_table
+    from polybasic.recipes.pipeline.kept_runs import runs_in
+
+    found = runs_in(folder)
+    if as_json:
+        typer.echo(json.dumps([asdict(one) | {"folder": str(one.folder)} for one in found]))
+        return
+    if not found:
+        say(f"no runs in {folder}; next: polybasic run tiny")
+        return
+    rows = []
+    for one in found:
+        changed = time.strftime("%Y-%m-%d", time.localtime(one.changed))
+        stages = f"whole: {', '.join(one.whole) or 'none'}"
+        stages += f"\nleft: {', '.join(one.left)}" if one.left else ""
+        recipe = one.recipe or "of another version"
+        rows.append([one.folder.name, recipe, readable_bytes(one.num_bytes), changed, stages])
+    header = ["run", "recipe", "size", "changed", "stages"]
+    print_table(Table("", header, rows, num_text_columns=2, wraps=True), Console())
+
+
+@app.command("rm")
+def remove_runs(
+    runs: Annotated[
+        list[str],
+        typer.Argument(metavar="RUN...", help="Folders of runs, or their names in runs/."),
+    ],
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+) -> None:
+    """Remove runs with their chains and reports; a folder that is no run is refused."""
+    from polybasic.recipes.pipeline.kept_runs import kept_run, remove_run
+
+    named = [Path(one) if Path(one).exists() else _FOLDER / one for one in runs]
+    found = [kept_run(folder) for folder in named]
+    size = readable_bytes(sum(one.num_bytes for one in found))
+    names = ", ".join(str(one.folder) for one in found)
+    check_wanted(f"Remove {counted(len(found), 'run')} ({size}): {names}?", yes)
+    for one in found:
+        remove_run(one.folder)
+        say(f"removed {one.folder}")

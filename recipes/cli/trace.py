@@ -1,0 +1,145 @@
+"""`polybasic trace`: an answer round by round, in colour, as JSON lines and as a picture."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from polybasic.chain.errors import UserError
+from polybasic.recipes.cli.asked import one_prompt
+from polybasic.recipes.cli.chain import ChainArgument, note
+from polybasic.recipes.cli.options import (
+    DtypeOption,
+    MaxNewTokensOption,
+    MembersOption,
+    RuleOption,
+    SeedOption,
+    TargetOption,
+    TemperatureOption,
+)
+from polybasic.recipes.cli.repeated import checked_rule
+
+if TYPE_CHECKING:
+    from rich.table import Table
+    from rich.text import Text
+
+    from polybasic.deploy import Chain
+    from polybasic.deploy.tracing import TracedRound
+
+_KEPT, _DRAWN, _REFUSED = "green", "bold underline", "red"
+
+
+def trace(
+    chain: ChainArgument,
+    prompt: Annotated[
+        str | None,
+        typer.Option("-p", "--prompt", help="What the user says; - reads it from standard input."),
+    ] = None,
+    file: Annotated[
+        Path | None,
+        typer.Option("-f", "--file", help="Messages with role and content, as JSON."),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Write the rounds as JSON lines, with all proposals."),
+    ] = None,
+    svg: Annotated[Path | None, typer.Option(help="Write what the terminal shows as SVG.")] = None,
+    max_new_tokens: MaxNewTokensOption = 64,
+    temperature: TemperatureOption = None,
+    seed: SeedOption = None,
+    rule: RuleOption = None,
+    members: MembersOption = None,
+    dtype: DtypeOption = None,
+    target: TargetOption = None,
+) -> None:
+    """Show what each round of an answer proposed, and what was kept of it."""
+    from polybasic.chain.console import Console
+    from polybasic.chain.formats.files import whole_file
+    from polybasic.deploy import load_chain
+
+    if (prompt is None) == (file is None):
+        given = "trace" if prompt is None else "--prompt and --file"
+        raise UserError("no single prompt", given, "give one of --prompt, --file")
+    question = one_prompt(prompt, file)
+    options: dict[str, Any] = {
+        "max_new_tokens": max_new_tokens,
+        "temperature": temperature,
+        "seed": seed,
+        "rule": checked_rule(rule, False),
+        "members": members.split(",") if members is not None else None,
+    }
+    loaded = load_chain(chain, dtype=dtype, target=target, graphs=False, say=note)
+    found = loaded.trace(question, **options)
+    console = Console(record=svg is not None)
+    shown = _Shown(loaded)
+    console.print(shown.table(found.rounds))
+    console.print(shown.legend())
+    if out is not None:
+        rows = ({**one.to_json(), "texts": shown.texts(one.tokens)} for one in found.rounds)
+        lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
+        with whole_file(out) as partial:
+            partial.write_text("".join(lines), "utf-8")
+        note(f"wrote {out}: {len(found.rounds)} rounds")
+    if svg is not None:
+        with whole_file(svg) as partial:
+            partial.write_text(console.export_svg(title="polybasic trace"), "utf-8")
+        note(f"wrote {svg}")
+
+
+class _Shown:
+    """Rounds as rows of a terminal."""
+
+    def __init__(self, chain: "Chain") -> None:
+        self._tokenizer = chain.tokenizer
+
+    def texts(self, tokens: list[int]) -> list[str]:
+        """Of tokens, one by one."""
+        return [self._tokenizer.decode([token]) for token in tokens]
+
+    def table(self, rounds: "list[TracedRound]") -> "Table":
+        """Who proposed to whom, how much was kept, how long it took, and the text."""
+        from rich.table import Table
+
+        table = Table(box=None, padding=(0, 2, 0, 0), show_edge=False)
+        for header in ("round", "kept", "ms"):
+            table.add_column(header, justify="right", no_wrap=True)
+        table.add_column("by → for", no_wrap=True)
+        table.add_column("text", overflow="fold")
+        for number, one in enumerate(rounds, 1):
+            who = f"{one.proposer} → {one.verifier}" if one.proposer else one.verifier
+            kept = f"{len(one.kept)} of {len(one.tokens)}" if one.proposer else "–"
+            table.add_row(str(number), kept, f"{1e3 * one.seconds:.1f}", who, self._text(one))
+        return table
+
+    def _text(self, one: "TracedRound") -> "Text":
+        from rich.text import Text
+
+        shown = Text()
+        for place, text in enumerate(self.texts(one.gained)):
+            shown.append(text.replace("\n", "⏎"), _KEPT if place < len(one.kept) else _DRAWN)
+        if (missed := _best_refused(one)) is not None:
+            text, share = self.texts([one.tokens[missed]])[0], one.probabilities[missed]
+            shown.append(f"  {text.strip() or repr(text)} {share:.0%}", _REFUSED)
+        return shown
+
+    def legend(self) -> "Text":
+        """What the looks mean."""
+        from rich.text import Text
+
+        return Text.assemble(
+            ("accepted", _KEPT),
+            ", ",
+            ("drawn by the verifier", _DRAWN),
+            ", ",
+            ("proposed and refused, with the verifier's probability", _REFUSED),
+        )
+
+
+def _best_refused(one: "TracedRound") -> int | None:
+    """The place of the likeliest proposal where the verifier drew a token of its own."""
+    if len(one.kept) == len(one.gained):
+        return None
+    last = one.kept[-1] if one.kept else -1
+    places = [place for place, parent in enumerate(one.parents) if parent == last]
+    return max(places, key=lambda place: one.probabilities[place], default=None)

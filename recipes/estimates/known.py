@@ -1,0 +1,118 @@
+"""What a dry run reads of a recipe's inputs that lie on this machine, and of the machine."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from polybasic.chain.errors import UserError
+from polybasic.chain.formats.checkpoint import resolve_checkpoint
+from polybasic.chain.readable import counted
+from polybasic.deploy.prompts import read_questions
+from polybasic.recipes.estimates.sizes import has_weights
+from polybasic.recipes.pipeline.prompts import PromptSource, bench_prompts, plan_prompts
+from polybasic.recipes.pipeline.running import Stage
+from polybasic.recipes.pipeline.sources import chat_template_of
+from polybasic.recipes.schema.recipe import Recipe
+
+NUM_FIRST = 20
+"""Rows of conversations that are read."""
+
+
+def known_lines(recipe: Recipe, stages: Sequence[Stage]) -> Iterator[str]:
+    """A line for each input: what was read of it, or that it is yet to be downloaded.
+
+    Nothing is downloaded or written.
+
+    Args:
+        recipe: whose inputs `check_inputs` has found.
+        stages: that would be run.
+
+    Raises:
+        UserError: the chat template is of no use, or refuses all of the first conversations; these
+            or the prompts are malformed, or there is no usable one among them.
+    """
+    names = {stage.name for stage in stages}
+    first: list[Any] = []
+    if "data" in names and recipe.data.conversations != "embedded":
+        line, first = _conversations(recipe.data.conversations)
+        yield line
+    if recipe.target.model != "scratch":
+        yield _chat_template(recipe, first)
+    for name, source in (
+        ("plan", plan_prompts(recipe.plan, recipe.seed)),
+        ("report", bench_prompts(recipe.bench, recipe.seed)),
+    ):
+        if name in names:
+            yield f"{source.key}: {_prompts(source)}"
+
+
+def machine_line() -> str:
+    """The processor at hand, its cores, and the CPU kernels that would be used."""
+    import torch
+
+    from polybasic.chain.kernels.cpu.native import describe_kernels
+    from polybasic.deploy.hardware import describe_hardware
+
+    found = describe_hardware(torch.device("cpu"))
+    cores = counted(found["cores"], "core")
+    return f"this machine: {found['processor']}, {cores}; CPU kernels: {describe_kernels()}"
+
+
+def _conversations(named: str) -> tuple[str, list[Any]]:
+    """What is told of them, and the messages of the first ones."""
+    from polybasic.train.data.conversation_sources import HubData, is_cached, parse_source
+    from polybasic.train.data.conversations import SkippedRow, read_rows
+
+    source = parse_source(named)
+    if isinstance(source, HubData) and not is_cached(source):
+        return f"data.conversations: {named}, to be downloaded", []
+    rows = list(islice(read_rows(named), NUM_FIRST))
+    usable = [row for row in rows if not isinstance(row, SkippedRow)]
+    reasons = Counter(row.reason for row in rows if isinstance(row, SkippedRow))
+    why = "".join(f", {num} skipped: {reason}" for reason, num in reasons.items())
+    if not usable:
+        raise UserError(
+            f"no usable conversation in the first {counted(len(rows), 'row')}",
+            f"data.conversations = {named}{why}",
+            "give rows with at least one user turn that an assistant answers",
+        )
+    line = f"data.conversations: {named}, {len(usable)} of the first {counted(len(rows), 'row')}"
+    return f"{line} usable{why}", [row["messages"] for row in usable]
+
+
+def _chat_template(recipe: Recipe, first: list[Any]) -> str:
+    from polybasic.chain.formats.tokenizer import load_tokenizer
+    from polybasic.train.data.chat import check_chat_template, encode_accepted
+
+    given, named = chat_template_of(recipe), recipe.target.model
+    whose = "the target's own" if given is None else "target.chat_template"
+    if not has_weights(named):
+        return f"chat template: {whose}, tried when {named} is downloaded"
+    tokenizer = load_tokenizer(resolve_checkpoint(named, weights=False))
+    if given is not None:
+        tokenizer.chat_template = given
+    check_chat_template(tokenizer)
+    if not first:
+        return f"chat template: {whose}, works"
+    encoded, refusal = encode_accepted(tokenizer, first, recipe.data.max_tokens)
+    if refusal is not None and not encoded:
+        raise refusal
+    longest = max(len(one.input_ids) for one in encoded)
+    return (
+        f"chat template: {whose}, takes {len(encoded)} of the first "
+        f"{counted(len(first), 'conversation')}, the longest as {counted(longest, 'token')} "
+        f"(data.max_tokens {recipe.data.max_tokens:,})"
+    )
+
+
+def _prompts(source: PromptSource) -> str:
+    if source.is_embedded:
+        return f"embedded, {source.num_per_task} of each task"
+    if source.file is None:
+        what = "to be downloaded" if source.is_url else "first turns of held-out conversations"
+        return f"{source.named}, {what}"
+    questions = read_questions(Path(source.file))
+    tasks = ", ".join(dict.fromkeys(one.task for one in questions))
+    return f"{source.file}, {counted(len(questions), 'prompt')} ({tasks})"
