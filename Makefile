@@ -2,6 +2,7 @@
 # make test     the tests, in as many processes as the machine has cores, one thread each
 # make proof    what takes long by its nature: statistics of samples, grids of GPU kernels, compiled
 #               for several GPUs, and the rehearsal of the GPU benchmark
+# make gpu      the tests that need a GPU, or are interpreted without one, on this machine's GPU
 # make lint     style, types and import rules
 # make bench    what a chain costs on this CPU, and what changed against the record of such hardware;
 #               BENCH="--strict" fails where something is slower, BENCH="--update" renews the record
@@ -50,7 +51,7 @@ CHECK_PYTHON = $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' |
 # contiguous parts, so that what tests of a module share is made once; the rest is taken as workers end
 PYTEST := $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist worksteal
 
-.PHONY: demo test proof lint bench interop clients peers wheels lock install clean
+.PHONY: demo test proof gpu lint bench interop clients peers wheels lock install clean
 
 demo: install
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/polybasic run recipes/tiny.yaml
@@ -60,6 +61,9 @@ test: install
 
 proof: install
 	OMP_NUM_THREADS=1 $(PYTEST) -m proof
+
+gpu: install
+	TEST_ON_GPU=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 8 --dist worksteal
 
 lint: install
 	$(BIN)/ruff check .

@@ -4,7 +4,7 @@ from setuptools import find_packages, setup
 
 FOLDERS = ("chain", "train", "quantize", "deploy", "recipes")
 
-# polybasic itself is a namespace: no __init__.py, but a __main__.py
+# the root is polybasic itself, of which its own modules are found by the build
 inner = find_packages(include=[*FOLDERS, *(f"{folder}.*" for folder in FOLDERS)])
 setup(
     packages=["polybasic", *(f"polybasic.{package}" for package in inner)],

@@ -1,15 +1,19 @@
-"""Shared fixtures: a tiny chain of random weights. No network, no GPU."""
+"""Shared fixtures: a tiny chain of random weights. No network, and no GPU but for `make gpu`."""
 
 import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-os.environ.setdefault("DS_ACCELERATOR", "cpu")
+# a process either compiles Triton's kernels for a GPU or interprets them on the CPU
+if "TEST_ON_GPU" not in os.environ:
+    os.environ |= {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1", "DS_ACCELERATOR": "cpu"}
 
 
 import json
+import logging
 import shutil
 import signal
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,21 +22,36 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from polybasic.chain.formats.awq import QUANTIZATION_CONFIG, QuantizedWeight
+from polybasic.chain.formats.awq import QuantizedWeight
 from polybasic.chain.formats.lineage import weights_digest
 from polybasic.chain.formats.manifest import Manifest, Provenance
 from polybasic.chain.formats.package import Part, package_chain
 from polybasic.chain.formats.plan import Flush, Plan, Tree
+from polybasic.chain.formats.quantization import QUANTIZATION_CONFIG
 from polybasic.deploy.engine import Engine
 from polybasic.deploy.request import Request
 from polybasic.deploy.rounds.noise import Noise
 
-# Triton reads this when it is first imported, which tests of other parts may do
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-
 # a shell starts background jobs so that they ignore Ctrl-C, which tests send
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_configure() -> None:
+    """Ask for what `make gpu` needs."""
+    if "TEST_ON_GPU" in os.environ and not torch.cuda.is_available():
+        raise pytest.UsageError("TEST_ON_GPU is set, and torch finds no GPU")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave the tests that need a GPU to processes that see one, and to these no others."""
+    on_gpu, left_out = torch.cuda.is_available(), []
+    for item in items:
+        mark = item.get_closest_marker("gpu")
+        if mark is None if on_gpu else mark is not None and mark.kwargs.get("needed", False):
+            left_out.append(item)
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in left_out]
+
 
 VOCAB_SIZE, HIDDEN_SIZE, INTERMEDIATE_SIZE, NUM_LAYERS = 64, 128, 256, 2
 NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE, GROUP_SIZE = 4, 2, 32, 128
@@ -218,6 +237,18 @@ def round_to_nearest(weight: torch.Tensor) -> QuantizedWeight:
     zeros = (-low / scales).round().clamp(0, 15)
     codes = (groups / scales[..., None] + zeros[..., None]).round().clamp(0, 15)
     return QuantizedWeight(codes.flatten(1).to(torch.uint8), zeros.to(torch.uint8), scales)
+
+
+@pytest.fixture(autouse=True)
+def _logging_as_before() -> Iterator[None]:
+    """Servers set the log of their process, which here is that of the tests after them, too."""
+    loggers = [logging.getLogger(name) for name in (None, "polybasic", "uvicorn")]
+    before = [(logger.handlers[:], logger.level, logger.propagate) for logger in loggers]
+    yield
+    for logger, (handlers, level, propagate) in zip(loggers, before, strict=True):
+        logger.handlers[:] = handlers
+        logger.setLevel(level)
+        logger.propagate = propagate
 
 
 @pytest.fixture(scope="session")

@@ -40,7 +40,8 @@ def blocks_of(page: str) -> list[tuple[str, str]]:
 
 def commands_of(page: str) -> Iterator[str]:
     """Commands in a page's tables and blocks."""
-    yield from re.findall(r"^\| `(polybasic [^`]*)`", page, re.MULTILINE)
+    for cell in re.findall(r"^\| (`polybasic [^|]*)\|", page, re.MULTILINE):
+        yield from re.findall(r"`(polybasic [^`]*)`", cell)
     for _, block in blocks_of(page):
         yield from (line for line in block.splitlines() if line.startswith("polybasic "))
 

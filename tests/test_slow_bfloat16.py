@@ -138,6 +138,7 @@ def emulated_quantization(trained: tuple[Path, Products], tmp_path: Path) -> Non
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="other processors have other limits")
+@pytest.mark.proof
 def test_no_stage_multiplies_in_bfloat16_where_that_is_slow() -> None:
     options = ["-o", "python_functions=emulated_*"]
     assert_passes_without_avx512(__file__, options, "3 passed")

@@ -10,6 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("chain", "train", "quantize", "deploy", "recipes")
+OWN = ("__init__.py", "__main__.py", "py.typed")
 BUILD = "import setuptools.build_meta as build; print(build.build_wheel('dist'))"
 
 
@@ -17,7 +18,7 @@ def copy_of_the_tree(folder: Path) -> Path:
     for name in PACKAGES:
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / name, folder / name, ignore=ignored)
-    for name in ("__main__.py", "pyproject.toml", "setup.py", "README.md", "LICENSE"):
+    for name in (*OWN, "pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder / name)
     return folder
 
@@ -32,7 +33,7 @@ def wheel_names(folder: Path) -> set[str]:
 
 
 def tree_names(folder: Path) -> set[str]:
-    return {"polybasic/__main__.py"} | {
+    return {f"polybasic/{name}" for name in OWN} | {
         f"polybasic/{path.relative_to(folder)}"
         for name in PACKAGES
         for path in (folder / name).rglob("*")
@@ -67,3 +68,33 @@ def test_a_folder_that_is_no_package_is_noticed(tmp_path: Path) -> None:
     assert tree_names(folder) - package_names(wheel_names(folder)) == {
         "polybasic/chain/forgotten/module.py"
     }
+
+
+@pytest.mark.proof
+def test_types_are_seen_from_outside(tmp_path: Path) -> None:
+    """mypy reads annotations of an installed package only where it says so with py.typed."""
+    names = wheel_names(copy_of_the_tree(tmp_path))
+    assert "polybasic/py.typed" in names
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True)
+    [packages] = (tmp_path / "venv").glob("lib/python*/site-packages")
+    [wheel] = (tmp_path / "dist").glob("*.whl")
+    zipfile.ZipFile(wheel).extractall(packages)
+    script = tmp_path / "outside" / "script.py"
+    script.parent.mkdir()
+    script.write_text(
+        "import polybasic\n"
+        "answer = polybasic.load_chain('chain').generate('w5', max_tokens=4)\n"
+        "reveal_type(answer.text)\n"
+        "reveal_type(polybasic.__version__)\n"
+    )
+
+    def said() -> str:
+        command = [sys.executable, "-m", "mypy", "--ignore-missing-imports", "--no-incremental"]
+        command += ["--python-executable", tmp_path / "venv/bin/python"]
+        return subprocess.run(
+            [*command, script.name], cwd=script.parent, env={}, capture_output=True, text=True
+        ).stdout
+
+    assert said().count('Revealed type is "str"') == 2, said()
+    (packages / "polybasic" / "py.typed").unlink()
+    assert 'Revealed type is "Any"' in said()
