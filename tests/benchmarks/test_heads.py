@@ -10,6 +10,7 @@ import torch
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.files import read_json
+from polybasic.recipes.schema.loading import load_recipe
 from tests.benchmarks.scripts import load_script
 from tests.checkpoints import write_family
 from tests.conftest import write_intermediate
@@ -67,7 +68,8 @@ def test_small_table_from_training_to_record(
         for line in LINES
     ]
     assert [one["features_from"] for one in settings] == ["intermediate", "target"]
-    assert [one["unroll_steps"] for one in settings] == [2, 3]
+    of_recipe = load_recipe("tiny").train.unroll_steps
+    assert [one["unroll_steps"] for one in settings] == [2, of_recipe] != [2, 2]
     assert [Path(one["features_folder"]).name for one in settings] == [
         "intermediate-eagle2",
         "target-eagle2",
