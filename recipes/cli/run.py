@@ -40,8 +40,9 @@ DryRunOption = Annotated[
 HardwareOption = Annotated[
     str | None,
     typer.Option(
-        help="With --dry-run: the machine that times are estimated for, one of cpu, a100-80gb, "
-        "h100-80gb, h200, rtx-4090, or several devices: 4xh100-80gb.  [default: the one here]"
+        help="With --dry-run: the machine that times are estimated for, one of cpu, cpu-avx2, "
+        "a100-80gb, h100-80gb, h200, rtx-4090, or several devices: 4xh100-80gb.  "
+        "[default: the one here]"
     ),
 ]
 NprocOption = Annotated[

@@ -7,6 +7,7 @@ from polybasic.recipes.estimates.memory import (
     ADAM_BYTES,
     SERVING,
     Case,
+    as_trained,
     is_on_host,
     packed_bytes,
     ranks_of,
@@ -151,7 +152,8 @@ def _imported(shape: Shape) -> _Costs:
 
 
 def _draft(case: Case, shape: Shape) -> _Costs:
-    recipe, train, head = case.recipe, case.recipe.train, count_of_head(shape, case.recipe.train)
+    recipe, train, shape = case.recipe, case.recipe.train, as_trained(case, shape)
+    head = count_of_head(shape, train)
     step_tokens = train.batch_size * _row_tokens(recipe)
     # projections of a head's own are among its parameters; through a frozen one go states
     has_own = train.kind not in ("eagle2", "early_exit", "steering")
@@ -257,7 +259,7 @@ def _report(case: Case) -> _Costs:
     tokens = NUM_TASKS * bench.num_prompts_per_task * bench.max_new_tokens
     memory = running_bytes(case, bench.tensor_parallel)
     if "hf_generate" in bench.expected_systems:
-        memory += target.num_bytes  # a target of its own
+        memory += as_trained(case, target).num_bytes  # a target of its own
     turns = tokens * len(bench.expected_systems) * bench.repeats
     token_seconds = _token_seconds(target, case.hardware, bench.tensor_parallel)
     return 0, memory * SERVING, 1e6, 20 + _loading_seconds(case) + turns * token_seconds

@@ -33,6 +33,7 @@ class Hardware:
         all_reduce_seconds: of one sum of few rows over the devices.
         memory_bytes: of one device; None where it is the host's.
         num_devices: of them; all other figures are of one.
+        trains_in_float32: models that are stored in two bytes, for want of fast products in them.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Hardware:
     all_reduce_seconds: float
     memory_bytes: float | None = None
     num_devices: int = 1
+    trains_in_float32: bool = False
 
 
 def _gpu(
@@ -63,10 +65,21 @@ def _gpu(
 
 CPU = Hardware("cpu", "two AVX-512 cores", 2.5e11, 2.5e11, 27e9, 0.15e-3, 0.5e-3)
 """Measured with the shipped recipe tiny, and gloo between two processes of one machine."""
+CPU_AVX2 = replace(
+    CPU,
+    name="cpu-avx2",
+    description="two AVX2 cores",
+    training_flops=6.4e10,
+    float32_flops=6.4e10,
+    read_bytes_per_second=21e9,
+    trains_in_float32=True,
+)
+"""An AMD EPYC of the first generation at 2.0 GHz: 32e9 multiply-adds a second in float32."""
 PROFILES = {
     profile.name: profile
     for profile in (
         CPU,
+        CPU_AVX2,
         # NVIDIA's data sheets: dense bfloat16, float32 without tensor cores, memory
         _gpu("a100-80gb", "one A100 80 GB (SXM)", 312e12, 19.5e12, 2.039e12, 80e9),
         _gpu("h100-80gb", "one H100 80 GB (SXM)", 989e12, 67e12, 3.35e12, 80e9),
@@ -101,10 +114,13 @@ def hardware_at_hand() -> tuple[Hardware, str]:
     """The profile that is nearest to this machine, and the reason for it."""
     import torch
 
+    from polybasic.chain.kernels.product_times import multiplies_fast
+
+    cpu = CPU if multiplies_fast(torch.bfloat16) else CPU_AVX2
     if not torch.cuda.is_available():
-        return CPU, "no CUDA device here"
+        return cpu, "no CUDA device here"
     device = torch.cuda.get_device_name()
     for part, name in _NAMES_IN_DEVICES.items():
         if part in device:
             return PROFILES[name], f"{device} here"
-    return CPU, f"no profile for {device}"
+    return cpu, f"no profile for {device}"

@@ -1,6 +1,6 @@
 """Where bytes lie: memory of every process that trains a head or runs a chain, from counts."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from polybasic.chain.errors import UserError
 from polybasic.recipes.estimates.hardware_profiles import Hardware
@@ -93,6 +93,13 @@ def is_on_host(name: str, recipe: Recipe) -> bool:
         case "draft":
             return recipe.draft.model != "train" and recipe.draft.adapt == "none"
     return name in ("data", "chain", "grown")
+
+
+def as_trained(case: Case, shape: Shape) -> Shape:
+    """A stored model as passes of PyTorch over it have its weights."""
+    # a dtype that is named is that of these passes, too, if the model is stored in it
+    is_wide = case.hardware.trains_in_float32 and case.recipe.train.dtype in ("auto", "float32")
+    return replace(shape, weight_bytes=4) if is_wide else shape
 
 
 def training_bytes(recipe: Recipe, shape: Shape) -> float:

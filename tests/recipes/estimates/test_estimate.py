@@ -12,11 +12,12 @@ import torch
 from polybasic.chain.console import Console
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.checkpoint import load_tensors
+from polybasic.chain.kernels.product_times import multiplies_fast
 from polybasic.recipes.cli.run import on_devices
 from polybasic.recipes.estimates import dry_run as estimates
 from polybasic.recipes.estimates.costs import StageEstimate
 from polybasic.recipes.estimates.dry_run import check_inputs, estimate, foresee, print_estimates
-from polybasic.recipes.estimates.hardware_profiles import hardware_named
+from polybasic.recipes.estimates.hardware_profiles import hardware_at_hand, hardware_named
 from polybasic.recipes.estimates.sizes import count_of_head, shape_of_small, shape_of_target
 from polybasic.recipes.pipeline.running import Stage, Workspace, run_stages
 from polybasic.recipes.pipeline.stages import stages_of
@@ -179,6 +180,28 @@ def test_faster_machines_take_less_time_and_nothing_else() -> None:
     on_cpu, on_h100 = rows_of(Path()), rows_of(Path(), hardware="h100-80gb")
     for name, row in on_cpu.items():
         assert replace(row, seconds=0) == replace(on_h100[name], seconds=0)
+
+
+def test_models_are_trained_on_in_float32_where_bfloat16_is_slow(tmp_path: Path) -> None:
+    model = write_config(tmp_path, "lmsys/vicuna-7b-v1.5")
+    given = f"target.model={model}", "train.features=offline"
+    fast, slow = (rows_of(tmp_path, *given, hardware=name) for name in ("cpu", "cpu-avx2"))
+    num = shape_of_target(load_recipe("tiny", [*given])).num_parameters
+    assert slow["draft"].memory_bytes - fast["draft"].memory_bytes == 2 * num
+    online = rows_of(tmp_path, given[0], "train.features=online")["draft"].disk_bytes
+    written = [rows["draft"].disk_bytes - online for rows in (fast, slow)]
+    assert written[1] == 2 * written[0] > 0
+    named = rows_of(tmp_path, *given, "train.dtype=bfloat16", hardware="cpu-avx2")["draft"]
+    assert named.memory_bytes == fast["draft"].memory_bytes
+    # kernels multiply bfloat16 fast everywhere
+    assert slow["plan"].memory_bytes == fast["plan"].memory_bytes
+
+
+@pytest.mark.processor
+@pytest.mark.skipif("torch.cuda.is_available()", reason="a GPU is at hand")
+def test_the_profile_at_hand_trains_as_this_processor_does() -> None:
+    profile, _ = hardware_at_hand()
+    assert profile.trains_in_float32 != multiplies_fast(torch.bfloat16)
 
 
 def test_processes_share_the_steps_and_zero3_the_target(tmp_path: Path) -> None:
