@@ -2,6 +2,8 @@
 # make test     the tests, in as many processes as the machine has cores, one thread each
 # make proof    what takes long by its nature: statistics of samples, grids of GPU kernels, compiled
 #               for several GPUs, and the rehearsal of the GPU benchmark
+# make processors  the tests of what depends on the processor, as one with AVX2 alone would run them,
+#               then as one with fast bfloat16
 # make gpu      the tests that need a GPU, or are interpreted without one, on this machine's GPU
 # make lint     style, types and import rules
 # make bench    what a chain costs on this CPU, and what changed against the record of such hardware;
@@ -51,7 +53,11 @@ CHECK_PYTHON = $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' |
 # contiguous parts, so that what tests of a module share is made once; the rest is taken as workers end
 PYTEST := $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist worksteal
 
-.PHONY: demo test proof gpu lint bench interop clients peers wheels lock install clean
+TIMES := POLYBASIC_PRODUCT_TIMES='$(CURDIR)/tests/processors
+# the files that have such tests, found without importing all of them
+ON_PROCESSORS := OMP_NUM_THREADS=1 $(PYTEST) -m 'processor and not proof' $(shell grep -rl --include='test_*.py' 'mark\.processor' tests)
+
+.PHONY: demo test proof processors gpu lint bench interop clients peers wheels lock install clean
 
 demo: install
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/polybasic run recipes/tiny.yaml
@@ -61,6 +67,13 @@ test: install
 
 proof: install
 	OMP_NUM_THREADS=1 $(PYTEST) -m proof
+
+processors: install
+ifeq ($(shell uname -m),x86_64)
+	ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 POLYBASIC_ISA=avx2 $(TIMES)/avx2.json' \
+	    $(ON_PROCESSORS)
+endif
+	$(TIMES)/bfloat16.json' $(ON_PROCESSORS)
 
 gpu: install
 	TEST_ON_GPU=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 8 --dist worksteal

@@ -1,10 +1,8 @@
 """Without AVX-512 nothing that trains or quantizes multiplies in bfloat16 or float16.
 
-PyTorch takes ten times as long for such products there, and forty for those of a backward pass. The
-functions named `emulated_...` are tests of a process that sees only AVX2.
+PyTorch takes ten times as long for such products there, and forty for those of a backward pass.
 """
 
-import platform
 import random
 from collections import Counter
 from pathlib import Path
@@ -17,9 +15,13 @@ from torch.utils._pytree import tree_leaves
 
 from polybasic.chain.kernels.product_times import multiplies_fast, product_times
 from polybasic.chain.model.reference import load_reference_model
-from tests.emulation import assert_passes_without_avx512
 from tests.train.counting import write_counting
 
+pytestmark = pytest.mark.processor
+# a text is evaluated when a test is run, not when it is found
+where_bfloat16_is_slow = pytest.mark.skipif(
+    "multiplies_fast(torch.bfloat16)", reason="bfloat16 is fast here: make processors"
+)
 PRODUCTS = ("mm", "linear", "dot_product", "mv", "matmul", "conv")
 """Parts of the names of operations that multiply matrices."""
 
@@ -93,7 +95,8 @@ def assert_in_float32(products: Products) -> None:
     assert products.found[torch.float32] > 10
 
 
-def emulated_target(
+@where_bfloat16_is_slow
+def test_no_product_of_a_target_is_in_bfloat16(
     trained: tuple[Path, Products],
     conversations: Path,
     tmp_path: Path,
@@ -107,7 +110,10 @@ def emulated_target(
     assert "times as long as in float32 on this CPU" in told
 
 
-def emulated_head(trained: tuple[Path, Products], conversations: Path, tmp_path: Path) -> None:
+@where_bfloat16_is_slow
+def test_no_product_of_a_head_is_in_bfloat16(
+    trained: tuple[Path, Products], conversations: Path, tmp_path: Path
+) -> None:
     target = trained[0]
     assert load_reference_model(target, "auto").dtype == torch.bfloat16
     assert_in_float32(train_head(target, conversations, tmp_path / "head"))
@@ -115,7 +121,10 @@ def emulated_head(trained: tuple[Path, Products], conversations: Path, tmp_path:
     assert slow.halves > 10
 
 
-def emulated_quantization(trained: tuple[Path, Products], tmp_path: Path) -> None:
+@where_bfloat16_is_slow
+def test_no_product_of_a_quantization_is_in_bfloat16(
+    trained: tuple[Path, Products], tmp_path: Path
+) -> None:
     from polybasic.quantize.awq import quantize_target
     from polybasic.quantize.distillation import distill_intermediate
     from polybasic.quantize.quality import compare_models, measure_quality
@@ -135,13 +144,6 @@ def emulated_quantization(trained: tuple[Path, Products], tmp_path: Path) -> Non
         model = load_reference_model(target, torch.bfloat16)
         compare_models(model, model, rows, 64)
     assert slow.halves > 10
-
-
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="other processors have other limits")
-@pytest.mark.proof
-def test_no_stage_multiplies_in_bfloat16_where_that_is_slow() -> None:
-    options = ["-o", "python_functions=emulated_*"]
-    assert_passes_without_avx512(__file__, options, "3 passed")
 
 
 def test_what_is_fast_is_told_from_what_is_slow() -> None:

@@ -9,6 +9,7 @@ from polybasic.chain.errors import UserError
 KERNELS_VARIABLE = "POLYBASIC_KERNELS"
 CACHE_VARIABLE = "POLYBASIC_CACHE"
 ISA_VARIABLE = "POLYBASIC_ISA"
+TIMES_VARIABLE = "POLYBASIC_PRODUCT_TIMES"
 
 Wanted = Literal["auto", "native", "eager", "device"]
 
@@ -34,6 +35,12 @@ def kernels_wanted() -> Wanted:
 def isa_wanted() -> str | None:
     """The value of POLYBASIC_ISA, the instruction set of CPU kernels; None if it is not set."""
     return os.environ.get(ISA_VARIABLE) or None
+
+
+def times_given() -> Path | None:
+    """The file of times that POLYBASIC_PRODUCT_TIMES names; None if it is not set."""
+    named = os.environ.get(TIMES_VARIABLE)
+    return Path(named).expanduser() if named else None
 
 
 def cache_folder() -> Path:

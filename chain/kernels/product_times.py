@@ -16,9 +16,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from polybasic.chain.formats.files import sha256_of_object
+from polybasic.chain.errors import UserError
+from polybasic.chain.formats.files import read_json, sha256_of_object
 from polybasic.chain.kernels.caching import read_cached, write_cached
-from polybasic.chain.kernels.environment import cache_folder
+from polybasic.chain.kernels.environment import TIMES_VARIABLE, cache_folder, times_given
 from polybasic.chain.kernels.processor import processor_flags
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -70,7 +71,15 @@ class ProductTimes:
 
 @cache
 def product_times() -> dict[str, ProductTimes]:
-    """The times on this CPU by dtype, those of an earlier process where there was one."""
+    """The times on this CPU by dtype, those of an earlier process where there was one.
+
+    POLYBASIC_PRODUCT_TIMES names a file of such times that is believed instead.
+
+    Raises:
+        UserError: that file cannot be read, or holds something else.
+    """
+    if (given := times_given()) is not None:
+        return _given(given)
     try:
         file = cache_folder() / "product_times" / f"{_digest()}.json"
     except RuntimeError:  # there is no home folder
@@ -183,6 +192,22 @@ def _digest() -> str:
             "sizes": (_ROWS, _IN_SIZE, _OUT_SIZE),
         }
     )
+
+
+def _given(file: Path) -> dict[str, ProductTimes]:
+    content = read_json(file, "product times")
+    try:
+        found = {name: ProductTimes(**content[name]) for name in DTYPES}
+        is_sound = all(one.forward > 0 and one.backward > 0 for one in found.values())
+    except (TypeError, KeyError):
+        is_sound = False
+    if not is_sound:
+        raise UserError(
+            "not the times of products",
+            f"{TIMES_VARIABLE}={file}",
+            "write milliseconds: {dtype: {forward, backward}} for " + ", ".join(DTYPES),
+        )
+    return found
 
 
 def _read(file: Path) -> dict[str, ProductTimes] | None:

@@ -26,6 +26,7 @@ from tests.deploy.noisy_chain import write_four_and_a_copy
 from tests.deploy.small_chains import Weights, small_config
 
 NUM_REQUESTS, NUM_NEW_TOKENS = 200, 12
+pytestmark = pytest.mark.processor
 TREE = Tree(depth=3, top_k=2, rows=6)
 FLUSH = {"target": Flush(length=6), "intermediate": Flush(length=3)}
 ADAPTIVE = AdaptiveFlush(break_even=0.25, acceptance=(0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9))

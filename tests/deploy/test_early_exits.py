@@ -34,6 +34,7 @@ from tests.deploy.drafters.definitions import best_paths, paths_of
 from tests.head_kinds import write_early_exit
 
 CPU, CAPACITY = torch.device("cpu"), 200
+pytestmark = pytest.mark.processor
 TREE = Tree(depth=3, top_k=3, rows=12)
 DRAFTED = torch.arange(0, 64, 3)
 

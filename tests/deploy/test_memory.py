@@ -29,6 +29,7 @@ from tests.checkpoints import write_family
 from tests.conftest import PLAN
 from tests.head_kinds import trim, write_eagle3, write_early_exit, write_medusa
 
+pytestmark = pytest.mark.processor
 CPU = torch.device("cpu")
 LONG_CASES = ("trimmed eagle2", "eagle3", "normed eagle3", "early_exit", "four members")
 CONTEXT_TOKENS = 100

@@ -2,12 +2,14 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 
 from polybasic.chain.formats.plan import Flush, Plan, Tree
 from polybasic.deploy import load_chain
 from polybasic.deploy.rounds.sampling import Sampling
 
+pytestmark = pytest.mark.processor
 MEMBERS = (("target",), ("target", "draft"), ("target", "intermediate", "draft"))
 
 

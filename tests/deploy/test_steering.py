@@ -28,6 +28,7 @@ from tests.conftest import package_around, write_intermediate, write_target
 from tests.head_kinds import write_steering
 
 CPU, CAPACITY = torch.device("cpu"), 200
+pytestmark = pytest.mark.processor
 TREE = Tree(depth=3, top_k=2, rows=8)
 FLUSH = {"target": Flush(length=4)}
 SETTINGS: list[dict[str, Any]] = [{}, {"temperature": 1.0, "seed": 3}]

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from polybasic.chain.errors import UserError
 from polybasic.chain.kernels import product_times as module
 from polybasic.chain.kernels.product_times import (
     ProductTimes,
@@ -17,6 +18,7 @@ from polybasic.chain.kernels.product_times import (
     training_slowdown,
 )
 
+pytestmark = pytest.mark.processor
 CPU = torch.device("cpu")
 FAST = {"float32": (1, 2), "bfloat16": (0.3, 0.6), "float16": (5, 60)}
 WIDENED = {"float32": (1, 2), "bfloat16": (1.3, 2.6), "float16": (5, 60)}
@@ -27,6 +29,7 @@ SLOW = {"float32": (1, 2), "bfloat16": (6, 48), "float16": (5, 60)}
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("POLYBASIC_CACHE", str(tmp_path))
+    monkeypatch.delenv("POLYBASIC_PRODUCT_TIMES", raising=False)
     product_times.cache_clear()
     yield tmp_path / "product_times"
     product_times.cache_clear()
@@ -94,6 +97,32 @@ def test_times_are_kept_for_later_processes(
         assert "products are timed again" in caplog.text
         caplog.clear()
     assert len(measured) == 5
+
+
+def test_times_of_a_file_are_believed(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    measured = pretend(monkeypatch, FAST)
+    file = tmp_path / "times.json"
+    monkeypatch.setenv("POLYBASIC_PRODUCT_TIMES", str(file))
+    sound = {name: {"forward": a, "backward": b} for name, (a, b) in SLOW.items()}
+    file.write_text(json.dumps(sound))
+    assert training_dtype(CPU) == torch.float32
+    assert not multiplies_fast(torch.bfloat16)
+    assert (measured, cache.exists()) == ([], False)
+    for damage in (
+        {},
+        [],
+        sound | {"float32": {"forward": 0, "backward": 1}},
+        sound | {"float16": 3},
+    ):
+        file.write_text(json.dumps(damage))
+        product_times.cache_clear()
+        with pytest.raises(UserError, match=f"products: POLYBASIC_PRODUCT_TIMES={file}; write"):
+            product_times()
+    file.unlink()
+    with pytest.raises(UserError, match="product times not found"):
+        product_times()
 
 
 def test_a_cache_that_cannot_be_written_is_told_once(

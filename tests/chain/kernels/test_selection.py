@@ -22,6 +22,7 @@ from polybasic.chain.kernels.torch.packed_weight import PackedWeight
 from tests.chain.native_models import CONFIG, decoder, random_quantized
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
+pytestmark = pytest.mark.processor
 HALVES = (torch.bfloat16, torch.float16)
 DTYPES = (*HALVES, torch.float32)
 

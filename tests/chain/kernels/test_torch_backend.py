@@ -1,6 +1,5 @@
-"""Products without native kernels, on this processor and on one without AVX-512."""
+"""Products without native kernels; without AVX-512 oneDNN lays out no bfloat16 weights."""
 
-import platform
 from pathlib import Path
 
 import pytest
@@ -12,8 +11,8 @@ from polybasic.chain.kernels.product_times import multiplies_fast
 from polybasic.chain.kernels.torch import backends
 from polybasic.chain.kernels.torch.backends import TorchBackend
 from polybasic.deploy import load_chain
-from tests.emulation import assert_passes_without_avx512
 
+pytestmark = pytest.mark.processor
 CPU = torch.device("cpu")
 ROUNDING = {torch.float32: 2**-22, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 ANNOUNCED = "PyTorch has no fast {} on this CPU: weights are kept in float32"
@@ -92,10 +91,3 @@ def test_a_chain_is_served_as_it_is_stored_where_that_is_fast(
         for options in ({}, {"dtype": "auto"}):
             assert load_chain(tiny_chain, **options).engine.models.target.dtype == expected
     assert load_chain(tiny_chain, dtype="float32").engine.models.target.dtype == torch.float32
-
-
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="other processors have other limits")
-@pytest.mark.proof
-def test_all_of_it_holds_without_avx512() -> None:
-    """oneDNN raises there when it is given bfloat16 weights to lay out."""
-    assert_passes_without_avx512(__file__, ["-k", "not without_avx512"], "16 passed")

@@ -14,6 +14,7 @@ from polybasic.recipes.cli import main
 from polybasic.recipes.cli.chain import inspect, verify
 
 
+@pytest.mark.processor
 def test_what_is_stated_is_what_loading_states(
     tiny_chain: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

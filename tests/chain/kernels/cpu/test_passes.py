@@ -27,6 +27,7 @@ from tests.chain.native_models import (
 )
 from tests.conftest import ChainParts
 
+pytestmark = pytest.mark.processor
 DTYPES = [torch.float32, torch.bfloat16]
 KINDS = [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)]
 KIND_NAMES = ["float32", "bfloat16", "int4"]
