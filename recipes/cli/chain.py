@@ -17,9 +17,11 @@ from polybasic.recipes.cli.options import (
     FrequencyPenaltyOption,
     KeyFileOption,
     MembersOption,
+    MessagesOption,
     MinPOption,
     NoGraphsOption,
     PresencePenaltyOption,
+    PromptOption,
     RemoteOption,
     RepetitionPenaltyOption,
     RuleOption,
@@ -47,14 +49,8 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print only JSON on std
 
 def generate(
     chain: ChainArgument,
-    prompt: Annotated[
-        str | None,
-        typer.Option("-p", "--prompt", help="What the user says; - reads it from standard input."),
-    ] = None,
-    file: Annotated[
-        Path | None,
-        typer.Option("-f", "--file", help="Messages with role and content, as JSON."),
-    ] = None,
+    prompt: PromptOption = None,
+    file: MessagesOption = None,
     prompts: Annotated[
         Path | None,
         typer.Option(help="Answer a file of prompts, an object a line; with --out."),

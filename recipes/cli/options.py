@@ -26,6 +26,14 @@ PresencePenaltyOption = Annotated[
 FrequencyPenaltyOption = Annotated[
     float | None, typer.Option(help="The same, for each time that they are in it.")
 ]
+PromptOption = Annotated[
+    str | None,
+    typer.Option("-p", "--prompt", help="What the user says; - reads it from standard input."),
+]
+MessagesOption = Annotated[
+    Path | None,
+    typer.Option("-f", "--file", help="Messages with role and content, as JSON."),
+]
 SeedOption = Annotated[
     int | None,
     typer.Option(help="Of the sampling: the same seed gives the same text.  [default: drawn]"),

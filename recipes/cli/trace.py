@@ -13,6 +13,8 @@ from polybasic.recipes.cli.options import (
     DtypeOption,
     MaxNewTokensOption,
     MembersOption,
+    MessagesOption,
+    PromptOption,
     RuleOption,
     SeedOption,
     TargetOption,
@@ -32,14 +34,8 @@ _KEPT, _DRAWN, _REFUSED = "green", "bold underline", "red"
 
 def trace(
     chain: ChainArgument,
-    prompt: Annotated[
-        str | None,
-        typer.Option("-p", "--prompt", help="What the user says; - reads it from standard input."),
-    ] = None,
-    file: Annotated[
-        Path | None,
-        typer.Option("-f", "--file", help="Messages with role and content, as JSON."),
-    ] = None,
+    prompt: PromptOption = None,
+    file: MessagesOption = None,
     out: Annotated[
         Path | None,
         typer.Option(help="Write the rounds as JSON lines, with all proposals."),

@@ -82,8 +82,8 @@ def warmup(
 
 def _sets_of_members(chain: "Chain") -> list[tuple[str, ...]]:
     """Those of the plan that runs, of the packed one, and the target alone; each once."""
-    names = chain.manifest.members[0].name
-    return list(dict.fromkeys([chain.plan.members, chain.manifest.plan.members, (names,)]))
+    target = chain.manifest.members[0].name
+    return list(dict.fromkeys([chain.plan.members, chain.manifest.plan.members, (target,)]))
 
 
 def _answer_seconds(chain: "Chain", members: tuple[str, ...]) -> float:

@@ -116,11 +116,11 @@ def hardware_at_hand() -> tuple[Hardware, str]:
 
     from polybasic.chain.kernels.product_times import multiplies_fast
 
-    cpu = CPU if multiplies_fast(torch.bfloat16) else CPU_AVX2
-    if not torch.cuda.is_available():
-        return cpu, "no CUDA device here"
-    device = torch.cuda.get_device_name()
-    for part, name in _NAMES_IN_DEVICES.items():
-        if part in device:
-            return PROFILES[name], f"{device} here"
-    return cpu, f"no profile for {device}"
+    reason = "no CUDA device here"
+    if torch.cuda.is_available():
+        device = torch.cuda.get_device_name()
+        for part, name in _NAMES_IN_DEVICES.items():
+            if part in device:
+                return PROFILES[name], f"{device} here"
+        reason = f"no profile for {device}"
+    return CPU if multiplies_fast(torch.bfloat16) else CPU_AVX2, reason
