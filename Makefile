@@ -8,8 +8,8 @@
 # make lint     style, types and import rules
 # make bench    what a chain costs on this CPU, and what changed against the record of such hardware;
 #               BENCH="--strict" fails where something is slower, BENCH="--update" renews the record
-# make interop  4-bit format and EAGLE-3 heads against gptqmodel and speculators, in an environment
-#               of its own
+# make interop  4-bit format, EAGLE-3 heads and GGUF files against gptqmodel, speculators and
+#               llama.cpp, in an environment of its own
 # make clients  guidellm and lm-eval against the live server, in an environment of their own
 # make peers    llama.cpp and OpenVINO GenAI for polybasic bench --peers, in an environment of their
 #               own, with their tests; builds llama.cpp, by a C++ compiler: half an hour on two cores
