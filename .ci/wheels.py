@@ -36,10 +36,11 @@ def main() -> None:
 
 def build(architecture: str, copy: Path, folder: Path) -> None:
     """A wheel in `folder`, made in a copy of what is packaged."""
+    from polybasic.chain.caching import cache_folder
     from polybasic.chain.kernels.cpu.build import compile_library, prebuilt_name
     from polybasic.chain.kernels.cpu.compilers import zig
     from polybasic.chain.kernels.cpu.instruction_sets import INSTRUCTION_SETS
-    from polybasic.chain.kernels.environment import cache_folder, isa_wanted
+    from polybasic.chain.kernels.environment import isa_wanted
 
     copy.mkdir()
     for name in (*CONTENT, *DOCUMENTS):

@@ -6,9 +6,9 @@ from pathlib import Path
 import torch
 
 from polybasic.chain.errors import UserError
+from polybasic.chain.formats.bare import ALONE
 from polybasic.chain.formats.config import ConfigFile, read_config
 from polybasic.chain.formats.package import TARGET_NAME
-from polybasic.chain.formats.plan import Ngram, Plan, Tree
 from polybasic.chain.formats.tokenizer import load_tokenizer
 from polybasic.chain.kernels.product_times import DTYPES, name_of
 from polybasic.chain.model.loading import load_decoder, serving_dtype
@@ -18,8 +18,6 @@ from polybasic.deploy.hardware import device_named
 from polybasic.deploy.request import Answer, Request
 from polybasic.deploy.rounds.verifier import SPARE_ROWS
 from polybasic.deploy.slots import Models
-
-_PLAN = Plan(members=(TARGET_NAME,), tree=Tree(depth=8, top_k=1, rows=12), ngram=Ngram())
 
 
 class LoneTarget:
@@ -71,7 +69,7 @@ class LoneTarget:
         """
         sampling = replace(self._sampling, temperature=temperature, seed=seed)
         return self._engine.run(
-            Request(token_ids, max_new_tokens, sampling, self._stop_tokens, _PLAN)
+            Request(token_ids, max_new_tokens, sampling, self._stop_tokens, ALONE)
         )
 
     def text(self, tokens: list[int]) -> str:

@@ -11,7 +11,7 @@ from pydantic import ConfigDict, Field
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.card import shown_plan
-from polybasic.chain.formats.checkpoint import resolve_chain
+from polybasic.chain.formats.chains import resolve_chain
 from polybasic.chain.formats.decoder_config import DecoderConfig
 from polybasic.chain.formats.extensions import resolve
 from polybasic.chain.formats.head_kinds.table import HEAD_KINDS, steers

@@ -103,6 +103,22 @@ def grown_note(shape_name: str) -> str:
     )
 
 
+def gguf_notes(manifest: Manifest) -> list[str]:
+    """A sentence for each member whose weights were read from GGUF files."""
+    notes = []
+    for member in manifest.members:
+        if member.gguf is None:
+            continue
+        files = ", ".join(f"{name} (sha256 {one})" for name, one in member.gguf.files.items())
+        types = ", ".join(member.gguf.types)
+        note = f"The weights of {member.name} are those of {files}, in {types}"
+        note += f", held in {member.dtype}"
+        if member.role == "target":
+            note += "; lossless means with respect to these weights"
+        notes.append(f"{note}.")
+    return notes
+
+
 def member_source(member: Member) -> str:
     """Where a member lies, for people."""
     reference = member.reference
@@ -239,6 +255,7 @@ def _lineage(manifest: Manifest) -> str:
         "- Versions: " + ", ".join(f"{k} {v}" for k, v in made.package_versions.items()),
         *(f"- Data: `{name}`, sha256 `{digest}`" for name, digest in made.data_digests.items()),
         "- Recipe: `provenance.recipe` in `chain.json`",
+        *(f"- {note}" for note in gguf_notes(manifest)),
     ]
     return "\n".join(lines)
 

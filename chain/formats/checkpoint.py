@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.files import disk_errors, lies_anywhere, read_json
 from polybasic.chain.formats.hub import snapshot
-from polybasic.chain.formats.manifest import MANIFEST_NAME
 
 if TYPE_CHECKING:
     import torch
@@ -34,8 +33,6 @@ _CONFIG_FILES = ("config.json", "generation_config.json", "quantize_config.json"
 _LICENSE_PATTERNS = ("LICENSE*", "NOTICE*", "USE_POLICY*")
 
 _HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
-_CHAIN_FOLDERS = ("grown", "chain")
-"""In the output folder of a run, the one that counts first."""
 _PICKLES = ("pytorch_model*.bin", "pytorch_model.bin.index.json")
 _SINGLE_THEN_SHARDED = (
     ("model.safetensors", "model.safetensors.index.json"),
@@ -124,23 +121,6 @@ def resolve_head(reference: str, revision: str | None = None) -> Path:
     folder = _resolved(_HEAD, reference, revision)
     weight_files(folder)
     return folder
-
-
-def resolve_chain(reference: str, revision: str | None = None) -> Path:
-    """The folder of a chain, given as a folder or as a hub id `org/name[@revision]`.
-
-    Of a run's output folder it is the chain inside: the grown one if there is one.
-
-    Raises:
-        UserError: as `resolve_checkpoint`, for a missing chain.json.
-    """
-    folder = Path(reference).expanduser()
-    if not lies_anywhere(folder):
-        folder = snapshot(*split_hub_id(reference, revision), None)
-    if not (folder / MANIFEST_NAME).is_file():
-        inside = (folder / name for name in _CHAIN_FOLDERS)
-        folder = next((one for one in inside if (one / MANIFEST_NAME).is_file()), folder)
-    return _folder_with(folder, MANIFEST_NAME, "not a chain")
 
 
 def split_hub_id(reference: str, revision: str | None = None) -> tuple[str, str | None]:
@@ -389,10 +369,18 @@ def _resolved(layout: _Layout, reference: str, revision: str | None, weights: bo
         folder = snapshot(repository, revision, patterns)
         if weights and not list(folder.glob(layout.safetensors)):
             folder = snapshot(repository, revision, patterns + layout.pickles)
-    return _folder_with(folder, layout.config, layout.otherwise)
+    return folder_with(folder, layout.config, layout.otherwise)
 
 
-def _folder_with(folder: Path, name: str, otherwise: str) -> Path:
+def folder_with(folder: Path, name: str, otherwise: str) -> Path:
+    """A folder that holds a file of this name.
+
+    Args:
+        otherwise: what is wrong with one that does not.
+
+    Raises:
+        UserError: it does not.
+    """
     if not (folder / name).is_file():
         found = f"no {name} in it" if folder.is_dir() else "no folder"
         raise UserError(otherwise, f"{folder} ({found})", f"name a folder that holds {name}")

@@ -5,7 +5,13 @@ from pathlib import Path
 from typing import Any
 
 from polybasic.chain.console import Console
-from polybasic.chain.formats.card import grown_note, member_source, shown_loads, shown_plan
+from polybasic.chain.formats.card import (
+    gguf_notes,
+    grown_note,
+    member_source,
+    shown_loads,
+    shown_plan,
+)
 from polybasic.chain.formats.manifest import SCHEMA, read_manifest
 from polybasic.chain.formats.plan import MeasuredPlan, Plan
 from polybasic.chain.readable import readable_bytes, readable_count
@@ -41,6 +47,7 @@ def describe_chain(folder: Path) -> dict[str, Any]:
         "schema": SCHEMA,
         "grown": manifest.grown,
         "members": members,
+        "gguf": gguf_notes(manifest),
         "num_bytes": sum(member.num_bytes for member in manifest.members),
         "plan": manifest.plan.model_dump(mode="json"),
         "plans": [
@@ -94,6 +101,8 @@ def print_chain(description: dict[str, Any], console: Console) -> None:
     print_table(_members_table(description), console)
     if description["grown"]:
         console.print(grown_note(description["grown"]))
+    for note in description["gguf"]:
+        console.print(note, soft_wrap=True, highlight=False)
     verifying = [member["name"] for member in description["members"] if member["role"] != "drafter"]
     for content in description["plans"]:
         measured = MeasuredPlan.model_validate(content)

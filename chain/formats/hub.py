@@ -16,7 +16,7 @@ def snapshot(repository: str, revision: str | None, patterns: Sequence[str] | No
     Args:
         repository: org/name.
         revision: commit, tag or branch; default: the main branch.
-        patterns: of names in the top folder; None for all files of all folders.
+        patterns: of names in the top folder, or of paths; None for all files of all folders.
 
     Returns:
         The folder of this commit in the cache; it is named after the commit.
@@ -26,6 +26,7 @@ def snapshot(repository: str, revision: str | None, patterns: Sequence[str] | No
     """
     from huggingface_hub import constants, errors, snapshot_download
 
+    all_folders = patterns is None or any("/" in pattern for pattern in patterns)
     where = repository if revision is None else f"{repository}@{revision}"
     download: Callable[..., str] = snapshot_download
     try:
@@ -35,7 +36,7 @@ def snapshot(repository: str, revision: str | None, patterns: Sequence[str] | No
                     repository,
                     revision=revision,
                     allow_patterns=None if patterns is None else list(patterns),
-                    ignore_patterns=None if patterns is None else ["*/*"],
+                    ignore_patterns=None if all_folders else ["*/*"],
                 )
             )
     except errors.HFValidationError as error:

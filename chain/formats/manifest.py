@@ -69,6 +69,13 @@ class Reference(Settings):
         return self
 
 
+class GGUFOrigin(Settings):
+    """The GGUF files that a member's weights were read from."""
+
+    files: dict[str, Sha256] = Field(min_length=1, description="file name -> sha256")
+    types: dict[str, int] = Field(description="of its tensors, as GGML names them -> how many")
+
+
 class Member(Settings):
     """One model of the chain."""
 
@@ -80,6 +87,7 @@ class Member(Settings):
     num_parameters: int = Field(ge=0, description="packed 4-bit weights count one each")
     num_bytes: int = Field(ge=0, description="of its weight files")
     files: dict[str, Sha256] = Field(min_length=1, description="file name -> sha256")
+    gguf: GGUFOrigin | None = Field(default=None, description="of weights that were read from GGUF")
     drafts_for: tuple[Name, ...] = Field(
         default=(), description="of a drafter: the verifying members that it can draft for"
     )
@@ -114,7 +122,7 @@ class Provenance(Settings):
 class Manifest(Settings):
     """The content of chain.json beside its schema version."""
 
-    members: tuple[Member, ...] = Field(min_length=2, description="from the target down")
+    members: tuple[Member, ...] = Field(min_length=1, description="from the target down")
     tokenizer: TokenizerFiles
     plan: Plan = Field(description="runs where `plans` has none for the machine")
     plans: tuple[MeasuredPlan, ...] = Field(default=(), description="one for each machine and link")

@@ -4,6 +4,8 @@ from typing import Any
 
 ORIGIN_KEY = "polybasic"
 """The section of a config.json that holds the records."""
+GGUF_KEY = "gguf"
+"""Of the GGUF files that the weights were read from: their digests and types."""
 
 
 def recorded(config: dict[str, Any], key: str) -> str | None:

@@ -22,9 +22,11 @@ from polybasic.chain.formats.checkpoint import (
 )
 from polybasic.chain.formats.config import read_config
 from polybasic.chain.formats.files import lies_anywhere, sha256_of_file, whole_folder
+from polybasic.chain.formats.gguf.finding import names_gguf
 from polybasic.chain.formats.lineage import find_drafts_for, verifier_of
 from polybasic.chain.formats.manifest import (
     MANIFEST_NAME,
+    GGUFOrigin,
     Kind,
     Manifest,
     Member,
@@ -35,6 +37,7 @@ from polybasic.chain.formats.manifest import (
     is_head,
     write_manifest,
 )
+from polybasic.chain.formats.origin import GGUF_KEY, ORIGIN_KEY
 from polybasic.chain.formats.places import command_without_places, without_places
 from polybasic.chain.formats.plan import Plan
 from polybasic.chain.formats.shapes import main_dtype, num_parameters, tensor_headers
@@ -134,8 +137,8 @@ def package_chain(
 
 
 def is_local(model: str) -> bool:
-    """Whether a model is named by a folder that there is; other names are hub ids."""
-    return lies_anywhere(Path(model).expanduser())
+    """Whether a model is named by a folder that there is, or as a GGUF file; others are hub ids."""
+    return names_gguf(model) or lies_anywhere(Path(model).expanduser())
 
 
 def _without_places(provenance: Provenance) -> Provenance:
@@ -179,10 +182,28 @@ def _member(
         num_parameters=num_parameters(headers),
         num_bytes=sum(path.stat().st_size for path in weight_files(part.folder)),
         files=_digests(part.folder, files[part.name]),
+        gguf=_gguf_origin(part),
         drafts_for=drafts_for,
     )
     check_listed(member, part.folder)
     return member
+
+
+def _gguf_origin(part: Part) -> GGUFOrigin | None:
+    """Of a model that is as it was read; 4-bit copies and heads have another origin."""
+    if part.kind != "decoder":
+        return None
+    config = read_config(part.folder)
+    origin = config.content.get(ORIGIN_KEY)
+    found = origin.get(GGUF_KEY) if isinstance(origin, dict) else None
+    if found is None:
+        return None
+    try:
+        return GGUFOrigin.model_validate(found)
+    except ValidationError as error:
+        raise UserError(
+            "malformed model config", f"{config.path} {ORIGIN_KEY}.{GGUF_KEY}", "fetch it again"
+        ) from error
 
 
 def _manifest(**content: Any) -> Manifest:

@@ -8,12 +8,7 @@ from itertools import pairwise
 from pathlib import Path, PurePosixPath
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.checkpoint import (
-    WEIGHT_SUFFIXES,
-    model_files,
-    resolve_checkpoint,
-    weight_files,
-)
+from polybasic.chain.formats.checkpoint import WEIGHT_SUFFIXES, model_files, weight_files
 from polybasic.chain.formats.config import (
     ConfigFile,
     check_feature_layers,
@@ -34,6 +29,7 @@ from polybasic.chain.formats.manifest import (
     is_head,
     read_manifest,
 )
+from polybasic.chain.formats.models import resolve_model
 from polybasic.chain.formats.quantization import read_quantization_config
 from polybasic.chain.formats.shapes import check_shapes
 from polybasic.chain.formats.vocabulary import (
@@ -124,7 +120,7 @@ def check_chain(
         if (path := inside.get(member.name)) is not None:
             found = folder_inside(folder, path, f"members[{index}].reference.path")
         elif index == 0 and target is not None:
-            found = resolve_checkpoint(str(target), weights=has_weights)
+            found = resolve_model(str(target), weights=has_weights)
         else:
             found = source_folder(folder, member.reference, has_weights)
         folders[member.name] = found
@@ -217,7 +213,7 @@ def source_folder(chain: Path, reference: Reference, weights: bool = True) -> Pa
     assert reference.source is not None, "manifest checks that a path or a source is given"
     if not reference.source.startswith((".", "/")):
         try:
-            return resolve_checkpoint(reference.source, reference.revision, weights)
+            return resolve_model(reference.source, reference.revision, weights)
         except UserError as error:
             raise UserError(error.what, error.where, f"{error.do}, or {_NAME_TARGET}") from error
     folder = os.path.normpath(chain.resolve() / reference.source)
@@ -227,7 +223,7 @@ def source_folder(chain: Path, reference: Reference, weights: bool = True) -> Pa
             f"{folder}, which {chain / MANIFEST_NAME} refers to",
             f"{_NAME_TARGET}, or package the chain with package.copy_target=auto",
         )
-    return resolve_checkpoint(folder)
+    return resolve_model(folder)
 
 
 def folder_inside(chain: Path, relative: str, location: str) -> Path:

@@ -9,12 +9,19 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from polybasic.chain.kernels.environment import cache_folder
+from polybasic.chain.caching import cache_folder
+from polybasic.chain.formats.kept import CHAINS, DIGITS, MODELS
 
+_DIGEST = "[0-9a-f]" * DIGITS
 _KINDS = {
     "kernels": ("compiled CPU kernels", ("*.so", ".building-*")),
     "products": ("choices of GPU kernels", ("*.json", ".writing-*")),
     "product_times": ("times of PyTorch's products", ("*.json", ".writing-*")),
+    MODELS: ("models read from GGUF files", (f"*-{_DIGEST}", ".*.partial")),
+    CHAINS: (
+        "chains of models alone",
+        (f"*-{_DIGEST}", f"*-{_DIGEST}-tokenizer", ".*.partial"),
+    ),
     "zig": ("files of the compiler ziglang", ("b", "h", "o", "p", "tmp", "z")),
 }
 """Folder -> what lies in it, and patterns of its entries."""

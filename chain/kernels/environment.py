@@ -7,7 +7,6 @@ from typing import Literal, get_args
 from polybasic.chain.errors import UserError
 
 KERNELS_VARIABLE = "POLYBASIC_KERNELS"
-CACHE_VARIABLE = "POLYBASIC_CACHE"
 ISA_VARIABLE = "POLYBASIC_ISA"
 TIMES_VARIABLE = "POLYBASIC_PRODUCT_TIMES"
 
@@ -41,14 +40,3 @@ def times_given() -> Path | None:
     """The file of times that POLYBASIC_PRODUCT_TIMES names; None if it is not set."""
     named = os.environ.get(TIMES_VARIABLE)
     return Path(named).expanduser() if named else None
-
-
-def cache_folder() -> Path:
-    """The folder for what was made for this machine: $POLYBASIC_CACHE, else in the user's cache.
-
-    Raises:
-        RuntimeError: there is no home folder.
-    """
-    if named := os.environ.get(CACHE_VARIABLE):
-        return Path(named).expanduser().absolute()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "polybasic"

@@ -9,7 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from polybasic.chain.formats.card import shown_plan
+from polybasic.chain.formats.card import gguf_notes, shown_plan
 from polybasic.chain.formats.manifest import Manifest
 from polybasic.chain.progress import tracked
 from polybasic.deploy.bench.bench import Bench
@@ -83,7 +83,7 @@ def report_of(bench: Bench) -> Report:
         target=answers_of_target(chain.manifest),
         adaptations=adaptations(chain.manifest),
         draft_vocabulary=draft_vocabularies(chain, [one.token_ids for one in bench.prompts]),
-        notes=[*_about_the_plan(bench), *bench.systems.notes],
+        notes=[*gguf_notes(chain.manifest), *_about_the_plan(bench), *bench.systems.notes],
     )
 
 

@@ -35,7 +35,7 @@ from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.checkpoint import resolve_chain
+from polybasic.chain.formats.chains import resolve_chain
 from polybasic.chain.logs import log_to_stderr
 from polybasic.chain.settings import Count, Factor, arguments
 from polybasic.deploy.serve.errors import ApiError, out_of_time

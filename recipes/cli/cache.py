@@ -84,9 +84,9 @@ def clear(
 
 
 def _found() -> "tuple[Path, Sequence[Cached]]":
+    from polybasic.chain.caching import CACHE_VARIABLE, cache_folder
     from polybasic.chain.errors import UserError
     from polybasic.chain.kernels.cached import cached
-    from polybasic.chain.kernels.environment import CACHE_VARIABLE, cache_folder
 
     try:
         return cache_folder(), cached()

@@ -1,6 +1,7 @@
 """Commands on a finished chain: generate, inspect, verify."""
 
 import json
+import shlex
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -26,6 +27,7 @@ from polybasic.recipes.cli.options import (
     RepetitionPenaltyOption,
     RuleOption,
     SeedOption,
+    SmallOption,
     StopOption,
     TargetOption,
     TensorParallelOption,
@@ -35,20 +37,26 @@ from polybasic.recipes.cli.options import (
     WaitOption,
     recipe_defaults,
     remote_options,
+    with_small,
 )
 from polybasic.recipes.cli.repeated import checked_rule, compare_with_target
 
 if TYPE_CHECKING:
-    from polybasic.deploy import Generation, Statistics
+    from polybasic.deploy import Chain, Generation, Statistics
 
 ChainArgument = Annotated[
-    str, typer.Argument(metavar="CHAIN", help="A chain's folder, or a hub id org/name[@revision].")
+    str,
+    typer.Argument(
+        metavar="CHAIN",
+        help="A chain, or a model: a folder, a hub id org/name[@revision], a GGUF file.",
+    ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print only JSON on stdout.")]
 
 
 def generate(
     chain: ChainArgument,
+    small: SmallOption = None,
     prompt: PromptOption = None,
     file: MessagesOption = None,
     prompts: Annotated[
@@ -112,7 +120,7 @@ def generate(
 
     A terminal shows control characters as escapes; files and pipes get them as they are.
     """
-    from polybasic.chain.formats.checkpoint import resolve_chain
+    from polybasic.chain.formats.chains import resolve_chain
     from polybasic.deploy import load_chain
     from polybasic.deploy.rounds.sampling import Sampling
     from polybasic.deploy.settings import PlanSettings
@@ -133,6 +141,7 @@ def generate(
     settings = {name: value for name, value in settings.items() if value is not None}
     Sampling(**settings)  # refused before anything is loaded
     rule = checked_rule(rule, verify)
+    reference, chain = chain, with_small(chain, small)
     of_recipe = recipe_defaults(resolve_chain(chain), "plan")
     planned = validated(PlanSettings, of_recipe, {}, f"the recipe of {chain}")
     by_recipe = "temperature" in of_recipe and temperature is None
@@ -165,6 +174,7 @@ def generate(
         say=note,
         **remote_options(remote, key_file, tls_certificate, no_optimism),
     )
+    note_bare(loaded, reference)
     if answers is not None:
         note(f"answered {counted(answers.complete(loaded, options), 'prompt')}; wrote {out}")
         return
@@ -214,7 +224,7 @@ def inspect(
 ) -> None:
     """Print members, plan, origin and results of a chain, and the memory that it will take."""
     from polybasic.chain.console import Console
-    from polybasic.chain.formats.checkpoint import resolve_chain
+    from polybasic.chain.formats.chains import resolve_chain
     from polybasic.chain.formats.describe import describe_chain, print_chain
 
     folder = resolve_chain(chain)
@@ -263,7 +273,7 @@ def _stated_memory(
 
 def verify(chain: ChainArgument, target: TargetOption = None) -> None:
     """Check every file of a chain against its manifest."""
-    from polybasic.chain.formats.checkpoint import resolve_chain
+    from polybasic.chain.formats.chains import resolve_chain
     from polybasic.chain.formats.verify import check_chain
 
     checked = check_chain(resolve_chain(chain), target=target)
@@ -328,6 +338,18 @@ def _logit_bias(given: list[str]) -> dict[int, float]:
             "token named twice", f"--logit-bias {' '.join(given)}", "give one value for each id"
         )
     return biases
+
+
+def note_bare(loaded: "Chain", reference: str) -> None:
+    """Say what a model alone is run with, and how to make it faster."""
+    from polybasic.chain.formats.bare import is_bare
+
+    if is_bare(loaded.manifest):
+        model = shlex.quote(f"target.model={reference}")
+        note(
+            "nothing is trained here, n-grams draft; a draft head for this model: "
+            f"polybasic run own-model {model} data.conversations=CHATS.jsonl"
+        )
 
 
 def note(line: str) -> None:

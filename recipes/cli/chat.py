@@ -12,7 +12,7 @@ import typer
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.processes.interruption import Interrupted, record_signals
-from polybasic.recipes.cli.chain import ChainArgument, note
+from polybasic.recipes.cli.chain import ChainArgument, note, note_bare
 from polybasic.recipes.cli.options import (
     ContextOption,
     DtypeOption,
@@ -27,6 +27,7 @@ from polybasic.recipes.cli.options import (
     RepetitionPenaltyOption,
     RuleOption,
     SeedOption,
+    SmallOption,
     StopOption,
     TargetOption,
     TemperatureOption,
@@ -36,6 +37,7 @@ from polybasic.recipes.cli.options import (
     TopPOption,
     WaitOption,
     remote_options,
+    with_small,
 )
 from polybasic.recipes.cli.repeated import checked_rule
 from polybasic.recipes.cli.shown_answers import ShownAnswer, TintedAnswer
@@ -46,6 +48,7 @@ if TYPE_CHECKING:
 
 def chat(
     chain: ChainArgument,
+    small: SmallOption = None,
     system: Annotated[str, typer.Option(help="What the conversation begins with.")] = "",
     max_new_tokens: MaxNewTokensOption = 256,
     temperature: TemperatureOption = None,
@@ -102,7 +105,7 @@ def chat(
         "rule": checked_rule(rule, False),
     }
     loaded = load_chain(
-        chain,
+        with_small(chain, small),
         dtype=dtype,
         context_tokens=context_tokens,
         graphs=not no_graphs,
@@ -112,6 +115,7 @@ def chat(
         say=note,
         **remote_options(remote, key_file, tls_certificate, no_optimism),
     )
+    note_bare(loaded, chain)
     if loaded.tokenizer.chat_template is None:
         raise UserError(
             "no chat template", f"the tokenizer of {chain}", "ask with polybasic generate"

@@ -28,7 +28,7 @@ def export(
 ) -> None:
     """Write a draft head for vLLM, SGLang or EAGLE, or models for llama.cpp."""
     from polybasic.chain.errors import UserError
-    from polybasic.chain.formats.checkpoint import resolve_chain
+    from polybasic.chain.formats.chains import resolve_chain
     from polybasic.chain.heads.export import ENGINES, export_head, launch_command
 
     if to == GGUF:
@@ -51,7 +51,7 @@ def export(
 
 def _export_models(chain: Path, member: str | None, out: Path | None, target: str | None) -> None:
     """Write models for llama.cpp."""
-    from polybasic.chain.gguf.export import export_gguf
+    from polybasic.chain.formats.gguf.export import export_gguf
     from polybasic.chain.readable import readable_bytes
 
     exported = export_gguf(chain, member, out, target)

@@ -22,7 +22,7 @@ def grow(
     target: TargetOption = None,
 ) -> None:
     """Write a chain that answers as CHAIN does and costs what a large model's does."""
-    from polybasic.chain.formats.checkpoint import resolve_chain
+    from polybasic.chain.formats.chains import resolve_chain
     from polybasic.chain.formats.files import disk_errors
     from polybasic.recipes.growth.chain import grow_chain
     from polybasic.recipes.growth.shapes import shape_named

@@ -16,12 +16,14 @@ from polybasic.recipes.cli.options import (
     KeyFileOption,
     NoGraphsOption,
     RemoteOption,
+    SmallOption,
     TargetOption,
     TensorParallelOption,
     TlsCertificateOption,
     WaitOption,
     recipe_defaults,
     remote_options,
+    with_small,
 )
 
 if TYPE_CHECKING:
@@ -65,6 +67,7 @@ DtypeOption = Annotated[
 
 def plan(
     chain: ChainArgument,
+    small: SmallOption = None,
     prompts: PromptsOption = None,
     num_prompts_per_task: NumPromptsOption = None,
     max_new_tokens: NewTokensOption = None,
@@ -101,7 +104,7 @@ def plan(
 ) -> None:
     """Measure costs and acceptance, choose members, tree and flush lengths, and explain."""
     from polybasic.chain.console import Console
-    from polybasic.chain.formats.checkpoint import resolve_chain
+    from polybasic.chain.formats.chains import resolve_chain
     from polybasic.chain.formats.files import write_json
     from polybasic.deploy.settings import PlanSettings
     from polybasic.recipes.schema.loading import validated
@@ -128,7 +131,7 @@ def plan(
     }
     given = {key: value for key, value in given.items() if value is not None}
     validated(PlanSettings, given, {}, "on the command line")
-    folder = resolve_chain(chain)
+    folder = resolve_chain(with_small(chain, small))
     settings = _settings(PlanSettings, folder, given)
     records = out is None and not no_write
     planning = _plan(folder, settings, target, records=records)
@@ -147,15 +150,20 @@ def plan(
     if not records:
         note(f"{'no plan written' if out is None else f'wrote {out}'}; the chain is as it was")
         return
-    following = f"generate {chain} --remote HOST:PORT" if link else f"bench {chain}"
+    named = chain if small is None else f"{chain} --small {small}"
+    following = f"generate {named} --remote HOST:PORT" if link else f"bench {named}"
     note(f"wrote the plan into {folder / 'chain.json'}; next: polybasic {following}")
 
 
 def bench(
     chain: Annotated[
         str | None,
-        typer.Argument(metavar="CHAIN", help="A chain's folder, or a hub id org/name[@revision]."),
+        typer.Argument(
+            metavar="CHAIN",
+            help="A chain, or a model alone: a folder, a hub id org/name[@revision], a GGUF file.",
+        ),
     ] = None,
+    small: SmallOption = None,
     prompts: PromptsOption = None,
     num_prompts_per_task: NumPromptsOption = None,
     max_new_tokens: NewTokensOption = None,
@@ -203,7 +211,7 @@ def bench(
     if chain is None:
         raise UserError("no chain", "polybasic bench", "name one, or two reports with --compare")
     from polybasic.chain.console import Console
-    from polybasic.chain.formats.checkpoint import resolve_chain
+    from polybasic.chain.formats.chains import resolve_chain
     from polybasic.deploy.settings import BenchSettings
     from polybasic.recipes.schema.loading import validated
 
@@ -223,7 +231,7 @@ def bench(
     }
     given = {key: value for key, value in given.items() if value is not None}
     validated(BenchSettings, given, {}, "on the command line")
-    folder = resolve_chain(chain)
+    folder = resolve_chain(with_small(chain, small))
     settings = _settings(BenchSettings, folder, given)
     from polybasic.deploy.load import serving_conditions
 
@@ -245,7 +253,7 @@ def bench(
         typer.echo(json.dumps(report.to_json(), ensure_ascii=False))
     else:
         print_report(report, Console())
-    note(f"wrote {place / 'report.html'}; next: polybasic inspect {chain}")
+    note(f"wrote {place / 'report.html'}; next: polybasic inspect {folder if small else chain}")
 
 
 def _compare(before: Path, after: Path, as_json: bool) -> None:

@@ -12,7 +12,7 @@ def migrate(
     chain: Annotated[str, typer.Argument(metavar="CHAIN", help="A chain's folder.")],
 ) -> None:
     """Bring the manifest of a chain that an older polybasic packed to the present version."""
-    from polybasic.chain.formats.checkpoint import resolve_chain
+    from polybasic.chain.formats.chains import resolve_chain
     from polybasic.chain.formats.manifest import SCHEMA
     from polybasic.chain.formats.migration import migrate_chain
 

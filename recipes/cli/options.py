@@ -139,6 +139,28 @@ _OF_RECIPE = ("dtype", "temperature", "max_new_tokens", "rule")
 """Settings whose defaults are those of the recipe that a chain was made by."""
 
 
+SmallOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="MODEL",
+        help="Of a model alone: a smaller one with its tokenizer, to run in 4 bits below it.",
+    ),
+]
+
+
+def with_small(chain: str, small: str | None) -> str:
+    """The chain that is named, or that of the model and the smaller one beside it.
+
+    Raises:
+        UserError: as `polybasic.recipes.pipeline.beside.chain_beside`.
+    """
+    if small is None:
+        return chain
+    from polybasic.recipes.pipeline.beside import chain_beside
+
+    return str(chain_beside(chain, small))
+
+
 def recipe_defaults(chain: Path, section: str) -> dict[str, Any]:
     """What a chain's recipe says of them in a section, unchecked; empty where it says nothing."""
     from polybasic.chain.formats.manifest import read_manifest

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from polybasic.chain.errors import UserError
-from polybasic.recipes.cli.chain import ChainArgument, note
+from polybasic.recipes.cli.chain import ChainArgument, note, note_bare
 from polybasic.recipes.cli.options import (
     DeviceOption,
     DtypeOption,
@@ -15,11 +15,13 @@ from polybasic.recipes.cli.options import (
     MaxNumSeqsOption,
     NoGraphsOption,
     RemoteOption,
+    SmallOption,
     TargetOption,
     TensorParallelOption,
     TlsCertificateOption,
     WaitOption,
     remote_options,
+    with_small,
 )
 
 if TYPE_CHECKING:
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 
 def serve(
     chain: ChainArgument,
+    small: SmallOption = None,
     host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
     port: Annotated[
         int, typer.Option(min=0, max=65535, help="Port to listen at; 0: a free one.")
@@ -120,7 +123,8 @@ def serve(
     options |= {"sequences": max_num_seqs, "device": device, "target": target}
     options |= remote_options(remote, key_file, tls_certificate, no_optimism)
     options["tensor_parallel"] = tensor_parallel
-    loaded = load_chain(chain, graphs=not no_graphs, plan=_plan(plan), **options)
+    loaded = load_chain(with_small(chain, small), graphs=not no_graphs, plan=_plan(plan), **options)
+    note_bare(loaded, chain)
     if not served_model_name:
         settings = settings.model_copy(update={"model_names": (_name(loaded),)})
     app = create_app(loaded, settings)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.checkpoint import resolve_checkpoint
+from polybasic.chain.formats.models import resolve_model
 from polybasic.chain.readable import counted
 from polybasic.deploy.prompts import read_questions
 from polybasic.recipes.estimates.sizes import has_weights
@@ -90,7 +90,7 @@ def _chat_template(recipe: Recipe, first: list[Any]) -> str:
     whose = "the target's own" if given is None else "target.chat_template"
     if not has_weights(named):
         return f"chat template: {whose}, tried when {named} is downloaded"
-    tokenizer = load_tokenizer(resolve_checkpoint(named, weights=False))
+    tokenizer = load_tokenizer(resolve_model(named, weights=False))
     if given is not None:
         tokenizer.chat_template = given
     check_chat_template(tokenizer)

@@ -1,5 +1,6 @@
 """Parameters and bytes of the models of a recipe, from shapes alone."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -7,7 +8,9 @@ from polybasic.chain.errors import UserError
 from polybasic.chain.formats.checkpoint import SMALL_HEADS, split_hub_id
 from polybasic.chain.formats.config import read_config
 from polybasic.chain.formats.decoder_config import DecoderConfig
+from polybasic.chain.formats.gguf.finding import names_gguf, on_hub
 from polybasic.chain.formats.hub import snapshot
+from polybasic.chain.formats.models import resolve_model
 from polybasic.recipes.growth.shapes import GrownShape, check_family, check_sizes, shape_named
 from polybasic.recipes.schema.recipe import Recipe
 from polybasic.train.settings import HeadSettings, ScratchModelSettings
@@ -222,15 +225,22 @@ def grown_shape(shape: GrownShape, vocab_size: int, weight_bytes: int = 2) -> Sh
 
 def has_weights(model: str) -> bool:
     """Whether the weights of a folder or hub id (model, adapter or head) lie on this machine."""
+    if names_gguf(model):
+        return (found := on_hub(model)) is None or _is_cached(found[0], found[1:2], found[2])
     folder = Path(model).expanduser()
     if folder.exists():
         return any((folder / name).is_file() for name in _WEIGHT_NAMES)
+    repository, revision = split_hub_id(model)
+    return _is_cached(repository, _WEIGHT_NAMES, revision)
+
+
+def _is_cached(repository: str, names: Sequence[str], revision: str | None) -> bool:
+    """Whether one of these files of a repository is in the hub's cache."""
     from huggingface_hub import try_to_load_from_cache
 
-    repository, revision = split_hub_id(model)
     return any(
         isinstance(try_to_load_from_cache(repository, name, revision=revision), str)
-        for name in _WEIGHT_NAMES
+        for name in names
     )
 
 
@@ -283,6 +293,12 @@ def _num_layer_vectors(decoder: DecoderConfig) -> int:
 
 
 def _config_folder(model: str, key: str) -> Path:
+    if names_gguf(model):
+        if not has_weights(model):
+            raise UserError(
+                "sizes are not known yet", f"{key} = {model}", "download the file first"
+            )
+        return resolve_model(model)
     folder = Path(model).expanduser()
     if folder.exists():
         if not (folder / "config.json").is_file():

@@ -3,8 +3,9 @@
 from pathlib import Path
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.checkpoint import resolve_checkpoint, weight_files
+from polybasic.chain.formats.checkpoint import weight_files
 from polybasic.chain.formats.config import read_config
+from polybasic.chain.formats.models import resolve_model
 from polybasic.chain.formats.vocabulary import (
     TOKENIZER_NAME,
     check_same_vocabulary,
@@ -28,7 +29,7 @@ def check_small(small: SmallSettings, target: Path, tokenizer: Path, prepared: P
         UserError: another vocabulary than the target's, no weights, or 4-bit weights where
             unquantized ones are needed.
     """
-    folder = resolve_checkpoint(small.model)
+    folder = resolve_model(small.model)
     weight_files(folder)
     config = read_config(folder)
     vocab_size, expected = (

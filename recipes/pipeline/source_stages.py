@@ -6,8 +6,9 @@ Heavy modules are imported where they run, so that a run with nothing to do answ
 from pathlib import Path
 from typing import Any, TypeVar
 
-from polybasic.chain.formats.checkpoint import resolve_adapter, resolve_checkpoint, weight_files
+from polybasic.chain.formats.checkpoint import resolve_adapter, weight_files
 from polybasic.chain.formats.files import sha256_of_file
+from polybasic.chain.formats.models import resolve_model
 from polybasic.recipes.pipeline.conversation_rows import conversations_input, split_rows
 from polybasic.recipes.pipeline.dtypes import settle_dtype
 from polybasic.recipes.pipeline.running import Stage, Workspace, started_inputs
@@ -58,7 +59,7 @@ def _run_target(workspace: Workspace, folder: Path) -> dict[str, Any]:
         return {"model": "scratch", **found}
     from polybasic.chain.formats.tokenizer import needs_preparation, prepare_tokenizer
 
-    checkpoint = resolve_checkpoint(recipe.target.model)
+    checkpoint = resolve_model(recipe.target.model)
     summary: dict[str, Any] = {"model": recipe.target.model}
     weight_files(checkpoint)
     if recipe.target.adapter is not None:

@@ -5,13 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.checkpoint import (
-    TOKENIZER_FILES,
-    resolve_adapter,
-    resolve_checkpoint,
-    resolve_head,
-)
+from polybasic.chain.formats.checkpoint import TOKENIZER_FILES, resolve_adapter, resolve_head
 from polybasic.chain.formats.files import sha256_of_file, sha256_of_object
+from polybasic.chain.formats.models import resolve_model
 from polybasic.recipes.pipeline.running import Workspace
 from polybasic.recipes.schema.recipe import Recipe
 
@@ -125,7 +121,7 @@ def checkpoint_stamp(model: str) -> dict[str, Any]:
     Raises:
         UserError: there is none, or it cannot be downloaded.
     """
-    return folder_stamp(resolve_checkpoint(model))
+    return folder_stamp(resolve_model(model))
 
 
 def adapter_stamp(adapter: str) -> dict[str, Any]:

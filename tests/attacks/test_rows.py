@@ -36,7 +36,7 @@ COMMANDS: list[list[Any]] = [
     ["generate", "x" * 5000, "-p", "w1"],
     ["generate", "\x1b[2J", "-p", "w1"],
     ["inspect", "CHAIN/chain.json"],
-    ["verify", "CHAIN/target"],
+    ["verify", "CHAIN/draft/model.safetensors"],
     ["plan", "CHAIN", "--temperature", "inf"],
     ["plan", "CHAIN", "--max-new-tokens", "1e9"],
     ["plan", "CHAIN", "--prompts", "/dev/null"],

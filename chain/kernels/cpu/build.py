@@ -13,12 +13,17 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from polybasic.chain.caching import (
+    CACHE_VARIABLE,
+    cache_folder,
+    check_private,
+    close_to_others,
+    private_folder,
+)
 from polybasic.chain.formats.files import sha256_of_file, sha256_of_object
-from polybasic.chain.kernels.caching import check_private, close_to_others, private_folder
 from polybasic.chain.kernels.cpu.compilers import Compiler
 from polybasic.chain.kernels.cpu.instruction_sets import NATIVE, InstructionSet
 from polybasic.chain.kernels.cpu.unavailable import NativeUnavailable
-from polybasic.chain.kernels.environment import CACHE_VARIABLE, cache_folder
 from polybasic.chain.kernels.processor import flags_line
 from polybasic.chain.progress import ProgressReport, waiting
 

@@ -6,6 +6,7 @@ import logging
 import os
 from pathlib import Path
 
+from polybasic.chain.caching import CACHE_VARIABLE
 from polybasic.chain.errors import UserError
 from polybasic.chain.kernels.cpu.build import built_library, prebuilt_libraries
 from polybasic.chain.kernels.cpu.compilers import COMPILER_VARIABLE, need_compiler
@@ -19,7 +20,6 @@ from polybasic.chain.kernels.cpu.instruction_sets import (
 from polybasic.chain.kernels.cpu.openmp import openmp_functions
 from polybasic.chain.kernels.cpu.unavailable import NativeUnavailable
 from polybasic.chain.kernels.environment import (
-    CACHE_VARIABLE,
     ISA_VARIABLE,
     KERNELS_VARIABLE,
     kernels_wanted,

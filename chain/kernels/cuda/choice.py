@@ -20,8 +20,8 @@ from typing import Any
 import torch
 import triton
 
+from polybasic.chain.caching import cache_folder, read_cached, write_cached
 from polybasic.chain.formats.files import sha256_of_file, sha256_of_object
-from polybasic.chain.kernels.caching import read_cached, write_cached
 from polybasic.chain.kernels.cuda.product_launch import Product, Tiling, can_begin_early
 from polybasic.chain.kernels.cuda.product_options import (
     Option,
@@ -33,7 +33,6 @@ from polybasic.chain.kernels.cuda.product_options import (
 )
 from polybasic.chain.kernels.cuda.product_samples import relative_error, samples_of
 from polybasic.chain.kernels.cuda.product_timing import interleaved_seconds
-from polybasic.chain.kernels.environment import cache_folder
 from polybasic.chain.kernels.torch.packed_weight import PackedWeight
 
 Timer = Callable[[Sequence[Callable[[], object]]], list[float]]

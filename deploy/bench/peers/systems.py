@@ -148,7 +148,7 @@ def write_gguf(
     Raises:
         UserError: gguf is not installed, or llama.cpp computes the target otherwise.
     """
-    from polybasic.chain.gguf import writing
+    from polybasic.chain.formats.gguf import writing
 
     files = {kind: folder.absolute() / f"{kind}.gguf" for kind in kinds}
     stop = () if has_texts else chain.stop_tokens

@@ -16,14 +16,14 @@ from huggingface_hub import errors
 from safetensors.torch import load_file, save_file
 
 from polybasic.chain.errors import UserError
+from polybasic.chain.formats.chains import resolve_chain
 from polybasic.chain.formats.checkpoint import (
     copy_checkpoint,
     load_tensors,
-    resolve_chain,
-    resolve_checkpoint,
     split_hub_id,
     weight_files,
 )
+from polybasic.chain.formats.models import resolve_model
 from polybasic.chain.model.reference import load_reference_model
 
 
@@ -36,14 +36,14 @@ def test_modules_of_files_import_no_torch() -> None:
 
 
 def test_a_folder_is_taken_as_it_is(tiny_target: Path, tmp_path: Path) -> None:
-    assert resolve_checkpoint(str(tiny_target)) == tiny_target
+    assert resolve_model(str(tiny_target)) == tiny_target
     (tiny_target / "config.json").unlink()
     with pytest.raises(UserError, match=r"not a checkpoint: .* \(no config.json in it\)"):
-        resolve_checkpoint(str(tiny_target))
+        resolve_model(str(tiny_target))
     with pytest.raises(UserError, match=r"not a checkpoint: .*model.safetensors \(no folder\)"):
-        resolve_checkpoint(str(tiny_target / "model.safetensors"))
+        resolve_model(str(tiny_target / "model.safetensors"))
     with pytest.raises(UserError, match=r"checkpoint not found: .* is neither a folder nor a hub"):
-        resolve_checkpoint(str(tmp_path / "absent"))
+        resolve_model(str(tmp_path / "absent"))
 
 
 def test_hub_ids() -> None:
@@ -60,7 +60,7 @@ def test_hub_ids() -> None:
 
 def test_offline_without_the_checkpoint() -> None:
     with pytest.raises(UserError, match=r"hub not reached: polybasic-test/nothing@v1 is no folder"):
-        resolve_checkpoint("polybasic-test/nothing@v1")
+        resolve_model("polybasic-test/nothing@v1")
 
 
 def _hub_error(kind: type[errors.HfHubHTTPError]) -> errors.HfHubHTTPError:
@@ -88,7 +88,7 @@ def test_hub_refusals(monkeypatch: pytest.MonkeyPatch, error: Exception, message
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", refuse)
     with pytest.raises(UserError) as refusal:
-        resolve_checkpoint("org/name")
+        resolve_model("org/name")
     assert message in str(refusal.value)
 
 
@@ -102,16 +102,17 @@ def test_pickles_are_downloaded_only_without_safetensors(
         return str(tiny_chain if repository == "org/chain" else tiny_target)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-    assert resolve_checkpoint("org/name", "v1") == tiny_target
+    assert resolve_model("org/name", "v1") == tiny_target
     assert [(repository, revision) for repository, revision, _ in asked] == [("org/name", "v1")]
     assert not any("bin" in pattern for pattern in asked[0][2])
     (tiny_target / "model.safetensors").unlink()
     asked.clear()
-    resolve_checkpoint("org/name")
+    resolve_model("org/name")
     assert len(asked) == 2
     assert "pytorch_model*.bin" in asked[1][2]
     assert resolve_chain("org/chain") == tiny_chain
-    with pytest.raises(UserError, match=r"not a chain: .* \(no chain.json in it\)"):
+    (tiny_target / "config.json").unlink()
+    with pytest.raises(UserError, match=r"not a checkpoint: .* \(no config.json in it\)"):
         resolve_chain("org/name")
 
 

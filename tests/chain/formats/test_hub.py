@@ -13,16 +13,16 @@ import pytest
 from huggingface_hub import constants
 from safetensors.torch import load_file
 
+from polybasic.chain.caching import CACHE_VARIABLE
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.checkpoint import (
-    load_tensors,
-    resolve_adapter,
-    resolve_chain,
-    resolve_checkpoint,
-    resolve_head,
-)
+from polybasic.chain.formats.chains import resolve_chain
+from polybasic.chain.formats.checkpoint import load_tensors, resolve_adapter, resolve_head
+from polybasic.chain.formats.config import read_config
+from polybasic.chain.formats.gguf.writing import write_gguf
+from polybasic.chain.formats.models import resolve_model
 from polybasic.chain.formats.verify import check_chain
 from tests.chain.fake_hub import Hub, Repository, serve
+from tests.checkpoints import write_family
 from tests.conftest import ChainParts
 
 ROOT = Path(__file__).parents[3]
@@ -57,12 +57,12 @@ def test_a_checkpoint_is_fetched_with_what_it_needs_and_nothing_else(
     files |= dict.fromkeys(unneeded, b"not to be fetched")
     repository = hub.repositories["org/name"] = Repository()
     commit = repository.commit(files)
-    folder = resolve_checkpoint("org/name")
+    folder = resolve_model("org/name")
     assert folder.name == commit
     assert names_in(folder) == sorted(needed) == hub.downloads()
     assert all((folder / name).read_bytes() == files[name] for name in needed)
     hub.requests.clear()
-    assert resolve_checkpoint("org/name", commit) == folder
+    assert resolve_model("org/name", commit) == folder
     assert hub.requests == [], "a commit that is in the cache needs no network"
 
 
@@ -71,7 +71,33 @@ def test_pickles_are_fetched_where_there_are_no_safetensors(hub: Hub) -> None:
     files = {"config.json": b"{}", "training_args.bin": b"x", "tf_model.h5": b"x"}
     hub.repositories["org/name"] = Repository()
     hub.repositories["org/name"].commit(files | weights)
-    assert names_in(resolve_checkpoint("org/name")) == sorted(["config.json", *weights])
+    assert names_in(resolve_model("org/name")) == sorted(["config.json", *weights])
+
+
+def test_a_gguf_file_is_fetched_alone(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "models"))
+    write_family(tmp_path / "model", "qwen2")
+    write_gguf(tmp_path / "model", tmp_path / "model.gguf")
+    data = (tmp_path / "model.gguf").read_bytes()
+    names = ["a.gguf", "b-00001-of-00001.gguf", "other/a.gguf"]
+    # equal files would be fetched once
+    files = {name: data + bytes(number) for number, name in enumerate(names)}
+    repository = hub.repositories["org/name-GGUF"] = Repository()
+    commit = repository.commit({**files, "README.md": b"x", "c.gguf": b"x"})
+    for name in names:
+        hub.requests.clear()
+        for reference in (f"org/name-GGUF/{name}", f"org/name-GGUF/{name}@{commit}"):
+            assert read_config(resolve_model(reference)).decoder.num_layers == 3
+        assert hub.downloads() == [name]
+    assert resolve_chain("org/name-GGUF/a.gguf").parent == tmp_path / "models" / "chains"
+    with pytest.raises(UserError, match=r"GGUF file not found: d\.gguf in org/name-GGUF"):
+        resolve_model("org/name-GGUF/d.gguf")
+    with pytest.raises(UserError, match="not a GGUF file"):
+        resolve_model("org/name-GGUF/c.gguf")
+    with pytest.raises(UserError, match="not a checkpoint"):
+        resolve_model("org/name-GGUF")
 
 
 def test_a_revision_is_a_tag_a_branch_or_a_commit(hub: Hub) -> None:
@@ -84,10 +110,10 @@ def test_a_revision_is_a_tag_a_branch_or_a_commit(hub: Hub) -> None:
         ("org/name@v2", new),
         (f"org/name@{old}", old),
     ):
-        assert resolve_checkpoint(reference).name == commit
-    assert resolve_checkpoint("org/name", "v1").name == old
+        assert resolve_model(reference).name == commit
+    assert resolve_model("org/name", "v1").name == old
     with pytest.raises(UserError, match=r"^revision not found: org/name@v3; see http\S+/commits"):
-        resolve_checkpoint("org/name@v3")
+        resolve_model("org/name@v3")
 
 
 def test_a_file_that_was_cut_is_continued(
@@ -98,7 +124,7 @@ def test_a_file_that_was_cut_is_continued(
     hub.repositories["org/name"] = Repository()
     hub.repositories["org/name"].commit(tiny_target)
     hub.cuts["model.safetensors"] = [1000, 3000]
-    tensors = load_tensors(resolve_checkpoint("org/name"))
+    tensors = load_tensors(resolve_model("org/name"))
     assert all(tensors[name].equal(tensor) for name, tensor in expected.items())
     ranges = [range for _, path, range in hub.requests if path.endswith("model.safetensors")]
     assert ranges[-3:] == [None, "bytes=1000-", "bytes=4000-"]
@@ -112,10 +138,10 @@ def test_a_download_that_broke_off_goes_on_with_what_is_missing(
     hub.repositories["org/name"].commit(tiny_target)
     hub.cuts["model.safetensors"] = [0] * 6
     with pytest.raises(UserError, match=r"^download failed: org/name \(.+\); run again to resume"):
-        resolve_checkpoint("org/name")
+        resolve_model("org/name")
     assert "config.json" in hub.downloads()
     hub.requests.clear()
-    folder = resolve_checkpoint("org/name")
+    folder = resolve_model("org/name")
     assert hub.downloads() == ["model.safetensors"]
     assert names_in(folder) == names_in(tiny_target)
 
@@ -125,17 +151,17 @@ def test_a_hub_that_refuses(hub: Hub, monkeypatch: pytest.MonkeyPatch, tiny_targ
     repository = hub.repositories["org/name"] = Repository(refusal=GATED)
     repository.commit(tiny_target)
     with pytest.raises(UserError) as refused:
-        resolve_checkpoint("org/name")
+        resolve_model("org/name")
     assert str(refused.value) == (
         f"gated repository: org/name; accept its terms at {hub.url}/org/name, then `hf auth login`"
     )
     with pytest.raises(UserError, match=r"^repository not found: org/nothing is neither a folder"):
-        resolve_checkpoint("org/nothing")
+        resolve_model("org/nothing")
     repository.refusal = (503, "")
     with pytest.raises(UserError, match=r"^download failed: org/name \(.*503.*\); run again"):
-        resolve_checkpoint("org/name")
+        resolve_model("org/name")
     repository.refusal = None
-    assert names_in(resolve_checkpoint("org/name")) == names_in(tiny_target)
+    assert names_in(resolve_model("org/name")) == names_in(tiny_target)
 
 
 def test_without_a_network_the_cache_is_enough(
@@ -143,16 +169,16 @@ def test_without_a_network_the_cache_is_enough(
 ) -> None:
     hub.repositories["org/name"] = Repository()
     hub.repositories["org/name"].commit(tiny_target)
-    folder = resolve_checkpoint("org/name")
+    folder = resolve_model("org/name")
     unreached = r"^hub not reached: org/other is no folder here and not whole in the hub's cache"
     for name, value in (("ENDPOINT", "http://127.0.0.1:9"), ("HF_HUB_OFFLINE", True)):
         monkeypatch.setattr(constants, name, value)
-        assert resolve_checkpoint("org/name") == folder
+        assert resolve_model("org/name") == folder
         with pytest.raises(UserError, match=unreached):
-            resolve_checkpoint("org/other")
+            resolve_model("org/other")
     (folder / "model.safetensors").unlink()
     with pytest.raises(UserError, match=r"^hub not reached: org/name is no folder here and not"):
-        resolve_checkpoint("org/name")
+        resolve_model("org/name")
 
 
 @pytest.mark.parametrize("suffix", ["safetensors", "bin"])
@@ -197,7 +223,7 @@ def test_a_chain_refers_to_its_target_at_the_commit_that_it_was_packed_with(
     packed = repository.commit(tiny_chain_parts.target)
     manifest = tiny_chain_parts.package(
         tmp_path / "chain",
-        target=resolve_checkpoint("org/target"),
+        target=resolve_model("org/target"),
         target_reference="org/target",
         copy_target=False,
     )
@@ -205,7 +231,7 @@ def test_a_chain_refers_to_its_target_at_the_commit_that_it_was_packed_with(
     assert (reference.source, reference.revision) == ("org/target", packed)
     (tiny_chain_parts.target / "config.json").write_text("{}")
     moved = repository.commit(tiny_chain_parts.target)
-    assert resolve_checkpoint("org/target").name == moved != packed
+    assert resolve_model("org/target").name == moved != packed
     for path in (tmp_path / "cache", tmp_path / "elsewhere"):
         constants.HF_HUB_CACHE = str(path)  # the fixture puts it back
         assert check_chain(tmp_path / "chain").target.name == packed
@@ -257,8 +283,8 @@ def test_a_terminal_sees_the_progress(hub: Hub, tiny_target: Path, tmp_path: Pat
     hub.repositories["org/name"] = Repository()
     hub.repositories["org/name"].commit(tiny_target)
     code = (
-        "from polybasic.chain.formats.checkpoint import resolve_checkpoint\n"
-        "print(resolve_checkpoint('org/name').name)"
+        "from polybasic.chain.formats.models import resolve_model\n"
+        "print(resolve_model('org/name').name)"
     )
     terminal, attached = pty.openpty()
     termios.tcsetwinsize(attached, (24, 100))

@@ -15,10 +15,10 @@ from transformers import AutoTokenizer, LlamaTokenizer
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.card import record_plan, record_results
-from polybasic.chain.formats.checkpoint import resolve_checkpoint
 from polybasic.chain.formats.files import sha256_of_file
 from polybasic.chain.formats.lineage import weights_digest
 from polybasic.chain.formats.manifest import read_manifest
+from polybasic.chain.formats.models import resolve_model
 from polybasic.chain.formats.places import command_without_places
 from polybasic.chain.formats.plan import (
     NUM_PROBABILITY_BINS,
@@ -206,7 +206,7 @@ def test_a_target_of_the_hub_is_pinned_to_its_commit(
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     manifest = tiny_chain_parts.package(
         tmp_path / "chain",
-        target=resolve_checkpoint("org/name@main"),
+        target=resolve_model("org/name@main"),
         target_reference="org/name@main",
         copy_target=copy_target,
     )

@@ -57,7 +57,8 @@ def test_a_runs_folder_stands_for_its_chain(tiny_chain: Path, tmp_path: Path) ->
     shutil.copytree(tiny_chain, run / "grown")
     (run / "grown" / "chain.json").write_text("{}")
     assert f"{run / 'grown'}" in refusal("inspect", run)
-    assert "not a chain" in refusal("inspect", run / "chain" / "target")
+    (run / "chain" / "report").mkdir(exist_ok=True)
+    assert "not a chain" in refusal("inspect", tmp_path / "run" / "chain" / "report")
 
 
 def test_a_file_of_prompts_is_answered_and_gone_on_with(

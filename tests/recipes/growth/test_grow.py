@@ -84,8 +84,9 @@ def test_mistakes_are_reported_before_anything_is_written(
     out = tmp_path / "grown"
     with pytest.raises(UserError, match="unknown shape: big; use one of cpu-100m, gpu-7b, gpu-8b"):
         grow(str(tiny_chain), "big", out=out)
+    (empty := tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match="not a chain"):
-        grow(str(tiny_chain / "target"), "cpu-100m", out=out)
+        grow(str(empty), "cpu-100m", out=out)
     with pytest.raises(UserError, match="member cannot be grown: small of"):
         grow(str(tiny_four_chain), "cpu-100m", out=out)
     with monkeypatch.context() as patch:

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from polybasic.chain.caching import cache_folder
 from polybasic.chain.kernels.cpu import build, native
 from polybasic.chain.kernels.cpu.compilers import Compiler, find_compiler
 from polybasic.chain.kernels.cpu.instruction_sets import InstructionSet
-from polybasic.chain.kernels.environment import cache_folder
 from polybasic.chain.kernels.processor import processor_flags
 from tests.chain.kernels.cpu.conftest import AVX2_FLAGS
 from tests.chain.kernels.cpu.fake_compilers import (

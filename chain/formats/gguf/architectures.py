@@ -1,6 +1,7 @@
 """What llama.cpp computes of the families of models, and the numbers that it asks a file for."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import gguf
 
@@ -45,6 +46,17 @@ def architecture_of(config: ConfigFile) -> gguf.MODEL_ARCH:
             "run the chain here",
         )
     return ARCHITECTURES[model_type]
+
+
+def scaled_width(model_type: str, sizes: Mapping[str, Any]) -> int:
+    """The width whose root llama.cpp divides a Gemma's scores by.
+
+    Args:
+        sizes: of a config.json.
+    """
+    if sizes["num_hidden_layers"] == _WIDE_LAYERS[model_type]:
+        return sizes["hidden_size"] // sizes["num_attention_heads"]
+    return sizes["head_dim"]
 
 
 def warnings_of(config: ConfigFile) -> tuple[str, ...]:
@@ -124,9 +136,13 @@ def _differences(model_type: str, decoder: DecoderConfig) -> Iterator[str]:
             yield f"windows of other layers than {period - 1} in {period}"
     if not decoder.layer_kinds:
         yield "no windows"
-    scaled = decoder.head_dim
-    if decoder.num_layers == _WIDE_LAYERS[model_type]:
-        scaled = decoder.hidden_size // decoder.num_heads
+    sizes = {
+        "num_hidden_layers": decoder.num_layers,
+        "hidden_size": decoder.hidden_size,
+        "num_attention_heads": decoder.num_heads,
+        "head_dim": decoder.head_dim,
+    }
+    scaled = scaled_width(model_type, sizes)
     if abs((decoder.attention_scale or 0.0) * scaled**0.5 - 1) > 1e-6:
         yield f"scores are scaled by {decoder.attention_scale}, it takes {scaled**-0.5}"
     has_softcaps = (decoder.attention_softcap is not None, decoder.logit_softcap is not None)

@@ -9,6 +9,7 @@ import gguf
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.files import read_json
+from polybasic.chain.formats.gguf.splits import BYTE_LEVEL, DIGIT, name_of
 from polybasic.chain.formats.tokenizer import load_tokenizer
 from polybasic.chain.formats.vocabulary import TOKENIZER_NAME
 
@@ -17,15 +18,6 @@ if TYPE_CHECKING:
 
 _WORDS = r" ?\p{L}+| ?\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 """How the tokenizers that `target.scratch` trains split texts."""
-SPLITS = {
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+": "llama-bpe",
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+": "qwen2",
-    _WORDS: "gpt-2",
-    "": "gpt-2",  # ByteLevel's own expression
-}
-"""Expressions that split texts before tokens are merged, and llama.cpp's names of them."""
 _MARK = "▁"
 _NO_MERGES = [f"{_MARK} {_MARK}"]
 """Of tokens that no byte stands for: llama.cpp wants merges."""
@@ -164,18 +156,30 @@ def _split(pre_tokenizer: Any, path: Path) -> tuple[str, tuple[str, ...]]:
     """llama.cpp's name of what splits texts, and what it does otherwise."""
     steps = (pre_tokenizer or {}).get("pretokenizers") or [pre_tokenizer]
     steps = [step for step in steps if step]
-    kinds = [step["type"] for step in steps]
-    if kinds not in (["ByteLevel"], ["Split", "ByteLevel"]) or steps[-1].get("add_prefix_space"):
-        raise _unknown(path, f"it splits texts by {', '.join(kinds) or 'nothing'}")
-    pattern = "" if len(steps) == 1 else steps[0]["pattern"].get("Regex")
-    if (pattern == "") != bool(steps[-1].get("use_regex", True)) or pattern not in SPLITS:
-        raise _unknown(path, f"it splits texts by {pattern}")
-    if pattern != _WORDS:
-        return SPLITS[pattern], ()
-    return SPLITS[pattern], (
-        "llama.cpp has no splitting of texts as this tokenizer's; that of GPT-2 gives other tokens "
-        "after an apostrophe that begins a word, as in 'tis",
-    )
+    found = [_expression(step) for step in steps]
+    expressions = tuple(one for one in found if one)
+    if not steps or steps[-1]["type"] != "ByteLevel" or None in found:
+        kinds = ", ".join(step["type"] for step in steps)
+        raise _unknown(path, f"it splits texts by {kinds or 'nothing'}")
+    if expressions == (_WORDS,):
+        return "gpt-2", (
+            "llama.cpp has no splitting of texts as this tokenizer's; that of GPT-2 gives other "
+            "tokens after an apostrophe that begins a word, as in 'tis",
+        )
+    if (name := name_of(expressions)) is None:
+        raise _unknown(path, f"it splits texts by {' and '.join(map(str, expressions))}")
+    return name, ()
+
+
+def _expression(step: dict[str, Any]) -> str | None:
+    """The expression that a step splits by, "" for none; None if it does something else."""
+    if step["type"] == "ByteLevel" and not step.get("add_prefix_space"):
+        return BYTE_LEVEL if step.get("use_regex", True) else ""
+    if step["type"] == "Digits" and step.get("individual_digits"):
+        return DIGIT
+    if step["type"] == "Split" and step["behavior"] == "Isolated" and not step.get("invert"):
+        return step["pattern"].get("Regex")
+    return None
 
 
 def _scores(texts: dict[int, str], merges: Sequence[str], vocab_size: int) -> list[float]:

@@ -1,7 +1,6 @@
 """Models written for llama.cpp, read back by its own package and by transformers."""
 
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,16 +8,16 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.awq import QuantizedWeight, dequantize
 from polybasic.chain.formats.checkpoint import load_tensors
-from polybasic.chain.gguf.export import export_gguf
-from polybasic.chain.gguf.tensors import interleaved
-from polybasic.chain.gguf.vocabulary import SPLITS
-from polybasic.chain.gguf.writing import write_gguf
+from polybasic.chain.formats.gguf.export import export_gguf
+from polybasic.chain.formats.gguf.splits import SPLITS
+from polybasic.chain.formats.gguf.tensors import interleaved
+from polybasic.chain.formats.gguf.writing import write_gguf
 from polybasic.train.data.tokenizer import train_tokenizer
 from tests.checkpoints import DISTINCT, FAMILIES, write_family
 from tests.conftest import NUM_HEADS, NUM_KV_HEADS, ChainParts
@@ -207,17 +206,18 @@ def test_a_window_that_llama_cpp_lacks_is_said(tmp_path: Path) -> None:
     assert warning.startswith("llama.cpp has no window for mistral: after 24 tokens")
 
 
-def byte_level(split: str) -> PreTrainedTokenizerFast:
+def byte_level(*splits: str) -> PreTrainedTokenizerFast:
     """With merges, a begin of text, and a control token for turns."""
     tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "Ġt", "he", "Ġthe", "<s>", "<|im_end|>"]
     merges = [("Ġ", "t"), ("h", "e"), ("Ġt", "he")]
     tokenizer = Tokenizer(models.BPE({token: id for id, token in enumerate(tokens)}, merges))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(split), behavior="isolated"),
+            *(pre_tokenizers.Split(Regex(split), behavior="isolated") for split in splits),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
+    tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<s>", "<|im_end|>"])
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A", special_tokens=[("<s>", tokens.index("<s>"))]
@@ -229,13 +229,13 @@ def byte_level(split: str) -> PreTrainedTokenizerFast:
 
 @pytest.mark.parametrize("kind", ["llama2", "gemma2", "llama-bpe", "qwen2", "gpt-2"])
 def test_transformers_reads_the_same_tokenizer(kind: str, tmp_path: Path) -> None:
-    folder, splits = tmp_path / "model", {name: split for split, name in SPLITS.items() if split}
+    folder = tmp_path / "model"
     write_family(folder, kind if kind in FAMILIES else "llama2", **CHANGES.get(kind, {}))
     if kind == "gpt-2":  # that of a target from scratch
         turns = [[{"role": "user", "content": text}] for text in 4 * TEXTS]
         train_tokenizer(turns, 300, 512).save_pretrained(folder)
-    elif kind in splits:
-        byte_level(splits[kind]).save_pretrained(folder)
+    elif kind in SPLITS:
+        byte_level(*SPLITS[kind].expressions).save_pretrained(folder)
     warnings = write_gguf(folder, folder / "model.gguf")
     assert bool(warnings) == (kind == "gpt-2")
     expected = AutoTokenizer.from_pretrained(folder)
@@ -251,8 +251,7 @@ def test_transformers_reads_the_same_tokenizer(kind: str, tmp_path: Path) -> Non
 
 def test_begin_of_text_and_ids_without_a_token(tmp_path: Path) -> None:
     write_family(tmp_path, "llama2")
-    [split] = (split for split, name in SPLITS.items() if name == "llama-bpe")
-    byte_level(split).save_pretrained(tmp_path)
+    byte_level(*SPLITS["llama-bpe"].expressions).save_pretrained(tmp_path)
     write_gguf(tmp_path, tmp_path / "model.gguf")
     ggml = {
         key: field(tmp_path / "model.gguf", f"tokenizer.ggml.{key}")
@@ -299,14 +298,3 @@ def test_the_command(chain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert "would replace something that is no export: target-gguf" in refusal(*command)
     draft = refusal(*command, "--member", "draft", "--out", "new")
     assert "no such model: draft; the chain's: target, intermediate" in draft
-
-
-def test_a_machine_without_gguf(
-    monkeypatch: pytest.MonkeyPatch, tiny_chain: Path, tmp_path: Path
-) -> None:
-    for name in [name for name in sys.modules if name.startswith("polybasic.chain.gguf")]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "gguf", None)
-    line = refusal("export", tiny_chain, "--to", "gguf", "--out", tmp_path / "out")
-    assert line.startswith("error: gguf is not installed: ")
-    assert line.endswith("pip install 'polybasic[gguf]'")

@@ -8,10 +8,10 @@ import torch
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.files import whole_folder
+from polybasic.chain.formats.gguf.tensors import TYPES
+from polybasic.chain.formats.gguf.writing import write_gguf
 from polybasic.chain.formats.manifest import MODEL_KINDS, Manifest, Member
 from polybasic.chain.formats.verify import check_chain
-from polybasic.chain.gguf.tensors import TYPES
-from polybasic.chain.gguf.writing import write_gguf
 
 _SUFFIX = ".gguf"
 

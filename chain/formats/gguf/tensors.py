@@ -145,6 +145,11 @@ def interleaved(rows: Tensor, num_heads: int) -> Tensor:
     return rows.unflatten(0, (num_heads, 2, -1)).transpose(1, 2).reshape(rows.shape)
 
 
+def separated(rows: Tensor, num_heads: int) -> Tensor:
+    """Rows [O, ...] in the order of checkpoints, from that of `interleaved`."""
+    return rows.unflatten(0, (num_heads, -1, 2)).transpose(1, 2).reshape(rows.shape)
+
+
 def llama3_divisors(head_dim: int, rope: Mapping[str, Any]) -> Tensor:
     """What the rotary frequencies of Llama 3.1 are divided by: `factor` where they are low.
 

@@ -8,9 +8,9 @@ import numpy as np
 
 from polybasic.chain.formats.checkpoint import load_tensors
 from polybasic.chain.formats.config import read_config
-from polybasic.chain.gguf.architectures import add_numbers, architecture_of, warnings_of
-from polybasic.chain.gguf.tensors import GGUFTensor, Type, tensors_of
-from polybasic.chain.gguf.vocabulary import numbers, read_vocabulary
+from polybasic.chain.formats.gguf.architectures import add_numbers, architecture_of, warnings_of
+from polybasic.chain.formats.gguf.tensors import GGUFTensor, Type, tensors_of
+from polybasic.chain.formats.gguf.vocabulary import numbers, read_vocabulary
 from polybasic.chain.progress import tracked
 
 _VALUES = np.dtype(np.float32)

@@ -14,10 +14,22 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+CACHE_VARIABLE = "POLYBASIC_CACHE"
 _OTHERS = stat.S_IWGRP | stat.S_IWOTH
 _ANY_OF_OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 _log = logging.getLogger(__name__)
+
+
+def cache_folder() -> Path:
+    """The folder for what was made for this machine: $POLYBASIC_CACHE, else in the user's cache.
+
+    Raises:
+        RuntimeError: there is no home folder.
+    """
+    if named := os.environ.get(CACHE_VARIABLE):
+        return Path(named).expanduser().absolute()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "polybasic"
 
 
 def private_folder(path: Path) -> Path:

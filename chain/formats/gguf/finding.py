@@ -1,0 +1,110 @@
+"""Where the GGUF file lies that a reference names. Neither torch nor gguf in here."""
+
+import importlib.util
+import re
+from pathlib import Path, PurePosixPath
+
+from polybasic.chain.errors import UserError
+from polybasic.chain.formats.files import lies_anywhere
+from polybasic.chain.formats.hub import snapshot
+
+SUFFIX = ".gguf"
+PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
+"""Name of one of several files that are one model."""
+_PACKAGE = "package:"
+_ON_HUB = re.compile(
+    r"(?P<repository>[\w][\w.-]*/[\w][\w.-]*)/(?P<file>[^@]+\.gguf)(@(?P<revision>.+))?"
+)
+_FORMS = f"NAME{SUFFIX}, a folder with one, org/name/NAME{SUFFIX}, or {_PACKAGE}name/NAME{SUFFIX}"
+
+
+def names_gguf(reference: str) -> bool:
+    """Whether a reference names a GGUF file, there or not: by its form, or a folder with one."""
+    if reference.startswith(_PACKAGE) or reference.partition("@")[0].endswith(SUFFIX):
+        return True
+    folder = Path(reference).expanduser()
+    if not lies_anywhere(folder) or not folder.is_dir() or (folder / "config.json").is_file():
+        return False
+    return bool(_models_in(folder))
+
+
+def find_gguf(reference: str, revision: str | None = None) -> Path:
+    """The file that a reference names; one on the hub is downloaded unless it is in its cache.
+
+    Of a model in several files it is the first.
+
+    Args:
+        reference: of which `names_gguf` is true: a file, a folder with one model,
+            `org/name/FILE.gguf[@revision]`, or `package:name/FILE.gguf` of an installed package,
+            none of whose code is run.
+        revision: commit, tag or branch of a hub id.
+
+    Raises:
+        UserError: there is no such file, the folder holds several models, or the path leaves the
+            package.
+    """
+    if reference.startswith(_PACKAGE):
+        return _in_package(reference)
+    path = Path(reference).expanduser()
+    if lies_anywhere(path):
+        return _in_folder(path) if path.is_dir() else path
+    on_hub = _ON_HUB.fullmatch(reference)
+    if on_hub is None:
+        raise UserError("GGUF file not found", reference, f"name {_FORMS}")
+    return _on_hub(on_hub["repository"], on_hub["file"], revision or on_hub["revision"])
+
+
+def on_hub(reference: str) -> tuple[str, str, str | None] | None:
+    """Repository, file and revision, of a reference to a file on the hub; None for others."""
+    found = _ON_HUB.fullmatch(reference)
+    if found is None or lies_anywhere(Path(reference).expanduser()):
+        return None
+    return found["repository"], found["file"], found["revision"]
+
+
+def _on_hub(repository: str, file: str, revision: str | None) -> Path:
+    named = PART.fullmatch(file)
+    pattern = file if named is None else f"{named['stem']}-*-of-{named['count']}{SUFFIX}"
+    path = snapshot(repository, revision, [pattern]) / file
+    if not path.is_file():
+        raise UserError("GGUF file not found", f"{file} in {repository}", "see its list of files")
+    return path
+
+
+def _in_folder(folder: Path) -> Path:
+    found = _models_in(folder)
+    if len(found) != 1:
+        names = ", ".join(path.name for path in found)
+        raise UserError("several models in a folder", f"{folder} ({names})", "name one of them")
+    return found[0]
+
+
+def _models_in(folder: Path) -> list[Path]:
+    """GGUF files in a folder, of a model in several files the first."""
+    found = []
+    for path in sorted(folder.glob(f"*{SUFFIX}")):
+        part = PART.fullmatch(path.name)
+        if path.is_file() and (part is None or int(part["number"]) == 1):
+            found.append(path)
+    return found
+
+
+def _in_package(reference: str) -> Path:
+    name, _, inside = reference.removeprefix(_PACKAGE).partition("/")
+    parts = PurePosixPath(inside).parts
+    if not name.isidentifier() or not parts or ".." in parts or "\0" in inside:
+        raise UserError("no file in a package", reference, f"write {_PACKAGE}name/FILE{SUFFIX}")
+    spec = importlib.util.find_spec(name)
+    folders = [] if spec is None else list(spec.submodule_search_locations or [])
+    if not folders:
+        raise UserError(
+            "package not found", f"{name} in {reference}", f"pip install {name.replace('_', '-')}"
+        )
+    for folder in map(Path, folders):
+        path = folder.joinpath(*parts)
+        if not path.is_file():
+            continue
+        if not path.resolve().is_relative_to(folder.resolve()):
+            raise UserError("link leaves the package", f"{path}", "name the file itself")
+        return path
+    raise UserError("GGUF file not found", f"{inside} in {folders[0]}", "check the name")

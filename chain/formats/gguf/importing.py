@@ -1,0 +1,237 @@
+"""A GGUF file as a checkpoint: dequantized once, into the cache folder.
+
+#   O = rows of a tensor, B = bytes of a row
+"""
+
+import json
+import logging
+import os
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import gguf
+import numpy as np
+import torch
+
+from polybasic.chain.caching import CACHE_VARIABLE
+from polybasic.chain.errors import UserError
+from polybasic.chain.formats.config import decoder_config
+from polybasic.chain.formats.files import (
+    free_bytes,
+    sha256_of_file,
+    whole_folder,
+    write_json,
+)
+from polybasic.chain.formats.gguf.header import Header, TensorPlace, part_files, read_header
+from polybasic.chain.formats.gguf.reading import config_of, places_of
+from polybasic.chain.formats.gguf.tensors import TYPES, Type, separated
+from polybasic.chain.formats.gguf.tokenizer import write_tokenizer
+from polybasic.chain.formats.kept import MODELS, file_stamp, kept_folder
+from polybasic.chain.formats.origin import GGUF_KEY, ORIGIN_KEY
+from polybasic.chain.progress import tracked
+from polybasic.chain.readable import readable_bytes
+
+_VERSION = 1
+"""Of what is made of a file; raised where the same file gives another checkpoint."""
+_CHUNK = 1 << 20
+"""Values that are dequantized at a time."""
+_SAFETENSORS_DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+
+Done = TypeVar("Done")
+_log = logging.getLogger(__name__)
+
+
+class _NotFinite(Exception):
+    """A value is infinite, or no number."""
+
+
+@dataclass(frozen=True)
+class _Conversion:
+    """What makes rows of a checkpoint of rows of a file.
+
+    Attributes:
+        kind: of the file's rows.
+        dtype: of the checkpoint's.
+        shift: added to all values.
+    """
+
+    kind: Type
+    dtype: torch.dtype
+    shift: float
+
+    def __call__(self, rows_OB: np.ndarray) -> bytes:
+        """The bytes of rows; raises `_NotFinite`."""
+        values = torch.from_numpy(_dequantized(rows_OB, self.kind))
+        if self.shift:
+            values = values + self.shift
+        values = values.to(self.dtype)
+        if not bool(values.isfinite().all()):
+            raise _NotFinite
+        return values.view(torch.uint8).numpy().tobytes()
+
+
+def imported(path: Path) -> Path:
+    """The folder of a checkpoint with a GGUF file's weights, made unless it is there.
+
+    Weights in blocks are dequantized to bfloat16; a file whose matrices are in float32 or float16
+    keeps them so. What was made of a file is found again by the file's place, size and time.
+
+    Args:
+        path: of the file, or of the first of several parts.
+
+    Raises:
+        UserError: a file that is not read (see `read_header`, `config_of`, `places_of` and
+            `write_tokenizer`), values that are no finite numbers, a full disk, or no folder for it.
+    """
+    files = part_files(path)
+    for file in files:
+        if not file.is_file():
+            raise UserError("GGUF file not found", f"{file}", "check the path")
+    made_of = [_VERSION, [file_stamp(file) for file in files]]
+    return kept_folder(
+        MODELS, path.stem, made_of, lambda folder: _import(read_header(path), folder)
+    )
+
+
+def _import(header: Header, folder: Path) -> None:
+    begun = time.monotonic()
+    content = config_of(header)
+    places = places_of(header, content)
+    _check_types(header, places)
+    dtype = _dtype_of(places)
+    num_bytes = dtype.itemsize * sum(place.num_rows * place.shape[-1] for place in places.values())
+    if num_bytes > (free := free_bytes(folder)):
+        raise UserError(
+            "disk full",
+            f"{header.path} takes {readable_bytes(num_bytes)} in {folder.parent}, "
+            f"{readable_bytes(free)} are free",
+            f"free some space, or set {CACHE_VARIABLE} to a folder on another disk",
+        )
+    with whole_folder(folder) as partial, ThreadPoolExecutor(_num_workers()) as pool:
+        ends = write_tokenizer(header, content["vocab_size"], partial)
+        digests = [pool.submit(sha256_of_file, file) for file in header.files]
+        _write_weights(header, content, places, dtype, partial / "model.safetensors", pool)
+        types = Counter(place.type.name for place in places.values())
+        source = {
+            "files": {
+                file.name: digest.result()
+                for file, digest in zip(header.files, digests, strict=True)
+            },
+            "types": dict(types.most_common()),
+        }
+        content |= {"dtype": str(dtype).removeprefix("torch."), ORIGIN_KEY: {GGUF_KEY: source}}
+        write_json(partial / "config.json", content)
+        write_json(partial / "generation_config.json", {"eos_token_id": ends})
+        state = header.path.stat()
+        for path in partial.iterdir():
+            # a run that began with these files goes on with them, made anew
+            os.utime(path, ns=(state.st_atime_ns, state.st_mtime_ns))
+    _log.info("read %s in %.1f s into %s", header.path, time.monotonic() - begun, folder)
+
+
+def _check_types(header: Header, places: dict[str, TensorPlace]) -> None:
+    for kind in {place.type for place in places.values()}:
+        size = gguf.GGML_QUANT_SIZES[kind][1]
+        try:
+            _dequantized(np.zeros((1, size), np.uint8), kind)
+        except NotImplementedError as error:
+            name = next(name for name, place in places.items() if place.type is kind)
+            raise UserError(
+                "type of weights that is not read",
+                f"{header.path} holds {name} in {kind.name}",
+                "name a file in another type",
+            ) from error
+
+
+def _dtype_of(places: dict[str, TensorPlace]) -> torch.dtype:
+    """That all values have exactly, where the file's matrices are of one such type."""
+    kinds = {place.type for place in places.values() if len(place.shape) > 1}
+    plain = [dtype for dtype, kind in TYPES.items() if kinds == {kind}]
+    return plain[0] if plain else torch.bfloat16
+
+
+def _write_weights(
+    header: Header,
+    content: dict[str, Any],
+    places: dict[str, TensorPlace],
+    dtype: torch.dtype,
+    path: Path,
+    pool: ThreadPoolExecutor,
+) -> None:
+    """Write a file of safetensors, some blocks of rows at a time."""
+    decoder = decoder_config(content, str(header.path))
+    heads = {}
+    if content["model_type"] == "llama":
+        heads = {"q_proj": decoder.num_heads, "k_proj": decoder.num_kv_heads}
+    entries, end = {}, 0
+    for name, place in places.items():
+        begin, end = end, end + place.num_rows * place.shape[-1] * dtype.itemsize
+        entries[name] = {
+            "dtype": _SAFETENSORS_DTYPES[dtype],
+            "shape": list(place.shape),
+            "data_offsets": [begin, end],
+        }
+    text = json.dumps({"__metadata__": {"format": "pt"}, **entries}).encode("utf-8")
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as written:
+        written.write(len(text).to_bytes(8, "little") + text)
+        for name, place in tracked(list(places.items()), f"reading {header.path.name}"):
+            num_heads = heads.get(name.split(".")[-2])
+            shift = -1.0 if decoder.has_offset_norms and name.endswith("norm.weight") else 0.0
+            convert = _Conversion(place.type, dtype, shift)
+            try:
+                for data in _in_order(pool, convert, _blocks_of_rows(place, num_heads)):
+                    written.write(data)
+            except _NotFinite as error:
+                raise UserError(
+                    "damaged GGUF file",
+                    f"{header.path} (tensor {name} holds what is no finite number)",
+                    "fetch it again; of one in several pieces, join them in order",
+                ) from error
+
+
+def _blocks_of_rows(place: TensorPlace, num_heads: int | None) -> Iterator[np.ndarray]:
+    """A tensor's bytes, uint8 [O', B] with as many rows as are dequantized at a time.
+
+    Args:
+        num_heads: of rows that llama.cpp has put into another order; None for the others.
+    """
+    shape = place.num_rows, place.row_bytes
+    if num_heads is not None:
+        rows = np.fromfile(place.file, np.uint8, place.num_bytes, offset=place.offset)
+        yield separated(torch.from_numpy(rows).view(shape), num_heads).contiguous().numpy()
+        return
+    step = max(1, _CHUNK // place.shape[-1])
+    for begin in range(0, place.num_rows, step):
+        count = min(step, place.num_rows - begin)
+        offset = place.offset + begin * place.row_bytes
+        rows = np.fromfile(place.file, np.uint8, count * place.row_bytes, offset=offset)
+        yield rows.reshape(count, place.row_bytes)
+
+
+def _dequantized(rows_OB: np.ndarray, kind: Type) -> np.ndarray:
+    """float32 values of rows, flat."""
+    # as one row: it takes sixteen at a time, which are few values where rows are short
+    return gguf.quants.dequantize(rows_OB.reshape(1, -1), kind).reshape(-1)
+
+
+def _in_order(
+    pool: ThreadPoolExecutor, call: Callable[[np.ndarray], Done], given: Iterable[np.ndarray]
+) -> Iterator[Done]:
+    """Results in the order of what is given, little of which is under way at a time."""
+    running: deque[Future[Done]] = deque()
+    for one in given:
+        running.append(pool.submit(call, one))
+        if len(running) > 2 * _num_workers():
+            yield running.popleft().result()
+    while running:
+        yield running.popleft().result()
+
+
+def _num_workers() -> int:
+    return min(8, len(os.sched_getaffinity(0)))

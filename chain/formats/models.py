@@ -1,0 +1,25 @@
+"""Models as people name them: a folder, a hub id or a GGUF file."""
+
+from pathlib import Path
+
+from polybasic.chain.formats.checkpoint import resolve_checkpoint
+from polybasic.chain.formats.gguf.finding import find_gguf, names_gguf
+
+
+def resolve_model(reference: str, revision: str | None = None, weights: bool = True) -> Path:
+    """The folder of a model's checkpoint.
+
+    Args:
+        reference: as `resolve_checkpoint` takes it, or a GGUF file as `find_gguf` does; of that it
+            is the folder in the cache with what the file was dequantized to.
+        revision: commit, tag or branch of a hub id.
+        weights: False fetches only what is beside them; a GGUF file is read whole.
+
+    Raises:
+        UserError: as `resolve_checkpoint`; of a GGUF file as `find_gguf` and `imported`.
+    """
+    if not names_gguf(reference):
+        return resolve_checkpoint(reference, revision, weights)
+    from polybasic.chain.formats.gguf.importing import imported
+
+    return imported(find_gguf(reference, revision))

@@ -1,0 +1,44 @@
+"""A smaller model beside a model that has no chain: three models, none of them trained here."""
+
+from pathlib import Path
+
+from polybasic.chain.errors import UserError
+from polybasic.chain.formats.bare import bare_chain
+from polybasic.chain.formats.config import read_config
+from polybasic.chain.formats.kept import MODELS, folder_stamp, kept_folder
+from polybasic.chain.formats.manifest import MANIFEST_NAME
+from polybasic.chain.formats.models import resolve_model
+from polybasic.chain.formats.package import Part
+
+_NAME = "small"
+
+
+def chain_beside(model: str, small: str) -> Path:
+    """The folder of the chain of two models: the smaller one in 4 bits, and n-grams below it.
+
+    It is made in the cache, unless it is there: the smaller model's weights are rounded to the
+    nearest of 16 codes, or taken as they are from a checkpoint in AutoAWQ's format.
+
+    Args:
+        model: a model's folder, hub id or GGUF file, as `resolve_model` takes it.
+        small: the same, of a model with the same tokenizer.
+
+    Raises:
+        UserError: `model` is a chain already, another tokenizer, or as `resolve_model`,
+            `round_checkpoint` and `bare_chain`.
+    """
+    if (Path(model).expanduser() / MANIFEST_NAME).is_file():
+        raise UserError(
+            "a chain has its members already", f"{model} --small {small}", "name the model alone"
+        )
+    target, folder = resolve_model(model), resolve_model(small)
+    if not read_config(folder).in_4_bits:
+        folder = _rounded(folder)
+    return bare_chain(target, model, [Part(_NAME, "intermediate", "awq", folder)])
+
+
+def _rounded(source: Path) -> Path:
+    from polybasic.quantize.nearest import round_checkpoint
+
+    name, made_of = f"{source.resolve().name}-int4", folder_stamp(source)
+    return kept_folder(MODELS, name, made_of, lambda out: round_checkpoint(source, out))
