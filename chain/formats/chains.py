@@ -24,7 +24,7 @@ def resolve_chain(reference: str, revision: str | None = None) -> Path:
         UserError: as `resolve_model`, for a missing chain.json and config.json; as `bare_chain`.
     """
     folder = Path(reference).expanduser()
-    if not (folder / MANIFEST_NAME).is_file() and names_gguf(reference):
+    if names_gguf(reference) and not lies_anywhere(folder / MANIFEST_NAME):
         return bare_chain(resolve_model(reference, revision), reference)
     if not lies_anywhere(folder):
         named = split_hub_id(reference, revision)

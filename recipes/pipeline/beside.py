@@ -5,6 +5,7 @@ from pathlib import Path
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.bare import bare_chain
 from polybasic.chain.formats.config import read_config
+from polybasic.chain.formats.files import lies_anywhere
 from polybasic.chain.formats.kept import MODELS, folder_stamp, kept_folder
 from polybasic.chain.formats.manifest import MANIFEST_NAME
 from polybasic.chain.formats.models import resolve_model
@@ -27,7 +28,7 @@ def chain_beside(model: str, small: str) -> Path:
         UserError: `model` is a chain already, another tokenizer, or as `resolve_model`,
             `round_checkpoint` and `bare_chain`.
     """
-    if (Path(model).expanduser() / MANIFEST_NAME).is_file():
+    if lies_anywhere(Path(model).expanduser() / MANIFEST_NAME):
         raise UserError(
             "a chain has its members already", f"{model} --small {small}", "name the model alone"
         )

@@ -102,7 +102,7 @@ def _in_package(reference: str) -> Path:
         )
     for folder in map(Path, folders):
         path = folder.joinpath(*parts)
-        if not path.is_file():
+        if not lies_anywhere(path) or not path.is_file():
             continue
         if not path.resolve().is_relative_to(folder.resolve()):
             raise UserError("link leaves the package", f"{path}", "name the file itself")

