@@ -12,7 +12,7 @@
 #               llama.cpp, in an environment of its own
 # make clients  guidellm and lm-eval against the live server, in an environment of their own
 # make peers    llama.cpp and OpenVINO GenAI for polybasic bench --peers, in an environment of their
-#               own, with their tests; builds llama.cpp, by a C++ compiler: half an hour on two cores
+#               own, with their tests
 # make wheels   wheels with compiled CPU kernels, into dist/, in an environment of its own;
 #               ARCHITECTURES="x86_64 aarch64" says for which processors, both if left out
 # make lock     requirements.lock (versions of constraints.txt, with the digests of their files) and
@@ -138,7 +138,7 @@ peers: install $(PEERS_INSTALLED)
 
 $(PEERS_INSTALLED): deploy/bench/peers/requirements.txt
 	@$(CHECK_PYTHON)
-	@echo "installing into $(PEERS_VENV) and building llama.cpp: half an hour, once"
+	@echo "installing into $(PEERS_VENV): some minutes, once"
 	$(PYTHON) -m venv $(PEERS_VENV)
 	$(PEERS_INSTALL) --requirement deploy/bench/peers/requirements.txt
 	$(PEERS_INSTALL) --no-deps optimum-intel==2.2.0

@@ -4,8 +4,8 @@
     python benchmarks/peers.py CHAIN [--peers-python .venv-peers/bin/python] [--record FILE]
 
 `polybasic bench --peers` times answers; this says which pass they are made of. llama.cpp's are
-those of its own llama-bench, over the target as GGUF in bfloat16 and Q4_0. It computes logits of
-the last row alone, where members compute those of all rows.
+those of a loop like llama-bench, over the target as GGUF in bfloat16 and Q4_0. It computes logits
+of the last row alone, where members compute those of all rows.
 """
 
 import json

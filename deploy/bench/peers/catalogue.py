@@ -26,7 +26,7 @@ class Peer:
 
 
 PEERS = {
-    "llama.cpp": Peer("llama.cpp", ("llama-cpp-python",)),
+    "llama.cpp": Peer("llama.cpp", ("xllamacpp",)),
     "openvino": Peer("OpenVINO GenAI", ("openvino-genai", "optimum-intel")),
 }
 

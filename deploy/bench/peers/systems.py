@@ -174,9 +174,8 @@ def _llama_modes(chain: Chain, python: Path, folder: Path) -> list[Mode]:
         mode("llama.cpp", own, library),
         mode(
             "llama.cpp lookup", own,
-            f"{library}; llama-cpp-python's prompt lookup: {LLAMA_LOOKUP} tokens after at most "
-            f"{NGRAM} equal ones",
-            "--lookup", LLAMA_LOOKUP,
+            f"{library}; prompt lookup: {LLAMA_LOOKUP} tokens after at most {NGRAM} equal ones",
+            *("--lookup", LLAMA_LOOKUP, "--ngram", NGRAM),
         ),
         mode(
             "llama.cpp draft", own, f"{library}; the target in Q4_0 drafts {LLAMA_DRAFTED} tokens",

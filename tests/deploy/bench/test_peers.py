@@ -1,5 +1,6 @@
 """How engines in other processes are asked, and what becomes of those that fail."""
 
+import importlib.util
 import os
 import signal
 import sys
@@ -18,8 +19,10 @@ from polybasic.chain.errors import UserError
 from polybasic.deploy.bench.peers import catalogue, process, systems
 from polybasic.deploy.bench.peers.process import PeerSystem
 from polybasic.deploy.bench.peers.systems import Mode, peer_systems
+from polybasic.deploy.bench.peers.workers import llama_library
 from polybasic.deploy.bench.peers.workers.lines import Question
-from polybasic.deploy.bench.peers.workers.llama_engine import Llama
+from polybasic.deploy.bench.peers.workers.llama_engine import Llama, PromptLookup
+from polybasic.deploy.bench.peers.workers.llama_library import ContextParams, LlamaError
 from polybasic.deploy.rounds.sampling import Sampling
 
 PYTHON, STOP = Path(sys.executable), 63
@@ -217,14 +220,6 @@ class CountingModel:
         return self.chosen[row]
 
 
-def looked_up(tokens: np.ndarray) -> np.ndarray:
-    """What followed the last pair of tokens before."""
-    pairs = [tuple(tokens[place : place + 2]) for place in range(len(tokens) - 2)]
-    last = tuple(tokens[-2:])
-    start = pairs.index(last) + 2 if last in pairs else len(tokens)
-    return tokens[start : start + 4]
-
-
 def llama(lookup: Any = None, drafter: Any = None) -> Any:
     one: Any = object.__new__(Llama)
     one.model, one.lookup, one.drafter, one.num_drafted = CountingModel(), lookup, drafter, 4
@@ -237,11 +232,61 @@ def test_drafts_save_passes_and_change_no_answer(num_tokens: int, stop: list[int
     plain, question = llama(), Question([1, 1], num_tokens, stop)
     expected = plain.answer(question).token_ids
     assert len(expected) == num_tokens or expected[-1] in stop
-    for drafted in (llama(looked_up), llama(drafter=CountingModel(wrong=3))):
+    for drafted in (llama(PromptLookup(4, 2)), llama(drafter=CountingModel(wrong=3))):
         for _ in range(2):
             assert drafted.answer(question).token_ids == expected
         if num_tokens == 40 and not stop:
             assert drafted.model.num_reads < 2 * plain.model.num_reads
+
+
+@pytest.mark.parametrize(
+    ("tokens", "drafted"),
+    [
+        ([1, 2, 3, 4, 5, 1, 2], [3, 4, 5]),
+        ([1, 2, 9, 2, 8, 1, 2, 7, 1, 2], [9, 2, 8]),  # the first time counts
+        ([3, 7, 7, 4, 7], [7, 4, 7]),  # of (4, 7) there is none, of 7 there is
+        ([5, 5], [5]),
+        ([1, 2, 3], []),
+        ([1], []),
+    ],
+)
+def test_prompt_lookup_drafts_what_followed_the_longest_run(
+    tokens: list[int], drafted: list[int]
+) -> None:
+    assert PromptLookup(3, 2)(np.array(tokens)).tolist() == drafted
+
+
+# llama.cpp's library
+
+
+def context_params(**changes: float) -> ContextParams:
+    defaults = llama_library._DEFAULTS["llama_context_default_params"]
+    return ContextParams(**(defaults | changes))
+
+
+def test_a_library_with_other_structs_is_refused() -> None:
+    name = "llama_context_default_params"
+    llama_library.check_defaults(name, context_params())
+    for changed in ({"n_batch": 1}, {"n_rs_seq": 1}, {"defrag_thold": 0.0}, {"ctx_other": 8}):
+        [field] = changed
+        with pytest.raises(LlamaError, match=f"another version of llama.cpp: .* gives {field} "):
+            llama_library.check_defaults(name, context_params(**changed))
+
+
+def test_a_library_that_is_missing_or_another_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("LLAMA_CPP_LIB_PATH", raising=False)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(LlamaError, match="xllamacpp is not installed: pip install xllamacpp"):
+        llama_library.library_path()
+    monkeypatch.setenv("LLAMA_CPP_LIB_PATH", str(tmp_path))
+    path = llama_library.library_path()
+    with pytest.raises(LlamaError, match=r"libllama.so cannot be used: .*No such file"):
+        llama_library.load_library(path)
+    path.write_bytes(b"no library")
+    with pytest.raises(LlamaError, match=r"libllama.so cannot be used: "):
+        llama_library.load_library(path)
 
 
 # All of them

@@ -1,87 +1,45 @@
 """llama.cpp by its C interface: python -m workers.llama_engine MODEL.gguf --threads 2.
 
-Nothing but passes and the choice of tokens is timed: no HTTP, no text. With `--lookup` it drafts by
-the prompt lookup of llama-cpp-python, with `--draft` by another model; a drafted token is kept
-where the model chooses it too, as llama.cpp's own programs do.
+Nothing but passes and the choice of tokens is timed: no HTTP, no text. With `--lookup` it drafts
+what followed the last tokens before, with `--draft` by another model; a drafted token is kept where
+the model chooses it too, as llama.cpp's own programs do.
 """
 
 import argparse
-import ctypes
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from .lines import Lines, Question, Reply
+from .llama_library import instruction_sets, library_path, load_library, origin
+from .llama_model import LlamaModel
 
 Choose = Callable[[int], int]
 """A row of the last pass -> the token that follows it."""
 
 
-class LlamaModel:
-    """One sequence of a model.
+class PromptLookup:
+    """Drafts what followed the last tokens when they came first, the longest run that did.
 
-    Attributes:
-        length: tokens that were read.
+    Args:
+        num_drafted: tokens at most.
+        longest: run that is looked for.
     """
 
-    def __init__(self, api: Any, path: Path, threads: int, context: int) -> None:
-        self.api, self.length = api, 0
-        self._model = api.llama_model_load_from_file(
-            str(path).encode(), api.llama_model_default_params()
-        )
-        assert self._model, f"llama.cpp cannot load {path.name}"
-        params = api.llama_context_default_params()
-        params.n_ctx = params.n_batch = context
-        params.n_threads = params.n_threads_batch = threads
-        params.no_perf = True
-        self._context = api.llama_init_from_model(self._model, params)
-        assert self._context, f"llama.cpp cannot run {path.name}"
-        self._memory = api.llama_get_memory(self._context)
-        self._batch = api.llama_batch_init(context, 0, 1)
-        self._vocab_size = api.llama_vocab_n_tokens(api.llama_model_get_vocab(self._model))
-        self._first = 0
+    def __init__(self, num_drafted: int, longest: int) -> None:
+        self.num_drafted, self.longest = num_drafted, longest
 
-    def cut(self, length: int) -> None:
-        """Forget what follows the first tokens."""
-        if length < self.length:
-            self.api.llama_memory_seq_rm(self._memory, 0, length, -1)
-            self.length = length
-
-    def read(self, tokens: list[int], rows: int) -> None:
-        """A pass over tokens, after which one can follow each of the last `rows`."""
-        batch = self._batch
-        self._first = len(tokens) - rows
-        batch.n_tokens = len(tokens)
-        for place, token in enumerate(tokens):
-            batch.token[place] = token
-            batch.pos[place] = self.length + place
-            batch.n_seq_id[place] = 1
-            batch.seq_id[place][0] = 0
-            batch.logits[place] = place >= self._first
-        assert self.api.llama_decode(self._context, batch) == 0, "llama.cpp cannot read"
-        self.length += len(tokens)
-
-    def best(self, row: int) -> int:
-        """The most probable token after a row."""
-        found = self.api.llama_get_logits_ith(self._context, self._first + row)
-        return int(np.ctypeslib.as_array(found, shape=(self._vocab_size,)).argmax())
-
-    def sampler(self, temperature: float, seed: int | None) -> tuple[Choose, Callable[[], None]]:
-        """Draws a token after a row; the second function frees it."""
-        api = self.api
-        chain = api.llama_sampler_chain_init(api.llama_sampler_chain_default_params())
-        api.llama_sampler_chain_add(chain, api.llama_sampler_init_temp(temperature))
-        number = api.LLAMA_DEFAULT_SEED if seed is None else seed % (2**32 - 1)
-        api.llama_sampler_chain_add(chain, api.llama_sampler_init_dist(number))
-
-        def draw(row: int) -> int:
-            return int(api.llama_sampler_sample(chain, self._context, self._first + row))
-
-        return draw, lambda: api.llama_sampler_free(chain)
+    def __call__(self, tokens: np.ndarray) -> np.ndarray:
+        """int [tokens of the sequence] -> int [drafted]."""
+        for length in range(min(self.longest, len(tokens) - 1), 0, -1):
+            runs = np.lib.stride_tricks.sliding_window_view(tokens[:-1], length)
+            [places] = np.nonzero((runs == tokens[-length:]).all(axis=1))
+            if len(places):
+                begin = int(places[0]) + length
+                return tokens[begin : begin + self.num_drafted]
+        return tokens[:0]
 
 
 class Llama:
@@ -90,6 +48,7 @@ class Llama:
     Args:
         draft: file of a draft model.
         lookup: tokens that prompt lookup drafts; 0 for none.
+        ngram: most tokens that it looks for.
         num_drafted: tokens that the draft model drafts.
     """
 
@@ -101,25 +60,16 @@ class Llama:
         dtype: str,
         draft: Path | None = None,
         lookup: int = 0,
+        ngram: int = 2,
         num_drafted: int = 8,
     ) -> None:
-        import llama_cpp
-        from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
-
-        flags = llama_cpp.llama_print_system_info().decode().removeprefix("CPU : ")
-        used = ", ".join(one.split(" = ")[0].strip() for one in flags.split("|") if "= 1" in one)
+        used = instruction_sets(load_library(library_path()))
         self.dtype = dtype
-        self.version = f"llama.cpp of llama-cpp-python {llama_cpp.__version__} ({used})"
-        # the package's own callback drops what llama.cpp says
-        self._log = llama_cpp.llama_log_callback(_log_faults)
-        llama_cpp.llama_log_set(self._log, ctypes.c_void_p(0))
-        llama_cpp.llama_backend_init()
-        self.model = LlamaModel(llama_cpp, model, threads, context)
-        self.drafter, self.lookup, self.num_drafted = None, None, num_drafted
-        if draft is not None:
-            self.drafter = LlamaModel(llama_cpp, draft, threads, context)
-        elif lookup:
-            self.lookup = LlamaPromptLookupDecoding(num_pred_tokens=lookup)
+        self.version = f"llama.cpp of {origin()} ({used})"
+        self.model = LlamaModel(model, threads, context)
+        self.drafter = None if draft is None else LlamaModel(draft, threads, context)
+        self.lookup = PromptLookup(lookup, ngram) if lookup and draft is None else None
+        self.num_drafted = num_drafted
 
     def answer(self, question: Question) -> Reply:
         begin = time.perf_counter()
@@ -169,12 +119,6 @@ def _nothing() -> None:
     """Greedy answers leave nothing to free."""
 
 
-def _log_faults(level: int, text: bytes, _: Any) -> None:
-    """Errors alone, which the worker's reader is shown."""
-    if level == 4:
-        sys.stderr.write(text.decode(errors="replace"))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("model", type=Path)
@@ -182,6 +126,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, required=True, help="tokens")
     parser.add_argument("--dtype", required=True, help="to say")
     parser.add_argument("--lookup", type=int, default=0, help="tokens that prompt lookup drafts")
+    parser.add_argument("--ngram", type=int, default=2, help="most tokens that it looks for")
     parser.add_argument("--draft", type=Path, help="file of a draft model")
     parser.add_argument("--num-drafted", type=int, default=8, help="tokens of --draft")
     arguments = parser.parse_args()
