@@ -3,6 +3,7 @@
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from polybasic.chain.formats.kept import CHAINS, folder_stamp, kept_folder
 from polybasic.chain.formats.manifest import Manifest, Provenance
@@ -38,27 +39,28 @@ def bare_chain(checkpoint: Path, reference: str, below: Sequence[Part] = ()) -> 
     stamps = [folder_stamp(folder) for folder in folders]
 
     def make(folder: Path) -> None:
-        tokenizer = None
-        if needs_preparation(checkpoint, None):
-            tokenizer = folder.with_name(f"{folder.name}-tokenizer")
-            prepare_tokenizer(checkpoint, None, tokenizer)
-        package_chain(
-            folder,
-            checkpoint,
-            str(checkpoint.resolve()),
-            copy_target=False,
-            parts=below,
-            plan=_plan([part.name for part in below]),
-            provenance=Provenance(
-                recipe={"name": Path(reference).stem, **_RECIPE},
-                command=shlex.join(["polybasic", "generate", reference]),
-                package_versions={},
-                data_digests={},
-            ),
-            quality={},
-            training={},
-            tokenizer=tokenizer,
-        )
+        with TemporaryDirectory() as temporary:
+            tokenizer = None
+            if needs_preparation(checkpoint, None):
+                tokenizer = Path(temporary) / "tokenizer"
+                prepare_tokenizer(checkpoint, None, tokenizer)
+            package_chain(
+                folder,
+                checkpoint,
+                str(checkpoint.resolve()),
+                copy_target=False,
+                parts=below,
+                plan=_plan([part.name for part in below]),
+                provenance=Provenance(
+                    recipe={"name": Path(reference).stem, **_RECIPE},
+                    command=shlex.join(["polybasic", "generate", reference]),
+                    package_versions={},
+                    data_digests={},
+                ),
+                quality={},
+                training={},
+                tokenizer=tokenizer,
+            )
 
     name = checkpoint.resolve().name
     return kept_folder(CHAINS, name, [_VERSION, stamps], make)

@@ -111,8 +111,9 @@ def gguf_notes(manifest: Manifest) -> list[str]:
             continue
         files = ", ".join(f"{name} (sha256 {one})" for name, one in member.gguf.files.items())
         types = ", ".join(member.gguf.types)
-        note = f"The weights of {member.name} are those of {files}, in {types}"
-        note += f", held in {member.dtype}"
+        note = (
+            f"The weights of {member.name} are those of {files}, in {types}, held in {member.dtype}"
+        )
         if member.role == "target":
             note += "; lossless means with respect to these weights"
         notes.append(f"{note}.")

@@ -3,6 +3,7 @@
 import fcntl
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from polybasic.chain.caching import CACHE_VARIABLE, cache_folder, private_folder
 from polybasic.chain.errors import UserError
@@ -42,9 +43,14 @@ def kept_folder(kind: str, name: str, made_of: object, make: Callable[[Path], No
     return folder
 
 
-def folder_stamp(folder: Path) -> list[object]:
-    """The stamps of a folder's own files."""
-    return [file_stamp(path) for path in sorted(folder.iterdir()) if path.is_file()]
+def folder_stamp(folder: Path) -> dict[str, Any]:
+    """A folder, with sizes and times of the files in it; hashing gigabytes takes too long."""
+    folder = folder.resolve()
+    files = {path.name: path.stat() for path in sorted(folder.iterdir()) if path.is_file()}
+    return {
+        "folder": str(folder),
+        "files": {name: [stat.st_size, stat.st_mtime_ns] for name, stat in files.items()},
+    }
 
 
 def file_stamp(path: Path) -> list[object]:

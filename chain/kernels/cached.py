@@ -18,10 +18,7 @@ _KINDS = {
     "products": ("choices of GPU kernels", ("*.json", ".writing-*")),
     "product_times": ("times of PyTorch's products", ("*.json", ".writing-*")),
     MODELS: ("models read from GGUF files", (f"*-{_DIGEST}", ".*.partial")),
-    CHAINS: (
-        "chains of models alone",
-        (f"*-{_DIGEST}", f"*-{_DIGEST}-tokenizer", ".*.partial"),
-    ),
+    CHAINS: ("chains of models alone", (f"*-{_DIGEST}", ".*.partial")),
     "zig": ("files of the compiler ziglang", ("b", "h", "o", "p", "tmp", "z")),
 }
 """Folder -> what lies in it, and patterns of its entries."""

@@ -7,6 +7,7 @@ from typing import Any
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.checkpoint import TOKENIZER_FILES, resolve_adapter, resolve_head
 from polybasic.chain.formats.files import sha256_of_file, sha256_of_object
+from polybasic.chain.formats.kept import folder_stamp
 from polybasic.chain.formats.models import resolve_model
 from polybasic.recipes.pipeline.running import Workspace
 from polybasic.recipes.schema.recipe import Recipe
@@ -132,16 +133,6 @@ def adapter_stamp(adapter: str) -> dict[str, Any]:
 def head_stamp(head: str) -> dict[str, Any]:
     """As `checkpoint_stamp`, of a ready draft head."""
     return folder_stamp(resolve_head(head))
-
-
-def folder_stamp(folder: Path) -> dict[str, Any]:
-    """A folder, with sizes and times of the files in it."""
-    folder = folder.resolve()
-    files = {path.name: path.stat() for path in sorted(folder.iterdir()) if path.is_file()}
-    return {
-        "folder": str(folder),
-        "files": {name: [stat.st_size, stat.st_mtime_ns] for name, stat in files.items()},
-    }
 
 
 def model_digests(folder: Path) -> dict[str, Any]:

@@ -48,10 +48,10 @@ def find_gguf(reference: str, revision: str | None = None) -> Path:
     path = Path(reference).expanduser()
     if lies_anywhere(path):
         return _in_folder(path) if path.is_dir() else path
-    on_hub = _ON_HUB.fullmatch(reference)
-    if on_hub is None:
+    if (found := on_hub(reference)) is None:
         raise UserError("GGUF file not found", reference, f"name {_FORMS}")
-    return _on_hub(on_hub["repository"], on_hub["file"], revision or on_hub["revision"])
+    repository, file, written = found
+    return _downloaded(repository, file, revision or written)
 
 
 def on_hub(reference: str) -> tuple[str, str, str | None] | None:
@@ -62,7 +62,7 @@ def on_hub(reference: str) -> tuple[str, str, str | None] | None:
     return found["repository"], found["file"], found["revision"]
 
 
-def _on_hub(repository: str, file: str, revision: str | None) -> Path:
+def _downloaded(repository: str, file: str, revision: str | None) -> Path:
     named = PART.fullmatch(file)
     pattern = file if named is None else f"{named['stem']}-*-of-{named['count']}{SUFFIX}"
     path = snapshot(repository, revision, [pattern]) / file

@@ -27,9 +27,16 @@ from polybasic.chain.formats.files import (
     whole_folder,
     write_json,
 )
+from polybasic.chain.formats.gguf.architectures import ARCHITECTURES
 from polybasic.chain.formats.gguf.header import Header, TensorPlace, part_files, read_header
 from polybasic.chain.formats.gguf.reading import config_of, places_of
-from polybasic.chain.formats.gguf.tensors import TYPES, Type, separated
+from polybasic.chain.formats.gguf.tensors import (
+    TYPES,
+    Type,
+    has_one_added,
+    heads_interleaved,
+    separated,
+)
 from polybasic.chain.formats.gguf.tokenizer import write_tokenizer
 from polybasic.chain.formats.kept import MODELS, file_stamp, kept_folder
 from polybasic.chain.formats.origin import GGUF_KEY, ORIGIN_KEY
@@ -165,9 +172,7 @@ def _write_weights(
 ) -> None:
     """Write a file of safetensors, some blocks of rows at a time."""
     decoder = decoder_config(content, str(header.path))
-    heads = {}
-    if content["model_type"] == "llama":
-        heads = {"q_proj": decoder.num_heads, "k_proj": decoder.num_kv_heads}
+    architecture = ARCHITECTURES[content["model_type"]]
     entries, end = {}, 0
     for name, place in places.items():
         begin, end = end, end + place.num_rows * place.shape[-1] * dtype.itemsize
@@ -181,8 +186,8 @@ def _write_weights(
     with path.open("wb") as written:
         written.write(len(text).to_bytes(8, "little") + text)
         for name, place in tracked(list(places.items()), f"reading {header.path.name}"):
-            num_heads = heads.get(name.split(".")[-2])
-            shift = -1.0 if decoder.has_offset_norms and name.endswith("norm.weight") else 0.0
+            num_heads = heads_interleaved(name, architecture, decoder)
+            shift = -1.0 if has_one_added(name, decoder) else 0.0
             convert = _Conversion(place.type, dtype, shift)
             try:
                 for data in _in_order(pool, convert, _blocks_of_rows(place, num_heads)):

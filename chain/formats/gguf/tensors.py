@@ -90,8 +90,6 @@ def tensors_of(
         UserError: a tensor that the architecture does not have.
     """
     names = gguf.get_tensor_name_map(architecture, config.decoder.num_layers)
-    is_llama = architecture is gguf.MODEL_ARCH.LLAMA
-    heads = {"q_proj": config.decoder.num_heads, "k_proj": config.decoder.num_kv_heads}
     found = []
     for name, parts in _grouped(tensors, config.decoder):
         translated = names.get_name(name, try_suffixes=(".weight", ".bias"))
@@ -116,8 +114,8 @@ def tensors_of(
                 kind,
                 shape,
                 parts,
-                heads.get(name.split(".")[-2]) if is_llama else None,
-                config.decoder.has_offset_norms and name.endswith("norm.weight"),
+                heads_interleaved(name, architecture, config.decoder),
+                has_one_added(name, config.decoder),
             )
         )
     if config.decoder.rope["rope_type"] == "llama3":
@@ -138,6 +136,21 @@ def pack_q4_1(weight: QuantizedWeight) -> Tensor:
     constants_OG2 = torch.stack([scales, -scales * weight.zeros.float()], dim=2).half()
     constants_OB2 = constants_OG2.repeat_interleave(weight.group_size // _BLOCK, dim=1)
     return torch.cat([constants_OB2.contiguous().view(torch.uint8), nibbles_OBn], dim=2).flatten(1)
+
+
+def heads_interleaved(
+    name: str, architecture: gguf.MODEL_ARCH, decoder: DecoderConfig
+) -> int | None:
+    """Heads of a checkpoint's tensor whose rows llama.cpp puts into another order, else None."""
+    if architecture is not gguf.MODEL_ARCH.LLAMA:
+        return None
+    heads = {"q_proj": decoder.num_heads, "k_proj": decoder.num_kv_heads}
+    return heads.get(name.split(".")[-2])
+
+
+def has_one_added(name: str, decoder: DecoderConfig) -> bool:
+    """Whether llama.cpp adds 1 to a checkpoint's tensor: to the norms of a Gemma."""
+    return decoder.has_offset_norms and name.endswith("norm.weight")
 
 
 def interleaved(rows: Tensor, num_heads: int) -> Tensor:

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 _KEY = "tokenizer.ggml."
 _MARK = "▁"
+_SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+"""transformers' names of special tokens and llama.cpp's."""
 _ENDS = (
     "<|eot_id|>",
     "<|eom_id|>",
@@ -123,10 +125,6 @@ def write_tokenizer(header: Header, vocab_size: int, folder: Path) -> list[int]:
     ends = {one for one in named if one is not None}
     ends |= {controls[text] for text in _ENDS if text in controls}
     return sorted(ends | _template_ends(header, folder))
-
-
-_SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
-"""transformers' names of special tokens and llama.cpp's."""
 
 
 def _split_of(header: Header) -> Split:

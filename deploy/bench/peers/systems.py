@@ -146,7 +146,7 @@ def write_gguf(
         has_texts: with the target's vocabulary; by default for token ids alone.
 
     Raises:
-        UserError: gguf is not installed, or llama.cpp computes the target otherwise.
+        UserError: llama.cpp computes the target otherwise.
     """
     from polybasic.chain.formats.gguf import writing
 
