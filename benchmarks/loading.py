@@ -22,7 +22,7 @@ from torch import Tensor
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.config import read_config
 from polybasic.chain.formats.files import write_json
-from polybasic.chain.formats.quantization import GROUP_SIZE, QUANTIZATION_CONFIG
+from polybasic.chain.formats.quantization import GROUP_SIZE, quantization_config
 from polybasic.chain.formats.shapes import expected_shapes, num_parameters, tensor_headers
 from polybasic.chain.kernels.selection import backend_for
 from polybasic.chain.model.loading import load_decoder
@@ -67,7 +67,7 @@ def write_checkpoint(folder: Path, layout: str, num_layers: int) -> None:
     """Write random tensors in shards with their index, holding one shard at a time."""
     is_int4, suffix = layout == "awq", "bin" if layout == "bin" else "safetensors"
     stem = "pytorch_model" if suffix == "bin" else "model"
-    quantization = {"quantization_config": QUANTIZATION_CONFIG} if is_int4 else {}
+    quantization = {"quantization_config": quantization_config()} if is_int4 else {}
     folder.mkdir()
     write_json(folder / "config.json", {**CONFIG, "num_hidden_layers": num_layers, **quantization})
     weight_map: dict[str, str] = {}

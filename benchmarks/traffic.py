@@ -14,7 +14,7 @@ from math import prod
 from polybasic.chain.formats.decoder_config import DecoderConfig
 from polybasic.chain.formats.manifest import Kind
 from polybasic.chain.formats.names import Shape, layer_linears, layer_norms, required_biases
-from polybasic.chain.formats.quantization import GROUP_SIZE
+from polybasic.chain.formats.quantization import GROUP_SIZE, largest_group_size
 from polybasic.chain.kernels.backend import DRAFT_GROUP_SIZE
 from polybasic.chain.kernels.rows import seen_from
 from polybasic.chain.kernels.selection import backend_for
@@ -141,19 +141,21 @@ def layer_bytes(config: DecoderConfig, kind: Kind, itemsize: int) -> int:
         for group in layer_linears(config, kind).values()
         for name, shape in group.items()
     }
-    num_bytes = sum(linear_bytes(shape, kind, itemsize) for shape in linears.values())
+    # the groups that a copy gets where none are asked for
+    group_size = largest_group_size(in_size for _, in_size in linears.values()) or GROUP_SIZE
+    num_bytes = sum(linear_bytes(shape, kind, itemsize, group_size) for shape in linears.values())
     num_bytes += sum(linears[name][0] * itemsize for name in required_biases(config))
     norm_itemsize = 4 if config.has_offset_norms else itemsize
     norms = layer_norms(config, kind).values()
     return num_bytes + sum(prod(shape) * norm_itemsize for _, shape in norms)
 
 
-def linear_bytes(shape: Shape, kind: Kind, itemsize: int) -> int:
+def linear_bytes(shape: Shape, kind: Kind, itemsize: int, group_size: int = GROUP_SIZE) -> int:
     """One weight [out, in]."""
     out_size, in_size = shape
     if kind != "awq":
         return out_size * in_size * itemsize
-    return out_size * in_size // 2 + out_size * (in_size // GROUP_SIZE) * SCALE_BYTES
+    return out_size * in_size // 2 + out_size * (in_size // group_size) * SCALE_BYTES
 
 
 def cache_bytes(config: DecoderConfig, layer: int, itemsize: int, context: int, rows: int) -> int:

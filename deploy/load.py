@@ -251,7 +251,7 @@ def _stated(checked: CheckedChain, options: LoadOptions) -> Memory:
     layouts = _layouts(checked, device, dtype)
     num_tokens = _context_tokens(checked, options)
     verifying = [
-        (one.name, file.decoder, file.in_4_bits)
+        (one.name, file.decoder, file.group_size)
         for one in checked.loaded
         if one.role != "drafter"
         for file in [checked.configs[one.name]]

@@ -16,6 +16,7 @@ from polybasic.chain.formats.lineage import find_steered
 from polybasic.chain.formats.manifest import Kind
 from polybasic.chain.formats.names import DRAFT_TABLES
 from polybasic.chain.formats.plan import MAX_TREE_ROWS
+from polybasic.chain.formats.quantization import GROUP_SIZE
 from polybasic.chain.formats.shapes import expected_shapes, tensor_headers
 from polybasic.chain.formats.shard import Shard
 from polybasic.chain.formats.verify import CheckedChain
@@ -32,8 +33,10 @@ draft head's product, which is rounded to 4 bits where kernels read those."""
 
 _ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 _ROUNDED_DTYPES = {"eager": (), "native": ("bfloat16",), "device": ("bfloat16", "float16")}
-_INT4_BYTES, _ROUNDED_BYTES = 0.5 + 5 / 128, 0.5 + 5 / 64
-"""Of a weight in 4 bits and its part of a group's scale and zero."""
+_SCALE_BYTES = {"eager": 4, "native": 5, "device": 4}
+"""Of a 4-bit group's scale and zero, as kernels read them."""
+_ROUNDED_GROUP = 64
+"""Inputs of a group where a draft head is rounded."""
 _MAKING_BYTES: dict[Form, float] = {"kept": 4, "dense": 4, "int4": 10, "rounded": 6}
 """Of a weight while it is converted, beside what stays of it."""
 _LIBRARY_BYTES = 250_000_000
@@ -69,18 +72,25 @@ class Layout:
         """Whether draft heads are rounded to 4 bits."""
         return self.dtype in _ROUNDED_DTYPES[self.kernels]
 
-    @property
-    def weight_bytes(self) -> dict[Form, float]:
-        """Of one weight once it is loaded."""
+    def weight_bytes(self, group_size: int | None = None) -> dict[Form, float]:
+        """Of one weight once it is loaded.
+
+        Args:
+            group_size: of weights in 4 bits; None of a model that has none.
+        """
         dense = 4 if self.dtype in self.widened else self.item_bytes
-        int4: float = dense
+        packed, int4 = self._packed_bytes(group_size or GROUP_SIZE), float(dense)
         if self.kernels != "eager":
-            int4 = _INT4_BYTES
+            int4 = packed
         elif self.device == "cpu":
             # PyTorch's 4-bit product is for few rows; more of them read a copy in bfloat16
-            int4 = _INT4_BYTES + (4 if "bfloat16" in self.widened else 2)
-        rounded = _ROUNDED_BYTES if self.rounds_heads else dense
+            int4 = packed + (4 if "bfloat16" in self.widened else 2)
+        rounded = self._packed_bytes(_ROUNDED_GROUP) if self.rounds_heads else dense
         return {"kept": self.item_bytes, "dense": dense, "int4": int4, "rounded": rounded}
+
+    def _packed_bytes(self, group_size: int) -> float:
+        """Of a weight in 4 bits with its share of the group's scale and zero."""
+        return 0.5 + _SCALE_BYTES[self.kernels] / group_size
 
 
 @dataclass(frozen=True)
@@ -234,8 +244,9 @@ def _state(
         file, layout = checked.configs[member.name], layouts[member.name]
         config, stored = file.of(member.kind), tensor_headers(file.folder).keys()
         if member.role != "drafter":
-            config = shard.local(config, file.in_4_bits)
-        weights = list(_weights(member.kind, config, stored, layout, shard))
+            config = shard.local(config, file.group_size)
+        weights = list(_weights(member.kind, config, file.group_size, stored, layout, shard))
+        weight_bytes = layout.weight_bytes(file.group_size)
         making = max(making, *(num * _MAKING_BYTES[form] for form, num in weights))
         row_bytes = max(row_bytes, _prompt_values(config, layout) * layout.item_bytes)
         values = _cached_values(config)
@@ -247,7 +258,7 @@ def _state(
             cached = 0 if share_caches and config.cache_shape == above else cached
             above = config.cache_shape
         found[member.name] = {
-            "weights": round(sum(num * layout.weight_bytes[form] for form, num in weights)),
+            "weights": round(sum(num * weight_bytes[form] for form, num in weights)),
             "cache": sequences * cached * layout.item_bytes,
         }
     passing = max(making, context_tokens * row_bytes)
@@ -257,7 +268,12 @@ def _state(
 
 
 def _weights(
-    kind: Kind, config: DecoderConfig, stored: Set[str], layout: Layout, shard: Shard
+    kind: Kind,
+    config: DecoderConfig,
+    group_size: int | None,
+    stored: Set[str],
+    layout: Layout,
+    shard: Shard,
 ) -> Iterator[tuple[Form, int]]:
     """Form and number of the weights of each tensor that is loaded; `stored` are all names."""
     is_head = isinstance(config, HeadConfig)
@@ -265,7 +281,7 @@ def _weights(
     own = "embed_tokens.weight"
     has_own = is_head and HEAD_KINDS[kind].reads_own_embedding
     lm_head = (outputs.stop - outputs.start) * config.hidden_size
-    for name, shape in expected_shapes(kind, config, 128 if kind == "awq" else None, stored):
+    for name, shape in expected_shapes(kind, config, group_size, stored):
         if name == "lm_head.weight" and not is_head:
             yield "dense", lm_head
         elif name.endswith(".qweight"):

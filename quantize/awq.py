@@ -6,23 +6,22 @@ from typing import Any
 
 import torch
 from huggingface_hub import save_torch_state_dict
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.checkpoint import checkpoint_files, copy_files, model_files
 from polybasic.chain.formats.config import read_config
-from polybasic.chain.formats.families.table import FAMILIES
 from polybasic.chain.formats.files import whole_folder, write_json
 from polybasic.chain.formats.lineage import QUANTIZED_FROM_KEY, weights_digest
 from polybasic.chain.formats.origin import ORIGIN_KEY
-from polybasic.chain.formats.quantization import GROUP_SIZE, QUANTIZATION_CONFIG
+from polybasic.chain.formats.quantization import quantization_config
 from polybasic.quantize.calibration import calibration_samples
+from polybasic.quantize.limits import check_quantizable
 from polybasic.quantize.models import load_target
 from polybasic.quantize.search import search_and_round
 from polybasic.quantize.settings import QuantizeSettings
 
-_PACKED_OUT_MULTIPLE = 32  # for autoawq's packing; the format itself needs a multiple of 8
 _SHARD_SIZE = "5GB"
 
 
@@ -43,7 +42,7 @@ def quantize_target(
     Args:
         target: checkpoint folder.
         samples: token-id rows of any length; `calibration_samples` chooses and cuts them.
-        settings: number and length of the calibration samples.
+        settings: group size, and number and length of the calibration samples.
         seed: of that choice; the search itself is deterministic.
         out: folder to write; an older one of this name is replaced.
 
@@ -52,20 +51,20 @@ def quantize_target(
             weights beyond float16, too little data, token ids outside of the vocabulary, or a
             full disk.
     """
-    config = read_config(target).content
-    _check_config(config, settings, target)
+    file = read_config(target)
+    config, group_size = file.content, check_quantizable(file, settings)
     check_token_ids(samples, config["vocab_size"], target)
     rows = calibration_samples(
         samples, settings.num_calibration_samples, settings.calibration_tokens, seed
     )
     model = load_target(target)
     _check_weights(model, target)
-    search_and_round(model, rows)
+    search_and_round(model, rows, group_size)
     dtype_key = "dtype" if "dtype" in config else "torch_dtype"
     quantized = {
         **config,
         dtype_key: "float16",
-        "quantization_config": QUANTIZATION_CONFIG,
+        "quantization_config": quantization_config(group_size),
         ORIGIN_KEY: {QUANTIZED_FROM_KEY: weights_digest(target)},
     }
     with whole_folder(out) as folder:
@@ -115,45 +114,10 @@ def _stored_tensors(model: PreTrainedModel, target: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def _check_config(config: dict[str, Any], settings: QuantizeSettings, target: Path) -> None:
-    where = target / "config.json"
-    if config.get("quantization_config"):
-        raise UserError(
-            "target is quantized already",
-            f"quantization_config in {where}",
-            "name the unquantized checkpoint",
-        )
-    family = FAMILIES.get(config.get("model_type", ""))
-    if family is None or family.autoawq is None:
-        raise UserError(
-            "unsupported architecture",
-            f"model_type {config.get('model_type')!r} in {where}",
-            "quantizing supports "
-            + ", ".join(name for name, known in FAMILIES.items() if known.autoawq),
-        )
-    context_tokens = config.get("max_position_embeddings", settings.calibration_tokens)
-    if settings.calibration_tokens > context_tokens:
-        raise UserError(
-            "calibration samples exceed the context",
-            f"quantize.calibration_tokens {settings.calibration_tokens}, {where} has "
-            f"max_position_embeddings {context_tokens}",
-            "lower quantize.calibration_tokens",
-        )
-
-
 def _check_weights(model: PreTrainedModel, target: Path) -> None:
     """Refuse weights that could not be written, before hours of search."""
     for name, parameter in model.named_parameters():
         _check_float16(name, parameter, target)
-    for name, module in model.model.layers.named_modules(prefix="model.layers"):
-        if isinstance(module, nn.Linear) and (
-            module.in_features % GROUP_SIZE or module.out_features % _PACKED_OUT_MULTIPLE
-        ):
-            raise UserError(
-                "linear does not divide into groups",
-                f"{name}.weight [{module.out_features}, {module.in_features}] in {target}",
-                f"out must be a multiple of {_PACKED_OUT_MULTIPLE} and in of {GROUP_SIZE}",
-            )
 
 
 def _check_float16(name: str, tensor: Tensor, target: Path) -> None:

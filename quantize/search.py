@@ -25,7 +25,6 @@ from transformers import PreTrainedModel
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.families.table import FAMILIES
-from polybasic.chain.formats.quantization import GROUP_SIZE
 from polybasic.chain.progress import tracked
 from polybasic.quantize.models import ONE_PLUS_NORMS, norm_factor
 
@@ -53,12 +52,13 @@ _SEARCH_TOKENS = 2048  # enough to rank 20 grid points; the channel means use al
 _CLIP_ROWS = 1024  # output features at a time, bounds the memory of the clip search
 
 
-def search_and_round(model: PreTrainedModel, rows: list[list[int]]) -> None:
+def search_and_round(model: PreTrainedModel, rows: list[list[int]], group_size: int) -> None:
     """Replace the linears of the model's layers by autoawq's packed ones, in place.
 
     Args:
         model: float32, of a family that has a name for autoawq.
         rows: calibration samples, token ids of one length.
+        group_size: inputs that share a scale.
 
     Raises:
         UserError: autoawq does not run the layers as transformers does.
@@ -70,7 +70,7 @@ def search_and_round(model: PreTrainedModel, rows: list[list[int]]) -> None:
     model.config.use_cache = False
     autoawq.tqdm, autoawq.apply_scale = _layer_bar, _apply_scale
     wrapper.quantize(
-        quant_config={"w_bit": 4, "q_group_size": GROUP_SIZE, "zero_point": True},
+        quant_config={"w_bit": 4, "q_group_size": group_size, "zero_point": True},
         calib_data=rows,
         max_calib_samples=len(rows),
         max_calib_seq_len=len(rows[0]),

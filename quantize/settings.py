@@ -1,8 +1,12 @@
 """The tunable fields of the 4-bit intermediate."""
 
+from typing import Literal
+
 from pydantic import Field, model_validator
 
 from polybasic.chain.settings import Count, Factor, Settings, Size, Weight
+
+GroupSize = Literal["auto", 128, 64, 32]
 
 
 class DistillSettings(Settings):
@@ -34,6 +38,11 @@ class DistillSettings(Settings):
 class QuantizeSettings(Settings):
     """AWQ in AutoAWQ's GEMM format."""
 
+    group_size: GroupSize = Field(
+        "auto",
+        description="inputs that share a scale: auto takes the largest of 128, 64 and 32 that "
+        "divides the inputs of all layers",
+    )
     num_calibration_samples: Count = 64
     calibration_tokens: Count = Field(256, ge=16, description="tokens of one calibration sample")
     num_quality_tokens: Count = Field(

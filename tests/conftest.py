@@ -22,12 +22,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from polybasic.chain.formats.awq import QuantizedWeight
+from polybasic.chain.formats.awq import round_to_nearest
 from polybasic.chain.formats.lineage import weights_digest
 from polybasic.chain.formats.manifest import Manifest, Provenance
 from polybasic.chain.formats.package import Part, package_chain
 from polybasic.chain.formats.plan import Flush, Plan, Tree
-from polybasic.chain.formats.quantization import QUANTIZATION_CONFIG
+from polybasic.chain.formats.quantization import GROUP_SIZE, quantization_config
 from polybasic.deploy.engine import Engine
 from polybasic.deploy.request import Request
 from polybasic.deploy.rounds.noise import Noise
@@ -54,7 +54,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 VOCAB_SIZE, HIDDEN_SIZE, INTERMEDIATE_SIZE, NUM_LAYERS = 64, 128, 256, 2
-NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE, GROUP_SIZE = 4, 2, 32, 128
+NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE = 4, 2, 32
 PLAN = Plan(
     members=("target", "intermediate", "draft"),
     tree=Tree(depth=3, top_k=2, rows=6),
@@ -184,20 +184,20 @@ def write_target(folder: Path, seed: int = 0, **changes: Any) -> None:
     ).save_pretrained(folder)
 
 
-def write_intermediate(folder: Path, target: Path) -> None:
+def write_intermediate(folder: Path, target: Path, group_size: int = GROUP_SIZE) -> None:
     """A model in 4 bits by rounding to the nearest, in AutoAWQ's GEMM layout."""
     tensors: dict[str, torch.Tensor] = {}
     for name, tensor in load_file(target / "model.safetensors").items():
         if not name.endswith("_proj.weight"):
             tensors[name] = tensor.half()
             continue
-        weight, prefix = round_to_nearest(tensor.float()), name.removesuffix(".weight")
+        weight, prefix = round_to_nearest(tensor.float(), group_size), name.removesuffix(".weight")
         for part, packed in zip(("qweight", "qzeros", "scales"), weight.pack(), strict=True):
             tensors[f"{prefix}.{part}"] = packed.contiguous()
     folder.mkdir()
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     config = json.loads((target / "config.json").read_text())
-    config["quantization_config"] = QUANTIZATION_CONFIG
+    config["quantization_config"] = quantization_config(group_size)
     config["polybasic"] = {"quantized_from_sha256": weights_digest(target)}
     (folder / "config.json").write_text(json.dumps(config))
 
@@ -227,16 +227,6 @@ def write_draft(folder: Path, target: Path) -> None:
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     config |= {"num_hidden_layers": 1, "polybasic": {"target_sha256": weights_digest(target)}}
     (folder / "config.json").write_text(json.dumps(config))
-
-
-def round_to_nearest(weight: torch.Tensor) -> QuantizedWeight:
-    """4-bit codes of `weight` [out, in], between the extremes of each group of inputs."""
-    groups = weight.unflatten(1, (-1, GROUP_SIZE))
-    low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
-    scales = ((high - low) / 15).half()
-    zeros = (-low / scales).round().clamp(0, 15)
-    codes = (groups / scales[..., None] + zeros[..., None]).round().clamp(0, 15)
-    return QuantizedWeight(codes.flatten(1).to(torch.uint8), zeros.to(torch.uint8), scales)
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.quantization import BITS, GROUP_SIZE
+from polybasic.chain.formats.quantization import BITS, GROUP_SIZE, GROUP_SIZES
 
 CODES_PER_WORD = 8
 NIBBLE_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -41,13 +41,7 @@ class QuantizedWeight:
 
     @classmethod
     def unpack(
-        cls,
-        qweight: Tensor,
-        qzeros: Tensor,
-        scales: Tensor,
-        *,
-        group_size: int = GROUP_SIZE,
-        name: str = "linear",
+        cls, qweight: Tensor, qzeros: Tensor, scales: Tensor, *, name: str = "linear"
     ) -> "QuantizedWeight":
         """Read the three tensors of a linear.
 
@@ -55,7 +49,6 @@ class QuantizedWeight:
             qweight: int32 [I, O / 8].
             qzeros: int32 [G, O / 8].
             scales: float16 or bfloat16 [G, O].
-            group_size: input features of a group.
             name: the linear's name, for errors.
 
         Raises:
@@ -64,9 +57,8 @@ class QuantizedWeight:
         _require_dtype(f"{name}.qweight", qweight, (torch.int32,))
         _require_dtype(f"{name}.qzeros", qzeros, (torch.int32,))
         _require_dtype(f"{name}.scales", scales, _SCALE_DTYPES)
-        if qweight.dim() != 2 or qweight.shape[0] % group_size:
-            raise _malformed(f"{name}.qweight", qweight, f"[a multiple of {group_size}, out / 8]")
-        num_groups, num_words = qweight.shape[0] // group_size, qweight.shape[1]
+        group_size = group_size_of(qweight, scales, name)
+        num_groups, num_words = len(qweight) // group_size, qweight.shape[1]
         if qzeros.shape != (num_groups, num_words):
             raise _malformed(f"{name}.qzeros", qzeros, f"{[num_groups, num_words]}")
         if scales.shape != (num_groups, num_words * CODES_PER_WORD):
@@ -97,6 +89,27 @@ class QuantizedWeight:
             raise _malformed(f"{name}.weight", self.codes, f"[a multiple of {CODES_PER_WORD}, in]")
         qweight, qzeros = _pack_words(self.codes.t()), _pack_words(self.zeros.t())
         return qweight, qzeros, self.scales.t().contiguous()
+
+
+def group_size_of(qweight: Tensor, scales: Tensor, name: str = "linear") -> int:
+    """Input features that share a scale, by the tensors of a linear as they are stored.
+
+    Args:
+        qweight: [I, O / 8].
+        scales: [G, O].
+        name: the linear's name, for errors.
+
+    Raises:
+        UserError: the inputs are not so many groups of one of `GROUP_SIZES`.
+    """
+    if scales.dim() != 2:
+        raise _malformed(f"{name}.scales", scales, "[groups, out]")
+    for group_size in GROUP_SIZES:
+        if qweight.dim() == 2 and len(qweight) == group_size * len(scales) > 0:
+            return group_size
+    *others, last = GROUP_SIZES
+    times = f"{', '.join(map(str, others))} or {last}"
+    raise _malformed(f"{name}.qweight", qweight, f"[{times} x {len(scales)} groups, out / 8]")
 
 
 def round_to_nearest(weight: Tensor, group_size: int = GROUP_SIZE) -> QuantizedWeight:

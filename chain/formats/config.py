@@ -14,6 +14,7 @@ from polybasic.chain.formats.families.table import FAMILIES
 from polybasic.chain.formats.files import read_json
 from polybasic.chain.formats.head_kinds.table import head_kind_of
 from polybasic.chain.formats.manifest import Kind, is_head
+from polybasic.chain.formats.quantization import read_quantization_config
 
 SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 SUPPORTED_ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
@@ -79,6 +80,15 @@ class ConfigFile:
     def in_4_bits(self) -> bool:
         """Whether its layers are quantized."""
         return bool(self.content.get("quantization_config"))
+
+    @property
+    def group_size(self) -> int | None:
+        """Inputs that share a scale where its layers are in 4 bits; None where they are not.
+
+        Raises:
+            UserError: as `read_quantization_config`.
+        """
+        return read_quantization_config(self.content, self.path) if self.in_4_bits else None
 
     @cached_property
     def decoder(self) -> DecoderConfig:

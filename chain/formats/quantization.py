@@ -1,21 +1,41 @@
 """What the config.json of a 4-bit checkpoint says of its format. No torch in here."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from polybasic.chain.errors import UserError
 
 BITS = 4
-GROUP_SIZE = 128
-QUANTIZATION_CONFIG: dict[str, Any] = {
+GROUP_SIZES = (128, 64, 32)
+"""Inputs of a 4-bit weight that may share a scale, from the fewest bytes to the most."""
+GROUP_SIZE = GROUP_SIZES[0]
+"""The paper's."""
+_FORMAT: dict[str, Any] = {
     "quant_method": "awq",
     "bits": BITS,
-    "group_size": GROUP_SIZE,
     "zero_point": True,
     "version": "gemm",
     "modules_to_not_convert": None,
 }
-"""What an AutoAWQ checkpoint's config.json says under quantization_config."""
+
+
+def quantization_config(group_size: int = GROUP_SIZE) -> dict[str, Any]:
+    """What an AutoAWQ checkpoint's config.json says under quantization_config.
+
+    Args:
+        group_size: one of `GROUP_SIZES`.
+    """
+    return {**_FORMAT, "group_size": group_size}
+
+
+def largest_group_size(in_sizes: Iterable[int]) -> int | None:
+    """The largest of `GROUP_SIZES` that divides all these numbers of inputs; None if none does."""
+    sizes = list(in_sizes)
+    return next(
+        (group for group in GROUP_SIZES if not any(size % group for size in sizes)),
+        None,
+    )
 
 
 def read_quantization_config(config: dict[str, Any], where: str | Path) -> int:
@@ -38,12 +58,21 @@ def read_quantization_config(config: dict[str, Any], where: str | Path) -> int:
             f"no quantization_config in {where}",
             "name the folder of an AutoAWQ checkpoint",
         )
-    for key in ("quant_method", "bits", "group_size", "zero_point", "version"):
+    allowed = {
+        "quant_method": ("awq",),
+        "bits": (BITS,),
+        "group_size": GROUP_SIZES,
+        "zero_point": (True,),
+        "version": ("gemm",),
+    }
+    for key, values in allowed.items():
         value = found.get(key)
-        if (value.lower() if isinstance(value, str) else value) != QUANTIZATION_CONFIG[key]:
+        if (value.lower() if isinstance(value, str) else value) not in values:
+            *others, last = (repr(one) for one in values)
             raise UserError(
                 "unsupported quantization",
                 f"quantization_config.{key} {value!r} in {where}",
-                f"only {QUANTIZATION_CONFIG[key]!r} is read; quantize with `polybasic quantize`",
+                f"only {', '.join(others) + ' or ' + last if others else last} is read; "
+                "quantize with `polybasic quantize`",
             )
-    return GROUP_SIZE
+    return int(found["group_size"])

@@ -12,8 +12,6 @@ from dataclasses import dataclass, replace
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.decoder_config import DecoderConfig
 
-GROUP_SIZE = 128
-"""Inputs of a 4-bit weight that share a scale, which stay together."""
 _LANES = 16
 """Outputs that lie side by side for the CPU's kernels, which stay together where they can."""
 _MOST = 64
@@ -60,16 +58,22 @@ class Shard:
         size = config.vocab_size
         return self.part(size, _LANES if size % _LANES == 0 else 1)
 
-    def inner(self, config: DecoderConfig, in_4_bits: bool) -> slice:
-        """Inner values of the MLP."""
+    def inner(self, config: DecoderConfig, group_size: int | None) -> slice:
+        """Inner values of the MLP.
+
+        Args:
+            config: of the whole model.
+            group_size: inputs of a 4-bit weight that share a scale, which stay together; None of
+                a model that is not in 4 bits.
+        """
         size = config.intermediate_size
-        if in_4_bits:
-            return self.part(size, GROUP_SIZE)
+        if group_size is not None:
+            return self.part(size, group_size)
         return self.part(size, _LANES if size % _LANES == 0 and size >= _LANES * self.count else 1)
 
-    def local(self, config: DecoderConfig, in_4_bits: bool) -> DecoderConfig:
+    def local(self, config: DecoderConfig, group_size: int | None) -> DecoderConfig:
         """The config of this part: its heads, and its size of the MLP."""
-        inner = self.inner(config, in_4_bits)
+        inner = self.inner(config, group_size)
         return replace(
             config,
             num_heads=config.num_heads // self.count,
@@ -77,11 +81,11 @@ class Shard:
             intermediate_size=inner.stop - inner.start,
         )
 
-    def linears(self, config: DecoderConfig, in_4_bits: bool) -> dict[str, Taken]:
+    def linears(self, config: DecoderConfig, group_size: int | None) -> dict[str, Taken]:
         """What is held of a layer's linears, by name as `layer_linears` has them.
 
         Args:
-            config: of the whole model.
+            config, group_size: as in `inner`.
 
         Returns:
             What is divided; a whole model divides nothing.
@@ -89,7 +93,7 @@ class Shard:
         if self.count == 1:
             return {}
         H, groups = config.head_dim, config.query_groups
-        heads, inner = self.part(config.num_kv_heads), self.inner(config, in_4_bits)
+        heads, inner = self.part(config.num_kv_heads), self.inner(config, group_size)
         keys = slice(heads.start * H, heads.stop * H)
         queries = slice(keys.start * groups, keys.stop * groups)
         A, K, I = config.num_heads * H, config.num_kv_heads * H, config.intermediate_size  # noqa: E741
@@ -110,36 +114,36 @@ class Shard:
 WHOLE = Shard()
 
 
-def divides(config: DecoderConfig, count: int, in_4_bits: bool) -> str | None:
+def divides(config: DecoderConfig, count: int, group_size: int | None) -> str | None:
     """What of a model cannot be divided by so many processes, as people say it; None if all can."""
     kv_heads, inner = config.num_kv_heads, config.intermediate_size
     if kv_heads % count:
         return f"{kv_heads} key/value heads"
-    if not in_4_bits or count == 1:
+    if group_size is None or count == 1:
         return None if inner >= count else f"{inner} inner values of the MLP"
     attended = config.num_heads * config.head_dim // count
-    if attended % GROUP_SIZE:
-        return f"{config.num_heads * config.head_dim} attended values in groups of {GROUP_SIZE}"
-    if inner // GROUP_SIZE < count:
-        return f"{inner // GROUP_SIZE} groups of the MLP's 4-bit weights"
+    if attended % group_size:
+        return f"{config.num_heads * config.head_dim} attended values in groups of {group_size}"
+    if inner // group_size < count:
+        return f"{inner // group_size} groups of the MLP's 4-bit weights"
     return None
 
 
-def check_divisible(models: Sequence[tuple[str, DecoderConfig, bool]], count: int) -> None:
+def check_divisible(models: Sequence[tuple[str, DecoderConfig, int | None]], count: int) -> None:
     """Refuse a number of processes that the models cannot be divided by.
 
     Args:
-        models: name, config, and whether its weights are in 4 bits.
+        models: name, config, and group size as in `Shard.inner`.
 
     Raises:
         UserError: one cannot be.
     """
-    for name, config, in_4_bits in models:
-        if (reason := divides(config, count, in_4_bits)) is not None:
+    for name, config, group_size in models:
+        if (reason := divides(config, count, group_size)) is not None:
             *others, last = (
                 str(one)
                 for one in range(1, _MOST + 1)
-                if not any(divides(config, one, packed) for _, config, packed in models)
+                if not any(divides(config, one, group) for _, config, group in models)
             )
             possible = f"{', '.join(others)} or {last}" if others else last
             raise UserError(

@@ -25,7 +25,6 @@ from polybasic.chain.formats.names import (
     layer_norms,
     required_biases,
 )
-from polybasic.chain.formats.quantization import read_quantization_config
 from polybasic.chain.formats.shard import ALL, WHOLE, Shard, Taken
 from polybasic.chain.kernels.backend import Backend
 from polybasic.chain.kernels.executor import Executor
@@ -69,12 +68,10 @@ def load_decoder(
     Raises:
         UserError: an unsupported architecture or quantization, or a missing weight.
     """
-    if file.in_4_bits:
-        read_quantization_config(file.content, str(file.path))
-    config = shard.local(file.decoder, file.in_4_bits)
+    config = shard.local(file.decoder, file.group_size)
     if first_layers is not None:
         config = config.of_first_layers(first_layers)
-    taken = shard.linears(file.decoder, file.in_4_bits)
+    taken = shard.linears(file.decoder, file.group_size)
     outputs = shard.tokens(config)
     backend = backend_for(device, dtype, config)
     tensors = StoredTensors(file.folder, dtype, device)

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.awq import CODES_PER_WORD, QuantizedWeight
+from polybasic.chain.formats.awq import CODES_PER_WORD, QuantizedWeight, group_size_of
 from polybasic.chain.formats.checkpoint import read_tensors, tensor_files
-from polybasic.chain.formats.quantization import GROUP_SIZE
 from polybasic.chain.formats.shard import ALL, Taken
 from polybasic.chain.kernels.backend import Backend
 from polybasic.chain.kernels.weights import Linear
@@ -96,8 +95,9 @@ class StoredTensors:
 
     def _quantized(self, name: str, taken: Taken = ALL) -> QuantizedWeight:
         stored = self._read([f"{name}.{part}" for part in ("qweight", "qzeros", "scales")])
+        group_size = group_size_of(stored[0], stored[2], name)
         # inputs of a row, and outputs of a column
-        sizes = (1, CODES_PER_WORD), (GROUP_SIZE, CODES_PER_WORD), (GROUP_SIZE, 1)
+        sizes = (1, CODES_PER_WORD), (group_size, CODES_PER_WORD), (group_size, 1)
         qweight, qzeros, scales = (
             _block(part, taken, *size) for part, size in zip(stored, sizes, strict=True)
         )

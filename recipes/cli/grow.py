@@ -46,6 +46,7 @@ def grow(
 
 def _num_bytes(folder: Path, shape: "GrownShape", target: str | None = None) -> int:
     """Of a chain's members in the grown shapes."""
+    from polybasic.chain.formats.quantization import GROUP_SIZE
     from polybasic.chain.formats.verify import check_chain
     from polybasic.recipes.estimates.sizes import grown_shape
 
@@ -53,7 +54,9 @@ def _num_bytes(folder: Path, shape: "GrownShape", target: str | None = None) -> 
     members = chain.manifest.members
     weight_bytes = 4 if members[0].dtype == "float32" else 2
     vocab_size = chain.target_config.decoder.vocab_size
-    grown = grown_shape(shape, vocab_size, weight_bytes)
+    packed = (chain.configs[member.name].group_size for member in members)
+    group_size = min((size for size in packed if size), default=GROUP_SIZE)
+    grown = grown_shape(shape, vocab_size, weight_bytes, group_size)
     of_kind = {
         "decoder": grown.num_bytes,
         "awq": grown.num_int4_bytes,

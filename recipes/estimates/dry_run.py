@@ -1,19 +1,22 @@
 """`--dry-run`: what a run would do before it does it, and the checks that precede every run."""
 
 import importlib.util
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from pathlib import Path
 
 from polybasic.chain.console import Console
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.checkpoint import resolve_adapter, resolve_head, split_hub_id
+from polybasic.chain.formats.config import read_config
 from polybasic.chain.formats.files import existing, free_bytes, lies_anywhere, partial_path
 from polybasic.chain.tables import Table, print_table
 from polybasic.deploy.prompts import read_questions
+from polybasic.quantize.limits import check_quantizable
 from polybasic.recipes.estimates.costs import StageEstimate, estimate_stage
 from polybasic.recipes.estimates.hardware_profiles import CPU, Hardware
 from polybasic.recipes.estimates.memory import Case, Shapes, check_divides
 from polybasic.recipes.estimates.sizes import (
+    config_folder,
     has_weights,
     shape_of_grown,
     shape_of_small,
@@ -129,8 +132,19 @@ def estimate(
     case = Case(recipe, shapes, hardware, _copies_target(recipe, workspace.out))
     if not {"plan", "report"}.isdisjoint(stage.name for stage in wanted):
         check_divides(case)
+    _check_copies(recipe, {stage.name for stage in wanted})
     states = foresee(wanted, workspace)
     return [estimate_stage(stage.name, states[stage.name], case) for stage in wanted]
+
+
+def _check_copies(recipe: Recipe, wanted: Set[str]) -> None:
+    """Refuse models that no 4-bit copy can be made of, before hours of other stages."""
+    models = [("intermediate", "target.model", recipe.target.model)]
+    if recipe.small is not None:
+        models.append(("small", "small.model", recipe.small.model))
+    for stage, key, model in models:
+        if stage in wanted and model != "scratch":
+            check_quantizable(read_config(config_folder(model, key)), recipe.quantize)
 
 
 def _copies_target(recipe: Recipe, out: Path) -> bool:

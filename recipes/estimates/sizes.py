@@ -1,6 +1,6 @@
 """Parameters and bytes of the models of a recipe, from shapes alone."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +11,8 @@ from polybasic.chain.formats.decoder_config import DecoderConfig
 from polybasic.chain.formats.gguf.finding import names_gguf, on_hub
 from polybasic.chain.formats.hub import snapshot
 from polybasic.chain.formats.models import resolve_model
+from polybasic.chain.formats.quantization import GROUP_SIZE, largest_group_size
+from polybasic.quantize.settings import GroupSize
 from polybasic.recipes.growth.shapes import GrownShape, check_family, check_sizes, shape_named
 from polybasic.recipes.schema.recipe import Recipe
 from polybasic.train.settings import HeadSettings, ScratchModelSettings
@@ -25,8 +27,8 @@ _WEIGHT_NAMES = SMALL_HEADS + tuple(
     )
     for index in ("", ".index.json")
 )
-INT4_BYTES = 0.5 + 2.5 / 128
-"""A weight of 4 bits, and its share of a group's float16 scale and 4-bit zero point."""
+_SCALE_BYTES = 2.5
+"""Of a 4-bit group's float16 scale and zero point."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,7 @@ class Shape:
 
     Attributes:
         num_layer_vectors: parameters of a layer's biases and norms beyond Llama's two norms.
+        group_size: of its 4-bit copy.
     """
 
     vocab_size: int
@@ -47,6 +50,7 @@ class Shape:
     is_tied: bool
     weight_bytes: int = 2
     num_layer_vectors: int = 0
+    group_size: int = GROUP_SIZE
 
     @property
     def num_embedding_parameters(self) -> int:
@@ -83,13 +87,18 @@ class Shape:
     def num_int4_bytes(self) -> int:
         """Of the 4-bit checkpoint: layers packed, embeddings as they are."""
         embeddings = self.num_parameters - self.num_layers * self.num_layer_parameters
-        return int(embeddings * 2 + self.num_layers * self.num_layer_parameters * INT4_BYTES)
+        return int(embeddings * 2 + self.num_layers * self.num_layer_parameters * self._int4_bytes)
+
+    @property
+    def _int4_bytes(self) -> float:
+        """Of a weight in 4 bits, with its share of the group's scale and zero point."""
+        return 0.5 + _SCALE_BYTES / self.group_size
 
     def divided_bytes(self, is_int4: bool = False) -> float:
         """Of what tensor parallelism divides: the layers' matrices, and an lm_head of its own."""
         matrices = self.num_layers * (self._num_llama_layer_parameters - 2 * self.hidden_size)
         lm_head = 0 if self.is_tied else self.num_embedding_parameters
-        return matrices * (INT4_BYTES if is_int4 else self.weight_bytes) + lm_head * (
+        return matrices * (self._int4_bytes if is_int4 else self.weight_bytes) + lm_head * (
             2 if is_int4 else self.weight_bytes
         )
 
@@ -163,9 +172,11 @@ def shape_of_target(recipe: Recipe) -> Shape:
     Raises:
         UserError: no checkpoint there, or an architecture that the runtime does not compute.
     """
+    scratch = recipe.target.scratch
     if recipe.target.model == "scratch":
-        return _shape_of_scratch(recipe.target.scratch, recipe.target.scratch.vocab_size)
-    return _shape_of_config(_config_folder(recipe.target.model, "target.model"))
+        return _shape_of_scratch(scratch, scratch.vocab_size, recipe.quantize.group_size)
+    folder = config_folder(recipe.target.model, "target.model")
+    return _shape_of_config(folder, recipe.quantize.group_size)
 
 
 def shape_of_small(recipe: Recipe, target: Shape) -> Shape | None:
@@ -173,8 +184,10 @@ def shape_of_small(recipe: Recipe, target: Shape) -> Shape | None:
     if recipe.small is None:
         return None
     if recipe.small.model == "scratch":
-        return _shape_of_scratch(recipe.small.scratch, target.vocab_size)
-    return _shape_of_config(_config_folder(recipe.small.model, "small.model"))
+        scratch = recipe.small.scratch
+        return _shape_of_scratch(scratch, target.vocab_size, recipe.quantize.group_size)
+    folder = config_folder(recipe.small.model, "small.model")
+    return _shape_of_config(folder, recipe.quantize.group_size)
 
 
 def shape_of_grown(recipe: Recipe, target: Shape) -> Shape | None:
@@ -186,7 +199,7 @@ def shape_of_grown(recipe: Recipe, target: Shape) -> Shape | None:
     if recipe.grow.shape is None:
         return None
     if recipe.target.model != "scratch":
-        config = read_config(_config_folder(recipe.target.model, "target.model"))
+        config = read_config(config_folder(recipe.target.model, "target.model"))
         check_family(config.content, config.decoder, str(config.path))
     shape = shape_named(recipe.grow.shape)
     small = GrownShape(
@@ -199,16 +212,19 @@ def shape_of_grown(recipe: Recipe, target: Shape) -> Shape | None:
         target.vocab_size,
     )
     check_sizes(small, shape)
-    return grown_shape(shape, target.vocab_size, target.weight_bytes)
+    return grown_shape(shape, target.vocab_size, target.weight_bytes, target.group_size)
 
 
-def grown_shape(shape: GrownShape, vocab_size: int, weight_bytes: int = 2) -> Shape:
+def grown_shape(
+    shape: GrownShape, vocab_size: int, weight_bytes: int = 2, group_size: int = GROUP_SIZE
+) -> Shape:
     """Sizes of a target that is grown to `shape`.
 
     Args:
         shape: to grow to.
         vocab_size: of the small target.
         weight_bytes: of one of its parameters.
+        group_size: of its 4-bit copy.
     """
     return Shape(
         vocab_size=shape.vocab_size or vocab_size,
@@ -220,6 +236,7 @@ def grown_shape(shape: GrownShape, vocab_size: int, weight_bytes: int = 2) -> Sh
         head_size=shape.head_dim,
         is_tied=False,
         weight_bytes=weight_bytes,
+        group_size=group_size,
     )
 
 
@@ -244,7 +261,9 @@ def _is_cached(repository: str, names: Sequence[str], revision: str | None) -> b
     )
 
 
-def _shape_of_scratch(scratch: ScratchModelSettings, vocab_size: int) -> Shape:
+def _shape_of_scratch(
+    scratch: ScratchModelSettings, vocab_size: int, group_size: GroupSize
+) -> Shape:
     return Shape(
         vocab_size=vocab_size,
         hidden_size=scratch.hidden_size,
@@ -254,12 +273,14 @@ def _shape_of_scratch(scratch: ScratchModelSettings, vocab_size: int) -> Shape:
         num_kv_heads=scratch.num_kv_heads,
         head_size=scratch.hidden_size // scratch.num_heads,
         is_tied=False,
+        group_size=_group_size(group_size, (scratch.hidden_size, scratch.intermediate_size)),
     )
 
 
-def _shape_of_config(folder: Path) -> Shape:
+def _shape_of_config(folder: Path, group_size: GroupSize) -> Shape:
     config = read_config(folder)
     content, decoder = config.content, config.decoder
+    in_sizes = decoder.hidden_size, decoder.num_heads * decoder.head_dim, decoder.intermediate_size
     dtype = content.get("dtype") or content.get("torch_dtype")
     return Shape(
         vocab_size=decoder.vocab_size,
@@ -272,7 +293,13 @@ def _shape_of_config(folder: Path) -> Shape:
         is_tied=decoder.tie_word_embeddings,
         weight_bytes=4 if dtype == "float32" else 2,
         num_layer_vectors=_num_layer_vectors(decoder),
+        group_size=_group_size(group_size, in_sizes),
     )
+
+
+def _group_size(wanted: GroupSize, in_sizes: Iterable[int]) -> int:
+    """Of a 4-bit copy; any of a model that has none, which `check_quantizable` refuses."""
+    return (largest_group_size(in_sizes) or GROUP_SIZE) if wanted == "auto" else wanted
 
 
 def _num_layer_vectors(decoder: DecoderConfig) -> int:
@@ -292,7 +319,16 @@ def _num_layer_vectors(decoder: DecoderConfig) -> int:
     return num + (2 * decoder.hidden_size if decoder.has_post_norms else 0)
 
 
-def _config_folder(model: str, key: str) -> Path:
+def config_folder(model: str, key: str) -> Path:
+    """The folder of a model's config.json, which is fetched alone for a hub id.
+
+    Args:
+        model: as `resolve_model` takes it.
+        key: of the recipe, for errors.
+
+    Raises:
+        UserError: there is none.
+    """
     if names_gguf(model):
         if not has_weights(model):
             raise UserError(

@@ -105,7 +105,7 @@ def _growths(chain: CheckedChain, shape: GrownShape, device: torch.device) -> di
     for member in chain.manifest.members:
         growths[member.name] = growth
         if member.kind == "awq":
-            GrownWeights(growth).check_groups()
+            GrownWeights(growth, chain.configs[member.name].group_size).check_groups()
         elif member.kind in _HEADS:
             head = chain.configs[member.name].head
             growths[member.name] = Growth(head, _head_shape(growth, head), device)
@@ -165,7 +165,7 @@ def _grow_member(
     source, folder = chain.members[member.name], out / member.name
     folder.mkdir()
     weights = StoredTensors(source, torch.float32, torch.device("cpu"))
-    grown = GrownWeights(growth)
+    grown = GrownWeights(growth, chain.configs[member.name].group_size)
     match member.kind:
         case "eagle2" | "block":
             tensors = _head_tensors(weights, grown)

@@ -108,6 +108,7 @@ class Placing:
         fills_columns: added columns may hold random weights, since their inputs are zero.
         zero_column: an added column that must stay zero nevertheless.
         scale: of all weights that are moved.
+        group_size: inputs that share a scale in 4 bits.
     """
 
     rows: Tensor
@@ -116,6 +117,7 @@ class Placing:
     fills_columns: bool = False
     zero_column: int | None = None
     scale: float = 1.0
+    group_size: int = GROUP_SIZE
 
     def dense(self, weight: Tensor | None, dtype: torch.dtype) -> Tensor:
         """`weight` [O, I] as [O', I'] in `dtype`; None stands for an added layer's."""
@@ -145,7 +147,7 @@ class Placing:
         origins = self.group_origins
         groups = (origins != NOWHERE).nonzero().flatten()
         words = (self.rows != NOWHERE).view(-1, CODES_PER_WORD).any(1).nonzero().flatten()
-        inputs, rows = _each(groups, GROUP_SIZE), _each(words, CODES_PER_WORD)
+        inputs, rows = _each(groups, self.group_size), _each(words, CODES_PER_WORD)
         at = (inputs[:, None], words), (groups[:, None], words), (groups[:, None], rows)
         block = QuantizedWeight.unpack(
             *(part[where] for part, where in zip(parts, at, strict=True)), name=name
@@ -155,7 +157,7 @@ class Placing:
         block.zeros[is_row] = weight.zeros[taken][:, origins[groups]]
         moved_scales = weight.scales[taken][:, origins[groups]].float() * self.scale
         block.scales[is_row] = moved_scales.to(block.scales.dtype)
-        block.codes[is_row] = block.zeros[is_row].repeat_interleave(GROUP_SIZE, 1)
+        block.codes[is_row] = block.zeros[is_row].repeat_interleave(self.group_size, 1)
         block.codes[is_row.nonzero(), is_column.nonzero().T] = weight.codes[taken][
             :, self.columns[inputs][is_column]
         ]
@@ -201,7 +203,7 @@ class Placing:
                 multiples of groups and words.
         """
         for what, size, divisor in (
-            ("inputs", len(self.columns), GROUP_SIZE),
+            ("inputs", len(self.columns), self.group_size),
             ("outputs", len(self.rows), CODES_PER_WORD),
         ):
             if size % divisor:
@@ -210,29 +212,35 @@ class Placing:
                     f"{size} {what} are no multiple of {divisor}",
                     "choose another shape",
                 )
-        columns = self.columns.unflatten(0, (-1, GROUP_SIZE))
+        columns = self.columns.unflatten(0, (-1, self.group_size))
         is_moved = columns != NOWHERE
-        origins = torch.where(is_moved, columns // GROUP_SIZE, NOWHERE)
+        origins = torch.where(is_moved, columns // self.group_size, NOWHERE)
         groups = origins.amax(1)
         if (is_moved & (origins != groups[:, None])).any():
             raise UserError(
                 "4-bit groups cannot be grown",
-                f"a group of {GROUP_SIZE} inputs would take codes from two groups",
+                f"a group of {self.group_size} inputs would take codes from two groups",
                 "choose a shape in which the small model's heads stay together by groups",
             )
         return groups
 
 
 class GrownWeights:
-    """The matrices and vectors of a grown Llama or EAGLE-2 head."""
+    """The matrices and vectors of a grown Llama or EAGLE-2 head.
 
-    def __init__(self, growth: Growth) -> None:
+    Args:
+        growth: where its features come from.
+        group_size: of the small model's weights in 4 bits; None of a model that has none.
+    """
+
+    def __init__(self, growth: Growth, group_size: int | None = None) -> None:
         self.growth = growth
-        hidden = growth.hidden
+        hidden, group_size = growth.hidden, group_size or GROUP_SIZE
         self._reads_hidden: dict[str, Any] = {
             "columns": hidden,
             "fills_columns": True,
             "zero_column": growth.constant_channel,
+            "group_size": group_size,
         }
         reads = self._reads_hidden
         self.linears = {
@@ -242,10 +250,10 @@ class GrownWeights:
             # queries may be random in a head's added dimensions, so their keys are zero
             "self_attn.k_proj": Placing(growth.keys, **reads),
             "self_attn.v_proj": Placing(growth.values, fills_rows=True, **reads),
-            "self_attn.o_proj": Placing(hidden, growth.attended),
+            "self_attn.o_proj": Placing(hidden, growth.attended, group_size=group_size),
             "mlp.gate_proj": Placing(growth.neurons, fills_rows=True, **reads),
             "mlp.up_proj": Placing(growth.neurons, fills_rows=True, **reads),
-            "mlp.down_proj": Placing(hidden, growth.neurons),
+            "mlp.down_proj": Placing(hidden, growth.neurons, group_size=group_size),
         }
         """Placings of each layer's linears, by name in checkpoints."""
 

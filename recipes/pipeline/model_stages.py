@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from polybasic.chain.formats.checkpoint import resolve_head
+from polybasic.chain.formats.config import read_config
 from polybasic.chain.formats.files import write_json
+from polybasic.chain.formats.quantization import BITS
 from polybasic.chain.processes.coordinator import broadcast_from_first
+from polybasic.quantize.limits import group_size_of
 from polybasic.recipes.pipeline.conversation_rows import (
     conversation_stages,
     encoded_rows,
@@ -33,7 +36,6 @@ _IMPORTED_NAME = "imported"
 _FEATURES_NAME = "features"
 _STEERED = "small_target"
 """The stage that gives the model which a steering biases."""
-_FORMAT = {"bits": 4, "group_size": 128}  # of 4-bit copies, without an import of torch
 _HEAD_PROGRESS = ("checkpoints/*", "training.json")
 
 
@@ -140,8 +142,11 @@ def quantized_stage(recipe: Recipe, name: str, source: str) -> Stage:
     """Make the 4-bit copy of the model that stage `source` gave."""
 
     def inputs(workspace: Workspace) -> dict[str, Any]:
+        settings = workspace.recipe.quantize
+        model = read_config(checkpoint_of(workspace, source))
+        made = {"bits": BITS, "group_size": group_size_of(model, settings.group_size)}
         return {
-            "quantize": {**_FORMAT, **workspace.recipe.quantize.model_dump(mode="json")},
+            "quantize": {**settings.model_dump(mode="json"), **made},
             **learned_from(workspace, source),
         }
 

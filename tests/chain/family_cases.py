@@ -8,11 +8,10 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
-from polybasic.chain.formats.awq import dequantize
+from polybasic.chain.formats.awq import dequantize, round_to_nearest
 from polybasic.chain.formats.checkpoint import load_tensors
-from polybasic.chain.formats.quantization import QUANTIZATION_CONFIG
+from polybasic.chain.formats.quantization import GROUP_SIZE, quantization_config
 from tests.checkpoints import FAMILIES
-from tests.conftest import round_to_nearest
 
 WINDOW = 24
 """Of the families that have one."""
@@ -43,7 +42,7 @@ CASES = {family: (family, {}) for family in FAMILIES} | VARIANTS
 Folders = Callable[[str], Path]
 
 
-def write_4bit(folder: Path, source: Path) -> None:
+def write_4bit(folder: Path, source: Path, group_size: int = GROUP_SIZE) -> None:
     """`folder`/awq: `source` in 4 bits by rounding to the nearest; `folder`/dense: that undone."""
     packed: dict[str, Tensor] = {}
     dense: dict[str, Tensor] = {}
@@ -51,12 +50,12 @@ def write_4bit(folder: Path, source: Path) -> None:
         if not name.endswith("_proj.weight"):
             packed[name] = dense[name] = tensor.float().clone()
             continue
-        weight, prefix = round_to_nearest(tensor.float()), name.removesuffix(".weight")
+        weight, prefix = round_to_nearest(tensor.float(), group_size), name.removesuffix(".weight")
         for part, stored in zip(("qweight", "qzeros", "scales"), weight.pack(), strict=True):
             packed[f"{prefix}.{part}"] = stored.contiguous()
         dense[name] = dequantize(weight)
     config = json.loads((source / "config.json").read_text())
-    config_4bit = config | {"quantization_config": QUANTIZATION_CONFIG}
+    config_4bit = config | {"quantization_config": quantization_config(group_size)}
     for name, tensors, said in (("awq", packed, config_4bit), ("dense", dense, config)):
         (folder / name).mkdir()
         save_file(tensors, folder / name / "model.safetensors", {"format": "pt"})

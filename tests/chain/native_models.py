@@ -57,8 +57,10 @@ def threads(num: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def random_quantized(generator: torch.Generator, out_size: int, in_size: int) -> QuantizedWeight:
-    groups = in_size // 128
+def random_quantized(
+    generator: torch.Generator, out_size: int, in_size: int, group_size: int = 128
+) -> QuantizedWeight:
+    groups = in_size // group_size
     return QuantizedWeight(
         torch.randint(0, 16, (out_size, in_size), dtype=torch.uint8, generator=generator),
         torch.randint(5, 11, (out_size, groups), dtype=torch.uint8, generator=generator),

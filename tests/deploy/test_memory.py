@@ -25,6 +25,7 @@ from polybasic.deploy import load as loading
 from polybasic.deploy.drafters.head import EagleDrafter
 from polybasic.deploy.memory import Kernels, Layout, Memory, state_memory
 from polybasic.deploy.rounds.sampling import Sampling
+from polybasic.quantize.nearest import round_checkpoint
 from tests.checkpoints import write_family
 from tests.conftest import PLAN
 from tests.head_kinds import trim, write_eagle3, write_early_exit, write_medusa
@@ -69,15 +70,32 @@ def state_chain(folder: Path, layout: Layout, **options: Any) -> Memory:
 def test_stated_weights_are_those_that_are_loaded(
     tmp_path: Path, family: str, kernels: Kernels
 ) -> None:
-    write_family(tmp_path, family)
+    write_family(tmp_path / "model", family)
     member = SimpleNamespace(name="target", role="target", kind="decoder")
-    config = read_config(tmp_path)
+    config = read_config(tmp_path / "model")
     checked: Any = SimpleNamespace(loaded=[member], configs={"target": config})
     _, stays, _ = allocated_by(lambda: load_decoder(config, torch.float32, CPU, 1))
     layout = loading.layout_of(CPU, torch.float32, config.decoder)
     assert layout.kernels == kernels
     stated = state_memory(checked, layout, CONTEXT_TOKENS)
     assert stays == pytest.approx(stated.members["target"]["weights"], rel=0.05)
+
+
+@pytest.mark.parametrize("intermediate_size", [256, 288])
+def test_stated_weights_in_4_bits_are_those_that_are_loaded(
+    tmp_path: Path, intermediate_size: int, kernels: Kernels
+) -> None:
+    write_family(tmp_path / "model", "qwen3", intermediate_size=intermediate_size)
+    round_checkpoint(tmp_path / "model", tmp_path / "int4")
+    member = SimpleNamespace(name="small", role="intermediate", kind="awq")
+    config = read_config(tmp_path / "int4")
+    assert config.group_size == (128 if intermediate_size == 256 else 32)
+    checked: Any = SimpleNamespace(loaded=[member], configs={"small": config})
+    _, stays, _ = allocated_by(lambda: load_decoder(config, torch.bfloat16, CPU, 1))
+    stated = state_memory(
+        checked, loading.layout_of(CPU, torch.bfloat16, config.decoder), CONTEXT_TOKENS
+    )
+    assert stays == pytest.approx(stated.members["small"]["weights"], rel=0.03)
 
 
 def test_stated_weights_of_heads_by_place_are_those_that_are_loaded(

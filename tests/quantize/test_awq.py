@@ -10,8 +10,12 @@ from tokenizers import Tokenizer, models
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from polybasic.chain.errors import UserError
+from polybasic.chain.formats.config import read_config
 from polybasic.chain.formats.lineage import weights_digest
-from polybasic.chain.formats.quantization import QUANTIZATION_CONFIG
+from polybasic.chain.formats.quantization import quantization_config
+from polybasic.chain.kernels.rows import consecutive_rows
+from polybasic.chain.model.loading import load_decoder
+from polybasic.deploy.rounds.cache import KeyValueCache
 from polybasic.quantize import awq as quantizing
 from polybasic.quantize.awq import quantize_target
 from polybasic.quantize.models import load_dequantized, load_target
@@ -72,7 +76,7 @@ def intermediate(target) -> Path:
 
 def test_checkpoint_is_autoawqs(target, intermediate):
     config = json.loads((intermediate / "config.json").read_text())
-    assert config.pop("quantization_config") == QUANTIZATION_CONFIG
+    assert config.pop("quantization_config") == quantization_config()
     assert config.pop("dtype") == "float16"
     assert config.pop("polybasic") == {"quantized_from_sha256": weights_digest(target)}
     original = json.loads((target / "config.json").read_text())
@@ -181,9 +185,35 @@ def test_samples_beyond_the_context_are_refused(target):
 
 
 def test_shapes_that_do_not_divide_are_refused(tmp_path):
-    target = write_target(tmp_path / "target", intermediate_size=192)
+    target = write_target(tmp_path / "target", intermediate_size=208)
     message = refusal(target, token_rows(40))
-    assert "model.layers.0.mlp.down_proj.weight [128, 192] in" in message
+    assert "mlp.gate_proj.weight [208, 128] of each layer of" in message
+    target = write_target(tmp_path / "narrower", intermediate_size=192)
+    settings = SETTINGS.model_copy(update={"group_size": 128})
+    message = refusal(target, token_rows(40), settings)
+    assert "mlp.down_proj.weight [128, 192] of each layer of" in message
+    assert message.endswith("in of 128; quantize.group_size=auto")
+
+
+def test_a_width_that_128_does_not_divide_gets_smaller_groups(tmp_path):
+    shape = {"hidden_size": 192, "num_attention_heads": 6, "num_key_value_heads": 3}
+    target, out = write_target(tmp_path / "target", **shape), tmp_path / "out"
+    quantize_target(target, token_rows(40), SETTINGS, 0, out)
+    config = read_config(out)
+    assert config.group_size == 64
+    assert load_file(out / "model.safetensors")["model.layers.1.mlp.down_proj.scales"].shape[0] == 4
+    ids = torch.tensor(token_rows(1)[0])
+    with torch.inference_mode():
+        exact, rounded = (
+            model(ids[None]).logits[0] for model in (load_target(target), load_dequantized(out))
+        )
+        decoder = load_decoder(config, torch.float32, torch.device("cpu"), 64)
+        cache = KeyValueCache.of(decoder, 64)
+        states = decoder.forward(ids, [cache.layers], [consecutive_rows(0, len(ids))])
+        found = decoder.logits(states)
+    # the runtime multiplies by the codes that autoawq packed; its rows are rounded, too
+    assert (found - rounded).norm() < 0.03 * rounded.norm()
+    assert (exact - rounded).norm() < 0.5 * exact.norm()
 
 
 def test_quantized_target_is_refused(intermediate):
@@ -213,7 +243,7 @@ def test_weights_beyond_float16_are_refused_before_the_search(tmp_path, monkeypa
 
 
 def test_folded_weights_beyond_float16_are_refused(target, monkeypatch):
-    def overflow(model, rows):
+    def overflow(model, rows, group_size):
         model.model.layers[1].input_layernorm.weight.data[0] = 1e5
 
     monkeypatch.setattr(quantizing, "search_and_round", overflow)

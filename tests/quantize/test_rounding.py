@@ -4,9 +4,8 @@ import torch.nn.functional as F
 from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
 
-from polybasic.chain.formats.awq import QuantizedWeight, dequantize
+from polybasic.chain.formats.awq import QuantizedWeight, dequantize, round_to_nearest
 from polybasic.quantize.rounding import RoundedLinear
-from tests.conftest import round_to_nearest
 
 NUM_OUT, NUM_IN = 16, 256
 

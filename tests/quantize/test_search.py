@@ -39,7 +39,7 @@ def unrounded(monkeypatch) -> None:
 def scaled_difference(target: Path) -> tuple[float, float]:
     """Largest change of a logit, and of a weight, by the folding of scales."""
     exact, model = load_target(target), load_target(target)
-    search_and_round(model, token_rows(4))
+    search_and_round(model, token_rows(4), 128)
     token_ids = torch.tensor(token_rows(2, 3))
     with torch.inference_mode():
         logits = (model(token_ids).logits - exact(token_ids).logits).abs().max().item()

@@ -24,7 +24,7 @@ def test_they_are_the_weights_that_awq_had_scaled(tmp_path, monkeypatch, family)
     monkeypatch.setattr(search._Quantizer, "_search_best_clip", lambda *_: [])
     write_family(tmp_path, family)
     exact, scaled = load_target(tmp_path), load_target(tmp_path)
-    search.search_and_round(scaled, ROWS)
+    search.search_and_round(scaled, ROWS, 128)
     for before, after in zip(exact.model.layers, scaled.model.layers, strict=True):
         found = dict(unrounded_weights(before, after))
         assert set(found) == (FUSED if family == "phi3" else ADAPTED)

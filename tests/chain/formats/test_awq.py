@@ -7,22 +7,27 @@ from torch import nn
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats import awq as awq_format
 from polybasic.chain.formats.awq import QuantizedWeight, cpu_int4_weight, dequantize
-from polybasic.chain.formats.quantization import QUANTIZATION_CONFIG, read_quantization_config
+from polybasic.chain.formats.quantization import (
+    GROUP_SIZES,
+    largest_group_size,
+    quantization_config,
+    read_quantization_config,
+)
 
 with warnings.catch_warnings(record=True):  # autoawq turns DeprecationWarnings on and speaks
     from awq.modules.linear.gemm import WQLinear_GEMM
     from awq.utils.packing_utils import dequantize_gemm
 
-IN, OUT, GROUPS = 256, 64, 2
+IN, OUT = 256, 64
 
 
-@pytest.fixture
-def weight() -> QuantizedWeight:
-    generator = torch.Generator().manual_seed(0)
+@pytest.fixture(params=GROUP_SIZES)
+def weight(request) -> QuantizedWeight:
+    generator, groups = torch.Generator().manual_seed(0), IN // request.param
     return QuantizedWeight(
         torch.randint(16, (OUT, IN), generator=generator, dtype=torch.uint8),
-        torch.randint(16, (OUT, GROUPS), generator=generator, dtype=torch.uint8),
-        (torch.rand(OUT, GROUPS, generator=generator) * 0.02 + 0.001).half(),
+        torch.randint(16, (OUT, groups), generator=generator, dtype=torch.uint8),
+        (torch.rand(OUT, groups, generator=generator) * 0.02 + 0.001).half(),
     )
 
 
@@ -30,8 +35,9 @@ def autoawq_linear(weight: QuantizedWeight) -> WQLinear_GEMM:
     """The same codes, packed by autoawq itself."""
     linear = nn.Linear(IN, OUT, bias=False)
     linear.weight.data = dequantize(weight)
+    groups = (weight.scales.t().contiguous(), weight.zeros.t().contiguous())
     return WQLinear_GEMM.from_linear(
-        linear, 4, 128, scales=weight.scales.t().contiguous(), zeros=weight.zeros.t().contiguous()
+        linear, 4, weight.group_size, scales=groups[0], zeros=groups[1]
     )
 
 
@@ -62,9 +68,9 @@ def test_unpack_what_autoawq_packed(weight):
     assert torch.equal(read.codes, weight.codes)
     assert torch.equal(read.zeros, weight.zeros)
     assert torch.equal(read.scales, weight.scales)
-    assert read.group_size == 128
+    assert read.group_size == weight.group_size
     # autoawq multiplies in float16
-    expected = dequantize_gemm(theirs.qweight, theirs.qzeros, theirs.scales, 4, 128)
+    expected = dequantize_gemm(theirs.qweight, theirs.qzeros, theirs.scales, 4, weight.group_size)
     assert torch.equal(dequantize(read).half(), expected.t())
 
 
@@ -81,16 +87,16 @@ def test_another_nibble_order_is_noticed(weight, monkeypatch, order):
 def test_stack_is_concatenation(weight):
     other = QuantizedWeight(weight.codes.flip(0), weight.zeros.flip(0), weight.scales.flip(0))
     both = QuantizedWeight.stack([weight, other])
-    assert both.group_size == 128
+    assert both.group_size == weight.group_size
     assert torch.equal(dequantize(both), torch.cat([dequantize(weight), dequantize(other)]))
 
 
 def int4_product(weight: QuantizedWeight, x: torch.Tensor) -> torch.Tensor:
     packed, scales_and_zeros = cpu_int4_weight(weight)
-    assert scales_and_zeros.shape == (GROUPS, OUT, 2)
+    assert scales_and_zeros.shape == (IN // weight.group_size, OUT, 2)
     assert scales_and_zeros.dtype == torch.bfloat16
     product = torch.ops.aten._weight_int4pack_mm_for_cpu
-    return product(x.bfloat16(), packed, 128, scales_and_zeros).float()
+    return product(x.bfloat16(), packed, weight.group_size, scales_and_zeros).float()
 
 
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -115,12 +121,15 @@ def test_cpu_kernel_refuses_out_features(weight):
 
 def test_malformed_tensors_are_named(weight):
     qweight, qzeros, scales = weight.pack()
+    groups = IN // weight.group_size
     cases = [
         ((qweight.long(), qzeros, scales), r"up_proj\.qweight is int64; expected int32"),
         ((qweight, qzeros, scales.float()), r"up_proj\.scales is float32; expected float16 or bf"),
-        ((qweight[:200], qzeros, scales), r"up_proj\.qweight has shape \[200, 8\]"),
-        ((qweight, qzeros[:1], scales), r"up_proj\.qzeros has shape \[1, 8\]; expected \[2, 8\]"),
-        ((qweight, qzeros, scales[:, :40]), r"scales has shape \[2, 40\]; expected \[2, 64\]"),
+        ((qweight[:200], qzeros, scales), r"\[200, 8\]; expected \[128, 64 or 32 x "),
+        ((qweight, qzeros[:1], scales), rf"qzeros has shape \[1, 8\]; expected \[{groups}, 8\]"),
+        ((qweight, qzeros, scales[:, :40]), rf"\[{groups}, 40\]; expected \[{groups}, 64\]"),
+        ((qweight, qzeros, scales[0]), r"scales has shape \[64\]; expected \[groups, out\]"),
+        ((qweight[:0], qzeros[:0], scales[:0]), r"qweight has shape \[0, 8\]"),
     ]
     for tensors, message in cases:
         with pytest.raises(UserError, match=message.replace("bf", "bfloat16")):
@@ -134,7 +143,10 @@ def test_out_features_that_fill_no_word_are_refused(weight):
 
 
 def test_quantization_config():
-    ours = QUANTIZATION_CONFIG
+    for size in GROUP_SIZES:
+        ours = quantization_config(size)
+        assert read_quantization_config({"quantization_config": ours}, "config.json") == size
+    ours = quantization_config()
     assert read_quantization_config({"quantization_config": ours}, "config.json") == 128
     # older AutoAWQ writes GEMM, gptqmodel adds keys
     theirs = {**ours, "version": "GEMM", "meta": {"quantizer": "gptqmodel"}}
@@ -146,16 +158,23 @@ def test_quantization_config():
     [
         ("quant_method", "gptq"),
         ("bits", 8),
-        ("group_size", 64),
+        ("group_size", 48),
+        ("group_size", -1),
         ("zero_point", False),
         ("version", "gemv"),
         ("version", None),
     ],
 )
 def test_other_quantizations_are_refused(key, value):
-    config = {"quantization_config": {**QUANTIZATION_CONFIG, key: value}}
+    config = {"quantization_config": {**quantization_config(), key: value}}
     with pytest.raises(UserError, match=rf"quantization_config\.{key} {value!r} in x/config\.json"):
         read_quantization_config(config, "x/config.json")
+
+
+def test_the_largest_groups_are_those_that_all_inputs_divide_into():
+    # Llama-2 7B, SmolLM2-135M, and inputs that make groups smaller or impossible
+    cases = {(4096, 11008): 128, (576, 1536): 64, (960, 2560, 800): 32, (576, 1000): None}
+    assert {sizes: largest_group_size(sizes) for sizes in cases} == cases
 
 
 def test_unquantized_checkpoint_is_refused():

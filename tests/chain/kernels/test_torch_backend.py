@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from polybasic.chain.formats.awq import dequantize, round_to_nearest
+from polybasic.chain.formats.quantization import GROUP_SIZES
 from polybasic.chain.kernels.product_times import multiplies_fast
 from polybasic.chain.kernels.torch import backends
 from polybasic.chain.kernels.torch.backends import TorchBackend
@@ -49,9 +50,12 @@ def test_dense_products_are_rounded_once(dtype: torch.dtype, num_rows: int) -> N
         assert_rounded(TorchBackend(CPU, dtype).dense(disturbed)(x), x.float() @ weight.float().t())
 
 
+@pytest.mark.parametrize("group_size", GROUP_SIZES)
 @pytest.mark.parametrize("dtype", ROUNDING)
-def test_4_bit_products_are_those_of_the_dequantized_weight(dtype: torch.dtype) -> None:
-    weight = round_to_nearest(random(64, 256), 128)
+def test_4_bit_products_are_those_of_the_dequantized_weight(
+    dtype: torch.dtype, group_size: int
+) -> None:
+    weight = round_to_nearest(random(64, 256), group_size)
     product = TorchBackend(CPU, dtype).int4(weight)
     for num_rows in (1, backends.CPU_INT4_MAX_ROWS + 1):
         x = random(num_rows, 256).to(dtype)

@@ -18,7 +18,6 @@ from polybasic.chain.formats.checkpoint import load_tensors
 from polybasic.chain.formats.config import decoder_config, read_config
 from polybasic.chain.formats.decoder_config import DecoderConfig, LayerKind
 from polybasic.chain.formats.plan import Tree
-from polybasic.chain.formats.quantization import GROUP_SIZE
 from polybasic.chain.formats.shapes import check_shapes
 from polybasic.chain.kernels.drafts import DraftTree
 from polybasic.chain.kernels.executor import Executor
@@ -266,18 +265,20 @@ def test_half_precision_rounds_no_more_than_transformers(
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("case", ["llama-biases", "qwen3", "phi3", "gemma2"])
+@pytest.mark.parametrize(
+    ("case", "group_size"), [("llama-biases", 128), ("qwen3", 64), ("phi3", 32), ("gemma2", 128)]
+)
 def test_4_bit_copies_compute_their_dequantized_weights(
-    case: str, folders: Folders, tmp_path: Path, kernels: str
+    case: str, group_size: int, folders: Folders, tmp_path: Path, kernels: str
 ) -> None:
     """The measure is how far the dequantized model in bfloat16 is from itself in float32.
 
     Eager operations round to bfloat16, too; the native kernels round rows to eight bits.
     """
     source, ids = folders(case), random_tokens(40)
-    write_4bit(tmp_path, source)
+    write_4bit(tmp_path, source, group_size)
     awq, dense = load(tmp_path / "awq"), load(tmp_path / "dense")
-    check_shapes("awq", tmp_path / "awq", awq.config, GROUP_SIZE)
+    check_shapes("awq", tmp_path / "awq", awq.config, group_size)
     ends = [25, 26, 27, 40]
     exact = consecutive_logits(dense, ids, ends)
     rounded = consecutive_logits(load(tmp_path / "dense", torch.bfloat16), ids, ends).float()

@@ -39,10 +39,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     def write(name: str) -> Path:
         folder = tmp_path_factory.mktemp(name) / "model"
         if name == "4 bits":
-            # five groups of the MLP's values, for two and for four parts
+            # ten groups of the MLP's values, which four parts cannot share equally
             shape = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4}
             write_target(folder, **shape, intermediate_size=640)
-            write_intermediate(folder.parent / "packed", folder)
+            write_intermediate(folder.parent / "packed", folder, 64)
             return folder.parent / "packed"
         heads = {"num_attention_heads": 8, "num_key_value_heads": 4}
         write_family(folder, name, dtype=torch.float32, hidden_size=128, head_dim=32, **heads)
@@ -164,12 +164,12 @@ def test_what_cannot_be_divided_is_refused(tmp_path: Path) -> None:
 
     def refused(count: int, **changes: int) -> str:
         with pytest.raises(UserError) as error:
-            check_divisible([("copy", replace(config, **changes), True)], count)
+            check_divisible([("copy", replace(config, **changes), 128)], count)
         assert "\n" not in str(error.value)
         return str(error.value)
 
     assert "3 processes, 4 key/value heads of copy; use 1 or 2 (" in refused(3)
     assert "256 attended values in groups of 128" in refused(4)
     assert "1 groups of the MLP's 4-bit weights" in refused(2, intermediate_size=128)
-    check_divisible([("target", config, False)], 4)
-    assert shards.divides(config, 1, in_4_bits=True) is None
+    check_divisible([("target", config, None), ("copy", config, 64)], 4)
+    assert shards.divides(config, 1, 128) is None

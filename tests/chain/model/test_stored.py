@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.awq import dequantize
+from polybasic.chain.formats.awq import dequantize, round_to_nearest
 from polybasic.chain.formats.checkpoint import load_tensors
 from polybasic.chain.formats.config import decoder_config, read_config
 from polybasic.chain.formats.shapes import expected_shapes
@@ -22,7 +22,6 @@ from polybasic.chain.kernels.selection import backend_for
 from polybasic.chain.kernels.torch import backends
 from polybasic.chain.model import loading
 from polybasic.chain.model.stored import StoredTensors
-from tests.conftest import round_to_nearest
 
 ROOT = Path(__file__).parents[3]
 CPU = torch.device("cpu")

@@ -155,10 +155,28 @@ def quantized(folder: Path) -> dict[str, QuantizedWeight]:
 def test_four_bit_weights_move_as_they_are(
     name: str, parts: ChainParts, grown: Callable[[str], Path]
 ) -> None:
-    small, large = quantized(parts.intermediate), quantized(grown(name) / "intermediate")
-    growth = Growth(read_config(parts.target).decoder, SHAPE_CASES[name])
+    assert_moved(parts, SHAPE_CASES[name], grown(name))
+
+
+def test_groups_of_another_size_move_as_they_are(tmp_path: Path) -> None:
+    parts = ChainParts(*(tmp_path / name for name in ("target", "intermediate", "draft")))
+    heads = {"num_attention_heads": 6, "num_key_value_heads": 3}
+    write_target(parts.target, hidden_size=192, intermediate_size=320, **heads)
+    write_int4(parts.intermediate, parts.target, 64)
+    write_draft(parts.draft, parts.target)
+    parts.package(tmp_path / "chain")
+    shape = GrownShape(3, 320, 448, 10, 5, 32)
+    grow_chain(tmp_path / "chain", shape, "wider", tmp_path / "grown")
+    assert_moved(parts, shape, tmp_path / "grown")
+    assert read_config(tmp_path / "grown" / "intermediate").group_size == 64
+
+
+def assert_moved(parts: ChainParts, shape: GrownShape, grown: Path) -> None:
+    """The grown chain has the small one's 4-bit weights, each in its place."""
+    small, large = quantized(parts.intermediate), quantized(grown / "intermediate")
+    growth = Growth(read_config(parts.target).decoder, shape)
     linears = GrownWeights(growth).linears
-    assert len(large) == SHAPE_CASES[name].num_layers * len(linears)
+    assert len(large) == shape.num_layers * len(linears)
     for key, weight in small.items():
         placing = linears[key.split(".", 3)[3]]
         rows, columns = placing.rows != NOWHERE, placing.columns != NOWHERE
@@ -289,8 +307,8 @@ def test_an_eagle3_head_is_not_grown(parts: ChainParts, tmp_path: Path) -> None:
 def with_filled_columns(name: str) -> Callable[[GrownWeights, Growth], None]:
     made = GrownWeights.__init__
 
-    def fill(self: GrownWeights, growth: Growth) -> None:
-        made(self, growth)
+    def fill(self: GrownWeights, growth: Growth, group_size: int | None = None) -> None:
+        made(self, growth, group_size)
         self.linears[name] = replace(self.linears[name], fills_columns=True)
 
     return fill

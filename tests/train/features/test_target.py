@@ -7,11 +7,10 @@ import torch
 from safetensors.torch import save_file
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.awq import dequantize
-from polybasic.chain.formats.quantization import QUANTIZATION_CONFIG
+from polybasic.chain.formats.awq import dequantize, round_to_nearest
+from polybasic.chain.formats.quantization import quantization_config
 from polybasic.train.features.target import load_intermediate, load_target
 from tests.checkpoints import write_family
-from tests.conftest import round_to_nearest
 
 CPU = torch.device("cpu")
 
@@ -31,7 +30,7 @@ def write_intermediate(folder, target):
             parameter.copy_(tensors[name])
     folder.mkdir()
     save_file(tensors, folder / "model.safetensors")
-    config = target.model.config.to_dict() | {"quantization_config": QUANTIZATION_CONFIG}
+    config = target.model.config.to_dict() | {"quantization_config": quantization_config()}
     (folder / "config.json").write_text(json.dumps(config))
 
 

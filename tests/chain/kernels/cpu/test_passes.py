@@ -62,17 +62,19 @@ def rounded_to_bytes(x: Tensor, group_size: int) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("out_size", "in_size"), [(16, 128), (40, 256), (104, 384)])
+@pytest.mark.parametrize(
+    ("out_size", "in_size", "group_size"), [(16, 128, 128), (40, 192, 64), (104, 288, 32)]
+)
 def test_an_int4_product_rounds_its_rows_to_bytes_and_nothing_else(
-    dtype: torch.dtype, out_size: int, in_size: int
+    dtype: torch.dtype, out_size: int, in_size: int, group_size: int
 ) -> None:
     generator = torch.Generator().manual_seed(out_size)
-    weight = random_quantized(generator, out_size, in_size)
+    weight = random_quantized(generator, out_size, in_size, group_size)
     bias = torch.randn(out_size, generator=generator).to(dtype)
     product, dense = backend_for(CPU, dtype).int4(weight, bias), dequantize(weight).double()
     for rows in (1, 4, 13, 24, 31):
         x = torch.randn(rows, in_size, generator=generator).to(dtype)
-        expected = rounded_to_bytes(x, 128).double() @ dense.T + bias.double()
+        expected = rounded_to_bytes(x, group_size).double() @ dense.T + bias.double()
         found = product(x)
         assert relative(found, expected) < (1e-5 if dtype == torch.float32 else 3e-3)
         unrounded = x.double() @ dense.T + bias.double()

@@ -1,0 +1,78 @@
+"""Which models get a 4-bit copy, and in which groups of inputs. No torch in here."""
+
+from polybasic.chain.errors import UserError
+from polybasic.chain.formats.config import ConfigFile
+from polybasic.chain.formats.families.table import FAMILIES
+from polybasic.chain.formats.names import layer_linears
+from polybasic.chain.formats.quantization import GROUP_SIZES, largest_group_size
+from polybasic.quantize.settings import GroupSize, QuantizeSettings
+
+_OUT_MULTIPLE = 32  # for autoawq's packing; the format itself needs a multiple of 8
+
+
+def check_quantizable(target: ConfigFile, settings: QuantizeSettings) -> int:
+    """Refuse what AWQ cannot make a copy of, by the config alone.
+
+    Args:
+        target: the model's config.
+        settings: of the recipe.
+
+    Returns:
+        The group size of the copy, as `group_size_of`.
+
+    Raises:
+        UserError: an unsupported or quantized model, calibration samples beyond its context, or
+            linears that do not divide into groups.
+    """
+    if target.in_4_bits:
+        raise UserError(
+            "target is quantized already",
+            f"quantization_config in {target.path}",
+            "name the unquantized checkpoint",
+        )
+    model_type = target.content.get("model_type")
+    family = FAMILIES.get(model_type or "")
+    if family is None or family.autoawq is None:
+        raise UserError(
+            "unsupported architecture",
+            f"model_type {model_type!r} in {target.path}",
+            "quantizing supports "
+            + ", ".join(name for name, known in FAMILIES.items() if known.autoawq),
+        )
+    context_tokens = target.content.get("max_position_embeddings", settings.calibration_tokens)
+    if settings.calibration_tokens > context_tokens:
+        raise UserError(
+            "calibration samples exceed the context",
+            f"quantize.calibration_tokens {settings.calibration_tokens}, {target.path} has "
+            f"max_position_embeddings {context_tokens}",
+            "lower quantize.calibration_tokens",
+        )
+    return group_size_of(target, settings.group_size)
+
+
+def group_size_of(target: ConfigFile, wanted: GroupSize = "auto") -> int:
+    """Inputs that share a scale in a model's 4-bit copy: one number for all its linears.
+
+    Args:
+        target: the model's config.
+        wanted: "auto" for the largest that divides the inputs of all linears.
+
+    Raises:
+        UserError: a linear that does not divide into groups, or whose outputs cannot be packed.
+    """
+    linears = {
+        name: shape
+        for group in layer_linears(target.decoder).values()
+        for name, shape in group.items()
+    }
+    largest = largest_group_size(in_size for _, in_size in linears.values())
+    size = (largest or min(GROUP_SIZES)) if wanted == "auto" else wanted
+    for name, (out_size, in_size) in linears.items():
+        if in_size % size or out_size % _OUT_MULTIPLE:
+            raise UserError(
+                "linear does not divide into groups",
+                f"{name}.weight [{out_size}, {in_size}] of each layer of {target.folder}",
+                f"out must be a multiple of {_OUT_MULTIPLE} and in of {size}"
+                + ("" if wanted == "auto" or not largest else "; quantize.group_size=auto"),
+            )
+    return size
