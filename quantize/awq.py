@@ -13,7 +13,7 @@ from polybasic.chain.errors import UserError
 from polybasic.chain.formats.checkpoint import checkpoint_files, copy_files, model_files
 from polybasic.chain.formats.config import read_config
 from polybasic.chain.formats.files import whole_folder, write_json
-from polybasic.chain.formats.lineage import QUANTIZED_FROM_KEY, weights_digest
+from polybasic.chain.formats.lineage import origin_of_copy
 from polybasic.chain.formats.origin import ORIGIN_KEY
 from polybasic.chain.formats.quantization import quantization_config
 from polybasic.quantize.calibration import calibration_samples
@@ -65,7 +65,7 @@ def quantize_target(
         **config,
         dtype_key: "float16",
         "quantization_config": quantization_config(group_size),
-        ORIGIN_KEY: {QUANTIZED_FROM_KEY: weights_digest(target)},
+        ORIGIN_KEY: origin_of_copy(file),
     }
     with whole_folder(out) as folder:
         write_checkpoint(_stored_tensors(model, target), quantized, target, folder)

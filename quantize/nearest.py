@@ -8,7 +8,7 @@ from polybasic.chain.formats.awq import round_to_nearest
 from polybasic.chain.formats.checkpoint import load_tensors
 from polybasic.chain.formats.config import read_config
 from polybasic.chain.formats.files import whole_folder
-from polybasic.chain.formats.lineage import QUANTIZED_FROM_KEY, weights_digest
+from polybasic.chain.formats.lineage import origin_of_copy
 from polybasic.chain.formats.names import layer_linears
 from polybasic.chain.formats.origin import ORIGIN_KEY
 from polybasic.chain.formats.quantization import quantization_config
@@ -51,7 +51,7 @@ def round_checkpoint(source: Path, out: Path) -> None:
     content = {
         **config.content,
         "quantization_config": quantization_config(group_size),
-        ORIGIN_KEY: {QUANTIZED_FROM_KEY: weights_digest(source)},
+        ORIGIN_KEY: origin_of_copy(config),
     }
     with whole_folder(out) as folder, torch.inference_mode():
         write_checkpoint(tensors, content, source, folder)

@@ -104,16 +104,26 @@ def grown_note(shape_name: str) -> str:
 
 
 def gguf_notes(manifest: Manifest) -> list[str]:
-    """A sentence for each member whose weights were read from GGUF files."""
+    """A sentence for each member whose weights are, or are a copy of, those of GGUF files."""
     notes = []
     for member in manifest.members:
         if member.gguf is None:
             continue
         files = ", ".join(f"{name} (sha256 {one})" for name, one in member.gguf.files.items())
         types = ", ".join(member.gguf.types)
-        note = (
-            f"The weights of {member.name} are those of {files}, in {types}, held in {member.dtype}"
-        )
+        if member.kind == "awq":
+            note = f"{member.name} is a 4-bit copy of the weights of {files}, in {types}"
+            if member.repeats_codes:
+                note += (
+                    f"; its groups of {member.group_size} inputs are not larger than the file's, "
+                    "whose codes it can repeat: what it gains says nothing of models that were not "
+                    "in 4 bits before"
+                )
+        else:
+            note = (
+                f"The weights of {member.name} are those of {files}, in {types}, held in "
+                f"{member.dtype}"
+            )
         if member.role == "target":
             note += "; lossless means with respect to these weights"
         notes.append(f"{note}.")

@@ -9,6 +9,7 @@ layers of its model drafts for that model alone.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.checkpoint import WEIGHT_SUFFIXES, weight_files
@@ -17,7 +18,7 @@ from polybasic.chain.formats.files import sha256_of_file, sha256_of_object
 from polybasic.chain.formats.head_kinds.steering import STEERED_KEY
 from polybasic.chain.formats.head_kinds.table import HEAD_KINDS
 from polybasic.chain.formats.manifest import Kind, Member, is_head
-from polybasic.chain.formats.origin import ORIGIN_KEY, recorded
+from polybasic.chain.formats.origin import GGUF_KEY, ORIGIN_KEY, recorded
 
 TRAINED_FOR_KEY = "target_sha256"
 QUANTIZED_FROM_KEY = "quantized_from_sha256"
@@ -62,6 +63,19 @@ def verifier_of(member: Member, config: ConfigFile) -> Verifier:
         sha256=sha256_of_object(weights),
         made_from=recorded(config.content, QUANTIZED_FROM_KEY),
     )
+
+
+def origin_of_copy(source: ConfigFile) -> dict[str, Any]:
+    """What the config of a 4-bit copy records: of which weights, and the GGUF files they are of.
+
+    Args:
+        source: of the model that the copy is made of.
+    """
+    origin: dict[str, Any] = {QUANTIZED_FROM_KEY: weights_digest(source.folder)}
+    of_source = source.content.get(ORIGIN_KEY)
+    if isinstance(of_source, dict) and GGUF_KEY in of_source:
+        origin[GGUF_KEY] = of_source[GGUF_KEY]
+    return origin
 
 
 def find_drafts_for(

@@ -69,11 +69,24 @@ class Reference(Settings):
         return self
 
 
+GGML_GROUP = 32
+"""Inputs of a weight that share a scale in GGML's types of 4 bits."""
+_IN_4_BITS = ("Q4_0", "Q4_1", "Q4_K", "IQ4_NL", "IQ4_XS")
+_FLOATS = ("F32", "F16", "BF16")
+
+
 class GGUFOrigin(Settings):
     """The GGUF files that a member's weights were read from."""
 
     files: dict[str, Sha256] = Field(min_length=1, description="file name -> sha256")
     types: dict[str, int] = Field(description="of its tensors, as GGML names them -> how many")
+
+    @property
+    def in_4_bits(self) -> bool:
+        """Whether most of its quantized tensors have codes of 4 bits; all such types have groups
+        of `GGML_GROUP` inputs."""
+        num = {name: num for name, num in self.types.items() if name not in _FLOATS}
+        return 2 * sum(num.get(name, 0) for name in _IN_4_BITS) > sum(num.values())
 
 
 class Member(Settings):
@@ -87,10 +100,22 @@ class Member(Settings):
     num_parameters: int = Field(ge=0, description="packed 4-bit weights count one each")
     num_bytes: int = Field(ge=0, description="of its weight files")
     files: dict[str, Sha256] = Field(min_length=1, description="file name -> sha256")
-    gguf: GGUFOrigin | None = Field(default=None, description="of weights that were read from GGUF")
+    group_size: int | None = Field(
+        default=None, description="of kind awq: inputs of a weight that share a scale"
+    )
+    gguf: GGUFOrigin | None = Field(
+        default=None, description="of weights that were read from GGUF, or are a copy of such"
+    )
     drafts_for: tuple[Name, ...] = Field(
         default=(), description="of a drafter: the verifying members that it can draft for"
     )
+
+    @property
+    def repeats_codes(self) -> bool:
+        """Whether it is a 4-bit copy that can hold the very codes of the file it was made of: in
+        groups that are not larger than those of the file, which has 4 bits too."""
+        is_as_fine = self.group_size is not None and self.group_size <= GGML_GROUP
+        return is_as_fine and self.gguf is not None and self.gguf.in_4_bits
 
     @model_validator(mode="after")
     def _kind_fits_role(self) -> "Member":

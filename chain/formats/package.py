@@ -182,6 +182,7 @@ def _member(
         num_parameters=num_parameters(headers),
         num_bytes=sum(path.stat().st_size for path in weight_files(part.folder)),
         files=_digests(part.folder, files[part.name]),
+        group_size=read_config(part.folder).group_size if part.kind == "awq" else None,
         gguf=_gguf_origin(part),
         drafts_for=drafts_for,
     )
@@ -190,8 +191,8 @@ def _member(
 
 
 def _gguf_origin(part: Part) -> GGUFOrigin | None:
-    """Of a model that is as it was read; 4-bit copies and heads have another origin."""
-    if part.kind != "decoder":
+    """Of a model that is as it was read, or of its 4-bit copy; heads have another origin."""
+    if is_head(part.kind):
         return None
     config = read_config(part.folder)
     origin = config.content.get(ORIGIN_KEY)

@@ -326,6 +326,8 @@ class Report(_Part):
         plan: the chain's, with `shown`, predicted_ and measured_seconds_per_token, explanation.
         target, adaptations, draft_vocabulary, memory, rounding, hardware: as `polybasic.deploy`
             makes them.
+        repeating: members of the plan that can repeat the 4-bit codes of the target's file, so
+            that what the chain gains makes no headline.
         notes: what a reader must know of the whole, a sentence each.
     """
 
@@ -351,6 +353,7 @@ class Report(_Part):
     target: dict[str, Any] | None
     adaptations: list[dict[str, Any]]
     draft_vocabulary: list[dict[str, Any]]
+    repeating: list[str] = []
     notes: list[str] = []
 
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)

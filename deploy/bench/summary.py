@@ -83,6 +83,11 @@ def report_of(bench: Bench) -> Report:
         target=answers_of_target(chain.manifest),
         adaptations=adaptations(chain.manifest),
         draft_vocabulary=draft_vocabularies(chain, [one.token_ids for one in bench.prompts]),
+        repeating=[
+            member.name
+            for member in chain.manifest.members
+            if member.repeats_codes and member.name in chain.plan.members
+        ],
         notes=[*gguf_notes(chain.manifest), *_about_the_plan(bench), *bench.systems.notes],
     )
 

@@ -12,7 +12,9 @@ import torch
 from polybasic.chain.console import Console
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.checkpoint import load_tensors
+from polybasic.chain.formats.config import read_config
 from polybasic.chain.kernels.product_times import multiplies_fast
+from polybasic.quantize.nearest import round_checkpoint
 from polybasic.recipes.cli.run import on_devices
 from polybasic.recipes.estimates import dry_run as estimates
 from polybasic.recipes.estimates.costs import StageEstimate
@@ -333,6 +335,41 @@ def test_missing_inputs_are_told_before_anything_runs(override, told, tmp_path, 
     with pytest.raises(UserError, match=told):
         estimate(STAGES, Workspace(load_recipe("tiny", [override]), tmp_path), None)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_no_copy_can_be_made_of_is_told_before_anything_runs(tmp_path: Path) -> None:
+    write_family(tmp_path / "model", "qwen2", intermediate_size=272)
+    recipe = load_recipe("tiny", [f"target.model={tmp_path / 'model'}"])
+    workspace = Workspace(recipe, tmp_path / "out")
+    told = r"linear does not divide into groups: mlp\.gate_proj\.weight \[272, 128\]"
+    with pytest.raises(UserError, match=told):
+        estimate(stages_of(recipe), workspace, None)
+    # a command that makes no copy does not ask
+    estimate(stages_of(recipe), workspace, ["data", "target", "draft"])
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_bytes_of_a_copy_are_those_of_its_groups(tmp_path: Path) -> None:
+    """SmolLM2-135M's widths, and the group sizes that can be asked for."""
+    write_family(
+        tmp_path / "model",
+        "llama2",
+        hidden_size=576,
+        intermediate_size=1536,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        num_hidden_layers=1,
+    )
+    model = f"target.model={tmp_path / 'model'}"
+
+    def num_bytes(*overrides: str) -> int:
+        return shape_of_target(load_recipe("tiny", [model, *overrides])).num_int4_bytes
+
+    round_checkpoint(tmp_path / "model", tmp_path / "int4")
+    assert read_config(tmp_path / "int4").group_size == 64
+    tensors = load_tensors(tmp_path / "int4")
+    assert num_bytes() == pytest.approx(sum(one.nbytes for one in tensors.values()), rel=0.01)
+    assert num_bytes() == num_bytes("quantize.group_size=64") < num_bytes("quantize.group_size=32")
 
 
 def test_a_missing_extra_is_named(monkeypatch) -> None:

@@ -14,6 +14,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from polybasic.chain.caching import CACHE_VARIABLE, cache_folder
 from polybasic.chain.errors import UserError
+from polybasic.chain.formats.awq import QuantizedWeight, dequantize
 from polybasic.chain.formats.chains import resolve_chain
 from polybasic.chain.formats.checkpoint import load_tensors
 from polybasic.chain.formats.config import read_config
@@ -22,6 +23,7 @@ from polybasic.chain.formats.gguf.importing import imported
 from polybasic.chain.formats.gguf.splits import SPLITS
 from polybasic.chain.formats.gguf.tensors import Type
 from polybasic.chain.formats.gguf.writing import write_gguf
+from polybasic.chain.formats.manifest import read_manifest
 from polybasic.chain.formats.models import resolve_model
 from polybasic.chain.formats.tokenizer import load_tokenizer
 from polybasic.deploy import load_chain
@@ -443,3 +445,34 @@ def test_two_files_make_three_models(tmp_path: Path) -> None:
     assert "another tokenizer than the target's" in refusal(*command, "--small", other)
     again = (*command[:1], chain.folder, *command[2:], "--small", small)
     assert "a chain has its members already" in refusal(*again)
+
+
+@pytest.mark.parametrize(("intermediate_size", "group_size"), [(288, 32), (192, 64)])
+def test_a_copy_in_groups_of_its_file_is_said_to_repeat_it(
+    intermediate_size: int, group_size: int, tmp_path: Path
+) -> None:
+    file = written(tmp_path / "model", dtype=torch.float32, matrices="Q4_1")
+    shape = {"num_hidden_layers": 2, "intermediate_size": intermediate_size}
+    small = written(tmp_path / "small", dtype=torch.float32, matrices="Q4_1", **shape)
+    folder = chain_beside(str(file), str(small))
+    member = read_manifest(folder).member("small")
+    assert member.group_size == group_size
+    assert member.gguf is not None
+    assert member.gguf.in_4_bits
+    assert member.repeats_codes == (group_size == 32)
+    card = (folder / "README.md").read_text()
+    assert (
+        f"small is a 4-bit copy of the weights of {small.name} (sha256 {sha256_of_file(small)}"
+        in card
+    )
+    assert ("whose codes it can repeat" in card) == (group_size == 32)
+    # the same codes: zeros are whole codes here, so that all of a block may move by as much
+    copied, read = load_tensors(folder / "small"), load_tensors(imported(small))
+    name = "model.layers.0.mlp.down_proj"
+    copy = QuantizedWeight.unpack(
+        *(copied[f"{name}.{part}"] for part in ("qweight", "qzeros", "scales"))
+    )
+    moved = (dequantize(copy) - read[f"{name}.weight"].float()).unflatten(1, (-1, 32))
+    steps = copy.scales.float().repeat_interleave(group_size // 32, dim=1)
+    is_repeated = moved.amax(2) - moved.amin(2) < 0.2 * steps
+    assert (is_repeated.float().mean() > 0.95) == (group_size == 32)

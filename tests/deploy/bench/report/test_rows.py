@@ -155,6 +155,15 @@ def test_the_first_sentences_say_what_was_gained() -> None:
     ]
 
 
+def test_a_copy_that_repeats_the_codes_of_its_file_makes_no_headline() -> None:
+    ours = example(systems=("target", "polybasic")).model_copy(update={"repeating": ["small"]})
+    [line] = headline_lines(ours)
+    assert line.startswith("No headline: `small` can repeat the 4-bit codes of the target's own")
+    assert headline_lines(ours.model_copy(update={"systems": {"target": ours.systems["target"]}}))[
+        0
+    ].startswith("`target` answers at")
+
+
 def test_a_target_that_transformers_computes_faster_is_said() -> None:
     slow = with_totals(example(), "target", over_hf=ratio(0.7, 0.1))
     said = headline_lines(slow)[-1]
