@@ -2,17 +2,14 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
-from huggingface_hub import save_torch_state_dict
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.checkpoint import checkpoint_files, copy_files, model_files
 from polybasic.chain.formats.config import read_config
-from polybasic.chain.formats.files import whole_folder, write_json
+from polybasic.chain.formats.files import whole_folder
 from polybasic.chain.formats.lineage import origin_of_copy
 from polybasic.chain.formats.origin import ORIGIN_KEY
 from polybasic.chain.formats.quantization import quantization_config
@@ -21,8 +18,7 @@ from polybasic.quantize.limits import check_quantizable
 from polybasic.quantize.models import load_target
 from polybasic.quantize.search import search_and_round
 from polybasic.quantize.settings import QuantizeSettings
-
-_SHARD_SIZE = "5GB"
+from polybasic.quantize.writing import write_checkpoint
 
 
 def quantize_target(
@@ -69,23 +65,6 @@ def quantize_target(
     }
     with whole_folder(out) as folder:
         write_checkpoint(_stored_tensors(model, target), quantized, target, folder)
-
-
-def write_checkpoint(
-    tensors: dict[str, Tensor], config: dict[str, Any], source: Path, folder: Path
-) -> None:
-    """Write a checkpoint's weights (in shards where they are large) and its config.
-
-    Args:
-        tensors: by name.
-        config: the content of config.json.
-        source: checkpoint folder from which tokenizer, generation config and licences are copied.
-        folder: to write.
-    """
-    save_torch_state_dict(tensors, folder, max_shard_size=_SHARD_SIZE)
-    write_json(folder / "config.json", config)
-    copied = {*checkpoint_files(source)} - {*model_files(source)} | {"generation_config.json"}
-    copy_files(source, folder, [name for name in copied if (source / name).is_file()])
 
 
 def check_token_ids(rows: Sequence[Sequence[int]], vocab_size: int, target: Path) -> None:

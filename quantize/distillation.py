@@ -25,13 +25,14 @@ from polybasic.chain.formats.lineage import QUANTIZED_FROM_KEY, weights_digest
 from polybasic.chain.formats.origin import ORIGIN_KEY, recorded
 from polybasic.chain.model.dequantized import packed_weight
 from polybasic.chain.progress import ProgressReport
-from polybasic.quantize.awq import check_token_ids, write_checkpoint
+from polybasic.quantize.awq import check_token_ids
 from polybasic.quantize.models import load_dequantized, load_target
 from polybasic.quantize.quality import compare_models
 from polybasic.quantize.rounding import RoundedLinear, adapt_linears
 from polybasic.quantize.settings import DistillSettings
 from polybasic.quantize.shared_cache import shared_cache
 from polybasic.quantize.unrounded import unrounded_weights
+from polybasic.quantize.writing import write_checkpoint
 
 
 def distill_intermediate(

@@ -13,8 +13,8 @@ from polybasic.chain.formats.names import layer_linears
 from polybasic.chain.formats.origin import ORIGIN_KEY
 from polybasic.chain.formats.quantization import quantization_config
 from polybasic.chain.progress import tracked
-from polybasic.quantize.awq import write_checkpoint
 from polybasic.quantize.limits import group_size_of
+from polybasic.quantize.writing import write_checkpoint
 
 
 def round_checkpoint(source: Path, out: Path) -> None:

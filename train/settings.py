@@ -144,13 +144,15 @@ class ScratchSettings(ScratchModelSettings):
 class HeadSettings(TrainingSettings):
     """A draft head. Objective and defaults are those of EAGLE-2's own training code."""
 
-    kind: Literal["eagle2", "eagle3", "block", "medusa", "hydra", "early_exit", "steering"] = Field(
+    kind: Literal[
+        "eagle2", "eagle3", "block", "medusa", "hydra", "early_exit", "steering", "none"
+    ] = Field(
         "eagle2",
         description="eagle2 continues the verifier's last states; eagle3 fuses those of three "
         "layers and has an output projection of its own; block gives all positions of a draft in "
         "one pass; medusa has a small head for each position, hydra such heads that read the "
         "tokens before theirs; early_exit drafts with the model's own first layers; steering "
-        "biases those of the smaller model that drafts",
+        "biases those of the smaller model that drafts; none: there is no head, n-grams draft",
     )
     features_from: Literal["target", "intermediate"] = Field(
         "target", description="whose states and distribution the head learns; both verify it"
@@ -309,6 +311,8 @@ class HeadSettings(TrainingSettings):
 
     @model_validator(mode="after")
     def _kind_has_these_settings(self) -> "HeadSettings":
+        if self.kind == "none":
+            return self
         if self.kind not in ("eagle2", "block") and self.feature_loss_weight:
             raise ValueError(
                 f"a head of kind {self.kind} has no feature loss: set feature_loss_weight to 0, "

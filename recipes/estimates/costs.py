@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from polybasic.quantize.settings import QuantizeSettings
 from polybasic.recipes.estimates.hardware_profiles import Hardware
 from polybasic.recipes.estimates.memory import (
     ADAM_BYTES,
@@ -206,6 +207,12 @@ def _regenerated(case: Case) -> _Costs:
 
 def _quantized(case: Case, shape: Shape) -> _Costs:
     quantize, hardware = case.recipe.quantize, case.hardware
+    if quantize is None:
+        # rounded in seconds, and compared with the model in float32, side by side
+        compared = 4 * shape.num_parameters * QuantizeSettings().num_quality_tokens
+        seconds = _reading_seconds(4 * shape.num_bytes) + compared / hardware.float32_flops
+        memory = 2 * 4.0 * shape.num_parameters
+        return shape.num_parameters, memory, float(shape.num_int4_bytes), 5 + seconds
     tokens = quantize.num_calibration_samples * quantize.calibration_tokens
     passes = 2 * shape.num_parameters
     search = passes * (tokens * _SEARCH_PASSES + 2 * quantize.num_quality_tokens)

@@ -11,7 +11,7 @@ from polybasic.chain.formats.config import read_config
 from polybasic.chain.formats.files import existing, free_bytes, lies_anywhere, partial_path
 from polybasic.chain.tables import Table, print_table
 from polybasic.deploy.prompts import read_questions
-from polybasic.quantize.limits import check_quantizable
+from polybasic.quantize.limits import check_quantizable, group_size_of
 from polybasic.recipes.estimates.costs import StageEstimate, estimate_stage
 from polybasic.recipes.estimates.hardware_profiles import CPU, Hardware
 from polybasic.recipes.estimates.memory import Case, Shapes, check_divides
@@ -144,7 +144,11 @@ def _check_copies(recipe: Recipe, wanted: Set[str]) -> None:
         models.append(("small", "small.model", recipe.small.model))
     for stage, key, model in models:
         if stage in wanted and model != "scratch":
-            check_quantizable(read_config(config_folder(model, key)), recipe.quantize)
+            config = read_config(config_folder(model, key))
+            if recipe.quantize is None:
+                group_size_of(config)
+            else:
+                check_quantizable(config, recipe.quantize)
 
 
 def _copies_target(recipe: Recipe, out: Path) -> bool:
@@ -225,8 +229,8 @@ def _peft(recipe: Recipe, stage: str) -> tuple[str, ...]:
     uses_lora = {
         "target": recipe.target.adapter is not None,
         "draft": recipe.draft.adapt == "lora",
-        "intermediate": recipe.quantize.distill is not None,
-        "small": recipe.quantize.distill is not None,
+        "intermediate": recipe.distills,
+        "small": recipe.distills,
     }
     return ("peft",) if uses_lora.get(stage) else ()
 

@@ -89,7 +89,7 @@ def is_on_host(name: str, recipe: Recipe) -> bool:
         case "target":
             return recipe.target.model != "scratch"
         case "intermediate" | "small":
-            return recipe.quantize.distill is None
+            return not recipe.distills
         case "draft":
             return recipe.draft.model != "train" and recipe.draft.adapt == "none"
     return name in ("data", "chain", "grown")
@@ -128,7 +128,8 @@ def running_bytes(case: Case, num_ranks: int) -> float:
 def _divided(case: Case) -> list[tuple[Shape, bool]]:
     """The verifying models, which tensor parallelism divides, and whether each is in 4 bits."""
     small, shape = case.recipe.small, case.shapes.small
-    models = [(case.measured, False), (case.measured, True)]
+    models = [(case.measured, False)]
+    models += [(case.measured, True)] if case.recipe.quantize else []
     if small is not None and shape is not None and small.role == "intermediate":
         models.append((shape, small.quantize))
     return models
@@ -142,9 +143,10 @@ def packed_bytes(case: Case, target: Shape) -> int:
     """Of all members but the target, whose shape decides on those that are made of it."""
     recipe, shapes = case.recipe, case.shapes
     train = recipe.train
-    total = target.num_int4_bytes + count_of_head(target, train).num_bytes
+    total = target.num_int4_bytes if recipe.quantize else 0
+    total += count_of_head(target, train).num_bytes
     if recipe.small is not None and shapes.small is not None:
-        is_int4, has_head = recipe.small.quantize, recipe.small.has_head
+        is_int4, has_head = recipe.small.quantize, recipe.small_has_head
         total += shapes.small.num_int4_bytes if is_int4 else shapes.small.num_bytes
         total += count_of_head(shapes.small, train).num_bytes if has_head else 0
     return total

@@ -138,6 +138,8 @@ def count_of_head(shape: Shape, train: HeadSettings) -> HeadCount:
     """Sizes of the head that is trained for a model of `shape`."""
     num_projected = (train.draft_vocab_size or shape.vocab_size) * shape.hidden_size
     num, num_states, copied = shape.num_draft_parameters, 1, shape.num_embedding_parameters
+    if train.kind == "none":
+        return HeadCount(0, 0, 0, 0, 0)
     if train.kind == "eagle3":
         num += shape.num_layer_inputs_parameters + num_projected
         num_states = 4
@@ -174,9 +176,9 @@ def shape_of_target(recipe: Recipe) -> Shape:
     """
     scratch = recipe.target.scratch
     if recipe.target.model == "scratch":
-        return _shape_of_scratch(scratch, scratch.vocab_size, recipe.quantize.group_size)
+        return _shape_of_scratch(scratch, scratch.vocab_size, recipe.group_size)
     folder = config_folder(recipe.target.model, "target.model")
-    return _shape_of_config(folder, recipe.quantize.group_size)
+    return _shape_of_config(folder, recipe.group_size)
 
 
 def shape_of_small(recipe: Recipe, target: Shape) -> Shape | None:
@@ -185,9 +187,9 @@ def shape_of_small(recipe: Recipe, target: Shape) -> Shape | None:
         return None
     if recipe.small.model == "scratch":
         scratch = recipe.small.scratch
-        return _shape_of_scratch(scratch, target.vocab_size, recipe.quantize.group_size)
+        return _shape_of_scratch(scratch, target.vocab_size, recipe.group_size)
     folder = config_folder(recipe.small.model, "small.model")
-    return _shape_of_config(folder, recipe.quantize.group_size)
+    return _shape_of_config(folder, recipe.group_size)
 
 
 def shape_of_grown(recipe: Recipe, target: Shape) -> Shape | None:

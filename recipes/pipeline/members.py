@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from polybasic.chain.formats.bare import ALONE
 from polybasic.chain.formats.checkpoint import resolve_head
 from polybasic.chain.formats.config import read_config
 from polybasic.chain.formats.manifest import Kind
@@ -12,17 +13,19 @@ from polybasic.recipes.pipeline.running import Workspace
 from polybasic.recipes.pipeline.sources import checkpoint_of
 from polybasic.recipes.schema.recipe import Recipe
 
-DEFAULT_MEMBERS = (TARGET_NAME, "intermediate", "draft")
-"""What runs until a plan is measured: all that is made of the target alone, as far as the drafter
-drafts for the intermediate."""
+COPY_NAME, DRAFT_NAME = "intermediate", "draft"
+"""Members that are made of the target: with it, all that runs until a plan is measured, as far as
+the drafter drafts for the intermediate. Without a head n-grams draft for all that verify."""
 
 
 def model_stages(recipe: Recipe) -> tuple[str, ...]:
     """Names of the stages whose results go into the chain."""
-    stages = ["target", "draft", "intermediate"]
+    stages = ["target"]
+    stages += ["draft"] if recipe.has_head else []
+    stages += ["intermediate"] if recipe.quantize else []
     if recipe.small is not None:
         stages.append("small" if recipe.small.quantize else "small_target")
-        stages += ["small_draft"] if recipe.small.has_head else []
+        stages += ["small_draft"] if recipe.small_has_head else []
     return tuple(stages)
 
 
@@ -33,15 +36,19 @@ def last_chain(recipe: Recipe) -> str:
 
 def parts_of(workspace: Workspace) -> list[Part]:
     """The members beside the target, in order; the stages that made them must be whole."""
-    small = workspace.recipe.small
-    intermediates = [Part("intermediate", "intermediate", "awq", workspace.folder("intermediate"))]
-    drafters = [_head_part("draft", workspace)]
+    recipe, small = workspace.recipe, workspace.recipe.small
+    intermediates, drafters = [], []
+    if recipe.quantize:
+        folder = workspace.folder("intermediate")
+        intermediates.append(Part("intermediate", "intermediate", "awq", folder))
+    if recipe.has_head:
+        drafters.append(_head_part("draft", workspace))
     if small is not None:
         part = _small_part(workspace)
         (intermediates if small.role == "intermediate" else drafters).append(part)
-        if small.has_head:
+        if recipe.small_has_head:
             drafters.append(_head_part("small_draft", workspace))
-    for name, source in workspace.recipe.package.heads.items():
+    for name, source in recipe.package.heads.items():
         folder = resolve_head(source)
         drafters.append(Part(name, "drafter", read_config(folder).head.kind, folder))
     return intermediates + drafters
@@ -59,13 +66,13 @@ def packed_plan(
         drafts_for_target_alone: of the drafter that is made of the target.
     """
     verifying = [TARGET_NAME, *(part.name for part in parts if part.role != "drafter")]
-    flush = Flush(length=settings.flush_length)
-    return Plan(
-        members=(TARGET_NAME, "draft") if drafts_for_target_alone else DEFAULT_MEMBERS,
-        tree=settings.tree,
-        flush=dict.fromkeys(verifying[:-1], flush),
-        rule=settings.packed_rule,
-    )
+    flush = dict.fromkeys(verifying[:-1], Flush(length=settings.flush_length))
+    changes = {"flush": flush, "rule": settings.packed_rule}
+    names = {part.name for part in parts}
+    if DRAFT_NAME not in names:
+        return ALONE.model_copy(update={"members": tuple(verifying), **changes})
+    above = () if drafts_for_target_alone or COPY_NAME not in names else (COPY_NAME,)
+    return Plan(members=(TARGET_NAME, *above, DRAFT_NAME), tree=settings.tree, **changes)
 
 
 def _head_part(stage: str, workspace: Workspace) -> Part:

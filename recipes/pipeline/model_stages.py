@@ -13,6 +13,7 @@ from polybasic.chain.formats.files import write_json
 from polybasic.chain.formats.quantization import BITS
 from polybasic.chain.processes.coordinator import broadcast_from_first
 from polybasic.quantize.limits import group_size_of
+from polybasic.quantize.settings import QuantizeSettings
 from polybasic.recipes.pipeline.conversation_rows import (
     conversation_stages,
     encoded_rows,
@@ -36,6 +37,7 @@ _IMPORTED_NAME = "imported"
 _FEATURES_NAME = "features"
 _STEERED = "small_target"
 """The stage that gives the model which a steering biases."""
+_NEAREST = {"rounding": "nearest"}
 _HEAD_PROGRESS = ("checkpoints/*", "training.json")
 
 
@@ -139,23 +141,32 @@ def _train(workspace: Workspace, source: str, out: Path, **given: Any) -> dict[s
 
 
 def quantized_stage(recipe: Recipe, name: str, source: str) -> Stage:
-    """Make the 4-bit copy of the model that stage `source` gave."""
+    """Make the 4-bit copy of the model that stage `source` gave: by AWQ, or without a section
+    `quantize` by rounding to the nearest."""
 
     def inputs(workspace: Workspace) -> dict[str, Any]:
         settings = workspace.recipe.quantize
         model = read_config(checkpoint_of(workspace, source))
-        made = {"bits": BITS, "group_size": group_size_of(model, settings.group_size)}
-        return {
-            "quantize": {**settings.model_dump(mode="json"), **made},
-            **learned_from(workspace, source),
-        }
+        made = {"bits": BITS, "group_size": group_size_of(model, recipe.group_size)}
+        chosen = _NEAREST if settings is None else settings.model_dump(mode="json")
+        return {"quantize": {**chosen, **made}, **learned_from(workspace, source)}
 
     def run(workspace: Workspace, folder: Path) -> dict[str, Any]:
-        from polybasic.quantize.awq import quantize_target
         from polybasic.quantize.quality import measure_quality
 
         model, settings = checkpoint_of(workspace, source), workspace.recipe.quantize
         training, heldout = encoded_rows(workspace)
+        if settings is None:
+            from polybasic.quantize.nearest import round_checkpoint
+
+            round_checkpoint(model, folder)
+            quality: dict[str, Any] = measure_quality(
+                model, folder, heldout, QuantizeSettings().num_quality_tokens
+            )
+            write_json(folder / QUALITY_NAME, quality)
+            return quality
+        from polybasic.quantize.awq import quantize_target
+
         quantize_target(model, training, settings, workspace.recipe.seed, folder)
         gained = {}
         if settings.distill is not None:
@@ -173,9 +184,7 @@ def quantized_stage(recipe: Recipe, name: str, source: str) -> Stage:
                 # the smaller model's copy has another cache than the member above it
                 shares_cache=source == "target",
             )
-        quality: dict[str, Any] = measure_quality(
-            model, folder, heldout, settings.num_quality_tokens
-        )
+        quality = measure_quality(model, folder, heldout, settings.num_quality_tokens)
         quality |= {f"distillation_{key}": value for key, value in gained.items()}
         write_json(folder / QUALITY_NAME, quality)
         return quality

@@ -46,18 +46,21 @@ PLAN_NAME = "plan.json"
 
 def stages_of(recipe: Recipe) -> tuple[Stage, ...]:
     """The stages of a recipe in order; those of the smaller model only where it has one."""
-    draft = head_stage(recipe, "draft", source="target", copy="intermediate")
-    intermediate = quantized_stage(recipe, "intermediate", source="target")
     stages = [DATA, TARGET]
     stages += [REGENERATED_STAGE] if recipe.data.regenerate is not None else []
-    if SMALL_TARGET.name in draft.needs:
-        stages.append(SMALL_TARGET)
-    stages += [intermediate, draft] if intermediate.name in draft.needs else [draft, intermediate]
+    copies = [quantized_stage(recipe, "intermediate", source="target")] if recipe.quantize else []
+    heads = []
+    if recipe.has_head:
+        draft = head_stage(recipe, "draft", source="target", copy="intermediate")
+        stages += [SMALL_TARGET] if SMALL_TARGET.name in draft.needs else []
+        heads.append(draft)
+    learns_from_copy = any(copy.name in head.needs for copy in copies for head in heads)
+    stages += [*copies, *heads] if learns_from_copy else [*heads, *copies]
     if recipe.small is not None:
         stages += [] if SMALL_TARGET in stages else [SMALL_TARGET]
         if recipe.small.quantize:
             stages.append(quantized_stage(recipe, "small", source="small_target"))
-        if recipe.small.has_head:
+        if recipe.small_has_head:
             stages.append(head_stage(recipe, "small_draft", source="small_target", copy="small"))
     stages.append(Stage("chain", model_stages(recipe), _chain_inputs, _run_chain, _identify_chain))
     stages += [GROWN] if recipe.grow.shape is not None else []

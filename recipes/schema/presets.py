@@ -44,6 +44,8 @@ def preset_overrides(name_or_path: str, preset: str) -> list[str]:
     recipe: Any = load_recipe(name_or_path)
     overrides = []
     for key, shares in _SHARES.items():
+        if key.startswith("quantize.") and recipe.quantize is None:
+            continue
         value: float = reduce(getattr, key.split("."), recipe)
         share = shares[0] if preset == "quick" else shares[1]
         overrides.append(f"{key}={math.ceil(share * value)}")

@@ -8,7 +8,7 @@ from polybasic.chain.errors import UserError
 from polybasic.chain.formats.plan import Name
 from polybasic.chain.settings import Seed, Settings, Size
 from polybasic.deploy.settings import TASKS, BenchSettings, PlanSettings
-from polybasic.quantize.settings import QuantizeSettings
+from polybasic.quantize.settings import GroupSize, QuantizeSettings
 from polybasic.train.settings import (
     DataSettings,
     DraftSettings,
@@ -151,8 +151,10 @@ class Recipe(Settings):
         DraftSettings(), description="where the target's draft head comes from"
     )
     train: HeadSettings = Field(HeadSettings(), description="training of draft heads")
-    quantize: QuantizeSettings = Field(
-        QuantizeSettings(), description="the 4-bit intermediate, made from the target"
+    quantize: QuantizeSettings | None = Field(
+        QuantizeSettings(),
+        description="the 4-bit intermediate, made from the target; null: none, and a smaller model "
+        "is rounded to the nearest",
     )
     package: PackageSettings = Field(PackageSettings(), description="the chain folder")
     grow: GrowSettings = Field(
@@ -181,6 +183,18 @@ class Recipe(Settings):
                 f"grow.shape = {self.grow.shape}, train.kind = {self.train.kind}",
                 "set train.kind to eagle2 or block, or grow.shape=null",
             )
+        if not self.has_head and self.draft.model != "train":
+            raise UserError(
+                "a ready head for a chain without heads",
+                f"draft.model = {self.draft.model}, train.kind = none",
+                "set draft.model=train, or train.kind to another kind",
+            )
+        if self.has_head and self.quantize is None and self.train.features_from == "intermediate":
+            raise UserError(
+                "no 4-bit copy of the target to take features from",
+                "train.features_from = intermediate, quantize = null",
+                "set one of them to its other value",
+            )
         if self.train.kind == "steering" and (
             self.small is None or self.small.role != "drafter" or self.small.quantize
         ):
@@ -202,7 +216,7 @@ class Recipe(Settings):
             )
         if (
             self.small is not None
-            and self.small.has_head
+            and self.small_has_head
             and not self.small.quantize
             and self.train.features_from == "intermediate"
         ):
@@ -231,6 +245,26 @@ class Recipe(Settings):
                 "raise the first or lower plan.num_prompts_per_task",
             )
         return self
+
+    @property
+    def group_size(self) -> GroupSize:
+        """Of 4-bit copies."""
+        return "auto" if self.quantize is None else self.quantize.group_size
+
+    @property
+    def distills(self) -> bool:
+        """Whether 4-bit copies are brought closer to their models."""
+        return self.quantize is not None and self.quantize.distill is not None
+
+    @property
+    def has_head(self) -> bool:
+        """Whether the chain gets a draft head of the target."""
+        return self.train.kind != "none"
+
+    @property
+    def small_has_head(self) -> bool:
+        """Whether a draft head is trained for the smaller model."""
+        return self.has_head and self.small is not None and self.small.has_head
 
     @property
     def trains_exit_of_target(self) -> bool:

@@ -14,6 +14,7 @@ from polybasic.recipes.pipeline.running import Stage, Workspace, run_stages
 from polybasic.recipes.pipeline.stages import stages_of
 from polybasic.recipes.schema.recipe import Recipe
 from polybasic.train.settings import LoraSettings
+from tests.recipes.published_configs import write_config
 
 Calls = list[tuple[str, dict[str, Any]]]
 
@@ -203,7 +204,12 @@ def test_inputs_are_what_the_result_depends_on(head: Path, tmp_path: Path) -> No
     assert inputs(draft=ready) != before
 
 
-def test_a_smaller_models_stages_depend_on_the_chains_tokenizer(tmp_path: Path) -> None:
+def test_a_smaller_models_stages_depend_on_the_chains_tokenizer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_config(tmp_path, "Qwen/Qwen3-8B")
+    module = "polybasic.recipes.pipeline.model_stages"
+    monkeypatch.setattr(f"{module}.checkpoint_of", lambda workspace, stage: folder)
     workspace = workspace_of(tmp_path, small={"model": "org/small"})
 
     class Retokenized(Whole):

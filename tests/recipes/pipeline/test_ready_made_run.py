@@ -171,3 +171,33 @@ def test_adapter_template_ready_head_and_distillation_make_a_chain(tmp_path: Pat
     calibration = (out / "data" / "plan_prompts.jsonl").read_text().splitlines()
     assert {json.loads(line)["category"] for line in calibration} == {"heldout"}
     assert len(calibration) >= 12
+
+
+def test_two_models_make_a_chain_without_training(tmp_path: Path) -> None:
+    """As `--small` does, planned and measured on the user's prompts."""
+    shape = {"hidden_size": 192, "num_attention_heads": 6, "num_key_value_heads": 3}
+    write_family(tmp_path / "target", "qwen2")
+    write_family(tmp_path / "small", "qwen2", num_hidden_layers=2, **shape)
+    write_conversations(tmp_path / "sharegpt.json")
+    (tmp_path / "recipe.yaml").write_text(RECIPE, "utf-8")
+    overrides = [
+        f"target.model={tmp_path / 'target'}",
+        f"small={{model: {tmp_path / 'small'}}}",
+        "train.kind=none",
+        "quantize=null",
+        f"data.conversations={tmp_path / 'sharegpt.json'}",
+        "bench.prompts=heldout",
+        "data.num_heldout=24",
+    ]
+    recipe = load_recipe(str(tmp_path / "recipe.yaml"), overrides)
+    run_recipe(recipe, tmp_path / "out", "polybasic run")
+    manifest = read_manifest(tmp_path / "out" / "chain")
+    assert [member.kind for member in manifest.members] == ["decoder", "awq"]
+    assert manifest.members[1].group_size == 64
+    assert manifest.training == {}
+    assert 0 < manifest.quality["small"]["top1_agreement"] <= 1
+    assert manifest.plan.ngram is not None
+    assert manifest.plans, "it is planned"
+    report = json.loads((tmp_path / "out" / "chain" / "report" / "report.json").read_text())
+    agreement = report["systems"]["polybasic_full"]["agreement"]
+    assert agreement["identical"] + agreement["near_ties"] == agreement["answers"] > 0

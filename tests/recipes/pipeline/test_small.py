@@ -10,11 +10,13 @@ import pytest
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.package import Part
 from polybasic.chain.formats.plan import Flush
+from polybasic.recipes.estimates.dry_run import estimate
 from polybasic.recipes.pipeline.members import packed_plan, parts_of
 from polybasic.recipes.pipeline.running import Workspace, closure
 from polybasic.recipes.pipeline.small import check_small
 from polybasic.recipes.pipeline.stages import stages_of
 from polybasic.recipes.schema.loading import load_recipe
+from polybasic.recipes.schema.presets import preset_overrides
 from polybasic.recipes.schema.recipe import SmallSettings
 
 WITHOUT = ["data", "target", "draft", "intermediate", "chain", "plan", "report"]
@@ -38,6 +40,47 @@ def test_stages_are_those_of_the_recipe(overrides: list[str], added: list[str]) 
     made = "small" if "small" in added else "small_target"
     assert ("small_draft" in chain.needs) == ("small_draft" in added)
     assert made in chain.needs
+
+
+@pytest.mark.parametrize(
+    ("recipe", "overrides", "made"),
+    [
+        ("tiny", ["train.kind=none"], ["intermediate"]),
+        ("tiny", ["quantize=null"], ["draft"]),
+        ("tiny", ["train.kind=none", "quantize=null"], []),
+        ("tiny-four", ["train.kind=none", "quantize=null"], ["small_target", "small"]),
+        (
+            "tiny-four",
+            ["train.kind=none", "quantize=null", "small.quantize=false"],
+            ["small_target"],
+        ),
+    ],
+)
+def test_a_chain_needs_neither_head_nor_copy(
+    recipe: str, overrides: list[str], made: list[str]
+) -> None:
+    stages = stages_of(load_recipe(recipe, overrides))
+    assert [stage.name for stage in stages] == ["data", "target", *made, "chain", "plan", "report"]
+    chain = next(stage for stage in stages if stage.name == "chain")
+    assert set(made) - {"small_target"} <= set(chain.needs) <= {"target", *made}
+    # settings of what is made of nothing are kept, presets do not ask for them
+    assert preset_overrides(recipe, "quick")
+    shown = {stage.name for stage in stages}
+    rows = estimate(stages, Workspace(load_recipe(recipe, overrides), Path("runs/none")), None)
+    assert {row.name for row in rows} == shown
+
+
+def test_without_a_head_n_grams_draft_for_all_that_verify(tmp_path: Path) -> None:
+    overrides = ["train.kind=none", "quantize=null"]
+    for recipe, members in (("tiny", ()), ("tiny-four", ("small",))):
+        made = load_recipe(recipe, overrides)
+        plan = packed_plan(made.plan, parts_of(Workspace(made, tmp_path)))
+        assert plan.members == ("target", *members)
+        assert plan.ngram is not None
+        assert list(plan.flush) == ["target"][: len(members)]
+    copied = load_recipe("tiny", ["train.kind=none"])
+    plan = packed_plan(copied.plan, parts_of(Workspace(copied, tmp_path)))
+    assert plan.members == ("target", "intermediate")
 
 
 def test_commands_take_the_smaller_models_stages_with_them() -> None:

@@ -85,6 +85,14 @@ def test_schema_is_json_and_describes_sections() -> None:
             "no model to steer: train.kind = steering without a smaller model that drafts",
         ),
         (
+            {"quantize": None, "train": {"features_from": "intermediate"}},
+            "no 4-bit copy of the target to take features from",
+        ),
+        (
+            {"target": {"model": "m"}, "draft": {"model": "a/b"}, "train": {"kind": "none"}},
+            "a ready head for a chain without heads: draft.model = a/b, train.kind = none",
+        ),
+        (
             {"plan": {"prompts": "heldout", "num_prompts_per_task": 9}},
             r"too few held-out .*: data.num_heldout = 48, 54 prompts \(6 x plan",
         ),
