@@ -32,10 +32,7 @@ def quantization_config(group_size: int = GROUP_SIZE) -> dict[str, Any]:
 def largest_group_size(in_sizes: Iterable[int]) -> int | None:
     """The largest of `GROUP_SIZES` that divides all these numbers of inputs; None if none does."""
     sizes = list(in_sizes)
-    return next(
-        (group for group in GROUP_SIZES if not any(size % group for size in sizes)),
-        None,
-    )
+    return next((group for group in GROUP_SIZES if not any(size % group for size in sizes)), None)
 
 
 def read_quantization_config(config: dict[str, Any], where: str | Path) -> int:

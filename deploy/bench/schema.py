@@ -326,8 +326,8 @@ class Report(_Part):
         plan: the chain's, with `shown`, predicted_ and measured_seconds_per_token, explanation.
         target, adaptations, draft_vocabulary, memory, rounding, hardware: as `polybasic.deploy`
             makes them.
-        repeating: members of the plan that can repeat the 4-bit codes of the target's file, so
-            that what the chain gains makes no headline.
+        repeating: members of the plan that are copies of the target and can repeat the 4-bit
+            codes of its file, so that what the chain gains makes no headline.
         notes: what a reader must know of the whole, a sentence each.
     """
 

@@ -86,7 +86,9 @@ def report_of(bench: Bench) -> Report:
         repeating=[
             member.name
             for member in chain.manifest.members
-            if member.repeats_codes and member.name in chain.plan.members
+            if member.repeats_codes
+            and member.gguf == chain.manifest.members[0].gguf
+            and member.name in chain.plan.members
         ],
         notes=[*gguf_notes(chain.manifest), *_about_the_plan(bench), *bench.systems.notes],
     )

@@ -165,6 +165,7 @@ def _run_until(given: _Given, stages: Sequence[str], next_command: str) -> None:
 def _run(given: _Given, only: Sequence[str] | None) -> "Workspace | None":
     """Run those stages of `only` that the recipe has; None after a dry run."""
     from polybasic.recipes.pipeline.run import run_recipe
+    from polybasic.recipes.pipeline.stages import stages_of
     from polybasic.recipes.schema.loading import load_recipe
     from polybasic.recipes.schema.presets import preset_overrides
 
@@ -182,6 +183,12 @@ def _run(given: _Given, only: Sequence[str] | None) -> "Workspace | None":
             sections.append("data.regenerate")
         overrides += [f"{section}.graphs=false" for section in sections]
         recipe = load_recipe(given.recipe, overrides)
+    if only is not None and not {stage.name for stage in stages_of(recipe)} & {*only}:
+        raise UserError(
+            "nothing to make",
+            f"recipe {recipe.name} has no stage {' or '.join(only)}",
+            "set train.kind, quantize or small in it, or `polybasic run` it as it is",
+        )
     out = given.out or Path("runs") / recipe.name
     if given.dry_run:
         _print_estimate(recipe, out, given.hardware, only)

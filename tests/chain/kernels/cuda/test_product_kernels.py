@@ -293,7 +293,7 @@ def test_weights_are_unpacked_without_spills() -> None:
 
 GROUPS = [
     (group_size, rows)
-    for group_size, shapes in ((128, PACKED_SHAPES), (64, PACKED_SHAPES), (ABSENT, DENSE_SHAPES))
+    for group_size, shapes in ((128, PACKED_SHAPES), (32, PACKED_SHAPES), (ABSENT, DENSE_SHAPES))
     for rows in shapes
 ]
 
