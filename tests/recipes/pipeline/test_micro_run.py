@@ -11,7 +11,7 @@ import pytest
 from polybasic.chain.formats.manifest import read_manifest
 from polybasic.chain.formats.verify import check_chain
 from polybasic.deploy import load_chain
-from polybasic.quantize import awq
+from polybasic.quantize import writing
 from polybasic.recipes.cli import main as cli
 from polybasic.train import scratch
 from tests import forked
@@ -55,7 +55,7 @@ def package_until_killed(recipe: Path, out: Path, stage: str) -> None:
         scratch._Run._take_step = step_or_die  # type: ignore[method-assign]
     else:
         # after its weights, before its tokenizer
-        awq.copy_files = forked.kill_this_process
+        writing.copy_files = forked.kill_this_process
     cli.main(["package", str(recipe), "--out", str(out)])
 
 
