@@ -13,9 +13,8 @@ from math import prod
 
 from polybasic.chain.formats.decoder_config import DecoderConfig
 from polybasic.chain.formats.manifest import Kind
-from polybasic.chain.formats.names import Shape, layer_linears, layer_norms, required_biases
-from polybasic.chain.formats.quantization import GROUP_SIZE, largest_group_size
-from polybasic.chain.kernels.backend import DRAFT_GROUP_SIZE
+from polybasic.chain.formats.names import Shape, layer_norms, linear_shapes, required_biases
+from polybasic.chain.formats.quantization import DRAFT_GROUP_SIZE, GROUP_SIZE, largest_group_size
 from polybasic.chain.kernels.rows import seen_from
 from polybasic.chain.kernels.selection import backend_for
 from polybasic.deploy import Chain
@@ -121,9 +120,7 @@ def head_draft(
     width = config.hidden_size
     # of one weight, its share of a group's scale and zero included
     weight_bytes = 0.5 + ROUNDED_GROUP_BYTES / DRAFT_GROUP_SIZE if is_rounded else itemsize
-    linears = sum(
-        prod(shape) for group in layer_linears(config, kind).values() for shape in group.values()
-    )
+    linears = sum(prod(shape) for shape in linear_shapes(config, kind).values())
     norms = layer_bytes(config, kind, itemsize) - linears * itemsize
     fused = width * weight_bytes * (3 * width if kind == "eagle3" else 2 * width * depth)
     return Moved(
@@ -136,11 +133,7 @@ def head_draft(
 
 def layer_bytes(config: DecoderConfig, kind: Kind, itemsize: int) -> int:
     """Weights of one layer: linears with the biases that the config asks for, and norms."""
-    linears = {
-        name: shape
-        for group in layer_linears(config, kind).values()
-        for name, shape in group.items()
-    }
+    linears = linear_shapes(config, kind)
     # the groups that a copy gets where none are asked for
     group_size = largest_group_size(in_size for _, in_size in linears.values()) or GROUP_SIZE
     num_bytes = sum(linear_bytes(shape, kind, itemsize, group_size) for shape in linears.values())

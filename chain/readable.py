@@ -1,5 +1,6 @@
-"""Numbers and values for people."""
+"""Numbers, values and choices for people."""
 
+from collections.abc import Iterable
 from typing import Any
 
 
@@ -11,6 +12,12 @@ def readable_bytes(num_bytes: int) -> str:
 def readable_count(count: int) -> str:
     """12_345_678 -> "12.3M"."""
     return _scaled(count, ("", "k", "M", "B", "T"), "")
+
+
+def alternatives(choices: Iterable[object]) -> str:
+    """Choices for people: "1, 2 or 4"."""
+    *others, last = map(str, choices)
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def counted(num: int, what: str) -> str:

@@ -16,7 +16,7 @@ from polybasic.chain.formats.lineage import find_steered
 from polybasic.chain.formats.manifest import Kind
 from polybasic.chain.formats.names import DRAFT_TABLES
 from polybasic.chain.formats.plan import MAX_TREE_ROWS
-from polybasic.chain.formats.quantization import GROUP_SIZE
+from polybasic.chain.formats.quantization import DRAFT_GROUP_SIZE, GROUP_SIZE
 from polybasic.chain.formats.shapes import expected_shapes, tensor_headers
 from polybasic.chain.formats.shard import Shard
 from polybasic.chain.formats.verify import CheckedChain
@@ -35,8 +35,6 @@ _ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 _ROUNDED_DTYPES = {"eager": (), "native": ("bfloat16",), "device": ("bfloat16", "float16")}
 _SCALE_BYTES = {"eager": 4, "native": 5, "device": 4}
 """Of a 4-bit group's scale and zero, as kernels read them."""
-_ROUNDED_GROUP = 64
-"""Inputs of a group where a draft head is rounded."""
 _MAKING_BYTES: dict[Form, float] = {"kept": 4, "dense": 4, "int4": 10, "rounded": 6}
 """Of a weight while it is converted, beside what stays of it."""
 _LIBRARY_BYTES = 250_000_000
@@ -85,7 +83,7 @@ class Layout:
         elif self.device == "cpu":
             # PyTorch's 4-bit product is for few rows; more of them read a copy in bfloat16
             int4 = packed + (4 if "bfloat16" in self.widened else 2)
-        rounded = self._packed_bytes(_ROUNDED_GROUP) if self.rounds_heads else dense
+        rounded = self._packed_bytes(DRAFT_GROUP_SIZE) if self.rounds_heads else dense
         return {"kept": self.item_bytes, "dense": dense, "int4": int4, "rounded": rounded}
 
     def _packed_bytes(self, group_size: int) -> float:

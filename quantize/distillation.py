@@ -26,6 +26,7 @@ from polybasic.chain.formats.origin import ORIGIN_KEY, recorded
 from polybasic.chain.model.dequantized import packed_weight
 from polybasic.chain.progress import ProgressReport
 from polybasic.quantize.awq import check_token_ids
+from polybasic.quantize.limits import check_context
 from polybasic.quantize.models import load_dequantized, load_target
 from polybasic.quantize.quality import compare_models
 from polybasic.quantize.rounding import RoundedLinear, adapt_linears
@@ -225,11 +226,4 @@ def _check_rows(
     config = read_config(target)
     for rows in token_ids:
         check_token_ids(rows, config.content["vocab_size"], target)
-    context_tokens = config.content.get("max_position_embeddings", settings.row_tokens)
-    if settings.row_tokens > context_tokens:
-        raise UserError(
-            "rows exceed the context",
-            f"quantize.distill.row_tokens {settings.row_tokens}, {config.path} has "
-            f"max_position_embeddings {context_tokens}",
-            "lower quantize.distill.row_tokens",
-        )
+    check_context(config, "rows", "quantize.distill.row_tokens", settings.row_tokens)

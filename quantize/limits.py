@@ -3,7 +3,7 @@
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.config import ConfigFile
 from polybasic.chain.formats.families.table import FAMILIES
-from polybasic.chain.formats.names import layer_linears
+from polybasic.chain.formats.names import linear_shapes
 from polybasic.chain.formats.quantization import GROUP_SIZES, largest_group_size
 from polybasic.quantize.settings import GroupSize, QuantizeSettings
 
@@ -39,15 +39,31 @@ def check_quantizable(target: ConfigFile, settings: QuantizeSettings) -> int:
             "quantizing supports "
             + ", ".join(name for name, known in FAMILIES.items() if known.autoawq),
         )
-    context_tokens = target.content.get("max_position_embeddings", settings.calibration_tokens)
-    if settings.calibration_tokens > context_tokens:
-        raise UserError(
-            "calibration samples exceed the context",
-            f"quantize.calibration_tokens {settings.calibration_tokens}, {target.path} has "
-            f"max_position_embeddings {context_tokens}",
-            "lower quantize.calibration_tokens",
-        )
+    check_context(
+        target, "calibration samples", "quantize.calibration_tokens", settings.calibration_tokens
+    )
     return group_size_of(target, settings.group_size)
+
+
+def check_context(target: ConfigFile, what: str, key: str, num_tokens: int) -> None:
+    """Refuse rows that are longer than a model's context.
+
+    Args:
+        target: the model's config.
+        what: the rows, for people.
+        key: the setting that says how long they are.
+        num_tokens: its value.
+
+    Raises:
+        UserError: they are.
+    """
+    context_tokens = target.content.get("max_position_embeddings", num_tokens)
+    if num_tokens > context_tokens:
+        raise UserError(
+            f"{what} exceed the context",
+            f"{key} {num_tokens}, {target.path} has max_position_embeddings {context_tokens}",
+            f"lower {key}",
+        )
 
 
 def group_size_of(target: ConfigFile, wanted: GroupSize = "auto") -> int:
@@ -60,11 +76,7 @@ def group_size_of(target: ConfigFile, wanted: GroupSize = "auto") -> int:
     Raises:
         UserError: a linear that does not divide into groups, or whose outputs cannot be packed.
     """
-    linears = {
-        name: shape
-        for group in layer_linears(target.decoder).values()
-        for name, shape in group.items()
-    }
+    linears = linear_shapes(target.decoder)
     largest = largest_group_size(in_size for _, in_size in linears.values())
     size = (largest or min(GROUP_SIZES)) if wanted == "auto" else wanted
     for name, (out_size, in_size) in linears.items():

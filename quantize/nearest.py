@@ -9,7 +9,7 @@ from polybasic.chain.formats.checkpoint import load_tensors
 from polybasic.chain.formats.config import read_config
 from polybasic.chain.formats.files import whole_folder
 from polybasic.chain.formats.lineage import origin_of_copy
-from polybasic.chain.formats.names import layer_linears
+from polybasic.chain.formats.names import linear_shapes
 from polybasic.chain.formats.origin import ORIGIN_KEY
 from polybasic.chain.formats.quantization import quantization_config
 from polybasic.chain.progress import tracked
@@ -37,8 +37,7 @@ def round_checkpoint(source: Path, out: Path) -> None:
     linears = [
         f"model.layers.{layer}.{name}"
         for layer in range(config.decoder.num_layers)
-        for group in layer_linears(config.decoder).values()
-        for name in group
+        for name in linear_shapes(config.decoder)
     ]
     tensors = load_tensors(source)
     for name in tracked(linears, f"rounding {source.name} to 4 bits"):

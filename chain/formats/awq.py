@@ -13,6 +13,7 @@ from torch import Tensor
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.quantization import BITS, GROUP_SIZE, GROUP_SIZES
+from polybasic.chain.readable import alternatives
 
 CODES_PER_WORD = 8
 NIBBLE_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -107,9 +108,8 @@ def group_size_of(qweight: Tensor, scales: Tensor, name: str = "linear") -> int:
     for group_size in GROUP_SIZES:
         if qweight.dim() == 2 and len(qweight) == group_size * len(scales) > 0:
             return group_size
-    *others, last = GROUP_SIZES
-    times = f"{', '.join(map(str, others))} or {last}"
-    raise _malformed(f"{name}.qweight", qweight, f"[{times} x {len(scales)} groups, out / 8]")
+    inputs = f"{alternatives(GROUP_SIZES)} x {len(scales)} groups"
+    raise _malformed(f"{name}.qweight", qweight, f"[{inputs}, out / 8]")
 
 
 def round_to_nearest(weight: Tensor, group_size: int = GROUP_SIZE) -> QuantizedWeight:

@@ -39,10 +39,15 @@ def layer_linears(config: DecoderConfig, kind: Kind = "decoder") -> dict[str, di
     }
 
 
+def linear_shapes(config: DecoderConfig, kind: Kind = "decoder") -> dict[str, Shape]:
+    """[out, in] of a layer's linears by name, as `layer_linears` groups them."""
+    groups = layer_linears(config, kind).values()
+    return {name: shape for group in groups for name, shape in group.items()}
+
+
 def required_biases(config: DecoderConfig) -> list[str]:
     """Names of a layer's linears whose biases must be stored; others may be."""
-    groups = layer_linears(config).values()
-    return [name for group in groups for name in group if name.rpartition(".")[2] in config.biased]
+    return [name for name in linear_shapes(config) if name.rpartition(".")[2] in config.biased]
 
 
 def layer_norms(config: DecoderConfig, kind: Kind = "decoder") -> dict[str, tuple[str, Shape]]:

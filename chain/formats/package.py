@@ -20,7 +20,7 @@ from polybasic.chain.formats.checkpoint import (
     tokenizer_files,
     weight_files,
 )
-from polybasic.chain.formats.config import read_config
+from polybasic.chain.formats.config import ConfigFile, read_config
 from polybasic.chain.formats.files import lies_anywhere, sha256_of_file, whole_folder
 from polybasic.chain.formats.gguf.finding import names_gguf
 from polybasic.chain.formats.lineage import find_drafts_for, verifier_of
@@ -172,7 +172,7 @@ def _member(
     files: dict[str, list[str]],
     drafts_for: tuple[str, ...] = (),
 ) -> Member:
-    headers = tensor_headers(part.folder)
+    headers, config = tensor_headers(part.folder), read_config(part.folder)
     member = Member(
         name=part.name,
         role=part.role,
@@ -182,19 +182,16 @@ def _member(
         num_parameters=num_parameters(headers),
         num_bytes=sum(path.stat().st_size for path in weight_files(part.folder)),
         files=_digests(part.folder, files[part.name]),
-        group_size=read_config(part.folder).group_size if part.kind == "awq" else None,
-        gguf=_gguf_origin(part),
+        group_size=config.group_size if part.kind == "awq" else None,
+        gguf=None if is_head(part.kind) else _gguf_origin(config),
         drafts_for=drafts_for,
     )
     check_listed(member, part.folder)
     return member
 
 
-def _gguf_origin(part: Part) -> GGUFOrigin | None:
+def _gguf_origin(config: ConfigFile) -> GGUFOrigin | None:
     """Of a model that is as it was read, or of its 4-bit copy; heads have another origin."""
-    if is_head(part.kind):
-        return None
-    config = read_config(part.folder)
     origin = config.content.get(ORIGIN_KEY)
     found = origin.get(GGUF_KEY) if isinstance(origin, dict) else None
     if found is None:

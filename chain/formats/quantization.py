@@ -5,12 +5,15 @@ from pathlib import Path
 from typing import Any
 
 from polybasic.chain.errors import UserError
+from polybasic.chain.readable import alternatives
 
 BITS = 4
 GROUP_SIZES = (128, 64, 32)
 """Inputs of a 4-bit weight that may share a scale, from the fewest bytes to the most."""
 GROUP_SIZE = GROUP_SIZES[0]
 """The paper's."""
+DRAFT_GROUP_SIZE = 64
+"""Inputs that share a scale where a head's weights are rounded to 4 bits."""
 _FORMAT: dict[str, Any] = {
     "quant_method": "awq",
     "bits": BITS,
@@ -65,11 +68,10 @@ def read_quantization_config(config: dict[str, Any], where: str | Path) -> int:
     for key, values in allowed.items():
         value = found.get(key)
         if (value.lower() if isinstance(value, str) else value) not in values:
-            *others, last = (repr(one) for one in values)
             raise UserError(
                 "unsupported quantization",
                 f"quantization_config.{key} {value!r} in {where}",
-                f"only {', '.join(others) + ' or ' + last if others else last} is read; "
-                "quantize with `polybasic quantize`",
+                f"only {alternatives(map(repr, values))} is read; quantize with "
+                "`polybasic quantize`",
             )
     return int(found["group_size"])

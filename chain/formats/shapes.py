@@ -17,8 +17,8 @@ from polybasic.chain.formats.head_kinds.table import HEAD_KINDS
 from polybasic.chain.formats.manifest import Kind, is_head
 from polybasic.chain.formats.names import (
     DRAFT_TABLES,
-    layer_linears,
     layer_norms,
+    linear_shapes,
     required_biases,
 )
 
@@ -159,10 +159,9 @@ def _layer_shapes(
 ) -> Iterator[tuple[str, Shape]]:
     for name, shape in layer_norms(config, kind).values():
         yield f"{prefix}{name}.weight", shape
-    for group in layer_linears(config, kind).values():
-        for name, shape in group.items():
-            has_bias = name in required_biases or f"{prefix}{name}.bias" in stored
-            yield from _linear_shapes(f"{prefix}{name}", shape, group_size, has_bias)
+    for name, shape in linear_shapes(config, kind).items():
+        has_bias = name in required_biases or f"{prefix}{name}.bias" in stored
+        yield from _linear_shapes(f"{prefix}{name}", shape, group_size, has_bias)
 
 
 def _linear_shapes(

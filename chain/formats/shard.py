@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.decoder_config import DecoderConfig
+from polybasic.chain.readable import alternatives
 
 _LANES = 16
 """Outputs that lie side by side for the CPU's kernels, which stay together where they can."""
@@ -140,12 +141,11 @@ def check_divisible(models: Sequence[tuple[str, DecoderConfig, int | None]], cou
     """
     for name, config, group_size in models:
         if (reason := divides(config, count, group_size)) is not None:
-            *others, last = (
-                str(one)
+            possible = alternatives(
+                one
                 for one in range(1, _MOST + 1)
                 if not any(divides(config, one, group) for _, config, group in models)
             )
-            possible = f"{', '.join(others)} or {last}" if others else last
             raise UserError(
                 "a model cannot be divided by so many processes",
                 f"{count} processes, {reason} of {name}",

@@ -7,11 +7,10 @@ from torch import Tensor
 
 from polybasic.chain.formats.awq import QuantizedWeight, round_to_nearest
 from polybasic.chain.formats.decoder_config import DecoderConfig
+from polybasic.chain.formats.quantization import DRAFT_GROUP_SIZE
 from polybasic.chain.kernels.executor import Executor
 from polybasic.chain.kernels.weights import Linear, ModelWeights
 
-DRAFT_GROUP_SIZE = 64
-"""Inputs that share a scale where a head's weights are rounded to 4 bits."""
 WEIGHTS_AT_ONCE = 1 << 22
 """That are rounded to 4 bits or dequantized: in float32 all would be larger than what is made."""
 

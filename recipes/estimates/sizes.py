@@ -11,6 +11,7 @@ from polybasic.chain.formats.decoder_config import DecoderConfig
 from polybasic.chain.formats.gguf.finding import names_gguf, on_hub
 from polybasic.chain.formats.hub import snapshot
 from polybasic.chain.formats.models import resolve_model
+from polybasic.chain.formats.names import linear_shapes
 from polybasic.chain.formats.quantization import GROUP_SIZE, largest_group_size
 from polybasic.quantize.settings import GroupSize
 from polybasic.recipes.growth.shapes import GrownShape, check_family, check_sizes, shape_named
@@ -282,7 +283,6 @@ def _shape_of_scratch(
 def _shape_of_config(folder: Path, group_size: GroupSize) -> Shape:
     config = read_config(folder)
     content, decoder = config.content, config.decoder
-    in_sizes = decoder.hidden_size, decoder.num_heads * decoder.head_dim, decoder.intermediate_size
     dtype = content.get("dtype") or content.get("torch_dtype")
     return Shape(
         vocab_size=decoder.vocab_size,
@@ -295,7 +295,7 @@ def _shape_of_config(folder: Path, group_size: GroupSize) -> Shape:
         is_tied=decoder.tie_word_embeddings,
         weight_bytes=4 if dtype == "float32" else 2,
         num_layer_vectors=_num_layer_vectors(decoder),
-        group_size=_group_size(group_size, in_sizes),
+        group_size=_group_size(group_size, (one[1] for one in linear_shapes(decoder).values())),
     )
 
 

@@ -154,20 +154,16 @@ def quantized_stage(recipe: Recipe, name: str, source: str) -> Stage:
     def run(workspace: Workspace, folder: Path) -> dict[str, Any]:
         from polybasic.quantize.quality import measure_quality
 
-        model, settings = checkpoint_of(workspace, source), workspace.recipe.quantize
-        training, heldout = encoded_rows(workspace)
-        if settings is None:
+        model, training, heldout = checkpoint_of(workspace, source), *encoded_rows(workspace)
+        settings = workspace.recipe.quantize or QuantizeSettings()
+        if workspace.recipe.quantize is None:
             from polybasic.quantize.nearest import round_checkpoint
 
             round_checkpoint(model, folder)
-            quality: dict[str, Any] = measure_quality(
-                model, folder, heldout, QuantizeSettings().num_quality_tokens
-            )
-            write_json(folder / QUALITY_NAME, quality)
-            return quality
-        from polybasic.quantize.awq import quantize_target
+        else:
+            from polybasic.quantize.awq import quantize_target
 
-        quantize_target(model, training, settings, workspace.recipe.seed, folder)
+            quantize_target(model, training, settings, workspace.recipe.seed, folder)
         gained = {}
         if settings.distill is not None:
             from polybasic.quantize.distillation import distill_intermediate
@@ -184,7 +180,9 @@ def quantized_stage(recipe: Recipe, name: str, source: str) -> Stage:
                 # the smaller model's copy has another cache than the member above it
                 shares_cache=source == "target",
             )
-        quality = measure_quality(model, folder, heldout, settings.num_quality_tokens)
+        quality: dict[str, Any] = measure_quality(
+            model, folder, heldout, settings.num_quality_tokens
+        )
         quality |= {f"distillation_{key}": value for key, value in gained.items()}
         write_json(folder / QUALITY_NAME, quality)
         return quality

@@ -10,10 +10,9 @@ import torch
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.awq import dequantize, round_to_nearest
-from polybasic.chain.formats.quantization import GROUP_SIZE
+from polybasic.chain.formats.quantization import DRAFT_GROUP_SIZE, GROUP_SIZE
 from polybasic.chain.kernels import backend as backends
 from polybasic.chain.kernels import selection
-from polybasic.chain.kernels.backend import DRAFT_GROUP_SIZE
 from polybasic.chain.kernels.cpu.executor import CpuBackend
 from polybasic.chain.kernels.selection import backend_for, describe_gpu_kernels
 from polybasic.chain.kernels.torch.backends import DeviceBackend, TorchBackend

@@ -133,17 +133,6 @@ def test_a_typo_is_refused_with_the_nearest_name(tmp_path) -> None:
         )
 
 
-def test_a_command_that_has_nothing_to_make_is_refused(tmp_path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    for command, setting, stages in (
-        ("train", "train.kind=none", "draft or small_draft"),
-        ("quantize", "quantize=null", "intermediate or small"),
-    ):
-        told = f"error: nothing to make: recipe tiny has no stage {stages}; "
-        assert refusal(command, "tiny", setting).startswith(told)
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.processor
 def test_a_dry_run_prints_the_plan_and_writes_nothing(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)

@@ -18,6 +18,7 @@ from polybasic.recipes.pipeline.stages import stages_of
 from polybasic.recipes.schema.loading import load_recipe
 from polybasic.recipes.schema.presets import preset_overrides
 from polybasic.recipes.schema.recipe import SmallSettings
+from tests.recipes.command_line import refusal as command_refusal
 
 WITHOUT = ["data", "target", "draft", "intermediate", "chain", "plan", "report"]
 
@@ -100,6 +101,17 @@ def test_commands_take_the_smaller_models_stages_with_them() -> None:
         "small_target",
         "small",
     ]
+
+
+def test_a_command_that_has_nothing_to_make_is_refused(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for command, setting, stages in (
+        ("train", "train.kind=none", "draft or small_draft"),
+        ("quantize", "quantize=null", "intermediate or small"),
+    ):
+        told = f"error: nothing to make: recipe tiny has no stage {stages}; "
+        assert command_refusal(command, "tiny", setting).startswith(told)
+    assert list(tmp_path.iterdir()) == []
 
 
 def write_head_config(folder: Path, **changes: Any) -> None:
