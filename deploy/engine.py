@@ -9,6 +9,7 @@ import torch
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.plan import Plan
+from polybasic.chain.kernels.executor import Executor
 from polybasic.chain.readable import readable_value
 from polybasic.deploy.batching import Running, choose
 from polybasic.deploy.drafters.interface import Drafter
@@ -82,6 +83,9 @@ class Engine:
         if sequences is None:
             sequences = 1 if models.run_on_device else SEQUENCES_BY_DEFAULT
         captures = models.run_on_device and sequences == 1
+        if models.run_on_device:
+            for executor in self._executors:
+                executor.capture_by(self.graphs)
         if reuses is None:
             reuses = all(decoder.is_batch_invariant for decoder in models.decoders.values())
         self.slots = Slots(
@@ -90,6 +94,10 @@ class Engine:
         self._parts = RoundParts(self.graphs, models.device) if captures else None
         self._stepping = threading.Lock()
         self._running: list[Running] = []
+
+    @property
+    def _executors(self) -> list[Executor]:
+        return [*self.models.decoders.values(), *self.models.drafters.values()]
 
     @property
     def captures_rounds(self) -> bool:
@@ -272,7 +280,11 @@ class Engine:
                 "draft trees of captured rounds all have as many rows: the plan's "
                 f"least_probability {plan.tree.least_probability:g} is not used"
             )
-        if not self.graphs.is_active or self._parts is None:
+        if not self.graphs.is_active:
+            return
+        for executor in self._executors:
+            executor.prepare_known()
+        if self._parts is None:
             return
         stages, _ = self.stages(Request([0], 1, sampling, stop, plan))
         steps: list[NamedStep] = []

@@ -6,9 +6,9 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -64,6 +64,13 @@ class DraftRequest:
     window: Window | None = None
     perturbation: Perturbation | None = None
     least_score: float = -math.inf
+
+
+class Runner(Protocol):
+    """Runs a function of a key; see `polybasic.deploy.graphs.capture.Graphs.run`."""
+
+    def run(self, key: Hashable, function: Callable[[], None], label: str | None = None) -> None:
+        """Run the function, or repeat what the first one of its key did on the device."""
 
 
 class Executor(ABC):
@@ -162,6 +169,12 @@ class Executor(ABC):
         Args:
             functions: each is called, and computes no numbers that mean anything.
         """
+
+    def capture_by(self, runner: Runner) -> None:  # noqa: B027
+        """Run passes over few rows that the host knows by a runner, where they can be captured."""
+
+    def prepare_known(self) -> None:  # noqa: B027
+        """As `prepare`, of passes over all numbers of rows that `capture_by` takes."""
 
     def draft(
         self,

@@ -8,6 +8,7 @@ last combines the results of all parts of its head in a fixed order, so that the
 which program that is; if this is too much for one program, a second kernel does it.
 """
 
+from dataclasses import dataclass, replace
 from functools import cache as remembered
 
 import torch
@@ -47,14 +48,71 @@ def attention_by(
     rotation: Rotation,
 ) -> Tensor:
     """As `attention`, with a given plan."""
-    for tensor in (qkv, cache, *rotation):
+    assert cache.is_contiguous()
+    seen = Seen(rows.positions, span.visible, rows.prefix, rows.first, span.tokens, span.sinks)
+    return _launched(plan, qkv, cache, seen, heads, rotation)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What the rows of a pass see, as the kernel reads it; see `DeviceRows` and `Span`.
+
+    Attributes:
+        positions: int64 [R].
+        visible: bool [R, P].
+        prefix: int64 [], or [S] of several sequences.
+        first: provisional rows before those of the pass.
+        tokens, sinks: of a window.
+        first_rows, counts: int64 [S], the first of each sequence's rows of the pass, and how many
+            there are; None where all are of one.
+    """
+
+    positions: Tensor
+    visible: Tensor
+    prefix: Tensor
+    first: int = 0
+    tokens: int = 0
+    sinks: int = 0
+    first_rows: Tensor | None = None
+    counts: Tensor | None = None
+
+
+def joined_plan(
+    device: torch.device, heads: Heads, capacity: int, num_rows: int, num_sequences: int
+) -> Plan:
+    """The division of `joined_attention` over as many rows of each of as many sequences."""
+    layer = Layer(heads.num_kv_heads, heads.query_groups, heads.head_dim, capacity)
+    # a second kernel takes one sequence
+    return replace(Plan.of(_gpu(device), layer, num_rows, num_sequences), combines=True)
+
+
+def joined_attention(
+    plan: Plan, qkv: Tensor, addresses: Tensor, seen: Seen, heads: Heads, rotation: Rotation
+) -> Tensor:
+    """Attention of rows of several sequences, whose caches only the device knows, in one launch.
+
+    Rows that belong to no sequence are undefined.
+
+    Args:
+        plan: by `joined_plan`.
+        qkv: as of `Operations.attention`, the rows of a sequence side by side.
+        addresses: int64 [S], of each one's cache of the layer in memory, in the dtype of `qkv`.
+    """
+    return _launched(plan, qkv, addresses, seen, heads, rotation)
+
+
+def _launched(
+    plan: Plan, qkv: Tensor, cache: Tensor, seen: Seen, heads: Heads, rotation: Rotation
+) -> Tensor:
+    """Attention over a cache, or where `seen` has `counts` over those at addresses."""
+    for tensor in (qkv, *rotation):
         assert tensor.is_contiguous()
     assert plan.num_units <= MAX_TICKETS, f"{plan.num_units} heads times tiles"
     layer, tickets = plan.layer, _tickets(qkv.device)
     out = qkv.new_empty(len(qkv), layer.num_kv_heads * layer.query_groups * layer.head_dim)
     partial = torch.empty(plan.num_partial, dtype=torch.float32, device=qkv.device)
     num_active = tickets if plan.combines else torch.empty_like(tickets[: plan.num_units])
-    visible = span.visible.view(torch.uint8)
+    visible = seen.visible.view(torch.uint8)
     factor, softcap = heads.scale * LOG2_E, 0.0
     if heads.softcap is not None:
         factor, softcap = 2 * factor / heads.softcap, heads.softcap * LOG2_E
@@ -71,25 +129,29 @@ def attention_by(
             *rotation,
             None if query_norm is None else query_norm.weight,
             None if key_norm is None else key_norm.weight,
-            rows.positions,
+            seen.positions,
             visible,
-            rows.prefix,
+            seen.prefix,
+            seen.first_rows,
+            seen.counts,
             len(qkv),
-            rows.first,
+            seen.first,
             layer.capacity,
             len(rotation[0]),
-            rows.positions.stride(0),
+            plan.num_tiles,
+            seen.positions.stride(0),
             *visible.stride(),
-            span.tokens,
-            span.sinks,
+            seen.tokens,
+            seen.sinks,
             factor,
             softcap,
             0.0 if query_norm is None else query_norm.eps,
             0.0 if key_norm is None else key_norm.eps,
             **plan.shape(),
             **plan.constants(),
-            HAS_WINDOW=span.tokens > 0,
+            HAS_WINDOW=seen.tokens > 0,
             IS_CAPPED=heads.softcap is not None,
+            IS_JOINED=seen.counts is not None,
             num_warps=NUM_WARPS,
             **early,
         )

@@ -133,24 +133,29 @@ def combine(
 
 @triton.jit(
     do_not_specialize=[
-        "positions", "visible", "prefix", "num_rows", "first", "capacity", "num_positions",
-        "position_stride", "visible_stride", "visible_step", "tokens", "sinks",
+        "positions", "visible", "prefix", "first_rows", "counts", "num_rows", "first", "capacity",
+        "num_positions", "num_tiles", "position_stride", "visible_stride", "visible_step",
+        "tokens", "sinks",
     ]
 )  # fmt: skip
 def attend(
     qkv, cache, out, parts, num_active, tickets, cos, sin, query_norm, key_norm,
-    positions, visible, prefix, num_rows, first, capacity, num_positions,
-    position_stride, visible_stride, visible_step, tokens, sinks,
+    positions, visible, prefix, first_rows, counts, num_rows, first, capacity, num_positions,
+    num_tiles, position_stride, visible_stride, visible_step, tokens, sinks,
     scale, softcap, query_eps, key_eps,
     K: tl.constexpr, G: tl.constexpr, H: tl.constexpr, HP: tl.constexpr,
     M: tl.constexpr, PARTS: tl.constexpr, POWER: tl.constexpr, N: tl.constexpr,
     NEW: tl.constexpr, CHUNKS: tl.constexpr, GRAIN: tl.constexpr, LEAST: tl.constexpr,
     STAGES: tl.constexpr, COMBINES: tl.constexpr, AHEAD: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, IS_CAPPED: tl.constexpr, IS_EARLY: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, IS_CAPPED: tl.constexpr, IS_JOINED: tl.constexpr,
+    IS_EARLY: tl.constexpr,
 ):  # fmt: skip
     """One part of the cache of one key/value head, for up to M of its R * G queries.
 
-    Grid: (K * tiles of queries, PARTS). `scale` turns products into powers of 2, or with
+    Grid: (K * tiles of queries, PARTS); with IS_JOINED (S * K * tiles, PARTS) for S sequences, of
+    which `cache` holds the addresses of their caches, `prefix` their committed rows, and
+    `first_rows` and `counts` which of the pass's rows are theirs: none of one that is absent.
+    `scale` turns products into powers of 2, or with
     IS_CAPPED into twice what tanh takes.
 
     With IS_EARLY programs begin while the product that computes qkv ends: before their wait they
@@ -159,8 +164,19 @@ def attend(
     written, and what is visible. Programs without a part end at once; each head's first one waits.
     """
     unit, part = tl.program_id(0), tl.program_id(1)
-    tile, kv_head = unit // K, unit % K
+    tile, kv_head = unit // K % num_tiles, unit % K
     WIDTH: tl.constexpr = K * (G + 2) * H
+    if IS_JOINED:
+        sequence = unit // (K * num_tiles)
+        address = tl.load(cache + sequence).to(tl.pointer_type(qkv.dtype.element_ty))
+        cache = tl.multiple_of(address, 16)
+        num_rows = tl.load(counts + sequence).to(tl.int32)
+        first_row = tl.load(first_rows + sequence).to(tl.int32)
+        prefix += sequence
+        qkv += first_row * WIDTH
+        out += first_row * (K * G * H)
+        positions += first_row * position_stride
+        visible += first_row * visible_stride
     PART: tl.constexpr = M * (H + 2)
 
     query = tile * M + tl.arange(0, M)
@@ -182,6 +198,8 @@ def attend(
     num_counted = num_columns + provisional_cost
     per_part = tl.maximum(tl.cdiv(tl.cdiv(num_counted, PARTS), GRAIN) * GRAIN, LEAST)
     num_parts = tl.cdiv(num_counted, per_part)
+    if IS_JOINED:
+        num_parts = tl.where(num_rows > 0, num_parts, 0)
 
     if part < num_parts:
         begin = tl.maximum(part * per_part - provisional_cost, 0)

@@ -84,6 +84,7 @@ class Plan:
         parts: maximum number of parts of one head's cache.
         stages: blocks of columns in flight and in use.
         combines: the last program of a head combines the results; else a second kernel does.
+        num_sequences: S, that attend in one launch.
     """
 
     layer: Layer
@@ -95,10 +96,11 @@ class Plan:
     parts: int
     stages: int
     combines: bool
+    num_sequences: int = 1
 
     @classmethod
-    def of(cls, gpu: Gpu, layer: Layer, num_rows: int) -> "Plan":
-        """The division for a pass over `num_rows` rows."""
+    def of(cls, gpu: Gpu, layer: Layer, num_rows: int, num_sequences: int = 1) -> "Plan":
+        """The division for a pass over `num_rows` rows of each of so many sequences."""
         num_queries, padded = num_rows * layer.query_groups, layer.padded_dim
         tile = min(_MAX_TILE, max(MIN_DOT, _power_of_2(num_queries)))
         num_columns = 128 if padded <= 128 else 64
@@ -113,7 +115,7 @@ class Plan:
                 tile //= 2
         num_tiles = -(-num_queries // tile)
         useful = -(-(layer.capacity + num_columns) // MIN_COLUMNS)
-        parts = gpu.num_processors // (layer.num_kv_heads * num_tiles)
+        parts = gpu.num_processors // (num_sequences * layer.num_kv_heads * num_tiles)
         parts = max(1, min(parts, useful, MAX_PARTS))
         combined_bytes = 4 * parts * min(tile, num_queries) * layer.head_dim
         new_rows = max(MIN_DOT, min(_MAX_NEW_ROWS, _power_of_2(num_rows)))
@@ -127,12 +129,13 @@ class Plan:
             parts=parts,
             stages=stages,
             combines=combined_bytes <= MAX_COMBINED_BYTES,
+            num_sequences=num_sequences,
         )
 
     @property
     def num_units(self) -> int:
         """Number of programs for one part."""
-        return self.layer.num_kv_heads * self.num_tiles
+        return self.num_sequences * self.layer.num_kv_heads * self.num_tiles
 
     @property
     def num_partial(self) -> int:

@@ -1,6 +1,7 @@
 """The operations of a device by Triton kernels, where they support the sizes."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -8,12 +9,15 @@ from torch import Tensor
 
 from polybasic.chain.kernels.cuda import attention, products
 from polybasic.chain.kernels.cuda.draft_operations import DraftOperations
-from polybasic.chain.kernels.cuda.product_launch import ManyRows
+from polybasic.chain.kernels.cuda.joined_passes import JoinedPasses
+from polybasic.chain.kernels.cuda.product_launch import MAX_ROWS, ROWS_OF_KERNELS, ManyRows
+from polybasic.chain.kernels.executor import Layers, Runner
 from polybasic.chain.kernels.rotary import Rotation
+from polybasic.chain.kernels.rows import Rows
 from polybasic.chain.kernels.torch.executor import TorchExecutor
 from polybasic.chain.kernels.torch.operations import DeviceLinear, Heads, Norm, Operations
 from polybasic.chain.kernels.torch.rows import DeviceRows, Span
-from polybasic.chain.kernels.weights import Linear
+from polybasic.chain.kernels.weights import Linear, ModelWeights
 
 
 class TritonOperations(DraftOperations):
@@ -49,17 +53,62 @@ class TritonOperations(DraftOperations):
 
 
 class CudaExecutor(TorchExecutor):
-    """Runs rounds on an NVIDIA GPU by Triton's kernels; what the host knows, PyTorch computes."""
+    """Runs passes on an NVIDIA GPU by Triton's kernels, those over many rows by PyTorch's."""
 
     name: ClassVar[str] = "cuda"
     operations: Operations = TritonOperations()
-    known_operations: Operations = ManyRows()
+    _many_rows: Operations = ManyRows()
+
+    def __init__(self, weights: ModelWeights, runs_on_device: bool = False) -> None:
+        super().__init__(weights, runs_on_device)
+        self._joined: JoinedPasses | None = None
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        caches: Sequence[Layers],
+        rows: Sequence[Rows | DeviceRows],
+        features: Tensor | None = None,
+        feature_layers: tuple[int, ...] = (),
+    ) -> Tensor:
+        known = [one for one in rows if isinstance(one, Rows)]
+        if self._joined is not None and known:
+            states = self._joined.forward(token_ids, caches, known, features, feature_layers)
+            if states is not None:
+                return states
+        return super().forward(token_ids, caches, rows, features, feature_layers)
+
+    def operations_for(self, num_rows: int) -> Operations:
+        return self.operations if num_rows <= MAX_ROWS else self._many_rows
 
     def prepare(self, functions: Sequence[Callable[[], None]]) -> None:
         with products.noted() as found, torch.inference_mode():
             for function in functions:
                 function()
         products.prepare(list(found.values()))
+
+    def capture_by(self, runner: Runner) -> None:
+        # what is divided over processes waits for the others
+        if self.weights.all_reduce is None:
+            self._joined = JoinedPasses(self, runner)
+
+    def prepare_known(self) -> None:
+        self.prepare([partial(self._products_over, num) for num in ROWS_OF_KERNELS])
+
+    def _products_over(self, num_rows: int) -> None:
+        """All products of a pass over so many rows."""
+        config, weights = self.config, self.weights
+        ids = torch.zeros(num_rows, dtype=torch.int64, device=self.device)
+        width, features = config.num_heads * config.head_dim, None
+        if weights.is_head:
+            inputs = torch.zeros(
+                num_rows, weights.input_width, dtype=self.dtype, device=self.device
+            )
+            features = self.features(inputs)
+        states = self._pass(
+            self.operations, ids, lambda _, qkv: qkv.new_zeros(num_rows, width), features, ()
+        )
+        self.logits(states)
 
 
 def _of_device(linear: Linear) -> DeviceLinear:

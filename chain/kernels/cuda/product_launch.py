@@ -24,10 +24,11 @@ from polybasic.chain.kernels.weights import Linear
 
 MAX_ROWS = 64
 """Most rows of the kernels; with more, PyTorch's operations keep the tensor cores busy."""
+ROWS_OF_KERNELS = (16, 32, 64)
+"""Of which kernels are compiled; fewer rows are padded."""
 MAX_SPLIT_TILES = 8192
 """Most tiles of a product whose inputs are split."""
 
-_MIN_ROWS = 16
 _ALIGNED_INPUTS = 8
 _WIDE_CAPABILITIES = (9, 10, 11)
 _EARLY_CAPABILITY = 9
@@ -103,7 +104,7 @@ class Product:
     @property
     def num_kernel_rows(self) -> int:
         """R as kernels are compiled for it: the next power of two, at least 16."""
-        return max(_MIN_ROWS, triton.next_power_of_2(len(self.x_RI)))
+        return max(ROWS_OF_KERNELS[0], triton.next_power_of_2(len(self.x_RI)))
 
     def computed(self, tiling: Tiling | None) -> Tensor:
         """[R, O], or [R, O / 2] of a gated product, in the dtype of x.

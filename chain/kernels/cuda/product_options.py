@@ -69,6 +69,7 @@ PACKED_SHAPES = {
     32: (
         Shape(Tiling(128, 128, warps=4, stages=3, registers=168), 3),
         Shape(Tiling(256, 128, warps=8, stages=4), 1),
+        Shape(Tiling(64, 128, warps=4, stages=4), 2),
     ),
     64: (
         Shape(Tiling(256, 128, warps=8, stages=3), 1),
@@ -90,9 +91,9 @@ DENSE_SHAPES = {
     ),
 }
 """By rows. Registers, shared memory and spills were checked in the machine code for sm_90, and the
-stages cover its memory latency. Steps of a packed weight are its groups, whatever is given here;
-its
-tiles have a row for each thread, or their scales would not be copied asynchronously."""
+stages cover its memory latency. Steps of a packed weight are its groups, whatever is given here.
+Its tiles have a row for each thread, so that scales are copied asynchronously, but the narrowest:
+over 32 rows a short product gains more from half the splits."""
 
 
 def options_of(task: Task, processors: int) -> list[Tiling]:

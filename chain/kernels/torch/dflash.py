@@ -112,9 +112,9 @@ class DFlashExecutor(TorchExecutor):
             place = slice(number * size, (number + 1) * size)
             sequences.append(SequenceRows(place, request.cache, rows, spans))
             embedded += [request.state[:, :D], masks]
-        x_RD = torch.cat(embedded)
+        x_RD, attend = torch.cat(embedded), self._attend(REFERENCE, sequences)
         for index, layer in enumerate(self.weights.layers):
-            x_RD = self._layer(REFERENCE, index, layer, x_RD, sequences, None)
+            x_RD = self._layer(REFERENCE, index, layer, x_RD, attend, None)
         assert self.weights.final_norm is not None
         normed = REFERENCE.norm(x_RD, Norm(self.weights.final_norm, self._eps))
         return list(normed.split(size))
@@ -124,7 +124,7 @@ class DFlashExecutor(TorchExecutor):
         is_causal = self.weights.block.is_causal
         return kind.window is not None if is_causal is None else is_causal
 
-    def _pass(
+    def _pass_over(
         self,
         operations: Operations,
         token_ids: Tensor,

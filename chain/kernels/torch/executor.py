@@ -5,7 +5,7 @@ Passes are computed by `Operations`; with those of Triton this is the executor o
 #   R = rows (tokens of one pass), D = hidden size, W = width of the states, V = tokens to draft
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -25,6 +25,9 @@ from polybasic.chain.kernels.weights import LayerWeights, Linear, ModelWeights
 BLOCK_ROWS = 512
 """Most rows of a pass that needs a mask, whose size is rows by columns."""
 REFERENCE = Operations()
+Attend = Callable[[int, Tensor], Tensor]
+"""Number of a layer, and queries, keys and values of a pass's rows [R, (K*G + K + K) * H] -> what
+the rows attend to [R, K * G * H]."""
 
 
 @dataclass(frozen=True)
@@ -55,13 +58,11 @@ class TorchExecutor(Executor):
 
     Attributes:
         operations: of rounds that stay on the device.
-        known_operations: of what the host knows, as prompts are.
         heads: of each layer.
     """
 
     name: ClassVar[str] = "torch"
     operations = REFERENCE
-    known_operations = REFERENCE
 
     def __init__(self, weights: ModelWeights, runs_on_device: bool = False) -> None:
         super().__init__(weights)
@@ -96,13 +97,13 @@ class TorchExecutor(Executor):
         if on_device:
             assert not known, "rows of a pass are known to the host, or none is"
             given = token_ids, caches, on_device, features, feature_layers
-            return self._pass(self.operations, *given)
+            return self._pass_over(self.operations, *given)
         states = []
         for parts in split_rows(known, self._most_rows(known)):
             tokens = slice(parts[0][1].start, parts[-1][1].stop)
             states.append(
-                self._pass(
-                    self.known_operations,
+                self._pass_over(
+                    self.operations_for(tokens.stop - tokens.start),
                     token_ids[tokens],
                     [caches[place] for place, _, _ in parts],
                     [DeviceRows.of(part, self.device) for _, _, part in parts],
@@ -113,14 +114,14 @@ class TorchExecutor(Executor):
         return states[0] if len(states) == 1 else torch.cat(states)
 
     def logits(self, states: Tensor) -> Tensor:
-        return logits_of(self.weights, states, self.known_operations)
+        return logits_of(self.weights, states, self.operations_for(len(states)))
 
     def logits_on_device(self, states: Tensor) -> Tensor:
         """As `logits`, in a round that stays on the device."""
         return logits_of(self.weights, states, self.operations)
 
     def features(self, inputs: Tensor) -> Tensor:
-        return features_of(self.weights, inputs, self.known_operations)
+        return features_of(self.weights, inputs, self.operations_for(len(inputs)))
 
     def features_on_device(self, inputs: Tensor) -> Tensor:
         """As `features`, in a round that stays on the device."""
@@ -131,6 +132,10 @@ class TorchExecutor(Executor):
 
     def noise(self, key: Tensor, positions: Tensor) -> Tensor:
         return self.operations.noise(key, positions, self.config.vocab_size)
+
+    def operations_for(self, num_rows: int) -> Operations:
+        """Of a pass over so many rows that the host knows."""
+        return REFERENCE
 
     def _most_rows(self, rows: Sequence[Rows]) -> int:
         """Of one pass: all, unless some would need too large a mask."""
@@ -144,7 +149,7 @@ class TorchExecutor(Executor):
         )
         return max(one.num_rows, 1) if is_whole_prompt else BLOCK_ROWS
 
-    def _pass(
+    def _pass_over(
         self,
         operations: Operations,
         token_ids: Tensor,
@@ -153,19 +158,51 @@ class TorchExecutor(Executor):
         features: Tensor | None,
         feature_layers: tuple[int, ...],
     ) -> Tensor:
-        weights = self.weights
+        """A pass whose sequences attend one after the other."""
         sequences, first = [], 0
         for cache, one in zip(caches, rows, strict=True):
             spans = [one.span_of(kind) for kind in self.config.kinds]
             place = slice(first, first + one.num_rows)
             sequences.append(SequenceRows(place, cache, one, spans))
             first = place.stop
+        attend = self._attend(operations, sequences)
+        return self._pass(operations, token_ids, attend, features, feature_layers)
+
+    def _attend(self, operations: Operations, sequences: Sequence[SequenceRows]) -> Attend:
+        weights = self.weights
+
+        def attend(index: int, qkv: Tensor) -> Tensor:
+            kind = weights.layers[index].kind
+            attended = [
+                operations.attention(
+                    qkv[one.place],
+                    one.cache[index],
+                    one.rows,
+                    one.spans[kind],
+                    self.heads[index],
+                    weights.rotary.tables[kind],
+                )
+                for one in sequences
+            ]
+            return attended[0] if len(attended) == 1 else torch.cat(attended)
+
+        return attend
+
+    def _pass(
+        self,
+        operations: Operations,
+        token_ids: Tensor,
+        attend: Attend,
+        features: Tensor | None,
+        feature_layers: tuple[int, ...],
+    ) -> Tensor:
+        weights = self.weights
         x_RD, attention_input = self._embed(operations, token_ids, features)
         inputs: dict[int, Tensor] = {}
         for index, layer in enumerate(weights.layers):
             if index in feature_layers:
                 inputs[index] = x_RD
-            x_RD = self._layer(operations, index, layer, x_RD, sequences, attention_input)
+            x_RD = self._layer(operations, index, layer, x_RD, attend, attention_input)
             attention_input = None
         if weights.final_norm is None or not weights.has_normed_states:
             return x_RD
@@ -182,7 +219,7 @@ class TorchExecutor(Executor):
         if isinstance(start, Tensor):
             operations, prefix, known_prefix = self.operations, start, None
         else:
-            operations, known_prefix = self.known_operations, start
+            operations, known_prefix = self.operations_for(request.top_k), start
             prefix = torch.tensor(start, device=self.device)
 
         weights, positions = self.weights, self.weights.positions
@@ -200,7 +237,7 @@ class TorchExecutor(Executor):
 
         def forward(token_ids: Tensor, states: Tensor, rows: DeviceRows) -> Tensor:
             features = self._draft_features(request, states)
-            return self._pass(operations, token_ids, [request.cache], [rows], features, ())
+            return self._pass_over(operations, token_ids, [request.cache], [rows], features, ())
 
         return expand(
             forward,
@@ -245,27 +282,16 @@ class TorchExecutor(Executor):
         index: int,
         layer: LayerWeights,
         x_RD: Tensor,
-        sequences: Sequence[SequenceRows],
+        attend: Attend,
         attention_input: Tensor | None,
     ) -> Tensor:
-        weights = self.weights
         if attention_input is None:
             qkv = operations.product(layer.qkv, x_RD, self._norm(layer.input_norm))
         else:
             qkv = operations.product(layer.qkv, attention_input)
-        attended = [
-            operations.attention(
-                qkv[one.place],
-                one.cache[index],
-                one.rows,
-                one.spans[layer.kind],
-                self.heads[index],
-                weights.rotary.tables[layer.kind],
-            )
-            for one in sequences
-        ]
-        joined = attended[0] if len(attended) == 1 else torch.cat(attended)
-        x_RD = self._add_product(operations, layer.out, joined, x_RD, layer.attention_post_norm)
+        x_RD = self._add_product(
+            operations, layer.out, attend(index, qkv), x_RD, layer.attention_post_norm
+        )
         inner = operations.gated_product(
             layer.gate_up, x_RD, self._norm(layer.mlp_norm), self.config.activation
         )

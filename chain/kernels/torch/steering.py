@@ -10,7 +10,7 @@ from torch import Tensor
 
 from polybasic.chain.kernels.executor import DraftRequest, Layers
 from polybasic.chain.kernels.rows import Rows
-from polybasic.chain.kernels.torch.executor import SequenceRows, TorchExecutor
+from polybasic.chain.kernels.torch.executor import Attend, TorchExecutor
 from polybasic.chain.kernels.torch.operations import Operations
 from polybasic.chain.kernels.torch.rows import DeviceRows
 from polybasic.chain.kernels.weights import LayerWeights, Linear, ModelWeights
@@ -71,9 +71,9 @@ class SteeredExecutor(TorchExecutor):
         index: int,
         layer: LayerWeights,
         x_RD: Tensor,
-        sequences: Sequence[SequenceRows],
+        attend: Attend,
         attention_input: Tensor | None,
     ) -> Tensor:
-        out = super()._layer(operations, index, layer, x_RD, sequences, attention_input)
+        out = super()._layer(operations, index, layer, x_RD, attend, attention_input)
         width = self.config.hidden_size
         return out + self._vectors[:, index * width : (index + 1) * width]

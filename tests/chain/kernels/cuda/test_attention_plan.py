@@ -39,8 +39,8 @@ LAYERS = {
 POINTERS = ("qkv", "cache", "out", "cos", "sin")
 WIDE = ("positions", "prefix")
 NUMBERS = (
-    "num_rows", "first", "capacity", "num_positions", "position_stride", "visible_stride",
-    "visible_step", "tokens", "sinks",
+    "num_rows", "first", "capacity", "num_positions", "num_tiles", "position_stride",
+    "visible_stride", "visible_step", "tokens", "sinks",
 )  # fmt: skip
 FACTORS = ("scale", "softcap", "query_eps", "key_eps")
 
@@ -66,6 +66,9 @@ def request(
         {
             "query_norm": None,
             "key_norm": None,
+            "first_rows": None,
+            "counts": None,
+            "IS_JOINED": False,
             "HAS_WINDOW": features.get("has_window", False),
             "IS_CAPPED": features.get("is_capped", False),
             "IS_EARLY": is_early,

@@ -1,0 +1,211 @@
+"""Passes over a few rows of several sequences, in one launch of attention, are those of each."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from polybasic.chain.formats.awq import round_to_nearest
+from polybasic.chain.formats.decoder_config import DecoderConfig, LayerKind
+from polybasic.chain.formats.plan import Window
+from polybasic.chain.kernels.cuda.executor import CudaExecutor
+from polybasic.chain.kernels.cuda.joined_passes import MAX_SEQUENCES, ROWS, Size
+from polybasic.chain.kernels.rotary import RotaryTable
+from polybasic.chain.kernels.rows import Rows, consecutive_rows, tree_rows
+from polybasic.chain.kernels.torch.executor import TorchExecutor
+from polybasic.chain.kernels.torch.operations import DeviceLinear
+from polybasic.chain.kernels.torch.packed_weight import PackedWeight
+from polybasic.chain.kernels.weights import LayerWeights, ModelWeights
+from polybasic.deploy.graphs.capture import Graphs
+from polybasic.deploy.rounds.cache import KeyValueCache
+from tests.deploy.recorded_graphs import RecordedGraphs
+
+pytestmark = pytest.mark.gpu
+HAS_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
+CAPACITY, VOCAB_SIZE, HEAD = 640, 96, 32
+ROPE = {"rope_type": "default", "rope_theta": 1e4}
+TREE = (-1, 0, 0, 1, 2, 2, 4)
+PASSES: dict[str, Sequence[Rows]] = {
+    "one row": [consecutive_rows(5, 1)],
+    "a short prompt": [consecutive_rows(0, 20)],
+    "a row each": [consecutive_rows(start, 1) for start in (3, 500, 0)],
+    "a tree, a prompt and a row": [
+        tree_rows(17, TREE), consecutive_rows(0, 11), consecutive_rows(9, 1),
+    ],
+    "blocks": [consecutive_rows(30 * number, 9) for number in range(5)],
+    "windows": [
+        tree_rows(40, TREE, Window(sinks=2, tokens=12)),
+        consecutive_rows(50, 3, Window(sinks=2, tokens=12)),
+    ],
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Model:
+    """A random decoder: K key/value heads, G queries for each."""
+
+    K: int = 2
+    G: int = 2
+    window: int | None = None
+    is_packed: bool = False
+    dtype: torch.dtype = torch.bfloat16 if HAS_GPU else torch.float32
+
+    def made(self) -> CudaExecutor:
+        generator = torch.Generator().manual_seed(1)
+        heads, inner = self.K * self.G * HEAD, 256
+
+        def linear(outs: int, ins: int) -> DeviceLinear:
+            weight = torch.randn(outs, ins, generator=generator) / ins**0.5
+            if self.is_packed:
+                return DeviceLinear(PackedWeight.pack(round_to_nearest(weight), DEVICE))
+            return DeviceLinear(weight.to(DEVICE, self.dtype))
+
+        def norm() -> torch.Tensor:
+            return (1 + torch.randn(heads, generator=generator) / 8).to(DEVICE, self.dtype)
+
+        config = DecoderConfig(
+            vocab_size=VOCAB_SIZE, hidden_size=heads, intermediate_size=inner, num_layers=2,
+            num_heads=self.K * self.G, num_kv_heads=self.K, head_dim=HEAD, rms_norm_eps=1e-5,
+            context_tokens=CAPACITY, tie_word_embeddings=False,
+            rope=ROPE, layer_kinds=(LayerKind(ROPE, self.window), LayerKind(ROPE, None)),
+        )  # fmt: skip
+        layers = [
+            LayerWeights(
+                kind,
+                linear(heads + 2 * self.K * HEAD, heads),
+                linear(heads, heads),
+                linear(2 * inner, heads),
+                linear(heads, inner),
+                norm(),
+                norm(),
+            )
+            for kind in map(config.kind_of, range(2))
+        ]
+        embedding = torch.randn(VOCAB_SIZE, heads, generator=generator).to(DEVICE, self.dtype)
+        rotary = RotaryTable(config, CAPACITY, self.dtype, DEVICE)
+        head = linear(VOCAB_SIZE, heads)
+        weights = ModelWeights(config, embedding, tuple(layers), rotary, head, final_norm=norm())
+        return CudaExecutor(weights, runs_on_device=True)
+
+
+MODELS = {
+    "grouped": Model(),
+    "one query a head, a window": Model(K=4, G=1, window=15),
+    "packed": Model(is_packed=True, dtype=torch.float16),
+}
+
+
+def decoder(name: str) -> CudaExecutor:
+    return MODELS[name].made()
+
+
+def runner() -> Graphs:
+    return Graphs(DEVICE) if HAS_GPU else RecordedGraphs(checked=True)
+
+
+def filled(executor: TorchExecutor, rows: Sequence[Rows]) -> list[KeyValueCache]:
+    generator = torch.Generator().manual_seed(3)
+    caches = [KeyValueCache.of(executor, CAPACITY) for _ in rows]
+    for cache in caches:
+        numbers = torch.randn(cache.block.shape, generator=generator)
+        cache.block.copy_(numbers)
+    return caches
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("name", PASSES)
+def test_joined_rows_are_those_of_each(name: str, model: str) -> None:
+    executor, rows = decoder(model), PASSES[name]
+    graphs = runner()
+    executor.capture_by(graphs)
+    reference = TorchExecutor(executor.weights)
+    layers = (1,) if name == "blocks" else ()
+    for turn in range(2):
+        tokens = torch.arange(sum(one.num_rows for one in rows), device=DEVICE) + turn
+        found, expected = filled(executor, rows), filled(executor, rows)
+        # of other sequences, and in another order
+        order = np.roll(np.arange(len(rows)), turn)
+        given = [rows[place] for place in order]
+        with torch.inference_mode():
+            states, wanted = (
+                runs.forward(tokens, [one.layers for one in caches], given, None, layers)
+                for runs, caches in ((executor, found), (reference, expected))
+            )
+        tolerance = 2e-5 if states.dtype == torch.float32 else 3e-2
+        assert (states - wanted).abs().max() < tolerance * wanted.abs().max()
+        for one, other in zip(found, expected, strict=True):
+            assert (one.block - other.block).abs().max() < tolerance * other.block.abs().max()
+    assert graphs.counts.captures == 1
+    assert graphs.counts.replays == 1
+
+
+def test_one_graph_serves_all_passes_of_a_size() -> None:
+    sizes = {Size.of([consecutive_rows(start, 3)] * 4, (), False) for start in (0, 7, 300)}
+    assert len(sizes) == 1
+    largest = Size.of([consecutive_rows(0, 1)] * MAX_SEQUENCES, (), False)
+    assert largest is not None
+    assert largest.rows == ROWS[-1]
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [consecutive_rows(0, ROWS[-1] + 1)],
+        [consecutive_rows(0, 2), consecutive_rows(0, 2, Window(sinks=1, tokens=8))],
+    ],
+    ids=["too many rows", "two windows"],
+)
+def test_other_passes_have_no_size(rows: Sequence[Rows]) -> None:
+    assert Size.of(rows, (), False) is None
+
+
+@pytest.mark.parametrize("num_rows", [1, 24, 64, 65])
+def test_few_rows_are_multiplied_by_packed_weights(
+    num_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pass that makes a dense matrix of a packed one fails, unless it is a long prompt's."""
+    from polybasic.chain.kernels.cuda import product_launch
+
+    executor = decoder("packed")
+    made = list[tuple[int, int]]()
+
+    def dequantized(weight: PackedWeight, dtype: torch.dtype) -> torch.Tensor:
+        made.append(weight.shape)
+        return weight.dequantized(dtype)
+
+    def refuse(self: PackedWeight, dtype: torch.dtype) -> torch.Tensor:
+        raise AssertionError(f"dequantized by many launches: {self.shape}")
+
+    monkeypatch.setattr(product_launch, "dequantized", dequantized)
+    if num_rows <= 64:
+        monkeypatch.setattr(PackedWeight, "dequantized", refuse)
+    rows = [consecutive_rows(4, num_rows)]
+    for captures in (False, True):
+        if captures:
+            executor.capture_by(runner())
+        caches = filled(executor, rows)
+        tokens = torch.zeros(num_rows, dtype=torch.int64, device=DEVICE)
+        with torch.inference_mode():
+            states = executor.forward(tokens, [caches[0].layers], rows)
+            executor.logits(states)
+    num_packed = 4 * len(executor.weights.layers) + 1
+    assert len(made) == (0 if num_rows <= 64 else 2 * num_packed)
+
+
+def test_what_is_divided_over_processes_is_not_captured() -> None:
+    weights = replace(decoder("grouped").weights, all_reduce=lambda tensor: tensor)
+    executor = CudaExecutor(weights, runs_on_device=True)
+    graphs = runner()
+    executor.capture_by(graphs)
+    caches = filled(executor, [consecutive_rows(0, 2)])
+    with torch.inference_mode():
+        executor.forward(
+            torch.zeros(2, dtype=torch.int64, device=DEVICE), [caches[0].layers],
+            [consecutive_rows(0, 2)],
+        )  # fmt: skip
+    assert graphs.counts.captures == 0
