@@ -11,7 +11,8 @@ from polybasic.chain.kernels.cuda import attention, products
 from polybasic.chain.kernels.cuda.draft_operations import DraftOperations
 from polybasic.chain.kernels.cuda.joined_passes import JoinedPasses
 from polybasic.chain.kernels.cuda.product_launch import MAX_ROWS, ROWS_OF_KERNELS, ManyRows
-from polybasic.chain.kernels.executor import Layers, Runner
+from polybasic.chain.kernels.drafts import Candidates
+from polybasic.chain.kernels.executor import DraftRequest, Layers, Runner
 from polybasic.chain.kernels.rotary import Rotation
 from polybasic.chain.kernels.rows import Rows
 from polybasic.chain.kernels.torch.executor import TorchExecutor
@@ -77,6 +78,13 @@ class CudaExecutor(TorchExecutor):
             if states is not None:
                 return states
         return super().forward(token_ids, caches, rows, features, feature_layers)
+
+    def drafts(self, requests: Sequence[DraftRequest]) -> list[Candidates]:
+        joined, are_known = self._joined, all(isinstance(one.start, int) for one in requests)
+        most = max(one.top_k for one in requests)
+        if joined is None or not are_known or most > MAX_ROWS or self.weights.positions is not None:
+            return super().drafts(requests)
+        return joined.drafts(requests)
 
     def operations_for(self, num_rows: int) -> Operations:
         return self.operations if num_rows <= MAX_ROWS else self._many_rows

@@ -1,4 +1,4 @@
-"""Passes over a few rows that the host knows, of any sequences, as captured graphs take them.
+"""Passes over a few rows that the host knows, and drafts, of any sequences, in captured graphs.
 
 All numbers of a pass, where the caches lie included, are written into tensors that stay. So one
 graph serves all passes of as many rows, of whatever sequences; numbers between are padded.
@@ -9,8 +9,9 @@ graph serves all passes of as many rows, of whatever sequences; numbers between 
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,15 +19,19 @@ from torch import Tensor
 
 from polybasic.chain.formats.plan import Window
 from polybasic.chain.kernels.cuda.attention import Seen, joined_attention, joined_plan
-from polybasic.chain.kernels.executor import Layers, Runner
+from polybasic.chain.kernels.drafts import Candidates
+from polybasic.chain.kernels.executor import DraftRequest, Layers, Perturbation, Runner
 from polybasic.chain.kernels.rows import Rows, narrower_window
 from polybasic.chain.kernels.torch.executor import Attend, TorchExecutor
+from polybasic.chain.kernels.torch.expansion import Expansion, Level, expansion
 
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64)
 """Of captured passes."""
 ROWS_EACH = (1, 8, 16, 32, 64)
 """P of captured passes."""
 MAX_SEQUENCES = 64
+MAX_DRAFTED = 16
+"""Sequences of one draft: what is between its passes is done for one after the other."""
 _OF_SEQUENCE = 4
 """Numbers of a sequence: prefix, first row, number of rows, address."""
 
@@ -98,8 +103,7 @@ class JoinedPass:
             if size.has_features
             else None
         )
-        offsets = [[layer.data_ptr() - cache[0].data_ptr()] for layer in cache]
-        self._offsets = torch.tensor(offsets, device=device)
+        self._offsets = _offsets(cache)
 
     def set(
         self,
@@ -135,7 +139,6 @@ class JoinedPass:
 
     def _attend(self) -> Attend:
         executor, size = self.executor, self.size
-        weights, heads = executor.weights, executor.heads
         positions = self.numbers[size.rows : 2 * size.rows]
         prefix, first_rows, counts, caches = self.numbers[2 * size.rows :].chunk(_OF_SEQUENCE)
         addresses = self._offsets + caches
@@ -144,17 +147,147 @@ class JoinedPass:
             for visible, (tokens, sinks) in zip(self.visible, self.windows, strict=True)
         ]
 
-        def attend(index: int, qkv: Tensor) -> Tensor:
-            kind, own = weights.layers[index].kind, heads[index]
-            plan = joined_plan(executor.device, own, self.capacity, size.rows_each, size.sequences)
-            rotation = weights.rotary.tables[kind]
-            return joined_attention(plan, qkv, addresses[index], seen[kind], own, rotation)
+        return _attend(executor, seen, addresses, self.capacity, size.rows_each, size.sequences)
 
-        return attend
+
+@dataclass(frozen=True)
+class DraftSize:
+    """What a captured draft is of: so many sequences, and what is the same of all of them."""
+
+    sequences: int
+    depth: int
+    top_k: int
+    window: Window | None
+    has_noise: bool
+
+    @classmethod
+    def of(cls, request: DraftRequest) -> "DraftSize":
+        """Of one sequence."""
+        has_noise = request.perturbation is not None
+        return cls(1, request.depth, request.top_k, request.window, has_noise)
+
+    @property
+    def most_sequences(self) -> int:
+        """Of one draft, whose levels are passes over few rows."""
+        return min(MAX_DRAFTED, ROWS[-1] // self.top_k)
+
+    def __str__(self) -> str:
+        return f"drafts of {self.sequences} sequences, depth {self.depth}, top {self.top_k}"
+
+
+class JoinedDraft:
+    """The drafts of several sequences, level by level together.
+
+    Absent sequences are copies of the first: they write what it writes.
+
+    Attributes:
+        found: of each sequence, of the last run; the next one overwrites them.
+    """
+
+    def __init__(self, executor: TorchExecutor, size: DraftSize, cache: Layers) -> None:
+        self.executor, self.size, self.capacity = executor, size, cache[0].shape[1]
+        device, num, config = executor.device, size.sequences, executor.config
+        self.numbers = torch.zeros(2 * max(2, num), dtype=torch.int64, device=device)
+        self.states = torch.zeros(num, config.hidden_size, dtype=executor.dtype, device=device)
+        self.scales = torch.ones(num, device=device)
+        self.noise = (
+            torch.zeros(num, size.depth, config.vocab_size, device=device)
+            if size.has_noise
+            else None
+        )
+        self.counts = torch.full((num,), size.top_k, dtype=torch.int64, device=device)
+        self.first_rows = torch.arange(num, device=device) * size.top_k
+        self._offsets = _offsets(cache)
+        num_found = size.top_k + (size.depth - 1) * size.top_k**2
+        self.tokens = torch.zeros(num, num_found, dtype=torch.int64, device=device)
+        self.scores = torch.zeros(num, num_found, device=device)
+        shape = num, size.depth - 1, size.top_k
+        self.beams = torch.zeros(shape, dtype=torch.int64, device=device)
+
+    def set(self, requests: Sequence[DraftRequest]) -> None:
+        """Write the numbers of the next run; the host does not wait for the device."""
+        num = self.size.sequences
+        given = [*requests, *[requests[0]] * (num - len(requests))]
+        numbers = torch.zeros(2, len(self.numbers) // 2, dtype=torch.int64)
+        numbers[0, :num] = torch.tensor([one.start for one in given])
+        numbers[1, :num] = torch.tensor([one.cache[0].data_ptr() for one in given])
+        self.numbers.copy_(numbers.flatten(), non_blocking=True)
+        states = [one.state[:, : self.states.shape[1]] for one in given]
+        torch.cat(states, out=self.states)
+        if self.noise is None:
+            return
+        for place, one in enumerate(given):
+            assert one.perturbation is not None
+            self.scales[place].fill_(one.perturbation.scale)
+            self.noise[place].copy_(one.perturbation.added[: self.size.depth])
+
+    def run(self) -> None:
+        """The drafts, from tensors that stay into others."""
+        executor, size, num = self.executor, self.size, self.size.sequences
+        operations, weights = executor.operations, executor.weights
+        starts, caches = self.numbers.chunk(2)
+        starts, addresses = starts[:num], self._offsets + caches
+        first = executor.logits_on_device(self.states)
+        works = [
+            expansion(
+                first[place : place + 1],
+                operations,
+                self.states[place : place + 1],
+                starts[place],
+                size.depth,
+                size.top_k,
+                weights.draft_token_ids,
+                size.window,
+                None if self.noise is None else Perturbation(self.scales[place], self.noise[place]),
+            )
+            for place in range(num)
+        ]
+        answers: Sequence[Any] = [None] * num
+        for level in range(size.depth - 1):
+            levels = [work.send(one) for work, one in zip(works, answers, strict=True)]
+            answers = self._level(level, levels, starts, addresses)
+        for place, (work, one) in enumerate(zip(works, answers, strict=True)):
+            found = _returned(work, one)
+            self.tokens[place].copy_(found.tokens)
+            self.scores[place].copy_(found.scores)
+            self.beams[place].copy_(found.beams)
+
+    def found(self, num: int) -> list[Candidates]:
+        """Of the first sequences."""
+        parts = self.tokens[:num].clone(), self.scores[:num].clone(), self.beams[:num].clone()
+        return [Candidates(self.size.top_k, *one) for one in zip(*parts, strict=True)]
+
+    def _level(
+        self, number: int, levels: Sequence[Level], starts: Tensor, addresses: Tensor
+    ) -> list[tuple[Tensor, Tensor]]:
+        """States and logits of a level of each sequence, in one pass."""
+        executor, size = self.executor, self.size
+        states = torch.cat([one.states for one in levels])
+        positions = torch.cat([one.rows.positions for one in levels])
+        seen = []
+        for kind in executor.config.kinds:
+            spans = [one.rows.span_of(kind) for one in levels]
+            visible = torch.cat([span.visible for span in spans])
+            seen.append(
+                Seen(
+                    positions, visible, starts, number * size.top_k, spans[0].tokens,
+                    spans[0].sinks, self.first_rows, self.counts,
+                )
+            )  # fmt: skip
+        attend = _attend(executor, seen, addresses, self.capacity, size.top_k, size.sequences)
+        found = executor._pass(
+            executor.operations,
+            torch.cat([one.tokens for one in levels]),
+            attend,
+            states if executor.weights.is_head else None,
+            (),
+        )
+        logits = executor.logits_on_device(found)
+        return list(zip(found.split(size.top_k), logits.split(size.top_k), strict=True))
 
 
 class JoinedPasses:
-    """The passes of one executor, by their sizes.
+    """The passes and drafts of one executor, by their sizes.
 
     Args:
         runner: runs them.
@@ -163,6 +296,7 @@ class JoinedPasses:
     def __init__(self, executor: TorchExecutor, runner: Runner) -> None:
         self._executor, self._runner = executor, runner
         self._passes: dict[tuple[Size, tuple[int, int]], JoinedPass] = {}
+        self._drafts: dict[tuple[DraftSize, tuple[int, int]], JoinedDraft] = {}
 
     def forward(
         self,
@@ -185,6 +319,68 @@ class JoinedPasses:
         one.set(token_ids, caches, rows, features)
         self._runner.run(("joined", id(self._executor), *key), one.run, str(size))
         return one.states[: len(token_ids)].clone()
+
+    def drafts(self, requests: Sequence[DraftRequest]) -> list[Candidates]:
+        """As `Executor.drafts`; levels beyond the least score are drafted, too."""
+        found: dict[int, Candidates] = {}
+        groups: dict[tuple[DraftSize, tuple[int, int]], list[int]] = {}
+        for place, one in enumerate(requests):
+            groups.setdefault((DraftSize.of(one), _layout(one.cache)), []).append(place)
+        for (size, layout), places in groups.items():
+            for first in range(0, len(places), size.most_sequences):
+                own = places[first : first + size.most_sequences]
+                asked = [requests[place] for place in own]
+                found |= zip(own, self._drafted(size, layout, asked), strict=True)
+        return [found[place] for place in range(len(requests))]
+
+    def _drafted(
+        self, size: DraftSize, layout: tuple[int, int], requests: Sequence[DraftRequest]
+    ) -> list[Candidates]:
+        num = min(size.most_sequences, 1 << (len(requests) - 1).bit_length())
+        size = replace(size, sequences=num)
+        key = size, layout
+        if key not in self._drafts:
+            self._drafts[key] = JoinedDraft(self._executor, size, requests[0].cache)
+        one = self._drafts[key]
+        one.set(requests)
+        self._runner.run(("drafts", id(self._executor), *key), one.run, str(size))
+        return one.found(len(requests))
+
+
+def _attend(
+    executor: TorchExecutor,
+    seen: Sequence[Seen],
+    addresses: Tensor,
+    capacity: int,
+    rows_each: int,
+    num_sequences: int,
+) -> Attend:
+    """Attention of all layers, given what each kind of them sees and each layer's addresses."""
+    weights = executor.weights
+
+    def attend(index: int, qkv: Tensor) -> Tensor:
+        kind, heads = weights.layers[index].kind, executor.heads[index]
+        plan = joined_plan(executor.device, heads, capacity, rows_each, num_sequences)
+        rotation = weights.rotary.tables[kind]
+        return joined_attention(plan, qkv, addresses[index], seen[kind], heads, rotation)
+
+    return attend
+
+
+def _returned(work: Expansion, answer: Any) -> Candidates:
+    """What an expansion returns that is sent its last answer."""
+    try:
+        work.send(answer)
+    except StopIteration as end:
+        found: Candidates = end.value
+        return found
+    raise AssertionError("an expansion of more levels")
+
+
+def _offsets(cache: Layers) -> Tensor:
+    """Bytes int64 [layers, 1] from the first layer to each."""
+    offsets = [[layer.data_ptr() - cache[0].data_ptr()] for layer in cache]
+    return torch.tensor(offsets, device=cache[0].device)
 
 
 def _next(sizes: Sequence[int], num: int) -> int:

@@ -8,7 +8,8 @@ every draft of that shape; only a draft that may end early reads each level's be
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -23,6 +24,25 @@ from polybasic.chain.kernels.torch.trees import Beam
 Forward = Callable[[Tensor, Tensor, DeviceRows], Tensor]
 """Tokens [K], the states [K, D] of their parents, and how the pass attends to the cache -> the
 tokens' own states [K, D]."""
+
+
+@dataclass(frozen=True)
+class Level:
+    """A level of a draft, which waits for its pass; its rows are provisional.
+
+    Attributes:
+        tokens: int64 [K].
+        states: [K, D] of their parents.
+        rows: level l writes K rows after the l * K rows of the levels above it.
+    """
+
+    tokens: Tensor
+    states: Tensor
+    rows: DeviceRows
+
+
+Expansion = Generator[Level, tuple[Tensor, Tensor], Candidates]
+"""Is sent the states [K, D] of each level that it yields, and their logits [K, V]."""
 
 
 def expand(
@@ -42,8 +62,7 @@ def expand(
     """All candidates after a state; see `polybasic.chain.kernels.executor.Executor.drafts`.
 
     Args:
-        forward: runs the model over the beam of one level, whose rows are provisional: level l
-            writes K rows after the l * K rows of the levels above it.
+        forward: runs the model over the beam of one level, see `Level`.
         logits: states and their level, from 0 -> logits [rows, V].
         state: [1, D], which the first level follows.
         prefix: int64 [], committed rows of the model's cache; the position of the first level.
@@ -54,10 +73,41 @@ def expand(
         known_prefix: the number in `prefix`, if the host knows it.
         least_score: no level follows one whose candidates all score less.
     """
+    work = expansion(
+        logits(state, 0), operations, state, prefix, depth, top_k, token_ids, window, perturbation,
+        known_prefix, least_score,
+    )  # fmt: skip
+    try:
+        level, number = next(work), 1
+        while True:
+            states = forward(level.tokens, level.states, level.rows)
+            level, number = work.send((states, logits(states, number))), number + 1
+    except StopIteration as end:
+        found: Candidates = end.value
+        return found
+
+
+def expansion(
+    first: Tensor,
+    operations: Operations,
+    state: Tensor,
+    prefix: Tensor,
+    depth: int,
+    top_k: int,
+    token_ids: Tensor | None = None,
+    window: Window | None = None,
+    perturbation: Perturbation | None = None,
+    known_prefix: int | None = None,
+    least_score: float = -math.inf,
+) -> Expansion:
+    """The work of `expand` between its passes, which whoever drives it runs.
+
+    Args:
+        first: logits [1, V] of the state.
+    """
     device = state.device
 
-    def perturbed(states: Tensor, level: int) -> Tensor:
-        given = logits(states, level)
+    def perturbed(given: Tensor, level: int) -> Tensor:
         if perturbation is None:
             return given
         added = perturbation.added[level]
@@ -65,7 +115,7 @@ def expand(
             added if token_ids is None else added[token_ids]
         )
 
-    scores, tokens = operations.continuations(perturbed(state, 0), top_k, None, token_ids)
+    scores, tokens = operations.continuations(perturbed(first, 0), top_k, None, token_ids)
     places = torch.arange(top_k, device=device)
     itself = torch.eye(top_k, dtype=torch.bool, device=device)
     states = state.repeat(top_k, 1)
@@ -80,9 +130,9 @@ def expand(
         written = slice(level * top_k, (level + 1) * top_k)
         seen = columns[: written.stop]
         rows = DeviceRows(prefix, columns[written], seen, beam.visible, window, known_prefix)
-        states = forward(beam.tokens, beam.states, rows)
+        states, logits = yield Level(beam.tokens, beam.states, rows)
         scores, tokens = operations.continuations(
-            perturbed(states, level + 1), top_k, beam.scores, token_ids
+            perturbed(logits, level + 1), top_k, beam.scores, token_ids
         )
         all_scores.append(scores)
         all_tokens.append(tokens)

@@ -10,10 +10,11 @@ import torch
 pytest.importorskip("triton")
 
 from polybasic.chain.formats.awq import round_to_nearest
-from polybasic.chain.formats.decoder_config import DecoderConfig, LayerKind
+from polybasic.chain.formats.decoder_config import DecoderConfig, HeadConfig, LayerKind
 from polybasic.chain.formats.plan import Window
 from polybasic.chain.kernels.cuda.executor import CudaExecutor
 from polybasic.chain.kernels.cuda.joined_passes import MAX_SEQUENCES, ROWS, Size
+from polybasic.chain.kernels.executor import DraftRequest, Perturbation
 from polybasic.chain.kernels.rotary import RotaryTable
 from polybasic.chain.kernels.rows import Rows, consecutive_rows, tree_rows
 from polybasic.chain.kernels.torch.executor import TorchExecutor
@@ -53,6 +54,7 @@ class Model:
     G: int = 2
     window: int | None = None
     is_packed: bool = False
+    is_head: bool = False
     dtype: torch.dtype = torch.bfloat16 if HAS_GPU else torch.float32
 
     def made(self) -> CudaExecutor:
@@ -87,9 +89,21 @@ class Model:
             for kind in map(config.kind_of, range(2))
         ]
         embedding = torch.randn(VOCAB_SIZE, heads, generator=generator).to(DEVICE, self.dtype)
+        if self.is_head:
+            sizes = {name: getattr(config, name) for name in DecoderConfig.__dataclass_fields__}
+            config = HeadConfig(**(sizes | {"num_layers": 1}), kind="eagle2")
+            layers = [replace(layers[0], input_norm=None)]
         rotary = RotaryTable(config, CAPACITY, self.dtype, DEVICE)
         head = linear(VOCAB_SIZE, heads)
-        weights = ModelWeights(config, embedding, tuple(layers), rotary, head, final_norm=norm())
+        weights = ModelWeights(
+            config,
+            embedding,
+            tuple(layers),
+            rotary,
+            head,
+            final_norm=None if self.is_head else norm(),
+            fc=linear(heads, 2 * heads) if self.is_head else None,
+        )
         return CudaExecutor(weights, runs_on_device=True)
 
 
@@ -97,6 +111,13 @@ MODELS = {
     "grouped": Model(),
     "one query a head, a window": Model(K=4, G=1, window=15),
     "packed": Model(is_packed=True, dtype=torch.float16),
+}
+
+
+DRAFTERS = {
+    "head": Model(is_head=True),
+    "head, a window": Model(K=4, G=1, is_head=True, window=6),
+    "decoder": Model(),
 }
 
 
@@ -195,6 +216,41 @@ def test_few_rows_are_multiplied_by_packed_weights(
             executor.logits(states)
     num_packed = 4 * len(executor.weights.layers) + 1
     assert len(made) == (0 if num_rows <= 64 else 2 * num_packed)
+
+
+@pytest.mark.skipif(HAS_GPU, reason="what 16 bits round decides between near candidates")
+@pytest.mark.parametrize("has_noise", [False, True])
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_joined_drafts_are_those_of_each(name: str, has_noise: bool) -> None:
+    executor = DRAFTERS[name].made()
+    graphs, reference = runner(), TorchExecutor(executor.weights)
+    executor.capture_by(graphs)
+    generator = torch.Generator().manual_seed(5)
+    for starts in ((40, 3, 17), (5, 0, 300, 20)):
+        states = torch.randn(len(starts), 1, executor.config.hidden_size, generator=generator)
+        noise = torch.randn(len(starts), 5, VOCAB_SIZE, generator=generator).to(DEVICE)
+        rows = [consecutive_rows(start, 1) for start in starts]
+        found, expected = filled(executor, rows), filled(executor, rows)
+        drafted = []
+        for runs, caches in ((executor, found), (reference, expected)):
+            # two depths, and another shape alone
+            requests = [
+                DraftRequest(
+                    state.to(DEVICE, executor.dtype), cache.layers, start, 3 + (start == 3), 3,
+                    perturbation=Perturbation(1.5 + place, added) if has_noise else None,
+                )
+                for place, (state, cache, start, added) in enumerate(
+                    zip(states, caches, starts, noise, strict=True)
+                )
+            ]  # fmt: skip
+            with torch.inference_mode():
+                drafted.append(runs.drafts(requests))
+        for one, other in zip(*drafted, strict=True):
+            assert torch.equal(one.tokens, other.tokens)
+            assert torch.equal(one.beams, other.beams)
+            assert (one.scores - other.scores).abs().max() < 2e-4
+    # two of depth 3 and one of depth 4; then four
+    assert graphs.counts.captures == 3
 
 
 def test_what_is_divided_over_processes_is_not_captured() -> None:
