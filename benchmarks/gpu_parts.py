@@ -24,6 +24,7 @@ from end_to_end import (
     shown_plans,
     speedup,
 )
+from many_sequences import report_sequences, sequence_cases
 from measuring import Bandwidth, Case, T, measure_bandwidth
 from passes import PassSettings, draft_cases, pass_cases, report_drafts, report_passes
 from products import KERNELS, SHAPES, product_cases, report_choices, report_products
@@ -35,6 +36,7 @@ from polybasic.chain.formats.config import read_config
 from polybasic.chain.formats.plan import Flush, Plan, Tree
 from polybasic.chain.formats.verify import check_chain
 from polybasic.deploy import Chain, load_chain
+from polybasic.deploy.rounds.sampling import Sampling
 from polybasic.recipes.growth.chain import grow_chain
 from polybasic.recipes.growth.shapes import SHAPES as GROWN_SHAPES
 from polybasic.recipes.growth.shapes import GrownShape
@@ -56,6 +58,7 @@ class Settings:
 
     Attributes:
         contexts: tokens before an answer, the shortest first.
+        sequences: numbers of them that are answered at a time.
         num_prompts, num_plan_prompts: asked after the shortest context, and for plans.
         num_long_prompts: asked after each longer context, with half as many new tokens.
         trees: depth, top k and rows of drafts that are tried and timed.
@@ -70,6 +73,7 @@ class Settings:
     num_hf_prompts: int = 2
     max_new_tokens: int = 256
     turns: int = 3
+    sequences: tuple[int, ...] = (1, 2, 4, 8)
     trees: tuple[tuple[int, int, int], ...] = (
         (10, 2, 24), (8, 4, 32), (6, 8, 48), (7, 10, 60), (5, 4, 16), (6, 2, 12),
     )  # fmt: skip
@@ -95,6 +99,7 @@ REHEARSAL = Settings(
     num_hf_prompts=1,
     max_new_tokens=8,
     turns=1,
+    sequences=(2,),
     trees=((2, 2, 4),),
     flush_lengths=(4,),
     passes=PassSettings(contexts=(16,), rows=(1, 24), repeats=2, turns=1),
@@ -145,17 +150,26 @@ class Session:
                     f"{self.small}: {', '.join(member.kind for member in members)}",
                     "name a chain of a target, its 4-bit copy and an EAGLE-2 head",
                 )
-            out, settings = self.work / name, self.settings
+            out = self.work / name
             grow_chain(self.small, self._shape(name), name, out, device=self.device)
-            room = settings.contexts[-1] + settings.max_new_tokens + ROOM_TOKENS
-            chain = load_chain(
-                out, device=str(self.device), dtype=settings.dtype, context_tokens=room,
-                digests=False, beyond_declared=True,
-            )  # fmt: skip
-            # text after the end means little, and answers are as long as those of large models
-            chain.stop_tokens = frozenset()
-            self.chains[name] = chain
+            self.chains[name] = self._loaded(name, self.settings.contexts[-1], 1)
         return self.chains[name]
+
+    def _loaded(self, name: str, context: int, sequences: int) -> Chain:
+        settings = self.settings
+        room = context + settings.max_new_tokens + ROOM_TOKENS
+        chain = load_chain(
+            self.work / name, device=str(self.device), dtype=settings.dtype, context_tokens=room,
+            digests=False, beyond_declared=True, sequences=sequences,
+        )  # fmt: skip
+        # text after the end means little, and answers are as long as those of large models
+        chain.stop_tokens = frozenset()
+        return chain
+
+    def chain_of_many(self, name: str) -> Chain:
+        """The same, which `chain` has grown, for several sequences after the shortest context."""
+        self.chain(name)
+        return self._loaded(name, self.settings.contexts[0], max(self.settings.sequences))
 
     def _shape(self, name: str) -> GrownShape:
         shape = GROWN_SHAPES[name]
@@ -257,6 +271,7 @@ def parts_of(session: Session) -> list[Part]:
         Part(f"{FIRST} plans", 80, partial(_plans, FIRST), 10),
         _answers(FIRST, short, GREEDY, 60),
         Part(f"{FIRST} timeline", 30, _timeline),
+        Part(f"{FIRST} sequences", 60, partial(_sequences, FIRST), 15),
         Part(f"{FIRST} {HF_GENERATE}", 40, partial(_hf_generate, FIRST)),
     ]
     parts += [_answers(FIRST, short, GREEDY, 40, n) for n in range(1, len(session.prompts))]
@@ -433,12 +448,26 @@ def _answers(shape: str, context: int, temperature: float, seconds: float, sourc
     return Part(name, seconds, measure)
 
 
+def _sequences(shape: str, session: Session, found: Found) -> None:
+    settings, plans = session.settings, session.plans(shape)
+    prompts = session.prompts_of(shape, settings.contexts[0], max(settings.sequences))
+    chain = session.chain_of_many(shape)
+    cases = sequence_cases(
+        chain, plans, prompts, settings.sequences, settings.max_new_tokens // 2, settings.turns
+    )
+    rates = found.all_of(cases)
+    report_sequences(found.report, rates, chain)
+    by_case = {(one.system, one.sequences): one.tokens_a_second for one in rates}
+    for num in settings.sequences:
+        if (THREE, num) in by_case and (TARGET, num) in by_case:
+            figure = f"{shape}, {num} sequences: three models over target"
+            found.figures[figure] = by_case[THREE, num] / by_case[TARGET, num]
+
+
 def _that_answer(
     here: Answering, plans: Mapping[str, Plan], prompt: list[int], temperature: float, found: Found
 ) -> dict[str, Plan]:
     """The plans that answer at all; the others are noted as left out."""
-    from polybasic.deploy.rounds.sampling import Sampling
-
     sampling = Sampling(temperature=temperature, seed=0)
     return {
         name: plan

@@ -177,7 +177,7 @@ class Chain:
             UserError: a setting out of range, members that cannot run, what does not fit the
                 context, or too many answers at a time.
         """
-        running = self.engine.begin(self._asked(prompt, **options))
+        running = self.engine.begin(self._asked(prompt, **options), runs_ahead=True)
         pieces = list(self.engine.pieces_of(running))
         return Generation(
             "".join(piece.text for piece in pieces),

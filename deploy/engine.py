@@ -50,7 +50,8 @@ class Engine:
     Rounds of several sequences whose next pass is of the same model run as one pass. What a
     sequence answers does not depend on the others: with native CPU kernels a row gets the same
     bits in any company; elsewhere products over another number of rows may round differently.
-    Rounds are captured in CUDA graphs where there is one sequence at a time.
+    On a GPU whole rounds are captured in CUDA graphs where there is one sequence at a time; with
+    more, passes are.
 
     All methods may be called from several threads; passes run one after the other.
 

@@ -69,8 +69,8 @@ class LoadOptions(Settings):
         graphs: on a GPU, capture CUDA graphs of passes and rounds, those of the plan at once; False
             launches every kernel by itself, with equal outputs.
         sequences: most answers at a time, whose caches are all allocated at once. Default: 16 on a
-            CPU, whose caches are allocated when they are needed, and 1 on a GPU, where rounds are
-            captured for one; with more they run through the host.
+            CPU, whose caches are allocated when they are needed, and 1 on a GPU, where whole rounds
+            are captured for one; with more each pass is.
         reuses: what was read of an earlier answer's leading tokens is not read again. Default:
             where that changes no bit.
         target: the folder or hub id that the target is taken from, rather than from where the chain
