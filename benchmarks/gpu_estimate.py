@@ -6,8 +6,9 @@
 Passes run as they do on a card, over tensors that have shapes and no data; what they launch is
 counted and nothing is computed. So a change of the code changes the estimate, before a card is at
 hand. A launch takes its bytes over the bandwidth, and what it waits for: the launch before it, or
-less where it begins while that one ends. **These times are assumptions**, below; counts are exact
-for Triton's kernels, and an operation of PyTorch counts as one launch, which a few of them exceed.
+less where it begins while that one ends. These times, below, are what the passes of an H200 were
+measured to take (benchmarks/records/gpu-h200.md); counts are exact for Triton's kernels, and an
+operation of PyTorch counts as one launch, which a few of them exceed.
 
 `--launches` also prints what is launched, by kernel.
 """
@@ -49,13 +50,16 @@ from polybasic.recipes.growth.shapes import SHAPES, shape_named
 
 BANDWIDTH = 4.3e12
 """Bytes a second: what an H200 was measured to read (`recipes/estimates/hardware_profiles.py`)."""
+PACKED_BANDWIDTH = {16: 2.3e12, 32: 1.9e12, 64: 1.2e12}
+"""Bytes a second of a product by packed weights, by the rows that its kernel is compiled for: what
+unpacks and multiplies them takes more than what reads them."""
 SERIAL_SECONDS = 3.5e-6
 """Of a launch that waits for the end of the one before: beginning, first bytes, last programs."""
-EARLY_SECONDS = 2.0e-6
-"""Of one that begins early: what is left when its beginning is hidden."""
-ATTENTION_SECONDS = 3.5e-6
+EARLY_SECONDS = 3.2e-6
+"""Of one that begins early."""
+ATTENTION_SECONDS = {16: 5.5e-6, 32: 9e-6, 64: 9e-6}
 """Of attention's own steps, each of which waits for the one before: the prefix, the new rows
-written and read again, the parts combined."""
+written and read again, the parts combined. By queries of a program."""
 HOST_SECONDS = 6e-6
 """Of the host for a launch that is not captured."""
 META = torch.device("meta")
@@ -77,11 +81,13 @@ class Launch:
     Attributes:
         num_bytes: that it reads and writes.
         can_be_early: the kernel waits for the one before by itself, and lets the next one begin.
+        own_seconds: bytes over the rate at which it takes them, and what its own steps wait.
     """
 
     name: str
     num_bytes: int
     can_be_early: bool
+    own_seconds: float
 
 
 @dataclass
@@ -113,7 +119,8 @@ class Launches(TorchDispatchMode):
         made = [tensor for tensor in written if _place(tensor) not in places]
         if "empty" not in name and (made or func._schema.is_mutable):
             moved = [*made, *made] if name in _GATHERS else [*read, *made]
-            self.found.append(Launch(name, _num_bytes(moved), False))
+            num_bytes = _num_bytes(moved)
+            self.found.append(Launch(name, num_bytes, False, num_bytes / BANDWIDTH))
         return out
 
     def launched(self, kernel: Any, arguments: dict[str, Any]) -> None:
@@ -127,8 +134,13 @@ class Launches(TorchDispatchMode):
             num_columns = self.context + arguments["first"] + arguments["num_rows"]
             given["cache"] = given["cache"][:, :num_columns]
         num_bytes = _num_bytes(list(given.values()))
-        name = kernel.fn.__name__
-        self.found.append(Launch(name, num_bytes, "IS_EARLY" in kernel.arg_names))
+        name, own_seconds = kernel.fn.__name__, num_bytes / BANDWIDTH
+        if name == "product_kernel" and "groups_ptr" in given:
+            own_seconds = num_bytes / PACKED_BANDWIDTH[arguments["ROWS"]]
+        elif name == "attend":
+            own_seconds += ATTENTION_SECONDS[arguments["M"]]
+        can_be_early = "IS_EARLY" in kernel.arg_names
+        self.found.append(Launch(name, num_bytes, can_be_early, own_seconds))
 
 
 Recorder = TypeVar("Recorder", bound=Launches)
@@ -191,12 +203,10 @@ class Estimate:
 
     @property
     def seconds(self) -> float:
-        """Bytes over bandwidth, and what each launch waits for."""
+        """What each launch takes, and what it waits for."""
         num = len(self.launches)
-        num_attending = sum(one.name == "attend" for one in self.launches)
         waited = self.num_early * EARLY_SECONDS + (num - self.num_early) * SERIAL_SECONDS
-        waited += num_attending * ATTENTION_SECONDS
-        device = self.num_bytes / BANDWIDTH + waited
+        device = sum(one.own_seconds for one in self.launches) + waited
         return device if self.is_captured else max(device, num * HOST_SECONDS)
 
     def cells(self) -> list[str]:

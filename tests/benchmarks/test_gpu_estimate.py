@@ -38,9 +38,31 @@ def test_a_layer_is_five_launches_and_its_bytes() -> None:
         moved = traffic.decoder_pass(sizes(), kind, 2, 300, 4)
         # what is counted beside: rows between kernels, and in 4 bits nothing of another size
         assert moved.total < two.num_bytes < 1.01 * moved.total
-        waited = len(two.launches) * estimates.SERIAL_SECONDS + 2 * estimates.ATTENTION_SECONDS
+        packed = sum(one.num_bytes for one in two.launches if one.name == "product_kernel")
+        # the output projection is dense
+        packed -= one.launches[-3].num_bytes if group_size else packed
+        taken = packed / estimates.PACKED_BANDWIDTH[16]
+        taken += (two.num_bytes - packed) / estimates.BANDWIDTH
+        waited = len(two.launches) * estimates.SERIAL_SECONDS + 2 * estimates.ATTENTION_SECONDS[16]
         saved = two.num_early * (estimates.SERIAL_SECONDS - estimates.EARLY_SECONDS)
-        assert two.seconds == pytest.approx(two.num_bytes / estimates.BANDWIDTH + waited - saved)
+        assert two.seconds == pytest.approx(taken + waited - saved)
+
+
+MEASURED = {
+    ("gpu-7b", 0): {1: 3.857, 8: 4.078, 24: 4.215},
+    ("gpu-7b", GROUP_SIZE): {1: 2.281, 8: 2.304, 24: 2.861},
+    ("gpu-8b", 0): {1: 4.337, 8: 4.492, 24: 4.785},
+    ("gpu-8b", GROUP_SIZE): {1: 2.615, 8: 2.671, 24: 3.279},
+}
+"""Milliseconds of passes on an H200 behind 256 tokens."""
+
+
+@pytest.mark.parametrize(("shape", "group_size"), MEASURED)
+def test_estimates_are_what_was_measured(shape: str, group_size: int) -> None:
+    model = estimates.decoder_of(estimates.config_of(shape), group_size)
+    for rows, measured in MEASURED[shape, group_size].items():
+        estimate = estimates.pass_of("", model, 256, rows)
+        assert 1e3 * estimate.seconds == pytest.approx(measured, rel=0.1)
 
 
 def test_a_round_is_its_pass_and_what_draws_and_cuts() -> None:

@@ -66,7 +66,7 @@ PLANS = {
 }
 
 
-def engine() -> Engine:
+def engine(sequences: int | None = None) -> Engine:
     """The same chain at each call, for the kernels that the environment asks for."""
     weights = Weights(seed=7)
     target = weights.decoder(small_config(2, 16))
@@ -79,7 +79,7 @@ def engine() -> Engine:
     drafts_for = dict.fromkeys(("drafter", "block", "masked"), ("target",))
     drafts_for |= {"head": ("target", "same", "thin")}
     decoders = {"target": target, "same": same, "thin": thin}
-    return Engine(Models(decoders, heads, drafts_for, CONTEXT_TOKENS))
+    return Engine(Models(decoders, heads, drafts_for, CONTEXT_TOKENS), sequences=sequences)
 
 
 def answer(one: Engine, plan: Plan, sampling: Sampling, **changed: Any) -> list[int]:

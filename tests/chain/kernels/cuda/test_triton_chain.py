@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ from polybasic.chain.kernels import selection
 from polybasic.chain.kernels.torch.backends import DeviceBackend
 from polybasic.deploy import engine as engines
 from polybasic.deploy import load_chain
-from tests.deploy.graphs.test_device_stages import GREEDY, PLANS, RANDOM, answer, engine
+from polybasic.deploy.request import Request
+from tests.deploy.graphs.test_device_stages import GREEDY, PLANS, PROMPT, RANDOM, answer, engine
 from tests.deploy.recorded_graphs import RecordedGraphs
 
 pytest.importorskip("triton")
@@ -68,6 +70,32 @@ def test_answers(name: str, request: pytest.FixtureRequest) -> None:
     assert found.models.target.name == "cuda"
     for sampling, tokens in zip(samplings, expected, strict=True):
         assert answer(found, PLANS[name], sampling, max_new_tokens=NUM_TOKENS) == tokens
+    assert found.graphs.counts.replays > 0
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # rows that are padded hold anything
+@pytest.mark.parametrize(
+    "name",
+    ["two", *(pytest.param(name, marks=pytest.mark.proof) for name in ("three", "draft model"))],
+)
+def test_answers_of_several_sequences(name: str, request: pytest.FixtureRequest) -> None:
+    """By captured passes and drafts, which they share."""
+    penalized = replace(RANDOM, repetition_penalty=1.3)
+    plain, samplings = engine(), (GREEDY, RANDOM, penalized)
+    prompts = [PROMPT, PROMPT[:3], PROMPT[::-1]]
+    asked = [
+        Request(prompt, NUM_TOKENS, sampling, (), PLANS[name])
+        for prompt, sampling in zip(prompts, samplings, strict=True)
+    ]
+    expected = [[token for batch in plain.run(one) for token in batch] for one in asked]
+    request.getfixturevalue("in_triton")
+    found = engine(sequences=3)
+    running = [found.begin(one, runs_ahead=True) for one in asked]
+    while found.step():
+        pass
+    assert [
+        [token for piece in one.take() for token in piece.token_ids] for one in running
+    ] == expected
     assert found.graphs.counts.replays > 0
 
 
