@@ -281,11 +281,12 @@ class Engine:
                 "draft trees of captured rounds all have as many rows: the plan's "
                 f"least_probability {plan.tree.least_probability:g} is not used"
             )
-        if not self.graphs.is_active:
+        here = self.models.here
+        if not self.graphs.is_active or here is None:
             return
-        for executor in self._executors:
-            executor.prepare_known()
+        functions = [one for executor in self._executors for one in executor.known_passes()]
         if self._parts is None:
+            here.prepare(functions)
             return
         stages, _ = self.stages(Request([0], 1, sampling, stop, plan))
         steps: list[NamedStep] = []
@@ -297,7 +298,7 @@ class Engine:
             elif isinstance(stage, DeviceBlockStage):
                 max_tokens += stage.flush.length
                 steps += stage.steps_to_capture(max_tokens)
-        stages[0].verifier.decoder.prepare([step for _, _, step in steps])
+        here.prepare([*functions, *(step for _, _, step in steps)])
         self.graphs.prepare(steps, say)
 
     @property

@@ -173,8 +173,9 @@ class Executor(ABC):
     def capture_by(self, runner: Runner) -> None:  # noqa: B027
         """Run passes over few rows that the host knows by a runner, where they can be captured."""
 
-    def prepare_known(self) -> None:  # noqa: B027
-        """As `prepare`, of passes over all numbers of rows that `capture_by` takes."""
+    def known_passes(self) -> list[Callable[[], None]]:
+        """Functions for `prepare`: passes over all numbers of rows that `capture_by` takes."""
+        return []
 
     def draft(
         self,

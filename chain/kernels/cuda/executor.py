@@ -100,8 +100,8 @@ class CudaExecutor(TorchExecutor):
         if self.weights.all_reduce is None:
             self._joined = JoinedPasses(self, runner)
 
-    def prepare_known(self) -> None:
-        self.prepare([partial(self._products_over, num) for num in ROWS_OF_KERNELS])
+    def known_passes(self) -> list[Callable[[], None]]:
+        return [partial(self._products_over, num) for num in ROWS_OF_KERNELS]
 
     def _products_over(self, num_rows: int) -> None:
         """All products of a pass over so many rows."""
