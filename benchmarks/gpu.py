@@ -123,7 +123,7 @@ def work(arguments: argparse.Namespace) -> None:
     # what the process is given by the other one is no part of the command
     sys.argv = sys.argv[: sys.argv.index("--state")]
     head = head_of(__file__, arguments, session.device)
-    head["commit"] = head["commit"] or arguments.commit
+    head["commit"] = arguments.commit or head["commit"]
     state: State = {"head": shown_head("All figures of one GPU", head), "parts": {}}
     if arguments.state.exists():
         state = json.loads(arguments.state.read_text())

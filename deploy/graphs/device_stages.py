@@ -6,7 +6,7 @@ A round of a `DeviceTreeStage` is two graphs, draft and verification; a round of
 
 from collections.abc import Callable, Collection, Hashable, Iterator
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -133,6 +133,7 @@ class DeviceTreeStage(BaseTreeStage):
     """
 
     sampler: DeviceSampler
+    stays_on_device: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -260,6 +261,7 @@ class DeviceBlockStage(BaseBlockStage):
     """
 
     sampler: DeviceSampler
+    stays_on_device: ClassVar[bool] = True
 
     def __init__(
         self,

@@ -128,6 +128,22 @@ class DraftPass:
         )
 
 
+@dataclass(frozen=True)
+class NoPass:
+    """Waits for nothing: between rounds that need no passes of the driver, as those that stay on a
+    device, what was gained is taken and others get their turn."""
+
+    kind: Hashable = "none"
+
+    def run(self) -> None:
+        """Nothing."""
+
+    @staticmethod
+    def run_together(passes: "Sequence[NoPass]") -> list[None]:
+        """Nothing."""
+        return [None] * len(passes)
+
+
 def draft(drafter: Drafter, tokens: list[int], max_depth: int) -> Passes[DraftTree]:
     """What a drafter drafts; only where a model drafts, a pass is waited for."""
     if isinstance(drafter, NgramDrafter):

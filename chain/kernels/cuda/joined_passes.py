@@ -19,17 +19,18 @@ from torch import Tensor
 
 from polybasic.chain.formats.plan import Window
 from polybasic.chain.kernels.cuda.attention import Seen, joined_attention, joined_plan
+from polybasic.chain.kernels.cuda.attention_plan import MAX_TICKETS
+from polybasic.chain.kernels.cuda.product_launch import MAX_ROWS
 from polybasic.chain.kernels.drafts import Candidates
 from polybasic.chain.kernels.executor import DraftRequest, Layers, Perturbation, Runner
 from polybasic.chain.kernels.rows import Rows, narrower_window
 from polybasic.chain.kernels.torch.executor import Attend, TorchExecutor
 from polybasic.chain.kernels.torch.expansion import Expansion, Level, expansion
 
-ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64)
-"""Of captured passes."""
+ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+"""Of captured passes; beyond `MAX_ROWS` products are PyTorch's."""
 ROWS_EACH = (1, 8, 16, 32, 64)
 """P of captured passes."""
-MAX_SEQUENCES = 64
 MAX_DRAFTED = 16
 """Sequences of one draft: what is between its passes is done for one after the other."""
 _OF_SEQUENCE = 4
@@ -60,10 +61,10 @@ class Size:
     ) -> "Size | None":
         """The smallest that takes the rows; None if none does."""
         num_rows, window = sum(one.num_rows for one in rows), rows[0].window
-        is_taken = 0 < num_rows <= ROWS[-1] and len(rows) <= MAX_SEQUENCES
+        largest = max(one.num_rows for one in rows)
+        is_taken = 0 < num_rows <= ROWS[-1] and largest <= ROWS_EACH[-1]
         if not is_taken or any(one.window != window for one in rows):
             return None
-        largest = max(one.num_rows for one in rows)
         return cls(
             _next(ROWS, num_rows),
             1 << (len(rows) - 1).bit_length(),
@@ -169,7 +170,7 @@ class DraftSize:
     @property
     def most_sequences(self) -> int:
         """Of one draft, whose levels are passes over few rows."""
-        return min(MAX_DRAFTED, ROWS[-1] // self.top_k)
+        return min(MAX_DRAFTED, MAX_ROWS // self.top_k)
 
     def __str__(self) -> str:
         return f"drafts of {self.sequences} sequences, depth {self.depth}, top {self.top_k}"
@@ -311,7 +312,14 @@ class JoinedPasses:
         layouts = {_layout(cache) for cache in caches}
         if size is None or len(layouts) > 1:
             return None
-        key = size, layouts.pop()
+        capacity, _ = layout = layouts.pop()
+        each, num, device = size.rows_each, size.sequences, self._executor.device
+        if (
+            joined_plan(device, self._executor.heads[0], capacity, each, num).num_units
+            > MAX_TICKETS
+        ):
+            return None
+        key = size, layout
         if key not in self._passes:
             width = 0 if features is None else features.shape[1]
             self._passes[key] = JoinedPass(self._executor, size, caches[0], width)

@@ -306,3 +306,17 @@ def test_other_stop_tokens_run_the_same_graphs(captured: Engine) -> None:
         found = answer(captured, PLANS["three"], GREEDY, stop_tokens=frozenset([stop]))
         assert found == whole[: whole.index(stop) + 1]
     assert captured.graphs.counts.captures == num_captured
+
+
+@pytest.mark.parametrize("name", ["target", "two", "three"])
+def test_tokens_are_handed_over_round_by_round(name: str, device: Engine) -> None:
+    stream = device.run(Request(PROMPT, NUM_TOKENS, GREEDY, (), PLANS[name]))
+    found = next(stream)
+    # the rest is not made before it is asked for
+    assert 0 < len(found) < NUM_TOKENS
+    assert device.num_running == 1
+    batches = list(stream)
+    assert len(batches) > 1
+    assert found + [token for batch in batches for token in batch] == answer(
+        device, PLANS[name], GREEDY
+    )

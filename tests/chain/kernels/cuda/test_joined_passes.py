@@ -13,7 +13,7 @@ from polybasic.chain.formats.awq import round_to_nearest
 from polybasic.chain.formats.decoder_config import DecoderConfig, HeadConfig, LayerKind
 from polybasic.chain.formats.plan import Window
 from polybasic.chain.kernels.cuda.executor import CudaExecutor
-from polybasic.chain.kernels.cuda.joined_passes import MAX_SEQUENCES, ROWS, Size
+from polybasic.chain.kernels.cuda.joined_passes import ROWS, Size
 from polybasic.chain.kernels.executor import DraftRequest, Perturbation
 from polybasic.chain.kernels.rotary import RotaryTable
 from polybasic.chain.kernels.rows import Rows, consecutive_rows, tree_rows
@@ -39,6 +39,7 @@ PASSES: dict[str, Sequence[Rows]] = {
         tree_rows(17, TREE), consecutive_rows(0, 11), consecutive_rows(9, 1),
     ],
     "blocks": [consecutive_rows(30 * number, 9) for number in range(5)],
+    "many trees": [tree_rows(9 * number, (*TREE, *range(20))) for number in range(4)],
     "windows": [
         tree_rows(40, TREE, Window(sinks=2, tokens=12)),
         consecutive_rows(50, 3, Window(sinks=2, tokens=12)),
@@ -147,7 +148,8 @@ def test_joined_rows_are_those_of_each(name: str, model: str) -> None:
     reference = TorchExecutor(executor.weights)
     layers = (1,) if name == "blocks" else ()
     for turn in range(2):
-        tokens = torch.arange(sum(one.num_rows for one in rows), device=DEVICE) + turn
+        tokens = torch.arange(sum(one.num_rows for one in rows), device=DEVICE)
+        tokens = (tokens + turn) % VOCAB_SIZE
         found, expected = filled(executor, rows), filled(executor, rows)
         # of other sequences, and in another order
         order = np.roll(np.arange(len(rows)), turn)
@@ -168,7 +170,7 @@ def test_joined_rows_are_those_of_each(name: str, model: str) -> None:
 def test_one_graph_serves_all_passes_of_a_size() -> None:
     sizes = {Size.of([consecutive_rows(start, 3)] * 4, (), False) for start in (0, 7, 300)}
     assert len(sizes) == 1
-    largest = Size.of([consecutive_rows(0, 1)] * MAX_SEQUENCES, (), False)
+    largest = Size.of([consecutive_rows(0, 1)] * ROWS[-1], (), False)
     assert largest is not None
     assert largest.rows == ROWS[-1]
 
@@ -176,10 +178,11 @@ def test_one_graph_serves_all_passes_of_a_size() -> None:
 @pytest.mark.parametrize(
     "rows",
     [
-        [consecutive_rows(0, ROWS[-1] + 1)],
+        [consecutive_rows(0, 65)],
+        [consecutive_rows(0, 64)] * 5,
         [consecutive_rows(0, 2), consecutive_rows(0, 2, Window(sinks=1, tokens=8))],
     ],
-    ids=["too many rows", "two windows"],
+    ids=["a long prompt", "too many rows", "two windows"],
 )
 def test_other_passes_have_no_size(rows: Sequence[Rows]) -> None:
     assert Size.of(rows, (), False) is None
