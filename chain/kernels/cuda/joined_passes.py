@@ -1,4 +1,4 @@
-"""Passes over a few rows that the host knows, and drafts, of any sequences, in captured graphs.
+"""Passes over rows that the host knows, and drafts, of any sequences, in captured graphs.
 
 All numbers of a pass, where the caches lie included, are written into tensors that stay. So one
 graph serves all passes of as many rows, of whatever sequences; numbers between are padded.
@@ -180,9 +180,6 @@ class JoinedDraft:
     """The drafts of several sequences, level by level together.
 
     Absent sequences are copies of the first: they write what it writes.
-
-    Attributes:
-        found: of each sequence, of the last run; the next one overwrites them.
     """
 
     def __init__(self, executor: TorchExecutor, size: DraftSize, cache: Layers) -> None:
@@ -254,7 +251,7 @@ class JoinedDraft:
             self.beams[place].copy_(found.beams)
 
     def found(self, num: int) -> list[Candidates]:
-        """Of the first sequences."""
+        """What the last run drafted for the first sequences."""
         parts = self.tokens[:num].clone(), self.scores[:num].clone(), self.beams[:num].clone()
         return [Candidates(self.size.top_k, *one) for one in zip(*parts, strict=True)]
 
