@@ -120,6 +120,7 @@ def requests(capability: int) -> list[Request]:
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_kernels_fit_a_gpu(capability: int) -> None:
     for kernel in compiled(requests(capability)):
-        assert kernel.registers <= 128
+        # triton 3.6 takes 103 for sm_80, 3.7 fewer
+        assert kernel.registers <= 104
         assert kernel.stack_bytes == 0
         assert kernel.shared_bytes <= 48 * 1024
