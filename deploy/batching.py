@@ -18,7 +18,7 @@ from polybasic.deploy.request import Piece, Request, Statistics, unfinished
 from polybasic.deploy.rounds.finite import not_finite
 from polybasic.deploy.rounds.logprobs import TokenLogprobs
 from polybasic.deploy.rounds.noise import Noise
-from polybasic.deploy.rounds.passes import NoPass, Pass, Passes, VerifierPass
+from polybasic.deploy.rounds.passes import Pass, Passes, VerifierPass
 from polybasic.deploy.rounds.sampling import NotFiniteError
 from polybasic.deploy.rounds.stages import Proposals, Stage
 from polybasic.deploy.rounds.stopping import StoppedBy, cut_at_end
@@ -163,8 +163,6 @@ class Running:
             num, seconds = len(tokens), time.perf_counter() - self._begin
             members, logprobs = block.proposers[:num], block.logprobs[:num]
             self.pieces.append(Piece(text, tokens, members, logprobs))
-            if self._stages[0].stays_on_device:
-                yield NoPass()
         if request.text is not None and (rest := request.text.finish()):
             self.pieces.append(Piece(rest, [], [], []))
         self._count()

@@ -6,7 +6,7 @@ A round of a `DeviceTreeStage` is two graphs, draft and verification; a round of
 
 from collections.abc import Callable, Collection, Hashable, Iterator
 from functools import partial
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from polybasic.deploy.graphs.round_parts import (
     TreePart,
     TreeRows,
 )
-from polybasic.deploy.rounds.passes import Passes, at_once, draft
+from polybasic.deploy.rounds.passes import OwnPass, Passes, draft
 from polybasic.deploy.rounds.stages import (
     BaseBlockStage,
     BaseTreeStage,
@@ -115,6 +115,21 @@ class RoundParts:
         key = "block", verifier.name, verifier.feature_layers, rows, drawing
         return self._cached(key, lambda: BlockPart(verifier, rows, drawing))
 
+    def launch(self, step: NamedStep) -> None:
+        """Run a step; the host does not wait for it."""
+        name, key, function = step
+        self.graphs.run(key, function, name)
+
+    def verifying(self, verifier: Verifier, num_rows: int, step: NamedStep) -> OwnPass:
+        """A step that is a verifier's pass over so many rows."""
+
+        def launch() -> None:
+            verifier.num_rows += num_rows
+            with verifier.clock.running(num_passes=1):
+                self.launch(step)
+
+        return OwnPass(launch)
+
     def _cached(self, key: Hashable, make: Callable[[], Part]) -> Part:
         if key not in self._made:
             self._made[key] = make()
@@ -133,7 +148,6 @@ class DeviceTreeStage(BaseTreeStage):
     """
 
     sampler: DeviceSampler
-    stays_on_device: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -200,22 +214,15 @@ class DeviceTreeStage(BaseTreeStage):
                 drafter, device_drafter, bucket_of(len(unread), UNREAD_BUCKETS), part
             )
             draft.set(start, unread)
-            name, key, function = self._draft_step(drafter, draft)
-            self.parts.graphs.run(key, function, name)
+            self.parts.launch(self._draft_step(drafter, draft))
         drafter.cache.keep(range(len(unread)))
         return part
 
     def _verify(self, part: TreePart, limit: int) -> Passes[Round]:
-        return at_once(self._verify_on_device(part, limit))
-
-    def _verify_on_device(self, part: TreePart, limit: int) -> Round:
-        verifier, cache = self.verifier, self.verifier.cache
-        verifier.num_rows += part.num_rows
+        cache = self.verifier.cache
         part.set(cache.length, limit)
         self.sampler.fill(part.uniforms)
-        name, key, function = self._verify_step(part)
-        with verifier.clock.running(num_passes=1):
-            self.parts.graphs.run(key, function, name)
+        yield self.parts.verifying(self.verifier, part.num_rows, self._verify_step(part))
         gained, confidence = part.read_back()
         cache.keep(range(len(gained)))
         num_drafted, proposer = self._drafted
@@ -261,7 +268,6 @@ class DeviceBlockStage(BaseBlockStage):
     """
 
     sampler: DeviceSampler
-    stays_on_device: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -284,19 +290,13 @@ class DeviceBlockStage(BaseBlockStage):
             yield self._verify_step(self._part(rows))
 
     def _verify(self, unread: list[int], block: Block) -> Passes[Kept]:
-        return at_once(self._verify_on_device(unread, block))
-
-    def _verify_on_device(self, unread: list[int], block: Block) -> Kept:
         verifier, num_rows = self.verifier, len(unread) + len(block.tokens)
         part = self._part(bucket_of(max(num_rows, 2)))
         part.set(verifier.cache.length, unread, block.tokens)
         if part.proposed is not None and block.tokens:
             part.proposed[: len(block.tokens)].copy_(block.distributions)
         self.sampler.fill(part.uniforms)
-        verifier.num_rows += num_rows
-        name, key, function = self._verify_step(part)
-        with verifier.clock.running(num_passes=1):
-            self.parts.graphs.run(key, function, name)
+        yield self.parts.verifying(verifier, num_rows, self._verify_step(part))
         num_kept, next_token, confidence = part.read_back()
         draws = DeviceDraws(part.probabilities, part.places, confidence)
         return Kept(num_kept, next_token, part.states[:num_rows], draws)

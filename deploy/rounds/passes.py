@@ -6,7 +6,7 @@ many sequences and runs those of one model together.
 #   R = rows (tokens of one pass), W = width of the verifier's states, V = vocabulary
 """
 
-from collections.abc import Generator, Hashable, Sequence
+from collections.abc import Callable, Generator, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -46,12 +46,6 @@ def alone(work: Passes[T]) -> T:
             returned: T = end.value
             return returned
         result = waiting.run()
-
-
-def at_once(result: T) -> Passes[T]:
-    """Work that is done already."""
-    yield from ()
-    return result
 
 
 class Read(NamedTuple):
@@ -129,19 +123,21 @@ class DraftPass:
 
 
 @dataclass(frozen=True)
-class NoPass:
-    """Waits for nothing: between rounds that need no passes of the driver, as those that stay on a
-    device, what was gained is taken and others get their turn."""
+class OwnPass:
+    """A pass that is never run together with others, as of a round that stays on a device.
 
-    kind: Hashable = "none"
+    Attributes:
+        launch: begins it; the work that waits for it reads what it leaves.
+    """
+
+    launch: Callable[[], None]
+
+    @property
+    def kind(self) -> Hashable:
+        return id(self)
 
     def run(self) -> None:
-        """Nothing."""
-
-    @staticmethod
-    def run_together(passes: "Sequence[NoPass]") -> list[None]:
-        """Nothing."""
-        return [None] * len(passes)
+        self.launch()
 
 
 def draft(drafter: Drafter, tokens: list[int], max_depth: int) -> Passes[DraftTree]:

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor
 
@@ -106,10 +106,7 @@ class Stage(ABC):
         num_logprobs: most probable tokens whose log-probabilities its rounds give beside those of
             the tokens gained; None gives none.
         num_prompt_logprobs: the same of the tokens of a prompt, which `prompt_logprobs` takes.
-        stays_on_device: whether a round may end without a pass of the driver.
     """
-
-    stays_on_device: ClassVar[bool] = False
 
     def __init__(
         self, verifier: Verifier, sampler: Joiner, stop_tokens: Collection[int] = ()

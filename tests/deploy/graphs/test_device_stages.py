@@ -320,3 +320,22 @@ def test_tokens_are_handed_over_round_by_round(name: str, device: Engine) -> Non
     assert found + [token for batch in batches for token in batch] == answer(
         device, PLANS[name], GREEDY
     )
+
+
+@pytest.mark.parametrize("name", ["two", "three", "own cache", "four"])
+def test_answers_go_on_where_one_was_given_up_between_two_passes(name: str, device: Engine) -> None:
+    request = Request(PROMPT, NUM_TOKENS, GREEDY, (), PLANS[name], reuses=True)
+    whole = answer(device, PLANS[name], GREEDY)
+    device.slots.reuses = True
+    for num_passes in range(2, 8):
+        one = device.begin(request, runs_ahead=True)
+        for _ in range(num_passes):
+            device.step()
+        assert not one.is_over
+        gained = [token for piece in one.take() for token in piece.token_ids]
+        one.close()
+        assert gained == whole[: len(gained)]
+        left = NUM_TOKENS - len(gained)
+        stream = device.run(replace(request, token_ids=[*PROMPT, *gained], max_new_tokens=left))
+        assert gained + [token for batch in stream for token in batch] == whole
+        assert stream.statistics.num_cached_tokens >= len(PROMPT) - 1
