@@ -21,7 +21,6 @@ import torch
 from polybasic.chain.formats.plan import Flush, Rule, Tree
 from polybasic.chain.kernels.drafts import DraftTree
 from polybasic.chain.kernels.executor import Perturbation
-from polybasic.chain.kernels.torch.expansion import expand
 from polybasic.chain.kernels.torch.operations import Operations
 from polybasic.deploy.rounds.passes import alone
 from polybasic.deploy.rounds.sampling import (
@@ -33,6 +32,7 @@ from polybasic.deploy.rounds.sampling import (
 )
 from polybasic.deploy.rounds.stages import BlockStage, Stage, TreeStage
 from polybasic.deploy.rounds.warping import warp
+from tests.deploy.drafters.expanding import expanded
 
 SMALL_TREE = Tree(depth=2, top_k=2, rows=5)
 GRID = 24
@@ -259,7 +259,7 @@ def probable_tree(
         rows = [prefixes[int(state)] for state in states[:, 0]]
         return torch.tensor([logits_of(*table, row) for row in rows])
 
-    candidates = expand(
+    candidates = expanded(
         forward,
         logits,
         Operations(),

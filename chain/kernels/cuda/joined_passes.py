@@ -10,8 +10,8 @@ graph serves all passes of as many rows, of whatever sequences; numbers between 
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
-from typing import Any
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ from polybasic.chain.kernels.drafts import Candidates
 from polybasic.chain.kernels.executor import DraftRequest, Layers, Perturbation, Runner
 from polybasic.chain.kernels.rows import Rows, narrower_window
 from polybasic.chain.kernels.torch.executor import Attend, TorchExecutor
-from polybasic.chain.kernels.torch.expansion import Expansion, Level, expansion
+from polybasic.chain.kernels.torch.expansion import Level, expand, expansion
 
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Of captured passes; beyond `MAX_ROWS` products are PyTorch's."""
@@ -225,10 +225,10 @@ class JoinedDraft:
         operations, weights = executor.operations, executor.weights
         starts, caches = self.numbers.chunk(2)
         starts, addresses = starts[:num], self._offsets + caches
-        first = executor.logits_on_device(self.states)
+        logits = executor.logits_on_device(self.states)
         works = [
             expansion(
-                first[place : place + 1],
+                logits[place : place + 1],
                 operations,
                 self.states[place : place + 1],
                 starts[place],
@@ -240,12 +240,8 @@ class JoinedDraft:
             )
             for place in range(num)
         ]
-        answers: Sequence[Any] = [None] * num
-        for level in range(size.depth - 1):
-            levels = [work.send(one) for work, one in zip(works, answers, strict=True)]
-            answers = self._level(level, levels, starts, addresses)
-        for place, (work, one) in enumerate(zip(works, answers, strict=True)):
-            found = _returned(work, one)
+        run = partial(self._level, starts, addresses)
+        for place, found in enumerate(expand(works, run)):
             self.tokens[place].copy_(found.tokens)
             self.scores[place].copy_(found.scores)
             self.beams[place].copy_(found.beams)
@@ -256,7 +252,7 @@ class JoinedDraft:
         return [Candidates(self.size.top_k, *one) for one in zip(*parts, strict=True)]
 
     def _level(
-        self, number: int, levels: Sequence[Level], starts: Tensor, addresses: Tensor
+        self, starts: Tensor, addresses: Tensor, levels: Sequence[Level]
     ) -> list[tuple[Tensor, Tensor]]:
         """States and logits of a level of each sequence, in one pass."""
         executor, size = self.executor, self.size
@@ -268,7 +264,7 @@ class JoinedDraft:
             visible = torch.cat([span.visible for span in spans])
             seen.append(
                 Seen(
-                    positions, visible, starts, number * size.top_k, spans[0].tokens,
+                    positions, visible, starts, levels[0].rows.first, spans[0].tokens,
                     spans[0].sinks, self.first_rows, self.counts,
                 )
             )  # fmt: skip
@@ -370,16 +366,6 @@ def _attend(
         return joined_attention(plan, qkv, addresses[index], seen[kind], heads, rotation)
 
     return attend
-
-
-def _returned(work: Expansion, answer: Any) -> Candidates:
-    """What an expansion returns that is sent its last answer."""
-    try:
-        work.send(answer)
-    except StopIteration as end:
-        found: Candidates = end.value
-        return found
-    raise AssertionError("an expansion of more levels")
 
 
 def _offsets(cache: Layers) -> Tensor:

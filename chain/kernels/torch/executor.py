@@ -16,7 +16,7 @@ from torch import Tensor
 from polybasic.chain.kernels.drafts import Candidates
 from polybasic.chain.kernels.executor import DraftRequest, Executor, Layers
 from polybasic.chain.kernels.rows import Rows, seen_from, split_rows
-from polybasic.chain.kernels.torch.expansion import expand
+from polybasic.chain.kernels.torch.expansion import Level, expand, expansion
 from polybasic.chain.kernels.torch.operations import Heads, Norm, Operations, softcapped
 from polybasic.chain.kernels.torch.positions import position_drafts
 from polybasic.chain.kernels.torch.rows import DeviceRows, Span
@@ -235,24 +235,28 @@ class TorchExecutor(Executor):
                 request.least_score,
             )
 
-        def forward(token_ids: Tensor, states: Tensor, rows: DeviceRows) -> Tensor:
-            features = self._draft_features(request, states)
-            return self._pass_over(operations, token_ids, [request.cache], [rows], features, ())
+        def run(levels: Sequence[Level]) -> list[tuple[Tensor, Tensor]]:
+            [level] = levels
+            features = self._draft_features(request, level.states)
+            given = level.tokens, [request.cache], [level.rows], features, ()
+            states = self._pass_over(operations, *given)
+            return [(states, logits_of(weights, states, operations))]
 
-        return expand(
-            forward,
-            lambda states, level: logits_of(self.weights, states, operations),
+        state = request.state[:, : self.config.hidden_size]
+        work = expansion(
+            logits_of(weights, state, operations),
             operations,
-            request.state[:, : self.config.hidden_size],
+            state,
             prefix,
             request.depth,
             request.top_k,
-            self.weights.draft_token_ids,
+            weights.draft_token_ids,
             request.window,
             request.perturbation,
             known_prefix,
             request.least_score,
         )
+        return expand([work], run)[0]
 
     def _draft_features(self, request: DraftRequest, states: Tensor) -> Tensor | None:
         """What a level of a draft reads beside its tokens, of their parents' states."""

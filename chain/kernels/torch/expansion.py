@@ -8,8 +8,9 @@ every draft of that shape; only a draft that may end early reads each level's be
 """
 
 import math
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,21 +22,19 @@ from polybasic.chain.kernels.torch.operations import Operations
 from polybasic.chain.kernels.torch.rows import DeviceRows
 from polybasic.chain.kernels.torch.trees import Beam
 
-Forward = Callable[[Tensor, Tensor, DeviceRows], Tensor]
-"""Tokens [K], the states [K, D] of their parents, and how the pass attends to the cache -> the
-tokens' own states [K, D]."""
-
 
 @dataclass(frozen=True)
 class Level:
     """A level of a draft, which waits for its pass; its rows are provisional.
 
     Attributes:
+        number: from 0; its logits are those of the next level's tokens.
         tokens: int64 [K].
         states: [K, D] of their parents.
-        rows: level l writes K rows after the l * K rows of the levels above it.
+        rows: of the cache, K after the `number` * K of the levels above it.
     """
 
+    number: int
     tokens: Tensor
     states: Tensor
     rows: DeviceRows
@@ -43,52 +42,28 @@ class Level:
 
 Expansion = Generator[Level, tuple[Tensor, Tensor], Candidates]
 """Is sent the states [K, D] of each level that it yields, and their logits [K, V]."""
+Run = Callable[[Sequence[Level]], Sequence[tuple[Tensor, Tensor]]]
+"""Levels of different drafts -> for each, the states [K, D] of its tokens and their logits [K, V],
+by a pass over all of them or by one for each."""
 
 
-def expand(
-    forward: Forward,
-    logits: Callable[[Tensor, int], Tensor],
-    operations: Operations,
-    state: Tensor,
-    prefix: Tensor,
-    depth: int,
-    top_k: int,
-    token_ids: Tensor | None = None,
-    window: Window | None = None,
-    perturbation: Perturbation | None = None,
-    known_prefix: int | None = None,
-    least_score: float = -math.inf,
-) -> Candidates:
-    """All candidates after a state; see `polybasic.chain.kernels.executor.Executor.drafts`.
-
-    Args:
-        forward: runs the model over the beam of one level, see `Level`.
-        logits: states and their level, from 0 -> logits [rows, V].
-        state: [1, D], which the first level follows.
-        prefix: int64 [], committed rows of the model's cache; the position of the first level.
-        depth: levels, at least one.
-        token_ids: int64 [V], the token of each output; None if outputs are token ids.
-        window: the part of a long context that rows see; None for all of it.
-        perturbation: of the logits.
-        known_prefix: the number in `prefix`, if the host knows it.
-        least_score: no level follows one whose candidates all score less.
-    """
-    work = expansion(
-        logits(state, 0), operations, state, prefix, depth, top_k, token_ids, window, perturbation,
-        known_prefix, least_score,
-    )  # fmt: skip
-    try:
-        level, number = next(work), 1
-        while True:
-            states = forward(level.tokens, level.states, level.rows)
-            level, number = work.send((states, logits(states, number))), number + 1
-    except StopIteration as end:
-        found: Candidates = end.value
-        return found
+def expand(works: Sequence[Expansion], run: Run) -> list[Candidates]:
+    """The candidates of several drafts, level by level together."""
+    found: dict[int, Candidates] = {}
+    answers: dict[int, Any] = dict.fromkeys(range(len(works)))
+    while answers:
+        levels: dict[int, Level] = {}
+        for place, answer in answers.items():
+            try:
+                levels[place] = works[place].send(answer)
+            except StopIteration as end:
+                found[place] = end.value
+        answers = dict(zip(levels, run(list(levels.values())), strict=True)) if levels else {}
+    return [found[place] for place in range(len(works))]
 
 
 def expansion(
-    first: Tensor,
+    logits: Tensor,
     operations: Operations,
     state: Tensor,
     prefix: Tensor,
@@ -100,10 +75,18 @@ def expansion(
     known_prefix: int | None = None,
     least_score: float = -math.inf,
 ) -> Expansion:
-    """The work of `expand` between its passes, which whoever drives it runs.
+    """All candidates after a state; see `polybasic.chain.kernels.executor.Executor.drafts`.
 
     Args:
-        first: logits [1, V] of the state.
+        logits: [1, V] of the state.
+        state: [1, D], which the first level follows.
+        prefix: int64 [], committed rows of the model's cache; the position of the first level.
+        depth: levels, at least one.
+        token_ids: int64 [V], the token of each output; None if outputs are token ids.
+        window: the part of a long context that rows see; None for all of it.
+        perturbation: of the logits.
+        known_prefix: the number in `prefix`, if the host knows it.
+        least_score: no level follows one whose candidates all score less.
     """
     device = state.device
 
@@ -115,7 +98,7 @@ def expansion(
             added if token_ids is None else added[token_ids]
         )
 
-    scores, tokens = operations.continuations(perturbed(first, 0), top_k, None, token_ids)
+    scores, tokens = operations.continuations(perturbed(logits, 0), top_k, None, token_ids)
     places = torch.arange(top_k, device=device)
     itself = torch.eye(top_k, dtype=torch.bool, device=device)
     states = state.repeat(top_k, 1)
@@ -130,7 +113,7 @@ def expansion(
         written = slice(level * top_k, (level + 1) * top_k)
         seen = columns[: written.stop]
         rows = DeviceRows(prefix, columns[written], seen, beam.visible, window, known_prefix)
-        states, logits = yield Level(beam.tokens, beam.states, rows)
+        states, logits = yield Level(level, beam.tokens, beam.states, rows)
         scores, tokens = operations.continuations(
             perturbed(logits, level + 1), top_k, beam.scores, token_ids
         )

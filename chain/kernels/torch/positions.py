@@ -7,15 +7,15 @@ to them what follows from the tokens that a candidate descends from.
 """
 
 import math
+from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor
 
 from polybasic.chain.kernels.drafts import Candidates
 from polybasic.chain.kernels.executor import Perturbation
-from polybasic.chain.kernels.torch.expansion import expand
+from polybasic.chain.kernels.torch.expansion import Level, expand, expansion
 from polybasic.chain.kernels.torch.operations import Operations
-from polybasic.chain.kernels.torch.rows import DeviceRows
 from polybasic.chain.kernels.weights import PositionWeights
 
 NUM_CORRECTED = 32
@@ -129,15 +129,17 @@ def expand_positions(
         least_score: no level follows one whose candidates all score less.
     """
     correcting = correction or NoCorrection(positions)
+    state = correcting.begin()
 
-    def forward(tokens: Tensor, states: Tensor, rows: DeviceRows) -> Tensor:
-        return correcting.step(tokens, states)
+    def run(levels: Sequence[Level]) -> list[tuple[Tensor, Tensor]]:
+        [level] = levels
+        states = correcting.step(level.tokens, level.states)
+        return [(states, correcting.logits(positions[level.number + 1], states))]
 
-    return expand(
-        forward,
-        lambda states, level: correcting.logits(positions[level], states),
+    work = expansion(
+        correcting.logits(positions[0], state),
         operations,
-        correcting.begin(),
+        state,
         prefix,
         len(positions),
         top_k,
@@ -145,3 +147,4 @@ def expand_positions(
         perturbation=perturbation,
         least_score=least_score,
     )
+    return expand([work], run)[0]

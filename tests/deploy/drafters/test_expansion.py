@@ -1,6 +1,7 @@
 """The expansion over random tables: prefixes are read back from what rows see, row by row."""
 
 import math
+from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -13,10 +14,11 @@ from torch import Tensor
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.plan import Tree
 from polybasic.chain.kernels.drafts import ABSENT, Candidates, DraftTree, walk
-from polybasic.chain.kernels.torch import expansion
+from polybasic.chain.kernels.torch.expansion import Level, expand, expansion
 from polybasic.chain.kernels.torch.operations import Operations
 from polybasic.chain.kernels.torch.rows import DeviceRows
 from polybasic.deploy.drafters.model import ModelDrafter
+from tests.deploy.drafters.expanding import expanded
 from tests.deploy.small_chains import Weights, small_config
 
 ROOT, START, CAPACITY = 99, 3, 60
@@ -64,13 +66,13 @@ class TableModel:
         return logits
 
 
-def expand(
+def expand_table(
     seed: int, vocab_size: int, top_k: int, depth: int, token_ids: Tensor | None = None,
     least_score: float = -math.inf,
 ) -> Candidates:  # fmt: skip
     model = TableModel(seed, vocab_size)
     prefix, state = torch.tensor(START), torch.zeros(1, 1)
-    return expansion.expand(
+    return expanded(
         model.forward, model.lm_head, Operations(), state, prefix, depth, top_k, token_ids,
         least_score=least_score,
     )  # fmt: skip
@@ -89,7 +91,7 @@ def test_one_deep_expansion_gives_the_gain_of_every_smaller_tree(data: st.DataOb
     seed, depth = data.draw(st.integers(0, 999)), data.draw(st.integers(1, 5))
     vocab_size = data.draw(st.integers(2, 6))
     top_k = data.draw(st.integers(1, min(4, vocab_size)))
-    deepest = expand(seed, vocab_size, top_k, depth)
+    deepest = expand_table(seed, vocab_size, top_k, depth)
     # A path among the candidates, as far as it is followed, then anything.
     paths = deepest.keep_best(ROOT, len(deepest.tokens) + 1).paths()
     followed = data.draw(st.sampled_from(paths))
@@ -99,7 +101,7 @@ def test_one_deep_expansion_gives_the_gain_of_every_smaller_tree(data: st.DataOb
     ranks = deepest.ranks(continuation)
     assert ranks.shape == (depth, depth)
     for shallower in range(1, depth + 1):
-        candidates = expand(seed, vocab_size, top_k, shallower)
+        candidates = expand_table(seed, vocab_size, top_k, shallower)
         for rows in range(2, len(candidates.tokens) + 3):
             tree = candidates.keep_best(ROOT, rows)
             assert len(tree) == min(rows, len(candidates.tokens) + 1)
@@ -113,7 +115,7 @@ def test_one_deep_expansion_gives_every_tree_with_a_least_probability(data: st.D
     seed, depth = data.draw(st.integers(0, 999)), data.draw(st.integers(1, 5))
     vocab_size = data.draw(st.integers(2, 6))
     top_k = data.draw(st.integers(1, min(4, vocab_size)))
-    deepest = expand(seed, vocab_size, top_k, depth)
+    deepest = expand_table(seed, vocab_size, top_k, depth)
     followed = data.draw(st.sampled_from(deepest.keep_best(ROOT, 200).paths()))
     ranks = deepest.ranks(followed)
     # scores themselves, and one between any two
@@ -122,7 +124,7 @@ def test_one_deep_expansion_gives_every_tree_with_a_least_probability(data: st.D
     counts = deepest.counts([-1e9, least])
     assert counts[:, 0].tolist() == [top_k + level * top_k**2 for level in range(depth)]
     for shallower in range(1, depth + 1):
-        stopped = expand(seed, vocab_size, top_k, shallower, least_score=least)
+        stopped = expand_table(seed, vocab_size, top_k, shallower, least_score=least)
         goes_on = np.diff(counts[:shallower, 1], prepend=0) > 0
         assert stopped.num_levels == min(shallower, 1 + goes_on.sum())
         for rows in (2, 4, 9, 200):
@@ -143,13 +145,41 @@ def test_a_tree_without_probable_candidates_is_its_root() -> None:
 
 
 def test_the_first_levels_are_those_of_a_shallower_expansion() -> None:
-    deep, shallow = expand(7, 6, 3, 5), expand(7, 6, 3, 3)
+    deep, shallow = expand_table(7, 6, 3, 5), expand_table(7, 6, 3, 3)
     num_candidates = len(shallow.tokens)
     assert num_candidates == 3 + 2 * 9
     assert torch.equal(deep.tokens[:num_candidates], shallow.tokens)
     assert torch.equal(deep.scores[:num_candidates], shallow.scores)
     assert torch.equal(deep.beams[:2], shallow.beams)
-    assert not torch.equal(expand(8, 6, 3, 3).tokens, shallow.tokens)
+    assert not torch.equal(expand_table(8, 6, 3, 3).tokens, shallow.tokens)
+
+
+def test_drafts_that_end_at_different_levels_are_those_of_each_alone() -> None:
+    shapes = [(1, -math.inf), (4, -math.inf), (4, -0.1), (2, -math.inf)]
+    models, works, together = [TableModel(seed, 6) for seed in range(4)], [], []
+    for place, (model, (depth, least_score)) in enumerate(zip(models, shapes, strict=True)):
+        model.begin(START + place)
+        prefix, state = torch.tensor(model.start), torch.zeros(1, 1)
+        logits = model.lm_head(state, 0)
+        works.append(
+            expansion(logits, Operations(), state, prefix, depth, 3, least_score=least_score)
+        )
+
+    def run(levels: Sequence[Level]) -> list[tuple[Tensor, Tensor]]:
+        found, places = [], [int(level.rows.prefix) - START for level in levels]
+        for place, level in zip(places, levels, strict=True):
+            states = models[place].forward(level.tokens, level.states, level.rows)
+            found.append((states, models[place].lm_head(states, level.number + 1)))
+        together.append(places)
+        return found
+
+    for place, found in enumerate(expand(works, run)):
+        depth, least_score = shapes[place]
+        alone = expand_table(place, 6, 3, depth, least_score=least_score)
+        assert torch.equal(found.tokens, alone.tokens)
+        assert torch.equal(found.scores, alone.scores)
+        assert torch.equal(found.beams, alone.beams)
+    assert together == [[1, 3], [1], [1]]
 
 
 def candidates_of_two_levels(scores: list[float]) -> Candidates:

@@ -10,12 +10,11 @@ from polybasic.chain.errors import UserError
 from polybasic.chain.formats.decoder_config import LayerKind
 from polybasic.chain.formats.plan import Window
 from polybasic.chain.kernels.drafts import Candidates, DraftTree
-from polybasic.chain.kernels.torch.expansion import expand
 from polybasic.chain.kernels.torch.operations import Operations
 from polybasic.chain.kernels.torch.rows import DeviceRows
 from polybasic.chain.kernels.torch.trees import DeviceTree
-from tests.deploy.drafters.test_expansion import ROOT
-from tests.deploy.drafters.test_expansion import expand as expansion_of
+from tests.deploy.drafters.expanding import expanded
+from tests.deploy.drafters.test_expansion import ROOT, expand_table
 from tests.deploy.recorded_graphs import RecordedGraphs
 
 CPU = torch.device("cpu")
@@ -46,7 +45,7 @@ def kept(found: Candidates, root: Tensor, rows: int) -> DeviceTree:
 def test_trees_are_the_hosts(data: st.DataObject) -> None:
     seed, depth = data.draw(st.integers(0, 999)), data.draw(st.integers(1, 5))
     vocab_size = data.draw(st.integers(2, 6))
-    found = expansion_of(seed, vocab_size, data.draw(st.integers(1, min(4, vocab_size))), depth)
+    found = expand_table(seed, vocab_size, data.draw(st.integers(1, min(4, vocab_size))), depth)
     for rows in range(2, len(found.tokens) + 3):
         tree = kept(found, torch.tensor(ROOT), rows)
         assert of_host(tree) == found.keep_best(ROOT, rows)
@@ -55,8 +54,8 @@ def test_trees_are_the_hosts(data: st.DataObject) -> None:
 
 def test_outputs_of_a_trimmed_head_are_tokens() -> None:
     token_ids = torch.tensor([5, 11, 12, 40, 99])
-    found = expansion_of(7, 5, 3, 4, token_ids)
-    assert torch.equal(found.tokens[:3], token_ids[expansion_of(7, 5, 3, 4).tokens[:3]])
+    found = expand_table(7, 5, 3, 4, token_ids)
+    assert torch.equal(found.tokens[:3], token_ids[expand_table(7, 5, 3, 4).tokens[:3]])
     assert set(found.tokens.tolist()) <= set(token_ids.tolist())
 
 
@@ -68,7 +67,7 @@ def test_the_window_reaches_every_pass() -> None:
         return states
 
     window = Window(tokens=16, sinks=2)
-    expand(
+    expanded(
         forward, lambda states, level: states, Operations(), torch.eye(1, 8), torch.tensor(9), 3, 2,
         window=window,
     )  # fmt: skip
@@ -112,7 +111,7 @@ def test_a_captured_draft_serves_other_states_and_prefixes() -> None:
     ancestors = torch.zeros(10, 10, dtype=torch.bool)
 
     def candidates() -> Candidates:
-        return expand(model.forward, model.lm_head, Operations(), state, prefix, depth=4, top_k=3)
+        return expanded(model.forward, model.lm_head, Operations(), state, prefix, depth=4, top_k=3)
 
     def draft() -> None:
         tree = kept(candidates(), prefix * 2, 10)
@@ -136,14 +135,14 @@ def test_a_captured_draft_serves_other_states_and_prefixes() -> None:
 
 
 def test_kinds_of_layers_see_the_draft() -> None:
-    """What a window hides of a level depends on the positions that `expand` gives its columns."""
+    """What a window hides of a level depends on the positions that its columns have."""
     spans = []
 
     def forward(tokens: Tensor, states: Tensor, rows: DeviceRows) -> Tensor:
         spans.append(rows.span_of(LayerKind({}, window=2)).visible.tolist())
         return states
 
-    expand(
+    expanded(
         forward, lambda states, level: states, Operations(), torch.tensor([[0.0, 1.0]]),
         torch.tensor(9), 4, 1,
     )  # fmt: skip

@@ -11,11 +11,11 @@ pytest.importorskip("triton")
 from polybasic.chain.kernels.cuda import candidates, tree_kernels
 from polybasic.chain.kernels.cuda.draft_operations import DraftOperations
 from polybasic.chain.kernels.cuda.draw_kernels import draw
-from polybasic.chain.kernels.torch.expansion import expand
 from polybasic.chain.kernels.torch.operations import Operations
 from polybasic.chain.kernels.torch.rows import DeviceRows
 from polybasic.deploy.graphs.capture import Graphs
 from tests.chain.kernels.cuda.compiling import CAPABILITIES, Request, compiled
+from tests.deploy.drafters.expanding import expanded
 from tests.deploy.recorded_graphs import RecordedGraphs
 
 pytestmark = pytest.mark.gpu
@@ -94,7 +94,7 @@ def round_by(
     uniforms = midpoints(12)
 
     def run() -> None:
-        given = expand(
+        given = expanded(
             model.forward, model.lm_head, operations, state, prefix, depth, top_k, token_ids
         )
         tree = operations.keep_best(top_k, given.tokens, given.scores, given.beams, prefix * 2, 12)
