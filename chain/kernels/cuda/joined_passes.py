@@ -19,7 +19,7 @@ from torch import Tensor
 
 from polybasic.chain.formats.plan import Window
 from polybasic.chain.kernels.cuda.attention import Seen, joined_attention, joined_plan
-from polybasic.chain.kernels.cuda.attention_plan import MAX_TICKETS
+from polybasic.chain.kernels.cuda.attention_plan import MAX_TICKETS, Plan
 from polybasic.chain.kernels.cuda.product_launch import MAX_ROWS
 from polybasic.chain.kernels.drafts import Candidates
 from polybasic.chain.kernels.executor import DraftRequest, Layers, Perturbation, Runner
@@ -81,14 +81,18 @@ class Size:
 class JoinedPass:
     """A pass of one size: its tensors, and the function over them.
 
+    Args:
+        plan: of the attention of each layer.
+        cache: any of the layout that all have.
+
     Attributes:
         states: [R, W] of the last run; the next one overwrites them.
     """
 
     def __init__(
-        self, executor: TorchExecutor, size: Size, cache: Layers, features_width: int
+        self, executor: TorchExecutor, size: Size, plan: Plan, cache: Layers, features_width: int
     ) -> None:
-        self.executor, self.size, self.capacity = executor, size, cache[0].shape[1]
+        self.executor, self.size, self.plan = executor, size, plan
         device, dtype = executor.device, executor.dtype
         # a layer's addresses are aligned to 16 bytes, for which kernels are compiled
         numbers = 2 * size.rows + _OF_SEQUENCE * max(2, size.sequences)
@@ -139,7 +143,7 @@ class JoinedPass:
         self.states.copy_(self.executor._pass(operations, tokens, attend, features, layers))
 
     def _attend(self) -> Attend:
-        executor, size = self.executor, self.size
+        size = self.size
         positions = self.numbers[size.rows : 2 * size.rows]
         prefix, first_rows, counts, caches = self.numbers[2 * size.rows :].chunk(_OF_SEQUENCE)
         addresses = self._offsets + caches
@@ -147,8 +151,7 @@ class JoinedPass:
             Seen(positions, visible, prefix, 0, tokens or 0, sinks, first_rows, counts)
             for visible, (tokens, sinks) in zip(self.visible, self.windows, strict=True)
         ]
-
-        return _attend(executor, seen, addresses, self.capacity, size.rows_each, size.sequences)
+        return _attend(self.executor, self.plan, seen, addresses)
 
 
 @dataclass(frozen=True)
@@ -179,11 +182,12 @@ class DraftSize:
 class JoinedDraft:
     """The drafts of several sequences, level by level together.
 
-    Absent sequences are copies of the first: they write what it writes.
+    Absent sequences are copies of the first: they write what it writes. For the arguments see
+    `JoinedPass`.
     """
 
-    def __init__(self, executor: TorchExecutor, size: DraftSize, cache: Layers) -> None:
-        self.executor, self.size, self.capacity = executor, size, cache[0].shape[1]
+    def __init__(self, executor: TorchExecutor, size: DraftSize, plan: Plan, cache: Layers) -> None:
+        self.executor, self.size, self.plan = executor, size, plan
         device, num, config = executor.device, size.sequences, executor.config
         self.numbers = torch.zeros(2 * max(2, num), dtype=torch.int64, device=device)
         self.states = torch.zeros(num, config.hidden_size, dtype=executor.dtype, device=device)
@@ -268,7 +272,7 @@ class JoinedDraft:
                     spans[0].sinks, self.first_rows, self.counts,
                 )
             )  # fmt: skip
-        attend = _attend(executor, seen, addresses, self.capacity, size.top_k, size.sequences)
+        attend = _attend(executor, self.plan, seen, addresses)
         found = executor._pass(
             executor.operations,
             torch.cat([one.tokens for one in levels]),
@@ -289,7 +293,7 @@ class JoinedPasses:
 
     def __init__(self, executor: TorchExecutor, runner: Runner) -> None:
         self._executor, self._runner = executor, runner
-        self._passes: dict[tuple[Size, tuple[int, int]], JoinedPass] = {}
+        self._passes: dict[tuple[Size, tuple[int, int]], JoinedPass | None] = {}
         self._drafts: dict[tuple[DraftSize, tuple[int, int]], JoinedDraft] = {}
 
     def forward(
@@ -300,23 +304,24 @@ class JoinedPasses:
         features: Tensor | None,
         feature_layers: tuple[int, ...],
     ) -> Tensor | None:
-        """As `Executor.forward`; None of rows that no size takes, or of caches of two shapes."""
+        """As `Executor.forward`; None of rows that no size takes, of too many heads for one launch
+        of attention, or of caches of two shapes."""
         size = Size.of(rows, feature_layers, features is not None)
         layouts = {_layout(cache) for cache in caches}
         if size is None or len(layouts) > 1:
             return None
-        capacity, _ = layout = layouts.pop()
-        each, num, device = size.rows_each, size.sequences, self._executor.device
-        if (
-            joined_plan(device, self._executor.heads[0], capacity, each, num).num_units
-            > MAX_TICKETS
-        ):
-            return None
-        key = size, layout
+        key = size, layouts.pop()
         if key not in self._passes:
+            plan = self._plan(caches[0], size.rows_each, size.sequences)
             width = 0 if features is None else features.shape[1]
-            self._passes[key] = JoinedPass(self._executor, size, caches[0], width)
+            self._passes[key] = (
+                JoinedPass(self._executor, size, plan, caches[0], width)
+                if plan.num_units <= MAX_TICKETS
+                else None
+            )
         one = self._passes[key]
+        if one is None:
+            return None
         one.set(token_ids, caches, rows, features)
         self._runner.run(("joined", id(self._executor), *key), one.run, str(size))
         return one.states[: len(token_ids)].clone()
@@ -341,27 +346,26 @@ class JoinedPasses:
         size = replace(size, sequences=num)
         key = size, layout
         if key not in self._drafts:
-            self._drafts[key] = JoinedDraft(self._executor, size, requests[0].cache)
+            cache = requests[0].cache
+            plan = self._plan(cache, size.top_k, num)
+            self._drafts[key] = JoinedDraft(self._executor, size, plan, cache)
         one = self._drafts[key]
         one.set(requests)
         self._runner.run(("drafts", id(self._executor), *key), one.run, str(size))
         return one.found(len(requests))
 
+    def _plan(self, cache: Layers, rows_each: int, num_sequences: int) -> Plan:
+        """Of the attention of each layer: all have as many heads, and as many rows in caches."""
+        device, heads = self._executor.device, self._executor.heads[0]
+        return joined_plan(device, heads, cache[0].shape[1], rows_each, num_sequences)
 
-def _attend(
-    executor: TorchExecutor,
-    seen: Sequence[Seen],
-    addresses: Tensor,
-    capacity: int,
-    rows_each: int,
-    num_sequences: int,
-) -> Attend:
+
+def _attend(executor: TorchExecutor, plan: Plan, seen: Sequence[Seen], addresses: Tensor) -> Attend:
     """Attention of all layers, given what each kind of them sees and each layer's addresses."""
     weights = executor.weights
 
     def attend(index: int, qkv: Tensor) -> Tensor:
         kind, heads = weights.layers[index].kind, executor.heads[index]
-        plan = joined_plan(executor.device, heads, capacity, rows_each, num_sequences)
         rotation = weights.rotary.tables[kind]
         return joined_attention(plan, qkv, addresses[index], seen[kind], heads, rotation)
 

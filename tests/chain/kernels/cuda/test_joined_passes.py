@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 from polybasic.chain.formats.awq import round_to_nearest
 from polybasic.chain.formats.decoder_config import DecoderConfig, HeadConfig, LayerKind
 from polybasic.chain.formats.plan import Window
+from polybasic.chain.kernels.cuda import joined_passes
 from polybasic.chain.kernels.cuda.executor import CudaExecutor
 from polybasic.chain.kernels.cuda.joined_passes import ROWS, Size
 from polybasic.chain.kernels.executor import DraftRequest, Perturbation
@@ -259,8 +260,15 @@ def test_joined_drafts_are_those_of_each(name: str, has_noise: bool) -> None:
     assert graphs.counts.captures == 3
 
 
-def test_what_is_divided_over_processes_is_not_captured() -> None:
-    weights = replace(decoder("grouped").weights, all_reduce=lambda tensor: tensor)
+@pytest.mark.parametrize("is_divided", [True, False])
+def test_what_is_divided_or_has_too_many_heads_is_not_captured(
+    is_divided: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = decoder("grouped").weights
+    if is_divided:
+        weights = replace(weights, all_reduce=lambda tensor: tensor)
+    else:
+        monkeypatch.setattr(joined_passes, "MAX_TICKETS", 1)
     executor = CudaExecutor(weights, runs_on_device=True)
     graphs = runner()
     executor.capture_by(graphs)
