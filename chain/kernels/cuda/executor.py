@@ -113,7 +113,7 @@ class CudaExecutor(TorchExecutor):
                 num_rows, weights.input_width, dtype=self.dtype, device=self.device
             )
             features = self.features(inputs)
-        states = self._pass(
+        states = self.run_layers(
             self.operations, ids, lambda _, qkv: qkv.new_zeros(num_rows, width), features, ()
         )
         self.logits(states)

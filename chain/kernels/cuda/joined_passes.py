@@ -140,7 +140,7 @@ class JoinedPass:
         tokens = self.numbers[: self.size.rows]
         operations, layers = self.executor.operations, self.size.feature_layers
         attend, features = self._attend(), self.features
-        self.states.copy_(self.executor._pass(operations, tokens, attend, features, layers))
+        self.states.copy_(self.executor.run_layers(operations, tokens, attend, features, layers))
 
     def _attend(self) -> Attend:
         size = self.size
@@ -273,7 +273,7 @@ class JoinedDraft:
                 )
             )  # fmt: skip
         attend = _attend(executor, self.plan, seen, addresses)
-        found = executor._pass(
+        found = executor.run_layers(
             executor.operations,
             torch.cat([one.tokens for one in levels]),
             attend,

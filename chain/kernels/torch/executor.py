@@ -113,6 +113,38 @@ class TorchExecutor(Executor):
             )
         return states[0] if len(states) == 1 else torch.cat(states)
 
+    def run_layers(
+        self,
+        operations: Operations,
+        token_ids: Tensor,
+        attend: Attend,
+        features: Tensor | None,
+        feature_layers: tuple[int, ...],
+    ) -> Tensor:
+        """States [R, W] of a pass whose attention is given.
+
+        Args:
+            token_ids: int64 [R].
+            features, feature_layers: see `Executor.forward`.
+        """
+        weights = self.weights
+        x_RD, attention_input = self._embed(operations, token_ids, features)
+        inputs: dict[int, Tensor] = {}
+        for index, layer in enumerate(weights.layers):
+            if index in feature_layers:
+                inputs[index] = x_RD
+            x_RD = self._layer(operations, index, layer, x_RD, attend, attention_input)
+            attention_input = None
+        if weights.final_norm is None or not weights.has_normed_states:
+            return x_RD
+        if weights.adapter is not None:
+            down, up = weights.adapter
+            x_RD = operations.product(up, operations.product(down, x_RD), added=x_RD)
+        final = operations.norm(x_RD, Norm(weights.final_norm, self._eps))
+        if not feature_layers:
+            return final
+        return torch.cat([final, *(inputs[index] for index in feature_layers)], -1)
+
     def logits(self, states: Tensor) -> Tensor:
         return logits_of(self.weights, states, self.operations_for(len(states)))
 
@@ -166,7 +198,7 @@ class TorchExecutor(Executor):
             sequences.append(SequenceRows(place, cache, one, spans))
             first = place.stop
         attend = self._attend(operations, sequences)
-        return self._pass(operations, token_ids, attend, features, feature_layers)
+        return self.run_layers(operations, token_ids, attend, features, feature_layers)
 
     def _attend(self, operations: Operations, sequences: Sequence[SequenceRows]) -> Attend:
         weights = self.weights
@@ -187,32 +219,6 @@ class TorchExecutor(Executor):
             return attended[0] if len(attended) == 1 else torch.cat(attended)
 
         return attend
-
-    def _pass(
-        self,
-        operations: Operations,
-        token_ids: Tensor,
-        attend: Attend,
-        features: Tensor | None,
-        feature_layers: tuple[int, ...],
-    ) -> Tensor:
-        weights = self.weights
-        x_RD, attention_input = self._embed(operations, token_ids, features)
-        inputs: dict[int, Tensor] = {}
-        for index, layer in enumerate(weights.layers):
-            if index in feature_layers:
-                inputs[index] = x_RD
-            x_RD = self._layer(operations, index, layer, x_RD, attend, attention_input)
-            attention_input = None
-        if weights.final_norm is None or not weights.has_normed_states:
-            return x_RD
-        if weights.adapter is not None:
-            down, up = weights.adapter
-            x_RD = operations.product(up, operations.product(down, x_RD), added=x_RD)
-        final = operations.norm(x_RD, Norm(weights.final_norm, self._eps))
-        if not feature_layers:
-            return final
-        return torch.cat([final, *(inputs[index] for index in feature_layers)], -1)
 
     def _draft(self, request: DraftRequest) -> Candidates:
         start = request.start
