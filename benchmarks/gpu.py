@@ -111,7 +111,8 @@ def work(arguments: argparse.Namespace) -> None:
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     if not arguments.rehearse and not torch.cuda.is_available():
         raise UserError("no GPU", "torch finds none", "add --rehearse to run on the CPU")
-    from gpu_parts import Session, parts_of, run_parts
+    from gpu_parts import parts_of, run_parts
+    from gpu_session import Session
 
     session = Session(
         arguments.chain,

@@ -14,8 +14,8 @@ from polybasic.chain.errors import UserError
 from polybasic.deploy import load_chain
 from tests.benchmarks.scripts import load_script
 
-gpu, parts, timeline = (load_script(name) for name in ("gpu", "gpu_parts", "timeline"))
-attention = load_script("attention")
+gpu, parts, sessions = (load_script(name) for name in ("gpu", "gpu_parts", "gpu_session"))
+attention, timeline = (load_script(name) for name in ("attention", "timeline"))
 
 CPU = torch.device("cpu")
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without")
 
 
 def session_of(chain: Path, work: Path) -> Any:
-    return parts.Session(chain, [None], work / "record.md", work, CPU)
+    return sessions.Session(chain, [None], work / "record.md", work, CPU)
 
 
 @pytest.mark.proof
@@ -191,7 +191,7 @@ def test_plans_that_are_found_are_the_fastest(
 ) -> None:
     session = session_of(tiny_chain, tmp_path)
     session.chains["gpu-7b"] = load_chain(tiny_chain)
-    monkeypatch.setattr(parts.Session, "prompts_of", lambda *_: [[1, 2, 3]])
+    monkeypatch.setattr(sessions.Session, "prompts_of", lambda *_: [[1, 2, 3]])
     shape = {"depth": 2, "top_k": 2, "rows": 4, "least_probability": 0.0}
     asked: list[Any] = []
 
@@ -237,7 +237,7 @@ def test_a_system_that_fails_takes_no_others_answers_with_it(
         return {"here": {name: f"times of {name}" for name in plans}}
 
     session = SimpleNamespace(
-        chain=lambda name: "chain", settings=parts.REHEARSAL, prompts_of=lambda *_: [[1]],
+        chain=lambda name: "chain", settings=sessions.REHEARSAL, prompts_of=lambda *_: [[1]],
         plans=lambda name: {"target": "its plan"}, work=tmp_path,
     )  # fmt: skip
     reported: list[Any] = []
