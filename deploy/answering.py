@@ -1,4 +1,4 @@
-"""A target without a chain: answers in its own distribution, drafted by n-grams alone."""
+"""A target without a chain: answers in its own distribution, several at a time."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -12,24 +12,30 @@ from polybasic.chain.formats.package import TARGET_NAME
 from polybasic.chain.formats.tokenizer import load_tokenizer
 from polybasic.chain.kernels.product_times import DTYPES, name_of
 from polybasic.chain.model.loading import load_decoder, serving_dtype
+from polybasic.deploy.batching import Running
 from polybasic.deploy.defaults import read_default_sampling, read_stop_tokens
 from polybasic.deploy.engine import Engine
 from polybasic.deploy.hardware import device_named
-from polybasic.deploy.request import Answer, Request
+from polybasic.deploy.request import Request
 from polybasic.deploy.rounds.verifier import SPARE_ROWS
 from polybasic.deploy.slots import Models
 
 
 class LoneTarget:
-    """A loaded target that answers one prompt after the other.
+    """A loaded target; answers that are made at the same time share its passes.
 
     Args:
         checkpoint: its folder.
         tokenizer: folder of its tokenizer.
-        context_tokens: of a prompt with its answer; the cache is allocated for so many.
+        context_tokens: of a prompt with its answer; caches are allocated for so many.
+        sequences: answers at a time, at most. A single one is drafted for by n-grams; with several
+            a pass over the rows of all costs no less than their drafts would save.
         device: default: cuda if there is one, else cpu.
         dtype: name of that of passes; default: `answering_dtype`.
         graphs: as `polybasic.deploy.load_chain`.
+
+    Attributes:
+        sequences: answers at a time, as many as half of the free memory has caches for.
 
     Raises:
         UserError: an unsupported architecture, a missing weight, or no tokenizer.
@@ -40,6 +46,7 @@ class LoneTarget:
         checkpoint: Path,
         tokenizer: Path,
         context_tokens: int,
+        sequences: int = 1,
         device: torch.device | None = None,
         dtype: str | None = None,
         graphs: bool = True,
@@ -50,27 +57,34 @@ class LoneTarget:
         num_positions = context_tokens + SPARE_ROWS
         decoder = load_decoder(config, in_dtype, device, num_positions)
         models = Models({TARGET_NAME: decoder}, context_tokens=context_tokens)
-        self._engine = Engine(models, graphs=graphs)
+        self._engine = Engine(models, graphs=graphs, sequences=sequences)
+        self.sequences = min(sequences, self._engine.slots.num_fitting)
+        self._plan = ALONE if self.sequences == 1 else ALONE.model_copy(update={"ngram": None})
         loaded = load_tokenizer(tokenizer, "target's tokenizer")
         self._backend = loaded.backend_tokenizer
         self._stop_tokens = read_stop_tokens(config, loaded.eos_token_id)
         self._sampling = read_default_sampling(checkpoint)
 
-    def stream(
+    def begin(
         self, token_ids: list[int], max_new_tokens: int, temperature: float, seed: int
-    ) -> Answer[list[int]]:
-        """The new tokens of an answer as they are confirmed.
+    ) -> Running:
+        """Take a sequence for an answer, which `step` makes; close it when it is over.
 
         What the checkpoint's generation_config.json says beside the temperature (top_p, penalties)
         holds, as in servers that read it.
 
         Raises:
-            UserError: a prompt that does not fit the context with its answer.
+            UserError: a prompt that does not fit the context with its answer, or more than
+                `sequences` answers at a time.
         """
         sampling = replace(self._sampling, temperature=temperature, seed=seed)
-        return self._engine.run(
-            Request(token_ids, max_new_tokens, sampling, self._stop_tokens, ALONE)
-        )
+        request = Request(token_ids, max_new_tokens, sampling, self._stop_tokens, self._plan)
+        self._engine.check(request)
+        return self._engine.begin(request, runs_ahead=True)
+
+    def step(self) -> None:
+        """Run one pass, for all answers that wait for it."""
+        self._engine.step()
 
     def text(self, tokens: list[int]) -> str:
         """The text of a whole answer, without special tokens."""

@@ -258,6 +258,13 @@ class Slots:
                 slot.copy_from(self.made[nums.index(num_held)], num_held)
         slot.hold(list(tokens), num_held)
 
+    @property
+    def num_fitting(self) -> int:
+        """Those made, and as many more as half of the free memory has caches for."""
+        available, size = available_bytes(self.models.device), self.first.num_bytes
+        more = self.most if available is None or not size else available // 2 // size
+        return len(self.made) + more
+
     def make(self) -> Slot:
         """Allocate another slot.
 

@@ -49,12 +49,16 @@ class RegenerateSettings(Settings):
         None,
         min_length=1,
         description="base URL of an OpenAI-compatible server of the target, up to /v1; null: "
-        "the target answers through this runtime, one conversation at a time in each process",
+        "the target answers through this runtime",
     )
     model: str | None = Field(
         None, min_length=1, description="as the server names it; null: the only one that it lists"
     )
-    num_parallel: Count = Field(32, description="requests under way at the endpoint")
+    num_parallel: Count = Field(
+        16,
+        description="answers under way at a time, at the endpoint or in each process; in processes "
+        "no more than memory has caches for",
+    )
     num_retries: Whole = Field(4, description="of a request, each after twice the wait")
     timeout_seconds: Factor = Field(600.0, description="of one request")
     max_new_tokens: Count = Field(1024, description="of one answer")

@@ -195,13 +195,17 @@ def _draft(case: Case, shape: Shape) -> _Costs:
 def _regenerated(case: Case) -> _Costs:
     """Answers of the target; what a server takes for them is its own affair."""
     recipe, target = case.recipe, case.shapes.target
-    assert recipe.data.regenerate is not None, "the stage is there for the section"
+    settings = recipe.data.regenerate
+    assert settings is not None, "the stage is there for the section"
     num_tokens = _num_conversations(recipe) * _row_tokens(recipe)
     disk = 2 * num_tokens * _TOKEN_BYTES
-    if recipe.data.regenerate.endpoint is not None:
+    if settings.endpoint is not None:
         return 0, 0, disk, 1
     num_answered = num_tokens * _ANSWERED / recipe.train.num_processes
-    seconds = 20 + num_answered * _token_seconds(target, case.hardware)
+    # a pass reads the weights once for all answers, and multiplies for each
+    alone, products = _token_seconds(target, case.hardware), 2.0 * target.num_parameters
+    together = max(alone / settings.num_parallel, products / case.hardware.training_flops)
+    seconds = 20 + num_answered * together
     return target.num_parameters, target.num_bytes * SERVING, disk, seconds
 
 

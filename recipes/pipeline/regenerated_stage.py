@@ -5,7 +5,7 @@ Heavy modules are imported where they run, so that a run with nothing to do answ
 
 import asyncio
 import sys
-from contextlib import AbstractAsyncContextManager, nullcontext
+from contextlib import AbstractAsyncContextManager, closing, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -124,33 +124,42 @@ def _runtime(workspace: Workspace) -> "AbstractAsyncContextManager[Answerer]":
     # by timings, which differ from process to process
     dtype = broadcast_from_first(lambda: answering_dtype(config))
     target_here = LoneTarget(
-        target, tokenizer_of(workspace), context_tokens, dtype=dtype, graphs=settings.graphs
+        target,
+        tokenizer_of(workspace),
+        context_tokens,
+        sequences=settings.num_parallel,
+        dtype=dtype,
+        graphs=settings.graphs,
     )
     return nullcontext(RuntimeAnswerer(target_here, context_tokens))
 
 
 class RuntimeAnswerer:
-    """This runtime as one who answers, one conversation at a time."""
-
-    num_parallel = 1
+    """This runtime as one who answers."""
 
     def __init__(self, target: "LoneTarget", context_tokens: int) -> None:
         self._target = target
         self.context_tokens = context_tokens
+        self.num_parallel = target.sequences
         self.identity: dict[str, Any] = {"through": "runtime"}
 
     async def answer(self, prompt: "Prompt") -> "Answer":
-        """Answer one prompt; an interrupt takes effect between two passes of the target."""
+        """Answer one prompt; an interrupt takes effect between two passes of the target.
+
+        Whoever waits for an answer runs the next pass, which brings all of them forward.
+        """
         from polybasic.train.answers.answerer import Answer
 
-        stream = self._target.stream(
+        running = self._target.begin(
             prompt.token_ids, prompt.max_new_tokens, prompt.temperature, prompt.seed
         )
-        tokens: list[int] = []
-        for new_tokens in stream:
-            tokens += new_tokens
-            await asyncio.sleep(0)
-        return Answer(self._target.text(tokens), stream.statistics.stopped_by == "length")
+        with closing(running):
+            while not running.is_over:
+                self._target.step()
+                await asyncio.sleep(0)
+            is_cut = running.statistics.stopped_by == "length"
+            tokens = [token for piece in running.take() for token in piece.token_ids]
+        return Answer(self._target.text(tokens), is_cut)
 
 
 def _identify(workspace: Workspace, folder: Path) -> dict[str, Any]:

@@ -10,7 +10,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from polybasic.chain.errors import UserError
+from polybasic.deploy import slots
 from polybasic.deploy.answering import LoneTarget
+from polybasic.deploy.batching import Running
 from polybasic.recipes.pipeline.conversation_rows import encoded_rows
 from polybasic.recipes.pipeline.regenerated_stage import ANSWERS_NAME, REGENERATED_STAGE, _runtime
 from polybasic.recipes.pipeline.running import Stage, Workspace, run_stages
@@ -97,26 +99,65 @@ def greedy(target: Path, token_ids: list[int], max_new_tokens: int) -> list[int]
     return made[0, len(token_ids) :].tolist()
 
 
-def test_the_target_alone_answers_as_transformers_does(target: Path) -> None:
+def answers_of(lone: LoneTarget, asked: list[tuple[list[int], int, float, int]]) -> list[Running]:
+    """Answers to (prompt, new tokens, temperature, seed), made at the same time."""
+    made = [lone.begin(*one) for one in asked]
+    while not all(one.is_over for one in made):
+        lone.step()
+    return made
+
+
+def tokens_of(running: Running) -> list[int]:
+    return [token for piece in running.take() for token in piece.token_ids]
+
+
+@pytest.mark.parametrize("sequences", [1, 3])
+def test_the_target_alone_answers_as_transformers_does(target: Path, sequences: int) -> None:
     tokenizer = AutoTokenizer.from_pretrained(target)
-    lone = LoneTarget(target, target, 400)
-    passes = []
-    for question in ("one two one two one two", "Hello"):
-        prompt = encode_prompt(tokenizer, [{"role": "user", "content": question}])
-        stream = lone.stream(prompt, 40, temperature=0.0, seed=1)
-        batches = list(stream)
-        tokens = [token for batch in batches for token in batch]
-        assert tokens == greedy(target, prompt, 40)
-        is_whole = tokens[-1] == tokenizer.eos_token_id
-        assert stream.statistics.stopped_by == ("stop" if is_whole else "length")
-        assert lone.text(tokens) == tokenizer.decode(tokens, skip_special_tokens=True)
-        passes.append(len(batches))
-    assert min(passes) < 40  # a draft was right somewhere
-    sampled = [
-        [token for batch in lone.stream(prompt, 20, temperature=1.0, seed=seed) for token in batch]
-        for seed in (1, 1, 2)
+    lone = LoneTarget(target, target, 400, sequences)
+    assert lone.sequences == sequences
+    prompts = [
+        encode_prompt(tokenizer, [{"role": "user", "content": question}])
+        for question in ("one two one two one two", "Hello", "and then 3?")
     ]
+    num_passes = []
+    for start in range(0, len(prompts), sequences):
+        asked = prompts[start : start + sequences]
+        made = answers_of(lone, [(prompt, 40, 0.0, 1) for prompt in asked])
+        for prompt, running in zip(asked, made, strict=True):
+            tokens = tokens_of(running)
+            assert tokens == greedy(target, prompt, 40)
+            is_whole = tokens[-1] == tokenizer.eos_token_id
+            assert running.statistics.stopped_by == ("stop" if is_whole else "length")
+            assert lone.text(tokens) == tokenizer.decode(tokens, skip_special_tokens=True)
+            num_passes.append(running.statistics.forward_passes["target"])
+            running.close()
+    # a draft was right somewhere where an answer is alone
+    assert (min(num_passes) < 40) == (sequences == 1)
+
+
+@pytest.mark.parametrize("sequences", [1, 3])
+def test_draws_are_those_of_the_seed_however_many_are_made(target: Path, sequences: int) -> None:
+    prompt = encode_prompt(
+        AutoTokenizer.from_pretrained(target), [{"role": "user", "content": "Hello"}]
+    )
+    lone, sampled = LoneTarget(target, target, 400, sequences), []
+    asked = [(prompt, 20, 1.0, seed) for seed in (1, 1, 2)]
+    for start in range(0, len(asked), sequences):
+        for running in answers_of(lone, asked[start : start + sequences]):
+            sampled.append(tokens_of(running))
+            running.close()
     assert sampled[0] == sampled[1] != sampled[2]
+    alone = LoneTarget(target, target, 400)
+    assert [tokens_of(one) for one in answers_of(alone, asked[:1])] == sampled[:1]
+
+
+def test_answers_at_a_time_are_no_more_than_memory_has_caches_for(
+    target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = LoneTarget(target, target, 400)._engine.slots.first.num_bytes
+    monkeypatch.setattr(slots, "available_bytes", lambda _: 5 * size)
+    assert LoneTarget(target, target, 400, 16).sequences == 3
 
 
 @pytest.mark.parametrize("graphs", [True, False])
