@@ -23,6 +23,7 @@ from torch import Tensor
 from polybasic.chain.errors import UserError
 from polybasic.deploy.hardware import forget_peak, usage
 from polybasic.train.features.lm_head import LmHead
+from polybasic.train.features.states import Features
 from polybasic.train.head.losses import TOKEN_LOSSES, unrolled_loss
 from polybasic.train.settings import HeadSettings
 
@@ -67,7 +68,7 @@ class Case:
         )
 
         def run_pass(eager: bool) -> tuple[Tensor, ...]:
-            arguments = outputs, states, teacher, student, is_label, settings, drafted
+            arguments = outputs, Features(states), teacher, student, is_label, settings, drafted
             loss = unrolled_loss(*arguments, eager=eager).total
             return loss.detach(), *torch.autograd.grad(loss, learned)
 

@@ -30,6 +30,9 @@ _WITHOUT_EFFECT = {
 Beta = Annotated[Share, Field(lt=1)]
 """Share of a running mean that a step keeps."""
 
+Covered = Annotated[Share, Field(gt=0, lt=1)]
+"""Share of the answers' tokens that a draft vocabulary covers."""
+
 
 def _is_server(url: str) -> str:
     """Refuse what names no server, and passwords: recipes are published with what they make."""
@@ -199,10 +202,10 @@ class HeadSettings(TrainingSettings):
         description="of an early exit: rank of the adapter behind these layers; 0: none; of a "
         "steering: rank of the map from states to vectors",
     )
-    draft_vocab_size: Size | None = Field(
+    draft_vocab_size: Annotated[Size, Field(ge=64)] | Covered | None = Field(
         None,
-        ge=64,
-        description="draft among the most frequent tokens of the target's answers alone; null: all",
+        description="draft among so many of the tokens that the target's answers use most; a share "
+        "below 1: as many as cover that share of what the answers hold; null: all",
     )
     num_steps: Count = Field(800_000, description="optimizer steps")
     batch_size: Count = Field(

@@ -30,6 +30,10 @@ _WEIGHT_NAMES = SMALL_HEADS + tuple(
 )
 _SCALE_BYTES = 2.5
 """Of a 4-bit group's float16 scale and zero point."""
+_TOP_BYTES = 64 * (4 + 2)
+"""Of the most probable tokens that offline features keep of a token."""
+_COVERING_TOKENS = 12_288
+"""About as many as cover 98 % of what English answers hold."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +128,7 @@ class HeadCount:
         num_parameters: that are trained.
         num_bytes: of the exported head in bfloat16, with its copy of the embedding if it has one.
         num_projected: weights of the output projection that a draft pass reads.
-        feature_bytes: of what a verifier leaves for the head, a token.
+        feature_bytes: of what a verifier leaves on disk for the head, a token.
         num_steps: times that a training step runs the head over a token.
     """
 
@@ -135,9 +139,17 @@ class HeadCount:
     num_steps: int
 
 
+def _num_drafted(shape: Shape, train: HeadSettings) -> int:
+    """Tokens that a head drafts among; how many cover a share of the answers is known later."""
+    size = train.draft_vocab_size
+    if size is None or size < 1:
+        return shape.vocab_size if size is None else min(_COVERING_TOKENS, shape.vocab_size)
+    return int(size)
+
+
 def count_of_head(shape: Shape, train: HeadSettings) -> HeadCount:
     """Sizes of the head that is trained for a model of `shape`."""
-    num_projected = (train.draft_vocab_size or shape.vocab_size) * shape.hidden_size
+    num_projected = _num_drafted(shape, train) * shape.hidden_size
     num, num_states, copied = shape.num_draft_parameters, 1, shape.num_embedding_parameters
     if train.kind == "none":
         return HeadCount(0, 0, 0, 0, 0)
@@ -156,7 +168,7 @@ def count_of_head(shape: Shape, train: HeadSettings) -> HeadCount:
         num_parameters=num,
         num_bytes=2 * (num + copied),
         num_projected=num_projected,
-        feature_bytes=num_states * shape.hidden_size * shape.weight_bytes,
+        feature_bytes=num_states * shape.hidden_size * shape.weight_bytes + _TOP_BYTES,
         num_steps=1 if train.drafts_by_place else train.num_levels,
     )
 

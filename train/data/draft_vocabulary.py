@@ -19,25 +19,34 @@ from polybasic.train.settings import DataSettings
 MAX_CONVERSATIONS = 16_384
 """So many are counted at most: their answers have millions of tokens."""
 
+MULTIPLE = 64
+"""Of tokens, for products over the draft vocabulary."""
+
 _AT_ONCE = 256
 
 
 def choose_draft_vocabulary(
-    counts: Tensor, tokenizer: PreTrainedTokenizerBase, size: int
+    counts: Tensor, tokenizer: PreTrainedTokenizerBase, size: int | float
 ) -> Tensor:
     """The most frequent tokens, and the one that ends an answer; ties go to the lower id.
 
     Args:
         counts: from `count_answer_tokens`.
         tokenizer: of the target.
-        size: tokens to choose.
+        size: tokens to choose; or below 1, the share of the counted tokens that the fewest which
+            cover it are chosen for, rounded up to a multiple of `MULTIPLE`.
 
     Returns:
-        int64 [size], ascending.
+        int64, ascending.
 
     Raises:
         UserError: more than the target's vocabulary has.
     """
+    if size < 1:
+        covered = counts.sort(descending=True).values.cumsum(0)
+        fewest = int((covered < size * counts.sum()).sum()) + 1
+        size = min(-(-fewest // MULTIPLE) * MULTIPLE, len(counts))
+    size = int(size)
     if size > len(counts):
         raise UserError(
             "draft vocabulary larger than the target's",

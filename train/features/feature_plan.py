@@ -16,6 +16,7 @@ from polybasic.train.features.feature_shards import (
     shard_path,
 )
 from polybasic.train.features.head_shape import FeatureLayers
+from polybasic.train.features.states import Features
 from polybasic.train.features.target import Target
 
 PASS_TOKENS = 8192
@@ -30,38 +31,36 @@ class FeatureLayout:
     """What the verifier's passes leave of a token.
 
     Attributes:
-        hidden_size: H.
-        num_columns: H, and for an EAGLE-3 head 3H more.
-        dtype: of all columns.
+        one: of a single token, [1, 1, ...].
         feature_layers: of an EAGLE-3 head; None for an EAGLE-2 head.
+        num_top: of the most probable next tokens; 0: none.
     """
 
-    hidden_size: int
-    num_columns: int
-    dtype: torch.dtype
+    one: Features
     feature_layers: FeatureLayers | None
+    num_top: int
 
     @classmethod
-    def of(cls, verifier: Target, feature_layers: FeatureLayers | None) -> "FeatureLayout":
+    def of(
+        cls, verifier: Target, feature_layers: FeatureLayers | None, num_top: int = 0
+    ) -> "FeatureLayout":
         """Find it by a pass over one token, in which all processes take part."""
         token_ids = torch.zeros(1, 1, dtype=torch.long, device=verifier.device)
-        found = verifier.features(token_ids, None, feature_layers)
-        num_columns = hidden_size = found.states.shape[-1]
-        if found.layers is not None:
-            num_columns += found.layers.shape[-1]
-        return cls(hidden_size, num_columns, found.states.dtype, feature_layers)
+        one = verifier.features(token_ids, None, feature_layers, num_top)
+        return cls(one, feature_layers, num_top)
 
     @property
     def token_bytes(self) -> int:
         """Of one token's features."""
-        return self.num_columns * self.dtype.itemsize
+        return sum(tensor.nbytes for tensor in self.one.tensors().values())
 
     def identity(self) -> dict[str, Any]:
         """As JSON."""
         return {
             "feature_layers": None if self.feature_layers is None else list(self.feature_layers),
-            "hidden_size": self.hidden_size,
-            "dtype": str(self.dtype).removeprefix("torch."),
+            "hidden_size": self.one.states.shape[-1],
+            "dtype": str(self.one.states.dtype).removeprefix("torch."),
+            "top_tokens": self.num_top,
         }
 
 

@@ -1,9 +1,9 @@
 """The folder of offline features: a manifest, and safetensors shards of whole conversations.
 
-A shard holds its conversations one after another, N tokens in all: `states` [N, H], for an
-EAGLE-3 head `layers` [N, 3H], and of each of its C conversations the length in `lengths`
-int64 [C] and the SHA-256 of its token ids in `keys` uint8 [C, 32]. A conversation is found by its
-token ids alone, whatever file, order or batch it comes from.
+A shard holds its conversations one after another, N tokens in all: the tensors of their `Features`
+without a batch dimension, by the attributes' names, and of each of its C conversations the length
+in `lengths` int64 [C] and the SHA-256 of its token ids in `keys` uint8 [C, 32]. A conversation is
+found by its token ids alone, whatever file, order or batch it comes from.
 """
 
 import hashlib
@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.files import locked_folder, read_json, whole_file, write_json
@@ -26,7 +25,7 @@ from polybasic.train.features.states import Features
 
 MANIFEST = "features.json"
 KEY_BYTES = 32
-_SCHEMA = "polybasic.features/1"
+_SCHEMA = "polybasic.features/2"
 _SHARD = re.compile(r"features-\d{5,}\.safetensors")
 
 
@@ -40,21 +39,14 @@ class FeatureShard:
     """Features of some conversations, mapped from their file.
 
     Attributes:
-        states: [N, H].
-        layers: [N, 3H], or None.
+        features: of N tokens, without a batch dimension.
         lengths: tokens of each conversation.
         keys: of each conversation.
     """
 
-    states: Tensor
-    layers: Tensor | None
+    features: Features
     lengths: list[int]
     keys: list[bytes]
-
-    def features(self, start: int, stop: int) -> Features:
-        """Features of rows `start` to `stop`, without a batch dimension; nothing is copied."""
-        layers = None if self.layers is None else self.layers[start:stop]
-        return Features(self.states[start:stop], layers)
 
 
 def shard_path(folder: Path, index: int) -> Path:
@@ -81,12 +73,10 @@ def write_shard(path: Path, features: Features, lengths: list[int], keys: list[b
         UserError: the disk is full or not writable.
     """
     tensors = {
-        "states": features.states,
+        **features.tensors(),
         "lengths": torch.tensor(lengths),
         "keys": torch.tensor([list(key) for key in keys], dtype=torch.uint8),
     }
-    if features.layers is not None:
-        tensors["layers"] = features.layers
     with whole_file(path) as partial:
         save_file(tensors, partial, metadata={"format": "pt"})
 
@@ -99,12 +89,10 @@ def open_shard(path: Path) -> FeatureShard:
     """
     try:
         with safe_open(path, "pt") as opened:
-            names = set(opened.keys())
-            layers = opened.get_tensor("layers") if "layers" in names else None
+            names = set(opened.keys()) - {"lengths", "keys"}
             keys = bytes(opened.get_tensor("keys").flatten().tolist())
             return FeatureShard(
-                opened.get_tensor("states"),
-                layers,
+                Features(**{name: opened.get_tensor(name) for name in names}),
                 opened.get_tensor("lengths").tolist(),
                 [keys[start : start + KEY_BYTES] for start in range(0, len(keys), KEY_BYTES)],
             )

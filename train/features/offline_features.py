@@ -45,6 +45,8 @@ from polybasic.train.features.states import Features
 from polybasic.train.features.target import Target
 
 SHARD_BYTES = 512 << 20
+TOP_TOKENS = 64
+"""That are kept of the verifier's distribution after each token."""
 _MARGIN_BYTES = 64 << 20
 
 
@@ -92,20 +94,14 @@ class OfflineFeatures:
         """
         num_rows, num_tokens = share.token_ids.shape
         assert len(share.lengths) == num_rows
-        one = self._shards[0].features(0, 1)
-        states = one.states.new_zeros(num_rows, num_tokens, one.states.shape[1])
-        layers = None
-        if one.layers is not None:
-            layers = one.layers.new_zeros(num_rows, num_tokens, one.layers.shape[1])
+        shape, device = (num_rows, num_tokens), share.token_ids.device
+        made = self._shards[0].features.map(lambda of: of.new_zeros(*shape, of.shape[-1]))
         for row, token_ids in enumerate(share.token_ids.tolist()):
             ends = itertools.accumulate(share.lengths[row], initial=0)
             for start, end in itertools.pairwise(ends):
-                found = self._find(token_ids[start:end])
-                states[row, start:end] = found.states
-                if layers is not None and found.layers is not None:
-                    layers[row, start:end] = found.layers
-        device = share.token_ids.device
-        return Features(states.to(device), None if layers is None else layers.to(device))
+                for name, tensor in self._find(token_ids[start:end]).tensors().items():
+                    made.tensors()[name][row, start:end] = tensor
+        return made.map(lambda of: of.to(device))
 
     def _find(self, token_ids: Sequence[int]) -> Features:
         place = self._places.get(conversation_key(token_ids))
@@ -116,7 +112,7 @@ class OfflineFeatures:
                 "remove the folder and run again",
             )
         index, start = place
-        return self._shards[index].features(start, start + len(token_ids))
+        return self._shards[index].features[start : start + len(token_ids)]
 
 
 def write_features(
@@ -127,6 +123,7 @@ def write_features(
     identity: Mapping[str, Any],
     folder: Path,
     shard_bytes: int = SHARD_BYTES,
+    num_top: int = 0,
 ) -> OfflineFeatures:
     """Write the features of a run's conversations that a folder lacks, each once.
 
@@ -144,6 +141,8 @@ def write_features(
             tokenizer and of the data, settings of the data, the seed. Layers and dtype are added.
         folder: for the features; where there are several nodes, one that all of them see.
         shard_bytes: of a file, about; a process holds one shard in memory.
+        num_top: K, of the most probable next tokens that are kept, so that a step need not make the
+            verifier's distribution; 0: none.
 
     Returns:
         The source to train from.
@@ -153,7 +152,7 @@ def write_features(
             damaged shard, or in which another run is writing; no conversation to train on; a shard
             that another process wrote elsewhere.
     """
-    layout = FeatureLayout.of(verifier, feature_layers)
+    layout = FeatureLayout.of(verifier, feature_layers, num_top)
     identity = {**identity, **layout.identity()}
     check_identity(folder, identity)
     shards = list(planned_shards(batches, num_steps, layout.token_bytes, shard_bytes))
@@ -231,18 +230,16 @@ def _compute(verifier: Target, layout: FeatureLayout, shard: PlannedShard) -> Fe
     """Features of a shard's tokens on the CPU, without a batch dimension."""
     conversations, lengths = list(shard.conversations.values()), shard.lengths
     starts = list(itertools.accumulate(lengths, initial=0))
-    states = torch.empty(shard.num_tokens, layout.hidden_size, dtype=layout.dtype)
-    layers = None
-    if layout.feature_layers is not None:
-        layers = states.new_empty(shard.num_tokens, layout.num_columns - layout.hidden_size)
+    made = layout.one.map(lambda of: of.new_empty(shard.num_tokens, of.shape[-1], device="cpu"))
     for numbers in shard.passes():
         token_ids = torch.zeros(len(numbers), max(lengths[each] for each in numbers)).long()
         for row, number in enumerate(numbers):
             token_ids[row, : lengths[number]] = torch.tensor(conversations[number])
-        features = verifier.features(token_ids.to(verifier.device), None, layout.feature_layers)
+        features = verifier.features(
+            token_ids.to(verifier.device), None, layout.feature_layers, layout.num_top
+        )
         for row, number in enumerate(numbers):
             place = slice(starts[number], starts[number + 1])
-            states[place] = features.states[row, : lengths[number]]
-            if layers is not None and features.layers is not None:
-                layers[place] = features.layers[row, : lengths[number]]
-    return Features(states, layers)
+            for name, tensor in features[row, : lengths[number]].tensors().items():
+                made.tensors()[name][place] = tensor
+    return made

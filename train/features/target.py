@@ -5,7 +5,7 @@ Shapes: B = batch, T = tokens, H = hidden size, V = vocabulary.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,8 @@ from polybasic.train.features.head_shape import FeatureLayers, HeadShape
 from polybasic.train.features.lm_head import LmHead
 from polybasic.train.features.states import Features
 from polybasic.train.settings import HeadSettings
+
+_LOGIT_BYTES = 64 << 20  # at a time
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,7 @@ class Target:
         token_ids: Tensor,
         document_ids: Tensor | None = None,
         feature_layers: FeatureLayers | None = None,
+        num_top: int = 0,
     ) -> Features:
         """States of right-padded token ids.
 
@@ -62,6 +65,7 @@ class Target:
                 own conversation alone, and positions begin anew with each. None: a row is one
                 conversation.
             feature_layers: of an EAGLE-3 head; None leaves `Features.layers` out.
+            num_top: K, of the most probable next tokens; 0 leaves them out.
         """
         positions = None if document_ids is None else positions_in_documents(document_ids)
         with self._inputs_of(feature_layers or ()) as inputs:
@@ -70,7 +74,23 @@ class Target:
                 input_ids=token_ids, position_ids=positions, use_cache=False
             ).last_hidden_state
         layers = [inputs[layer] for layer in feature_layers or ()]
-        return Features(states, torch.cat(layers, dim=-1) if layers else None)
+        found = Features(states, torch.cat(layers, dim=-1) if layers else None)
+        return replace(found, **self._top(states, num_top)) if num_top else found
+
+    def _top(self, states: Tensor, num: int) -> dict[str, Tensor]:
+        """The most probable next tokens, as `Features` has them; a chunk of logits at a time."""
+        rows = max(1, _LOGIT_BYTES // (4 * len(self.lm_head.weight)))
+        token_ids, log_probs = [], []
+        for some in states.flatten(0, 1).split(rows):
+            logits = self.lm_head(some).float()
+            best, chosen = logits.topk(num)
+            log_probs.append((best - logits.logsumexp(dim=-1, keepdim=True)).half())
+            token_ids.append(chosen.int())
+        shape = (*states.shape[:2], num)
+        return {
+            "top_token_ids": torch.cat(token_ids).view(shape),
+            "top_log_probs": torch.cat(log_probs).view(shape),
+        }
 
     @contextmanager
     def _inputs_of(self, layers: tuple[int, ...]) -> Iterator[dict[int, Tensor]]:

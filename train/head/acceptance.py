@@ -63,6 +63,12 @@ class HeldoutBatch:
     tasks: list[str]
     """B names of what the conversations are about"""
 
+    @property
+    def is_token(self) -> Tensor:
+        """bool [B, T], false in the padding."""
+        places = torch.arange(self.token_ids.shape[1], device=self.lengths.device)
+        return places < self.lengths[:, None]
+
 
 @dataclass(frozen=True)
 class Acceptance:

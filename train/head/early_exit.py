@@ -115,7 +115,7 @@ def early_exit_loss(
     teacher = lm_head.to(head.dtype)
     return unrolled_loss(
         [head(head.source(features)[:, 1:-1] + noise.to(head.dtype))],
-        features.states[:, 1:-1],
+        features.taught,
         teacher,
         head.projection(teacher),
         share.is_assistant[:, 2:],

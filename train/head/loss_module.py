@@ -19,12 +19,21 @@ from polybasic.train.settings import HeadSettings
 
 
 class LossModule(nn.Module):
-    """What the engine runs: from the features of a share of a batch to the loss."""
+    """What the engine runs: from the features of a share of a batch to the loss.
 
-    def __init__(self, head: DraftHead, settings: HeadSettings) -> None:
+    Args:
+        head: to train.
+        settings: of the training.
+        scales: float32 [H], units of the states' channels in which a loss between states is taken;
+            default: 1.
+    """
+
+    def __init__(
+        self, head: DraftHead, settings: HeadSettings, scales: Tensor | None = None
+    ) -> None:
         super().__init__()
         self.head = head
-        self._settings = settings
+        self._settings, self._scales = settings, scales
 
     def noise_shape(self, features: Features) -> torch.Size:
         """Of the noise on a share's features: [B, T - 2, H], of an EAGLE-3 head [B, T - 2, 3H]."""
@@ -73,21 +82,23 @@ class LossModule(nn.Module):
                 head.predict(token_ids, inputs, anchors, document_ids),
                 anchors,
                 token_ids,
-                features.states[:, 1:-1],
+                features.taught,
                 teacher,
                 share.is_assistant[:, 2:],
                 self._settings,
                 token_counts,
+                self._scales,
             )
         assert isinstance(head, UnrolledHead)
         outputs = head.unroll(token_ids, inputs, self._settings.unroll_steps, document_ids)
         return unrolled_loss(
             [head.projected(output) for output in outputs],
-            features.states[:, 1:-1],
+            features.taught,
             teacher,
             head.projection(teacher),
             share.is_assistant[:, 2:],
             self._settings,
             head.draft_token_ids,
             token_counts,
+            self._scales,
         )

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from polybasic.train.features.lm_head import LmHead
+from polybasic.train.features.states import Features
 from polybasic.train.settings import HeadSettings
 
 _CHUNK_BYTES = 16 << 20  # of logits at a time: what a CPU's cache holds
@@ -66,13 +67,14 @@ def step_weights(is_label: Tensor, num_steps: int) -> Tensor:
 
 def unrolled_loss(
     outputs: list[Tensor],
-    target_states: Tensor,
+    taught: Features,
     teacher: LmHead,
     student: LmHead,
     is_label: Tensor,
     settings: HeadSettings,
     draft_token_ids: Tensor | None = None,
     token_counts: Tensor | None = None,
+    scales: Tensor | None = None,
     eager: bool = False,
 ) -> UnrolledLoss:
     """Smooth-L1 between states plus a token loss between the distributions that they give.
@@ -82,8 +84,8 @@ def unrolled_loss(
 
     Args:
         outputs: S tensors [B, R, H] that `student` can read, in one dtype.
-        target_states: [B, R, H], the verifier's after its final norm, of the same rows.
-        teacher: the verifier's lm_head [V, H], frozen, in the dtype of `target_states`.
+        taught: the verifier's of the same rows, [B, R, ...].
+        teacher: the verifier's lm_head [V, H], frozen, in the dtype of its states.
         student: the head's [D, H], in the dtype of `outputs`; its weight gets a gradient if it
             requires one. The teacher itself for an EAGLE-2 head that drafts all tokens.
         is_label: bool [B, R], whether the token predicted by a row is the assistant's.
@@ -92,6 +94,8 @@ def unrolled_loss(
         draft_token_ids: int64 [D], the student's tokens, ascending; None: all V.
         token_counts: [S], what each step's sum is divided by; default: as many tokens as count
             in it. A process that has a share of a batch passes its part of the batch's count.
+        scales: float32 [H], units of the states' channels, in which their distance is taken;
+            default: 1.
         eager: hold all logits and leave the gradient to autograd: the reference.
     """
     num_steps = len(outputs)
@@ -101,10 +105,8 @@ def unrolled_loss(
     decays = settings.step_decay ** torch.arange(num_steps, device=means.device)
     shares = means * (decays / decays.sum())[:, None]
     hiddens = torch.stack([output[is_label] for output in outputs])
-    states = target_states[is_label]
-    lesson = Lesson(
-        teacher, draft_token_ids, states, means, shares, TOKEN_LOSSES[settings.token_loss]
-    )
+    loss = TOKEN_LOSSES[settings.token_loss]
+    lesson = Lesson(teacher, draft_token_ids, taught[is_label], means, shares, loss, scales)
     return _compare(hiddens, hiddens, student, lesson, settings, eager)
 
 
@@ -114,13 +116,13 @@ class Predicted(NamedTuple):
     Attributes:
         hiddens: [N, H], compared with the verifier's states.
         read: what `student` reads of them, [N, H] or wider.
-        states: [N, H], the verifier's.
+        taught: the verifier's, [N, ...].
         student: of this position.
     """
 
     hiddens: Tensor
     read: Tensor
-    states: Tensor
+    taught: Features
     student: LmHead
 
 
@@ -131,6 +133,7 @@ def positions_sum(
     teacher: LmHead,
     draft_token_ids: Tensor | None,
     settings: HeadSettings,
+    scales: Tensor | None = None,
 ) -> UnrolledLoss:
     """The sum over positions of weighted losses, each a mean over the tokens that count there.
 
@@ -141,13 +144,14 @@ def positions_sum(
         weights: float [K], of the positions.
         token_counts: [K], what the sum of each position is divided by: below 1 where processes
             share a token.
-        teacher, draft_token_ids, settings: as `unrolled_loss`.
+        teacher, draft_token_ids, settings, scales: as `unrolled_loss`.
     """
     losses = []
     for one, weight, count in zip(predicted, weights, token_counts.float(), strict=True):
         means = (1 / torch.where(count > 0, count, 1.0)).expand(1, len(one.hiddens))
         loss = TOKEN_LOSSES[settings.token_loss]
-        lesson = Lesson(teacher, draft_token_ids, one.states, means, means * weight, loss)
+        shares = means * weight
+        lesson = Lesson(teacher, draft_token_ids, one.taught, means, shares, loss, scales)
         losses.append(_compare(one.hiddens[None], one.read[None], one.student, lesson, settings))
     return UnrolledLoss(
         total=torch.stack([one.total for one in losses]).sum(),
@@ -174,12 +178,12 @@ def _compare(
         student, settings, eager: as `unrolled_loss`.
         lesson: what they are held against.
     """
-    states, shares = lesson.states, lesson.shares
+    states, shares = lesson.taught.states, lesson.shares
     feature = torch.zeros((), device=shares.device)
     if settings.feature_loss_weight:
-        distance = F.smooth_l1_loss(
-            hiddens.float(), states.float().expand(hiddens.shape), reduction="none"
-        )
+        away = hiddens.float() - states.float()
+        away = away if lesson.scales is None else away / lesson.scales
+        distance = F.smooth_l1_loss(away, torch.zeros_like(away), reduction="none")
         feature = (distance.mean(dim=-1) * shares).sum()
     if not settings.token_loss_weight:
         read, student = read.detach(), student.detach()
@@ -201,15 +205,15 @@ class Distributions:
     Attributes:
         log_student: float32 [S, C, D], log q.
         student: [S, C, D], q.
-        log_teacher: float32 [C, D], log p.
-        teacher: [C, D], p.
+        log_teacher: float32 [C, D], log p; None where only the most probable tokens are known.
+        teacher: [C, D], p; 0 of tokens that are not known.
         teacher_mass: [C, 1], the sum of p over the D tokens.
         overlap: [S, C], the sum of min(p, q).
     """
 
     log_student: Tensor
     student: Tensor
-    log_teacher: Tensor
+    log_teacher: Tensor | None
     teacher: Tensor
     teacher_mass: Tensor
     overlap: Tensor
@@ -254,10 +258,12 @@ def _forward_kl_chunked(of: Distributions) -> tuple[Tensor, Tensor]:
 
 
 def _reverse_kl(of: Distributions) -> Tensor:
+    assert of.log_teacher is not None, "infinite where the verifier is taken to give 0"
     return (of.student * (of.log_student - of.log_teacher)).sum(dim=-1)
 
 
 def _reverse_kl_chunked(of: Distributions) -> tuple[Tensor, Tensor]:
+    assert of.log_teacher is not None, "infinite where the verifier is taken to give 0"
     terms = of.log_student.sub_(of.log_teacher).mul_(of.student)
     value = terms.sum(dim=-1)
     return value, terms.sub_(of.student.mul_(value[:, :, None]))
@@ -291,18 +297,20 @@ class Lesson:
     Attributes:
         teacher: the verifier's lm_head.
         draft_token_ids: int64 [D], or None for all V tokens.
-        states: [N, H], the verifier's.
+        taught: the verifier's, [N, ...].
         means: float32 [S, N], by which a sum over tokens becomes each step's mean.
         shares: float32 [S, N], by which a sum over steps and tokens becomes a part of the loss.
         loss: between the distributions.
+        scales: float32 [H], units of the states' channels; None: 1.
     """
 
     teacher: LmHead
     draft_token_ids: Tensor | None
-    states: Tensor
+    taught: Features
     means: Tensor
     shares: Tensor
     loss: TokenLoss
+    scales: Tensor | None = None
 
     def compare(
         self, logits: Tensor, rows: slice, buffers: Tensor | None = None
@@ -315,13 +323,7 @@ class Lesson:
             buffers: float32 [3, S, C, D] to write to, where autograd does not look on: fresh
                 memory costs a CPU more than what is done with it.
         """
-        log_teacher = self.teacher(self.states[rows]).log_softmax(dim=-1, dtype=torch.float32)
-        best = log_teacher.argmax(dim=-1)
-        mass = torch.ones_like(log_teacher[:, :1])
-        if self.draft_token_ids is not None:
-            log_teacher = log_teacher[:, self.draft_token_ids]
-            mass = log_teacher.exp().sum(dim=-1, keepdim=True)
-        teacher = log_teacher.exp()
+        best, log_teacher, teacher, mass = self._taught(self.taught[rows])
         first, second, third = (None, None, None) if buffers is None else buffers
         log_student = torch.log_softmax(logits, dim=-1, dtype=torch.float32, out=first)
         student = torch.exp(log_student, out=second)
@@ -331,13 +333,38 @@ class Lesson:
         agrees = self._agrees(log_student, best)
         return of, (agrees * means).sum(dim=1), (overlap * means).sum(dim=1)
 
+    def _taught(self, taught: Features) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+        """The verifier's best token [C], and log p [C, D], p [C, D], its sum [C, 1] of the D.
+
+        Where the most probable tokens are known, p is 0 for the others: an unlikely token is one
+        that no draft gains by, and the whole vocabulary need not be gone through.
+        """
+        if taught.top_token_ids is None or taught.top_log_probs is None:
+            log_teacher = self.teacher(taught.states).log_softmax(dim=-1, dtype=torch.float32)
+            best = log_teacher.argmax(dim=-1)
+            if self.draft_token_ids is None:
+                return best, log_teacher, log_teacher.exp(), torch.ones_like(log_teacher[:, :1])
+            log_teacher = log_teacher[:, self.draft_token_ids]
+            teacher = log_teacher.exp()
+            return best, log_teacher, teacher, teacher.sum(dim=-1, keepdim=True)
+        token_ids, probs = taught.top_token_ids.long(), taught.top_log_probs.float().exp()
+        columns, is_drafted = self._columns(token_ids)
+        num = len(self.teacher.weight if self.draft_token_ids is None else self.draft_token_ids)
+        # those that are not drafted share a column with one that is
+        teacher = probs.new_zeros(len(probs), num).scatter_add_(1, columns, probs * is_drafted)
+        return token_ids[:, 0], None, teacher, teacher.sum(dim=-1, keepdim=True)
+
+    def _columns(self, token_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Of tokens, the columns of the D logits, and whether they are drafted at all."""
+        if self.draft_token_ids is None:
+            return token_ids, torch.ones_like(token_ids, dtype=torch.bool)
+        columns = torch.searchsorted(self.draft_token_ids, token_ids.contiguous())
+        columns = columns.clamp(max=len(self.draft_token_ids) - 1)
+        return columns, self.draft_token_ids[columns] == token_ids
+
     def _agrees(self, log_student: Tensor, best: Tensor) -> Tensor:
         """Whether [S, C, D] is largest at the verifier's best tokens [C]."""
-        columns, is_drafted = best, torch.ones_like(best, dtype=torch.bool)
-        if self.draft_token_ids is not None:
-            columns = torch.searchsorted(self.draft_token_ids, best)
-            columns = columns.clamp(max=len(self.draft_token_ids) - 1)
-            is_drafted = self.draft_token_ids[columns] == best
+        columns, is_drafted = self._columns(best)
         at_best = log_student.gather(2, columns.expand(log_student.shape[:2])[:, :, None])[:, :, 0]
         return (at_best == log_student.amax(dim=-1)) & is_drafted
 

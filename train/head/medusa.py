@@ -125,7 +125,7 @@ def medusa_loss(
         features: in the head's dtype; all else as `polybasic.train.head.loss_module.LossModule`.
     """
     states = features.states[:, :-2] + noise.to(head.dtype)
-    token_ids, taught = share.token_ids[:, 1:-1], features.states[:, 1:-1]
+    token_ids, taught = share.token_ids[:, 1:-1], features.taught
     teacher = lm_head.to(head.dtype)
     counted = step_weights(share.is_assistant[:, 2:], head.num_positions)
     decays = settings.step_decay ** torch.arange(head.num_positions, device=token_counts.device)

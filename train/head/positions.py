@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from polybasic.train.features.lm_head import LmHead
+from polybasic.train.features.states import Features
 from polybasic.train.head.eagle2 import DraftHead
 from polybasic.train.head.losses import Predicted, UnrolledLoss, positions_sum
 from polybasic.train.settings import HeadSettings
@@ -111,11 +112,12 @@ def positions_loss(
     drafted: Drafted,
     anchors: Tensor,
     token_ids: Tensor,
-    target_states: Tensor,
+    taught: Features,
     teacher: LmHead,
     is_label: Tensor,
     settings: HeadSettings,
     token_counts: Tensor,
+    scales: Tensor | None = None,
 ) -> UnrolledLoss:
     """The token loss at each position, and smooth-L1 between states.
 
@@ -126,11 +128,12 @@ def positions_loss(
         drafted: of `head`.
         anchors: int64 [B, A].
         token_ids: [B, R], the token after each row's feature.
-        target_states: [B, R, H], the verifier's of these tokens.
+        taught: the verifier's of these tokens, [B, R, ...].
         teacher: the verifier's lm_head.
         is_label: bool [B, R].
         settings: of the run.
         token_counts: [K], what the sum of each position is divided by.
+        scales: float32 [H], units of the states' channels.
     """
     num_later = head.num_positions - 1
     decays = settings.step_decay ** torch.arange(1, num_later + 1, device=anchors.device)
@@ -141,13 +144,13 @@ def positions_loss(
         student = head.projection_at(position, teacher)
         if position == 0:
             hiddens = drafted.first[is_label]
-            return Predicted(hiddens, hiddens, target_states[is_label], student)
+            return Predicted(hiddens, hiddens, taught[is_label], student)
         counts = is_counted[:, :, position - 1]
         batch = counts.nonzero()[:, 0]
         rows = anchors[counts] + position
         hiddens = drafted.later[:, :, position - 1][counts]
         read = head.corrected(hiddens, token_ids[batch, rows])
-        return Predicted(hiddens, read, target_states[batch, rows], student)
+        return Predicted(hiddens, read, taught[batch, rows], student)
 
     return positions_sum(
         map(predicted, range(head.num_positions)),
@@ -156,4 +159,5 @@ def positions_loss(
         teacher,
         head.draft_token_ids,
         settings,
+        scales,
     )

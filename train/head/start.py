@@ -78,7 +78,8 @@ def new_head(
         lm_head: the verifier's, from whose rows output projections of a random head start;
             default: random.
         draft_token_ids: int64 [V'], ascending, for a head that drafts among these alone. A ready
-            head that drafts among as many keeps its own.
+            head that drafts among as many keeps its own, as it does where the settings name a
+            share or nothing.
 
     Raises:
         UserError: a ready head of another kind, width or vocabulary than the target's, of another
@@ -157,14 +158,15 @@ def _ready(
     _drop_biases_of_zeros(weights)
     config = read_config(start).head
     _check_fit(start, config, shape, settings)
-    if own_token_ids is not None and settings.draft_vocab_size in (None, len(own_token_ids)):
+    wanted = settings.draft_vocab_size
+    is_any = wanted is None or wanted < 1
+    if own_token_ids is not None and (is_any or wanted == len(own_token_ids)):
         draft_token_ids = own_token_ids
     elif draft_token_ids is not None and HEAD_KINDS[config.kind].has_lm_head:
         if own_token_ids is not None:
             raise UserError(
                 "ready head has another draft vocabulary",
-                f"{start} drafts {len(own_token_ids)} tokens, train.draft_vocab_size "
-                f"{settings.draft_vocab_size}",
+                f"{start} drafts {len(own_token_ids)} tokens, train.draft_vocab_size {wanted}",
                 "leave train.draft_vocab_size null, which keeps the head's own",
             )
         for name in weights:

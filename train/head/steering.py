@@ -154,7 +154,7 @@ def steering_loss(
     states, student = head(token_ids, held, positions)
     return unrolled_loss(
         [states[:, 1:]],
-        features.states[:, 1:-1],
+        features.taught,
         lm_head.to(head.dtype),
         student,
         share.is_assistant[:, 2:],

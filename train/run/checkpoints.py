@@ -1,5 +1,6 @@
 """Checkpoints of a training run: whole folders named by step, the newest of which is resumed."""
 
+import math
 import shutil
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -20,6 +21,8 @@ _PREFIX = "step-"
 _LEARNED_NAME = "learned.safetensors"
 _STATE_NAME = "state.json"
 _BEST_NAME = "best.safetensors"
+_SMOOTHING = 0.1  # share of the latest loss in the smoothed one
+_EXPLOSION = 10.0  # times the first loss
 
 
 @dataclass
@@ -35,12 +38,21 @@ class RunState:
     num_tokens: int = 0
     seconds: float = 0.0
     loss: float = float("nan")
+    first_loss: float = float("nan")
+    smoothed_loss: float = float("nan")
     best_step: int = 0
     best_accepted_length: float = 0.0
     best_accepted_by_depth: tuple[float, ...] = ()
     best_accepted_by_task: dict[str, float] = field(default_factory=dict)
     accepted_length: float | None = None
     initial_accepted_length: float | None = None
+
+    def has_exploded(self) -> bool:
+        """Take the latest loss into the smoothed one; whether that is now ten times the first."""
+        if math.isnan(self.first_loss):
+            self.first_loss = self.smoothed_loss = self.loss
+        self.smoothed_loss += _SMOOTHING * (self.loss - self.smoothed_loss)
+        return self.smoothed_loss > _EXPLOSION * self.first_loss
 
 
 def latest_checkpoint(folder: Path) -> Path | None:

@@ -39,6 +39,7 @@ from polybasic.train.head.files import write_head
 from polybasic.train.head.loss_module import LossModule
 from polybasic.train.head.losses import UnrolledLoss, step_weights
 from polybasic.train.head.positions import PositionHead, choose_anchors, position_counts
+from polybasic.train.head.scales import ChannelScales
 from polybasic.train.head.start import trained_weights
 from polybasic.train.head.steering import Steering
 from polybasic.train.run.checkpoints import (
@@ -64,6 +65,7 @@ class Parts:
         features: the verifier's, of the batches.
         batches: by step.
         heldout: what evaluations draft for; of use in the first process.
+        scales: of the verifier's states, the same in all processes.
     """
 
     head: DraftHead
@@ -71,6 +73,7 @@ class Parts:
     features: FeatureSource
     batches: BatchStream
     heldout: list[HeldoutBatch]
+    scales: ChannelScales
 
 
 class HeadRun:
@@ -105,7 +108,8 @@ class HeadRun:
             settings.eval_tree_depth, settings.eval_tree_top_k, settings.eval_tree_rows
         )
         self._device = parts.lm_head.weight.device
-        self._module = LossModule(parts.head, settings).to(self._device)
+        self._scales = ChannelScales(*(each.to(self._device) for each in parts.scales))
+        self._module = LossModule(parts.head, settings, self._scales.states).to(self._device)
         self._engine = start_engine(self._module, settings)
         identity = record["identity"]
         self._state, self._best = RunState(identity), dict[str, Tensor]()
@@ -118,7 +122,7 @@ class HeadRun:
         """Run the steps that are left; returns the summary, of use in the first process.
 
         Raises:
-            UserError: the loss is not finite, or the disk is full.
+            UserError: the loss is not finite or has grown tenfold, or the disk is full.
             Interrupted: by SIGINT or SIGTERM, after the step under way, which is saved.
         """
         settings, state = self._settings, self._state
@@ -211,6 +215,9 @@ class HeadRun:
         state.loss = means.total
         if not math.isfinite(state.loss):
             self._refuse(f"loss is not finite: {state.loss}", state.step + 1, batch)
+        if state.has_exploded():
+            grown = f"{state.smoothed_loss:.3g}, at first {state.first_loss:.3g}"
+            self._refuse(f"loss has grown tenfold: {grown}", state.step + 1, batch)
         self._engine.backward(loss.total)
         self._engine.step()
         seconds = time.perf_counter() - started
@@ -246,7 +253,8 @@ class HeadRun:
         shape = self._module.noise_shape(features)
         noise = torch.zeros(shape, device=device)
         if settings.feature_noise:
-            noise = settings.feature_noise * row_noise(shape, share.rows, self._seed, step, device)
+            noise = row_noise(shape, share.rows, self._seed, step, device)
+            noise *= settings.feature_noise * self._scales.source
         head, is_label = self._parts.head, batch.is_assistant[:, 2:]
         generator, anchors = step_generator(self._seed, step, "anchors"), None
         if isinstance(head, PositionHead):

@@ -39,12 +39,17 @@ from polybasic.train.data.draft_vocabulary import (
 )
 from polybasic.train.dtypes import announce_cost, settled, verifier_dtype
 from polybasic.train.features.head_shape import HeadShape
-from polybasic.train.features.offline_features import OnlineFeatures, write_features
+from polybasic.train.features.offline_features import (
+    TOP_TOKENS,
+    OnlineFeatures,
+    write_features,
+)
 from polybasic.train.features.sharded_target import load_sharded_target
 from polybasic.train.features.states import FeatureSource
 from polybasic.train.features.target import Target, load_intermediate, load_target
 from polybasic.train.head.acceptance import HeldoutBatch, heldout_batches, simulate
 from polybasic.train.head.early_exit import EarlyExit
+from polybasic.train.head.scales import ChannelScales, channel_scales
 from polybasic.train.head.start import new_head
 from polybasic.train.head.steering import Steering
 from polybasic.train.run.loop import HeadRun, Parts
@@ -233,7 +238,16 @@ def _prepare(given: _Given, sources: dict[str, str]) -> _Prepared:
     )
     heldout = _heldout(verifier, heldout_rows, given, shape)
     features = _features(verifier, batches, given, shape, sources)
-    return _Prepared(Parts(head, verifier.lm_head, features, batches, heldout), shape, counts)
+    scales = broadcast_from_first(lambda: [each.tolist() for each in channel_scales(head, heldout)])
+    parts = Parts(
+        head,
+        verifier.lm_head,
+        features,
+        batches,
+        heldout,
+        ChannelScales(*(torch.tensor(each) for each in scales)),
+    )
+    return _Prepared(parts, shape, counts)
 
 
 def _load_verifier(given: _Given) -> Target:
@@ -336,8 +350,17 @@ def _features(
         "seed": given.seed,
     }
     folder = Path(settings.features_folder or given.out / _FEATURES_NAME)
+    # a reverse KL needs all of the distribution
+    num_top = 0 if settings.token_loss == "reverse_kl" else TOP_TOKENS
+    num_top = min(num_top, len(verifier.lm_head.weight))
     return write_features(
-        verifier, batches, settings.num_steps, shape.feature_layers, identity, folder
+        verifier,
+        batches,
+        settings.num_steps,
+        shape.feature_layers,
+        identity,
+        folder,
+        num_top=num_top,
     )
 
 

@@ -85,3 +85,14 @@ def test_answers_that_are_cut_off_are_an_error(tokenizer):
     ]
     with pytest.raises(UserError, match=r"1 conversations cut at data.max_tokens = 16"):
         counted(tokenizer, silent, DataSettings(max_tokens=16))
+
+
+def test_a_share_takes_the_fewest_tokens_that_cover_it(monkeypatch):
+    counts = torch.tensor([0, 5, 2, 0, 5, 7, 1, 0])
+    tokenizer = type("Tokenizer", (), {"eos_token_id": None})()
+    monkeypatch.setattr(draft_vocabulary, "MULTIPLE", 1)
+    for share, expected in ((0.3, [5]), (0.35, [5]), (0.36, [1, 5]), (0.99, [1, 2, 4, 5, 6])):
+        assert choose_draft_vocabulary(counts, tokenizer, share).tolist() == expected
+    monkeypatch.setattr(draft_vocabulary, "MULTIPLE", 3)
+    assert choose_draft_vocabulary(counts, tokenizer, 0.3).tolist() == [1, 4, 5]
+    assert choose_draft_vocabulary(counts, tokenizer, 0.99).tolist() == [0, 1, 2, 4, 5, 6]

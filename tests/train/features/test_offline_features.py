@@ -49,7 +49,7 @@ class SmallVerifier:
         self.embedding = torch.randn(400, self.hidden_size, generator=random).to(dtype)
         self.num_passes = self.num_tokens = 0
 
-    def features(self, token_ids, document_ids=None, feature_layers=None):
+    def features(self, token_ids, document_ids=None, feature_layers=None, num_top=0):
         self.num_passes += 1
         self.num_tokens += token_ids.numel()
         places = torch.arange(token_ids.shape[1])[None]
@@ -59,7 +59,10 @@ class SmallVerifier:
         layers = None
         if feature_layers is not None:
             layers = torch.cat([states + layer for layer in feature_layers], dim=-1)
-        return Features(states, layers)
+        if not num_top:
+            return Features(states, layers)
+        top = (token_ids[..., None] + torch.arange(num_top)).int()
+        return Features(states, layers, top, (top / 400).half())
 
 
 def batches(pack=False, seed=0, batch_size=2, tokenizer=None):

@@ -10,6 +10,7 @@ from torch import Tensor
 from polybasic.chain.kernels.executor import Executor, Perturbation
 from polybasic.chain.kernels.rows import consecutive_rows
 from polybasic.train.features.lm_head import LmHead
+from polybasic.train.features.states import Features
 from polybasic.train.head.block import BlockHead, block_mask
 from polybasic.train.head.losses import UnrolledLoss
 from polybasic.train.head.positions import (
@@ -151,7 +152,7 @@ def loss_of(head: BlockHead, lm_head: LmHead, settings: HeadSettings) -> Unrolle
         head.predict(tokens, features, anchors),
         anchors,
         tokens,
-        states,
+        Features(states),
         lm_head,
         is_label,
         settings,

@@ -8,8 +8,9 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from polybasic.train.features.lm_head import LmHead
+from polybasic.train.features.states import Features
 from polybasic.train.head import losses
-from polybasic.train.head.losses import TOKEN_LOSSES, step_weights, unrolled_loss
+from polybasic.train.head.losses import TOKEN_LOSSES, step_weights
 from polybasic.train.settings import HeadSettings
 
 IS_LABEL = torch.tensor([[0, 1, 1, 1, 1], [1, 1, 0, 1, 1]], dtype=torch.bool)
@@ -40,6 +41,11 @@ def test_step_weights_by_hand():
         [[0, 0, 1, 1, 0, 0, 1]],
         [[0, 0, 0, 1, 0, 0, 0]],
     ]
+
+
+def unrolled_loss(outputs, states, *arguments, **settings):
+    """The loss against the verifier's states."""
+    return losses.unrolled_loss(outputs, Features(states), *arguments, **settings)
 
 
 def test_every_loss_of_the_settings_is_there():
@@ -355,3 +361,49 @@ def test_shares_of_a_batch_average_to_the_batch(name):
         torch.testing.assert_close(one, other)
     alone = sum(share(slice(row, row + 1)).total for row in range(3)) / 3
     assert not torch.isclose(alone, whole.total), "means of shares by themselves are another loss"
+
+
+@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize("drafted", [None, DRAFTED], ids=["all tokens", "trimmed"])
+@pytest.mark.parametrize("name", ["cross_entropy", "forward_kl", "total_variation"])
+def test_most_probable_tokens_stand_for_the_distribution(name, drafted, eager):
+    outputs, states, lm_head = random_case()
+    student = lm_head if drafted is None else LmHead(lm_head.weight[drafted])
+    log_probs = lm_head(states).log_softmax(-1)
+    settings = weighing(name, token=1.0, feature=0.0)
+
+    def told(num):
+        best, token_ids = log_probs.topk(num)
+        taught = Features(states, None, token_ids.int(), best)
+        found = losses.unrolled_loss(
+            outputs, taught, lm_head, student, IS_LABEL, settings, drafted, eager=eager
+        )
+        return found, torch.autograd.grad(found.total, outputs)
+
+    def close(given, expected):
+        torch.testing.assert_close(given, expected, rtol=1e-5, atol=1e-6)
+
+    vocab_size = log_probs.shape[-1]
+    whole = losses.unrolled_loss(
+        outputs, Features(states), lm_head, student, IS_LABEL, settings, drafted, eager=eager
+    )
+    found, gradients = told(vocab_size)
+    close(found.total, whole.total)
+    close(found.acceptance, whole.acceptance)
+    close(found.agreement, whole.agreement)
+    for given, expected in zip(gradients, torch.autograd.grad(whole.total, outputs), strict=True):
+        close(given, expected)
+    few, _ = told(2)
+    assert torch.equal(few.agreement, whole.agreement)
+    assert (few.acceptance < whole.acceptance).all()
+
+
+def test_distances_are_taken_in_units_of_the_channels():
+    lm_head = LmHead(torch.eye(2))
+    states, scales = torch.tensor([[[1000.0, 1.0]]]), torch.tensor([500.0, 0.5])
+    arguments = lm_head, lm_head, torch.tensor([[True]]), weighing(token=0.0)
+    output = torch.zeros(1, 1, 2, requires_grad=True)
+    loss = unrolled_loss([output], states, *arguments, scales=scales)
+    assert loss.feature.item() == pytest.approx(1.5)  # smooth-L1 of 2, in both channels
+    (slope,) = torch.autograd.grad(loss.total, [output])
+    assert slope[0, 0].tolist() == pytest.approx([-1 / 1000, -1.0])
