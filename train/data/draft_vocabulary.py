@@ -33,8 +33,10 @@ def choose_draft_vocabulary(
     Args:
         counts: from `count_answer_tokens`.
         tokenizer: of the target.
-        size: tokens to choose; or below 1, the share of the counted tokens that the fewest which
-            cover it are chosen for, rounded up to a multiple of `MULTIPLE`.
+        size: tokens to choose; or below 1, the share of answers that they are to cover. Then as
+            many are chosen as the most frequent ones of one half of the conversations have to be to
+            cover that share of the other half, rounded up to a multiple of `MULTIPLE`: tokens that
+            answers use and these conversations do not have their share, too.
 
     Returns:
         int64, ascending.
@@ -42,9 +44,11 @@ def choose_draft_vocabulary(
     Raises:
         UserError: more than the target's vocabulary has.
     """
+    counts, halves = counts.sum(dim=0), counts
     if size < 1:
-        covered = counts.sort(descending=True).values.cumsum(0)
-        fewest = int((covered < size * counts.sum()).sum()) + 1
+        order = halves[0].argsort(descending=True, stable=True)
+        covered = halves[1][order].cumsum(0)
+        fewest = int((covered < size * halves[1].sum()).sum()) + 1
         size = min(-(-fewest // MULTIPLE) * MULTIPLE, len(counts))
     size = int(size)
     if size > len(counts):
@@ -60,8 +64,8 @@ def choose_draft_vocabulary(
 
 
 def coverage(counts: Tensor, draft_token_ids: Tensor) -> float:
-    """The share of the counted tokens that a head can draft, 0 to 1."""
-    return float(counts[draft_token_ids].sum() / counts.sum())
+    """The share of the counted tokens [2, V] that a head can draft, 0 to 1."""
+    return float(counts[:, draft_token_ids].sum() / counts.sum())
 
 
 def count_answer_tokens(
@@ -71,7 +75,8 @@ def count_answer_tokens(
     data: DataSettings,
     seed: int,
 ) -> Tensor:
-    """How often the assistant's answers have each token, int64 [V]; the same in every process.
+    """How often the assistant's answers have each token, int64 [2, V]: in every other
+    conversation, and in those between. The same in every process.
 
     Args:
         conversations: as they are trained on; at most `MAX_CONVERSATIONS` drawn from them count.
@@ -83,9 +88,10 @@ def count_answer_tokens(
     Raises:
         UserError: the conversations have no token of the assistant's.
     """
-    counts = torch.zeros(vocab_size, dtype=torch.long)
-    for token_ids in _answer_tokens(conversations, tokenizer, data.max_tokens, seed):
-        counts += torch.bincount(token_ids, minlength=vocab_size)
+    counts = torch.zeros(2, vocab_size, dtype=torch.long)
+    answers = _answer_tokens(conversations, tokenizer, data.max_tokens, seed)
+    for number, token_ids in enumerate(answers):
+        counts[number % 2] += torch.bincount(token_ids, minlength=vocab_size)
     if not counts.any():
         raise UserError(
             "no assistant tokens to choose a draft vocabulary from",

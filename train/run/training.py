@@ -196,7 +196,7 @@ class _Prepared(NamedTuple):
 
     parts: Parts
     shape: HeadShape  # of a random head
-    answer_counts: Tensor | None  # of each token, where the settings ask for a draft vocabulary
+    answer_counts: Tensor | None  # where the settings ask for a draft vocabulary
 
 
 def _prepare(given: _Given, sources: dict[str, str]) -> _Prepared:
