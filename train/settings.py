@@ -174,6 +174,12 @@ class HeadSettings(TrainingSettings):
         description="of an eagle3 head: norm what it reads of each layer and what it drafts on "
         "from, as EAGLE-3.1 does",
     )
+    start: Literal["random", "auto"] = Field(
+        "random",
+        description="weights of a new head. auto: those of the verifier's last layer, and the "
+        "linear map that comes closest to what enters it, where an eagle2 head has a layer of that "
+        "form; else random ones",
+    )
     num_layers: Count = Field(2, le=16, description="of a block head")
     num_positions: Count = Field(
         16,

@@ -3,8 +3,7 @@
 Shapes: B = batch, T = tokens, H = hidden size, V = vocabulary.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -67,13 +66,9 @@ class Target:
             feature_layers: of an EAGLE-3 head; None leaves `Features.layers` out.
             num_top: K, of the most probable next tokens; 0 leaves them out.
         """
-        positions = None if document_ids is None else positions_in_documents(document_ids)
-        with self._inputs_of(feature_layers or ()) as inputs:
-            # transformers recognizes packed conversations by positions that begin anew
-            states = self.model.model(
-                input_ids=token_ids, position_ids=positions, use_cache=False
-            ).last_hidden_state
-        layers = [inputs[layer] for layer in feature_layers or ()]
+        modules: Any = self.model.model.layers if feature_layers else ()
+        of_layers = [modules[layer] for layer in feature_layers or ()]
+        states, layers = self.states_with_inputs(of_layers, token_ids, document_ids)
         found = Features(states, torch.cat(layers, dim=-1) if layers else None)
         return replace(found, **self._top(states, num_top)) if num_top else found
 
@@ -92,21 +87,28 @@ class Target:
             "top_log_probs": torch.cat(log_probs).view(shape),
         }
 
-    @contextmanager
-    def _inputs_of(self, layers: tuple[int, ...]) -> Iterator[dict[int, Tensor]]:
-        """What enters layers [B, T, H], by layer, once a pass has run."""
-        inputs: dict[int, Tensor] = {}
+    @torch.no_grad()
+    def states_with_inputs(
+        self, modules: Sequence[nn.Module], token_ids: Tensor, document_ids: Tensor | None = None
+    ) -> tuple[Tensor, list[Tensor]]:
+        """States after the final norm [B, T, H], and what enters some of the model's modules,
+        [B, T, ...] each; token and document ids as for `features`."""
+        positions = None if document_ids is None else positions_in_documents(document_ids)
+        inputs: dict[nn.Module, Tensor] = {}
 
-        def keep(layer: int) -> Any:
-            return lambda module, args: inputs.update({layer: args[0]})
+        def keep(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+            inputs[module] = args[0]
 
-        modules: Any = self.model.model.layers if layers else ()
-        hooks = [modules[layer].register_forward_pre_hook(keep(layer)) for layer in set(layers)]
+        hooks = [module.register_forward_pre_hook(keep) for module in set(modules)]
         try:
-            yield inputs
+            # transformers recognizes packed conversations by positions that begin anew
+            states = self.model.model(
+                input_ids=token_ids, position_ids=positions, use_cache=False
+            ).last_hidden_state
         finally:
             for hook in hooks:
                 hook.remove()
+        return states, [inputs[module] for module in modules]
 
     def head_shape(self, settings: HeadSettings) -> HeadShape:
         """The shape of a random head for this target, over its whole vocabulary.

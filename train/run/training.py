@@ -2,6 +2,7 @@
 
 import shutil
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -23,7 +24,7 @@ from polybasic.chain.model.loading import load_decoder
 from polybasic.chain.model.reference import load_reference_model
 from polybasic.chain.processes.coordinator import broadcast_from_first
 from polybasic.chain.processes.group import is_first_process, process_device, process_group
-from polybasic.train.data.batches import BatchStream
+from polybasic.train.data.batches import BatchStream, Share
 from polybasic.train.data.chat import check_chat_template
 from polybasic.train.data.conversations import (
     data_digest,
@@ -48,6 +49,13 @@ from polybasic.train.features.sharded_target import load_sharded_target
 from polybasic.train.features.states import FeatureSource
 from polybasic.train.features.target import Target, load_intermediate, load_target
 from polybasic.train.head.acceptance import HeldoutBatch, heldout_batches, simulate
+from polybasic.train.head.copied_layer import (
+    ROWS_PER_UNKNOWN,
+    copy_last_layer,
+    has_copied_layer,
+    has_qkv_biases,
+)
+from polybasic.train.head.eagle2 import Eagle2Head
 from polybasic.train.head.early_exit import EarlyExit
 from polybasic.train.head.scales import ChannelScales, channel_scales
 from polybasic.train.head.start import new_head
@@ -162,7 +170,7 @@ def _train(given: "_Given", provenance: dict[str, Any] | None) -> dict[str, Any]
     if is_first_process():
         announce_cost("train.dtype", settings)
     prepared = _prepare(given, sources)
-    run = HeadRun(prepared.parts, settings, given.seed, record, out, given.start is None)
+    run = HeadRun(prepared.parts, settings, given.seed, record, out, prepared.is_random)
     summary = run.train()
     if is_first_process():
         run.export()
@@ -197,6 +205,7 @@ class _Prepared(NamedTuple):
     parts: Parts
     shape: HeadShape  # of a random head
     answer_counts: Tensor | None  # where the settings ask for a draft vocabulary
+    is_random: bool  # whether the head knows nothing before the first step
 
 
 def _prepare(given: _Given, sources: dict[str, str]) -> _Prepared:
@@ -215,6 +224,10 @@ def _prepare(given: _Given, sources: dict[str, str]) -> _Prepared:
     shape = verifier.head_shape(settings)
     if settings.kind == "steering":
         shape = _steered_shape(shape, given, sources)
+    is_copied = settings.start == "auto" and given.start is None and settings.zero_stage < 3
+    is_copied = is_copied and has_copied_layer(verifier, shape)
+    if is_copied:
+        shape = replace(shape, has_qkv_bias=has_qkv_biases(verifier))
     counts, drafted = None, None
     if settings.draft_vocab_size is not None:
         counts = count_answer_tokens(training_rows, tokenizer, shape.vocab_size, data, seed)
@@ -229,13 +242,15 @@ def _prepare(given: _Given, sources: dict[str, str]) -> _Prepared:
         verifier.lm_head,
         drafted,
     )
+    batches = BatchStream(
+        training_rows, tokenizer, settings.batch_size, data.max_tokens, seed, settings.pack
+    )
+    if isinstance(head, Eagle2Head) and is_copied:
+        copy_last_layer(head, verifier, _shares(batches, shape.hidden_size))
     if isinstance(head, Steering):
         head.set_drafter(*_drafter(given))
     if isinstance(head, EarlyExit):
         head.set_model(_first_layers(given, shape))
-    batches = BatchStream(
-        training_rows, tokenizer, settings.batch_size, data.max_tokens, seed, settings.pack
-    )
     heldout = _heldout(verifier, heldout_rows, given, shape)
     features = _features(verifier, batches, given, shape, sources)
     scales = broadcast_from_first(lambda: [each.tolist() for each in channel_scales(head, heldout)])
@@ -247,7 +262,17 @@ def _prepare(given: _Given, sources: dict[str, str]) -> _Prepared:
         heldout,
         ChannelScales(*(torch.tensor(each) for each in scales)),
     )
-    return _Prepared(parts, shape, counts)
+    return _Prepared(parts, shape, counts, given.start is None and not is_copied)
+
+
+def _shares(batches: BatchStream, hidden_size: int) -> Iterator[Share]:
+    """Of the first steps, with as many rows that count as a map of 2H columns is found from."""
+    num_left, step = ROWS_PER_UNKNOWN * 2 * hidden_size, 0
+    while num_left > 0:
+        share = batches.batch(step).share(0, 1, process_device())
+        yield share
+        num_left -= max(1, int(share.is_assistant.sum()))
+        step += 1
 
 
 def _load_verifier(given: _Given) -> Target:
