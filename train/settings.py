@@ -78,7 +78,8 @@ class DataSettings(Settings):
         "embedded",
         description="'embedded' (generated), a .json or .jsonl file (also .gz, .zst) of rows with "
         "conversations, as ShareGPT has them, or messages, as OpenAI does, "
-        "or a hub id",
+        "a hub id, or 'shipped' (questions that come with polybasic, which SmolLM2-135M-Instruct "
+        "has answered; with data.regenerate the target does)",
     )
     limit: Count | None = Field(None, description="read at most this many conversations")
     num_heldout: Count = Field(
@@ -230,7 +231,9 @@ class HeadSettings(TrainingSettings):
     weight_decay: Weight = 0.01
     clip_grad_norm: Factor = 0.5
     feature_noise: Weight = Field(
-        0.1, description="uniform noise of this half-width on the features"
+        0.1,
+        description="uniform noise on the features, of this half-width in units of each channel's "
+        "root mean square",
     )
     unroll_steps: Count = Field(
         3, le=8, description="steps over the head's own features; 1 is EAGLE-2's own training"
@@ -242,7 +245,9 @@ class HeadSettings(TrainingSettings):
         "Medusa's own training has 0.8",
     )
     feature_loss_weight: Weight = Field(
-        1.0, description="smooth-L1 between features; 0 for all kinds but eagle2 and block"
+        1.0,
+        description="smooth-L1 between features in units of their channels' root mean squares; 0 "
+        "for all kinds but eagle2 and block",
     )
     token_loss: Literal["cross_entropy", "forward_kl", "reverse_kl", "total_variation"] = Field(
         "cross_entropy",
@@ -286,6 +291,11 @@ class HeadSettings(TrainingSettings):
     eval_tree_depth: Count = Field(7, le=16, description="of the simulated draft tree")
     eval_tree_top_k: TopK = Field(4, description="beams of the simulated tree")
     eval_tree_rows: Count = Field(16, ge=2, le=64, description="rows of it, root included")
+    patience: Count | None = Field(
+        None,
+        description="evaluations in a row without a longer accepted length that end the training; "
+        "null: none do",
+    )
     save_every_steps: Count = Field(1000, description="an interrupted run loses at most these")
     keep_every_steps: Count | None = Field(
         None, description="checkpoints of these steps stay, beside the last one; null: none"

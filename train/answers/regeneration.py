@@ -51,6 +51,7 @@ class _Conversation:
     row: int
     id: str
     task: str | None
+    group: str | None
     target_only: bool
     messages: Messages
     key: str
@@ -84,8 +85,8 @@ def regenerate(
         identity: JSON content that identifies the target and its chat template.
         seed: of all answers, at a temperature above 0.
         journals: folder of journals, kept for other runs.
-        out: folder for `CONVERSATIONS_NAME` (ShareGPT rows with the source's ids, tasks and marks)
-            and `ACCOUNTING_NAME` (counts, and an outcome for each row of the source).
+        out: folder for `CONVERSATIONS_NAME` (ShareGPT rows with the source's ids, tasks, groups and
+            marks) and `ACCOUNTING_NAME` (counts, and an outcome for each row of the source).
         place: of this process, which answers each `world_size`-th conversation from number `rank`.
             The first one waits for the others and writes what a single one would write, with the
             counts of all shards in `MANIFEST_NAME`.
@@ -339,8 +340,11 @@ def _write(path: Path, conversations: list[_Conversation]) -> None:
     with whole_file(path) as partial, partial.open("w", encoding="utf-8") as lines:
         for each in conversations:
             row: dict[str, Any] = {"id": each.id}
-            if each.task is not None:
-                row["task"] = each.task
+            row |= {
+                name: value
+                for name in ("task", "group")
+                if (value := getattr(each, name)) is not None
+            }
             if each.target_only:
                 row["target_only"] = True
             row["conversations"] = [

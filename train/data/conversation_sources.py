@@ -12,6 +12,13 @@ _HUB_SOURCE = re.compile(
 )
 
 
+SHIPPED = "shipped"
+"""Names the conversations that lie beside this module: questions that were written for polybasic,
+of the tasks of Spec-Bench, code and chat, answered by SmolLM2-135M-Instruct. Those of one topic are
+a group."""
+_SHIPPED_PATH = Path(__file__).with_name("shipped.jsonl.gz")
+
+
 @dataclass(frozen=True)
 class HubData:
     """A data set of the hub.
@@ -35,11 +42,13 @@ def parse_source(source: str) -> Path | HubData:
     """Distinguish files from hub data sets; what lies here under that name wins.
 
     Args:
-        source: a path, or `org/name[@revision][:path/of/file.json]`.
+        source: a path, `org/name[@revision][:path/of/file.json]`, or `SHIPPED`.
 
     Raises:
         UserError: neither of both.
     """
+    if source == SHIPPED:
+        return _SHIPPED_PATH
     if Path(source).exists():
         return Path(source)
     found = _HUB_SOURCE.fullmatch(source)

@@ -1,7 +1,7 @@
 """Conversations as ShareGPT or OpenAI write them: files and hub datasets become rows of one shape.
 
-A row is {"id", "task", "target_only", "messages": [{"role", "content"}, ...]}: an optional system
-message, then user and assistant in turns, the assistant last.
+A row is {"id", "task", "group", "target_only", "messages": [{"role", "content"}, ...]}: an optional
+system message, then user and assistant in turns, the assistant last.
 """
 
 import hashlib
@@ -42,6 +42,7 @@ FEATURES = Features(
     {
         "id": Value("string"),
         "task": Value("string"),
+        "group": Value("string"),
         "target_only": Value("bool"),
         "messages": [{"role": Value("string"), "content": Value("string")}],
     }
@@ -58,7 +59,7 @@ class SkippedRow(NamedTuple):
 
 
 def load_conversations(source: str, limit: int | None = None) -> Dataset:
-    """Read conversations into a dataset with the columns id, task, target_only and messages.
+    """Read conversations into a dataset with the columns id, task, group, target_only and messages.
 
     Leading assistant turns and trailing user turns are dropped. Rows that cannot be used are
     counted on stderr, so that a few bad ones among tens of thousands stop nobody; rows that are no
@@ -66,7 +67,8 @@ def load_conversations(source: str, limit: int | None = None) -> Dataset:
 
     Args:
         source: a file of them (`.json`, `.jsonl`, each also `.gz` or `.zst`), a hub id with
-            `@revision` where wanted, or such a file of a hub data set (`org/name:path/file.json`).
+            `@revision` where wanted, such a file of a hub data set (`org/name:path/file.json`), or
+            `SHIPPED`.
         limit: stop after so many usable conversations.
 
     Raises:
@@ -119,17 +121,21 @@ def read_rows(source: str, limit: int | None = None) -> Iterator[dict[str, Any] 
 
 
 def split_conversations(dataset: Dataset, num_heldout: int) -> tuple[Dataset, Dataset]:
-    """Split into (training, held-out) by SHA-256 of the first user turn.
+    """Split into (training, held-out) by SHA-256 of the group, or where there is none of the first
+    user turn.
 
-    Conversations with the same first user turn stay together, so the held-out part has at least
-    `num_heldout` rows and may have a few more. The order of the rows in the file plays no part.
+    Conversations of one group, or with the same first user turn, stay together, so the held-out
+    part has at least `num_heldout` rows and may have a few more. The order of the rows in the file
+    plays no part.
 
     Raises:
         UserError: there would be nothing left to train on.
     """
     groups: dict[str, list[int]] = {}
-    for index, messages in enumerate(dataset["messages"]):
-        first = next(message["content"] for message in messages if message["role"] == "user")
+    rows = zip(dataset["group"], dataset["messages"], strict=True)
+    for index, (group, messages) in enumerate(rows):
+        asked = (message["content"] for message in messages if message["role"] == "user")
+        first = group or next(asked)
         groups.setdefault(hashlib.sha256(first.encode("utf-8")).hexdigest(), []).append(index)
     heldout: list[int] = []
     for digest in sorted(groups):
@@ -141,7 +147,7 @@ def split_conversations(dataset: Dataset, num_heldout: int) -> tuple[Dataset, Da
         raise UserError(
             "too few conversations to hold some out",
             f"data.num_heldout = {num_heldout} of {len(dataset)} conversations "
-            f"with {len(groups)} different first turns",
+            f"of {len(groups)} groups or different first turns",
             "lower data.num_heldout or give more conversations",
         )
     return dataset.select(kept), dataset.select(sorted(heldout))
@@ -258,15 +264,19 @@ def _normalise(raw: Any, where: str, number: int) -> dict[str, Any] | str:
         return "roles do not alternate"
     if not all(message["content"].strip() for message in messages):
         return "empty turn"
-    task, target_only = raw.get("task"), raw.get("target_only", False)
+    target_only = raw.get("target_only", False)
     if not isinstance(target_only, bool):
         return "target_only that is neither true nor false"
     return {
         "id": _identity(raw, number),
-        "task": task if isinstance(task, str) else None,
+        **{name: _text(raw.get(name)) for name in ("task", "group")},
         "target_only": target_only,
         "messages": messages,
     }
+
+
+def _text(value: Any) -> str | None:
+    return value if isinstance(value, str) else None
 
 
 def _identity(raw: dict[str, Any], number: int) -> str:

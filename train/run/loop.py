@@ -15,6 +15,7 @@ from torch import Tensor
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.files import whole_folder, write_json
 from polybasic.chain.formats.head_kinds.table import HEAD_KINDS
+from polybasic.chain.processes.coordinator import broadcast_from_first
 from polybasic.chain.processes.group import (
     is_first_process,
     num_processes,
@@ -141,11 +142,13 @@ class HeadRun:
             if state.step == 0 and not self._is_random_at_first:
                 self._evaluate(log, progress)
                 state.initial_accepted_length = state.best_accepted_length
-            while state.step < settings.num_steps:
+            is_last = state.step == settings.num_steps
+            while not is_last:
                 signal_number = self._step(log, progress, received)
                 is_last = state.step == settings.num_steps
                 if is_last or state.step % settings.eval_every_steps == 0:
                     self._evaluate(log, progress)
+                    is_last |= broadcast_from_first(self._no_longer_gains)
                 if signal_number or is_last or state.step % settings.save_every_steps == 0:
                     saved = self._save()
                 if signal_number:
@@ -307,6 +310,15 @@ class HeadRun:
             self._simulate(log, progress)
         wait_for_all()
 
+    def _no_longer_gains(self) -> bool:
+        """Whether as many evaluations as `patience` have found nothing better than an earlier one;
+        known in the first process."""
+        settings, state = self._settings, self._state
+        if settings.patience is None:
+            return False
+        steps = settings.patience * settings.eval_every_steps
+        return state.step - state.best_step >= steps
+
     def _simulate(self, log: MetricsLog, progress: ProgressReport) -> None:
         started = time.perf_counter()
         state, parts = self._state, self._parts
@@ -332,7 +344,8 @@ class HeadRun:
         progress.say(
             f"step {state.step}: {found.accepted_length:.2f} tokens a round, simulated over "
             f"{found.num_rounds} rounds (best {state.best_accepted_length:.2f} "
-            f"at step {state.best_step})",
+            f"at step {state.best_step}); drafts are right to depth 1, 2, 3, ... in "
+            + " ".join(f"{share:.2f}" for share in found.accepted_by_depth),
         )
 
     def _write_best(self) -> None:

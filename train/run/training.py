@@ -247,6 +247,9 @@ def _prepare(given: _Given, sources: dict[str, str]) -> _Prepared:
     )
     if isinstance(head, Eagle2Head) and is_copied:
         copy_last_layer(head, verifier, _shares(batches, shape.hidden_size))
+    if settings.start == "auto" and is_first_process():
+        what = "its verifier's last layer" if is_copied else "random weights or those given"
+        print(f"the draft head starts from {what}", file=sys.stderr)
     if isinstance(head, Steering):
         head.set_drafter(*_drafter(given))
     if isinstance(head, EarlyExit):

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from polybasic.chain.errors import UserError
-from polybasic.train.data.conversation_sources import HubData, parse_source
+from polybasic.train.data.conversation_sources import SHIPPED, HubData, parse_source
 from polybasic.train.data.conversations import (
     data_digest,
     fit_to_template,
@@ -43,7 +43,7 @@ def write_lines(path, rows):
 def test_rows_take_one_shape_whatever_else_they_carry(tmp_path):
     source = write_lines(tmp_path / "mixed.jsonl", [*GOOD, {**GOOD[0], "id": None, "license": 3}])
     dataset = load_conversations(source)
-    assert dataset.column_names == ["id", "task", "target_only", "messages"]
+    assert dataset.column_names == ["id", "task", "group", "target_only", "messages"]
     assert dataset["id"][:] == ["a", "7", "2"]
     assert dataset["task"][:] == ["qa", None, "qa"]
     assert dataset[1]["messages"] == [
@@ -342,11 +342,39 @@ def test_split_keeps_equal_first_turns_together_and_ignores_order(tmp_path):
     assert answers(split_conversations(forward, 20)[1]) > answers(heldout)
 
 
+def test_split_keeps_groups_together(tmp_path):
+    rows = [{**conversation(f"q{index}", "a"), "group": f"g{index % 5}"} for index in range(30)]
+    dataset = load_conversations(write_lines(tmp_path / "rows.jsonl", rows))
+    train, heldout = split_conversations(dataset, 7)
+    assert (len(train), len(heldout)) == (18, 12)
+    assert not set(train["group"]) & set(heldout["group"])
+    plain = load_conversations(
+        write_lines(
+            tmp_path / "plain.jsonl", [conversation(f"g{index}", "a") for index in range(5)]
+        )
+    )
+    firsts = [row["messages"][0]["content"] for row in split_conversations(plain, 2)[1]]
+    assert set(firsts) == set(heldout["group"]), "a group stands for its first turns"
+
+
+def test_shipped_conversations_are_of_all_tasks_and_split_by_topic():
+    dataset = load_conversations(SHIPPED)
+    assert len(dataset) == len(set(dataset["id"])) == 955
+    assert len(set(dataset["task"])) == 8
+    assert all(dataset["group"])
+    train, heldout = split_conversations(dataset, 120)
+    assert 120 <= len(heldout) < 140
+    assert set(heldout["task"]) == set(train["task"])
+    path = parse_source(SHIPPED)
+    assert isinstance(path, Path)
+    assert path.stat().st_size < 400_000
+
+
 def test_split_refuses_to_leave_nothing(tmp_path):
     same = load_conversations(
         write_lines(tmp_path / "same.jsonl", [conversation("q", f"a{i}") for i in range(9)])
     )
-    with pytest.raises(UserError, match=r"too few .* 9 conversations with 1 different"):
+    with pytest.raises(UserError, match=r"too few .* 9 conversations of 1 groups"):
         split_conversations(same, 1)
     few = load_conversations(
         write_lines(tmp_path / "few.jsonl", [conversation(f"q{i}", "a") for i in range(3)])
