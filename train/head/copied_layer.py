@@ -67,7 +67,7 @@ def copy_last_layer(head: Eagle2Head, verifier: Target, shares: Iterable[Share])
         verifier: whose states it learns.
         shares: of training batches, as many as the map is found from.
     """
-    layer, norm = _last_layer(verifier), verifier.model.model.norm
+    layer, norm = _last_layer(verifier), _final_norm(verifier)
     closing = norm.weight.float()
     fit, ratios = _LeastSquares(), list[Tensor]()
     for share in shares:
@@ -81,7 +81,7 @@ def copy_last_layer(head: Eagle2Head, verifier: Target, shares: Iterable[Share])
     opening = torch.where(size > _LEAST_WEIGHT * size.median(), 1 / closing, 0.0)
     reading = opening * layer.input_layernorm.weight.float() * on_entry
     writing = closing * on_leaving
-    copied = head.layers[0]
+    copied: Any = head.layers[0]
     copied.post_attention_layernorm.weight.copy_(
         opening * layer.post_attention_layernorm.weight.float() * amid
     )
@@ -102,6 +102,11 @@ def _last_layer(verifier: Target) -> Any:
     return model.layers[-1]
 
 
+def _final_norm(verifier: Target) -> Any:
+    model: Any = verifier.model.model
+    return model.norm
+
+
 def _size(states: Tensor) -> Tensor:
     """Root mean squares [N, 1]."""
     return states.square().mean(dim=-1, keepdim=True).sqrt()
@@ -111,8 +116,8 @@ def _rows(verifier: Target, head: Eagle2Head, share: Share) -> tuple[Tensor, ...
     """Of the rows whose prediction counts, float32: what fc reads [N, 2H]; of the token after, the
     last layer's input, its stream between attention and MLP, [N, H], and the size of its output
     [N, 1]."""
-    model, layer = verifier.model.model, _last_layer(verifier)
-    modules = (layer, layer.post_attention_layernorm, model.norm)
+    layer = _last_layer(verifier)
+    modules = (layer, layer.post_attention_layernorm, _final_norm(verifier))
     states, inputs = verifier.states_with_inputs(modules, share.token_ids, share.document_ids)
     counted = share.is_assistant[:, 2:]
     embedded = head.embed_tokens(share.token_ids[:, 1:-1][counted])
