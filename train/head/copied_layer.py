@@ -25,7 +25,7 @@ from polybasic.train.features.target import Target
 from polybasic.train.head.eagle2 import Eagle2Head
 
 ROWS_PER_UNKNOWN = 4
-"""Of the least squares, whose unknowns are the 2H columns of fc; more hardly move it."""
+"""Of the least squares: for each of the 2H columns of fc."""
 
 _RIDGE = 1e-3  # of the mean squares of what is read, for columns that others all but give
 _LEAST_WEIGHT = 0.01  # of the final norm's median one: a channel below it is nearly closed

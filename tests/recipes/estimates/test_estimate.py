@@ -24,6 +24,7 @@ from polybasic.recipes.estimates.sizes import count_of_head, shape_of_small, sha
 from polybasic.recipes.pipeline.running import Stage, Workspace, run_stages
 from polybasic.recipes.pipeline.stages import stages_of
 from polybasic.recipes.schema.loading import load_recipe
+from polybasic.train.features.offline_features import TOP_TOKENS
 from polybasic.train.features.target import load_target
 from polybasic.train.head.start import new_head
 from polybasic.train.settings import HeadSettings
@@ -106,9 +107,9 @@ def test_heads_are_counted_as_they_are_built(train: dict, tmp_path: Path) -> Non
     num = sum(each.numel() for each in head.parameters() if each.requires_grad)
     count = count_of_head(shape, settings)
     assert abs(count.num_parameters - num) <= shape.hidden_size, "but for a norm"
-    features = target.features(torch.zeros(1, 1).long(), None, head.shape.feature_layers)
-    parts = [features.states, *([] if features.layers is None else [features.layers])]
-    assert count.feature_bytes == sum(each.nbytes for each in parts)
+    token = torch.zeros(1, 1).long()
+    features = target.features(token, None, head.shape.feature_layers, TOP_TOKENS)
+    assert count.feature_bytes == sum(each.nbytes for each in features.tensors().values())
 
 
 def test_what_is_written_before_training_is_counted(tmp_path: Path) -> None:
@@ -118,10 +119,13 @@ def test_what_is_written_before_training_is_counted(tmp_path: Path) -> None:
     recipe = load_recipe("tiny").train
     assert recipe.num_conversations is not None
     assert recipe.num_conversations < recipe.num_steps * recipe.batch_size
-    assert written == pytest.approx(recipe.num_conversations * 115 * 256 * 2)
+    assert written == pytest.approx(recipe.num_conversations * 115 * (256 * 2 + TOP_TOKENS * 6))
     assert offline["draft"].seconds < plain["draft"].seconds
     asked = rows_of(tmp_path, "data.regenerate.temperature=0")
-    assert asked["regenerated"].seconds > asked["report"].seconds
+    one_by_one = rows_of(
+        tmp_path, "data.regenerate.temperature=0", "data.regenerate.num_parallel=1"
+    )["regenerated"]
+    assert one_by_one.seconds > asked["regenerated"].seconds > 20
     server = "data.regenerate.endpoint=http://localhost:8000/v1"
     assert rows_of(tmp_path, server)["regenerated"].seconds < 10
     assert "regenerated" not in plain
@@ -192,7 +196,9 @@ def test_models_are_trained_on_in_float32_where_bfloat16_is_slow(tmp_path: Path)
     assert slow["draft"].memory_bytes - fast["draft"].memory_bytes == 2 * num
     online = rows_of(tmp_path, given[0], "train.features=online")["draft"].disk_bytes
     written = [rows["draft"].disk_bytes - online for rows in (fast, slow)]
-    assert written[1] == 2 * written[0] > 0
+    states = [bytes_of * 4096 + TOP_TOKENS * 6 for bytes_of in (2, 4)]
+    assert written[1] * states[0] == pytest.approx(written[0] * states[1])
+    assert written[0] > 0
     named = rows_of(tmp_path, *given, "train.dtype=bfloat16", hardware="cpu-avx2")["draft"]
     assert named.memory_bytes == fast["draft"].memory_bytes
     # kernels multiply bfloat16 fast everywhere
