@@ -37,7 +37,8 @@ def tree_names(folder: Path) -> set[str]:
         f"polybasic/{path.relative_to(folder)}"
         for name in PACKAGES
         for path in (folder / name).rglob("*")
-        if path.suffix in {".py", ".yaml", ".h", ".cpp", ".html", ".js", ".css", ".svg", ".txt"}
+        if path.suffix
+        in {".py", ".yaml", ".h", ".cpp", ".html", ".js", ".css", ".svg", ".txt", ".gz"}
         # what deploys a server is not installed with it
         and path.parent != folder / "deploy" / "images"
     }
