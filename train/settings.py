@@ -27,11 +27,30 @@ _WITHOUT_EFFECT = {
 }
 
 
+SHIPPED = "shipped"
+"""Names the conversations that come with polybasic: questions that were written for it, of the
+tasks of Spec-Bench, code and chat, answered by SmolLM2-135M-Instruct; a group is of one topic."""
+
 Beta = Annotated[Share, Field(lt=1)]
 """Share of a running mean that a step keeps."""
 
-Covered = Annotated[Share, Field(gt=0, lt=1)]
-"""Share of the answers' tokens that a draft vocabulary covers."""
+_LEAST_DRAFT_TOKENS = 64
+
+
+def _is_size_or_share(value: float) -> float:
+    """A whole number of tokens as an int, or a share below 1."""
+    if 0 < value < 1:
+        return value
+    if value < _LEAST_DRAFT_TOKENS or value != int(value):
+        raise ValueError(
+            f"{value:g} is no size: give a whole number of tokens, {_LEAST_DRAFT_TOKENS} or more, "
+            "or a share of the answers' tokens, between 0 and 1"
+        )
+    return int(value)
+
+
+DraftVocabulary = Annotated[float, Field(le=1 << 20), AfterValidator(_is_size_or_share)]
+"""How many tokens a head drafts among, or the share of the answers' tokens that they cover."""
 
 
 def _is_server(url: str) -> str:
@@ -209,7 +228,7 @@ class HeadSettings(TrainingSettings):
         description="of an early exit: rank of the adapter behind these layers; 0: none; of a "
         "steering: rank of the map from states to vectors",
     )
-    draft_vocab_size: Annotated[Size, Field(ge=64)] | Covered | None = Field(
+    draft_vocab_size: DraftVocabulary | None = Field(
         None,
         description="draft among so many of the tokens that the target's answers use most; a share "
         "below 1: as many as cover that share of what the answers hold; null: all",

@@ -18,7 +18,7 @@ from polybasic.recipes.estimates.memory import (
 from polybasic.recipes.estimates.sizes import Shape, count_of_head
 from polybasic.recipes.pipeline.running import StageState
 from polybasic.recipes.schema.recipe import NUM_TASKS, Recipe
-from polybasic.train.settings import ScratchModelSettings
+from polybasic.train.settings import SHIPPED, ScratchModelSettings
 
 _EMBEDDED_BYTES = 620
 _EMBEDDED_TOKENS = 115
@@ -27,6 +27,8 @@ _SHAREGPT_TOKENS = 1500
 to 1.1 TB (its README), which is 1,080 to 1,980 tokens each."""
 _SHAREGPT_CONVERSATIONS = 68_000
 """That EAGLE trains on, of ShareGPT's V4.3; a file is not counted before a run."""
+_SHIPPED_TOKENS = 280
+_SHIPPED_CONVERSATIONS = 955
 _TOKEN_BYTES = 5
 _ANSWERED = 0.6
 """Share of a conversation's tokens that the assistant wrote."""
@@ -289,15 +291,14 @@ def _loading_seconds(case: Case) -> float:
 
 
 def _row_tokens(recipe: Recipe) -> float:
-    is_embedded = recipe.data.conversations == "embedded"
-    return min(recipe.data.max_tokens, _EMBEDDED_TOKENS if is_embedded else _SHAREGPT_TOKENS)
+    known = {"embedded": _EMBEDDED_TOKENS, SHIPPED: _SHIPPED_TOKENS}
+    return min(recipe.data.max_tokens, known.get(recipe.data.conversations, _SHAREGPT_TOKENS))
 
 
 def _num_conversations(recipe: Recipe) -> int:
-    if recipe.data.conversations == "embedded":
-        num = recipe.target.scratch.num_embedded_conversations
-    else:
-        num = _SHAREGPT_CONVERSATIONS
+    embedded = recipe.target.scratch.num_embedded_conversations
+    known = {"embedded": embedded, SHIPPED: _SHIPPED_CONVERSATIONS}
+    num = known.get(recipe.data.conversations, _SHAREGPT_CONVERSATIONS)
     return min(num, recipe.data.limit or num)
 
 

@@ -35,14 +35,15 @@ def known_lines(recipe: Recipe, stages: Sequence[Stage]) -> Iterator[str]:
     """
     names = {stage.name for stage in stages}
     first: list[Any] = []
-    if "data" in names and recipe.data.conversations != "embedded":
-        line, first = _conversations(recipe.data.conversations)
+    conversations = recipe.data.conversations
+    if "data" in names and conversations != "embedded":
+        line, first = _conversations(conversations)
         yield line
     if recipe.target.model != "scratch":
         yield _chat_template(recipe, first)
     for name, source in (
-        ("plan", plan_prompts(recipe.plan, recipe.seed)),
-        ("report", bench_prompts(recipe.bench, recipe.seed)),
+        ("plan", plan_prompts(recipe.plan, recipe.seed, conversations=conversations)),
+        ("report", bench_prompts(recipe.bench, recipe.seed, conversations=conversations)),
     ):
         if name in names:
             yield f"{source.key}: {_prompts(source)}"

@@ -6,16 +6,13 @@ from pathlib import Path
 
 from polybasic.chain.errors import UserError
 from polybasic.train.data.conversation_files import FILE_NAME
+from polybasic.train.settings import SHIPPED
 
 _HUB_SOURCE = re.compile(
     r"(?P<repository>[\w.-]+/[\w.-]+?)(@(?P<revision>[\w./-]+?))?(:(?P<path>[^:]+))?"
 )
 
 
-SHIPPED = "shipped"
-"""Names the conversations that lie beside this module: questions that were written for polybasic,
-of the tasks of Spec-Bench, code and chat, answered by SmolLM2-135M-Instruct. Those of one topic are
-a group."""
 _SHIPPED_PATH = Path(__file__).with_name("shipped.jsonl.gz")
 
 

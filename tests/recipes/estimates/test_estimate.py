@@ -131,6 +131,15 @@ def test_what_is_written_before_training_is_counted(tmp_path: Path) -> None:
     assert "regenerated" not in plain
 
 
+def test_shipped_conversations_are_counted_as_they_are(tmp_path: Path) -> None:
+    asked = "data.regenerate.temperature=0", "data.max_tokens=1024"
+    shipped = rows_of(tmp_path, "data.conversations=shipped", *asked)["regenerated"]
+    (tmp_path / "some.jsonl").write_text("")
+    unknown = rows_of(tmp_path, f"data.conversations={tmp_path}/some.jsonl", *asked)["regenerated"]
+    assert shipped.disk_bytes == 2 * 955 * 280 * 5
+    assert shipped.seconds < unknown.seconds / 50
+
+
 @pytest.mark.parametrize("name", ["tiny", "tiny-four"])
 def test_every_stage_has_an_estimate(name: str, tmp_path: Path) -> None:
     recipe = load_recipe(name)

@@ -34,7 +34,7 @@ def test_first_rows_and_chat_template_are_read(tmp_path: Path) -> None:
         f"data.conversations: {tmp_path}/conversations of mine.jsonl, 1 of the first 2 rows "
         "usable, 1 skipped: fewer than two turns",
         f"chat template: the target's own, tried when {target} is downloaded",
-        "plan.prompts: embedded, 6 of each task",
+        "plan.prompts: auto, first turns of held-out conversations",
         f"bench.prompts: {tmp_path}/p.jsonl, 1 prompt (prompts)",
     ]
     (target / "model.safetensors").write_bytes(b"")

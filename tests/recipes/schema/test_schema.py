@@ -119,11 +119,22 @@ def test_sections_that_contradict_each_other_are_refused(sections: dict, told: s
         ({"features_folder": "f"}, "features_folder is of offline features"),
         ({"save_every_steps": 40, "keep_every_steps": 100}, "must be a multiple of save_every"),
         ({"warmup_steps": 10, "num_steps": 10}, "must be below num_steps"),
+        ({"draft_vocab_size": 63}, "63 is no size: give a whole number of tokens, 64 or more"),
+        ({"draft_vocab_size": 1.5}, "1.5 is no size: .* or a share of the answers' tokens"),
+        ({"draft_vocab_size": 0}, "0 is no size"),
     ],
 )
 def test_training_that_contradicts_itself_is_refused(train: dict, told: str) -> None:
     with pytest.raises(ValueError, match=told):
         recipe(train=train)
+
+
+def test_a_draft_vocabulary_is_a_number_or_a_share() -> None:
+    for given, kept in ((64, 64), (512.0, 512), (0.98, 0.98), (None, None)):
+        found = recipe(train={"draft_vocab_size": given}).train
+        assert found.draft_vocab_size == kept
+        assert type(found.draft_vocab_size) is type(kept)
+        assert type(found).model_validate_json(found.model_dump_json()) == found
 
 
 def test_what_belongs_to_a_ready_made_model_is_taken_with_one() -> None:

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from polybasic.chain.errors import UserError
-from polybasic.train.data.conversation_sources import SHIPPED, HubData, parse_source
+from polybasic.train.data.conversation_sources import HubData, parse_source
 from polybasic.train.data.conversations import (
     data_digest,
     fit_to_template,
@@ -19,6 +19,7 @@ from polybasic.train.data.conversations import (
     split_conversations,
     without_target_only,
 )
+from polybasic.train.settings import SHIPPED
 
 
 def turns(*senders_and_values):
