@@ -47,11 +47,16 @@ class RunState:
     accepted_length: float | None = None
     initial_accepted_length: float | None = None
 
-    def has_exploded(self) -> bool:
-        """Take the latest loss into the smoothed one; whether that is now ten times the first."""
+    def follow(self, loss: float) -> None:
+        """Take the loss of a step."""
+        self.loss = loss
         if math.isnan(self.first_loss):
-            self.first_loss = self.smoothed_loss = self.loss
-        self.smoothed_loss += _SMOOTHING * (self.loss - self.smoothed_loss)
+            self.first_loss = self.smoothed_loss = loss
+        self.smoothed_loss += _SMOOTHING * (loss - self.smoothed_loss)
+
+    @property
+    def has_exploded(self) -> bool:
+        """Whether the smoothed loss is ten times the first one."""
         return self.smoothed_loss > _EXPLOSION * self.first_loss
 
 

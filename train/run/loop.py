@@ -215,10 +215,10 @@ class HeadRun:
         loss = self._loss(batch)
         learning_rate = self._engine.get_lr()[0]
         means, signal_number = _over_processes(loss, received)
-        state.loss = means.total
+        state.follow(means.total)
         if not math.isfinite(state.loss):
             self._refuse(f"loss is not finite: {state.loss}", state.step + 1, batch)
-        if state.has_exploded():
+        if state.has_exploded:
             grown = f"{state.smoothed_loss:.3g}, at first {state.first_loss:.3g}"
             self._refuse(f"loss has grown tenfold: {grown}", state.step + 1, batch)
         self._engine.backward(loss.total)

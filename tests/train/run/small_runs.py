@@ -1,5 +1,7 @@
 """Targets and settings of training runs that take seconds."""
 
+import json
+
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -38,6 +40,11 @@ train_head(
     HeadSettings.model_validate_json(settings), 0, Path(out),
 )
 """
+
+
+def metrics(out):
+    """The lines that a run has logged."""
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
 def write_target(folder, hidden_size):

@@ -29,17 +29,13 @@ from polybasic.train.run.training import train_head
 from polybasic.train.settings import LoraSettings
 from tests import forked
 from tests.conftest import write_intermediate
-from tests.train.run.small_runs import DATA, RUN, SETTINGS, TEMPLATE, write_target
+from tests.train.run.small_runs import DATA, RUN, SETTINGS, TEMPLATE, metrics, write_target
 
 
 @pytest.fixture(scope="module")
 def trained(target, conversations, tmp_path_factory):
     out = tmp_path_factory.mktemp("runs") / "whole"
     return out, train_head(target, conversations, DATA, SETTINGS, 0, out)
-
-
-def metrics(out):
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_writes_a_head_in_eagles_layout(trained, target):
@@ -101,35 +97,6 @@ def test_finished_run_is_not_repeated(trained, target, conversations, capsys):
     assert train_head(target, conversations, DATA, SETTINGS, 0, out) == summary
     assert "already trained" in capsys.readouterr().err
     assert (out / "model.safetensors").stat().st_mtime_ns == before
-
-
-def test_training_ends_where_evaluations_gain_nothing(target, conversations, tmp_path):
-    changes = {"learning_rate": 1e-12, "eval_every_steps": 2, "patience": 2}
-    settings = SETTINGS.model_copy(update=changes)
-    summary = train_head(target, conversations, DATA, settings, 0, tmp_path / "run")
-    assert (summary["best_step"], summary["steps"]) == (2, 6)
-    evaluated = [line["step"] for line in metrics(tmp_path / "run") if "rounds" in line]
-    assert evaluated == [2, 4, 6]
-
-
-def test_a_head_that_starts_as_its_targets_last_layer_is_evaluated_first(
-    target, conversations, tmp_path
-):
-    settings = SETTINGS.model_copy(update={"start": "auto", "num_steps": 4, "warmup_steps": 1})
-    summary = train_head(target, conversations, DATA, settings, 0, tmp_path / "run")
-    assert [line["step"] for line in metrics(tmp_path / "run") if "rounds" in line] == [0, 4]
-    assert summary["initial_accepted_length"] >= 1
-    random = SETTINGS.model_copy(update={"num_steps": 4, "warmup_steps": 1})
-    train_head(target, conversations, DATA, random, 0, tmp_path / "random")
-    losses = [metrics(tmp_path / name)[1 if name == "run" else 0] for name in ("run", "random")]
-    assert [line["step"] for line in losses] == [1, 1]
-    assert losses[0]["token_loss"] < losses[1]["token_loss"]
-
-
-def test_a_loss_that_grows_tenfold_ends_the_run(target, conversations, tmp_path):
-    settings = SETTINGS.model_copy(update={"learning_rate": 1.0, "warmup_steps": 0})
-    with pytest.raises(UserError, match=r"loss has grown tenfold: .*lower train.learning_rate"):
-        train_head(target, conversations, DATA, settings, 0, tmp_path / "run")
 
 
 def adapted(trained, target, conversations, out, lora, **changes):
