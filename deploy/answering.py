@@ -1,6 +1,6 @@
 """A target without a chain: answers in its own distribution, several at a time."""
 
-from dataclasses import replace
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -18,6 +18,7 @@ from polybasic.deploy.engine import Engine
 from polybasic.deploy.hardware import device_named
 from polybasic.deploy.request import Request
 from polybasic.deploy.rounds.verifier import SPARE_ROWS
+from polybasic.deploy.rounds.warping import Sampling
 from polybasic.deploy.slots import Models
 
 
@@ -36,6 +37,7 @@ class LoneTarget:
 
     Attributes:
         sequences: answers at a time, as many as half of the free memory has caches for.
+        sampling: what the checkpoint's generation_config.json says, as servers read it.
 
     Raises:
         UserError: an unsupported architecture, a missing weight, or no tokenizer.
@@ -63,22 +65,29 @@ class LoneTarget:
         loaded = load_tokenizer(tokenizer, "target's tokenizer")
         self._backend = loaded.backend_tokenizer
         self._stop_tokens = read_stop_tokens(config, loaded.eos_token_id)
-        self._sampling = read_default_sampling(checkpoint)
+        self.sampling = read_default_sampling(checkpoint)
 
     def begin(
-        self, token_ids: list[int], max_new_tokens: int, temperature: float, seed: int
+        self,
+        token_ids: list[int],
+        max_new_tokens: int,
+        sampling: Sampling,
+        stop_tokens: Iterable[int] = (),
     ) -> Running:
         """Take a sequence for an answer, which `step` makes; close it when it is over.
 
-        What the checkpoint's generation_config.json says beside the temperature (top_p, penalties)
-        holds, as in servers that read it.
+        Args:
+            token_ids: of the prompt.
+            max_new_tokens: of the answer.
+            sampling: how tokens are drawn.
+            stop_tokens: that end it beside the checkpoint's own.
 
         Raises:
             UserError: a prompt that does not fit the context with its answer, or more than
                 `sequences` answers at a time.
         """
-        sampling = replace(self._sampling, temperature=temperature, seed=seed)
-        request = Request(token_ids, max_new_tokens, sampling, self._stop_tokens, self._plan)
+        stops = self._stop_tokens | frozenset(stop_tokens)
+        request = Request(token_ids, max_new_tokens, sampling, stops, self._plan)
         self._engine.check(request)
         return self._engine.begin(request, runs_ahead=True)
 

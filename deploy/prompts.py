@@ -1,7 +1,7 @@
 """Benchmark prompts: Spec-Bench's questions, or any JSON lines of prompts or conversations."""
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,9 @@ MT_BENCH_CATEGORIES = (
 )
 """What Spec-Bench calls the questions that it took from MT-bench."""
 HELDOUT_TASK = "heldout"
-"""Of questions that are held-out conversations' first turns."""
+"""Of questions that are first turns of held-out conversations without tasks."""
+_MOST_TASKS = 16
+"""That a report lists."""
 UNNAMED_TASK = "prompts"
 """Of questions whose rows name none."""
 
@@ -72,29 +74,35 @@ def read_questions(path: Path) -> list[Question]:
     return questions
 
 
-def write_first_turns(
-    conversations: Iterable[Sequence[dict[str, str]]], paths: Sequence[Path]
-) -> None:
-    """Write the first user turn of each conversation as a question of task `heldout`, each once.
+def write_first_turns(conversations: Iterable[Mapping[str, Any]], paths: Sequence[Path]) -> None:
+    """Write the first user turn of each conversation as a question, each once.
+
+    A question is of the task that its conversation names, where they name a few at most, else of
+    task `heldout`.
 
     Args:
-        conversations: messages with role and content.
-        paths: files to write, whole, which share the questions out in turns.
+        conversations: rows with `messages` (role, content) and `task`.
+        paths: files to write, whole, which share the questions of each task out in turns.
 
     Raises:
         UserError: fewer questions than files; the disk is full or not writable.
     """
-    firsts = dict.fromkeys(
-        next(message["content"] for message in messages if message["role"] == "user")
-        for messages in conversations
-    )
+    firsts: dict[str, str] = {}
+    for row in conversations:
+        turns = (message["content"] for message in row["messages"] if message["role"] == "user")
+        firsts.setdefault(next(turns), row["task"] or HELDOUT_TASK)
+    if len(set(firsts.values())) > _MOST_TASKS:
+        firsts = dict.fromkeys(firsts, HELDOUT_TASK)
     if len(firsts) < len(paths):
         raise UserError(
             "too few held-out conversations to ask",
             f"{len(firsts)} different first turns for {' and '.join(path.name for path in paths)}",
             "raise data.num_heldout, or name other prompts: bench.prompts, plan.prompts",
         )
-    questions = [Question(str(number), HELDOUT_TASK, (turn,)) for number, turn in enumerate(firsts)]
+    by_task = sorted(firsts.items(), key=lambda item: item[1])
+    questions = [
+        Question(str(number), task, (turn,)) for number, (turn, task) in enumerate(by_task)
+    ]
     for place, path in enumerate(paths):
         _write(path, questions[place :: len(paths)])
 

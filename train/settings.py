@@ -31,6 +31,9 @@ SHIPPED = "shipped"
 """Names the conversations that come with polybasic: questions that were written for it, of the
 tasks of Spec-Bench, code and chat, answered by SmolLM2-135M-Instruct; a group is of one topic."""
 
+SELF_PROMPTED = "self-prompted"
+"""Task of conversations whose questions the target wrote itself; none is held out."""
+
 Beta = Annotated[Share, Field(lt=1)]
 """Share of a running mean that a step keeps."""
 
@@ -108,6 +111,21 @@ class DataSettings(Settings):
     regenerate: RegenerateSettings | None = Field(
         None, description="let the target answer again before heads learn; null: answers as given"
     )
+    self_prompted: Count | None = Field(
+        None,
+        description="so many questions more, which the target writes itself and answers through "
+        "this runtime (regenerate); none of them is held out",
+    )
+
+    @model_validator(mode="after")
+    def _what_is_asked_is_answered(self) -> "DataSettings":
+        is_here = self.regenerate is not None and self.regenerate.endpoint is None
+        if self.self_prompted is not None and not is_here:
+            raise ValueError(
+                f"self_prompted {self.self_prompted} needs answers through this runtime: set "
+                "regenerate, for example regenerate.temperature to 0, and leave its endpoint null"
+            )
+        return self
 
 
 class TrainingSettings(Settings):

@@ -28,6 +28,7 @@ to 1.1 TB (its README), which is 1,080 to 1,980 tokens each."""
 _SHAREGPT_CONVERSATIONS = 68_000
 """That EAGLE trains on, of ShareGPT's V4.3; a file is not counted before a run."""
 _SHIPPED_TOKENS = 280
+_QUESTION_TOKENS = 40
 _SHIPPED_CONVERSATIONS = 955
 _TOKEN_BYTES = 5
 _ANSWERED = 0.6
@@ -95,6 +96,9 @@ def _costs(name: str, case: Case) -> _Costs:
             return _imported(target)
         case "draft":
             return _draft(case, target)
+        case "self_prompted":
+            num = recipe.data.self_prompted or 0
+            return _written(case, num * _QUESTION_TOKENS, num_processes=1)
         case "regenerated":
             return _regenerated(case)
         case "intermediate":
@@ -196,14 +200,22 @@ def _draft(case: Case, shape: Shape) -> _Costs:
 
 def _regenerated(case: Case) -> _Costs:
     """Answers of the target; what a server takes for them is its own affair."""
-    recipe, target = case.recipe, case.shapes.target
+    recipe = case.recipe
     settings = recipe.data.regenerate
     assert settings is not None, "the stage is there for the section"
     num_tokens = _num_conversations(recipe) * _row_tokens(recipe)
-    disk = 2 * num_tokens * _TOKEN_BYTES
     if settings.endpoint is not None:
-        return 0, 0, disk, 1
-    num_answered = num_tokens * _ANSWERED / recipe.train.num_processes
+        return 0, 0, 2 * num_tokens * _TOKEN_BYTES, 1
+    return _written(case, num_tokens, recipe.train.num_processes)
+
+
+def _written(case: Case, num_tokens: float, num_processes: int) -> _Costs:
+    """What the target writes through this runtime, of conversations of so many tokens."""
+    recipe, target = case.recipe, case.shapes.target
+    settings = recipe.data.regenerate
+    assert settings is not None, "the target writes nothing without it"
+    disk = 2 * num_tokens * _TOKEN_BYTES
+    num_answered = num_tokens * _ANSWERED / num_processes
     # a pass reads the weights once for all answers, and multiplies for each
     alone, products = _token_seconds(target, case.hardware), 2.0 * target.num_parameters
     together = max(alone / settings.num_parallel, products / case.hardware.training_flops)
@@ -299,7 +311,7 @@ def _num_conversations(recipe: Recipe) -> int:
     embedded = recipe.target.scratch.num_embedded_conversations
     known = {"embedded": embedded, SHIPPED: _SHIPPED_CONVERSATIONS}
     num = known.get(recipe.data.conversations, _SHAREGPT_CONVERSATIONS)
-    return min(num, recipe.data.limit or num)
+    return min(num, recipe.data.limit or num) + (recipe.data.self_prompted or 0)
 
 
 def _reading_seconds(num_bytes: float) -> float:

@@ -38,6 +38,7 @@ from polybasic.recipes.schema.recipe import TO_BE_GIVEN, Recipe
 _MODULES = {
     "data": ("train", ("datasets", "pyarrow")),
     "target": ("train", ("datasets",)),
+    "self_prompted": ("train", ("datasets",)),
     "regenerated": ("train", ("datasets", "openai")),
     "draft": ("train", ("datasets", "deepspeed")),
     "intermediate": ("quantize", ("awq",)),

@@ -1,5 +1,6 @@
 """Where the prompts come from that a plan or a report is measured on."""
 
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
@@ -114,8 +115,11 @@ def plan_prompts(
 
 
 def with_prompts(settings: SettingsT, source: PromptSource, path: Path) -> SettingsT:
-    """Settings that name a file of prompts; held-out turns are one task, whatever they say."""
-    num = settings.num_prompts_per_task * (NUM_TASKS if source.is_heldout else 1)
+    """Settings that name a file of prompts: as many, of held-out turns of any number of tasks."""
+    num = settings.num_prompts_per_task
+    if source.is_heldout:
+        num_tasks = len({question.task for question in read_questions(path)})
+        num = math.ceil(num * NUM_TASKS / num_tasks)
     return settings.model_copy(update={"prompts": str(path), "num_prompts_per_task": num})
 
 

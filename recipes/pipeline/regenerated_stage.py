@@ -1,11 +1,14 @@
-"""The stage in which the target answers the conversations again, before anything learns from them.
+"""The stages in which the target writes questions, and answers all conversations again, before
+anything learns from them.
 
 Heavy modules are imported where they run, so that a run with nothing to do answers at once.
 """
 
 import asyncio
 import sys
+from collections.abc import Iterable
 from contextlib import AbstractAsyncContextManager, closing, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,20 +19,62 @@ from polybasic.recipes.pipeline.running import Stage, Workspace
 from polybasic.recipes.pipeline.sources import (
     CONVERSATIONS_NAME,
     REGENERATED,
+    SELF_PROMPTED,
     checkpoint_of,
     conversations_of,
     tokenizer_of,
 )
+from polybasic.recipes.schema.recipe import Recipe
 from polybasic.train.settings import RegenerateSettings
 
 if TYPE_CHECKING:
     from polybasic.deploy.answering import LoneTarget
+    from polybasic.deploy.rounds.warping import Sampling
     from polybasic.train.answers.answerer import Answer, Answerer, Prompt
+    from polybasic.train.data.chat import UserTurn
 
 ANSWERS_NAME = "answers"
 """Folder of journals. It lies beside those of the stages: what makes this stage run anew, such as
 another `data.limit`, leaves the answers that are there good."""
 _ALONE = Place()
+
+
+def _question_inputs(workspace: Workspace) -> dict[str, Any]:
+    recipe = workspace.recipe
+    target, num = workspace.identity("target"), recipe.data.self_prompted
+    return {"target": target, "self_prompted": num, "seed": recipe.seed}
+
+
+def _write_questions(workspace: Workspace, folder: Path) -> dict[str, Any]:
+    from polybasic.chain.formats.tokenizer import load_tokenizer
+    from polybasic.train.answers.self_prompting import write_questions
+
+    num = workspace.recipe.data.self_prompted
+    assert num is not None, "the stage is there for the questions"
+    return write_questions(
+        load_tokenizer(tokenizer_of(workspace), "target's tokenizer"),
+        _runtime(workspace),
+        num=num,
+        identity={"target": workspace.identity("target")},
+        seed=workspace.recipe.seed,
+        journals=workspace.out / ANSWERS_NAME,
+        out=folder,
+    )
+
+
+def _identify_questions(workspace: Workspace, folder: Path) -> dict[str, Any]:
+    from polybasic.train.answers.self_prompting import QUESTIONS_NAME
+
+    return {"questions": sha256_of_file(folder / QUESTIONS_NAME)}
+
+
+def _questions(workspace: Workspace) -> list[str]:
+    """What the target has written, as the recipe asks for."""
+    from polybasic.train.answers.self_prompting import QUESTIONS_NAME, read_questions
+
+    if workspace.recipe.data.self_prompted is None:
+        return []
+    return read_questions(workspace.folder(SELF_PROMPTED) / QUESTIONS_NAME)
 
 
 def _settings(workspace: Workspace) -> RegenerateSettings:
@@ -50,6 +95,8 @@ def _inputs(workspace: Workspace) -> dict[str, Any]:
     }
     if settings.temperature:
         inputs["seed"] = workspace.recipe.seed
+    if data.self_prompted is not None:
+        inputs[SELF_PROMPTED] = workspace.identity(SELF_PROMPTED)
     return inputs
 
 
@@ -94,6 +141,7 @@ def _regenerate(
         seed=workspace.recipe.seed,
         journals=workspace.out / ANSWERS_NAME,
         out=folder,
+        self_prompted=_questions(workspace),
         place=place,
     )
 
@@ -111,7 +159,7 @@ def _server(workspace: Workspace) -> "AbstractAsyncContextManager[Answerer]":
     return open_endpoint(_settings(workspace), read_config(target).decoder.context_tokens)
 
 
-def _runtime(workspace: Workspace) -> "AbstractAsyncContextManager[Answerer]":
+def _runtime(workspace: Workspace) -> "nullcontext[RuntimeAnswerer]":
     """This runtime."""
     from polybasic.chain.formats.config import read_config
     from polybasic.deploy.answering import LoneTarget, answering_dtype
@@ -135,7 +183,7 @@ def _runtime(workspace: Workspace) -> "AbstractAsyncContextManager[Answerer]":
 
 
 class RuntimeAnswerer:
-    """This runtime as one who answers."""
+    """This runtime as one who answers, and who writes questions."""
 
     def __init__(self, target: "LoneTarget", context_tokens: int) -> None:
         self._target = target
@@ -144,15 +192,35 @@ class RuntimeAnswerer:
         self.identity: dict[str, Any] = {"through": "runtime"}
 
     async def answer(self, prompt: "Prompt") -> "Answer":
-        """Answer one prompt; an interrupt takes effect between two passes of the target.
+        """Answer one prompt, as the checkpoint's defaults say beside the temperature."""
+        sampling = replace(self._target.sampling, temperature=prompt.temperature, seed=prompt.seed)
+        return await self._complete(prompt.token_ids, prompt.max_new_tokens, sampling)
 
-        Whoever waits for an answer runs the next pass, which brings all of them forward.
+    async def write(self, turn: "UserTurn", seed: int) -> "Answer":
+        """Write one question, whatever the checkpoint's defaults say: they are made for answers."""
+        from polybasic.deploy.rounds.warping import Sampling
+        from polybasic.train.answers.self_prompting import MOST_TOKENS, TEMPERATURE, TOP_P
+
+        room = self.context_tokens - len(turn.token_ids)
+        sampling = Sampling(temperature=TEMPERATURE, top_p=TOP_P, seed=seed)
+        return await self._complete(
+            turn.token_ids, min(MOST_TOKENS, room), sampling, turn.stop_tokens
+        )
+
+    async def _complete(
+        self,
+        token_ids: list[int],
+        max_new_tokens: int,
+        sampling: "Sampling",
+        stop_tokens: Iterable[int] = (),
+    ) -> "Answer":
+        """Go on behind a prompt; an interrupt takes effect between two passes of the target.
+
+        Whoever waits for a text runs the next pass, which brings all of them forward.
         """
         from polybasic.train.answers.answerer import Answer
 
-        running = self._target.begin(
-            prompt.token_ids, prompt.max_new_tokens, prompt.temperature, prompt.seed
-        )
+        running = self._target.begin(token_ids, max_new_tokens, sampling, stop_tokens)
         with closing(running):
             while not running.is_over:
                 self._target.step()
@@ -166,7 +234,13 @@ def _identify(workspace: Workspace, folder: Path) -> dict[str, Any]:
     return {"conversations": sha256_of_file(folder / CONVERSATIONS_NAME)}
 
 
-# answers, which are its progress, lie in the journals, outside of the stage's folder
-REGENERATED_STAGE = Stage(
-    REGENERATED, ("data", "target"), _inputs, _run, _identify, progress=(), is_of_all=True
+# what is written, which is their progress, lies in the journals, outside of the stages' folders
+SELF_PROMPTED_STAGE = Stage(
+    SELF_PROMPTED, ("target",), _question_inputs, _write_questions, _identify_questions, ()
 )
+
+
+def regenerated_stage(recipe: Recipe) -> Stage:
+    """The stage of the answers, behind that of the questions where the target writes some."""
+    needs = ("data", "target", *([SELF_PROMPTED] if recipe.data.self_prompted else []))
+    return Stage(REGENERATED, needs, _inputs, _run, _identify, progress=(), is_of_all=True)

@@ -15,6 +15,8 @@ from polybasic.recipes.schema.recipe import Recipe
 CONVERSATIONS_NAME = "conversations.jsonl"
 REGENERATED = "regenerated"
 """The stage in which the target answers the conversations again."""
+SELF_PROMPTED = "self_prompted"
+"""The stage in which the target writes questions."""
 MERGED_NAME = "merged"
 TOKENIZER_NAME = "tokenizer"
 SOURCE_STAGES = ("target", "small_target")

@@ -26,7 +26,7 @@ from polybasic.recipes.pipeline.prompts import (
     with_prompts,
 )
 from polybasic.recipes.pipeline.provenance import git_commit, package_versions
-from polybasic.recipes.pipeline.regenerated_stage import REGENERATED_STAGE
+from polybasic.recipes.pipeline.regenerated_stage import SELF_PROMPTED_STAGE, regenerated_stage
 from polybasic.recipes.pipeline.running import Stage, Workspace
 from polybasic.recipes.pipeline.source_stages import SMALL_TARGET, TARGET
 from polybasic.recipes.pipeline.sources import (
@@ -47,7 +47,8 @@ PLAN_NAME = "plan.json"
 def stages_of(recipe: Recipe) -> tuple[Stage, ...]:
     """The stages of a recipe in order; those of the smaller model only where it has one."""
     stages = [DATA, TARGET]
-    stages += [REGENERATED_STAGE] if recipe.data.regenerate is not None else []
+    stages += [SELF_PROMPTED_STAGE] if recipe.data.self_prompted is not None else []
+    stages += [regenerated_stage(recipe)] if recipe.data.regenerate is not None else []
     copies = [quantized_stage(recipe, "intermediate", source="target")] if recipe.quantize else []
     heads = []
     if recipe.has_head:
@@ -122,7 +123,7 @@ def _run_data(workspace: Workspace, folder: Path) -> dict[str, Any]:
     )
     files = {folder / PLAN_PROMPTS_NAME: plan, folder / PROMPTS_NAME: bench}
     asked = [path for path, prompts in files.items() if prompts.is_heldout]
-    write_first_turns(heldout["messages"], asked)
+    write_first_turns(heldout, asked)
     return {"num_training": len(training), "num_heldout": len(heldout)}
 
 

@@ -1,6 +1,7 @@
 """Questions: of files of several formats, chosen from them, and made of held-out conversations."""
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -140,11 +141,12 @@ def test_questions_are_spread_over_the_groups_in_whatever_order_they_stand() -> 
 
 def test_first_user_turns_become_questions_each_once(tmp_path: Path) -> None:
     path = tmp_path / "calibration.jsonl"
-    conversations = [
+    messages = [
         conversation("one\ntwo", "a", "three", "b"),
         [SYSTEM, *conversation("vier ü", "c")],
         conversation("one\ntwo", "d"),
     ]
+    conversations = [{"messages": each, "task": None} for each in messages]
     write_first_turns(conversations, [path])
     questions = read_questions(path)
     assert [question.turns for question in questions] == [("one\ntwo",), ("vier ü",)]
@@ -156,3 +158,21 @@ def test_first_user_turns_become_questions_each_once(tmp_path: Path) -> None:
     assert [read_questions(each) for each in paths[:2]] == [questions[:1], questions[1:]]
     with pytest.raises(UserError, match=r"^too few held-out conversations to ask: 2 different"):
         write_first_turns(conversations, paths)
+
+
+def test_first_user_turns_keep_a_few_tasks_which_files_share(tmp_path: Path) -> None:
+    def written(tasks: list[str]) -> list[Counter[str]]:
+        rows = [
+            {"messages": conversation(f"question {number}", "answer"), "task": task}
+            for number, task in enumerate(tasks)
+        ]
+        paths = [tmp_path / "plan.jsonl", tmp_path / "bench.jsonl"]
+        write_first_turns(rows, paths)
+        return [Counter(one.task for one in read_questions(path)) for path in paths]
+
+    assert written(["qa", "code"] * 6) == [{"qa": 3, "code": 3}] * 2
+    assert written(["qa", "code", "code", "qa", ""]) == [
+        {"code": 1, "heldout": 1, "qa": 1},
+        {"code": 1, "qa": 1},
+    ]
+    assert written([f"task {number}" for number in range(40)]) == [{"heldout": 20}] * 2

@@ -5,11 +5,10 @@ answers is an `Answerer`; this module knows neither servers nor runtimes.
 """
 
 import asyncio
-import hashlib
 import json
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,9 +32,10 @@ from polybasic.train.answers.accounting import (
 from polybasic.train.answers.answer_journal import AnswerJournal
 from polybasic.train.answers.answer_shards import read_shards, remove_shards, write_shard
 from polybasic.train.answers.answerer import Answer, Answerer, FailedAnswer, Prompt
+from polybasic.train.answers.seeds import seed_of
 from polybasic.train.data.chat import Messages, RefusedConversation, encode_prompt
 from polybasic.train.data.conversations import FEATURES, SkippedRow, fit_to_template, read_rows
-from polybasic.train.settings import DataSettings, RegenerateSettings
+from polybasic.train.settings import SELF_PROMPTED, DataSettings, RegenerateSettings
 
 CONVERSATIONS_NAME = "conversations.jsonl"
 ACCOUNTING_NAME = "accounting.json"
@@ -68,6 +68,7 @@ def regenerate(
     seed: int,
     journals: Path,
     out: Path,
+    self_prompted: Sequence[str] = (),
     place: Place = _ALONE,
 ) -> dict[str, Any]:
     """Answer all conversations again and write them, with the account of every row.
@@ -87,6 +88,8 @@ def regenerate(
         journals: folder of journals, kept for other runs.
         out: folder for `CONVERSATIONS_NAME` (ShareGPT rows with the source's ids, tasks, groups and
             marks) and `ACCOUNTING_NAME` (counts, and an outcome for each row of the source).
+        self_prompted: questions that the target wrote; they count as further rows of the source, of
+            task `SELF_PROMPTED`.
         place: of this process, which answers each `world_size`-th conversation from number `rank`.
             The first one waits for the others and writes what a single one would write, with the
             counts of all shards in `MANIFEST_NAME`.
@@ -101,7 +104,7 @@ def regenerate(
     """
     settings = data.regenerate
     assert settings is not None, "asked for without data.regenerate"
-    conversations, skipped = _read(source, data.limit, tokenizer)
+    conversations, skipped = _read(source, data.limit, self_prompted, tokenizer)
     run = _Run(settings, data.max_tokens, tokenizer, seed, conversations, place)
     try:
         asyncio.run(run.answer_all(opened, identity, journals))
@@ -262,7 +265,7 @@ class _Run:
                     token_ids,
                     min(self.settings.max_new_tokens, room),
                     self.settings.temperature,
-                    _seed(self.seed, conversation.key, turn),
+                    seed_of(self.seed, conversation.key, turn),
                 )
                 answer = _checked(await answerer.answer(prompt))
                 journal.add(conversation.key, turn, answer)
@@ -286,7 +289,10 @@ class _Run:
 
 
 def _read(
-    source: str, limit: int | None, tokenizer: PreTrainedTokenizerBase
+    source: str,
+    limit: int | None,
+    self_prompted: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
 ) -> tuple[list[_Conversation], list[Outcome]]:
     """The usable conversations as the chat template takes them, and the other rows."""
     rows, numbers, skipped = [], [], []
@@ -296,6 +302,10 @@ def _read(
         else:
             rows.append(row)
             numbers.append(number)
+    first = len(rows) + len(skipped)
+    for index, question in enumerate(self_prompted):
+        rows.append(_row_of(index, question))
+        numbers.append(first + index)
     if not rows:
         raise UserError(
             "no usable conversation",
@@ -315,13 +325,20 @@ def _read(
     return conversations, skipped
 
 
+def _row_of(index: int, question: str) -> dict[str, Any]:
+    """A question that the target wrote, with a place for its answer."""
+    messages = [{"role": "user", "content": question}, {"role": "assistant", "content": ""}]
+    return {
+        "id": f"{SELF_PROMPTED}-{index}",
+        "task": SELF_PROMPTED,
+        "group": None,
+        "target_only": False,
+        "messages": messages,
+    }
+
+
 def _is_answer(message: Mapping[str, str]) -> bool:
     return message["role"] == "assistant"
-
-
-def _seed(seed: int, key: str, turn: int) -> int:
-    """31 bits that differ between conversations and turns, and are the same in every run."""
-    return int(hashlib.sha256(f"{seed}/{key}/{turn}".encode()).hexdigest()[:8], 16) >> 1
 
 
 def _checked(answer: Answer) -> Answer:

@@ -99,6 +99,48 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> lis
     return token_ids_of(tokenizer, text, add_special_tokens=False)
 
 
+class UserTurn(NamedTuple):
+    """Where a user's first turn opens, and how it closes.
+
+    Attributes:
+        token_ids: of all before the user's text.
+        closing: what follows that text, up to the end of a line; empty where it is a token.
+        stop_tokens: a control token that follows it.
+    """
+
+    token_ids: list[int]
+    closing: str
+    stop_tokens: tuple[int, ...]
+
+    def content_of(self, written: str) -> str:
+        """The user's text in what a model wrote from the opening on."""
+        return (written.split(self.closing)[0] if self.closing else written).strip()
+
+
+def user_turn(tokenizer: PreTrainedTokenizerBase) -> UserTurn:
+    """How the chat template begins a conversation, without a system message of ours.
+
+    Raises:
+        UserError: no chat template, or one that does not write the user's text as it is.
+        RefusedConversation: the template rejects a single user's turn.
+    """
+    chat_template(tokenizer)
+    message = {"role": "user", "content": _STAND_IN}
+    before, *after = _render(tokenizer, [message], add_generation_prompt=True).split(_STAND_IN)
+    if not before or len(after) != 1:
+        raise UserError(
+            "chat template without an opening of the user's turn",
+            tokenizer.name_or_path,
+            "set data.self_prompted to null, or mend target.chat_template",
+        )
+    rest = after[0].strip()
+    first = token_ids_of(tokenizer, rest, add_special_tokens=False)[:1]
+    controls = tuple(token for token in first if token in tokenizer.added_tokens_decoder)
+    closing = "" if controls else rest.partition("\n")[0]
+    token_ids = token_ids_of(tokenizer, before, add_special_tokens=False)
+    return UserTurn(token_ids, closing, controls)
+
+
 def chat_template(tokenizer: PreTrainedTokenizerBase) -> str:
     """The tokenizer's default chat template.
 

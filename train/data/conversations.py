@@ -24,6 +24,7 @@ from polybasic.chain.formats.files import sha256_of_file, sha256_of_object
 from polybasic.train.data.chat import chat_template
 from polybasic.train.data.conversation_files import check_file, read_file
 from polybasic.train.data.conversation_sources import HubData, fetch_file, hub_error, parse_source
+from polybasic.train.settings import SELF_PROMPTED
 
 ROLES = {
     "human": "user",
@@ -126,14 +127,17 @@ def split_conversations(dataset: Dataset, num_heldout: int) -> tuple[Dataset, Da
 
     Conversations of one group, or with the same first user turn, stay together, so the held-out
     part has at least `num_heldout` rows and may have a few more. The order of the rows in the file
-    plays no part.
+    plays no part. Conversations of task `SELF_PROMPTED` are never held out: what is does not depend
+    on how many of them there are.
 
     Raises:
         UserError: there would be nothing left to train on.
     """
     groups: dict[str, list[int]] = {}
-    rows = zip(dataset["group"], dataset["messages"], strict=True)
-    for index, (group, messages) in enumerate(rows):
+    rows = zip(dataset["task"], dataset["group"], dataset["messages"], strict=True)
+    for index, (task, group, messages) in enumerate(rows):
+        if task == SELF_PROMPTED:
+            continue
         asked = (message["content"] for message in messages if message["role"] == "user")
         first = group or next(asked)
         groups.setdefault(hashlib.sha256(first.encode("utf-8")).hexdigest(), []).append(index)

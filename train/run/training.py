@@ -452,4 +452,4 @@ def _identity(given: _Given, sources: dict[str, str]) -> str:
 
 def _data_identity(data: DataSettings) -> dict[str, Any]:
     """All but where conversations and answers come from, which their digest stands for."""
-    return data.model_dump(mode="json", exclude={"conversations", "regenerate"})
+    return data.model_dump(mode="json", exclude={"conversations", "regenerate", "self_prompted"})

@@ -13,11 +13,21 @@ from polybasic.chain.errors import UserError
 from polybasic.deploy import slots
 from polybasic.deploy.answering import LoneTarget
 from polybasic.deploy.batching import Running
+from polybasic.deploy.rounds.warping import Sampling
 from polybasic.recipes.pipeline.conversation_rows import encoded_rows
-from polybasic.recipes.pipeline.regenerated_stage import ANSWERS_NAME, REGENERATED_STAGE, _runtime
+from polybasic.recipes.pipeline.regenerated_stage import (
+    ANSWERS_NAME,
+    SELF_PROMPTED_STAGE,
+    _runtime,
+    regenerated_stage,
+)
 from polybasic.recipes.pipeline.running import Stage, Workspace, run_stages
+from polybasic.recipes.pipeline.sources import answers_of as answers_of_run
 from polybasic.recipes.schema.recipe import Recipe
+from polybasic.train.answers import self_prompting
+from polybasic.train.answers.self_prompting import QUESTIONS_NAME, read_questions
 from polybasic.train.data.chat import encode_prompt
+from polybasic.train.data.conversations import load_conversations, split_conversations
 from tests.checkpoints import write_family
 from tests.train.fake_endpoint import Fault, serve
 
@@ -41,7 +51,12 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def workspace_of(
-    tmp_path: Path, target: Path, num: int = 3, num_processes: int = 1, **regenerate: Any
+    tmp_path: Path,
+    target: Path,
+    num: int = 3,
+    num_processes: int = 1,
+    self_prompted: int | None = None,
+    **regenerate: Any,
 ) -> Whole:
     tmp_path.mkdir(exist_ok=True)
     rows = []
@@ -57,6 +72,7 @@ def workspace_of(
         "conversations": str(source),
         "num_heldout": 1,
         "max_tokens": 400,
+        "self_prompted": self_prompted,
         "regenerate": {"max_new_tokens": 12, **regenerate},
     }
     content = {"name": "a", "target": {"model": str(target)}, "data": data}
@@ -69,15 +85,22 @@ def whole(name: str) -> Stage:
     return Stage(name, (), lambda _: {}, lambda _, __: {}, lambda _, __: {})
 
 
-STAGES = (whole("data"), whole("target"), REGENERATED_STAGE)
-
-
 def run(workspace: Workspace) -> list[str]:
     """Bring the stage to its whole state; returns what was said of it."""
     workspace.out.mkdir(exist_ok=True)
     said: list[str] = []
-    run_stages(STAGES, workspace, None, said.append)
+    stages = (
+        whole("data"),
+        whole("target"),
+        SELF_PROMPTED_STAGE,
+        regenerated_stage(workspace.recipe),
+    )
+    run_stages(stages, workspace, ["regenerated"], said.append)
     return [line for line in said if line.startswith("regenerated")]
+
+
+def regenerated_inputs(workspace: Workspace) -> dict[str, Any]:
+    return regenerated_stage(workspace.recipe).inputs(workspace)
 
 
 def answers_in(workspace: Workspace) -> Rows:
@@ -99,8 +122,8 @@ def greedy(target: Path, token_ids: list[int], max_new_tokens: int) -> list[int]
     return made[0, len(token_ids) :].tolist()
 
 
-def answers_of(lone: LoneTarget, asked: list[tuple[list[int], int, float, int]]) -> list[Running]:
-    """Answers to (prompt, new tokens, temperature, seed), made at the same time."""
+def answers_of(lone: LoneTarget, asked: list[tuple[list[int], int, Sampling]]) -> list[Running]:
+    """Answers to (prompt, new tokens, sampling), made at the same time."""
     made = [lone.begin(*one) for one in asked]
     while not all(one.is_over for one in made):
         lone.step()
@@ -123,7 +146,7 @@ def test_the_target_alone_answers_as_transformers_does(target: Path, sequences: 
     num_passes = []
     for start in range(0, len(prompts), sequences):
         asked = prompts[start : start + sequences]
-        made = answers_of(lone, [(prompt, 40, 0.0, 1) for prompt in asked])
+        made = answers_of(lone, [(prompt, 40, Sampling(temperature=0.0)) for prompt in asked])
         for prompt, running in zip(asked, made, strict=True):
             tokens = tokens_of(running)
             assert tokens == greedy(target, prompt, 40)
@@ -142,7 +165,7 @@ def test_draws_are_those_of_the_seed_however_many_are_made(target: Path, sequenc
         AutoTokenizer.from_pretrained(target), [{"role": "user", "content": "Hello"}]
     )
     lone, sampled = LoneTarget(target, target, 400, sequences), []
-    asked = [(prompt, 20, 1.0, seed) for seed in (1, 1, 2)]
+    asked = [(prompt, 20, Sampling(temperature=1.0, seed=seed)) for seed in (1, 1, 2)]
     for start in range(0, len(asked), sequences):
         for running in answers_of(lone, asked[start : start + sequences]):
             sampled.append(tokens_of(running))
@@ -170,7 +193,7 @@ def test_graphs_reach_the_target_and_change_no_answer(
     with opened as answerer:
         assert answerer._target._engine.graphs.enabled is graphs
     as_default = workspace_of(tmp_path, target)
-    assert REGENERATED_STAGE.inputs(workspace) == REGENERATED_STAGE.inputs(as_default)
+    assert regenerated_inputs(workspace) == regenerated_inputs(as_default)
 
 
 def test_a_dtype_that_is_none_is_refused(target: Path, tmp_path: Path) -> None:
@@ -201,6 +224,32 @@ def test_the_stage_answers_through_this_runtime(target: Path, tmp_path: Path) ->
     assert record.summary["answered_by"]["through"] == "runtime"
     assert (record.summary["num_done"], record.summary["num_answers"]) == (3, 6)
     assert "up to date (made " in run(workspace)[0]
+
+
+def test_the_target_writes_questions_answers_them_and_none_is_held_out(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(self_prompting, "MOST_TOKENS", 12)
+    monkeypatch.setattr(self_prompting, "_is_cut", lambda *_: False)
+    monkeypatch.setattr(self_prompting, "reason_against", lambda _: None)
+    workspace = workspace_of(tmp_path, target, self_prompted=4)
+    run(workspace)
+    rows = answers_in(workspace)
+    written = [row for row in rows if row.get("task") == "self-prompted"]
+    assert [row["id"] for row in written] == [f"self-prompted-{number}" for number in range(4)]
+    assert len(rows) == 3 + 4
+    questions = read_questions(workspace.folder("self_prompted") / QUESTIONS_NAME)
+    assert [row["conversations"][0]["value"] for row in written] == questions
+    # held-out ones are those of the rest alone, as are the prompts of plan and report
+    training, heldout = split_conversations(load_conversations(answers_of_run(workspace)), 3 - 1)
+    assert set(heldout["task"]) == {None}
+    assert training["task"].count("self-prompted") == 4
+    more = workspace_of(tmp_path, target, self_prompted=6)
+    assert run(more)[0] == "regenerated: starting (changed: self_prompted.questions)"
+    assert answers_in(more)[: len(rows)] == rows
+    alone = workspace_of(tmp_path, target)
+    assert SELF_PROMPTED_STAGE.name not in regenerated_stage(alone.recipe).needs
+    assert "self_prompted" not in regenerated_inputs(alone)
 
 
 def test_copies_learn_from_the_answers(target: Path, tmp_path: Path) -> None:
@@ -258,10 +307,10 @@ def test_the_result_depends_on_what_decides_on_answers(
     target: Path, tmp_path: Path, settings: dict[str, Any], changes_answers: bool
 ) -> None:
     plain, changed = workspace_of(tmp_path, target), workspace_of(tmp_path, target, **settings)
-    inputs = [REGENERATED_STAGE.inputs(each) for each in (plain, changed)]
+    inputs = [regenerated_inputs(each) for each in (plain, changed)]
     assert (inputs[0] != inputs[1]) == changes_answers
     both = [workspace_of(tmp_path, target, endpoint=f"http://{host}/v1") for host in ("a", "b")]
-    assert REGENERATED_STAGE.inputs(both[0]) == REGENERATED_STAGE.inputs(both[1])
+    assert regenerated_inputs(both[0]) == regenerated_inputs(both[1])
 
 
 @pytest.mark.proof

@@ -8,6 +8,7 @@ from polybasic.train.data.chat import (
     check_chat_template,
     encode_conversation,
     encode_prompt,
+    user_turn,
 )
 
 PLAIN = (
@@ -226,3 +227,30 @@ def test_missing_and_failing_templates_are_refused(tokenizer):
     tokenizer.chat_template = STRICT
     with pytest.raises(UserError, match=r"rejects the messages: .*no system role"):
         check_chat_template(tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("template", "opening", "closing", "ends_by_token"),
+    [
+        ("<|im_start|>u\n{{ m.content }}<|im_end|>\n", "<|im_start|>u\n", "", True),
+        ("[INST] {{ m.content }} [/INST]", "[INST] ", "[/INST]", False),
+        ("USER: {{ m.content }}\nASSISTANT:", "USER: ", "ASSISTANT:", False),
+    ],
+)
+def test_a_users_turn_opens_and_closes(tokenizer, template, opening, closing, ends_by_token):
+    tokenizer.chat_template = "{% for m in messages %}" + template + "{% endfor %}"
+    turn = user_turn(tokenizer)
+    assert tokenizer.decode(turn.token_ids) == opening
+    assert turn.closing == closing
+    assert [tokenizer.decode([token]) for token in turn.stop_tokens] == [
+        "<|im_end|>"
+    ] * ends_by_token
+    assert turn.content_of(f" Who are you? {closing} Nobody.") == (
+        "Who are you?" if closing else "Who are you?  Nobody."
+    )
+
+
+def test_a_template_that_rewrites_the_users_text_has_no_opening(tokenizer):
+    tokenizer.chat_template = "<|im_start|>{{ messages[0].content | length }}<|im_end|>"
+    with pytest.raises(UserError, match="without an opening of the user's turn"):
+        user_turn(tokenizer)
