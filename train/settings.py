@@ -441,13 +441,17 @@ class DraftSettings(Settings):
         description="'train' (from random weights), or a folder or hub id of a head in EAGLE's, "
         "Medusa's or Hydra's layout, which is taken as it is unless `adapt` says otherwise",
     )
-    adapt: Literal["none", "lora"] = Field(
-        "none", description="lora: train a LoRA on that head alone, for the target at hand"
+    adapt: Literal["none", "lora", "full"] = Field(
+        "none",
+        description="train that head further for the target at hand: lora: a LoRA on it, full: all "
+        "of its weights",
     )
     lora: LoraSettings = LoraSettings()
 
     @model_validator(mode="after")
     def _there_is_a_head_to_adapt(self) -> "DraftSettings":
-        if self.adapt == "lora" and self.model == "train":
-            raise ValueError("adapt: lora needs a ready head; name one in model, or use none")
+        if self.adapt != "none" and self.model == "train":
+            raise ValueError(
+                f"adapt: {self.adapt} needs a ready head; name one in model, or use none"
+            )
         return self

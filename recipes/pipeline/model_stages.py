@@ -89,7 +89,8 @@ def head_stage(recipe: Recipe, name: str, source: str, copy: str) -> Stage:
             return broadcast_from_first(lambda: _import(workspace, source, draft, folder))
         imported = folder / _IMPORTED_NAME
         summary = broadcast_from_first(lambda: _import(workspace, source, draft, imported))
-        summary |= _train(workspace, source, folder, start=imported, lora=draft.lora, **given)
+        lora = draft.lora if draft.adapt == "lora" else None
+        summary |= _train(workspace, source, folder, start=imported, lora=lora, **given)
         broadcast_from_first(lambda: shutil.rmtree(imported))
         return summary
 

@@ -8,7 +8,7 @@ in several goes, or by several processes, is bit for bit the one written without
 
 import itertools
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -214,11 +214,13 @@ def _write(
     """
     count = num_processes()
     rounds = [missing[start : start + count] for start in range(0, len(missing), count)]
-    is_shown = bool(rounds) and is_first_process()
-    for shards in tracked(rounds, "offline features") if is_shown else rounds:
+    for number, shards in enumerate(rounds, start=1):
         num_passes = max(len(shard.passes()) for shard in shards)
         for shard in shards[process_index() : process_index() + 1]:
-            features = _compute(verifier, layout, shard)
+            passes: Iterable[list[int]] = shard.passes()
+            if is_first_process():
+                passes = tracked(passes, f"features, part {number} of {len(rounds)}")
+            features = _compute(verifier, layout, shard, passes)
             num_passes -= len(shard.passes())
             path = shard_path(folder, shard.index)
             write_shard(path, features, shard.lengths, list(shard.conversations))
@@ -226,12 +228,18 @@ def _write(
             FeatureLayout.of(verifier, layout.feature_layers)
 
 
-def _compute(verifier: Target, layout: FeatureLayout, shard: PlannedShard) -> Features:
-    """Features of a shard's tokens on the CPU, without a batch dimension."""
+def _compute(
+    verifier: Target, layout: FeatureLayout, shard: PlannedShard, passes: Iterable[Sequence[int]]
+) -> Features:
+    """Features of a shard's tokens on the CPU, without a batch dimension.
+
+    Args:
+        passes: numbers of its conversations, those that share a pass together.
+    """
     conversations, lengths = list(shard.conversations.values()), shard.lengths
     starts = list(itertools.accumulate(lengths, initial=0))
     made = layout.one.map(lambda of: of.new_empty(shard.num_tokens, of.shape[-1], device="cpu"))
-    for numbers in shard.passes():
+    for numbers in passes:
         token_ids = torch.zeros(len(numbers), max(lengths[each] for each in numbers)).long()
         for row, number in enumerate(numbers):
             token_ids[row, : lengths[number]] = torch.tensor(conversations[number])

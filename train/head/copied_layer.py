@@ -2,8 +2,8 @@
 
 The head guesses the state after the next token from the token and the state before it. If it knew
 what enters the verifier's last layer there, that layer would give the state. So its layer begins as
-a copy of this one, and its fc as the linear map that comes closest to the input, by least squares
-over some of the training's rows.
+a copy of this one, and its fc as the linear map that comes closest to the input, by ridge
+regression over some of the training's rows.
 
 A head works on states after the final norm, w * h / |h| by channel, where h leaves the last layer,
 w are the norm's weights and |h| is a root mean square. Where the verifier's residual stream is u
@@ -24,10 +24,12 @@ from polybasic.train.features.head_shape import HeadShape
 from polybasic.train.features.target import Target
 from polybasic.train.head.eagle2 import Eagle2Head
 
-ROWS_PER_UNKNOWN = 4
+ROWS_PER_UNKNOWN = 32
 """Of the least squares: for each of the 2H columns of fc."""
 
-_RIDGE = 1e-3  # of the mean squares of what is read, for columns that others all but give
+_RIDGES = (1e-3, 1e-2, 0.03, 0.1, 0.3, 1.0)
+"""Shares of the mean squares of what is read, of which the best one is found on other rows."""
+_CHECKED_SHARE = 5  # every fifth share is left out to find it
 _LEAST_WEIGHT = 0.01  # of the final norm's median one: a channel below it is nearly closed
 _BIASES = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 _MATRICES = (*_BIASES, "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
@@ -69,13 +71,15 @@ def copy_last_layer(head: Eagle2Head, verifier: Target, shares: Iterable[Share])
     """
     layer, norm = _last_layer(verifier), _final_norm(verifier)
     closing = norm.weight.float()
-    fit, ratios = _LeastSquares(), list[Tensor]()
-    for share in shares:
+    fit, check, ratios = _LeastSquares(), _LeastSquares(), list[Tensor]()
+    for number, share in enumerate(shares, start=1):
         read, entering, between, leaving = _rows(verifier, head, share)
-        fit.add(read, entering * closing / leaving)
+        rows = fit if number % _CHECKED_SHARE else check
+        rows.add(read, entering * closing / leaving)
         amid = _size(between * closing / leaving) / _size(between)
         ratios.append(torch.cat((leaving / _size(entering), 1 / leaving, leaving * amid), dim=1))
-    head.fc.weight.copy_(fit.solution())
+    ridge = min(_RIDGES, key=lambda each: check.error(fit.solution(each)))
+    head.fc.weight.copy_(fit.with_rows_of(check).solution(ridge))
     on_entry, on_leaving, amid = torch.cat(ratios).mean(dim=0)
     size = closing.abs()
     opening = torch.where(size > _LEAST_WEIGHT * size.median(), 1 / closing, 0.0)
@@ -130,14 +134,33 @@ class _LeastSquares:
     """The matrix [O, I] that makes of rows [N, I] what is closest to [N, O], in float64."""
 
     def __init__(self) -> None:
-        self._squares, self._products = torch.zeros(()), torch.zeros(())
+        # of what is read, of that with what is wanted, of what is wanted by channel
+        self._sums = [torch.zeros(()), torch.zeros(()), torch.zeros(())]
 
     def add(self, read: Tensor, wanted: Tensor) -> None:
         """Take further rows into account."""
         read, wanted = read.double(), wanted.double()
-        self._squares = self._squares.to(read) + read.T @ read
-        self._products = self._products.to(read) + read.T @ wanted
+        further = (read.T @ read, read.T @ wanted, wanted.square().sum(dim=0))
+        self._sums = [
+            ours.to(read) + theirs for ours, theirs in zip(self._sums, further, strict=True)
+        ]
 
-    def solution(self) -> Tensor:
-        ridge = _RIDGE * torch.diag(self._squares.diagonal())
-        return torch.linalg.solve(self._squares + ridge, self._products).T
+    def with_rows_of(self, other: "_LeastSquares") -> "_LeastSquares":
+        """The same of the rows of both."""
+        both = _LeastSquares()
+        both._sums = [ours + theirs for ours, theirs in zip(self._sums, other._sums, strict=True)]
+        return both
+
+    def solution(self, ridge: float) -> Tensor:
+        squares, products, _ = self._sums
+        return torch.linalg.solve(squares + ridge * torch.diag(squares.diagonal()), products).T
+
+    def error(self, matrix: Tensor) -> float:
+        """Mean over the channels of the squared error as a share of the channel's square; without
+        rows 0."""
+        squares, products, wanted = self._sums
+        if not squares.dim():
+            return 0.0
+        found = matrix.T
+        away = wanted - 2 * (found * products).sum(dim=0) + (found * (squares @ found)).sum(dim=0)
+        return (away / wanted.clamp(min=1e-30)).mean().item()

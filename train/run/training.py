@@ -1,5 +1,6 @@
 """Train a draft head for a target: what a run is made of, and what it leaves."""
 
+import itertools
 import shutil
 import sys
 from collections.abc import Iterator
@@ -269,13 +270,17 @@ def _prepare(given: _Given, sources: dict[str, str]) -> _Prepared:
 
 
 def _shares(batches: BatchStream, hidden_size: int) -> Iterator[Share]:
-    """Of the first steps, with as many rows that count as a map of 2H columns is found from."""
-    num_left, step = ROWS_PER_UNKNOWN * 2 * hidden_size, 0
-    while num_left > 0:
+    """Of the first steps, with as many rows that count as a map of 2H columns is found from, or
+    with all conversations."""
+    num_left, seen = ROWS_PER_UNKNOWN * 2 * hidden_size, set[str]()
+    for step in itertools.count():
         share = batches.batch(step).share(0, 1, process_device())
+        drawn = set(itertools.chain(*share.conversation_ids))
+        if num_left <= 0 or drawn <= seen:
+            return
         yield share
-        num_left -= max(1, int(share.is_assistant.sum()))
-        step += 1
+        num_left -= int(share.is_assistant.sum())
+        seen |= drawn
 
 
 def _load_verifier(given: _Given) -> Target:

@@ -154,8 +154,11 @@ def test_a_ready_head_is_taken_as_it_is(calls: Calls, head: Path, tmp_path: Path
     assert calls == [("import", {"source": head, "target": Path("/models/target"), "out": folder})]
 
 
-def test_a_ready_head_is_adapted(calls: Calls, head: Path, tmp_path: Path) -> None:
-    draft = {"model": str(head), "adapt": "lora", "lora": {"rank": 2}}
+@pytest.mark.parametrize(("adapt", "lora"), [("lora", LoraSettings(rank=2)), ("full", None)])
+def test_a_ready_head_is_adapted(
+    calls: Calls, head: Path, tmp_path: Path, adapt: str, lora: LoraSettings | None
+) -> None:
+    draft = {"model": str(head), "adapt": adapt, "lora": {"rank": 2}}
     workspace = workspace_of(tmp_path, draft=draft)
     folder = tmp_path / "draft"
     summary = run(workspace, folder)
@@ -164,7 +167,7 @@ def test_a_ready_head_is_adapted(calls: Calls, head: Path, tmp_path: Path) -> No
     assert (first, second) == ("import", "train")
     assert imported["out"] == trained["start"] != folder
     assert trained["out"] == folder
-    assert trained["lora"] == LoraSettings(rank=2)
+    assert trained["lora"] == lora
     assert not imported["out"].exists()
 
 

@@ -52,8 +52,8 @@ def verifier_of(model: Any) -> Target:
     return Target(model.eval(), None, LmHead(weight), model.get_input_embeddings().weight)
 
 
-def share() -> Share:
-    token_ids = torch.randint(96, (16, 32), generator=torch.Generator().manual_seed(1))
+def share(seed: int = 1) -> Share:
+    token_ids = torch.randint(96, (16, 32), generator=torch.Generator().manual_seed(seed))
     is_assistant = torch.arange(32).expand(16, 32) >= 8
     return Share(token_ids, is_assistant, range(16))
 
@@ -102,18 +102,23 @@ def error(found: Tensor, expected: Tensor) -> float:
     return (away / expected[:, rows].square().sum()).item()
 
 
-def test_fc_is_the_closest_map_to_what_enters_the_last_layer() -> None:
-    model = LlamaForCausalLM(LlamaConfig(**SIZES))
-    verifier = verifier_of(model)
-    head, inner, given = copied(verifier), model.model, share()
+def rows_of(verifier: Target, given: Share) -> tuple[Tensor, Tensor]:
+    """What fc reads, and what it should give."""
+    inner: Any = verifier.model.model
     states, (entering, leaving) = verifier.states_with_inputs(
         [inner.layers[-1], inner.norm], given.token_ids
     )
     size = leaving.square().mean(-1, keepdim=True).sqrt()
-    wanted = (entering * inner.norm.weight / size)[:, 1:-1]
+    wanted = (entering * inner.norm.weight / size)[:, 1:-1].detach()
     counted = given.is_assistant[:, 2:]
     read = torch.cat((verifier.embedding[given.token_ids[:, 1:-1]], states[:, :-2]), -1)[counted]
-    read, wanted = read.double(), wanted[counted].double()
+    return read.detach().double(), wanted[counted].double()
+
+
+def test_fc_is_the_closest_map_to_what_enters_the_last_layer() -> None:
+    verifier = verifier_of(LlamaForCausalLM(LlamaConfig(**SIZES)))
+    head = copied(verifier)
+    read, wanted = rows_of(verifier, share())
     best = torch.linalg.lstsq(read, wanted).solution
     least = (read @ best - wanted).square().mean()
     with torch.no_grad():
@@ -133,3 +138,24 @@ def test_layers_that_heads_do_not_have_are_not_copied() -> None:
     ):
         verifier = verifier_of(model)
         assert not has_copied_layer(verifier, verifier.head_shape(SETTINGS)), type(model).__name__
+
+
+def test_the_map_is_one_for_other_rows_than_those_that_it_was_found_from() -> None:
+    """Of as many rows as unknowns, all but the ridge would fit noise."""
+    verifier = verifier_of(LlamaForCausalLM(LlamaConfig(**SIZES)))
+    shape = replace(verifier.head_shape(SETTINGS), has_qkv_bias=has_qkv_biases(verifier))
+    head = Eagle2Head(shape, verifier.embedding)
+    given = share()
+    rows = [slice(row, row + 1) for row in range(16)]
+    parts = [Share(given.token_ids[row], given.is_assistant[row], range(1)) for row in rows]
+
+    def error_on_others(shares: list[Share]) -> float:
+        copy_last_layer(head, verifier, shares)
+        read, wanted = rows_of(verifier, other := share(seed=3))
+        assert other.token_ids.shape == given.token_ids.shape
+        with torch.no_grad():
+            return ((head.fc(read.float()) - wanted).square().sum() / wanted.square().sum()).item()
+
+    without_check = error_on_others(parts[:4])
+    assert error_on_others(parts[:5]) < 0.7 * without_check
+    assert error_on_others(parts) < error_on_others(parts[:5])
