@@ -323,7 +323,8 @@ class HeadSettings(TrainingSettings):
         96, ge=2, description="of the target's greedy answers that the evaluation drafts for"
     )
     eval_conversations: Count | None = Field(
-        None, description="held-out conversations that it drafts for; null: all"
+        None,
+        description="held-out conversations, from all over the file, that it drafts for; null: all",
     )
     eval_tree_depth: Count = Field(7, le=16, description="of the simulated draft tree")
     eval_tree_top_k: TopK = Field(4, description="beams of the simulated tree")

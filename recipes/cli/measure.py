@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 PromptsOption = Annotated[
     str | None,
     typer.Option(
-        help="A file of prompts or its URL, or embedded ones.  [default: held-out turns of the "
-        "run's own conversations, if it had such, else embedded]"
+        help="A file of prompts or its URL, shipped or embedded ones.  [default: held-out turns of "
+        "the run's own conversations, if it had such, else shipped]"
     ),
 ]
 NumPromptsOption = Annotated[int | None, typer.Option(help="Prompts of each task.")]
@@ -362,13 +362,13 @@ def _written(
 
     made = read_manifest(folder).provenance
     seed = made.recipe.get("seed", 0)
-    conversations = made.recipe.get("data", {}).get("conversations", "embedded")
+    conversations = made.recipe.get("data", {}).get("conversations", "")
     source, path = make(settings, seed, "--prompts", conversations), None
     if source.is_heldout:
         source, path = prompts_of_run(source, folder, made, name)
         if path is None:
             note(
-                "the held-out conversations of its run are not beside this chain: embedded "
+                "the held-out conversations of its run are not beside this chain: shipped "
                 "prompts stand in for them; --prompts FILE names others"
             )
     return source, path or source.write((into or folder / "report") / name)

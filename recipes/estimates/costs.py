@@ -97,8 +97,8 @@ def _costs(name: str, case: Case) -> _Costs:
         case "draft":
             return _draft(case, target)
         case "self_prompted":
-            num = recipe.data.self_prompted or 0
-            return _written(case, num * _QUESTION_TOKENS, num_processes=1)
+            num_tokens = (recipe.data.self_prompted or 0) * _QUESTION_TOKENS
+            return _written(case, num_tokens, 2 * num_tokens * _TOKEN_BYTES, num_processes=1)
         case "regenerated":
             return _regenerated(case)
         case "intermediate":
@@ -204,22 +204,21 @@ def _regenerated(case: Case) -> _Costs:
     settings = recipe.data.regenerate
     assert settings is not None, "the stage is there for the section"
     num_tokens = _num_conversations(recipe) * _row_tokens(recipe)
+    disk = 2 * num_tokens * _TOKEN_BYTES
     if settings.endpoint is not None:
-        return 0, 0, 2 * num_tokens * _TOKEN_BYTES, 1
-    return _written(case, num_tokens, recipe.train.num_processes)
+        return 0, 0, disk, 1
+    return _written(case, num_tokens * _ANSWERED, disk, recipe.train.num_processes)
 
 
-def _written(case: Case, num_tokens: float, num_processes: int) -> _Costs:
-    """What the target writes through this runtime, of conversations of so many tokens."""
+def _written(case: Case, num_tokens: float, disk: float, num_processes: int) -> _Costs:
+    """So many tokens that the target writes through this runtime."""
     recipe, target = case.recipe, case.shapes.target
     settings = recipe.data.regenerate
     assert settings is not None, "the target writes nothing without it"
-    disk = 2 * num_tokens * _TOKEN_BYTES
-    num_answered = num_tokens * _ANSWERED / num_processes
     # a pass reads the weights once for all answers, and multiplies for each
     alone, products = _token_seconds(target, case.hardware), 2.0 * target.num_parameters
     together = max(alone / settings.num_parallel, products / case.hardware.training_flops)
-    seconds = 20 + num_answered * together
+    seconds = 20 + num_tokens / num_processes * together
     return target.num_parameters, target.num_bytes * SERVING, disk, seconds
 
 

@@ -109,8 +109,8 @@ def _chat_template(recipe: Recipe, first: list[Any]) -> str:
 
 
 def _prompts(source: PromptSource) -> str:
-    if source.is_embedded:
-        return f"embedded, {source.num_per_task} of each task"
+    if source.is_embedded or source.is_shipped:
+        return f"{source.shown}, {source.num_per_task} of each task"
     if source.file is None:
         what = "to be downloaded" if source.is_url else "first turns of held-out conversations"
         return f"{source.named}, {what}"

@@ -7,10 +7,12 @@ from typing import TypeVar
 
 from polybasic.chain.formats.files import sha256_of_file
 from polybasic.chain.formats.manifest import Provenance
-from polybasic.deploy.prompts import read_questions
+from polybasic.deploy.prompts import read_questions, write_first_turns
 from polybasic.deploy.settings import BenchSettings, PlanSettings
 from polybasic.recipes.pipeline.downloads import fetch, is_url
-from polybasic.recipes.schema.recipe import NUM_TASKS, asks_heldout
+from polybasic.recipes.schema.recipe import EMBEDDED, NUM_TASKS, asks_heldout
+from polybasic.train.data.shipped import NUM_HELDOUT, heldout_shipped
+from polybasic.train.settings import SHIPPED
 
 PROMPTS_NAME = "prompts.jsonl"
 PLAN_PROMPTS_NAME = "plan_prompts.jsonl"
@@ -28,7 +30,9 @@ class PromptSource:
         key: that it was given under, for errors.
         num_per_task: of generated prompts.
         seed: of generated prompts.
-        conversations: of section data; those of the run that made the chain.
+        part: of the held-out shipped conversations: 0 for plans, 1 for reports.
+        conversations: of section data; those of the run that made the chain, "" where none did.
+        num_heldout: shipped conversations, where heads learned from these.
         has_groups: whether topics that are new to the chain's heads are told apart, as generated
             prompts can be where heads learned from the embedded conversations.
     """
@@ -37,7 +41,9 @@ class PromptSource:
     key: str
     num_per_task: int
     seed: int
-    conversations: str = "embedded"
+    part: int = 1
+    conversations: str = EMBEDDED
+    num_heldout: int = NUM_HELDOUT
     has_groups: bool = True
 
     @property
@@ -45,14 +51,20 @@ class PromptSource:
         """For people, without a folder."""
         if self.is_heldout:
             return f"held-out turns of {Path(self.conversations).name}"
-        if self.is_embedded:
-            return "embedded"
+        if self.is_embedded or self.is_shipped:
+            return EMBEDDED if self.is_embedded else SHIPPED
         return self.named if self.file is None else self.file.name
 
     @property
     def is_embedded(self) -> bool:
         """Whether they are generated."""
-        return self.named == "embedded" or (self.named == "auto" and not self.is_heldout)
+        is_of_such = self.conversations == EMBEDDED
+        return self.named == EMBEDDED or (self.named == "auto" and is_of_such)
+
+    @property
+    def is_shipped(self) -> bool:
+        """Whether they are first turns of shipped conversations, of those that are held out."""
+        return self.named == SHIPPED or (self.named == "auto" and not self.conversations)
 
     @property
     def is_heldout(self) -> bool:
@@ -66,13 +78,17 @@ class PromptSource:
         return is_url(self.named)
 
     @property
+    def is_kept(self) -> bool:
+        """Whether a run keeps them in stage data, beside the conversations."""
+        return self.is_heldout or self.is_shipped or self.is_url
+
+    @property
     def file(self) -> Path | None:
         """The question file that is named; None where one is yet to be written."""
-        is_written = self.is_embedded or self.is_heldout or self.is_url
-        return None if is_written else Path(self.named)
+        return None if self.is_embedded or self.is_kept else Path(self.named)
 
     def write(self, path: Path) -> Path:
-        """Generate or download them to `path`; where a file is named nothing is written.
+        """Write them to `path`, where no file is named.
 
         Returns:
             The question file.
@@ -84,6 +100,9 @@ class PromptSource:
             from polybasic.recipes.embedded.conversations import write_prompts
 
             write_prompts(path, self.num_per_task, self.seed, self.has_groups)
+        elif self.is_shipped:
+            by_task = sorted(heldout_shipped(self.num_heldout), key=lambda row: row["task"])
+            write_first_turns(by_task[self.part :: 2], [path])
         elif self.is_url:
             fetch(self.named, path, self.key)
             read_questions(path)
@@ -95,23 +114,25 @@ def bench_prompts(
     settings: BenchSettings,
     seed: int,
     key: str = "bench.prompts",
-    conversations: str = "embedded",
+    conversations: str = EMBEDDED,
 ) -> PromptSource:
     """Those of a report; `seed` is the recipe's, and so is `conversations`, of section data."""
-    has_groups = conversations == "embedded"
+    has_groups = conversations == EMBEDDED
     num = settings.num_prompts_per_task
-    return PromptSource(settings.prompts, key, num, seed, conversations, has_groups)
+    return PromptSource(
+        settings.prompts, key, num, seed, conversations=conversations, has_groups=has_groups
+    )
 
 
 def plan_prompts(
     settings: PlanSettings,
     seed: int,
     key: str = "plan.prompts",
-    conversations: str = "embedded",
+    conversations: str = EMBEDDED,
 ) -> PromptSource:
-    """Those of a plan, generated from another seed: it is not judged on what it was chosen by."""
+    """Those of a plan, of another seed or part: it is not judged on what it was chosen by."""
     num = settings.num_prompts_per_task
-    return PromptSource(settings.prompts, key, num, seed + 1, conversations)
+    return PromptSource(settings.prompts, key, num, seed + 1, 0, conversations)
 
 
 def with_prompts(settings: SettingsT, source: PromptSource, path: Path) -> SettingsT:
@@ -135,7 +156,7 @@ def prompts_of_run(
         name: PROMPTS_NAME or PLAN_PROMPTS_NAME.
 
     Returns:
-        The source and its file; generated prompts and None where the file is not there, or is not
+        The source and its file; shipped prompts and None where the file is not there, or is not
         the one that the run wrote.
     """
     section = made.recipe.get("plan" if name == PLAN_PROMPTS_NAME else "bench", {})
@@ -146,4 +167,8 @@ def prompts_of_run(
         and sha256_of_file(path) == made.data_digests.get(path.stem)
     ):
         return source, path
-    return replace(source, named="embedded"), None
+    data = made.recipe.get("data", {})
+    learned = (
+        data.get("num_heldout", NUM_HELDOUT) if source.conversations == SHIPPED else NUM_HELDOUT
+    )
+    return replace(source, named=SHIPPED, num_heldout=learned), None

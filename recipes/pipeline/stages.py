@@ -93,7 +93,8 @@ def _data_inputs(workspace: Workspace) -> dict[str, Any]:
         inputs["prompts"] = sha256_of_file(bench.file)
     if heldout := [source.key for source in (plan, bench) if source.is_heldout]:
         inputs["heldout_prompts"] = heldout
-    return inputs | {source.key: source.named for source in (bench, plan) if source.is_url}
+    written = [source for source in (bench, plan) if source.is_url or source.is_shipped]
+    return inputs | {source.key: source.named for source in written}
 
 
 def _prompts(recipe: Recipe) -> tuple[PromptSource, PromptSource]:
@@ -116,7 +117,7 @@ def _run_data(workspace: Workspace, folder: Path) -> dict[str, Any]:
     bench, plan = _prompts(recipe)
     if not bench.is_heldout:
         bench.write(folder / PROMPTS_NAME)
-    if plan.is_url:
+    if plan.is_url or plan.is_shipped:
         plan.write(folder / PLAN_PROMPTS_NAME)
     training, heldout = split_conversations(
         load_conversations(source, recipe.data.limit), recipe.data.num_heldout
@@ -136,7 +137,7 @@ def _identify_data(workspace: Workspace, folder: Path) -> dict[str, Any]:
         conversations_sha256 = sha256_of_file(folder / CONVERSATIONS_NAME)
     prompts_sha256 = sha256_of_file(bench.file or folder / PROMPTS_NAME)
     identity = {"conversations": conversations_sha256, "prompts": prompts_sha256}
-    if plan.is_url or plan.is_heldout:
+    if plan.is_kept:
         identity["plan_prompts"] = sha256_of_file(folder / PLAN_PROMPTS_NAME)
     return identity
 
@@ -266,11 +267,8 @@ def _run_plan(workspace: Workspace, folder: Path) -> dict[str, Any]:
 def _with_prompts(workspace: Workspace, path: Path) -> PlanSettings:
     """The plan's settings with a file of prompts; those that are made here are at `path`."""
     settings, (_, source) = workspace.recipe.plan, _prompts(workspace.recipe)
-    if source.is_heldout or source.is_url:
-        path = workspace.folder("data") / PLAN_PROMPTS_NAME
-    else:
-        path = source.write(path)
-    return with_prompts(settings, source, path)
+    kept = workspace.folder("data") / PLAN_PROMPTS_NAME
+    return with_prompts(settings, source, kept if source.is_kept else source.write(path))
 
 
 def _identify_plan(workspace: Workspace, folder: Path) -> dict[str, Any]:

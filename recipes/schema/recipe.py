@@ -18,6 +18,8 @@ from polybasic.train.settings import (
 )
 
 NUM_TASKS = len(TASKS)
+EMBEDDED = "embedded"
+"""Names conversations and prompts that are generated."""
 TO_BE_GIVEN = "???"
 """Of a model or of conversations that a recipe leaves to the command line."""
 
@@ -30,9 +32,9 @@ def asks_heldout(prompts: str, conversations: str) -> bool:
 
     Args:
         prompts: of section plan or bench.
-        conversations: of section data.
+        conversations: of section data; "" where there are none.
     """
-    return prompts == "heldout" or (prompts == "auto" and conversations != "embedded")
+    return prompts == "heldout" or (prompts == "auto" and conversations not in (EMBEDDED, ""))
 
 
 class TargetSettings(Settings):

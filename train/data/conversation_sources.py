@@ -6,14 +6,12 @@ from pathlib import Path
 
 from polybasic.chain.errors import UserError
 from polybasic.train.data.conversation_files import FILE_NAME
+from polybasic.train.data.shipped import SHIPPED_PATH
 from polybasic.train.settings import SHIPPED
 
 _HUB_SOURCE = re.compile(
     r"(?P<repository>[\w.-]+/[\w.-]+?)(@(?P<revision>[\w./-]+?))?(:(?P<path>[^:]+))?"
 )
-
-
-_SHIPPED_PATH = Path(__file__).with_name("shipped.jsonl.gz")
 
 
 @dataclass(frozen=True)
@@ -45,7 +43,7 @@ def parse_source(source: str) -> Path | HubData:
         UserError: neither of both.
     """
     if source == SHIPPED:
-        return _SHIPPED_PATH
+        return SHIPPED_PATH
     if Path(source).exists():
         return Path(source)
     found = _HUB_SOURCE.fullmatch(source)

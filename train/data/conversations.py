@@ -4,7 +4,6 @@ A row is {"id", "task", "group", "target_only", "messages": [{"role", "content"}
 system message, then user and assistant in turns, the assistant last.
 """
 
-import hashlib
 import re
 import sys
 from collections import Counter
@@ -24,7 +23,7 @@ from polybasic.chain.formats.files import sha256_of_file, sha256_of_object
 from polybasic.train.data.chat import chat_template
 from polybasic.train.data.conversation_files import check_file, read_file
 from polybasic.train.data.conversation_sources import HubData, fetch_file, hub_error, parse_source
-from polybasic.train.settings import SELF_PROMPTED
+from polybasic.train.data.splitting import heldout_indices
 
 ROLES = {
     "human": "user",
@@ -48,6 +47,7 @@ FEATURES = Features(
         "messages": [{"role": Value("string"), "content": Value("string")}],
     }
 )
+_SPLIT_BY = ["task", "group", "messages"]
 _SYSTEM_PROBE = [{"role": role, "content": "text"} for role in ("system", "user", "assistant")]
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
@@ -122,39 +122,23 @@ def read_rows(source: str, limit: int | None = None) -> Iterator[dict[str, Any] 
 
 
 def split_conversations(dataset: Dataset, num_heldout: int) -> tuple[Dataset, Dataset]:
-    """Split into (training, held-out) by SHA-256 of the group, or where there is none of the first
-    user turn.
+    """Split into (training, held-out), as `heldout_indices` chooses.
 
-    Conversations of one group, or with the same first user turn, stay together, so the held-out
-    part has at least `num_heldout` rows and may have a few more. The order of the rows in the file
-    plays no part. Conversations of task `SELF_PROMPTED` are never held out: what is does not depend
-    on how many of them there are.
+    The held-out part has at least `num_heldout` rows, and may have a few more of its last group.
 
     Raises:
         UserError: there would be nothing left to train on.
     """
-    groups: dict[str, list[int]] = {}
-    rows = zip(dataset["task"], dataset["group"], dataset["messages"], strict=True)
-    for index, (task, group, messages) in enumerate(rows):
-        if task == SELF_PROMPTED:
-            continue
-        asked = (message["content"] for message in messages if message["role"] == "user")
-        first = group or next(asked)
-        groups.setdefault(hashlib.sha256(first.encode("utf-8")).hexdigest(), []).append(index)
-    heldout: list[int] = []
-    for digest in sorted(groups):
-        if len(heldout) >= num_heldout:
-            break
-        heldout += groups[digest]
+    heldout, num_groups = heldout_indices(dataset.select_columns(_SPLIT_BY), num_heldout)
     kept = sorted(set(range(len(dataset))) - set(heldout))
     if not kept or len(heldout) < num_heldout:
         raise UserError(
             "too few conversations to hold some out",
             f"data.num_heldout = {num_heldout} of {len(dataset)} conversations "
-            f"of {len(groups)} groups or different first turns",
+            f"of {num_groups} groups or different first turns",
             "lower data.num_heldout or give more conversations",
         )
-    return dataset.select(kept), dataset.select(sorted(heldout))
+    return dataset.select(kept), dataset.select(heldout)
 
 
 def without_target_only(dataset: Dataset) -> Dataset:

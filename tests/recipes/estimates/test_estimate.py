@@ -138,6 +138,11 @@ def test_shipped_conversations_are_counted_as_they_are(tmp_path: Path) -> None:
     unknown = rows_of(tmp_path, f"data.conversations={tmp_path}/some.jsonl", *asked)["regenerated"]
     assert shipped.disk_bytes == 2 * 955 * 280 * 5
     assert shipped.seconds < unknown.seconds / 50
+    more = rows_of(tmp_path, "data.conversations=shipped", "data.self_prompted=955", *asked)
+    assert more["regenerated"].disk_bytes == 2 * shipped.disk_bytes
+    assert 0 < more["self_prompted"].disk_bytes < shipped.disk_bytes
+    assert shipped.seconds < more["regenerated"].seconds < 2 * shipped.seconds
+    assert 0 < more["self_prompted"].seconds < shipped.seconds
 
 
 @pytest.mark.parametrize("name", ["tiny", "tiny-four"])

@@ -31,6 +31,7 @@ from polybasic.recipes.pipeline.sources import (
 from polybasic.recipes.pipeline.stages import stages_of
 from polybasic.recipes.schema.loading import load_recipe
 from polybasic.recipes.schema.recipe import Recipe
+from polybasic.train.data.conversations import load_conversations, split_conversations
 from tests.checkpoints import CHATML, write_family
 from tests.recipes.serving import served
 
@@ -118,8 +119,41 @@ def test_own_conversations_are_what_plan_and_report_ask_about(tmp_path: Path) ->
         assert source.shown == "held-out turns of chats.json"
         assert with_prompts(PlanSettings(), source, data / name).num_prompts_per_task == 36
         write_questions(data / name)
-        embedded, nothing = prompts_of_run(source, chain, made, name)
-        assert (embedded.shown, nothing) == ("embedded", None)
+        shipped, nothing = prompts_of_run(source, chain, made, name)
+        assert (shipped.shown, nothing) == ("shipped", None)
+
+
+def test_shipped_prompts_are_held_out_ones_which_plan_and_report_share(tmp_path: Path) -> None:
+    training, _ = split_conversations(load_conversations("shipped"), 120)
+    learned = {messages[0]["content"] for messages in training["messages"]}
+    asked = []
+    for source in (
+        bench_prompts(BenchSettings(), 0, conversations=""),
+        plan_prompts(PlanSettings(), 0, conversations=""),
+        bench_prompts(BenchSettings(prompts="shipped"), 0, conversations="a.jsonl"),
+    ):
+        assert (source.shown, source.is_kept, source.file) == ("shipped", True, None)
+        questions = read_questions(source.write(tmp_path / "prompts.jsonl"))
+        asked.append({one.turns[0] for one in questions})
+        assert len({one.task for one in questions}) == 8
+        assert not asked[-1] & learned
+    bench, plan, again = asked
+    assert again == bench
+    assert not bench & plan
+    assert 50 < len(plan) <= len(bench) + 8
+
+
+def test_what_heads_learned_of_the_shipped_conversations_is_not_asked(tmp_path: Path) -> None:
+    """A chain whose run is gone, and held out fewer of them."""
+    data = {"conversations": "shipped", "num_heldout": 48}
+    made = Provenance(recipe={"data": data}, command="", package_versions={}, data_digests={})
+    source = bench_prompts(BenchSettings(), 0, "--prompts", "shipped")
+    source, _ = prompts_of_run(source, tmp_path, made, PROMPTS_NAME)
+    training, _ = split_conversations(load_conversations("shipped"), 48)
+    learned = {messages[0]["content"] for messages in training["messages"]}
+    questions = read_questions(source.write(tmp_path / "prompts.jsonl"))
+    assert questions
+    assert not {one.turns[0] for one in questions} & learned
 
 
 def test_the_data_stage_keeps_downloaded_prompts(tmp_path: Path) -> None:

@@ -129,6 +129,15 @@ def test_training_that_contradicts_itself_is_refused(train: dict, told: str) -> 
         recipe(train=train)
 
 
+def test_what_the_target_asks_itself_it_answers_here() -> None:
+    answered = {"temperature": 0.0}
+    assert recipe(data={"self_prompted": 7, "regenerate": answered}).data.self_prompted == 7
+    elsewhere = answered | {"endpoint": "http://localhost:8000/v1"}
+    for regenerate in (None, elsewhere):
+        with pytest.raises(ValidationError, match="self_prompted 7 needs answers through this"):
+            recipe(data={"self_prompted": 7, "regenerate": regenerate})
+
+
 def test_a_draft_vocabulary_is_a_number_or_a_share() -> None:
     for given, kept in ((64, 64), (512.0, 512), (0.98, 0.98), (None, None)):
         found = recipe(train={"draft_vocab_size": given}).train
