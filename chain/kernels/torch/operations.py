@@ -91,6 +91,10 @@ class DeviceLinear:
         return self.weight
 
 
+_LEAST = (2.0**-9, 2.0**-13, 2.0**-17, 2.0**-21, 0.0)
+"""Bounds of the probabilities that are sorted, tried one after the other."""
+
+
 class Operations:
     """The operations of a pass; tensors are in the compute dtype unless stated otherwise."""
 
@@ -241,18 +245,25 @@ class Operations:
         probabilities reach `top_p`; of equal ones the first is more probable. A row of NaN is kept.
 
         Probabilities are added in whole units of 2**-60, so that equal ones keep the same tokens
-        everywhere.
+        everywhere. On a CPU no more of them are sorted than a row needs.
 
         Args:
             logits: float32 [R, V].
             probabilities: float32 [R, V], of at most 1.
             top_p: float32 [], above 0 and at most 1.
         """
-        ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)
-        shares = (ordered.nan_to_num(0.0) * SHARES).long()
-        is_beyond = shares.cumsum(-1) - shares >= (top_p * SHARES).long().clamp(min=1)
-        dropped = torch.zeros_like(is_beyond).scatter(-1, order, is_beyond)
-        return logits.masked_fill(dropped, float("-inf"))
+        enough = (top_p * SHARES).long().clamp(min=1)
+        if logits.device.type != "cpu":
+            ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)
+            dropped = torch.zeros_like(order, dtype=torch.bool)
+            return logits.masked_fill(
+                dropped.scatter(-1, order, _is_beyond(ordered, enough)), float("-inf")
+            )
+        found = torch.full_like(logits, float("-inf"))
+        for logits_V, probabilities_V, found_V in zip(logits, probabilities, found, strict=True):
+            kept = _head(probabilities_V, enough)
+            found_V[kept] = logits_V[kept]
+        return found
 
     def continuations(
         self, logits: Tensor, k: int, above: Tensor | None, token_ids: Tensor | None
@@ -319,3 +330,25 @@ class Operations:
 def softcapped(x: Tensor, softcap: float) -> Tensor:
     """`x`, kept between -softcap and softcap."""
     return (x / softcap).tanh() * softcap
+
+
+def _head(probabilities: Tensor, enough: Tensor) -> Tensor:
+    """Indices of the most probable tokens of [V] that reach `enough` units, or of all.
+
+    Tokens below a bound are left out where those above it reach so many: then none of them counts,
+    however they are ordered.
+    """
+    for least in _LEAST:
+        candidates = (probabilities >= least).nonzero()[:, 0] if least else None
+        some = probabilities if candidates is None else probabilities[candidates]
+        if candidates is None or (some * SHARES).long().sum() >= enough:
+            break
+    ordered, order = some.sort(descending=True, stable=True)
+    kept = order[~_is_beyond(ordered, enough)]
+    return kept if candidates is None else candidates[kept]
+
+
+def _is_beyond(ordered: Tensor, enough: Tensor) -> Tensor:
+    """Of probabilities in descending order, those before which there are `enough` units."""
+    shares = (ordered.nan_to_num(0.0) * SHARES).long()
+    return shares.cumsum(-1) - shares >= enough
