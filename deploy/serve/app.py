@@ -1,6 +1,5 @@
 """The application: paths, and what each does."""
 
-import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from importlib.metadata import version
@@ -83,6 +82,7 @@ def create_app(chain: Chain, settings: ServeSettings) -> FastAPI:
         try:
             yield
         finally:
+            service.reading.close()
             await service.scheduler.stop()
 
     app = FastAPI(
@@ -99,9 +99,26 @@ def create_app(chain: Chain, settings: ServeSettings) -> FastAPI:
     _add_state(app, service)
     if settings.page:
         _add_page(app)
-    app.add_exception_handler(ApiError, _of_api_error)
-    app.add_exception_handler(RequestValidationError, _of_validation)
-    app.add_exception_handler(HTTPException, _of_http)
+
+    def refused(error: ApiError) -> Response:
+        # answers that fail later are counted by their end
+        if error.status < 500 or error.status == 503:
+            service.metrics.refused(str(error.code))
+        return error_response(error)
+
+    # what is not async would run in a thread
+    async def of_api_error(_: Request, error: Any) -> Response:
+        return refused(error)
+
+    async def of_validation(_: Request, error: Any) -> Response:
+        return refused(_invalid(error))
+
+    async def of_http(_: Request, error: Any) -> Response:
+        return refused(_of_http(error))
+
+    app.add_exception_handler(ApiError, of_api_error)
+    app.add_exception_handler(RequestValidationError, of_validation)
+    app.add_exception_handler(HTTPException, of_http)
     app.add_middleware(Guard, settings=settings)
     if settings.allowed_origins:
         app.add_middleware(
@@ -128,7 +145,8 @@ async def _answer(
     service: Service, asked: ChatRequest | CompletionRequest, request: Request
 ) -> Response:
     """Whole, or as a stream whose first part is there: until then errors have a status."""
-    ticket, reply = await service.ask(asked, request.state.request_id, request.state.client)
+    asking = service.ask(asked, request.state.request_id, request.state.client)
+    ticket, reply = await unless_gone(request.receive, asking)
     try:
         if asked.stream:
             first = await unless_gone(request.receive, ticket.news())
@@ -149,25 +167,16 @@ async def _all(ticket: Ticket, reply: Reply) -> None:
 
 def _add_texts(app: FastAPI, service: Service) -> None:
     @app.post("/tokenize")
-    async def tokenize(asked: TokenizeRequest) -> Json:
+    async def tokenize(asked: TokenizeRequest, request: Request) -> Json:
         service.check_model(asked.model)
-        token_ids = await asyncio.to_thread(service.token_ids, asked)
-        named = None
-        if asked.return_token_strs:
-            named = await asyncio.to_thread(service.names, token_ids)
-        return Json(
-            {
-                "count": len(token_ids),
-                "max_model_len": service.context_tokens,
-                "tokens": token_ids,
-                "token_strs": named,
-            }
-        )
+        asking = service.tokenize(asked, request.state.client)
+        return Json(await unless_gone(request.receive, asking))
 
     @app.post("/detokenize")
-    async def detokenize(asked: DetokenizeRequest) -> Json:
+    async def detokenize(asked: DetokenizeRequest, request: Request) -> Json:
         service.check_model(asked.model)
-        return Json({"prompt": await asyncio.to_thread(service.text, asked.tokens)})
+        asking = service.detokenize(asked.tokens, request.state.client)
+        return Json({"prompt": await unless_gone(request.receive, asking)})
 
 
 def _add_state(app: FastAPI, service: Service) -> None:
@@ -222,19 +231,14 @@ def _add_page(app: FastAPI) -> None:
         return await files.get_response("index.html", request.scope)
 
 
-async def _of_api_error(request: Request, error: Any) -> Response:
-    return error_response(error)
-
-
-async def _of_validation(request: Request, error: Any) -> Response:
+def _invalid(error: Any) -> ApiError:
     # of a union's alternatives, the one that came furthest says most
-    return error_response(refusal_of(max(error.errors(), key=lambda fault: len(fault["loc"]))))
+    return refusal_of(max(error.errors(), key=lambda fault: len(fault["loc"])))
 
 
-async def _of_http(request: Request, error: Any) -> Response:
+def _of_http(error: Any) -> ApiError:
     if error.status_code == 404:
-        return error_response(ApiError(404, "there is no such path", code="not_found"))
+        return ApiError(404, "there is no such path", code="not_found")
     if error.status_code == 400:
-        return error_response(bad_request("the body cannot be read as JSON", code="invalid_json"))
-    told = ApiError(error.status_code, str(error.detail), headers=dict(error.headers or {}))
-    return error_response(told)
+        return bad_request("the body cannot be read as JSON", code="invalid_json")
+    return ApiError(error.status_code, str(error.detail), headers=dict(error.headers or {}))

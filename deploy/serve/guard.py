@@ -7,6 +7,7 @@ import logging
 import re
 import time
 from typing import Any
+from urllib.parse import urlsplit
 from uuid import uuid4
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -53,6 +54,7 @@ class Guard:
             await send(message)
 
         try:
+            self._check_host(headers)
             scope["state"]["client"] = self._client(scope, headers)
             body = await self._body(headers, receive)
             await self.app(scope, _replayed(body, receive), send_named)
@@ -66,6 +68,25 @@ class Guard:
                 await _answer(internal_error(request_id), scope, receive, send_named)
         finally:
             self._note(scope, status, time.monotonic() - begin)
+
+    def _check_host(self, headers: Headers) -> None:
+        """Refuse a page elsewhere whose name was made to mean this machine (DNS rebinding).
+
+        Raises:
+            ApiError: the request calls this server by another name than it may.
+        """
+        allowed = self.settings.allowed_hosts
+        try:
+            named = urlsplit("//" + headers.get("host", "")).hostname
+        except ValueError:
+            named = None
+        if allowed and named not in allowed:
+            raise ApiError(
+                403,
+                f"this server is not asked by the name {str(named)[:100]!r}: ask {allowed[0]}, or "
+                "start it with --allowed-hosts",
+                code="host_not_allowed",
+            )
 
     def _client(self, scope: Scope, headers: Headers) -> str:
         """Whose request it is: a key's number, or an address.

@@ -111,9 +111,7 @@ class Scheduler:
             ApiError: it can never be taken (400), or not now (503).
         """
         limits, num, tokens = self.limits, len(ticket.jobs), ticket.num_tokens
-        if num > limits.queue + limits.sequences:
-            most = limits.queue + limits.sequences
-            raise bad_request(f"{num} answers in one request; at most {most} are taken", "n")
+        self.check_number(num)
         with self._changed:
             state = self._state
             if self.is_broken or not self._thread.is_alive():
@@ -130,6 +128,16 @@ class Scheduler:
             self._show()
             self._changed.notify()
 
+    def check_number(self, num: int) -> None:
+        """Check how many answers a request asks for.
+
+        Raises:
+            ApiError: more than can ever be taken (400).
+        """
+        most = self.limits.queue + self.limits.sequences
+        if num > most:
+            raise bad_request(f"{num} answers in one request; at most {most} are taken", "n")
+
     def cancel(self, ticket: Ticket) -> None:
         """Give a request up, whatever has become of it; its sequences are free after this pass."""
         if ticket.is_over:
@@ -139,9 +147,10 @@ class Scheduler:
             self._changed.notify()
 
     def drain(self) -> None:
-        """Take no more requests; those that were taken are answered."""
+        """Take no more requests; those of which an answer has begun are answered."""
         with self._changed:
             self._state.is_draining = True
+            self._changed.notify()
 
     async def stop(self) -> None:
         """End at once; what was not answered gets an error."""
@@ -208,6 +217,8 @@ class Scheduler:
                 self._end(job, None, "abort")
             elif job.ticket.arrived < late:
                 self._end(job, out_of_time(self.limits.seconds), "error")
+            elif state.is_draining and not job.ticket.has_begun:
+                self._end(job, shutting_down(), "abort")
         state.gone.clear()
 
     def _admit(self) -> None:

@@ -1,6 +1,5 @@
 """From a request to what the chain is asked: prompts as token ids, settings, limits."""
 
-import asyncio
 import re
 import secrets
 import time
@@ -19,6 +18,7 @@ from polybasic.deploy.serve.protocol import (
     Message,
     TokenizeRequest,
 )
+from polybasic.deploy.serve.reading import Reading
 from polybasic.deploy.serve.replies import ChatReply, CompletionReply, Reply
 from polybasic.deploy.serve.scheduler import Limits, Scheduler, readable
 from polybasic.deploy.serve.settings import ServeSettings
@@ -46,6 +46,7 @@ class Service:
         self.tokenizer = chain.tokenizer.backend_tokenizer
         self.texts = TokenTexts(self.tokenizer)
         self.context_tokens: int = chain.engine.context_tokens
+        self.reading = Reading(self.tokenizer, self.context_tokens)
         self._began = int(time.time())
 
     async def ask(
@@ -57,7 +58,8 @@ class Service:
             ApiError: it asks for what there is not, does not fit, or cannot be taken now.
         """
         self.check_model(asked.model)
-        prompts = await asyncio.to_thread(self._prompts, asked)
+        num_characters = self._bounded(asked)
+        prompts = await self.reading.read(client, num_characters, lambda: self._prompts(asked))
         options = self._options(asked)
         jobs = []
         for prompt in prompts:
@@ -70,12 +72,32 @@ class Service:
         made = ChatReply if isinstance(asked, ChatRequest) else CompletionReply
         name = self.settings.model_names[0]
         reply = made(asked, prompts, name, self.texts, self.chain.stop_tokens)
-        try:
-            self.scheduler.submit(ticket)
-        except ApiError as error:
-            self.metrics.refused(str(error.code))
-            raise
+        self.scheduler.submit(ticket)
         return ticket, reply
+
+    def _bounded(self, asked: ChatRequest | CompletionRequest) -> int:
+        """Characters that are to be read.
+
+        Raises:
+            ApiError: more answers or longer prompts than can be taken.
+        """
+        if isinstance(asked, ChatRequest):
+            self.scheduler.check_number(asked.n)
+            return self._characters_of(asked.messages)
+        self.scheduler.check_number(len(asked.prompts) * asked.n)
+        num_characters = 0
+        for prompt in asked.prompts:
+            num_characters += len(prompt)
+            if isinstance(prompt, str):
+                self.reading.check(len(prompt), "prompt")
+            else:
+                self._most_tokens(asked, len(prompt))
+        return num_characters
+
+    def _characters_of(self, messages: list[Message]) -> int:
+        num_characters = sum(len(message.for_template["content"]) for message in messages)
+        self.reading.check(num_characters, "messages")
+        return num_characters
 
     def check_model(self, name: str | None) -> None:
         """Check that a model is served.
@@ -105,22 +127,42 @@ class Service:
             for name in self.settings.model_names
         ]
 
-    def token_ids(self, asked: TokenizeRequest) -> list[int]:
-        """Of a text, or of messages in their template."""
-        if asked.prompt is None:
-            return self._of_messages(asked.messages or [])
-        return self._of_text(asked.prompt, asked.add_special_tokens)
+    async def tokenize(self, asked: TokenizeRequest, client: str) -> dict[str, Any]:
+        """Of a text, or of messages in their template, what /tokenize answers.
 
-    def names(self, token_ids: list[int]) -> list[str]:
-        """Each token's text."""
-        return [self.texts.text_of(token) for token in token_ids]
+        Raises:
+            ApiError: it is longer than any prompt.
+        """
+        text, messages = asked.prompt, asked.messages or []
+        if text is not None:
+            self.reading.check(len(text), "prompt")
+        num_characters = len(text) if text is not None else self._characters_of(messages)
 
-    def text(self, token_ids: list[int]) -> str:
+        def read() -> dict[str, Any]:
+            if text is None:
+                token_ids = self._of_messages(messages)
+            else:
+                token_ids = self._of_text(text, asked.add_special_tokens)
+            names = [self.texts.text_of(token) for token in token_ids]
+            return {
+                "count": len(token_ids),
+                "max_model_len": self.context_tokens,
+                "tokens": token_ids,
+                "token_strs": names if asked.return_token_strs else None,
+            }
+
+        return await self.reading.read(client, num_characters, read)
+
+    async def detokenize(self, token_ids: list[int], client: str) -> str:
         """That token ids mean, special tokens included.
 
         Raises:
-            ApiError: one is outside of the vocabulary.
+            ApiError: one is outside of the vocabulary, or they are more than any prompt has.
         """
+        self.reading.check(len(token_ids), "tokens")
+        return await self.reading.read(client, len(token_ids), lambda: self._text(token_ids))
+
+    def _text(self, token_ids: list[int]) -> str:
         self._check_tokens(token_ids, "tokens")
         return str(self.tokenizer.decode(token_ids, skip_special_tokens=False))
 
@@ -132,7 +174,7 @@ class Service:
             if isinstance(given, str):
                 prompts.append(Prompt(self._of_text(given, asked.add_special_tokens), given))
             else:
-                prompts.append(Prompt(given, self.text(given) if asked.echo else ""))
+                prompts.append(Prompt(given, self._text(given) if asked.echo else ""))
         return prompts
 
     def _of_messages(self, messages: list[Message]) -> list[int]:

@@ -20,6 +20,9 @@ class ServeSettings(Settings):
     request_seconds: Factor = Field(600, description="of a request, waiting included")
     body_bytes: Count = Field(4 << 20, description="of a request's body at most")
     body_seconds: Factor = Field(20, description="in which a body has to arrive")
+    allowed_hosts: tuple[str, ...] = Field(
+        (), description="names that requests may call this server by; none: any"
+    )
     allowed_origins: tuple[str, ...] = Field((), description="of pages elsewhere that may ask")
     page: bool = Field(True, description="serve the chat page at /")
     log_format: Literal["json", "text"] = Field("text", description="of the log's lines")

@@ -72,6 +72,11 @@ class Ticket:
         """Whether all of its answers have ended and were taken."""
         return self._num_left == 0
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether one of its answers has had a sequence."""
+        return any(job.live is not None for job in self.jobs)
+
     async def news(self) -> list[News]:
         """What has come since the last call; waits for it. Empty once all answers have ended.
 

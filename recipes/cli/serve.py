@@ -1,6 +1,7 @@
 """`polybasic serve`: a chain behind OpenAI's HTTP interface."""
 
 import os
+from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -25,6 +26,8 @@ from polybasic.recipes.cli.options import (
 )
 
 if TYPE_CHECKING:
+    from socket import socket
+
     from polybasic.deploy import Chain
     from polybasic.deploy.serve.settings import ServeSettings
 
@@ -80,6 +83,14 @@ def serve(
         float, typer.Option(min=0, help="Seconds that answers in flight get after SIGTERM.")
     ] = 30,
     max_body: Annotated[int, typer.Option(min=1, help="Bytes of a request's body.")] = 4 << 20,
+    allowed_hosts: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="That requests may call this server by; may be repeated.  [default: localhost and "
+            "--host, where that is this machine alone and no key is needed; else any]",
+        ),
+    ] = None,
     allowed_origins: Annotated[
         list[str] | None,
         typer.Option(metavar="ORIGIN", help="Of pages elsewhere that may ask; may be repeated."),
@@ -106,6 +117,7 @@ def serve(
         "queued_tokens": max_queued_tokens,
         "request_seconds": request_timeout,
         "body_bytes": max_body,
+        "allowed_hosts": [name.lower() for name in allowed_hosts or []],
         "allowed_origins": allowed_origins or [],
         "page": not no_page,
         "log_format": log_format,
@@ -119,6 +131,9 @@ def serve(
     from polybasic.deploy.serve.server import Server
 
     listening = bound(host, port, f"--host {host} --port {port}", "--port 0")
+    if not (settings.allowed_hosts or settings.api_keys) and _is_loopback(listening):
+        named = dict.fromkeys(("localhost", host.lower(), "127.0.0.1", "::1"))
+        settings = settings.model_copy(update={"allowed_hosts": tuple(named)})
     options: dict[str, Any] = {"dtype": dtype, "context_tokens": max_model_len, "say": note}
     options |= {"sequences": max_num_seqs, "device": device, "target": target}
     options |= remote_options(remote, key_file, tls_certificate, no_optimism)
@@ -134,6 +149,11 @@ def serve(
     Server(app, shutdown_timeout, lambda: note(about)).run([listening])
     if (lost := app.state.service.scheduler.lost) is not None:
         raise lost
+
+
+def _is_loopback(listening: "socket") -> bool:
+    """Whether programs of this machine alone reach it."""
+    return ip_address(listening.getsockname()[0]).is_loopback
 
 
 def _keys(given: list[str], path: Path | None) -> list[str]:

@@ -36,6 +36,24 @@ def guarded(chain: Chain) -> Iterator[Served]:
         yield served
 
 
+def test_a_server_is_asked_by_its_names_alone(chain: Chain) -> None:
+    with serving(chain, allowed_hosts=("localhost", "::1")) as served:
+        for host, status in (
+            ("localhost", 200),
+            ("LOCALHOST:8000", 200),
+            ("[::1]:8000", 200),
+            ("evil.example", 403),
+            ("localhost.evil.example", 403),
+            ("[::1", 403),
+            ("", 403),
+        ):
+            answer = served.get("/v1/models", headers={"Host": host})
+            assert answer.status_code == status, host
+        refused = served.get("/v1/models", headers={"Host": "evil.example"}).json()["error"]
+        assert refused["code"] == "host_not_allowed"
+        assert "--allowed-hosts" in refused["message"]
+
+
 def bearer(key: str) -> dict[str, str | bytes]:
     return {"Authorization": b"Bearer " + key.encode()}  # type: ignore[dict-item]
 

@@ -220,21 +220,26 @@ def test_what_the_engine_refuses_is_the_requests_fault() -> None:
     run(test())
 
 
-def test_draining_answers_what_was_taken_and_nothing_else() -> None:
+def test_draining_answers_what_has_begun_and_nothing_else() -> None:
     async def test() -> None:
         chain = ScriptedChain()
         async with scheduling(chain, sequences=1) as scheduler:
-            taken = [ticket("a", 2), ticket("b", 2)]
-            for each in taken:
+            # of the first request one answer runs, the other waits
+            taken, queued = ticket("a", 4, 4), ticket("b", 2)
+            for each in (taken, queued):
                 scheduler.submit(each)
+            await until(lambda: len(chain.begun) == 1)
             scheduler.drain()
+            await asyncio.sleep(0.11)  # a look at who waits is due
+            chain.run(2)
+            with pytest.raises(ApiError, match="is shutting down"):
+                await whole(queued)
             assert not scheduler.is_ready
             with pytest.raises(ApiError) as caught:
                 scheduler.submit(ticket("c", 1))
             assert (caught.value.status, caught.value.code) == (503, "shutting_down")
-            chain.run(4)
-            for each in taken:
-                await whole(each)
+            chain.run(8)
+            await whole(taken)
 
     run(test())
 
