@@ -9,7 +9,7 @@ from pydantic import ConfigDict, Field
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.chat_templates import (
     RejectedMessages,
-    rendered_messages,
+    prompt_token_ids,
     token_ids_of,
 )
 from polybasic.chain.formats.manifest import Manifest, check_plan
@@ -298,8 +298,13 @@ class Chain:
                 return measured.seconds_per_token
         return None
 
-    def encode(self, prompt: Prompt) -> list[int]:
+    def encode(self, prompt: Prompt, takes_control_tokens: bool = True) -> list[int]:
         """Token ids of a prompt, by the tokenizer's own chat template; ids stay as they are.
+
+        Args:
+            prompt: a text, messages or token ids.
+            takes_control_tokens: whether contents of messages may spell special tokens; if not,
+                such text is text.
 
         Raises:
             UserError: messages without a chat template, or that the template refuses.
@@ -319,14 +324,13 @@ class Chain:
             )
         tokenizer, messages = self.tokenizer, list(cast(Messages, prompt))
         try:
-            text = rendered_messages(tokenizer, messages, add_generation_prompt=True)
+            return prompt_token_ids(tokenizer, messages, takes_control_tokens)
         except RejectedMessages as error:
             raise UserError(
                 "chat template rejects the messages",
                 f"the chain's tokenizer ({error})",
                 "change the roles or their order",
             ) from error
-        return token_ids_of(tokenizer, text, add_special_tokens=False)
 
     def _asked(
         self,

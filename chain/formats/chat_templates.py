@@ -5,6 +5,7 @@ the memory; that is done here.
 """
 
 import ctypes
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -91,6 +92,54 @@ def token_ids_of(
             "take the tokenizer that belongs to the target",
         ) from error
     return list(encoded["input_ids"])
+
+
+def prompt_token_ids(
+    tokenizer: "PreTrainedTokenizerBase",
+    messages: Sequence[dict[str, str]],
+    takes_control_tokens: bool = True,
+) -> list[int]:
+    """Token ids of messages with the template's opening of the assistant's next turn.
+
+    Args:
+        tokenizer: has a chat template.
+        messages: with role and content.
+        takes_control_tokens: whether contents may spell the tokenizer's special tokens. If not,
+            such text becomes other tokens: nobody who writes a message forges turns by it.
+
+    Raises:
+        RejectedMessages, UserError: as `rendered` and `token_ids_of`.
+    """
+    spelled = [] if takes_control_tokens else _control_tokens(tokenizer)
+    found = [token for token in spelled if any(token in each["content"] for each in messages)]
+    # characters of a private use area, that no message has
+    free = (chr(code) for code in range(0xF0000, 0xFFFFE))
+    used = set().union(*(each["content"] for each in messages)) if found else set()
+    stand_ins = dict(zip((one for one in free if one not in used), found, strict=False))
+    for stand_in, token in stand_ins.items():
+        messages = [{**one, "content": one["content"].replace(token, stand_in)} for one in messages]
+    text = rendered_messages(tokenizer, messages, add_generation_prompt=True)
+    token_ids: list[int] = []
+    for part in re.split(f"([{''.join(stand_ins)}])", text) if found else [text]:
+        # cut in two, no part of it is a special token
+        pieces = [part] if part not in stand_ins else _apart(stand_ins[part], spelled)
+        for piece in filter(None, pieces):
+            token_ids += token_ids_of(tokenizer, piece, add_special_tokens=False)
+    return token_ids
+
+
+def _control_tokens(tokenizer: "PreTrainedTokenizerBase") -> list[str]:
+    """How special tokens are spelled, the longest first: one may be a part of another."""
+    special = [each.content for each in tokenizer.added_tokens_decoder.values() if each.special]
+    return sorted(filter(None, special), key=len, reverse=True)
+
+
+def _apart(token: str, spelled: Sequence[str]) -> list[str]:
+    """Pieces of a special token, none of which is or holds one where it has two characters."""
+    first, rest = token[:1], token[1:]
+    if any(other in rest for other in spelled):
+        return [first, *_apart(rest, spelled)]
+    return [first, rest]
 
 
 def rendered(template: str, name: str, render: Callable[[], Rendered]) -> Rendered:

@@ -179,7 +179,8 @@ class Service:
 
     def _of_messages(self, messages: list[Message]) -> list[int]:
         try:
-            found: list[int] = self.chain.encode([message.for_template for message in messages])
+            given: Any = [message.for_template for message in messages]
+            found: list[int] = self.chain.encode(given, self.settings.special_tokens)
         except UserError as error:
             raise bad_request(readable(error, self.chain), "messages") from error
         return found

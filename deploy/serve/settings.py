@@ -23,6 +23,9 @@ class ServeSettings(Settings):
     allowed_hosts: tuple[str, ...] = Field(
         (), description="names that requests may call this server by; none: any"
     )
+    special_tokens: bool = Field(
+        False, description="contents of messages may spell the tokenizer's control tokens"
+    )
     allowed_origins: tuple[str, ...] = Field((), description="of pages elsewhere that may ask")
     page: bool = Field(True, description="serve the chat page at /")
     log_format: Literal["json", "text"] = Field("text", description="of the log's lines")

@@ -95,6 +95,13 @@ def serve(
         list[str] | None,
         typer.Option(metavar="ORIGIN", help="Of pages elsewhere that may ask; may be repeated."),
     ] = None,
+    allow_special_tokens: Annotated[
+        bool,
+        typer.Option(
+            "--allow-special-tokens",
+            help="Contents of messages may spell control tokens; else these are plain text.",
+        ),
+    ] = False,
     log_format: Annotated[str, typer.Option(help="Of the log on stderr: text or json.")] = "text",
     no_page: Annotated[bool, typer.Option("--no-page", help="No chat page at /.")] = False,
     no_graphs: NoGraphsOption = False,
@@ -119,6 +126,7 @@ def serve(
         "body_bytes": max_body,
         "allowed_hosts": [name.lower() for name in allowed_hosts or []],
         "allowed_origins": allowed_origins or [],
+        "special_tokens": allow_special_tokens,
         "page": not no_page,
         "log_format": log_format,
     }
