@@ -191,7 +191,7 @@ REPLAYED = ("adaptive", "block rule", "draft model", "ngram", "window")
 )
 def test_replayed_rounds_answer_as_called_ones(device: Engine, captured: Engine, name: str) -> None:
     num_tokens = 8 if name == "four" else 14
-    for sampling in (GREEDY, WARPED, replace(WARPED, seed=6)):
+    for sampling in (GREEDY, WARPED, replace(WARPED, temperature=0.9, seed=6)):
         expected = answer(device, PLANS[name], sampling, max_new_tokens=num_tokens)
         found = answer(captured, PLANS[name], sampling, max_new_tokens=num_tokens)
         assert found == expected
