@@ -9,6 +9,7 @@ if "TEST_ON_GPU" not in os.environ:
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1", "DS_ACCELERATOR": "cpu"}
 
 
+import gc
 import json
 import logging
 import shutil
@@ -227,6 +228,13 @@ def write_draft(folder: Path, target: Path) -> None:
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     config |= {"num_hidden_layers": 1, "polybasic": {"target_sha256": weights_digest(target)}}
     (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _imports_are_kept() -> None:
+    """Collections, as at each load of a chain, pass over what lives before a module's tests."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

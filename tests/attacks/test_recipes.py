@@ -35,7 +35,7 @@ def test_a_recipe_is_refused_before_anything_is_written(override: str, tmp_path,
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.proof), len(VALUES) // 4])
+@pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.proof), len(VALUES) // 2])
 @pytest.mark.parametrize("value", VALUES, ids=lambda value: value[:20])
 def test_every_key_reads_or_refuses_every_value(value: str, step: int) -> None:
     refused, keys = 0, KEYS[VALUES.index(value) % step :: step]

@@ -146,10 +146,10 @@ def test_a_process_that_hangs_is_ended_and_another_goes_on(
 
 def test_time_is_over_whatever_happens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "worker.py").write_text("import time\nwhile True: time.sleep(1)\n")
-    words = ["gpu.py", "chain", "--record", str(tmp_path / "record.md"), "--minutes", "0.05"]
+    words = ["gpu.py", "chain", "--record", str(tmp_path / "record.md"), "--minutes", "0.025"]
     monkeypatch.setattr(sys, "argv", words)
     monkeypatch.setattr(gpu, "__file__", str(tmp_path / "worker.py"))
-    monkeypatch.setattr(gpu, "RESERVE_SECONDS", 1.0)
+    monkeypatch.setattr(gpu, "RESERVE_SECONDS", 0.5)
     assert gpu.main() != 0, "there is no record"
 
 

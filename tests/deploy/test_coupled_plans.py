@@ -25,7 +25,8 @@ from polybasic.deploy.slots import Models
 from tests.deploy.noisy_chain import write_four_and_a_copy
 from tests.deploy.small_chains import Weights, small_config
 
-NUM_REQUESTS, NUM_NEW_TOKENS = 200, 12
+NUM_REQUESTS, NUM_NEW_TOKENS = 90, 12
+"""Every plan meets every warper that its turn allows twice; every text is compared exactly."""
 pytestmark = pytest.mark.processor
 TREE = Tree(depth=3, top_k=2, rows=6)
 FLUSH = {"target": Flush(length=6), "intermediate": Flush(length=3)}
@@ -122,7 +123,7 @@ def tokens(chain: Chain, prompt: list[int], sampling: Sampling, plan: Plan) -> l
 
 def test_every_plan_gives_the_targets_text(chain: Chain) -> None:
     is_rounded = chain.engine.models.target.dtype == torch.bfloat16
-    requests = asked(NUM_REQUESTS if is_rounded else NUM_REQUESTS // 4)
+    requests = asked(NUM_REQUESTS if is_rounded else NUM_REQUESTS // 2)
     expected = [tokens(chain, *request, ALONE) for request in requests]
     assert sum(map(len, expected)) > 8 * len(requests)
     assert len(set(map(tuple, expected))) > 0.9 * len(requests)

@@ -19,7 +19,7 @@ target:
     num_heads: 2
     num_kv_heads: 1
     context_tokens: 512
-    num_steps: 130
+    num_steps: 60
     batch_tokens: 512
     row_tokens: 128
     warmup_steps: 2

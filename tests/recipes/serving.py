@@ -15,7 +15,7 @@ def served(
     """The URL under which the files of `folder` are, as long as the block runs."""
     answering = partial(handler, directory=str(folder))
     with ThreadingHTTPServer(("127.0.0.1", 0), answering) as server:
-        Thread(target=server.serve_forever, daemon=True).start()
+        Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         try:
             yield f"http://127.0.0.1:{server.server_port}"
         finally:

@@ -120,6 +120,7 @@ def test_a_file_that_was_cut_is_continued(
     hub: Hub, monkeypatch: pytest.MonkeyPatch, tiny_target: Path
 ) -> None:
     monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 500)
+    monkeypatch.setattr("huggingface_hub.file_download.time.sleep", lambda seconds: None)
     expected = load_file(tiny_target / "model.safetensors")
     hub.repositories["org/name"] = Repository()
     hub.repositories["org/name"].commit(tiny_target)

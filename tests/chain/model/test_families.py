@@ -110,11 +110,17 @@ def tree_and_following(decoder: Executor, start: int) -> list[tuple[list[int], T
     return [*found, ([*kept, 3], following[0]), ([*kept, 3, 4], following[1])]
 
 
+@cache
+def expected_logits(folder: Path, ids: tuple[int, ...]) -> Tensor:
+    """Of all rows of a text, which every executor reads and every control of the comparison."""
+    return reference(folder)(torch.tensor([ids])).logits[0].float()
+
+
 @torch.inference_mode()
-def largest_differences(decoder: Executor, model: PreTrainedModel) -> dict[str, float]:
+def largest_differences(decoder: Executor, folder: Path) -> dict[str, float]:
     """Of the logits of each kind of pass, relative to the largest logit."""
     ids = random_tokens(60)
-    expected = model(torch.tensor([ids])).logits[0].float()
+    expected = expected_logits(folder, tuple(ids))
     largest = expected.abs().max()
     by_pass = {
         "prompt": [60],
@@ -127,7 +133,7 @@ def largest_differences(decoder: Executor, model: PreTrainedModel) -> dict[str, 
     }
     for start in (WINDOW - 5, WINDOW - 1, 40):
         rows = [
-            logits.float() - model(torch.tensor([text])).logits[0, -1].float()
+            logits.float() - expected_logits(folder, tuple(text))[-1]
             for text, logits in tree_and_following(decoder, start)
         ]
         differences[f"tree after {start}"] = torch.stack(rows)
@@ -138,7 +144,7 @@ def largest_differences(decoder: Executor, model: PreTrainedModel) -> dict[str, 
 
 @pytest.mark.parametrize("case", CASES)
 def test_logits_are_those_of_transformers(case: str, folders: Folders) -> None:
-    differences = largest_differences(load(folders(case)), reference(folders(case)))
+    differences = largest_differences(load(folders(case)), folders(case))
     assert max(differences.values()) < TOLERANCE, differences
 
 
@@ -186,7 +192,7 @@ def test_a_dropped_feature_shows(
     family: str, changes: dict[str, Any], folders: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     load_with(monkeypatch, lambda config: replace(config, **changes))
-    differences = largest_differences(load(folders(family)), reference(folders(family)))
+    differences = largest_differences(load(folders(family)), folders(family))
     assert max(differences.values()) > 100 * TOLERANCE
 
 
@@ -205,7 +211,7 @@ def test_a_window_off_by_one_shows(
         return replace(config, layer_kinds=tuple(kinds))
 
     load_with(monkeypatch, shifted)
-    differences = largest_differences(load(folders(family)), reference(folders(family)))
+    differences = largest_differences(load(folders(family)), folders(family))
     assert min(differences.values()) > 10 * TOLERANCE, differences
 
 
@@ -218,7 +224,7 @@ def test_one_rotary_table_for_both_kinds_of_layers_shows(
         return replace(config, layer_kinds=kinds)
 
     load_with(monkeypatch, same_rope)
-    differences = largest_differences(load(folders("gemma3")), reference(folders("gemma3")))
+    differences = largest_differences(load(folders("gemma3")), folders("gemma3"))
     assert min(differences.values()) > 100 * TOLERANCE
 
 
@@ -232,7 +238,7 @@ def test_dropped_biases_show(case: str, folders: Folders, monkeypatch: pytest.Mo
         "__contains__",
         lambda weights, name: not name.endswith(".bias") and contains(weights, name),
     )
-    differences = largest_differences(load(folders(case)), reference(folders(case)))
+    differences = largest_differences(load(folders(case)), folders(case))
     assert min(differences.values()) > 100 * TOLERANCE
 
 

@@ -274,6 +274,7 @@ def test_a_report_may_lie_elsewhere(tiny_chain: Path, prompts: Path, tmp_path: P
     assert read_manifest(tiny_chain).results is None
 
 
+OF_CHAINS = ("target", "eagle2", "polybasic")
 SAMPLED = BenchSettings(
     prompts="",
     max_new_tokens=20,
@@ -300,7 +301,7 @@ def test_samples_of_a_seed_are_the_targets(tiny_chain: Path, prompts: Path) -> N
 
 @pytest.mark.usefixtures("noise_of_another_seed")
 def test_samples_that_part_from_the_targets_are_counted(tiny_chain: Path, prompts: Path) -> None:
-    settings = SAMPLED.model_copy(update={"prompts": str(prompts)})
+    settings = SAMPLED.model_copy(update={"prompts": str(prompts), "systems": OF_CHAINS})
     systems = bench_chain(tiny_chain, settings).systems
     assert systems["target"].agreement.identical == 4
     assert systems["eagle2"].agreement.identical < 4
@@ -311,7 +312,7 @@ def test_independent_samples_are_not_compared(tiny_chain: Path, prompts: Path) -
     manifest = read_manifest(tiny_chain)
     plan = manifest.plan.model_copy(update={"rule": "block"})
     write_manifest(tiny_chain, manifest.model_copy(update={"plan": plan}))
-    settings = SAMPLED.model_copy(update={"prompts": str(prompts)})
+    settings = SAMPLED.model_copy(update={"prompts": str(prompts), "systems": OF_CHAINS})
     systems = bench_chain(tiny_chain, settings).systems
     assert systems["target"].plan["rule"] == "coupled"
     assert systems["polybasic"].plan["rule"] == "block"

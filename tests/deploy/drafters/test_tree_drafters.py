@@ -101,9 +101,9 @@ def expected_paths(
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("tree", TREES, ids=str)
-def test_tree_is_eagle_2s(case: Case, tree: Tree) -> None:
+def test_tree_is_eagle_2s(case: Case) -> None:
     torch.manual_seed(0)
+    tree = Tree(depth=4, top_k=3, rows=12)
     tokens = random_tokens(12)
     states = case.states(tokens[:-1])
     drafter = case.make(tree)
@@ -116,7 +116,6 @@ def test_tree_is_eagle_2s(case: Case, tree: Tree) -> None:
     drafted = drafter.draft(tokens, tree.depth)
     expected = expected_paths(case, states, tokens, tree)
     assert paths_of(drafted) == expected
-    assert len(drafted) == min(tree.rows, 1 + tree.top_k + (tree.depth - 1) * tree.top_k**2)
     other = case.log_probabilities(states, [*tokens[:-1], tokens[-1] ^ 1], [])
     assert torch.equal(other, case.log_probabilities(states, tokens, [])) != case.reads_root
     if not case.reads_root:
@@ -194,6 +193,8 @@ def test_the_tree_may_change_between_drafts(case: Case) -> None:
         assert drafter.tree == tree
         drafted.append(drafter.draft(tokens, tree.depth))
         assert paths_of(drafted[-1]) == expected_paths(case, states, tokens, tree)
+        most = 1 + tree.top_k + (tree.depth - 1) * tree.top_k**2
+        assert len(drafted[-1]) == min(tree.rows, most)
     assert drafted[: len(TREES)] == drafted[: len(TREES) - 1 : -1]
     assert len({len(tree) for tree in drafted}) == len(TREES)
 
@@ -223,7 +224,7 @@ MOVES = st.one_of(
 
 @settings(
     derandomize=True,
-    max_examples=25,
+    max_examples=12,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )

@@ -119,19 +119,24 @@ def test_greedy_answers_are_the_hosts(host: Engine, device: Engine, name: str) -
     assert answer(device, PLANS[name], GREEDY) == expected
 
 
-COUPLED = [name for name, plan in PLANS.items() if plan.rule == "coupled"]
+SAMPLINGS = (RANDOM, WARPED, replace(RANDOM, choice=1), replace(RANDOM, seed=2**64 - 1))
+# one plan by all, the others by two of them each
+COUPLED = {
+    name: SAMPLINGS if name == "two" else (SAMPLINGS[place % 4], SAMPLINGS[(place + 1) % 4])
+    for place, name in enumerate(name for name, plan in PLANS.items() if plan.rule == "coupled")
+}
 
 
 @pytest.mark.parametrize("name", COUPLED)
 def test_coupled_answers_are_the_hosts(host: Engine, device: Engine, name: str) -> None:
     found = []
-    for sampling in (RANDOM, WARPED, replace(RANDOM, choice=1), replace(RANDOM, seed=2**64 - 1)):
+    for sampling in COUPLED[name]:
         stages, _ = device.stages(Request(PROMPT, 1, sampling, (), PLANS[name]))
         assert isinstance(stages[-1], DeviceTreeStage)
         expected = answer(host, PLANS["target"], sampling)
         assert answer(device, PLANS[name], sampling) == expected
         found.append(expected)
-    assert len(set(map(tuple, found))) == 4
+    assert len(set(map(tuple, found))) == len(found)
 
 
 @pytest.mark.parametrize("name", ["two", "four"])
@@ -186,7 +191,7 @@ REPLAYED = ("adaptive", "block rule", "draft model", "ngram", "window")
 )
 def test_replayed_rounds_answer_as_called_ones(device: Engine, captured: Engine, name: str) -> None:
     num_tokens = 8 if name == "four" else 14
-    for sampling in (GREEDY, WARPED, replace(WARPED, seed=6)):
+    for sampling in (GREEDY, WARPED, replace(WARPED, temperature=0.9, seed=6)):
         expected = answer(device, PLANS[name], sampling, max_new_tokens=num_tokens)
         found = answer(captured, PLANS[name], sampling, max_new_tokens=num_tokens)
         assert found == expected
@@ -324,8 +329,9 @@ def test_tokens_are_handed_over_round_by_round(name: str, device: Engine) -> Non
 
 @pytest.mark.parametrize("name", ["two", "three", "own cache", "four"])
 def test_answers_go_on_where_one_was_given_up_between_two_passes(name: str, device: Engine) -> None:
-    request = Request(PROMPT, NUM_TOKENS, GREEDY, (), PLANS[name], reuses=True)
-    whole = answer(device, PLANS[name], GREEDY)
+    num_tokens = 16
+    request = Request(PROMPT, num_tokens, GREEDY, (), PLANS[name], reuses=True)
+    whole = answer(device, PLANS[name], GREEDY, max_new_tokens=num_tokens)
     device.slots.reuses = True
     for num_passes in range(2, 8):
         one = device.begin(request, runs_ahead=True)
@@ -335,7 +341,7 @@ def test_answers_go_on_where_one_was_given_up_between_two_passes(name: str, devi
         gained = [token for piece in one.take() for token in piece.token_ids]
         one.close()
         assert gained == whole[: len(gained)]
-        left = NUM_TOKENS - len(gained)
+        left = num_tokens - len(gained)
         stream = device.run(replace(request, token_ids=[*PROMPT, *gained], max_new_tokens=left))
         assert gained + [token for batch in stream for token in batch] == whole
         assert stream.statistics.num_cached_tokens >= len(PROMPT) - 1

@@ -139,12 +139,15 @@ def target_itself(p_row: Any, q_row: Any, weight: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    "wrong_residual", [bonus_from_below, residual_without_weight, target_itself]
+    ("wrong_residual", "num_tokens"),
+    [(bonus_from_below, 3), (residual_without_weight, 4), (target_itself, 3)],
 )
 def test_wrong_residuals_are_detected(
-    wrong_residual: Callable[[Any, Any, Any], Any], monkeypatch: pytest.MonkeyPatch
+    wrong_residual: Callable[[Any, Any, Any], Any],
+    num_tokens: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    one = Case((Flush(length=2),), 4, vocab_size=3, seed=1)
+    one = Case((Flush(length=2),), num_tokens, vocab_size=3, seed=1)
     monkeypatch.setattr(verification, "residual", wrong_residual)
     assert output_law(one) != target_law(one)
 

@@ -52,9 +52,11 @@ from tests.deploy.small_chains import (
 
 NUM_ANSWERS = 200_000
 FEWER_ANSWERS = 4_000
+COUPLED_ANSWERS = 1_000
+"""Each is the target's own, as `test_coupled` shows exactly."""
 SIGNIFICANCE = 1e-4
 LEAST_EXPECTED = 10
-DETECTED_DISTANCES = {NUM_ANSWERS: 0.0105, FEWER_ANSWERS: 0.075}
+DETECTED_DISTANCES = {NUM_ANSWERS: 0.0105, FEWER_ANSWERS: 0.075, COUPLED_ANSWERS: 0.15}
 """Total variation distance that is detected with probability 0.99, by the number of answers."""
 
 PROMPT = [3, 1, 4, 1]
@@ -192,7 +194,7 @@ def test_power(num_answers: int, detected: float) -> None:
 def test_memory_changes_no_token(num_members: int, rule: Rule) -> None:
     chain = chain_of(num_members, rule)
     remembered = RememberedChain(chain)
-    for seed in range(100):
+    for seed in range(30):
         with torch.inference_mode():
             found = remembered.answer(remembered.sampler(seed))
         assert found == chain.answer(seed)
@@ -201,7 +203,8 @@ def test_memory_changes_no_token(num_members: int, rule: Rule) -> None:
 @pytest.mark.parametrize(
     ("num_members", "rule", "num_answers"),
     [
-        *((*chain, FEWER_ANSWERS) for chain in CHAINS),
+        *((*chain, FEWER_ANSWERS) for chain in CHAINS[:2]),
+        (*CHAINS[2], COUPLED_ANSWERS),
         *(pytest.param(*chain, NUM_ANSWERS, marks=pytest.mark.proof) for chain in CHAINS[:2]),
     ],
 )

@@ -81,7 +81,7 @@ def test_output_law_is_the_targets() -> None:
     seen: Counter[str] = Counter()
 
     @settings(
-        max_examples=150,
+        max_examples=100,
         derandomize=True,
         database=None,
         deadline=None,
@@ -109,7 +109,7 @@ def test_output_law_is_the_targets() -> None:
 
     check()
     too_many = seen.pop("too many outcomes", 0)
-    assert too_many <= 15, "examples that say nothing"
+    assert too_many <= 10, "examples that say nothing"
     # which examples are drawn depends on the constants of all modules that are loaded
     assert min(seen.values()) >= 3, seen
     assert len(seen) == 13

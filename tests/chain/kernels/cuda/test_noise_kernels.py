@@ -32,9 +32,12 @@ def key_of(seed: int, choice: int = 0) -> Tensor:
     return noise.noise_key(seed, choice).to(DEVICE)
 
 
-@pytest.mark.parametrize("num_tokens", [13, 64, 1000, 4096])
 @pytest.mark.parametrize(
-    ("seed", "choice"), [(0, 0), (5, 2**32 - 1), (2**33 + 1, 1), (2**64 - 1, 0)]
+    ("seed", "choice", "num_tokens"),
+    [
+        *((*one, 64) for one in ((0, 0), (5, 2**32 - 1), (2**33 + 1, 1), (2**64 - 1, 0))),
+        *((2**33 + 1, 1, num_tokens) for num_tokens in (13, 1000, 4096)),
+    ],
 )
 def test_noise_has_the_bits_of_the_reference(seed: int, choice: int, num_tokens: int) -> None:
     key = key_of(seed, choice)

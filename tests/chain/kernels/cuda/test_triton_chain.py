@@ -19,7 +19,7 @@ from tests.deploy.graphs.test_device_stages import GREEDY, PLANS, PROMPT, RANDOM
 from tests.deploy.recorded_graphs import RecordedGraphs
 
 pytest.importorskip("triton")
-NUM_TOKENS = 6
+NUM_TOKENS = 4
 
 
 @pytest.fixture(autouse=True)

@@ -155,7 +155,7 @@ def scripted(*scripts: Script) -> Iterator[ScriptedServer]:
     """The server as long as the block runs."""
     serving = ScriptedServer(*scripts)
     with ThreadingHTTPServer(("127.0.0.1", 0), partial(_Handler, serving)) as server:
-        Thread(target=server.serve_forever, daemon=True).start()
+        Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         serving.url = f"http://127.0.0.1:{server.server_port}/"
         try:
             yield serving
