@@ -82,8 +82,8 @@ def create_app(chain: Chain, settings: ServeSettings) -> FastAPI:
         try:
             yield
         finally:
-            service.reading.close()
             await service.scheduler.stop()
+            service.reading.close()
 
     app = FastAPI(
         title="polybasic",

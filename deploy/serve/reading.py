@@ -40,16 +40,22 @@ class Reading:
         self._long = ThreadPoolExecutor(1, "polybasic-long-texts")
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
-    def check(self, num_characters: int, param: str) -> None:
+    def check(self, num_characters: int, param: str, num_tokens: int = 0) -> None:
         """Refuse what cannot fit, before any work.
 
+        Args:
+            num_characters: of a prompt, or of all messages of a conversation.
+            param: the field of the request.
+            num_tokens: that it has at least, whatever its characters are.
+
         Raises:
-            ApiError: a prompt, or several together in one conversation, of so many characters.
+            ApiError: it is longer than the context.
         """
-        if num_characters > self.most_characters:
+        if num_characters > self.most_characters or num_tokens > self._context_tokens:
+            size = f"{num_characters:,} characters" if num_characters else f"{num_tokens:,} tokens"
             raise bad_request(
-                f"{num_characters:,} characters of {param} do not fit the context of "
-                f"{self._context_tokens} tokens; shorten it",
+                f"{size} of {param} do not fit the context of {self._context_tokens} tokens; "
+                "shorten it",
                 param,
                 "context_length_exceeded",
             )

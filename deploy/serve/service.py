@@ -28,6 +28,9 @@ from polybasic.deploy.serve.tickets import Ticket
 _SEED_BITS = 53
 """Of a seed that is drawn: numbers that every reader of JSON keeps."""
 
+_MESSAGE_CHARACTERS = 64
+"""For which a chat template takes as long as for a message."""
+
 
 class Service:
     """A chain that answers requests.
@@ -96,8 +99,9 @@ class Service:
 
     def _characters_of(self, messages: list[Message]) -> int:
         num_characters = sum(len(message.for_template["content"]) for message in messages)
-        self.reading.check(num_characters, "messages")
-        return num_characters
+        # whoever speaks is at least a token
+        self.reading.check(num_characters, "messages", num_tokens=len(messages))
+        return num_characters + _MESSAGE_CHARACTERS * len(messages)
 
     def check_model(self, name: str | None) -> None:
         """Check that a model is served.
@@ -143,7 +147,8 @@ class Service:
                 token_ids = self._of_messages(messages)
             else:
                 token_ids = self._of_text(text, asked.add_special_tokens)
-            names = [self.texts.text_of(token) for token in token_ids]
+            named = token_ids if asked.return_token_strs else []
+            names = [self.texts.text_of(token) for token in named]
             return {
                 "count": len(token_ids),
                 "max_model_len": self.context_tokens,
@@ -159,7 +164,7 @@ class Service:
         Raises:
             ApiError: one is outside of the vocabulary, or they are more than any prompt has.
         """
-        self.reading.check(len(token_ids), "tokens")
+        self.reading.check(0, "tokens", num_tokens=len(token_ids))
         return await self.reading.read(client, len(token_ids), lambda: self._text(token_ids))
 
     def _text(self, token_ids: list[int]) -> str:

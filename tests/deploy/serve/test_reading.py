@@ -45,14 +45,15 @@ def test_what_cannot_fit_is_refused_unread(unread: Served) -> None:
         (COMPLETIONS, {"prompt": [[1], [1] * (context + 1)], "echo": True}),
         ("/tokenize", {"prompt": text}),
         ("/tokenize", {"messages": halves}),
-        ("/detokenize", {"tokens": [1] * (most + 1)}),
+        (CHAT, {"messages": [{"role": "user", "content": ""}] * (context + 1)}),
+        ("/detokenize", {"tokens": [1] * (context + 1)}),
     ):
         answer = unread.post(path, asked)
         assert answer.status_code == 400, path
         assert answer.json()["error"]["code"] == "context_length_exceeded"
         assert str(context) in answer.json()["error"]["message"]
     after = unread.metric("requests_refused_total", code="context_length_exceeded")
-    assert after == before + 7
+    assert after == before + 8
 
 
 def test_more_prompts_than_are_taken_are_refused_unread(unread: Served) -> None:
@@ -64,17 +65,17 @@ def test_more_prompts_than_are_taken_are_refused_unread(unread: Served) -> None:
 
 @contextmanager
 def slow_texts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], int]]:
-    """Texts of more than 10 characters are long, and are read until the block ends."""
+    """Texts of more than 80 characters are long, and are read until the block ends."""
     done, num_begun, read = threading.Event(), 0, Service._of_text
 
     def slowly(self: Service, text: str, add_special_tokens: bool) -> list[int]:
         nonlocal num_begun
-        if len(text) > 10:
+        if len(text) > 80:
             num_begun += 1
             assert done.wait(20)
         return read(self, text, add_special_tokens)
 
-    monkeypatch.setattr(module, "_SHORT_CHARACTERS", 10)
+    monkeypatch.setattr(module, "_SHORT_CHARACTERS", 80)
     monkeypatch.setattr(Service, "_of_text", slowly)
     try:
         yield lambda: num_begun
@@ -104,7 +105,7 @@ def test_short_texts_wait_for_no_long_one_and_who_leaves_is_not_read(
 def leave_early(served: Served) -> bool:
     """Ask with a long text, and close the connection before it is read."""
     with pytest.raises(httpx2.ReadTimeout):
-        served.post(COMPLETIONS, {"prompt": "a long text"}, timeout=0.3)
+        served.post(COMPLETIONS, {"prompt": "a long text " * 7}, timeout=0.3)
     return True
 
 
