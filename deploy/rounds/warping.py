@@ -25,10 +25,11 @@ import torch
 from torch import Tensor
 
 from polybasic.chain.errors import UserError
+from polybasic.chain.kernels.torch.host_operations import HostOperations
 from polybasic.chain.kernels.torch.operations import Operations
 from polybasic.chain.settings import MAX_TEMPERATURE, MIN_TEMPERATURE
 
-_TORCH = Operations()
+_HOST = HostOperations()
 _MIN_TOP_P = 1e-30
 """Well within float32, in which shares of probability are compared."""
 
@@ -243,20 +244,21 @@ class Warping:
         return [float(value or 0) for value in values]
 
     def probabilities(
-        self, logits: Tensor, values: Tensor, operations: Operations = _TORCH
+        self, logits: Tensor, values: Tensor, operations: Operations = _HOST
     ) -> Tensor:
         """Probabilities [R, V] in float32; arguments as for `truncated`."""
         return self.truncated(logits, values, operations).softmax(-1)
 
-    def truncated(self, logits: Tensor, values: Tensor, operations: Operations = _TORCH) -> Tensor:
+    def truncated(self, logits: Tensor, values: Tensor, operations: Operations = _HOST) -> Tensor:
         """Logits [R, V] in float32 after the temperature, minus infinity where tokens are dropped.
 
-        The host reads no number, and a row does not depend on the others.
+        A row does not depend on the others.
 
         Args:
             logits: [R, V], after bias and penalties.
             values: float32 [NUM_VALUES] on the same device, as `values_of` orders them.
-            operations: of the executor that computed the logits.
+            operations: of the executor that computed the logits; the default ones are the host's,
+                which no graph captures.
         """
         temperature, top_k, top_p, min_p = values.unbind()
         logits = logits.float() / temperature

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -90,10 +89,6 @@ class DeviceLinear:
         if isinstance(self.weight, PackedWeight):
             return self.weight.dequantized(dtype)
         return self.weight
-
-
-_LEAST = (2.0**-9, 2.0**-13, 2.0**-17, 2.0**-21)
-"""Bounds of the probabilities that are sorted, tried one after the other."""
 
 
 class Operations:
@@ -246,25 +241,18 @@ class Operations:
         probabilities reach `top_p`; of equal ones the first is more probable. A row of NaN is kept.
 
         Probabilities are added in whole units of 2**-60, so that equal ones keep the same tokens
-        everywhere. On a CPU no more of them are sorted than a row needs.
+        everywhere.
 
         Args:
             logits: float32 [R, V].
             probabilities: float32 [R, V], of at most 1.
             top_p: float32 [], above 0 and at most 1.
         """
-        enough = (top_p * SHARES).long().clamp(min=1)
-        if logits.device.type != "cpu":
-            ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)
-            dropped = torch.zeros_like(order, dtype=torch.bool)
-            return logits.masked_fill(
-                dropped.scatter(-1, order, _is_beyond(ordered, enough)), float("-inf")
-            )
-        found = torch.full_like(logits, float("-inf"))
-        for logits_V, probabilities_V, found_V in zip(logits, probabilities, found, strict=True):
-            kept = _head(probabilities_V, enough)
-            found_V[kept] = logits_V[kept]
-        return found
+        ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)
+        shares = (ordered.nan_to_num(0.0) * SHARES).long()
+        is_beyond = shares.cumsum(-1) - shares >= (top_p * SHARES).long().clamp(min=1)
+        dropped = torch.zeros_like(is_beyond).scatter(-1, order, is_beyond)
+        return logits.masked_fill(dropped, float("-inf"))
 
     def continuations(
         self, logits: Tensor, k: int, above: Tensor | None, token_ids: Tensor | None
@@ -331,26 +319,3 @@ class Operations:
 def softcapped(x: Tensor, softcap: float) -> Tensor:
     """`x`, kept between -softcap and softcap."""
     return (x / softcap).tanh() * softcap
-
-
-def _head(probabilities: Tensor, enough: Tensor) -> Tensor:
-    """Indices of the most probable tokens of [V] that reach `enough` units, or of all.
-
-    Tokens below a bound are left out where those above it reach so many: then none of them counts,
-    however they are ordered.
-    """
-    candidates = torch.arange(len(probabilities))
-    for least in _LEAST:
-        # ten times as fast as PyTorch's search
-        likely = torch.from_numpy(np.flatnonzero(probabilities.numpy() >= least))
-        if (probabilities[likely] * SHARES).long().sum() >= enough:
-            candidates = likely
-            break
-    ordered, order = probabilities[candidates].sort(descending=True, stable=True)
-    return candidates[order[~_is_beyond(ordered, enough)]]
-
-
-def _is_beyond(ordered: Tensor, enough: Tensor) -> Tensor:
-    """Of probabilities in descending order, those before which there are `enough` units."""
-    shares = (ordered.nan_to_num(0.0) * SHARES).long()
-    return shares.cumsum(-1) - shares >= enough

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from polybasic.chain.kernels.torch import operations
+from polybasic.chain.kernels.torch.host_operations import HostOperations
 from polybasic.chain.kernels.torch.operations import Operations
 
 NUM_TOKENS = 3000
@@ -35,21 +35,26 @@ def kept_by_a_sort(probabilities: Tensor, top_p: float) -> Tensor:
 
 
 @pytest.mark.parametrize("top_p", [1e-30, 0.3, 0.95, 1.0])
-def test_kept_are_the_tokens_that_a_sort_keeps(
-    top_p: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    logits, sorted_sizes = rows(), set[int]()
-    head = operations._is_beyond
+def test_kept_are_the_tokens_that_a_sort_keeps(top_p: float) -> None:
+    logits = rows()
+    probabilities, share = logits.softmax(-1), torch.tensor(top_p)
+    kept = kept_by_a_sort(probabilities[:-1], top_p)
+    for operations in (HostOperations(), Operations()):
+        found = operations.without_tail(logits, probabilities, share)
+        assert torch.equal(found[:-1] > float("-inf"), kept & (logits[:-1] > float("-inf")))
+        assert torch.equal(found[:-1][kept], logits[:-1][kept])
+        assert found[-1].isnan().all(), "a row of NaN is kept"
 
-    def counted(ordered: Tensor, enough: Tensor) -> Tensor:
-        sorted_sizes.add(len(ordered))
-        return head(ordered, enough)
 
-    monkeypatch.setattr(operations, "_is_beyond", counted)
-    found = Operations().without_tail(logits, logits.softmax(-1), torch.tensor(top_p))
-    kept = kept_by_a_sort(logits[:-1].softmax(-1), top_p)
-    assert torch.equal(found[:-1] > float("-inf"), kept & (logits[:-1] > float("-inf")))
-    assert torch.equal(found[:-1][kept], logits[:-1][kept])
-    assert found[-1].isnan().all(), "a row of NaN is kept"
-    assert max(sorted_sizes) == NUM_TOKENS
-    assert min(sorted_sizes) < NUM_TOKENS / 10
+def test_a_peaked_row_is_not_sorted_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes, sort = list[int](), Tensor.sort
+
+    def counted(some: Tensor, **options: bool) -> object:
+        sizes.append(len(some))
+        return sort(some, **options)
+
+    monkeypatch.setattr(Tensor, "sort", counted)
+    logits = rows()[[11, 0]]
+    HostOperations().without_tail(logits, logits.softmax(-1), torch.tensor(0.9))
+    assert sizes[0] < NUM_TOKENS / 10
+    assert sizes[1] == NUM_TOKENS, "a flat one is"

@@ -1,6 +1,7 @@
 """Draws, walks and cuts on the device against the host's, as functions of uniform numbers."""
 
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -230,15 +231,16 @@ def test_one_graph_serves_all_values() -> None:
     values = torch.zeros(Warping.NUM_VALUES)
     tree = DeviceTree.of(DraftTree([1, 0, 1, 0, 1], [-1, 0, 0, 1, 1]), CPU)
     warping = Warping.of(Sampling(temperature=1, top_k=7, top_p=0.9, min_p=0.1))
+    probabilities = partial(warping.probabilities, operations=Operations())
     uniforms, numbers = torch.zeros(most + 1), torch.zeros(2, dtype=torch.int64)
     tokens, stop_tokens = torch.zeros(most, dtype=torch.int64), torch.tensor([2, 3])
     left = torch.zeros(11, dtype=torch.int64)
 
     def round_() -> None:
-        own = warping.probabilities(logits, values)
+        own = probabilities(logits, values)
         drawn = draw(own, uniforms)
         walked = walk(tree, drawn % 4, numbers[0], stop_tokens, 3)
-        proposed = warping.probabilities(logits[:most] * 0.5, values)
+        proposed = probabilities(logits[:most] * 0.5, values)
         cuts = [verify(tokens, numbers[1], own, proposed, uniforms, r) for r in ("token", "block")]
         greedy = verify_greedy(tokens, numbers[1], drawn)
         counted = [walked.num, *greedy, *cuts[0], *cuts[1]]
@@ -250,7 +252,7 @@ def test_one_graph_serves_all_values() -> None:
         uniforms.copy_(torch.rand(most + 1, generator=generator))
         numbers.copy_(torch.tensor([1 + run % 3, run % 5]))
         logits.normal_(generator=generator)
-        tokens.copy_(draw(warping.probabilities(logits[:most] * 0.5, values), uniforms[:most]))
+        tokens.copy_(draw(probabilities(logits[:most] * 0.5, values), uniforms[:most]))
         graphs.run("round", round_)
         replayed = left.clone()
         round_()
