@@ -164,13 +164,13 @@ class Response:
 
 def posted(path: str, body: bytes, kind: str = "application/json") -> bytes:
     """A POST whose frame is right."""
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: {kind}\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Type: {kind}\r\n"
     return head.encode() + b"Content-Length: %d\r\n\r\n" % len(body) + body
 
 
 def got(method: str, path: str) -> bytes:
     """A request without a body."""
-    return f"{method} {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode()
+    return f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode()
 
 
 def malformed(num_fields: int) -> list[bytes]:
