@@ -164,8 +164,9 @@ class Response:
 
 def posted(path: str, body: bytes, kind: str = "application/json") -> bytes:
     """A POST whose frame is right."""
-    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Type: {kind}\r\n"
-    return head.encode() + b"Content-Length: %d\r\n\r\n" % len(body) + body
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+    kind = f"Content-Type: {kind}\r\n"
+    return (head + kind).encode() + b"Content-Length: %d\r\n\r\n" % len(body) + body
 
 
 def got(method: str, path: str) -> bytes:

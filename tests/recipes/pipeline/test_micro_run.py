@@ -45,10 +45,11 @@ SMALL = (
 def package_until_killed(recipe: Path, out: Path, stage: str) -> None:
     """Run `polybasic package`, and die in the midst of `stage`."""
     if stage == "target":
+        scratch._SAVE_EVERY_STEPS = 30  # of the recipe's 60
         take_step = scratch._Run._take_step
 
         def step_or_die(run: Any, step: int, rows: Any) -> Any:
-            if step == 70:
+            if step == 40:
                 forked.kill_this_process()
             return take_step(run, step, rows)
 
