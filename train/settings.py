@@ -25,6 +25,7 @@ _WITHOUT_EFFECT = {
     "num_processes",
     "features_folder",
 }
+_SOURCES = {"conversations", "regenerate", "self_prompted"}
 
 
 SHIPPED = "shipped"
@@ -116,6 +117,11 @@ class DataSettings(Settings):
         description="so many questions more, which the target writes itself and answers through "
         "this runtime (regenerate); none of them is held out",
     )
+
+    def decisive(self) -> dict[str, Any]:
+        """JSON content of all but where conversations and answers come from, which their digest
+        stands for."""
+        return self.model_dump(mode="json", exclude=_SOURCES)
 
     @model_validator(mode="after")
     def _what_is_asked_is_answered(self) -> "DataSettings":

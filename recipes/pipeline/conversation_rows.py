@@ -49,7 +49,7 @@ def learned_from(workspace: Workspace, source: str) -> dict[str, Any]:
     recipe = workspace.recipe
     inputs = {
         **conversations_input(workspace),
-        "data": recipe.data.model_dump(exclude={"conversations", "regenerate", "self_prompted"}),
+        "data": recipe.data.decisive(),
         source: workspace.identity(source),
     }
     if recipe.data.regenerate is not None:

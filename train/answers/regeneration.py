@@ -33,6 +33,7 @@ from polybasic.train.answers.answer_journal import AnswerJournal
 from polybasic.train.answers.answer_shards import read_shards, remove_shards, write_shard
 from polybasic.train.answers.answerer import Answer, Answerer, FailedAnswer, Prompt
 from polybasic.train.answers.seeds import seed_of
+from polybasic.train.answers.working import for_each
 from polybasic.train.data.chat import Messages, RefusedConversation, encode_prompt
 from polybasic.train.data.conversations import FEATURES, SkippedRow, fit_to_template, read_rows
 from polybasic.train.settings import SELF_PROMPTED, DataSettings, RegenerateSettings
@@ -191,28 +192,22 @@ class _Run:
     async def _work(
         self, answerer: Answerer, journal: AnswerJournal, progress: ProgressReport
     ) -> None:
-        waiting, num_answers = iter(self.share), 0
+        num_answers = 0
 
-        async def work() -> None:
+        async def answer(conversation: _Conversation) -> None:
             nonlocal num_answers
-            for conversation in waiting:
-                # lets an interrupt in even where every answer is in the journal
-                await asyncio.sleep(0)
-                outcome = await self._outcome(conversation, answerer, journal)
-                self.outcomes.append(outcome)
-                if outcome.status == "failed":
-                    self.failed.append(outcome)
-                num_answers += outcome.num_answers
-                speed = progress.per_second(num_answers)
-                progress.step(f"failed {len(self.failed):,}  {speed:.1f} answers/s")
-                self._check_failures()
+            # lets an interrupt in even where every answer is in the journal
+            await asyncio.sleep(0)
+            outcome = await self._outcome(conversation, answerer, journal)
+            self.outcomes.append(outcome)
+            if outcome.status == "failed":
+                self.failed.append(outcome)
+            num_answers += outcome.num_answers
+            speed = progress.per_second(num_answers)
+            progress.step(f"failed {len(self.failed):,}  {speed:.1f} answers/s")
+            self._check_failures()
 
-        try:
-            async with asyncio.TaskGroup() as group:
-                for _ in range(min(answerer.num_parallel, len(self.share))):
-                    group.create_task(work())
-        except ExceptionGroup as errors:
-            raise errors.exceptions[0] from errors
+        await for_each(self.share, answerer.num_parallel, answer)
 
     def merge(self, out: Path) -> None:
         """Take over what became of all conversations, from the shards in `out`."""

@@ -23,7 +23,9 @@ from polybasic.train.answers.accounting import listed
 from polybasic.train.answers.answer_journal import AnswerJournal
 from polybasic.train.answers.answerer import Answer
 from polybasic.train.answers.seeds import seed_of
+from polybasic.train.answers.working import for_each
 from polybasic.train.data.chat import UserTurn, user_turn
+from polybasic.train.settings import SELF_PROMPTED
 
 QUESTIONS_NAME = "questions.jsonl"
 MOST_TOKENS = 256
@@ -160,20 +162,11 @@ async def _write(
     numbers: range, turn: UserTurn, seed: int, writer: Writer, journal: AnswerJournal
 ) -> None:
     missing = [number for number in numbers if journal.get(str(number), 0) is None]
-    waiting = iter(missing)
-    with ProgressReport(
-        "the target writes questions", len(numbers), len(numbers) - len(missing)
-    ) as (progress):
+    num_done = len(numbers) - len(missing)
 
-        async def work() -> None:
-            for number in waiting:
-                question = await writer.write(turn, seed_of(seed, "self-prompted", number))
-                journal.add(str(number), 0, question)
-                progress.step("")
+    async def write(number: int) -> None:
+        journal.add(str(number), 0, await writer.write(turn, seed_of(seed, SELF_PROMPTED, number)))
+        progress.step()
 
-        try:
-            async with asyncio.TaskGroup() as group:
-                for _ in range(min(writer.num_parallel, len(missing))):
-                    group.create_task(work())
-        except ExceptionGroup as errors:
-            raise errors.exceptions[0] from errors
+    with ProgressReport("the target writes questions", len(numbers), num_done) as progress:
+        await for_each(missing, writer.num_parallel, write)

@@ -380,7 +380,7 @@ def _features(
     identity = {
         "verifier_sha256": sources.get("intermediate_sha256", sources["target_sha256"]),
         **{name: sources[name] for name in _OF_TEXT if name in sources},
-        "data": _data_identity(given.data),
+        "data": given.data.decisive(),
         "num_conversations": settings.num_conversations,
         "seed": given.seed,
     }
@@ -450,13 +450,8 @@ def _identity(given: _Given, sources: dict[str, str]) -> str:
         {
             **sources,
             "seed": given.seed,
-            "data": _data_identity(given.data),
+            "data": given.data.decisive(),
             "settings": given.settings.decisive(),
             "lora": None if given.lora is None else given.lora.model_dump(mode="json"),
         }
     )
-
-
-def _data_identity(data: DataSettings) -> dict[str, Any]:
-    """All but where conversations and answers come from, which their digest stands for."""
-    return data.model_dump(mode="json", exclude={"conversations", "regenerate", "self_prompted"})

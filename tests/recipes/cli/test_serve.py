@@ -27,7 +27,7 @@ def test_help_names_vllms_flags() -> None:
     assert code == 0
     for flag in (
         *("host", "port", "api-key", "served-model-name", "max-model-len", "max-num-seqs"),
-        *("dtype", "allowed-origins"),
+        *("dtype", "allowed-origins", "allowed-hosts", "allow-special-tokens"),
     ):
         assert f"--{flag} " in out
 
@@ -115,6 +115,8 @@ def test_sigterm_lets_answers_end_and_tells_the_others(tiny_chain: Path, tmp_pat
         ):
             for name, answer in (("short", one), ("long", other)):
                 pool.submit(read, name, answer.iter_lines())
+            named = client.get("/v1/models", headers={"Host": "example.org"})
+            assert named.status_code == 200, "who has a key may use any name"
             os.kill(process.pid, signal.SIGTERM)
             while client.get("/ready").status_code == 200:
                 assert process.is_alive()
@@ -143,6 +145,9 @@ def test_a_second_signal_ends_at_once(tiny_chain: Path, tmp_path: Path) -> None:
         served(tmp_path / "log.txt", tiny_chain, *options) as (url, process),
         httpx2.stream("POST", f"{url}/v1/completions", json=asked, timeout=30) as answer,
     ):
+        # without a key, at an address of this machine alone
+        elsewhere = httpx2.get(f"{url}/v1/models", headers={"Host": "evil.example"})
+        assert elsewhere.json()["error"]["code"] == "host_not_allowed"
         os.kill(process.pid, signal.SIGINT)
         while httpx2.get(f"{url}/ready").status_code == 200:
             assert process.is_alive()
