@@ -7,7 +7,8 @@ sequences in each pass as there are.
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -24,6 +25,11 @@ from polybasic.deploy.rounds.stages import Proposals, Stage
 from polybasic.deploy.rounds.stopping import StoppedBy, cut_at_end
 from polybasic.deploy.rounds.verifier import Verifier
 from polybasic.deploy.slots import MIN_COPIED_TOKENS, Slot, Slots, num_common
+
+
+_MUCH_LONGER = 4
+"""Times as long as a prompt is what others have to read of theirs where it is read beside them: it
+makes them a quarter slower at most."""
 
 
 class Host(Protocol):
@@ -74,6 +80,7 @@ class Running:
         self._stages: list[Stage] = []
         self._drafter: Drafter | None = None
         self._costs = _Costs()
+        self._num_tokens, self._prefill_seconds = 0, 0.0
         self._statistics: Statistics | None = None
 
     @property
@@ -93,6 +100,12 @@ class Running:
         if self._statistics is None:
             raise unfinished()
         return self._statistics
+
+    @property
+    def spent(self) -> Statistics:
+        """What it has cost so far, or by its end: of an answer that has not ended without the
+        seconds of members, which a GPU would be waited for."""
+        return self._statistics or self._cost(None)
 
     def take(self) -> list[Piece]:
         """What was made since the last call."""
@@ -148,7 +161,7 @@ class Running:
         request, engine = self.request, self._engine
         self._make_stages()
         yield from self._prefill()
-        seconds = prefill_seconds = time.perf_counter() - self._begin
+        self._prefill_seconds = time.perf_counter() - self._begin
         num_left = request.max_new_tokens
         stopped_by: StoppedBy | None = None if num_left else "length"
         while stopped_by is None:
@@ -158,20 +171,23 @@ class Running:
             tokens, stopped_by = cut_at_end(
                 block.tokens, num_left, request.stop_tokens, request.text
             )
-            num_left -= len(tokens)
+            num = len(tokens)
+            num_left, self._num_tokens = num_left - num, self._num_tokens + num
             text = "" if request.text is None else request.text.take()
-            num, seconds = len(tokens), time.perf_counter() - self._begin
             members, logprobs = block.proposers[:num], block.logprobs[:num]
             self.pieces.append(Piece(text, tokens, members, logprobs))
         if request.text is not None and (rest := request.text.finish()):
             self.pieces.append(Piece(rest, [], [], []))
-        self._count()
-        costs = self._costs
-        self._statistics = Statistics(
+        self._statistics = self._cost(stopped_by)
+
+    def _cost(self, stopped_by: StoppedBy | None) -> Statistics:
+        costs, request = self._costs_now(is_timed=stopped_by is not None), self.request
+        seconds = time.perf_counter() - self._begin
+        return Statistics(
             num_prompt_tokens=len(request.token_ids),
-            num_tokens=request.max_new_tokens - num_left,
+            num_tokens=self._num_tokens,
             seconds=seconds,
-            prefill_seconds=prefill_seconds,
+            prefill_seconds=self._prefill_seconds or seconds,
             forward_passes=costs.passes,
             seconds_by_member=costs.seconds,
             accepted_lengths=costs.accepted_lengths,
@@ -191,7 +207,7 @@ class Running:
 
     def _change(self, plan: Plan) -> Passes[None]:
         """Go on by another plan, between two rounds of the target."""
-        self._count()
+        self._costs = self._costs_now()
         tokens = self._stages[0].tokens
         self.request = replace(self.request, plan=plan, prompt_logprobs=None)
         self._make_stages()
@@ -202,10 +218,12 @@ class Running:
             self.request, slot=self.slot, noise=self._noise
         )
 
-    def _count(self) -> None:
-        """Add what the present stages cost."""
-        drafter, members = self._drafter, self.request.plan.members
-        self._costs.add(self._stages, members[-1], drafter)
+    def _costs_now(self, is_timed: bool = True) -> "_Costs":
+        """With those of the present stages, once the prompt was read."""
+        costs, last_member = deepcopy(self._costs), self.request.plan.members[-1]
+        if self._prefill_seconds:
+            costs.add(self._stages, last_member, self._drafter, is_timed)
+        return costs
 
 
 @dataclass
@@ -217,13 +235,16 @@ class _Costs:
     accepted_lengths: dict[str, list[int]] = field(default_factory=dict)
     proposals: dict[str, Proposals] = field(default_factory=dict)
 
-    def add(self, stages: Sequence[Stage], last_member: str, drafter: Drafter | None) -> None:
+    def add(
+        self, stages: Sequence[Stage], last_member: str, drafter: Drafter | None, is_timed: bool
+    ) -> None:
         clocks = {stage.verifier.name: stage.verifier.clock for stage in stages}
         if drafter is not None and drafter.clock is not None:
             clocks[last_member] = drafter.clock
         for name, clock in clocks.items():
             self.passes[name] = self.passes.get(name, 0) + clock.num_passes
-            self.seconds[name] = self.seconds.get(name, 0.0) + clock.seconds
+            if is_timed:
+                self.seconds[name] = self.seconds.get(name, 0.0) + clock.seconds
         for stage in stages:
             self.accepted_lengths.setdefault(stage.verifier.name, []).extend(stage.accepted_lengths)
             for name, one in stage.proposals.items():
@@ -257,15 +278,28 @@ def _depth(one: Running) -> int:
     return len(one.slot.verifiers)
 
 
+def rows_of_prompts(waiting: Iterable[Pass | None]) -> list[int]:
+    """Of each pass that reads a prompt."""
+    read = (one for one in waiting if isinstance(one, VerifierPass) and one.is_prompt)
+    return [len(one.rows) for one in read]
+
+
 def _may_start(one: Running, running: Sequence[Running]) -> bool:
-    """Whether the prompts that are read leave room in a pass, and read nothing that it shares."""
-    num_rows = 0
-    for other in running:
-        read = other.waiting
-        if isinstance(read, VerifierPass) and read.is_prompt:
-            num_rows += len(read.rows)
-            shared = num_common(other.request.token_ids, one.request.token_ids)
-            if shared >= other.slot.num_known(one.request.token_ids) + MIN_COPIED_TOKENS:
-                return False
+    """Whether the prompts that are read leave room in a pass, or are much longer, and read nothing
+    that it shares."""
+    reading = [each for each in running if rows_of_prompts([each.waiting])]
+    token_ids = one.request.token_ids
+    for other in reading:
+        shared = num_common(other.request.token_ids, token_ids)
+        if shared >= other.slot.num_known(token_ids) + MIN_COPIED_TOKENS:
+            return False
     first = next(iter(one.slot.verifiers.values()), None)
-    return first is None or num_rows < first.prompt_rows
+    if first is None or sum(rows_of_prompts(each.waiting for each in reading)) < first.pace.room:
+        return True
+    return all(_MUCH_LONGER * _num_unread(one) <= _num_unread(other) for other in reading)
+
+
+def _num_unread(one: Running) -> int:
+    """Tokens of a prompt that are not in the sequence's caches."""
+    token_ids = one.request.token_ids
+    return len(token_ids) - one.slot.num_known(token_ids)

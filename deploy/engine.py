@@ -1,9 +1,11 @@
 """Runs a chain's models over token ids, many sequences at a time."""
 
 import threading
-from collections.abc import Callable, Collection, Generator, Iterator
+import time
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -11,7 +13,7 @@ from polybasic.chain.errors import UserError
 from polybasic.chain.formats.plan import Plan
 from polybasic.chain.kernels.executor import Executor
 from polybasic.chain.readable import readable_value
-from polybasic.deploy.batching import Running, choose
+from polybasic.deploy.batching import Running, choose, rows_of_prompts
 from polybasic.deploy.drafters.interface import Drafter
 from polybasic.deploy.graphs.capture import Graphs
 from polybasic.deploy.graphs.device_stages import (
@@ -24,7 +26,7 @@ from polybasic.deploy.graphs.drawing import DeviceSampler, draws_on_device
 from polybasic.deploy.remote.requests import check_remote, remote_stage
 from polybasic.deploy.request import Answer, Piece, Request, Statistics
 from polybasic.deploy.rounds.noise import Noise
-from polybasic.deploy.rounds.passes import alone, run_together
+from polybasic.deploy.rounds.passes import VerifierPass, alone, run_together
 from polybasic.deploy.rounds.sampling import (
     CoupledSampler,
     GreedySampler,
@@ -162,11 +164,14 @@ class Engine:
         """Run one pass, for all sequences that wait for it; False if none waits for any."""
         with self._stepping, torch.inference_mode():
             self._reap()
+            num_reading = len(rows_of_prompts(one.waiting for one in self._running))
+            for pace in self.slots.paces.values():
+                pace.num_running, pace.num_reading = self.num_running, num_reading
             chosen = choose([one for one in self._running if one.wants_to_run])
             if not chosen:
                 return False
             try:
-                results = run_together([one.waiting for one in chosen])
+                results = self._run_together([one.waiting for one in chosen])
             except BaseException as error:
                 for one in chosen:
                     one.fail(error)
@@ -176,6 +181,15 @@ class Engine:
             for one, result in zip(chosen, results, strict=True):
                 one.resume(result)
             return True
+
+    def _run_together(self, waiting: Sequence[Any]) -> list[Any]:
+        """The results of passes of one kind, from whose time the pace of prompts is found."""
+        began = time.perf_counter()
+        results = run_together(waiting)
+        if isinstance(waiting[0], VerifierPass):
+            num_rows = sum(rows_of_prompts(waiting))
+            waiting[0].verifier.pace.took(num_rows, time.perf_counter() - began)
+        return results
 
     @property
     def num_running(self) -> int:

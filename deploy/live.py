@@ -64,6 +64,12 @@ class LiveAnswer:
         return self._running.statistics
 
     @property
+    def spent(self) -> Statistics:
+        """What it has cost so far, or by its end, however it has ended: of an answer that was given
+        up or has failed without the seconds of members."""
+        return self._running.spent
+
+    @property
     def prompt_logprobs(self) -> list[TokenLogprobs]:
         """Of the prompt's tokens but the first, with the first piece or the end, if asked for."""
         return self._running.prompt_logprobs

@@ -56,7 +56,8 @@ class Statistics:
         seconds_by_member: of their passes, without the prefill; a pass that several sequences share
             counts for each of them.
         accepted_lengths: of each verifying member, tokens gained by each of its passes.
-        stopped_by: "stop" (a stop token was drawn), "stop_string" or "length".
+        stopped_by: "stop" (a stop token was drawn), "stop_string" or "length"; None where it was
+            given up or failed.
         seed: of the draws, given or drawn; None if they were greedy.
         num_cached_tokens: of the prompt, which an earlier request had read.
         proposals: by member, what it proposed to the verifier above it.
@@ -69,7 +70,7 @@ class Statistics:
     forward_passes: dict[str, int]
     seconds_by_member: dict[str, float]
     accepted_lengths: dict[str, list[int]]
-    stopped_by: StoppedBy
+    stopped_by: StoppedBy | None
     seed: int | None = None
     num_cached_tokens: int = 0
     proposals: dict[str, Proposals] = field(default_factory=dict)

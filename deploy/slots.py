@@ -23,6 +23,7 @@ from polybasic.deploy.remote.session import Session
 from polybasic.deploy.remote.target import RemoteTarget
 from polybasic.deploy.rounds.cache import KeyValueCache
 from polybasic.deploy.rounds.noise import Noise
+from polybasic.deploy.rounds.pace import PromptPace
 from polybasic.deploy.rounds.verifier import SPARE_ROWS, Verifier
 
 CONTEXT_TOKENS_BY_DEFAULT = 8192
@@ -128,6 +129,7 @@ class Slot:
     Args:
         share_caches: False gives every verifying member a cache of its own.
         graphs: passes are captured with these caches; None if the host runs all passes.
+        paces: of prompts, by verifying member, which all slots share.
 
     Attributes:
         verifiers: by name, the target first.
@@ -137,7 +139,13 @@ class Slot:
         is_free: whether no sequence uses it.
     """
 
-    def __init__(self, models: Models, share_caches: bool, graphs: Graphs | None) -> None:
+    def __init__(
+        self,
+        models: Models,
+        share_caches: bool,
+        graphs: Graphs | None,
+        paces: Mapping[str, PromptPace],
+    ) -> None:
         capacity = models.context_tokens + SPARE_ROWS
         self.caches: dict[str, KeyValueCache] = {}
         above: Executor | None = None
@@ -156,8 +164,9 @@ class Slot:
             if graphs is not None and isinstance(decoder, TorchExecutor) and decoder.runs_on_device:
                 passes = DevicePasses(name, decoder, self.caches[name], graphs)
             layers = feature_layers.get(name, ())
-            verifier = Verifier(name, decoder, self.caches[name], passes, feature_layers=layers)
-            self.verifiers[name] = verifier
+            self.verifiers[name] = Verifier(
+                name, decoder, self.caches[name], passes, None, layers, paces[name]
+            )
         self.drafters = Drafters(models, capacity, self.caches)
         self.session = None if models.remote is None else Session(models.remote)
         self.tokens: list[int] = []
@@ -205,6 +214,9 @@ class Slots:
     Args:
         most: sequences at a time.
         reuses: whether leading tokens that were read before are not read again.
+
+    Attributes:
+        paces: of prompts, by verifying member.
     """
 
     def __init__(
@@ -217,7 +229,11 @@ class Slots:
     ) -> None:
         self.models, self.most, self.reuses = models, most, reuses
         self._share_caches, self._graphs = share_caches, graphs
-        self.first = Slot(models, share_caches, graphs)
+        self.paces = {
+            name: PromptPace(decoder.device, decoder.is_batch_invariant)
+            for name, decoder in models.decoders.items()
+        }
+        self.first = Slot(models, share_caches, graphs, self.paces)
         self.made = [self.first]
 
     def take(self, tokens: list[int]) -> Slot:
@@ -279,7 +295,7 @@ class Slots:
                 f"{readable_bytes(size)} for its caches, {readable_bytes(available)} available",
                 "finish or close one, or load the chain for fewer tokens (context_tokens)",
             )
-        slot = Slot(self.models, self._share_caches, self._graphs)
+        slot = Slot(self.models, self._share_caches, self._graphs, self.paces)
         self.made.append(slot)
         return slot
 

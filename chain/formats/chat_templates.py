@@ -37,6 +37,9 @@ _STATM = Path("/proc/self/statm")
 
 _LOOK_SECONDS = 0.5
 
+_ROLES = {"system", "developer", "user", "assistant", "tool"}
+_QUOTED = re.compile(r"""'[^'\n]*'|"[^"\n]*\"""")
+
 _one_at_a_time = threading.Lock()
 _latest_watch: "_Watch | None" = None
 
@@ -108,8 +111,15 @@ def prompt_token_ids(
             such text becomes other tokens: nobody who writes a message forges turns by it.
 
     Raises:
-        RejectedMessages, UserError: as `rendered` and `token_ids_of`.
+        RejectedMessages: as `rendered`; or a role is not one of the usual ones, and the template
+            does not name it.
+        UserError: as `rendered` and `token_ids_of`.
     """
+    template = f"{tokenizer.chat_template}"
+    for role in {each["role"] for each in messages} - _ROLES:
+        if not {f"'{role}'", f'"{role}"'} & set(_QUOTED.findall(template)):
+            known = ", ".join(sorted(_ROLES))
+            raise RejectedMessages(f"there is no role {role[:100]!r}; there are {known}")
     spelled = [] if takes_control_tokens else _control_tokens(tokenizer)
     found = [token for token in spelled if any(token in each["content"] for each in messages)]
     # characters of a private use area, that no message has

@@ -205,9 +205,10 @@ class Stage(ABC):
 
     def _read_in_parts(self, first: int) -> Passes[None]:
         """Read the tokens from `first` on, except the last, for all stages that share the cache."""
-        cache, rows = self.verifier.cache, self.verifier.prompt_rows
+        cache = self.verifier.cache
         while first < len(self.tokens) - 1:
-            part = self.tokens[first : min(first + rows, len(self.tokens) - 1)]
+            end = min(first + self.verifier.pace.rows, len(self.tokens) - 1)
+            part = self.tokens[first:end]
             num_top = self.num_prompt_logprobs
             wanted = None if num_top is None else 0
             read = yield VerifierPass(self.verifier, part, wanted, is_prompt=True)

@@ -17,10 +17,10 @@ from polybasic.chain.kernels.drafts import DraftTree
 from polybasic.chain.kernels.executor import Executor
 from polybasic.chain.kernels.rows import Rows, consecutive_rows, tree_rows
 from polybasic.deploy.rounds.cache import KeyValueCache
+from polybasic.deploy.rounds.pace import PromptPace
 
 SPARE_ROWS = MAX_TREE_ROWS
 """Rows of every cache beyond the context, for the draft or tree after the last token."""
-_PROMPT_ROWS = {"cpu": 256, "cuda": 2048}
 
 
 @dataclass
@@ -95,6 +95,7 @@ class Verifier:
         passes: runs passes over few consecutive tokens, except prompts.
         window: the part of a long context that its rows see; None for all of it.
         feature_layers: layers whose inputs are a part of the states, for an EAGLE-3 head.
+        pace: of prompts, shared by all verifiers that run the decoder; default: one of its own.
     """
 
     def __init__(
@@ -105,9 +106,11 @@ class Verifier:
         passes: ShortPasses | None = None,
         window: Window | None = None,
         feature_layers: tuple[int, ...] = (),
+        pace: PromptPace | None = None,
     ) -> None:
         self.name, self.decoder, self.cache, self.passes = name, decoder, cache, passes
         self.window, self.feature_layers = window, feature_layers
+        self.pace = pace or PromptPace(decoder.device, decoder.is_batch_invariant)
         self.clock = PassClock(decoder.device)
         self.num_rows = 0
 
@@ -120,7 +123,9 @@ class Verifier:
             feature_layers: default: as here.
         """
         layers = self.feature_layers if feature_layers is None else feature_layers
-        return Verifier(self.name, self.decoder, self.cache, self.passes, window, layers)
+        return Verifier(
+            self.name, self.decoder, self.cache, self.passes, window, layers, self.pace
+        )
 
     def read(self, token_ids: Sequence[int]) -> Tensor:
         """States [R, W] of consecutive tokens; their rows are provisional."""
@@ -147,11 +152,6 @@ class Verifier:
     def states_width(self) -> int:
         """W."""
         return self.decoder.states_width(self.feature_layers)
-
-    @property
-    def prompt_rows(self) -> int:
-        """Most tokens of a prompt in one pass, so that other sequences' rounds run in between."""
-        return _PROMPT_ROWS[self.decoder.device.type]
 
     @property
     def kind(self) -> Hashable:

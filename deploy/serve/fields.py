@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
-_HALF_PAIR = re.compile("[\ud800-\udfff]")
+_NOT_TEXT = re.compile("[\0\ud800-\udfff]")
 
 
 class Fields(BaseModel):
@@ -24,7 +24,8 @@ class Fields(BaseModel):
     def _known_fields(cls, given: Any) -> Any:
         if not isinstance(given, dict):
             return given
-        kept = {}
+        kept: dict[str, Any] = {}
+        is_unknown = False
         for name, value in given.items():
             if name in cls.model_fields:
                 if value is not None:
@@ -35,8 +36,8 @@ class Fields(BaseModel):
             elif name in cls.UNSUPPORTED:
                 if value is not None:
                     raise Refused(name, f"{name} is not supported by this server")
-            else:
-                kept[name] = value
+            elif not is_unknown:  # one is enough to refuse them all
+                kept[name], is_unknown = value, True
         return kept
 
 
@@ -49,10 +50,12 @@ class Refused(ValueError):
 
 
 def _encodable(name: str, value: Any) -> Any:
-    """Refuse half a surrogate pair, which JSON can spell and UTF-8 cannot."""
+    """Refuse half a surrogate pair, which JSON can spell and UTF-8 cannot, and NUL."""
     for text in value if isinstance(value, list) else [value]:
-        if isinstance(text, str) and _HALF_PAIR.search(text):
-            raise Refused(name, f"{name} holds half a surrogate pair", "invalid_value")
+        if isinstance(text, str) and (found := _NOT_TEXT.search(text)):
+            what = "a NUL character" if found[0] == "\0" else "half a surrogate pair"
+            message = f"{name} holds {what}, which is no text: leave it out"
+            raise Refused(name, message, "invalid_value")
     return value
 
 

@@ -14,6 +14,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from polybasic.deploy.serve.buffers import Buffers
 from polybasic.deploy.serve.errors import ApiError, internal_error
 from polybasic.deploy.serve.settings import ServeSettings
 
@@ -34,6 +35,7 @@ class Guard:
     def __init__(self, app: ASGIApp, settings: ServeSettings) -> None:
         self.app, self.settings = app, settings
         self._keys = [key.encode() for key in settings.api_keys]
+        self._buffers = Buffers(settings.buffer_bytes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let a request through, or answer it."""
@@ -44,7 +46,7 @@ class Guard:
         given = headers.get("x-request-id", "")
         request_id = given if _REQUEST_ID.fullmatch(given) else uuid4().hex
         scope["state"] = {**scope.get("state", {}), "request_id": request_id, "answer": {}}
-        status = 0
+        status, body = 0, bytearray()
 
         async def send_named(message: Message) -> None:
             nonlocal status
@@ -55,9 +57,12 @@ class Guard:
 
         try:
             self._check_host(headers)
-            scope["state"]["client"] = self._client(scope, headers)
-            body = await self._body(headers, receive)
-            await self.app(scope, _replayed(body, receive), send_named)
+            scope["state"]["client"] = client = self._client(scope, headers)
+            try:
+                await self._read(body, client, headers, receive)
+                await self.app(scope, _replayed(bytes(body), receive), send_named)
+            finally:
+                self._buffers.free(client, len(body))
         except ApiError as error:
             await _answer(error, scope, receive, send_named)
         except ClientGone:
@@ -110,7 +115,14 @@ class Guard:
             )
         return f"key {same.index(True)}"
 
-    async def _body(self, headers: Headers, receive: Receive) -> bytes:
+    async def _read(
+        self, body: bytearray, client: str, headers: Headers, receive: Receive
+    ) -> None:
+        """Append what arrives of a request's body, within the limits.
+
+        Raises:
+            ApiError: it is too large or too slow, or there is no room for it.
+        """
         limit = self.settings.body_bytes
         too_large = ApiError(
             413,
@@ -121,18 +133,19 @@ class Guard:
         declared = headers.get("content-length", "0")
         if declared.isascii() and declared.isdigit() and int(declared[:20]) > limit:
             raise too_large
-        found = bytearray()
         try:
             async with asyncio.timeout(self.settings.body_seconds):
                 while True:
                     message = await receive()
                     if message["type"] == "http.disconnect":
                         raise ClientGone
-                    found += message.get("body", b"")
-                    if len(found) > limit:
+                    part = message.get("body", b"")
+                    if len(body) + len(part) > limit:
                         raise too_large
+                    self._buffers.hold(client, len(body), len(body) + len(part))
+                    body += part
                     if not message.get("more_body", False):
-                        return bytes(found)
+                        return
         except TimeoutError:
             raise ApiError(
                 408,

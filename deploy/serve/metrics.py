@@ -103,7 +103,7 @@ class Metrics:
         self._refused.labels(self._model_name, code).inc()
 
     def cost(self, statistics: Statistics) -> None:
-        """Count what a whole answer cost."""
+        """Count what an answer cost, however it has ended."""
         name = self._model_name
         self.prefill_time.observe(statistics.prefill_seconds)
         self.decode_time.observe(statistics.seconds - statistics.prefill_seconds)

@@ -1,9 +1,11 @@
 """Requests as OpenAI defines and vLLM extends them: what is taken, and what is refused by name."""
 
+import math
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from polybasic.chain.readable import readable_value
 from polybasic.deploy.rounds.logprobs import MAX_LOGPROBS
 from polybasic.deploy.serve.errors import ApiError, bad_request
 from polybasic.deploy.serve.fields import Fields, Refused
@@ -12,7 +14,13 @@ _MOST = 10**9
 MAX_ANSWERS = 128
 """Of one prompt."""
 
-Tokens = list[Annotated[int, Field(ge=0, lt=1 << 31)]]
+MAX_MESSAGES = 1 << 14
+"""Of a conversation, and parts of one; longer lists are refused before anything is made of them."""
+MAX_PROMPTS = 1 << 12
+"""Of a request, likewise."""
+
+Tokens = Annotated[list[Annotated[int, Field(ge=0, lt=1 << 31)]], Field(fail_fast=True)]
+Texts = Annotated[list[str], Field(fail_fast=True)]
 Logprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 
 
@@ -20,7 +28,43 @@ def _first_of(messages: Any) -> Any:
     """Refuse what is no list of objects, before pydantic describes every alternative."""
     if not isinstance(messages, list) or not messages:
         raise ValueError("a list of at least one message is needed")
+    if len(messages) > MAX_MESSAGES:
+        raise ValueError(f"{len(messages):,} messages are more than {MAX_MESSAGES:,}, the most taken")
     return messages
+
+
+def _alike(prompt: Any) -> Any:
+    """Refuse by its place what is no prompt: pydantic would name what each alternative misses."""
+    if isinstance(prompt, str):
+        return prompt
+    if not isinstance(prompt, list):
+        raise ValueError("a prompt is a text, a list of token ids, or a list of either")
+    if prompt and isinstance(prompt[0], int):
+        _check_ids(prompt)
+        return prompt
+    if len(prompt) > MAX_PROMPTS:
+        raise ValueError(f"{len(prompt):,} prompts are more than {MAX_PROMPTS:,}, the most taken")
+    for place, one in enumerate(prompt):
+        if type(one) is not type(prompt[0]) or not isinstance(one, str | list):
+            raise ValueError(f"prompt {place} is of another kind: give texts, or lists of token ids")
+        if isinstance(one, list):
+            _check_ids(one, f" of prompt {place}")
+    return prompt
+
+
+def _check_ids(token_ids: list[Any], of: str = "") -> None:
+    for place, token in enumerate(token_ids):
+        if type(token) is not int or not 0 <= token < 1 << 31:
+            shown = readable_value(token)
+            raise ValueError(f"token {place}{of} is {shown}: token ids are whole numbers from 0 up")
+
+
+def _all_numbers(biases: Any) -> Any:
+    """Refuse the first value that is no number: pydantic would describe each."""
+    for token, bias in biases.items() if isinstance(biases, dict) else ():
+        if isinstance(bias, bool) or not isinstance(bias, int | float) or not math.isfinite(bias):
+            raise ValueError(f"the bias of token {str(token)[:100]!r} is no number")
+    return biases
 
 
 class StreamOptions(Fields):
@@ -34,7 +78,7 @@ class Extras(Fields):
     """What only this server offers."""
 
     members: bool = Field(False, description="say of each token which member proposed it")
-    run: list[str] | None = Field(
+    run: Texts | None = Field(
         None, min_length=1, description="members that run, from the target down"
     )
 
@@ -46,7 +90,7 @@ class _Asked(Fields):
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     n: int = Field(1, ge=1, le=MAX_ANSWERS, description="answers of each prompt")
-    stop: str | list[str] | None = Field(None, description="texts that end an answer before them")
+    stop: str | Texts | None = Field(None, description="texts that end an answer before them")
     seed: int | None = Field(None, ge=0, lt=1 << 64, description="the same seed, the same text")
     temperature: float | None = Field(None, description="0 is greedy")
     top_p: float | None = None
@@ -55,7 +99,9 @@ class _Asked(Fields):
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = Field(None, description="token id -> added to its logit")
+    logit_bias: Annotated[dict[str, float] | None, BeforeValidator(_all_numbers)] = Field(
+        None, description="token id -> added to its logit"
+    )
     stop_token_ids: Tokens | None = Field(None, description="further tokens that end an answer")
     min_tokens: int = Field(0, ge=0, description="no stop token before so many")
     ignore_eos: bool = Field(False, description="the checkpoint's stop tokens do not end an answer")
@@ -129,7 +175,9 @@ class TextPart(Fields):
 
 
 def _text_parts(content: Any) -> Any:
-    """Refuse parts of other kinds by their names."""
+    """Refuse parts of other kinds by their names, and too many."""
+    if isinstance(content, list) and len(content) > MAX_MESSAGES:
+        raise ValueError(f"{len(content):,} parts are more than {MAX_MESSAGES:,}, the most taken")
     for part in content if isinstance(content, list) else ():
         kind = part.get("type") if isinstance(part, dict) else None
         if isinstance(kind, str) and kind != "text":
@@ -141,7 +189,9 @@ class Message(Fields):
     """Of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[str | list[TextPart], BeforeValidator(_text_parts)]
+    content: Annotated[
+        str | Annotated[list[TextPart], Field(fail_fast=True)], BeforeValidator(_text_parts)
+    ]
     name: str | None = None
 
     UNSUPPORTED = frozenset(
@@ -162,7 +212,7 @@ class Message(Fields):
 class ChatRequest(_Asked):
     """Of /v1/chat/completions."""
 
-    messages: Annotated[list[Message], BeforeValidator(_first_of)]
+    messages: Annotated[list[Message], Field(fail_fast=True), BeforeValidator(_first_of)]
     max_tokens: int | None = Field(None, ge=1, le=_MOST)
     max_completion_tokens: int | None = Field(
         None, ge=1, le=_MOST, description="of an answer at most; default: what the context leaves"
@@ -215,8 +265,9 @@ class CompletionRequest(_Asked):
     """Of /v1/completions."""
 
     prompt: Annotated[
-        str | list[str] | Tokens | list[Tokens],
+        str | Texts | Tokens | Annotated[list[Tokens], Field(fail_fast=True)],
         Field(description="a text, token ids, or a list of either", union_mode="left_to_right"),
+        BeforeValidator(_alike),
     ]
     max_tokens: int = Field(16, ge=0, le=_MOST, description="of an answer at most")
     logprobs: Logprobs | None = None
@@ -256,7 +307,7 @@ class TokenizeRequest(Fields):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = None
+    messages: Annotated[list[Message], Field(fail_fast=True), BeforeValidator(_first_of)] | None = None
     add_special_tokens: bool = Field(True, description="of a text: those that begin it")
     return_token_strs: bool = False
 
@@ -301,6 +352,13 @@ def refusal_of(fault: Any) -> ApiError:
     if fault["type"] == "extra_forbidden":
         name = ".".join([*place, str(fault["loc"][-1])[:100]])
         return bad_request(f"unknown field {name}", name, "unknown_parameter")
+    if not place and fault["type"] == "missing":
+        return bad_request("the body is empty: send a JSON object", code="invalid_json")
+    if not place and fault["type"] in ("model_attributes_type", "model_type"):
+        return bad_request(
+            "the body is no JSON object: send one, with Content-Type: application/json",
+            code="invalid_json",
+        )
     if fault["type"] == "json_invalid":
         return bad_request("the body is not JSON", code="invalid_json")
     param = ".".join(place) or None

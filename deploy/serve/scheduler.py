@@ -301,6 +301,7 @@ class Scheduler:
         """End a job before its time."""
         if job.live is not None:
             job.live.close()
+            self.metrics.cost(job.live.spent)
         self._remove(job, reason)
         if error is not None:
             self._is_urgent = True

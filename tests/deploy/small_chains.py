@@ -41,6 +41,7 @@ from polybasic.deploy.drafters.steering import SteeredDrafter
 from polybasic.deploy.engine import Engine
 from polybasic.deploy.request import Request
 from polybasic.deploy.rounds.noise import Noise
+from polybasic.deploy.rounds.pace import PromptPace
 from polybasic.deploy.rounds.passes import alone
 from polybasic.deploy.rounds.sampling import (
     CoupledSampler,
@@ -327,7 +328,7 @@ class RememberedCache:
 class RememberedVerifier:
     """Runs the real verifier over what it has not read before; states are arrays of numbers."""
 
-    prompt_rows = 256
+    pace = PromptPace(torch.device("cpu"))
 
     def __init__(self, real: Verifier, cache: RememberedCache, memory: Memory) -> None:
         self.name, self.real, self.cache, self.memory = real.name, real, cache, memory

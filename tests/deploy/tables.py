@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -145,7 +146,7 @@ class TokenCache:
 class TableVerifier:
     """States are numbers of prefixes; a prefix is read from the cache, not from the stage."""
 
-    prompt_rows = 2
+    pace = SimpleNamespace(rows=2)
 
     def __init__(self, model: int, cache: TokenCache, case: Case) -> None:
         self.name, self.model, self.cache, self.case = f"model {model}", model, cache, case

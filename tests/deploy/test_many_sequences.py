@@ -18,6 +18,7 @@ from polybasic.chain.errors import UserError
 from polybasic.chain.formats.plan import Flush, Ngram, Plan, Tree, Window
 from polybasic.deploy import BusyError, Chain, load_chain
 from polybasic.deploy.rounds import passes, verifier
+from polybasic.deploy.rounds.pace import PromptPace
 from polybasic.deploy.rounds.verifier import read_together
 from polybasic.deploy.slots import MIN_COPIED_TOKENS
 from tests.deploy.noisy_chain import write_four_and_a_copy
@@ -210,6 +211,27 @@ def test_streams_are_interleaved_and_given_up(chain: Chain) -> None:
     assert all(slot.is_free for slot in chain.engine.slots.made)
 
 
+@pytest.mark.parametrize("plan", [PLANS[0], PLANS[5]], ids=["target", "three"])
+def test_an_answer_that_is_given_up_has_its_cost(chain: Chain, plan: Plan) -> None:
+    whole = pieces_of(chain, [5, 6, 7], 30, plan=plan).statistics
+    forget(chain)
+    one = chain.begin([5, 6, 7], max_new_tokens=30, ignore_eos=True, plan=plan)
+    assert (one.spent.num_tokens, one.spent.forward_passes) == (0, {})
+    tokens = 0
+    while tokens < 20:
+        chain.step()
+        tokens += sum(len(piece.token_ids) for piece in one.take())
+    one.close()
+    spent = one.spent
+    assert (spent.num_tokens, spent.stopped_by, spent.seconds_by_member) == (tokens, None, {})
+    assert sum(spent.accepted_lengths["target"]) == tokens
+    assert len(spent.accepted_lengths["target"]) == spent.forward_passes["target"] > 0
+    for name, accepted in whole.accepted.items():
+        assert 0 < spent.accepted[name] <= accepted
+    with pytest.raises(UserError, match="has not ended"):
+        _ = one.statistics
+
+
 def test_a_stream_that_nobody_reads_stays_one_piece_ahead(chain: Chain) -> None:
     idle, busy = (chain.stream([1, 2], max_new_tokens=60, ignore_eos=True) for _ in range(2))
     first = next(idle)
@@ -273,7 +295,7 @@ def test_the_next_turn_reads_what_is_new(chain: Chain, plan: Plan) -> None:
 
 
 def test_a_common_beginning_is_read_once(chain: Chain, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verifier, "_PROMPT_ROWS", {"cpu": 16})
+    monkeypatch.setattr(PromptPace, "room", 16)
     common = list(range(60))
     asked = [
         ([*common, place], {"max_new_tokens": 4, "plan": PLANS[2], "ignore_eos": True})
@@ -286,6 +308,61 @@ def test_a_common_beginning_is_read_once(chain: Chain, monkeypatch: pytest.Monke
     assert cached[0] == 0
     assert min(cached[1:]) > len(common) - MIN_COPIED_TOKENS
     assert [one.statistics.num_tokens for one in live] == [4] * 5
+
+
+def test_a_short_prompt_does_not_wait_for_a_long_one(
+    chain: Chain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PromptPace, "room", 8)
+    forget(chain)
+    options: dict[str, Any] = {"max_new_tokens": 3, "plan": PLANS[0], "ignore_eos": True}
+    long, short = list(range(60)), [1, 2, 3]
+    expected = [chain.generate(each, **options).token_ids for each in (long, short)]
+    forget(chain)
+    first = chain.begin(long, **options)
+    chain.step()
+    second, third = chain.begin(short, **options), chain.begin(long[::-1], **options)
+    while not second.is_over:
+        assert chain.step()
+    assert not first.take() and not third.take()
+    while chain.step():
+        pass
+    pieces = first.take(), second.take()
+    assert [[token for piece in each for token in piece.token_ids] for each in pieces] == expected
+
+
+def test_others_wait_for_few_rows_of_a_slow_models_prompt(
+    chain: Chain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {"max_new_tokens": 30, "plan": PLANS[0], "ignore_eos": True}
+    monkeypatch.setattr(PromptPace, "took", lambda *_: None)
+    for pace in chain.engine.slots.paces.values():
+        monkeypatch.setattr(pace, "_row_seconds", 0.02)
+    num_rows: list[int] = []
+    for module in (passes, verifier):
+        monkeypatch.setattr(module, "read_together", _counting(num_rows))
+    forget(chain)
+    answering = chain.begin([1, 2, 3], **options)
+    while not answering.take():
+        chain.step()
+    num_rows.clear()
+    reading = chain.begin(list(range(40)), **options)
+    while not reading.take():
+        chain.step()
+    assert num_rows == [5 + 1] * 7 + [4 + 1, 1 + 1]
+    reading.close(), answering.close()
+    forget(chain)
+    num_rows.clear()
+    chain.generate(list(range(59, -1, -1)), **options)
+    assert num_rows[:2] == [50, 9]  # alone a pass may take a second
+
+
+def _counting(num_rows: list[int]) -> Any:
+    def counted(verifiers: Any, read: Any) -> Any:
+        num_rows.append(sum(map(len, read)))
+        return read_together(verifiers, read)
+
+    return counted
 
 
 def test_without_reuse_all_is_read(folder: Path) -> None:

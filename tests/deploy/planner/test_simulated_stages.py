@@ -17,6 +17,7 @@ from polybasic.chain.kernels.noise import gumbel_noise, noise_key
 from polybasic.deploy.planner import simulation
 from polybasic.deploy.planner.measurements import Measurements, Trace
 from polybasic.deploy.planner.simulation import Simulator, simulate
+from polybasic.deploy.rounds.pace import PromptPace
 from polybasic.deploy.rounds.passes import alone
 from polybasic.deploy.rounds.sampling import (
     CoupledSampler,
@@ -98,7 +99,7 @@ class FakeVerifier:
     cache: TokenCache
     passes: Counter[int] = field(default_factory=Counter)
     prefixes: list[tuple[int, ...]] = field(default_factory=list)
-    prompt_rows: int = 256
+    pace: PromptPace = field(default_factory=lambda: PromptPace(torch.device("cpu")))
 
     @property
     def name(self) -> str:

@@ -29,6 +29,7 @@ class ScriptedAnswer:
     is_closed: bool = False
     error: BaseException | None = None
     statistics: Statistics = STATISTICS
+    spent: Statistics = STATISTICS
     prompt_logprobs: list[Any] = field(default_factory=list)
 
     def take(self) -> list[Piece]:

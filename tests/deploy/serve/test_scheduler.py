@@ -133,6 +133,8 @@ def test_who_gives_up_is_gone_after_one_step() -> None:
             assert chain.begun[0].is_closed
             assert len(chain.begun[0].token_ids) == 4
             assert sample(scheduler, "request_success_total", finished_reason="abort") == 2
+            # of the one that was given up, too
+            assert sample(scheduler, "forward_passes_total", member="target") == 2 * 2
 
     run(test())
 
