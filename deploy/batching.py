@@ -22,7 +22,7 @@ from polybasic.deploy.rounds.passes import Pass, Passes, VerifierPass
 from polybasic.deploy.rounds.sampling import NotFiniteError
 from polybasic.deploy.rounds.stages import Proposals, Stage
 from polybasic.deploy.rounds.stopping import StoppedBy, cut_at_end
-from polybasic.deploy.rounds.verifier import Verifier
+from polybasic.deploy.rounds.verifier import PassClock, Verifier
 from polybasic.deploy.slots import MIN_COPIED_TOKENS, Slot, Slots, num_common
 
 
@@ -93,6 +93,14 @@ class Running:
         if self._statistics is None:
             raise unfinished()
         return self._statistics
+
+    @property
+    def passes(self) -> dict[str, int]:
+        """Of each member so far, by name, without the prefill."""
+        costs = _Costs(dict(self._costs.passes))
+        if self._statistics is None:  # what the present stages cost is not added yet
+            costs.add_passes(self._clocks)
+        return costs.passes
 
     def take(self) -> list[Piece]:
         """What was made since the last call."""
@@ -204,8 +212,15 @@ class Running:
 
     def _count(self) -> None:
         """Add what the present stages cost."""
-        drafter, members = self._drafter, self.request.plan.members
-        self._costs.add(self._stages, members[-1], drafter)
+        self._costs.add(self._stages, self._clocks)
+
+    @property
+    def _clocks(self) -> dict[str, PassClock]:
+        """Of the members in the present stages, by name."""
+        clocks = {stage.verifier.name: stage.verifier.clock for stage in self._stages}
+        if self._drafter is not None and self._drafter.clock is not None:
+            clocks[self.request.plan.members[-1]] = self._drafter.clock
+        return clocks
 
 
 @dataclass
@@ -217,12 +232,13 @@ class _Costs:
     accepted_lengths: dict[str, list[int]] = field(default_factory=dict)
     proposals: dict[str, Proposals] = field(default_factory=dict)
 
-    def add(self, stages: Sequence[Stage], last_member: str, drafter: Drafter | None) -> None:
-        clocks = {stage.verifier.name: stage.verifier.clock for stage in stages}
-        if drafter is not None and drafter.clock is not None:
-            clocks[last_member] = drafter.clock
+    def add_passes(self, clocks: dict[str, PassClock]) -> None:
         for name, clock in clocks.items():
             self.passes[name] = self.passes.get(name, 0) + clock.num_passes
+
+    def add(self, stages: Sequence[Stage], clocks: dict[str, PassClock]) -> None:
+        self.add_passes(clocks)
+        for name, clock in clocks.items():
             self.seconds[name] = self.seconds.get(name, 0.0) + clock.seconds
         for stage in stages:
             self.accepted_lengths.setdefault(stage.verifier.name, []).extend(stage.accepted_lengths)
