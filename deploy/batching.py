@@ -23,7 +23,7 @@ from polybasic.deploy.rounds.passes import Pass, Passes, VerifierPass
 from polybasic.deploy.rounds.sampling import NotFiniteError
 from polybasic.deploy.rounds.stages import Proposals, Stage
 from polybasic.deploy.rounds.stopping import StoppedBy, cut_at_end
-from polybasic.deploy.rounds.verifier import Verifier
+from polybasic.deploy.rounds.verifier import PassClock, Verifier
 from polybasic.deploy.slots import MIN_COPIED_TOKENS, Slot, Slots, num_common
 
 
@@ -106,6 +106,13 @@ class Running:
         """What it has cost so far, or by its end: of an answer that has not ended without the
         seconds of members, which a GPU would be waited for."""
         return self._statistics or self._cost(None)
+
+    @property
+    def passes(self) -> dict[str, int]:
+        """Of each member so far, by name, without the prefill."""
+        costs = _Costs(dict(self._costs.passes))
+        costs.add_passes(self._clocks)
+        return costs.passes
 
     def take(self) -> list[Piece]:
         """What was made since the last call."""
@@ -219,11 +226,21 @@ class Running:
         )
 
     def _costs_now(self, is_timed: bool = True) -> "_Costs":
-        """With those of the present stages, once the prompt was read."""
-        costs, last_member = deepcopy(self._costs), self.request.plan.members[-1]
-        if self._prefill_seconds:
-            costs.add(self._stages, last_member, self._drafter, is_timed)
+        """With those of the present stages."""
+        costs, clocks = deepcopy(self._costs), self._clocks
+        costs.add_passes(clocks)
+        costs.add(self._stages if clocks else [], clocks if is_timed else {})
         return costs
+
+    @property
+    def _clocks(self) -> dict[str, PassClock]:
+        """Of the members in the present stages, by name; none before the prompt was read."""
+        if not self._prefill_seconds:
+            return {}
+        clocks = {stage.verifier.name: stage.verifier.clock for stage in self._stages}
+        if self._drafter is not None and self._drafter.clock is not None:
+            clocks[self.request.plan.members[-1]] = self._drafter.clock
+        return clocks
 
 
 @dataclass
@@ -235,16 +252,13 @@ class _Costs:
     accepted_lengths: dict[str, list[int]] = field(default_factory=dict)
     proposals: dict[str, Proposals] = field(default_factory=dict)
 
-    def add(
-        self, stages: Sequence[Stage], last_member: str, drafter: Drafter | None, is_timed: bool
-    ) -> None:
-        clocks = {stage.verifier.name: stage.verifier.clock for stage in stages}
-        if drafter is not None and drafter.clock is not None:
-            clocks[last_member] = drafter.clock
+    def add_passes(self, clocks: dict[str, PassClock]) -> None:
         for name, clock in clocks.items():
             self.passes[name] = self.passes.get(name, 0) + clock.num_passes
-            if is_timed:
-                self.seconds[name] = self.seconds.get(name, 0.0) + clock.seconds
+
+    def add(self, stages: Sequence[Stage], timed: dict[str, PassClock]) -> None:
+        for name, clock in timed.items():
+            self.seconds[name] = self.seconds.get(name, 0.0) + clock.seconds
         for stage in stages:
             self.accepted_lengths.setdefault(stage.verifier.name, []).extend(stage.accepted_lengths)
             for name, one in stage.proposals.items():

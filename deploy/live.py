@@ -70,6 +70,11 @@ class LiveAnswer:
         return self._running.spent
 
     @property
+    def passes(self) -> dict[str, int]:
+        """Of each member that has run, by name, without the prefill: those so far."""
+        return self._running.passes
+
+    @property
     def prompt_logprobs(self) -> list[TokenLogprobs]:
         """Of the prompt's tokens but the first, with the first piece or the end, if asked for."""
         return self._running.prompt_logprobs

@@ -22,6 +22,7 @@ from polybasic.deploy.serve.protocol import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    MarkdownRequest,
     TokenizeRequest,
     refusal_of,
 )
@@ -32,10 +33,14 @@ from polybasic.deploy.serve.streams import EventStream, summary
 from polybasic.deploy.serve.tickets import Ticket
 
 _PAGE = Path(__file__).parent / "page"
+PAGE_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    # no script of the page can turn text into markup
+    "require-trusted-types-for 'script'; trusted-types 'none'"
+)
 _PAGE_HEADERS = {
-    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
-    "img-src 'self' data:; connect-src 'self'; base-uri 'none'; form-action 'none'; "
-    "frame-ancestors 'none'",
+    "Content-Security-Policy": PAGE_POLICY,
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
 }
@@ -98,7 +103,7 @@ def create_app(chain: Chain, settings: ServeSettings) -> FastAPI:
     _add_texts(app, service)
     _add_state(app, service)
     if settings.page:
-        _add_page(app)
+        _add_page(app, service)
 
     def refused(error: ApiError) -> Response:
         # answers that fail later are counted by their end
@@ -222,13 +227,19 @@ class _Page(StaticFiles):
         return response
 
 
-def _add_page(app: FastAPI) -> None:
+def _add_page(app: FastAPI, service: Service) -> None:
     files = _Page(directory=_PAGE)
     app.mount("/page", files)
 
     @app.get("/", include_in_schema=False)
     async def page(request: Request) -> Response:
         return await files.get_response("index.html", request.scope)
+
+    # not below /page, which needs no key
+    @app.post("/markdown", include_in_schema=False)
+    async def markdown(asked: MarkdownRequest, request: Request) -> Json:
+        reading = service.markdown(asked.text, request.state.client)
+        return Json({"elements": await unless_gone(request.receive, reading)})
 
 
 def _invalid(error: Any) -> ApiError:

@@ -330,9 +330,23 @@ class DetokenizeRequest(Fields):
     tokens: Tokens
 
 
+class MarkdownRequest(Fields):
+    """Of /markdown."""
+
+    text: str
+
+
+_MODELS = (
+    ChatRequest,
+    CompletionRequest,
+    TokenizeRequest,
+    DetokenizeRequest,
+    MarkdownRequest,
+    Message,
+)
 _FIELDS = {
     name
-    for model in (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest, Message)
+    for model in _MODELS
     for name in (*model.model_fields, *Extras.model_fields, *StreamOptions.model_fields)
 }
 

@@ -73,7 +73,8 @@ class Reply(ABC):
         if part.is_first:
             yield from self._opening(choice)
         if part.text or part.token_ids or part.shown:
-            extras = {"polybasic": {"tokens": part.shown}} if choice.shares is not None else {}
+            told = {"tokens": part.shown, "passes": news.passes}
+            extras = {"polybasic": told} if choice.shares is not None else {}
             yield self._chunk([self._delta(choice, part)], extras)
         if choice.statistics is not None:
             yield self._chunk([self._last(choice)], costs([choice.statistics]))

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 
 from polybasic.chain.errors import LostProcessError, UserError
 from polybasic.deploy.chain import Chain
-from polybasic.deploy.request import Statistics
+from polybasic.deploy.live import LiveAnswer
+from polybasic.deploy.request import Piece, Statistics
 from polybasic.deploy.serve.errors import (
     ApiError,
     bad_request,
@@ -282,11 +283,15 @@ class Scheduler:
                 self._end(job, self._failure(job, live.error), "error")
             elif is_over:
                 self._finish(job, live.statistics, now)
-                news = News(job.index, pieces, live.statistics, live.prompt_logprobs)
-                self._outbox.append((job.ticket, news))
+                self._tell(job, live, pieces, live.statistics)
             elif pieces:
-                news = News(job.index, pieces, None, live.prompt_logprobs)
-                self._outbox.append((job.ticket, news))
+                self._tell(job, live, pieces, None)
+
+    def _tell(
+        self, job: Job, live: LiveAnswer, pieces: list[Piece], ended: Statistics | None
+    ) -> None:
+        news = News(job.index, pieces, ended, live.prompt_logprobs, live.passes)
+        self._outbox.append((job.ticket, news))
 
     def _finish(self, job: Job, statistics: Statistics, now: float) -> None:
         self._num_failures = 0

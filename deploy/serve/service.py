@@ -11,6 +11,7 @@ from polybasic.deploy.chain import Chain, checked_plan
 from polybasic.deploy.rounds.stopping import AnswerText
 from polybasic.deploy.serve.choices import Prompt
 from polybasic.deploy.serve.errors import ApiError, bad_request
+from polybasic.deploy.serve.markdown import MAX_CHARACTERS, Node, elements
 from polybasic.deploy.serve.metrics import Metrics
 from polybasic.deploy.serve.protocol import (
     ChatRequest,
@@ -30,6 +31,9 @@ _SEED_BITS = 53
 
 _MESSAGE_CHARACTERS = 64
 """For which a chat template takes as long as for a message."""
+
+_MARKDOWN_CHARACTERS = 16
+"""Of a text that waits for its turn as one of Markdown does: that takes longer to read."""
 
 
 class Service:
@@ -166,6 +170,22 @@ class Service:
         """
         self.reading.check(0, "tokens", num_tokens=len(token_ids))
         return await self.reading.read(client, len(token_ids), lambda: self._text(token_ids))
+
+    async def markdown(self, text: str, client: str) -> list[Node]:
+        """The elements that an answer's Markdown means.
+
+        Raises:
+            ApiError: it has more than `MAX_CHARACTERS`.
+        """
+        if len(text) > MAX_CHARACTERS:
+            raise bad_request(
+                f"text has {len(text):,} characters; at most {MAX_CHARACTERS:,} are formatted: "
+                "show it as it is",
+                "text",
+                "text_too_long",
+            )
+        num_characters = _MARKDOWN_CHARACTERS * len(text)
+        return await self.reading.read(client, num_characters, lambda: elements(text))
 
     def _text(self, token_ids: list[int]) -> str:
         self._check_tokens(token_ids, "tokens")

@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from polybasic.deploy.live import LiveAnswer
@@ -21,12 +21,14 @@ class News:
         pieces: since the last news.
         statistics: once it has ended.
         prompt_logprobs: of the prompt's tokens but the first, where they were asked for.
+        passes: of each member so far, by name, without the prefill.
     """
 
     index: int
     pieces: list[Piece]
     statistics: Statistics | None
     prompt_logprobs: list[TokenLogprobs]
+    passes: dict[str, int]
 
 
 @dataclass(eq=False)
@@ -99,7 +101,7 @@ class Ticket:
             self._error = self._error or news
         elif self._news and self._news[-1].index == news.index:
             pieces = self._news[-1].pieces + news.pieces
-            self._news[-1] = News(news.index, pieces, news.statistics, news.prompt_logprobs)
+            self._news[-1] = replace(news, pieces=pieces)
         else:
             self._news.append(news)
         self._has_news.set()

@@ -31,7 +31,7 @@ _PACKAGES = (
 )
 _EXTRAS = {
     "train": ("datasets", "pyarrow", "peft", "deepspeed", "accelerate", "wandb"),
-    "serve": ("fastapi", "uvicorn", "prometheus_client"),
+    "serve": ("fastapi", "uvicorn", "prometheus_client", "markdown_it"),
     "quantize": ("awq", "accelerate", "datasets", "pyarrow"),
     "gguf": ("gguf",),
     "dev": ("pytest", "hypothesis", "zstandard", "mypy", "importlinter"),

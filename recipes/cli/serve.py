@@ -190,6 +190,7 @@ def _plan(path: Path | None) -> Any:
 def _check_installed() -> None:
     try:
         import fastapi  # noqa: F401
+        import markdown_it  # noqa: F401
         import prometheus_client  # noqa: F401
         import uvicorn  # noqa: F401
     except ImportError as error:

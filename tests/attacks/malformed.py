@@ -22,6 +22,7 @@ GOOD: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "w1 w2", "max_tokens": 2},
     "/tokenize": {"prompt": "w1 w2"},
     "/detokenize": {"tokens": [1, 2]},
+    "/markdown": {"text": "*w1*"},
 }
 FIELDS = sorted(
     {

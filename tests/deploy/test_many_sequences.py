@@ -189,6 +189,27 @@ def test_sequences_share_passes(chain: Chain, monkeypatch: pytest.MonkeyPatch) -
     assert num_sequences.count(8) >= min(rounds)
 
 
+@pytest.mark.parametrize("changes", [False, True])
+def test_passes_are_counted_while_an_answer_is_made(
+    chain: Chain, monkeypatch: pytest.MonkeyPatch, changes: bool
+) -> None:
+    if changes:
+        monkeypatch.setattr(chain.engine, "plan_of_load", changing(PLANS))
+    options: dict[str, Any] = {} if changes else {"plan": PLANS[5]}
+    live = chain.begin([1, 2, 3], max_new_tokens=30, **options)
+    counted: list[dict[str, int]] = []
+    while chain.step():
+        if live.take():
+            counted.append(live.passes)
+    assert counted[-1] == live.passes == live.statistics.forward_passes
+    for member in live.passes:
+        numbers = [one.get(member, 0) for one in counted]
+        assert numbers == sorted(numbers)
+    targets = [one["target"] for one in counted]
+    assert targets[0] == 1
+    assert len(set(targets)) == len(targets) > 3
+
+
 def test_streams_are_interleaved_and_given_up(chain: Chain) -> None:
     asked = requests(6, seed=3)
     expected = alone(chain, asked)

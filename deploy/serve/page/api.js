@@ -15,14 +15,14 @@ export async function servedModel(key) {
   return { id: model.id, members, plan };
 }
 
+// The elements that a text in Markdown means, for `built` of markdown.js.
+export async function readMarkdown(text, key) {
+  return (await (await posted("markdown", { text }, key)).json()).elements;
+}
+
 // The parsed events of a streamed answer, in order.
 export async function* streamed(asked, key, signal) {
-  const response = await request("v1/chat/completions", {
-    method: "POST",
-    headers: { ...headers(key), "Content-Type": "application/json" },
-    body: JSON.stringify({ ...asked, stream: true }),
-    signal,
-  });
+  const response = await posted("v1/chat/completions", { ...asked, stream: true }, key, signal);
   for await (const data of events(response.body)) {
     if (data === "[DONE]") return;
     const event = JSON.parse(data);
@@ -33,9 +33,20 @@ export async function* streamed(asked, key, signal) {
 }
 
 const LOST = "The connection was lost before the answer was complete.";
+const NO_KEY = "This server asks for an API key. Enter it in the settings.";
+const WRONG_KEY = "This server does not take the API key of the settings.";
 
 function headers(key) {
   return key ? { Authorization: `Bearer ${key}` } : {};
+}
+
+function posted(path, content, key, signal) {
+  return request(path, {
+    method: "POST",
+    headers: { ...headers(key), "Content-Type": "application/json" },
+    body: JSON.stringify(content),
+    signal,
+  });
 }
 
 async function request(path, options) {
@@ -46,16 +57,15 @@ async function request(path, options) {
     if (error.name === "AbortError") throw error;
     throw new Failure("The server cannot be reached. Is it running?", "lost");
   }
-  if (!response.ok) throw await failureOf(response);
+  if (!response.ok) throw await failureOf(response, "Authorization" in options.headers);
   return response;
 }
 
-async function failureOf(response) {
+async function failureOf(response, hadKey) {
   const said = await response.json().then((body) => body.error, () => undefined);
   switch (response.status) {
     case 401:
-    case 403:
-      return new Failure("This server asks for an API key. Enter it in the settings.", "key");
+      return new Failure(hadKey ? WRONG_KEY : NO_KEY, "key");
     case 429:
     case 503: {
       const seconds = Number(response.headers.get("Retry-After"));

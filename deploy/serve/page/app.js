@@ -1,15 +1,17 @@
 // The conversation: what is asked, what comes, and what the browser keeps of it.
 
-import { Failure, servedModel, streamed } from "./api.js";
+import { Failure, readMarkdown, servedModel, streamed } from "./api.js";
 import { Pace } from "./pace.js";
-import { saveConversation, savedConversation, savedSettings } from "./store.js";
+import { saveConversation, savedConversation, savedSettings, saveSettings } from "./store.js";
 import { openSettings } from "./settings.js";
 import { $, showLegend, showPasses, shownRate, TurnView } from "./view.js";
 
 let model = { id: "", members: [], plan: [] };
 let turns = savedConversation();
 let views = [];
+const markdown = new WeakMap(); // of turns: the elements that their texts mean
 let numForgotten = 0; // turns at the beginning that are no longer sent
+let refusedKey = null; // by the server, the last time
 let running = null; // an AbortController while an answer comes
 let answering = Promise.resolve(); // until the last answer is settled
 
@@ -20,6 +22,7 @@ async function connect() {
     report(error);
     return;
   }
+  refusedKey = null;
   notify("");
   $("model").textContent = model.id;
   $("alone").disabled = model.members.length < 2;
@@ -31,6 +34,35 @@ function showTurns() {
   views = turns.map((turn) => new TurnView(turn, model.members));
   showEnd();
   $("conversation").scrollTop = $("conversation").scrollHeight;
+  if (model.id) formatAll();
+}
+
+// Answers as their Markdown means them, the last ones first.
+async function formatAll() {
+  const shown = turns.map((turn, index) => [turn, views[index]]);
+  for (const [turn, view] of shown.reverse()) {
+    if (turn.role === "assistant" && view.element.isConnected) await format(turn, view);
+  }
+}
+
+async function format(turn, view) {
+  try {
+    if (!markdown.has(turn)) {
+      markdown.set(turn, await readMarkdown(turn.text, savedSettings().key));
+    }
+  } catch (error) {
+    console.warn(`an answer is shown as it is: ${error.message}`); // too long, or no server
+    return;
+  }
+  keepingEnd(() => view.format(markdown.get(turn), Boolean(savedSettings().asTokens)));
+}
+
+// All answers from tokens to what is formatted, or back.
+function switchForm() {
+  const given = savedSettings();
+  const asTokens = !given.asTokens;
+  saveSettings({ ...given, asTokens });
+  keepingEnd(() => views.forEach((view) => view.show(asTokens)));
 }
 
 // The figures of the last answer, which can be given again by the other members, to compare.
@@ -48,8 +80,7 @@ function showEnd() {
 function showFigures(turn, rate = turn?.rate) {
   const counts = {};
   for (const [, member] of turn?.tokens ?? []) counts[member] = (counts[member] ?? 0) + 1;
-  // each pass of the target ends with a token that it drew itself
-  const length = turn?.length ?? turn?.tokens?.length / counts[model.members[0]];
+  const length = turn?.length ?? turn?.tokens?.length / turn?.passes?.[model.members[0]];
   $("rate").textContent = rate ? shownRate(rate) : "–";
   $("length").textContent = Number.isFinite(length) ? length.toFixed(2) : "–";
   $("tokens").textContent = turn?.tokens?.length || "–";
@@ -66,7 +97,10 @@ function report(error) {
   const isForeseen = error instanceof Failure;
   if (!isForeseen) console.error(error);
   notify(isForeseen ? error.message : `This page has failed: ${error.message}`);
-  if (error.kind === "key") openSettings("key");
+  if (error.kind === "key") {
+    refusedKey = savedSettings().key;
+    openSettings("key", error.message);
+  }
 }
 
 // For a screen reader, which gets an answer whole and not token by token.
@@ -169,10 +203,10 @@ function take(event, turn) {
   turn.text += choice?.delta?.content ?? "";
   turn.tokens.push(...tokens);
   turn.end = choice?.finish_reason ?? turn.end;
-  if (event.polybasic?.passes) {
-    turn.passes = event.polybasic.passes;
+  turn.passes = event.polybasic?.passes ?? turn.passes;
+  if (event.timings) {
     turn.length = event.polybasic.accepted_length;
-    turn.rate = event.timings?.predicted_per_second;
+    turn.rate = event.timings.predicted_per_second;
   }
   return tokens;
 }
@@ -186,6 +220,7 @@ function settle(turn, view, other) {
     }
     keepingEnd(() => view.showCost(turn));
     showEnd();
+    format(turn, view);
     say(`${turn.end === "stopped" ? "Stopped. " : ""}${turn.text}`);
   } else {
     turns.pop();
@@ -296,6 +331,7 @@ document.addEventListener("keydown", (event) => {
 $("conversation").addEventListener("click", ({ target }) => {
   const index = views.findIndex((view) => view.element.contains(target));
   if (target.matches(".copy")) copy(turns[index].text);
+  if (target.matches(".form")) switchForm();
   if (target.matches(".repeat")) repeat();
 });
 $("conversation").addEventListener("pointerover", ({ target }) => {
@@ -306,7 +342,9 @@ $("tinted").addEventListener("change", () => {
 });
 $("fresh").addEventListener("click", startAnew);
 $("open-settings").addEventListener("click", () => openSettings());
-$("settings").addEventListener("close", () => running || connect());
+$("settings").addEventListener("close", () => {
+  if (!running && savedSettings().key !== refusedKey) connect();
+});
 addEventListener("pagehide", () => {
   const kept = turns.filter((turn) => turn.text || turn.end !== "stopped");
   const text = $("question").value;

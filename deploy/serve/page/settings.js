@@ -5,10 +5,12 @@ import { $ } from "./view.js";
 
 const form = $("settings").querySelector("form");
 
-export function openSettings(field = "temperature") {
+// `wrong` is what the server says of the key.
+export function openSettings(field = "temperature", wrong = "") {
   const given = savedSettings();
   for (const input of named()) input.value = given[input.name] ?? "";
   if (!$("settings").open) $("settings").showModal();
+  showWrong(wrong);
   form.elements[field].focus();
 }
 
@@ -16,6 +18,13 @@ function named() {
   return [...form.elements].filter((element) => element.name);
 }
 
+function showWrong(words) {
+  $("key-wrong").textContent = words;
+  $("key-wrong").hidden = !words;
+  form.elements.key.ariaInvalid = String(Boolean(words));
+}
+
+form.elements.key.addEventListener("input", () => showWrong(""));
 form.addEventListener("input", () => {
   const given = savedSettings();
   for (const input of named()) {

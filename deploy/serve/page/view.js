@@ -1,5 +1,7 @@
 // The page's elements. Text of people, models and servers is set as text, never as markup.
 
+import { built } from "./markdown.js";
+
 export const $ = (id) => document.getElementById(id);
 
 const ENDS = { length: "cut at the limit of tokens", stopped: "stopped", lost: "incomplete" };
@@ -33,6 +35,22 @@ export class TurnView {
       this.length += part.length;
     }
     this.rest.data = text.slice(this.length);
+  }
+
+  // Offer the answer formatted, unless its Markdown is nothing but paragraphs.
+  format(nodes, asTokens) {
+    const formatted = built(nodes);
+    if (!formatted.querySelector(":not(p, br)")) return;
+    this.find(".formatted").replaceChildren(formatted);
+    this.find(".form").hidden = false;
+    this.show(asTokens);
+  }
+
+  show(asTokens) {
+    if (this.find(".form").hidden) return;
+    this.find(".formatted").hidden = asTokens;
+    this.find(".text").hidden = !asTokens;
+    this.find(".form").textContent = asTokens ? "Show formatted" : "Show tokens";
   }
 
   // What a button says that repeats the answer; false: there is none.
@@ -82,7 +100,7 @@ export function showLegend({ members, plan }, counts) {
   );
 }
 
-// How often each member ran; they are known once an answer is complete.
+// How often each member ran.
 export function showPasses({ members, plan }, passes) {
   const most = Math.max(1, ...Object.values(passes));
   $("passes").replaceChildren(

@@ -32,6 +32,10 @@ class ScriptedAnswer:
     spent: Statistics = STATISTICS
     prompt_logprobs: list[Any] = field(default_factory=list)
 
+    @property
+    def passes(self) -> dict[str, int]:
+        return {"target": len(self.token_ids)}
+
     def take(self) -> list[Piece]:
         new, self.taken = self.token_ids[self.taken :], len(self.token_ids)
         return [Piece("".join(map(chr, new)), new, ["target"] * len(new), [])] if new else []

@@ -198,6 +198,19 @@ def test_members_are_told_of_each_token(server: Served, chain: Chain) -> None:
     assert "tokens" not in server.chunks(**SAMPLED)[2].get("polybasic", {})
 
 
+def test_passes_are_counted_while_an_answer_comes(server: Served) -> None:
+    long = {**SAMPLED, "max_tokens": 100, "ignore_eos": True}
+    chunks = server.chunks(**long, polybasic={"members": True})
+    *coming, last = [chunk["polybasic"] for chunk in chunks if "polybasic" in chunk]
+    assert coming[-1]["passes"] == last["passes"]
+    for member in ("target", "intermediate", "draft"):
+        counted = [told["passes"][member] for told in coming]
+        assert counted == sorted(counted)
+        assert counted[0] > 0
+    plain = server.chunks(**long)
+    assert ["polybasic" in chunk for chunk in plain] == [False] * (len(plain) - 1) + [True]
+
+
 def test_tokenize_and_back(server: Served, chain: Chain) -> None:
     told = server.post("/tokenize", {"prompt": "it is ä€", "return_token_strs": True}).json()
     assert told["tokens"] == chain.tokenizer("it is ä€")["input_ids"]

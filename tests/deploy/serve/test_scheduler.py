@@ -54,9 +54,11 @@ def test_the_first_piece_comes_at_once_and_the_next_ones_together() -> None:
             chain.run(1)
             [first] = await asked.news()
             assert (first.pieces[0].token_ids, first.statistics) == ([64], None)
+            assert first.passes == {"target": 1}
             chain.run(299)
             news = await whole(asked)
             assert len(news) < 100
+            assert news[-1].passes == {"target": 300}
             told = [token for one in news for piece in one.pieces for token in piece.token_ids]
             assert told == list(range(65, 364))
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 from tests.browser import Browser, Page
-from tests.deploy.serve.page.scripted import Answering, ScriptedServer
+from tests.deploy.serve.page.scripted import Answering, Script, ScriptedServer
 
 TOKENS = [("The", "draft"), (" old", "target"), (" tower", "intermediate"), (" old", "ngram")]
 TEXT = "The old tower old"
@@ -15,6 +15,17 @@ def say_it(answering: Answering, rate: float = 640.0) -> None:
     answering.tokens(*TOKENS[:2])
     answering.tokens(*TOKENS[2:])
     answering.end(rate=rate)
+
+
+def say(text: str) -> Script:
+    """An answer in two tokens."""
+
+    def answer(answering: Answering) -> None:
+        answering.begin()
+        answering.tokens((text[:9], "draft"), (text[9:], "target"))
+        answering.end()
+
+    return answer
 
 
 def opened(browser: Browser, server: ScriptedServer, **settings: Any) -> Page:

@@ -10,12 +10,11 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
+from polybasic.deploy.serve.app import PAGE_POLICY
+from polybasic.deploy.serve.markdown import elements
+
 PAGE = Path(__file__).parents[4] / "deploy" / "serve" / "page"
 MEMBERS = ["target", "intermediate", "draft"]
-POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-)
 _TYPES = {
     ".html": "text/html; charset=utf-8",
     ".js": "text/javascript",
@@ -41,14 +40,18 @@ class _Handler(BaseHTTPRequestHandler):
             models = [{"id": "tiny", "polybasic": {"members": MEMBERS}}]
             self._if_allowed(lambda: self.send_json(200, {"data": models}))
         elif path.is_file():
-            self.begin(200, _TYPES[path.suffix], {"Content-Security-Policy": POLICY})
+            self.begin(200, _TYPES[path.suffix], {"Content-Security-Policy": PAGE_POLICY})
             self.wfile.write(path.read_bytes())
         else:
             self.send_error(404)
 
     def do_POST(self) -> None:
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self._if_allowed(lambda: self.scripted.answer(Answering(self), asked))
+        if self.path == "/markdown":
+            told = {"elements": elements(asked["text"])}
+            self._if_allowed(lambda: self.send_json(200, told))
+        else:
+            self._if_allowed(lambda: self.scripted.answer(Answering(self), asked))
 
     def _if_allowed(self, act: Callable[[], None]) -> None:
         key = self.scripted.key
@@ -86,12 +89,18 @@ class Answering:
     def begin(self) -> None:
         self._handler.begin(200, "text/event-stream")
 
-    def tokens(self, *tokens: tuple[str, str], text: str | None = None) -> None:
+    def tokens(
+        self,
+        *tokens: tuple[str, str],
+        text: str | None = None,
+        passes: dict[str, int] | None = None,
+    ) -> None:
         """A chunk of (text, member); its content is their text, if no other is given."""
         content = "".join(part for part, _ in tokens) if text is None else text
         told = [{"text": part, "id": 1, "member": member} for part, member in tokens]
         choice = {"index": 0, "delta": {"content": content}, "finish_reason": None}
-        self.event({"choices": [choice], "polybasic": {"tokens": told}})
+        counted = passes or {"target": 1}
+        self.event({"choices": [choice], "polybasic": {"tokens": told, "passes": counted}})
 
     def end(self, reason: str = "stop", rate: float = 640.0) -> None:
         passes = {"target": 12, "intermediate": 30, "draft": 41}

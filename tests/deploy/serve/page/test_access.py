@@ -5,8 +5,18 @@ from threading import Event
 import pytest
 
 from tests.browser import Browser
-from tests.deploy.serve.page.asking import IDLE, TEXT, TOKENS, ask, ask_and_wait, opened, say_it
+from tests.deploy.serve.page.asking import (
+    IDLE,
+    TEXT,
+    TOKENS,
+    ask,
+    ask_and_wait,
+    opened,
+    say,
+    say_it,
+)
 from tests.deploy.serve.page.scripted import Answering, scripted
+from tests.deploy.serve.test_markdown import ANSWER
 
 pytestmark = pytest.mark.proof
 
@@ -40,17 +50,21 @@ def test_contrast(browser: Browser, features: dict[str, str]) -> None:
         answering.tokens(*TOKENS, (" fourth", "unlisted"))
         answering.end()
 
-    with scripted(all_members, lambda answering: answering.refuse(400, "no")) as server:
+    def refuse(answering: Answering) -> None:
+        answering.refuse(400, "no")
+
+    with scripted(all_members, say(ANSWER), refuse) as server:
         page = opened(browser, server, features=features)
         page.evaluate("document.querySelector('#by-member').open = true")
-        ask_and_wait(page)
-        ask_and_wait(page)
+        for _ in range(3):
+            ask_and_wait(page)
+        page.wait("document.querySelector('.formatted > *')")
         page.evaluate("document.querySelector('.assistant .token').className = 'token proposer3'")
         page.evaluate("document.querySelector('#settings').showModal()")
         found = page.evaluate(CONTRASTS)
         named = {name for _, name in found}
         looks = {f"token {look}" for look in ("target", "proposer1", "proposer3", "ngram")}
-        assert named >= looks | {"cost", "hint", "BUTTON", "P"}
+        assert named >= looks | {"cost", "hint", "BUTTON", "P", "H4", "CODE", "TH", "TD", "A"}
         assert min(found)[0] >= 4.5
         page.evaluate("document.querySelector('.assistant .cost').style.color = 'rgb(118 118 118)'")
         assert min(page.evaluate(CONTRASTS))[0] < 4.5, "the measure can fail"
@@ -73,6 +87,10 @@ def test_a_phone_shows_it_without_scrolling_sideways(browser: Browser) -> None:
             ask_and_wait(page, 150 * "q")
             for element in ("document.documentElement", "document.querySelector('#conversation')"):
                 assert page.evaluate(f"{element}.scrollWidth <= {element}.clientWidth")
+        shown = page.all("#legend .token", "e.checkVisibility() && e.offsetTop + e.offsetHeight")
+        bottom = page.evaluate("document.querySelector('aside').getBoundingClientRect().bottom")
+        assert len(shown) == 3
+        assert 0 < min(shown) <= max(shown) < bottom < 300
         page.click("#open-settings")
         assert (
             page.evaluate("document.querySelector('#settings').getBoundingClientRect().right")
@@ -119,7 +137,7 @@ def test_controls_have_names_and_the_answer_is_read_once(browser: Browser) -> No
             ("button", "Copy"),
             ("textbox", "Your message"),
             ("log", "Conversation"),
-            ("checkbox", "Show it in the text"),
+            ("checkbox", "Tint tokens"),
         }
         assert page.evaluate("document.querySelector('[role=log]').ariaLive") == "off"
         copied = page.evaluate(

@@ -19,7 +19,7 @@ def test_an_answer_comes_token_by_token_with_who_proposed_them(browser: Browser)
 
     def slowly(answering: Answering) -> None:
         answering.begin()
-        answering.tokens(*TOKENS[:2])
+        answering.tokens(*TOKENS[:2], passes={"target": 1, "intermediate": 2, "draft": 3})
         assert go_on.wait(10)
         # the text of a token may come before the token is told
         answering.tokens(text=" tow")
@@ -32,6 +32,8 @@ def test_an_answer_comes_token_by_token_with_who_proposed_them(browser: Browser)
         page.wait("document.querySelectorAll('.assistant .token').length === 2")
         assert page.text(".assistant .text") == "The old"
         assert page.text("#status") == "The answer is coming."
+        assert page.text("#passes") == "target1intermediate2draft3"
+        assert page.text("#length") == "2.00"
         go_on.set()
         page.wait(IDLE)
         shown = page.all(".assistant .token", "[e.textContent, e.dataset.member]")
@@ -73,11 +75,16 @@ def test_text_is_never_markup(browser: Browser) -> None:
         assert page.text(".assistant .text") == 2 * ATTACK
         assert page.evaluate("document.querySelectorAll('img, b').length") == 0
         assert page.evaluate("document.title") == "polybasic"
-        inline = "document.body.insertAdjacentHTML('beforeend', '<b onclick=\"window.ran = 1\">')"
-        page.evaluate(f"{inline}; document.querySelector('b').click()")
-        assert page.evaluate("window.ran") is None, (
-            "the policy of contents holds inline scripts back"
-        )
+        for inline in (
+            "document.body.insertAdjacentHTML('beforeend', '<b onclick=\"window.ran = 1\">')",
+            "document.body.append(document.createElement('b'));"
+            "document.querySelector('b').setAttribute('onclick', 'window.ran = 1')",
+        ):
+            tried = f"(() => {{ try {{ {inline} }} catch (error) {{ return error.name; }} }})()"
+            failed = page.evaluate(tried)
+            assert failed == "TypeError", "the policy of contents lets no text become markup"
+        page.evaluate("document.querySelector('b').click()")
+        assert page.evaluate("window.ran") is None
 
 
 def test_an_answer_is_stopped_with_the_keyboard_and_the_button(browser: Browser) -> None:
@@ -175,9 +182,27 @@ def test_a_key_is_asked_for(browser: Browser) -> None:
         server.key = "secret"
         page = Page(browser, server.url)
         page.wait("document.querySelector('#settings').open")
-        assert page.text("#notice") == "This server asks for an API key. Enter it in the settings."
+        words = "This server asks for an API key. Enter it in the settings."
+        assert page.text("#notice") == page.text("#key-wrong") == words
         assert page.evaluate("document.activeElement.name") == "key"
+        page.press("Escape")
+        page.wait("!document.querySelector('#settings').open")
+        page.click("#open-settings")
+        assert page.evaluate("document.querySelector('#key-wrong').hidden")
+        page.evaluate("document.querySelector('[name=key]').focus()")
+        page.type("wrong")
+        page.press("Enter")
+        page.wait("document.querySelector('#settings').open")
+        page.wait("!document.querySelector('#key-wrong').hidden")
+        assert page.text("#key-wrong") == "This server does not take the API key of the settings."
+        wrong = page.evaluate(
+            "JSON.parse(JSON.stringify(document.querySelector('#key-wrong').getBoundingClientRect()))"
+        )
+        under = f"document.elementFromPoint({wrong['x'] + 9}, {wrong['y'] + 9})"
+        assert page.evaluate(f"{under}.id") == "key-wrong", "nothing lies over it"
+        page.evaluate("document.querySelector('[name=key]').select()")
         page.type("secret")
+        assert page.evaluate("document.querySelector('#key-wrong').hidden")
         page.press("Enter")
         page.wait("document.querySelector('#model').textContent === 'tiny'")
         assert page.evaluate("document.querySelector('#notice').hidden")
@@ -186,6 +211,14 @@ def test_a_key_is_asked_for(browser: Browser) -> None:
         page.wait("document.querySelector('#model').textContent === 'tiny'")
         assert page.text(".assistant .text") == TEXT
         assert "secret" not in page.evaluate("JSON.stringify(localStorage)")
+
+
+def test_a_refusal_that_is_not_of_the_key_is_told_as_it_is(browser: Browser) -> None:
+    with scripted(lambda answering: answering.refuse(403, "ask localhost instead")) as server:
+        page = opened(browser, server)
+        ask_and_wait(page)
+        assert page.text("#notice") == "Ask localhost instead."
+        assert not page.evaluate("document.querySelector('#settings').open")
 
 
 def test_settings_are_sent_and_kept(browser: Browser) -> None:
