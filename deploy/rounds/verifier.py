@@ -123,9 +123,7 @@ class Verifier:
             feature_layers: default: as here.
         """
         layers = self.feature_layers if feature_layers is None else feature_layers
-        return Verifier(
-            self.name, self.decoder, self.cache, self.passes, window, layers, self.pace
-        )
+        return Verifier(self.name, self.decoder, self.cache, self.passes, window, layers, self.pace)
 
     def read(self, token_ids: Sequence[int]) -> Tensor:
         """States [R, W] of consecutive tokens; their rows are provisional."""

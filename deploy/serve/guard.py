@@ -115,9 +115,7 @@ class Guard:
             )
         return f"key {same.index(True)}"
 
-    async def _read(
-        self, body: bytearray, client: str, headers: Headers, receive: Receive
-    ) -> None:
+    async def _read(self, body: bytearray, client: str, headers: Headers, receive: Receive) -> None:
         """Append what arrives of a request's body, within the limits.
 
         Raises:

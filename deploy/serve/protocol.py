@@ -29,7 +29,9 @@ def _first_of(messages: Any) -> Any:
     if not isinstance(messages, list) or not messages:
         raise ValueError("a list of at least one message is needed")
     if len(messages) > MAX_MESSAGES:
-        raise ValueError(f"{len(messages):,} messages are more than {MAX_MESSAGES:,}, the most taken")
+        raise ValueError(
+            f"{len(messages):,} messages are more than {MAX_MESSAGES:,}, the most taken"
+        )
     return messages
 
 
@@ -46,7 +48,9 @@ def _alike(prompt: Any) -> Any:
         raise ValueError(f"{len(prompt):,} prompts are more than {MAX_PROMPTS:,}, the most taken")
     for place, one in enumerate(prompt):
         if type(one) is not type(prompt[0]) or not isinstance(one, str | list):
-            raise ValueError(f"prompt {place} is of another kind: give texts, or lists of token ids")
+            raise ValueError(
+                f"prompt {place} is of another kind: give texts, or lists of token ids"
+            )
         if isinstance(one, list):
             _check_ids(one, f" of prompt {place}")
     return prompt
@@ -307,7 +311,9 @@ class TokenizeRequest(Fields):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(fail_fast=True), BeforeValidator(_first_of)] | None = None
+    messages: Annotated[list[Message], Field(fail_fast=True), BeforeValidator(_first_of)] | None = (
+        None
+    )
     add_special_tokens: bool = Field(True, description="of a text: those that begin it")
     return_token_strs: bool = False
 
