@@ -278,9 +278,15 @@ def _not_json(what: str, where: str, reason: str) -> UserError:
 
 def _open_to_readers(folder: Path) -> None:
     """Give every file the mode of a file that was opened for writing; some writers use 0600."""
-    umask = os.umask(0)
-    os.umask(umask)
+    mode = opened_mode()
     for path in folder.rglob("*"):
         # a hard link's mode is also that of the file elsewhere
         if path.is_file() and path.stat().st_nlink == 1:
-            path.chmod(0o666 & ~umask)
+            path.chmod(mode)
+
+
+def opened_mode() -> int:
+    """The mode that files get here that are opened for writing: 0o644 by the usual umask."""
+    umask = os.umask(0)
+    os.umask(umask)
+    return 0o666 & ~umask
