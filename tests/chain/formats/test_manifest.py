@@ -104,13 +104,10 @@ def test_versions(content: Content, tmp_path: Path) -> None:
 
 def test_a_newer_manifest_names_the_version_that_it_needs(content: Content, tmp_path: Path) -> None:
     content |= {"schema": "polybasic.chain/4", "what_came_later": {}}
-    ends = {
-        "12.3.0": "install polybasic 12.3.0 or newer, which reads polybasic.chain/4: this one reads",
-        None: "install polybasic of a later version, which reads polybasic.chain/4: this one reads",
-    }
-    for version, end in ends.items():
+    for version, needed in (("12.3.0", "12.3.0 or newer"), (None, "of a later version")):
         content["provenance"]["package_versions"]["polybasic"] = version
-        line = rf"newer version: schema = 'polybasic.chain/4' in .*; {end} polybasic.chain/3$"
+        told = f"install polybasic {needed}, which reads polybasic.chain/4: this one reads"
+        line = rf"newer version: schema = 'polybasic.chain/4' in .*; {told} polybasic.chain/3$"
         with pytest.raises(UserError, match=line):
             read_changed(tmp_path / "newer", content)
     for damaged in ({}, [], {"package_versions": []}):

@@ -134,7 +134,8 @@ def test_a_chain_and_a_plan_that_an_older_commit_wrote_are_read_and_run(tmp_path
     manifest = check_chain(chain).manifest
     [measured] = manifest.plans
     assert manifest.lacks(measured.hardware, measured.dtype, measured.temperature) is None
-    assert measured.others and measured.by_load
+    assert measured.others
+    assert measured.by_load
     assert migrate_chain(chain) is None
     plan = tmp_path / "plan.json"
     write_json(plan, json.loads((chain / "chain.json").read_text("utf-8"))["plans"][0]["plan"])
