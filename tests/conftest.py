@@ -17,7 +17,7 @@ import signal
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -135,7 +135,11 @@ class FourChainParts(ChainParts):
 
 
 def package_around(
-    chain: Path, target: Path, parts: list[Part], plan: Plan, copy_target: bool = False
+    chain: Path,
+    target: Path,
+    parts: list[Part],
+    plan: Plan,
+    copy_target: bool | Literal["auto"] = False,
 ) -> None:
     """`package_chain` of parts that a test made itself, with nothing known of their making."""
     package_chain(

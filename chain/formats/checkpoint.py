@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.files import disk_errors, lies_anywhere, read_json
+from polybasic.chain.formats.files import disk_errors, lies_anywhere, opened_mode, read_json
 from polybasic.chain.formats.hub import snapshot
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ TOKENIZER_FILES = (
     "chat_template.json",
 )
 WEIGHT_SUFFIXES = (".safetensors", ".bin")
+_READABLE = 0o444
 _CONFIG_FILES = ("config.json", "generation_config.json", "quantize_config.json")
 _LICENSE_PATTERNS = ("LICENSE*", "NOTICE*", "USE_POLICY*")
 
@@ -195,7 +196,8 @@ def copy_files(
     """Copy `names` (links are followed) with the permissions that new files get here.
 
     Args:
-        links_weights: make hard links of weight files, which take no room, where the system does.
+        links_weights: make hard links of weight files, which take no room, where the system does
+            and whoever may read new files may read them.
 
     Raises:
         UserError: the disk is full or not writable.
@@ -211,8 +213,13 @@ def copy_files(
 
 
 def _linked(source: Path, destination: Path) -> bool:
-    """Whether a hard link could be made: not to another disk, nor to a file of someone else."""
+    """Whether a hard link could be made: not to another disk, nor to a file of someone else.
+
+    Of a file that is shut to readers of new files none is made: its mode would be the link's, too.
+    """
     try:
+        if opened_mode() & _READABLE & ~source.stat().st_mode:
+            return False
         destination.hardlink_to(source.resolve())
     except OSError:
         return False

@@ -7,13 +7,16 @@ import itertools
 import json
 import os
 import re
+import shlex
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from polybasic.chain.errors import UserError
+from polybasic.chain.terminal import say
 
 LOCK_NAME = ".lock"
 """Lies in every folder that `locked_folder` has held."""
@@ -202,6 +205,20 @@ def read_text(path: Path, what: str) -> str:
         raise UserError(f"{what} is not UTF-8 text", str(path), "write it again") from error
 
 
+def read_secret(path: Path, what: str) -> str:
+    """As `read_text`, with `warn_of_readers`."""
+    text = read_text(path, what)
+    warn_of_readers(path, what)
+    return text
+
+
+def warn_of_readers(path: Path, what: str) -> None:
+    """Say on stderr where every user of the machine may read a secret file; `what` names it."""
+    if path.stat().st_mode & (stat.S_IROTH | stat.S_IWOTH):
+        shown = shlex.quote(str(path))
+        say(f"warning: {what} open to every user of this machine: {path}; chmod o= {shown}")
+
+
 def parse_json(text: str | bytes, what: str, where: str, line: int | None = None) -> Any:
     """Read JSON; `what` names the thing in errors, and `where` its place.
 
@@ -278,9 +295,15 @@ def _not_json(what: str, where: str, reason: str) -> UserError:
 
 def _open_to_readers(folder: Path) -> None:
     """Give every file the mode of a file that was opened for writing; some writers use 0600."""
-    umask = os.umask(0)
-    os.umask(umask)
+    mode = opened_mode()
     for path in folder.rglob("*"):
         # a hard link's mode is also that of the file elsewhere
         if path.is_file() and path.stat().st_nlink == 1:
-            path.chmod(0o666 & ~umask)
+            path.chmod(mode)
+
+
+def opened_mode() -> int:
+    """The mode that files get here that are opened for writing: 0o644 by the usual umask."""
+    umask = os.umask(0)
+    os.umask(umask)
+    return 0o666 & ~umask

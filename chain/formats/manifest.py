@@ -1,5 +1,6 @@
 """chain.json: what a chain consists of, where it came from and how it runs. No torch in here."""
 
+import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -294,11 +295,7 @@ def read_content(folder: Path) -> dict[str, Any]:
             "manifest without version", f"no schema in {path}", f'expected "schema": "{SCHEMA}"'
         )
     if (schema := content["schema"]) not in (SCHEMA, *OLDER_SCHEMAS):
-        raise UserError(
-            "unknown manifest version",
-            f"schema = {schema!r} in {path}",
-            f"this polybasic reads {SCHEMA}: install the one that wrote it, or package again",
-        )
+        raise _unknown_version(schema, content, path)
     return content
 
 
@@ -350,6 +347,24 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     content = manifest.model_dump(mode="json")
     write_json(
         folder / MANIFEST_NAME, {"schema": SCHEMA, DIGEST_KEY: sha256_of_object(content), **content}
+    )
+
+
+def _unknown_version(schema: Any, content: dict[str, Any], path: Path) -> UserError:
+    """Of a newer schema, with the version of polybasic that it needs; or of none that is known."""
+    where = f"schema = {schema!r:.60} in {path}"
+    family, _, number = SCHEMA.rpartition("/")
+    found = re.fullmatch(rf"{re.escape(family)}/(\d{{1,4}})", str(schema))
+    if found is None or int(found[1]) <= int(number):
+        return UserError("unknown manifest version", where, "name a chain that polybasic wrote")
+    made = content.get("provenance")
+    versions = made.get("package_versions") if isinstance(made, dict) else None
+    writer = versions.get("polybasic") if isinstance(versions, dict) else None
+    needed = f"{writer:.40} or newer" if isinstance(writer, str) else "of a later version"
+    return UserError(
+        "manifest of a newer version",
+        where,
+        f"install polybasic {needed}, which reads {schema}: this one reads {SCHEMA}",
     )
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.files import read_text, sha256_of_object
+from polybasic.chain.formats.files import read_secret, sha256_of_object, warn_of_readers
 from polybasic.chain.formats.manifest import Manifest
 from polybasic.deploy.remote.messages import (
     PROTOCOL,
@@ -33,12 +33,12 @@ _NEAR, _FAR, _CONNECTION = b"near", b"far", b"connection"
 
 
 def read_key(path: Path) -> bytes:
-    """The key in a file.
+    """The key in a file, with a warning where every user of the machine may read it.
 
     Raises:
         UserError: the file cannot be read, or its key is short enough to be guessed.
     """
-    key = read_text(path, "key").strip()
+    key = read_secret(path, "key").strip()
     if len(key) < MIN_KEY_CHARACTERS:
         raise UserError(
             "key is too short",
@@ -122,7 +122,7 @@ def expected(message: Message, kind: type[Kind]) -> Kind:
 
 
 def server_tls(certificate: Path, key: Path) -> ssl.SSLContext:
-    """TLS of a far side that shows a certificate.
+    """TLS of a far side that shows a certificate; warns of a key that every user may read.
 
     Raises:
         UserError: the files are no certificate and its key.
@@ -132,6 +132,7 @@ def server_tls(certificate: Path, key: Path) -> ssl.SSLContext:
         context.load_cert_chain(certificate, key)
     except (OSError, ssl.SSLError) as error:
         raise _unusable(f"{certificate} and {key}", error) from error
+    warn_of_readers(key, "private key")
     return context
 
 

@@ -1,6 +1,7 @@
-"""What a machine has too little of, told in one line wherever it shows."""
+"""What a machine has too little of, or a user no right to, told in one line wherever it shows."""
 
 import errno
+import os
 
 from polybasic.chain.errors import UserError
 
@@ -9,7 +10,7 @@ _OF_MEMORY = ("can't allocate memory", "failed to map segment", "Cannot allocate
 
 
 def what_is_lacking(error: BaseException) -> UserError | None:
-    """The line for an error of memory or disk that is used up or missing; None for any other.
+    """The line for an error of memory, disk or rights that are used up or missing; else None.
 
     Args:
         error: as a command ended with it.
@@ -20,6 +21,12 @@ def what_is_lacking(error: BaseException) -> UserError | None:
         name = error.filename if isinstance(error, OSError) else None
         return UserError(
             "disk full", f"{name or 'standard output'} ({reason})", "free some space and run again"
+        )
+    if isinstance(error, PermissionError) and error.filename is not None:
+        return UserError(
+            "no permission",
+            f"{error.filename} ({error.strerror})",
+            f"give user {os.geteuid()}, who runs this, the right, or run it as the owner",
         )
     if "No usable temporary directory" in str(error):
         return UserError("no temporary folder", reason, "set TMPDIR to a folder that you can write")

@@ -165,11 +165,12 @@ def _is_loopback(listening: "socket") -> bool:
 
 
 def _keys(given: list[str], path: Path | None) -> list[str]:
-    from polybasic.chain.formats.files import read_text
+    from polybasic.chain.formats.files import read_secret
 
     keys = list(given)
     if path is not None:
-        keys += [line.strip() for line in read_text(path, "API keys").splitlines() if line.strip()]
+        lines = map(str.strip, read_secret(path, "API keys").splitlines())
+        keys += [line for line in lines if line]
     elif not keys and (key := os.environ.get("POLYBASIC_API_KEY")):
         keys.append(key)
     if path is not None and not keys:

@@ -90,8 +90,9 @@ def test_broken_json_is_located(tmp_path: Path) -> None:
 
 def test_versions(content: Content, tmp_path: Path) -> None:
     read_changed(tmp_path / "control", content)
-    with pytest.raises(UserError, match=r"unknown manifest version: schema = 'polybasic.chain/4'"):
-        read_changed(tmp_path / "newer", content | {"schema": "polybasic.chain/4"})
+    for schema in ("polybasic.chain/0", "polybasic.chain/x", "another/4", 4):
+        with pytest.raises(UserError, match=rf"unknown manifest version: schema = '?{schema}"):
+            read_changed(tmp_path / "unknown", content | {"schema": schema})
     with pytest.raises(UserError, match=r"older version: .*; run `polybasic migrate \S+older`"):
         read_changed(tmp_path / "older", content | {"schema": "polybasic.chain/2"})
     del content["schema"]
@@ -99,6 +100,19 @@ def test_versions(content: Content, tmp_path: Path) -> None:
         read_changed(tmp_path / "without", content)
     with pytest.raises(UserError, match=r"holds no JSON object"):
         read_changed(tmp_path / "list", [content])
+
+
+def test_a_newer_manifest_names_the_version_that_it_needs(content: Content, tmp_path: Path) -> None:
+    content |= {"schema": "polybasic.chain/4", "what_came_later": {}}
+    for version, needed in (("12.3.0", "12.3.0 or newer"), (None, "of a later version")):
+        content["provenance"]["package_versions"]["polybasic"] = version
+        told = f"install polybasic {needed}, which reads polybasic.chain/4: this one reads"
+        line = rf"newer version: schema = 'polybasic.chain/4' in .*; {told} polybasic.chain/3$"
+        with pytest.raises(UserError, match=line):
+            read_changed(tmp_path / "newer", content)
+    for damaged in ({}, [], {"package_versions": []}):
+        with pytest.raises(UserError, match=r"install polybasic of a later version"):
+            read_changed(tmp_path / "newer", content | {"provenance": damaged})
 
 
 def _drop(content: Content) -> None:

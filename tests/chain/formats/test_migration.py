@@ -1,19 +1,24 @@
 """Chains as older versions packed them are brought to the present schema, or are left alone."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.files import sha256_of_file, write_json
+from polybasic.chain.formats.files import read_json, sha256_of_file, write_json
 from polybasic.chain.formats.manifest import read_manifest
 from polybasic.chain.formats.migration import migrate_chain
+from polybasic.chain.formats.plan import Plan
 from polybasic.chain.formats.verify import check_chain
+from polybasic.deploy import load_chain
+from polybasic.recipes.schema.loading import validated
 from tests.recipes.command_line import call, refusal
 
 Content = dict[str, Any]
+WRITTEN_BY_DF41238 = Path(__file__).with_name("written_by_df41238")
 
 
 def as_schema_2(chain: Path) -> Content:
@@ -121,3 +126,30 @@ def test_a_damaged_older_chain_is_left_as_it_is(tiny_chain: Path, change, messag
     with pytest.raises(UserError, match=message):
         migrate_chain(tiny_chain)
     assert json.loads((tiny_chain / "chain.json").read_text("utf-8")) == older
+
+
+def test_a_chain_and_a_plan_that_an_older_commit_wrote_are_read_and_run(tmp_path: Path) -> None:
+    """Commit df41238 wrote this folder, and measured its plan, in the present schema."""
+    chain = Path(shutil.copytree(WRITTEN_BY_DF41238, tmp_path / "chain"))
+    manifest = check_chain(chain).manifest
+    [measured] = manifest.plans
+    assert manifest.lacks(measured.hardware, measured.dtype, measured.temperature) is None
+    assert measured.others
+    assert measured.by_load
+    assert migrate_chain(chain) is None
+    plan = tmp_path / "plan.json"
+    write_json(plan, json.loads((chain / "chain.json").read_text("utf-8"))["plans"][0]["plan"])
+    read = validated(Plan, read_json(plan, "plan"), {}, str(plan))
+    assert read == measured.plan != manifest.plan
+    passes, texts = [], []
+    for chosen in (manifest.plan, read, Plan(members=("target",), tree=read.tree)):
+        loaded = load_chain(chain, dtype="float32", plan=chosen)
+        answer = loaded.generate("w1 w2 w3", max_new_tokens=8, temperature=0)
+        passes.append(set(answer.statistics.forward_passes))
+        texts.append(answer.text)
+    assert passes == [{"target", "draft"}, {"target"}, {"target"}]
+    assert texts[0] == texts[1] == texts[2] != ""
+    content = json.loads((chain / "chain.json").read_text("utf-8"))
+    write_json(chain / "chain.json", content | {"schema": "polybasic.chain/4"})
+    line = "install polybasic 0.1.0 or newer, which reads polybasic.chain/4"
+    assert line in refusal("generate", chain, "-p", "w1")

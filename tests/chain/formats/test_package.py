@@ -146,7 +146,7 @@ def test_a_chain_by_default_has_its_target_inside_and_can_be_copied_anywhere(
     tiny_chain_parts: Any, tmp_path: Path
 ) -> None:
     weights = tiny_chain_parts.target / "model.safetensors"
-    weights.chmod(0o640)
+    weights.chmod(0o664)
     model = f"target.model={tiny_chain_parts.target}"
     made = PROVENANCE.model_copy(
         update={
@@ -162,7 +162,7 @@ def test_a_chain_by_default_has_its_target_inside_and_can_be_copied_anywhere(
     )
     inside = tmp_path / "chain" / "target"
     assert (inside / "model.safetensors").samefile(weights)
-    assert stat.S_IMODE(weights.stat().st_mode) == 0o640
+    assert stat.S_IMODE(weights.stat().st_mode) == 0o664
     assert not (inside / "config.json").samefile(weights.with_name("config.json"))
     elsewhere = Path(shutil.copytree(tmp_path / "chain", tmp_path / "elsewhere" / "chain"))
     shutil.rmtree(tiny_chain_parts.target)
@@ -171,6 +171,19 @@ def test_a_chain_by_default_has_its_target_inside_and_can_be_copied_anywhere(
         written = (tmp_path / "chain" / name).read_text("utf-8")
         assert str(tmp_path) not in written
         assert "someone" not in written
+
+
+def test_a_target_that_is_shut_to_others_is_copied_for_those_who_may_read_the_chain(
+    tiny_chain_parts: Any, tmp_path: Path
+) -> None:
+    weights = tiny_chain_parts.target / "model.safetensors"
+    weights.chmod(0o600)
+    tiny_chain_parts.package(tmp_path / "chain", copy_target="auto")
+    inside = tmp_path / "chain" / "target"
+    assert not (inside / "model.safetensors").samefile(weights)
+    assert stat.S_IMODE(weights.stat().st_mode) == 0o600
+    modes = {stat.S_IMODE(path.stat().st_mode) for path in inside.iterdir()}
+    assert modes == {stat.S_IMODE((tmp_path / "chain" / "chain.json").stat().st_mode)}
 
 
 @pytest.mark.parametrize(

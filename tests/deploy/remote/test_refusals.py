@@ -242,7 +242,11 @@ def test_addresses_and_contexts_that_cannot_be_are_refused(
 
 
 def test_tls_hides_tokens_from_who_reads_along(
-    target: Chain, near_folder: Path, local: Chain, tmp_path: Path
+    target: Chain,
+    near_folder: Path,
+    local: Chain,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     paths = {}
     for name in ("far", "other"):
@@ -263,3 +267,8 @@ def test_tls_hides_tokens_from_who_reads_along(
     with pytest.raises(UserError, match="unusable certificate"):
         client_tls(tmp_path / "none.pem")
     assert isinstance(client_tls(paths["far"][0]), ssl.SSLContext)
+    warning = "warning: private key open to every user of this machine"
+    assert warning not in capsys.readouterr().err
+    paths["far"][1].chmod(0o644)
+    server_tls(*paths["far"])
+    assert warning in capsys.readouterr().err

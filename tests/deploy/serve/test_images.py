@@ -5,10 +5,6 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
-import sys
-import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,39 +17,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from polybasic.deploy import Chain
 from polybasic.deploy.serve.app import create_app
 from polybasic.deploy.serve.settings import ServeSettings
+from tests.deploy.serve.images import IMAGES, PORT, compose, kubernetes, of, run, text_of
 
-ROOT = Path(__file__).resolve().parents[3]
-IMAGES = ROOT / "deploy" / "images"
-PORT = 8000
 USER = 10001
 SHUTDOWN_SECONDS = 30
 """What `polybasic serve` gives answers in flight by default."""
-
-
-def text_of(name: str) -> str:
-    return (IMAGES / name).read_text()
-
-
-def steps(dockerfile: str) -> list[tuple[str, str]]:
-    """Instructions and their arguments, continued lines joined and comments left out."""
-    lines = [line for line in text_of(dockerfile).splitlines() if not line.lstrip().startswith("#")]
-    joined = re.sub(r"\\\n\s*", "", "\n".join(lines))
-    return [tuple(line.split(maxsplit=1)) for line in joined.splitlines() if line]  # type: ignore[misc]
-
-
-def of(dockerfile: str, instruction: str) -> list[str]:
-    return [argument for name, argument in steps(dockerfile) if name == instruction]
-
-
-def kubernetes(kind: str) -> dict[str, Any]:
-    [found] = [
-        each for each in yaml.safe_load_all(text_of("kubernetes.yaml")) if each["kind"] == kind
-    ]
-    return found
-
-
-def compose() -> dict[str, Any]:
-    return yaml.safe_load(text_of("compose.yaml"))
 
 
 def unit() -> dict[str, str]:
@@ -205,6 +173,32 @@ def test_keys_come_from_outside() -> None:
     assert unit()["EnvironmentFile"].startswith("/etc/")
 
 
+def test_no_password_is_one_that_everybody_knows() -> None:
+    for name, service in compose()["services"].items():
+        for variable, value in service.get("environment", {}).items():
+            if re.search("KEY|PASSWORD|TOKEN", variable):
+                assert re.fullmatch(r"\$\{\w+:-\}", value), name
+    entry = [part.replace("$$", "$") for part in compose()["services"]["grafana"]["entrypoint"]]
+    for given, code, told in (("", 2, "set GRAFANA_PASSWORD\n"), ("s3cret", 127, "/run.sh")):
+        ended = run(*entry, env={"PATH": os.environ["PATH"], "GF_SECURITY_ADMIN_PASSWORD": given})
+        assert ended.returncode == code
+        assert told in ended.stderr
+
+
+def test_only_who_is_let_in_reaches_a_pod_and_no_pod_is_preferred() -> None:
+    policy, pod = kubernetes("NetworkPolicy")["spec"], kubernetes("Deployment")["spec"]["template"]
+    assert policy["podSelector"]["matchLabels"] == pod["metadata"]["labels"]
+    assert (set(policy["policyTypes"]), policy["egress"]) == ({"Ingress", "Egress"}, [])
+    [rule] = policy["ingress"]
+    [port] = kubernetes("Service")["spec"]["ports"]
+    assert rule["ports"] == [{"port": port["targetPort"], "protocol": "TCP"}]
+    beside, *elsewhere = rule["from"]
+    assert beside == {"podSelector": {}}
+    assert all(one["namespaceSelector"]["matchLabels"] for one in elsewhere)
+    assert "sessionAffinity" not in kubernetes("Service")["spec"]
+    assert "affinity" not in pod["spec"]
+
+
 def test_labels_and_volumes_of_kubernetes_find_each_other() -> None:
     deployment = kubernetes("Deployment")["spec"]
     labels = deployment["template"]["metadata"]["labels"]
@@ -312,139 +306,3 @@ def test_systemd_understands_the_unit(tmp_path: Path) -> None:
         (tmp_path / f"{name}.service").write_text(content)
         verified = run(analyze, "verify", str(tmp_path / f"{name}.service"))
         assert (f"{name}.service" not in verified.stderr) == is_right, verified.stderr
-
-
-def run(*command: str, **settings: Any) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, capture_output=True, text=True, check=False, **settings)
-
-
-# What an image is built from
-
-
-class Shell:
-    """Runs the steps of a Dockerfile as they stand, with its folders below another root."""
-
-    def __init__(self, root: Path, given: dict[str, str]) -> None:
-        self.root, self.given = root, given
-        # what an image of Python brings
-        base = root / "usr" / "bin"
-        base.mkdir(parents=True)
-        (base / "python3").symlink_to(
-            sys.executable
-            if sys.prefix == sys.base_prefix
-            else Path(sys.base_prefix, "bin", "python3")
-        )
-        kept = {name: value for name, value in os.environ.items() if name.startswith("PIP_")}
-        self.environment = {
-            **kept,
-            "PATH": f"{base}:{os.environ['PATH']}",
-            "HOME": os.environ["HOME"],
-            # the compiler's environment, which a checkout has once it has made a wheel
-            "WHEELS_VENV": str(ROOT / ".venv-wheels"),
-        }
-        self.place = root
-
-    def below(self, text: str) -> str:
-        """With the folders that the image makes below the root."""
-        return re.sub(r"(?<![\w./])/(?=(?:opt|source|cache|tmp)\b)", f"{self.root}/", text)
-
-    def step(self, name: str, argument: str) -> None:
-        """Run one instruction."""
-        if name == "ARG" and argument in self.given:
-            self.environment[argument] = self.given[argument]
-        elif name == "ENV":
-            for pair in argument.split():
-                variable, value = pair.split("=", 1)
-                self.environment[variable] = self.below(value).replace("$PATH", "/usr/bin:/bin")
-        elif name == "WORKDIR":
-            self.place = Path(self.below(argument))
-            self.place.mkdir(parents=True, exist_ok=True)
-        elif name == "COPY":
-            self.copy(argument.split())
-        elif name == "RUN":
-            done = run("/bin/sh", "-c", self.below(argument), cwd=self.place, env=self.environment)
-            assert done.returncode == 0, f"{argument}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
-
-    def copy(self, arguments: list[str]) -> None:
-        """From the repository, what .dockerignore leaves; from a stage, what lies there already."""
-        *sources, target = [each for each in arguments if not each.startswith("--")]
-        if "--from=build" in arguments:
-            assert sources == [target]
-            assert Path(self.below(target)).is_dir()
-            return
-        context = [
-            line.removeprefix("!")
-            for line in (ROOT / ".dockerignore").read_text().splitlines()
-            if line.startswith("!")
-        ]
-        ignored = shutil.ignore_patterns("__pycache__", ".*")
-        for name in context if sources == ["."] else sources:
-            assert name in context
-            to = self.place / name
-            to.parent.mkdir(parents=True, exist_ok=True)
-            if (ROOT / name).is_dir():
-                shutil.copytree(ROOT / name, to, ignore=ignored)
-            else:
-                shutil.copy(ROOT / name, to)
-
-
-@pytest.fixture(scope="module")
-def image(tmp_path_factory: pytest.TempPathFactory) -> Shell:
-    """What the steps of the CPU image make, with the kernels that every processor has."""
-    shell = Shell(tmp_path_factory.mktemp("image"), {"POLYBASIC_ISA": "portable"})
-    for name, argument in steps("Dockerfile.cpu"):
-        shell.step(name, argument)
-    return shell
-
-
-@pytest.fixture(scope="module")
-def container(
-    image: Shell, byte_chain: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[int]:
-    """The port at which the image's entry point serves a chain, with no compiler at hand."""
-    [entry] = of("Dockerfile.cpu", "ENTRYPOINT")
-    command = [str(byte_chain) if part == "/chain" else part for part in json.loads(entry)]
-    environment = image.environment | {"PATH": str(image.root / "opt" / "polybasic" / "bin")}
-    log = tmp_path_factory.mktemp("log") / "stderr"
-    with log.open("w") as errors:
-        process = subprocess.Popen(
-            [image.root / "opt/polybasic/bin/polybasic", *command[1:], "--port", "0"],
-            cwd=image.place,
-            env=environment,
-            stderr=errors,
-        )
-        try:
-            while not (found := re.search(r"listening at http://[\d.]+:(\d+)", log.read_text())):
-                assert process.poll() is None, log.read_text()
-            yield int(found[1])
-        finally:
-            process.terminate()
-            assert process.wait(60) == 0, log.read_text()
-
-
-@pytest.mark.proof
-def test_versions_are_those_that_were_tested(image: Shell) -> None:
-    frozen = run(str(image.root / "opt/polybasic/bin/pip"), "freeze", env=image.environment).stdout
-    installed = {line for line in frozen.splitlines() if not line.startswith("polybasic @")}
-    pinned = set((ROOT / "constraints.txt").read_text().splitlines())
-    assert {line.split("+")[0] for line in installed} - pinned == set()
-
-
-@pytest.mark.proof
-def test_the_image_answers_and_is_healthy(image: Shell, container: int) -> None:
-    asked = {"prompt": "what is it", "max_tokens": 4, "ignore_eos": True}
-    request = urllib.request.Request(
-        f"http://127.0.0.1:{container}/v1/completions",
-        json.dumps(asked).encode(),
-        {"Content-Type": "application/json"},
-    )
-    with urllib.request.urlopen(request) as response:
-        assert json.load(response)["usage"]["completion_tokens"] == 4
-    [check] = of("Dockerfile.cpu", "HEALTHCHECK")
-    command = json.loads(check[check.index("[") :].replace(f":{PORT}/", f":{container}/"))
-    python = str(image.root / "opt/polybasic/bin/python3")
-    assert run(python, *command[1:]).returncode == 0
-    elsewhere = [part.replace("/health", "/nowhere") for part in command[1:]]
-    assert run(python, *elsewhere).returncode != 0
-    doctor = run(str(image.root / "opt/polybasic/bin/polybasic"), "doctor", env=image.environment)
-    assert "portable" in doctor.stdout

@@ -1,4 +1,4 @@
-"""A full device, too little memory, a locale without UTF-8: one line and exit code 2."""
+"""A full device, too little memory, no right, a locale without UTF-8: one line, exit code 2."""
 
 import errno
 import os
@@ -79,5 +79,9 @@ def test_the_words_of_libraries_are_known() -> None:
     assert str(what_is_lacking(full)).startswith("disk full: /a/file (")
     none = FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']")
     assert str(what_is_lacking(none)).startswith("no temporary folder: ")
-    others = [ValueError("no memory of it"), OSError(errno.EIO, "Input/output error"), KeyError()]
-    assert [what_is_lacking(error) for error in others] == [None] * 3
+    shut = PermissionError(errno.EACCES, "Permission denied", "/a/chain.json")
+    line = f"no permission: /a/chain.json (Permission denied); give user {os.geteuid()}, who runs"
+    assert str(what_is_lacking(shut)).startswith(line)
+    others: list[Exception] = [PermissionError(errno.EPERM, "Operation not permitted")]
+    others += [ValueError("no memory of it"), OSError(errno.EIO, "Input/output error"), KeyError()]
+    assert [what_is_lacking(error) for error in others] == [None] * 4

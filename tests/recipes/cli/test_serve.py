@@ -3,13 +3,15 @@
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import httpx2
@@ -19,7 +21,12 @@ from polybasic.deploy import load
 from polybasic.deploy.chain import Chain
 from polybasic.recipes.cli import main as cli
 from tests import forked
+from tests.conftest import ChainParts
+from tests.deploy.serve.serving import serving
 from tests.recipes.command_line import call, refusal
+
+NOBODY = 65534
+"""The user that owns nothing."""
 
 
 def test_help_names_vllms_flags() -> None:
@@ -59,6 +66,16 @@ def test_bad_input_at_the_start_is_one_line(
     assert "not enough memory" in refusal(*serve, "--max-num-seqs", 1000)
 
 
+def test_a_key_file_that_every_user_may_read_is_told(tiny_chain: Path, tmp_path: Path) -> None:
+    keys = tmp_path / "my keys.txt"
+    keys.write_text("secret\n")
+    serve = "serve", tiny_chain, "--port", 0, "--log-format", "xml", "--api-key-file", keys
+    told = f"warning: API keys open to every user of this machine: {keys}; chmod o= '{keys}'\n"
+    for mode, is_told in ((0o644, True), (0o602, True), (0o640, False), (0o600, False)):
+        keys.chmod(mode)
+        assert (told in call(*serve)[2]) == is_told, oct(mode)
+
+
 def serve_slowly(*arguments: str) -> None:
     """`polybasic serve`, each of its passes at least 20 ms long."""
     step = Chain.step
@@ -71,16 +88,35 @@ def serve_slowly(*arguments: str) -> None:
     cli.main(["serve", *arguments])
 
 
+def serve_as_nobody(place: str, *arguments: str) -> None:
+    """`polybasic serve`, for root as a user that owns nothing but the cache in a folder."""
+    cache = Path(place, "cache")
+    cache.mkdir()
+    if os.geteuid() == 0:
+        # Python itself may lie where others read nothing: what is imported late is imported here
+        with serving(load.load_chain(arguments[0], dtype="float32", sequences=4)) as warm:
+            warm.complete(prompt=[1])
+        os.chown(cache, NOBODY, NOBODY)
+        os.setgroups([])
+        os.setgid(NOBODY)
+        os.setuid(NOBODY)
+    os.chdir(cache)
+    os.environ |= {"POLYBASIC_CACHE": str(cache), "HOME": str(cache)}
+    cli.main(["serve", *arguments])
+
+
 def lines_of(log: Path) -> list[str]:
     return log.read_text("utf-8").splitlines() if log.exists() else []
 
 
 @contextmanager
-def served(log: Path, *arguments: object, **environment: str) -> Iterator[tuple[str, Any]]:
+def served(
+    log: Path, *arguments: object, by: Callable[..., None] = serve_slowly, **environment: str
+) -> Iterator[tuple[str, Any]]:
     """A server's address and its process, which has ended when the block has."""
     environment = {"OMP_NUM_THREADS": "1", **environment}
     given = map(str, (*arguments, "--port", 0))
-    process = forked.start(serve_slowly, *given, log=log, environment=environment)
+    process = forked.start(by, *given, log=log, environment=environment)
     try:
         until = time.monotonic() + 60
         while not (found := re.search(r"listening at (http://[^\s;]+)", "\n".join(lines_of(log)))):
@@ -136,6 +172,34 @@ def test_sigterm_lets_answers_end_and_tells_the_others(tiny_chain: Path, tmp_pat
     assert told["long"]["completion_tokens"] < 120
     assert told["short"]["client"] == "key 0"
     assert "Traceback" not in "".join(lines)
+
+
+def test_a_copy_of_the_chains_folder_alone_is_served_elsewhere_to_another_user(
+    tiny_chain_parts: ChainParts, tmp_path: Path
+) -> None:
+    run, models = tmp_path / "run", tiny_chain_parts.target.parent
+    for name, copy_target in (("chain", "auto"), ("referring", False)):
+        tiny_chain_parts.package(run / name, copy_target=copy_target)
+    asked = {"prompt": [1, 2], "max_tokens": 8, "ignore_eos": True, "temperature": 0}
+    expected = load.load_chain(run / "chain", dtype="float32").generate(
+        [1, 2], max_new_tokens=8, ignore_eos=True, temperature=0
+    )
+    with TemporaryDirectory() as folder:
+        elsewhere = Path(folder)
+        elsewhere.chmod(0o755)
+        for name in ("chain", "referring"):
+            shutil.copytree(run / name, elsewhere / name)
+        shutil.rmtree(run)
+        shutil.rmtree(models)
+        given = elsewhere, elsewhere / "chain", "--dtype", "float32", "--max-num-seqs", 2
+        with served(tmp_path / "log.txt", *given, by=serve_as_nobody) as (url, one):
+            answer = httpx2.post(f"{url}/v1/completions", json=asked, timeout=30).json()
+            if os.geteuid() == 0:
+                assert f"Uid:\t{NOBODY}\t" in Path(f"/proc/{one.pid}/status").read_text()
+            os.kill(one.pid, signal.SIGTERM)
+        assert answer["choices"][0]["text"] == expected.text
+        line = refusal("serve", elsewhere / "referring", "--port", 0)
+        assert line.startswith("error: target is not there: ")
 
 
 def test_a_second_signal_ends_at_once(tiny_chain: Path, tmp_path: Path) -> None:

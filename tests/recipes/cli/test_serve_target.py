@@ -19,6 +19,11 @@ def test_bad_input_at_the_start_is_one_line(tiny_chain: Path, tmp_path: Path) ->
     key.write_text("secret")
     assert "key is too short: 6 characters" in refusal(*serve)
     key.write_text("0" * 32)
+    key.chmod(0o644)
+    open_key = f"warning: key open to every user of this machine: {key}; chmod o= {key}"
+    assert open_key in call(*serve, "--listen", "7800")[2].splitlines()
+    key.chmod(0o600)
+    assert open_key not in call(*serve, "--listen", "7800")[2]
     assert "half of a certificate" in refusal(*serve, "--tls-cert", key)
     assert "unusable certificate" in refusal(*serve, "--tls-cert", key, "--tls-key", key)
     assert "no address: 7800" in refusal(*serve, "--listen", "7800")

@@ -23,13 +23,16 @@ from polybasic.chain.formats.gguf.importing import imported
 from polybasic.chain.formats.gguf.splits import SPLITS
 from polybasic.chain.formats.gguf.tensors import Type
 from polybasic.chain.formats.gguf.writing import write_gguf
-from polybasic.chain.formats.manifest import read_manifest
+from polybasic.chain.formats.manifest import Reference, read_manifest
 from polybasic.chain.formats.models import resolve_model
+from polybasic.chain.formats.plan import Plan, Tree
 from polybasic.chain.formats.tokenizer import load_tokenizer
+from polybasic.chain.formats.verify import check_chain
 from polybasic.deploy import load_chain
 from polybasic.recipes.pipeline.beside import chain_beside
 from tests.chain.formats.gguf.test_export import CHANGES, TEXTS, byte_level
 from tests.checkpoints import DISTINCT, write_family
+from tests.conftest import package_around
 from tests.recipes.command_line import call, refusal
 
 LLAMA3 = {
@@ -395,6 +398,23 @@ def test_a_file_answers_without_a_chain(tmp_path: Path) -> None:
     digest = sha256_of_file(file)
     assert f"- The weights of target are those of model.gguf (sha256 {digest}), in " in card
     assert "lossless means with respect to these weights" in card
+
+
+def test_a_chain_of_a_file_holds_what_was_read_of_it_and_names_the_file_alone(
+    tmp_path: Path,
+) -> None:
+    file, out = written(tmp_path / "model"), tmp_path / "chain"
+    plan, read = Plan(members=("target",), tree=Tree(depth=1, top_k=1, rows=2)), imported(file)
+    package_around(out, read, [], plan, copy_target="auto")
+    [target] = check_chain(out).manifest.members
+    assert target.reference == Reference(path="target")
+    assert (out / "target" / "model.safetensors").samefile(read / "model.safetensors")
+    assert target.gguf is not None
+    assert target.gguf.files == {"model.gguf": sha256_of_file(file)}
+    for path in (*out.glob("*.*"), out / "target" / "config.json"):
+        written_down = path.read_text("utf-8")
+        assert str(tmp_path) not in written_down
+        assert str(read) not in written_down
 
 
 def test_the_commands_take_a_file(tmp_path: Path) -> None:
