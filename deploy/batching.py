@@ -26,7 +26,6 @@ from polybasic.deploy.rounds.stopping import StoppedBy, cut_at_end
 from polybasic.deploy.rounds.verifier import PassClock, Verifier
 from polybasic.deploy.slots import MIN_COPIED_TOKENS, Slot, Slots, num_common
 
-
 _MUCH_LONGER = 4
 """Times as long as a prompt is what others have to read of theirs where it is read beside them: it
 makes them a quarter slower at most."""

@@ -345,7 +345,8 @@ def test_a_short_prompt_does_not_wait_for_a_long_one(
     second, third = chain.begin(short, **options), chain.begin(long[::-1], **options)
     while not second.is_over:
         assert chain.step()
-    assert not first.take() and not third.take()
+    assert not first.take()
+    assert not third.take()
     while chain.step():
         pass
     pieces = first.take(), second.take()
