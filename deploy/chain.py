@@ -298,16 +298,25 @@ class Chain:
                 return measured.seconds_per_token
         return None
 
-    def encode(self, prompt: Prompt, takes_control_tokens: bool = True) -> list[int]:
+    def encode(
+        self,
+        prompt: Prompt,
+        takes_control_tokens: bool = True,
+        continues: bool = False,
+        template_options: Mapping[str, Any] | None = None,
+    ) -> list[int]:
         """Token ids of a prompt, by the tokenizer's own chat template; ids stay as they are.
 
         Args:
             prompt: a text, messages or token ids.
             takes_control_tokens: whether contents of messages may spell special tokens; if not,
                 such text is text.
+            continues: the answer goes on with the last message, which is the assistant's.
+            template_options: what the template reads beside the messages: `enable_thinking`.
 
         Raises:
-            UserError: messages without a chat template, or that the template refuses.
+            UserError: messages without a chat template, or that the template refuses; nothing to
+                go on with.
         """
         if isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
             return cast(list[int], prompt)
@@ -323,8 +332,16 @@ class Chain:
                 "give a text, or package a target whose tokenizer has a template",
             )
         tokenizer, messages = self.tokenizer, list(cast(Messages, prompt))
+        if continues and (messages[-1]["role"] != "assistant" or not messages[-1]["content"]):
+            raise UserError(
+                "no message to continue",
+                f"the last one, of role {messages[-1]['role']}",
+                "end with a message of the assistant that is not empty",
+            )
         try:
-            return prompt_token_ids(tokenizer, messages, takes_control_tokens)
+            return prompt_token_ids(
+                tokenizer, messages, takes_control_tokens, continues, template_options
+            )
         except RejectedMessages as error:
             raise UserError(
                 "chat template rejects the messages",

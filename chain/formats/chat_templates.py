@@ -8,7 +8,7 @@ import ctypes
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
@@ -101,6 +101,8 @@ def prompt_token_ids(
     tokenizer: "PreTrainedTokenizerBase",
     messages: Sequence[dict[str, str]],
     takes_control_tokens: bool = True,
+    continues: bool = False,
+    options: Mapping[str, Any] | None = None,
 ) -> list[int]:
     """Token ids of messages with the template's opening of the assistant's next turn.
 
@@ -109,6 +111,8 @@ def prompt_token_ids(
         messages: with role and content.
         takes_control_tokens: whether contents may spell the tokenizer's special tokens. If not,
             such text becomes other tokens: nobody who writes a message forges turns by it.
+        continues: leave the last message, which is the assistant's, open instead.
+        options: what the template reads beside the messages, as JSON, such as enable_thinking.
 
     Raises:
         RejectedMessages: as `rendered`; or a role is not one of the usual ones, and the template
@@ -121,14 +125,18 @@ def prompt_token_ids(
             known = ", ".join(sorted(_ROLES))
             raise RejectedMessages(f"there is no role {role[:100]!r}; there are {known}")
     spelled = [] if takes_control_tokens else _control_tokens(tokenizer)
-    found = [token for token in spelled if any(token in each["content"] for each in messages)]
+    options = dict(options or {})
+    texts = list(_texts_of([*messages, options]))
+    found = [token for token in spelled if any(token in text for text in texts)]
     # characters of a private use area, that no message has
     free = (chr(code) for code in range(0xF0000, 0xFFFFE))
-    used = set().union(*(each["content"] for each in messages)) if found else set()
+    used = set().union(*texts) if found else set()
     stand_ins = dict(zip((one for one in free if one not in used), found, strict=False))
     for stand_in, token in stand_ins.items():
-        messages = [{**one, "content": one["content"].replace(token, stand_in)} for one in messages]
-    text = rendered_messages(tokenizer, messages, add_generation_prompt=True)
+        messages = _replaced(list(messages), token, stand_in)
+        options = _replaced(options, token, stand_in)
+    opening = {"add_generation_prompt": not continues, "continue_final_message": continues}
+    text = rendered_messages(tokenizer, messages, **opening, **options)
     token_ids: list[int] = []
     for part in re.split(f"([{''.join(stand_ins)}])", text) if found else [text]:
         # cut in two, no part of it is a special token
@@ -136,6 +144,28 @@ def prompt_token_ids(
         for piece in filter(None, pieces):
             token_ids += token_ids_of(tokenizer, piece, add_special_tokens=False)
     return token_ids
+
+
+def _texts_of(value: Any) -> Iterator[str]:
+    """All texts in a value of JSON, keys included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        yield from _texts_of([*value, *value.values()])
+    elif isinstance(value, list):
+        for one in value:
+            yield from _texts_of(one)
+
+
+def _replaced(value: Any, old: str, new: str) -> Any:
+    """A value of JSON in all of whose texts `old` is `new`."""
+    if isinstance(value, str):
+        return value.replace(old, new)
+    if isinstance(value, dict):
+        return {name: _replaced(one, old, new) for name, one in value.items()}
+    if isinstance(value, list):
+        return [_replaced(one, old, new) for one in value]
+    return value
 
 
 def _control_tokens(tokenizer: "PreTrainedTokenizerBase") -> list[str]:

@@ -124,7 +124,7 @@ def create_app(chain: Chain, settings: ServeSettings) -> FastAPI:
     app.add_exception_handler(ApiError, of_api_error)
     app.add_exception_handler(RequestValidationError, of_validation)
     app.add_exception_handler(HTTPException, of_http)
-    app.add_middleware(Guard, settings=settings)
+    app.add_middleware(Guard, settings=settings, context_tokens=service.context_tokens)
     if settings.allowed_origins:
         app.add_middleware(
             CORSMiddleware,

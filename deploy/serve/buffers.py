@@ -1,13 +1,20 @@
-"""What the bodies of requests may take of the memory."""
+"""What the bodies of requests may take of the memory, and of the event loop's time."""
 
+import asyncio
 from collections import Counter
+from weakref import WeakValueDictionary
 
 from polybasic.deploy.serve.errors import ApiError
 
 SMALL_BYTES = 1 << 16
 """A body that is no larger is not counted."""
 BYTES_OF_BODY = 8
-"""That a byte of a body becomes at most while its request is answered."""
+"""Of memory at most for each byte of the room: what a body becomes while it is read."""
+_PAUSE_SECONDS = 0.1
+"""Between two large bodies that are read as JSON, which holds all other requests up."""
+_MOST_VALUES = 1 << 16
+"""Of a body beside a token of the context each: lists and objects of so many take tenths of a
+second to be read."""
 
 
 class Buffers:
@@ -15,11 +22,14 @@ class Buffers:
 
     Args:
         limit: bytes of all of them.
+        context_tokens: of a prompt with its answer.
     """
 
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
+    def __init__(self, limit: int, context_tokens: int) -> None:
+        self._limit, self._most_values = limit, context_tokens + _MOST_VALUES
         self._held: Counter[str] = Counter()
+        self._turn = asyncio.Lock()
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     def hold(self, client: str, num_before: int, num_after: int) -> None:
         """Take room for a body of a client that has grown.
@@ -46,6 +56,26 @@ class Buffers:
         self._held[client] -= _counted(num)
         if not self._held[client]:
             del self._held[client]
+
+    async def wait_to_read(self, client: str, body: bytes | bytearray) -> None:
+        """Wait until a body may be read as JSON: a small one at once, large ones one by one.
+
+        Raises:
+            ApiError: it has more values than any request that can be taken (413).
+        """
+        if not _counted(len(body)):
+            return
+        # commas of texts count, too: each is about a token
+        num_values = sum(map(body.count, (b",", b"[", b"{")))
+        if num_values > self._most_values:
+            raise ApiError(
+                413,
+                f"the body has some {num_values:,} values; at most {self._most_values:,} are read",
+                code="body_too_large",
+            )
+        own = self._turns.setdefault(client, asyncio.Lock())
+        async with own, self._turn:
+            await asyncio.sleep(_PAUSE_SECONDS)
 
 
 def _counted(num: int) -> int:

@@ -6,6 +6,7 @@ from typing import Any
 
 from polybasic.deploy.request import Statistics
 from polybasic.deploy.rounds.logprobs import TokenLogprobs
+from polybasic.deploy.serve.reasoning import Reasoning
 from polybasic.deploy.serve.texts import SharedText
 from polybasic.deploy.serve.tickets import News
 
@@ -18,10 +19,12 @@ class Prompt:
 
     Attributes:
         text: that was asked, or that the ids mean; only for `echo`.
+        thinking: whether it has begun a thought; None where the model has none.
     """
 
     token_ids: list[int]
     text: str = ""
+    thinking: bool | None = None
 
 
 class Choice:
@@ -30,6 +33,8 @@ class Choice:
     def __init__(self, index: int, prompt: Prompt, shares: SharedText | None) -> None:
         self.index, self.prompt, self.shares = index, prompt, shares
         self.text, self.is_opened = "", False
+        self.reasoning, self.content = "", ""
+        self._parted = None if prompt.thinking is None else Reasoning(prompt.thinking)
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
         self.prompt_logprobs: list[TokenLogprobs] = []
@@ -52,7 +57,13 @@ class Choice:
             if self.shares is not None:
                 part.shown += _shown(self.shares.finish())
         self.prompt_logprobs = news.prompt_logprobs
+        part.content = part.text
+        if self._parted is not None:
+            is_last = news.statistics is not None
+            part.reasoning, part.content = self._parted.add(part.text, is_last)
         self.text += part.text
+        self.reasoning += part.reasoning
+        self.content += part.content
         self.token_ids += part.token_ids
         self.logprobs += part.logprobs
         self.shown += part.shown
@@ -60,11 +71,17 @@ class Choice:
 
 
 class Part:
-    """What a chunk carries of an answer."""
+    """What a chunk carries of an answer.
+
+    Attributes:
+        text: of the answer, thoughts and their marks included.
+        reasoning: that was thought, of this text and of what was held back before.
+        content: that was said, likewise.
+    """
 
     def __init__(self, is_first: bool) -> None:
         self.is_first = is_first
-        self.text = ""
+        self.text = self.reasoning = self.content = ""
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
         self.shown: list[Json] = []

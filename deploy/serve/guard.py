@@ -18,6 +18,8 @@ from polybasic.deploy.serve.buffers import Buffers
 from polybasic.deploy.serve.errors import ApiError, internal_error
 from polybasic.deploy.serve.settings import ServeSettings
 
+_LONG_CONTEXT = 1 << 20
+"""Tokens, where the chain is loaded elsewhere."""
 OPEN_PATHS = ("/health", "/ready", "/version", "/")
 _OPEN_PREFIX = "/page/"
 _REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
@@ -32,10 +34,13 @@ class Guard:
     limits, logs it, and answers what would else end in a stack trace.
     """
 
-    def __init__(self, app: ASGIApp, settings: ServeSettings) -> None:
+    def __init__(
+        self, app: ASGIApp, settings: ServeSettings, context_tokens: int = _LONG_CONTEXT
+    ) -> None:
         self.app, self.settings = app, settings
         self._keys = [key.encode() for key in settings.api_keys]
-        self._buffers = Buffers(settings.buffer_bytes)
+        most_bytes = max(settings.buffer_bytes, 2 * settings.body_bytes)
+        self._buffers = Buffers(most_bytes, context_tokens)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let a request through, or answer it."""
@@ -60,6 +65,7 @@ class Guard:
             scope["state"]["client"] = client = self._client(scope, headers)
             try:
                 await self._read(body, client, headers, receive)
+                await self._buffers.wait_to_read(client, body)
                 await self.app(scope, _replayed(bytes(body), receive), send_named)
             finally:
                 self._buffers.free(client, len(body))

@@ -14,10 +14,17 @@ _MOST = 10**9
 MAX_ANSWERS = 128
 """Of one prompt."""
 
-MAX_MESSAGES = 1 << 14
+MAX_MESSAGES = 1 << 12
 """Of a conversation, and parts of one; longer lists are refused before anything is made of them."""
 MAX_PROMPTS = 1 << 12
 """Of a request, likewise."""
+
+_OF_RENDERING = frozenset(
+    """messages conversation tools documents chat_template add_generation_prompt
+    continue_final_message tokenize padding truncation max_length return_tensors return_dict
+    return_assistant_tokens_mask tokenizer_kwargs""".split()  # noqa: SIM905
+)
+"""What `chat_template_kwargs` must not set."""
 
 Tokens = Annotated[list[Annotated[int, Field(ge=0, lt=1 << 31)]], Field(fail_fast=True)]
 Texts = Annotated[list[str], Field(fail_fast=True)]
@@ -197,10 +204,12 @@ class Message(Fields):
         str | Annotated[list[TextPart], Field(fail_fast=True)], BeforeValidator(_text_parts)
     ]
     name: str | None = None
+    reasoning_content: str | None = Field(
+        None, description="what the assistant thought, for templates that read it"
+    )
 
     UNSUPPORTED = frozenset(
-        """tool_calls tool_call_id function_call refusal audio annotations reasoning
-        reasoning_content""".split()  # noqa: SIM905
+        "tool_calls tool_call_id function_call refusal audio annotations reasoning".split()  # noqa: SIM905
     )
 
     @property
@@ -209,11 +218,49 @@ class Message(Fields):
         content = self.content
         if not isinstance(content, str):
             content = "\n".join(part.text for part in content)
-        named = {} if self.name is None else {"name": self.name}
-        return {"role": self.role, "content": content, **named}
+        given = {"name": self.name, "reasoning_content": self.reasoning_content}
+        others = {name: value for name, value in given.items() if value is not None}
+        return {"role": self.role, "content": content, **others}
 
 
-class ChatRequest(_Asked):
+class _Rendered(Fields):
+    """How messages become a text."""
+
+    chat_template_kwargs: dict[str, Any] = Field(
+        {}, description="what the chat template reads beside the messages"
+    )
+    enable_thinking: bool | None = Field(None, description="the same as in chat_template_kwargs")
+    continue_final_message: bool = Field(
+        False, description="the answer goes on with the last message, which is the assistant's"
+    )
+    add_generation_prompt: bool | None = Field(
+        None, description="false only where the last message is continued"
+    )
+
+    @model_validator(mode="after")
+    def _opens_one_turn(self) -> "_Rendered":
+        opens = self.add_generation_prompt
+        if opens is not None and opens == self.continue_final_message:
+            raise Refused(
+                "add_generation_prompt",
+                "an answer begins a turn, or continues the final message: "
+                "add_generation_prompt is the contrary of continue_final_message",
+            )
+        for name in self.chat_template_kwargs:
+            if name in _OF_RENDERING:
+                message = f"chat_template_kwargs cannot set {name[:100]}"
+                raise Refused("chat_template_kwargs", message, "invalid_value")
+        return self
+
+    @property
+    def template_options(self) -> dict[str, Any]:
+        """What the template reads."""
+        thinking = self.enable_thinking
+        named = {} if thinking is None else {"enable_thinking": thinking}
+        return self.chat_template_kwargs | named
+
+
+class ChatRequest(_Rendered, _Asked):
     """Of /v1/chat/completions."""
 
     messages: Annotated[list[Message], Field(fail_fast=True), BeforeValidator(_first_of)]
@@ -224,12 +271,15 @@ class ChatRequest(_Asked):
     logprobs: bool = False
     top_logprobs: Logprobs | None = None
     metadata: dict[str, str] | None = Field(None, description="taken, and not used")
+    include_reasoning: bool = Field(
+        True, description="answers of models that think have reasoning_content"
+    )
     parallel_tool_calls: bool | None = Field(None, description="taken: there are no tools")
 
     UNSUPPORTED = _Asked.UNSUPPORTED | frozenset(
         """tools functions function_call audio prediction web_search_options
         reasoning_effort reasoning verbosity documents chat_template
-        chat_template_kwargs mm_processor_kwargs media_io_kwargs""".split()  # noqa: SIM905
+        mm_processor_kwargs media_io_kwargs""".split()  # noqa: SIM905
     )
     NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {
         **_Asked.NEUTRAL,
@@ -239,10 +289,7 @@ class ChatRequest(_Asked):
         "store": (False,),
         "service_tier": ("auto", "default"),
         "echo": (False,),
-        "add_generation_prompt": (True,),
-        "continue_final_message": (False,),
         "add_special_tokens": (False,),
-        "include_reasoning": (True, False),
     }
 
     @model_validator(mode="after")
@@ -306,7 +353,7 @@ class CompletionRequest(_Asked):
         return list(self.prompt)
 
 
-class TokenizeRequest(Fields):
+class TokenizeRequest(_Rendered):
     """Of /tokenize: a text, or messages as the chat template makes one of them."""
 
     model: str | None = None
@@ -316,11 +363,6 @@ class TokenizeRequest(Fields):
     )
     add_special_tokens: bool = Field(True, description="of a text: those that begin it")
     return_token_strs: bool = False
-
-    NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "add_generation_prompt": (True,),
-        "continue_final_message": (False,),
-    }
 
     @model_validator(mode="after")
     def _has_one(self) -> "TokenizeRequest":

@@ -72,7 +72,7 @@ class Reply(ABC):
         part = choice.read(news)
         if part.is_first:
             yield from self._opening(choice)
-        if part.text or part.token_ids or part.shown:
+        if part.text or part.reasoning or part.content or part.token_ids or part.shown:
             told = {"tokens": part.shown, "passes": news.passes}
             extras = {"polybasic": told} if choice.shares is not None else {}
             yield self._chunk([self._delta(choice, part)], extras)
@@ -184,14 +184,18 @@ class ChatReply(Reply):
         yield self._chunk([_streamed(choice.index, {"delta": delta})], extras)
 
     def _delta(self, choice: Choice, part: Part) -> Json:
-        said = {"delta": {"content": part.text}, **self._logprobs(part.logprobs)}
+        delta = self._reasoning(part.reasoning)
+        if part.content or not delta:
+            delta["content"] = part.content
+        said = {"delta": delta, **self._logprobs(part.logprobs)}
         return _streamed(choice.index, said | self._ids(part.token_ids))
 
     def _last(self, choice: Choice) -> Json:
         return _streamed(choice.index, {"delta": {}}) | self._ending(choice)
 
     def _choice(self, choice: Choice) -> Json:
-        message = {"role": "assistant", "content": choice.text, "refusal": None}
+        message = {"role": "assistant", "content": choice.content, "refusal": None}
+        message |= self._reasoning(choice.reasoning)
         logprobs = self._logprobs(choice.logprobs) or {"logprobs": None}
         shown = {"polybasic": {"tokens": choice.shown}} if choice.shares is not None else {}
         return {
@@ -202,6 +206,9 @@ class ChatReply(Reply):
             **self._ids(choice.token_ids),
             **shown,
         }
+
+    def _reasoning(self, thought: str) -> Json:
+        return {"reasoning_content": thought} if thought and self._asked.include_reasoning else {}
 
     def _beside_whole(self) -> Json:
         first = self.choices[0]

@@ -1,5 +1,6 @@
 """From a request to what the chain is asked: prompts as token ids, settings, limits."""
 
+import json
 import re
 import secrets
 import time
@@ -20,6 +21,7 @@ from polybasic.deploy.serve.protocol import (
     TokenizeRequest,
 )
 from polybasic.deploy.serve.reading import Reading
+from polybasic.deploy.serve.reasoning import CLOSING, OPENING
 from polybasic.deploy.serve.replies import ChatReply, CompletionReply, Reply
 from polybasic.deploy.serve.scheduler import Limits, Scheduler, readable
 from polybasic.deploy.serve.settings import ServeSettings
@@ -31,6 +33,9 @@ _SEED_BITS = 53
 
 _MESSAGE_CHARACTERS = 64
 """For which a chat template takes as long as for a message."""
+
+_END_TOKENS = 16
+"""Of a prompt, in which a template opens a thought."""
 
 _MARKDOWN_CHARACTERS = 16
 """Of a text that waits for its turn as one of Markdown does: that takes longer to read."""
@@ -90,7 +95,7 @@ class Service:
         """
         if isinstance(asked, ChatRequest):
             self.scheduler.check_number(asked.n)
-            return self._characters_of(asked.messages)
+            return self._characters_of(asked.messages, asked)
         self.scheduler.check_number(len(asked.prompts) * asked.n)
         num_characters = 0
         for prompt in asked.prompts:
@@ -101,8 +106,10 @@ class Service:
                 self._most_tokens(asked, len(prompt))
         return num_characters
 
-    def _characters_of(self, messages: list[Message]) -> int:
-        num_characters = sum(len(message.for_template["content"]) for message in messages)
+    def _characters_of(self, messages: list[Message], asked: ChatRequest | TokenizeRequest) -> int:
+        num_characters = len(json.dumps(asked.template_options)) if asked.template_options else 0
+        for message in messages:
+            num_characters += sum(map(len, message.for_template.values()))
         # whoever speaks is at least a token
         self.reading.check(num_characters, "messages", num_tokens=len(messages))
         return num_characters + _MESSAGE_CHARACTERS * len(messages)
@@ -144,11 +151,11 @@ class Service:
         text, messages = asked.prompt, asked.messages or []
         if text is not None:
             self.reading.check(len(text), "prompt")
-        num_characters = len(text) if text is not None else self._characters_of(messages)
+        num_characters = len(text) if text is not None else self._characters_of(messages, asked)
 
         def read() -> dict[str, Any]:
             if text is None:
-                token_ids = self._of_messages(messages)
+                token_ids = self._of_messages(messages, asked)
             else:
                 token_ids = self._of_text(text, asked.add_special_tokens)
             named = token_ids if asked.return_token_strs else []
@@ -193,7 +200,8 @@ class Service:
 
     def _prompts(self, asked: ChatRequest | CompletionRequest) -> list[Prompt]:
         if isinstance(asked, ChatRequest):
-            return [Prompt(self._of_messages(asked.messages))]
+            token_ids = self._of_messages(asked.messages, asked)
+            return [Prompt(token_ids, thinking=self._thinking(asked, token_ids))]
         prompts = []
         for given in asked.prompts:
             if isinstance(given, str):
@@ -202,10 +210,27 @@ class Service:
                 prompts.append(Prompt(given, self._text(given) if asked.echo else ""))
         return prompts
 
-    def _of_messages(self, messages: list[Message]) -> list[int]:
+    def _thinking(self, asked: ChatRequest, token_ids: list[int]) -> bool | None:
+        """Whether the prompt has begun a thought; None where the template knows of none."""
+        if CLOSING not in f"{self.chain.tokenizer.chat_template}":
+            return None
+        if asked.continue_final_message:
+            begun = asked.messages[-1].for_template["content"]
+            return OPENING in begun.rpartition(CLOSING)[2]
+        end = self.tokenizer.decode(token_ids[-_END_TOKENS:], skip_special_tokens=False)
+        return end.rstrip().endswith(OPENING)
+
+    def _of_messages(
+        self, messages: list[Message], asked: ChatRequest | TokenizeRequest
+    ) -> list[int]:
         try:
             given: Any = [message.for_template for message in messages]
-            found: list[int] = self.chain.encode(given, self.settings.special_tokens)
+            found: list[int] = self.chain.encode(
+                given,
+                self.settings.special_tokens,
+                asked.continue_final_message,
+                asked.template_options,
+            )
         except UserError as error:
             raise bad_request(readable(error, self.chain), "messages") from error
         return found

@@ -19,7 +19,9 @@ class ServeSettings(Settings):
     queued_tokens: Whole = Field(262_144, description="of the prompts that may wait")
     request_seconds: Factor = Field(600, description="of a request, waiting included")
     body_bytes: Count = Field(4 << 20, description="of a request's body at most")
-    buffer_bytes: Count = Field(64 << 20, description="of bodies over 64 KiB at a time")
+    buffer_bytes: Count = Field(
+        32 << 20, description="of bodies over 64 KiB at a time, room for two at least"
+    )
     body_seconds: Factor = Field(20, description="in which a body has to arrive")
     allowed_hosts: tuple[str, ...] = Field(
         (), description="names that requests may call this server by; none: any"

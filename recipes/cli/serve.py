@@ -83,6 +83,9 @@ def serve(
         float, typer.Option(min=0, help="Seconds that answers in flight get after SIGTERM.")
     ] = 30,
     max_body: Annotated[int, typer.Option(min=1, help="Bytes of a request's body.")] = 4 << 20,
+    max_buffered: Annotated[
+        int, typer.Option(min=1, help="Bytes of bodies over 64 KiB at a time.")
+    ] = 32 << 20,
     allowed_hosts: Annotated[
         list[str] | None,
         typer.Option(
@@ -124,6 +127,7 @@ def serve(
         "queued_tokens": max_queued_tokens,
         "request_seconds": request_timeout,
         "body_bytes": max_body,
+        "buffer_bytes": max_buffered,
         "allowed_hosts": [name.lower() for name in allowed_hosts or []],
         "allowed_origins": allowed_origins or [],
         "special_tokens": allow_special_tokens,
@@ -221,12 +225,16 @@ def _about(chain: "Chain", settings: "ServeSettings", address: str) -> list[str]
         f"{member.name} ({member.num_parameters / 1e6:.0f} M, {member.dtype})"
         for member in chain.manifest.members
     )
+    from polybasic.chain.readable import readable_bytes
+    from polybasic.deploy.serve.buffers import BYTES_OF_BODY
+
     memory = chain.memory
     return [
         f"chain {chain.folder} as {', '.join(settings.model_names)}: {members}",
         f"plan: {_plans(chain)}",
         f"memory: {memory.shown}, for {settings.sequences} answers "
-        f"at a time of {memory.context_tokens} tokens with their prompts",
+        f"at a time of {memory.context_tokens} tokens with their prompts; bodies of requests take "
+        f"up to {readable_bytes(BYTES_OF_BODY * settings.buffer_bytes)} more",
         f"listening at {address}"
         + ("; a key is needed" if settings.api_keys else "; no key is needed"),
     ]

@@ -75,6 +75,43 @@ VALUES = (
     "[" * 2000 + "]" * 2000,
 )
 """Written as JSON, as far as they are any."""
+LONG = (
+    "[" + "1," * 60_000 + "-1]",
+    "[" + "-1," * 60_000 + "1]",
+    "[" + "1.5," * 40_000 + "1]",
+    "[" + '"w1",' * 30_000 + "1]",
+    "[" + '{"role":"user"},' * 10_000 + "1]",
+    "[" + '{"role":"user","content":""},' * 5_000 + "1]",
+    "[" + "[1]," * 30_000 + "1]",
+    "[" + "{}," * 50_000 + "1]",
+    "{" + ",".join(f'"{number}":"a"' for number in range(15_000)) + "}",
+    '[{"role":"user","content":[' + '{"type":"text","text":""},' * 5_000 + "1]}]",
+)
+"""With thousands of faults, or one behind thousands of good values."""
+OF_MESSAGES = ("role", "content", "name", "reasoning_content", "tool_calls", "unknown")
+OF_TEMPLATES = ("enable_thinking", "tokenize", "chat_template", "documents", "messages", "a b")
+HEADERS = (
+    b"Content-Type: application/json\r\nContent-Type: text/plain",
+    b"Content-Type: application/json; charset=utf-16",
+    b"Content-Type: application/x-www-form-urlencoded",
+    b"Content-Type: multipart/form-data; boundary=a",
+    b"Content-Type: " + b"a/" * 4000,
+    b"Authorization: Basic d29yZDp3b3Jk",
+    b"Authorization: Bearer " + b"a" * 8000,
+    b"Authorization: Bearer a\r\nAuthorization: Bearer b",
+    b"X-Request-Id: " + b"a" * 4000,
+    b"X-Request-Id: a\tb",
+    b"Accept: image/png",
+    b"Accept-Encoding: identity;q=0",
+    b"Range: bytes=0-1",
+    b"If-Match: *",
+    b"Host: other",
+    b"Host: [::1",
+    b"Origin: null",
+    b"Cookie: " + b"a=b; " * 1000,
+    b"TE: trailers\r\nTrailer: Content-Length",
+    b"Forwarded: for=127.0.0.1;host=other",
+)
 TEXTS: tuple[bytes, ...] = (
     b"",
     b" ",
@@ -196,8 +233,41 @@ def malformed(num_fields: int) -> list[bytes]:
         fields = {name: json.dumps(one) for name, one in GOOD[path].items()} | {field: value}
         text = ", ".join(f"{json.dumps(name)}: {one}" for name, one in fields.items())
         found.append(posted(path, f"{{{text}}}".encode()))
+    found += draw.sample(_nested(), min(num_fields, 600))
     draw.shuffle(found)
     return found
+
+
+def _nested() -> list[bytes]:
+    """Faults within messages and settings of templates, long lists, and odd headers."""
+    path, found = POSTS[0], []
+    for name, value in itertools.product(OF_MESSAGES, VALUES):
+        given = {"role": '"user"', "content": '"w1"'} | {name: value}
+        message = ", ".join(f'"{each}": {one}' for each, one in given.items())
+        found.append(f'{{"messages": [{{{message}}}], "max_tokens": 2}}')
+    good = '"messages": [{"role": "user", "content": "w1"}], "max_tokens": 2'
+    for name, value in itertools.product(OF_TEMPLATES, VALUES):
+        found.append(f'{{{good}, "chat_template_kwargs": {{"{name}": {value}}}}}')
+    for final, opens in itertools.product(VALUES[:12], repeat=2):
+        found.append(f'{{{good}, "continue_final_message": {final}, "enable_thinking": {opens}}}')
+    bodies = [posted(path, text.encode()) for text in found]
+    for where, field in (
+        (POSTS[0], "messages"),
+        (POSTS[0], "logit_bias"),
+        (POSTS[0], "stop"),
+        (POSTS[1], "prompt"),
+        (POSTS[1], "stop_token_ids"),
+        (POSTS[3], "tokens"),
+    ):
+        fields = {name: json.dumps(one) for name, one in GOOD[where].items()}
+        for value in LONG:
+            given = fields | {field: value}
+            text = ", ".join(f'"{name}": {one}' for name, one in given.items())
+            bodies.append(posted(where, f"{{{text}}}".encode()))
+    for header in HEADERS:
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+        bodies.append(head + header + b"\r\nContent-Length: %d\r\n\r\n" % len(_BODY) + _BODY)
+    return bodies
 
 
 def exchange(address: tuple[str, int], data: bytes, patience: float = 0.1) -> Response:

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from polybasic.deploy import Chain
+from polybasic.deploy.serve.buffers import SMALL_BYTES, Buffers
+from polybasic.deploy.serve.errors import ApiError
 from polybasic.deploy.serve.guard import ClientGone
 from polybasic.deploy.serve.protocol import ChatRequest
 from polybasic.deploy.serve.service import Service
@@ -264,3 +266,46 @@ def test_a_broken_engine_is_told(chain: Chain) -> None:
         assert served.metric("requests_refused_total", code="engine_failed") == 1
         served.service.scheduler.drain()
         assert served.get("/version").status_code == 200
+
+
+def test_large_bodies_share_a_room() -> None:
+    buffers = Buffers(1000 * SMALL_BYTES, context_tokens=100)
+    buffers.hold("a", 0, SMALL_BYTES)  # a small one is not counted
+    buffers.hold("a", SMALL_BYTES, 400 * SMALL_BYTES)
+    with pytest.raises(ApiError) as caught:
+        buffers.hold("a", 0, 101 * SMALL_BYTES)
+    assert (caught.value.status, caught.value.code) == (503, "buffers_full")
+    assert caught.value.headers["Retry-After"]
+    buffers.hold("b", 0, 500 * SMALL_BYTES)
+    with pytest.raises(ApiError):
+        buffers.hold("c", 0, 101 * SMALL_BYTES)
+    buffers.hold("c", 0, 100 * SMALL_BYTES)
+    buffers.free("a", 400 * SMALL_BYTES)
+    buffers.hold("a", 0, 400 * SMALL_BYTES)
+
+
+def test_a_body_of_too_many_values_is_not_read(server: Served) -> None:
+    most = server.service.context_tokens + (1 << 16)
+    for prompt in ([1] * (most + 2), [[]] * (most + 2), [{}] * (most + 2)):
+        answer = server.post("/v1/completions", {"prompt": prompt})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (413, "body_too_large")
+        assert "values" in answer.json()["error"]["message"]
+
+
+def test_large_bodies_are_read_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("polybasic.deploy.serve.buffers._PAUSE_SECONDS", 0.05)
+    buffers, order = Buffers(1 << 30, context_tokens=100), list[str]()
+    began = time.monotonic()
+
+    async def read(client: str, body: bytes) -> None:
+        await buffers.wait_to_read(client, body)
+        order.append(client)
+
+    async def test() -> None:
+        large, small = bytes(2 * SMALL_BYTES), bytes(SMALL_BYTES)
+        asked = [("a", large)] * 3 + [("b", large), ("c", small)]
+        await asyncio.gather(*(read(*each) for each in asked))
+
+    asyncio.run(test())
+    assert order == ["c", "a", "b", "a", "a"], "clients take turns"
+    assert time.monotonic() - began >= 4 * 0.05

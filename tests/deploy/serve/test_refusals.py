@@ -3,7 +3,18 @@
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
+from polybasic.chain.errors import UserError
+from polybasic.deploy import Chain
+from polybasic.deploy.serve.protocol import (
+    MAX_MESSAGES,
+    MAX_PROMPTS,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
 from tests.deploy.serve.serving import QUESTION, Served
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -147,6 +158,64 @@ def test_what_does_not_fit_is_refused_before_any_work(server: Served) -> None:
     assert server.metric("prompt_tokens_total") == before + most
 
 
+@pytest.mark.parametrize(
+    ("path", "content", "told"),
+    [
+        (COMPLETIONS, {"prompt": [3, -1]}, "token 1 is -1: token ids are whole numbers from 0 up"),
+        (COMPLETIONS, {"prompt": [[3], [3, "a"]]}, "token 1 of prompt 1 is 'a'"),
+        (COMPLETIONS, {"prompt": ["a", [3]]}, "prompt 1 is of another kind"),
+        (COMPLETIONS, {"prompt": [1.5]}, "prompt 0 is of another kind"),
+        (COMPLETIONS, {"prompt": {}}, "a text, a list of token ids, or a list of either"),
+        (COMPLETIONS, {"prompt": ["a"] * (MAX_PROMPTS + 1)}, "4,097 prompts are more than 4,096"),
+        (COMPLETIONS, {"prompt": "a\0b"}, "a NUL character, which is no text: leave it out"),
+        (CHAT, {"messages": QUESTION * (MAX_MESSAGES + 1)}, "4,097 messages are more than 4,096"),
+        (CHAT, {"messages": QUESTION, "logit_bias": {"1": None}}, "bias of token '1' is no number"),
+        (CHAT, {"messages": [{"role": "user", "content": "\0"}]}, "a NUL character"),
+        (CHAT, [1], "send one, with Content-Type: application/json"),
+    ],
+)
+def test_the_message_says_what_to_do(server: Served, path: str, content: Any, told: str) -> None:
+    assert told in refusal(server, path, content)["message"]
+
+
+def test_a_body_of_another_kind_is_told_its_header(server: Served) -> None:
+    for kind in ("application/x-www-form-urlencoded", "text/plain"):
+        headers = {"Content-Type": kind}
+        answer = server.post(COMPLETIONS, {"prompt": "a", "max_tokens": 1}, headers=headers)
+        assert answer.status_code == 400
+        assert "Content-Type: application/json" in answer.json()["error"]["message"]
+
+
+def test_many_faults_are_told_by_the_first() -> None:
+    parts = [{"type": "text", "text": 1}] * 1000
+    for model, given in (
+        (CompletionRequest, {"prompt": "a", "stop_token_ids": [-1] * 1000}),
+        (CompletionRequest, {"prompt": "a", **{f"unknown{number}": 1 for number in range(1000)}}),
+        (ChatRequest, {"messages": [{}] * 1000}),
+        (ChatRequest, {"messages": [{"role": "user", "content": parts}]}),
+        (ChatRequest, {"messages": QUESTION, "stop": [1] * 1000}),
+        (ChatRequest, {"messages": QUESTION, "logit_bias": {str(one): "a" for one in range(1000)}}),
+        (DetokenizeRequest, {"tokens": [-1] * 1000}),
+        (TokenizeRequest, {"messages": [{}] * 1000}),
+    ):
+        with pytest.raises(ValidationError) as caught:
+            model.model_validate(given)
+        assert caught.value.error_count() < 10, given.keys()
+
+
+def test_roles_that_no_template_knows_are_refused(
+    server: Served, chain: Chain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    messages = [{"role": "usr", "content": "a"}]
+    error = refusal(server, CHAT, {"messages": messages})
+    assert error["param"] == "messages.0.role"
+    with pytest.raises(UserError, match="there is no role 'usr'; there are assistant, developer"):
+        chain.encode(messages)
+    template = f"{chain.tokenizer.chat_template}{{# 'usr' #}}"
+    monkeypatch.setattr(chain.tokenizer, "chat_template", template)
+    assert chain.encode(messages)
+
+
 def test_other_models_are_not_found(server: Served) -> None:
     error = refusal(server, CHAT, {"messages": QUESTION, "model": "gpt-5"}, status=404)
     assert (error["param"], error["code"]) == ("model", "model_not_found")
@@ -163,7 +232,7 @@ def test_other_models_are_not_found(server: Served) -> None:
         b'"text"',
         b"\xff\xfe",
         b'{"messages": NaN}',
-        b"[" * 100_000,
+        b"[" * 60_000,
         b'{"messages": [], "seed": ' + b"9" * 5000 + b"}",
         b'{"messages": [{"role": "user", "content": "a"}], "temperature": 1e999}',
         b'{"messages": [{"role": "user", "content": "a"}], "\\ud800": 1}',
