@@ -40,12 +40,14 @@ from polybasic.chain.formats.manifest import Manifest, Member, is_head
 from polybasic.chain.formats.names import DRAFT_TABLES
 from polybasic.chain.formats.origin import ORIGIN_KEY
 from polybasic.chain.formats.verify import CheckedChain, check_chain
+from polybasic.chain.heads.compact import compacted
 from polybasic.chain.heads.eagle_config import eagle3_config, eagle_config
 from polybasic.chain.heads.foreign import HOT_TOKENS
 from polybasic.chain.heads.importing import FC_BIAS, ROPE_THETA, qkv_biases
 
 Engine = Literal["eagle", "vllm", "sglang"]
 ENGINES: tuple[Engine, ...] = get_args(Engine)
+INT8 = "int8"
 EXPORTED_TO_KEY = "exported_to"
 _NAMES: dict[Engine, str] = {"eagle": "EAGLE", "vllm": "vLLM", "sglang": "SGLang"}
 _VARIANTS: dict[Engine, tuple[str, ...]] = {
@@ -145,6 +147,40 @@ def export_head(
         folder / HOT_TOKENS if writes_hot_tokens else None,
         _warnings(to, shape, num_layers),
     )
+
+
+def export_compact(chain: Path, member: str | None, out: Path | None, target: str | None) -> Path:
+    """Write one of a chain's draft heads in 8 bits.
+
+    Args:
+        chain: folder of the chain.
+        member: the head's name; default: the only head of the chain.
+        out: folder to write, whole; default: member and `int8`, in the current folder. An export
+            that is there is replaced.
+        target: as of `export_head`.
+
+    Returns:
+        The folder, which `draft.model` takes.
+
+    Raises:
+        UserError: a broken chain, no such head or none of EAGLE's, something else at `out`, or a
+            full disk.
+    """
+    checked = check_chain(chain, target=target)
+    head = _find_head(checked.manifest, member)
+    folder = out or Path(f"{head.name}-{INT8}")
+    _refuse_replacing(folder)
+    shape = checked.configs[head.name].head
+    if shape.kind not in (EAGLE2.name, EAGLE3.name):
+        where = f"{head.name} is of kind {shape.kind}"
+        raise UserError("head that is not kept in 8 bits", where, "choose a head of EAGLE's")
+    content = dict(checked.configs[head.name].content)
+    content[ORIGIN_KEY] = dict(content.get(ORIGIN_KEY, {})) | {EXPORTED_TO_KEY: INT8}
+    tensors = compacted(load_tensors(checked.members[head.name]))
+    with whole_folder(folder) as partial:
+        write_json(partial / "config.json", content)
+        save_file(tensors, partial / "model.safetensors", {"format": "pt"})
+    return folder
 
 
 def launch_command(to: Engine, exported: Exported) -> str:

@@ -38,6 +38,7 @@ from polybasic.chain.formats.lineage import TRAINED_FOR_KEY, weights_digest
 from polybasic.chain.formats.names import DRAFT_TABLES
 from polybasic.chain.formats.origin import ORIGIN_KEY
 from polybasic.chain.heads.checks import EMBEDDING, check_copy, check_sizes, check_tensors
+from polybasic.chain.heads.compact import expanded
 from polybasic.chain.heads.dflash import in_dflash_format, is_dflash
 from polybasic.chain.heads.foreign import (
     DRAFT_VOCAB_SIZE,
@@ -85,8 +86,8 @@ def import_head(
 ) -> dict[str, Any]:
     """Turn a head that is stored as others publish it into a chain's draft head.
 
-    Its weights are kept bit for bit, in their stored dtype; a missing `fc.bias` of an EAGLE-2 head
-    is written as zeros, and a missing embedding is the target's.
+    Its weights are kept bit for bit, in their stored dtype, or made of 8 bits; a missing `fc.bias`
+    of an EAGLE-2 head is written as zeros, and a missing embedding is the target's.
 
     Args:
         source: the head: config.json, and what `weight_files` finds.
@@ -106,7 +107,7 @@ def import_head(
     if out.resolve() == source.resolve():
         raise UserError("head would be replaced", f"{out}", "write to another folder")
     config, model = read_foreign_config(source), read_config(target).decoder
-    stored = load_tensors(source)
+    stored = expanded(load_tensors(source), f"{source}")
     if is_medusa(config):
         completed, tensors = in_medusa_format(source, config, stored, target)
         return _write(source, out, trained_for or target, completed, tensors)

@@ -13,7 +13,7 @@ GGUF = "gguf"
 
 def export(
     chain: ChainArgument,
-    to: Annotated[str, typer.Option(help="eagle, vllm, sglang or gguf.")],
+    to: Annotated[str, typer.Option(help="eagle, vllm, sglang, int8 or gguf.")],
     member: Annotated[
         str | None,
         typer.Option(
@@ -26,17 +26,28 @@ def export(
     ] = None,
     target: TargetOption = None,
 ) -> None:
-    """Write a draft head for vLLM, SGLang or EAGLE, or models for llama.cpp."""
+    """Write a draft head for vLLM, SGLang, EAGLE or to keep, or models for llama.cpp."""
     from polybasic.chain.errors import UserError
     from polybasic.chain.formats.chains import resolve_chain
-    from polybasic.chain.heads.export import ENGINES, export_head, launch_command
+    from polybasic.chain.heads.export import (
+        ENGINES,
+        INT8,
+        export_compact,
+        export_head,
+        launch_command,
+    )
 
     if to == GGUF:
         _export_models(resolve_chain(chain), member, out, target)
         return
+    if to == INT8:
+        folder = export_compact(resolve_chain(chain), member, out, target)
+        typer.echo(str(folder))
+        note(f"wrote the head in 8 bits; next: polybasic run own-model draft.model={folder}")
+        return
     engine = next((known for known in ENGINES if known == to), None)
     if engine is None:
-        known = ", ".join((*ENGINES, GGUF))
+        known = ", ".join((*ENGINES, INT8, GGUF))
         raise UserError("unknown engine", f"--to {to}", f"use one of {known}")
     exported = export_head(resolve_chain(chain), engine, member, out, target)
     typer.echo(str(exported.folder))

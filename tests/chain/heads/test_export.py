@@ -354,5 +354,5 @@ def test_the_command_prints_the_folder_and_what_comes_next(
     assert content_of(Path("draft-sglang"))["architectures"] == ["LlamaForCausalLMEagle"]
     code, out, err = call("export", str(tiny_chain), "--to", "tgi")
     assert (code, out) == (2, "")
-    assert err == "error: unknown engine: --to tgi; use one of eagle, vllm, sglang, gguf\n"
+    assert err == "error: unknown engine: --to tgi; use one of eagle, vllm, sglang, int8, gguf\n"
     assert call("export", str(tmp_path / "nowhere"), "--to", "vllm")[0] == 2
