@@ -1,6 +1,5 @@
 """Requests as OpenAI defines and vLLM extends them: what is taken, and what is refused by name."""
 
-import math
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -73,7 +72,8 @@ def _check_ids(token_ids: list[Any], of: str = "") -> None:
 def _all_numbers(biases: Any) -> Any:
     """Refuse the first value that is no number: pydantic would describe each."""
     for token, bias in biases.items() if isinstance(biases, dict) else ():
-        if isinstance(bias, bool) or not isinstance(bias, int | float) or not math.isfinite(bias):
+        is_number = isinstance(bias, int | float) and not isinstance(bias, bool)
+        if not is_number or not -_MOST < bias < _MOST:
             raise ValueError(f"the bias of token {str(token)[:100]!r} is no number")
     return biases
 
