@@ -2,7 +2,7 @@
 
 import torch
 
-_MOST_ROWS = {"cpu": 256, "cuda": 2048}
+_MOST_ROWS, _MOST_ROWS_ON_GPU = 256, 2048
 _LEAST_ROWS = 4
 _SECONDS = {True: 0.1, False: 1.0}
 """That the rows of prompts add to a pass: while other sequences run, and while none does."""
@@ -26,7 +26,8 @@ class PromptPace:
     """
 
     def __init__(self, device: torch.device, is_batch_invariant: bool = True) -> None:
-        self._most, self._is_timed = _MOST_ROWS[device.type], device.type == "cpu"
+        self._is_timed = device.type == "cpu"
+        self._most = _MOST_ROWS_ON_GPU if device.type == "cuda" else _MOST_ROWS
         self._is_batch_invariant = is_batch_invariant
         self.num_running = self.num_reading = 0
         self._pass_seconds = self._row_seconds = 0.0
