@@ -211,9 +211,11 @@ def test_roles_that_no_template_knows_are_refused(
     assert error["param"] == "messages.0.role"
     with pytest.raises(UserError, match="there is no role 'usr'; there are assistant, developer"):
         chain.encode(messages)
-    template = f"{chain.tokenizer.chat_template}{{# 'usr' #}}"
-    monkeypatch.setattr(chain.tokenizer, "chat_template", template)
-    assert chain.encode(messages)
+    for named in ("'usr'", '"usr"', "as it's not 'usr'"):
+        template = f"{chain.tokenizer.chat_template}{{# {named} #}}"
+        with monkeypatch.context() as patch:
+            patch.setattr(chain.tokenizer, "chat_template", template)
+            assert chain.encode(messages)
 
 
 def test_other_models_are_not_found(server: Served) -> None:
