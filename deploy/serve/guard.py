@@ -39,8 +39,7 @@ class Guard:
     ) -> None:
         self.app, self.settings = app, settings
         self._keys = [key.encode() for key in settings.api_keys]
-        most_bytes = max(settings.buffer_bytes, 2 * settings.body_bytes)
-        self._buffers = Buffers(most_bytes, context_tokens)
+        self._buffers = Buffers(settings.room_bytes, context_tokens)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let a request through, or answer it."""

@@ -25,7 +25,8 @@ _OF_RENDERING = frozenset(
 )
 """What `chat_template_kwargs` must not set."""
 
-Tokens = Annotated[list[Annotated[int, Field(ge=0, lt=1 << 31)]], Field(fail_fast=True)]
+_END_OF_IDS = 1 << 31
+Tokens = Annotated[list[Annotated[int, Field(ge=0, lt=_END_OF_IDS)]], Field(fail_fast=True)]
 Texts = Annotated[list[str], Field(fail_fast=True)]
 Logprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 
@@ -64,7 +65,7 @@ def _alike(prompt: Any) -> Any:
 
 def _check_ids(token_ids: list[Any], of: str = "") -> None:
     for place, token in enumerate(token_ids):
-        if type(token) is not int or not 0 <= token < 1 << 31:
+        if type(token) is not int or not 0 <= token < _END_OF_IDS:
             shown = readable_value(token)
             raise ValueError(f"token {place}{of} is {shown}: token ids are whole numbers from 0 up")
 

@@ -32,3 +32,8 @@ class ServeSettings(Settings):
     allowed_origins: tuple[str, ...] = Field((), description="of pages elsewhere that may ask")
     page: bool = Field(True, description="serve the chat page at /")
     log_format: Literal["json", "text"] = Field("text", description="of the log's lines")
+
+    @property
+    def room_bytes(self) -> int:
+        """Of bodies over 64 KiB at a time: half of it, a client's, has room for one."""
+        return max(self.buffer_bytes, 2 * self.body_bytes)

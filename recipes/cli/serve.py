@@ -234,7 +234,7 @@ def _about(chain: "Chain", settings: "ServeSettings", address: str) -> list[str]
         f"plan: {_plans(chain)}",
         f"memory: {memory.shown}, for {settings.sequences} answers "
         f"at a time of {memory.context_tokens} tokens with their prompts; bodies of requests take "
-        f"up to {readable_bytes(BYTES_OF_BODY * settings.buffer_bytes)} more",
+        f"up to {readable_bytes(BYTES_OF_BODY * settings.room_bytes)} more",
         f"listening at {address}"
         + ("; a key is needed" if settings.api_keys else "; no key is needed"),
     ]

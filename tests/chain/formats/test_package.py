@@ -31,7 +31,6 @@ from polybasic.chain.formats.plan import (
 )
 from polybasic.chain.formats.tokenizer import prepare_tokenizer
 from polybasic.chain.formats.verify import check_chain
-from polybasic.chain.readable import readable_bytes, readable_count
 from tests.conftest import PROVENANCE
 
 RESULTS = {
@@ -496,13 +495,3 @@ def test_a_plan_for_other_members_is_refused(tiny_chain: Path) -> None:
     ):
         record_plan(tiny_chain, measured_plan("Device A", plan=plan))
     assert (tiny_chain / "chain.json").read_bytes() == before
-
-
-def test_readable_sizes() -> None:
-    assert [readable_bytes(count) for count in (999, 1000, 999_960, 13_500_000_000)] == [
-        "999 B",
-        "1.0 kB",
-        "1.0 MB",
-        "13.5 GB",
-    ]
-    assert readable_count(6_738_415_616) == "6.7B"
