@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.files import disk_errors, lies_anywhere, opened_mode, read_json
 from polybasic.chain.formats.hub import snapshot
+from polybasic.chain.formats.packages import PACKAGE, path_in_package
 
 if TYPE_CHECKING:
     import torch
@@ -114,11 +115,14 @@ def resolve_adapter(reference: str, revision: str | None = None) -> Path:
 
 
 def resolve_head(reference: str, revision: str | None = None) -> Path:
-    """The folder of a draft head as others publish it, given as a folder or as a hub id.
+    """The folder of a draft head as others publish it: a folder, one in an installed package as
+    `package:name/FOLDER`, or a hub id.
 
     Raises:
-        UserError: as `resolve_checkpoint`, or as `weight_files`.
+        UserError: as `resolve_checkpoint`, `weight_files` or `path_in_package`.
     """
+    if reference.startswith(PACKAGE):
+        reference = f"{path_in_package(reference, 'draft head')}"
     folder = _resolved(_HEAD, reference, revision)
     weight_files(folder)
     return folder

@@ -9,6 +9,7 @@ from polybasic.chain.errors import UserError
 from polybasic.chain.formats.checkpoint import resolve_adapter, resolve_head, split_hub_id
 from polybasic.chain.formats.config import read_config
 from polybasic.chain.formats.files import existing, free_bytes, lies_anywhere, partial_path
+from polybasic.chain.formats.packages import PACKAGE
 from polybasic.chain.tables import Table, print_table
 from polybasic.deploy.prompts import read_questions
 from polybasic.quantize.limits import check_quantizable, group_size_of
@@ -78,7 +79,8 @@ def check_inputs(recipe: Recipe, stages: Sequence[Stage]) -> None:
     ):
         if name is not None:
             # a hub id is only read: a dry run downloads nothing
-            resolve(name) if Path(name).expanduser().exists() else split_hub_id(name)
+            is_here = name.startswith(PACKAGE) or Path(name).expanduser().exists()
+            resolve(name) if is_here else split_hub_id(name)
 
 
 def _check_given(recipe: Recipe) -> None:

@@ -1,26 +1,25 @@
 """Where the GGUF file lies that a reference names. Neither torch nor gguf in here."""
 
-import importlib.util
 import re
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.files import lies_anywhere
 from polybasic.chain.formats.hub import snapshot
+from polybasic.chain.formats.packages import PACKAGE, path_in_package
 
 SUFFIX = ".gguf"
 PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 """Name of one of several files that are one model."""
-_PACKAGE = "package:"
 _ON_HUB = re.compile(
     r"(?P<repository>[\w][\w.-]*/[\w][\w.-]*)/(?P<file>[^@]+\.gguf)(@(?P<revision>.+))?"
 )
-_FORMS = f"NAME{SUFFIX}, a folder with one, org/name/NAME{SUFFIX}, or {_PACKAGE}name/NAME{SUFFIX}"
+_FORMS = f"NAME{SUFFIX}, a folder with one, org/name/NAME{SUFFIX}, or {PACKAGE}name/NAME{SUFFIX}"
 
 
 def names_gguf(reference: str) -> bool:
     """Whether a reference names a GGUF file, there or not: by its form, or a folder with one."""
-    if reference.startswith(_PACKAGE) or reference.partition("@")[0].endswith(SUFFIX):
+    if reference.startswith(PACKAGE) or reference.partition("@")[0].endswith(SUFFIX):
         return True
     folder = Path(reference).expanduser()
     if not lies_anywhere(folder) or not folder.is_dir() or (folder / "config.json").is_file():
@@ -43,8 +42,9 @@ def find_gguf(reference: str, revision: str | None = None) -> Path:
         UserError: there is no such file, the folder holds several models, or the path leaves the
             package.
     """
-    if reference.startswith(_PACKAGE):
-        return _in_package(reference)
+    if reference.startswith(PACKAGE):
+        path = path_in_package(reference, "GGUF file")
+        return _in_folder(path) if path.is_dir() else path
     path = Path(reference).expanduser()
     if lies_anywhere(path):
         return _in_folder(path) if path.is_dir() else path
@@ -87,24 +87,3 @@ def _models_in(folder: Path) -> list[Path]:
         if path.is_file() and (part is None or int(part["number"]) == 1):
             found.append(path)
     return found
-
-
-def _in_package(reference: str) -> Path:
-    name, _, inside = reference.removeprefix(_PACKAGE).partition("/")
-    parts = PurePosixPath(inside).parts
-    if not name.isidentifier() or not parts or ".." in parts or "\0" in inside:
-        raise UserError("no file in a package", reference, f"write {_PACKAGE}name/FILE{SUFFIX}")
-    spec = importlib.util.find_spec(name)
-    folders = [] if spec is None else list(spec.submodule_search_locations or [])
-    if not folders:
-        raise UserError(
-            "package not found", f"{name} in {reference}", f"pip install {name.replace('_', '-')}"
-        )
-    for folder in map(Path, folders):
-        path = folder.joinpath(*parts)
-        if not lies_anywhere(path) or not path.is_file():
-            continue
-        if not path.resolve().is_relative_to(folder.resolve()):
-            raise UserError("link leaves the package", f"{path}", "name the file itself")
-        return path
-    raise UserError("GGUF file not found", f"{inside} in {folders[0]}", "check the name")
