@@ -1,10 +1,7 @@
 """Ratios of two systems, accepted lengths and times, with intervals over the questions.
 
-A ratio is conclusive if its 95 % interval is
-
-- at most 25 % of the ratio wide, and
-- on one side of 1, so that it is known which system is the faster one, or within 5 % of 1, so that
-  they are known to be equally fast.
+A ratio is conclusive if its 95 % interval is on one side of 1, so that it is known which system is
+the faster one, or within 5 % of 1, so that they are known to be equally fast.
 
 Else its remedy says what would make it so. The variance of a ratio has two parts. What the repeats
 of one question differ by is noise of the machine, and falls with the number of repeats; the rest
@@ -30,8 +27,6 @@ from polybasic.deploy.bench.schema import (
     Ratio,
 )
 
-WIDEST = 0.25
-"""Of a conclusive interval: its width over the ratio."""
 ALIKE = 0.05
 """Systems whose ratio departs from 1 by less are equally fast."""
 
@@ -264,8 +259,7 @@ def _are_same(totals: Array) -> bool:
 
 def _wanted_half_width(log: float) -> float:
     """Of the widest interval of a ratio's logarithm from which can be concluded."""
-    narrow = math.asinh(WIDEST / 2)
-    return min(narrow, max(abs(log), math.log1p(ALIKE) - abs(log)))
+    return max(abs(log), math.log1p(ALIKE) - abs(log))
 
 
 def _questions_a_task(prompts: Sequence[PromptReport]) -> float:

@@ -35,7 +35,7 @@ class Ratio(_Part):
         value: of the two rates.
         low: lower end of the 95 % interval, by bootstrap over questions within their tasks.
         high: its upper end.
-        remedy: what would make the interval narrow enough to conclude from; None where it is.
+        remedy: what would make known which of the two is faster; None where it is.
     """
 
     value: float

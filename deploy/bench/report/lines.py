@@ -50,18 +50,15 @@ def headline_lines(report: Report) -> list[str]:
         lines = [f"`target` answers at {_rate(ours[name])} tokens/s."]
     else:
         totals = ours[name].totals
-        ratio, interval = totals.speedup, shown_interval(totals.speedup)
+        ratio = totals.speedup
+        line = f"`{name}` is {shown_times(ratio.value)} times as fast as the target alone"
+        line += f" ({shown_interval(ratio)})"
         if ratio.remedy is None:
-            factor = shown_times(ratio.value)
-            line = f"`{name}` is {factor} times as fast as the target alone ({interval})"
             if totals.over_hf is not None and totals.over_hf.is_conclusive:
                 line += f" and {shown_times(totals.over_hf.value)} times as fast as `hf_generate`"
             lines = [f"{line}, prefill included."]
         else:
-            lines = [
-                f"Whether `{name}` is faster than the target alone is not conclusive: {interval} "
-                f"times as fast. What would help: {ratio.remedy}."
-            ]
+            lines = [f"{line}, prefill included: not conclusive. What would help: {ratio.remedy}."]
     others = [other for other, one in systems.items() if one.runtime != "polybasic"]
     if others:
         best = max(others, key=speed)

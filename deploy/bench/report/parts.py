@@ -54,19 +54,17 @@ def shown_interval(ratio: Ratio) -> str:
 
 def shown_ratio(ratio: Ratio | None) -> str:
     """As "2.14x (2.05–2.23)": the value, and its interval where it has one."""
-    shown = shown_value(ratio)
-    if ratio is None or not ratio.is_conclusive or ratio.low == ratio.high:
-        return shown
-    return f"{shown} ({shown_interval(ratio)})"
+    if ratio is None or ratio.low == ratio.high:
+        return shown_value(ratio)
+    return shown_value(ratio, f" ({shown_interval(ratio)})")
 
 
-def shown_value(ratio: Ratio | None) -> str:
-    """As `shown_ratio`, without the interval of what is conclusive."""
+def shown_value(ratio: Ratio | None, more: str = "") -> str:
+    """As "2.14x", with `more` behind it; whether it is not conclusive stands below."""
     if ratio is None:
         return NOT_KNOWN
-    if not ratio.is_conclusive:
-        return f"not conclusive\n{shown_interval(ratio)}x"
-    return f"{shown_times(ratio.value)}x"
+    shown = f"{shown_times(ratio.value)}x{more}"
+    return shown if ratio.is_conclusive else f"{shown}\nnot conclusive"
 
 
 ITSELF = Ratio(value=1.0, low=1.0, high=1.0)

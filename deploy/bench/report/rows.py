@@ -258,9 +258,7 @@ def _cell(totals: Totals | None, has_interval: bool) -> str:
         return NOT_KNOWN
     length = "" if totals.accepted_length is None else f" ({totals.accepted_length.mean:.2f})"
     ratio = totals.speedup
-    if not ratio.is_conclusive or not has_interval:
-        return shown_value(ratio) + length
-    return f"{shown_value(ratio)}{length}\n{shown_interval(ratio)}"
+    return shown_value(ratio, f"{length}\n{shown_interval(ratio)}" if has_interval else length)
 
 
 def _named(system: str, parts: Mapping[str, Totals | None]) -> Named:
