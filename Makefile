@@ -11,7 +11,8 @@
 #               BENCH="--strict" fails where something is slower, BENCH="--update" renews the record
 # make interop  4-bit format, EAGLE-3 heads and GGUF files against gptqmodel, speculators and
 #               llama.cpp, in an environment of its own
-# make clients  guidellm and lm-eval against the live server, in an environment of their own
+# make clients  LangChain, litellm, guidellm and lm-eval against the live server, in an environment of
+#               their own
 # make peers    llama.cpp and OpenVINO GenAI for polybasic bench --peers, in an environment of their
 #               own, with their tests
 # make wheels   wheels with compiled CPU kernels, into dist/, in an environment of its own;

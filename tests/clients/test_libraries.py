@@ -53,7 +53,6 @@ def test_langchain_shows_a_refusal(server: Served) -> None:
         model.bind_tools([weather]).invoke("w1")
 
 
-@pytest.mark.proof
 def test_litellm(server: Served, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
     import litellm
