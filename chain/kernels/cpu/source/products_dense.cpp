@@ -54,15 +54,24 @@ struct MultiplyFloat32 {
     }
 };
 
+// Whether weights are prefetched into the second cache, which takes more lines at a time than the first:
+// with products this fast, few rows wait for the memory.
+#if defined(POLYBASIC_PAIR_PRODUCTS) && defined(POLYBASIC_AVX512)
+constexpr bool kIntoSecondCache = true;
+#else
+constexpr bool kIntoSecondCache = false;
+#endif
+
 // Pairs of inputs at a time: each word of the weights holds those of two.
 struct MultiplyBfloat16 {
     template <int ROWS, int BLOCKS>
     static void run(const Matrix& matrix, const Operand& x, int block, RowTile tile) {
+        constexpr size_t kAhead = kIntoSecondCache ? 8 * Ahead::kLines / BLOCKS : Ahead::kLines;
         constexpr int kVectors = BLOCKS * kParts;
         const size_t num_pairs = matrix.num_inputs / 2;
         const uint32_t* weights =
             static_cast<const uint32_t*>(matrix.weights) + block * num_pairs * kLanes;
-        const Ahead ahead = tile.ahead(block, BLOCKS, num_pairs);
+        const Ahead ahead = tile.ahead(block, BLOCKS, num_pairs, kAhead);
         Sums<ROWS, BLOCKS> sums;
         for (size_t i = 0; i < num_pairs; ++i) {
             const size_t distance = ahead.of(i);
@@ -71,7 +80,7 @@ struct MultiplyBfloat16 {
             for (int v = 0; v < kVectors; ++v) {
                 const uint32_t* from = weights + (v / kParts * num_pairs + i) * kLanes;
                 read[v] = load_part<WordPart>(from + v % kParts * kPartLanes);
-                if (v % kParts == 0) __builtin_prefetch(from + distance);
+                if (v % kParts == 0) __builtin_prefetch(from + distance, 0, kIntoSecondCache ? 2 : 3);
             }
 #if defined(POLYBASIC_PAIR_PRODUCTS)
             const uint32_t* values = x.pairs + tile.first + i * tile.rows_of_chunk;

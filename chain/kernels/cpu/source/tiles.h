@@ -33,12 +33,12 @@ struct RowTile {
     // Where to prefetch while a block's weights are read, of which there are `num_lines` vectors. If there
     // are several tiles, the first alone would wait for the memory: then each fetches a part of the
     // weights that come after those of all tiles.
-    Ahead ahead(int block, int at_once, size_t num_lines) const {
+    Ahead ahead(int block, int at_once, size_t num_lines, size_t num_ahead = Ahead::kLines) const {
         if (num_tiles > 1 && (block - blocks.first) / at_once % num_tiles == index) {
             const size_t vectors = (blocks.end - blocks.first) * num_lines * kLanes;
             return {num_lines, vectors, vectors};
         }
-        const size_t near = num_lines < Ahead::kLines ? num_lines : Ahead::kLines;
+        const size_t near = num_lines < num_ahead ? num_lines : num_ahead;
         return {num_lines - near, near * kLanes, (near + (at_once - 1) * num_lines) * kLanes};
     }
 };
