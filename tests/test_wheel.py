@@ -39,6 +39,7 @@ def tree_names(folder: Path) -> set[str]:
         for path in (folder / name).rglob("*")
         if path.suffix
         in {".py", ".yaml", ".h", ".cpp", ".html", ".js", ".css", ".svg", ".txt", ".gz"}
+        | {".json", ".safetensors"}
         # what deploys a server is not installed with it
         and path.parent != folder / "deploy" / "images"
     }

@@ -271,8 +271,9 @@ def _rope(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _name(folder: Path) -> str:
-    """`org/name@revision` of a snapshot in the hub's cache, else the folder as it was given."""
+    """`org/name@revision` of a snapshot in the hub's cache, else the folder's name: a chain names no
+    place of a machine."""
     repository = folder.parent.parent.name
     if folder.parent.name != "snapshots" or not repository.startswith("models--"):
-        return str(folder)
+        return folder.resolve().name
     return f"{repository.removeprefix('models--').replace('--', '/')}@{folder.name}"

@@ -152,7 +152,7 @@ def test_imported_heads_draft_what_their_own_code_computes(
     assert has_weights(f"{source}"), "or a dry run would count a download"
     found = import_head(source, target_folder, tmp_path / "head")
     kind = "hydra" if case == "hydra" else "medusa"
-    assert found["imported_from"] == f"{source}"
+    assert found["imported_from"] == source.name
     assert (found["kind"], found["dtype"], found["draft_vocab_size"]) == (kind, "float16", None)
     stored = load_file(tmp_path / "head" / "model.safetensors")
     assert {tensor.dtype for tensor in stored.values()} == {torch.float16}

@@ -1,14 +1,18 @@
 """What the shipped recipes say, and that their headers say what a dry run counts."""
 
+import json
 import re
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from tokenizers import Tokenizer, models
-from transformers import PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from polybasic.chain.errors import UserError
+from polybasic.chain.formats.checkpoint import load_tensors, resolve_head
+from polybasic.chain.heads.importing import import_head
 from polybasic.recipes.cli.run import on_devices
 from polybasic.recipes.estimates.costs import StageEstimate
 from polybasic.recipes.estimates.dry_run import estimate
@@ -22,6 +26,7 @@ from polybasic.recipes.schema.presets import PRESETS, preset_overrides
 from polybasic.recipes.schema.recipe import Recipe
 from tests.recipes.published_configs import CONFIGS, NUM_PARAMETERS, write_config
 
+ROOT = Path(__file__).parents[3]
 NAMES = [name for name in shipped_recipes() if load_recipe(name).target.model in CONFIGS]
 WITHOUT_FIGURES = {"tiny", "tiny-four", "own-model", "smollm2-135m"}
 FIGURES = re.compile(
@@ -172,3 +177,33 @@ def test_vicunas_template_writes_fastchats_format(name: str) -> None:
 
     assert written(*messages) == f"<s>{system} {rounds}"
     assert written({"role": "system", "content": "Be kind."}, *messages) == f"<s>Be kind. {rounds}"
+
+
+# Heads that are shipped
+
+
+@pytest.mark.parametrize(
+    "folder", sorted((ROOT / "recipes" / "heads").iterdir()), ids=lambda it: it.name
+)
+def test_a_shipped_head_is_small_and_drafts_for_the_model_of_its_recipe(
+    folder: Path, tmp_path: Path
+) -> None:
+    assert sum(path.stat().st_size for path in folder.iterdir()) < 5e6
+    config = json.loads((folder / "config.json").read_text())
+    assert config["polybasic"].keys() == {"target_sha256", "exported_to"}, "no path of a machine"
+    recipe = load_recipe(folder.name)
+    assert recipe.draft.model == f"package:polybasic/recipes/heads/{folder.name}"
+    names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+    shape = {name: config[name] for name in names}
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            **shape, vocab_size=config["vocab_size"], num_hidden_layers=1, tie_word_embeddings=True
+        )
+    )
+    model.bfloat16().save_pretrained(tmp_path / "target")
+    summary = import_head(resolve_head(recipe.draft.model), tmp_path / "target", tmp_path / "head")
+    assert (summary["kind"], summary["draft_vocab_size"]) == ("eagle2", config["draft_vocab_size"])
+    tensors = load_tensors(tmp_path / "head")
+    assert all(tensor.isfinite().all() for tensor in tensors.values() if tensor.is_floating_point())
+    assert tensors["fc.weight"].float().std() > 0
