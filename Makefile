@@ -62,7 +62,7 @@ ON_PROCESSORS := OMP_NUM_THREADS=1 $(PYTEST) -m 'processor and not proof' $(shel
 
 .PHONY: demo test proof processors gpu lint bench interop clients peers wheels lock install clean
 
-ifdef MODEL
+ifeq ($(origin MODEL),command line)
 demo: install
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/polybasic run recipes/own-model.yaml --preset quick \
 	    target.model='$(MODEL)' data.conversations=shipped data.regenerate.temperature=0 \

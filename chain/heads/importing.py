@@ -271,8 +271,8 @@ def _rope(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _name(folder: Path) -> str:
-    """`org/name@revision` of a snapshot in the hub's cache, else the folder's name: a chain names no
-    place of a machine."""
+    """`org/name@revision` of a snapshot in the hub's cache, else the folder's name alone: a chain
+    names no place of a machine."""
     repository = folder.parent.parent.name
     if folder.parent.name != "snapshots" or not repository.startswith("models--"):
         return folder.resolve().name
