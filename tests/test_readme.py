@@ -95,11 +95,11 @@ def test_commands_parse(command: str) -> None:
 
 def test_parsing_refuses_what_does_not_exist() -> None:
     with pytest.raises(Exception, match="No such option"):
-        test_commands_parse("polybasic run tiny --surely-unknown")
+        test_commands_parse("polybasic run base --surely-unknown")
     with pytest.raises(KeyError):
         test_commands_parse("polybasic surely-unknown")
     with pytest.raises(AssertionError, match=r"train\.unknown"):
-        test_commands_parse("polybasic run tiny train.unknown=1")
+        test_commands_parse("polybasic run base train.unknown=1")
 
 
 @pytest.mark.parametrize("name", PAGES)

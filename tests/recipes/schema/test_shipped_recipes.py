@@ -23,7 +23,7 @@ from polybasic.recipes.schema.recipe import Recipe
 from tests.recipes.published_configs import CONFIGS, NUM_PARAMETERS, write_config
 
 NAMES = [name for name in shipped_recipes() if load_recipe(name).target.model in CONFIGS]
-WITHOUT_FIGURES = {"base", "tiny", "tiny-four", "own-model", "smollm2-135m"}
+WITHOUT_FIGURES = {"base", "own-model", "smollm2-135m"}
 FIGURES = re.compile(
     r"([\d.]+) (hours|minutes|GB of device memory|GB of host memory|GB of memory|GB of disk)"
 )
@@ -65,8 +65,6 @@ def test_a_shipped_recipe_is_shown_whole(name: str, tmp_path: Path) -> None:
     assert load_recipe(str(copy)) == load_recipe(name)
     content = yaml.safe_load(shown)
     for key in known_keys(Recipe):
-        if name == "llama31-8b-four" and key[:2] == ("small", "scratch"):
-            continue  # says how a model is trained that is ready-made here
         section = content
         for part in key:
             if section is None:
