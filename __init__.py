@@ -2,7 +2,7 @@
 
     import polybasic
 
-    chain = polybasic.load_chain("runs/tiny/chain")
+    chain = polybasic.load_chain("runs/smollm2-135m/chain")
     print(chain.generate("What is the capital of France?", max_tokens=64).text)
 
 `polybasic.deploy` holds what a chain is asked with and what it answers.

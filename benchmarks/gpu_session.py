@@ -91,7 +91,7 @@ class Session:
 
     Attributes:
         small: folder of the small chain.
-        prompts: question files, the more important first; None is the embedded prompts.
+        prompts: question files, the more important first; None is the shipped prompts.
         record: that is written, beside which a trace stays.
         work: a folder for what is made on the way.
         parts: by name, as the record has them; see benchmarks/gpu.py.

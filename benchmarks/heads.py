@@ -1,6 +1,6 @@
 """Which objective, whose features and how many unrolled steps make the best head: a table.
 
-    python benchmarks/heads.py TARGET INTERMEDIATE CONVERSATIONS --work DIR [--recipe tiny]
+    python benchmarks/heads.py TARGET INTERMEDIATE CONVERSATIONS --work DIR [--recipe smollm2-135m]
         [--set section.key=value ...] [--objectives ...] [--features-from ...]
         [--unroll-steps ...] [--also LINE ...] [--only LINE ...] [--offline-features]
         [--record FILE]
@@ -41,7 +41,6 @@ from polybasic.train.data.conversations import (
     fit_to_template,
     load_conversations,
     split_conversations,
-    without_target_only,
 )
 from polybasic.train.dtypes import settled
 from polybasic.train.features.head_shape import FeatureLayers
@@ -155,7 +154,7 @@ class Judges:
         data, tokens = recipe.data, recipe.train.eval_answer_tokens
         rows = load_conversations(self._study.conversations, data.limit)
         _, heldout_rows = split_conversations(rows, data.num_heldout)
-        heldout_rows = fit_to_template(without_target_only(heldout_rows), model.tokenizer)
+        heldout_rows = fit_to_template(heldout_rows, model.tokenizer)
         return heldout_batches(model, heldout_rows, data.max_tokens, tokens, layers)
 
 
@@ -231,7 +230,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("intermediate", type=Path, help="the target in 4 bits")
     parser.add_argument("conversations", type=Path, help="as data.conversations")
     parser.add_argument("--work", type=Path, required=True, help="heads and results stay here")
-    parser.add_argument("--recipe", default="tiny", help="settings that all lines share")
+    parser.add_argument("--recipe", default="smollm2-135m", help="settings that all lines share")
     parser.add_argument("--set", nargs="+", default=[], help="section.key=value of the recipe")
     parser.add_argument("--objectives", nargs="+", choices=OBJECTIVES, default=tuple(OBJECTIVES))
     parser.add_argument("--features-from", nargs="+", choices=JUDGES, default=JUDGES)

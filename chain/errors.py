@@ -8,7 +8,7 @@ class UserError(Exception):
 
     Args:
         what: what is wrong ("unknown key").
-        where: the place with its value ("train.lerning_rate in recipes/tiny.yaml").
+        where: the place with its value ("train.lerning_rate in recipes/base.yaml").
         do: what to do about it ("did you mean train.learning_rate?").
     """
 

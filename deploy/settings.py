@@ -118,9 +118,8 @@ class PlanSettings(Settings):
     prompts: str = Field(
         "auto",
         description="to measure on, others than the bench's: 'heldout' (in a recipe: first turns "
-        "of held-out conversations), 'shipped' (of those that come with polybasic), 'embedded' "
-        "(generated), a file of prompts or its URL; 'auto': heldout, or embedded where the "
-        "conversations are; of a chain that no recipe made: shipped",
+        "of held-out conversations), 'shipped' (of those that come with polybasic), a file of "
+        "prompts or its URL; 'auto': heldout; of a chain that no recipe made: shipped",
     )
     num_prompts_per_task: Count = 6
     max_new_tokens: Count = Field(96, ge=2)
@@ -162,8 +161,8 @@ class BenchSettings(Settings):
 
     prompts: str = Field(
         "auto",
-        description="as of a plan: 'auto', 'heldout', 'shipped', 'embedded', a file of prompts "
-        "(JSON lines) or its URL",
+        description="as of a plan: 'auto', 'heldout', 'shipped', a file of prompts (JSON lines) or "
+        "its URL",
     )
     num_prompts_per_task: Count = 6
     max_new_tokens: Count = 96

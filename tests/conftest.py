@@ -68,7 +68,7 @@ FOUR_MEMBER_PLAN = Plan(
 )
 PROVENANCE = Provenance(
     recipe={"name": "tiny", "seed": 0},
-    command="polybasic run recipes/tiny.yaml",
+    command="polybasic run recipes/own-model.yaml",
     package_versions={"polybasic": "0.1.0"},
     data_digests={"conversations": "0" * 64},
 )

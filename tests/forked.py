@@ -19,7 +19,6 @@ _CONTEXT.set_forkserver_preload(
         "polybasic.recipes.pipeline.run",
         "polybasic.train.run.training",
         "polybasic.train.features.sharded_target",
-        "polybasic.train.scratch",
         "polybasic.quantize.awq",
         "polybasic.deploy.chain",
         "polybasic.deploy.serve.server",

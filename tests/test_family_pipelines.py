@@ -15,11 +15,11 @@ from polybasic.deploy import load_chain
 from polybasic.recipes.pipeline.run import run_recipe
 from polybasic.recipes.schema.loading import load_recipe
 from tests.checkpoints import write_family
+from tests.recipes.conversations import write_conversations
 
 RECIPE = """\
 name: family
-data: {conversations: embedded, num_heldout: 4, max_tokens: 160}
-target: {scratch: {num_embedded_conversations: 60}}
+data: {num_heldout: 4, max_tokens: 160}
 train:
   num_steps: 2
   batch_size: 2
@@ -48,7 +48,8 @@ def test_a_family_from_checkpoint_to_answers(family: str, tmp_path: Path) -> Non
     write_family(target, family)
     recipe.write_text(RECIPE, "utf-8")
     out = tmp_path / "out"
-    overrides = [f"target.model={target}"]
+    write_conversations(tmp_path / "chats.json")
+    overrides = [f"target.model={target}", f"data.conversations={tmp_path / 'chats.json'}"]
     run_recipe(load_recipe(str(recipe), overrides), out, "polybasic package", only=("chain",))
 
     manifest = read_manifest(out / "chain")

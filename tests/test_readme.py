@@ -64,9 +64,8 @@ def test_the_readme_is_short_and_opens_with_demo_and_test() -> None:
 
 def test_the_makefile_has_the_named_targets() -> None:
     makefile = (ROOT / "Makefile").read_text("utf-8")
-    assert re.search(
-        r"^demo:.*\n\t.*polybasic run recipes/smollm2-135m\.yaml$", makefile, re.MULTILINE
-    )
+    demo = r"^demo:.*\n\t.*polybasic run recipes/smollm2-135m\.yaml$"
+    assert re.search(demo, makefile, re.MULTILINE)
     named = {
         name for page in PAGES.values() for name in re.findall(r"(?:`|^)make (\w+)", page, re.M)
     }
@@ -96,11 +95,11 @@ def test_commands_parse(command: str) -> None:
 
 def test_parsing_refuses_what_does_not_exist() -> None:
     with pytest.raises(Exception, match="No such option"):
-        test_commands_parse("polybasic run tiny --surely-unknown")
+        test_commands_parse("polybasic run base --surely-unknown")
     with pytest.raises(KeyError):
         test_commands_parse("polybasic surely-unknown")
     with pytest.raises(AssertionError, match=r"train\.unknown"):
-        test_commands_parse("polybasic run tiny train.unknown=1")
+        test_commands_parse("polybasic run base train.unknown=1")
 
 
 @pytest.mark.parametrize("name", PAGES)

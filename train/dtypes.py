@@ -1,7 +1,6 @@
 """Which dtype a training computes in: the one that its settings name, or the fastest here."""
 
 import sys
-from typing import TypeVar
 
 import torch
 
@@ -13,31 +12,30 @@ from polybasic.chain.kernels.product_times import (
     training_slowdown,
 )
 from polybasic.chain.processes.group import process_device
-from polybasic.train.settings import HeadSettings, TrainingSettings
-
-SettingsT = TypeVar("SettingsT", bound=TrainingSettings)
+from polybasic.train.settings import HeadSettings
 
 _WORTH_SAYING = 1.5
 """Times the products of the fastest dtype."""
 
 
-def settled(settings: SettingsT) -> SettingsT:
+def settled(settings: HeadSettings) -> HeadSettings:
     """`settings` with the dtype that "auto" stands for on this machine; others as they are."""
-    return settings.model_copy(update={"dtype": _settled_dtype(settings)})
+    if settings.dtype != "auto":
+        return settings
+    return settings.model_copy(update={"dtype": name_of(training_dtype(process_device()))})
 
 
-def announce_cost(key: str, settings: TrainingSettings) -> None:
+def announce_cost(settings: HeadSettings) -> None:
     """Say on stderr what a slow dtype costs; nothing of one that is fast enough.
 
     Args:
-        key: of the recipe, that names it.
         settings: settled.
     """
-    device = _device_of(settings)
+    device = process_device()
     slowdown = training_slowdown(DTYPES[settings.dtype], device)
     if slowdown >= _WORTH_SAYING:
         print(
-            f"{key} {settings.dtype}: products take {slowdown:.1f} times as long as in "
+            f"train.dtype {settings.dtype}: products take {slowdown:.1f} times as long as in "
             f"{name_of(training_dtype(device))} on this CPU",
             file=sys.stderr,
         )
@@ -53,14 +51,3 @@ def verifier_dtype(stored: torch.dtype, settings: HeadSettings) -> torch.dtype:
     if name_of(stored) == settings.dtype:
         return stored
     return evaluation_dtype(stored, process_device())
-
-
-def _settled_dtype(settings: TrainingSettings) -> str:
-    if settings.dtype != "auto":
-        return settings.dtype
-    return name_of(training_dtype(_device_of(settings)))
-
-
-def _device_of(settings: TrainingSettings) -> torch.device:
-    """Where a training takes place: that of a model from scratch on the CPU."""
-    return process_device() if isinstance(settings, HeadSettings) else torch.device("cpu")

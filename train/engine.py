@@ -160,22 +160,12 @@ def quiet_deepspeed() -> Any:
     return deepspeed
 
 
-def learning_rate_factor(
-    warmup_steps: int, num_steps: int, decay_share: float = 1.0
-) -> Callable[[int], float]:
-    """Linear warm-up, then linear decay that would reach zero in step `num_steps`.
-
-    Args:
-        warmup_steps: of the warm-up.
-        num_steps: of the training.
-        decay_share: of the steps: the last ones, in which the factor falls; at most those after
-            the warm-up.
-    """
-    num_falling = min(num_steps - warmup_steps, max(1, round(decay_share * num_steps)))
+def learning_rate_factor(warmup_steps: int, num_steps: int) -> Callable[[int], float]:
+    """Linear warm-up, then linear decay that would reach zero in step `num_steps`."""
 
     def factor(step: int) -> float:
         if step < warmup_steps:
             return (step + 1) / warmup_steps
-        return max(0.0, min(1.0, (num_steps - step) / num_falling))
+        return max(0.0, (num_steps - step) / (num_steps - warmup_steps))
 
     return factor

@@ -1,4 +1,4 @@
-"""The tunable fields of data, of targets trained from scratch and of draft heads."""
+"""The tunable fields of data and of draft heads."""
 
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
@@ -27,6 +27,8 @@ _WITHOUT_EFFECT = {
 }
 _SOURCES = {"conversations", "regenerate", "self_prompted"}
 
+TO_BE_GIVEN = "???"
+"""Of a model or of conversations that a recipe leaves to the command line."""
 
 SHIPPED = "shipped"
 """Names the conversations that come with polybasic: questions that were written for it, of the
@@ -98,11 +100,11 @@ class DataSettings(Settings):
     """Where conversations come from and how they are split."""
 
     conversations: str = Field(
-        "embedded",
-        description="'embedded' (generated), a .json or .jsonl file (also .gz, .zst) of rows with "
-        "conversations, as ShareGPT has them, or messages, as OpenAI does, "
-        "a hub id, or 'shipped' (questions that come with polybasic, which SmolLM2-135M-Instruct "
-        "has answered; with data.regenerate the target does)",
+        TO_BE_GIVEN,
+        description="a .json or .jsonl file (also .gz, .zst) of rows with conversations, as "
+        "ShareGPT has them, or messages, as OpenAI does, a hub id, or 'shipped' (questions that "
+        "come with polybasic, which SmolLM2-135M-Instruct has answered; with data.regenerate the "
+        "target does)",
     )
     limit: Count | None = Field(None, description="read at most this many conversations")
     num_heldout: Count = Field(
@@ -134,66 +136,14 @@ class DataSettings(Settings):
         return self
 
 
-class TrainingSettings(Settings):
-    """What trainings of all kinds are told."""
+class HeadSettings(Settings):
+    """A draft head. Objective and defaults are those of EAGLE-2's own training code."""
 
     dtype: Literal["auto", "bfloat16", "float32"] = Field(
         "auto",
         description="of passes; master weights stay float32; auto: the faster one here, by "
         "measured products",
     )
-
-
-class ScratchModelSettings(TrainingSettings):
-    """Shape and training of a small Llama; vocabulary and conversations are given."""
-
-    num_layers: Size = 24
-    first_layers: Size | None = Field(
-        None, description="train with so many layers at first; null: with all"
-    )
-    first_share: Factor = Field(
-        0.9, lt=1, description="of the steps: those that train first_layers alone"
-    )
-    hidden_size: Size = Field(256, ge=128, multiple_of=128)
-    intermediate_size: Size = Field(768, ge=128, multiple_of=128)
-    num_heads: Size = 4
-    num_kv_heads: Size = 2
-    context_tokens: Size = Field(2048, ge=64, description="positions the model is declared for")
-    num_steps: Count = 380
-    batch_tokens: Count = Field(1024, ge=64, description="tokens of one optimizer step")
-    row_tokens: Count = Field(
-        256, ge=16, description="conversations are packed into rows of this length"
-    )
-    prompt_weight: Factor = Field(
-        1.0, description="of other tokens than the assistant's in the loss"
-    )
-    learning_rate: Factor = Field(2e-3, description="of embeddings and norms (AdamW)")
-    matrix_learning_rate: Factor = Field(0.02, description="of the layers' matrices (Muon)")
-    muon_iterations: Count = Field(3, description="Newton-Schulz iterations of a Muon step")
-    warmup_steps: Whole = 20
-    decay_share: Factor = Field(
-        1.0, le=1, description="of the steps: the last ones, in which rates fall to 0"
-    )
-
-    @property
-    def deepen_step(self) -> int | None:
-        """The first step that trains all layers, where earlier ones train fewer."""
-        if self.first_layers is None or self.first_layers >= self.num_layers:
-            return None
-        return round(self.first_share * self.num_steps)
-
-
-class ScratchSettings(ScratchModelSettings):
-    """A small Llama and its tokenizer, trained from scratch on the recipe's conversations."""
-
-    num_embedded_conversations: Count = Field(
-        12_000, ge=60, description="how many conversations the embedded generator writes"
-    )
-    vocab_size: Size = Field(4096, ge=512, description="of the BPE tokenizer trained beside it")
-
-
-class HeadSettings(TrainingSettings):
-    """A draft head. Objective and defaults are those of EAGLE-2's own training code."""
 
     kind: Literal[
         "eagle2", "eagle3", "block", "medusa", "hydra", "early_exit", "steering", "none"

@@ -148,7 +148,7 @@ class MeasuredPlan(PredictedPlan):
     hardware: str = Field(description="as `polybasic.deploy.hardware.hardware_name` gives it")
     dtype: str
     temperature: Temperature
-    prompts: str = Field("", description="that it was measured on: embedded, heldout or a file's")
+    prompts: str = Field("", description="that it was measured on: shipped, heldout or a file's")
     link: str | None = Field(
         None, description="to a target on another host that it was made for, as in 20ms,100Mbit"
     )

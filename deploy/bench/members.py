@@ -19,15 +19,6 @@ from polybasic.deploy.drafters.head import EagleDrafter
 from polybasic.deploy.rounds.verifier import SPARE_ROWS, Verifier
 
 _NUM_TURNS, _NUM_WARM_UPS = 20, 3
-_OF_ANSWERS = (
-    "heldout_loss",
-    "heldout_answer_loss",
-    "right_tokens",
-    "right_tokens_by_task",
-    "right_answers",
-    "right_answers_by_task",
-    "num_answers",
-)
 _TOKENS_A_ROUND = 4
 """Observed states that the first pass of a timed draft reads, as after a round."""
 
@@ -104,18 +95,6 @@ def adaptations(manifest: Manifest) -> list[dict[str, Any]]:
                 }
             )
     return entries
-
-
-def answers_of_target(manifest: Manifest) -> dict[str, Any] | None:
-    """How well a target that was trained here answers, from the record in the manifest.
-
-    Returns:
-        heldout_loss and heldout_answer_loss, nats a token; right_tokens, a share of the answers'
-        tokens, and right_answers, one of num_answers, each in all and by task. None of a
-        ready-made target.
-    """
-    record = manifest.training.get(manifest.members[0].name, {})
-    return {name: record[name] for name in _OF_ANSWERS} if _OF_ANSWERS[0] in record else None
 
 
 def _seconds_per_pass(

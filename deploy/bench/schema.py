@@ -324,8 +324,9 @@ class Report(_Part):
         settings: as the recipe's section bench, with what was resolved: dtype, num_prompts,
             num_questions_left_out_as_too_long, prompts_sha256, prompts (named, not a path).
         plan: the chain's, with `shown`, predicted_ and measured_seconds_per_token, explanation.
-        target, adaptations, draft_vocabulary, memory, rounding, hardware: as `polybasic.deploy`
-            makes them.
+        target: loss and right answers of a target that was trained with the chain, where a report
+            says them; not shown, and not written.
+        adaptations, draft_vocabulary, memory, rounding, hardware: as `polybasic.deploy` makes them.
         repeating: members of the plan that are copies of the target and can repeat the 4-bit
             codes of its file, so that what the chain gains makes no headline.
         notes: what a reader must know of the whole, a sentence each.
@@ -350,7 +351,7 @@ class Report(_Part):
     plan: dict[str, Any]
     rounding: dict[str, Any]
     memory: dict[str, Any]
-    target: dict[str, Any] | None
+    target: dict[str, Any] | None = Field(None, exclude=True)
     adaptations: list[dict[str, Any]]
     draft_vocabulary: list[dict[str, Any]]
     repeating: list[str] = []

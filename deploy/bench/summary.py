@@ -18,7 +18,7 @@ from polybasic.deploy.bench.exactness import Comparer
 from polybasic.deploy.bench.generate_loops import GenerateLoop
 from polybasic.deploy.bench.law import check_law
 from polybasic.deploy.bench.member_costs import insertions, member_costs
-from polybasic.deploy.bench.members import adaptations, answers_of_target, draft_vocabularies
+from polybasic.deploy.bench.members import adaptations, draft_vocabularies
 from polybasic.deploy.bench.noise import noise_of
 from polybasic.deploy.bench.rereading import read_patterns_of
 from polybasic.deploy.bench.rounding import NUM_POSITIONS, Rounding, measure_rounding
@@ -80,7 +80,6 @@ def report_of(bench: Bench) -> Report:
         plan=_plan(bench, systems),
         rounding=rounding.to_json(),
         memory=bench.memory,
-        target=answers_of_target(chain.manifest),
         adaptations=adaptations(chain.manifest),
         draft_vocabulary=draft_vocabularies(chain, [one.token_ids for one in bench.prompts]),
         repeating=[

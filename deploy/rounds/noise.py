@@ -19,7 +19,7 @@ SHARPNESS = 1.2
 """Factor of a drafting model's log-probabilities: a small model is less sure than its verifier.
 
 Between 1 and 1.5 it hardly matters: 1.125 to 1.25 gained 2 to 10 % of the tokens of a round at
-temperature 1 with two embedded heads, and 2 lost as much.
+temperature 1 with two heads, and 2 lost as much.
 """
 
 

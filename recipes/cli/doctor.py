@@ -54,7 +54,7 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] 
         elif isinstance(value, dict):
             value = ", ".join(f"{key} {entry}" for key, entry in value.items())
         typer.echo(f"{name:<12} {value}")
-    print("next: polybasic run tiny --dry-run", file=sys.stderr)
+    print("next: polybasic recipes ls", file=sys.stderr)
 
 
 def _findings() -> dict[str, Any]:
@@ -124,7 +124,6 @@ def _products() -> dict[str, Any]:
 
     times = product_times()
     chosen = {
-        "target.scratch.dtype": name_of(training_dtype(torch.device("cpu"))),
         "train.dtype": name_of(training_dtype(process_device())),
         "quantize": "float32",
     }

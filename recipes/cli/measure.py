@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 PromptsOption = Annotated[
     str | None,
     typer.Option(
-        help="A file of prompts or its URL, shipped or embedded ones.  [default: held-out turns of "
+        help="A file of prompts or its URL, or shipped ones.  [default: held-out turns of "
         "the run's own conversations, if it had such, else shipped]"
     ),
 ]
@@ -361,9 +361,8 @@ def _written(
     from polybasic.recipes.pipeline.prompts import prompts_of_run
 
     made = read_manifest(folder).provenance
-    seed = made.recipe.get("seed", 0)
     conversations = made.recipe.get("data", {}).get("conversations", "")
-    source, path = make(settings, seed, "--prompts", conversations), None
+    source, path = make(settings, conversations, "--prompts"), None
     if source.is_heldout:
         source, path = prompts_of_run(source, folder, made, name)
         if path is None:

@@ -35,7 +35,7 @@ def list_runs(
         typer.echo(json.dumps([asdict(one) | {"folder": str(one.folder)} for one in found]))
         return
     if not found:
-        say(f"no runs in {folder}; next: polybasic run tiny")
+        say(f"no runs in {folder}; next: polybasic recipes ls")
         return
     rows = []
     for one in found:

@@ -18,10 +18,8 @@ from polybasic.recipes.estimates.memory import (
 from polybasic.recipes.estimates.sizes import Shape, count_of_head
 from polybasic.recipes.pipeline.running import StageState
 from polybasic.recipes.schema.recipe import NUM_TASKS, Recipe
-from polybasic.train.settings import SHIPPED, ScratchModelSettings
+from polybasic.train.settings import SHIPPED
 
-_EMBEDDED_BYTES = 620
-_EMBEDDED_TOKENS = 115
 _SHAREGPT_TOKENS = 1500
 """Of a conversation cut at 2048: EAGLE's hidden states of 68,000 of them, 8 KiB a token, take 0.6
 to 1.1 TB (its README), which is 1,080 to 1,980 tokens each."""
@@ -87,11 +85,9 @@ def _costs(name: str, case: Case) -> _Costs:
     recipe, target, small = case.recipe, case.shapes.target, case.shapes.small
     match name:
         case "data":
-            return _data(recipe)
+            return 0, 0, 0, 1
         case "target":
-            if recipe.target.model != "scratch":
-                return _ready(target, is_merged=recipe.target.adapter is not None)
-            return _scratch(target, recipe.target.scratch, case.hardware)
+            return _ready(target, is_merged=recipe.target.adapter is not None)
         case "draft" if recipe.draft.model != "train" and recipe.draft.adapt == "none":
             return _imported(target)
         case "draft":
@@ -112,12 +108,9 @@ def _costs(name: str, case: Case) -> _Costs:
         case "report":
             return _report(case)
     assert small is not None, f"stage {name} without section small"
-    assert recipe.small is not None
     match name:
         case "small_target":
-            if recipe.small.model != "scratch":
-                return _ready(small, is_merged=False)
-            return _scratch(small, recipe.small.scratch, case.hardware)
+            return _ready(small, is_merged=False)
         case "small":
             return _quantized(case, small)
         case "small_draft":
@@ -125,32 +118,10 @@ def _costs(name: str, case: Case) -> _Costs:
     raise AssertionError(f"no estimate for stage {name}")
 
 
-def _data(recipe: Recipe) -> _Costs:
-    is_embedded = recipe.data.conversations == "embedded"
-    num = recipe.target.scratch.num_embedded_conversations if is_embedded else 0
-    return 0, 4.0 * num * _EMBEDDED_BYTES, 1.0 * num * _EMBEDDED_BYTES, 1 + num * 1e-4
-
-
 def _ready(shape: Shape, is_merged: bool) -> _Costs:
     """A model that is taken as it is, or with an adapter merged into it."""
     num_bytes = shape.num_bytes if is_merged else 0
     return shape.num_parameters, num_bytes, num_bytes, _reading_seconds(2 * num_bytes)
-
-
-def _scratch(shape: Shape, scratch: ScratchModelSettings, hardware: Hardware) -> _Costs:
-    num = shape.num_parameters
-    activations = (
-        4
-        * scratch.batch_tokens
-        * (30 * shape.num_layers * shape.hidden_size + 3 * shape.vocab_size)
-    )
-    passed = num * scratch.num_steps  # parameters, by all steps
-    if scratch.first_layers is not None and scratch.deepen_step is not None:
-        left_out = (shape.num_layers - scratch.first_layers) * shape.num_layer_parameters
-        passed -= left_out * scratch.deepen_step
-    operations = 6 * passed * scratch.batch_tokens
-    memory = num * ADAM_BYTES + activations
-    return num, memory, num * 14, 10 + operations / hardware.training_flops
 
 
 def _imported(shape: Shape) -> _Costs:
@@ -302,14 +273,13 @@ def _loading_seconds(case: Case) -> float:
 
 
 def _row_tokens(recipe: Recipe) -> float:
-    known = {"embedded": _EMBEDDED_TOKENS, SHIPPED: _SHIPPED_TOKENS}
-    return min(recipe.data.max_tokens, known.get(recipe.data.conversations, _SHAREGPT_TOKENS))
+    is_shipped = recipe.data.conversations == SHIPPED
+    return min(recipe.data.max_tokens, _SHIPPED_TOKENS if is_shipped else _SHAREGPT_TOKENS)
 
 
 def _num_conversations(recipe: Recipe) -> int:
-    embedded = recipe.target.scratch.num_embedded_conversations
-    known = {"embedded": embedded, SHIPPED: _SHIPPED_CONVERSATIONS}
-    num = known.get(recipe.data.conversations, _SHAREGPT_CONVERSATIONS)
+    is_shipped = recipe.data.conversations == SHIPPED
+    num = _SHIPPED_CONVERSATIONS if is_shipped else _SHAREGPT_CONVERSATIONS
     return min(num, recipe.data.limit or num) + (recipe.data.self_prompted or 0)
 
 

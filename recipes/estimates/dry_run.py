@@ -33,17 +33,17 @@ from polybasic.recipes.pipeline.running import (
     closure,
     state_of,
 )
-from polybasic.recipes.pipeline.sources import chat_template_of, is_made_here
-from polybasic.recipes.schema.recipe import TO_BE_GIVEN, Recipe
+from polybasic.recipes.pipeline.sources import chat_template_of
+from polybasic.recipes.schema.recipe import Recipe
+from polybasic.train.settings import TO_BE_GIVEN
 
 _MODULES = {
     "data": ("train", ("datasets", "pyarrow")),
-    "target": ("train", ("datasets",)),
+    "target": ("train", ()),
     "self_prompted": ("train", ("datasets",)),
     "regenerated": ("train", ("datasets", "openai")),
     "draft": ("train", ("datasets", "deepspeed")),
     "intermediate": ("quantize", ("awq",)),
-    "small_target": ("train", ("datasets",)),
     "small": ("quantize", ("awq",)),
     "small_draft": ("train", ("datasets", "deepspeed")),
 }
@@ -67,8 +67,8 @@ def check_inputs(recipe: Recipe, stages: Sequence[Stage]) -> None:
                 )
     _check_conversations(recipe.data.conversations)
     for source in (
-        plan_prompts(recipe.plan, recipe.seed, conversations=recipe.data.conversations),
-        bench_prompts(recipe.bench, recipe.seed, conversations=recipe.data.conversations),
+        plan_prompts(recipe.plan, recipe.data.conversations),
+        bench_prompts(recipe.bench, recipe.data.conversations),
     ):
         if source.file is not None:
             read_questions(source.file)
@@ -84,10 +84,11 @@ def check_inputs(recipe: Recipe, stages: Sequence[Stage]) -> None:
 
 
 def _check_given(recipe: Recipe) -> None:
-    """Refuse a recipe of which values are still to be given: `own-model`'s."""
+    """Refuse a recipe of which values are still to be given, as `own-model`'s."""
     values = {
         "target.model": recipe.target.model,
         "data.conversations": recipe.data.conversations,
+        "small.model": recipe.small.model if recipe.small else None,
     }
     if missing := [key for key, value in values.items() if value == TO_BE_GIVEN]:
         raise UserError(
@@ -131,7 +132,7 @@ def estimate(
     recipe, wanted = workspace.recipe, closure(stages, only)
     check_inputs(recipe, wanted)
     target = shape_of_target(recipe)
-    shapes = Shapes(target, shape_of_small(recipe, target), shape_of_grown(recipe, target))
+    shapes = Shapes(target, shape_of_small(recipe), shape_of_grown(recipe, target))
     case = Case(recipe, shapes, hardware, _copies_target(recipe, workspace.out))
     if not {"plan", "report"}.isdisjoint(stage.name for stage in wanted):
         check_divides(case)
@@ -146,7 +147,7 @@ def _check_copies(recipe: Recipe, wanted: Set[str]) -> None:
     if recipe.small is not None:
         models.append(("small", "small.model", recipe.small.model))
     for stage, key, model in models:
-        if stage in wanted and model != "scratch":
+        if stage in wanted:
             config = read_config(config_folder(model, key))
             if recipe.quantize is None:
                 group_size_of(config)
@@ -157,7 +158,7 @@ def _check_copies(recipe: Recipe, wanted: Set[str]) -> None:
 def _copies_target(recipe: Recipe, out: Path) -> bool:
     """Whether the chain gets a target that takes room, which hard links do not."""
     chosen = recipe.package.copy_target
-    if chosen != "auto" or is_made_here(recipe, "target"):
+    if chosen != "auto" or recipe.target.adapter is not None:
         return chosen is True
     model = Path(recipe.target.model).expanduser()
     return lies_anywhere(model) and model.stat().st_dev != existing(out).stat().st_dev
@@ -248,16 +249,13 @@ def _waits_for_download(recipe: Recipe, stage: str) -> bool:
         "draft": (recipe.draft.model,),
     }
     return any(
-        name not in (None, "scratch", "train") and not has_weights(name)
-        for name in named.get(stage, ())
+        name not in (None, "train") and not has_weights(name) for name in named.get(stage, ())
     )
 
 
 def _is_hub_file_to_fetch(conversations: str) -> bool:
     from polybasic.train.data.conversation_sources import HubData, is_cached, parse_source
 
-    if conversations == "embedded":
-        return False
     data = parse_source(conversations)
     return isinstance(data, HubData) and data.path is not None and not is_cached(data)
 
@@ -268,8 +266,6 @@ def _was_started(workspace: Workspace, stage: str) -> bool:
 
 
 def _check_conversations(conversations: str) -> None:
-    if conversations == "embedded":
-        return
     from polybasic.train.data.conversation_sources import parse_source
 
     source = parse_source(conversations)

@@ -36,14 +36,13 @@ def known_lines(recipe: Recipe, stages: Sequence[Stage]) -> Iterator[str]:
     names = {stage.name for stage in stages}
     first: list[Any] = []
     conversations = recipe.data.conversations
-    if "data" in names and conversations != "embedded":
+    if "data" in names:
         line, first = _conversations(conversations)
         yield line
-    if recipe.target.model != "scratch":
-        yield _chat_template(recipe, first)
+    yield _chat_template(recipe, first)
     for name, source in (
-        ("plan", plan_prompts(recipe.plan, recipe.seed, conversations=conversations)),
-        ("report", bench_prompts(recipe.bench, recipe.seed, conversations=conversations)),
+        ("plan", plan_prompts(recipe.plan, conversations)),
+        ("report", bench_prompts(recipe.bench, conversations)),
     ):
         if name in names:
             yield f"{source.key}: {_prompts(source)}"
@@ -109,7 +108,7 @@ def _chat_template(recipe: Recipe, first: list[Any]) -> str:
 
 
 def _prompts(source: PromptSource) -> str:
-    if source.is_embedded or source.is_shipped:
+    if source.is_shipped:
         return f"{source.shown}, {source.num_per_task} of each task"
     if source.file is None:
         what = "to be downloaded" if source.is_url else "first turns of held-out conversations"

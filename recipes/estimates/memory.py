@@ -86,13 +86,11 @@ def ranks_of(name: str, case: Case, memory_bytes: float) -> tuple[int, float]:
 def is_on_host(name: str, recipe: Recipe) -> bool:
     """Whether a stage's peak of memory is the host's, on a machine with a GPU."""
     match name:
-        case "target":
-            return recipe.target.model != "scratch"
         case "intermediate" | "small":
             return not recipe.distills
         case "draft":
             return recipe.draft.model != "train" and recipe.draft.adapt == "none"
-    return name in ("data", "chain", "grown")
+    return name in ("data", "target", "chain", "grown")
 
 
 def as_trained(case: Case, shape: Shape) -> Shape:

@@ -16,7 +16,7 @@ from polybasic.chain.formats.quantization import GROUP_SIZE, largest_group_size
 from polybasic.quantize.settings import GroupSize
 from polybasic.recipes.growth.shapes import GrownShape, check_family, check_sizes, shape_named
 from polybasic.recipes.schema.recipe import Recipe
-from polybasic.train.settings import HeadSettings, ScratchModelSettings
+from polybasic.train.settings import HeadSettings
 
 _WEIGHT_NAMES = SMALL_HEADS + tuple(
     f"{stem}.{suffix}{index}"
@@ -182,25 +182,19 @@ def _num_by_place(shape: Shape, train: HeadSettings) -> int:
 
 
 def shape_of_target(recipe: Recipe) -> Shape:
-    """The target's sizes: from the recipe, or from its config.json (fetched alone for a hub id).
+    """The target's sizes, from its config.json (fetched alone for a hub id).
 
     Raises:
         UserError: no checkpoint there, or an architecture that the runtime does not compute.
     """
-    scratch = recipe.target.scratch
-    if recipe.target.model == "scratch":
-        return _shape_of_scratch(scratch, scratch.vocab_size, recipe.group_size)
     folder = config_folder(recipe.target.model, "target.model")
     return _shape_of_config(folder, recipe.group_size)
 
 
-def shape_of_small(recipe: Recipe, target: Shape) -> Shape | None:
+def shape_of_small(recipe: Recipe) -> Shape | None:
     """The smaller model's sizes, as `shape_of_target`; None for a recipe without one."""
     if recipe.small is None:
         return None
-    if recipe.small.model == "scratch":
-        scratch = recipe.small.scratch
-        return _shape_of_scratch(scratch, target.vocab_size, recipe.group_size)
     folder = config_folder(recipe.small.model, "small.model")
     return _shape_of_config(folder, recipe.group_size)
 
@@ -213,9 +207,8 @@ def shape_of_grown(recipe: Recipe, target: Shape) -> Shape | None:
     """
     if recipe.grow.shape is None:
         return None
-    if recipe.target.model != "scratch":
-        config = read_config(config_folder(recipe.target.model, "target.model"))
-        check_family(config.content, config.decoder, str(config.path))
+    config = read_config(config_folder(recipe.target.model, "target.model"))
+    check_family(config.content, config.decoder, str(config.path))
     shape = shape_named(recipe.grow.shape)
     small = GrownShape(
         target.num_layers,
@@ -273,22 +266,6 @@ def _is_cached(repository: str, names: Sequence[str], revision: str | None) -> b
     return any(
         isinstance(try_to_load_from_cache(repository, name, revision=revision), str)
         for name in names
-    )
-
-
-def _shape_of_scratch(
-    scratch: ScratchModelSettings, vocab_size: int, group_size: GroupSize
-) -> Shape:
-    return Shape(
-        vocab_size=vocab_size,
-        hidden_size=scratch.hidden_size,
-        intermediate_size=scratch.intermediate_size,
-        num_layers=scratch.num_layers,
-        num_heads=scratch.num_heads,
-        num_kv_heads=scratch.num_kv_heads,
-        head_size=scratch.hidden_size // scratch.num_heads,
-        is_tied=False,
-        group_size=_group_size(group_size, (scratch.hidden_size, scratch.intermediate_size)),
     )
 
 

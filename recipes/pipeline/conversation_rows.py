@@ -8,7 +8,6 @@ from polybasic.recipes.pipeline.running import Workspace
 from polybasic.recipes.pipeline.sources import (
     REGENERATED,
     answers_of,
-    conversations_of,
     tokenizer_identity,
     tokenizer_of,
 )
@@ -16,16 +15,6 @@ from polybasic.recipes.schema.recipe import Recipe
 
 _MOST_ENCODED = 16_384
 """Conversations that are enough to calibrate and to distil on, whatever the recipe has."""
-
-
-def conversations_input(workspace: Workspace) -> dict[str, Any]:
-    """What a stage depends on that learns from whole conversations."""
-    recipe = workspace.recipe
-    return {
-        "data": recipe.data.model_dump(include={"limit", "num_heldout"}),
-        "seed": recipe.seed,
-        "conversations": workspace.identity("data")["conversations"],
-    }
 
 
 def conversation_stages(recipe: Recipe, source: str) -> tuple[str, ...]:
@@ -48,7 +37,8 @@ def learned_from(workspace: Workspace, source: str) -> dict[str, Any]:
     """
     recipe = workspace.recipe
     inputs = {
-        **conversations_input(workspace),
+        "seed": recipe.seed,
+        "conversations": workspace.identity("data")["conversations"],
         "data": recipe.data.decisive(),
         source: workspace.identity(source),
     }
@@ -56,18 +46,6 @@ def learned_from(workspace: Workspace, source: str) -> dict[str, Any]:
         inputs["answers"] = workspace.identity(REGENERATED)
     # the target's identity holds its tokenizer already
     return inputs if source == "target" else {**inputs, "tokenizer": tokenizer_identity(workspace)}
-
-
-def split_rows(workspace: Workspace) -> tuple[Any, Any]:
-    """(training, held-out) datasets of the recipe, with answers as they are given."""
-    return _split(conversations_of(workspace), workspace)
-
-
-def _split(conversations: str, workspace: Workspace) -> tuple[Any, Any]:
-    from polybasic.train.data.conversations import load_conversations, split_conversations
-
-    data = workspace.recipe.data
-    return split_conversations(load_conversations(conversations, data.limit), data.num_heldout)
 
 
 def encoded_rows(workspace: Workspace) -> tuple[list[list[int]], list[list[int]]]:
@@ -80,11 +58,16 @@ def encoded_rows(workspace: Workspace) -> tuple[list[list[int]], list[list[int]]
         UserError: no chat template, or one that refuses all of them.
     """
     from polybasic.chain.formats.tokenizer import load_tokenizer
-    from polybasic.train.data.conversations import fit_to_template, without_target_only
+    from polybasic.train.data.conversations import (
+        fit_to_template,
+        load_conversations,
+        split_conversations,
+    )
 
     recipe = workspace.recipe
     tokenizer = load_tokenizer(tokenizer_of(workspace))
-    training, heldout = map(without_target_only, _split(answers_of(workspace), workspace))
+    rows = load_conversations(answers_of(workspace), recipe.data.limit)
+    training, heldout = split_conversations(rows, recipe.data.num_heldout)
     if len(training) > _MOST_ENCODED:
         training = training.select(Random(recipe.seed).sample(range(len(training)), _MOST_ENCODED))
     encoded = [

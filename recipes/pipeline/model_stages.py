@@ -71,11 +71,11 @@ def head_stage(recipe: Recipe, name: str, source: str, copy: str) -> Stage:
         if steers:
             training[_STEERED] = workspace.identity(_STEERED)
         if draft.model == "train":
-            return settle_dtype(workspace, name, training, "train", settings)
+            return settle_dtype(workspace, name, training, settings)
         ready: dict[str, Any] = {"draft": draft.model_dump(mode="json"), **head_stamp(draft.model)}
         if draft.adapt == "none":
             return {**ready, source: workspace.identity(source)}
-        return settle_dtype(workspace, name, {**ready, **training}, "train", settings)
+        return settle_dtype(workspace, name, {**ready, **training}, settings)
 
     def run(workspace: Workspace, folder: Path) -> dict[str, Any]:
         given: dict[str, Any] = {}

@@ -10,13 +10,13 @@ from polybasic.chain.formats.manifest import Provenance
 from polybasic.deploy.prompts import read_questions, write_first_turns
 from polybasic.deploy.settings import BenchSettings, PlanSettings
 from polybasic.recipes.pipeline.downloads import fetch, is_url
-from polybasic.recipes.schema.recipe import EMBEDDED, NUM_TASKS, asks_heldout
+from polybasic.recipes.schema.recipe import NUM_TASKS, asks_heldout
 from polybasic.train.data.shipped import NUM_HELDOUT, heldout_shipped
 from polybasic.train.settings import SHIPPED
 
 PROMPTS_NAME = "prompts.jsonl"
 PLAN_PROMPTS_NAME = "plan_prompts.jsonl"
-"""In the folder of stage data: what is generated or downloaded, or taken from conversations."""
+"""In the folder of stage data: what is downloaded, or taken from conversations."""
 SettingsT = TypeVar("SettingsT", PlanSettings, BenchSettings)
 _ON_COMMAND_LINE = "--prompts"
 
@@ -28,38 +28,27 @@ class PromptSource:
     Attributes:
         named: the value.
         key: that it was given under, for errors.
-        num_per_task: of generated prompts.
-        seed: of generated prompts.
+        num_per_task: that are asked at most.
         part: of the held-out shipped conversations: 0 for plans, 1 for reports.
         conversations: of section data; those of the run that made the chain, "" where none did.
         num_heldout: shipped conversations, where heads learned from these.
-        has_groups: whether topics that are new to the chain's heads are told apart, as generated
-            prompts can be where heads learned from the embedded conversations.
     """
 
     named: str
     key: str
     num_per_task: int
-    seed: int
-    part: int = 1
-    conversations: str = EMBEDDED
+    part: int
+    conversations: str
     num_heldout: int = NUM_HELDOUT
-    has_groups: bool = True
 
     @property
     def shown(self) -> str:
         """For people, without a folder."""
         if self.is_heldout:
             return f"held-out turns of {Path(self.conversations).name}"
-        if self.is_embedded or self.is_shipped:
-            return EMBEDDED if self.is_embedded else SHIPPED
+        if self.is_shipped:
+            return SHIPPED
         return self.named if self.file is None else self.file.name
-
-    @property
-    def is_embedded(self) -> bool:
-        """Whether they are generated."""
-        is_of_such = self.conversations == EMBEDDED
-        return self.named == EMBEDDED or (self.named == "auto" and is_of_such)
 
     @property
     def is_shipped(self) -> bool:
@@ -85,7 +74,7 @@ class PromptSource:
     @property
     def file(self) -> Path | None:
         """The question file that is named; None where one is yet to be written."""
-        return None if self.is_embedded or self.is_kept else Path(self.named)
+        return None if self.is_kept else Path(self.named)
 
     def write(self, path: Path) -> Path:
         """Write them to `path`, where no file is named.
@@ -96,11 +85,7 @@ class PromptSource:
         Raises:
             UserError: the download failed, or brought no questions.
         """
-        if self.is_embedded:
-            from polybasic.recipes.embedded.conversations import write_prompts
-
-            write_prompts(path, self.num_per_task, self.seed, self.has_groups)
-        elif self.is_shipped:
+        if self.is_shipped:
             by_task = sorted(heldout_shipped(self.num_heldout), key=lambda row: row["task"])
             write_first_turns(by_task[self.part :: 2], [path])
         elif self.is_url:
@@ -111,28 +96,17 @@ class PromptSource:
 
 
 def bench_prompts(
-    settings: BenchSettings,
-    seed: int,
-    key: str = "bench.prompts",
-    conversations: str = EMBEDDED,
+    settings: BenchSettings, conversations: str, key: str = "bench.prompts"
 ) -> PromptSource:
-    """Those of a report; `seed` is the recipe's, and so is `conversations`, of section data."""
-    has_groups = conversations == EMBEDDED
-    num = settings.num_prompts_per_task
-    return PromptSource(
-        settings.prompts, key, num, seed, conversations=conversations, has_groups=has_groups
-    )
+    """Those of a report; `conversations` as the recipe has them in section data."""
+    return PromptSource(settings.prompts, key, settings.num_prompts_per_task, 1, conversations)
 
 
 def plan_prompts(
-    settings: PlanSettings,
-    seed: int,
-    key: str = "plan.prompts",
-    conversations: str = EMBEDDED,
+    settings: PlanSettings, conversations: str, key: str = "plan.prompts"
 ) -> PromptSource:
-    """Those of a plan, of another seed or part: it is not judged on what it was chosen by."""
-    num = settings.num_prompts_per_task
-    return PromptSource(settings.prompts, key, num, seed + 1, 0, conversations)
+    """Those of a plan, of another part: it is not judged on what it was chosen by."""
+    return PromptSource(settings.prompts, key, settings.num_prompts_per_task, 0, conversations)
 
 
 def with_prompts(settings: SettingsT, source: PromptSource, path: Path) -> SettingsT:

@@ -21,7 +21,6 @@ from polybasic.recipes.pipeline.sources import (
     REGENERATED,
     SELF_PROMPTED,
     checkpoint_of,
-    conversations_of,
     tokenizer_of,
 )
 from polybasic.recipes.schema.recipe import Recipe
@@ -133,7 +132,7 @@ def _regenerate(
     from polybasic.train.answers.regeneration import regenerate
 
     return regenerate(
-        conversations_of(workspace),
+        workspace.recipe.data.conversations,
         workspace.recipe.data,
         load_tokenizer(tokenizer_of(workspace), "target's tokenizer"),
         opened,

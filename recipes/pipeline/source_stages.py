@@ -4,14 +4,12 @@ Heavy modules are imported where they run, so that a run with nothing to do answ
 """
 
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from polybasic.chain.formats.checkpoint import resolve_adapter, weight_files
 from polybasic.chain.formats.files import sha256_of_file
 from polybasic.chain.formats.models import resolve_model
-from polybasic.recipes.pipeline.conversation_rows import conversations_input, split_rows
-from polybasic.recipes.pipeline.dtypes import settle_dtype
-from polybasic.recipes.pipeline.running import Stage, Workspace, started_inputs
+from polybasic.recipes.pipeline.running import Stage, Workspace
 from polybasic.recipes.pipeline.small import check_small
 from polybasic.recipes.pipeline.sources import (
     MERGED_NAME,
@@ -20,26 +18,13 @@ from polybasic.recipes.pipeline.sources import (
     chat_template_of,
     checkpoint_of,
     checkpoint_stamp,
-    is_made_here,
     model_digests,
-    model_named,
     tokenizer_of,
 )
-from polybasic.train.settings import ScratchModelSettings
-
-ScratchT = TypeVar("ScratchT", bound=ScratchModelSettings)
-
-_SCRATCH_PROGRESS = ("training_state.pt", "training.json")
 
 
 def _target_inputs(workspace: Workspace) -> dict[str, Any]:
     target = workspace.recipe.target
-    if target.model == "scratch":
-        inputs = {
-            "scratch": target.scratch.model_dump(exclude={"num_embedded_conversations"}),
-            **conversations_input(workspace),
-        }
-        return settle_dtype(workspace, "target", inputs, "scratch", target.scratch)
     inputs = {"model": target.model, **checkpoint_stamp(target.model)}
     if target.adapter is not None:
         inputs["adapter"] = adapter_stamp(target.adapter)
@@ -49,16 +34,9 @@ def _target_inputs(workspace: Workspace) -> dict[str, Any]:
 
 
 def _run_target(workspace: Workspace, folder: Path) -> dict[str, Any]:
-    recipe = workspace.recipe
-    if recipe.target.model == "scratch":
-        from polybasic.train.scratch import train_scratch_target
-
-        training, heldout = split_rows(workspace)
-        settings = _settled(recipe.target.scratch, folder)
-        found = train_scratch_target(training, settings, recipe.seed, folder, heldout)
-        return {"model": "scratch", **found}
     from polybasic.chain.formats.tokenizer import needs_preparation, prepare_tokenizer
 
+    recipe = workspace.recipe
     checkpoint = resolve_model(recipe.target.model)
     summary: dict[str, Any] = {"model": recipe.target.model}
     weight_files(checkpoint)
@@ -87,9 +65,7 @@ def _check_tokenizer(folder: Path) -> None:
 
 def _identify_target(workspace: Workspace, folder: Path) -> dict[str, Any]:
     target, tokenizer = workspace.recipe.target, folder / TOKENIZER_NAME
-    if target.model == "scratch":
-        return model_digests(folder)
-    if is_made_here(workspace.recipe, "target"):
+    if target.adapter is not None:
         identity = model_digests(folder / MERGED_NAME)
     else:
         identity = checkpoint_stamp(target.model)
@@ -102,47 +78,33 @@ def _identify_target(workspace: Workspace, folder: Path) -> dict[str, Any]:
 def _small_target_inputs(workspace: Workspace) -> dict[str, Any]:
     small = workspace.recipe.small
     assert small is not None
-    inputs = {"target": workspace.identity("target")}
-    if small.model != "scratch":
-        # both decide whether a checkpoint is refused
-        settings = small.model_dump(include={"quantize", "role", "train_head"})
-        return {"model": small.model, **checkpoint_stamp(small.model), **settings, **inputs}
-    inputs |= {"scratch": small.scratch.model_dump(), **conversations_input(workspace)}
-    return settle_dtype(workspace, "small_target", inputs, "scratch", small.scratch)
+    return {
+        "model": small.model,
+        **checkpoint_stamp(small.model),
+        # these and the target decide whether a checkpoint is refused
+        **small.model_dump(include={"quantize", "role", "train_head"}),
+        "target": workspace.identity("target"),
+    }
 
 
 def _run_small_target(workspace: Workspace, folder: Path) -> dict[str, Any]:
     recipe, target = workspace.recipe, checkpoint_of(workspace, "target")
     assert recipe.small is not None
-    if recipe.small.model != "scratch":
-        check_small(recipe.small, target, tokenizer_of(workspace), folder / TOKENIZER_NAME)
-        return {"model": recipe.small.model}
-    from polybasic.train.scratch import train_scratch_small
-
-    training, heldout = split_rows(workspace)
-    settings = _settled(recipe.small.scratch, folder)
-    return train_scratch_small(training, settings, target, recipe.seed, folder, heldout)
-
-
-def _settled(settings: ScratchT, folder: Path) -> ScratchT:
-    """With the dtype that the stage in `folder` was started with."""
-    dtype = started_inputs(folder)["scratch"]["dtype"]
-    return settings.model_copy(update={"dtype": dtype})
+    check_small(recipe.small, target, tokenizer_of(workspace), folder / TOKENIZER_NAME)
+    return {"model": recipe.small.model}
 
 
 def _identify_small_target(workspace: Workspace, folder: Path) -> dict[str, Any]:
-    model = model_named(workspace.recipe, "small_target")
-    return model_digests(folder) if model == "scratch" else checkpoint_stamp(model)
+    small = workspace.recipe.small
+    assert small is not None
+    return checkpoint_stamp(small.model)
 
 
-TARGET = Stage(
-    "target", ("data",), _target_inputs, _run_target, _identify_target, _SCRATCH_PROGRESS
-)
+TARGET = Stage("target", (), _target_inputs, _run_target, _identify_target)
 SMALL_TARGET = Stage(
     "small_target",
-    ("data", "target"),
+    ("target",),
     _small_target_inputs,
     _run_small_target,
     _identify_small_target,
-    _SCRATCH_PROGRESS,
 )

@@ -1,12 +1,11 @@
 """Where the inputs of stages lie, and digests that change with them."""
 
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.checkpoint import TOKENIZER_FILES, resolve_adapter, resolve_head
-from polybasic.chain.formats.files import sha256_of_file, sha256_of_object
+from polybasic.chain.formats.files import sha256_of_file
 from polybasic.chain.formats.kept import folder_stamp
 from polybasic.chain.formats.models import resolve_model
 from polybasic.recipes.pipeline.running import Workspace
@@ -24,45 +23,16 @@ SOURCE_STAGES = ("target", "small_target")
 _MODEL_PATTERNS = ("*.safetensors", "*.bin", "config.json", "tokenizer*.json", "*.jinja")
 
 
-def conversations_of(workspace: Workspace) -> str:
-    """The source of conversations: the generated file, or what the recipe names."""
-    source = workspace.recipe.data.conversations
-    if source == "embedded":
-        return str(workspace.folder("data") / CONVERSATIONS_NAME)
-    return source
-
-
 def answers_of(workspace: Workspace) -> str:
     """The source of what heads and 4-bit copies learn: regenerated answers, or those given."""
     if workspace.recipe.data.regenerate is None:
-        return conversations_of(workspace)
+        return workspace.recipe.data.conversations
     return str(workspace.folder(REGENERATED) / CONVERSATIONS_NAME)
-
-
-def model_named(recipe: Recipe, stage: str) -> str:
-    """What the recipe says of a model that it starts from: 'scratch', a folder or a hub id.
-
-    Args:
-        recipe: the recipe; it has a section `small` where that model is asked for.
-        stage: one of SOURCE_STAGES.
-    """
-    if stage == "target":
-        return recipe.target.model
-    assert recipe.small is not None, f"no stage {stage} without section small"
-    return recipe.small.model
-
-
-def is_made_here(recipe: Recipe, stage: str) -> bool:
-    """Whether one of SOURCE_STAGES writes a checkpoint, by training or by merging an adapter."""
-    is_scratch = model_named(recipe, stage) == "scratch"
-    return is_scratch or (stage == "target" and recipe.target.adapter is not None)
 
 
 def checkpoint_of(workspace: Workspace, stage: str) -> Path:
     """The folder of the checkpoint that one of SOURCE_STAGES gave; the stage must be whole."""
-    if model_named(workspace.recipe, stage) == "scratch":
-        return workspace.folder(stage)
-    if is_made_here(workspace.recipe, stage):
+    if stage == "target" and workspace.recipe.target.adapter is not None:
         return workspace.folder(stage) / MERGED_NAME
     return Path(workspace.identity(stage)["folder"])
 
@@ -138,12 +108,6 @@ def head_stamp(head: str) -> dict[str, Any]:
 
 
 def model_digests(folder: Path) -> dict[str, Any]:
-    """SHA-256 of the files that make a trained or quantized model what it is."""
+    """SHA-256 of the files that make a model which was written here what it is."""
     paths = {path for pattern in _MODEL_PATTERNS for path in folder.glob(pattern)}
     return {path.name: sha256_of_file(path) for path in sorted(paths)}
-
-
-def generator_digest() -> str:
-    """SHA-256 of the embedded generator's own code: a changed generator writes again."""
-    folder = Path(str(resources.files("polybasic.recipes.embedded")))
-    return sha256_of_object({path.name: sha256_of_file(path) for path in folder.glob("*.py")})

@@ -3,7 +3,7 @@
 Heavy modules are imported where they run, so that a run with nothing to do answers at once.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,6 @@ from polybasic.chain.formats.manifest import SCHEMA, Manifest, Provenance, is_he
 from polybasic.chain.formats.package import Part, package_chain
 from polybasic.chain.terminal import say
 from polybasic.deploy.prompts import write_first_turns
-from polybasic.deploy.settings import PlanSettings
 from polybasic.recipes.growth.shapes import shape_named
 from polybasic.recipes.pipeline.members import last_chain, model_stages, packed_plan, parts_of
 from polybasic.recipes.pipeline.model_stages import head_stage, quantized_stage
@@ -30,17 +29,13 @@ from polybasic.recipes.pipeline.regenerated_stage import SELF_PROMPTED_STAGE, re
 from polybasic.recipes.pipeline.running import Stage, Workspace
 from polybasic.recipes.pipeline.source_stages import SMALL_TARGET, TARGET
 from polybasic.recipes.pipeline.sources import (
-    CONVERSATIONS_NAME,
     checkpoint_of,
-    generator_digest,
     head_stamp,
-    is_made_here,
     source_digest,
     tokenizer_of,
 )
 from polybasic.recipes.schema.recipe import Recipe
 
-CALIBRATION_NAME = "calibration.jsonl"
 PLAN_NAME = "plan.json"
 
 
@@ -73,23 +68,12 @@ def stages_of(recipe: Recipe) -> tuple[Stage, ...]:
 
 def _data_inputs(workspace: Workspace) -> dict[str, Any]:
     recipe = workspace.recipe
-    inputs: dict[str, Any] = {"data": recipe.data.model_dump(include={"limit", "num_heldout"})}
-    if recipe.data.conversations == "embedded":
-        inputs["conversations"] = {
-            "num": recipe.target.scratch.num_embedded_conversations,
-            "seed": recipe.seed,
-            "generator": generator_digest(),
-        }
-    else:
-        inputs["conversations"] = source_digest(recipe.data.conversations)
+    inputs: dict[str, Any] = {
+        "data": recipe.data.model_dump(include={"limit", "num_heldout"}),
+        "conversations": source_digest(recipe.data.conversations),
+    }
     bench, plan = _prompts(recipe)
-    if bench.is_embedded:
-        inputs["prompts"] = {
-            "num_per_task": bench.num_per_task,
-            "seed": bench.seed,
-            "generator": generator_digest(),
-        }
-    elif bench.file is not None:
+    if bench.file is not None:
         inputs["prompts"] = sha256_of_file(bench.file)
     if heldout := [source.key for source in (plan, bench) if source.is_heldout]:
         inputs["heldout_prompts"] = heldout
@@ -100,27 +84,20 @@ def _data_inputs(workspace: Workspace) -> dict[str, Any]:
 def _prompts(recipe: Recipe) -> tuple[PromptSource, PromptSource]:
     """Those of the report, and those of the plan."""
     conversations = recipe.data.conversations
-    bench = bench_prompts(recipe.bench, recipe.seed, conversations=conversations)
-    return bench, plan_prompts(recipe.plan, recipe.seed, conversations=conversations)
+    return bench_prompts(recipe.bench, conversations), plan_prompts(recipe.plan, conversations)
 
 
 def _run_data(workspace: Workspace, folder: Path) -> dict[str, Any]:
-    from polybasic.recipes.embedded.conversations import write_conversations
     from polybasic.train.data.conversations import load_conversations, split_conversations
 
     recipe = workspace.recipe
-    source = recipe.data.conversations
-    if source == "embedded":
-        source = str(folder / CONVERSATIONS_NAME)
-        num = recipe.target.scratch.num_embedded_conversations
-        write_conversations(Path(source), num, recipe.seed)
     bench, plan = _prompts(recipe)
     if not bench.is_heldout:
         bench.write(folder / PROMPTS_NAME)
     if plan.is_url or plan.is_shipped:
         plan.write(folder / PLAN_PROMPTS_NAME)
     training, heldout = split_conversations(
-        load_conversations(source, recipe.data.limit), recipe.data.num_heldout
+        load_conversations(recipe.data.conversations, recipe.data.limit), recipe.data.num_heldout
     )
     files = {folder / PLAN_PROMPTS_NAME: plan, folder / PROMPTS_NAME: bench}
     asked = [path for path, prompts in files.items() if prompts.is_heldout]
@@ -131,12 +108,10 @@ def _run_data(workspace: Workspace, folder: Path) -> dict[str, Any]:
 def _identify_data(workspace: Workspace, folder: Path) -> dict[str, Any]:
     recipe = workspace.recipe
     bench, plan = _prompts(recipe)
-    if recipe.data.conversations != "embedded":
-        conversations_sha256 = source_digest(recipe.data.conversations)
-    else:
-        conversations_sha256 = sha256_of_file(folder / CONVERSATIONS_NAME)
-    prompts_sha256 = sha256_of_file(bench.file or folder / PROMPTS_NAME)
-    identity = {"conversations": conversations_sha256, "prompts": prompts_sha256}
+    identity = {
+        "conversations": source_digest(recipe.data.conversations),
+        "prompts": sha256_of_file(bench.file or folder / PROMPTS_NAME),
+    }
     if plan.is_kept:
         identity["plan_prompts"] = sha256_of_file(folder / PLAN_PROMPTS_NAME)
     return identity
@@ -158,12 +133,11 @@ def _chain_inputs(workspace: Workspace) -> dict[str, Any]:
 
 def _run_chain(workspace: Workspace, folder: Path) -> dict[str, Any]:
     recipe, target = workspace.recipe, checkpoint_of(workspace, "target")
-    is_made = is_made_here(recipe, "target")
     parts = parts_of(workspace)
     manifest = package_chain(
         out=folder,
         target=target,
-        target_reference=str(target) if is_made else recipe.target.model,
+        target_reference=recipe.target.model if recipe.target.adapter is None else str(target),
         tokenizer=tokenizer_of(workspace),
         copy_target=recipe.package.copy_target,
         parts=parts,
@@ -176,7 +150,7 @@ def _run_chain(workspace: Workspace, folder: Path) -> dict[str, Any]:
             data_digests=workspace.identity("data"),
         ),
         quality=_summaries(workspace, (part for part in parts if part.kind == "awq")),
-        training=_training(workspace, parts),
+        training=_summaries(workspace, (part for part in parts if is_head(part.kind))),
     )
     return _sizes(manifest)
 
@@ -222,16 +196,6 @@ def _summaries(workspace: Workspace, parts: Iterable[Part]) -> dict[str, Any]:
     return summaries
 
 
-def _training(workspace: Workspace, parts: Sequence[Part]) -> dict[str, Any]:
-    """Summaries of what was trained here: the target, and draft heads."""
-    summaries = _summaries(workspace, (part for part in parts if is_head(part.kind)))
-    if workspace.recipe.target.model == "scratch":
-        record = workspace.record("target")
-        assert record is not None, "target is packed and not whole"
-        summaries = {"target": record.summary, **summaries}
-    return summaries
-
-
 def _plan_inputs(workspace: Workspace) -> dict[str, Any]:
     settings = workspace.recipe.plan
     inputs = {
@@ -240,8 +204,6 @@ def _plan_inputs(workspace: Workspace) -> dict[str, Any]:
         "seed": workspace.recipe.seed,
     }
     _, source = _prompts(workspace.recipe)
-    if source.is_embedded:
-        return {**inputs, "generator": generator_digest()}
     kept = workspace.folder("data") / PLAN_PROMPTS_NAME
     return {**inputs, "prompts": sha256_of_file(source.file or kept)}
 
@@ -250,8 +212,9 @@ def _run_plan(workspace: Workspace, folder: Path) -> dict[str, Any]:
     from polybasic.chain.formats.plan import decision_lines
     from polybasic.deploy.planner.run import plan_chain
 
-    settings = _with_prompts(workspace, folder / CALIBRATION_NAME)
     _, source = _prompts(workspace.recipe)
+    path = source.file or workspace.folder("data") / PLAN_PROMPTS_NAME
+    settings = with_prompts(workspace.recipe.plan, source, path)
     chain = _last_chain_folder(workspace)
     measured = plan_chain(chain, settings, say, source.shown).measured
     for line in decision_lines(measured.explanation):
@@ -262,13 +225,6 @@ def _run_plan(workspace: Workspace, folder: Path) -> dict[str, Any]:
         "seconds_per_token": measured.seconds_per_token,
         "plan": measured.plan.model_dump(mode="json"),
     }
-
-
-def _with_prompts(workspace: Workspace, path: Path) -> PlanSettings:
-    """The plan's settings with a file of prompts; those that are made here are at `path`."""
-    settings, (_, source) = workspace.recipe.plan, _prompts(workspace.recipe)
-    kept = workspace.folder("data") / PLAN_PROMPTS_NAME
-    return with_prompts(settings, source, kept if source.is_kept else source.write(path))
 
 
 def _identify_plan(workspace: Workspace, folder: Path) -> dict[str, Any]:

@@ -60,7 +60,9 @@ def read_layer(path: Path) -> Layer:
     text = read_text(path, "recipe")
     root, content = parse_yaml(text, "recipe", str(path))
     if not isinstance(root, yaml.MappingNode):
-        raise UserError("recipe holds no keys", str(path), "start from `polybasic recipes cp tiny`")
+        raise UserError(
+            "recipe holds no keys", str(path), "start from `polybasic recipes cp own-model`"
+        )
     positions: dict[Key, tuple[int, int]] = {}
     for key, position in _keys(root):
         if key in positions:
@@ -113,7 +115,7 @@ def merged(layers: Sequence[Layer]) -> dict[str, Any]:
 
 
 def places(layers: Sequence[Layer]) -> dict[Key, str]:
-    """Where each key of the merged content was read: "recipes/tiny.yaml line 12"."""
+    """Where each key of the merged content was read: "recipes/base.yaml line 12"."""
     own, *bases = layers
     inherited = {
         key: layer.place(key)

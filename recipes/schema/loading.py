@@ -31,7 +31,7 @@ def find_recipe(name_or_path: str, folder: Path = Path(), where: str | None = No
     """The file of a recipe.
 
     Args:
-        name_or_path: a path, or the name of a shipped recipe ("tiny").
+        name_or_path: a path, or the name of a shipped recipe ("vicuna-7b").
         folder: that paths start from; the current one by default.
         where: the recipe is named, for the error; the name itself by default.
 

@@ -6,22 +6,17 @@ from pydantic import ConfigDict, Field, model_validator
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.plan import Name
-from polybasic.chain.settings import Seed, Settings, Size
+from polybasic.chain.settings import Seed, Settings
 from polybasic.deploy.settings import TASKS, BenchSettings, PlanSettings
 from polybasic.quantize.settings import GroupSize, QuantizeSettings
 from polybasic.train.settings import (
+    TO_BE_GIVEN,
     DataSettings,
     DraftSettings,
     HeadSettings,
-    ScratchModelSettings,
-    ScratchSettings,
 )
 
 NUM_TASKS = len(TASKS)
-EMBEDDED = "embedded"
-"""Names conversations and prompts that are generated."""
-TO_BE_GIVEN = "???"
-"""Of a model or of conversations that a recipe leaves to the command line."""
 
 ShapeName = Literal["cpu-100m", "gpu-7b", "gpu-8b"]
 """Of `polybasic.recipes.growth.shapes.SHAPES`."""
@@ -34,16 +29,13 @@ def asks_heldout(prompts: str, conversations: str) -> bool:
         prompts: of section plan or bench.
         conversations: of section data; "" where there are none.
     """
-    return prompts == "heldout" or (prompts == "auto" and conversations not in (EMBEDDED, ""))
+    return prompts == "heldout" or (prompts == "auto" and conversations != "")
 
 
 class TargetSettings(Settings):
     """The model whose distribution the chain keeps."""
 
-    model: str = Field(
-        "scratch",
-        description="'scratch' (trained from the conversations), a folder or a hub id[@revision]",
-    )
+    model: str = Field(TO_BE_GIVEN, description="a folder, a hub id[@revision] or a GGUF file")
     adapter: str | None = Field(
         None,
         min_length=1,
@@ -56,31 +48,12 @@ class TargetSettings(Settings):
         description="a .jinja file or Jinja text, for a tokenizer without a chat template; it "
         "replaces the tokenizer's own",
     )
-    scratch: ScratchSettings = Field(
-        ScratchSettings(), description="shape and training of a 'scratch' target"
-    )
-
-
-class SmallScratchSettings(ScratchModelSettings):
-    """As for a target, with the defaults of a model that is much cheaper than one."""
-
-    num_layers: Size = 4
-    hidden_size: Size = Field(384, ge=128, multiple_of=128)
-    intermediate_size: Size = Field(1024, ge=128, multiple_of=128)
-    num_heads: Size = 6
 
 
 class SmallSettings(Settings):
     """A smaller model of the target's vocabulary, at the lower end of the chain."""
 
-    model: str = Field(
-        "scratch",
-        description="'scratch' (trained from the conversations, with the target's tokenizer), a "
-        "folder or a hub id[@revision]",
-    )
-    scratch: SmallScratchSettings = Field(
-        SmallScratchSettings(), description="shape and training of a 'scratch' model"
-    )
+    model: str = Field(TO_BE_GIVEN, description="a folder, a hub id[@revision] or a GGUF file")
     role: Literal["intermediate", "drafter"] = Field(
         "intermediate",
         description="an intermediate verifies drafts and proposes to the member above it; a "
@@ -227,11 +200,6 @@ class Recipe(Settings):
                 "train.features_from = intermediate, small.quantize = false",
                 "set one of them to its other value",
             )
-        if self.target.model == "scratch":
-            self._scratch_stands_alone()
-            self._scratch_can_be_built("target", self.target.scratch)
-        if self.small is not None and self.small.model == "scratch":
-            self._scratch_can_be_built("small", self.small.scratch)
         return self
 
     @model_validator(mode="after")
@@ -272,54 +240,3 @@ class Recipe(Settings):
     def trains_exit_of_target(self) -> bool:
         """Whether what is trained drafts for the model itself and not for its 4-bit copy."""
         return self.train.kind == "early_exit" and self.train.features_from == "target"
-
-    def _scratch_stands_alone(self) -> None:
-        for key in ("adapter", "chat_template"):
-            if getattr(self.target, key) is not None:
-                raise UserError(
-                    f"target.{key} without a ready-made model",
-                    "target.model = scratch",
-                    f"name the model that it is for, or set target.{key}=null",
-                )
-        if self.draft.model != "train":
-            raise UserError(
-                "a ready head for a target that is yet to be trained",
-                f"draft.model = {self.draft.model}, target.model = scratch",
-                "set draft.model=train, or name the target that the head was trained for",
-            )
-
-    def _scratch_can_be_built(self, section: str, scratch: ScratchModelSettings) -> None:
-        where = f"{section}.scratch"
-        owner = "the target's" if section == "target" else "the smaller model's"
-        for divided, divisor in (
-            ("hidden_size", "num_heads"),
-            ("num_heads", "num_kv_heads"),
-        ):
-            top, bottom = getattr(scratch, divided), getattr(scratch, divisor)
-            if top % bottom:
-                raise UserError(
-                    f"{divided} is not a multiple of {divisor}",
-                    f"{where}.{divided} = {top}, {where}.{divisor} = {bottom}",
-                    "change one of them",
-                )
-        if scratch.hidden_size // scratch.num_heads % 2:
-            raise UserError(
-                "heads of an odd size cannot be rotated",
-                f"{where}.hidden_size = {scratch.hidden_size}, "
-                f"{where}.num_heads = {scratch.num_heads}",
-                "choose num_heads so that hidden_size / num_heads is even",
-            )
-        if self.data.max_tokens > scratch.context_tokens:
-            raise UserError(
-                f"conversations are longer than {owner} context",
-                f"data.max_tokens = {self.data.max_tokens}, "
-                f"{where}.context_tokens = {scratch.context_tokens}",
-                "lower the first or raise the second",
-            )
-        if self.bench.max_new_tokens >= scratch.context_tokens:
-            raise UserError(
-                f"answers are longer than {owner} context",
-                f"bench.max_new_tokens = {self.bench.max_new_tokens}, "
-                f"{where}.context_tokens = {scratch.context_tokens}",
-                "lower the first or raise the second",
-            )

@@ -138,4 +138,4 @@ def test_other_exceptions_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     planted: Callable[..., None] = lambda name: _divides_by_zero()  # noqa: E731
     monkeypatch.setattr("polybasic.recipes.schema.loading.find_recipe", planted)
     with pytest.raises(AssertionError, match="exit code 1"):
-        outcomes.of_command("recipes", "show", "tiny")
+        outcomes.of_command("recipes", "show", "base")

@@ -15,7 +15,7 @@ REFUSED = [
     *("train.learning_rate=.inf", "train.learning_rate=1e300", "train.adam_betas=[1, 1]"),
     *("train.token_loss_weight=.inf", "plan.temperature=.inf", "plan.temperature=1e-30"),
     *("bench.temperature=.nan", "plan.seed=-100000000000000000000000000", "bench.seed=2.5"),
-    *("plan.flush_length=100000000000000000000", "target.scratch.vocab_size=100000000000"),
+    *("plan.flush_length=100000000000000000000", "train.draft_vocab_size=100000000000"),
     *("train.num_steps=true", "quantize.distill.learning_rate=.inf", "plan.max_seconds=.inf"),
     *("data.max_tokens=10000000000", "train.intermediate_size=-5", f"name={'x' * 301}"),
     *("data.regenerate.endpoint=file:///etc/passwd", "data.regenerate.endpoint=localhost:8000"),
@@ -28,7 +28,7 @@ REFUSED = [
 @pytest.mark.parametrize("override", REFUSED, ids=lambda one: one[:60])
 def test_a_recipe_is_refused_before_anything_is_written(override: str, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    line = outcomes.of_command("run", "tiny", override)
+    line = outcomes.of_command("run", "base", override)
     assert line is not None
     assert override.partition("=")[0] in line
     assert "secret" not in line
@@ -41,7 +41,7 @@ def test_every_key_reads_or_refuses_every_value(value: str, step: int) -> None:
     refused, keys = 0, KEYS[VALUES.index(value) % step :: step]
     for key in keys:
         try:
-            line = outcomes.of_call(lambda key=key: load_recipe("tiny", [f"{key}={value}"]))
+            line = outcomes.of_call(lambda key=key: load_recipe("base", [f"{key}={value}"]))
         except Exception as error:
             raise AssertionError(f"{key}={value[:40]}") from error
         refused += line is not None

@@ -71,7 +71,7 @@ def test_warnings_and_tracebacks_are_escaped(monkeypatch) -> None:
         raise ZeroDivisionError("\x1b[2J")
 
     monkeypatch.setattr("polybasic.recipes.schema.loading.find_recipe", fail)
-    code, out, err = call("recipes", "show", "tiny")
+    code, out, err = call("recipes", "show", "base")
     assert (code, out) == (1, "")
     assert "\x1b" not in err
     assert err.endswith("failed: ZeroDivisionError: \\u001b[2J\n")

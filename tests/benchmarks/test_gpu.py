@@ -37,13 +37,13 @@ def test_rehearsal_measures_every_part(
     question = {"question_id": 1, "category": "qa", "turns": ["Who was the first to say so?"]}
     (tmp_path / "real.jsonl").write_text(json.dumps(question))
     words = ["gpu.py", str(tiny_chain), "--record", str(path), "--rehearse", "--minutes", "5"]
-    words += ["--prompts", "embedded", str(tmp_path / "real.jsonl")]
+    words += ["--prompts", "shipped", str(tmp_path / "real.jsonl")]
     monkeypatch.setattr(sys, "argv", words)
     assert gpu.main() == 0
     text = path.read_text()
     assert str(tmp_path) not in text, "no place on this machine stays in a record"
     command = "python benchmarks/gpu.py CHAIN --record RECORD --rehearse --minutes 5"
-    assert f"{command} --prompts embedded real.jsonl" in text
+    assert f"{command} --prompts shipped real.jsonl" in text
     session = session_of(tiny_chain, tmp_path)
     session.prompts = [None, tmp_path / "real.jsonl"]
     names = [part.name for part in parts.parts_of(session)]

@@ -68,7 +68,7 @@ def test_small_table_from_training_to_record(
         for line in LINES
     ]
     assert [one["features_from"] for one in settings] == ["intermediate", "target"]
-    of_recipe = load_recipe("tiny").train.unroll_steps
+    of_recipe = load_recipe("smollm2-135m").train.unroll_steps
     assert [one["unroll_steps"] for one in settings] == [2, of_recipe] != [2, 2]
     assert [Path(one["features_folder"]).name for one in settings] == [
         "intermediate-eagle2",

@@ -10,12 +10,12 @@ from polybasic.chain.errors import UserError
 from polybasic.chain.formats.config import read_config
 from polybasic.chain.kernels.rows import consecutive_rows
 from polybasic.chain.model.loading import load_decoder, load_head
-from polybasic.recipes.embedded.conversations import write_conversations
 from polybasic.train.features.target import load_target
 from polybasic.train.head.start import new_head
 from polybasic.train.run.training import train_head
 from polybasic.train.settings import DataSettings, HeadSettings
 from tests.checkpoints import DISTINCT, FAMILIES, write_family
+from tests.train.counting import write_counting
 
 ROWS = 30
 DATA = DataSettings(num_heldout=4, max_tokens=400)
@@ -45,8 +45,7 @@ YARN = {
 @pytest.fixture(scope="module")
 def conversations(tmp_path_factory):
     path = tmp_path_factory.mktemp("data") / "conversations.jsonl"
-    write_conversations(path, 40, seed=0)
-    return str(path)
+    return write_counting(path, "Count on from {}, please.", 4, 5)
 
 
 def trained(folder, family, conversations, settings=SETTINGS, **changes):

@@ -53,7 +53,6 @@ class _Conversation:
     id: str
     task: str | None
     group: str | None
-    target_only: bool
     messages: Messages
     key: str
     answered: list[dict[str, str]] = field(default_factory=list)
@@ -327,7 +326,6 @@ def _row_of(index: int, question: str) -> dict[str, Any]:
         "id": f"{SELF_PROMPTED}-{index}",
         "task": SELF_PROMPTED,
         "group": None,
-        "target_only": False,
         "messages": messages,
     }
 
@@ -357,8 +355,6 @@ def _write(path: Path, conversations: list[_Conversation]) -> None:
                 for name in ("task", "group")
                 if (value := getattr(each, name)) is not None
             }
-            if each.target_only:
-                row["target_only"] = True
             row["conversations"] = [
                 {"from": _SENDERS[message["role"]], "value": message["content"]}
                 for message in each.answered

@@ -1,6 +1,6 @@
 """Conversations as ShareGPT or OpenAI write them: files and hub datasets become rows of one shape.
 
-A row is {"id", "task", "group", "target_only", "messages": [{"role", "content"}, ...]}: an optional
+A row is {"id", "task", "group", "messages": [{"role", "content"}, ...]}: an optional
 system message, then user and assistant in turns, the assistant last.
 """
 
@@ -43,7 +43,6 @@ FEATURES = Features(
         "id": Value("string"),
         "task": Value("string"),
         "group": Value("string"),
-        "target_only": Value("bool"),
         "messages": [{"role": Value("string"), "content": Value("string")}],
     }
 )
@@ -60,7 +59,7 @@ class SkippedRow(NamedTuple):
 
 
 def load_conversations(source: str, limit: int | None = None) -> Dataset:
-    """Read conversations into a dataset with the columns id, task, group, target_only and messages.
+    """Read conversations into a dataset with the columns id, task, group and messages.
 
     Leading assistant turns and trailing user turns are dropped. Rows that cannot be used are
     counted on stderr, so that a few bad ones among tens of thousands stop nobody; rows that are no
@@ -139,22 +138,6 @@ def split_conversations(dataset: Dataset, num_heldout: int) -> tuple[Dataset, Da
             "lower data.num_heldout or give more conversations",
         )
     return dataset.select(kept), dataset.select(heldout)
-
-
-def without_target_only(dataset: Dataset) -> Dataset:
-    """What draft heads and 4-bit copies may see: rows that are not marked `target_only`.
-
-    Raises:
-        UserError: there are none.
-    """
-    kept = [index for index, is_left_out in enumerate(dataset["target_only"]) if not is_left_out]
-    if not kept:
-        raise UserError(
-            "no conversation is left for draft heads and 4-bit copies",
-            f"all {len(dataset)} of a split are marked target_only",
-            "mark fewer, or give more conversations",
-        )
-    return dataset.select(kept) if len(kept) < len(dataset) else dataset
 
 
 def fit_to_template(dataset: Dataset, tokenizer: PreTrainedTokenizerBase) -> Dataset:
@@ -252,13 +235,9 @@ def _normalise(raw: Any, where: str, number: int) -> dict[str, Any] | str:
         return "roles do not alternate"
     if not all(message["content"].strip() for message in messages):
         return "empty turn"
-    target_only = raw.get("target_only", False)
-    if not isinstance(target_only, bool):
-        return "target_only that is neither true nor false"
     return {
         "id": _identity(raw, number),
         **{name: _text(raw.get(name)) for name in ("task", "group")},
-        "target_only": target_only,
         "messages": messages,
     }
 

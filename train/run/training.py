@@ -32,7 +32,6 @@ from polybasic.train.data.conversations import (
     fit_to_template,
     load_conversations,
     split_conversations,
-    without_target_only,
 )
 from polybasic.train.data.draft_vocabulary import (
     choose_draft_vocabulary,
@@ -169,7 +168,7 @@ def _train(given: "_Given", provenance: dict[str, Any] | None) -> dict[str, Any]
         "provenance": provenance,
     }
     if is_first_process():
-        announce_cost("train.dtype", settings)
+        announce_cost(settings)
     prepared = _prepare(given, sources)
     run = HeadRun(prepared.parts, settings, given.seed, record, out, prepared.is_random)
     summary = run.train()
@@ -212,9 +211,7 @@ class _Prepared(NamedTuple):
 def _prepare(given: _Given, sources: dict[str, str]) -> _Prepared:
     data, settings, seed = given.data, given.settings, given.seed
     rows = load_conversations(given.conversations, data.limit)
-    training_rows, heldout_rows = map(
-        without_target_only, split_conversations(rows, data.num_heldout)
-    )
+    training_rows, heldout_rows = split_conversations(rows, data.num_heldout)
     if settings.num_conversations is not None:
         training_rows = _first(training_rows, settings.num_conversations)
     verifier = _load_verifier(given)

@@ -16,8 +16,6 @@ from polybasic.chain.formats.vocabulary import TOKENIZER_NAME
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_WORDS = r" ?\p{L}+| ?\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-"""How the tokenizers that `target.scratch` trains split texts."""
 _MARK = "▁"
 _NO_MERGES = [f"{_MARK} {_MARK}"]
 """Of tokens that no byte stands for: llama.cpp wants merges."""
@@ -39,7 +37,6 @@ class Vocabulary:
         ids: of special tokens, by their names in `GGUFWriter` ("bos", "eos", "unk", "pad").
         adds: whether a begin ("bos"), an end ("eos") and a space ("space") is put to a text.
         chat_template: Jinja text.
-        warnings: one line for each thing that llama.cpp does otherwise.
     """
 
     model: str
@@ -51,7 +48,6 @@ class Vocabulary:
     ids: dict[str, int] | None = None
     adds: dict[str, bool] | None = None
     chat_template: str | None = None
-    warnings: tuple[str, ...] = ()
 
     def add_to(self, writer: gguf.GGUFWriter) -> None:
         """Write it."""
@@ -139,21 +135,12 @@ def read_vocabulary(folder: Path, vocab_size: int) -> Vocabulary:
             "llama", "default", tokens, types,
             scores=_scores(texts, merges, vocab_size), adds=begin_end | {"space": space}, **shared,
         )  # fmt: skip
-    split, warnings = _split(content.get("pre_tokenizer"), path)
-    return Vocabulary(
-        "gpt2",
-        split,
-        tokens,
-        types,
-        merges or _NO_MERGES,
-        adds=begin_end,
-        warnings=warnings,
-        **shared,
-    )
+    split = _split(content.get("pre_tokenizer"), path)
+    return Vocabulary("gpt2", split, tokens, types, merges or _NO_MERGES, adds=begin_end, **shared)
 
 
-def _split(pre_tokenizer: Any, path: Path) -> tuple[str, tuple[str, ...]]:
-    """llama.cpp's name of what splits texts, and what it does otherwise."""
+def _split(pre_tokenizer: Any, path: Path) -> str:
+    """llama.cpp's name of what splits texts."""
     steps = (pre_tokenizer or {}).get("pretokenizers") or [pre_tokenizer]
     steps = [step for step in steps if step]
     found = [_expression(step) for step in steps]
@@ -161,14 +148,9 @@ def _split(pre_tokenizer: Any, path: Path) -> tuple[str, tuple[str, ...]]:
     if not steps or steps[-1]["type"] != "ByteLevel" or None in found:
         kinds = ", ".join(step["type"] for step in steps)
         raise _unknown(path, f"it splits texts by {kinds or 'nothing'}")
-    if expressions == (_WORDS,):
-        return "gpt-2", (
-            "llama.cpp has no splitting of texts as this tokenizer's; that of GPT-2 gives other "
-            "tokens after an apostrophe that begins a word, as in 'tis",
-        )
     if (name := name_of(expressions)) is None:
         raise _unknown(path, f"it splits texts by {' and '.join(map(str, expressions))}")
-    return name, ()
+    return name
 
 
 def _expression(step: dict[str, Any]) -> str | None:

@@ -72,7 +72,7 @@ def write_gguf(
             writer.write_tensor_data(tensor.data())
     finally:
         writer.close()
-    return (*warnings_of(config), *vocabulary.warnings)
+    return warnings_of(config)
 
 
 def _file_type(tensors: Sequence[GGUFTensor]) -> gguf.LlamaFileType:

@@ -226,24 +226,6 @@ def stated_memory_line(stated: dict[str, Any]) -> str:
     )
 
 
-def answers_line(answers: dict[str, Any] | None) -> str:
-    """How well a target that was trained here answers; "" of a ready-made one."""
-    if answers is None:
-        return ""
-    answers_by_task = answers["right_answers_by_task"]
-    by_task = ", ".join(
-        f"{task} {shown_share(share, 0)} and {shown_share(answers_by_task[task], 0)}"
-        for task, share in answers["right_tokens_by_task"].items()
-    )
-    return (
-        f"target on held-out conversations: {answers['heldout_loss']:.3f} nats a token, "
-        f"{answers['heldout_answer_loss']:.3f} in answers; right are "
-        f"{shown_share(answers['right_tokens'])} of the answers' tokens and "
-        f"{shown_share(answers['right_answers'])} of {answers['num_answers']} whole answers "
-        f"({by_task})"
-    )
-
-
 def settings_line(settings: dict[str, Any]) -> str:
     """What was run."""
     source = f" ({settings['prompts']})" if settings["prompts"] else ""

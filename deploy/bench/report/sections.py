@@ -11,7 +11,6 @@ from polybasic.deploy.bench.report.chain_rows import (
     rounding_table,
 )
 from polybasic.deploy.bench.report.lines import (
-    answers_line,
     decided_lines,
     exactness_line,
     headline_lines,
@@ -86,8 +85,7 @@ def sections_of(report: Report) -> list[Section]:
         ),
         _section("Noise", noise_line(report), is_summary=True),
         _section(
-            "Target, settings and machine",
-            _sentence(answers_line(report.target)),
+            "Settings and machine",
             origin_table(report),
             is_summary=True,
         ),

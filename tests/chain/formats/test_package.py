@@ -150,7 +150,7 @@ def test_a_chain_by_default_has_its_target_inside_and_can_be_copied_anywhere(
     made = PROVENANCE.model_copy(
         update={
             "recipe": {"target": {"model": str(tiny_chain_parts.target)}},
-            "command": f"polybasic run tiny {model} --out {tmp_path}",
+            "command": f"polybasic run own-model {model} --out {tmp_path}",
         }
     )
     tiny_chain_parts.package(
@@ -195,7 +195,7 @@ def test_a_target_that_is_shut_to_others_is_copied_for_those_who_may_read_the_ch
             ["bench.prompts=http://host:8000/v1/q.jsonl"],
             "bench.prompts=http://host:8000/v1/q.jsonl",
         ),
-        (["recipes/tiny.yaml", "data.limit=3"], "recipes/tiny.yaml data.limit=3"),
+        (["recipes/own-model.yaml", "data.limit=3"], "recipes/own-model.yaml data.limit=3"),
     ],
 )
 def test_commands_are_kept_without_folders_from_elsewhere(words: list[str], shown: str) -> None:
@@ -397,7 +397,7 @@ def test_the_card_tells_what_the_manifest_holds(tiny_chain: Path) -> None:
         "## Training\n\n### draft\n",
         "| mean kl | 0.01235 |",
         "| simulated accepted length | 3.5 |",
-        "- Command: `polybasic run recipes/tiny.yaml`",
+        "- Command: `polybasic run recipes/own-model.yaml`",
         'chain = load_chain("CHAIN")',
         "## Limits",
     ):

@@ -86,7 +86,7 @@ def test_an_error_of_any_process_ends_all_with_its_line(tmp_path: Path) -> None:
         assert launched(list(words), log) == [2] * len(words), log.read_text()
         return log.read_text().splitlines()
 
-    command = ["train", "tiny", "--out", str(tmp_path / "out")]
+    command = ["train", "base", "--out", str(tmp_path / "out")]
     (line,) = said(command, [*command, "seed=7"])
     assert line.startswith("error: processes have different recipes: seed: 7 on ")
     assert line.endswith(", seed: 0 in the first process; give all of them the same one")

@@ -128,8 +128,8 @@ def test_each_answer_is_a_row(benched: tuple[Path, Report]) -> None:
 def test_the_notebook_runs(
     benched: tuple[Path, Report], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "runs" / "tiny").mkdir(parents=True)
-    (tmp_path / "runs" / "tiny" / "chain").symlink_to(benched[0])
+    (tmp_path / "runs" / "smollm2-135m").mkdir(parents=True)
+    (tmp_path / "runs" / "smollm2-135m" / "chain").symlink_to(benched[0])
     monkeypatch.chdir(tmp_path)
     matplotlib.use("agg")
     cells = json.loads(NOTEBOOK.read_text("utf-8"))["cells"]

@@ -37,7 +37,7 @@ def test_version_and_help() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["rnu", "tiny"], ["run"], ["run", "tiny", "--surely-unknown"], ["generate", "x"]]
+    "arguments", [["rnu", "base"], ["run"], ["run", "base", "--surely-unknown"], ["generate", "x"]]
 )
 def test_usage_errors_exit_with_2(arguments: list[str]) -> None:
     assert call(*arguments)[0] == 2
@@ -48,7 +48,7 @@ def test_unexpected_errors_exit_with_1_and_a_traceback(monkeypatch) -> None:
         raise ZeroDivisionError("division by zero")
 
     monkeypatch.setattr("polybasic.recipes.schema.loading.find_recipe", fail)
-    code, out, err = call("recipes", "show", "tiny")
+    code, out, err = call("recipes", "show", "base")
     assert (code, out) == (1, "")
     assert err.splitlines()[-1] == "failed: ZeroDivisionError: division by zero"
     assert "Traceback" in err
@@ -59,7 +59,7 @@ def test_interrupt_exits_with_130(monkeypatch) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("polybasic.recipes.schema.loading.find_recipe", interrupt)
-    assert call("recipes", "show", "tiny")[0] == 130
+    assert call("recipes", "show", "base")[0] == 130
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
@@ -70,7 +70,7 @@ def test_a_saved_interruption_tells_how_to_go_on(number: int, code: int, monkeyp
     monkeypatch.setattr("polybasic.recipes.schema.loading.find_recipe", interrupt)
     name = signal.Signals(number).name
     told = f"interrupted by {name}: step 4 is saved; the same command goes on from there\n"
-    assert call("recipes", "show", "tiny") == (code, "", told)
+    assert call("recipes", "show", "base") == (code, "", told)
 
 
 def test_sigterm_ends_any_command_with_143(monkeypatch) -> None:
@@ -78,7 +78,7 @@ def test_sigterm_ends_any_command_with_143(monkeypatch) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
     monkeypatch.setattr("polybasic.recipes.schema.loading.find_recipe", terminate)
-    code, out, err = call("recipes", "show", "tiny")
+    code, out, err = call("recipes", "show", "base")
     assert (code, out) == (143, "")
     assert err.startswith("interrupted by SIGTERM: ")
 
@@ -94,8 +94,8 @@ def test_processes_come_from_nproc_or_the_launcher(tmp_path, monkeypatch) -> Non
     monkeypatch.chdir(tmp_path)
     for words in (["--nproc", "8"], []):
         with pytest.raises(SystemExit):
-            cli.main(["train", "tiny", *words])
-    assert found == [(8, "polybasic train tiny --nproc 8"), (1, "polybasic train tiny")]
+            cli.main(["train", "base", *words])
+    assert found == [(8, "polybasic train base --nproc 8"), (1, "polybasic train base")]
     assert [_num_processes(asked, Place(1, 4)) for asked in (None, 4)] == [4, 4]
     with pytest.raises(UserError, match=r"than the launcher has started: --nproc 2, .* 4; leave "):
         _num_processes(2, Place(1, 4))
@@ -103,23 +103,23 @@ def test_processes_come_from_nproc_or_the_launcher(tmp_path, monkeypatch) -> Non
 
 def test_recipes_commands(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert "tiny" in json.loads(call("recipes", "ls", "--json")[1])
-    shown = call("recipes", "show", "tiny-four")[1]
-    assert "base: tiny" not in shown
-    code, out, err = call("recipes", "cp", "tiny-four")
-    assert (code, out) == (0, "tiny-four.yaml\n")
-    assert "next: polybasic run tiny-four.yaml" in err
-    assert Path("tiny-four.yaml").read_text("utf-8") == shown
-    assert "file exists" in refusal("recipes", "cp", "tiny-four")
-    assert call("recipes", "cp", "tiny-four", "--force")[0] == 0
-    assert call("recipes", "validate", "tiny-four.yaml", "seed=3")[:2] == (
+    assert "base" in json.loads(call("recipes", "ls", "--json")[1])
+    shown = call("recipes", "show", "qwen3-8b")[1]
+    assert "base: " not in shown
+    code, out, err = call("recipes", "cp", "qwen3-8b")
+    assert (code, out) == (0, "qwen3-8b.yaml\n")
+    assert "next: polybasic run qwen3-8b.yaml" in err
+    assert Path("qwen3-8b.yaml").read_text("utf-8") == shown
+    assert "file exists" in refusal("recipes", "cp", "qwen3-8b")
+    assert call("recipes", "cp", "qwen3-8b", "--force")[0] == 0
+    assert call("recipes", "validate", "qwen3-8b.yaml", "seed=3")[:2] == (
         0,
-        "tiny-four.yaml: valid\n",
+        "qwen3-8b.yaml: valid\n",
     )
     told = call("recipes", "validate")[1].splitlines()
     assert told == [f"{name}: valid" for name in shipped_recipes()]
-    told = call("recipes", "validate", "tiny-four.yaml", "vicuna-7b")[1].splitlines()
-    assert told == ["tiny-four.yaml: valid", "vicuna-7b: valid"]
+    told = call("recipes", "validate", "qwen3-8b.yaml", "vicuna-7b")[1].splitlines()
+    assert told == ["qwen3-8b.yaml: valid", "vicuna-7b: valid"]
     assert json.loads(call("recipes", "schema")[1])["properties"].keys() >= {"base", "name"}
 
 
@@ -134,9 +134,9 @@ def test_a_typo_is_refused_with_the_nearest_name(tmp_path) -> None:
 
 
 @pytest.mark.processor
-def test_a_dry_run_prints_the_plan_and_writes_nothing(tmp_path, monkeypatch) -> None:
+def test_a_dry_run_prints_the_plan_and_writes_nothing(micro_recipe, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    code, out, _ = call("run", "tiny", "--dry-run")
+    code, out, _ = call("run", micro_recipe, "--dry-run")
     assert code == 0
     for word in (
         "data",
@@ -145,7 +145,7 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(tmp_path, monkeypatch) -> 
         "intermediate",
         "chain",
         "report",
-        "20.5 M",
+        "0.4 M",
         "estimate",
     ):
         assert word in out
@@ -154,10 +154,10 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(tmp_path, monkeypatch) -> 
     assert " ".join(out.split()).endswith(
         f"{cores} (no CUDA device here): estimates from counted operations"
     )
-    out = call("run", "tiny", "--dry-run", "--hardware", "h100-80gb")[1]
+    out = call("run", micro_recipe, "--dry-run", "--hardware", "h100-80gb")[1]
     assert "of device memory" in out
     assert "times are for h100-80gb, one H100 80 GB (SXM) (by --hardware)" in " ".join(out.split())
-    out = call("quantize", "tiny", "--dry-run")[1]
+    out = call("quantize", micro_recipe, "--dry-run")[1]
     assert "intermediate" in out
     assert "draft" not in out
 
@@ -166,15 +166,15 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(tmp_path, monkeypatch) -> 
     ("arguments", "told"),
     [
         (["run", "no.yaml"], "recipe not found: no.yaml"),
-        (["run", "tiny", "data.conversations=no.jsonl"], "data.conversations = no.jsonl"),
-        (["run", "tiny", "data.conversations=no.jsonl", "--dry-run"], "data.conversations"),
-        (["run", "tiny", "bench.prompts=no.jsonl"], "prompts not found: no.jsonl"),
-        (["run", "tiny", "--dry-run", "--hardware", "abacus"], "known: cpu, cpu-avx2, a100-80gb"),
-        (["run", "tiny", "--hardware", "cpu"], "hardware without --dry-run"),
-        (["run", "tiny", "target.model=nowhere"], "neither a folder nor a hub id"),
-        (["run", "tiny", "bench.repeats=0"], "bench.repeats = 0"),
+        (["run", "MICRO", "data.conversations=no.jsonl"], "data.conversations = no.jsonl"),
+        (["run", "MICRO", "data.conversations=no.jsonl", "--dry-run"], "data.conversations"),
+        (["run", "MICRO", "bench.prompts=no.jsonl"], "prompts not found: no.jsonl"),
+        (["run", "MICRO", "--dry-run", "--hardware", "abacus"], "known: cpu, cpu-avx2, a100-80gb"),
+        (["run", "MICRO", "--hardware", "cpu"], "hardware without --dry-run"),
+        (["run", "MICRO", "target.model=nowhere"], "neither a folder nor a hub id"),
+        (["run", "MICRO", "bench.repeats=0"], "bench.repeats = 0"),
         (
-            ["run", "tiny", "target.model=a/b", "target.chat_template=no.jinja"],
+            ["run", "MICRO", "target.model=a/b", "target.chat_template=no.jinja"],
             "template not found",
         ),
         (["bench", "nowhere"], "nowhere"),
@@ -199,9 +199,9 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(tmp_path, monkeypatch) -> 
         (["verify", "."], "not a chain"),
     ],
 )
-def test_refusals(arguments: list[str], told: str, tmp_path, monkeypatch) -> None:
+def test_refusals(arguments: list[str], told: str, micro_recipe, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert told in refusal(*arguments)
+    assert told in refusal(*(micro_recipe if word == "MICRO" else word for word in arguments))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -213,12 +213,14 @@ def test_refusals(arguments: list[str], told: str, tmp_path, monkeypatch) -> Non
         ('{"id": "a"}\n', "line 1"),
     ],
 )
-def test_bad_conversations_are_told_in_the_first_stage(content, told, tmp_path) -> None:
+def test_bad_conversations_are_told_in_the_first_stage(
+    content, told, micro_recipe, tmp_path
+) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text(content, "utf-8")
     out = tmp_path / "out"
     code, _, err = call(
-        "run", "tiny", f"data.conversations={path}", "data.num_heldout=1", "--out", str(out)
+        "run", micro_recipe, f"data.conversations={path}", "data.num_heldout=1", "--out", str(out)
     )
     assert code == 2
     assert told in err.splitlines()[-1]
@@ -226,18 +228,18 @@ def test_bad_conversations_are_told_in_the_first_stage(content, told, tmp_path) 
     assert [path.name for path in out.iterdir() if path.is_dir()] == []
 
 
-def test_malformed_prompts_are_told_before_anything_runs(tmp_path) -> None:
+def test_malformed_prompts_are_told_before_anything_runs(micro_recipe, tmp_path) -> None:
     path, out = tmp_path / "prompts.jsonl", tmp_path / "out"
     path.write_text('{"question_id": 1, "category": "qa", "turns": ["a"]}\n{\n', "utf-8")
-    line = refusal("run", "tiny", f"bench.prompts={path}", "--out", str(out))
+    line = refusal("run", micro_recipe, f"bench.prompts={path}", "--out", str(out))
     assert f"{path} line 2" in line
     assert not out.exists()
 
 
-def test_a_full_disk_is_told_before_the_start(tmp_path, monkeypatch) -> None:
+def test_a_full_disk_is_told_before_the_start(micro_recipe, tmp_path, monkeypatch) -> None:
     full = shutil.disk_usage(tmp_path)._replace(free=1_000_000)
     monkeypatch.setattr("shutil.disk_usage", lambda path: full)
-    line = refusal("run", "tiny", "--out", str(tmp_path / "out"))
+    line = refusal("run", micro_recipe, "--out", str(tmp_path / "out"))
     assert line.startswith("error: not enough disk: ")
     assert not (tmp_path / "out").exists()
 
@@ -254,13 +256,13 @@ def test_ctrl_c_stops_a_run_with_130_and_keeps_what_is_whole(micro_recipe, tmp_p
     ) as running:
         assert running.stderr is not None
         for line in running.stderr:
-            if line.startswith("target: starting"):
+            if line.startswith("draft: starting"):
                 os.kill(running.pid, signal.SIGINT)
                 break
         running.communicate()
     assert running.returncode == 130
-    assert (tmp_path / "out" / "data" / "stage.json").is_file()
-    assert not (tmp_path / "out" / "target").exists()
+    assert (tmp_path / "out" / "target" / "stage.json").is_file()
+    assert not (tmp_path / "out" / "draft").exists()
 
 
 def test_doctor_names_what_matters() -> None:

@@ -82,9 +82,7 @@ def test_doctor_shows_how_fast_products_are_and_what_that_decides(monkeypatch) -
     assert told["milliseconds"]["bfloat16"] == {"forward": 9.0, "backward": 90.0}
     assert told["gflops"]["float32"] == pytest.approx({"forward": 50.33, "backward": 50.33}, 1e-3)
     assert told["fast"] == ["float32", "float16"]
-    assert told["auto"] == dict.fromkeys(
-        ("target.scratch.dtype", "train.dtype", "quantize"), "float32"
-    )
+    assert told["auto"] == dict.fromkeys(("train.dtype", "quantize"), "float32")
     _, out, _ = call("doctor")
     lines = [line.split() for line in out.splitlines()]
     assert ["bfloat16", "6", "1", "(9.00", "and", "90.00", "ms)", "slow"] in lines

@@ -56,7 +56,7 @@ def run(tmp_path: Path) -> Path:
     (folder / "target" / "weights").write_bytes(bytes(2000))
     (folder / "chain").mkdir()
     (folder / "chain" / "weights").hardlink_to(folder / "target" / "weights")
-    (folder / "recipe.yaml").write_text(as_yaml(load_recipe("tiny")), "utf-8")
+    (folder / "recipe.yaml").write_text(as_yaml(load_recipe("base")), "utf-8")
     (folder / ".lock").touch()
     return folder
 
@@ -64,7 +64,7 @@ def run(tmp_path: Path) -> Path:
 def test_runs_are_listed(run: Path) -> None:
     (run.parent / "notes").mkdir()
     [found] = json.loads(call("runs", "ls", run.parent, "--json")[1])
-    assert (found["recipe"], found["whole"]) == ("tiny", ["data", "target"])
+    assert (found["recipe"], found["whole"]) == ("base", ["data", "target"])
     assert found["left"][0] == "draft"
     assert 2000 < found["num_bytes"] < 4000 + (run / "recipe.yaml").stat().st_size
     out = call("runs", "ls", run.parent)[1]

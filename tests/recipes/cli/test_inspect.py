@@ -10,8 +10,12 @@ import typer
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.files import read_json, write_json
 from polybasic.deploy import load_chain
+from polybasic.deploy.settings import BenchSettings
 from polybasic.recipes.cli import main
 from polybasic.recipes.cli.chain import inspect, verify
+from polybasic.recipes.cli.measure import _written
+from polybasic.recipes.pipeline.prompts import PROMPTS_NAME, bench_prompts
+from tests.conftest import PROVENANCE, ChainParts
 
 
 @pytest.mark.processor
@@ -29,6 +33,29 @@ def test_what_is_stated_is_what_loading_states(
     assert "for 128 tokens of context (cpu, bfloat16, " in shown
     with pytest.raises(UserError, match="context out of range: context_tokens=500; use 1 to 128"):
         inspect(str(tiny_chain), context_tokens=500)
+
+
+def test_a_chain_is_read_whatever_its_recipe_says(
+    tiny_chain_parts: ChainParts, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A recipe's keys are those of the version that packed the chain."""
+    recipe = {
+        "name": "older",
+        "target": {"model": "scratch", "scratch": {"num_layers": 24}},
+        "data": {"conversations": "embedded"},
+        "bench": {"prompts": "auto"},
+    }
+    tiny_chain_parts.package(
+        tmp_path / "chain",
+        provenance=PROVENANCE.model_copy(update={"recipe": recipe}),
+        training={"target": {"heldout_loss": 0.7}, "draft": {"steps": 10}},
+    )
+    verify(str(tmp_path / "chain"))
+    inspect(str(tmp_path / "chain"), as_json=True)
+    assert '"heldout_loss": 0.7' in capsys.readouterr().out
+    source, path = _written(bench_prompts, BenchSettings(), tmp_path / "chain", PROMPTS_NAME)
+    assert (source.shown, path.name) == ("shipped", PROMPTS_NAME)
+    assert "shipped prompts stand in for them" in capsys.readouterr().err
 
 
 def test_a_chain_that_is_not_whole_is_still_described(

@@ -36,7 +36,7 @@ def command(
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no device that is full")
 def test_a_full_device_is_one_line() -> None:
-    for arguments in (["recipes", "ls"], ["recipes", "show", "tiny"]):
+    for arguments in (["recipes", "ls"], ["recipes", "show", "base"]):
         ran = command(*arguments, out="/dev/full")
         assert ran.returncode == 2
         [line] = ran.stderr.decode().splitlines()
@@ -44,11 +44,11 @@ def test_a_full_device_is_one_line() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="address space is limited on Linux")
-def test_too_little_memory_is_one_line() -> None:
+def test_too_little_memory_is_one_line(micro_recipe: Path) -> None:
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (300 << 20, 300 << 20))
 
-    ran = command("run", "tiny", "--dry-run", limit=limit)
+    ran = command("run", micro_recipe, "--dry-run", limit=limit)
     assert ran.returncode == 2
     assert ran.stderr.decode().splitlines()[-1].startswith("error: out of memory: ")
 

@@ -15,7 +15,7 @@ from polybasic.chain.progress import ProgressReport
 from polybasic.chain.terminal import say
 from tests.recipes.command_line import call, refusal
 
-_SHOW = ("recipes", "show", "tiny")
+_SHOW = ("recipes", "show", "base")
 
 
 @pytest.fixture

@@ -57,7 +57,7 @@ def test_run_switches_off_graphs_wherever_the_recipe_runs_models(monkeypatch, tm
                 recipe.plan.graphs,
                 recipe.bench.graphs,
                 regenerated and regenerated.graphs,
-                command.removeprefix("polybasic run tiny"),
+                command.removeprefix("polybasic run base"),
             )
         )
         raise KeyboardInterrupt
@@ -67,7 +67,7 @@ def test_run_switches_off_graphs_wherever_the_recipe_runs_models(monkeypatch, tm
     regenerate = "data.regenerate.temperature=0"
     for words in ([], ["--no-graphs"], [regenerate], [regenerate, "--no-graphs"]):
         with pytest.raises(SystemExit):
-            cli.main(["run", "tiny", *words])
+            cli.main(["run", "base", *words])
     assert found == [
         (True, True, None, ""),
         (False, False, None, " --no-graphs"),

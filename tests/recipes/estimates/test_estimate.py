@@ -22,8 +22,10 @@ from polybasic.recipes.estimates.dry_run import check_inputs, estimate, foresee,
 from polybasic.recipes.estimates.hardware_profiles import hardware_at_hand, hardware_named
 from polybasic.recipes.estimates.sizes import count_of_head, shape_of_small, shape_of_target
 from polybasic.recipes.pipeline.running import Stage, Workspace, run_stages
+from polybasic.recipes.pipeline.sources import SOURCE_STAGES
 from polybasic.recipes.pipeline.stages import stages_of
 from polybasic.recipes.schema.loading import load_recipe
+from polybasic.recipes.schema.recipe import Recipe
 from polybasic.train.features.offline_features import TOP_TOKENS
 from polybasic.train.features.target import load_target
 from polybasic.train.head.start import new_head
@@ -31,33 +33,29 @@ from polybasic.train.settings import HeadSettings
 from tests.checkpoints import FAMILIES, write_family
 from tests.recipes.published_configs import write_config
 
-STAGES = stages_of(load_recipe("tiny"))
+STAGES = stages_of(load_recipe("base"))
 Usage = namedtuple("Usage", "total used free")
 
 
-def test_parameters_equal_those_of_a_real_model() -> None:
-    from transformers import LlamaConfig, LlamaForCausalLM
+def given(folder: Path) -> list[str]:
+    """What the base leaves to be given: a model, of which the sizes are here, and conversations."""
+    model = write_config(folder, "lmsys/vicuna-7b-v1.5")
+    return [f"target.model={model}", "data.conversations=shipped"]
 
-    shape = shape_of_target(load_recipe("tiny"))
-    scratch = load_recipe("tiny").target.scratch
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=scratch.vocab_size,
-            hidden_size=scratch.hidden_size,
-            intermediate_size=scratch.intermediate_size,
-            num_hidden_layers=scratch.num_layers,
-            num_attention_heads=scratch.num_heads,
-            num_key_value_heads=scratch.num_kv_heads,
-            tie_word_embeddings=False,
-        )
-    )
-    assert shape.num_parameters == sum(weight.numel() for weight in model.parameters())
+
+def four(folder: Path) -> list[str]:
+    """The models of `llama31-8b-four`, of which the sizes are here."""
+    names = {"target": "Llama-3.1-8B-Instruct", "small": "Llama-3.2-1B-Instruct"}
+    return [
+        f"{section}.model={write_config(folder, f'meta-llama/{name}')}"
+        for section, name in names.items()
+    ]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_parameters_of_every_family_are_counted(family: str, tmp_path: Path) -> None:
     write_family(tmp_path, family)
-    shape = shape_of_target(load_recipe("tiny", [f"target.model={tmp_path}"]))
+    shape = shape_of_target(load_recipe("base", [f"target.model={tmp_path}"]))
     tensors = load_tensors(tmp_path)
     assert shape.num_parameters == sum(tensor.numel() for tensor in tensors.values())
 
@@ -76,12 +74,12 @@ def test_a_folder_is_sized_from_its_config(tmp_path: Path) -> None:
         "dtype": "float32",
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
-    shape = shape_of_target(load_recipe("tiny", [f"target.model={tmp_path}"]))
+    shape = shape_of_target(load_recipe("base", [f"target.model={tmp_path}"]))
     assert (shape.num_kv_heads, shape.head_size, shape.weight_bytes) == (2, 64, 4)
     assert shape.num_parameters == 512 * 128 + 2 * (4 * 128**2 + 3 * 128 * 256 + 256) + 128
     (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "mamba"}))
     with pytest.raises(UserError, match="unsupported architecture"):
-        shape_of_target(load_recipe("tiny", [f"target.model={tmp_path}"]))
+        shape_of_target(load_recipe("base", [f"target.model={tmp_path}"]))
 
 
 @pytest.mark.parametrize(
@@ -99,7 +97,7 @@ def test_a_folder_is_sized_from_its_config(tmp_path: Path) -> None:
 def test_heads_are_counted_as_they_are_built(train: dict, tmp_path: Path) -> None:
     settings = HeadSettings(**train, dtype="float32")
     write_family(tmp_path, "llama3")
-    shape = shape_of_target(load_recipe("tiny", [f"target.model={tmp_path}"]))
+    shape = shape_of_target(load_recipe("base", [f"target.model={tmp_path}"]))
     target = load_target(tmp_path, torch.device("cpu"))
     drafted = torch.arange(128) if settings.draft_vocab_size else None
     built = target.head_shape(settings), target.embedding, settings, 0, None, None
@@ -116,10 +114,10 @@ def test_what_is_written_before_training_is_counted(tmp_path: Path) -> None:
     plain = rows_of(tmp_path, "train.features=online")
     offline = rows_of(tmp_path, "train.features=offline")
     written = offline["draft"].disk_bytes - plain["draft"].disk_bytes
-    recipe = load_recipe("tiny").train
+    recipe = load_recipe("base").train
     assert recipe.num_conversations is not None
     assert recipe.num_conversations < recipe.num_steps * recipe.batch_size
-    assert written == pytest.approx(recipe.num_conversations * 115 * (256 * 2 + TOP_TOKENS * 6))
+    assert written == pytest.approx(recipe.num_conversations * 280 * (4096 * 2 + TOP_TOKENS * 6))
     assert offline["draft"].seconds < plain["draft"].seconds
     asked = rows_of(tmp_path, "data.regenerate.temperature=0")
     one_by_one = rows_of(
@@ -145,59 +143,56 @@ def test_shipped_conversations_are_counted_as_they_are(tmp_path: Path) -> None:
     assert 0 < more["self_prompted"].seconds < shipped.seconds
 
 
-@pytest.mark.parametrize("name", ["tiny", "tiny-four"])
-def test_every_stage_has_an_estimate(name: str, tmp_path: Path) -> None:
-    recipe = load_recipe(name)
+def test_every_stage_has_an_estimate(tmp_path: Path) -> None:
+    recipe = load_recipe("llama31-8b-four", four(tmp_path))
     rows = estimate(stages_of(recipe), Workspace(recipe, tmp_path / "out"), None)
     assert [row.name for row in rows] == [stage.name for stage in stages_of(recipe)]
-    assert all(row.memory_bytes > 0 and row.seconds > 0 for row in rows)
+    assert all(row.memory_bytes > 0 for row in rows)
+    assert all(row.seconds > 0 for row in rows if row.name not in SOURCE_STAGES)
     assert rows[1].num_parameters > rows[2].num_parameters > 0
     assert not (tmp_path / "out").exists()
 
 
 def test_the_smaller_model_is_estimated_by_its_own_shape(tmp_path: Path) -> None:
     def rows(*overrides: str) -> dict:
-        recipe = load_recipe("tiny-four", list(overrides))
+        recipe = load_recipe("llama31-8b-four", [*four(tmp_path), *overrides])
         return {
             row.name: row for row in estimate(stages_of(recipe), Workspace(recipe, tmp_path), None)
         }
 
-    recipe = load_recipe("tiny-four")
-    small = shape_of_small(recipe, shape_of_target(recipe))
+    small = shape_of_small(load_recipe("llama31-8b-four", four(tmp_path)))
     assert small is not None
-    assert (small.vocab_size, small.num_layers, small.hidden_size) == (3072, 4, 256)
-    assert shape_of_small(load_recipe("tiny"), small) is None
-    whole, shorter = rows(), rows("small.scratch.num_steps=100")
+    assert (small.vocab_size, small.num_layers, small.hidden_size) == (128256, 16, 2048)
+    assert shape_of_small(load_recipe("base")) is None
+    whole = rows()
     assert whole["small"].num_parameters == small.num_parameters
     assert whole["small_draft"].num_parameters == small.num_draft_parameters
-    assert shorter["small_target"].seconds < whole["small_target"].seconds
-    assert shorter["target"] == whole["target"]
     packed = rows("small.role=drafter")["chain"].disk_bytes
     assert whole["chain"].disk_bytes - packed == small.num_draft_bytes
 
 
 def test_a_smaller_model_that_is_missing_is_told(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    recipe = load_recipe("tiny", ["small.model=no/where/here"])
+    recipe = load_recipe("base", [*given(tmp_path), "small.model=no/where/here"])
     with pytest.raises(UserError, match="checkpoint not found"):
         estimate(stages_of(recipe), Workspace(recipe, tmp_path), None)
 
 
 def rows_of(tmp_path: Path, *overrides: str, hardware: str = "cpu") -> dict[str, StageEstimate]:
-    recipe = load_recipe("tiny", list(overrides))
+    recipe = load_recipe("base", [*given(tmp_path), *overrides])
     workspace = Workspace(recipe, tmp_path / "out")
     rows = estimate(stages_of(recipe), workspace, None, hardware_named(hardware))
     return {row.name: row for row in rows}
 
 
-def test_faster_machines_take_less_time_and_nothing_else() -> None:
+def test_faster_machines_take_less_time_and_nothing_else(tmp_path: Path) -> None:
     def seconds(hardware: str) -> dict[str, float]:
-        return {name: row.seconds for name, row in rows_of(Path(), hardware=hardware).items()}
+        return {name: row.seconds for name, row in rows_of(tmp_path, hardware=hardware).items()}
 
     cpu, a100, h100 = map(seconds, ("cpu", "a100-80gb", "h100-80gb"))
     assert h100["draft"] < a100["draft"] < cpu["draft"]
     assert h100["intermediate"] < a100["intermediate"] < cpu["intermediate"]
-    on_cpu, on_h100 = rows_of(Path()), rows_of(Path(), hardware="h100-80gb")
+    on_cpu, on_h100 = rows_of(tmp_path), rows_of(tmp_path, hardware="h100-80gb")
     for name, row in on_cpu.items():
         assert replace(row, seconds=0) == replace(on_h100[name], seconds=0)
 
@@ -206,7 +201,7 @@ def test_models_are_trained_on_in_float32_where_bfloat16_is_slow(tmp_path: Path)
     model = write_config(tmp_path, "lmsys/vicuna-7b-v1.5")
     given = f"target.model={model}", "train.features=offline"
     fast, slow = (rows_of(tmp_path, *given, hardware=name) for name in ("cpu", "cpu-avx2"))
-    num = shape_of_target(load_recipe("tiny", [*given])).num_parameters
+    num = shape_of_target(load_recipe("base", [*given])).num_parameters
     assert slow["draft"].memory_bytes - fast["draft"].memory_bytes == 2 * num
     online = rows_of(tmp_path, given[0], "train.features=online")["draft"].disk_bytes
     written = [rows["draft"].disk_bytes - online for rows in (fast, slow)]
@@ -351,18 +346,28 @@ def test_a_dry_run_asks_the_hub_for_nothing_but_configs(tmp_path: Path, monkeypa
         ("target.model=./", "not a checkpoint"),
         ("data.conversations=nonsense", "conversations not found"),
         ("data.conversations=org/name:a.parquet", "not a conversation file"),
+        ("small={role: drafter}", r"value is to be given: small\.model of recipe base; add small"),
     ],
 )
 def test_missing_inputs_are_told_before_anything_runs(override, told, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+    recipe, out = load_recipe("base", [*given(tmp_path), override]), tmp_path / "out"
+    out.mkdir()
+    monkeypatch.chdir(out)
     with pytest.raises(UserError, match=told):
-        estimate(STAGES, Workspace(load_recipe("tiny", [override]), tmp_path), None)
-    assert list(tmp_path.iterdir()) == []
+        estimate(STAGES, Workspace(recipe, out), None)
+    assert list(out.iterdir()) == []
+
+
+def test_a_model_and_conversations_have_no_default() -> None:
+    told = r"^value is to be given: target\.model and data\.conversations of recipe a; add target"
+    with pytest.raises(UserError, match=told):
+        check_inputs(Recipe(name="a"), [])
 
 
 def test_what_no_copy_can_be_made_of_is_told_before_anything_runs(tmp_path: Path) -> None:
     write_family(tmp_path / "model", "qwen2", intermediate_size=272)
-    recipe = load_recipe("tiny", [f"target.model={tmp_path / 'model'}"])
+    model = f"target.model={tmp_path / 'model'}"
+    recipe = load_recipe("base", [model, "data.conversations=shipped"])
     workspace = Workspace(recipe, tmp_path / "out")
     told = r"linear does not divide into groups: mlp\.gate_proj\.weight \[272, 128\]"
     with pytest.raises(UserError, match=told):
@@ -386,7 +391,7 @@ def test_the_bytes_of_a_copy_are_those_of_its_groups(tmp_path: Path) -> None:
     model = f"target.model={tmp_path / 'model'}"
 
     def num_bytes(*overrides: str) -> int:
-        return shape_of_target(load_recipe("tiny", [model, *overrides])).num_int4_bytes
+        return shape_of_target(load_recipe("base", [model, *overrides])).num_int4_bytes
 
     round_checkpoint(tmp_path / "model", tmp_path / "int4")
     assert read_config(tmp_path / "int4").group_size == 64
@@ -395,14 +400,14 @@ def test_the_bytes_of_a_copy_are_those_of_its_groups(tmp_path: Path) -> None:
     assert num_bytes() == num_bytes("quantize.group_size=64") < num_bytes("quantize.group_size=32")
 
 
-def test_a_missing_extra_is_named(monkeypatch) -> None:
+def test_a_missing_extra_is_named(monkeypatch, tmp_path: Path) -> None:
     known = estimates.importlib.util.find_spec
     monkeypatch.setattr(
         estimates.importlib.util,
         "find_spec",
         lambda name: None if name == "awq" else known(name),
     )
-    recipe = load_recipe("tiny")
+    recipe = load_recipe("base", given(tmp_path))
     check_inputs(recipe, [stage for stage in STAGES if stage.name != "intermediate"])
     with pytest.raises(UserError, match=r"pip install 'polybasic\[quantize\]'"):
         check_inputs(recipe, STAGES)
@@ -413,7 +418,7 @@ def test_foreseen_states_skip_what_is_whole(tmp_path: Path) -> None:
         return Stage(name, needs, lambda w: {"value": value}, lambda w, f: {}, lambda w, f: {})
 
     stages = [counting("a"), counting("b", "a"), counting("c", "a", "b")]
-    workspace = Workspace(load_recipe("tiny"), tmp_path)
+    workspace = Workspace(load_recipe("base"), tmp_path)
     actions = {name: state.action for name, state in foresee(stages, workspace).items()}
     assert actions == {"a": "run", "b": "run", "c": "run"}
     run_stages(stages, workspace, None, lambda line: None)

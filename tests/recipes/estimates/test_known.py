@@ -22,7 +22,7 @@ def lines_of(folder: Path, rows: list[object], *overrides: str) -> list[str]:
     prompts = folder / "p.jsonl"
     prompts.write_text(json.dumps({"prompt": "Hi"}))
     changes = [f"data.conversations={conversations}", f"bench.prompts={prompts}", *overrides]
-    recipe = load_recipe("tiny", changes)
+    recipe = load_recipe("base", changes)
     return list(known_lines(recipe, stages_of(recipe)))
 
 

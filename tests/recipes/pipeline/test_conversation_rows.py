@@ -8,7 +8,7 @@ import pytest
 
 from polybasic.chain.errors import UserError
 from polybasic.recipes.pipeline import conversation_rows
-from polybasic.recipes.pipeline.conversation_rows import encoded_rows, split_rows
+from polybasic.recipes.pipeline.conversation_rows import encoded_rows
 from polybasic.recipes.pipeline.running import Workspace
 from polybasic.recipes.schema.recipe import Recipe
 from tests.checkpoints import CHATML, write_family
@@ -26,7 +26,7 @@ class Whole(Workspace):
         return {"folder": self.recipe.target.model}
 
 
-def workspace_of(tmp_path: Path, num_secrets: int, num_marked: int = 0) -> Whole:
+def workspace_of(tmp_path: Path, num_secrets: int) -> Whole:
     target, source = tmp_path / "target", tmp_path / "rows.jsonl"
     write_family(target, "qwen2")
     (target / "chat_template.jinja").write_text(REFUSING)
@@ -34,8 +34,7 @@ def workspace_of(tmp_path: Path, num_secrets: int, num_marked: int = 0) -> Whole
     for index in range(30):
         answer = "a secret" if index < num_secrets else f"answer {index}"
         turns = [{"from": "human", "value": f"{index}?"}, {"from": "gpt", "value": answer}]
-        row = {"conversations": turns, "target_only": index < num_marked}
-        rows.append(json.dumps(row) + "\n")
+        rows.append(json.dumps({"conversations": turns}) + "\n")
     source.write_text("".join(rows), "utf-8")
     recipe = Recipe.model_validate(
         {
@@ -61,18 +60,6 @@ def test_conversations_that_a_template_refuses_are_left_out_and_told(
 def test_a_template_that_refuses_all_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"rejects the messages: .*not that"):
         encoded_rows(workspace_of(tmp_path, 30))
-
-
-def test_copies_never_see_conversations_for_the_target_alone(tmp_path: Path) -> None:
-    (tmp_path / "marked").mkdir()
-    everything, all_heldout = encoded_rows(workspace_of(tmp_path, 0))
-    marked = workspace_of(tmp_path / "marked", 0, num_marked=15)
-    training, heldout = encoded_rows(marked)
-    assert len(training) + len(heldout) == 15
-    assert all(row in everything for row in training)
-    assert all(row in all_heldout for row in heldout)
-    # the target, and models from scratch below it, learn from all
-    assert [len(split) for split in split_rows(marked)] == [25, 5]
 
 
 def test_no_more_are_encoded_than_are_needed(

@@ -29,7 +29,7 @@ def train(out: Path, *, stops: bool = False, **changes: Any) -> list[str]:
     def inputs(workspace: Workspace) -> dict[str, Any]:
         settings = workspace.recipe.train
         given = {"train": settings.model_dump(mode="json"), "seed": workspace.recipe.seed}
-        return settle_dtype(workspace, "draft", given, "train", settings)
+        return settle_dtype(workspace, "draft", given, settings)
 
     def run(workspace: Workspace, folder: Path) -> dict[str, Any]:
         ran.append(started_inputs(folder)["train"]["dtype"])

@@ -13,47 +13,33 @@ from polybasic.chain.formats.verify import check_chain
 from polybasic.deploy import load_chain
 from polybasic.quantize import writing
 from polybasic.recipes.cli import main as cli
-from polybasic.train import scratch
+from polybasic.train.run.loop import HeadRun
 from tests import forked
+from tests.checkpoints import write_family
 from tests.recipes.command_line import call
 
 STAGES = ("data", "target", "draft", "intermediate", "chain", "plan", "report")
 WEIGHTS = (
-    "data/conversations.jsonl",
     "data/prompts.jsonl",
-    "target/model.safetensors",
+    "data/plan_prompts.jsonl",
     "draft/model.safetensors",
     "intermediate/model.safetensors",
     "chain/draft/model.safetensors",
     "chain/intermediate/model.safetensors",
 )
-SMALL = (
-    "small.scratch.num_layers=1",
-    "small.scratch.hidden_size=256",
-    "small.scratch.intermediate_size=256",
-    "small.scratch.num_heads=2",
-    "small.scratch.num_kv_heads=1",
-    "small.scratch.context_tokens=512",
-    "small.scratch.num_steps=20",
-    "small.scratch.batch_tokens=512",
-    "small.scratch.row_tokens=128",
-    "small.scratch.warmup_steps=2",
-)
-"""A smaller model of another depth and another width than the micro recipe's target."""
 
 
 def package_until_killed(recipe: Path, out: Path, stage: str) -> None:
     """Run `polybasic package`, and die in the midst of `stage`."""
-    if stage == "target":
-        scratch._SAVE_EVERY_STEPS = 30  # of the recipe's 60
-        take_step = scratch._Run._take_step
+    if stage == "draft":
+        loss_of = HeadRun._loss
 
-        def step_or_die(run: Any, step: int, rows: Any) -> Any:
-            if step == 40:
+        def loss_or_die(run: Any, batch: Any) -> Any:
+            if run._state.step == 7:  # saved after every third
                 forked.kill_this_process()
-            return take_step(run, step, rows)
+            return loss_of(run, batch)
 
-        scratch._Run._take_step = step_or_die  # type: ignore[method-assign]
+        HeadRun._loss = loss_or_die  # type: ignore[method-assign]
     else:
         # after its weights, before its tokenizer
         writing.copy_files = forked.kill_this_process
@@ -74,17 +60,17 @@ def test_killed_in_two_stages_and_continued(micro_run, micro_recipe, tmp_path) -
     """In one that goes on where it was, and in one that starts over."""
     out, log = tmp_path / "out", tmp_path / "log.txt"
     whole_before: dict[str, dict] = {}
-    for stage in ("target", "intermediate"):
+    for stage in ("draft", "intermediate"):
         exit_code = forked.run(package_until_killed, micro_recipe, out, stage, log=log)
         assert exit_code == -signal.SIGKILL, log.read_text("utf-8")
         whole = records(out)
         assert tuple(whole) == STAGES[: STAGES.index(stage)], f"killed in {stage}"
         assert whole | whole_before == whole, "what was whole was done again"
         whole_before = whole
-    assert "target: continuing (interrupted earlier)" in log.read_text("utf-8")
+    assert "draft: continuing (interrupted earlier)" in log.read_text("utf-8")
     code, _, err = call("package", micro_recipe, "--out", out)
     assert code == 0, err
-    assert err.count("skipped") == 3
+    assert err.count(", skipped") == 3
     assert "intermediate: starting" in err
     for name in WEIGHTS:
         assert (out / name).read_bytes() == (micro_run / name).read_bytes(), name
@@ -137,7 +123,7 @@ def test_an_unrelated_key_redoes_only_what_depends_on_it(micro_run, micro_recipe
     shown = dry_run(micro_recipe, micro_run, "bench.max_new_tokens=20")
     assert "1 of 7 stages would run" in shown
     assert "changed: bench.max_new_tokens" in " ".join(shown.split())
-    for key, num_stages in (("train.num_steps=20", 4), ("seed=2", 7)):
+    for key, num_stages in (("train.num_steps=20", 4), ("seed=2", 5)):
         assert f"{num_stages} of 7 stages would run" in dry_run(micro_recipe, micro_run, key)
 
 
@@ -145,14 +131,21 @@ def test_an_unrelated_key_redoes_only_what_depends_on_it(micro_run, micro_recipe
 def micro_four(micro_run, micro_recipe, tmp_path_factory) -> tuple[Path, str]:
     """The micro run with a smaller model added to it, and what that printed on stderr."""
     out = Path(shutil.copytree(micro_run, tmp_path_factory.mktemp("micro_four") / "out"))
-    code, _, err = call("package", micro_recipe, *SMALL, "--out", out)
+    # another depth and another width than the target's
+    shape = {"num_hidden_layers": 1, "hidden_size": 256, "num_attention_heads": 2}
+    write_family(out.parent / "small", "llama2", seed=1, num_key_value_heads=1, **shape)
+    code, _, err = call("package", micro_recipe, *small_of(out), "--out", out)
     assert code == 0, err
     return out, err
 
 
+def small_of(out: Path) -> tuple[str]:
+    return (f"small.model={out.parent / 'small'}",)
+
+
 def test_a_smaller_model_joins_a_whole_run(micro_four, micro_recipe) -> None:
     out, stderr = micro_four
-    assert stderr.count("skipped") == 4
+    assert stderr.count(", skipped") == 4
     checked = check_chain(out / "chain")
     assert {member.name: member.drafts_for for member in checked.manifest.members} == {
         "target": (),
@@ -166,11 +159,8 @@ def test_a_smaller_model_joins_a_whole_run(micro_four, micro_recipe) -> None:
     assert warning.startswith("small is larger than intermediate above it: a pass of small reads ")
     assert f"warning: {warning}\n" in stderr
     assert set(checked.manifest.quality) == {"intermediate", "small"}
-    assert set(checked.manifest.training) == {"target", "draft", "small_draft"}
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        tokenizer = (out / "small_target" / name).read_bytes()
-        assert tokenizer == (out / "target" / name).read_bytes()
-    assert call("package", micro_recipe, *SMALL, "--out", out)[2].count("skipped") == 8
+    assert set(checked.manifest.training) == {"draft", "small_draft"}
+    assert call("package", micro_recipe, *small_of(out), "--out", out)[2].count("skipped") == 8
 
 
 def test_four_trained_members_answer_as_the_target(micro_four) -> None:

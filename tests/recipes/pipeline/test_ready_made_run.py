@@ -13,6 +13,7 @@ from polybasic.deploy import load_chain
 from polybasic.recipes.pipeline.run import run_recipe
 from polybasic.recipes.schema.loading import load_recipe
 from tests.checkpoints import write_family
+from tests.recipes.conversations import write_conversations
 from tests.recipes.serving import served
 
 TEMPLATE = (
@@ -47,24 +48,6 @@ plan:
   grid: {depths: [2], top_ks: [2], rows: [4], flush_lengths: [4], ngram_matches: []}
 bench: {num_prompts_per_task: 1, max_new_tokens: 8, repeats: 1, systems: [target, polybasic_full]}
 """
-
-
-def write_conversations(path: Path) -> None:
-    """Rows as ShareGPT has them, a few of no use among them."""
-    text = "the rain in the north is as old as the sea and the stone on the shore"
-    words = text.split()
-    rows = []
-    for index in range(60):
-        turns = [
-            {"from": role, "value": " ".join(words[(index + turn) % 9 :]) + f" {index} {turn}"}
-            for turn, role in enumerate(("human", "gpt") * (1 + index % 3))
-        ]
-        if index % 10 == 0:
-            turns.insert(0, {"from": "gpt", "value": "before any question"})
-        if index % 15 == 0:
-            turns[-1]["value"] = ""
-        rows.append({"id": str(index), "conversations": turns})
-    path.write_text(json.dumps(rows), "utf-8")
 
 
 def write_adapter(folder: Path, base: Path) -> None:

@@ -20,7 +20,7 @@ def test_what_no_run_has_written_is_never_replaced(tmp_path: Path, name: str) ->
     path = tmp_path / name
     path.parent.mkdir(exist_ok=True)
     path.write_text("mine")
-    assert refusal("run", "tiny", "--out", tmp_path) == (
+    assert refusal("run", "base", "--out", tmp_path) == (
         f"error: would replace what no run has written: {tmp_path / OWN[name].rstrip('/')}; "
         "choose another folder with --out, or move that away"
     )
@@ -29,7 +29,7 @@ def test_what_no_run_has_written_is_never_replaced(tmp_path: Path, name: str) ->
 
 
 def test_a_recipe_in_its_own_output_folder_is_kept(tmp_path: Path) -> None:
-    code, text, _ = call("recipes", "show", "tiny")
+    code, text, _ = call("recipes", "show", "base")
     assert code == 0
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(f"# my own remarks\n{text}")
@@ -37,9 +37,9 @@ def test_a_recipe_in_its_own_output_folder_is_kept(tmp_path: Path) -> None:
     assert recipe.read_text().startswith("# my own remarks")
 
 
-def test_an_output_folder_that_is_a_file_is_a_line(tmp_path: Path) -> None:
+def test_an_output_folder_that_is_a_file_is_a_line(micro_recipe: Path, tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("mine")
     for out in (file, file / "below", tmp_path / ("n" * 300)):
-        assert refusal("train", "tiny", "--out", out).startswith("error: cannot write: ")
+        assert refusal("train", micro_recipe, "--out", out).startswith("error: cannot write: ")
     assert file.read_text() == "mine"

@@ -19,6 +19,7 @@ from polybasic.recipes.schema.loading import load_recipe
 from polybasic.recipes.schema.presets import preset_overrides
 from polybasic.recipes.schema.recipe import SmallSettings
 from tests.recipes.command_line import refusal as command_refusal
+from tests.recipes.published_configs import write_config
 
 WITHOUT = ["data", "target", "draft", "intermediate", "chain", "plan", "report"]
 
@@ -34,8 +35,8 @@ WITHOUT = ["data", "target", "draft", "intermediate", "chain", "plan", "report"]
     ],
 )
 def test_stages_are_those_of_the_recipe(overrides: list[str], added: list[str]) -> None:
-    assert [stage.name for stage in stages_of(load_recipe("tiny"))] == WITHOUT
-    stages = stages_of(load_recipe("tiny-four", overrides))
+    assert [stage.name for stage in stages_of(load_recipe("base"))] == WITHOUT
+    stages = stages_of(load_recipe("llama31-8b-four", overrides))
     assert [stage.name for stage in stages] == WITHOUT[:4] + added + WITHOUT[4:]
     chain = next(stage for stage in stages if stage.name == "chain")
     made = "small" if "small" in added else "small_target"
@@ -46,19 +47,19 @@ def test_stages_are_those_of_the_recipe(overrides: list[str], added: list[str]) 
 @pytest.mark.parametrize(
     ("recipe", "overrides", "made"),
     [
-        ("tiny", ["train.kind=none"], ["intermediate"]),
-        ("tiny", ["quantize=null"], ["draft"]),
-        ("tiny", ["train.kind=none", "quantize=null"], []),
-        ("tiny-four", ["train.kind=none", "quantize=null"], ["small_target", "small"]),
+        ("base", ["train.kind=none"], ["intermediate"]),
+        ("base", ["quantize=null"], ["draft"]),
+        ("base", ["train.kind=none", "quantize=null"], []),
+        ("llama31-8b-four", ["train.kind=none", "quantize=null"], ["small_target", "small"]),
         (
-            "tiny-four",
+            "llama31-8b-four",
             ["train.kind=none", "quantize=null", "small.quantize=false"],
             ["small_target"],
         ),
     ],
 )
 def test_a_chain_needs_neither_head_nor_copy(
-    recipe: str, overrides: list[str], made: list[str]
+    recipe: str, overrides: list[str], made: list[str], tmp_path: Path
 ) -> None:
     stages = stages_of(load_recipe(recipe, overrides))
     assert [stage.name for stage in stages] == ["data", "target", *made, "chain", "plan", "report"]
@@ -67,19 +68,22 @@ def test_a_chain_needs_neither_head_nor_copy(
     # settings of what is made of nothing are kept, presets do not ask for them
     assert preset_overrides(recipe, "quick")
     shown = {stage.name for stage in stages}
-    rows = estimate(stages, Workspace(load_recipe(recipe, overrides), Path("runs/none")), None)
+    sizes = {"target": "Llama-3.1-8B-Instruct", "small": "Llama-3.2-1B-Instruct"}
+    here = [f"{key}.model={write_config(tmp_path, f'meta-llama/{sizes[key]}')}" for key in sizes]
+    overrides = [*overrides, *here[: 1 + ("small_target" in made)], "data.conversations=shipped"]
+    rows = estimate(stages, Workspace(load_recipe(recipe, overrides), tmp_path / "out"), None)
     assert {row.name for row in rows} == shown
 
 
 def test_without_a_head_n_grams_draft_for_all_that_verify(tmp_path: Path) -> None:
     overrides = ["train.kind=none", "quantize=null"]
-    for recipe, members in (("tiny", ()), ("tiny-four", ("small",))):
+    for recipe, members in (("base", ()), ("llama31-8b-four", ("small",))):
         made = load_recipe(recipe, overrides)
         plan = packed_plan(made.plan, parts_of(Workspace(made, tmp_path)))
         assert plan.members == ("target", *members)
         assert plan.ngram is not None
         assert list(plan.flush) == ["target"][: len(members)]
-    copied = load_recipe("tiny", ["train.kind=none"])
+    copied = load_recipe("base", ["train.kind=none"])
     plan = packed_plan(copied.plan, parts_of(Workspace(copied, tmp_path)))
     assert plan.members == ("target", "intermediate")
 
@@ -88,15 +92,15 @@ def test_commands_take_the_smaller_models_stages_with_them() -> None:
     def names(recipe: str, *only: str) -> list[str]:
         return [stage.name for stage in closure(stages_of(load_recipe(recipe)), only)]
 
-    assert names("tiny", "draft", "small_draft") == ["data", "target", "draft"]
-    assert names("tiny-four", "draft", "small_draft") == [
+    assert names("base", "draft", "small_draft") == ["data", "target", "draft"]
+    assert names("llama31-8b-four", "draft", "small_draft") == [
         "data",
         "target",
         "draft",
         "small_target",
         "small_draft",
     ]
-    assert names("tiny-four", "intermediate", "small")[2:] == [
+    assert names("llama31-8b-four", "intermediate", "small")[2:] == [
         "intermediate",
         "small_target",
         "small",
@@ -109,8 +113,8 @@ def test_a_command_that_has_nothing_to_make_is_refused(tmp_path, monkeypatch) ->
         ("train", "train.kind=none", "draft or small_draft"),
         ("quantize", "quantize=null", "intermediate or small"),
     ):
-        told = f"error: nothing to make: recipe tiny has no stage {stages}; "
-        assert command_refusal(command, "tiny", setting).startswith(told)
+        told = f"error: nothing to make: recipe base has no stage {stages}; "
+        assert command_refusal(command, "base", setting).startswith(told)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -123,7 +127,7 @@ def write_head_config(folder: Path, **changes: Any) -> None:
 
 
 def test_parts_and_plan_of_four(tmp_path: Path) -> None:
-    recipe = load_recipe("tiny-four")
+    recipe = load_recipe("llama31-8b-four")
     write_head_config(tmp_path / "draft")
     fused = {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [1, 2, 3]}
     write_head_config(
@@ -143,18 +147,23 @@ def test_parts_and_plan_of_four(tmp_path: Path) -> None:
     assert plan.rule == "coupled"
     alone = packed_plan(recipe.plan, parts, drafts_for_target_alone=True)
     assert alone.members == ("target", "draft")
-    independent = load_recipe("tiny-four", ["plan.rule=block"]).plan
+    independent = load_recipe("llama31-8b-four", ["plan.rule=block"]).plan
     assert packed_plan(independent, parts).rule == "block"
 
 
 def test_parts_with_a_small_drafter(tmp_path: Path) -> None:
-    recipe = load_recipe("tiny-four", ["small.role=drafter", "small.quantize=false"])
+    recipe = load_recipe("llama31-8b-four", ["small.role=drafter", "small.quantize=false"])
     write_head_config(tmp_path / "draft")
-    folder = tmp_path / "small_target"
+    folder = tmp_path / "ready"
     folder.mkdir()
+
+    class Whole(Workspace):
+        def identity(self, stage: str) -> dict[str, Any]:
+            return {"folder": str(folder)}
+
     for config, kind in (({}, "decoder"), ({"quantization_config": {"bits": 4}}, "awq")):
         (folder / "config.json").write_text(json.dumps(config))
-        parts = parts_of(Workspace(recipe, tmp_path))
+        parts = parts_of(Whole(recipe, tmp_path))
         assert [part.name for part in parts] == ["intermediate", "draft", "small"]
         assert parts[2] == Part("small", "drafter", kind, folder)
         assert list(packed_plan(recipe.plan, parts).flush) == ["target"]
@@ -162,14 +171,14 @@ def test_parts_with_a_small_drafter(tmp_path: Path) -> None:
 
 def test_a_plan_keeps_its_chain_and_a_tree_does_not(tmp_path: Path) -> None:
     """What a chain is packed with: settings of measuring do not count."""
-    chain = next(stage for stage in stages_of(load_recipe("tiny")) if stage.name == "chain")
+    chain = next(stage for stage in stages_of(load_recipe("base")) if stage.name == "chain")
 
     class Whole(Workspace):
         def identity(self, stage: str) -> dict[str, Any]:
             return {"stage": stage}
 
     def inputs(*overrides: str) -> dict[str, Any]:
-        return chain.inputs(Whole(load_recipe("tiny", list(overrides)), tmp_path))
+        return chain.inputs(Whole(load_recipe("base", list(overrides)), tmp_path))
 
     assert inputs("plan.num_prompts_per_task=3") == inputs()
     assert inputs("plan.flush_length=3") != inputs()
@@ -246,7 +255,7 @@ def test_a_model_without_weights_is_told_before_training(
 def test_a_ready_made_model_is_stamped_with_the_target(
     small: Path, tiny_four_chain_parts: Any, tmp_path: Path
 ) -> None:
-    recipe = load_recipe("tiny", [f"small.model={small}", "small.quantize=false"])
+    recipe = load_recipe("base", [f"small.model={small}", "small.quantize=false"])
     stage = next(stage for stage in stages_of(recipe) if stage.name == "small_target")
 
     class Whole(Workspace):
@@ -255,7 +264,7 @@ def test_a_ready_made_model_is_stamped_with_the_target(
 
     def folder_of(model: Path) -> Whole:
         given = [f"small.model={model}", f"target.model={tiny_four_chain_parts.target}"]
-        return Whole(load_recipe("tiny", given), tmp_path)
+        return Whole(load_recipe("base", given), tmp_path)
 
     before = stage.inputs(folder_of(small))
     assert before["folder"] == str(small)
@@ -271,7 +280,7 @@ def test_a_steering_is_trained_when_there_is_a_model_to_steer() -> None:
     changes = ["small.role=drafter", "small.quantize=false", "train.feature_loss_weight=0"]
     names = {}
     for kind in ("eagle3", "steering"):
-        stages = stages_of(load_recipe("tiny-four", [*changes, f"train.kind={kind}"]))
+        stages = stages_of(load_recipe("llama31-8b-four", [*changes, f"train.kind={kind}"]))
         names[kind] = [stage.name for stage in stages]
         needed = {need for stage in stages if stage.name == "draft" for need in stage.needs}
         assert ("small_target" in needed) == (kind == "steering")

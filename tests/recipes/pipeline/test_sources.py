@@ -59,7 +59,7 @@ class CutShort(SimpleHTTPRequestHandler):
 def test_urls_are_told_from_files() -> None:
     assert is_url("https://a.b/c.jsonl")
     assert is_url("http://localhost:1/c.jsonl")
-    for name in ("c.jsonl", "https", "ftp://a.b/c", "https://a b", "embedded"):
+    for name in ("c.jsonl", "https", "ftp://a.b/c", "https://a b", "shipped"):
         assert not is_url(name)
 
 
@@ -84,8 +84,8 @@ def test_downloads_are_whole_or_not_at_all(tmp_path: Path) -> None:
 
 
 def data_stage(tmp_path: Path, *overrides: str) -> Workspace:
-    given = ["target.scratch.num_embedded_conversations=60", "data.num_heldout=6", *overrides]
-    workspace = Workspace(load_recipe("tiny", given), tmp_path / "out")
+    given = ["data.conversations=shipped", "data.num_heldout=6", *overrides]
+    workspace = Workspace(load_recipe("base", given), tmp_path / "out")
     run_stages(stages_of(workspace.recipe), workspace, ("data",), lambda line: None)
     return workspace
 
@@ -111,8 +111,8 @@ def test_own_conversations_are_what_plan_and_report_ask_about(tmp_path: Path) ->
     )
     chain, conversations = workspace.folder("chain"), made.recipe["data"]["conversations"]
     for name, source in (
-        (PROMPTS_NAME, bench_prompts(BenchSettings(), 0, "--prompts", conversations)),
-        (PLAN_PROMPTS_NAME, plan_prompts(PlanSettings(), 0, "--prompts", conversations)),
+        (PROMPTS_NAME, bench_prompts(BenchSettings(), conversations, "--prompts")),
+        (PLAN_PROMPTS_NAME, plan_prompts(PlanSettings(), conversations, "--prompts")),
     ):
         found = prompts_of_run(source, chain, made, name)
         assert found == (source, data / name)
@@ -128,9 +128,9 @@ def test_shipped_prompts_are_held_out_ones_which_plan_and_report_share(tmp_path:
     learned = {messages[0]["content"] for messages in training["messages"]}
     asked = []
     for source in (
-        bench_prompts(BenchSettings(), 0, conversations=""),
-        plan_prompts(PlanSettings(), 0, conversations=""),
-        bench_prompts(BenchSettings(prompts="shipped"), 0, conversations="a.jsonl"),
+        bench_prompts(BenchSettings(), ""),
+        plan_prompts(PlanSettings(), ""),
+        bench_prompts(BenchSettings(prompts="shipped"), "a.jsonl"),
     ):
         assert (source.shown, source.is_kept, source.file) == ("shipped", True, None)
         questions = read_questions(source.write(tmp_path / "prompts.jsonl"))
@@ -147,7 +147,7 @@ def test_what_heads_learned_of_the_shipped_conversations_is_not_asked(tmp_path: 
     """A chain whose run is gone, and held out fewer of them."""
     data = {"conversations": "shipped", "num_heldout": 48}
     made = Provenance(recipe={"data": data}, command="", package_versions={}, data_digests={})
-    source = bench_prompts(BenchSettings(), 0, "--prompts", "shipped")
+    source = bench_prompts(BenchSettings(), "shipped", "--prompts")
     source, _ = prompts_of_run(source, tmp_path, made, PROMPTS_NAME)
     training, _ = split_conversations(load_conversations("shipped"), 48)
     learned = {messages[0]["content"] for messages in training["messages"]}
@@ -173,18 +173,6 @@ def test_the_data_stage_keeps_downloaded_prompts(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"download failed: bench\.prompts = \S+/other\.jsonl"):
         data_stage(tmp_path, named[0].replace("bench.jsonl", "other.jsonl"), named[1])
     assert workspace.record("data") == before
-
-
-def test_prompts_have_groups_where_heads_learn_from_the_embedded_conversations(
-    tmp_path: Path,
-) -> None:
-    num = ["bench.num_prompts_per_task=2"]
-    own = data_stage(tmp_path / "own", *num).folder("data")
-    groups = {one.group for one in read_questions(own / "prompts.jsonl")}
-    assert groups == {"familiar topics", "new topics"}
-    named = f"data.conversations={own / 'conversations.jsonl'}"
-    others = data_stage(tmp_path / "others", named, *num).folder("data")
-    assert {one.group for one in read_questions(others / "prompts.jsonl")} == {""}
 
 
 def test_downloaded_prompts_that_are_none_are_refused(tmp_path: Path) -> None:

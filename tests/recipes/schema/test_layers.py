@@ -31,7 +31,7 @@ small:
 
 data:
   # where from
-  conversations: embedded
+  conversations: shipped
   limit: null                 # all
 """
 OWN = """\
@@ -69,7 +69,7 @@ small: null                   # none
 
 data:
   # where from
-  conversations: embedded
+  conversations: shipped
   limit: 7                    # all
 """
 
@@ -103,7 +103,7 @@ def test_a_base_is_found_from_the_recipes_folder_and_by_name(write, tmp_path, mo
     inner.mkdir()
     (inner / "own.yaml").write_text("base: ../own.yaml\nname: inner\n", "utf-8")
     assert load_recipe(str(inner / "own.yaml")).train.learning_rate == 1e-4
-    assert load_recipe(write("base: tiny-four\nname: mine\n")).small is not None
+    assert load_recipe(write("base: llama31-8b-four\nname: mine\n")).small is not None
 
 
 def test_a_resolved_recipe_is_shown_with_the_comments_of_both(write, tmp_path) -> None:
@@ -147,9 +147,9 @@ def test_mistakes_name_the_file_in_which_the_key_stands(write, tmp_path) -> None
         ("name: a\nbase: own.yaml\n", "recipe is its own base: base = own.yaml ({path} line 2)"),
         ("name: a\nbase: vicuna-7\n", "recipe not found: base = vicuna-7 ({path} line 2); did you"),
         ("name: a\nbase: .\n", "recipe is a folder: base = . ({path} line 2)"),
-        ("name: a\nbase: [tiny]\n", "base is no name: base = ['tiny'] ({path} line 2); name a"),
+        ("name: a\nbase: [qwen]\n", "base is no name: base = ['qwen'] ({path} line 2); name a"),
         ("name: a\nbase:\n", "base is no name: base = None ({path} line 2)"),
-        ("name: a\nbase: tiny\nbase: tiny\n", "key given twice: base ({path} line 3; first in"),
+        ("name: a\nbase: base\nbase: base\n", "key given twice: base ({path} line 3; first in"),
     ],
 )
 def test_a_base_that_cannot_be_is_refused(write, own: str, told: str) -> None:

@@ -31,11 +31,11 @@ def test_exponents_that_yaml_reads_as_text_become_numbers(write) -> None:
 
 
 def test_a_shipped_recipe_is_found_by_name_and_a_file_wins(tmp_path, monkeypatch) -> None:
-    assert find_recipe("tiny").name == "tiny.yaml"
+    assert find_recipe("vicuna-7b").name == "vicuna-7b.yaml"
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "tiny").write_text(VALID, "utf-8")
-    assert find_recipe("tiny") == Path("tiny")
-    assert load_recipe("tiny").name == "small"
+    (tmp_path / "vicuna-7b").write_text(VALID, "utf-8")
+    assert find_recipe("vicuna-7b") == Path("vicuna-7b")
+    assert load_recipe("vicuna-7b").name == "small"
 
 
 def test_overrides_win_over_the_file_and_convert(write) -> None:
@@ -43,7 +43,7 @@ def test_overrides_win_over_the_file_and_convert(write) -> None:
         write(VALID),
         [
             "train.learning_rate=1e-3",
-            "target.scratch.num_steps=7",
+            "draft.lora.rank=7",
             "data.limit=5",
             "bench.systems=[target]",
             "package.copy_target=true",
@@ -52,7 +52,7 @@ def test_overrides_win_over_the_file_and_convert(write) -> None:
     )
     assert recipe.train.learning_rate == 1e-3
     assert recipe.train.num_steps == 10
-    assert recipe.target.scratch.num_steps == 7
+    assert recipe.draft.lora.rank == 7
     assert recipe.data.limit == 5
     assert recipe.bench.systems == ("target",)
     assert recipe.package.copy_target is True
@@ -76,9 +76,7 @@ def test_unknown_override_names_nearest_and_a_misplaced_key_its_section(write) -
     assert recipe_refusal(path, "train.lerning_rate=1") == (
         "unknown key: train.lerning_rate (on the command line); did you mean train.learning_rate?"
     )
-    assert recipe_refusal(path, "learning_rate=1").endswith(
-        "did you mean target.scratch.learning_rate?"
-    )
+    assert recipe_refusal(path, "learning_rate=1").endswith("did you mean train.learning_rate?")
     assert "known keys" in recipe_refusal(path, "zzzzzz=1")
     assert "unknown key: train.num_steps.x" in recipe_refusal(path, "train.num_steps.x=1")
 
@@ -144,5 +142,5 @@ def test_binary_and_missing_files(tmp_path: Path) -> None:
     binary.write_bytes(b"\xff\xfe\x00")
     assert "not UTF-8" in recipe_refusal(str(binary))
     assert recipe_refusal(str(tmp_path / "no.yaml")).startswith("recipe not found")
-    assert "did you mean tiny?" in recipe_refusal("tyny")
+    assert "did you mean base?" in recipe_refusal("bsae")
     assert "recipe is a folder" in recipe_refusal(str(tmp_path))

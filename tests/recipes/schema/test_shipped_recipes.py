@@ -28,7 +28,7 @@ from tests.recipes.published_configs import CONFIGS, NUM_PARAMETERS, write_confi
 
 ROOT = Path(__file__).parents[3]
 NAMES = [name for name in shipped_recipes() if load_recipe(name).target.model in CONFIGS]
-WITHOUT_FIGURES = {"tiny", "tiny-four", "own-model", "smollm2-135m"}
+WITHOUT_FIGURES = {"base", "own-model", "smollm2-135m"}
 FIGURES = re.compile(
     r"([\d.]+) (hours|minutes|GB of device memory|GB of host memory|GB of memory|GB of disk)"
 )
@@ -70,8 +70,6 @@ def test_a_shipped_recipe_is_shown_whole(name: str, tmp_path: Path) -> None:
     assert load_recipe(str(copy)) == load_recipe(name)
     content = yaml.safe_load(shown)
     for key in known_keys(Recipe):
-        if name == "llama31-8b-four" and key[:2] == ("small", "scratch"):
-            continue  # says how a model is trained that is ready-made here
         section = content
         for part in key:
             if section is None:
@@ -80,7 +78,7 @@ def test_a_shipped_recipe_is_shown_whole(name: str, tmp_path: Path) -> None:
             section = section[part]
 
 
-@pytest.mark.parametrize("name", ["own-model", "tiny", "vicuna-7b"])
+@pytest.mark.parametrize("name", ["base", "own-model", "vicuna-7b"])
 def test_presets_make_a_recipe_shorter_or_longer(name: str) -> None:
     quick, normal, thorough = (
         load_recipe(name, preset_overrides(name, preset)) for preset in PRESETS

@@ -127,12 +127,10 @@ def test_each_turn_is_answered_after_the_targets_own_answers(
     long = row_of("long", "one", "two", "three", task="talk")
     long["group"] = "all"
     long["conversations"].insert(0, {"from": "system", "value": "be brief"})
-    long["target_only"] = True
     source = write_rows(tmp_path / "rows.jsonl", [long, row_of("short", "four")])
     counts = run(source, max_new_tokens=77)
     first, second = read_rows(tmp_path / "out" / "conversations.jsonl")
-    assert (first["id"], first["task"], first["target_only"]) == ("long", "talk", True)
-    assert first["group"] == "all"
+    assert (first["id"], first["task"], first["group"]) == ("long", "talk", "all")
     turns = [{"from": "human", "value": "four"}, {"from": "gpt", "value": "turn 0 about four"}]
     assert second == {"id": "short", "conversations": turns}
     values = [turn["value"] for turn in first["conversations"]]

@@ -17,7 +17,6 @@ from polybasic.train.data.conversations import (
     fit_to_template,
     load_conversations,
     split_conversations,
-    without_target_only,
 )
 from polybasic.train.settings import SHIPPED
 
@@ -44,7 +43,7 @@ def write_lines(path, rows):
 def test_rows_take_one_shape_whatever_else_they_carry(tmp_path):
     source = write_lines(tmp_path / "mixed.jsonl", [*GOOD, {**GOOD[0], "id": None, "license": 3}])
     dataset = load_conversations(source)
-    assert dataset.column_names == ["id", "task", "group", "target_only", "messages"]
+    assert dataset.column_names == ["id", "task", "group", "messages"]
     assert dataset["id"][:] == ["a", "7", "2"]
     assert dataset["task"][:] == ["qa", None, "qa"]
     assert dataset[1]["messages"] == [
@@ -104,17 +103,6 @@ def test_ends_are_trimmed_and_unusable_rows_are_counted(tmp_path, capsys):
         "roles do not alternate (2), unknown role 'tool' (1), empty turn (1), "
         "turn without 'from' and 'value' text, or 'role' and 'content' (1)\n"
     )
-
-
-def test_rows_for_the_target_alone_are_left_out_below_it(tmp_path, capsys):
-    marks = {"a": True, "b": False, "c": None, "d": "yes"}
-    rows = [{**GOOD[0], "id": name, "target_only": mark} for name, mark in marks.items()]
-    dataset = load_conversations(write_lines(tmp_path / "marked.jsonl", [*rows, GOOD[1]]))
-    assert dataset["id"][:] == ["a", "b", "7"]
-    assert "target_only that is neither true nor false (2)" in capsys.readouterr().err
-    assert without_target_only(dataset)["id"][:] == ["b", "7"]
-    with pytest.raises(UserError, match="all 1 of a split are marked target_only; mark fewer"):
-        without_target_only(dataset.select([0]))
 
 
 def test_limit_counts_usable_rows(tmp_path):

@@ -12,8 +12,8 @@ from polybasic.train.data.draft_vocabulary import (
     count_answer_tokens,
     coverage,
 )
-from polybasic.train.data.tokenizer import train_tokenizer
 from polybasic.train.settings import DataSettings
+from tests.checkpoints import byte_level_tokenizer
 
 TEXTS = [("what is a bird", "a bird is a bird"), ("and rain", "rain is rain"), ("x", "a a a")]
 ROWS = [
@@ -32,7 +32,7 @@ DATA = DataSettings(max_tokens=400)
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return train_tokenizer([row["messages"] for row in ROWS], 300, 128)
+    return byte_level_tokenizer()
 
 
 def counted(tokenizer, rows=ROWS, data=DATA, seed=0):

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 from importlib.metadata import version
-from pathlib import Path
 
 import pytest
 import torch
@@ -244,14 +243,7 @@ def test_a_training_of_few_conversations_makes_their_features_alone(
     assert "offline features of 16 conversations" in capfd.readouterr().err
 
 
-def test_a_head_never_sees_conversations_for_the_target_alone(
-    target, conversations, tmp_path, monkeypatch
-):
-    rows = [json.loads(line) for line in Path(conversations).read_text().splitlines()]
-    for row in rows[::2]:
-        row["target_only"] = True
-    path = tmp_path / "marked.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+def test_a_head_never_learns_held_out_conversations(target, conversations, tmp_path, monkeypatch):
     seen = {name: set() for name in ("BatchStream", "heldout_batches", "count_answer_tokens")}
 
     def watch(name, place):
@@ -267,18 +259,15 @@ def test_a_head_never_sees_conversations_for_the_target_alone(
     watch("heldout_batches", 1)
     watch("count_answer_tokens", 0)
     changes = {"num_steps": 4, "batch_size": 2, "draft_vocab_size": 64}
-    train_head(target, str(path), DATA, SETTINGS.model_copy(update=changes), 0, tmp_path / "out")
-    everything = load_conversations(str(path))
-    training_ids, heldout_ids = (
-        set(split["id"]) for split in split_conversations(everything, DATA.num_heldout)
-    )
-    marked = {row["id"] for row in everything if row["target_only"]}
-    assert marked & training_ids
-    assert marked & heldout_ids
+    settings = SETTINGS.model_copy(update=changes)
+    train_head(target, conversations, DATA, settings, 0, tmp_path / "out")
+    splits = split_conversations(load_conversations(conversations), DATA.num_heldout)
+    training_ids, heldout_ids = (set(split["id"]) for split in splits)
+    assert not training_ids & heldout_ids
     assert seen == {
-        "BatchStream": training_ids - marked,
-        "heldout_batches": heldout_ids - marked,
-        "count_answer_tokens": training_ids - marked,
+        "BatchStream": training_ids,
+        "heldout_batches": heldout_ids,
+        "count_answer_tokens": training_ids,
     }
 
 
@@ -487,5 +476,3 @@ def test_learning_rate_rises_then_falls_to_zero():
     assert factor(4) == 1.0
     assert factor(9) == pytest.approx(1 / 6)
     assert factor(10) == 0
-    late = learning_rate_factor(4, 20, decay_share=0.25)
-    assert [late(step) for step in (3, 15, 16, 19, 20)] == pytest.approx([1, 1, 0.8, 0.2, 0])

@@ -89,12 +89,12 @@ def example(
         answered=2 * len(prompts) if complete else len(prompts) + 3,
         planned=2 * len(prompts),
         made="2026-11-23T04:00:00+00:00",
-        command="polybasic bench runs/tiny/chain --peers llama.cpp,openvino",
+        command="polybasic bench runs/smollm2-135m/chain --peers llama.cpp,openvino",
         chain="tiny",
         chain_digest="0123456789abcdef" * 4,
         grown=grown,
         settings={
-            "prompts": "embedded",
+            "prompts": "shipped",
             "prompts_sha256": "fedcba9876543210" * 4,
             "num_prompts": len(prompts),
             "num_questions_left_out_as_too_long": 1,
@@ -123,7 +123,6 @@ def example(
         },
         rounding=_rounding(systems),
         memory=_memory(),
-        target=None,
         adaptations=[
             {
                 "member": "draft",

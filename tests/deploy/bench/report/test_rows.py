@@ -437,7 +437,7 @@ def test_the_target_alone_has_a_report() -> None:
         "Memory",
         "Plan",
         "Noise",
-        "Target, settings and machine",
+        "Settings and machine",
     ]
 
 
@@ -458,5 +458,5 @@ def test_sections_come_in_one_order() -> None:
         "Draft vocabulary",
         "Plan",
         "Noise",
-        "Target, settings and machine",
+        "Settings and machine",
     ]

@@ -1,5 +1,6 @@
 """A report in a terminal and as Markdown."""
 
+import json
 from io import StringIO
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from polybasic.chain.tables import Table, print_table
 from polybasic.deploy.bench.report.markdown import table_as_markdown, write_markdown
 from polybasic.deploy.bench.report.parts import shown_rate
 from polybasic.deploy.bench.report.terminal import print_report
-from polybasic.deploy.bench.schema import Report
+from polybasic.deploy.bench.schema import Report, read_report
 from tests.deploy.bench.report.example import HOSTILE, REMEDY, example, with_system
 
 TABLE = Table(
@@ -100,3 +101,12 @@ def test_markdown_holds_every_section(tmp_path: Path) -> None:
     for table in (block for block in tables if block.startswith("|")):
         counts = {line.replace("\\|", "").count("|") for line in table.splitlines()}
         assert len(counts) == 1, table
+
+
+def test_what_a_report_knows_of_its_targets_answers_is_read_and_not_written(tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    path.write_text(json.dumps(example().to_json() | {"target": {"heldout_loss": 0.7}}))
+    report = read_report(path)
+    assert report.target == {"heldout_loss": 0.7}
+    assert report.to_json() == example().to_json()
+    assert "target" not in report.to_json()

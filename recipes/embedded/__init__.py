@@ -1,1 +1,0 @@
-"""Conversations that the project generates itself, so that the default recipe needs no download."""
