@@ -242,7 +242,7 @@ def grown_shape(
         group_size: of its 4-bit copy.
     """
     return Shape(
-        vocab_size=shape.vocab_size or vocab_size,
+        vocab_size=max(shape.vocab_size, vocab_size),
         hidden_size=shape.hidden_size,
         intermediate_size=shape.intermediate_size,
         num_layers=shape.num_layers,

@@ -188,6 +188,7 @@ def _grow_member(
             "num_parameters": num_parameters(tensor_headers(folder)),
             "num_bytes": sum(path.stat().st_size for path in weight_files(folder)),
             "files": dict(sorted(digests.items())),
+            "gguf": None,
         }
     )
 
@@ -218,6 +219,7 @@ def _grown_config(
         "num_key_value_heads": shape.num_kv_heads,
         "head_dim": shape.head_dim,
         "rms_norm_eps": growth.norm_eps,
+        "tie_word_embeddings": False,
         ORIGIN_KEY: origin,
     }
     if growth.rope != growth.small.rope:
@@ -242,7 +244,8 @@ def _decoder_tensors(
             for part, tensor in grow_linear(weights, like, placing, is_added):
                 yield f"{prefix}{name}.{part}", tensor
     yield "model.norm.weight", grown.norm(weights.stored("model.norm.weight"), is_final=True)
-    yield "lm_head.weight", grown.lm_head(weights.stored("lm_head.weight"))
+    read = "model.embed_tokens" if growth.small.tie_word_embeddings else "lm_head"
+    yield "lm_head.weight", grown.lm_head(weights.stored(f"{read}.weight"))
 
 
 def _dense_linear(

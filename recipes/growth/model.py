@@ -73,7 +73,7 @@ class Growth:
     ) -> None:
         check_sizes(small, shape)
         self.small, self.shape = small, shape
-        self.vocab_size = shape.vocab_size or small.vocab_size
+        self.vocab_size = max(small.vocab_size, shape.vocab_size)
         self.hidden = _first(small.hidden_size, shape.hidden_size).to(device)
         self.neurons = _first(small.intermediate_size, shape.intermediate_size).to(device)
         self.tokens = _first(small.vocab_size, self.vocab_size).to(device)

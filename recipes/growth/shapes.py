@@ -10,7 +10,7 @@ from polybasic.chain.formats.decoder_config import DecoderConfig, LayerSizes
 
 @dataclass(frozen=True)
 class GrownShape:
-    """Sizes to grow to; None keeps the vocabulary."""
+    """Sizes to grow to; a model whose vocabulary is larger keeps it."""
 
     num_layers: int
     hidden_size: int
@@ -18,7 +18,7 @@ class GrownShape:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    vocab_size: int | None = None
+    vocab_size: int = 0
 
 
 SHAPES: Mapping[str, GrownShape] = {
@@ -30,12 +30,12 @@ SHAPES: Mapping[str, GrownShape] = {
 
 
 class Sizes(LayerSizes, Protocol):
-    """Sizes of a small model: a `DecoderConfig`, or a `GrownShape` with a vocabulary."""
+    """Sizes of a small model: a `DecoderConfig`, or a `GrownShape` with its vocabulary."""
 
     @property
     def num_layers(self) -> int: ...
     @property
-    def vocab_size(self) -> int | None: ...
+    def vocab_size(self) -> int: ...
 
 
 def shape_named(name: str) -> GrownShape:
@@ -62,13 +62,11 @@ def check_sizes(small: Sizes, shape: GrownShape) -> None:
         UserError: the shape is too small in a dimension, its head size is not a multiple, or its
             vocabulary is larger at the same width.
     """
-    small_vocab, vocab = small.vocab_size or 0, shape.vocab_size or small.vocab_size or 0
     for what, needed, available in (
         ("layers", small.num_layers, shape.num_layers),
         ("hidden_size", small.hidden_size, shape.hidden_size),
         ("intermediate_size", small.intermediate_size, shape.intermediate_size),
         ("key/value heads", small.num_kv_heads * num_kv_copies(small, shape), shape.num_kv_heads),
-        ("vocab_size", small_vocab, vocab),
     ):
         if needed > available:
             raise UserError(
@@ -82,10 +80,11 @@ def check_sizes(small: Sizes, shape: GrownShape) -> None:
             f"head size {small.head_dim} to {shape.head_dim}",
             "use a model whose head size divides the shape's",
         )
-    if vocab > small_vocab and shape.hidden_size == small.hidden_size:
+    if shape.vocab_size > small.vocab_size and shape.hidden_size == small.hidden_size:
         raise UserError(
             "vocabulary cannot grow without width",
-            f"vocab_size {small_vocab} to {vocab}, hidden_size {shape.hidden_size} of both",
+            f"vocab_size {small.vocab_size} to {shape.vocab_size}, both of "
+            f"hidden_size {shape.hidden_size}",
             "choose a wider shape",
         )
 
@@ -99,11 +98,10 @@ def check_family(config: dict[str, Any], decoder: DecoderConfig, where: str) -> 
         where: its path.
 
     Raises:
-        UserError: another family, biases, or tied embeddings.
+        UserError: another family, or biases.
     """
     found = f"model_type {config['model_type']}"
     found += f", biases of {', '.join(decoder.biased)}" if decoder.biased else ""
-    found += ", tied embeddings" if decoder.tie_word_embeddings else ""
     if found != "model_type llama":
         raise UserError(
             "only plain Llamas can be grown",
