@@ -107,11 +107,11 @@ lint: install
 	    -p polybasic.recipes
 	$(BIN)/lint-imports
 
-bench: install
-	@test -e runs/cpu-100m/grown/chain.json || { \
-	    echo "making the chain of recipes/cpu-100m.yaml: about ten minutes, once" && \
-	    PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/polybasic run recipes/cpu-100m.yaml; }
-	$(BIN)/python benchmarks/bench.py runs/cpu-100m/grown $(BENCH)
+bench: install $(SMOLLM2)
+	@test -e runs/smollm2-135m/chain/chain.json || { \
+	    echo "making the chain of recipes/smollm2-135m.yaml: about ten minutes, once" && \
+	    PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/polybasic run recipes/smollm2-135m.yaml; }
+	$(BIN)/python benchmarks/bench.py runs/smollm2-135m/chain $(BENCH)
 
 install: $(INSTALLED)
 

@@ -2,7 +2,7 @@
 
     python benchmarks/bench.py CHAIN [--update] [--strict] [--turns 5] [--records FOLDER]
 
-`make bench` runs it on the chain of recipes/cpu-100m.yaml: one benchmark after the other in one
+`make bench` runs it on the chain of recipes/smollm2-135m.yaml: one benchmark after the other in one
 process, and the bandwidth of memory before, between and after them. A record belongs to a device,
 processor, number of cores and of threads; the first run on hardware that has none writes one: the
 figures as JSON, and what is printed beside it as Markdown. Systems run the plans of the record, so
@@ -155,7 +155,7 @@ def check_comparable(
         raise UserError(
             "record of another chain",
             f"{path}: parameters {known}, now {sizes}",
-            "name the chain of recipes/cpu-100m.yaml, or write the record anew with --update",
+            "name the chain of recipes/smollm2-135m.yaml, or write the record anew with --update",
         )
 
 

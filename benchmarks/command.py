@@ -45,7 +45,7 @@ SHARED: dict[str, dict[str, Any]] = {
     "--repeats": {"type": positive, "default": 12, "help": "calls of each in a turn"},
     "--systems": {"nargs": "+", "default": (), "help": "default: all that there are"},
     "--members": {"nargs": "+", "default": (), "metavar": "A,B,C", "help": "further plans"},
-    "--prompts": {"type": Path, "help": "a question file; default: embedded prompts"},
+    "--prompts": {"type": Path, "help": "a question file; default: shipped prompts"},
     "--num-prompts-per-task": {"type": positive, "default": 1},
     "--max-new-tokens": {"type": positive, "default": 96},
     "--temperature": {"type": float, "default": 0.0},

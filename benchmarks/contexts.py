@@ -6,7 +6,7 @@
 Systems are those of the chain, and each again with sliding windows on all members below the target;
 `--own-caches` measures intermediates with caches of their own in the place of shared ones. All
 answers are greedy. The first round of an answer, and the prefill with it, is not counted: it is a
-column of its own. A context is embedded prompts one after the other. Beyond the context that a
+column of its own. A context is shipped prompts one after the other. Beyond the context that a
 chain is declared for no text means anything: acceptance there is reported as it is.
 """
 
@@ -40,7 +40,7 @@ def windowed_plans(chain: Chain, windows: Sequence[int]) -> dict[str, Plan]:
 
 
 def long_texts(chain: Chain, contexts: Sequence[int]) -> dict[int, list[int]]:
-    """A text of each length: embedded prompts one after the other, again and again where it is
+    """A text of each length: shipped prompts one after the other, again and again where it is
     longer, and a whole one at the end."""
     last, *prompts = read_prompts(chain, None, QUESTIONS_PER_TASK, 1)
     before = cycle([token for prompt in prompts for token in prompt])

@@ -43,7 +43,7 @@ GRACE_SECONDS = 20.0
 """That a part may take beyond its time before its process is ended."""
 LEAST_SECONDS = 45.0
 """Below which no other process is begun in the place of an ended one."""
-EMBEDDED = Path("embedded")
+SHIPPED = Path("shipped")
 State = dict[str, Any]
 """`head` as Markdown, and `parts` by name: `status`, `seconds`, `begun`, `until`, `text`, `figures`
 and `left_out`; what a process leaves for the next one and for the record."""
@@ -116,7 +116,7 @@ def work(arguments: argparse.Namespace) -> None:
 
     session = Session(
         arguments.chain,
-        [None if path == EMBEDDED else path for path in arguments.prompts],
+        [None if path == SHIPPED else path for path in arguments.prompts],
         arguments.record,
         arguments.state.parent,
         torch.device("cpu" if arguments.rehearse else "cuda"),
@@ -197,9 +197,9 @@ def main() -> int:
         "--prompts",
         type=Path,
         nargs="+",
-        default=(EMBEDDED,),
+        default=(SHIPPED,),
         metavar="FILE",
-        help="question files; `embedded` for embedded prompts that were held out",
+        help="question files; `shipped` for shipped prompts that were held out",
     )
     parser.add_argument("--minutes", type=float, default=MINUTES, help="in which all must end")
     parser.add_argument("--only", nargs="+", default=(), metavar="PART", help="by their beginnings")

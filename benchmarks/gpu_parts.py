@@ -262,7 +262,7 @@ def _answers(shape: str, context: int, temperature: float, seconds: float, sourc
         num = settings.num_prompts if is_short else settings.num_long_prompts
         prompts = session.prompts_of(shape, context, num, source)
         path = session.prompts[source]
-        named = "embedded" if path is None else path.stem
+        named = "shipped" if path is None else path.stem
         lengths = ", ".join(str(len(prompt)) for prompt in prompts)
         found.report.say(f"Prompts of {named}: {lengths} tokens.")
         works = _that_answer(Here(chain), plans, prompts[0], temperature, found)

@@ -16,8 +16,8 @@ from polybasic.deploy.bench.chain_systems import NAMES, chain_system, usual_syst
 from polybasic.deploy.chain import checked_plan
 from polybasic.deploy.prompts import choose_fitting, read_questions
 from polybasic.deploy.settings import BenchSettings, PlanSettings
-from polybasic.recipes.embedded.conversations import write_prompts
-from polybasic.recipes.pipeline.prompts import plan_prompts
+from polybasic.recipes.pipeline.prompts import bench_prompts, plan_prompts
+from polybasic.train.settings import SHIPPED
 
 QUESTIONS_PER_TASK = 64
 """Read of a question file to choose prompts of a length from, and to fill contexts with."""
@@ -37,10 +37,10 @@ def system_plans(chain: Chain) -> dict[str, Plan]:
 
 @contextmanager
 def plan_settings(arguments: argparse.Namespace, **given: Any) -> Iterator[PlanSettings]:
-    """Settings of a plan on the embedded calibration prompts, which exist as long as the block."""
+    """Settings of a plan on the shipped calibration prompts, which exist as long as the block."""
     with tempfile.TemporaryDirectory() as folder:
         calibration = Path(folder) / "calibration.jsonl"
-        plan_prompts(PlanSettings(), seed=0).write(calibration)
+        plan_prompts(PlanSettings(prompts=SHIPPED), seed=0).write(calibration)
         yield PlanSettings(
             prompts=str(calibration),
             max_new_tokens=arguments.max_new_tokens,
@@ -97,23 +97,20 @@ def read_prompts(
     """First turns as token ids, spread evenly over each task of the file.
 
     Args:
-        path: Spec-Bench's question format; None for embedded prompts that were held out when a
-            chain was trained on embedded conversations.
+        path: Spec-Bench's question format; None for shipped prompts that were held out when a
+            chain's head learned from the shipped conversations.
         max_new_tokens: of an answer, which must fit the context behind the prompt.
 
     Raises:
         UserError: a malformed file, or no prompt that fits.
     """
+    settings = BenchSettings(
+        prompts=SHIPPED if path is None else str(path),
+        num_prompts_per_task=num_per_task,
+        max_new_tokens=max_new_tokens,
+    )
     with tempfile.TemporaryDirectory() as folder:
-        source = path or Path(folder) / "prompts.jsonl"
-        if path is None:
-            seed: int = chain.manifest.provenance.recipe.get("seed", 0)
-            write_prompts(source, num_per_task, seed)
-        settings = BenchSettings(
-            prompts="embedded" if path is None else str(path),
-            num_prompts_per_task=num_per_task,
-            max_new_tokens=max_new_tokens,
-        )
+        source = bench_prompts(settings, seed=0).write(Path(folder) / "prompts.jsonl")
         questions = read_questions(source)
 
     def encoded(question: Any) -> list[int]:

@@ -12,6 +12,7 @@ import torch
 
 from polybasic.chain.errors import UserError
 from polybasic.deploy import load_chain
+from tests.benchmarks.growth.growing import write_tied_parts
 from tests.benchmarks.scripts import load_script
 
 gpu, parts, sessions = (load_script(name) for name in ("gpu", "gpu_parts", "gpu_session"))
@@ -37,13 +38,13 @@ def test_rehearsal_measures_every_part(
     question = {"question_id": 1, "category": "qa", "turns": ["Who was the first to say so?"]}
     (tmp_path / "real.jsonl").write_text(json.dumps(question))
     words = ["gpu.py", str(tiny_chain), "--record", str(path), "--rehearse", "--minutes", "5"]
-    words += ["--prompts", "embedded", str(tmp_path / "real.jsonl")]
+    words += ["--prompts", "shipped", str(tmp_path / "real.jsonl")]
     monkeypatch.setattr(sys, "argv", words)
     assert gpu.main() == 0
     text = path.read_text()
     assert str(tmp_path) not in text, "no place on this machine stays in a record"
     command = "python benchmarks/gpu.py CHAIN --record RECORD --rehearse --minutes 5"
-    assert f"{command} --prompts embedded real.jsonl" in text
+    assert f"{command} --prompts shipped real.jsonl" in text
     session = session_of(tiny_chain, tmp_path)
     session.prompts = [None, tmp_path / "real.jsonl"]
     names = [part.name for part in parts.parts_of(session)]
@@ -184,6 +185,14 @@ def test_figures_beside_what_they_are_to_be() -> None:
 def test_a_chain_of_other_members_is_refused(tiny_four_chain: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="chain of other members"):
         session_of(tiny_four_chain, tmp_path).chain("gpu-7b")
+
+
+@pytest.mark.parametrize("name", [sessions.FIRST, sessions.SECOND])
+def test_the_small_shapes_fit_a_published_models_chain(name: str, tmp_path: Path) -> None:
+    write_tied_parts(tmp_path).package(tmp_path / "chain")
+    (tmp_path / "work").mkdir()
+    grown = session_of(tmp_path / "chain", tmp_path / "work").chain(name)
+    assert grown.manifest.grown == name
 
 
 def test_plans_that_are_found_are_the_fastest(

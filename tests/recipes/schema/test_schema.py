@@ -66,13 +66,6 @@ def test_schema_is_json_and_describes_sections() -> None:
         ({"target": {"chat_template": "{{ 1 }}"}}, "target.chat_template without a ready-made"),
         ({"draft": {"model": "a/b"}}, "a ready head for a target that is yet to be trained"),
         (
-            {
-                "grow": {"shape": "gpu-7b"},
-                "train": {"kind": "eagle3", "feature_loss_weight": 0},
-            },
-            "only EAGLE-2 and block-parallel heads are grown: grow.shape = gpu-7b",
-        ),
-        (
             {"small": {"quantize": False}, "train": {"features_from": "intermediate"}},
             "no 4-bit copy of the smaller model to take features from",
         ),

@@ -1,11 +1,11 @@
-"""Shapes that small chains are grown to, and what can be grown to them. No torch in here."""
+"""Shapes that small chains are grown to, and what can be grown to them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.decoder_config import DecoderConfig, LayerSizes
+from polybasic.chain.formats.decoder_config import DecoderConfig
 
 
 @dataclass(frozen=True)
@@ -22,20 +22,10 @@ class GrownShape:
 
 
 SHAPES: Mapping[str, GrownShape] = {
-    "cpu-100m": GrownShape(12, 768, 2048, 12, 12, 64),
     "gpu-7b": GrownShape(32, 4096, 11008, 32, 32, 128, 32000),
     "gpu-8b": GrownShape(32, 4096, 14336, 32, 8, 128, 128256),
 }
-"""For CPUs (85 M parameters plus the vocabulary's), and Llama-2-7B's and Llama-3-8B's for GPUs."""
-
-
-class Sizes(LayerSizes, Protocol):
-    """Sizes of a small model: a `DecoderConfig`, or a `GrownShape` with its vocabulary."""
-
-    @property
-    def num_layers(self) -> int: ...
-    @property
-    def vocab_size(self) -> int: ...
+"""Llama-2-7B's and Llama-3-8B's."""
 
 
 def shape_named(name: str) -> GrownShape:
@@ -49,13 +39,13 @@ def shape_named(name: str) -> GrownShape:
     return SHAPES[name]
 
 
-def num_kv_copies(small: Sizes, shape: GrownShape) -> int:
+def num_kv_copies(small: DecoderConfig, shape: GrownShape) -> int:
     """Copies of each of the small model's key/value heads, so that none serves too many queries."""
     served = shape.num_heads // shape.num_kv_heads
     return -(-(small.num_heads // small.num_kv_heads) // served)
 
 
-def check_sizes(small: Sizes, shape: GrownShape) -> None:
+def check_sizes(small: DecoderConfig, shape: GrownShape) -> None:
     """Check that a small model fits into a shape.
 
     Raises:
@@ -106,5 +96,5 @@ def check_family(config: dict[str, Any], decoder: DecoderConfig, where: str) -> 
         raise UserError(
             "only plain Llamas can be grown",
             f"{where} ({found})",
-            "grow a chain whose target a recipe trains from scratch",
+            "grow a chain of a Llama",
         )

@@ -28,11 +28,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from growth.shapes import GrownShape, check_sizes, num_kv_copies
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.awq import CODES_PER_WORD, QuantizedWeight
 from polybasic.chain.formats.decoder_config import DecoderConfig
 from polybasic.chain.formats.quantization import GROUP_SIZE
-from polybasic.recipes.growth.shapes import GrownShape, check_sizes, num_kv_copies
 
 _CPU = torch.device("cpu")
 NOWHERE = -1

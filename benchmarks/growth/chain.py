@@ -10,6 +10,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from growth.model import GrownWeights, Growth, Placing
+from growth.shapes import GrownShape, check_family
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.awq import QuantizedWeight
 from polybasic.chain.formats.card import write_card
@@ -28,8 +30,6 @@ from polybasic.chain.formats.quantization import GROUP_SIZE
 from polybasic.chain.formats.shapes import num_parameters, tensor_headers
 from polybasic.chain.formats.verify import CheckedChain, check_chain, check_fit
 from polybasic.chain.model.stored import StoredTensors
-from polybasic.recipes.growth.model import GrownWeights, Growth, Placing
-from polybasic.recipes.growth.shapes import GrownShape, check_family
 
 _CPU = torch.device("cpu")
 _SHARD_BYTES = 2 << 30

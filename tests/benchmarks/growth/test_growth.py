@@ -20,24 +20,27 @@ from polybasic.chain.formats.manifest import read_manifest
 from polybasic.chain.formats.plan import Tree
 from polybasic.chain.formats.verify import check_chain
 from polybasic.deploy import load_chain
-from polybasic.recipes.growth import model as growth_module
-from polybasic.recipes.growth.chain import grow_chain
-from polybasic.recipes.growth.model import GrownWeights, Growth
-from polybasic.recipes.growth.shapes import GrownShape
-from tests.chain.native_models import eager
-from tests.conftest import VOCAB_SIZE, ChainParts, write_draft, write_target
-from tests.conftest import write_intermediate as write_int4
-from tests.head_kinds import trim, write_block, write_eagle3
-from tests.recipes.growth.growing import (
+from tests.benchmarks.growth.growing import (
     EPS,
     TOKEN_IDS,
     assert_moved,
     assert_same,
     change_config,
     library_logits,
+    model,
     runtime_logits,
+    shapes,
 )
+from tests.benchmarks.growth.growing import (
+    chain as growing_chain,
+)
+from tests.chain.native_models import eager
+from tests.conftest import VOCAB_SIZE, ChainParts, write_draft, write_target
+from tests.conftest import write_intermediate as write_int4
+from tests.head_kinds import trim, write_block, write_eagle3
 
+GrownShape, GrownWeights, Growth = shapes.GrownShape, model.GrownWeights, model.Growth
+grow_chain = growing_chain.grow_chain
 SHAPE_CASES = {
     "same": GrownShape(2, 128, 256, 4, 2, 32),
     "wider and deeper": GrownShape(3, 384, 640, 4, 2, 32),
@@ -150,7 +153,7 @@ def test_a_grown_chain_answers_as_the_small_one(
 def test_weights_are_written_in_shards_with_an_index(
     small_chain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("polybasic.recipes.growth.chain._SHARD_BYTES", 300_000)
+    monkeypatch.setattr(growing_chain, "_SHARD_BYTES", 300_000)
     grow_chain(small_chain, ALL, "all", tmp_path / "sharded")
     monkeypatch.undo()
     checked = check_chain(tmp_path / "sharded")
@@ -232,10 +235,10 @@ def test_an_eagle3_head_is_not_grown(parts: ChainParts, tmp_path: Path) -> None:
 # What breaks the equality
 
 
-def with_filled_columns(name: str) -> Callable[[GrownWeights, Growth], None]:
+def with_filled_columns(name: str) -> Callable[..., None]:
     made = GrownWeights.__init__
 
-    def fill(self: GrownWeights, growth: Growth, group_size: int | None = None) -> None:
+    def fill(self: Any, growth: Any, group_size: int | None = None) -> None:
         made(self, growth, group_size)
         self.linears[name] = replace(self.linears[name], fills_columns=True)
 
@@ -247,12 +250,12 @@ def with_filled_columns(name: str) -> Callable[[GrownWeights, Growth], None]:
     [
         ("wider and deeper", Growth, "norm_eps", property(lambda self: EPS)),
         *(
-            (name, growth_module, "_scaled_scores", lambda small, ratio: (1.0, small.rope))
+            (name, model, "_scaled_scores", lambda small, ratio: (1.0, small.rope))
             for name in ("heads twice as wide", "heads four times as wide")
         ),
         ("all", GrownWeights, "__init__", with_filled_columns("self_attn.o_proj")),
         ("all", GrownWeights, "__init__", with_filled_columns("mlp.down_proj")),
-        ("all", growth_module, "_ADDED_TOKEN_WEIGHT", 0.0),
+        ("all", model, "_ADDED_TOKEN_WEIGHT", 0.0),
     ],
     ids=["epsilon", "scores by 2", "scores by 4", "o_proj", "down_proj", "added tokens"],
 )
@@ -308,7 +311,7 @@ def test_a_grown_chain_says_so_everywhere(small_chain: Path, grown: Callable[[st
     ],
 )
 def test_shapes_that_do_not_fit_are_refused(
-    shape: GrownShape, message: str, small_chain: Path, tmp_path: Path
+    shape: Any, message: str, small_chain: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(UserError, match=message):
         grow_chain(small_chain, shape, "wrong", tmp_path / "grown")
