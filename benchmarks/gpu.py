@@ -199,7 +199,7 @@ def main() -> int:
         nargs="+",
         default=(SHIPPED,),
         metavar="FILE",
-        help="question files; `shipped` for prompts that come with polybasic",
+        help="question files; `shipped` for shipped prompts that were held out",
     )
     parser.add_argument("--minutes", type=float, default=MINUTES, help="in which all must end")
     parser.add_argument("--only", nargs="+", default=(), metavar="PART", help="by their beginnings")

@@ -24,6 +24,7 @@ from unittest.mock import patch
 
 import torch
 from command import Report, positive, run
+from growth.shapes import SHAPES, shape_named
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -46,7 +47,6 @@ from polybasic.deploy.rounds.cache import KeyValueCache
 from polybasic.deploy.rounds.sampling import Sampling
 from polybasic.deploy.rounds.verifier import Verifier
 from polybasic.deploy.rounds.warping import Warping
-from polybasic.recipes.growth.shapes import SHAPES, shape_named
 
 BANDWIDTH = 4.3e12
 """Bytes a second: what an H200 was measured to read (`recipes/estimates/hardware_profiles.py`)."""
@@ -234,7 +234,7 @@ def config_of(shape: str, **changes: Any) -> DecoderConfig:
     """A Llama in one of the shapes that chains are grown to."""
     sizes = shape_named(shape)
     given = {
-        "vocab_size": sizes.vocab_size or 32000,
+        "vocab_size": sizes.vocab_size,
         "hidden_size": sizes.hidden_size,
         "intermediate_size": sizes.intermediate_size,
         "num_layers": sizes.num_layers,

@@ -5,6 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from growth.chain import grow_chain
+from growth.shapes import SHAPES as GROWN_SHAPES
+from growth.shapes import GrownShape
 from measuring import Bandwidth, measure_bandwidth
 from passes import PassSettings
 from products import SHAPES
@@ -15,9 +18,6 @@ from polybasic.chain.formats.config import read_config
 from polybasic.chain.formats.plan import Plan
 from polybasic.chain.formats.verify import check_chain
 from polybasic.deploy import Chain, load_chain
-from polybasic.recipes.growth.chain import grow_chain
-from polybasic.recipes.growth.shapes import SHAPES as GROWN_SHAPES
-from polybasic.recipes.growth.shapes import GrownShape
 
 TARGET, EAGLE2, THREE = "target", "eagle2", "polybasic_full"
 FIRST, SECOND = "gpu-7b", "gpu-8b"
@@ -152,7 +152,7 @@ class Session:
         is_grouped = shape.num_kv_heads < shape.num_heads
         return GrownShape(
             num_layers=small.num_layers,
-            hidden_size=small.hidden_size + 128,
+            hidden_size=2 * small.hidden_size,
             intermediate_size=small.intermediate_size + 128,
             num_heads=2 * small.num_heads,
             num_kv_heads=(1 if is_grouped else 2) * small.num_heads,

@@ -37,10 +37,10 @@ def system_plans(chain: Chain) -> dict[str, Plan]:
 
 @contextmanager
 def plan_settings(arguments: argparse.Namespace, **given: Any) -> Iterator[PlanSettings]:
-    """Settings of a plan on shipped prompts, whose file exists as long as the block."""
+    """Settings of a plan on the shipped calibration prompts, which exist as long as the block."""
     with tempfile.TemporaryDirectory() as folder:
         calibration = Path(folder) / "calibration.jsonl"
-        plan_prompts(PlanSettings(), "").write(calibration)
+        plan_prompts(PlanSettings(prompts=SHIPPED), "").write(calibration)
         yield PlanSettings(
             prompts=str(calibration),
             max_new_tokens=arguments.max_new_tokens,
@@ -97,18 +97,19 @@ def read_prompts(
     """First turns as token ids, spread evenly over each task of the file.
 
     Args:
-        path: Spec-Bench's question format; None for shipped prompts.
+        path: Spec-Bench's question format; None for shipped prompts that were held out when a
+            chain's head learned from the shipped conversations.
         max_new_tokens: of an answer, which must fit the context behind the prompt.
 
     Raises:
         UserError: a malformed file, or no prompt that fits.
     """
+    settings = BenchSettings(
+        prompts=SHIPPED if path is None else str(path),
+        num_prompts_per_task=num_per_task,
+        max_new_tokens=max_new_tokens,
+    )
     with tempfile.TemporaryDirectory() as folder:
-        settings = BenchSettings(
-            prompts=SHIPPED if path is None else str(path),
-            num_prompts_per_task=num_per_task,
-            max_new_tokens=max_new_tokens,
-        )
         source = bench_prompts(settings, "").write(Path(folder) / "prompts.jsonl")
         questions = read_questions(source)
 

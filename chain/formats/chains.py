@@ -10,15 +10,12 @@ from polybasic.chain.formats.hub import snapshot
 from polybasic.chain.formats.manifest import MANIFEST_NAME
 from polybasic.chain.formats.models import resolve_model
 
-_OF_RUN = ("grown", "chain")
-"""In the output folder of a run, the one that counts first."""
-
 
 def resolve_chain(reference: str, revision: str | None = None) -> Path:
     """The folder of a chain, given as a folder or as a hub id `org/name[@revision]`.
 
-    Of a run's output folder it is the chain inside: the grown one if there is one. Of a model, be
-    it a folder, a hub id or a GGUF file, it is the chain of it alone.
+    Of a run's output folder it is the chain inside; of a model, be it a folder, a hub id or a GGUF
+    file, the chain of it alone.
 
     Raises:
         UserError: as `resolve_model`, for a missing chain.json and config.json; as `bare_chain`.
@@ -31,9 +28,8 @@ def resolve_chain(reference: str, revision: str | None = None) -> Path:
         if not (snapshot(*named, [MANIFEST_NAME]) / MANIFEST_NAME).is_file():
             return bare_chain(resolve_model(reference, revision), reference)
         folder = snapshot(*named, None)
-    if not (folder / MANIFEST_NAME).is_file():
-        inside = (folder / name for name in _OF_RUN)
-        folder = next((one for one in inside if (one / MANIFEST_NAME).is_file()), folder)
+    if not (folder / MANIFEST_NAME).is_file() and (folder / "chain" / MANIFEST_NAME).is_file():
+        folder /= "chain"
     if not (folder / MANIFEST_NAME).is_file() and (folder / "config.json").is_file():
         return bare_chain(folder, reference)
     return folder_with(folder, MANIFEST_NAME, "not a chain")

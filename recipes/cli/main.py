@@ -24,7 +24,6 @@ from polybasic.recipes.cli import (
     chat,
     doctor,
     export,
-    grow,
     measure,
     migrate,
     recipes,
@@ -97,7 +96,6 @@ app.command()(chain.inspect)
 app.command()(chain.verify)
 app.command()(migrate.migrate)
 app.command()(export.export)
-app.command()(grow.grow)
 app.command()(warmup.warmup)
 app.add_typer(runs.app, name="runs")
 app.add_typer(cache.app, name="cache")

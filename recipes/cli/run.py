@@ -73,10 +73,9 @@ def run(
     from polybasic.chain.console import Console
     from polybasic.deploy.bench.report.terminal import print_report
     from polybasic.deploy.bench.schema import read_report
-    from polybasic.recipes.pipeline.members import last_chain
     from polybasic.recipes.pipeline.run import say
 
-    chain = workspace.folder(last_chain(workspace.recipe))
+    chain = workspace.folder("chain")
     print_report(read_report(chain / "report" / "report.json"), Console())
     typer.echo(f"report: {chain / 'report' / 'report.html'}")
     say(f"chain: {chain}; next: polybasic generate {shlex.quote(str(chain))} -p 'Hello'")
@@ -117,9 +116,9 @@ def package(
     dry_run: DryRunOption = False,
     hardware: HardwareOption = None,
 ) -> None:
-    """Pack the chain, grow it where the recipe says so, and make what that needs."""
+    """Pack the chain, and make what that needs."""
     given = _Given("package", recipe, overrides, out, preset, dry_run, hardware)
-    _run_until(given, ("chain", "grown"), "polybasic bench")
+    _run_until(given, ("chain",), "polybasic bench")
 
 
 @dataclass(frozen=True)

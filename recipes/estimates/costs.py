@@ -35,8 +35,6 @@ _PROCESS_BYTES = 700e6
 _SEARCH_PASSES = 8
 """AWQ's grid of scales and clips, in forward passes over the calibration tokens."""
 _DISK_BYTES_PER_SECOND = 1e9
-_SHARD_BYTES = 2 << 30
-"""Of a grown chain's weight files."""
 
 
 @dataclass(frozen=True)
@@ -101,8 +99,6 @@ def _costs(name: str, case: Case) -> _Costs:
             return _quantized(case, target)
         case "chain":
             return _chain(case)
-        case "grown":
-            return _grown(case)
         case "plan":
             return _plan(case)
         case "report":
@@ -219,25 +215,15 @@ def _quantized(case: Case, shape: Shape) -> _Costs:
 
 
 def _chain(case: Case) -> _Costs:
-    disk = float(packed_bytes(case, case.shapes.target))
+    disk = float(packed_bytes(case))
     if case.copies_target:
         disk += case.shapes.target.num_bytes
     hashed = case.shapes.target.num_bytes + disk
     return 0, 0, disk, 1 + _reading_seconds(hashed + disk)
 
 
-def _grown(case: Case) -> _Costs:
-    shape = case.measured
-    disk = shape.num_bytes + packed_bytes(case, shape)
-    # the output projection with its masks; a layer to copy from; a file of several matrices
-    memory = 8 * shape.num_embedding_parameters + 4 * shape.num_layer_parameters
-    memory += min(_SHARD_BYTES, shape.num_bytes)
-    # made, written, and read for its digest
-    return shape.num_parameters, memory, disk, 5 + _reading_seconds(3 * disk)
-
-
 def _plan(case: Case) -> _Costs:
-    plan, target = case.recipe.plan, case.measured
+    plan, target = case.recipe.plan, case.shapes.target
     answers = NUM_TASKS * plan.num_prompts_per_task
     # Each position is drafted for once a top_k; each shape is timed on an answer, twice.
     drafts = answers * plan.max_new_tokens * len(plan.grid.top_ks)
@@ -250,7 +236,7 @@ def _plan(case: Case) -> _Costs:
 
 
 def _report(case: Case) -> _Costs:
-    bench, target = case.recipe.bench, case.measured
+    bench, target = case.recipe.bench, case.shapes.target
     tokens = NUM_TASKS * bench.num_prompts_per_task * bench.max_new_tokens
     memory = running_bytes(case, bench.tensor_parallel)
     if "hf_generate" in bench.expected_systems:
@@ -269,7 +255,7 @@ def _token_seconds(target: Shape, hardware: Hardware, num_ranks: int = 1) -> flo
 
 
 def _loading_seconds(case: Case) -> float:
-    return _reading_seconds(case.measured.num_bytes + packed_bytes(case, case.measured))
+    return _reading_seconds(case.shapes.target.num_bytes + packed_bytes(case))
 
 
 def _row_tokens(recipe: Recipe) -> float:

@@ -19,7 +19,6 @@ from polybasic.recipes.estimates.memory import Case, Shapes, check_divides
 from polybasic.recipes.estimates.sizes import (
     config_folder,
     has_weights,
-    shape_of_grown,
     shape_of_small,
     shape_of_target,
 )
@@ -132,7 +131,7 @@ def estimate(
     recipe, wanted = workspace.recipe, closure(stages, only)
     check_inputs(recipe, wanted)
     target = shape_of_target(recipe)
-    shapes = Shapes(target, shape_of_small(recipe), shape_of_grown(recipe, target))
+    shapes = Shapes(target, shape_of_small(recipe))
     case = Case(recipe, shapes, hardware, _copies_target(recipe, workspace.out))
     if not {"plan", "report"}.isdisjoint(stage.name for stage in wanted):
         check_divides(case)

@@ -17,15 +17,10 @@ SERVING = 1.15
 
 @dataclass(frozen=True)
 class Shapes:
-    """Of the models that a recipe starts from; it may have no smaller one.
-
-    Attributes:
-        grown: of the target, where the chain is grown.
-    """
+    """Of the models that a recipe starts from; it may have no smaller one."""
 
     target: Shape
     small: Shape | None
-    grown: Shape | None = None
 
 
 @dataclass(frozen=True)
@@ -40,11 +35,6 @@ class Case:
     shapes: Shapes
     hardware: Hardware
     copies_target: bool = False
-
-    @property
-    def measured(self) -> Shape:
-        """Of the target that plan and report run."""
-        return self.shapes.grown or self.shapes.target
 
 
 def check_divides(case: Case) -> None:
@@ -90,7 +80,7 @@ def is_on_host(name: str, recipe: Recipe) -> bool:
             return not recipe.distills
         case "draft":
             return recipe.draft.model != "train" and recipe.draft.adapt == "none"
-    return name in ("data", "target", "chain", "grown")
+    return name in ("data", "target", "chain")
 
 
 def as_trained(case: Case, shape: Shape) -> Shape:
@@ -119,15 +109,15 @@ def training_bytes(recipe: Recipe, shape: Shape) -> float:
 
 def running_bytes(case: Case, num_ranks: int) -> float:
     """Of the first rank, which holds all heads and drafters, and its part of what is divided."""
-    members = case.measured.num_bytes + packed_bytes(case, case.measured)
+    members = case.shapes.target.num_bytes + packed_bytes(case)
     return members - _divided_bytes(case) * (1 - 1 / num_ranks)
 
 
 def _divided(case: Case) -> list[tuple[Shape, bool]]:
     """The verifying models, which tensor parallelism divides, and whether each is in 4 bits."""
     small, shape = case.recipe.small, case.shapes.small
-    models = [(case.measured, False)]
-    models += [(case.measured, True)] if case.recipe.quantize else []
+    models = [(case.shapes.target, False)]
+    models += [(case.shapes.target, True)] if case.recipe.quantize else []
     if small is not None and shape is not None and small.role == "intermediate":
         models.append((shape, small.quantize))
     return models
@@ -137,12 +127,12 @@ def _divided_bytes(case: Case) -> float:
     return sum(shape.divided_bytes(is_int4) for shape, is_int4 in _divided(case))
 
 
-def packed_bytes(case: Case, target: Shape) -> int:
+def packed_bytes(case: Case) -> int:
     """Of all members but the target, whose shape decides on those that are made of it."""
     recipe, shapes = case.recipe, case.shapes
     train = recipe.train
-    total = target.num_int4_bytes if recipe.quantize else 0
-    total += count_of_head(target, train).num_bytes
+    total = shapes.target.num_int4_bytes if recipe.quantize else 0
+    total += count_of_head(shapes.target, train).num_bytes
     if recipe.small is not None and shapes.small is not None:
         is_int4, has_head = recipe.small.quantize, recipe.small_has_head
         total += shapes.small.num_int4_bytes if is_int4 else shapes.small.num_bytes

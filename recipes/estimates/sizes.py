@@ -14,7 +14,6 @@ from polybasic.chain.formats.models import resolve_model
 from polybasic.chain.formats.names import linear_shapes
 from polybasic.chain.formats.quantization import GROUP_SIZE, largest_group_size
 from polybasic.quantize.settings import GroupSize
-from polybasic.recipes.growth.shapes import GrownShape, check_family, check_sizes, shape_named
 from polybasic.recipes.schema.recipe import Recipe
 from polybasic.train.settings import HeadSettings
 
@@ -197,55 +196,6 @@ def shape_of_small(recipe: Recipe) -> Shape | None:
         return None
     folder = config_folder(recipe.small.model, "small.model")
     return _shape_of_config(folder, recipe.group_size)
-
-
-def shape_of_grown(recipe: Recipe, target: Shape) -> Shape | None:
-    """The grown target's sizes; None for a recipe that does not grow its chain.
-
-    Raises:
-        UserError: the target does not fit into the shape, or is no plain Llama.
-    """
-    if recipe.grow.shape is None:
-        return None
-    config = read_config(config_folder(recipe.target.model, "target.model"))
-    check_family(config.content, config.decoder, str(config.path))
-    shape = shape_named(recipe.grow.shape)
-    small = GrownShape(
-        target.num_layers,
-        target.hidden_size,
-        target.intermediate_size,
-        target.num_heads,
-        target.num_kv_heads,
-        target.head_size,
-        target.vocab_size,
-    )
-    check_sizes(small, shape)
-    return grown_shape(shape, target.vocab_size, target.weight_bytes, target.group_size)
-
-
-def grown_shape(
-    shape: GrownShape, vocab_size: int, weight_bytes: int = 2, group_size: int = GROUP_SIZE
-) -> Shape:
-    """Sizes of a target that is grown to `shape`.
-
-    Args:
-        shape: to grow to.
-        vocab_size: of the small target.
-        weight_bytes: of one of its parameters.
-        group_size: of its 4-bit copy.
-    """
-    return Shape(
-        vocab_size=shape.vocab_size or vocab_size,
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.intermediate_size,
-        num_layers=shape.num_layers,
-        num_heads=shape.num_heads,
-        num_kv_heads=shape.num_kv_heads,
-        head_size=shape.head_dim,
-        is_tied=False,
-        weight_bytes=weight_bytes,
-        group_size=group_size,
-    )
 
 
 def has_weights(model: str) -> bool:

@@ -29,11 +29,6 @@ def model_stages(recipe: Recipe) -> tuple[str, ...]:
     return tuple(stages)
 
 
-def last_chain(recipe: Recipe) -> str:
-    """Name of the stage whose chain is planned, measured and handed to people."""
-    return "chain" if recipe.grow.shape is None else "grown"
-
-
 def parts_of(workspace: Workspace) -> list[Part]:
     """The members beside the target, in order; the stages that made them must be whole."""
     recipe, small = workspace.recipe, workspace.recipe.small

@@ -4,17 +4,15 @@ Heavy modules are imported where they run, so that a run with nothing to do answ
 """
 
 from collections.abc import Iterable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from polybasic.chain.formats.files import sha256_of_file, write_json
-from polybasic.chain.formats.manifest import SCHEMA, Manifest, Provenance, is_head
+from polybasic.chain.formats.manifest import SCHEMA, Provenance, is_head
 from polybasic.chain.formats.package import Part, package_chain
 from polybasic.chain.terminal import say
 from polybasic.deploy.prompts import write_first_turns
-from polybasic.recipes.growth.shapes import shape_named
-from polybasic.recipes.pipeline.members import last_chain, model_stages, packed_plan, parts_of
+from polybasic.recipes.pipeline.members import model_stages, packed_plan, parts_of
 from polybasic.recipes.pipeline.model_stages import head_stage, quantized_stage
 from polybasic.recipes.pipeline.prompts import (
     PLAN_PROMPTS_NAME,
@@ -59,11 +57,7 @@ def stages_of(recipe: Recipe) -> tuple[Stage, ...]:
         if recipe.small_has_head:
             stages.append(head_stage(recipe, "small_draft", source="small_target", copy="small"))
     stages.append(Stage("chain", model_stages(recipe), _chain_inputs, _run_chain, _identify_chain))
-    stages += [GROWN] if recipe.grow.shape is not None else []
-    chain = last_chain(recipe)
-    plan = Stage("plan", ("data", chain), _plan_inputs, _run_plan, _identify_plan)
-    report = Stage("report", ("data", chain, "plan"), _report_inputs, _run_report, _identify_report)
-    return (*stages, plan, report)
+    return (*stages, PLAN, REPORT)
 
 
 def _data_inputs(workspace: Workspace) -> dict[str, Any]:
@@ -152,37 +146,15 @@ def _run_chain(workspace: Workspace, folder: Path) -> dict[str, Any]:
         quality=_summaries(workspace, (part for part in parts if part.kind == "awq")),
         training=_summaries(workspace, (part for part in parts if is_head(part.kind))),
     )
-    return _sizes(manifest)
+    return {
+        "num_parameters": {member.name: member.num_parameters for member in manifest.members},
+        "num_bytes": {member.name: member.num_bytes for member in manifest.members},
+    }
 
 
 def _identify_chain(workspace: Workspace, folder: Path) -> dict[str, Any]:
     # the report lies inside the chain: a chain that was packed again must be measured again
     return {"chain": sha256_of_file(folder / "chain.json")}
-
-
-def _grown_inputs(workspace: Workspace) -> dict[str, Any]:
-    name = workspace.recipe.grow.shape
-    assert name is not None, "the stage is there for a shape"
-    return {
-        "schema": SCHEMA,
-        "chain": workspace.identity("chain"),
-        "shape": {"name": name, **asdict(shape_named(name))},
-    }
-
-
-def _run_grown(workspace: Workspace, folder: Path) -> dict[str, Any]:
-    from polybasic.recipes.growth.chain import grow_chain
-
-    name = workspace.recipe.grow.shape
-    assert name is not None, "the stage is there for a shape"
-    return _sizes(grow_chain(workspace.folder("chain"), shape_named(name), name, folder))
-
-
-def _sizes(manifest: Manifest) -> dict[str, Any]:
-    return {
-        "num_parameters": {member.name: member.num_parameters for member in manifest.members},
-        "num_bytes": {member.name: member.num_bytes for member in manifest.members},
-    }
 
 
 def _summaries(workspace: Workspace, parts: Iterable[Part]) -> dict[str, Any]:
@@ -200,7 +172,7 @@ def _plan_inputs(workspace: Workspace) -> dict[str, Any]:
     settings = workspace.recipe.plan
     inputs = {
         "plan": settings.model_dump(mode="json", exclude={"prompts"}),
-        "chain": workspace.identity(last_chain(workspace.recipe)),
+        "chain": workspace.identity("chain"),
         "seed": workspace.recipe.seed,
     }
     _, source = _prompts(workspace.recipe)
@@ -215,8 +187,7 @@ def _run_plan(workspace: Workspace, folder: Path) -> dict[str, Any]:
     _, source = _prompts(workspace.recipe)
     path = source.file or workspace.folder("data") / PLAN_PROMPTS_NAME
     settings = with_prompts(workspace.recipe.plan, source, path)
-    chain = _last_chain_folder(workspace)
-    measured = plan_chain(chain, settings, say, source.shown).measured
+    measured = plan_chain(workspace.folder("chain"), settings, say, source.shown).measured
     for line in decision_lines(measured.explanation):
         say(f"plan: {line}")
     write_json(folder / PLAN_NAME, measured.model_dump(mode="json"))
@@ -234,7 +205,7 @@ def _identify_plan(workspace: Workspace, folder: Path) -> dict[str, Any]:
 def _report_inputs(workspace: Workspace) -> dict[str, Any]:
     return {
         "bench": workspace.recipe.bench.model_dump(mode="json", exclude={"prompts"}),
-        "chain": workspace.identity(last_chain(workspace.recipe)),
+        "chain": workspace.identity("chain"),
         "plan": workspace.identity("plan"),
         "prompts": workspace.identity("data")["prompts"],
     }
@@ -247,7 +218,7 @@ def _run_report(workspace: Workspace, folder: Path) -> dict[str, Any]:
     path = bench.file or workspace.folder("data") / PROMPTS_NAME
     settings = with_prompts(workspace.recipe.bench, bench, path)
     command = f"polybasic run {workspace.recipe.name}"
-    chain = _last_chain_folder(workspace)
+    chain = workspace.folder("chain")
     report = bench_chain(chain, settings, say, command=command, prompts_named=bench.shown)
     return {
         "speedup_vs_target": {
@@ -257,12 +228,9 @@ def _run_report(workspace: Workspace, folder: Path) -> dict[str, Any]:
 
 
 def _identify_report(workspace: Workspace, folder: Path) -> dict[str, Any]:
-    return {"report": sha256_of_file(_last_chain_folder(workspace) / "report" / "report.json")}
-
-
-def _last_chain_folder(workspace: Workspace) -> Path:
-    return workspace.folder(last_chain(workspace.recipe))
+    return {"report": sha256_of_file(workspace.folder("chain") / "report" / "report.json")}
 
 
 DATA = Stage("data", (), _data_inputs, _run_data, _identify_data)
-GROWN = Stage("grown", ("chain",), _grown_inputs, _run_grown, _identify_chain)
+PLAN = Stage("plan", ("data", "chain"), _plan_inputs, _run_plan, _identify_plan)
+REPORT = Stage("report", ("data", "chain", "plan"), _report_inputs, _run_report, _identify_report)

@@ -18,9 +18,6 @@ from polybasic.train.settings import (
 
 NUM_TASKS = len(TASKS)
 
-ShapeName = Literal["cpu-100m", "gpu-7b", "gpu-8b"]
-"""Of `polybasic.recipes.growth.shapes.SHAPES`."""
-
 
 def asks_heldout(prompts: str, conversations: str) -> bool:
     """Whether a section's `prompts` are first turns of held-out conversations.
@@ -86,16 +83,6 @@ class PackageSettings(Settings):
     )
 
 
-class GrowSettings(Settings):
-    """Shapes that the packed chain is grown to, so that passes cost what a large model's do."""
-
-    shape: ShapeName | None = Field(
-        None,
-        description="the grown chain answers as the small one, and takes the time of these "
-        "shapes; null plans and measures the chain as it was packed",
-    )
-
-
 def _tell_of_the_base(schema: dict[str, Any]) -> None:
     """A recipe's file may name another recipe, whose values it takes; a read recipe has none."""
     description = "the recipe that this one differs from: a shipped one, or a path from its folder"
@@ -132,9 +119,6 @@ class Recipe(Settings):
         "is rounded to the nearest",
     )
     package: PackageSettings = Field(PackageSettings(), description="the chain folder")
-    grow: GrowSettings = Field(
-        GrowSettings(), description="growth of the packed chain to the shapes of a large model"
-    )
     plan: PlanSettings = Field(PlanSettings(), description="tree and flush length of the chain")
     bench: BenchSettings = Field(BenchSettings(), description="the report at the end")
 
@@ -145,18 +129,6 @@ class Recipe(Settings):
                 "no baseline",
                 f"bench.systems = {', '.join(self.bench.expected_systems) or 'empty'}",
                 "add target, over which speedups are counted",
-            )
-        if self.grow.shape is not None and self.small is not None:
-            raise UserError(
-                "smaller models are not grown",
-                f"grow.shape = {self.grow.shape}, with a section small",
-                "set one of them to null",
-            )
-        if self.grow.shape is not None and self.train.kind not in ("eagle2", "block"):
-            raise UserError(
-                "only EAGLE-2 and block-parallel heads are grown",
-                f"grow.shape = {self.grow.shape}, train.kind = {self.train.kind}",
-                "set train.kind to eagle2 or block, or grow.shape=null",
             )
         if not self.has_head and self.draft.model != "train":
             raise UserError(

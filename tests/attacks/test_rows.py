@@ -44,7 +44,6 @@ COMMANDS: list[list[Any]] = [
     ["bench", "CHAIN", "--seed", "-1"],
     ["bench", "CHAIN", "--systems", ",\x1b[2J"],
     ["export", "CHAIN", "--to", "elsewhere"],
-    ["grow", "CHAIN", "elephant"],
     ["recipes", "show", "../" * 50],
     ["recipes", "cp", "\0"],
 ]

@@ -12,6 +12,7 @@ import torch
 
 from polybasic.chain.errors import UserError
 from polybasic.deploy import load_chain
+from tests.benchmarks.growth.growing import write_tied_parts
 from tests.benchmarks.scripts import load_script
 
 gpu, parts, sessions = (load_script(name) for name in ("gpu", "gpu_parts", "gpu_session"))
@@ -184,6 +185,14 @@ def test_figures_beside_what_they_are_to_be() -> None:
 def test_a_chain_of_other_members_is_refused(tiny_four_chain: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="chain of other members"):
         session_of(tiny_four_chain, tmp_path).chain("gpu-7b")
+
+
+@pytest.mark.parametrize("name", [sessions.FIRST, sessions.SECOND])
+def test_the_small_shapes_fit_a_published_models_chain(name: str, tmp_path: Path) -> None:
+    write_tied_parts(tmp_path).package(tmp_path / "chain")
+    (tmp_path / "work").mkdir()
+    grown = session_of(tmp_path / "chain", tmp_path / "work").chain(name)
+    assert grown.manifest.grown == name
 
 
 def test_plans_that_are_found_are_the_fastest(

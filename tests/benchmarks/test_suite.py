@@ -14,6 +14,7 @@ from polybasic.deploy import load_chain
 from polybasic.deploy.hardware import describe_hardware
 from polybasic.deploy.rounds import stages
 from polybasic.deploy.rounds.sampling import Sampling
+from polybasic.train.data.shipped import heldout_shipped
 from tests.benchmarks.scripts import load_script
 
 measuring, passes, rounds = (load_script(name) for name in ("measuring", "passes", "rounds"))
@@ -159,6 +160,17 @@ def test_systems_are_those_that_the_chain_has_members_for(tiny_chain: Path) -> N
             systems.chosen_plans(chain, names, members)
 
 
+def test_prompts_without_a_file_are_shipped_ones_that_are_held_out(
+    tiny_chain: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chain = load_chain(tiny_chain)
+    monkeypatch.setattr(chain, "encode", lambda text: [text])
+    asked = [text for (text,) in systems.read_prompts(chain, None, systems.QUESTIONS_PER_TASK, 6)]
+    heldout = {row["messages"][0]["content"] for row in heldout_shipped()}
+    assert 40 < len(asked) == len(set(asked)) < len(heldout)
+    assert set(asked) < heldout
+
+
 def test_prompts_have_the_lengths_asked_for(
     tiny_chain: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -228,7 +240,7 @@ def test_two_checkouts_in_turns(
     text = written(end_to_end, words, tmp_path / "record.md", monkeypatch)
     assert capfd.readouterr().err.count("this is the clone") == 1
     assert "eagle2: here" in text
-    assert "6 of 6 answers identical" in text
+    assert "7 of 7 answers identical" in text
     with pytest.raises(UserError, match="no checkout"):
         run(end_to_end, f"{tiny_chain} --against {tmp_path}", monkeypatch)
 

@@ -54,9 +54,8 @@ def test_a_runs_folder_stands_for_its_chain(tiny_chain: Path, tmp_path: Path) ->
     run = tmp_path / "run"
     shutil.copytree(tiny_chain, run / "chain")
     assert call("generate", run, "-p", "w5", *SHORT)[1] == answer_to("w5", tiny_chain) + "\n"
-    shutil.copytree(tiny_chain, run / "grown")
-    (run / "grown" / "chain.json").write_text("{}")
-    assert f"{run / 'grown'}" in refusal("inspect", run)
+    (run / "chain" / "chain.json").write_text("{}")
+    assert f"{run / 'chain'}" in refusal("inspect", run)
     (run / "chain" / "report").mkdir(exist_ok=True)
     assert "not a chain" in refusal("inspect", tmp_path / "run" / "chain" / "report")
 

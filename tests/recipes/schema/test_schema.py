@@ -47,13 +47,6 @@ def test_schema_is_json_and_describes_sections() -> None:
     [
         ({"bench": {"systems": ["eagle2"]}}, "no baseline: bench.systems = eagle2"),
         (
-            {
-                "grow": {"shape": "gpu-7b"},
-                "train": {"kind": "eagle3", "feature_loss_weight": 0},
-            },
-            "only EAGLE-2 and block-parallel heads are grown: grow.shape = gpu-7b",
-        ),
-        (
             {"small": {"quantize": False}, "train": {"features_from": "intermediate"}},
             "no 4-bit copy of the smaller model to take features from",
         ),

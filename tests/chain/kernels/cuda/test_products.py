@@ -265,7 +265,6 @@ FAMILY_INPUTS = sorted(
         *(2048, 5120, 12288),  # Qwen 3, Llama 2 13B
         *(3072, 8192, 13824),  # Phi 3, Llama 3.2, Llama 2 13B
         *(2304, 9216, 1152, 6912, 2560, 10240, 3840, 15360),  # Gemma 2 and 3
-        *(768, 2048),  # grown for a CPU
     }
 )
 """In features of the linears of supported families."""

@@ -1,16 +1,16 @@
-"""Shapes that small chains are grown to, and what can be grown to them. No torch in here."""
+"""Shapes that small chains are grown to, and what can be grown to them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.decoder_config import DecoderConfig, LayerSizes
+from polybasic.chain.formats.decoder_config import DecoderConfig
 
 
 @dataclass(frozen=True)
 class GrownShape:
-    """Sizes to grow to; None keeps the vocabulary."""
+    """Sizes to grow to; a model whose vocabulary is larger keeps it."""
 
     num_layers: int
     hidden_size: int
@@ -18,24 +18,14 @@ class GrownShape:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    vocab_size: int | None = None
+    vocab_size: int = 0
 
 
 SHAPES: Mapping[str, GrownShape] = {
-    "cpu-100m": GrownShape(12, 768, 2048, 12, 12, 64),
     "gpu-7b": GrownShape(32, 4096, 11008, 32, 32, 128, 32000),
     "gpu-8b": GrownShape(32, 4096, 14336, 32, 8, 128, 128256),
 }
-"""For CPUs (85 M parameters plus the vocabulary's), and Llama-2-7B's and Llama-3-8B's for GPUs."""
-
-
-class Sizes(LayerSizes, Protocol):
-    """Sizes of a small model: a `DecoderConfig`, or a `GrownShape` with a vocabulary."""
-
-    @property
-    def num_layers(self) -> int: ...
-    @property
-    def vocab_size(self) -> int | None: ...
+"""Llama-2-7B's and Llama-3-8B's."""
 
 
 def shape_named(name: str) -> GrownShape:
@@ -49,26 +39,24 @@ def shape_named(name: str) -> GrownShape:
     return SHAPES[name]
 
 
-def num_kv_copies(small: Sizes, shape: GrownShape) -> int:
+def num_kv_copies(small: DecoderConfig, shape: GrownShape) -> int:
     """Copies of each of the small model's key/value heads, so that none serves too many queries."""
     served = shape.num_heads // shape.num_kv_heads
     return -(-(small.num_heads // small.num_kv_heads) // served)
 
 
-def check_sizes(small: Sizes, shape: GrownShape) -> None:
+def check_sizes(small: DecoderConfig, shape: GrownShape) -> None:
     """Check that a small model fits into a shape.
 
     Raises:
         UserError: the shape is too small in a dimension, its head size is not a multiple, or its
             vocabulary is larger at the same width.
     """
-    small_vocab, vocab = small.vocab_size or 0, shape.vocab_size or small.vocab_size or 0
     for what, needed, available in (
         ("layers", small.num_layers, shape.num_layers),
         ("hidden_size", small.hidden_size, shape.hidden_size),
         ("intermediate_size", small.intermediate_size, shape.intermediate_size),
         ("key/value heads", small.num_kv_heads * num_kv_copies(small, shape), shape.num_kv_heads),
-        ("vocab_size", small_vocab, vocab),
     ):
         if needed > available:
             raise UserError(
@@ -82,10 +70,11 @@ def check_sizes(small: Sizes, shape: GrownShape) -> None:
             f"head size {small.head_dim} to {shape.head_dim}",
             "use a model whose head size divides the shape's",
         )
-    if vocab > small_vocab and shape.hidden_size == small.hidden_size:
+    if shape.vocab_size > small.vocab_size and shape.hidden_size == small.hidden_size:
         raise UserError(
             "vocabulary cannot grow without width",
-            f"vocab_size {small_vocab} to {vocab}, hidden_size {shape.hidden_size} of both",
+            f"vocab_size {small.vocab_size} to {shape.vocab_size}, both of "
+            f"hidden_size {shape.hidden_size}",
             "choose a wider shape",
         )
 
@@ -99,14 +88,13 @@ def check_family(config: dict[str, Any], decoder: DecoderConfig, where: str) -> 
         where: its path.
 
     Raises:
-        UserError: another family, biases, or tied embeddings.
+        UserError: another family, or biases.
     """
     found = f"model_type {config['model_type']}"
     found += f", biases of {', '.join(decoder.biased)}" if decoder.biased else ""
-    found += ", tied embeddings" if decoder.tie_word_embeddings else ""
     if found != "model_type llama":
         raise UserError(
             "only plain Llamas can be grown",
             f"{where} ({found})",
-            "grow a chain whose target a recipe trains from scratch",
+            "grow a chain of a Llama",
         )

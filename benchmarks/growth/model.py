@@ -28,11 +28,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from growth.shapes import GrownShape, check_sizes, num_kv_copies
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.awq import CODES_PER_WORD, QuantizedWeight
 from polybasic.chain.formats.decoder_config import DecoderConfig
 from polybasic.chain.formats.quantization import GROUP_SIZE
-from polybasic.recipes.growth.shapes import GrownShape, check_sizes, num_kv_copies
 
 _CPU = torch.device("cpu")
 NOWHERE = -1
@@ -73,7 +73,7 @@ class Growth:
     ) -> None:
         check_sizes(small, shape)
         self.small, self.shape = small, shape
-        self.vocab_size = shape.vocab_size or small.vocab_size
+        self.vocab_size = max(small.vocab_size, shape.vocab_size)
         self.hidden = _first(small.hidden_size, shape.hidden_size).to(device)
         self.neurons = _first(small.intermediate_size, shape.intermediate_size).to(device)
         self.tokens = _first(small.vocab_size, self.vocab_size).to(device)

@@ -10,6 +10,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from growth.model import GrownWeights, Growth, Placing
+from growth.shapes import GrownShape, check_family
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.awq import QuantizedWeight
 from polybasic.chain.formats.card import write_card
@@ -28,8 +30,6 @@ from polybasic.chain.formats.quantization import GROUP_SIZE
 from polybasic.chain.formats.shapes import num_parameters, tensor_headers
 from polybasic.chain.formats.verify import CheckedChain, check_chain, check_fit
 from polybasic.chain.model.stored import StoredTensors
-from polybasic.recipes.growth.model import GrownWeights, Growth, Placing
-from polybasic.recipes.growth.shapes import GrownShape, check_family
 
 _CPU = torch.device("cpu")
 _SHARD_BYTES = 2 << 30
@@ -188,6 +188,7 @@ def _grow_member(
             "num_parameters": num_parameters(tensor_headers(folder)),
             "num_bytes": sum(path.stat().st_size for path in weight_files(folder)),
             "files": dict(sorted(digests.items())),
+            "gguf": None,
         }
     )
 
@@ -218,6 +219,7 @@ def _grown_config(
         "num_key_value_heads": shape.num_kv_heads,
         "head_dim": shape.head_dim,
         "rms_norm_eps": growth.norm_eps,
+        "tie_word_embeddings": False,
         ORIGIN_KEY: origin,
     }
     if growth.rope != growth.small.rope:
@@ -242,7 +244,8 @@ def _decoder_tensors(
             for part, tensor in grow_linear(weights, like, placing, is_added):
                 yield f"{prefix}{name}.{part}", tensor
     yield "model.norm.weight", grown.norm(weights.stored("model.norm.weight"), is_final=True)
-    yield "lm_head.weight", grown.lm_head(weights.stored("lm_head.weight"))
+    read = "model.embed_tokens" if growth.small.tie_word_embeddings else "lm_head"
+    yield "lm_head.weight", grown.lm_head(weights.stored(f"{read}.weight"))
 
 
 def _dense_linear(
