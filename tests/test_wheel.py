@@ -11,6 +11,8 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("chain", "train", "quantize", "deploy", "recipes")
 OWN = ("__init__.py", "__main__.py", "py.typed")
+SUFFIXES = {".py", ".yaml", ".h", ".cpp", ".html", ".js", ".css", ".svg", ".txt", ".gz", ".json"}
+SUFFIXES |= {".safetensors"}
 BUILD = "import setuptools.build_meta as build; print(build.build_wheel('dist'))"
 
 
@@ -37,9 +39,7 @@ def tree_names(folder: Path) -> set[str]:
         f"polybasic/{path.relative_to(folder)}"
         for name in PACKAGES
         for path in (folder / name).rglob("*")
-        if path.suffix
-        in {".py", ".yaml", ".h", ".cpp", ".html", ".js", ".css", ".svg", ".txt", ".gz"}
-        | {".json", ".safetensors"}
+        if path.suffix in SUFFIXES
         # what deploys a server is not installed with it
         and path.parent != folder / "deploy" / "images"
     }

@@ -43,8 +43,7 @@ def find_gguf(reference: str, revision: str | None = None) -> Path:
             package.
     """
     if reference.startswith(PACKAGE):
-        path = path_in_package(reference, "GGUF file")
-        return _in_folder(path) if path.is_dir() else path
+        reference = f"{path_in_package(reference, 'GGUF file')}"
     path = Path(reference).expanduser()
     if lies_anywhere(path):
         return _in_folder(path) if path.is_dir() else path

@@ -56,11 +56,7 @@ struct MultiplyFloat32 {
 
 // Whether weights are prefetched into the second cache, which takes more lines at a time than the first:
 // with products this fast, few rows wait for the memory.
-#if defined(POLYBASIC_PAIR_PRODUCTS) && defined(POLYBASIC_AVX512)
-constexpr bool kIntoSecondCache = true;
-#else
-constexpr bool kIntoSecondCache = false;
-#endif
+constexpr bool kIntoSecondCache = kHasPairProducts && kParts == 1;
 
 // Pairs of inputs at a time: each word of the weights holds those of two.
 struct MultiplyBfloat16 {
