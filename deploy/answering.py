@@ -5,7 +5,6 @@ from pathlib import Path
 
 import torch
 
-from polybasic.chain.errors import UserError
 from polybasic.chain.formats.bare import ALONE
 from polybasic.chain.formats.config import ConfigFile, read_config
 from polybasic.chain.formats.package import TARGET_NAME
@@ -106,6 +105,4 @@ def answering_dtype(config: ConfigFile) -> str:
     Raises:
         UserError: its own is none.
     """
-    if config.dtype not in DTYPES:
-        raise UserError("unknown dtype", f"{config.path} dtype {config.dtype}", "export it again")
-    return name_of(serving_dtype(DTYPES[config.dtype], device_named()))
+    return name_of(serving_dtype(config, device_named()))

@@ -10,6 +10,7 @@ import torch
 from pydantic import ConfigDict, Field
 
 from polybasic.chain.errors import UserError
+from polybasic.chain.formats.block_types import BLOCK_TYPES
 from polybasic.chain.formats.card import shown_plan
 from polybasic.chain.formats.chains import resolve_chain
 from polybasic.chain.formats.decoder_config import DecoderConfig
@@ -280,16 +281,19 @@ def _check_layers_are_whole(checked: CheckedChain, num_parts: int) -> None:
             )
 
 
-def layout_of(device: torch.device, dtype: torch.dtype, *configs: DecoderConfig) -> Layout:
+def layout_of(
+    device: torch.device, dtype: torch.dtype, *configs: DecoderConfig, in_blocks: bool = False
+) -> Layout:
     """How the weights of a model, or of models that share weights, lie when they are loaded.
 
     Args:
         configs: of the models, as of `backend_for`.
+        in_blocks: whether the verifying one was stored in a GGUF file's blocks.
     """
     backend = backend_for(device, dtype, *configs)
     if backend.packs_4_bits:
         kernels: Kernels = "native" if backend.name == "cpu" else "device"
-        return Layout(device.type, name_of(dtype), kernels)
+        return Layout(device.type, name_of(dtype), kernels, in_blocks=in_blocks)
     on_cpu = device.type == "cpu"
     widened = [name for name, one in DTYPES.items() if on_cpu and not multiplies_fast(one)]
     return Layout(device.type, name_of(dtype), "eager", tuple(widened))
@@ -311,7 +315,9 @@ def _layouts(checked: CheckedChain, device: torch.device, dtype: torch.dtype) ->
                 # a head without layers of its own has its verifier's backend
                 verifier = configs[member.drafts_for[0]].decoder
                 read = [verifier] if kind.layer is None else [verifier, *read]
-        found[member.name] = layout_of(device, dtype, *read)
+        verifier_name = next(iter(member.drafts_for), member.name)
+        in_blocks = checked.manifest.member(verifier_name).dtype in BLOCK_TYPES
+        found[member.name] = layout_of(device, dtype, *read, in_blocks=in_blocks)
     return found
 
 
@@ -436,8 +442,10 @@ def _load_models(
 
 
 def _dtype(checked: CheckedChain, options: LoadOptions) -> torch.dtype:
-    is_given = options.dtype not in (None, "auto")
-    name = options.dtype if is_given else checked.target_config.dtype
-    if name not in DTYPES:
-        raise UserError("unknown dtype", f"dtype={name}", f"use one of {', '.join(DTYPES)}")
-    return DTYPES[name] if is_given else serving_dtype(DTYPES[name], device_named(options.device))
+    if options.dtype in (None, "auto"):
+        return serving_dtype(checked.target_config, device_named(options.device))
+    if options.dtype not in DTYPES:
+        raise UserError(
+            "unknown dtype", f"dtype={options.dtype}", f"use one of {', '.join(DTYPES)}"
+        )
+    return DTYPES[options.dtype]

@@ -4,12 +4,13 @@ The bytes are those of weights as they lie when loaded, of caches for the whole 
 workspace of a pass, by the configs and the headers of weight files; `MARGIN` is for all the rest.
 """
 
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from math import prod
 from typing import Any, Literal
 
 from polybasic.chain.errors import UserError
+from polybasic.chain.formats.block_types import BLOCK_TYPES
 from polybasic.chain.formats.decoder_config import DecoderConfig, HeadConfig
 from polybasic.chain.formats.head_kinds.table import HEAD_KINDS
 from polybasic.chain.formats.lineage import find_steered
@@ -17,7 +18,7 @@ from polybasic.chain.formats.manifest import Kind
 from polybasic.chain.formats.names import DRAFT_TABLES
 from polybasic.chain.formats.plan import MAX_TREE_ROWS
 from polybasic.chain.formats.quantization import DRAFT_GROUP_SIZE, GROUP_SIZE
-from polybasic.chain.formats.shapes import expected_shapes, tensor_headers
+from polybasic.chain.formats.shapes import TensorHeader, expected_shapes, tensor_headers
 from polybasic.chain.formats.shard import Shard
 from polybasic.chain.formats.verify import CheckedChain
 from polybasic.chain.readable import readable_bytes
@@ -27,16 +28,18 @@ MARGIN = 1.2
 
 Kernels = Literal["eager", "native", "device"]
 """What multiplies: PyTorch's operations, the CPU's kernels, or the GPU's."""
-Form = Literal["kept", "dense", "int4", "rounded"]
-"""How a weight lies: as a tensor of its own, as a dense product's, as a 4-bit product's, or as a
-draft head's product, which is rounded to 4 bits where kernels read those."""
+Form = Literal["kept", "dense", "int4", "rounded", "blocks"]
+"""How a weight lies: as a tensor of its own, as a dense product's, as a 4-bit product's, as a draft
+head's product, which is rounded to 4 bits where kernels read those, or in a GGUF file's blocks,
+whose bytes are counted in place of weights."""
 
 _ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 _ROUNDED_DTYPES = {"eager": (), "native": ("bfloat16",), "device": ("bfloat16", "float16")}
 _SCALE_BYTES = {"eager": 4, "native": 5, "device": 4}
 """Of a 4-bit group's scale and zero, as kernels read them."""
-_MAKING_BYTES: dict[Form, float] = {"kept": 4, "dense": 4, "int4": 10, "rounded": 6}
+_MAKING_BYTES: dict[Form, float] = {"kept": 4, "dense": 4, "int4": 10, "rounded": 6, "blocks": 8}
 """Of a weight while it is converted, beside what stays of it."""
+_EMBEDDING = "model.embed_tokens.weight"
 _LIBRARY_BYTES = 250_000_000
 """That libraries and the kernels' buffers take when a first chain is loaded and answers."""
 _GROUP_BYTES = 100_000_000
@@ -53,12 +56,14 @@ class Layout:
         kernels: that multiply.
         widened: dtypes whose products PyTorch's operations compute in float32, with weights kept
             so.
+        in_blocks: of a model that was stored in a GGUF file's blocks, and of its heads.
     """
 
     device: str
     dtype: str
     kernels: Kernels
     widened: tuple[str, ...] = ()
+    in_blocks: bool = False
 
     @property
     def item_bytes(self) -> int:
@@ -68,7 +73,8 @@ class Layout:
     @property
     def rounds_heads(self) -> bool:
         """Whether draft heads are rounded to 4 bits."""
-        return self.dtype in _ROUNDED_DTYPES[self.kernels]
+        is_native = self.kernels == "native"
+        return self.dtype in _ROUNDED_DTYPES[self.kernels] or (is_native and self.in_blocks)
 
     def weight_bytes(self, group_size: int | None = None) -> dict[Form, float]:
         """Of one weight once it is loaded.
@@ -84,7 +90,13 @@ class Layout:
             # PyTorch's 4-bit product is for few rows; more of them read a copy in bfloat16
             int4 = packed + (4 if "bfloat16" in self.widened else 2)
         rounded = self._packed_bytes(DRAFT_GROUP_SIZE) if self.rounds_heads else dense
-        return {"kept": self.item_bytes, "dense": dense, "int4": int4, "rounded": rounded}
+        return {
+            "kept": self.item_bytes,
+            "dense": dense,
+            "int4": int4,
+            "rounded": rounded,
+            "blocks": 1,
+        }
 
     def _packed_bytes(self, group_size: int) -> float:
         """Of a weight in 4 bits with its share of the group's scale and zero."""
@@ -240,7 +252,7 @@ def _state(
         if member.role == "drafter" and shard.rank > 0:
             continue
         file, layout = checked.configs[member.name], layouts[member.name]
-        config, stored = file.of(member.kind), tensor_headers(file.folder).keys()
+        config, stored = file.of(member.kind), tensor_headers(file.folder)
         if member.role != "drafter":
             config = shard.local(config, file.group_size)
         weights = list(_weights(member.kind, config, file.group_size, stored, layout, shard))
@@ -269,30 +281,39 @@ def _weights(
     kind: Kind,
     config: DecoderConfig,
     group_size: int | None,
-    stored: Set[str],
+    stored: Mapping[str, TensorHeader],
     layout: Layout,
     shard: Shard,
 ) -> Iterator[tuple[Form, int]]:
-    """Form and number of the weights of each tensor that is loaded; `stored` are all names."""
+    """Form and number of the weights of each tensor that is loaded; `stored` are all headers."""
     is_head = isinstance(config, HeadConfig)
     outputs = shard.tokens(config) if not is_head else slice(0, config.vocab_size)
     own = "embed_tokens.weight"
     has_own = is_head and HEAD_KINDS[kind].reads_own_embedding
     lm_head = (outputs.stop - outputs.start) * config.hidden_size
-    for name, shape in expected_shapes(kind, config, group_size, stored):
-        if name == "lm_head.weight" and not is_head:
+    reads_blocks = layout.kernels == "native"
+    in_blocks = {
+        name: header.num_bytes / prod(header.shape)
+        for name, header in stored.items()
+        if reads_blocks and header.dtype in BLOCK_TYPES
+    }
+    for name, shape in expected_shapes(kind, config, group_size, stored.keys()):
+        if name in in_blocks:
+            size = lm_head if name == "lm_head.weight" else prod(shape)
+            yield "blocks", round(in_blocks[name] * size)
+        elif name == "lm_head.weight" and not is_head:
             yield "dense", lm_head
         elif name.endswith(".qweight"):
             yield "int4", 8 * prod(shape)
-        elif name == "model.embed_tokens.weight" or len(shape) == 1 or (has_own and name == own):
+        elif name == _EMBEDDING or len(shape) == 1 or (has_own and name == own):
             yield "kept", prod(shape)
         # a head reads its verifier's embedding; a 4-bit weight counts with its scales and zeros
         elif not name.endswith(("embed_tokens.weight", ".qzeros", ".scales")):
             yield "rounded" if is_head else "dense", prod(shape)
     is_copied = layout.device == "cpu" and layout.kernels != "device"
-    if not is_head and config.tie_word_embeddings and is_copied:
+    if not is_head and config.tie_word_embeddings and is_copied and _EMBEDDING not in in_blocks:
         yield "dense", lm_head
-    reads_copy = layout.rounds_heads or shard.count > 1 or stored & {*DRAFT_TABLES}
+    reads_copy = layout.rounds_heads or shard.count > 1 or stored.keys() & {*DRAFT_TABLES}
     if isinstance(config, HeadConfig) and reads_copy and not HEAD_KINDS[kind].has_lm_head:
         # rows of its verifier's
         yield "rounded", config.num_draft_tokens * config.hidden_size

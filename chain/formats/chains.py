@@ -22,7 +22,8 @@ def resolve_chain(reference: str, revision: str | None = None) -> Path:
     """
     folder = Path(reference).expanduser()
     if names_gguf(reference) and not lies_anywhere(folder / MANIFEST_NAME):
-        return bare_chain(resolve_model(reference, revision), reference)
+        model = resolve_model(reference, revision, as_stored=True)
+        return bare_chain(model, reference)
     if not lies_anywhere(folder):
         named = split_hub_id(reference, revision)
         if not (snapshot(*named, [MANIFEST_NAME]) / MANIFEST_NAME).is_file():

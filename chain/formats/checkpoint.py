@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from polybasic.chain.errors import UserError
+from polybasic.chain.formats.block_types import typed_name
 from polybasic.chain.formats.files import disk_errors, lies_anywhere, opened_mode, read_json
 from polybasic.chain.formats.hub import snapshot
 from polybasic.chain.formats.packages import PACKAGE, path_in_package
@@ -248,16 +249,36 @@ def copy_checkpoint(source: Path, destination: Path) -> None:
     copy_files(source, destination, checkpoint_files(source))
 
 
-def load_tensors(folder: Path) -> "dict[str, torch.Tensor]":
+def load_tensors(folder: Path, dtype: "torch.dtype | None" = None) -> "dict[str, torch.Tensor]":
     """All tensors of a checkpoint by name, memory-mapped on the CPU.
+
+    Args:
+        dtype: that tensors in blocks are dequantized to; None for bfloat16.
 
     Raises:
         UserError: as `tensor_files`.
     """
+    import torch
+
+    from polybasic.chain.formats.blocks import BlockWeight
+
     tensors: dict[str, torch.Tensor] = {}
     for path in sorted(set(tensor_files(folder).values())):
-        tensors |= read_tensors(path)
+        for stored_name, tensor in read_tensors(path).items():
+            name, blocks = typed_name(stored_name)
+            if blocks is not None:
+                tensor = BlockWeight.unpack(blocks, tensor).dequantized(dtype or torch.bfloat16)
+            tensors[name] = tensor
     return tensors
+
+
+def has_blocks(folder: Path) -> bool:
+    """Whether a checkpoint holds tensors in the blocks of a GGUF file.
+
+    Raises:
+        UserError: as `tensor_files`.
+    """
+    return any(typed_name(name)[1] for name in tensor_files(folder))
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:

@@ -6,14 +6,17 @@ from polybasic.chain.formats.checkpoint import resolve_checkpoint
 from polybasic.chain.formats.gguf.finding import find_gguf, names_gguf
 
 
-def resolve_model(reference: str, revision: str | None = None, weights: bool = True) -> Path:
+def resolve_model(
+    reference: str, revision: str | None = None, weights: bool = True, as_stored: bool = False
+) -> Path:
     """The folder of a model's checkpoint.
 
     Args:
         reference: as `resolve_checkpoint` takes it, or a GGUF file as `find_gguf` does; of that it
-            is the folder in the cache with what the file was dequantized to.
+            is the folder in the cache with what was made of it.
         revision: commit, tag or branch of a hub id.
         weights: False fetches only what is beside them; a GGUF file is read whole.
+        as_stored: of a GGUF file, as `imported` takes it.
 
     Raises:
         UserError: as `resolve_checkpoint`; of a GGUF file as `find_gguf` and `imported`.
@@ -22,4 +25,4 @@ def resolve_model(reference: str, revision: str | None = None, weights: bool = T
         return resolve_checkpoint(reference, revision, weights)
     from polybasic.chain.formats.gguf.importing import imported
 
-    return imported(find_gguf(reference, revision))
+    return imported(find_gguf(reference, revision), as_stored)

@@ -3,12 +3,14 @@
 Shape legend: V vocabulary, D tokens that a head can draft, H hidden size.
 """
 
-from collections.abc import Collection, Iterator, Set
+from collections.abc import Collection, Iterator, Mapping, Set
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import Any
 
 from polybasic.chain.errors import UserError
+from polybasic.chain.formats.block_types import BLOCK, typed_name
 from polybasic.chain.formats.checkpoint import load_tensors, weight_files
 from polybasic.chain.formats.decoder_config import DecoderConfig, HeadConfig, Shape
 from polybasic.chain.formats.files import parse_json
@@ -28,7 +30,7 @@ _DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "I32": "int32
 
 @dataclass(frozen=True)
 class TensorHeader:
-    """What a file says about one tensor."""
+    """What a file says about one tensor; of one in blocks its dtype is the type of these."""
 
     dtype: str
     shape: Shape
@@ -189,14 +191,7 @@ def _safetensors_headers(path: Path) -> dict[str, TensorHeader]:
         entries = parse_json(content.read(header_bytes), "safetensors header", str(path))
         try:
             entries.pop("__metadata__", None)
-            headers = {
-                name: TensorHeader(
-                    dtype=_DTYPES.get(entry["dtype"], entry["dtype"]),
-                    shape=tuple(map(int, entry["shape"])),
-                    num_bytes=entry["data_offsets"][1] - entry["data_offsets"][0],
-                )
-                for name, entry in entries.items()
-            }
+            headers = dict(_header(name, entry) for name, entry in entries.items())
             end = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
         except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
             raise _damaged(path, "malformed safetensors header") from error
@@ -204,6 +199,17 @@ def _safetensors_headers(path: Path) -> dict[str, TensorHeader]:
         expected = 8 + header_bytes + end
         raise _damaged(path, f"{file_bytes} bytes, its header says {expected}")
     return headers
+
+
+def _header(stored_name: str, entry: Mapping[str, Any]) -> tuple[str, TensorHeader]:
+    """A tensor's name and header, from its entry in a file of safetensors."""
+    begin, end = entry["data_offsets"]
+    name, blocks = typed_name(stored_name)
+    dtype, shape = _DTYPES.get(entry["dtype"], entry["dtype"]), tuple(map(int, entry["shape"]))
+    if blocks is not None:
+        num_rows, row_bytes = shape
+        dtype, shape = blocks.name, (num_rows, row_bytes // blocks.num_bytes * BLOCK)
+    return name, TensorHeader(dtype, shape, end - begin)
 
 
 def _damaged(path: Path, reason: str) -> UserError:

@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 
 from polybasic.chain.formats.awq import QuantizedWeight, round_to_nearest
+from polybasic.chain.formats.blocks import BlockWeight
 from polybasic.chain.formats.decoder_config import DecoderConfig
 from polybasic.chain.formats.quantization import DRAFT_GROUP_SIZE
 from polybasic.chain.kernels.executor import Executor
-from polybasic.chain.kernels.weights import Linear, ModelWeights
+from polybasic.chain.kernels.weights import Embedding, Linear, ModelWeights
 
 WEIGHTS_AT_ONCE = 1 << 22
 """That are rounded to 4 bits or dequantized: in float32 all would be larger than what is made."""
@@ -21,12 +22,17 @@ class Backend(ABC):
     Attributes:
         name: of the executor.
         packs_4_bits: whether 4-bit weights stay packed.
+        keeps_blocks: whether weights in GGML's blocks stay in these.
         keeps_dense: whether `dense` keeps the tensor that it is given.
+        rounds_float32: whether `draft` rounds weights in float32, too: those for a verifier whose
+            products round its rows.
     """
 
     name: str
     packs_4_bits = True
+    keeps_blocks = False
     keeps_dense = True
+    rounds_float32 = False
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self.device, self.dtype = device, dtype
@@ -43,14 +49,23 @@ class Backend(ABC):
     def int4(self, weight: QuantizedWeight, bias: Tensor | None = None) -> Linear:
         """Lay out a 4-bit weight; `bias` [O] is on the device and in the dtype."""
 
+    def blocks(self, weight: BlockWeight, bias: Tensor | None = None) -> Linear:
+        """Lay out a weight in GGML's blocks; dequantized where no kernels read them."""
+        return self.dense(weight.dequantized(self.dtype).to(self.device), bias)
+
+    def embedding(self, weight: BlockWeight) -> Embedding:
+        """Lay out an embedding in GGML's blocks; dequantized where no kernels read them."""
+        return weight.dequantized(self.dtype).to(self.device)
+
     @abstractmethod
     def executor(self, weights: ModelWeights) -> Executor:
         """Runs a model whose linears this backend has laid out."""
 
     def rounds_drafts(self, in_size: int) -> bool:
-        """Whether `draft` rounds a weight over so many inputs to 4 bits: never one in float32."""
+        """Whether `draft` rounds a weight over so many inputs to 4 bits."""
         is_half = self.dtype in (torch.bfloat16, torch.float16)
-        return self.packs_4_bits and is_half and in_size % DRAFT_GROUP_SIZE == 0
+        is_rounded = self.packs_4_bits and (is_half or self.rounds_float32)
+        return is_rounded and in_size % DRAFT_GROUP_SIZE == 0
 
     def draft(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """As `dense`, for a product that only drafts: kernels read weights rounded to 4 bits.

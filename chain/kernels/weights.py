@@ -7,9 +7,10 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from polybasic.chain.formats.decoder_config import DecoderConfig
@@ -21,6 +22,34 @@ class Linear(Protocol):
 
     def __call__(self, x_RI: Tensor) -> Tensor:
         """x [R, I] -> [R, O], both in the compute dtype."""
+
+
+class StoredEmbedding(Protocol):
+    """An embedding in an executor's own layout.
+
+    Attributes:
+        linear: the product with its rows, D -> V.
+    """
+
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def linear(self) -> Linear: ...
+
+    def rows(self, token_ids: Tensor) -> Tensor:
+        """int64 [R] -> [R, D], in the compute dtype."""
+
+
+Embedding: TypeAlias = Tensor | StoredEmbedding
+"""[V, D] in the compute dtype, or as an executor keeps it."""
+
+
+def embed(embedding: Embedding, token_ids: Tensor) -> Tensor:
+    """int64 [R] -> [R, D] in the compute dtype, not scaled."""
+    if isinstance(embedding, Tensor):
+        return F.embedding(token_ids, embedding)
+    return embedding.rows(token_ids)
 
 
 @dataclass(frozen=True)
@@ -92,7 +121,7 @@ class ModelWeights:
     embedding and the feature, each normed, side by side. A row's position is t in both.
 
     Attributes:
-        embedding: [V, D] in the compute dtype; a head's is its verifier's.
+        embedding: a head's is its verifier's.
         rotary: of all positions that the model is loaded for.
         lm_head: D -> V or V', before soft-capping.
         logit_softcap: of its outputs; None for none.
@@ -115,10 +144,11 @@ class ModelWeights:
         all_reduce: of one of several parts of a model, whose config has the heads and the MLP of
             this part: sums what the parts' `out` or `down` have computed, [R, D]. None for a whole
             model. `lm_head` has the part's own tokens.
+        in_blocks: whether it was stored in a GGUF file's blocks.
     """
 
     config: DecoderConfig
-    embedding: Tensor
+    embedding: Embedding
     layers: tuple[LayerWeights, ...]
     rotary: RotaryTable
     lm_head: Linear
@@ -137,6 +167,7 @@ class ModelWeights:
     positions: PositionWeights | None = None
     draft_lm_head: Callable[[Tensor | None], Linear] | None = None
     all_reduce: Callable[[Tensor], Tensor] | None = None
+    in_blocks: bool = False
 
     @property
     def device(self) -> torch.device:

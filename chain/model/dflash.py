@@ -1,7 +1,5 @@
 """Loads DFlash heads."""
 
-from torch import Tensor
-
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.config import ConfigFile
 from polybasic.chain.formats.decoder_config import HeadConfig
@@ -13,7 +11,7 @@ from polybasic.chain.kernels.selection import backend_for
 from polybasic.chain.kernels.torch.backends import TorchBackend
 from polybasic.chain.kernels.torch.corrections import Corrector, DominoWeights, MarkovWeights
 from polybasic.chain.kernels.torch.dflash import DFlashExecutor, DFlashWeights
-from polybasic.chain.kernels.weights import Linear
+from polybasic.chain.kernels.weights import Embedding, Linear
 from polybasic.chain.model.loading import check_target, load_layer, stored_draft_token_ids
 from polybasic.chain.model.stored import StoredTensors
 
@@ -38,6 +36,7 @@ def load_dflash(file: ConfigFile, target: Executor, num_positions: int) -> DFlas
         )
     assert verifier.draft_lm_head is not None, "a verifier"
     backend = backend_for(verifier.device, verifier.dtype, verifier.config, config)
+    backend.rounds_float32 = verifier.in_blocks
     tensors = StoredTensors(file.folder, verifier.dtype, verifier.device)
     token_ids = stored_draft_token_ids(tensors)
     return DFlashExecutor(
@@ -62,7 +61,7 @@ def load_dflash(file: ConfigFile, target: Executor, num_positions: int) -> DFlas
 
 
 def _corrector(
-    config: HeadConfig, tensors: StoredTensors, backend: Backend, embedding: Tensor
+    config: HeadConfig, tensors: StoredTensors, backend: Backend, embedding: Embedding
 ) -> Corrector | None:
     def linear(name: str, has_bias: bool = False) -> Linear:
         weight = tensors.dense(name)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from polybasic.chain.errors import UserError
+from polybasic.chain.formats.checkpoint import has_blocks
 from polybasic.chain.formats.config import (
     ConfigFile,
     DecoderConfig,
@@ -28,23 +29,38 @@ from polybasic.chain.formats.names import (
 from polybasic.chain.formats.shard import ALL, WHOLE, Shard, Taken
 from polybasic.chain.kernels.backend import Backend
 from polybasic.chain.kernels.executor import Executor
-from polybasic.chain.kernels.product_times import evaluation_dtype
+from polybasic.chain.kernels.product_times import DTYPES, evaluation_dtype
 from polybasic.chain.kernels.rotary import RotaryTable
 from polybasic.chain.kernels.selection import backend_for
 from polybasic.chain.kernels.torch.backends import TorchBackend
 from polybasic.chain.kernels.torch.executor import features_of
-from polybasic.chain.kernels.weights import LayerWeights, Linear, ModelWeights, PositionWeights
+from polybasic.chain.kernels.weights import (
+    Embedding,
+    LayerWeights,
+    Linear,
+    ModelWeights,
+    PositionWeights,
+)
 from polybasic.chain.model.stored import StoredTensors
 
 
-def serving_dtype(stored: torch.dtype, device: torch.device) -> torch.dtype:
+def serving_dtype(file: ConfigFile, device: torch.device) -> torch.dtype:
     """What a model is served in where nobody says otherwise: its own dtype, unless that is slow.
 
     Kernels are fast in all dtypes that they have. Where there are none, PyTorch's products decide:
-    float32, which holds every number of the others, stands for what it multiplies slowly.
+    float32, which holds every number of the others, stands for what it multiplies slowly. It also
+    stands beside weights in blocks where these are multiplied as they are.
+
+    Raises:
+        UserError: the model's own dtype is none.
     """
-    has_kernels = not isinstance(backend_for(device, stored), TorchBackend)
-    return stored if has_kernels else evaluation_dtype(stored, device)
+    if file.dtype not in DTYPES:
+        raise UserError("unknown dtype", f"{file.path} dtype {file.dtype}", "export it again")
+    stored = DTYPES[file.dtype]
+    backend = backend_for(device, stored)
+    if backend.keeps_blocks and has_blocks(file.folder):
+        return torch.float32
+    return stored if not isinstance(backend, TorchBackend) else evaluation_dtype(stored, device)
 
 
 def load_decoder(
@@ -75,14 +91,18 @@ def load_decoder(
     outputs = shard.tokens(config)
     backend = backend_for(device, dtype, config)
     tensors = StoredTensors(file.folder, dtype, device)
+    backend.rounds_float32 = tensors.has_blocks
     rotary = RotaryTable(config, num_positions, dtype, device)
     # the largest tensors first: converting them takes the most memory, when little is in use
-    embedding = tensors.dense("model.embed_tokens.weight")
+    embedding = tensors.embedding(backend, "model.embed_tokens.weight")
     is_tied = config.tie_word_embeddings
-    if is_tied:
+    projection = "model.embed_tokens" if is_tied else "lm_head"
+    if is_tied and isinstance(embedding, Tensor):
         lm_head = backend.dense(embedding[outputs])
+    elif is_tied and not isinstance(embedding, Tensor) and shard.count == 1:
+        lm_head = embedding.linear
     else:
-        lm_head = tensors.linear(backend, "lm_head", taken=[Taken((outputs,))])
+        lm_head = tensors.linear(backend, projection, taken=[Taken((outputs,))])
     layers = []
     for index in range(config.num_layers):
         prefix, kind = f"model.layers.{index}", config.kind_of(index)
@@ -93,15 +113,15 @@ def load_decoder(
         if is_whole and not backend.rounds_drafts(config.hidden_size):
             return lm_head
         chosen = slice(None) if token_ids is None else token_ids.cpu()
-        if is_tied:
+        if is_tied and isinstance(embedding, Tensor):
             return backend.draft(embedding[chosen])
         # the weight itself may already be in a layout that cannot be read
-        rows = {
-            name: tensors.stored(name)[chosen].to(device, dtype)
-            for name in ("lm_head.weight", "lm_head.bias")
-            if name in tensors
-        }
-        return backend.draft(rows["lm_head.weight"], rows.get("lm_head.bias"))
+        weight, bias = (
+            tensors.stored(name)[chosen].to(device, dtype) if name in tensors else None
+            for name in (f"{projection}.weight", f"{projection}.bias")
+        )
+        assert weight is not None, "a projection was loaded"
+        return backend.draft(weight, bias)
 
     scale = config.embedding_scale
     return backend.executor(
@@ -113,10 +133,11 @@ def load_decoder(
             lm_head,
             config.logit_softcap,
             # transformers rounds the factor to the dtype of the weights
-            None if scale is None else embedding.new_tensor(scale).item(),
+            None if scale is None else torch.tensor(scale, dtype=dtype).item(),
             _load_norm(config, tensors, "model.norm"),
             draft_lm_head=draft_lm_head,
             all_reduce=all_reduce,
+            in_blocks=tensors.has_blocks,
         )
     )
 
@@ -137,6 +158,7 @@ def load_head(file: ConfigFile, target: Executor, num_positions: int) -> Executo
     check_target(config, verifier, f"{file.path}")
     # they share a matrix
     backend = backend_for(verifier.device, verifier.dtype, verifier.config, config)
+    backend.rounds_float32 = verifier.in_blocks
     tensors = StoredTensors(file.folder, verifier.dtype, verifier.device)
     assert verifier.draft_lm_head is not None, "a verifier"
     return backend.executor(
@@ -158,7 +180,7 @@ def head_weights(
     tensors: StoredTensors,
     backend: Backend,
     num_positions: int,
-    embedding: Tensor,
+    embedding: Embedding,
     draft_lm_head: Callable[[Tensor | None], Linear],
     logit_softcap: float | None,
     token_ids: Tensor | None,

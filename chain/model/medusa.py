@@ -10,6 +10,7 @@ from polybasic.chain.kernels.executor import Executor
 from polybasic.chain.kernels.rotary import RotaryTable
 from polybasic.chain.kernels.selection import backend_for
 from polybasic.chain.kernels.torch.medusa import (
+from polybasic.chain.kernels.weights import Embedding
     HydraExecutor,
     MedusaExecutor,
     MedusaWeights,
@@ -29,6 +30,7 @@ def load_medusa(file: ConfigFile, target: Executor, num_positions: int) -> Medus
     config, verifier = file.head, target.weights
     check_target(config, verifier, f"{file.path}")
     backend = backend_for(verifier.device, verifier.dtype, verifier.config)
+    backend.rounds_float32 = verifier.in_blocks
     tensors = StoredTensors(file.folder, verifier.dtype, verifier.device)
     return medusa_executor(
         config, tensors, backend, verifier.embedding, stored_draft_token_ids(tensors)
@@ -39,7 +41,7 @@ def medusa_executor(
     config: HeadConfig,
     tensors: StoredTensors,
     backend: Backend,
-    embedding: Tensor,
+    embedding: Embedding,
     token_ids: Tensor | None,
 ) -> MedusaExecutor:
     """What runs heads with these weights.

@@ -8,11 +8,16 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedModel,
+)
 from transformers.utils import logging
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.checkpoint import tensor_files
+from polybasic.chain.formats.checkpoint import has_blocks, load_tensors
 from polybasic.chain.formats.config import read_config
 
 
@@ -22,10 +27,11 @@ def load_reference_model(
     """Load a causal language model; code in the folder is never run.
 
     Weights go straight to the device and dtype. On the CPU, weights stored in `dtype` stay mapped
-    and are not copied; while others are converted, at most one file is mapped besides.
+    and are not copied; while others are converted, at most one file is mapped besides. Weights in
+    blocks are dequantized.
 
     Args:
-        dtype: of the weights; "auto" keeps them as they are stored.
+        dtype: of the weights; "auto" keeps them as they are stored, in bfloat16 if in blocks.
         device: default: the CPU.
 
     Raises:
@@ -33,14 +39,23 @@ def load_reference_model(
             missing weight, or anything else that transformers refuses.
     """
     config = read_config(folder).content
-    tensor_files(folder)
+    is_in_blocks = has_blocks(folder)
     is_on_cpu = device is None or device.type == "cpu"
     load: Callable[..., Any] = AutoModelForCausalLM.from_pretrained
     try:
         with quiet_transformers():
+            source: Path | None = folder
+            given: dict[str, Any] = {}
+            if is_in_blocks:
+                named = AutoConfig.from_pretrained(folder, local_files_only=True)
+                dense = load_tensors(folder, dtype if isinstance(dtype, torch.dtype) else None)
+                source, given = None, {"config": named, "state_dict": dense}
+                kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(named)]
+                load = kind.from_pretrained
             model, report = load(
-                folder,
-                dtype="auto" if is_on_cpu else dtype,
+                source,
+                **given,
+                dtype="auto" if is_on_cpu and not is_in_blocks else dtype,
                 device_map=None if is_on_cpu else {"": device},
                 # PyTorch's fused attention has no soft-capping of scores
                 attn_implementation="eager" if config.get("model_type") == "gemma2" else "sdpa",

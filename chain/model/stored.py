@@ -8,10 +8,12 @@ from torch import Tensor
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.awq import CODES_PER_WORD, QuantizedWeight, group_size_of
+from polybasic.chain.formats.block_types import BLOCK, BlockType, typed_name
+from polybasic.chain.formats.blocks import BlockWeight
 from polybasic.chain.formats.checkpoint import read_tensors, tensor_files
 from polybasic.chain.formats.shard import ALL, Taken
 from polybasic.chain.kernels.backend import Backend
-from polybasic.chain.kernels.weights import Linear
+from polybasic.chain.kernels.weights import Embedding, Linear
 
 
 class StoredTensors:
@@ -32,18 +34,33 @@ class StoredTensors:
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
         self.folder, self.dtype, self.device = folder, dtype, device
-        self._files = tensor_files(folder)
+        self._files: dict[str, Path] = {}
+        self._blocks: dict[str, BlockType] = {}
+        for stored_name, path in tensor_files(folder).items():
+            name, blocks = typed_name(stored_name)
+            self._files[name] = path
+            if blocks is not None:
+                self._blocks[name] = blocks
 
     def __contains__(self, name: str) -> bool:
         return name in self._files
 
+    @property
+    def has_blocks(self) -> bool:
+        """Whether some of them are in the blocks of a GGUF file."""
+        return bool(self._blocks)
+
     def stored(self, name: str) -> Tensor:
         """One tensor as stored: a view of its file's mapping, which it keeps open.
+
+        Of a tensor in blocks it is what these are dequantized to, in the dtype.
 
         Raises:
             UserError: there is no such tensor.
         """
         (tensor,) = self._read([name])
+        if (blocks := self._blocks.get(name)) is not None:
+            return BlockWeight.unpack(blocks, tensor).dequantized(self.dtype)
         return tensor
 
     def dense(self, name: str) -> Tensor:
@@ -54,6 +71,16 @@ class StoredTensors:
         """
         return self.stored(name).to(self.device, self.dtype, copy=True)
 
+    def embedding(self, backend: Backend, name: str) -> Embedding:
+        """An embedding, in blocks or not.
+
+        Raises:
+            UserError: there is no such tensor.
+        """
+        if (blocks := self._blocks.get(name)) is None:
+            return self.dense(name)
+        return backend.embedding(BlockWeight.unpack(blocks, *self._read([name])))
+
     def linear(
         self,
         backend: Backend,
@@ -63,8 +90,8 @@ class StoredTensors:
     ) -> Linear:
         """One matrix of several linears of the same input, their outputs concatenated.
 
-        Reads `name.weight` [O, I] or, if `name.qweight` is stored, AutoAWQ's three tensors, and
-        `name.bias` [O] if it is stored.
+        Reads `name.weight` [O, I], in blocks or not, or, if `name.qweight` is stored, AutoAWQ's
+        three tensors, and `name.bias` [O] if it is stored.
 
         Args:
             backend: lays it out.
@@ -83,13 +110,19 @@ class StoredTensors:
         if f"{names[0]}.qweight" in self:
             parts = [self._quantized(name, one) for name, one in zip(names, taken, strict=True)]
             return backend.int4(QuantizedWeight.stack(parts), bias)
+        weights = [f"{name}.weight" for name in names]
+        blocks, *others = {self._blocks.get(name) for name in weights}
+        if blocks is not None and not others:
+            stored = zip(self._read(weights), taken, strict=True)
+            rows_OB = torch.cat([_rows_of_blocks(rows, blocks, one) for rows, one in stored])
+            return backend.blocks(BlockWeight.unpack(blocks, rows_OB), bias)
         # a backend that lays weights out anew reads them where they are mapped; files whose
         # tensors are joined are not mapped any more by then
         joined = self._concatenated(self._weights(names, taken), backend.keeps_dense)
         return backend.draft(joined, bias) if drafts else backend.dense(joined, bias)
 
     def _weights(self, names: Sequence[str], taken: Sequence[Taken]) -> list[Tensor]:
-        weights = _outputs(self._read([f"{name}.weight" for name in names]), taken)
+        weights = _outputs([self.stored(f"{name}.weight") for name in names], taken)
         inputs = taken[0].inputs
         return weights if inputs is None else [weight[:, inputs] for weight in weights]
 
@@ -115,6 +148,7 @@ class StoredTensors:
         return joined
 
     def _read(self, names: Sequence[str]) -> list[Tensor]:
+        keys = {name: f"{name}.{kind.name}" for name, kind in self._blocks.items()}
         for name in names:
             if name not in self:
                 raise UserError(
@@ -122,8 +156,9 @@ class StoredTensors:
                 )
         tensors: dict[str, Tensor] = {}
         for path in {self._files[name] for name in names}:
-            tensors |= read_tensors(path, [name for name in names if self._files[name] == path])
-        return [tensors[name] for name in names]
+            inside = [keys.get(name, name) for name in names if self._files[name] == path]
+            tensors |= read_tensors(path, inside)
+        return [tensors[keys.get(name, name)] for name in names]
 
 
 class GivenTensors(StoredTensors):
@@ -133,6 +168,7 @@ class GivenTensors(StoredTensors):
         self, tensors: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device
     ) -> None:
         self.dtype, self.device, self._tensors = dtype, device, tensors
+        self._blocks = {}
 
     def __contains__(self, name: str) -> bool:
         return name in self._tensors
@@ -159,12 +195,25 @@ def _outputs(stored: Sequence[Tensor], taken: Sequence[Taken]) -> list[Tensor]:
     ]
 
 
+def _rows_of_blocks(rows_OB: Tensor, blocks: BlockType, taken: Taken) -> Tensor:
+    """What is taken of the rows of a tensor in blocks."""
+    if taken.inputs is not None:
+        begin, end = (place // BLOCK * blocks.num_bytes for place in _ends(taken.inputs, BLOCK))
+        rows_OB = rows_OB[:, begin:end]
+    return torch.cat(_outputs([rows_OB], [taken]))
+
+
+def _ends(part: slice, unit: int) -> tuple[int, int]:
+    assert part.start % unit == part.stop % unit == 0, f"{part} in units of {unit}"
+    return part.start, part.stop
+
+
 def _block(stored: Tensor, taken: Taken, row_inputs: int, column_outputs: int) -> Tensor:
     """What is taken of a tensor of a 4-bit weight: so many inputs a row and outputs a column."""
 
     def over(part: slice, size: int) -> slice:
-        assert part.start % size == part.stop % size == 0, f"{part} in units of {size}"
-        return slice(part.start // size, part.stop // size)
+        begin, end = _ends(part, size)
+        return slice(begin // size, end // size)
 
     if taken.inputs is not None:
         stored = stored[over(taken.inputs, row_inputs)]

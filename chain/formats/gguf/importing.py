@@ -1,4 +1,4 @@
-"""A GGUF file as a checkpoint: dequantized once, into the cache folder.
+"""A GGUF file as a checkpoint in the cache folder, made once: as it is stored, or dequantized.
 
 #   O = rows of a tensor, B = bytes of a row
 """
@@ -20,6 +20,7 @@ import torch
 
 from polybasic.chain.caching import CACHE_VARIABLE
 from polybasic.chain.errors import UserError
+from polybasic.chain.formats.block_types import BLOCK_TYPES, BlockType
 from polybasic.chain.formats.config import decoder_config
 from polybasic.chain.formats.files import (
     free_bytes,
@@ -47,7 +48,12 @@ _VERSION = 1
 """Of what is made of a file; raised where the same file gives another checkpoint."""
 _CHUNK = 1 << 20
 """Values that are dequantized at a time."""
-_SAFETENSORS_DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+_SAFETENSORS_DTYPES = {
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.uint8: "U8",
+}
 
 Done = TypeVar("Done")
 _log = logging.getLogger(__name__)
@@ -63,16 +69,19 @@ class _Conversion:
 
     Attributes:
         kind: of the file's rows.
-        dtype: of the checkpoint's.
+        dtype: of the checkpoint's; None keeps the file's blocks.
         shift: added to all values.
     """
 
     kind: Type
-    dtype: torch.dtype
-    shift: float
+    dtype: torch.dtype | None
+    shift: float = 0.0
 
     def __call__(self, rows_OB: np.ndarray) -> bytes:
         """The bytes of rows; raises `_NotFinite`."""
+        if self.dtype is None:
+            _check_finite(rows_OB, BLOCK_TYPES[self.kind.name])
+            return rows_OB.tobytes()
         values = torch.from_numpy(_dequantized(rows_OB, self.kind))
         if self.shift:
             values = values + self.shift
@@ -82,14 +91,15 @@ class _Conversion:
         return values.view(torch.uint8).numpy().tobytes()
 
 
-def imported(path: Path) -> Path:
+def imported(path: Path, as_stored: bool = False) -> Path:
     """The folder of a checkpoint with a GGUF file's weights, made unless it is there.
 
-    Weights in blocks are dequantized to bfloat16; a file whose matrices are in float32 or float16
-    keeps them so. What was made of a file is found again by the file's place, size and time.
+    A file whose matrices are in float32 or float16 keeps them so; others are dequantized to
+    bfloat16. What was made of a file is found again by the file's place, size and time.
 
     Args:
         path: of the file, or of the first of several parts.
+        as_stored: whether matrices keep their blocks where all of them are in `BLOCK_TYPES`.
 
     Raises:
         UserError: a file that is not read (see `read_header`, `config_of`, `places_of` and
@@ -99,19 +109,22 @@ def imported(path: Path) -> Path:
     for file in files:
         if not file.is_file():
             raise UserError("GGUF file not found", f"{file}", "check the path")
-    made_of = [_VERSION, [file_stamp(file) for file in files]]
+    made_of = [_VERSION, [file_stamp(file) for file in files], *["as stored"] * as_stored]
     return kept_folder(
-        MODELS, path.stem, made_of, lambda folder: _import(read_header(path), folder)
+        MODELS, path.stem, made_of, lambda folder: _import(read_header(path), folder, as_stored)
     )
 
 
-def _import(header: Header, folder: Path) -> None:
+def _import(header: Header, folder: Path, as_stored: bool) -> None:
     begun = time.monotonic()
     content = config_of(header)
     places = places_of(header, content)
     _check_types(header, places)
     dtype = _dtype_of(places)
-    num_bytes = dtype.itemsize * sum(place.num_rows * place.shape[-1] for place in places.values())
+    dtypes: dict[str, torch.dtype | None] = dict.fromkeys(places, dtype)
+    if as_stored and all(place.type.name in BLOCK_TYPES for place in _matrices(places)):
+        dtypes = {name: _stored_dtype(place) for name, place in places.items()}
+    num_bytes = sum(_num_bytes(place, dtypes[name]) for name, place in places.items())
     if num_bytes > (free := free_bytes(folder)):
         raise UserError(
             "disk full",
@@ -122,7 +135,7 @@ def _import(header: Header, folder: Path) -> None:
     with whole_folder(folder) as partial, ThreadPoolExecutor(_num_workers()) as pool:
         ends = write_tokenizer(header, content["vocab_size"], partial)
         digests = [pool.submit(sha256_of_file, file) for file in header.files]
-        _write_weights(header, content, places, dtype, partial / "model.safetensors", pool)
+        _write_weights(header, content, places, dtypes, partial / "model.safetensors", pool)
         types = Counter(place.type.name for place in places.values())
         source = {
             "files": {
@@ -155,9 +168,13 @@ def _check_types(header: Header, places: dict[str, TensorPlace]) -> None:
             ) from error
 
 
+def _matrices(places: dict[str, TensorPlace]) -> list[TensorPlace]:
+    return [place for place in places.values() if len(place.shape) > 1]
+
+
 def _dtype_of(places: dict[str, TensorPlace]) -> torch.dtype:
     """That all values have exactly, where the file's matrices are of one such type."""
-    kinds = {place.type for place in places.values() if len(place.shape) > 1}
+    kinds = {place.type for place in _matrices(places)}
     plain = [dtype for dtype, kind in TYPES.items() if kinds == {kind}]
     return plain[0] if plain else torch.bfloat16
 
@@ -166,7 +183,7 @@ def _write_weights(
     header: Header,
     content: dict[str, Any],
     places: dict[str, TensorPlace],
-    dtype: torch.dtype,
+    dtypes: dict[str, torch.dtype | None],
     path: Path,
     pool: ThreadPoolExecutor,
 ) -> None:
@@ -175,10 +192,11 @@ def _write_weights(
     architecture = ARCHITECTURES[content["model_type"]]
     entries, end = {}, 0
     for name, place in places.items():
-        begin, end = end, end + place.num_rows * place.shape[-1] * dtype.itemsize
-        entries[name] = {
-            "dtype": _SAFETENSORS_DTYPES[dtype],
-            "shape": list(place.shape),
+        begin, end = end, end + _num_bytes(place, dtype := dtypes[name])
+        shape = list(place.shape) if dtype else [place.num_rows, place.row_bytes]
+        entries[name if dtype else f"{name}.{place.type.name}"] = {
+            "dtype": _SAFETENSORS_DTYPES[dtype or torch.uint8],
+            "shape": shape,
             "data_offsets": [begin, end],
         }
     text = json.dumps({"__metadata__": {"format": "pt"}, **entries}).encode("utf-8")
@@ -188,7 +206,7 @@ def _write_weights(
         for name, place in tracked(list(places.items()), f"reading {header.path.name}"):
             num_heads = heads_interleaved(name, architecture, decoder)
             shift = -1.0 if has_one_added(name, decoder) else 0.0
-            convert = _Conversion(place.type, dtype, shift)
+            convert = _Conversion(place.type, dtypes[name], shift)
             try:
                 for data in _in_order(pool, convert, _blocks_of_rows(place, num_heads)):
                     written.write(data)
@@ -198,6 +216,23 @@ def _write_weights(
                     f"{header.path} (tensor {name} holds what is no finite number)",
                     "fetch it again; of one in several pieces, join them in order",
                 ) from error
+
+
+def _stored_dtype(place: TensorPlace) -> torch.dtype | None:
+    """Of a tensor of a checkpoint whose matrices are in blocks; None for these."""
+    return None if place.type.name in BLOCK_TYPES else torch.float32
+
+
+def _num_bytes(place: TensorPlace, dtype: torch.dtype | None) -> int:
+    """Of a tensor in the checkpoint, as `_Conversion` makes it."""
+    return place.num_bytes if dtype is None else place.num_rows * place.shape[-1] * dtype.itemsize
+
+
+def _check_finite(rows_OB: np.ndarray, kind: BlockType) -> None:
+    """Raise `_NotFinite` if a block's constants are no finite numbers."""
+    constants = rows_OB.reshape(-1, kind.num_bytes)[:, : 2 * (1 + kind.has_offsets)]
+    if not np.isfinite(np.ascontiguousarray(constants).view(np.float16)).all():
+        raise _NotFinite
 
 
 def _blocks_of_rows(place: TensorPlace, num_heads: int | None) -> Iterator[np.ndarray]:

@@ -14,18 +14,24 @@ import torch
 from torch import Tensor
 
 from polybasic.chain.formats.awq import QuantizedWeight
+from polybasic.chain.formats.blocks import BlockWeight
 from polybasic.chain.formats.decoder_config import DecoderConfig, HeadConfig
 from polybasic.chain.formats.plan import MAX_TOP_K, Window
 from polybasic.chain.kernels.backend import Backend
 from polybasic.chain.kernels.cpu import matrices
 from polybasic.chain.kernels.cpu.library import ELEMENTS, Kernels, Located, address, locate
-from polybasic.chain.kernels.cpu.matrices import LANES, MatrixStruct, NativeLinear
+from polybasic.chain.kernels.cpu.matrices import (
+    LANES,
+    MatrixStruct,
+    NativeEmbedding,
+    NativeLinear,
+)
 from polybasic.chain.kernels.drafts import Candidates
 from polybasic.chain.kernels.executor import DraftRequest, Executor, Layers
 from polybasic.chain.kernels.rows import Rows, split_rows
 from polybasic.chain.kernels.torch.executor import TorchExecutor, features_of, logits_of
 from polybasic.chain.kernels.torch.positions import NUM_CORRECTED
-from polybasic.chain.kernels.weights import LayerWeights, Linear, ModelWeights
+from polybasic.chain.kernels.weights import Embedding, LayerWeights, Linear, ModelWeights
 
 MAX_ROWS = 256
 """Most rows of one native pass; longer prompts are read in blocks, with the same bits."""
@@ -97,6 +103,12 @@ class _ModelStruct(ctypes.Structure):
             for name in (
                 "layers",
                 "embedding",
+            )
+        ),
+        ("embedding_codes", MatrixStruct),
+        *(
+            (name, ctypes.c_void_p)
+            for name in (
                 "final_norm",
                 "embedding_norm",
                 "feature_norm",
@@ -161,11 +173,12 @@ class _DraftStruct(ctypes.Structure):
 class CpuBackend(Backend):
     """Native kernels; matrices lie in their layout, and the given tensors are not kept.
 
-    Products with 4-bit weights round activations to eight bits, group by group.
+    Products with quantized weights round activations to eight bits, group by group.
     """
 
     name = "cpu"
     keeps_dense = False
+    keeps_blocks = True
 
     def __init__(self, kernels: Kernels, dtype: torch.dtype) -> None:
         super().__init__(torch.device("cpu"), dtype)
@@ -187,6 +200,12 @@ class CpuBackend(Backend):
 
     def int4(self, weight: QuantizedWeight, bias: Tensor | None = None) -> NativeLinear:
         return matrices.int4(self.kernels, weight, bias)
+
+    def blocks(self, weight: BlockWeight, bias: Tensor | None = None) -> NativeLinear:
+        return matrices.blocks(self.kernels, weight, bias)
+
+    def embedding(self, weight: BlockWeight) -> NativeEmbedding:
+        return NativeEmbedding(self.blocks(weight), weight, self.dtype)
 
     def executor(self, weights: ModelWeights) -> Executor:
         # a native pass does not stop for sums over processes; its products are called one by one
@@ -240,7 +259,7 @@ class CpuExecutor(Executor):
             1.0 if weights.embedding_scale is None else weights.embedding_scale,
             weights.logit_softcap or 0.0,
             ctypes.addressof(layers),
-            address(weights.embedding, self.dtype),
+            *_embedding(weights.embedding),
             self._norm(weights.final_norm),
             self._norm(weights.embedding_norm),
             self._norm(weights.feature_norm),
@@ -352,6 +371,14 @@ class CpuExecutor(Executor):
             return None
         self._kept.append(wide := weight.float().contiguous())
         return address(wide, torch.float32)
+
+
+def _embedding(embedding: Embedding) -> tuple[int | None, MatrixStruct]:
+    """Where its rows lie, or the codes that it is made of."""
+    if isinstance(embedding, Tensor):
+        return address(embedding, embedding.dtype), MatrixStruct()
+    assert isinstance(embedding, NativeEmbedding), "an embedding in the layout of another executor"
+    return None, embedding.linear.struct
 
 
 def _struct(linear: Linear) -> MatrixStruct:

@@ -9,10 +9,14 @@ import torch
 from torch import Tensor
 
 from polybasic.chain.formats.awq import QuantizedWeight
+from polybasic.chain.formats.block_types import BLOCK
+from polybasic.chain.formats.blocks import BlockWeight
 from polybasic.chain.kernels.cpu.library import ELEMENTS, Kernels, address
 
 LANES = 16
 _INT4 = 2
+_BLOCKS = {4: 3, 8: 4}
+"""By bits of a code."""
 
 
 class MatrixStruct(ctypes.Structure):
@@ -23,9 +27,10 @@ class MatrixStruct(ctypes.Structure):
         ("num_outputs", ctypes.c_int32),
         ("num_inputs", ctypes.c_int32),
         ("group_size", ctypes.c_int32),
+        ("zero", ctypes.c_int32),
         ("weights", ctypes.c_void_p),
         ("scales", ctypes.c_void_p),
-        ("zeros", ctypes.c_void_p),
+        ("offsets", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
     )
 
@@ -36,7 +41,7 @@ class NativeLinear:
     The product is batch-invariant: a row's result has the same bits however many rows there are.
 
     Args:
-        tensors: weights, and scales and zeros of 4-bit ones, as source/matrix.h lays them out.
+        tensors: weights, and scales and offsets of codes, as source/matrix.h lays them out.
         bias: [O] or None.
     """
 
@@ -48,14 +53,15 @@ class NativeLinear:
         tensors: tuple[Tensor, ...],
         bias: Tensor | None,
         group_size: int = 0,
+        zero: int = 0,
     ) -> None:
         self.kernels, self.shape = kernels, shape
-        self._tensors = tensors
+        self.tensors = tensors
         self._bias = None if bias is None else _padded(bias.float(), 0).contiguous()
         addresses = [address(tensor, tensor.dtype) for tensor in tensors]
         pointers = [*addresses, *[None] * (3 - len(tensors))]
         bias_pointer = None if self._bias is None else address(self._bias, torch.float32)
-        self.struct = MatrixStruct(weight_format, *shape, group_size, *pointers, bias_pointer)
+        self.struct = MatrixStruct(weight_format, *shape, group_size, zero, *pointers, bias_pointer)
 
     def __call__(self, x_RI: Tensor) -> Tensor:
         x_RI = x_RI.contiguous()
@@ -75,6 +81,23 @@ class NativeLinear:
         return out
 
 
+class NativeEmbedding:
+    """The rows of a weight in blocks, in the layout of its product."""
+
+    def __init__(self, linear: NativeLinear, weight: BlockWeight, dtype: torch.dtype) -> None:
+        self.linear, self.dtype, self.device = linear, dtype, torch.device("cpu")
+        self._type = weight.type
+
+    def rows(self, token_ids: Tensor) -> Tensor:
+        """int64 [R] -> [R, D] in the dtype."""
+        blocks, lanes = token_ids // LANES, token_ids % LANES
+        codes, scales, *offsets = (tensor[blocks, :, lanes] for tensor in self.linear.tensors)
+        if self._type.bits == 4:
+            codes = torch.stack([codes & 15, codes >> 4], dim=2)
+        weight = BlockWeight(self._type, codes.flatten(1), scales, offsets[0] if offsets else None)
+        return weight.dequantized(self.dtype)
+
+
 def dense(kernels: Kernels, weight: Tensor, bias: Tensor | None) -> NativeLinear:
     """Lay out `weight` [O, I], float32 or bfloat16; I is a multiple of 16."""
     out_size, in_size = weight.shape
@@ -92,16 +115,39 @@ def int4(kernels: Kernels, weight: QuantizedWeight, bias: Tensor | None) -> Nati
     """Lay out a 4-bit weight, whose groups hold a multiple of 16 inputs."""
     assert weight.codes.dtype == weight.zeros.dtype == torch.uint8
     out_size, in_size = weight.codes.shape
-    # [B, 16, I / 8, low or high half, 4]
-    codes = _padded(weight.codes, 0).unflatten(0, (-1, LANES)).unflatten(2, (-1, 2, 4))
-    laid_out = (codes[:, :, :, 0] | (codes[:, :, :, 1] << 4)).transpose(1, 2).contiguous()
-    zeros, scales = (
-        _padded(tensor, 0).unflatten(0, (-1, LANES)).transpose(1, 2).contiguous()
-        for tensor in (weight.zeros, weight.scales.float())
+    tensors = (
+        _four_bits(weight.codes),
+        _side_by_side(weight.scales.float()),
+        _side_by_side(weight.zeros),
     )
+    return NativeLinear(kernels, _INT4, (out_size, in_size), tensors, bias, weight.group_size)
+
+
+def blocks(kernels: Kernels, weight: BlockWeight, bias: Tensor | None) -> NativeLinear:
+    """Lay out a weight in GGML's blocks."""
+    out_size, in_size = weight.codes.shape
+    bits = weight.type.bits
+    codes = (
+        _four_bits(weight.codes) if bits == 4 else _side_by_side(weight.codes.unflatten(1, (-1, 4)))
+    )
+    tensors = [codes, _side_by_side(weight.scales)]
+    if weight.offsets is not None:
+        tensors.append(_side_by_side(weight.offsets))
     return NativeLinear(
-        kernels, _INT4, (out_size, in_size), (laid_out, scales, zeros), bias, weight.group_size
+        kernels, _BLOCKS[bits], (out_size, in_size), tuple(tensors), bias, BLOCK, weight.type.zero
     )
+
+
+def _four_bits(codes: Tensor) -> Tensor:
+    """Codes uint8 [O, I] as [B, I / 8, 16, 4]."""
+    # [B, 16, I / 8, low or high half, 4]
+    codes = _padded(codes, 0).unflatten(0, (-1, LANES)).unflatten(2, (-1, 2, 4))
+    return (codes[:, :, :, 0] | (codes[:, :, :, 1] << 4)).transpose(1, 2).contiguous()
+
+
+def _side_by_side(tensor: Tensor) -> Tensor:
+    """[O, N, ...] as [B, N, 16, ...]."""
+    return _padded(tensor, 0).unflatten(0, (-1, LANES)).transpose(1, 2).contiguous()
 
 
 def _padded(tensor: Tensor, value: float) -> Tensor:

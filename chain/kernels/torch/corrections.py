@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from polybasic.chain.kernels.torch.positions import Correction
-from polybasic.chain.kernels.weights import Linear
+from polybasic.chain.kernels.weights import Embedding, Linear, embed
 
 
 class Corrector(Protocol):
@@ -104,7 +104,7 @@ class DominoWeights:
     """A GRU over the tokens before, and a small network over its state.
 
     Attributes:
-        embedding: [V, D], the verifier's.
+        embedding: the verifier's.
         inputs, recurrent: D -> 3G and G -> 3G: reset, update and candidate of the GRU, in
             PyTorch's order.
         inner: D + G -> the network's width.
@@ -112,7 +112,7 @@ class DominoWeights:
         num_plain: levels, the first ones, that are not corrected.
     """
 
-    embedding: Tensor
+    embedding: Embedding
     inputs: Linear
     recurrent: Linear
     state_size: int
@@ -122,7 +122,7 @@ class DominoWeights:
 
     def read(self, token_ids: Tensor) -> Tensor:
         """See `Corrector.read`; F = 3G."""
-        return self.inputs(F.embedding(token_ids, self.embedding))
+        return self.inputs(embed(self.embedding, token_ids))
 
     def after(self, anchor: Tensor, hidden_LD: Tensor) -> Correction:
         """See `Corrector.after`."""

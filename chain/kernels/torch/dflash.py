@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from polybasic.chain.formats.decoder_config import LayerKind
@@ -28,7 +27,7 @@ from polybasic.chain.kernels.torch.executor import (
 from polybasic.chain.kernels.torch.operations import Norm, Operations
 from polybasic.chain.kernels.torch.positions import expand_positions
 from polybasic.chain.kernels.torch.rows import DeviceRows
-from polybasic.chain.kernels.weights import ModelWeights
+from polybasic.chain.kernels.weights import ModelWeights, embed
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,7 @@ class DFlashExecutor(TorchExecutor):
     def __init__(self, weights: DFlashWeights) -> None:
         super().__init__(weights)
         mask = torch.tensor([weights.block.mask_token_id], device=weights.device)
-        self._mask_1D = F.embedding(mask, weights.embedding)
+        self._mask_1D = embed(weights.embedding, mask)
 
     def features(self, inputs: Tensor) -> Tensor:
         norm = self._norm(self.weights.feature_norm)
@@ -148,7 +147,7 @@ class DFlashExecutor(TorchExecutor):
                     self.heads[index],
                     weights.rotary.tables[layer.kind],
                 )
-        embedded = F.embedding(token_ids, weights.embedding)
+        embedded = embed(weights.embedding, token_ids)
         if weights.corrector is None:
             return embedded
         return torch.cat([embedded, weights.corrector.read(token_ids)], -1)

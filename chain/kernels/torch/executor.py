@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from polybasic.chain.kernels.drafts import Candidates
@@ -20,7 +19,7 @@ from polybasic.chain.kernels.torch.expansion import Level, expand, expansion
 from polybasic.chain.kernels.torch.operations import Heads, Norm, Operations, softcapped
 from polybasic.chain.kernels.torch.positions import position_drafts
 from polybasic.chain.kernels.torch.rows import DeviceRows, Span
-from polybasic.chain.kernels.weights import LayerWeights, Linear, ModelWeights
+from polybasic.chain.kernels.weights import LayerWeights, Linear, ModelWeights, embed
 
 BLOCK_ROWS = 512
 """Most rows of a pass that needs a mask, whose size is rows by columns."""
@@ -273,7 +272,7 @@ class TorchExecutor(Executor):
     ) -> tuple[Tensor, Tensor | None]:
         """The residual stream before the first layer, and its attention's input if different."""
         weights = self.weights
-        embedded = F.embedding(token_ids, weights.embedding)
+        embedded = embed(weights.embedding, token_ids)
         if features is None:
             scale = weights.embedding_scale
             return embedded if scale is None else embedded * scale, None

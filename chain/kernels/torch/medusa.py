@@ -20,7 +20,7 @@ from polybasic.chain.kernels.executor import DraftRequest, Layers
 from polybasic.chain.kernels.rows import Rows
 from polybasic.chain.kernels.torch.executor import REFERENCE, TorchExecutor
 from polybasic.chain.kernels.torch.rows import DeviceRows
-from polybasic.chain.kernels.weights import Linear, ModelWeights
+from polybasic.chain.kernels.weights import Linear, ModelWeights, embed
 
 Places = NDArray[np.int64]
 
@@ -203,4 +203,4 @@ class HydraExecutor(MedusaExecutor):
         return [draft.candidates(self.device) for draft in drafts]
 
     def _states(self, token_ids: Tensor, above: Tensor) -> Tensor:
-        return torch.cat([above, F.embedding(token_ids, self.weights.embedding)], -1)
+        return torch.cat([above, embed(self.weights.embedding, token_ids)], -1)

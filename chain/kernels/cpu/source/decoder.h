@@ -58,7 +58,8 @@ struct Model {
     float embedding_scale;      // 1: none
     float logit_softcap;        // 0: none
     const Layer* layers;
-    const void* embedding;      // [vocabulary][D]
+    const void* embedding;      // [vocabulary][D], or null where it is
+    Matrix embedding_codes;     // D -> vocabulary, in blocks
     const float* final_norm;    // [D], or null: an EAGLE-2 head has none
     const float* embedding_norm;    // of an EAGLE-3 head
     const float* feature_norm;      // of an EAGLE-3 head
@@ -232,10 +233,9 @@ private:
         operand_.quads += first;
         operand_.scales += first / kLanes;
         operand_.sums += first / kLanes;
-        const int step = matrix.format == kInt4 ? matrix.group_size : kLanes;
         fill_operand(matrix, operand_, num_rows,
                      is_own ? Range{0, width}
-                            : share(width, self_.number, self_.num_threads, step),
+                            : share(width, self_.number, self_.num_threads, matrix.step()),
                      read);
         if (!is_own) self_.wait();
     }
@@ -269,14 +269,19 @@ private:
         });
     }
 
+    // Sixteen columns of a token's row.
+    Floats embedded(int64_t token, int column) const {
+        if (model_.embedding == nullptr) return decoded(model_.embedding_codes, token, column);
+        return load(static_cast<const T*>(model_.embedding) + token * model_.hidden_size + column);
+    }
+
     void enter() {
         const int D = model_.hidden_size;
-        const T* embedding = static_cast<const T*>(model_.embedding);
         const int64_t* tokens = input_.tokens;
         if (model_.head_kind == kEagle2) {
             const float* features = space_.features;
             fill_with(model_.fc, 2 * D, num_rows_, [=](int row, int column) {
-                return column < D ? load(embedding + tokens[row] * D + column)
+                return column < D ? embedded(tokens[row], column)
                                   : load(features + size_t(row) * D + column - D);
             });
             multiply(model_.fc, unit_of(model_.fc), num_rows_, store_rows(space_.residual, D));
@@ -288,7 +293,7 @@ private:
                     store(space_.residual + at,
                           model_.head_kind == kEagle3
                               ? load(space_.features + at)
-                              : load(embedding + tokens[row] * D + column) * model_.embedding_scale);
+                              : embedded(tokens[row], column) * model_.embedding_scale);
                 }
         }
         self_.wait();
@@ -297,20 +302,19 @@ private:
     // The input of an EAGLE-3 head's attention: embedding and feature, each normed, side by side.
     void fill_side_by_side(const Matrix& matrix) {
         const int D = model_.hidden_size;
-        const T* embedding = static_cast<const T*>(model_.embedding);
         const int64_t* tokens = input_.tokens;
         float embedding_factors[kMaxRows];
-        std::vector<float> embedded(D);
+        std::vector<float> token_row(D);
         for (int row = 0; row < num_rows_; ++row) {
             for (int column = 0; column < D; column += kLanes)
-                store(embedded.data() + column, load(embedding + tokens[row] * D + column));
-            embedding_factors[row] = norm_factor(embedded.data());
+                store(token_row.data() + column, embedded(tokens[row], column));
+            embedding_factors[row] = norm_factor(token_row.data());
         }
         compute_factors(space_.features, num_rows_);
         const float *factors = factors_, *by_token = embedding_factors;
         fill_with(matrix, 2 * D, num_rows_, [=](int row, int column) {
             if (column < D)
-                return load(embedding + tokens[row] * D + column) * by_token[row] *
+                return embedded(tokens[row], column) * by_token[row] *
                        load(model_.embedding_norm + column);
             column -= D;
             return load(space_.features + size_t(row) * D + column) * factors[row] *

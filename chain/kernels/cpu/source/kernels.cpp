@@ -16,7 +16,7 @@ using namespace polybasic;
 extern "C" {
 
 // To be raised with every change of a structure or signature below.
-int polybasic_version() { return 5; }
+int polybasic_version() { return 6; }
 
 void polybasic_use_openmp(void* parallel, void* thread_number, void* num_threads) {
     open_mp().parallel =

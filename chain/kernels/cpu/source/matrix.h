@@ -1,4 +1,4 @@
-// Products of a few rows with a matrix: float32, bfloat16 and 4-bit weights.
+// Products of a few rows with a matrix: float32 and bfloat16 weights, and codes of four or eight bits.
 //
 // Outputs come in blocks of sixteen, one lane each, so that every sum runs over the inputs in the
 // same order, however many rows are multiplied at a time (batch-invariant).
@@ -8,7 +8,8 @@
 
 namespace polybasic {
 
-enum Format : int32_t { kFloat32 = 0, kBfloat16 = 1, kInt4 = 2 };
+// Codes of AutoAWQ's 4-bit format, and of GGML's types with blocks of 32 inputs.
+enum Format : int32_t { kFloat32 = 0, kBfloat16 = 1, kInt4 = 2, kBlocks4 = 3, kBlocks8 = 4 };
 
 // Weights of a linear, laid out by polybasic.chain.kernels.cpu.matrices. B blocks of 16 outputs, the last
 // one padded with zeros; I inputs; G groups of inputs.
@@ -16,21 +17,48 @@ struct Matrix {
     int32_t format;
     int32_t num_outputs;
     int32_t num_inputs;
-    int32_t group_size;     // of 4-bit weights: inputs that share a scale, a multiple of 8
-    const void* weights;    // float [B][I][16]; bfloat16 [B][I / 2][16][2]; codes [B][I / 8][16][4],
-                            // inputs 8 i + j in the low and 8 i + 4 + j in the high half of byte j
-    const float* scales;    // [B][G][16]
-    const uint8_t* zeros;   // [B][G][16]
+    int32_t group_size;     // of codes: inputs that share a scale, a multiple of 8
+    int32_t zero;           // of kBlocks4 without offsets: the code of a weight of zero
+    const void* weights;    // float [B][I][16]; bfloat16 [B][I / 2][16][2];
+                            // four bits [B][I / 8][16][4], inputs 8 i + j in the low and 8 i + 4 + j in
+                            // the high half of byte j; eight bits, signed [B][I / 4][16][4]
+    const void* scales;     // [B][G][16]: float of kInt4, else float16
+    const void* offsets;    // [B][G][16]: of kInt4 bytes, the codes of weights of zero; of kBlocks4
+                            // float16, added to the weights, or null
     const float* bias;      // [B][16] or null
 
     int num_blocks() const { return (num_outputs + kLanes - 1) / kLanes; }
+    bool has_codes() const { return format >= kInt4; }
     int num_groups() const { return num_inputs / group_size; }
+    // Inputs of a row that are prepared together.
+    int step() const { return has_codes() ? group_size : kLanes; }
     size_t weight_bytes() const {
-        const size_t num_weights = size_t(num_blocks()) * kLanes * num_inputs;
-        return format == kFloat32 ? 4 * num_weights
-                                  : format == kBfloat16 ? 2 * num_weights : num_weights / 2;
+        constexpr size_t kBits[] = {32, 16, 4, 4, 8};
+        return size_t(num_blocks()) * kLanes * num_inputs * kBits[format] / 8;
     }
 };
+
+// Sixteen weights of one output of a matrix in blocks, from a multiple of sixteen on.
+inline Floats decoded(const Matrix& matrix, int64_t output, int first) {
+    const size_t block = output / kLanes, lane = output % kLanes, num_inputs = matrix.num_inputs;
+    const size_t group = (block * matrix.num_groups() + first / matrix.group_size) * kLanes + lane;
+    const bool is_byte = matrix.format == kBlocks8;
+    const uint8_t* words = static_cast<const uint8_t*>(matrix.weights) +
+                           (block * num_inputs / (is_byte ? 4 : 8) * kLanes + lane) * 4;
+    float codes[kLanes];
+    for (int i = 0; i < kLanes; ++i) {
+        const int input = first + i;
+        if (is_byte)
+            codes[i] = int8_t(words[size_t(input / 4) * kLanes * 4 + input % 4]);
+        else
+            codes[i] = words[size_t(input / 8) * kLanes * 4 + input % 4] >> (input / 4 % 2 * 4) & 15;
+    }
+    const auto constant = [group](const void* of) {
+        return of == nullptr ? 0.0f : widen(Half{static_cast<const uint16_t*>(of)[group]});
+    };
+    const Floats scaled = (load(codes) - float(matrix.zero)) * constant(matrix.scales);
+    return scaled + constant(matrix.offsets);
+}
 
 constexpr int kRowsAtOnce = 24;
 
@@ -43,7 +71,7 @@ struct Chunks {
 };
 
 // Rows as a matrix of some format reads them: chunk after chunk, in each input by input and the
-// rows side by side. For 4-bit weights rows are rounded to eight bits, group by group.
+// rows side by side. For codes rows are rounded to eight bits, group by group.
 struct Operand {
     float* floats;      // [I][rows of the chunk]; for bfloat16 weights rounded to bfloat16
     uint32_t* pairs;    // two bfloat16 numbers each: [I / 2][rows]; if the processor multiplies pairs
@@ -110,13 +138,12 @@ void place_group(uint32_t* to, float* scale, float* sum_of_bytes, int size, int 
     *sum_of_bytes = sum(to_floats(total));
 }
 
-// Fill an operand with the columns first..end of all rows; both are multiples of the group size for
-// 4-bit weights, else of sixteen. `read(row, column)` gives sixteen values. Rows are the inner loop
-// because they are adjacent.
+// Fill an operand with the columns first..end of all rows, multiples of `matrix.step()`.
+// `read(row, column)` gives sixteen values. Rows are the inner loop because they are adjacent.
 template <class Read>
 void fill_operand(const Matrix& matrix, const Operand& operand, int num_rows, Range columns, Read read) {
     const Chunks chunks{num_rows};
-    const int step = matrix.format == kInt4 ? matrix.group_size : kLanes;
+    const int step = matrix.step();
     for (int chunk = 0; chunk < chunks.num_chunks(); ++chunk) {
         const int first = chunks.first(chunk), rows = chunks.size(chunk);
         const size_t offset = size_t(first) * matrix.num_inputs;
@@ -154,6 +181,7 @@ constexpr int blocks_at_once(int rows) {
 void multiply_float32(const Matrix& matrix, const Operand& x, int rows, Range blocks, float* tile);
 void multiply_bfloat16(const Matrix& matrix, const Operand& x, int rows, Range blocks, float* tile);
 void multiply_int4(const Matrix& matrix, const Operand& x, int rows, Range blocks, float* tile);
+void multiply_blocks(const Matrix& matrix, const Operand& x, int rows, Range blocks, float* tile);
 
 // The product of one chunk of rows with some blocks, bias included: a tile [block][row][16].
 inline void multiply_chunk(const Matrix& matrix, const Operand& operand, const Chunks& chunks, int chunk,
@@ -172,7 +200,7 @@ inline void multiply_chunk(const Matrix& matrix, const Operand& operand, const C
         x.quads += offset / 4;
         x.scales += size_t(chunks.first(chunk)) * matrix.num_groups();
         x.sums += size_t(chunks.first(chunk)) * matrix.num_groups();
-        multiply_int4(matrix, x, rows, blocks, tile);
+        (matrix.format == kInt4 ? multiply_int4 : multiply_blocks)(matrix, x, rows, blocks, tile);
     }
     if (matrix.bias == nullptr) return;
     for (int block = blocks.first; block < blocks.end; ++block)

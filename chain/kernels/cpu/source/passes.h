@@ -55,9 +55,8 @@ void run_product(const Matrix& matrix, const void* rows, void* out, int num_rows
     operand.scales = memory + size;
     operand.sums = operand.scales + size / kLanes + kLanes;
     Team::run(num_threads, [&](Thread self) {
-        const int step = matrix.format == kInt4 ? matrix.group_size : kLanes;
         fill_operand(matrix, operand, num_rows,
-                     share(matrix.num_inputs, self.number, self.num_threads, step),
+                     share(matrix.num_inputs, self.number, self.num_threads, matrix.step()),
                      [=](int row, int column) { return load(x + row * width + column); });
         self.wait();
         alignas(64) float tile[4 * kRowsAtOnce * kLanes];

@@ -20,7 +20,7 @@
 #if defined(__AVX512VNNI__)
 #define POLYBASIC_QUAD_PRODUCTS 1
 #endif
-#elif defined(__AVX2__) && defined(__FMA__)
+#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #define POLYBASIC_AVX2 1
 #if defined(__AVXVNNI__)
 #define POLYBASIC_QUAD_PRODUCTS 1
@@ -239,6 +239,22 @@ POLYBASIC_INLINE Floats maximum(Floats x, Floats y) {
     return each_part<FloatPart>(POLYBASIC_EACH { return maximum(x.parts[i], y.parts[i]); });
 }
 
+// A part's float16 numbers as floats.
+POLYBASIC_INLINE FloatPart load_halves(const uint16_t* from) {
+#if defined(POLYBASIC_AVX512)
+    return (FloatPart)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from));
+#elif defined(POLYBASIC_AVX2)
+    return (FloatPart)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)from));
+#elif defined(POLYBASIC_NEON)
+    return (FloatPart)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(from)));
+#else
+    // as `widen` does it
+    const WordPart words = __builtin_convertvector(load_part<HalfPart>(from), WordPart);
+    const FloatPart magnitude = same_bits<FloatPart>((words & 0x7fff) << 13) * 0x1p112f;
+    return same_bits<FloatPart>(same_bits<WordPart>(magnitude) | (words & 0x8000) << 16);
+#endif
+}
+
 // Sixteen bfloat16 numbers as floats.
 POLYBASIC_INLINE Floats load(const Bfloat16* from) {
     return each_part<FloatPart>(POLYBASIC_EACH {
@@ -276,6 +292,17 @@ POLYBASIC_INLINE Floats rounded_to_bfloat16(Floats values) {
 inline float widen(Bfloat16 value) { return same_bits<float>(uint32_t(value.bits) << 16); }
 
 inline float widen(float value) { return value; }
+
+// A float16 number.
+struct Half {
+    uint16_t bits;
+};
+
+// 2^112 moves the exponent's bias from 15 to 127, and subnormal numbers to their place.
+inline float widen(Half value) {
+    const float magnitude = same_bits<float>(uint32_t(value.bits & 0x7fff) << 13) * 0x1p112f;
+    return value.bits & 0x8000 ? -magnitude : magnitude;
+}
 
 inline void round_to(Bfloat16* to, float value) {
     const uint32_t word = same_bits<uint32_t>(value);
