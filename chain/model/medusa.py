@@ -10,12 +10,12 @@ from polybasic.chain.kernels.executor import Executor
 from polybasic.chain.kernels.rotary import RotaryTable
 from polybasic.chain.kernels.selection import backend_for
 from polybasic.chain.kernels.torch.medusa import (
-from polybasic.chain.kernels.weights import Embedding
     HydraExecutor,
     MedusaExecutor,
     MedusaWeights,
     TokenHead,
 )
+from polybasic.chain.kernels.weights import Embedding
 from polybasic.chain.model.loading import check_target, stored_draft_token_ids
 from polybasic.chain.model.stored import StoredTensors
 
