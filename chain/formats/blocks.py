@@ -3,7 +3,6 @@
 #   O = out features, I = in features, B = bytes of a row, G = blocks of one row (I / 32)
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -46,17 +45,6 @@ class BlockWeight:
         else:
             codes = codes.contiguous().view(torch.int8)
         return cls(kind, codes.flatten(1), scales, offsets)
-
-    @classmethod
-    def stack(cls, parts: Sequence["BlockWeight"]) -> "BlockWeight":
-        """Several weights of one type over the same input, side by side in their outputs."""
-        offsets = [part.offsets for part in parts if part.offsets is not None]
-        return cls(
-            parts[0].type,
-            torch.cat([part.codes for part in parts]),
-            torch.cat([part.scales for part in parts]),
-            torch.cat(offsets) if offsets else None,
-        )
 
     def dequantized(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The weight [O, I]: llama.cpp's in float32, and others rounded from that."""

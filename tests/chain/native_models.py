@@ -1,4 +1,4 @@
-"""Small random decoders and heads in any dtype, dense or in 4 bits, for tests of the kernels."""
+"""Small random decoders and heads in any dtype, dense or quantized, for tests of the kernels."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,12 +9,20 @@ import torch
 from torch import Tensor
 
 from polybasic.chain.formats.awq import QuantizedWeight
+from polybasic.chain.formats.block_types import BLOCK, BLOCK_TYPES
+from polybasic.chain.formats.blocks import BlockWeight
 from polybasic.chain.formats.decoder_config import DecoderConfig
 from polybasic.chain.kernels.executor import Executor
 from polybasic.chain.kernels.rotary import RotaryTable
 from polybasic.chain.kernels.rows import consecutive_rows
 from polybasic.chain.kernels.selection import backend_for
-from polybasic.chain.kernels.weights import LayerWeights, Linear, ModelWeights, PositionWeights
+from polybasic.chain.kernels.weights import (
+    Embedding,
+    LayerWeights,
+    Linear,
+    ModelWeights,
+    PositionWeights,
+)
 from polybasic.deploy.rounds.cache import KeyValueCache
 
 CPU = torch.device("cpu")
@@ -68,23 +76,51 @@ def random_quantized(
     )
 
 
-def decoder(dtype: torch.dtype, is_quantized: bool = False, seed: int = 0) -> Executor:
-    """A decoder of `CONFIG` with random weights; the same for a seed, whatever the kernels."""
+def random_blocks(
+    generator: torch.Generator, kind: str, out_size: int, in_size: int
+) -> BlockWeight:
+    blocks = BLOCK_TYPES[kind]
+    lowest, end = (0, 16) if blocks.bits == 4 else (-128, 128)
+    codes = torch.randint(lowest, end, (out_size, in_size), generator=generator)
+    scales, offsets = torch.rand(2, out_size, in_size // BLOCK, generator=generator) + 0.5
+    return BlockWeight(
+        blocks,
+        codes.to(torch.uint8 if blocks.bits == 4 else torch.int8),
+        (scales * 0.3 / (end - lowest)).half(),
+        (offsets / -8).half() if blocks.has_offsets else None,
+    )
+
+
+def decoder(dtype: torch.dtype, weights: str = "dense", seed: int = 0) -> Executor:
+    """A decoder of `CONFIG` with random weights; the same for a seed, whatever the kernels.
+
+    Args:
+        weights: "dense", "int4", or the name of a type of blocks, which the embedding has, too.
+    """
     generator, backend = torch.Generator().manual_seed(seed), backend_for(CPU, dtype, CONFIG)
 
     def product(out_size: int, in_size: int) -> Linear:
-        if is_quantized:
+        if weights == "int4":
             return backend.int4(random_quantized(generator, out_size, in_size))
+        if weights != "dense":
+            return backend.blocks(random_blocks(generator, weights, out_size, in_size))
         weight = torch.randn(out_size, in_size, generator=generator) * 2 / in_size**0.5
         return backend.dense(weight.to(dtype))
 
     layers = [_layer(dtype, product, has_input_norm=True) for _ in range(CONFIG.num_layers)]
-    embedding = torch.randn(CONFIG.vocab_size, CONFIG.hidden_size, generator=generator).to(dtype)
+    embedding: Embedding
+    if weights in BLOCK_TYPES:
+        read = random_blocks(generator, weights, CONFIG.vocab_size, CONFIG.hidden_size)
+        embedding = backend.embedding(read)
+    else:
+        drawn = torch.randn(CONFIG.vocab_size, CONFIG.hidden_size, generator=generator)
+        embedding = drawn.to(dtype)
     lm_head = product(CONFIG.vocab_size, CONFIG.hidden_size)
     rotary = RotaryTable(CONFIG, CONFIG.context_tokens, dtype, CPU)
     final_norm = torch.ones(CONFIG.hidden_size, dtype=dtype)
-    weights = ModelWeights(CONFIG, embedding, tuple(layers), rotary, lm_head, final_norm=final_norm)
-    return backend.executor(weights)
+    return backend.executor(
+        ModelWeights(CONFIG, embedding, tuple(layers), rotary, lm_head, final_norm=final_norm)
+    )
 
 
 def head_of(target: Executor, seed: int = 1) -> Executor:

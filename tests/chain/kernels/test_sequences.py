@@ -58,7 +58,7 @@ def model(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ex
     wanted = {"cpu": "native", "torch": "eager"}.get(name, "device")
     monkeypatch.setenv("POLYBASIC_KERNELS", wanted)
     dtype = torch.float32 if kind in ("", "float32") else torch.bfloat16
-    found = decoder(dtype, is_quantized=kind == "4 bits")
+    found = decoder(dtype, "int4" if kind == "4 bits" else "dense")
     assert found.name == {"device": "torch"}.get(name, name)
     return found
 

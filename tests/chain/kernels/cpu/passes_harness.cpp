@@ -91,7 +91,7 @@ std::vector<float> numbers(Random& random, size_t size, float scale) {
     return values;
 }
 
-// Any bytes are a matrix in the layout that kernels read.
+// Any bytes are codes in the layout that kernels read.
 Matrix matrix_of(Random& random, int format, int num_outputs, int num_inputs) {
     Matrix matrix{};
     matrix.format = format;
@@ -112,7 +112,22 @@ Matrix matrix_of(Random& random, int format, int num_outputs, int num_inputs) {
         }
         matrix.weights = codes;
         matrix.scales = scales;
-        matrix.zeros = zeros;
+        matrix.offsets = zeros;
+    } else if (matrix.has_codes()) {
+        matrix.group_size = 32;
+        matrix.zero = format == kBlocks4 ? 8 : 0;
+        uint8_t* codes = allocate<uint8_t>(matrix.weight_bytes());
+        for (size_t i = 0; i < matrix.weight_bytes(); ++i) codes[i] = uint8_t(random.bits());
+        const size_t groups = blocks * kLanes * matrix.num_groups();
+        uint16_t* halves = allocate<uint16_t>(2 * groups);
+        // scales about 0.02, or 0.002 of codes of eight bits, and offsets of such ones
+        for (size_t i = 0; i < 2 * groups; ++i)
+            halves[i] = uint16_t((format == kBlocks4 ? 0x2500 : 0x1800) + (random.bits() & 0xff));
+        for (size_t i = groups; i < 2 * groups; ++i) halves[i] |= (random.bits() & 1) << 15;
+        matrix.weights = codes;
+        matrix.scales = halves;
+        // every second matrix has offsets
+        if (format == kBlocks4 && num_outputs % 32 == 0) matrix.offsets = halves + groups;
     } else {
         matrix.weights = elements(format, numbers(random, size, 3.0f / std::sqrt(num_inputs)));
     }
@@ -315,7 +330,9 @@ int main() {
     const Case cases[] = {{"float32", kFloat32, kFloat32},
                           {"bfloat16", kBfloat16, kBfloat16},
                           {"int4-float32", kFloat32, kInt4},
-                          {"int4-bfloat16", kBfloat16, kInt4}};
+                          {"int4-bfloat16", kBfloat16, kInt4},
+                          {"blocks4-float32", kFloat32, kBlocks4},
+                          {"blocks8-float32", kFloat32, kBlocks8}};
     for (const Case& one : cases)
         for (int threads : {1, 2}) {
             const std::string name = std::string(one.name) + "/" + std::to_string(threads);

@@ -1,6 +1,7 @@
 """Native kernels: products, passes and drafts against plain arithmetic, and the same to the bit."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,12 +9,14 @@ import torch
 from torch import Tensor
 
 from polybasic.chain.formats.awq import dequantize
+from polybasic.chain.formats.block_types import BLOCK, BLOCK_TYPES
 from polybasic.chain.formats.config import read_config
 from polybasic.chain.kernels.cpu.executor import MAX_ROWS
 from polybasic.chain.kernels.cpu.matrices import NativeLinear
 from polybasic.chain.kernels.executor import Executor
 from polybasic.chain.kernels.rows import consecutive_rows, tree_rows
 from polybasic.chain.kernels.selection import backend_for
+from polybasic.chain.kernels.weights import embed
 from polybasic.chain.model.loading import load_decoder
 from tests.chain.native_models import (
     CONFIG,
@@ -22,6 +25,7 @@ from tests.chain.native_models import (
     decoder,
     eager,
     head_of,
+    random_blocks,
     random_quantized,
     threads,
 )
@@ -29,8 +33,12 @@ from tests.conftest import ChainParts
 
 pytestmark = pytest.mark.processor
 DTYPES = [torch.float32, torch.bfloat16]
-KINDS = [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)]
-KIND_NAMES = ["float32", "bfloat16", "int4"]
+KINDS = [
+    (torch.float32, "dense"),
+    (torch.bfloat16, "dense"),
+    (torch.bfloat16, "int4"),
+    *((torch.float32, name) for name in BLOCK_TYPES),
+]
 
 
 def relative(found: Tensor, expected: Tensor) -> float:
@@ -83,6 +91,50 @@ def test_an_int4_product_rounds_its_rows_to_bytes_and_nothing_else(
             assert relative(found, unrounded) > 1e-3
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", BLOCK_TYPES)
+def test_a_product_with_blocks_rounds_its_rows_to_bytes_and_nothing_else(
+    dtype: torch.dtype, kind: str
+) -> None:
+    for out_size, in_size in ((7, 32), (104, 288), (256, 576)):
+        generator = torch.Generator().manual_seed(out_size)
+        weight = random_blocks(generator, kind, out_size, in_size)
+        bias = torch.randn(out_size, generator=generator).to(dtype)
+        product, dense = backend_for(CPU, dtype).blocks(weight, bias), weight.dequantized().double()
+        for rows in (1, 4, 13, 24, 31):
+            x = torch.randn(rows, in_size, generator=generator).to(dtype)
+            expected = rounded_to_bytes(x, BLOCK).double() @ dense.T + bias.double()
+            assert relative(product(x), expected) < (1e-6 if dtype == torch.float32 else 3e-3)
+            assert relative(expected, x.double() @ dense.T + bias.double()) > 1e-3
+
+
+@pytest.mark.parametrize("kind", BLOCK_TYPES)
+def test_weights_in_blocks_take_the_bytes_of_their_file(kind: str) -> None:
+    weight = random_blocks(torch.Generator().manual_seed(1), kind, 64, 128)
+    product = backend_for(CPU, torch.float32).blocks(weight)
+    assert isinstance(product, NativeLinear)
+    in_file = 64 * 128 // BLOCK * BLOCK_TYPES[kind].num_bytes
+    assert sum(tensor.nbytes for tensor in product.tensors) == in_file
+
+
+@pytest.mark.parametrize("kind", BLOCK_TYPES)
+@torch.inference_mode()
+def test_an_embedding_in_blocks_is_read_like_a_dense_one(kind: str) -> None:
+    weight = random_blocks(torch.Generator().manual_seed(4), kind, CONFIG.vocab_size, 128)
+    ids, dense = random_ids(60), weight.dequantized()
+    model = decoder(torch.float32)
+    for dtype in DTYPES:
+        in_blocks = backend_for(CPU, dtype).embedding(weight)
+        assert torch.equal(embed(in_blocks, ids), dense[ids].to(dtype))
+    found, expected = (
+        model.over(replace(model.weights, embedding=embedding)).forward(
+            ids, [cache_of(model).layers], [consecutive_rows(0, 60)]
+        )
+        for embedding in (backend_for(CPU, torch.float32).embedding(weight), dense)
+    )
+    assert torch.equal(found, expected)
+
+
 def test_groups_of_zeros_and_large_values_stay_exact() -> None:
     weight = random_quantized(torch.Generator().manual_seed(3), 16, 256)
     x = torch.zeros(2, 256)
@@ -92,11 +144,13 @@ def test_groups_of_zeros_and_large_values_stay_exact() -> None:
     assert relative(found[1], 1e6 * dequantize(weight)[:, 130]) < 1e-6
 
 
-@pytest.mark.parametrize(("dtype", "is_quantized"), KINDS, ids=KIND_NAMES)
-def test_passes_are_batch_invariant(dtype: torch.dtype, is_quantized: bool) -> None:
+@pytest.mark.parametrize(("dtype", "weights"), KINDS, ids=str)
+def test_passes_are_batch_invariant(dtype: torch.dtype, weights: str) -> None:
     generator = torch.Generator().manual_seed(0)
-    if is_quantized:
+    if weights == "int4":
         product = backend_for(CPU, dtype).int4(random_quantized(generator, 200, 256))
+    elif weights != "dense":
+        product = backend_for(CPU, dtype).blocks(random_blocks(generator, weights, 200, 256))
     else:
         product = backend_for(CPU, dtype).dense(
             torch.randn(200, 256, generator=generator).to(dtype)
@@ -122,12 +176,10 @@ def random_ids(num: int) -> Tensor:
     return torch.randint(0, CONFIG.vocab_size, (num,), generator=torch.Generator().manual_seed(7))
 
 
-@pytest.mark.parametrize(("dtype", "is_quantized"), KINDS, ids=KIND_NAMES)
+@pytest.mark.parametrize(("dtype", "weights"), KINDS, ids=str)
 @torch.inference_mode()
-def test_a_text_gives_the_same_bits_however_it_is_read(
-    dtype: torch.dtype, is_quantized: bool
-) -> None:
-    model, ids = decoder(dtype, is_quantized), random_ids(MAX_ROWS + 30)
+def test_a_text_gives_the_same_bits_however_it_is_read(dtype: torch.dtype, weights: str) -> None:
+    model, ids = decoder(dtype, weights), random_ids(MAX_ROWS + 30)
     expected = one_by_one(model, ids)
     for num in (1, 2, 3):
         cache = cache_of(model)
@@ -148,12 +200,10 @@ def test_a_text_gives_the_same_bits_however_it_is_read(
     assert not any(torch.equal(*rows) for rows in zip(other[3:], expected[3:], strict=True))
 
 
-@pytest.mark.parametrize(("dtype", "is_quantized"), KINDS, ids=KIND_NAMES)
+@pytest.mark.parametrize(("dtype", "weights"), KINDS, ids=str)
 @torch.inference_mode()
-def test_a_path_of_a_tree_gives_the_bits_of_its_text(
-    dtype: torch.dtype, is_quantized: bool
-) -> None:
-    model, prompt = decoder(dtype, is_quantized), random_ids(37)
+def test_a_path_of_a_tree_gives_the_bits_of_its_text(dtype: torch.dtype, weights: str) -> None:
+    model, prompt = decoder(dtype, weights), random_ids(37)
     parents = [-1, 0, 0, 1, 1, 2, 4, 6, 5, 7]
     tokens = torch.arange(20, 20 + len(parents))
     cache = cache_of(model)

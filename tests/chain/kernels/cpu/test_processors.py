@@ -32,8 +32,14 @@ EMULATED = {
     "neon-dotprod": "cortex-a76",
     "neon-bf16": "max",
 }
-KINDS = ("float32", "bfloat16", "int4-float32", "int4-bfloat16")
-TOLERANCE = {"float32": 2e-5, "bfloat16": 3e-2, "int4-float32": 3e-2, "int4-bfloat16": 3e-2}
+TOLERANCE = {
+    "float32": 2e-5,
+    "bfloat16": 3e-2,
+    "int4-float32": 3e-2,
+    "int4-bfloat16": 3e-2,
+    "blocks4-float32": 3e-2,
+    "blocks8-float32": 3e-2,
+}
 
 pytestmark = pytest.mark.proof
 Numbers = dict[str, list[str]]
@@ -79,7 +85,7 @@ def check(found: Numbers, expected: Numbers) -> None:
     for name in ("noise/1", "noise/2"):
         own = torch.tensor([float(number) for number in found[name]])
         assert torch.equal(own.view(torch.int32), noise.view(torch.int32)), name
-    for kind in KINDS:
+    for kind in TOLERANCE:
         of_kind = {
             name.removeprefix(f"{kind}/"): numbers
             for name, numbers in found.items()

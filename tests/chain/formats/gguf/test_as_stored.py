@@ -1,0 +1,133 @@
+"""GGUF files whose blocks are kept: the same bytes, the same text, and what cannot be kept."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from polybasic.chain.errors import UserError
+from polybasic.chain.formats.block_types import BLOCK_TYPES, typed_name
+from polybasic.chain.formats.checkpoint import has_blocks, load_tensors, read_tensors
+from polybasic.chain.formats.config import read_config
+from polybasic.chain.formats.gguf.importing import imported
+from polybasic.chain.formats.gguf.tensors import Type
+from polybasic.chain.formats.plan import Plan, Tree
+from polybasic.chain.formats.shapes import check_shapes, num_parameters, tensor_headers
+from polybasic.chain.kernels.cpu.executor import CpuExecutor
+from polybasic.chain.kernels.rows import consecutive_rows
+from polybasic.chain.model.loading import load_decoder, serving_dtype
+from polybasic.chain.model.reference import load_reference_model
+from polybasic.deploy.load import layout_of, load_chain
+from polybasic.deploy.memory import state_memory
+from polybasic.deploy.rounds.cache import KeyValueCache
+from tests.chain.formats.gguf.test_import import replaced, written
+from tests.chain.native_models import CPU, eager
+
+ALONE = Plan(members=("target",), tree=Tree(depth=1, top_k=1, rows=2))
+
+
+def stored(folder: Path, kind: str, family: str = "llama2", **changes: Any) -> tuple[Path, Path]:
+    """A file of a random checkpoint with matrices in such blocks, and what was made of it."""
+    file = written(folder, family, dtype=torch.float32, matrices=kind, **changes)
+    return file, imported(file, as_stored=True)
+
+
+@pytest.mark.parametrize("kind", BLOCK_TYPES)
+def test_every_byte_of_a_matrix_is_kept(kind: str, tmp_path: Path) -> None:
+    file, folder = stored(tmp_path / "model", kind, "qwen2")
+    theirs = {one.name: one for one in gguf.GGUFReader(file).tensors}
+    ours = read_tensors(folder / "model.safetensors")
+    name = f"model.layers.1.mlp.down_proj.weight.{kind}"
+    assert np.array_equal(ours[name].numpy(), theirs["blk.1.ffn_down.weight"].data)
+    assert {typed_name(one)[1] for one in ours} == {BLOCK_TYPES[kind], None}
+    headers, dense = tensor_headers(folder), imported(file)
+    assert num_parameters(headers) == num_parameters(tensor_headers(dense))
+    check_shapes("decoder", folder, read_config(folder).decoder)
+    matrices = {name: tensor for name, tensor in load_tensors(dense).items() if tensor.dim() == 2}
+    read = load_tensors(folder)
+    assert all(torch.equal(read[name], tensor) for name, tensor in matrices.items())
+    assert {headers[name].dtype for name in matrices} == {kind}
+    assert {header.dtype for name, header in headers.items() if name not in matrices} == {"float32"}
+
+
+@pytest.mark.parametrize("kernels", ["native", "eager"])
+@pytest.mark.parametrize("kind", BLOCK_TYPES)
+@torch.inference_mode()
+def test_logits_are_those_of_the_dequantized_model(
+    kind: str, kernels: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for rows that native kernels round to bytes."""
+    monkeypatch.setenv("POLYBASIC_KERNELS", kernels)
+    _, folder = stored(tmp_path / "model", kind)
+    model, config = load_reference_model(folder, torch.float32), read_config(folder)
+    assert model.dtype == torch.float32
+    loaded = load_decoder(config, torch.float32, CPU, 64)
+    assert isinstance(loaded, CpuExecutor) == (kernels == "native")
+    ids = torch.randint(0, config.decoder.vocab_size, (40,))
+    cache = KeyValueCache(config.decoder, config.decoder.num_layers, 64, torch.float32, CPU)
+    states = loaded.forward(ids, [cache.layers], [consecutive_rows(0, 40)])
+    found, expected = loaded.logits(states), model(ids[None]).logits[0]
+    off = float((found - expected).norm() / expected.norm())
+    assert off < (0.05 if kernels == "native" else 1e-5)
+    assert (off > 1e-4) == (kernels == "native")
+
+
+@pytest.mark.parametrize("kind", BLOCK_TYPES)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_file_gives_the_text_of_the_model_alone(
+    kind: str, temperature: float, tmp_path: Path
+) -> None:
+    file, _ = stored(tmp_path / "model", kind, "qwen2")
+    chain, alone = load_chain(file), load_chain(file, plan=ALONE)
+    assert chain.manifest.members[0].dtype == kind
+    assert chain.engine.models.target.dtype == torch.float32
+    for seed, prompt in enumerate(("the the the", [{"role": "user", "content": "hello"}])):
+        asked = {"max_new_tokens": 32, "temperature": temperature, "seed": seed}
+        answer = chain.generate(prompt, **asked)
+        assert answer.token_ids == alone.generate(prompt, **asked).token_ids
+
+
+def test_without_kernels_for_blocks_a_file_runs_as_before(tmp_path: Path) -> None:
+    _, folder = stored(tmp_path / "model", "Q4_1")
+    config = read_config(folder)
+    assert config.dtype == "bfloat16"
+    assert serving_dtype(config, CPU) == torch.float32
+    with eager():
+        assert serving_dtype(config, torch.device("meta")) == torch.bfloat16
+
+
+@pytest.mark.parametrize("kind", ["Q5_0", "Q4_K"])
+def test_a_file_with_other_blocks_is_dequantized(kind: str, tmp_path: Path) -> None:
+    file = written(tmp_path / "model", "qwen2", dtype=torch.float32, matrices="Q8_0")
+    block, size = gguf.GGML_QUANT_SIZES[Type[kind]]
+    data = np.zeros((128, 256 // block * size), np.uint8)
+    replaced(file, "blk.1.ffn_down.weight", data, Type[kind])
+    folder = imported(file, as_stored=True)
+    assert not has_blocks(folder)
+    assert {header.dtype for header in tensor_headers(folder).values()} == {"bfloat16"}
+
+
+def test_constants_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
+    file = written(tmp_path / "model", "qwen2", dtype=torch.float32, matrices="Q8_0")
+    data = np.full((128, 256 // 32 * 34), 0xFF, np.uint8)
+    replaced(file, "blk.1.ffn_down.weight", data, Type.Q8_0)
+    with pytest.raises(UserError, match=r"tensor model\.layers\.1\.mlp\.down_proj\.weight holds"):
+        imported(file, as_stored=True)
+
+
+@pytest.mark.parametrize("family", ["llama2", "qwen2"])
+def test_memory_is_stated_as_it_is_taken(family: str, tmp_path: Path) -> None:
+    """Of weights, which an embedding that is the output projection, too, has once."""
+    _, folder = stored(tmp_path / "model", "Q4_1", family)
+    config = read_config(folder)
+    member = SimpleNamespace(name="target", role="target", kind="decoder")
+    checked: Any = SimpleNamespace(loaded=[member], configs={"target": config})
+    layout = layout_of(CPU, torch.float32, config.decoder, in_blocks=True)
+    assert layout.rounds_heads
+    in_file = sum(header.num_bytes for header in tensor_headers(folder).values())
+    stated = state_memory(checked, layout, 64).members["target"]["weights"]
+    assert stated == pytest.approx(in_file, rel=0.01)
