@@ -67,7 +67,7 @@ class DraftRequest:
 
 
 class Runner(Protocol):
-    """Runs a function of a key; see `polybasic.deploy.graphs.capture.Graphs.run`."""
+    """Runs a function of a key; see `polybasic.chain.kernels.cuda.graphs.Graphs.run`."""
 
     def run(self, key: Hashable, function: Callable[[], None], label: str | None = None) -> None:
         """Run the function, or repeat what the first one of its key did on the device."""

@@ -14,8 +14,8 @@ pytest.importorskip("triton")
 from polybasic.chain.kernels import noise
 from polybasic.chain.kernels.cuda import noise_kernels
 from polybasic.chain.kernels.cuda.draft_operations import DraftOperations
+from polybasic.chain.kernels.cuda.graphs import Graphs
 from polybasic.chain.kernels.cuda.noise_kernels import gumbel_noise
-from polybasic.deploy.graphs.capture import Graphs
 from tests.chain.kernels.cuda.compiling import CAPABILITIES, Request, compiled
 from tests.deploy.recorded_graphs import RecordedGraphs
 
