@@ -30,6 +30,7 @@ __all__ = [
     "Sampler",
     "Sampling",
     "make_sampler",
+    "most_probable",
     "seeded_generator",
 ]
 
@@ -61,6 +62,8 @@ class Joiner(Protocol):
 class Sampler(Joiner, Protocol):
     """Draws tokens and cuts blocks, exactly from the distributions that it computes."""
 
+    sampling: Sampling
+
     def distributions(self, logits: Tensor, prefixes: Prefixes) -> Any:
         """The distributions to draw tokens from, one for each row of `logits` [R, V].
 
@@ -86,10 +89,17 @@ class GreedyRows:
 
     Attributes:
         logits: [R, V] after the penalties, or with noise; None after `take`.
+
+    Raises:
+        NotFiniteError: a row has none, which -1 stands for.
     """
 
     tokens: list[int]
     logits: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if -1 in self.tokens:
+            raise NotFiniteError
 
 
 class GreedySampler:
@@ -105,7 +115,7 @@ class GreedySampler:
 
     def distributions(self, logits: Tensor, prefixes: Prefixes) -> GreedyRows:
         logits = process_logits(logits, self.sampling, prefixes, self.num_prompt_tokens)
-        return GreedyRows(_most_probable(logits), logits)
+        return GreedyRows(most_probable(logits), logits)
 
     def draw(self, rows: GreedyRows, row: int) -> int:
         return rows.tokens[row]
@@ -152,7 +162,7 @@ class CoupledSampler(GreedySampler):
         scores = truncate(logits, self.sampling, prefixes, self.num_prompt_tokens)
         first = len(prefixes.sequence)
         scores = self.noise.at([first + len(suffix) for suffix in prefixes.suffixes]).add_(scores)
-        return GreedyRows(_most_probable(scores), scores)
+        return GreedyRows(most_probable(scores), scores)
 
 
 @dataclass
@@ -246,25 +256,16 @@ def seeded_generator(sampling: Sampling, device: torch.device) -> torch.Generato
     return generator
 
 
-def _most_probable(logits: Tensor) -> list[int]:
-    """The first of the most probable tokens of each row.
-
-    Raises:
-        NotFiniteError: a row holds NaN or infinity, which are its largest numbers.
-    """
+def most_probable(logits: Tensor) -> list[int]:
+    """The first of the most probable tokens of each row; -1 where its logit is NaN or infinity."""
     if logits.device.type == "cpu":
         # NumPy's argmax takes a tenth of the time of torch's
         rows = logits.float().numpy()
         tokens = rows.argmax(-1)
-        is_finite = bool(np.isfinite(rows[np.arange(len(rows)), tokens]).all())
-        found = tokens.tolist()
-    else:
-        largest, places = logits.max(-1)
-        found = torch.where(largest.isfinite(), places, -1).tolist()
-        is_finite = -1 not in found
-    if not is_finite:
-        raise NotFiniteError
-    return list(found)
+        is_finite = np.isfinite(rows[np.arange(len(rows)), tokens])
+        return list(np.where(is_finite, tokens, -1).tolist())
+    largest, places = logits.max(-1)
+    return list(torch.where(largest.isfinite(), places, -1).tolist())
 
 
 def make_sampler(
