@@ -324,7 +324,9 @@ class TreeStage(BaseTreeStage):
         gained, _ = cut_at_end(drawn, limit, self.stop_tokens)
         path = path[: len(gained)]
         self.verifier.cache.keep(path)
-        self._commit(gained, read.states[path], len(tree) - 1, tree.proposer)
+        # a device gathers no rows that lie together
+        kept = slice(len(path)) if path[-1] < len(path) else path
+        self._commit(gained, read.states[kept], len(tree) - 1, tree.proposer)
         proposers = self._proposers(len(drawn), tree.proposer)[: len(gained)]
         logprobs = self._logprobs(read.logits, path, gained)
         return Round(gained, distributions, path, proposers, logprobs)

@@ -17,6 +17,7 @@ import torch
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.plan import Flush, Ngram, Plan, Tree, Window
 from polybasic.deploy import BusyError, Chain, load_chain
+from polybasic.deploy.drafters.interface import NoDrafter
 from polybasic.deploy.rounds import draws, passes, verifier
 from polybasic.deploy.rounds.pace import PromptPace
 from polybasic.deploy.rounds.verifier import read_together
@@ -209,6 +210,19 @@ def test_a_device_is_waited_for_once_a_pass(chain: Chain, monkeypatch: pytest.Mo
     found = [[token for piece in one.take() for token in piece.token_ids] for one in live]
     assert found == expected
     assert num_rows == [8] * 9
+
+
+def test_states_that_lie_together_are_not_copied(
+    chain: Chain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    observed: list[torch.Tensor] = []
+    monkeypatch.setattr(NoDrafter, "observe", lambda self, states: observed.append(states))
+    for place in range(4):
+        chain.begin([place, 3, 4], plan=PLANS[0], max_new_tokens=5, ignore_eos=True)
+    while chain.step():
+        pass
+    places = {states.untyped_storage().data_ptr() for states in observed}
+    assert (len(observed), len(places)) == (4 + 4 * 5, 1 + 5)
 
 
 @pytest.mark.parametrize("changes", [False, True])
