@@ -62,8 +62,6 @@ class Joiner(Protocol):
 class Sampler(Joiner, Protocol):
     """Draws tokens and cuts blocks, exactly from the distributions that it computes."""
 
-    sampling: Sampling
-
     def distributions(self, logits: Tensor, prefixes: Prefixes) -> Any:
         """The distributions to draw tokens from, one for each row of `logits` [R, V].
 
@@ -160,8 +158,7 @@ class CoupledSampler(GreedySampler):
 
     def distributions(self, logits: Tensor, prefixes: Prefixes) -> GreedyRows:
         scores = truncate(logits, self.sampling, prefixes, self.num_prompt_tokens)
-        first = len(prefixes.sequence)
-        scores = self.noise.at([first + len(suffix) for suffix in prefixes.suffixes]).add_(scores)
+        scores = self.noise.at(prefixes.positions).add_(scores)
         return GreedyRows(most_probable(scores), scores)
 
 

@@ -190,6 +190,15 @@ def test_sequences_share_passes(chain: Chain, monkeypatch: pytest.MonkeyPatch) -
     assert num_sequences.count(8) >= min(rounds)
 
 
+def test_what_is_drawn_together_is_what_each_draws_alone(
+    folder: Path, chain: Chain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = requests(24, seed=5)
+    expected = alone(load_chain(folder, context_tokens=120), asked)
+    monkeypatch.setattr(draws, "is_waited_for", lambda device: True)
+    assert in_company(chain, asked) == expected
+
+
 def test_a_device_is_waited_for_once_a_pass(chain: Chain, monkeypatch: pytest.MonkeyPatch) -> None:
     options: dict[str, Any] = {"plan": PLANS[0], "max_new_tokens": 9, "ignore_eos": True}
     asked = [([place, 3, 4], options) for place in range(8)]

@@ -17,10 +17,12 @@ class HostOperations(Operations):
         """See the base. No more probabilities are sorted than a row needs."""
         if logits.device.type != "cpu":
             return super().without_tail(logits, probabilities, top_p)
-        enough = (top_p * SHARES).long().clamp(min=1)
+        enough = (top_p * SHARES).long().clamp(min=1).expand(len(logits), 1)
         found = torch.full_like(logits, float("-inf"))
-        for logits_V, probabilities_V, found_V in zip(logits, probabilities, found, strict=True):
-            kept = _head(probabilities_V, enough)
+        for logits_V, probabilities_V, found_V, enough_1 in zip(
+            logits, probabilities, found, enough, strict=True
+        ):
+            kept = _head(probabilities_V, enough_1)
             found_V[kept] = logits_V[kept]
         return found
 
