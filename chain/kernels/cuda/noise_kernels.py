@@ -61,7 +61,7 @@ def _gumbel(words):
     return (exponent * _LOG_2 + _ln1p(rest)) * -1.0
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["key_stride"])
 def fill_noise(key, key_stride, positions, out, num_tokens, BLOCKS: tl.constexpr):
     """Noise of the tokens of BLOCKS blocks at one position. Grid: (blocks / BLOCKS, P)."""
     place = tl.program_id(1)
