@@ -195,7 +195,7 @@ class Executor(ABC):
         """Noise float32 [P, vocabulary]: see `polybasic.chain.kernels.noise.gumbel_noise`.
 
         Args:
-            key: int64 [3].
+            key: int64 [3], or [P, 3].
             positions: int64 [P].
         """
         return gumbel_noise(key, positions, self.config.vocab_size)
