@@ -260,7 +260,7 @@ def main() -> None:
     written: list[Messages] = []
     over = time.perf_counter() + 60 * arguments.minutes
     while len(written) < arguments.num and time.perf_counter() < over:
-        written += writer.conversations(2 * arguments.at_once)
+        written += writer.conversations(arguments.at_once)
     with whole_file(arguments.out) as partial, partial.open("w", encoding="utf-8") as lines:
         for row in shipped:
             lines.write(json.dumps(row, ensure_ascii=False) + "\n")
