@@ -259,8 +259,11 @@ def main() -> None:
     writer = Writer(batch, tokenizer, given, arguments.at_once, arguments.seed)
     written: list[Messages] = []
     over = time.perf_counter() + 60 * arguments.minutes
-    while len(written) < arguments.num and time.perf_counter() < over:
-        written += writer.conversations(arguments.at_once)
+    try:
+        while len(written) < arguments.num and time.perf_counter() < over:
+            written += writer.conversations(arguments.at_once)
+    except KeyboardInterrupt:
+        print("stopped; what was written so far is kept", file=sys.stderr)
     with whole_file(arguments.out) as partial, partial.open("w", encoding="utf-8") as lines:
         for row in shipped:
             lines.write(json.dumps(row, ensure_ascii=False) + "\n")
