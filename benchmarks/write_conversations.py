@@ -174,7 +174,9 @@ class Writer:
         """Those of `num` questions that are of use, with answers."""
         held = self._answered(self._asked([[] for _ in range(num)]))
         again = int(SECOND_QUESTIONS * len(held))
-        return self._answered(self._asked(held[:again])) + held[again:]
+        longer = self._answered(self._asked(held[:again]))
+        begun = {one[0]["content"] for one in longer}
+        return longer + [one for one in held if one[0]["content"] not in begun]
 
     def _asked(self, held: list[Messages]) -> list[Messages]:
         """Conversations with a further question, where it is of use."""
@@ -204,7 +206,8 @@ class Writer:
         self, prompts: list[str], num_tokens: int, sampled: bool
     ) -> Iterator[tuple[int, str, bool]]:
         """The place of each prompt that is not too long, what follows it, and whether it ended."""
-        encoded = self._tokenizer(prompts, add_special_tokens=False)["input_ids"]
+        encode = self._tokenizer
+        encoded = [encode(one, add_special_tokens=False)["input_ids"] for one in prompts]
         places = [i for i, one in enumerate(encoded) if len(one) <= MAX_PROMPT_TOKENS]
         places.sort(key=lambda place: len(encoded[place]))
         for part in _parts(len(places), self._at_once):
