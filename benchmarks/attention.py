@@ -22,11 +22,11 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from polybasic.chain.errors import UserError
+from polybasic.chain.kernels.cuda.graphs import Graphs
 from polybasic.chain.kernels.torch.executor import TorchExecutor
 from polybasic.chain.kernels.torch.operations import Heads
 from polybasic.chain.kernels.torch.rows import device_consecutive_rows
 from polybasic.deploy import Chain
-from polybasic.deploy.graphs.capture import Graphs
 from polybasic.deploy.rounds.cache import KeyValueCache
 
 CONTEXTS = (256, 2048, 8192)

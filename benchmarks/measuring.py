@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
-from polybasic.deploy.graphs.capture import Graphs
+from polybasic.chain.kernels.cuda.graphs import Graphs
 
 T = TypeVar("T")
 Name = TypeVar("Name", bound=Hashable)

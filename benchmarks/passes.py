@@ -22,9 +22,9 @@ from traffic import Moved, member_draft, member_pass
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.plan import Tree
+from polybasic.chain.kernels.cuda.graphs import Graphs
 from polybasic.chain.kernels.torch.rows import device_consecutive_rows
 from polybasic.deploy import Chain
-from polybasic.deploy.graphs.capture import Graphs
 from polybasic.deploy.graphs.round_parts import device_executor
 from polybasic.deploy.rounds.cache import KeyValueCache
 from polybasic.deploy.rounds.sampling import Prefixes, Sampling, make_sampler

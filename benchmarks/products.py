@@ -37,9 +37,9 @@ from polybasic.chain.errors import UserError
 from polybasic.chain.formats.awq import QuantizedWeight, cpu_int4_weight, dequantize
 from polybasic.chain.formats.quantization import GROUP_SIZE
 from polybasic.chain.kernels.backend import Backend
+from polybasic.chain.kernels.cuda.graphs import Graphs
 from polybasic.chain.kernels.selection import backend_for
 from polybasic.chain.kernels.weights import Linear
-from polybasic.deploy.graphs.capture import Graphs
 
 ROWS = (1, 2, 4, 8, 16, 32)
 SHAPES = {

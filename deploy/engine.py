@@ -11,11 +11,11 @@ import torch
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.plan import Plan
+from polybasic.chain.kernels.cuda.graphs import Graphs
 from polybasic.chain.kernels.executor import Executor
 from polybasic.chain.readable import readable_value
 from polybasic.deploy.batching import Running, choose, rows_of_prompts
 from polybasic.deploy.drafters.interface import Drafter
-from polybasic.deploy.graphs.capture import Graphs
 from polybasic.deploy.graphs.device_stages import (
     DeviceBlockStage,
     DeviceTreeStage,

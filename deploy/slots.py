@@ -7,6 +7,7 @@ import torch
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.plan import Plan, Tree, Window
+from polybasic.chain.kernels.cuda.graphs import Graphs
 from polybasic.chain.kernels.executor import Executor
 from polybasic.chain.kernels.torch.executor import TorchExecutor
 from polybasic.chain.readable import readable_bytes
@@ -15,7 +16,6 @@ from polybasic.deploy.drafters.head import EagleDrafter
 from polybasic.deploy.drafters.interface import Drafter, IdleDrafter, NoDrafter
 from polybasic.deploy.drafters.model import ModelDrafter
 from polybasic.deploy.drafters.ngram import NgramDrafter
-from polybasic.deploy.graphs.capture import Graphs
 from polybasic.deploy.graphs.device_passes import DevicePasses
 from polybasic.deploy.hardware import available_bytes
 from polybasic.deploy.parallel.leader import Leader

@@ -157,7 +157,7 @@ class Manifest(Settings):
         default={}, description="of intermediates, against the model that they were made from"
     )
     training: dict[Name, dict[str, Any]] = Field(
-        default={}, description="of draft heads, and of a target trained here, in numbers"
+        default={}, description="of draft heads, in numbers"
     )
     grown: str | None = Field(
         default=None,

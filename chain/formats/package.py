@@ -95,7 +95,7 @@ def package_chain(
         plan: how the chain runs until a plan is measured.
         provenance: how the members were made.
         quality: records of `measure_quality`, by name of the intermediate.
-        training: summaries of `train_head`, by name of the head, and of a target trained here.
+        training: summaries of `train_head`, by name of the head.
         tokenizer: folder of the chain's tokenizer; None for the target's own.
 
     Raises:

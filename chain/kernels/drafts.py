@@ -4,8 +4,10 @@
 """
 
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -36,7 +38,7 @@ class DraftTree:
     def __post_init__(self) -> None:
         assert self.parents[0] == -1
         assert len(self.tokens) == len(self.parents)
-        assert all(parent < row for row, parent in enumerate(self.parents))
+        assert all(map(operator.lt, self.parents, count()))
 
     @classmethod
     def of_root(cls, token: int) -> "DraftTree":

@@ -67,7 +67,7 @@ class DraftRequest:
 
 
 class Runner(Protocol):
-    """Runs a function of a key; see `polybasic.deploy.graphs.capture.Graphs.run`."""
+    """Runs a function of a key; see `polybasic.chain.kernels.cuda.graphs.Graphs.run`."""
 
     def run(self, key: Hashable, function: Callable[[], None], label: str | None = None) -> None:
         """Run the function, or repeat what the first one of its key did on the device."""
@@ -195,7 +195,7 @@ class Executor(ABC):
         """Noise float32 [P, vocabulary]: see `polybasic.chain.kernels.noise.gumbel_noise`.
 
         Args:
-            key: int64 [3].
+            key: int64 [3], or [P, 3].
             positions: int64 [P].
         """
         return gumbel_noise(key, positions, self.config.vocab_size)

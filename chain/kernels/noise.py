@@ -59,11 +59,11 @@ def gumbel_noise(key: Tensor, positions: Tensor, num_tokens: int) -> Tensor:
     """Noise float32 [P, V] of all tokens at each position; reads no number on the host.
 
     Args:
-        key: as `noise_key` gives it, on the device of `positions`.
+        key: as `noise_key` gives it, on the device of `positions`; or [P, 3], one for each.
         positions: int64 [P], of the tokens to draw, from 0 to 2**32 - 1.
         num_tokens: V.
     """
-    first, second, choice = key
+    first, second, choice = key[..., None].unbind(-2)
     num_groups = -(-num_tokens // GROUP)
     blocks = torch.arange(num_groups * LANES, device=positions.device)
     counter = torch.broadcast_tensors(blocks, positions[:, None], choice, torch.zeros_like(choice))

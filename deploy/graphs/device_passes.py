@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from polybasic.chain.formats.plan import MAX_TREE_ROWS, Window
+from polybasic.chain.kernels.cuda.graphs import Graphs
 from polybasic.chain.kernels.torch.executor import TorchExecutor
 from polybasic.chain.kernels.torch.rows import device_consecutive_rows
-from polybasic.deploy.graphs.capture import Graphs
 from polybasic.deploy.rounds.cache import KeyValueCache
 
 NamedStep = tuple[str, Hashable, Callable[[], None]]

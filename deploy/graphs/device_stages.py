@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from polybasic.chain.formats.plan import Flush, Rule, Tree
+from polybasic.chain.kernels.cuda.graphs import Graphs
 from polybasic.chain.kernels.drafts import DraftTree
 from polybasic.chain.kernels.torch.trees import DeviceTree
 from polybasic.deploy.drafters.expansion import ExpandingDrafter
 from polybasic.deploy.drafters.interface import Drafter
-from polybasic.deploy.graphs.capture import Graphs
 from polybasic.deploy.graphs.device_passes import DevicePasses, NamedStep, bucket_of
 from polybasic.deploy.graphs.drawing import DeviceDraws, DeviceNoise, DeviceSampler, Drawing
 from polybasic.deploy.graphs.round_parts import (

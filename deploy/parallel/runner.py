@@ -10,10 +10,10 @@ from polybasic.chain.formats.plan import Window
 from polybasic.chain.formats.shard import Shard
 from polybasic.chain.formats.verify import CheckedChain
 from polybasic.chain.kernels.cpu.library import FixedTensors
+from polybasic.chain.kernels.cuda.graphs import Graphs
 from polybasic.chain.kernels.rows import Rows, tree_rows
 from polybasic.chain.kernels.torch.executor import TorchExecutor
 from polybasic.chain.model.loading import load_decoder
-from polybasic.deploy.graphs.capture import Graphs
 from polybasic.deploy.graphs.device_passes import DevicePasses
 from polybasic.deploy.parallel.group import Group
 from polybasic.deploy.rounds.cache import KeyValueCache

@@ -70,3 +70,9 @@ class Noise:
     def _computed(self, positions: Sequence[int]) -> Tensor:
         places = torch.tensor(positions, device=self.key.device)
         return self._model.noise(self.key, places)
+
+
+def noise_together(each: Sequence[Noise], positions: Sequence[int]) -> Tensor:
+    """Noise float32 [P, V] of several requests, of each at its own position."""
+    first, keys = each[0], torch.stack([one.key for one in each])
+    return first._model.noise(keys, torch.tensor(positions, device=keys.device))

@@ -16,6 +16,7 @@ from polybasic.chain.kernels.drafts import DraftTree
 from polybasic.deploy.drafters.expansion import ExpandingDrafter, draft_together
 from polybasic.deploy.drafters.interface import Drafter
 from polybasic.deploy.drafters.ngram import NgramDrafter
+from polybasic.deploy.rounds.draws import Draws, distributions_together
 from polybasic.deploy.rounds.verifier import Verifier, logits_together, read_together
 
 T = TypeVar("T")
@@ -54,10 +55,12 @@ class Read(NamedTuple):
     Attributes:
         states: [R, W].
         logits: [R - logits_from, V]; None if none were asked for.
+        distributions: gives those that are drawn from, where the pass says who draws.
     """
 
     states: Tensor
     logits: Any
+    distributions: Callable[[], Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -68,12 +71,14 @@ class VerifierPass:
         rows: tokens after the committed ones, or a tree.
         logits_from: the first row whose logits are asked for; None asks for none.
         is_prompt: whether a prompt is read, which others' rounds need not wait for.
+        draws: who draws from the logits; None if nobody does.
     """
 
     verifier: Verifier
     rows: list[int] | DraftTree
     logits_from: int | None = 0
     is_prompt: bool = False
+    draws: Draws | None = None
 
     @property
     def kind(self) -> Hashable:
@@ -85,7 +90,8 @@ class VerifierPass:
         first = self.logits_from
         if first is None:
             return Read(states, None)
-        return Read(states, verifier.logits(states[first:] if first else states))
+        logits = verifier.logits(states[first:] if first else states)
+        return Read(states, logits, self.draws and self.draws.distributions(logits))
 
     @staticmethod
     def run_together(passes: "Sequence[VerifierPass]") -> list[Read]:
@@ -94,7 +100,8 @@ class VerifierPass:
         states = read_together(verifiers, [one.rows for one in passes])
         firsts = [one.logits_from for one in passes]
         logits = logits_together(verifiers, states, firsts)
-        return [Read(*read) for read in zip(states, logits, strict=True)]
+        found = distributions_together([one.draws for one in passes], logits)
+        return [Read(*read) for read in zip(states, logits, found, strict=True)]
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ __all__ = [
     "Sampler",
     "Sampling",
     "make_sampler",
+    "most_probable",
     "seeded_generator",
 ]
 
@@ -86,10 +87,17 @@ class GreedyRows:
 
     Attributes:
         logits: [R, V] after the penalties, or with noise; None after `take`.
+
+    Raises:
+        NotFiniteError: a row has none, which -1 stands for.
     """
 
     tokens: list[int]
     logits: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if -1 in self.tokens:
+            raise NotFiniteError
 
 
 class GreedySampler:
@@ -105,7 +113,7 @@ class GreedySampler:
 
     def distributions(self, logits: Tensor, prefixes: Prefixes) -> GreedyRows:
         logits = process_logits(logits, self.sampling, prefixes, self.num_prompt_tokens)
-        return GreedyRows(_most_probable(logits), logits)
+        return GreedyRows(most_probable(logits), logits)
 
     def draw(self, rows: GreedyRows, row: int) -> int:
         return rows.tokens[row]
@@ -150,9 +158,8 @@ class CoupledSampler(GreedySampler):
 
     def distributions(self, logits: Tensor, prefixes: Prefixes) -> GreedyRows:
         scores = truncate(logits, self.sampling, prefixes, self.num_prompt_tokens)
-        first = len(prefixes.sequence)
-        scores = self.noise.at([first + len(suffix) for suffix in prefixes.suffixes]).add_(scores)
-        return GreedyRows(_most_probable(scores), scores)
+        scores = self.noise.at(prefixes.positions).add_(scores)
+        return GreedyRows(most_probable(scores), scores)
 
 
 @dataclass
@@ -246,25 +253,16 @@ def seeded_generator(sampling: Sampling, device: torch.device) -> torch.Generato
     return generator
 
 
-def _most_probable(logits: Tensor) -> list[int]:
-    """The first of the most probable tokens of each row.
-
-    Raises:
-        NotFiniteError: a row holds NaN or infinity, which are its largest numbers.
-    """
+def most_probable(logits: Tensor) -> list[int]:
+    """The first of the most probable tokens of each row; -1 where its logit is NaN or infinity."""
     if logits.device.type == "cpu":
         # NumPy's argmax takes a tenth of the time of torch's
         rows = logits.float().numpy()
         tokens = rows.argmax(-1)
-        is_finite = bool(np.isfinite(rows[np.arange(len(rows)), tokens]).all())
-        found = tokens.tolist()
-    else:
-        largest, places = logits.max(-1)
-        found = torch.where(largest.isfinite(), places, -1).tolist()
-        is_finite = -1 not in found
-    if not is_finite:
-        raise NotFiniteError
-    return list(found)
+        is_finite = np.isfinite(rows[np.arange(len(rows)), tokens])
+        return list(np.where(is_finite, tokens, -1).tolist())
+    largest, places = logits.max(-1)
+    return list(torch.where(largest.isfinite(), places, -1).tolist())
 
 
 def make_sampler(

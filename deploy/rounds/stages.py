@@ -19,6 +19,7 @@ from torch import Tensor
 from polybasic.chain.formats.plan import Flush
 from polybasic.chain.kernels.drafts import DraftTree, walk
 from polybasic.deploy.drafters.interface import Drafter
+from polybasic.deploy.rounds.draws import Draws
 from polybasic.deploy.rounds.flushing import AdaptiveFlushing
 from polybasic.deploy.rounds.logprobs import TokenLogprobs, logprobs_of
 from polybasic.deploy.rounds.passes import Passes, VerifierPass, draft
@@ -315,15 +316,17 @@ class TreeStage(BaseTreeStage):
         return (yield from draft(self.drafter, self.tokens, limit - 1))
 
     def _verify(self, tree: DraftTree, limit: int) -> Passes[Round]:
-        read = yield VerifierPass(self.verifier, tree)
-        prefixes = Prefixes(self.tokens, tree.paths())
-        distributions = self.sampler.distributions(read.logits, prefixes)
+        draws = Draws(self.sampler, Prefixes(self.tokens, tree.paths()))
+        read = yield VerifierPass(self.verifier, tree, draws=draws)
+        distributions = read.distributions()
         path, last_token = walk(tree, lambda row: self.sampler.draw(distributions, row))
         drawn = [*(tree.tokens[row] for row in path[1:]), last_token]
         gained, _ = cut_at_end(drawn, limit, self.stop_tokens)
         path = path[: len(gained)]
         self.verifier.cache.keep(path)
-        self._commit(gained, read.states[path], len(tree) - 1, tree.proposer)
+        # a device gathers no rows that lie together
+        kept = slice(len(path)) if path[-1] < len(path) else path
+        self._commit(gained, read.states[kept], len(tree) - 1, tree.proposer)
         proposers = self._proposers(len(drawn), tree.proposer)[: len(gained)]
         logprobs = self._logprobs(read.logits, path, gained)
         return Round(gained, distributions, path, proposers, logprobs)
@@ -445,8 +448,9 @@ def verify(
         tokens: the sequence before the block.
         unread: its last tokens, at least one, which the cache does not hold yet.
     """
-    read = yield VerifierPass(verifier, unread + block.tokens, len(unread) - 1)
     prefixes = Prefixes(tokens, [block.tokens[:length] for length in range(len(block.tokens) + 1)])
-    distributions = sampler.distributions(read.logits, prefixes)
+    draws = Draws(sampler, prefixes)
+    read = yield VerifierPass(verifier, unread + block.tokens, len(unread) - 1, draws=draws)
+    distributions = read.distributions()
     num_kept, next_token = sampler.verify(block.tokens, block.distributions, distributions)
     return Kept(num_kept, next_token, read.states, distributions, read.logits)

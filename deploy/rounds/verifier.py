@@ -5,7 +5,7 @@
 
 import time
 from collections.abc import Hashable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -40,21 +40,9 @@ class PassClock:
     _seconds: float = 0.0
     _events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
 
-    @contextmanager
-    def running(self, num_passes: int) -> Iterator[None]:
+    def running(self, num_passes: int) -> AbstractContextManager[None]:
         """Time the enclosed code and count it as `num_passes` passes."""
-        self.num_passes += num_passes
-        if self.device.type == "cuda":
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            stream = torch.cuda.current_stream(self.device)
-            begin.record(stream)
-            yield
-            end.record(stream)
-            self._events.append((begin, end))
-        else:
-            begin_seconds = time.perf_counter()
-            yield
-            self._seconds += time.perf_counter() - begin_seconds
+        return all_running([self], num_passes)
 
     def reset(self) -> None:
         """Count from zero again."""
@@ -213,8 +201,21 @@ def logits_together(
 
 @contextmanager
 def all_running(clocks: Sequence[PassClock], num_passes: int = 1) -> Iterator[None]:
-    """Charge what is enclosed to each of several clocks, as `PassClock.running`."""
-    with ExitStack() as running:
-        for clock in clocks:
-            running.enter_context(clock.running(num_passes))
+    """Time what is enclosed once, and charge it to each of several clocks of one device."""
+    for clock in clocks:
+        clock.num_passes += num_passes
+    device = clocks[0].device
+    if device.type == "cuda":
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        stream = torch.cuda.current_stream(device)
+        begin.record(stream)
         yield
+        end.record(stream)
+        for clock in clocks:
+            clock._events.append((begin, end))
+    else:
+        begin_seconds = time.perf_counter()
+        yield
+        seconds = time.perf_counter() - begin_seconds
+        for clock in clocks:
+            clock._seconds += seconds

@@ -123,6 +123,11 @@ class Sampling:
     def is_greedy(self) -> bool:
         return self.temperature == 0
 
+    @property
+    def has_penalties(self) -> bool:
+        """Whether anything changes logits before the temperature does."""
+        return bool(self.in_effect.keys() - {"temperature", "top_k", "top_p", "min_p"})
+
     def seeded(self) -> "Sampling":
         """With a random seed where none is given."""
         return self if self.seed is not None else replace(self, seed=secrets.randbits(64))
@@ -173,6 +178,11 @@ class Prefixes:
 
     sequence: list[int]
     suffixes: list[list[int]]
+
+    @property
+    def positions(self) -> list[int]:
+        """Of the tokens that are drawn."""
+        return [len(self.sequence) + len(suffix) for suffix in self.suffixes]
 
 
 def process_logits(
@@ -256,17 +266,18 @@ class Warping:
 
         Args:
             logits: [R, V], after bias and penalties.
-            values: float32 [NUM_VALUES] on the same device, as `values_of` orders them.
+            values: float32 [NUM_VALUES] on the same device, as `values_of` orders them; or
+                [R, NUM_VALUES], those of each row, with the host's operations alone.
             operations: of the executor that computed the logits; the default ones are the host's,
                 which no graph captures.
         """
-        temperature, top_k, top_p, min_p = values.unbind()
+        temperature, top_k, top_p, min_p = values[..., None].unbind(-2)
         logits = logits.float() / temperature
         # at twice as many tokens as there are, top-k drops none
         if self.max_top_k is not None and self.max_top_k // 2 < logits.shape[1]:
             best = logits.topk(min(self.max_top_k, logits.shape[1])).values
             last = (top_k.long() - 1).clamp(max=best.shape[1] - 1)
-            logits = _without(logits, logits < best.index_select(1, last))
+            logits = _without(logits, logits < best.gather(1, last.expand(len(best), 1)))
         if self.has_top_p or self.has_min_p:
             found = logits.softmax(-1)
             if self.has_top_p:

@@ -1,5 +1,6 @@
 """`polybasic serve`: a chain behind OpenAI's HTTP interface."""
 
+import gc
 import os
 from ipaddress import ip_address
 from pathlib import Path
@@ -155,6 +156,9 @@ def serve(
     if not served_model_name:
         settings = settings.model_copy(update={"model_names": (_name(loaded),)})
     app = create_app(loaded, settings)
+    # what is loaded stays; each full collection would walk it for a fifth of a second
+    gc.collect()
+    gc.freeze()
     address = listening.getsockname()
     log_to_stderr(settings.log_format)
     about = "\n".join(_about(loaded, settings, f"http://{host}:{address[1]}"))

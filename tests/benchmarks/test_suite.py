@@ -16,11 +16,13 @@ from polybasic.deploy.rounds import stages
 from polybasic.deploy.rounds.sampling import Sampling
 from polybasic.train.data.shipped import heldout_shipped
 from tests.benchmarks.scripts import load_script
+from tests.checkpoints import write_family
 
 measuring, passes, rounds = (load_script(name) for name in ("measuring", "passes", "rounds"))
 end_to_end, bench, products = (load_script(name) for name in ("end_to_end", "bench", "products"))
 systems, command, contexts = (load_script(name) for name in ("systems", "command", "contexts"))
 answering, memory, sharing = (load_script(name) for name in ("answering", "memory", "sharing"))
+sequences = load_script("sequences")
 
 SHORT = "--max-new-tokens 6 --turns 2"
 ROOT = Path(__file__).parents[2]
@@ -65,6 +67,17 @@ def test_passes_beside_busy_processes(tiny_chain: Path, tmp_path: Path, monkeypa
         ["target", "2", "0"],
         ["target", "2", "1"],
     ]
+
+
+def test_answers_of_a_model_alone_many_at_a_time(tmp_path: Path, monkeypatch) -> None:
+    write_family(tmp_path / "model", "llama3")
+    words = f"{tmp_path / 'model'} --sequences 1 3 --turns 2 --temperature 0.8"
+    text = written(sequences, words, tmp_path / "record.md", monkeypatch)
+    rows = [line.split("|")[1:] for line in text.splitlines() if line.startswith(("| 1 ", "| 3 "))]
+    for number, row in zip((1, 3), rows, strict=True):
+        low, median, high, rate = map(float, row[1:5])
+        assert 0 < low <= median <= high
+        assert rate == pytest.approx(1e3 * number / median, rel=0.05)
 
 
 def test_passes_and_drafts_have_bounds(tiny_chain: Path, bandwidth: Any) -> None:

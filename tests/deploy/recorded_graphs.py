@@ -18,7 +18,7 @@ from torch import Tensor, UntypedStorage
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from polybasic.deploy.graphs.capture import MAX_GRAPHS, CapturedGraph, Graphs, Step
+from polybasic.chain.kernels.cuda.graphs import MAX_GRAPHS, CapturedGraph, Graphs, Step
 from tests.deploy.capture_rules import RefusingHostData, refuse_operation
 
 aten = torch.ops.aten

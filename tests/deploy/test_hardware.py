@@ -2,10 +2,11 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 
 from polybasic.deploy.hardware import available_bytes
-from polybasic.deploy.rounds.verifier import PassClock
+from polybasic.deploy.rounds.verifier import PassClock, all_running
 
 CPU = torch.device("cpu")
 
@@ -44,15 +45,17 @@ def test_what_is_available_ends_at_the_control_groups_limits(tmp_path: Path) -> 
     assert available_bytes(CPU, tmp_path / "nothing") is None
 
 
-def test_passes_of_a_second_gpu_are_timed_by_its_own_stream(monkeypatch) -> None:
-    recorded: list[object] = []
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """The streams that events were recorded on; each pair of events is a quarter second apart."""
+    streams: list[object] = []
 
     class Event:
         def __init__(self, enable_timing: bool) -> None:
             pass
 
         def record(self, stream: object = None) -> None:
-            recorded.append(stream)
+            streams.append(stream)
 
         def elapsed_time(self, end: "Event") -> float:
             return 250.0
@@ -60,8 +63,21 @@ def test_passes_of_a_second_gpu_are_timed_by_its_own_stream(monkeypatch) -> None
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    return streams
+
+
+def test_passes_of_a_second_gpu_are_timed_by_its_own_stream(recorded: list[object]) -> None:
     clock = PassClock(torch.device("cuda", 1))
     with clock.running(2):
         pass
     assert (clock.num_passes, clock.seconds) == (2, 0.25)
     assert recorded == ["stream of cuda:1"] * 2
+
+
+def test_a_pass_of_many_sequences_is_timed_once(recorded: list[object]) -> None:
+    clocks = [PassClock(torch.device("cuda")) for _ in range(3)]
+    for num_passes in (1, 0):
+        with all_running(clocks, num_passes):
+            pass
+    assert [(one.num_passes, one.seconds) for one in clocks] == [(1, 0.5)] * 3
+    assert len(recorded) == 4

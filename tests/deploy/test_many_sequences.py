@@ -17,7 +17,8 @@ import torch
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.plan import Flush, Ngram, Plan, Tree, Window
 from polybasic.deploy import BusyError, Chain, load_chain
-from polybasic.deploy.rounds import passes, verifier
+from polybasic.deploy.drafters.interface import NoDrafter
+from polybasic.deploy.rounds import draws, passes, verifier
 from polybasic.deploy.rounds.pace import PromptPace
 from polybasic.deploy.rounds.verifier import read_together
 from polybasic.deploy.slots import MIN_COPIED_TOKENS
@@ -187,6 +188,50 @@ def test_sequences_share_passes(chain: Chain, monkeypatch: pytest.MonkeyPatch) -
     rounds = [one.statistics.forward_passes["target"] for one in live]
     assert len(num_sequences) <= max(rounds) + 2
     assert num_sequences.count(8) >= min(rounds)
+
+
+def test_what_is_drawn_together_is_what_each_draws_alone(
+    folder: Path, chain: Chain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = requests(24, seed=5)
+    expected = alone(load_chain(folder, context_tokens=120), asked)
+    monkeypatch.setattr(draws, "is_waited_for", lambda device: True)
+    assert in_company(chain, asked) == expected
+
+
+def test_a_device_is_waited_for_once_a_pass(chain: Chain, monkeypatch: pytest.MonkeyPatch) -> None:
+    options: dict[str, Any] = {"plan": PLANS[0], "max_new_tokens": 9, "ignore_eos": True}
+    asked = [([place, 3, 4], options) for place in range(8)]
+    expected = alone(chain, asked)
+    forget(chain)
+    num_rows: list[int] = []
+    most_probable = draws.most_probable
+
+    def counted(logits: torch.Tensor) -> list[int]:
+        num_rows.append(len(logits))
+        return most_probable(logits)
+
+    monkeypatch.setattr(draws, "most_probable", counted)
+    monkeypatch.setattr(draws, "is_waited_for", lambda device: True)
+    live = [chain.begin(prompt, **options) for prompt, _ in asked]
+    while chain.step():
+        pass
+    found = [[token for piece in one.take() for token in piece.token_ids] for one in live]
+    assert found == expected
+    assert num_rows == [8] * 9
+
+
+def test_states_that_lie_together_are_not_copied(
+    chain: Chain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    observed: list[torch.Tensor] = []
+    monkeypatch.setattr(NoDrafter, "observe", lambda self, states: observed.append(states))
+    for place in range(4):
+        chain.begin([place, 3, 4], plan=PLANS[0], max_new_tokens=5, ignore_eos=True)
+    while chain.step():
+        pass
+    places = {states.untyped_storage().data_ptr() for states in observed}
+    assert (len(observed), len(places)) == (4 + 4 * 5, 1 + 5)
 
 
 @pytest.mark.parametrize("changes", [False, True])

@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from polybasic.chain.errors import UserError
+from polybasic.chain.kernels.cuda.graphs import Graphs
 from polybasic.chain.kernels.drafts import DraftTree, walk
 from polybasic.chain.kernels.executor import Executor, Layers
 from polybasic.chain.kernels.rows import consecutive_rows
@@ -146,6 +147,7 @@ def simulate(
     longest = max(batch.token_ids.shape[1] for batch in batches)
     capacity = longest + tree.depth * tree.top_k
     drafter = served_head(head, lm_head, capacity, trimmed)
+    drafter.capture_by(Graphs(drafter.device))
     if drafter.max_levels is not None:
         tree = replace(tree, depth=min(tree.depth, drafter.max_levels))
     config, counts = drafter.config, _Counts()

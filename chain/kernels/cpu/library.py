@@ -86,6 +86,9 @@ class Kernels:
 
     def noise(self, key: Tensor, positions: Tensor, num_tokens: int) -> Tensor:
         """See `polybasic.chain.kernels.noise.gumbel_noise`."""
+        if key.ndim == 2:
+            each = zip(key, positions.split(1), strict=True)
+            return torch.cat([self.noise(own, place, num_tokens) for own, place in each])
         found = torch.empty(len(positions), num_tokens)
         key, positions = key.contiguous(), positions.contiguous()
         self.library.polybasic_noise(

@@ -61,10 +61,11 @@ def _gumbel(words):
     return (exponent * _LOG_2 + _ln1p(rest)) * -1.0
 
 
-@triton.jit
-def fill_noise(key, positions, out, num_tokens, BLOCKS: tl.constexpr):
+@triton.jit(do_not_specialize=["key_stride"])
+def fill_noise(key, key_stride, positions, out, num_tokens, BLOCKS: tl.constexpr):
     """Noise of the tokens of BLOCKS blocks at one position. Grid: (blocks / BLOCKS, P)."""
     place = tl.program_id(1)
+    key += place * key_stride
     blocks = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
     seed = tl.load(key) | (tl.load(key + 1) << 32)
     zeros = tl.zeros([BLOCKS], tl.uint32)
@@ -83,9 +84,11 @@ def gumbel_noise(key: Tensor, positions: Tensor, num_tokens: int) -> Tensor:
     assert key.is_contiguous()
     assert positions.is_contiguous()
     out = torch.empty(len(positions), num_tokens, device=positions.device)
+    key_stride = key.stride(0) if key.ndim == 2 else 0
     num_programs = triton.cdiv(triton.cdiv(num_tokens, noise.GROUP) * noise.LANES, _BLOCKS)
     with torch.cuda.device_of(out):
         fill_noise[(num_programs, len(positions))](
-            key, positions, out, num_tokens, BLOCKS=_BLOCKS, num_warps=4, enable_fp_fusion=False
-        )
+            key, key_stride, positions, out, num_tokens,
+            BLOCKS=_BLOCKS, num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
     return out

@@ -168,6 +168,7 @@ def without_tail(logits: Tensor, probabilities: Tensor, top_p: Tensor) -> Tensor
     """See `Operations.without_tail`; rows of probabilities are contiguous."""
     num_rows, num_outputs = probabilities.shape
     assert logits.dtype == probabilities.dtype == top_p.dtype == torch.float32
+    assert top_p.numel() == 1
     assert logits.is_contiguous()
     assert probabilities.stride(1) == 1
     sums = torch.zeros(num_rows, _COUNTERS, dtype=torch.int64, device=logits.device)

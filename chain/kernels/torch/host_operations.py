@@ -17,15 +17,17 @@ class HostOperations(Operations):
         """See the base. No more probabilities are sorted than a row needs."""
         if logits.device.type != "cpu":
             return super().without_tail(logits, probabilities, top_p)
-        enough = (top_p * SHARES).long().clamp(min=1)
+        enough = (top_p * SHARES).long().clamp(min=1).expand(len(logits), 1).flatten().tolist()
         found = torch.full_like(logits, float("-inf"))
-        for logits_V, probabilities_V, found_V in zip(logits, probabilities, found, strict=True):
-            kept = _head(probabilities_V, enough)
+        for logits_V, probabilities_V, found_V, units in zip(
+            logits, probabilities, found, enough, strict=True
+        ):
+            kept = _head(probabilities_V, units)
             found_V[kept] = logits_V[kept]
         return found
 
 
-def _head(probabilities: Tensor, enough: Tensor) -> Tensor:
+def _head(probabilities: Tensor, enough: int) -> Tensor:
     """Indices of the most probable tokens of [V] that reach `enough` units, or of all.
 
     Tokens below a bound are left out where those above it reach so many: then none of them counts,

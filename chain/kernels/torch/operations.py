@@ -246,7 +246,7 @@ class Operations:
         Args:
             logits: float32 [R, V].
             probabilities: float32 [R, V], of at most 1.
-            top_p: float32 [], above 0 and at most 1.
+            top_p: float32, above 0 and at most 1: [] or [1], or in PyTorch one of each row [R, 1].
         """
         ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)
         shares = (ordered.nan_to_num(0.0) * SHARES).long()

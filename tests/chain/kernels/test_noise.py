@@ -133,6 +133,11 @@ def test_noise_does_not_depend_on_what_else_is_asked_for() -> None:
     assert torch.equal(whole[0], whole[2])
     for num_tokens in (1, 64, 65, 299):
         assert torch.equal(gumbel_noise(key, positions[1:], num_tokens), whole[1:, :num_tokens])
+    keys = torch.stack([noise_key(2**40, 3), key, noise_key(8), key])
+    assert torch.equal(gumbel_noise(keys, positions, 300)[1::2], whole[1::2])
+    assert torch.equal(
+        gumbel_noise(keys, positions, 300)[:1], gumbel_noise(keys[0], positions[:1], 300)
+    )
 
 
 def test_noise_is_minus_the_logarithm_of_minus_a_logarithm() -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.decoder_config import LayerKind
 from polybasic.chain.formats.plan import AdaptiveFlush, Flush, Ngram, Plan, Tree
+from polybasic.chain.kernels.cuda.graphs import Graphs
 from polybasic.chain.kernels.torch.rows import DeviceRows, Span
 from polybasic.deploy.bench.exactness import Comparer, gap_at_divergence
 from polybasic.deploy.bench.rereading import (
@@ -29,7 +30,6 @@ from polybasic.deploy.bench.rounding import (
     Rounding,
     measure_rounding,
 )
-from polybasic.deploy.graphs.capture import Graphs
 from polybasic.deploy.rounds.noise import Noise
 from polybasic.deploy.rounds.sampling import CoupledSampler, GreedySampler, Prefixes, Sampling
 from polybasic.deploy.rounds.verifier import Verifier

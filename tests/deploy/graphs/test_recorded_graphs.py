@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from polybasic.chain.errors import UserError
-from polybasic.deploy.graphs.capture import Graphs
+from polybasic.chain.kernels.cuda.graphs import Graphs
 from tests.deploy.recorded_graphs import RecordedGraphs
 
 CPU = torch.device("cpu")

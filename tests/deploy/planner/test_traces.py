@@ -15,11 +15,11 @@ from polybasic.chain.errors import UserError
 from polybasic.chain.formats.manifest import read_manifest
 from polybasic.chain.formats.package import Part
 from polybasic.chain.formats.plan import Flush, Ngram, Plan, Rule, Tree
+from polybasic.chain.kernels.cuda.graphs import Graphs
 from polybasic.chain.kernels.drafts import ABSENT
 from polybasic.deploy import Chain, load_chain
 from polybasic.deploy import load as loading
 from polybasic.deploy.bench.running import bench_chain
-from polybasic.deploy.graphs.capture import Graphs
 from polybasic.deploy.hardware import hardware_name
 from polybasic.deploy.planner import costs, traces
 from polybasic.deploy.planner.budget import Budget

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from polybasic.chain.errors import UserError
+from polybasic.chain.kernels.cuda.graphs import Graphs
 from polybasic.deploy import engine
 from polybasic.deploy.bench import running as benchmark
-from polybasic.deploy.graphs.capture import Graphs
 from polybasic.deploy.planner import run as planning
 from polybasic.recipes.cli import main as cli
 from tests.recipes.command_line import call, refusal, with_plan

@@ -59,6 +59,9 @@ def test_noise_of_an_executor_covers_the_vocabulary() -> None:
     found, expected = (model.noise(key, POSITIONS) for model in (native, plain))
     assert found.shape == (len(POSITIONS), CONFIG.vocab_size)
     assert torch.equal(found, expected)
+    keys = torch.stack([noise.noise_key(seed) for seed in range(len(POSITIONS))])
+    found, expected = (model.noise(keys, POSITIONS) for model in (native, plain))
+    assert torch.equal(found, expected)
 
 
 @torch.inference_mode()

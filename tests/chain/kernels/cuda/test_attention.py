@@ -12,9 +12,9 @@ from polybasic.chain.formats.decoder_config import LayerKind
 from polybasic.chain.formats.plan import Window
 from polybasic.chain.kernels.cuda.attention import _tickets, attention, attention_by
 from polybasic.chain.kernels.cuda.attention_plan import Gpu, Layer, Plan
+from polybasic.chain.kernels.cuda.graphs import Graphs
 from polybasic.chain.kernels.torch.operations import Heads, Norm, Operations
 from polybasic.chain.kernels.torch.rows import DeviceRows, device_consecutive_rows
-from polybasic.deploy.graphs.capture import Graphs
 
 pytestmark = pytest.mark.gpu
 HAS_GPU = torch.cuda.is_available()

@@ -11,9 +11,9 @@ pytest.importorskip("triton")
 from polybasic.chain.kernels.cuda import candidates, tree_kernels
 from polybasic.chain.kernels.cuda.draft_operations import DraftOperations
 from polybasic.chain.kernels.cuda.draw_kernels import draw
+from polybasic.chain.kernels.cuda.graphs import Graphs
 from polybasic.chain.kernels.torch.operations import Operations
 from polybasic.chain.kernels.torch.rows import DeviceRows
-from polybasic.deploy.graphs.capture import Graphs
 from tests.chain.kernels.cuda.compiling import CAPABILITIES, Request, compiled
 from tests.deploy.drafters.expanding import expanded
 from tests.deploy.recorded_graphs import RecordedGraphs

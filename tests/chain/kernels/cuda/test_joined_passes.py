@@ -15,6 +15,7 @@ from polybasic.chain.formats.decoder_config import DecoderConfig, HeadConfig, La
 from polybasic.chain.formats.plan import Window
 from polybasic.chain.kernels.cuda import joined_passes
 from polybasic.chain.kernels.cuda.executor import CudaExecutor
+from polybasic.chain.kernels.cuda.graphs import Graphs
 from polybasic.chain.kernels.cuda.joined_passes import ROWS, Size
 from polybasic.chain.kernels.executor import DraftRequest, Perturbation
 from polybasic.chain.kernels.rotary import RotaryTable
@@ -23,7 +24,6 @@ from polybasic.chain.kernels.torch.executor import TorchExecutor
 from polybasic.chain.kernels.torch.operations import DeviceLinear
 from polybasic.chain.kernels.torch.packed_weight import PackedWeight
 from polybasic.chain.kernels.weights import LayerWeights, ModelWeights
-from polybasic.deploy.graphs.capture import Graphs
 from polybasic.deploy.rounds.cache import KeyValueCache
 from tests.deploy.recorded_graphs import RecordedGraphs
 

@@ -14,8 +14,8 @@ pytest.importorskip("triton")
 from polybasic.chain.kernels import noise
 from polybasic.chain.kernels.cuda import noise_kernels
 from polybasic.chain.kernels.cuda.draft_operations import DraftOperations
+from polybasic.chain.kernels.cuda.graphs import Graphs
 from polybasic.chain.kernels.cuda.noise_kernels import gumbel_noise
-from polybasic.deploy.graphs.capture import Graphs
 from tests.chain.kernels.cuda.compiling import CAPABILITIES, Request, compiled
 from tests.deploy.recorded_graphs import RecordedGraphs
 
@@ -43,6 +43,10 @@ def test_noise_has_the_bits_of_the_reference(seed: int, choice: int, num_tokens:
     key = key_of(seed, choice)
     found = DraftOperations().noise(key, POSITIONS, num_tokens)
     assert torch.equal(bits(found), bits(noise.gumbel_noise(key, POSITIONS, num_tokens)))
+    keys = torch.stack([key_of(seed ^ 1), key, key_of(seed, choice ^ 1)])
+    each = DraftOperations().noise(keys, POSITIONS, num_tokens)
+    assert torch.equal(bits(each), bits(noise.gumbel_noise(keys, POSITIONS, num_tokens)))
+    assert torch.equal(bits(each[1]), bits(found[1]))
     for other in (key_of(seed ^ 1 << 32, choice), key_of(seed, choice ^ 1)):
         is_same = bits(gumbel_noise(other, POSITIONS[:1], num_tokens)) == bits(found[:1])
         assert is_same.float().mean() < 0.1, "other bits for another key"
@@ -92,7 +96,8 @@ def test_no_step_of_a_compiled_kernel_is_fused_or_approximate(
     monkeypatch.setattr(noise_kernels, "fill_noise", launched)
     gumbel_noise(key_of(0), POSITIONS, 100)
     constants = {"BLOCKS": launched.options.pop("BLOCKS")}
-    given = {"key": "*i64", "positions": "*i64", "out": "*fp32", "num_tokens": "i32"}
+    given = dict.fromkeys(("key", "positions"), "*i64") | {"out": "*fp32"}
+    given |= dict.fromkeys(("key_stride", "num_tokens"), "i32")
     request = Request(noise_kernels.__name__, "fill_noise", given, constants)
     fusing = {**launched.options, "enable_fp_fusion": True}
     asked = [

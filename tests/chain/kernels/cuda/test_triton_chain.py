@@ -15,6 +15,12 @@ from polybasic.chain.kernels.torch.backends import DeviceBackend
 from polybasic.deploy import engine as engines
 from polybasic.deploy import load_chain
 from polybasic.deploy.request import Request
+from polybasic.train.features.target import load_target
+from polybasic.train.head import acceptance
+from polybasic.train.head.acceptance import HeldoutBatch, TreeShape, simulate
+from polybasic.train.head.start import new_head
+from polybasic.train.settings import HeadSettings
+from tests.conftest import ChainParts
 from tests.deploy.graphs.test_device_stages import GREEDY, PLANS, PROMPT, RANDOM, answer, engine
 from tests.deploy.recorded_graphs import RecordedGraphs
 
@@ -97,6 +103,30 @@ def test_answers_of_several_sequences(name: str, request: pytest.FixtureRequest)
         [token for piece in one.take() for token in piece.token_ids] for one in running
     ] == expected
     assert found.graphs.counts.replays > 0
+
+
+def test_evaluations_of_a_head(
+    tiny_chain_parts: ChainParts, monkeypatch: pytest.MonkeyPatch, in_triton: None
+) -> None:
+    """By captured passes and drafts, whatever the conversation."""
+    target = load_target(tiny_chain_parts.target, torch.device("cpu"), dtype=torch.float32)
+    settings = HeadSettings(dtype="float32")
+    head = new_head(target.head_shape(settings), target.embedding, settings, 0, None, None)
+    answers = [list(range(4, 14)), list(range(30, 2, -3))]
+    batch = HeldoutBatch(
+        ids := torch.tensor(answers),
+        target.features(ids),
+        torch.tensor([2, 4]),
+        torch.tensor([10, 10]),
+        ["a", "b"],
+    )
+    evaluated = partial(simulate, head, target.lm_head, [batch], TreeShape(2, 2, 4))
+    graphs = RecordedGraphs()
+    monkeypatch.setattr(acceptance, "Graphs", lambda device: graphs)
+    found = evaluated()
+    assert graphs.counts.replays > found.num_rounds
+    monkeypatch.setenv("POLYBASIC_KERNELS", "eager")
+    assert evaluated() == found
 
 
 @pytest.mark.proof

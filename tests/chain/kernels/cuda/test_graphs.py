@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from polybasic.chain.errors import UserError
-from polybasic.deploy.graphs.capture import Graphs, Step
+from polybasic.chain.kernels.cuda.graphs import Graphs, Step
 from tests.deploy.graphs.test_recorded_graphs import Attention, assert_same
 from tests.deploy.recorded_graphs import RecordedGraphs
 

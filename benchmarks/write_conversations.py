@@ -1,0 +1,287 @@
+"""Conversations that a small chat model has with itself, thousands at a time on one GPU.
+
+    python benchmarks/write_conversations.py TARGET --num 40000 --out FILE [--minutes 5]
+
+What `data.self_prompted` and `data.regenerate` do through the runtime, for models so small that
+thousands of answers share a pass: those of Llama's architecture. The shipped head of SmolLM2-135M
+was trained on what it wrote. Half of the questions go on from an opened user's turn (Magpie, Xu et
+al. 2024, arXiv 2406.08464), the others from the first words of a question that comes with polybasic
+and is not held out; they are drawn at temperature 0.8 and top-p 0.95. Answers are greedy. A fifth
+of the conversations get a second question. The file begins with the conversations that come with
+polybasic, as they are, so that the same ones are held out.
+
+#   B = conversations of a pass, T = tokens of each
+"""
+
+import argparse
+import gzip
+import json
+import random
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from command import positive, run
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+from polybasic.chain.formats.files import whole_file
+from polybasic.chain.formats.tokenizer import load_tokenizer
+from polybasic.train.answers.self_prompting import MOST_TOKENS, TOP_P, reason_against
+from polybasic.train.data.shipped import NUM_HELDOUT, SHIPPED_PATH, heldout_shipped
+from polybasic.train.settings import SELF_PROMPTED
+
+MAX_PROMPT_TOKENS, MAX_ANSWER_TOKENS = 384, 256
+TEMPERATURE = 0.8
+OPENED_BY_WORDS, WORDS = 0.5, (2, 5)
+"""Share of questions that begin with so many words of another one."""
+SECOND_QUESTIONS = 0.2
+BEGINNING_WORDS = 12
+"""Of two questions with the same ones the second is left out."""
+READ_AT_ONCE = 256
+"""Prompts of a pass."""
+BISECTIONS = 14
+"""That find the least probability which top-p keeps."""
+STILL_RUN = 0.75
+"""Share of the sequences of a pass below which those that have ended leave it."""
+MARK = "\ue000"
+SENDERS = {"user": "human", "assistant": "gpt"}
+
+Messages = list[dict[str, str]]
+
+
+class Text(NamedTuple):
+    """What follows a prompt, without the token that ended it."""
+
+    token_ids: list[int]
+    has_ended: bool
+
+
+class Batch:
+    """Continuations of many prompts, which end in the same column."""
+
+    def __init__(self, model: Any, stop_tokens: Iterable[int], seed: int) -> None:
+        self._model, self._device = model.model, model.device
+        self._head, config = model.lm_head, model.config
+        self._heads, self._kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self._size = config.head_dim
+        self._stops = torch.tensor(sorted(stop_tokens), device=self._device)
+        self._generator = torch.Generator(self._device).manual_seed(seed)
+
+    @torch.inference_mode()
+    def continued(self, prompts: Sequence[list[int]], num: int, sampled: bool) -> list[Text]:
+        """Up to `num` tokens after each prompt: the most probable ones, or sampled ones."""
+        width, device = max(map(len, prompts)), self._device
+        rows = torch.tensor([[0] * (width - len(one)) + one for one in prompts], device=device)
+        pads = torch.tensor([width - len(one) for one in prompts], device=device)
+        shape = 2, len(prompts), self._kv_heads, width + num, self._size
+        layers = self._model.layers
+        cache = [torch.zeros(shape, dtype=self._model.dtype, device=device) for _ in layers]
+        states = torch.cat(
+            [
+                self._pass(rows[part], pads[part], [one[:, part] for one in cache], 0)
+                for part in _parts(len(prompts), READ_AT_ONCE)
+            ]
+        )
+        found = [Text([], has_ended=False)] * len(prompts)
+        places = torch.arange(len(prompts), device=device)
+        runs = torch.ones(len(prompts), dtype=torch.bool, device=device)
+        for step in range(num):
+            tokens = self._drawn(states, sampled)
+            rows = torch.cat([rows, tokens[:, None]], dim=1)
+            ends = runs & torch.isin(tokens, self._stops)
+            runs &= ~ends
+            texts = rows[ends, width:-1].tolist()
+            for place, text in zip(places[ends].tolist(), texts, strict=True):
+                found[place] = Text(text, has_ended=True)
+            share = float(runs.float().mean())
+            if share == 0 or step + 1 == num:
+                break
+            if share < STILL_RUN:
+                rows, tokens, pads, places = rows[runs], tokens[runs], pads[runs], places[runs]
+                cache = [one[:, runs] for one in cache]
+                runs = runs[runs]
+            states = self._pass(tokens[:, None], pads, cache, width + step)
+        for place, text in zip(places[runs].tolist(), rows[runs, width:].tolist(), strict=True):
+            found[place] = Text(text, has_ended=False)
+        return found
+
+    def _pass(self, token_ids: Tensor, pads: Tensor, cache: list[Tensor], start: int) -> Tensor:
+        """The last states [B, D] of a pass over tokens [B, T] after `start` columns."""
+        model, (num, length) = self._model, token_ids.shape
+        end = start + length
+        columns = torch.arange(end, device=self._device)
+        rows = columns[start:, None]
+        # padding sees itself, so that no row sees nothing
+        seen = (columns <= rows) & (columns >= pads[:, None, None]) | (columns == rows)
+        seen = seen[:, None]
+        x = model.embed_tokens(token_ids)
+        cos, sin = model.rotary_emb(x, (rows[:, 0] - pads[:, None]).clamp(min=0))
+        for layer, own in zip(model.layers, cache, strict=True):
+            attention, normed = layer.self_attn, layer.input_layernorm(x)
+            q, k, v = (
+                one(normed).view(num, length, -1, self._size).transpose(1, 2)
+                for one in (attention.q_proj, attention.k_proj, attention.v_proj)
+            )
+            q, k = apply_rotary_pos_emb(q, k, cos, sin)
+            own[0, :, :, start:end], own[1, :, :, start:end] = k, v
+            keys, values = own[:, :, :, :end]
+            # of a single token, queries that share their keys are rows of one product
+            q = q.reshape(num, self._kv_heads, -1, self._size) if length == 1 else q
+            out = F.scaled_dot_product_attention(
+                q, keys, values, attn_mask=seen, enable_gqa=length > 1
+            )
+            out = out.reshape(num, self._heads, length, self._size).transpose(1, 2)
+            x = x + attention.o_proj(out.reshape(num, length, -1))
+            x = x + layer.mlp(layer.post_attention_layernorm(x))
+        return model.norm(x[:, -1])
+
+    def _drawn(self, states: Tensor, sampled: bool) -> Tensor:
+        logits = self._head(states)
+        if not sampled:
+            return logits.argmax(-1)
+        found = (logits.float() / TEMPERATURE).softmax(-1)
+        low, high = torch.zeros_like(found[:, :1]), found.amax(-1, keepdim=True)
+        for _ in range(BISECTIONS):
+            middle = (low + high) / 2
+            is_enough = (found * (found >= middle)).sum(-1, keepdim=True) >= TOP_P
+            low, high = torch.where(is_enough, middle, low), torch.where(is_enough, high, middle)
+        noise = torch.empty_like(found).exponential_(generator=self._generator)
+        return (found * (found >= low)).div_(noise).argmax(-1)
+
+
+class Writer:
+    """Writes conversations, `at_once` of them in a pass."""
+
+    def __init__(
+        self,
+        batch: Batch,
+        tokenizer: PreTrainedTokenizerBase,
+        given: Sequence[str],
+        at_once: int,
+        seed: int,
+    ) -> None:
+        self._batch, self._tokenizer, self._at_once = batch, tokenizer, at_once
+        self._given, self._random = given, random.Random(seed)
+        self._seen = set[str]()
+
+    def conversations(self, num: int) -> list[Messages]:
+        """Those of `num` questions that are of use, with answers."""
+        held = self._answered(self._asked([[] for _ in range(num)]))
+        again = int(SECOND_QUESTIONS * len(held))
+        longer = self._answered(self._asked(held[:again]))
+        begun = {one[0]["content"] for one in longer}
+        return longer + [one for one in held if one[0]["content"] not in begun]
+
+    def _asked(self, held: list[Messages]) -> list[Messages]:
+        """Conversations with a further question, where it is of use."""
+        beginnings = [self._beginning() if not one else "" for one in held]
+        opened = [
+            self._rendered([*one, {"role": "user", "content": MARK}]).split(MARK)[0] + beginning
+            for one, beginning in zip(held, beginnings, strict=True)
+        ]
+        asked = []
+        for place, written, has_ended in self._continued(opened, MOST_TOKENS, sampled=True):
+            question = (beginnings[place] + written).strip()
+            first = " ".join(question.lower().split()[:BEGINNING_WORDS])
+            if has_ended and first not in self._seen and not reason_against(question):
+                self._seen.add(first)
+                asked.append([*held[place], {"role": "user", "content": question}])
+        return asked
+
+    def _answered(self, asked: list[Messages]) -> list[Messages]:
+        prompts = [self._rendered(one, add_generation_prompt=True) for one in asked]
+        return [
+            [*asked[place], {"role": "assistant", "content": written}]
+            for place, written, _ in self._continued(prompts, MAX_ANSWER_TOKENS, sampled=False)
+            if written.strip()
+        ]
+
+    def _continued(
+        self, prompts: list[str], num_tokens: int, sampled: bool
+    ) -> Iterator[tuple[int, str, bool]]:
+        """The place of each prompt that is not too long, what follows it, and whether it ended."""
+        encode = self._tokenizer
+        encoded = [encode(one, add_special_tokens=False)["input_ids"] for one in prompts]
+        places = [i for i, one in enumerate(encoded) if len(one) <= MAX_PROMPT_TOKENS]
+        places.sort(key=lambda place: len(encoded[place]))
+        for part in _parts(len(places), self._at_once):
+            began, own = time.perf_counter(), places[part]
+            found = self._batch.continued([encoded[place] for place in own], num_tokens, sampled)
+            seconds, num = time.perf_counter() - began, sum(len(one.token_ids) for one in found)
+            print(f"{len(own)} texts, {num} tokens, {num / seconds:.0f} tokens/s", file=sys.stderr)
+            texts = self._tokenizer.batch_decode([one.token_ids for one in found])
+            for place, text, one in zip(own, texts, found, strict=True):
+                # half a character stands at the end of an answer that was cut
+                yield place, text.rstrip("\ufffd"), one.has_ended
+
+    def _beginning(self) -> str:
+        """Nothing, or the first words of a question that is given."""
+        if self._random.random() >= OPENED_BY_WORDS:
+            return ""
+        words = self._random.choice(self._given).split()
+        return " ".join(words[: self._random.randint(*WORDS)])
+
+    def _rendered(self, messages: Messages, **more: Any) -> str:
+        return str(self._tokenizer.apply_chat_template(messages, tokenize=False, **more))
+
+
+def _parts(num: int, size: int) -> Iterator[slice]:
+    return (slice(first, first + size) for first in range(0, num, size))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("target", type=Path, help="folder of the model with its tokenizer")
+    parser.add_argument("--out", type=Path, required=True, help="conversations, as JSON lines")
+    parser.add_argument("--num", type=positive, default=40_000, help="conversations, at least")
+    parser.add_argument("--minutes", type=float, default=60, help="after which no more are begun")
+    parser.add_argument("--at-once", type=positive, default=4096)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = AutoModelForCausalLM.from_pretrained(arguments.target, dtype=torch.bfloat16)
+    tokenizer = load_tokenizer(arguments.target, "target's tokenizer")
+    stops = {tokenizer.eos_token_id, *tokenizer.all_special_ids}
+    heldout = {row["id"] for row in heldout_shipped(NUM_HELDOUT)}
+    with gzip.open(SHIPPED_PATH, "rt", encoding="utf-8") as lines:
+        shipped = [json.loads(line) for line in lines]
+    given = [
+        turn["value"]
+        for row in shipped
+        if row["id"] not in heldout
+        for turn in row["conversations"]
+        if turn["from"] == "human"
+    ]
+    batch = Batch(model.to(device).eval(), stops, arguments.seed)
+    writer = Writer(batch, tokenizer, given, arguments.at_once, arguments.seed)
+    written: list[Messages] = []
+    over = time.perf_counter() + 60 * arguments.minutes
+    try:
+        while len(written) < arguments.num and time.perf_counter() < over:
+            written += writer.conversations(arguments.at_once)
+    except KeyboardInterrupt:
+        print("stopped; what was written so far is kept", file=sys.stderr)
+    with whole_file(arguments.out) as partial, partial.open("w", encoding="utf-8") as lines:
+        for row in shipped:
+            lines.write(json.dumps(row, ensure_ascii=False) + "\n")
+        for place, messages in enumerate(written):
+            turns = [
+                {
+                    "from": {"user": "human", "assistant": "gpt"}[one["role"]],
+                    "value": one["content"],
+                }
+                for one in messages
+            ]
+            row = {"id": f"{SELF_PROMPTED}-{place}", "task": SELF_PROMPTED, "conversations": turns}
+            lines.write(json.dumps(row, ensure_ascii=False) + "\n")
+    print(f"wrote {arguments.out}: {len(shipped)} and {len(written)} conversations")
+
+
+if __name__ == "__main__":
+    run(main)
