@@ -8,6 +8,7 @@ from typing import Any
 import yaml
 
 from polybasic.chain.errors import UserError
+from polybasic.chain.formats.block_types import BLOCK_TYPES
 from polybasic.chain.formats.files import whole_file
 from polybasic.chain.formats.head_kinds.table import HEAD_KINDS
 from polybasic.chain.formats.manifest import (
@@ -120,10 +121,11 @@ def gguf_notes(manifest: Manifest) -> list[str]:
                     "in 4 bits before"
                 )
         else:
-            note = (
-                f"The weights of {member.name} are those of {files}, in {types}, held in "
-                f"{member.dtype}"
-            )
+            note = f"The weights of {member.name} are those of {files}, in {types}, "
+            if member.dtype in BLOCK_TYPES:
+                note += "multiplied as they are stored, by rows in 8 bits"
+            else:
+                note += f"held in {member.dtype}"
         if member.role == "target":
             note += "; lossless means with respect to these weights"
         notes.append(f"{note}.")
