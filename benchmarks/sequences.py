@@ -4,7 +4,6 @@ python benchmarks/sequences.py MODEL [--sequences 1 16 64] [--temperature 0.8]
 """
 
 import time
-from pathlib import Path
 
 from command import begin, device_of, options, positive, run
 from measuring import Spread
@@ -43,7 +42,7 @@ def main() -> None:
     parser.add_argument("--sequences", type=positive, nargs="+", default=(1, 16, 64))
     arguments = parser.parse_args()
     report, device = begin(__file__, __doc__, arguments), device_of(arguments)
-    folder, rows = Path(resolve_model(arguments.model)), []
+    folder, rows = resolve_model(arguments.model), []
     for number in arguments.sequences:
         num_tokens = PROMPT_TOKENS + NEW_TOKENS
         target = LoneTarget(folder, folder, num_tokens, number, device, arguments.dtype)

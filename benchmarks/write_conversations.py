@@ -14,7 +14,6 @@ polybasic, as they are, so that the same ones are held out.
 """
 
 import argparse
-import gzip
 import json
 import random
 import sys
@@ -33,7 +32,8 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from polybasic.chain.formats.files import whole_file
 from polybasic.chain.formats.tokenizer import load_tokenizer
 from polybasic.train.answers.self_prompting import MOST_TOKENS, TOP_P, reason_against
-from polybasic.train.data.shipped import NUM_HELDOUT, SHIPPED_PATH, heldout_shipped
+from polybasic.train.data.chat import encode_prompt, user_turn
+from polybasic.train.data.shipped import heldout_shipped, shipped_rows
 from polybasic.train.settings import SELF_PROMPTED
 
 MAX_PROMPT_TOKENS, MAX_ANSWER_TOKENS = 384, 256
@@ -49,7 +49,6 @@ BISECTIONS = 14
 """That find the least probability which top-p keeps."""
 STILL_RUN = 0.75
 """Share of the sequences of a pass below which those that have ended leave it."""
-MARK = "\ue000"
 SENDERS = {"user": "human", "assistant": "gpt"}
 
 Messages = list[dict[str, str]]
@@ -182,7 +181,8 @@ class Writer:
         """Conversations with a further question, where it is of use."""
         beginnings = [self._beginning() if not one else "" for one in held]
         opened = [
-            self._rendered([*one, {"role": "user", "content": MARK}]).split(MARK)[0] + beginning
+            user_turn(self._tokenizer, one).token_ids
+            + self._tokenizer(beginning, add_special_tokens=False)["input_ids"]
             for one, beginning in zip(held, beginnings, strict=True)
         ]
         asked = []
@@ -195,7 +195,7 @@ class Writer:
         return asked
 
     def _answered(self, asked: list[Messages]) -> list[Messages]:
-        prompts = [self._rendered(one, add_generation_prompt=True) for one in asked]
+        prompts = [encode_prompt(self._tokenizer, one) for one in asked]
         return [
             [*asked[place], {"role": "assistant", "content": written}]
             for place, written, _ in self._continued(prompts, MAX_ANSWER_TOKENS, sampled=False)
@@ -203,16 +203,14 @@ class Writer:
         ]
 
     def _continued(
-        self, prompts: list[str], num_tokens: int, sampled: bool
+        self, prompts: list[list[int]], num_tokens: int, sampled: bool
     ) -> Iterator[tuple[int, str, bool]]:
         """The place of each prompt that is not too long, what follows it, and whether it ended."""
-        encode = self._tokenizer
-        encoded = [encode(one, add_special_tokens=False)["input_ids"] for one in prompts]
-        places = [i for i, one in enumerate(encoded) if len(one) <= MAX_PROMPT_TOKENS]
-        places.sort(key=lambda place: len(encoded[place]))
+        places = [i for i, one in enumerate(prompts) if len(one) <= MAX_PROMPT_TOKENS]
+        places.sort(key=lambda place: len(prompts[place]))
         for part in _parts(len(places), self._at_once):
             began, own = time.perf_counter(), places[part]
-            found = self._batch.continued([encoded[place] for place in own], num_tokens, sampled)
+            found = self._batch.continued([prompts[place] for place in own], num_tokens, sampled)
             seconds, num = time.perf_counter() - began, sum(len(one.token_ids) for one in found)
             print(f"{len(own)} texts, {num} tokens, {num / seconds:.0f} tokens/s", file=sys.stderr)
             texts = self._tokenizer.batch_decode([one.token_ids for one in found])
@@ -226,9 +224,6 @@ class Writer:
             return ""
         words = self._random.choice(self._given).split()
         return " ".join(words[: self._random.randint(*WORDS)])
-
-    def _rendered(self, messages: Messages, **more: Any) -> str:
-        return str(self._tokenizer.apply_chat_template(messages, tokenize=False, **more))
 
 
 def _parts(num: int, size: int) -> Iterator[slice]:
@@ -248,9 +243,7 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(arguments.target, dtype=torch.bfloat16)
     tokenizer = load_tokenizer(arguments.target, "target's tokenizer")
     stops = {tokenizer.eos_token_id, *tokenizer.all_special_ids}
-    heldout = {row["id"] for row in heldout_shipped(NUM_HELDOUT)}
-    with gzip.open(SHIPPED_PATH, "rt", encoding="utf-8") as lines:
-        shipped = [json.loads(line) for line in lines]
+    shipped, heldout = shipped_rows(), {row["id"] for row in heldout_shipped()}
     given = [
         turn["value"]
         for row in shipped
@@ -271,13 +264,7 @@ def main() -> None:
         for row in shipped:
             lines.write(json.dumps(row, ensure_ascii=False) + "\n")
         for place, messages in enumerate(written):
-            turns = [
-                {
-                    "from": {"user": "human", "assistant": "gpt"}[one["role"]],
-                    "value": one["content"],
-                }
-                for one in messages
-            ]
+            turns = [{"from": SENDERS[one["role"]], "value": one["content"]} for one in messages]
             row = {"id": f"{SELF_PROMPTED}-{place}", "task": SELF_PROMPTED, "conversations": turns}
             lines.write(json.dumps(row, ensure_ascii=False) + "\n")
     print(f"wrote {arguments.out}: {len(shipped)} and {len(written)} conversations")

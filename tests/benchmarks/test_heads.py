@@ -18,7 +18,7 @@ from tests.train.counting import write_counting
 
 heads = load_script("heads")
 
-LINES = ["token_loss=forward_kl,features_from=intermediate,unroll_steps=2", "draft_vocab_size=64"]
+LINES = ["token_loss=forward_kl,features_from=intermediate,unroll_steps=3", "draft_vocab_size=64"]
 SETTINGS = (
     "data.num_heldout=4 data.max_tokens=96 train.num_steps=2 train.warmup_steps=1 "
     "train.batch_size=2 train.eval_every_steps=2 train.eval_answer_tokens=6 train.dtype=float32"
@@ -69,7 +69,7 @@ def test_small_table_from_training_to_record(
     ]
     assert [one["features_from"] for one in settings] == ["intermediate", "target"]
     of_recipe = load_recipe("smollm2-135m").train.unroll_steps
-    assert [one["unroll_steps"] for one in settings] == [2, of_recipe] != [2, 2]
+    assert [one["unroll_steps"] for one in settings] == [3, of_recipe] != [3, 3]
     assert [Path(one["features_folder"]).name for one in settings] == [
         "intermediate-eagle2",
         "target-eagle2",

@@ -199,26 +199,20 @@ def test_what_is_drawn_together_is_what_each_draws_alone(
     assert in_company(chain, asked) == expected
 
 
-def test_a_device_is_waited_for_once_a_pass(chain: Chain, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_is_waited_for_once_a_pass(
+    chain: Chain, monkeypatch: pytest.MonkeyPatch, num_drawn: list[int]
+) -> None:
     options: dict[str, Any] = {"plan": PLANS[0], "max_new_tokens": 9, "ignore_eos": True}
     asked = [([place, 3, 4], options) for place in range(8)]
     expected = alone(chain, asked)
     forget(chain)
-    num_rows: list[int] = []
-    most_probable = draws.most_probable
-
-    def counted(logits: torch.Tensor) -> list[int]:
-        num_rows.append(len(logits))
-        return most_probable(logits)
-
-    monkeypatch.setattr(draws, "most_probable", counted)
     monkeypatch.setattr(draws, "is_waited_for", lambda device: True)
     live = [chain.begin(prompt, **options) for prompt, _ in asked]
     while chain.step():
         pass
     found = [[token for piece in one.take() for token in piece.token_ids] for one in live]
     assert found == expected
-    assert num_rows == [8] * 9
+    assert num_drawn == [8] * 9
 
 
 def test_states_that_lie_together_are_not_copied(

@@ -100,7 +100,7 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> lis
 
 
 class UserTurn(NamedTuple):
-    """Where a user's first turn opens, and how it closes.
+    """Where a user's turn opens, and how it closes.
 
     Attributes:
         token_ids: of all before the user's text.
@@ -117,16 +117,17 @@ class UserTurn(NamedTuple):
         return (written.split(self.closing)[0] if self.closing else written).strip()
 
 
-def user_turn(tokenizer: PreTrainedTokenizerBase) -> UserTurn:
-    """How the chat template begins a conversation, without a system message of ours.
+def user_turn(tokenizer: PreTrainedTokenizerBase, messages: Messages = ()) -> UserTurn:
+    """How the chat template opens the user's turn after `messages`, without a system message of
+    ours.
 
     Raises:
         UserError: no chat template, or one that does not write the user's text as it is.
-        RefusedConversation: the template rejects a single user's turn.
+        RefusedConversation: the template rejects these messages with a user's turn behind them.
     """
     chat_template(tokenizer)
-    message = {"role": "user", "content": _STAND_IN}
-    before, *after = _render(tokenizer, [message], add_generation_prompt=True).split(_STAND_IN)
+    opened = [*messages, {"role": "user", "content": _STAND_IN}]
+    before, *after = _render(tokenizer, opened, add_generation_prompt=True).split(_STAND_IN)
     if not before or len(after) != 1:
         raise UserError(
             "chat template without an opening of the user's turn",

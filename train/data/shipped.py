@@ -12,10 +12,15 @@ NUM_HELDOUT = 120
 _ROLES = {"human": "user", "gpt": "assistant"}
 
 
+def shipped_rows() -> list[dict[str, Any]]:
+    """All of them, as ShareGPT writes conversations, with task and group."""
+    with gzip.open(SHIPPED_PATH, "rt", encoding="utf-8") as lines:
+        return [json.loads(line) for line in lines]
+
+
 def heldout_shipped(num: int = NUM_HELDOUT) -> list[dict[str, Any]]:
     """Rows with task, group and messages: those that are held out where `num` are."""
-    with gzip.open(SHIPPED_PATH, "rt", encoding="utf-8") as lines:
-        rows = [json.loads(line) for line in lines]
+    rows = shipped_rows()
     for row in rows:
         turns = row.pop("conversations")
         row["messages"] = [{"role": _ROLES[t["from"]], "content": t["value"]} for t in turns]

@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 import torch
 
-from polybasic.chain.errors import LostProcessError
+from polybasic.chain.errors import LostProcessError, UserError
 from polybasic.deploy import load_chain
 from polybasic.deploy.parallel import group, processes
+from polybasic.deploy.parallel.group import Order
 from tests.deploy.parallel.following import write_divisible_chain
 
 pytestmark = pytest.mark.proof
@@ -49,12 +50,16 @@ def have_ended(pids: list[int], seconds: float = 10) -> bool:
     return False
 
 
-def test_a_stuck_process_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stuck_process_ends_the_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(group, "TIMEOUT", datetime.timedelta(seconds=1))
     monkeypatch.setattr(group, "_GRACE_SECONDS", 10.0)  # rank 1 may be slow beside other tests
     monkeypatch.setattr(processes, "_END_SECONDS", 0.2)
     found, followers = processes.gathered(3, torch.device("cpu"))
     assert followers is not None
+    absent: list[Order] = [["load", str(tmp_path), [], None, "float32", 1, False, 0]]
+    found.send(absent)
+    with pytest.raises(UserError, match="rank 1 of 3"):
+        found.agree(None)  # once all have joined: they may still be connecting to one another
     pids = started_by(os.getpid())
     os.kill(pids[1], signal.SIGSTOP)
     with pytest.raises(LostProcessError, match=r"^rank 2 of 3 has ended or does not answer \(Time"):

@@ -56,23 +56,17 @@ def test_distributions_have_the_same_bits(
         assert torch.equal(together.logits, expected.logits)
 
 
-def test_a_device_is_waited_for_once_by_all_of_a_kind(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes: list[int] = []
-    most_probable = draws.most_probable
-
-    def counted(logits: torch.Tensor) -> list[int]:
-        sizes.append(len(logits))
-        return most_probable(logits)
-
-    monkeypatch.setattr(draws, "most_probable", counted)
+def test_a_device_is_waited_for_once_by_all_of_a_kind(
+    monkeypatch: pytest.MonkeyPatch, num_drawn: list[int]
+) -> None:
     given, logits = asked("coupled")
     distributions_together(given, logits)
-    assert sizes == [], "the host's memory is read as it is"
+    assert num_drawn == [], "the host's memory is read as it is"
     monkeypatch.setattr(draws, "is_waited_for", lambda device: True)
     distributions_together(given, logits)
     rows = [len(one) for one in logits]
     plain, warped, top_k, min_p = rows[0] + rows[-1], rows[2:5], rows[5:8], rows[8:11]
-    assert sizes == [plain, sum(warped), sum(top_k), min_p[0], sum(min_p[1:])]
+    assert num_drawn == [plain, sum(warped), sum(top_k), min_p[0], sum(min_p[1:])]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

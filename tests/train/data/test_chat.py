@@ -250,6 +250,15 @@ def test_a_users_turn_opens_and_closes(tokenizer, template, opening, closing, en
     )
 
 
+def test_a_users_turn_opens_after_others(tokenizer):
+    tokenizer.chat_template = PLAIN
+    said = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]
+    turn, first = user_turn(tokenizer, said), user_turn(tokenizer)
+    whole = tokenizer.apply_chat_template(said, tokenize=False)
+    assert tokenizer.decode(turn.token_ids) == whole + tokenizer.decode(first.token_ids)
+    assert turn.stop_tokens == first.stop_tokens
+
+
 def test_a_template_that_rewrites_the_users_text_has_no_opening(tokenizer):
     tokenizer.chat_template = "<|im_start|>{{ messages[0].content | length }}<|im_end|>"
     with pytest.raises(UserError, match="without an opening of the user's turn"):
