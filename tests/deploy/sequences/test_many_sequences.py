@@ -4,7 +4,6 @@ With native kernels a row gets the same bits however many rows its pass has, so 
 last bit, in bfloat16 too, whatever plans run and however often they change.
 """
 
-import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
@@ -15,123 +14,16 @@ import pytest
 import torch
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.plan import Flush, Ngram, Plan, Tree, Window
+from polybasic.chain.formats.plan import Plan
 from polybasic.deploy import BusyError, Chain, load_chain
 from polybasic.deploy.drafters.interface import NoDrafter
-from polybasic.deploy.rounds import draws, passes, verifier
-from polybasic.deploy.rounds.pace import PromptPace
+from polybasic.deploy.rounds import draws, passes
 from polybasic.deploy.rounds.verifier import read_together
-from polybasic.deploy.slots import MIN_COPIED_TOKENS
-from tests.deploy.noisy_chain import write_four_and_a_copy
-
-TREE = Tree(depth=3, top_k=2, rows=6)
-FLUSH = {"target": Flush(length=6), "intermediate": Flush(length=3)}
-WINDOWS = {"intermediate": Window(tokens=5, sinks=1)}
-MEMBERS: list[tuple[tuple[str, ...], dict[str, Any]]] = [
-    (("target",), {}),
-    (("target",), {"ngram": Ngram(min_match=1)}),
-    (("target", "draft"), {}),
-    (("target", "copy"), {"tree": Tree(depth=5, top_k=3, rows=20)}),
-    (("target", "copy"), {"ngram": Ngram(min_match=1)}),
-    (("target", "intermediate", "draft"), {}),
-    (("target", "intermediate", "copy"), {"windows": WINDOWS}),
-    (("target", "intermediate", "small", "small_draft"), {}),
-]
-PLANS = [
-    Plan(members=members, **{"tree": TREE, "flush": FLUSH, **others}) for members, others in MEMBERS
-]
-SETTINGS: list[dict[str, Any]] = [
-    {},
-    {"temperature": 1.0, "seed": 1},
-    {"temperature": 0.7, "seed": 2, "top_k": 20, "choice": 3},
-    {"temperature": 1.3, "seed": 3, "repetition_penalty": 1.2, "presence_penalty": 0.5},
-    {"logit_bias": {5: 3.0}, "frequency_penalty": 0.4},
-    {
-        "temperature": 0.9,
-        "seed": 4,
-        "min_p": 0.02,
-        "min_tokens": 12,
-        "stop_token_ids": list(range(40)),
-    },
-]
-
-
-@pytest.fixture(scope="module")
-def folder(_tiny_four_models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_four_and_a_copy(_tiny_four_models, tmp_path_factory.mktemp("many"))
-
-
-@pytest.fixture(scope="module")
-def loaded(folder: Path, request: pytest.FixtureRequest) -> Chain:
-    dtype = getattr(request, "param", "bfloat16")
-    return load_chain(folder, dtype=dtype, context_tokens=120, sequences=64)
-
+from tests.deploy.sequences.asking import PLANS, alone, forget, in_company, pieces_of, requests
 
 in_float32 = pytest.mark.parametrize("loaded", ["float32"], indirect=True)
 in_both = pytest.mark.parametrize("loaded", ["bfloat16", "float32"], indirect=True)
 """For what rounding may change; who runs when is the same in both."""
-
-
-@pytest.fixture
-def chain(loaded: Chain) -> Chain:
-    forget(loaded)
-    return loaded
-
-
-def requests(num: int, seed: int = 0) -> list[tuple[list[int], dict[str, Any]]]:
-    """Prompts of all lengths, some of which begin alike, with settings and plans in turn."""
-    numbers = random.Random(seed)
-    common = [numbers.randrange(60) for _ in range(40)]
-    found = []
-    for place in range(num):
-        prompt = [numbers.randrange(60) for _ in range(numbers.randrange(1, 50))]
-        if place % 3 == 0:
-            prompt = [*common, *prompt[:20]]
-        options = {**SETTINGS[place % len(SETTINGS)], "max_new_tokens": numbers.randrange(1, 40)}
-        plan = numbers.choice([None, *PLANS])
-        if plan is not None:
-            options["plan"] = plan
-        found.append((prompt, options))
-    return found
-
-
-def in_company(
-    chain: Chain, asked: list[tuple[list[int], dict[str, Any]]], seed: int = 1
-) -> list[list[int]]:
-    """The answers of requests that join at random times."""
-    numbers = random.Random(seed)
-    waiting = list(enumerate(asked))
-    live: dict[int, Any] = {}
-    tokens: list[list[int]] = [[] for _ in asked]
-    while waiting or live:
-        while waiting and numbers.random() < 0.3:
-            place, (prompt, options) = waiting.pop(0)
-            live[place] = chain.begin(prompt, **options)
-        chain.step()
-        for place, one in list(live.items()):
-            tokens[place] += [token for piece in one.take() for token in piece.token_ids]
-            if one.is_over:
-                assert one.error is None
-                assert one.statistics.num_tokens == len(tokens[place])
-                del live[place]
-    return tokens
-
-
-def forget(chain: Chain) -> None:
-    """Empty all caches."""
-    for slot in chain.engine.slots.made:
-        slot.clear()
-
-
-def alone(chain: Chain, asked: list[tuple[list[int], dict[str, Any]]]) -> list[list[int]]:
-    """The answers one after the other, none of which knows of another."""
-    found = []
-    for prompt, options in asked:
-        forget(chain)
-        answer = chain.generate(prompt, **options)
-        assert answer.statistics.num_cached_tokens == 0
-        found.append(answer.token_ids)
-    return found
 
 
 def changing(plans: list[Plan]) -> Any:
@@ -334,103 +226,6 @@ def test_caches_are_allocated_as_asked_for(folder: Path) -> None:
         sum(parts["cache"] for parts in one.memory.members.values()) for one in (grows, fixed)
     ]
     assert cached[1] == 3 * cached[0]
-
-
-def pieces_of(chain: Chain, prompt: list[int], num: int, **options: Any) -> Any:
-    return chain.generate(prompt, max_new_tokens=num, ignore_eos=True, **options)
-
-
-@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: "-".join(plan.members))
-def test_the_next_turn_reads_what_is_new(chain: Chain, plan: Plan) -> None:
-    prompt = [7, 8, 9, 10, 11, 12]
-    first = pieces_of(chain, prompt, 20, plan=plan)
-    turn = [*prompt, *first.token_ids, 30, 31, 32]
-    again = pieces_of(chain, turn, 20, plan=plan)
-    # the first answer's last token was never read
-    assert again.statistics.num_cached_tokens == len(prompt) + 19
-    forget(chain)
-    fresh = pieces_of(chain, turn, 20, plan=plan)
-    assert fresh.statistics.num_cached_tokens == 0
-    assert fresh.token_ids == again.token_ids
-
-
-def test_a_common_beginning_is_read_once(chain: Chain, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PromptPace, "room", 16)
-    common = list(range(60))
-    asked = [
-        ([*common, place], {"max_new_tokens": 4, "plan": PLANS[2], "ignore_eos": True})
-        for place in range(5)
-    ]
-    live = [chain.begin(prompt, **options) for prompt, options in asked]  # type: ignore[arg-type]
-    while chain.step():
-        pass
-    cached = [one.statistics.num_cached_tokens for one in live]
-    assert cached[0] == 0
-    assert min(cached[1:]) > len(common) - MIN_COPIED_TOKENS
-    assert [one.statistics.num_tokens for one in live] == [4] * 5
-
-
-def test_a_short_prompt_does_not_wait_for_a_long_one(
-    chain: Chain, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(PromptPace, "room", 8)
-    forget(chain)
-    options: dict[str, Any] = {"max_new_tokens": 3, "plan": PLANS[0], "ignore_eos": True}
-    long, short = list(range(60)), [1, 2, 3]
-    expected = [chain.generate(each, **options).token_ids for each in (long, short)]
-    forget(chain)
-    first = chain.begin(long, **options)
-    chain.step()
-    second, third = chain.begin(short, **options), chain.begin(long[::-1], **options)
-    while not second.is_over:
-        assert chain.step()
-    assert not first.take()
-    assert not third.take()
-    while chain.step():
-        pass
-    pieces = first.take(), second.take()
-    assert [[token for piece in each for token in piece.token_ids] for each in pieces] == expected
-
-
-def test_others_wait_for_few_rows_of_a_slow_models_prompt(
-    chain: Chain, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    options: dict[str, Any] = {"max_new_tokens": 30, "plan": PLANS[0], "ignore_eos": True}
-    monkeypatch.setattr(PromptPace, "took", lambda *_: None)
-    for pace in chain.engine.slots.paces.values():
-        monkeypatch.setattr(pace, "_row_seconds", 0.02)
-    num_rows: list[int] = []
-    for module in (passes, verifier):
-        monkeypatch.setattr(module, "read_together", _counting(num_rows))
-    forget(chain)
-    answering = chain.begin([1, 2, 3], **options)
-    while not answering.take():
-        chain.step()
-    num_rows.clear()
-    reading = chain.begin(list(range(40)), **options)
-    while not reading.take():
-        chain.step()
-    assert num_rows == [5 + 1] * 7 + [4 + 1, 1 + 1]
-    reading.close(), answering.close()
-    forget(chain)
-    num_rows.clear()
-    chain.generate(list(range(59, -1, -1)), **options)
-    assert num_rows[:2] == [50, 9]  # alone a pass may take a second
-
-
-def _counting(num_rows: list[int]) -> Any:
-    def counted(verifiers: Any, read: Any) -> Any:
-        num_rows.append(sum(map(len, read)))
-        return read_together(verifiers, read)
-
-    return counted
-
-
-def test_without_reuse_all_is_read(folder: Path) -> None:
-    chain = load_chain(folder, reuses=False)
-    for _ in range(2):
-        answer = chain.generate([1, 2, 3, 4], max_new_tokens=2)
-        assert answer.statistics.num_cached_tokens == 0
 
 
 def test_a_failed_pass_ends_those_who_waited_for_it(
