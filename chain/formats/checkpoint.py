@@ -263,13 +263,18 @@ def load_tensors(folder: Path, dtype: "torch.dtype | None" = None) -> "dict[str,
     from polybasic.chain.formats.blocks import BlockWeight
 
     tensors: dict[str, torch.Tensor] = {}
-    for path in sorted(set(tensor_files(folder).values())):
-        for stored_name, tensor in read_tensors(path).items():
-            name, blocks = typed_name(stored_name)
-            if blocks is not None:
-                tensor = BlockWeight.unpack(blocks, tensor).dequantized(dtype or torch.bfloat16)
-            tensors[name] = tensor
+    for stored_name, tensor in stored_tensors(folder).items():
+        name, blocks = typed_name(stored_name)
+        if blocks is not None:
+            tensor = BlockWeight.unpack(blocks, tensor).dequantized(dtype or torch.bfloat16)
+        tensors[name] = tensor
     return tensors
+
+
+def stored_tensors(folder: Path) -> "dict[str, torch.Tensor]":
+    """As `load_tensors`, with tensors in blocks as bytes, under the names that files give them."""
+    paths = sorted(set(tensor_files(folder).values()))
+    return {name: tensor for path in paths for name, tensor in read_tensors(path).items()}
 
 
 def has_blocks(folder: Path) -> bool:

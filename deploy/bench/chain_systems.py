@@ -3,10 +3,12 @@
 import time
 
 from polybasic.chain.errors import UserError
+from polybasic.chain.formats.block_types import BLOCK_TYPES
 from polybasic.chain.formats.card import shown_members
 from polybasic.chain.formats.head_kinds.table import HEAD_KINDS
 from polybasic.chain.formats.manifest import MODEL_KINDS, Member
 from polybasic.chain.formats.plan import Ngram, Plan, RuleSetting
+from polybasic.chain.kernels.cpu.executor import CpuExecutor
 from polybasic.chain.kernels.product_times import name_of
 from polybasic.deploy.bench.system import System, TimedAnswer
 from polybasic.deploy.chain import Chain
@@ -29,7 +31,7 @@ class ChainSystem(System):
 
     def __init__(self, name: str, description: str, chain: Chain, plan: Plan) -> None:
         self.name, self.description, self.chain, self.plan = name, description, chain, plan
-        self.dtype = name_of(chain.engine.models.target.dtype)
+        self.dtype = weight_type(chain)
 
     def answer(self, prompt: list[int], max_new_tokens: int, sampling: Sampling) -> TimedAnswer:
         begin = time.perf_counter()
@@ -40,6 +42,13 @@ class ChainSystem(System):
             token_ids += part
         seconds = time.perf_counter() - begin
         return TimedAnswer(token_ids, seconds, num_first, first_seconds, parts.statistics)
+
+
+def weight_type(chain: Chain) -> str:
+    """The dtype of the target's passes, or the type of its blocks where these are multiplied."""
+    target, stored = chain.engine.models.target, chain.manifest.members[0].dtype
+    keeps_blocks = isinstance(target, CpuExecutor) and stored in BLOCK_TYPES
+    return stored if keeps_blocks else name_of(target.dtype)
 
 
 def ruled(plan: Plan, rule: RuleSetting) -> Plan:

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.awq import CODES_PER_WORD, QuantizedWeight
+from polybasic.chain.formats.block_types import BLOCK, BlockType, typed_name
+from polybasic.chain.formats.blocks import BlockWeight
 from polybasic.chain.formats.config import ConfigFile
 from polybasic.chain.formats.decoder_config import DecoderConfig
 
@@ -21,8 +23,6 @@ Type: TypeAlias = gguf.GGMLQuantizationType
 TYPES = {torch.float32: Type.F32, torch.float16: Type.F16, torch.bfloat16: Type.BF16}
 """Of values that are kept as they are."""
 _OUTPUT = "lm_head.weight"
-_BLOCK = 32
-"""Weights of Q4_1 that share a scale and a least value."""
 _PACKED = ("qweight", "qzeros", "scales")
 _UNREAD = "rotary_emb.inv_freq"
 """That old checkpoints hold, and nothing reads."""
@@ -42,6 +42,7 @@ class GGUFTensor:
     type: Type
     shape: tuple[int, ...]
     _parts: tuple[Tensor, ...]
+    _blocks: BlockType | None = None
     _num_heads: int | None = None
     _is_offset: bool = False
 
@@ -57,9 +58,14 @@ class GGUFTensor:
             packed = pack_q4_1(QuantizedWeight.unpack(*self._parts, name=self.name))
         else:
             (tensor,) = self._parts
+            is_packed = self._blocks is not None and self.type.name == self._blocks.name
+            if self._blocks is not None and not is_packed:
+                tensor = BlockWeight.unpack(self._blocks, tensor).dequantized()
             if self._is_offset:
                 tensor = 1 + tensor.float()
-            if self.type in TYPES.values():
+            if is_packed:
+                packed = tensor
+            elif self.type in TYPES.values():
                 dtype = next(dtype for dtype, one in TYPES.items() if one is self.type)
                 packed = tensor.to(dtype).contiguous().view(torch.uint8)
             else:
@@ -79,10 +85,11 @@ def tensors_of(
 ) -> list[GGUFTensor]:
     """All tensors of a file.
 
-    Norms and biases become float32, as llama.cpp reads them. Matrices in 4 bits become Q4_1.
+    Norms and biases become float32, as llama.cpp reads them. Matrices in 4 bits become Q4_1, those
+    in blocks keep these unless a type is given.
 
     Args:
-        tensors: of a checkpoint, by name.
+        tensors: of a checkpoint, by the name that they are stored under.
         config: of the same checkpoint.
         matrices: type of the other matrices; None for those that they are stored in.
 
@@ -91,7 +98,8 @@ def tensors_of(
     """
     names = gguf.get_tensor_name_map(architecture, config.decoder.num_layers)
     found = []
-    for name, parts in _grouped(tensors, config.decoder):
+    for stored_name, parts in _grouped(tensors, config.decoder):
+        name, blocks = typed_name(stored_name)
         translated = names.get_name(name, try_suffixes=(".weight", ".bias"))
         is_bias = name.endswith(".bias") and name.split(".")[-2] not in config.decoder.biased
         if translated is None or is_bias:
@@ -106,6 +114,9 @@ def tensors_of(
             shape, kind = (shape[1] * CODES_PER_WORD, shape[0]), Type.Q4_1
         elif len(shape) == 1:
             kind = Type.F32
+        elif blocks is not None:
+            kind = Type[blocks.name] if matrices is None else matrices
+            shape = (shape[0], shape[1] // blocks.num_bytes * BLOCK)
         else:
             kind = TYPES[first.dtype] if matrices is None else matrices
         found.append(
@@ -114,6 +125,7 @@ def tensors_of(
                 kind,
                 shape,
                 parts,
+                blocks,
                 heads_interleaved(name, architecture, config.decoder),
                 has_one_added(name, config.decoder),
             )
@@ -130,11 +142,11 @@ def pack_q4_1(weight: QuantizedWeight) -> Tensor:
     Codes are kept, and so are scales in float16. The least value is the rounded product of scale
     and zero: weights move by at most 15 / 2048 of a step.
     """
-    blocks = weight.codes.unflatten(1, (-1, 2, _BLOCK // 2))
+    blocks = weight.codes.unflatten(1, (-1, 2, BLOCK // 2))
     nibbles_OBn = blocks[:, :, 0] | blocks[:, :, 1] << 4
     scales = weight.scales.float()
     constants_OG2 = torch.stack([scales, -scales * weight.zeros.float()], dim=2).half()
-    constants_OB2 = constants_OG2.repeat_interleave(weight.group_size // _BLOCK, dim=1)
+    constants_OB2 = constants_OG2.repeat_interleave(weight.group_size // BLOCK, dim=1)
     return torch.cat([constants_OB2.contiguous().view(torch.uint8), nibbles_OBn], dim=2).flatten(1)
 
 
@@ -186,5 +198,5 @@ def _grouped(
             yield f"{stem}.weight", tuple(tensors[f"{stem}.{one}"] for one in _PACKED)
         elif part in _PACKED or name.endswith(_UNREAD):
             continue
-        elif name != _OUTPUT or not decoder.tie_word_embeddings:
+        elif typed_name(name)[0] != _OUTPUT or not decoder.tie_word_embeddings:
             yield name, (tensor,)

@@ -6,7 +6,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 
-from polybasic.chain.formats.checkpoint import load_tensors
+from polybasic.chain.formats.checkpoint import stored_tensors
 from polybasic.chain.formats.config import read_config
 from polybasic.chain.formats.gguf.architectures import add_numbers, architecture_of, warnings_of
 from polybasic.chain.formats.gguf.tensors import GGUFTensor, Type, tensors_of
@@ -34,7 +34,7 @@ def write_gguf(
         tokenizer: folder of its tokenizer; default: the checkpoint's own.
         name: that llama.cpp shows; default: the file's.
         matrices: GGML's name of the type of matrices ("BF16", "Q4_0"); default: as they are stored,
-            and those in 4 bits as Q4_1.
+            in blocks or not, and those in AutoAWQ's 4 bits as Q4_1.
         stop: ids that end an answer, where ids alone are handed over; the texts of tokens are then
             numbers, and no tokenizer is read.
 
@@ -52,7 +52,7 @@ def write_gguf(
     else:
         vocabulary = read_vocabulary(tokenizer or folder, vocab_size)
     kind = None if matrices is None else gguf.GGMLQuantizationType[matrices]
-    tensors = tensors_of(load_tensors(folder), config, architecture, kind)
+    tensors = tensors_of(stored_tensors(folder), config, architecture, kind)
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[architecture])
     writer.add_type(gguf.GGUFType.MODEL)
     writer.add_name(name or path.stem)

@@ -9,7 +9,9 @@ from pathlib import Path
 import torch
 
 from polybasic.chain.errors import UserError
+from polybasic.chain.formats.block_types import BLOCK_TYPES
 from polybasic.chain.kernels.product_times import name_of
+from polybasic.deploy.bench.chain_systems import weight_type
 from polybasic.deploy.bench.peers.catalogue import PEERS
 from polybasic.deploy.bench.peers.process import PeerSystem, run_worker
 from polybasic.deploy.bench.system import System
@@ -142,6 +144,8 @@ def write_gguf(
 ) -> dict[str, Path]:
     """The target as GGUF, a file of each kind ("BF16", "Q4_0") below `folder`.
 
+    The kind of a target in blocks is a file with these.
+
     Args:
         has_texts: with the target's vocabulary; by default for token ids alone.
 
@@ -153,15 +157,17 @@ def write_gguf(
     files = {kind: folder.absolute() / f"{kind}.gguf" for kind in kinds}
     stop = () if has_texts else chain.stop_tokens
     for kind, path in files.items():
-        writing.write_gguf(chain.target_folder, path, matrices=kind, stop=stop)
+        matrices = None if kind == weight_type(chain) else kind
+        writing.write_gguf(chain.target_folder, path, matrices=matrices, stop=stop)
     return files
 
 
 def _llama_modes(chain: Chain, python: Path, folder: Path) -> list[Mode]:
     """llama.cpp by its C interface."""
-    dtype = name_of(chain.engine.models.target.dtype)
-    own = GGUF_TYPES[dtype]
-    files = write_gguf(chain, (own, "Q4_0"), folder)
+    dtype = weight_type(chain)
+    is_in_blocks = dtype in BLOCK_TYPES
+    own = dtype if is_in_blocks else GGUF_TYPES[dtype]
+    files = write_gguf(chain, (own,) if is_in_blocks else (own, "Q4_0"), folder)
     library = f"llama.cpp by its C interface with the target as GGUF in {dtype}"
 
     def mode(
@@ -170,13 +176,18 @@ def _llama_modes(chain: Chain, python: Path, folder: Path) -> list[Mode]:
         words = ("llama_engine", files[kind], "--dtype", dtype, *more, *drafter)
         return Mode(name, says, words, (files[kind], *drafter), "" if kind == own else kind)
 
-    return [
+    modes = [
         mode("llama.cpp", own, library),
         mode(
             "llama.cpp lookup", own,
             f"{library}; prompt lookup: {LLAMA_LOOKUP} tokens after at most {NGRAM} equal ones",
             *("--lookup", LLAMA_LOOKUP, "--ngram", NGRAM),
         ),
+    ]  # fmt: skip
+    if is_in_blocks:  # which have 4 or 8 bits as they are
+        return modes
+    return [
+        *modes,
         mode(
             "llama.cpp draft", own, f"{library}; the target in Q4_0 drafts {LLAMA_DRAFTED} tokens",
             "--num-drafted", LLAMA_DRAFTED, "--draft", drafter=(files["Q4_0"],),

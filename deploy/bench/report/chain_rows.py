@@ -80,15 +80,15 @@ def rounding_table(report: Report) -> Table | None:
     rounding = report.rounding
     if not rounding:
         return None
-    rows = []
+    rows, own = [], report.systems["target"].dtype
     for name, change in (rounding["ways"] | rounding["others"]).items():
         numbers = (
             "not finite" if change[key] is None else f"{change[key]:.3g}"
             for key in ("from_one_row", "from_reference")
         )
         system = report.systems.get(name)
-        dtype = rounding["dtype"] if system is None else system.dtype
-        is_own = dtype == rounding["dtype"]
+        dtype = own if system is None else system.dtype
+        is_own = dtype == own
         verdict = "rounding" if change["is_sound"] else "another dtype"
         if is_own and not change["is_sound"]:
             is_wrong = differs(report, None if system is None else name)

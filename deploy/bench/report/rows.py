@@ -49,7 +49,7 @@ def compared(report: Report) -> dict[str, SystemReport]:
     All of this runtime that draft, and of each other runtime the fastest one, in the target's dtype
     where it has that.
     """
-    ours, dtype = speculating(report), report.settings["dtype"]
+    ours, dtype = speculating(report), report.systems["target"].dtype
 
     def rank(name: str) -> tuple[bool, float]:
         system = report.systems[name]

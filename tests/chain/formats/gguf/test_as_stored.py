@@ -15,18 +15,22 @@ from polybasic.chain.formats.checkpoint import has_blocks, load_tensors, read_te
 from polybasic.chain.formats.config import read_config
 from polybasic.chain.formats.gguf.importing import imported
 from polybasic.chain.formats.gguf.tensors import Type
+from polybasic.chain.formats.gguf.writing import write_gguf
 from polybasic.chain.formats.plan import Plan, Tree
 from polybasic.chain.formats.shapes import check_shapes, num_parameters, tensor_headers
 from polybasic.chain.kernels.cpu.executor import CpuExecutor
 from polybasic.chain.kernels.rows import consecutive_rows
 from polybasic.chain.model.loading import load_decoder, serving_dtype
 from polybasic.chain.model.reference import load_reference_model
+from polybasic.deploy.bench.chain_systems import weight_type
+from polybasic.deploy.bench.peers import systems
 from polybasic.deploy.load import layout_of, load_chain
 from polybasic.deploy.memory import state_memory
 from polybasic.deploy.rounds.cache import KeyValueCache
 from tests.chain.formats.gguf.test_import import replaced, written
 from tests.chain.native_models import CPU, eager
 
+UP = "blk.0.ffn_up.weight"
 ALONE = Plan(members=("target",), tree=Tree(depth=1, top_k=1, rows=2))
 
 
@@ -52,6 +56,24 @@ def test_every_byte_of_a_matrix_is_kept(kind: str, tmp_path: Path) -> None:
     assert all(torch.equal(read[name], tensor) for name, tensor in matrices.items())
     assert {headers[name].dtype for name in matrices} == {kind}
     assert {header.dtype for name, header in headers.items() if name not in matrices} == {"float32"}
+
+
+@pytest.mark.parametrize("family", ["llama2", "qwen2"])
+@pytest.mark.parametrize("kind", BLOCK_TYPES)
+def test_a_file_is_written_again_as_it_was(kind: str, family: str, tmp_path: Path) -> None:
+    file, folder = stored(tmp_path / "model", kind, family)
+    write_gguf(folder, tmp_path / "again.gguf")
+    theirs, ours = (
+        {one.name: one for one in gguf.GGUFReader(path).tensors}
+        for path in (file, tmp_path / "again.gguf")
+    )
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        assert ours[name].tensor_type == tensor.tensor_type
+        assert np.array_equal(ours[name].data, tensor.data)
+    write_gguf(folder, tmp_path / "dense.gguf", matrices="F32")
+    (dense,) = (one for one in gguf.GGUFReader(tmp_path / "dense.gguf").tensors if one.name == UP)
+    assert np.array_equal(dense.data, gguf.quants.dequantize(theirs[UP].data, Type[kind]))
 
 
 @pytest.mark.parametrize("kernels", ["native", "eager"])
@@ -89,6 +111,23 @@ def test_a_file_gives_the_text_of_the_model_alone(
         asked = {"max_new_tokens": 32, "temperature": temperature, "seed": seed}
         answer = chain.generate(prompt, **asked)
         assert answer.token_ids == alone.generate(prompt, **asked).token_ids
+
+
+def test_llama_cpp_is_measured_on_the_same_blocks(tmp_path: Path) -> None:
+    file, _ = stored(tmp_path / "model", "Q4_1", "qwen2")
+    chain = load_chain(file)
+    assert weight_type(chain) == "Q4_1"
+    modes = systems._llama_modes(chain, Path("python"), tmp_path)
+    assert [(one.name, one.weights) for one in modes] == [
+        ("llama.cpp", ""),
+        ("llama.cpp lookup", ""),
+    ]
+    (path,) = {path for one in modes for path in one.files}
+    kinds = {one.tensor_type for one in gguf.GGUFReader(path).tensors}
+    assert kinds == {Type.F32, Type.Q4_1}
+    assert weight_type(load_chain(file, dtype="bfloat16", device="cpu")) == "Q4_1"
+    with eager():
+        assert weight_type(load_chain(file)) == "bfloat16"
 
 
 def test_without_kernels_for_blocks_a_file_runs_as_before(tmp_path: Path) -> None:
