@@ -18,7 +18,7 @@ import json
 import random
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -49,6 +49,10 @@ BISECTIONS = 14
 """That find the least probability which top-p keeps."""
 STILL_RUN = 0.75
 """Share of the sequences of a pass below which those that have ended leave it."""
+STEPS = 8
+"""After which it is seen which have ended."""
+COLUMNS = 64
+"""Tokens of a sequence are a multiple of it."""
 SENDERS = {"user": "human", "assistant": "gpt"}
 
 Messages = list[dict[str, str]]
@@ -61,6 +65,27 @@ class Text(NamedTuple):
     has_ended: bool
 
 
+class _Going(NamedTuple):
+    """What a step reads and writes in place, W columns wide."""
+
+    rows: Tensor
+    """Tokens [B, W]."""
+    pads: Tensor
+    """Columns before each prompt [B]."""
+    cache: list[Tensor]
+    """Keys and values of each layer [2, B, heads, W, size]."""
+    states: Tensor
+    """The last ones [B, D]."""
+    column: Tensor
+    """The next one [1]."""
+
+    def without(self, leaves: Tensor) -> "_Going":
+        """The sequences that do not leave."""
+        stay = ~leaves
+        cache = [one[:, stay] for one in self.cache]
+        return _Going(self.rows[stay], self.pads[stay], cache, self.states[stay], self.column)
+
+
 class Batch:
     """Continuations of many prompts, which end in the same column."""
 
@@ -70,57 +95,94 @@ class Batch:
         self._heads, self._kv_heads = config.num_attention_heads, config.num_key_value_heads
         self._size = config.head_dim
         self._stops = torch.tensor(sorted(stop_tokens), device=self._device)
-        self._generator = torch.Generator(self._device).manual_seed(seed)
+        torch.manual_seed(seed)
 
     @torch.inference_mode()
     def continued(self, prompts: Sequence[list[int]], num: int, sampled: bool) -> list[Text]:
         """Up to `num` tokens after each prompt: the most probable ones, or sampled ones."""
         width, device = max(map(len, prompts)), self._device
-        rows = torch.tensor([[0] * (width - len(one)) + one for one in prompts], device=device)
+        end = -(-(width + num) // COLUMNS) * COLUMNS
+        rows = torch.zeros(len(prompts), end, dtype=torch.long, device=device)
+        rows[:, :width] = torch.tensor([[0] * (width - len(one)) + one for one in prompts])
         pads = torch.tensor([width - len(one) for one in prompts], device=device)
-        shape = 2, len(prompts), self._kv_heads, width + num, self._size
+        shape = 2, len(prompts), self._kv_heads, end, self._size
         layers = self._model.layers
         cache = [torch.zeros(shape, dtype=self._model.dtype, device=device) for _ in layers]
+        columns = torch.arange(width, device=device)
         states = torch.cat(
             [
-                self._pass(rows[part], pads[part], [one[:, part] for one in cache], 0)
+                self._pass(rows[part, :width], pads[part], [one[:, part] for one in cache], columns)
                 for part in _parts(len(prompts), READ_AT_ONCE)
             ]
         )
         found = [Text([], has_ended=False)] * len(prompts)
         places = torch.arange(len(prompts), device=device)
-        runs = torch.ones(len(prompts), dtype=torch.bool, device=device)
-        for step in range(num):
-            tokens = self._drawn(states, sampled)
-            rows = torch.cat([rows, tokens[:, None]], dim=1)
-            ends = runs & torch.isin(tokens, self._stops)
-            runs &= ~ends
-            texts = rows[ends, width:-1].tolist()
-            for place, text in zip(places[ends].tolist(), texts, strict=True):
-                found[place] = Text(text, has_ended=True)
-            share = float(runs.float().mean())
-            if share == 0 or step + 1 == num:
+        going = _Going(rows, pads, cache, states, columns[-1:] + 1)
+        step = self._captured(going, sampled)
+        for done in range(1, num + 1):
+            step()
+            if done % STEPS and done < num:
+                continue
+            written = going.rows[:, width : width + done]
+            is_stop = (written[:, :, None] == self._stops).any(-1)
+            has_ended = is_stop.any(1)
+            leaves = has_ended | (done == num)
+            if done < num and leaves.float().mean() <= 1 - STILL_RUN:
+                continue
+            lengths = torch.where(has_ended, is_stop.int().argmax(1), done)
+            for place, ids, length, ends in zip(
+                places[leaves].tolist(),
+                written[leaves].tolist(),
+                lengths[leaves].tolist(),
+                has_ended[leaves].tolist(),
+                strict=True,
+            ):
+                found[place] = Text(ids[:length], ends)
+            if leaves.all():
                 break
-            if share < STILL_RUN:
-                rows, tokens, pads, places = rows[runs], tokens[runs], pads[runs], places[runs]
-                cache = [one[:, runs] for one in cache]
-                runs = runs[runs]
-            states = self._pass(tokens[:, None], pads, cache, width + step)
-        for place, text in zip(places[runs].tolist(), rows[runs, width:].tolist(), strict=True):
-            found[place] = Text(text, has_ended=False)
+            going, places = going.without(leaves), places[~leaves]
+            step = self._captured(going, sampled)
         return found
 
-    def _pass(self, token_ids: Tensor, pads: Tensor, cache: list[Tensor], start: int) -> Tensor:
-        """The last states [B, D] of a pass over tokens [B, T] after `start` columns."""
+    def _captured(self, going: "_Going", sampled: bool) -> Callable[[], None]:
+        """What writes the next column of `going`; on a GPU a graph, from the second one on."""
+
+        def step() -> None:
+            tokens = self._drawn(going.states, sampled)
+            going.rows.index_copy_(1, going.column, tokens[:, None])
+            going.states.copy_(self._pass(tokens[:, None], going.pads, going.cache, going.column))
+            going.column.add_(1)
+
+        if self._device.type != "cuda":
+            return step
+        graph: torch.cuda.CUDAGraph | None = None
+
+        def replayed() -> None:
+            nonlocal graph
+            if graph is not None:
+                graph.replay()
+                return
+            step()
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                step()
+
+        return replayed
+
+    def _pass(
+        self, token_ids: Tensor, pads: Tensor, cache: list[Tensor], columns: Tensor
+    ) -> Tensor:
+        """The last states [B, D] of a pass over tokens [B, T], which stand in `columns` [T]."""
         model, (num, length) = self._model, token_ids.shape
-        end = start + length
-        columns = torch.arange(end, device=self._device)
-        rows = columns[start:, None]
+        end = cache[0].shape[3] if length == 1 else length
+        seen_columns = torch.arange(end, device=self._device)
+        rows = columns[:, None]
         # padding sees itself, so that no row sees nothing
-        seen = (columns <= rows) & (columns >= pads[:, None, None]) | (columns == rows)
-        seen = seen[:, None]
+        seen = (seen_columns <= rows) & (seen_columns >= pads[:, None, None])
+        seen = (seen | (seen_columns == rows))[:, None]
         x = model.embed_tokens(token_ids)
-        cos, sin = model.rotary_emb(x, (rows[:, 0] - pads[:, None]).clamp(min=0))
+        cos, sin = model.rotary_emb(x, (columns - pads[:, None]).clamp(min=0))
         for layer, own in zip(model.layers, cache, strict=True):
             attention, normed = layer.self_attn, layer.input_layernorm(x)
             q, k, v = (
@@ -128,7 +190,8 @@ class Batch:
                 for one in (attention.q_proj, attention.k_proj, attention.v_proj)
             )
             q, k = apply_rotary_pos_emb(q, k, cos, sin)
-            own[0, :, :, start:end], own[1, :, :, start:end] = k, v
+            own[0].index_copy_(2, columns, k)
+            own[1].index_copy_(2, columns, v)
             keys, values = own[:, :, :, :end]
             # of a single token, queries that share their keys are rows of one product
             q = q.reshape(num, self._kv_heads, -1, self._size) if length == 1 else q
@@ -150,7 +213,7 @@ class Batch:
             middle = (low + high) / 2
             is_enough = (found * (found >= middle)).sum(-1, keepdim=True) >= TOP_P
             low, high = torch.where(is_enough, middle, low), torch.where(is_enough, high, middle)
-        noise = torch.empty_like(found).exponential_(generator=self._generator)
+        noise = torch.empty_like(found).exponential_()
         return (found * (found >= low)).div_(noise).argmax(-1)
 
 

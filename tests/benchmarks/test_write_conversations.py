@@ -26,7 +26,11 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-def test_a_batch_writes_what_each_prompt_gets_alone(folder: Path) -> None:
+@pytest.mark.parametrize("steps", [1, 8])
+def test_a_batch_writes_what_each_prompt_gets_alone(
+    folder: Path, steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(script, "STEPS", steps)
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     alone = []
     for prompt in PROMPTS:
