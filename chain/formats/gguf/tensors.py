@@ -115,7 +115,7 @@ def tensors_of(
         elif len(shape) == 1:
             kind = Type.F32
         elif blocks is not None:
-            kind = Type[blocks.name] if matrices is None else matrices
+            kind = gguf.GGMLQuantizationType[blocks.name] if matrices is None else matrices
             shape = (shape[0], shape[1] // blocks.num_bytes * BLOCK)
         else:
             kind = TYPES[first.dtype] if matrices is None else matrices
