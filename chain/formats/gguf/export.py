@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from polybasic.chain.errors import UserError
+from polybasic.chain.formats.block_types import BLOCK_TYPES
 from polybasic.chain.formats.files import whole_folder
 from polybasic.chain.formats.gguf.tensors import TYPES
 from polybasic.chain.formats.gguf.writing import write_gguf
@@ -64,8 +65,7 @@ def export_gguf(
     warnings: dict[str, None] = {}
     with whole_folder(folder) as partial:
         for one in members:
-            kind = "Q4_1" if one.kind == "awq" else TYPES[getattr(torch, one.dtype)].name
-            file = f"{one.name}-{kind}{_SUFFIX}"
+            file = f"{one.name}-{_type_name(one)}{_SUFFIX}"
             said = write_gguf(
                 checked.members[one.name],
                 partial / file,
@@ -75,6 +75,13 @@ def export_gguf(
             files[one.name] = folder / file
             warnings |= dict.fromkeys(said)
     return ExportedFiles(folder, files, tuple(warnings))
+
+
+def _type_name(member: Member) -> str:
+    """GGML's name of the type of most of its weights."""
+    if member.kind == "awq":
+        return "Q4_1"
+    return member.dtype if member.dtype in BLOCK_TYPES else TYPES[getattr(torch, member.dtype)].name
 
 
 def _members(manifest: Manifest, name: str | None) -> list[Member]:

@@ -10,7 +10,6 @@ import torch
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.block_types import BLOCK_TYPES
-from polybasic.chain.kernels.product_times import name_of
 from polybasic.deploy.bench.chain_systems import weight_type
 from polybasic.deploy.bench.peers.catalogue import PEERS
 from polybasic.deploy.bench.peers.process import PeerSystem, run_worker
@@ -200,7 +199,9 @@ def _llama_modes(chain: Chain, python: Path, folder: Path) -> list[Mode]:
 
 def _openvino_modes(chain: Chain, python: Path, folder: Path) -> list[Mode]:
     """OpenVINO GenAI's pipeline over optimum-intel's export."""
-    dtype = name_of(chain.engine.models.target.dtype)
+    dtype = weight_type(chain)
+    if dtype in BLOCK_TYPES:
+        raise UserError("optimum-intel reads no blocks of a GGUF file", dtype, "leave it out")
     words = (python, "-m", "workers.write_openvino", chain.target_folder.absolute(), folder)
     run_worker(words, torch.get_num_threads())
     own, packed = folder / "exported", folder / "int4"

@@ -13,6 +13,7 @@ from polybasic.chain.errors import UserError
 from polybasic.chain.formats.block_types import BLOCK_TYPES, typed_name
 from polybasic.chain.formats.checkpoint import has_blocks, load_tensors, read_tensors
 from polybasic.chain.formats.config import read_config
+from polybasic.chain.formats.gguf.export import export_gguf
 from polybasic.chain.formats.gguf.importing import imported
 from polybasic.chain.formats.gguf.tensors import Type
 from polybasic.chain.formats.gguf.writing import write_gguf
@@ -125,6 +126,10 @@ def test_llama_cpp_is_measured_on_the_same_blocks(tmp_path: Path) -> None:
     (path,) = {path for one in modes for path in one.files}
     kinds = {one.tensor_type for one in gguf.GGUFReader(path).tensors}
     assert kinds == {Type.F32, Type.Q4_1}
+    exported = export_gguf(chain.folder, out=tmp_path / "exported")
+    assert [one.name for one in exported.files.values()] == ["target-Q4_1.gguf"]
+    with pytest.raises(UserError, match="reads no blocks of a GGUF file: Q4_1"):
+        systems._openvino_modes(chain, Path("python"), tmp_path)
     assert weight_type(load_chain(file, dtype="bfloat16", device="cpu")) == "Q4_1"
     with eager():
         assert weight_type(load_chain(file)) == "bfloat16"
