@@ -58,9 +58,7 @@ class StoredTensors:
         Raises:
             UserError: there is no such tensor.
         """
-        (tensor,) = self._read([name])
-        if (blocks := self._blocks.get(name)) is not None:
-            return BlockWeight.unpack(blocks, tensor).dequantized(self.dtype)
+        (tensor,) = self._stored([name])
         return tensor
 
     def dense(self, name: str) -> Tensor:
@@ -122,7 +120,7 @@ class StoredTensors:
         return backend.draft(joined, bias) if drafts else backend.dense(joined, bias)
 
     def _weights(self, names: Sequence[str], taken: Sequence[Taken]) -> list[Tensor]:
-        weights = _outputs([self.stored(f"{name}.weight") for name in names], taken)
+        weights = _outputs(self._stored([f"{name}.weight" for name in names]), taken)
         inputs = taken[0].inputs
         return weights if inputs is None else [weight[:, inputs] for weight in weights]
 
@@ -146,6 +144,14 @@ class StoredTensors:
         for part, rows in zip(parts, joined.split([len(part) for part in parts]), strict=True):
             rows.copy_(part)
         return joined
+
+    def _stored(self, names: Sequence[str]) -> list[Tensor]:
+        """As `stored`; a file that holds several is mapped once."""
+        kinds = map(self._blocks.get, names)
+        return [
+            tensor if kind is None else BlockWeight.unpack(kind, tensor).dequantized(self.dtype)
+            for kind, tensor in zip(kinds, self._read(names), strict=True)
+        ]
 
     def _read(self, names: Sequence[str]) -> list[Tensor]:
         keys = {name: f"{name}.{kind.name}" for name, kind in self._blocks.items()}
