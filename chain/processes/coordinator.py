@@ -39,6 +39,7 @@ class Coordinator:
         self._store, self._place = store, place
         self._num_broadcasts = 0
         self._is_ending, self._lock = False, threading.Lock()
+        self._over, self._watcher = threading.Event(), threading.Thread()
 
     def broadcast_from_first(self, produce: Callable[[], _Content]) -> _Content:
         """See the function of this name."""
@@ -60,7 +61,9 @@ class Coordinator:
 
     def watch(self) -> None:
         """From now on, end this process when another one says how all end."""
-        threading.Thread(target=self._watch, args=(self._store.clone(),), daemon=True).start()
+        watched = (self._store.clone(),)
+        self._watcher = threading.Thread(target=self._watch, args=watched, daemon=True)
+        self._watcher.start()
 
     def end(self, code: int, text: str) -> int:
         """See `end_all`."""
@@ -77,12 +80,19 @@ class Coordinator:
         except RuntimeError:  # of a store that ended with its process
             show(text or _LOST)
             return code or 1
+        finally:
+            # the interpreter must not end while another thread is in the store: Python would end
+            # that thread inside of C++, which aborts the process
+            self._over.set()
+            if self._watcher.is_alive():
+                self._watcher.join(_KNOWN_SECONDS)
 
     def _obey(self, store: Any, said: str) -> None:
         """Say what ends all, in the first process, and wait until who must know it does."""
         with self._lock:
             if self._is_ending:
-                threading.Event().wait()  # another thread is about to end this process
+                self._over.wait()  # another thread is about to end this process
+                return
             self._is_ending = True
         ending, place = json.loads(said), self._place
         if place.is_first:
@@ -114,19 +124,20 @@ class Coordinator:
             count = store.add(key, 0)
 
     def _watch(self, store: Any) -> None:
-        while not self._is_ending:
-            time.sleep(_WATCH_SECONDS)
+        while not self._over.wait(_WATCH_SECONDS):
             try:
                 if not store.check([_ENDING]):
                     continue
                 said = store.get(_ENDING).decode()
             except RuntimeError:
-                if self._is_ending:
+                if self._is_ending or self._over.is_set():
                     return
                 show(_LOST)
                 _exit_at_once(1)
             with suppress(RuntimeError):
                 self._obey(store, said)
+            if self._over.is_set():
+                return
             _exit_at_once(json.loads(said)["code"])
 
 

@@ -63,6 +63,14 @@ def test_one_line_and_one_exit_code_end_all(capsys: pytest.CaptureFixture[str]) 
     assert capsys.readouterr().err == f"failed in {codes[0] - 3}\n"
 
 
+def test_who_has_ended_leaves_no_thread_in_the_store() -> None:
+    def end(coordinator: Coordinator, place: Place) -> tuple[int, bool]:
+        coordinator.watch()
+        return coordinator.end(0, ""), coordinator._watcher.is_alive()
+
+    assert in_threads(end) == [(0, False)] * 3
+
+
 def launched(words: list[list[str]], log: Path, variables: dict[str, str] | None = None) -> Any:
     """Exit codes of the command line in processes, one for each list, as a launcher starts them."""
     with socket.create_server(("127.0.0.1", 0)) as free:
