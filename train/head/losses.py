@@ -28,7 +28,8 @@ from polybasic.train.features.states import Features
 from polybasic.train.settings import HeadSettings
 
 _CHUNK_BYTES = 16 << 20  # of logits at a time: what a CPU's cache holds
-_CHUNK_TOKENS = 128  # but not less, for a GPU's sake
+_CHUNK_BYTES_ELSEWHERE = 512 << 20  # a GPU would wait for its host
+_CHUNK_TOKENS = 128  # but not less
 
 
 @dataclass(frozen=True)
@@ -417,7 +418,8 @@ class _ChunkedTokenLoss(torch.autograd.Function):
         if ctx.needs_input_grad[2] and bigrams is not None:
             of_bigrams = torch.zeros_like(bigrams, dtype=torch.float32)
         num_logits = len(lesson.teacher.weight) + num_steps * len(weight)  # of one token
-        chunk = max(_CHUNK_TOKENS, _CHUNK_BYTES // (4 * num_logits))
+        most = _CHUNK_BYTES if hiddens.device.type == "cpu" else _CHUNK_BYTES_ELSEWHERE
+        chunk = max(_CHUNK_TOKENS, most // (4 * num_logits))
         num_rows = num_steps * min(chunk, num_tokens)
         buffers = token.new_empty(3, num_rows, len(weight))
         for start in range(0, num_tokens, chunk):

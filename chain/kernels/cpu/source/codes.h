@@ -8,11 +8,13 @@
 
 namespace polybasic {
 
+constexpr size_t kAnyNumber = size_t(1) << 20;  // more words than a group has
+
 // The products of four inputs of each output are added at a time: a word of four codes with a word of
 // four bytes (signed). Where there is no instruction for that, pairs of products of codes of four bits are
 // added in 16 bits, of which those of kMaxPairs words fit: 16 * 15 * 127 < 2^15.
 #if defined(POLYBASIC_QUAD_PRODUCTS) || !(defined(POLYBASIC_AVX512) || defined(POLYBASIC_AVX2))
-constexpr size_t kMaxPairs = size_t(1) << 20;
+constexpr size_t kMaxPairs = kAnyNumber;
 
 POLYBASIC_INLINE void add_quad_products(IntPart& sum, WordPart codes, WordPart values) {
 #if !defined(POLYBASIC_QUAD_PRODUCTS)
@@ -79,7 +81,7 @@ struct FourBits {
 // that have the codes' signs.
 struct EightBits {
     static constexpr size_t kVectors = 2;
-    static constexpr size_t kMaxWords = size_t(1) << 20;
+    static constexpr size_t kMaxWords = kAnyNumber;
 #if defined(POLYBASIC_QUAD_PRODUCTS) && !defined(POLYBASIC_NEON)
     static constexpr int kShift = 128;
 #else
@@ -118,28 +120,78 @@ struct EightBits {
     POLYBASIC_INLINE static IntPart whole(IntPart sum) { return sum; }
 };
 
-// Multiply<Codes, Scales>::run makes a tile. Scales(matrix, at).apply(sum, sum of the row's bytes) gives what
-// a group of inputs adds to a part of outputs, before the row's own scale.
+// A part's scale, and the code of a weight of zero. As any Scales::at, it makes of a group's sum, and the sum of
+// the row's bytes, what the group adds before the row's own scale.
+struct ScaleAndZero {
+    FloatPart scale, minus_zero;
+
+    POLYBASIC_INLINE FloatPart apply(FloatPart sum, FloatPart sum_of_bytes) const {
+        return scale * fused_multiply_add(minus_zero, sum_of_bytes, sum);
+    }
+};
+
+// MultiplyCodes<Codes, Scales>::run makes a tile. Scales(matrix, Codes::kShift, first).at(i) is what a part has
+// for its group at first + i of [B][G][16]. Scales::kWords are the words of a group, each of eight inputs; 0
+// where the matrix alone knows them.
 template <class Codes, class Scales>
 struct MultiplyCodes {
+    // Where there are registers enough, they hold the sums of a group and those of all groups.
+    static constexpr bool kHoldsFloats = kPartLanes == kLanes;
+    static constexpr int kMostSums = kHoldsFloats ? kMaxSums / 2 : kMaxSums;
+    // Scales lie elsewhere than codes: each would be waited for.
+    static constexpr size_t kGroupsAhead = 8;
+
     template <int ROWS, int BLOCKS>
     static void run(const Matrix& matrix, const Operand& x, int block, RowTile tile) {
         constexpr int kVectors = BLOCKS * kParts;
         const size_t num_words = matrix.num_inputs / 8, num_groups = matrix.num_groups();
-        const size_t words_of_group = matrix.group_size / 8, rows = tile.rows_of_chunk;
-        const size_t block_words = num_words * Codes::kVectors * kLanes;
+        const size_t words_of_group = Scales::kWords > 0 ? Scales::kWords : matrix.group_size / 8;
+        const size_t block_words = num_words * Codes::kVectors * kLanes, rows = tile.rows_of_chunk;
         const uint32_t* codes = static_cast<const uint32_t*>(matrix.weights) + block * block_words;
         const uint32_t* quads = x.quads + tile.first;
-        const Ahead ahead = tile.ahead(block, BLOCKS, num_words * Codes::kVectors);
+        const float *row_scales = x.scales + tile.first, *row_sums = x.sums + tile.first;
+        const Scales scales(matrix, Codes::kShift, size_t(block) * num_groups * kLanes);
+        const Ahead ahead = tile.ahead(block, BLOCKS, num_words * Codes::kVectors, 8 * Ahead::kLines / BLOCKS);
+        const Ahead scales_ahead = tile.ahead(block, BLOCKS, num_groups, kGroupsAhead);
+        FloatPart floats[ROWS][kVectors] = {};
         for (size_t group = 0; group < num_groups; ++group) {
             IntPart totals[ROWS][kVectors] = {};
-            const size_t end_of_group = (group + 1) * words_of_group;
-            for (size_t i = group * words_of_group; i < end_of_group; i += Codes::kMaxWords)
-                add_words<ROWS, BLOCKS>(
-                    codes, block_words, ahead, quads, rows, i,
-                    i + Codes::kMaxWords < end_of_group ? i + Codes::kMaxWords : end_of_group, totals);
-            add_group<ROWS, BLOCKS>(matrix, x, block, group, totals, tile);
+            const size_t begin = group * words_of_group, end = begin + words_of_group;
+            if constexpr (Codes::kMaxWords >= kAnyNumber)
+                add_words<ROWS, BLOCKS>(codes, block_words, ahead, quads, rows, begin, end, totals);
+            else
+                for (size_t i = begin; i < end; i += Codes::kMaxWords)
+                    add_words<ROWS, BLOCKS>(codes, block_words, ahead, quads, rows, i,
+                                            i + Codes::kMaxWords < end ? i + Codes::kMaxWords : end, totals);
+            const size_t distance = scales_ahead.of(group);
+#pragma GCC unroll 16
+            for (int v = 0; v < kVectors; ++v) {
+                const int lane = v % kParts * kPartLanes;
+                const size_t at = (v / kParts * num_groups + group) * kLanes + lane;
+                if (v % kParts == 0) scales.prefetch(at + distance);
+                const auto scale = scales.at(at);
+#pragma GCC unroll 12
+                for (int row = 0; row < ROWS; ++row) {
+                    const size_t of_row = group * rows + row;
+                    const FloatPart sum = __builtin_convertvector(totals[row][v], FloatPart);
+                    const FloatPart scaled = scale.apply(sum, all_lanes<FloatPart>(row_sums[of_row]));
+                    const FloatPart of_group = all_lanes<FloatPart>(row_scales[of_row]);
+                    if constexpr (kHoldsFloats) {
+                        floats[row][v] = fused_multiply_add(scaled, of_group, floats[row][v]);
+                    } else {
+                        float* to = tile.row(v / kParts, row) + lane;
+                        const FloatPart before = group == 0 ? FloatPart{} : load_part<FloatPart>(to);
+                        const FloatPart after = fused_multiply_add(scaled, of_group, before);
+                        std::memcpy(to, &after, sizeof after);
+                    }
+                }
+            }
         }
+        if constexpr (kHoldsFloats)
+            for (int row = 0; row < ROWS; ++row)
+                for (int v = 0; v < kVectors; ++v)
+                    std::memcpy(tile.row(v / kParts, row) + v % kParts * kPartLanes, &floats[row][v],
+                                sizeof(FloatPart));
     }
 
     template <int ROWS, int BLOCKS>
@@ -148,6 +200,7 @@ struct MultiplyCodes {
                                            IntPart (&totals)[ROWS][BLOCKS * kParts]) {
         constexpr int kVectors = BLOCKS * kParts;
         IntPart sums[ROWS][kVectors] = {};
+#pragma GCC unroll 4
         for (size_t i = begin; i < end; ++i) {
             const size_t distance = ahead.of(i * Codes::kVectors);
             WordPart low[kVectors], high[kVectors];
@@ -157,7 +210,7 @@ struct MultiplyCodes {
                 Codes::read(from + v % kParts * kPartLanes, low[v], high[v]);
                 if (v % kParts == 0)
                     for (size_t line = 0; line < Codes::kVectors; ++line)
-                        __builtin_prefetch(from + line * kLanes + distance);
+                        __builtin_prefetch(from + line * kLanes + distance, 0, 2);
             }
 #pragma GCC unroll 12
             for (int row = 0; row < ROWS; ++row) {
@@ -176,32 +229,6 @@ struct MultiplyCodes {
         for (int row = 0; row < ROWS; ++row)
 #pragma GCC unroll 16
             for (int v = 0; v < kVectors; ++v) totals[row][v] += Codes::whole(sums[row][v]);
-    }
-
-    // Scale a group's sums and add them to the tile.
-    template <int ROWS, int BLOCKS>
-    POLYBASIC_INLINE static void add_group(const Matrix& matrix, const Operand& x, int block,
-                                           size_t group,
-                                           const IntPart (&totals)[ROWS][BLOCKS * kParts],
-                                           const RowTile& tile) {
-        const size_t rows = tile.rows_of_chunk;
-#pragma GCC unroll 16
-        for (int v = 0; v < BLOCKS * kParts; ++v) {
-            const int lane = v % kParts * kPartLanes;
-            const size_t at = ((block + v / kParts) * size_t(matrix.num_groups()) + group) * kLanes + lane;
-            const Scales scales(matrix, Codes::kShift, at);
-#pragma GCC unroll 12
-            for (int row = 0; row < ROWS; ++row) {
-                const size_t of_row = group * rows + tile.first + row;
-                const FloatPart sum = __builtin_convertvector(totals[row][v], FloatPart);
-                const FloatPart scaled = scales.apply(sum, all_lanes<FloatPart>(x.sums[of_row]));
-                float* to = tile.row(v / kParts, row) + lane;
-                const FloatPart before = group == 0 ? FloatPart{} : load_part<FloatPart>(to);
-                const FloatPart after =
-                    fused_multiply_add(scaled, all_lanes<FloatPart>(x.scales[of_row]), before);
-                std::memcpy(to, &after, sizeof after);
-            }
-        }
     }
 };
 

@@ -173,8 +173,8 @@ void fill_operand(const Matrix& matrix, const Operand& operand, int num_rows, Ra
 constexpr int kTileRows = kMaxSums / kParts < 12 ? kMaxSums / kParts : 12;
 
 // Few rows need several blocks to hide latencies.
-constexpr int blocks_at_once(int rows) {
-    return 4 * rows * kParts <= kMaxSums ? 4 : 2 * rows * kParts <= kMaxSums ? 2 : 1;
+constexpr int blocks_at_once(int rows, int most_sums) {
+    return 4 * rows * kParts <= most_sums ? 4 : 2 * rows * kParts <= most_sums ? 2 : 1;
 }
 
 // Tiles [block][rows of the chunk][16] of a chunk's products, for each kind of weight.

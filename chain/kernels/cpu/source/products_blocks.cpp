@@ -6,26 +6,42 @@ namespace polybasic {
 namespace {
 
 struct HalfScales {
-    FloatPart scale, minus_zero;
+    static constexpr size_t kWords = 4;
+    const uint16_t* scales;
+    FloatPart minus_zero;
 
-    POLYBASIC_INLINE HalfScales(const Matrix& matrix, int shift, size_t at)
-        : scale(load_halves(static_cast<const uint16_t*>(matrix.scales) + at)),
+    HalfScales(const Matrix& matrix, int shift, size_t first)
+        : scales(static_cast<const uint16_t*>(matrix.scales) + first),
           minus_zero(all_lanes<FloatPart>(-float(matrix.zero + shift))) {}
 
+    POLYBASIC_INLINE void prefetch(size_t at) const { __builtin_prefetch(scales + at); }
+
+    POLYBASIC_INLINE ScaleAndZero at(size_t at) const { return {load_halves(scales + at), minus_zero}; }
+};
+
+struct HalfScaleAndOffset {
+    FloatPart scale, offset;
+
     POLYBASIC_INLINE FloatPart apply(FloatPart sum, FloatPart sum_of_bytes) const {
-        return scale * fused_multiply_add(minus_zero, sum_of_bytes, sum);
+        return fused_multiply_add(scale, sum, offset * sum_of_bytes);
     }
 };
 
 struct HalfScalesAndOffsets {
-    FloatPart scale, offset;
+    static constexpr size_t kWords = 4;
+    const uint16_t *scales, *offsets;
 
-    POLYBASIC_INLINE HalfScalesAndOffsets(const Matrix& matrix, int, size_t at)
-        : scale(load_halves(static_cast<const uint16_t*>(matrix.scales) + at)),
-          offset(load_halves(static_cast<const uint16_t*>(matrix.offsets) + at)) {}
+    HalfScalesAndOffsets(const Matrix& matrix, int, size_t first)
+        : scales(static_cast<const uint16_t*>(matrix.scales) + first),
+          offsets(static_cast<const uint16_t*>(matrix.offsets) + first) {}
 
-    POLYBASIC_INLINE FloatPart apply(FloatPart sum, FloatPart sum_of_bytes) const {
-        return fused_multiply_add(scale, sum, offset * sum_of_bytes);
+    POLYBASIC_INLINE void prefetch(size_t at) const {
+        __builtin_prefetch(scales + at);
+        __builtin_prefetch(offsets + at);
+    }
+
+    POLYBASIC_INLINE HalfScaleAndOffset at(size_t at) const {
+        return {load_halves(scales + at), load_halves(offsets + at)};
     }
 };
 

@@ -32,6 +32,8 @@ struct Sums {
 };
 
 struct MultiplyFloat32 {
+    static constexpr int kMostSums = kMaxSums;
+
     template <int ROWS, int BLOCKS>
     static void run(const Matrix& matrix, const Operand& x, int block, RowTile tile) {
         const size_t num_inputs = matrix.num_inputs;
@@ -60,6 +62,8 @@ constexpr bool kIntoSecondCache = kHasPairProducts && kParts == 1;
 
 // Pairs of inputs at a time: each word of the weights holds those of two.
 struct MultiplyBfloat16 {
+    static constexpr int kMostSums = kMaxSums;
+
     template <int ROWS, int BLOCKS>
     static void run(const Matrix& matrix, const Operand& x, int block, RowTile tile) {
         constexpr size_t kAhead = kIntoSecondCache ? 8 * Ahead::kLines / BLOCKS : Ahead::kLines;

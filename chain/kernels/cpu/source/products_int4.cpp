@@ -7,23 +7,28 @@ namespace {
 
 // Float scales, and for each group of an output the code of a weight of zero.
 struct ScalesAndZeros {
-    FloatPart scale, minus_zero;
+    static constexpr size_t kWords = 0;
+    const float* scales;
+    const uint8_t* zeros;
 
-    POLYBASIC_INLINE ScalesAndZeros(const Matrix& matrix, int, size_t at)
-        : scale(load_part<FloatPart>(static_cast<const float*>(matrix.scales) + at)) {
-        const uint8_t* zeros = static_cast<const uint8_t*>(matrix.offsets) + at;
-#if defined(POLYBASIC_AVX512)
-        const IntPart wide = (IntPart)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)zeros));
-#elif defined(POLYBASIC_AVX2)
-        const IntPart wide = (IntPart)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)zeros));
-#else
-        const IntPart wide = __builtin_convertvector(load_part<BytePart>(zeros), IntPart);
-#endif
-        minus_zero = -__builtin_convertvector(wide, FloatPart);
+    ScalesAndZeros(const Matrix& matrix, int, size_t first)
+        : scales(static_cast<const float*>(matrix.scales) + first),
+          zeros(static_cast<const uint8_t*>(matrix.offsets) + first) {}
+
+    POLYBASIC_INLINE void prefetch(size_t at) const {
+        __builtin_prefetch(scales + at);
+        __builtin_prefetch(zeros + at);
     }
 
-    POLYBASIC_INLINE FloatPart apply(FloatPart sum, FloatPart sum_of_bytes) const {
-        return scale * fused_multiply_add(minus_zero, sum_of_bytes, sum);
+    POLYBASIC_INLINE ScaleAndZero at(size_t at) const {
+#if defined(POLYBASIC_AVX512)
+        const IntPart wide = (IntPart)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)(zeros + at)));
+#elif defined(POLYBASIC_AVX2)
+        const IntPart wide = (IntPart)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)(zeros + at)));
+#else
+        const IntPart wide = __builtin_convertvector(load_part<BytePart>(zeros + at), IntPart);
+#endif
+        return {load_part<FloatPart>(scales + at), -__builtin_convertvector(wide, FloatPart)};
     }
 };
 

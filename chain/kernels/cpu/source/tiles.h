@@ -46,7 +46,7 @@ struct RowTile {
 // Multiply::run<ROWS, BLOCKS>(matrix, x, block, tile) makes the tile of BLOCKS blocks from `block` on.
 template <class Multiply, int ROWS>
 void multiply_tile(const Matrix& matrix, const Operand& x, Range blocks, RowTile tile) {
-    constexpr int kStep = blocks_at_once(ROWS);
+    constexpr int kStep = blocks_at_once(ROWS, Multiply::kMostSums);
     const size_t step_of_out = size_t(tile.rows_of_chunk) * kLanes;
     int block = blocks.first;
     for (; block + kStep <= blocks.end; block += kStep, tile.out += kStep * step_of_out)
