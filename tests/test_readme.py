@@ -64,7 +64,7 @@ def test_the_readme_is_short_and_opens_with_demo_and_test() -> None:
 
 def test_the_makefile_has_the_named_targets() -> None:
     makefile = (ROOT / "Makefile").read_text("utf-8")
-    demo = r"^demo:.*\n\t.*polybasic run recipes/smollm2-135m\.yaml$"
+    demo = r"^demo:.*\n\t.*polybasic run recipes/smollm2-135m-as-stored\.yaml "
     assert re.search(demo, makefile, re.MULTILINE)
     named = {
         name for page in PAGES.values() for name in re.findall(r"(?:`|^)make (\w+)", page, re.M)

@@ -13,8 +13,8 @@ from typing import Any
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.checkpoint import WEIGHT_SUFFIXES, weight_files
-from polybasic.chain.formats.config import ConfigFile
-from polybasic.chain.formats.files import sha256_of_file, sha256_of_object
+from polybasic.chain.formats.config import ConfigFile, read_config
+from polybasic.chain.formats.files import sha256_of_file, sha256_of_object, write_json
 from polybasic.chain.formats.head_kinds.steering import STEERED_KEY
 from polybasic.chain.formats.head_kinds.table import HEAD_KINDS
 from polybasic.chain.formats.manifest import Kind, Member, is_head
@@ -50,6 +50,21 @@ def weights_digest(folder: Path) -> str:
         UserError: the folder is missing or holds no weight file.
     """
     return sha256_of_object({path.name: sha256_of_file(path) for path in weight_files(folder)})
+
+
+def declare_trained_for(head: Path, model: Path) -> None:
+    """Let a head draft for the same weights in another form: of a GGUF file, its blocks.
+
+    Args:
+        head: folder, whose config.json is written anew.
+        model: folder of the weights.
+
+    Raises:
+        UserError: as `read_config` and `weights_digest`.
+    """
+    config = read_config(head)
+    origin = config.content[ORIGIN_KEY] | {TRAINED_FOR_KEY: weights_digest(model)}
+    write_json(config.path, config.content | {ORIGIN_KEY: origin})
 
 
 def verifier_of(member: Member, config: ConfigFile) -> Verifier:

@@ -10,6 +10,7 @@ from typing import Any
 from polybasic.chain.formats.checkpoint import resolve_head
 from polybasic.chain.formats.config import read_config
 from polybasic.chain.formats.files import write_json
+from polybasic.chain.formats.lineage import declare_trained_for
 from polybasic.chain.formats.quantization import BITS
 from polybasic.chain.processes.coordinator import broadcast_from_first
 from polybasic.quantize.limits import group_size_of
@@ -27,6 +28,7 @@ from polybasic.recipes.pipeline.sources import (
     checkpoint_of,
     head_stamp,
     model_digests,
+    packed_target_of,
     tokenizer_of,
 )
 from polybasic.recipes.schema.recipe import Recipe
@@ -78,6 +80,13 @@ def head_stage(recipe: Recipe, name: str, source: str, copy: str) -> Stage:
         return settle_dtype(workspace, name, {**ready, **training}, settings)
 
     def run(workspace: Workspace, folder: Path) -> dict[str, Any]:
+        summary = make(workspace, folder)
+        if source == "target" and recipe.target.weights == "as_stored":
+            packed = packed_target_of(workspace)
+            broadcast_from_first(lambda: declare_trained_for(folder, packed))
+        return summary
+
+    def make(workspace: Workspace, folder: Path) -> dict[str, Any]:
         given: dict[str, Any] = {}
         if learns_from_copy:
             given["intermediate"] = workspace.folder(copy)

@@ -6,9 +6,11 @@ Heavy modules are imported where they run, so that a run with nothing to do answ
 from pathlib import Path
 from typing import Any
 
-from polybasic.chain.formats.checkpoint import resolve_adapter, weight_files
+from polybasic.chain.formats.checkpoint import has_blocks, resolve_adapter, weight_files
 from polybasic.chain.formats.files import sha256_of_file
+from polybasic.chain.formats.kept import folder_stamp
 from polybasic.chain.formats.models import resolve_model
+from polybasic.chain.terminal import say
 from polybasic.recipes.pipeline.running import Stage, Workspace
 from polybasic.recipes.pipeline.small import check_small
 from polybasic.recipes.pipeline.sources import (
@@ -19,6 +21,7 @@ from polybasic.recipes.pipeline.sources import (
     checkpoint_of,
     checkpoint_stamp,
     model_digests,
+    packed_target_of,
     tokenizer_of,
 )
 
@@ -26,6 +29,8 @@ from polybasic.recipes.pipeline.sources import (
 def _target_inputs(workspace: Workspace) -> dict[str, Any]:
     target = workspace.recipe.target
     inputs = {"model": target.model, **checkpoint_stamp(target.model)}
+    if target.weights == "as_stored":
+        inputs["weights"] = folder_stamp(packed_target_of(workspace))
     if target.adapter is not None:
         inputs["adapter"] = adapter_stamp(target.adapter)
     if target.chat_template is not None:
@@ -40,6 +45,8 @@ def _run_target(workspace: Workspace, folder: Path) -> dict[str, Any]:
     checkpoint = resolve_model(recipe.target.model)
     summary: dict[str, Any] = {"model": recipe.target.model}
     weight_files(checkpoint)
+    if recipe.target.weights == "as_stored" and not has_blocks(packed_target_of(workspace)):
+        say(f"{recipe.target.model} holds other types than are multiplied as stored: converted")
     if recipe.target.adapter is not None:
         from polybasic.train.adapters import merge_adapter
 
@@ -69,6 +76,8 @@ def _identify_target(workspace: Workspace, folder: Path) -> dict[str, Any]:
         identity = model_digests(folder / MERGED_NAME)
     else:
         identity = checkpoint_stamp(target.model)
+    if target.weights == "as_stored":
+        identity["weights"] = folder_stamp(packed_target_of(workspace))
     if tokenizer.is_dir():
         files = sorted(path for path in tokenizer.iterdir() if path.is_file())
         identity["tokenizer"] = {path.name: sha256_of_file(path) for path in files}

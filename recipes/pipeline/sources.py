@@ -37,6 +37,14 @@ def checkpoint_of(workspace: Workspace, stage: str) -> Path:
     return Path(workspace.identity(stage)["folder"])
 
 
+def packed_target_of(workspace: Workspace) -> Path:
+    """The folder of the chain's target: `checkpoint_of`, or a GGUF file's blocks as they are."""
+    target = workspace.recipe.target
+    if target.weights == "as_stored":
+        return resolve_model(target.model, as_stored=True)
+    return checkpoint_of(workspace, "target")
+
+
 def tokenizer_of(workspace: Workspace) -> Path:
     """The folder of the chain's tokenizer: as the target stage prepared it, else the target's own.
 

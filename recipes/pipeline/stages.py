@@ -27,8 +27,8 @@ from polybasic.recipes.pipeline.regenerated_stage import SELF_PROMPTED_STAGE, re
 from polybasic.recipes.pipeline.running import Stage, Workspace
 from polybasic.recipes.pipeline.source_stages import SMALL_TARGET, TARGET
 from polybasic.recipes.pipeline.sources import (
-    checkpoint_of,
     head_stamp,
+    packed_target_of,
     source_digest,
     tokenizer_of,
 )
@@ -56,7 +56,8 @@ def stages_of(recipe: Recipe) -> tuple[Stage, ...]:
             stages.append(quantized_stage(recipe, "small", source="small_target"))
         if recipe.small_has_head:
             stages.append(head_stage(recipe, "small_draft", source="small_target", copy="small"))
-    stages.append(Stage("chain", model_stages(recipe), _chain_inputs, _run_chain, _identify_chain))
+    needs = ("data", *model_stages(recipe))
+    stages.append(Stage("chain", needs, _chain_inputs, _run_chain, _identify_chain))
     return (*stages, PLAN, REPORT)
 
 
@@ -126,7 +127,7 @@ def _chain_inputs(workspace: Workspace) -> dict[str, Any]:
 
 
 def _run_chain(workspace: Workspace, folder: Path) -> dict[str, Any]:
-    recipe, target = workspace.recipe, checkpoint_of(workspace, "target")
+    recipe, target = workspace.recipe, packed_target_of(workspace)
     parts = parts_of(workspace)
     manifest = package_chain(
         out=folder,

@@ -33,6 +33,11 @@ class TargetSettings(Settings):
     """The model whose distribution the chain keeps."""
 
     model: str = Field(TO_BE_GIVEN, description="a folder, a hub id[@revision] or a GGUF file")
+    weights: Literal["converted", "as_stored"] = Field(
+        "converted",
+        description="what the chain has of a GGUF file: its values in a type that every device "
+        "multiplies, or its blocks, where `polybasic generate FILE` keeps them, too",
+    )
     adapter: str | None = Field(
         None,
         min_length=1,
@@ -121,6 +126,19 @@ class Recipe(Settings):
     package: PackageSettings = Field(PackageSettings(), description="the chain folder")
     plan: PlanSettings = Field(PlanSettings(), description="tree and flush length of the chain")
     bench: BenchSettings = Field(BenchSettings(), description="the report at the end")
+
+    @model_validator(mode="after")
+    def _weights_fit(self) -> Self:
+        if self.target.weights == "as_stored":
+            for section in ("target.adapter", "quantize"):
+                of, _, key = section.rpartition(".")
+                if getattr(getattr(self, of) if of else self, key) is not None:
+                    raise UserError(
+                        f"weights as stored beside {section}",
+                        "target.weights = as_stored",
+                        f"set {section}=null, or target.weights=converted",
+                    )
+        return self
 
     @model_validator(mode="after")
     def _sections_agree(self) -> Self:

@@ -64,7 +64,7 @@ def test_a_chain_needs_neither_head_nor_copy(
     stages = stages_of(load_recipe(recipe, overrides))
     assert [stage.name for stage in stages] == ["data", "target", *made, "chain", "plan", "report"]
     chain = next(stage for stage in stages if stage.name == "chain")
-    assert set(made) - {"small_target"} <= set(chain.needs) <= {"target", *made}
+    assert set(made) - {"small_target"} <= set(chain.needs) <= {"data", "target", *made}
     # settings of what is made of nothing are kept, presets do not ask for them
     assert preset_overrides(recipe, "quick")
     shown = {stage.name for stage in stages}

@@ -31,6 +31,8 @@ from polybasic.deploy.rounds.cache import KeyValueCache
 from tests.chain.formats.gguf.test_import import replaced, written
 from tests.chain.native_models import CPU, eager
 
+pytestmark = pytest.mark.usefixtures("own_cache")
+
 UP = "blk.0.ffn_up.weight"
 ALONE = Plan(members=("target",), tree=Tree(depth=1, top_k=1, rows=2))
 

@@ -12,7 +12,6 @@ import pytest
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from polybasic.chain.caching import CACHE_VARIABLE, cache_folder
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.awq import QuantizedWeight, dequantize
 from polybasic.chain.formats.chains import resolve_chain
@@ -35,6 +34,8 @@ from tests.checkpoints import DISTINCT, write_family
 from tests.conftest import package_around
 from tests.recipes.command_line import call, refusal
 
+pytestmark = pytest.mark.usefixtures("own_cache")
+
 LLAMA3 = {
     "rope_theta": 5e5,
     "rope_type": "llama3",
@@ -50,17 +51,6 @@ READ = {
     "gemma3": CHANGES["gemma3"] | {"num_hidden_layers": 6, "layer_types": None},
 }
 """As `CHANGES`, with what the other programs do not read."""
-
-
-@pytest.fixture(autouse=True)
-def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Models go into a folder of the test's own; kernels come from where they are compiled."""
-    folder = tmp_path / "cache"
-    folder.mkdir(0o700)
-    for name in ("kernels", "product_times"):
-        (cache_folder() / name).mkdir(parents=True, exist_ok=True)
-        (folder / name).symlink_to(cache_folder() / name)
-    monkeypatch.setenv(CACHE_VARIABLE, str(folder))
 
 
 def written(folder: Path, family: str = "qwen2", **changes: Any) -> Path:
