@@ -54,7 +54,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         file, kinds = arguments.chain, ("BF16", "Q4_0")
         is_gguf = file.suffix == ".gguf"
-        files = {file.name: file} if is_gguf else write_gguf(chain, kinds, Path(folder))
+        files = {file.name: file.absolute()} if is_gguf else write_gguf(chain, kinds, Path(folder))
         for _ in progress("passes", arguments.turns):
             for rows in arguments.rows:
                 settings = PassSettings((CONTEXT,), (rows,), (), repeats, turns=1)
