@@ -71,7 +71,7 @@ demo: install
 else
 demo: install $(SMOLLM2) $(LLAMA_INSTALLED)
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/polybasic run recipes/smollm2-135m-as-stored.yaml \
-	    $$(test ! -e $(LLAMA_INSTALLED) || echo 'bench.peers=[llama.cpp]')
+	    $$(test ! -e $(LLAMA_INSTALLED) || echo 'bench.peers=[llama.cpp]' bench.peers_python=$(PEERS_BIN)/python)
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/polybasic run recipes/smollm2-135m.yaml
 	@echo "reports: runs/smollm2-135m-as-stored/chain/report/report.html (the file as it is stored)," \
 	    "runs/smollm2-135m/chain/report/report.html (in bfloat16, with two and three models)"

@@ -28,14 +28,21 @@ from polybasic.recipes.pipeline.sources import (
 
 def _target_inputs(workspace: Workspace) -> dict[str, Any]:
     target = workspace.recipe.target
-    inputs = {"model": target.model, **checkpoint_stamp(target.model)}
-    if target.weights == "as_stored":
-        inputs["weights"] = folder_stamp(packed_target_of(workspace))
+    inputs = {"model": target.model, **_target_stamp(workspace)}
     if target.adapter is not None:
         inputs["adapter"] = adapter_stamp(target.adapter)
     if target.chat_template is not None:
         inputs["chat_template"] = chat_template_of(workspace.recipe)
     return inputs
+
+
+def _target_stamp(workspace: Workspace) -> dict[str, Any]:
+    """Of the model that is learned from, and of the chain's where that is another form of it."""
+    target = workspace.recipe.target
+    stamp = checkpoint_stamp(target.model)
+    if target.weights == "as_stored":
+        stamp["weights"] = folder_stamp(packed_target_of(workspace))
+    return stamp
 
 
 def _run_target(workspace: Workspace, folder: Path) -> dict[str, Any]:
@@ -75,9 +82,7 @@ def _identify_target(workspace: Workspace, folder: Path) -> dict[str, Any]:
     if target.adapter is not None:
         identity = model_digests(folder / MERGED_NAME)
     else:
-        identity = checkpoint_stamp(target.model)
-    if target.weights == "as_stored":
-        identity["weights"] = folder_stamp(packed_target_of(workspace))
+        identity = _target_stamp(workspace)
     if tokenizer.is_dir():
         files = sorted(path for path in tokenizer.iterdir() if path.is_file())
         identity["tokenizer"] = {path.name: sha256_of_file(path) for path in files}

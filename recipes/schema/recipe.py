@@ -129,15 +129,14 @@ class Recipe(Settings):
 
     @model_validator(mode="after")
     def _weights_fit(self) -> Self:
-        if self.target.weights == "as_stored":
-            for section in ("target.adapter", "quantize"):
-                of, _, key = section.rpartition(".")
-                if getattr(getattr(self, of) if of else self, key) is not None:
-                    raise UserError(
-                        f"weights as stored beside {section}",
-                        "target.weights = as_stored",
-                        f"set {section}=null, or target.weights=converted",
-                    )
+        others = {"target.adapter": self.target.adapter, "quantize": self.quantize}
+        for key, value in others.items():
+            if self.target.weights == "as_stored" and value is not None:
+                raise UserError(
+                    f"weights as stored beside {key}",
+                    "target.weights = as_stored",
+                    f"set {key}=null, or target.weights=converted",
+                )
         return self
 
     @model_validator(mode="after")
