@@ -264,7 +264,10 @@ def test_requests_that_are_wrong_are_told_so(cluster: httpx2.Client) -> None:
 @pytest.mark.proof
 def test_a_conversation_stays_where_its_prefix_is(cluster: httpx2.Client) -> None:
     used = set()
-    for number in range(8):
+    # conversations are placed at random: of eight alone, all are at one replica once in 128 times
+    for number in range(40):
+        if number >= 8 and len(used) == 2:
+            break
         before = by_replica(cluster, "request_success_total")
         messages = [message(f"w{number} w11 w12 w13 w14 ")]
         for _ in range(3):
