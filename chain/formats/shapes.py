@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.block_types import BLOCK, typed_name
+from polybasic.chain.formats.block_types import typed_name
 from polybasic.chain.formats.checkpoint import load_tensors, weight_files
 from polybasic.chain.formats.decoder_config import DecoderConfig, HeadConfig, Shape
 from polybasic.chain.formats.files import parse_json
@@ -208,7 +208,7 @@ def _header(stored_name: str, entry: Mapping[str, Any]) -> tuple[str, TensorHead
     dtype, shape = _DTYPES.get(entry["dtype"], entry["dtype"]), tuple(map(int, entry["shape"]))
     if blocks is not None:
         num_rows, row_bytes = shape
-        dtype, shape = blocks.name, (num_rows, row_bytes // blocks.num_bytes * BLOCK)
+        dtype, shape = blocks.name, (num_rows, row_bytes // blocks.num_bytes * blocks.size)
     return name, TensorHeader(dtype, shape, end - begin)
 
 

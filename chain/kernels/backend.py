@@ -1,6 +1,7 @@
 """A backend: the layout of weights on a device, and the executor that reads it."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -49,9 +50,13 @@ class Backend(ABC):
     def int4(self, weight: QuantizedWeight, bias: Tensor | None = None) -> Linear:
         """Lay out a 4-bit weight; `bias` [O] is on the device and in the dtype."""
 
-    def blocks(self, weight: BlockWeight, bias: Tensor | None = None) -> Linear:
-        """Lay out a weight in GGML's blocks; dequantized where no kernels read them."""
-        return self.dense(weight.dequantized(self.dtype).to(self.device), bias)
+    def blocks(self, weights: Sequence[BlockWeight], bias: Tensor | None = None) -> Linear:
+        """Lay out weights of the same inputs in GGML's blocks, one after the other.
+
+        They are dequantized where no kernels read them.
+        """
+        dense = torch.cat([weight.dequantized(self.dtype) for weight in weights])
+        return self.dense(dense.to(self.device), bias)
 
     def embedding(self, weight: BlockWeight) -> Embedding:
         """Lay out an embedding in GGML's blocks; dequantized where no kernels read them."""

@@ -1,6 +1,7 @@
 """Tensors of a checkpoint, one at a time, straight to the device and dtype of their use."""
 
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.awq import CODES_PER_WORD, QuantizedWeight, group_size_of
-from polybasic.chain.formats.block_types import BLOCK, BlockType, typed_name
+from polybasic.chain.formats.block_types import BlockType, typed_name
 from polybasic.chain.formats.blocks import BlockWeight
 from polybasic.chain.formats.checkpoint import read_tensors, tensor_files
 from polybasic.chain.formats.shard import ALL, Taken
@@ -109,15 +110,28 @@ class StoredTensors:
             parts = [self._quantized(name, one) for name, one in zip(names, taken, strict=True)]
             return backend.int4(QuantizedWeight.stack(parts), bias)
         weights = [f"{name}.weight" for name in names]
-        blocks, *others = {self._blocks.get(name) for name in weights}
-        if blocks is not None and not others:
-            stored = zip(self._read(weights), taken, strict=True)
-            rows_OB = torch.cat([_rows_of_blocks(rows, blocks, one) for rows, one in stored])
-            return backend.blocks(BlockWeight.unpack(blocks, rows_OB), bias)
+        if self._keep_blocks(weights, taken[0].inputs):
+            return backend.blocks(self._in_blocks(weights, taken), bias)
         # a backend that lays weights out anew reads them where they are mapped; files whose
         # tensors are joined are not mapped any more by then
         joined = self._concatenated(self._weights(names, taken), backend.keeps_dense)
         return backend.draft(joined, bias) if drafts else backend.dense(joined, bias)
+
+    def _keep_blocks(self, names: Sequence[str], inputs: slice | None) -> bool:
+        """Whether all of them are in blocks, of which whole ones are taken."""
+        sizes = [0 if (kind := self._blocks.get(name)) is None else kind.size for name in names]
+        ends = (0, 0) if inputs is None else (inputs.start, inputs.stop)
+        return all(size and not any(end % size for end in ends) for size in sizes)
+
+    def _in_blocks(self, names: Sequence[str], taken: Sequence[Taken]) -> list[BlockWeight]:
+        """Weights in the order of their names; those of one type in a row become one."""
+        stored = zip(names, self._read(names), taken, strict=True)
+        return [
+            BlockWeight.unpack(
+                kind, torch.cat([_rows_of_blocks(rows, kind, one) for _, rows, one in group])
+            )
+            for kind, group in groupby(stored, lambda one: self._blocks[one[0]])
+        ]
 
     def _weights(self, names: Sequence[str], taken: Sequence[Taken]) -> list[Tensor]:
         weights = _outputs(self._stored([f"{name}.weight" for name in names]), taken)
@@ -204,7 +218,8 @@ def _outputs(stored: Sequence[Tensor], taken: Sequence[Taken]) -> list[Tensor]:
 def _rows_of_blocks(rows_OB: Tensor, blocks: BlockType, taken: Taken) -> Tensor:
     """What is taken of the rows of a tensor in blocks."""
     if taken.inputs is not None:
-        begin, end = (place // BLOCK * blocks.num_bytes for place in _ends(taken.inputs, BLOCK))
+        ends = _ends(taken.inputs, blocks.size)
+        begin, end = (place // blocks.size * blocks.num_bytes for place in ends)
         rows_OB = rows_OB[:, begin:end]
     return torch.cat(_outputs([rows_OB], [taken]))
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from polybasic.chain.formats.awq import QuantizedWeight
-from polybasic.chain.formats.block_types import BLOCK, BLOCK_TYPES
+from polybasic.chain.formats.block_types import BLOCK_TYPES
 from polybasic.chain.formats.blocks import BlockWeight
 from polybasic.chain.formats.decoder_config import DecoderConfig
 from polybasic.chain.kernels.executor import Executor
@@ -28,12 +28,12 @@ from polybasic.deploy.rounds.cache import KeyValueCache
 CPU = torch.device("cpu")
 CONFIG = DecoderConfig(
     vocab_size=100,
-    hidden_size=128,
-    intermediate_size=256,
+    hidden_size=256,
+    intermediate_size=512,
     num_layers=2,
     num_heads=4,
     num_kv_heads=2,
-    head_dim=32,
+    head_dim=64,
     rms_norm_eps=1e-5,
     context_tokens=1200,
     tie_word_embeddings=False,
@@ -76,19 +76,27 @@ def random_quantized(
     )
 
 
+def random_rows(generator: torch.Generator, kind: str, out_size: int, in_size: int) -> Tensor:
+    """Rows of a weight in blocks as a file has them, whose values are about 0.1: uint8 [O, B]."""
+    blocks = BLOCK_TYPES[kind]
+    shape = out_size, in_size // blocks.size, blocks.num_bytes
+    rows_ONb = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+    constants_ONb = rows_ONb[..., blocks.constants]
+    drawn = torch.rand((*shape[:2], constants_ONb.shape[2] // 2), generator=generator) + 0.5
+    # a scale for codes, and integers beside it, up to the largest; then an offset in their middle
+    middle = (1 << blocks.bits - 1) - 0.5
+    drawn *= 0.2 / middle / (64 if blocks.factor_bytes else 1)
+    if blocks.has_offsets:
+        drawn[..., 1] *= middle if blocks.factor_bytes else -middle
+    constants_ONb.copy_(drawn.half().view(torch.uint8).flatten(2))
+    return rows_ONb.flatten(1)
+
+
 def random_blocks(
     generator: torch.Generator, kind: str, out_size: int, in_size: int
 ) -> BlockWeight:
-    blocks = BLOCK_TYPES[kind]
-    lowest, end = (0, 16) if blocks.bits == 4 else (-128, 128)
-    codes = torch.randint(lowest, end, (out_size, in_size), generator=generator)
-    scales, offsets = torch.rand(2, out_size, in_size // BLOCK, generator=generator) + 0.5
-    return BlockWeight(
-        blocks,
-        codes.to(torch.uint8 if blocks.bits == 4 else torch.int8),
-        (scales * 0.3 / (end - lowest)).half(),
-        (offsets / -8).half() if blocks.has_offsets else None,
-    )
+    rows_OB = random_rows(generator, kind, out_size, in_size)
+    return BlockWeight.unpack(BLOCK_TYPES[kind], rows_OB)
 
 
 def decoder(dtype: torch.dtype, weights: str = "dense", seed: int = 0) -> Executor:
@@ -103,7 +111,7 @@ def decoder(dtype: torch.dtype, weights: str = "dense", seed: int = 0) -> Execut
         if weights == "int4":
             return backend.int4(random_quantized(generator, out_size, in_size))
         if weights != "dense":
-            return backend.blocks(random_blocks(generator, weights, out_size, in_size))
+            return backend.blocks([random_blocks(generator, weights, out_size, in_size)])
         weight = torch.randn(out_size, in_size, generator=generator) * 2 / in_size**0.5
         return backend.dense(weight.to(dtype))
 

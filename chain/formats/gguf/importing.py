@@ -44,7 +44,7 @@ from polybasic.chain.formats.origin import GGUF_KEY, ORIGIN_KEY
 from polybasic.chain.progress import tracked
 from polybasic.chain.readable import readable_bytes
 
-_VERSION = 1
+_VERSION = 2
 """Of what is made of a file; raised where the same file gives another checkpoint."""
 _CHUNK = 1 << 20
 """Values that are dequantized at a time."""
@@ -230,7 +230,7 @@ def _num_bytes(place: TensorPlace, dtype: torch.dtype | None) -> int:
 
 def _check_finite(rows_OB: np.ndarray, kind: BlockType) -> None:
     """Raise `_NotFinite` if a block's constants are no finite numbers."""
-    constants = rows_OB.reshape(-1, kind.num_bytes)[:, : 2 * (1 + kind.has_offsets)]
+    constants = rows_OB.reshape(-1, kind.num_bytes)[:, kind.constants]
     if not np.isfinite(np.ascontiguousarray(constants).view(np.float16)).all():
         raise _NotFinite
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.awq import CODES_PER_WORD, QuantizedWeight
-from polybasic.chain.formats.block_types import BLOCK, BlockType, typed_name
+from polybasic.chain.formats.block_types import GROUP, BlockType, typed_name
 from polybasic.chain.formats.blocks import BlockWeight
 from polybasic.chain.formats.config import ConfigFile
 from polybasic.chain.formats.decoder_config import DecoderConfig
@@ -116,7 +116,7 @@ def tensors_of(
             kind = Type.F32
         elif blocks is not None:
             kind = gguf.GGMLQuantizationType[blocks.name] if matrices is None else matrices
-            shape = (shape[0], shape[1] // blocks.num_bytes * BLOCK)
+            shape = (shape[0], shape[1] // blocks.num_bytes * blocks.size)
         else:
             kind = TYPES[first.dtype] if matrices is None else matrices
         found.append(
@@ -142,11 +142,11 @@ def pack_q4_1(weight: QuantizedWeight) -> Tensor:
     Codes are kept, and so are scales in float16. The least value is the rounded product of scale
     and zero: weights move by at most 15 / 2048 of a step.
     """
-    blocks = weight.codes.unflatten(1, (-1, 2, BLOCK // 2))
+    blocks = weight.codes.unflatten(1, (-1, 2, GROUP // 2))
     nibbles_OBn = blocks[:, :, 0] | blocks[:, :, 1] << 4
     scales = weight.scales.float()
     constants_OG2 = torch.stack([scales, -scales * weight.zeros.float()], dim=2).half()
-    constants_OB2 = constants_OG2.repeat_interleave(weight.group_size // BLOCK, dim=1)
+    constants_OB2 = constants_OG2.repeat_interleave(weight.group_size // GROUP, dim=1)
     return torch.cat([constants_OB2.contiguous().view(torch.uint8), nibbles_OBn], dim=2).flatten(1)
 
 

@@ -81,4 +81,8 @@ def _file_type(tensors: Sequence[GGUFTensor]) -> gguf.LlamaFileType:
     for tensor in tensors:
         num_bytes[tensor.type] += tensor.num_bytes
     most = max(num_bytes, key=lambda kind: num_bytes[kind])
-    return gguf.LlamaFileType["ALL_F32" if most is Type.F32 else f"MOSTLY_{most.name}"]
+    if most is Type.F32:
+        return gguf.LlamaFileType.ALL_F32
+    # of those with two levels it has several words for one type; M is said of mixtures
+    name = f"MOSTLY_{most.name}"
+    return gguf.LlamaFileType[name if name in gguf.LlamaFileType.__members__ else f"{name}_M"]

@@ -201,11 +201,11 @@ class CpuBackend(Backend):
     def int4(self, weight: QuantizedWeight, bias: Tensor | None = None) -> NativeLinear:
         return matrices.int4(self.kernels, weight, bias)
 
-    def blocks(self, weight: BlockWeight, bias: Tensor | None = None) -> NativeLinear:
-        return matrices.blocks(self.kernels, weight, bias)
+    def blocks(self, weights: Sequence[BlockWeight], bias: Tensor | None = None) -> NativeLinear:
+        return matrices.blocks(self.kernels, weights, bias)
 
     def embedding(self, weight: BlockWeight) -> NativeEmbedding:
-        return NativeEmbedding(self.blocks(weight), weight, self.dtype)
+        return NativeEmbedding(self.blocks([weight]), weight, self.dtype)
 
     def executor(self, weights: ModelWeights) -> Executor:
         # a native pass does not stop for sums over processes; its products are called one by one

@@ -4,20 +4,21 @@ import gguf
 import pytest
 import torch
 
-from polybasic.chain.formats.block_types import BLOCK, BLOCK_TYPES, typed_name
+from polybasic.chain.formats.block_types import BLOCK_TYPES, typed_name
 from polybasic.chain.formats.blocks import BlockWeight
+from tests.chain.native_models import random_rows
 
 
 @pytest.mark.parametrize("name", BLOCK_TYPES)
 def test_rows_are_dequantized_as_the_library_does_it(name: str) -> None:
     kind, theirs = BLOCK_TYPES[name], gguf.GGMLQuantizationType[name]
-    assert (BLOCK, kind.num_bytes) == gguf.GGML_QUANT_SIZES[theirs]
-    drawn = torch.randn(24, 96, generator=torch.Generator().manual_seed(0)) / 50
-    drawn[3, 32:64] = 0
-    rows = torch.from_numpy(gguf.quants.quantize(drawn.numpy(), theirs))
+    assert (kind.size, kind.num_bytes) == gguf.GGML_QUANT_SIZES[theirs]
+    rows = random_rows(torch.Generator().manual_seed(0), name, 24, 768)
+    rows[3, : kind.num_bytes] = 0
     weight = BlockWeight.unpack(kind, rows)
-    assert weight.codes.shape == drawn.shape
+    assert weight.codes.shape == (24, 768)
     expected = torch.from_numpy(gguf.quants.dequantize(rows.numpy(), theirs))
+    assert 0.02 < float(expected.std()) < 0.5
     assert torch.equal(weight.dequantized(), expected)
     assert torch.equal(weight.dequantized(torch.bfloat16), expected.bfloat16())
 

@@ -81,7 +81,7 @@ def test_a_target_keeps_its_blocks_and_a_head_is_trained_for_it(tmp_path: Path, 
 def test_a_file_that_is_not_multiplied_as_stored_is_said_to_be_converted(
     tmp_path: Path, capsys
 ) -> None:
-    chain = packed(tmp_path, "Q5_0", "train.kind=none")
+    chain = packed(tmp_path, "BF16", "train.kind=none")
     assert "holds other types than are multiplied as stored: converted" in capsys.readouterr().err
     assert read_manifest(chain).member("target").dtype == "bfloat16"
 

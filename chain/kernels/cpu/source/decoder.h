@@ -129,10 +129,11 @@ struct Workspace {
             rows * widest,
             rows * (widest / kLanes + 1),
             rows * (widest / kLanes + 1),
+            rows * (widest / kLanes + 1),
         };
         float** places[] = {&residual,  &features,  &added,     &queries,
                             &attended,  &activated, &attention, &operand.floats,
-                            &operand.scales, &operand.sums};
+                            &operand.scales, &operand.sums, &operand.half_sums};
         size_t num_floats = 0;
         for (size_t size : sizes) num_floats += (size + kLanes - 1) / kLanes * kLanes;
         memory.reset(static_cast<float*>(std::aligned_alloc(64, num_floats * sizeof(float))));
@@ -233,6 +234,7 @@ private:
         operand_.quads += first;
         operand_.scales += first / kLanes;
         operand_.sums += first / kLanes;
+        operand_.half_sums += first / kLanes;
         fill_operand(matrix, operand_, num_rows,
                      is_own ? Range{0, width}
                             : share(width, self_.number, self_.num_threads, matrix.step()),

@@ -33,8 +33,8 @@ inline void use_huge_pages(const Model& model) {
         matrices.insert(matrices.end(), {&layer.qkv, &layer.out, &layer.gate_up, &layer.down});
     }
     for (const Matrix* matrix : matrices)
-        if (matrix->weights != nullptr && !use_huge_pages(matrix->weights, matrix->weight_bytes()))
-            return;
+        for (; matrix != nullptr && matrix->weights != nullptr; matrix = matrix->rest)
+            if (!use_huge_pages(matrix->weights, matrix->weight_bytes())) return;
 }
 
 }  // namespace polybasic

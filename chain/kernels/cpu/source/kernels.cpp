@@ -16,7 +16,7 @@ using namespace polybasic;
 extern "C" {
 
 // To be raised with every change of a structure or signature below.
-int polybasic_version() { return 6; }
+int polybasic_version() { return 7; }
 
 void polybasic_use_openmp(void* parallel, void* thread_number, void* num_threads) {
     open_mp().parallel =
@@ -49,7 +49,7 @@ void polybasic_drafts(const Model* model, const DraftShape* shapes, int num, voi
         run_drafts<float>(*model, shapes, num, workspace, num_threads);
 }
 
-// `memory`: R * I * 9 / 8 + 32 floats.
+// `memory`: R * I * 19 / 16 + 48 floats.
 void polybasic_product(const Matrix* matrix, int element, const void* rows, void* out, int num_rows,
                        float* memory, int num_threads) {
     if (element == kBfloat16)

@@ -1,4 +1,4 @@
-// Products of a few rows with a matrix: float32 and bfloat16 weights, and codes of four or eight bits.
+// Products of a few rows with a matrix: float32 and bfloat16 weights, and codes of four to eight bits.
 //
 // Outputs come in blocks of sixteen, one lane each, so that every sum runs over the inputs in the
 // same order, however many rows are multiplied at a time (batch-invariant).
@@ -8,56 +8,94 @@
 
 namespace polybasic {
 
-// Codes of AutoAWQ's 4-bit format, and of GGML's types with blocks of 32 inputs.
-enum Format : int32_t { kFloat32 = 0, kBfloat16 = 1, kInt4 = 2, kBlocks4 = 3, kBlocks8 = 4 };
+// Codes of AutoAWQ's 4-bit format, and of GGML's types by the bits of a code.
+enum Format : int32_t {
+    kFloat32 = 0,
+    kBfloat16 = 1,
+    kInt4 = 2,
+    kBlocks4 = 3,
+    kBlocks5 = 4,
+    kBlocks6 = 5,
+    kBlocks8 = 6,
+};
+
+constexpr int kGroup = 32;      // inputs of a group of kBlocks
+constexpr int kNested = 256;    // inputs of a block whose scales have two levels
 
 // Weights of a linear, laid out by polybasic.chain.kernels.cpu.matrices. B blocks of 16 outputs, the last
 // one padded with zeros; I inputs; G groups of inputs.
+//
+// Codes of four bits: [B][I / 8][16][4] bytes, inputs 8 i + j in the low and 8 i + 4 + j in the high half of
+// byte j. Those of eight, signed: [B][I / 4][16][4]. Of five and six bits each group of 32 inputs has its
+// lowest four as [4][16][4], then the bits above these: of five [16][4], that of input 4 k + j as bit k of
+// byte j; of six [2][16][4], those of input 16 h + 4 k + j as bits 2 k and 2 k + 1 of byte j of [h].
 struct Matrix {
     int32_t format;
-    int32_t num_outputs;
+    int32_t num_outputs;    // those of `rest` included
     int32_t num_inputs;
-    int32_t group_size;     // of codes: inputs that share a scale, a multiple of 8
-    int32_t zero;           // of kBlocks4 without offsets: the code of a weight of zero
-    const void* weights;    // float [B][I][16]; bfloat16 [B][I / 2][16][2];
-                            // four bits [B][I / 8][16][4], inputs 8 i + j in the low and 8 i + 4 + j in
-                            // the high half of byte j; eight bits, signed [B][I / 4][16][4]
-    const void* scales;     // [B][G][16]: float of kInt4, else float16
-    const void* offsets;    // [B][G][16]: of kInt4 bytes, the codes of weights of zero; of kBlocks4
-                            // float16, added to the weights, or null
+    int32_t group_size;     // of codes: inputs of a row that share a scale, a multiple of 8
+    int32_t zero;           // of kBlocks without offsets: the code of a weight of zero
+    const void* weights;    // float [B][I][16]; bfloat16 [B][I / 2][16][2]; codes
+    const void* scales;     // float16 [B][I / 256][16] if there are factors; else [B][G][16]: float of
+                            // kInt4, float16 of kBlocks
+    const void* offsets;    // as the scales, added to the weights, or null; of kInt4 bytes, the codes of
+                            // weights of zero
+    const int8_t* factors;  // [B][G][2][16] of nested types, else null: what a group's scale, and its offset,
+                            // is multiplied by; without offsets, what its halves' scales are
     const float* bias;      // [B][16] or null
+    const Matrix* rest;     // further outputs in other codes of kBlocks, or null; those before are full blocks
 
+    int own_outputs() const { return num_outputs - (rest == nullptr ? 0 : rest->num_outputs); }
+    int own_blocks() const { return (own_outputs() + kLanes - 1) / kLanes; }
     int num_blocks() const { return (num_outputs + kLanes - 1) / kLanes; }
     bool has_codes() const { return format >= kInt4; }
     int num_groups() const { return num_inputs / group_size; }
     // Inputs of a row that are prepared together.
     int step() const { return has_codes() ? group_size : kLanes; }
+    // Without those of the rest.
     size_t weight_bytes() const {
-        constexpr size_t kBits[] = {32, 16, 4, 4, 8};
-        return size_t(num_blocks()) * kLanes * num_inputs * kBits[format] / 8;
+        constexpr size_t kBits[] = {32, 16, 4, 4, 5, 6, 8};
+        return size_t(own_blocks()) * kLanes * num_inputs * kBits[format] / 8;
     }
 };
 
+// A group's codes of one output, less the code of a weight of zero. `from`: its first four bytes.
+inline void read_codes(const Matrix& matrix, const uint8_t* from, int8_t (&codes)[kGroup]) {
+    const auto byte_of = [=](int line, int byte) { return from[size_t(line) * kLanes * 4 + byte]; };
+    for (int i = 0; i < kGroup; ++i) {
+        const int byte = i % 4, k = i / 4;
+        if (matrix.format == kBlocks8) {
+            codes[i] = int8_t(byte_of(k, byte));
+            continue;
+        }
+        int code = byte_of(k / 2, byte) >> (k % 2 * 4) & 15;
+        if (matrix.format == kBlocks5) code |= (byte_of(4, byte) >> k & 1) << 4;
+        if (matrix.format == kBlocks6) code |= (byte_of(4 + k / 4, byte) >> (k % 4 * 2) & 3) << 4;
+        codes[i] = int8_t(code - matrix.zero);
+    }
+}
+
 // Sixteen weights of one output of a matrix in blocks, from a multiple of sixteen on.
 inline Floats decoded(const Matrix& matrix, int64_t output, int first) {
-    const size_t block = output / kLanes, lane = output % kLanes, num_inputs = matrix.num_inputs;
-    const size_t group = (block * matrix.num_groups() + first / matrix.group_size) * kLanes + lane;
-    const bool is_byte = matrix.format == kBlocks8;
-    const uint8_t* words = static_cast<const uint8_t*>(matrix.weights) +
-                           (block * num_inputs / (is_byte ? 4 : 8) * kLanes + lane) * 4;
-    float codes[kLanes];
-    for (int i = 0; i < kLanes; ++i) {
-        const int input = first + i;
-        if (is_byte)
-            codes[i] = int8_t(words[size_t(input / 4) * kLanes * 4 + input % 4]);
-        else
-            codes[i] = words[size_t(input / 8) * kLanes * 4 + input % 4] >> (input / 4 % 2 * 4) & 15;
-    }
-    const auto constant = [group](const void* of) {
-        return of == nullptr ? 0.0f : widen(Half{static_cast<const uint16_t*>(of)[group]});
+    const size_t block = output / kLanes, lane = output % kLanes, num_groups = matrix.num_groups();
+    const size_t group = block * num_groups + first / kGroup;
+    const size_t group_bytes = matrix.weight_bytes() / (matrix.own_blocks() * num_groups);
+    int8_t codes[kGroup];
+    read_codes(matrix, static_cast<const uint8_t*>(matrix.weights) + group * group_bytes + lane * 4, codes);
+    const bool is_nested = matrix.factors != nullptr;
+    const size_t at = (is_nested ? group / (kNested / kGroup) : group) * kLanes + lane;
+    const auto constant = [at](const void* of) {
+        return of == nullptr ? 0.0f : widen(Half{static_cast<const uint16_t*>(of)[at]});
     };
-    const Floats scaled = (load(codes) - float(matrix.zero)) * constant(matrix.scales);
-    return scaled + constant(matrix.offsets);
+    float scale = constant(matrix.scales), offset = constant(matrix.offsets);
+    if (is_nested) {
+        const int8_t* factors = matrix.factors + group * 2 * kLanes + lane;
+        scale *= matrix.offsets == nullptr ? factors[first % kGroup / kLanes * kLanes] : factors[0];
+        offset *= factors[kLanes];
+    }
+    float values[kLanes];
+    for (int i = 0; i < kLanes; ++i) values[i] = codes[first % kGroup + i] * scale;
+    return load(values) + offset;
 }
 
 constexpr int kRowsAtOnce = 24;
@@ -78,6 +116,7 @@ struct Operand {
     uint32_t* quads;    // four signed bytes each: [I / 4][rows]
     float* scales;      // [I / group size][rows]
     float* sums;        // the same: sums of the bytes of a group
+    float* half_sums;   // [I / 16][rows]: of kBlocks, those of each half of a group
 };
 
 struct Range {
@@ -118,9 +157,11 @@ inline void place_quads(uint32_t* to, int rows, Ints values) {
 // The nearest integers of values between -2^22 and 2^22: adding 1.5 * 2^23 rounds to one.
 inline Ints nearest(Floats values) { return same_bits<Ints>(values + 12582912.0f) - 0x4b400000; }
 
-// Round a group of inputs of one row to bytes; `read(i)` gives its values i..i + 16.
+// Round a group of inputs of one row to bytes; `read(i)` gives its values i..i + 16. The sums of all bytes
+// and, unless null, of each sixteen.
 template <class Read>
-void place_group(uint32_t* to, float* scale, float* sum_of_bytes, int size, int rows, Read read) {
+void place_group(uint32_t* to, float* scale, float* sum_of_bytes, float* half_sums, int size, int rows,
+                 Read read) {
     Floats greatest{};
     for (int i = 0; i < size; i += kLanes) {
         const Floats values = read(i);
@@ -132,6 +173,7 @@ void place_group(uint32_t* to, float* scale, float* sum_of_bytes, int size, int 
     for (int i = 0; i < size; i += kLanes) {
         const Ints values = nearest(read(i) * factor);
         total = total + values;
+        if (half_sums != nullptr) half_sums[size_t(i / kLanes) * rows] = sum(to_floats(values));
         place_quads(to + size_t(i / 4) * rows, rows, values);
     }
     *scale = limit / 127.0f;
@@ -161,8 +203,11 @@ void fill_operand(const Matrix& matrix, const Operand& operand, int num_rows, Ra
                 } else {
                     const size_t at = size_t(first) * matrix.num_groups() +
                                       size_t(column / step) * rows + row;
+                    float* half_sums = operand.half_sums + offset / kLanes +
+                                       size_t(column / kLanes) * rows + row;
                     place_group(operand.quads + offset / 4 + size_t(column / 4) * rows + row,
-                                operand.scales + at, operand.sums + at, step, rows,
+                                operand.scales + at, operand.sums + at,
+                                matrix.format == kInt4 ? nullptr : half_sums, step, rows,
                                 [&](int i) { return read(first + row, column + i); });
                 }
             }
@@ -181,27 +226,39 @@ constexpr int blocks_at_once(int rows, int most_sums) {
 void multiply_float32(const Matrix& matrix, const Operand& x, int rows, Range blocks, float* tile);
 void multiply_bfloat16(const Matrix& matrix, const Operand& x, int rows, Range blocks, float* tile);
 void multiply_int4(const Matrix& matrix, const Operand& x, int rows, Range blocks, float* tile);
-void multiply_blocks(const Matrix& matrix, const Operand& x, int rows, Range blocks, float* tile);
+void multiply_blocks4(const Matrix& matrix, const Operand& x, int rows, Range blocks, float* tile);
+void multiply_blocks5(const Matrix& matrix, const Operand& x, int rows, Range blocks, float* tile);
+void multiply_blocks6(const Matrix& matrix, const Operand& x, int rows, Range blocks, float* tile);
+void multiply_blocks8(const Matrix& matrix, const Operand& x, int rows, Range blocks, float* tile);
+
+using MultiplyTiles = void(const Matrix&, const Operand&, int, Range, float*);
+constexpr MultiplyTiles* kMultiply[] = {multiply_float32, multiply_bfloat16, multiply_int4,   multiply_blocks4,
+                                        multiply_blocks5, multiply_blocks6,  multiply_blocks8};
 
 // The product of one chunk of rows with some blocks, bias included: a tile [block][row][16].
 inline void multiply_chunk(const Matrix& matrix, const Operand& operand, const Chunks& chunks, int chunk,
                            Range blocks, float* tile) {
     const int rows = chunks.size(chunk);
+    if (const int own = matrix.own_blocks(); blocks.end > own) {
+        const int first = blocks.first > own ? blocks.first - own : 0;
+        const size_t before = blocks.first < own ? own - blocks.first : 0;
+        multiply_chunk(*matrix.rest, operand, chunks, chunk, {first, blocks.end - own},
+                       tile + before * rows * kLanes);
+        blocks.end = own;
+        if (before == 0) return;
+    }
     const size_t offset = size_t(chunks.first(chunk)) * matrix.num_inputs;
     Operand x = operand;
-    if (matrix.format == kFloat32) {
-        x.floats += offset;
-        multiply_float32(matrix, x, rows, blocks, tile);
-    } else if (matrix.format == kBfloat16) {
+    if (matrix.has_codes()) {
+        x.quads += offset / 4;
+        x.scales += offset / matrix.group_size;
+        x.sums += offset / matrix.group_size;
+        x.half_sums += offset / kLanes;
+    } else {
         x.floats += offset;
         x.pairs += offset / 2;
-        multiply_bfloat16(matrix, x, rows, blocks, tile);
-    } else {
-        x.quads += offset / 4;
-        x.scales += size_t(chunks.first(chunk)) * matrix.num_groups();
-        x.sums += size_t(chunks.first(chunk)) * matrix.num_groups();
-        (matrix.format == kInt4 ? multiply_int4 : multiply_blocks)(matrix, x, rows, blocks, tile);
     }
+    kMultiply[matrix.format](matrix, x, rows, blocks, tile);
     if (matrix.bias == nullptr) return;
     for (int block = blocks.first; block < blocks.end; ++block)
         for (int row = 0; row < rows; ++row) {

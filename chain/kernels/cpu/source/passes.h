@@ -54,6 +54,7 @@ void run_product(const Matrix& matrix, const void* rows, void* out, int num_rows
     operand.pairs = operand.quads = reinterpret_cast<uint32_t*>(memory);
     operand.scales = memory + size;
     operand.sums = operand.scales + size / kLanes + kLanes;
+    operand.half_sums = operand.sums + size / kLanes + kLanes;
     Team::run(num_threads, [&](Thread self) {
         fill_operand(matrix, operand, num_rows,
                      share(matrix.num_inputs, self.number, self.num_threads, matrix.step()),

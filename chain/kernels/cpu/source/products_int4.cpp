@@ -7,28 +7,28 @@ namespace {
 
 // Float scales, and for each group of an output the code of a weight of zero.
 struct ScalesAndZeros {
-    static constexpr size_t kWords = 0;
+    static constexpr size_t kUnits = 0;
+    static constexpr bool kHasFactors = false;
     const float* scales;
-    const uint8_t* zeros;
+    const int8_t* zeros;
+    size_t num_groups;
 
-    ScalesAndZeros(const Matrix& matrix, int, size_t first)
-        : scales(static_cast<const float*>(matrix.scales) + first),
-          zeros(static_cast<const uint8_t*>(matrix.offsets) + first) {}
+    ScalesAndZeros(const Matrix& matrix, int, int block) : num_groups(matrix.num_groups()) {
+        const size_t first = block * num_groups * kLanes;
+        scales = static_cast<const float*>(matrix.scales) + first;
+        zeros = static_cast<const int8_t*>(matrix.offsets) + first;
+    }
 
-    POLYBASIC_INLINE void prefetch(size_t at) const {
+    POLYBASIC_INLINE void prefetch(int block, size_t group, size_t distance) const {
+        const size_t at = (block * num_groups + group) * kLanes + distance;
         __builtin_prefetch(scales + at);
         __builtin_prefetch(zeros + at);
     }
 
-    POLYBASIC_INLINE ScaleAndZero at(size_t at) const {
-#if defined(POLYBASIC_AVX512)
-        const IntPart wide = (IntPart)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)(zeros + at)));
-#elif defined(POLYBASIC_AVX2)
-        const IntPart wide = (IntPart)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)(zeros + at)));
-#else
-        const IntPart wide = __builtin_convertvector(load_part<BytePart>(zeros + at), IntPart);
-#endif
-        return {load_part<FloatPart>(scales + at), -__builtin_convertvector(wide, FloatPart)};
+    POLYBASIC_INLINE ScaleAndZero at(int block, size_t group, int lane) const {
+        const size_t at = (block * num_groups + group) * kLanes + lane;
+        return {load_part<FloatPart>(scales + at),
+                -__builtin_convertvector(load_bytes(zeros + at), FloatPart)};
     }
 };
 

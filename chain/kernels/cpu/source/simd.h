@@ -255,6 +255,17 @@ POLYBASIC_INLINE FloatPart load_halves(const uint16_t* from) {
 #endif
 }
 
+// A part's signed bytes as integers.
+POLYBASIC_INLINE IntPart load_bytes(const int8_t* from) {
+#if defined(POLYBASIC_AVX512)
+    return (IntPart)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from));
+#elif defined(POLYBASIC_AVX2)
+    return (IntPart)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from));
+#else
+    return __builtin_convertvector(load_part<BytePart>(from), IntPart);
+#endif
+}
+
 // Sixteen bfloat16 numbers as floats.
 POLYBASIC_INLINE Floats load(const Bfloat16* from) {
     return each_part<FloatPart>(POLYBASIC_EACH {

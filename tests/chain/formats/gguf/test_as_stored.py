@@ -1,5 +1,6 @@
 """GGUF files whose blocks are kept: the same bytes, the same text, and what cannot be kept."""
 
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.block_types import BLOCK_TYPES, typed_name
+from polybasic.chain.formats.block_types import BLOCK_TYPES, GROUP, NESTED, typed_name
 from polybasic.chain.formats.checkpoint import has_blocks, load_tensors, read_tensors
 from polybasic.chain.formats.config import read_config
 from polybasic.chain.formats.gguf.export import export_gguf
@@ -20,6 +21,7 @@ from polybasic.chain.formats.gguf.writing import write_gguf
 from polybasic.chain.formats.plan import Plan, Tree
 from polybasic.chain.formats.shapes import check_shapes, num_parameters, tensor_headers
 from polybasic.chain.kernels.cpu.executor import CpuExecutor
+from polybasic.chain.kernels.product_times import evaluation_dtype, name_of
 from polybasic.chain.kernels.rows import consecutive_rows
 from polybasic.chain.model.loading import load_decoder, serving_dtype
 from polybasic.chain.model.reference import load_reference_model
@@ -29,18 +31,39 @@ from polybasic.deploy.load import layout_of, load_chain
 from polybasic.deploy.memory import state_memory
 from polybasic.deploy.rounds.cache import KeyValueCache
 from tests.chain.formats.gguf.test_import import replaced, written
-from tests.chain.native_models import CPU, eager
+from tests.chain.native_models import CPU, eager, random_rows
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
+DOWN = "blk.1.ffn_down.weight"
 UP = "blk.0.ffn_up.weight"
+WIDE = {"hidden_size": NESTED, "intermediate_size": 2 * NESTED}
 ALONE = Plan(members=("target",), tree=Tree(depth=1, top_k=1, rows=2))
 
 
 def stored(folder: Path, kind: str, family: str = "llama2", **changes: Any) -> tuple[Path, Path]:
     """A file of a random checkpoint with matrices in such blocks, and what was made of it."""
-    file = written(folder, family, dtype=torch.float32, matrices=kind, **changes)
+    file = in_blocks(folder, kind, family, **changes)
     return file, imported(file, as_stored=True)
+
+
+def in_blocks(folder: Path, kind: str, family: str = "llama2", **changes: Any) -> Path:
+    """A file with matrices in such blocks, which are random where the library writes none."""
+    if BLOCK_TYPES[kind].size == GROUP:
+        return written(folder, family, dtype=torch.float32, matrices=kind, **changes)
+    file = written(folder, family, dtype=torch.float32, **(WIDE | changes))
+    rewrite(file, lambda name: kind)
+    return file
+
+
+def rewrite(file: Path, kind_of: Callable[[str], str]) -> None:
+    """Put each matrix of a file into random blocks of the type that its name gets."""
+    generator = torch.Generator().manual_seed(0)
+    for one in gguf.GGUFReader(file).tensors:
+        if len(one.shape) == 2:
+            kind, (in_size, out_size) = kind_of(one.name), map(int, one.shape)
+            rows = random_rows(generator, kind, out_size, in_size)
+            replaced(file, one.name, rows.numpy(), Type[kind])
 
 
 @pytest.mark.parametrize("kind", BLOCK_TYPES)
@@ -97,7 +120,7 @@ def test_logits_are_those_of_the_dequantized_model(
     states = loaded.forward(ids, [cache.layers], [consecutive_rows(0, 40)])
     found, expected = loaded.logits(states), model(ids[None]).logits[0]
     off = float((found - expected).norm() / expected.norm())
-    assert off < (0.05 if kernels == "native" else 1e-5)
+    assert off < (0.06 if kernels == "native" else 1e-5)
     assert (off > 1e-4) == (kernels == "native")
 
 
@@ -116,6 +139,7 @@ def test_a_file_gives_the_text_of_the_model_alone(
         assert answer.token_ids == alone.generate(prompt, **asked).token_ids
 
 
+@pytest.mark.processor
 def test_llama_cpp_is_measured_on_the_same_blocks(tmp_path: Path) -> None:
     file, _ = stored(tmp_path / "model", "Q4_1", "qwen2")
     chain = load_chain(file)
@@ -134,19 +158,46 @@ def test_llama_cpp_is_measured_on_the_same_blocks(tmp_path: Path) -> None:
         systems._openvino_modes(chain, Path("python"), tmp_path)
     assert weight_type(load_chain(file, dtype="bfloat16", device="cpu")) == "Q4_1"
     with eager():
-        assert weight_type(load_chain(file)) == "bfloat16"
+        assert weight_type(load_chain(file)) == name_of(evaluation_dtype(torch.bfloat16, CPU))
 
 
+@pytest.mark.processor
 def test_without_kernels_for_blocks_a_file_runs_as_before(tmp_path: Path) -> None:
     _, folder = stored(tmp_path / "model", "Q4_1")
     config = read_config(folder)
     assert config.dtype == "bfloat16"
     assert serving_dtype(config, CPU) == torch.float32
     with eager():
-        assert serving_dtype(config, torch.device("meta")) == torch.bfloat16
+        assert serving_dtype(config, CPU) == evaluation_dtype(torch.bfloat16, CPU)
 
 
-@pytest.mark.parametrize("kind", ["Q5_0", "Q4_K"])
+@torch.inference_mode()
+def test_a_file_has_several_types(tmp_path: Path) -> None:
+    """As those do that llama.cpp calls Q4_K_M: within a product, too."""
+    kinds = {"attn_v": "Q6_K", "ffn_down": "Q6_K", "ffn_gate": "Q8_0", "token_embd": "Q5_0"}
+    file = written(tmp_path / "model", "qwen2", dtype=torch.float32, **WIDE)
+    rewrite(file, lambda name: kinds.get(name.split(".")[-2], "Q4_K"))
+    folder = imported(file, as_stored=True)
+    headers = tensor_headers(folder)
+    assert headers["model.layers.0.self_attn.v_proj.weight"].dtype == "Q6_K"
+    config, ids = read_config(folder), torch.arange(40)
+    loaded, found = load_decoder(config, torch.float32, CPU, 64), []
+    with eager():
+        dequantized = load_decoder(config, torch.float32, CPU, 64)
+    for model in (loaded, dequantized):
+        cache = KeyValueCache(config.decoder, config.decoder.num_layers, 64, torch.float32, CPU)
+        states = model.forward(ids, [cache.layers], [consecutive_rows(0, 40)])
+        found.append(model.logits(states))
+    assert 1e-4 < float((found[0] - found[1]).norm() / found[1].norm()) < 0.05
+    chain = load_chain(file)
+    assert chain.manifest.members[0].dtype == weight_type(chain) == "Q4_K"
+    write_gguf(folder, tmp_path / "again.gguf")
+    theirs, ours = (gguf.GGUFReader(path).tensors for path in (file, tmp_path / "again.gguf"))
+    types = {one.name: one.tensor_type for one in theirs}
+    assert {one.name: one.tensor_type for one in ours} == types
+
+
+@pytest.mark.parametrize("kind", ["IQ4_NL", "Q3_K"])
 def test_a_file_with_other_blocks_is_dequantized(kind: str, tmp_path: Path) -> None:
     file = written(tmp_path / "model", "qwen2", dtype=torch.float32, matrices="Q8_0")
     block, size = gguf.GGML_QUANT_SIZES[Type[kind]]
@@ -157,10 +208,13 @@ def test_a_file_with_other_blocks_is_dequantized(kind: str, tmp_path: Path) -> N
     assert {header.dtype for header in tensor_headers(folder).values()} == {"bfloat16"}
 
 
-def test_constants_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
-    file = written(tmp_path / "model", "qwen2", dtype=torch.float32, matrices="Q8_0")
-    data = np.full((128, 256 // 32 * 34), 0xFF, np.uint8)
-    replaced(file, "blk.1.ffn_down.weight", data, Type.Q8_0)
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_K", "Q6_K"])
+def test_constants_that_are_no_numbers_are_refused(kind: str, tmp_path: Path) -> None:
+    file, blocks = in_blocks(tmp_path / "model", kind, "qwen2"), BLOCK_TYPES[kind]
+    (tensor,) = (one for one in gguf.GGUFReader(file).tensors if one.name == DOWN)
+    data = np.array(tensor.data)
+    data.reshape(-1, blocks.num_bytes)[-1, blocks.constants] = 0xFF
+    replaced(file, DOWN, data, Type[kind])
     with pytest.raises(UserError, match=r"tensor model\.layers\.1\.mlp\.down_proj\.weight holds"):
         imported(file, as_stored=True)
 

@@ -31,8 +31,8 @@ void polybasic_noise(const int64_t* key, const int64_t* positions, int num_posit
 
 namespace {
 
-constexpr int kVocabulary = 100, kHidden = 128, kInner = 256, kHeads = 4, kKeyHeads = 2, kHead = 32;
-constexpr int kNumLayers = 2, kCapacity = 96, kGroup = 128;
+constexpr int kVocabulary = 100, kHidden = 256, kInner = 512, kHeads = 4, kKeyHeads = 2, kHead = 64;
+constexpr int kNumLayers = 2, kCapacity = 96, kInt4Group = 128;
 constexpr int kPrompt = 37;
 
 // In place of an OpenMP runtime.
@@ -91,8 +91,16 @@ std::vector<float> numbers(Random& random, size_t size, float scale) {
     return values;
 }
 
+struct Case {
+    const char* name;
+    int element, format;
+    bool is_nested = false;
+};
+
 // Any bytes are codes in the layout that kernels read.
-Matrix matrix_of(Random& random, int format, int num_outputs, int num_inputs) {
+Matrix matrix_of(Random& random, const Case& one, int num_outputs, int num_inputs) {
+    const int format = one.format;
+    const bool is_nested = one.is_nested;
     Matrix matrix{};
     matrix.format = format;
     matrix.num_outputs = num_outputs;
@@ -100,7 +108,7 @@ Matrix matrix_of(Random& random, int format, int num_outputs, int num_inputs) {
     const size_t blocks = matrix.num_blocks();
     const size_t size = blocks * kLanes * num_inputs;
     if (format == kInt4) {
-        matrix.group_size = kGroup;
+        matrix.group_size = kInt4Group;
         uint8_t* codes = allocate<uint8_t>(size / 2);
         for (size_t i = 0; i < size / 2; ++i) codes[i] = uint8_t(random.bits());
         const size_t groups = blocks * kLanes * matrix.num_groups();
@@ -114,20 +122,29 @@ Matrix matrix_of(Random& random, int format, int num_outputs, int num_inputs) {
         matrix.scales = scales;
         matrix.offsets = zeros;
     } else if (matrix.has_codes()) {
-        matrix.group_size = 32;
-        matrix.zero = format == kBlocks4 ? 8 : 0;
+        constexpr int kZeros[] = {8, 16, 32, 0};
+        matrix.group_size = kGroup;
+        matrix.zero = kZeros[format - kBlocks4];
         uint8_t* codes = allocate<uint8_t>(matrix.weight_bytes());
         for (size_t i = 0; i < matrix.weight_bytes(); ++i) codes[i] = uint8_t(random.bits());
         const size_t groups = blocks * kLanes * matrix.num_groups();
+        if (is_nested) {
+            int8_t* factors = allocate<int8_t>(2 * groups);
+            for (size_t i = 0; i < 2 * groups; ++i)
+                factors[i] = int8_t(format == kBlocks6 ? random.bits() : random.bits() % 64);
+            matrix.factors = factors;
+        }
         uint16_t* halves = allocate<uint16_t>(2 * groups);
-        // scales about 0.02, or 0.002 of codes of eight bits, and offsets of such ones
+        // scales about 0.02, those of more bits or with factors less, and offsets of such ones
+        const int exponent = (format == kBlocks8 ? 6 : format == kBlocks6 ? 8 : 9) - (is_nested ? 5 : 0);
         for (size_t i = 0; i < 2 * groups; ++i)
-            halves[i] = uint16_t((format == kBlocks4 ? 0x2500 : 0x1800) + (random.bits() & 0xff));
+            halves[i] = uint16_t((exponent << 10) + 0x100 + (random.bits() & 0xff));
         for (size_t i = groups; i < 2 * groups; ++i) halves[i] |= (random.bits() & 1) << 15;
         matrix.weights = codes;
         matrix.scales = halves;
         // every second matrix has offsets
-        if (format == kBlocks4 && num_outputs % 32 == 0) matrix.offsets = halves + groups;
+        const bool may_have_offsets = format == kBlocks4 || format == kBlocks5;
+        if (may_have_offsets && (is_nested || num_outputs % 32 == 0)) matrix.offsets = halves + groups;
     } else {
         matrix.weights = elements(format, numbers(random, size, 3.0f / std::sqrt(num_inputs)));
     }
@@ -142,11 +159,6 @@ float* ones(int size) {
     for (int i = 0; i < size; ++i) values[i] = 1.0f;
     return values;
 }
-
-struct Case {
-    const char* name;
-    int element, format;
-};
 
 Model model_of(const Case& one) {
     Random random{7};
@@ -173,10 +185,10 @@ Model model_of(const Case& one) {
     Layer* layers = new Layer[kNumLayers]();
     for (int i = 0; i < kNumLayers; ++i) {
         Layer& layer = layers[i];
-        layer.qkv = matrix_of(random, one.format, (kHeads + 2 * kKeyHeads) * kHead, kHidden);
-        layer.out = matrix_of(random, one.format, kHidden, kHeads * kHead);
-        layer.gate_up = matrix_of(random, one.format, 2 * kInner, kHidden);
-        layer.down = matrix_of(random, one.format, kHidden, kInner);
+        layer.qkv = matrix_of(random, one, (kHeads + 2 * kKeyHeads) * kHead, kHidden);
+        layer.out = matrix_of(random, one, kHidden, kHeads * kHead);
+        layer.gate_up = matrix_of(random, one, 2 * kInner, kHidden);
+        layer.down = matrix_of(random, one, kHidden, kInner);
         layer.input_norm = ones(kHidden);
         layer.mlp_norm = ones(kHidden);
         layer.cosines = elements(one.element, cosines);
@@ -185,7 +197,7 @@ Model model_of(const Case& one) {
     model.layers = layers;
     model.embedding = elements(one.element, numbers(random, kVocabulary * kHidden, 1.0f));
     model.final_norm = ones(kHidden);
-    model.lm_head = matrix_of(random, one.format, kVocabulary, kHidden);
+    model.lm_head = matrix_of(random, one, kVocabulary, kHidden);
     return model;
 }
 
@@ -232,7 +244,7 @@ struct Text {
 void run_products(const Case& one, int threads, const std::string& name) {
     constexpr int kRows = 31, kInputs = 256, kOutputs = 104;
     Random random{3};
-    const Matrix matrix = matrix_of(random, one.format, kOutputs, kInputs);
+    const Matrix matrix = matrix_of(random, one, kOutputs, kInputs);
     const void* rows = elements(one.element, numbers(random, kRows * kInputs, 1.0f));
     float* memory = allocate<float>(kRows * kInputs * 2 + 64);
     char* out = allocate<char>(kRows * kOutputs * sizeof(float));
@@ -332,7 +344,10 @@ int main() {
                           {"int4-float32", kFloat32, kInt4},
                           {"int4-bfloat16", kBfloat16, kInt4},
                           {"blocks4-float32", kFloat32, kBlocks4},
-                          {"blocks8-float32", kFloat32, kBlocks8}};
+                          {"blocks5-float32", kFloat32, kBlocks5},
+                          {"blocks8-float32", kFloat32, kBlocks8},
+                          {"nested4-float32", kFloat32, kBlocks4, true},
+                          {"nested6-float32", kFloat32, kBlocks6, true}};
     for (const Case& one : cases)
         for (int threads : {1, 2}) {
             const std::string name = std::string(one.name) + "/" + std::to_string(threads);

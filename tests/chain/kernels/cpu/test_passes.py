@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from polybasic.chain.formats.awq import dequantize
-from polybasic.chain.formats.block_types import BLOCK, BLOCK_TYPES
+from polybasic.chain.formats.block_types import BLOCK_TYPES, GROUP, NESTED
 from polybasic.chain.formats.config import read_config
 from polybasic.chain.kernels.cpu.executor import MAX_ROWS
 from polybasic.chain.kernels.cpu.matrices import NativeLinear
@@ -96,31 +96,50 @@ def test_an_int4_product_rounds_its_rows_to_bytes_and_nothing_else(
 def test_a_product_with_blocks_rounds_its_rows_to_bytes_and_nothing_else(
     dtype: torch.dtype, kind: str
 ) -> None:
-    for out_size, in_size in ((7, 32), (104, 288), (256, 576)):
+    size = BLOCK_TYPES[kind].size
+    for out_size, in_size in ((7, size), (104, 3 * size), (256, 9 * size)):
         generator = torch.Generator().manual_seed(out_size)
         weight = random_blocks(generator, kind, out_size, in_size)
         bias = torch.randn(out_size, generator=generator).to(dtype)
-        product, dense = backend_for(CPU, dtype).blocks(weight, bias), weight.dequantized().double()
+        product = backend_for(CPU, dtype).blocks([weight], bias)
+        dense = weight.dequantized().double()
         for rows in (1, 4, 13, 24, 31):
             x = torch.randn(rows, in_size, generator=generator).to(dtype)
-            expected = rounded_to_bytes(x, BLOCK).double() @ dense.T + bias.double()
+            expected = rounded_to_bytes(x, GROUP).double() @ dense.T + bias.double()
             assert relative(product(x), expected) < (1e-6 if dtype == torch.float32 else 3e-3)
             assert relative(expected, x.double() @ dense.T + bias.double()) > 1e-3
 
 
+def test_types_may_differ_from_some_outputs_of_a_product_to_others() -> None:
+    """As those of queries, keys and values do."""
+    generator = torch.Generator().manual_seed(2)
+    kinds = {"Q4_K": 64, "Q6_K": 32, "Q8_0": 16, "Q5_0": 24}
+    parts = [random_blocks(generator, kind, size, NESTED) for kind, size in kinds.items()]
+    bias, x = torch.randn(136, generator=generator), torch.randn(31, NESTED, generator=generator)
+    backend = backend_for(CPU, torch.float32)
+    alone = torch.cat([backend.blocks([one])(x) for one in parts], dim=1)
+    assert torch.equal(backend.blocks(parts, bias)(x), alone + bias)
+    with threads(3):
+        assert torch.equal(backend.blocks(parts)(x), alone)
+
+
 @pytest.mark.parametrize("kind", BLOCK_TYPES)
 def test_weights_in_blocks_take_the_bytes_of_their_file(kind: str) -> None:
-    weight = random_blocks(torch.Generator().manual_seed(1), kind, 64, 128)
-    product = backend_for(CPU, torch.float32).blocks(weight)
+    """But for integers of six bits, which lie in bytes."""
+    weight = random_blocks(torch.Generator().manual_seed(1), kind, 64, 2 * NESTED)
+    product = backend_for(CPU, torch.float32).blocks([weight])
     assert isinstance(product, NativeLinear)
-    in_file = 64 * 128 // BLOCK * BLOCK_TYPES[kind].num_bytes
-    assert sum(tensor.nbytes for tensor in product.tensors) == in_file
+    blocks = BLOCK_TYPES[kind]
+    in_file = 64 * 2 * NESTED // blocks.size * blocks.num_bytes
+    num_bytes = sum(tensor.nbytes for tensor in product.tensors)
+    assert num_bytes <= 1.03 * in_file
+    assert (num_bytes == in_file) == (blocks.factor_bytes != 12)
 
 
 @pytest.mark.parametrize("kind", BLOCK_TYPES)
 @torch.inference_mode()
 def test_an_embedding_in_blocks_is_read_like_a_dense_one(kind: str) -> None:
-    weight = random_blocks(torch.Generator().manual_seed(4), kind, CONFIG.vocab_size, 128)
+    weight = random_blocks(torch.Generator().manual_seed(4), kind, CONFIG.vocab_size, 256)
     ids, dense = random_ids(60), weight.dequantized()
     model = decoder(torch.float32)
     for dtype in DTYPES:
@@ -150,7 +169,7 @@ def test_passes_are_batch_invariant(dtype: torch.dtype, weights: str) -> None:
     if weights == "int4":
         product = backend_for(CPU, dtype).int4(random_quantized(generator, 200, 256))
     elif weights != "dense":
-        product = backend_for(CPU, dtype).blocks(random_blocks(generator, weights, 200, 256))
+        product = backend_for(CPU, dtype).blocks([random_blocks(generator, weights, 200, 256)])
     else:
         product = backend_for(CPU, dtype).dense(
             torch.randn(200, 256, generator=generator).to(dtype)
@@ -236,7 +255,7 @@ def test_a_native_pass_is_the_eager_one(dtype: torch.dtype) -> None:
         states = model.forward(prompt, [cache.layers], [consecutive_rows(0, 40)])
         tree = model.forward(prompt[:4], [cache.layers], [tree_rows(40, parents)])
         found.append(torch.cat([states, tree]))
-    assert relative(*found) < (5e-6 if dtype == torch.float32 else 2e-2)
+    assert relative(*found) < (5e-6 if dtype == torch.float32 else 2.5e-2)
 
 
 @torch.inference_mode()
