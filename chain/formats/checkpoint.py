@@ -266,7 +266,7 @@ def load_tensors(folder: Path, dtype: "torch.dtype | None" = None) -> "dict[str,
     for stored_name, tensor in stored_tensors(folder).items():
         name, blocks = typed_name(stored_name)
         if blocks is not None:
-            tensor = BlockWeight.unpack(blocks, tensor).dequantized(dtype or torch.bfloat16)
+            tensor = BlockWeight(blocks, tensor).dequantized(dtype or torch.bfloat16)
         tensors[name] = tensor
     return tensors
 

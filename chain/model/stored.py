@@ -78,7 +78,7 @@ class StoredTensors:
         """
         if (blocks := self._blocks.get(name)) is None:
             return self.dense(name)
-        return backend.embedding(BlockWeight.unpack(blocks, *self._read([name])))
+        return backend.embedding(BlockWeight(blocks, *self._read([name])))
 
     def linear(
         self,
@@ -127,9 +127,7 @@ class StoredTensors:
         """Weights in the order of their names; those of one type in a row become one."""
         stored = zip(names, self._read(names), taken, strict=True)
         return [
-            BlockWeight.unpack(
-                kind, torch.cat([_rows_of_blocks(rows, kind, one) for _, rows, one in group])
-            )
+            BlockWeight(kind, _joined([_rows_of_blocks(rows, kind, one) for _, rows, one in group]))
             for kind, group in groupby(stored, lambda one: self._blocks[one[0]])
         ]
 
@@ -163,7 +161,7 @@ class StoredTensors:
         """As `stored`; a file that holds several is mapped once."""
         kinds = map(self._blocks.get, names)
         return [
-            tensor if kind is None else BlockWeight.unpack(kind, tensor).dequantized(self.dtype)
+            tensor if kind is None else BlockWeight(kind, tensor).dequantized(self.dtype)
             for kind, tensor in zip(kinds, self._read(names), strict=True)
         ]
 
@@ -221,7 +219,12 @@ def _rows_of_blocks(rows_OB: Tensor, blocks: BlockType, taken: Taken) -> Tensor:
         ends = _ends(taken.inputs, blocks.size)
         begin, end = (place // blocks.size * blocks.num_bytes for place in ends)
         rows_OB = rows_OB[:, begin:end]
-    return torch.cat(_outputs([rows_OB], [taken]))
+    return _joined(_outputs([rows_OB], [taken]))
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    """One after the other; a single one as it is, so that what is mapped is not copied."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _ends(part: slice, unit: int) -> tuple[int, int]:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.bare import bare_chain
+from polybasic.chain.formats.checkpoint import has_blocks
 from polybasic.chain.formats.config import read_config
 from polybasic.chain.formats.files import lies_anywhere
 from polybasic.chain.formats.kept import MODELS, folder_stamp, kept_folder
@@ -15,10 +16,11 @@ _NAME = "small"
 
 
 def chain_beside(model: str, small: str) -> Path:
-    """The folder of the chain of two models: the smaller one in 4 bits, and n-grams below it.
+    """The folder of the chain of two models: the smaller one in few bits, and n-grams below it.
 
-    It is made in the cache, unless it is there: the smaller model's weights are rounded to the
-    nearest of 16 codes, or taken as they are from a checkpoint in AutoAWQ's format.
+    It is made in the cache, unless it is there. Either model keeps the blocks of a GGUF file. A
+    smaller one that has none is rounded to the nearest of 16 codes, or taken as it is from a
+    checkpoint in AutoAWQ's format.
 
     Args:
         model: a model's folder, hub id or GGUF file, as `resolve_model` takes it.
@@ -32,10 +34,13 @@ def chain_beside(model: str, small: str) -> Path:
         raise UserError(
             "a chain has its members already", f"{model} --small {small}", "name the model alone"
         )
-    target, folder = resolve_model(model), resolve_model(small)
-    if not read_config(folder).in_4_bits:
+    target, folder = (resolve_model(one, as_stored=True) for one in (model, small))
+    kind = "awq"
+    if has_blocks(folder):
+        kind = "decoder"
+    elif not read_config(folder).in_4_bits:
         folder = _rounded(folder)
-    return bare_chain(target, model, [Part(_NAME, "intermediate", "awq", folder)])
+    return bare_chain(target, model, [Part(_NAME, "intermediate", kind, folder)])
 
 
 def _rounded(source: Path) -> Path:

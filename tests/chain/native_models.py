@@ -95,8 +95,7 @@ def random_rows(generator: torch.Generator, kind: str, out_size: int, in_size: i
 def random_blocks(
     generator: torch.Generator, kind: str, out_size: int, in_size: int
 ) -> BlockWeight:
-    rows_OB = random_rows(generator, kind, out_size, in_size)
-    return BlockWeight.unpack(BLOCK_TYPES[kind], rows_OB)
+    return BlockWeight(BLOCK_TYPES[kind], random_rows(generator, kind, out_size, in_size))
 
 
 def decoder(dtype: torch.dtype, weights: str = "dense", seed: int = 0) -> Executor:

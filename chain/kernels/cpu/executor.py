@@ -205,7 +205,7 @@ class CpuBackend(Backend):
         return matrices.blocks(self.kernels, weights, bias)
 
     def embedding(self, weight: BlockWeight) -> NativeEmbedding:
-        return NativeEmbedding(self.blocks([weight]), weight, self.dtype)
+        return NativeEmbedding(self.blocks([weight]), self.dtype)
 
     def executor(self, weights: ModelWeights) -> Executor:
         # a native pass does not stop for sums over processes; its products are called one by one

@@ -130,6 +130,8 @@ def load_kernels() -> Kernels | None:
         pointer,
         integer,
     ]
+    library.polybasic_lay_out_blocks.argtypes = [pointer, pointer, ctypes.c_int64, integer]
+    library.polybasic_decode_rows.argtypes = [pointer, pointer, integer, pointer]
     library.polybasic_noise.argtypes = [pointer, pointer, integer, integer, pointer, integer]
     library.polybasic_move_rows.argtypes = [
         pointer, integer, integer, ctypes.c_int64, ctypes.c_int64, pointer, integer, integer

@@ -1,7 +1,6 @@
 """Weights in the layout of the native kernels: sixteen outputs side by side.
 
 #   O = out features, B = blocks of 16 outputs, I = in features, G = groups of inputs
-#   L = words that have an output's codes of a group
 """
 
 import ctypes
@@ -66,9 +65,9 @@ class NativeLinear:
         own, in_size = shape
         self.kernels, self.rest = kernels, rest
         self.shape: tuple[int, int] = (own if rest is None else own + rest.shape[0], in_size)
-        self.own_tensors = [*tensors, *[None] * (4 - len(tensors))]
+        self._tensors = [*tensors, *[None] * (4 - len(tensors))]
         self._bias = None if bias is None else _padded(bias.float(), 0).contiguous()
-        addresses = [None if one is None else address(one, one.dtype) for one in self.own_tensors]
+        addresses = [None if one is None else address(one, one.dtype) for one in self._tensors]
         self.struct: MatrixStruct = MatrixStruct(
             weight_format,
             *self.shape,
@@ -82,7 +81,7 @@ class NativeLinear:
     @property
     def tensors(self) -> list[Tensor]:
         """All that a product reads, but for the bias."""
-        own = [tensor for tensor in self.own_tensors if tensor is not None]
+        own = [tensor for tensor in self._tensors if tensor is not None]
         return own if self.rest is None else own + self.rest.tensors
 
     def __call__(self, x_RI: Tensor) -> Tensor:
@@ -106,24 +105,20 @@ class NativeLinear:
 class NativeEmbedding:
     """The rows of a weight in blocks, in the layout of its product."""
 
-    def __init__(self, linear: NativeLinear, weight: BlockWeight, dtype: torch.dtype) -> None:
+    def __init__(self, linear: NativeLinear, dtype: torch.dtype) -> None:
         self.linear, self.dtype, self.device = linear, dtype, torch.device("cpu")
-        self._type = weight.type
-        self._of_lanes = [  # [B, 16, ...]
-            None if one is None else one.movedim(3 if one.dim() > 3 else 2, 1)
-            for one in linear.own_tensors
-        ]
 
     def rows(self, token_ids: Tensor) -> Tensor:
         """int64 [R] -> [R, D] in the dtype."""
-        words, scales, offsets, factors = (
-            None if one is None else one[token_ids // LANES, token_ids % LANES]
-            for one in self._of_lanes
+        token_ids = token_ids.contiguous()
+        rows_RD = torch.empty(len(token_ids), self.linear.shape[1])
+        self.linear.kernels.library.polybasic_decode_rows(
+            ctypes.byref(self.linear.struct),
+            address(token_ids, torch.int64),
+            len(token_ids),
+            address(rows_RD, torch.float32),
         )
-        assert words is not None
-        assert scales is not None
-        codes = _codes(words, self._type.bits)
-        return BlockWeight(self._type, codes, scales, offsets, factors).dequantized(self.dtype)
+        return rows_RD.to(self.dtype)
 
 
 def dense(kernels: Kernels, weight: Tensor, bias: Tensor | None) -> NativeLinear:
@@ -143,8 +138,10 @@ def int4(kernels: Kernels, weight: QuantizedWeight, bias: Tensor | None) -> Nati
     """Lay out a 4-bit weight."""
     assert weight.codes.dtype == weight.zeros.dtype == torch.uint8
     out_size, in_size = weight.codes.shape
+    # [B, 16, I / 8, low or high half, 4]
+    codes = _padded(weight.codes, 0).unflatten(0, (-1, LANES)).unflatten(2, (-1, 2, 4))
     tensors = (
-        _side_by_side(_words(weight.codes, 4)),
+        (codes[:, :, :, 0] | (codes[:, :, :, 1] << 4)).transpose(1, 2).contiguous(),
         _side_by_side(weight.scales.float()),
         _side_by_side(weight.zeros),
     )
@@ -159,56 +156,45 @@ def blocks(
     Args:
         weights: all but the last have a multiple of 16 outputs.
     """
-    sizes = [len(weight.codes) for weight in weights]
-    biases = [None] * len(sizes) if bias is None else bias.split(sizes)
+    biases = [None] * len(weights)
+    if bias is not None:
+        biases = list(bias.split([weight.shape[0] for weight in weights]))
     laid_out = None
     for weight, own_bias in zip(reversed(weights), reversed(biases), strict=True):
-        assert laid_out is None or len(weight.codes) % LANES == 0, f"{sizes} outputs"
-        kind = weight.type
-        constants = (weight.scales, weight.offsets, weight.factors)
-        tensors = [
-            None if tensor is None else _side_by_side(tensor)
-            for tensor in (_words(weight.codes, kind.bits), *constants)
-        ]
-        shape = len(weight.codes), weight.codes.shape[1]
-        laid_out = NativeLinear(
-            kernels, _BLOCKS[kind.bits], shape, tensors, own_bias, GROUP, kind.zero, laid_out
-        )
+        assert laid_out is None or weight.shape[0] % LANES == 0, f"{weight.shape[0]} outputs"
+        laid_out = _blocks(kernels, weight, own_bias, laid_out)
     assert laid_out is not None
     return laid_out
 
 
-def _words(codes: Tensor, bits: int) -> Tensor:
-    """Codes [O, I] as bytes [O, G, L, 4] of words, in the order that source/matrix.h says."""
-    groups_OGi = codes.unflatten(1, (-1, GROUP))
-    if bits == 8:
-        return groups_OGi.unflatten(2, (-1, 4))
-    low_OGw24 = (groups_OGi & 15).unflatten(2, (4, 2, 4))
-    words = low_OGw24[..., 0, :] | low_OGw24[..., 1, :] << 4
-    if bits == 4:
-        return words
-    # those of a word lie above one another
-    above_OGhk4 = (groups_OGi >> 4).unflatten(2, (bits - 4, -1, 4))
-    high = sum(above_OGhk4[..., k, :] << k * (bits - 4) for k in range(above_OGhk4.shape[3]))
-    return torch.cat([words, high], dim=2)
-
-
-def _codes(words_OGL4: Tensor, bits: int) -> Tensor:
-    """The inverse of `_words`."""
-    if bits == 8:
-        return words_OGL4.flatten(1)
-    low = torch.stack([words_OGL4[:, :, :4] & 15, words_OGL4[:, :, :4] >> 4], dim=3).flatten(2)
-    if bits == 4:
-        return low.flatten(1)
-    above, step = words_OGL4[:, :, 4:], bits - 4
-    high = torch.stack([above >> shift & (1 << step) - 1 for shift in range(0, 8, step)], dim=3)
-    return (low | high.flatten(2) << 4).flatten(1)
+def _blocks(
+    kernels: Kernels, weight: BlockWeight, bias: Tensor | None, rest: NativeLinear | None
+) -> NativeLinear:
+    kind, (out_size, in_size) = weight.type, weight.shape
+    num_blocks, num_groups = -(-out_size // LANES), in_size // GROUP
+    scales = torch.empty(num_blocks, in_size // kind.size, LANES, dtype=torch.float16)
+    factors = torch.empty(num_blocks, num_groups, 2, LANES, dtype=torch.int8)
+    tensors = (
+        torch.empty(num_blocks, num_groups, kind.bits, LANES, 4, dtype=torch.uint8),
+        scales,
+        torch.empty_like(scales) if kind.has_offsets else None,
+        factors if kind.factor_bytes else None,
+    )
+    shape, laid_out = (out_size, in_size), _BLOCKS[kind.bits]
+    product = NativeLinear(kernels, laid_out, shape, tensors, bias, GROUP, kind.zero, rest)
+    rows_OB = weight.rows.contiguous()
+    kernels.library.polybasic_lay_out_blocks(
+        ctypes.byref(product.struct),
+        address(rows_OB, torch.uint8),
+        rows_OB.shape[1],
+        torch.get_num_threads(),
+    )
+    return product
 
 
 def _side_by_side(tensor: Tensor) -> Tensor:
-    """[O, N] as [B, N, 16], [O, N, 2] as [B, N, 2, 16], [O, N, L, 4] as [B, N, L, 16, 4]."""
-    lanes = _padded(tensor, 0).unflatten(0, (-1, LANES))
-    return lanes.movedim(1, 3 if tensor.dim() > 2 else 2).contiguous()
+    """[O, G] as [B, G, 16]."""
+    return _padded(tensor, 0).unflatten(0, (-1, LANES)).transpose(1, 2).contiguous()
 
 
 def _padded(tensor: Tensor, value: float) -> Tensor:

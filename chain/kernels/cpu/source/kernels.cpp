@@ -1,5 +1,6 @@
 // The functions that polybasic.chain.kernels.cpu.library and .passes call.
 
+#include "block_rows.h"
 #include "huge_pages.h"
 #include "noise.h"
 #include "passes.h"
@@ -56,6 +57,18 @@ void polybasic_product(const Matrix* matrix, int element, const void* rows, void
         run_product<Bfloat16>(*matrix, rows, out, num_rows, memory, num_threads);
     else
         run_product<float>(*matrix, rows, out, num_rows, memory, num_threads);
+}
+
+// `rows`: of a file, [own outputs][row_bytes].
+void polybasic_lay_out_blocks(const Matrix* matrix, const uint8_t* rows, int64_t row_bytes, int num_threads) {
+    Team::run(num_threads, [&](Thread self) { lay_out_blocks(*matrix, rows, row_bytes, self); });
+}
+
+// Rows of a matrix in blocks as floats: [num_rows][I].
+void polybasic_decode_rows(const Matrix* matrix, const int64_t* outputs, int num_rows, float* to) {
+    for (int row = 0; row < num_rows; ++row)
+        for (int first = 0; first < matrix->num_inputs; first += kLanes, to += kLanes)
+            store(to, decoded(*matrix, outputs[row], first));
 }
 
 // `key`: low and high word of the seed, and the choice. `out`: [num_positions][num_tokens].

@@ -30,6 +30,7 @@ from polybasic.deploy.bench.peers import systems
 from polybasic.deploy.load import layout_of, load_chain
 from polybasic.deploy.memory import state_memory
 from polybasic.deploy.rounds.cache import KeyValueCache
+from polybasic.recipes.pipeline.beside import chain_beside
 from tests.chain.formats.gguf.test_import import replaced, written
 from tests.chain.native_models import CPU, eager, random_rows
 
@@ -137,6 +138,22 @@ def test_a_file_gives_the_text_of_the_model_alone(
         asked = {"max_new_tokens": 32, "temperature": temperature, "seed": seed}
         answer = chain.generate(prompt, **asked)
         assert answer.token_ids == alone.generate(prompt, **asked).token_ids
+
+
+def test_a_smaller_file_below_keeps_its_blocks_too(tmp_path: Path) -> None:
+    file = in_blocks(tmp_path / "model", "Q4_K", "qwen2")
+    small = in_blocks(tmp_path / "small", "Q8_0", "qwen2", num_hidden_layers=1)
+    chain = load_chain(chain_beside(str(file), str(small)))
+    assert [(one.kind, one.dtype) for one in chain.manifest.members] == [
+        ("decoder", "Q4_K"),
+        ("decoder", "Q8_0"),
+    ]
+    assert chain.plan.members == ("target", "small")
+    asked = {"max_new_tokens": 32, "temperature": 0.0}
+    alone = chain.generate("the the the", members=["target"], **asked)
+    drafted = chain.generate("the the the", **asked)
+    assert drafted.statistics.forward_passes["small"] > 0
+    assert drafted.token_ids == alone.token_ids
 
 
 @pytest.mark.processor

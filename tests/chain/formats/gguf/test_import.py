@@ -14,6 +14,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.awq import QuantizedWeight, dequantize
+from polybasic.chain.formats.bare import bare_chain
 from polybasic.chain.formats.chains import resolve_chain
 from polybasic.chain.formats.checkpoint import load_tensors
 from polybasic.chain.formats.config import read_config
@@ -24,10 +25,12 @@ from polybasic.chain.formats.gguf.tensors import Type
 from polybasic.chain.formats.gguf.writing import write_gguf
 from polybasic.chain.formats.manifest import Reference, read_manifest
 from polybasic.chain.formats.models import resolve_model
+from polybasic.chain.formats.package import Part
 from polybasic.chain.formats.plan import Plan, Tree
 from polybasic.chain.formats.tokenizer import load_tokenizer
 from polybasic.chain.formats.verify import check_chain
 from polybasic.deploy import load_chain
+from polybasic.quantize.nearest import round_checkpoint
 from polybasic.recipes.pipeline.beside import chain_beside
 from tests.chain.formats.gguf.test_export import CHANGES, TEXTS, byte_level
 from tests.checkpoints import DISTINCT, write_family
@@ -464,7 +467,9 @@ def test_a_copy_in_groups_of_its_file_is_said_to_repeat_it(
     file = written(tmp_path / "model", dtype=torch.float32, matrices="Q4_1")
     shape = {"num_hidden_layers": 2, "intermediate_size": intermediate_size}
     small = written(tmp_path / "small", dtype=torch.float32, matrices="Q4_1", **shape)
-    folder = chain_beside(str(file), str(small))
+    round_checkpoint(imported(small), rounded := tmp_path / "rounded")
+    below = [Part("small", "intermediate", "awq", rounded)]
+    folder = bare_chain(imported(file), str(file), below)
     member = read_manifest(folder).member("small")
     assert member.group_size == group_size
     assert member.gguf is not None
