@@ -10,7 +10,7 @@ from math import prod
 from typing import Any, Literal
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.block_types import BLOCK_TYPES
+from polybasic.chain.formats.block_types import BLOCK_TYPES, DEVICE_STEP
 from polybasic.chain.formats.decoder_config import DecoderConfig, HeadConfig
 from polybasic.chain.formats.head_kinds.table import HEAD_KINDS
 from polybasic.chain.formats.lineage import find_steered
@@ -291,11 +291,12 @@ def _weights(
     own = "embed_tokens.weight"
     has_own = is_head and HEAD_KINDS[kind].reads_own_embedding
     lm_head = (outputs.stop - outputs.start) * config.hidden_size
-    reads_blocks = layout.kernels == "native"
+    # of rows that the kernels read as they are
+    multiple = {"native": 1, "device": DEVICE_STEP, "eager": None}[layout.kernels]
     in_blocks = {
         name: header.num_bytes / prod(header.shape)
         for name, header in stored.items()
-        if reads_blocks and header.dtype in BLOCK_TYPES
+        if multiple and header.dtype in BLOCK_TYPES and header.shape[-1] % multiple == 0
     }
     for name, shape in expected_shapes(kind, config, group_size, stored.keys()):
         if name in in_blocks:

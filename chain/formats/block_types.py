@@ -12,6 +12,8 @@ GROUP = 32
 """Inputs of a row that are rounded together, whatever the type of the weights."""
 NESTED = 256
 """Inputs of a block whose scales have two levels."""
+DEVICE_STEP = 64
+"""Inputs of a row that a GPU's kernels multiply at once: they take rows of whole steps."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,12 @@ class BlockType:
         """A block's bytes that are scale and offset: the first, of Q6_K the last."""
         is_last = self.size == NESTED and not self.has_offsets
         return slice(-2, None) if is_last else slice(2 * (1 + self.has_offsets))
+
+    @property
+    def zero_code(self) -> int:
+        """Of a weight of zero before the offset, where codes count from 0, those of eight bits
+        too."""
+        return 128 if self.bits == 8 else self.zero
 
     @property
     def num_bytes(self) -> int:

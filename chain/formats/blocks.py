@@ -37,35 +37,73 @@ class BlockWeight:
         """The weight [O, I]: llama.cpp's in float32, and others rounded from that."""
         dense = torch.empty(self.shape, dtype=dtype)
         step = max(1, _WEIGHTS_AT_ONCE // dense.shape[1])
-        values_of = _nested_values if self.type.size == NESTED else _values
         for part, rows_OB in zip(dense.split(step), self.rows.split(step), strict=True):
-            part.copy_(values_of(self.type, rows_OB.unflatten(1, (-1, self.type.num_bytes))))
+            part.copy_(BlockWeight(self.type, rows_OB).parts().values())
         return dense
 
+    def parts(self) -> "BlockParts":
+        """What the blocks hold, unpacked."""
+        blocks_ONb = self.rows.unflatten(1, (-1, self.type.num_bytes))
+        return (_nested_parts if self.type.size == NESTED else _parts)(self.type, blocks_ONb)
 
-def _values(kind: BlockType, blocks_ONb: Tensor) -> Tensor:
-    scales, codes = _float16(blocks_ONb[..., :2]), blocks_ONb[..., 2:]
-    offsets = torch.zeros_like(scales)
+
+@dataclass(frozen=True)
+class BlockParts:
+    """Weights [O, N, i] of N blocks a row, of which each holds groups g of inputs.
+
+    Attributes:
+        type: of the blocks.
+        codes: uint8 [O, N, i], from 0 on; of a type of eight bits from 128, which stands for 0.
+        scales: float16 [O, N].
+        offsets: float16 [O, N]; None where the type has none.
+        factors: of the scale of each group, uint8 or int8 [O, N, g]; None of a block with one
+            scale.
+        offset_factors: of the offset of each group, which is then subtracted, uint8 [O, N, g].
+    """
+
+    type: BlockType
+    codes: Tensor
+    scales: Tensor
+    offsets: Tensor | None = None
+    factors: Tensor | None = None
+    offset_factors: Tensor | None = None
+
+    def values(self) -> Tensor:
+        """Weights float32 [O, I]."""
+        scales_ONg, offsets_ONg = self.scales.float()[..., None], None
+        if self.factors is not None:
+            scales_ONg = scales_ONg * self.factors
+        if self.offsets is not None:
+            offsets_ONg = self.offsets.float()[..., None]
+            if self.offset_factors is not None:
+                offsets_ONg = offsets_ONg * -self.offset_factors.float()
+        codes_ONgi = self.codes.float().unflatten(2, (scales_ONg.shape[2], -1))
+        found = (codes_ONgi - self.type.zero_code) * scales_ONg.unsqueeze(3)
+        return (found if offsets_ONg is None else found + offsets_ONg.unsqueeze(3)).flatten(1)
+
+
+def _parts(kind: BlockType, blocks_ONb: Tensor) -> BlockParts:
+    scales, codes, offsets = _float16(blocks_ONb[..., :2]), blocks_ONb[..., 2:], None
     if kind.has_offsets:
         offsets, codes = _float16(codes[..., :2]), codes[..., 2:]
     if kind.bits == 8:
-        codes = codes.contiguous().view(torch.int8)
+        codes = codes ^ 128  # of signed ones
     else:
         *bits, nibbles = codes.split([4, 16] if kind.bits == 5 else [16], dim=2)
         codes = _codes_of(nibbles, 16, 4)
         for one in bits:
             # bit i is that of input i
             codes |= torch.stack([one >> i & 1 for i in range(8)], dim=3).flatten(2) << 4
-    return _scaled(codes, kind.zero, scales, offsets)
+    return BlockParts(kind, codes, scales, offsets)
 
 
-def _nested_values(kind: BlockType, blocks_ONb: Tensor) -> Tensor:
+def _nested_parts(kind: BlockType, blocks_ONb: Tensor) -> BlockParts:
     num_codes = NESTED // 2, NESTED * (kind.bits - 4) // 8
     if not kind.has_offsets:
         nibbles, bits, factors, scales = blocks_ONb.split([*num_codes, kind.factor_bytes, 2], dim=2)
         codes = _codes_of(nibbles, 64, 4) | _codes_of(bits, 32, 2) << 4
-        of_halves = _float16(scales) * factors.contiguous().view(torch.int8)
-        return _scaled(codes, kind.zero, of_halves, torch.zeros_like(of_halves))
+        signed = factors.contiguous().view(torch.int8)
+        return BlockParts(kind, codes, _float16(scales), factors=signed)
     scales, offsets, factors, bits, nibbles = blocks_ONb.split(
         [2, 2, kind.factor_bytes, *reversed(num_codes)], dim=2
     )
@@ -77,13 +115,12 @@ def _nested_values(kind: BlockType, blocks_ONb: Tensor) -> Tensor:
     first, second, third = factors.split(4, dim=2)
     of_scales = torch.cat([first & 63, third & 15 | first >> 6 << 4], dim=2)
     of_offsets = torch.cat([second & 63, third >> 4 | second >> 6 << 4], dim=2)
-    # offsets are subtracted
-    return _scaled(codes, 0, _float16(scales) * of_scales, _float16(offsets) * -of_offsets.float())
+    return BlockParts(kind, codes, _float16(scales), _float16(offsets), of_scales, of_offsets)
 
 
 def _float16(bytes_ONb: Tensor) -> Tensor:
-    """float32 [O, N, 1] of [O, N, 2]."""
-    return bytes_ONb.contiguous().view(torch.float16).float()
+    """[O, N] of [O, N, 2]."""
+    return bytes_ONb.contiguous().view(torch.float16).squeeze(2)
 
 
 def _codes_of(packed_ONb: Tensor, run: int, bits: int) -> Tensor:
@@ -91,9 +128,3 @@ def _codes_of(packed_ONb: Tensor, run: int, bits: int) -> Tensor:
     runs = packed_ONb.unflatten(2, (-1, run))
     parts = [runs >> shift & (1 << bits) - 1 for shift in range(0, 8, bits)]
     return torch.stack(parts, dim=3).flatten(2)
-
-
-def _scaled(codes_ONi: Tensor, zero: int, scales_ONg: Tensor, offsets_ONg: Tensor) -> Tensor:
-    """Values [O, I]: of each block some groups g with a scale and an offset."""
-    codes_ONgi = codes_ONi.float().unflatten(2, (scales_ONg.shape[2], -1)) - zero
-    return (codes_ONgi * scales_ONg.unsqueeze(3) + offsets_ONg.unsqueeze(3)).flatten(1)

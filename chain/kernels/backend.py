@@ -55,8 +55,8 @@ class Backend(ABC):
 
         They are dequantized where no kernels read them.
         """
-        dense = torch.cat([weight.dequantized(self.dtype) for weight in weights])
-        return self.dense(dense.to(self.device), bias)
+        parts = [weight.dequantized(self.dtype).to(self.device) for weight in weights]
+        return self.dense(parts[0] if len(parts) == 1 else torch.cat(parts), bias)
 
     def embedding(self, weight: BlockWeight) -> Embedding:
         """Lay out an embedding in GGML's blocks; dequantized where no kernels read them."""

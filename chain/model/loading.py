@@ -49,7 +49,7 @@ def serving_dtype(file: ConfigFile, device: torch.device) -> torch.dtype:
 
     Kernels are fast in all dtypes that they have. Where there are none, PyTorch's products decide:
     float32, which holds every number of the others, stands for what it multiplies slowly. It also
-    stands beside weights in blocks where these are multiplied as they are.
+    stands beside weights in blocks where these are multiplied as they are in it.
 
     Raises:
         UserError: the model's own dtype is none.
@@ -57,9 +57,9 @@ def serving_dtype(file: ConfigFile, device: torch.device) -> torch.dtype:
     if file.dtype not in DTYPES:
         raise UserError("unknown dtype", f"{file.path} dtype {file.dtype}", "export it again")
     stored = DTYPES[file.dtype]
-    backend = backend_for(device, stored)
-    if backend.keeps_blocks and has_blocks(file.folder):
+    if has_blocks(file.folder) and backend_for(device, torch.float32).keeps_blocks:
         return torch.float32
+    backend = backend_for(device, stored)
     return stored if not isinstance(backend, TorchBackend) else evaluation_dtype(stored, device)
 
 

@@ -2,13 +2,14 @@
 
 import time
 
+from torch import Tensor
+
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.block_types import BLOCK_TYPES
 from polybasic.chain.formats.card import shown_members
 from polybasic.chain.formats.head_kinds.table import HEAD_KINDS
 from polybasic.chain.formats.manifest import MODEL_KINDS, Member
 from polybasic.chain.formats.plan import Ngram, Plan, RuleSetting
-from polybasic.chain.kernels.cpu.executor import CpuExecutor
 from polybasic.chain.kernels.product_times import name_of
 from polybasic.deploy.bench.system import System, TimedAnswer
 from polybasic.deploy.chain import Chain
@@ -47,7 +48,7 @@ class ChainSystem(System):
 def weight_type(chain: Chain) -> str:
     """The dtype of the target's passes, or the type of its blocks where these are multiplied."""
     target, stored = chain.engine.models.target, chain.manifest.members[0].dtype
-    keeps_blocks = isinstance(target, CpuExecutor) and stored in BLOCK_TYPES
+    keeps_blocks = not isinstance(target.weights.embedding, Tensor) and stored in BLOCK_TYPES
     return stored if keeps_blocks else name_of(target.dtype)
 
 

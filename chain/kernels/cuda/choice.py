@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import triton
+from torch import Tensor
 
 from polybasic.chain.caching import cache_folder, read_cached, write_cached
 from polybasic.chain.formats.files import sha256_of_file, sha256_of_object
@@ -33,7 +34,6 @@ from polybasic.chain.kernels.cuda.product_options import (
 )
 from polybasic.chain.kernels.cuda.product_samples import relative_error, samples_of
 from polybasic.chain.kernels.cuda.product_timing import interleaved_seconds
-from polybasic.chain.kernels.torch.packed_weight import PackedWeight
 
 Timer = Callable[[Sequence[Callable[[], object]]], list[float]]
 """Seconds of one call of each function."""
@@ -41,7 +41,13 @@ Timer = Callable[[Sequence[Callable[[], object]]], list[float]]
 TOLERANCES = {torch.bfloat16: 2e-2, torch.float16: 4e-3}
 """Relative errors (Euclidean norm) from which a result is wrong; rounding causes a tenth."""
 
-_SOURCES = ("product_kernels.py", "product_launch.py", "product_options.py", "product_timing.py")
+_SOURCES = (
+    "product_kernels.py",
+    "product_launch.py",
+    "product_options.py",
+    "product_timing.py",
+    "unpacking.py",
+)
 _COMPILERS = 8
 _UNFUSED, _EARLY = 2, 1
 
@@ -82,7 +88,7 @@ class Contest:
     def compare(self, stage: int) -> None:
         """Time what is right of a stage's entrants, which are compiled; warns of the others."""
         entrants, others = self.entrants(stage), list[Option]()
-        if stage == 0 and not isinstance(self.product.linear.weight, PackedWeight):
+        if stage == 0 and isinstance(self.product.linear.weight, Tensor):
             others.append(None)
         if not entrants and not others:
             return

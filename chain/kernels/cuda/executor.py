@@ -10,19 +10,33 @@ from torch import Tensor
 from polybasic.chain.kernels.cuda import attention, products
 from polybasic.chain.kernels.cuda.draft_operations import DraftOperations
 from polybasic.chain.kernels.cuda.joined_passes import JoinedPasses
-from polybasic.chain.kernels.cuda.product_launch import MAX_ROWS, ROWS_OF_KERNELS, ManyRows
+from polybasic.chain.kernels.cuda.product_launch import (
+    MAX_ROWS,
+    ROWS_OF_KERNELS,
+    ManyRows,
+    embedded,
+)
 from polybasic.chain.kernels.drafts import Candidates
 from polybasic.chain.kernels.executor import DraftRequest, Layers, Runner
 from polybasic.chain.kernels.rotary import Rotation
 from polybasic.chain.kernels.rows import Rows
 from polybasic.chain.kernels.torch.executor import TorchExecutor
-from polybasic.chain.kernels.torch.operations import DeviceLinear, Heads, Norm, Operations
+from polybasic.chain.kernels.torch.operations import (
+    DeviceLinear,
+    Heads,
+    JoinedLinear,
+    Norm,
+    Operations,
+)
 from polybasic.chain.kernels.torch.rows import DeviceRows, Span
-from polybasic.chain.kernels.weights import Linear, ModelWeights
+from polybasic.chain.kernels.weights import Embedding, Linear, ModelWeights
 
 
 class TritonOperations(DraftOperations):
     """Adds norms, products and attention of few rows in Triton."""
+
+    def embed(self, embedding: Embedding, token_ids: Tensor) -> Tensor:
+        return embedded(embedding, token_ids)
 
     def norm(self, x_RI: Tensor, norm: Norm) -> Tensor:
         return products.norm(x_RI, norm)
@@ -34,11 +48,15 @@ class TritonOperations(DraftOperations):
         norm: Norm | None = None,
         added: Tensor | None = None,
     ) -> Tensor:
+        if isinstance(linear, JoinedLinear):
+            return self.joined_product(linear, x_RI, norm, added)
         return products.product(_of_device(linear), x_RI, norm, added)
 
     def gated_product(
         self, linear: Linear, x_RI: Tensor, norm: Norm | None, activation: str
     ) -> Tensor:
+        if isinstance(linear, JoinedLinear):
+            return super().gated_product(linear, x_RI, norm, activation)
         return products.gated_product(_of_device(linear), x_RI, norm, activation)
 
     def attention(

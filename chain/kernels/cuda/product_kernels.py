@@ -15,40 +15,21 @@ read once, and few rows waste little.
 import triton
 import triton.language as tl
 
-# A word becomes four registers of two codes each: (word >> 4 j) & 0x000f000f | MAGIC is a pair of
-# 128 + code in bfloat16 and of 1024 + code in float16, from which 128 (1024) + zero is subtracted:
-# all of this is exact.
-_UNPACK = """{
-.reg .b32 one, mask, magic, word1, word2, word3;
-mov.b32 one, ONE;
-mov.b32 mask, 0x000f000f;
-mov.b32 magic, MAGIC;
-shr.u32 word1, $4, 4;
-shr.u32 word2, $4, 8;
-shr.u32 word3, $4, 12;
-lop3.b32 $0, $4, mask, magic, 0xea;
-lop3.b32 $1, word1, mask, magic, 0xea;
-lop3.b32 $2, word2, mask, magic, 0xea;
-lop3.b32 $3, word3, mask, magic, 0xea;
-fma.rn.TYPE $0, $0, one, $5;
-fma.rn.TYPE $1, $1, one, $5;
-fma.rn.TYPE $2, $2, one, $5;
-fma.rn.TYPE $3, $3, one, $5;
-}"""
-_UNPACK_BF16 = tl.constexpr(
-    _UNPACK.replace("ONE", "0x3f803f80").replace("MAGIC", "0x43004300").replace("TYPE", "bf16x2")
+from polybasic.chain.kernels.cuda.unpacking import (
+    block_codes,
+    block_levels,
+    block_of,
+    halves,
+    raised_by,
+    unpacked,
 )
-_UNPACK_FP16 = tl.constexpr(
-    _UNPACK.replace("ONE", "0x3c003c00").replace("MAGIC", "0x64006400").replace("TYPE", "f16x2")
-)
+
 _PREFETCH = tl.constexpr("prefetch.global.L2 [$1]; mov.b32 $0, 0;")
 _PREFETCHED_BYTES = tl.constexpr(64)
 _STEPS_AHEAD = tl.constexpr(4)
+_CONSTANT_STEPS = tl.constexpr(4)
 _WAIT = tl.constexpr("griddepcontrol.launch_dependents; griddepcontrol.wait; mov.b32 $0, 0;")
 """Of PTX's instruction griddepcontrol (PTX ISA, parallel synchronization and communication)."""
-_BF16_MAGIC = tl.constexpr(0x4300)
-_FP16_MAGIC = tl.constexpr(0x6400)
-_SIGNS = tl.constexpr(-0x7FFF8000)  # 0x80008000
 _MAX_READ = tl.constexpr(128)
 _GELU_FACTOR = tl.constexpr(1.5957691216057308)  # 2 * sqrt(2 / pi)
 _GELU_CUBIC = tl.constexpr(0.044715)
@@ -92,6 +73,8 @@ def product_kernel(
     x_ptr,
     weight_ptr,
     groups_ptr,
+    high_ptr,
+    constants_ptr,
     norm_ptr,
     bias_ptr,
     added_ptr,
@@ -107,6 +90,10 @@ def product_kernel(
     ROWS: tl.constexpr,
     OUTS: tl.constexpr,
     INS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_BITS: tl.constexpr,
+    ZERO: tl.constexpr,
+    HAS_OFFSETS: tl.constexpr,
     IS_SPLIT: tl.constexpr,
     IS_EVEN: tl.constexpr,
     IS_NARROW: tl.constexpr,
@@ -115,6 +102,7 @@ def product_kernel(
     IS_ON_GPU: tl.constexpr,
     IS_WIDE: tl.constexpr,
     IS_EARLY: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """out = activation of (x, normed, times weight transposed, plus bias), plus added.
 
@@ -126,13 +114,18 @@ def product_kernel(
     Args:
         x_ptr: [R, I], rows x_stride apart.
         weight_ptr: [O, I] in the dtype of x; or words [I / INS, O, INS / 8], with groups_ptr.
-        groups_ptr: int32 [I / INS, O], scales and zeros of `PackedWeight`; or None.
+        groups_ptr: int32 [I / INS, O], scales and zeros of `PackedWeight`, or the factors of
+            `PackedBlocks`; or None.
+        high_ptr, constants_ptr: of `PackedBlocks`, or None.
         norm_ptr: [I] in float32, or int32 [I / 2] of two weights in the dtype of x; or None.
         bias_ptr: [O] or None.
         added_ptr: [R, O] or None; never of a gated product.
         out_ptr: [R, O], of a gated product [R, O / 2].
         parts_ptr: float32 [tiles, num_splits, (OUTS + 1) * ROWS]; None for one split.
         tickets_ptr: int32 [tiles], zeros; None for one split.
+        GROUP: inputs that share a scale, of blocks; else INS.
+        BLOCK_BITS: of a code in blocks; 0 for other weights.
+        ZERO, HAS_OFFSETS: of blocks, see `BlockType`.
         IS_EVEN: I is a multiple of INS; always so for words.
         IS_NARROW: the result has fewer columns than a tile.
         IS_WIDE: the tensor cores read x from shared memory, as Hopper's do.
@@ -162,7 +155,7 @@ def product_kernel(
     words = tl.arange(0, INS // 8)
     is_row = rows < num_rows
     # addresses are a shared number plus constant offsets, which saves registers
-    x_places = rows[:, None] * x_stride + ins[None, :]
+    x_places = rows[:, None] * x_stride + tl.arange(0, GROUP)[None, :]
     dense_places = outs[:, None] * in_size + ins[None, :]
     word_places = outs[:, None] * (INS // 8) + words[None, :]
     dense_ptr = weight_ptr + first_out.to(tl.int64) * in_size
@@ -176,38 +169,66 @@ def product_kernel(
                 prefetch(dense_ptr + step * INS + outs * in_size, INS, INS)
         wait_for_previous()
     sums = tl.zeros((OUTS, ROWS), tl.float32)
-    squares = tl.zeros((ROWS, INS // 8), tl.float32)
-    for step in tl.range(first, last):
-        is_seen = is_row[:, None]
-        if not IS_EVEN:
-            is_seen = is_seen & (step * INS + ins < in_size)[None, :]
-        x = tl.load(x_ptr + step * INS + x_places, is_seen, other=0.0)
-        if norm_ptr is not None:
-            wide = x.to(tl.float32)
-            squares += tl.sum((wide * wide).reshape(ROWS, INS // 8, 8), 2)
-            norm = _norm_weights(norm_ptr, step * INS, in_size, x.dtype, INS, IS_EVEN)
-            x = (wide * norm[None, :]).to(x.dtype)
-        if groups_ptr is not None:
+    squares = tl.zeros((ROWS, GROUP // 8), tl.float32)
+    for step in tl.range(first, last, num_stages=STAGES):
+        if BLOCK_BITS > 0:
             first_row = step * out_size + first_out
-            group = tl.load(groups_ptr + first_row + outs)
-            packed = tl.load(weight_ptr + first_row * (INS // 8) + word_places)
-            codes = _unpacked(packed, group & 15, x.dtype, OUTS, INS, IS_ON_GPU)
-            if IS_WIDE:
-                codes = codes.permute(0, 2, 5, 4, 1, 3)
-            else:  # a thread's part of 16 inputs is adjacent, so it must be in x as well
-                codes = codes.permute(0, 2, 5, 1, 4, 3)
-                x = x.reshape(ROWS, INS // 16, 2, 4, 2).permute(0, 1, 3, 2, 4).reshape(ROWS, INS)
-            scale = (group & -16).to(tl.float32, bitcast=True)
-            sums += tl.dot(codes.reshape(OUTS, INS), x.T) * scale[:, None]
+            constants_row = step // _CONSTANT_STEPS * out_size + first_out
+            packed, high, factors, constants = block_of(
+                weight_ptr, high_ptr, groups_ptr, constants_ptr, first_row + outs,
+                constants_row + outs, None, BLOCK_BITS, HAS_OFFSETS,
+            )  # fmt: skip
+            codes = block_codes(
+                packed, high, x_ptr.dtype.element_ty, OUTS, ZERO, BLOCK_BITS - 4, GROUP,
+                HAS_OFFSETS, IS_ON_GPU, IS_WIDE,
+            )  # fmt: skip
+            for group in tl.static_range(INS // GROUP):
+                x, more = _rows(
+                    x_ptr, norm_ptr, step * INS + group * GROUP, x_places, is_row[:, None],
+                    in_size, ROWS, GROUP, True,
+                )  # fmt: skip
+                squares += more
+                if not IS_WIDE:
+                    x = _in_threads_order(x, ROWS, GROUP)
+                scale, offset = block_levels(
+                    factors, constants, group, HAS_OFFSETS, constants_ptr is not None
+                )
+                found = tl.dot(codes[group], x.T)
+                if HAS_OFFSETS:  # whose factor is the sum of x, in the layout of the sums
+                    ones = tl.full((OUTS, GROUP), 1.0, tl.float32).to(x.dtype)
+                    totals = tl.dot(ones, x.T)
+                    offset -= scale * raised_by(x.dtype)
+                    sums += totals * offset[:, None]
+                sums += found * scale[:, None]
         else:
-            if IS_EVEN:
+            is_seen = is_row[:, None]
+            if not IS_EVEN:
+                is_seen = is_seen & (step * INS + ins < in_size)[None, :]
+            x, more = _rows(
+                x_ptr, norm_ptr, step * INS, x_places, is_seen, in_size, ROWS, INS, IS_EVEN
+            )
+            squares += more
+            if groups_ptr is not None:
+                first_row = step * out_size + first_out
+                group = tl.load(groups_ptr + first_row + outs)
+                packed = tl.load(weight_ptr + first_row * (INS // 8) + word_places)
+                codes = unpacked(packed, group & 15, x.dtype, OUTS, INS, IS_ON_GPU)
+                if IS_WIDE:
+                    codes = codes.permute(0, 2, 5, 4, 1, 3)
+                else:
+                    codes = codes.permute(0, 2, 5, 1, 4, 3)
+                    x = _in_threads_order(x, ROWS, INS)
+                scale = (group & -16).to(tl.float32, bitcast=True)
+                sums += tl.dot(codes.reshape(OUTS, INS), x.T) * scale[:, None]
+            elif IS_EVEN:
                 weight = tl.load(dense_ptr + step * INS + dense_places)
+                sums = tl.dot(weight, x.T, sums)
             else:
                 is_input = step * INS + ins < in_size
                 weight = tl.load(
                     dense_ptr + step * INS + dense_places, is_input[None, :], other=0.0
                 )
-            sums = tl.dot(weight, x.T, sums)
+                sums = tl.dot(weight, x.T, sums)
     sums_RO = sums.T
     squares_R = tl.sum(squares, 1)
     is_last = True
@@ -254,28 +275,32 @@ def product_kernel(
 
 
 @triton.jit
-def dequantize_kernel(
-    words_ptr, groups_ptr, out_ptr, out_size, in_size,
-    OUTS: tl.constexpr, INS: tl.constexpr, IS_ON_GPU: tl.constexpr,
-):  # fmt: skip
-    """The weight [O, I] of words and groups, as `product_kernel` has them. Grid: (tiles, groups).
+def _rows(
+    x_ptr,
+    norm_ptr,
+    first,
+    places,
+    is_seen,
+    in_size,
+    ROWS: tl.constexpr,
+    INS: tl.constexpr,
+    IS_EVEN: tl.constexpr,
+):
+    """Rows of x at some inputs, times the norm's weights, and sums of squares [ROWS, INS / 8]."""
+    x = tl.load(x_ptr + first + places, is_seen, other=0.0)
+    squares = tl.zeros((ROWS, INS // 8), tl.float32)
+    if norm_ptr is not None:
+        wide = x.to(tl.float32)
+        squares = tl.sum((wide * wide).reshape(ROWS, INS // 8, 8), 2)
+        norm = _norm_weights(norm_ptr, first, in_size, x.dtype, INS, IS_EVEN)
+        x = (wide * norm[None, :]).to(x.dtype)
+    return x, squares
 
-    Numbers are those of `PackedWeight.dequantized`: the product of code and scale, rounded once.
-    """
-    group = tl.program_id(1)
-    outs = tl.program_id(0) * OUTS + tl.arange(0, OUTS)
-    is_out = outs < out_size
-    ins, words = tl.arange(0, INS), tl.arange(0, INS // 8)
-    first_row = group.to(tl.int64) * out_size
-    scale = tl.load(groups_ptr + first_row + outs, is_out, other=0)
-    places = outs[:, None] * (INS // 8) + words[None, :]
-    packed = tl.load(words_ptr + first_row * (INS // 8) + places, is_out[:, None], other=0)
-    dtype: tl.constexpr = out_ptr.dtype.element_ty
-    codes = _unpacked(packed, scale & 15, dtype, OUTS, INS, IS_ON_GPU)
-    codes = codes.permute(0, 2, 5, 4, 1, 3).reshape(OUTS, INS).to(tl.float32)
-    weight = codes * (scale & -16).to(tl.float32, bitcast=True)[:, None]
-    out_at = out_ptr + outs.to(tl.int64)[:, None] * in_size + group * INS + ins[None, :]
-    tl.store(out_at, weight.to(dtype), is_out[:, None])
+
+@triton.jit
+def _in_threads_order(x, ROWS: tl.constexpr, INS: tl.constexpr):
+    """Sixteen inputs in the order that codes have where a thread's part of them is adjacent."""
+    return x.reshape(ROWS, INS // 16, 2, 4, 2).permute(0, 1, 3, 2, 4).reshape(ROWS, INS)
 
 
 @triton.jit
@@ -308,57 +333,8 @@ def _norm_weights(
     else:
         weights = tl.load(norm_ptr + places, is_input, other=0)
     if norm_ptr.dtype.element_ty != tl.float32:
-        weights = _halves(weights, dtype).reshape(INS)
+        weights = halves(weights, dtype).reshape(INS)
     return weights.to(tl.float32)
-
-
-@triton.jit
-def _unpacked(
-    words,
-    zeros,
-    dtype: tl.constexpr,
-    OUTS: tl.constexpr,
-    INS: tl.constexpr,
-    IS_ON_GPU: tl.constexpr,
-):
-    """code - zero of words [OUTS, w]: [OUTS, q, b, p, s, h] in a dtype of 16 bits."""
-    words = words.reshape(OUTS, 4, INS // 32)
-    zeros = zeros[:, None, None]
-    if IS_ON_GPU:
-        if dtype == tl.bfloat16:
-            offsets = ((zeros | _BF16_MAGIC) * 0x00010001) ^ _SIGNS
-        else:
-            offsets = ((zeros | _FP16_MAGIC) * 0x00010001) ^ _SIGNS
-        words, offsets = tl.broadcast(words, offsets)
-        pair0, pair1, pair2, pair3 = tl.inline_asm_elementwise(
-            _UNPACK_BF16 if dtype == tl.bfloat16 else _UNPACK_FP16,
-            "=&r,=&r,=&r,=&r,r,r",
-            [words, offsets],
-            dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
-            is_pure=True,
-            pack=1,
-        )
-        even = tl.join(_halves(pair0, dtype), _halves(pair1, dtype))
-        odd = tl.join(_halves(pair2, dtype), _halves(pair3, dtype))
-    else:
-        even = tl.join(_codes(words, zeros, 0, dtype), _codes(words, zeros, 4, dtype))
-        odd = tl.join(_codes(words, zeros, 8, dtype), _codes(words, zeros, 12, dtype))
-    return tl.join(even, odd)
-
-
-@triton.jit
-def _halves(pairs, dtype: tl.constexpr):
-    """The two values of 16 bits of each word, low half first, along a new dimension."""
-    low = pairs.to(tl.int16).to(dtype, bitcast=True)
-    return tl.join(low, (pairs >> 16).to(tl.int16).to(dtype, bitcast=True))
-
-
-@triton.jit
-def _codes(words, zeros, SHIFT: tl.constexpr, dtype: tl.constexpr):
-    """As `_halves` of an unpacked register, by plain arithmetic."""
-    low = ((words >> SHIFT) & 15) - zeros
-    high = ((words >> (SHIFT + 16)) & 15) - zeros
-    return tl.join(low.to(tl.float32).to(dtype), high.to(tl.float32).to(dtype))
 
 
 @triton.jit

@@ -13,14 +13,22 @@ import triton
 from torch import Tensor
 
 from polybasic.chain.kernels.cuda import KERNEL_DTYPES
-from polybasic.chain.kernels.cuda.product_kernels import (
+from polybasic.chain.kernels.cuda.product_kernels import norm_kernel, product_kernel
+from polybasic.chain.kernels.cuda.unpacking import (
+    dequantize_blocks_kernel,
     dequantize_kernel,
-    norm_kernel,
-    product_kernel,
 )
-from polybasic.chain.kernels.torch.operations import DeviceLinear, Norm, Operations
+from polybasic.chain.kernels.torch.operations import (
+    DeviceEmbedding,
+    DeviceLinear,
+    DeviceWeight,
+    JoinedLinear,
+    Norm,
+    Operations,
+)
+from polybasic.chain.kernels.torch.packed_blocks import PackedBlocks
 from polybasic.chain.kernels.torch.packed_weight import PackedWeight
-from polybasic.chain.kernels.weights import Linear
+from polybasic.chain.kernels.weights import Embedding, Linear, embed
 
 MAX_ROWS = 64
 """Most rows of the kernels; with more, PyTorch's operations keep the tensor cores busy."""
@@ -89,6 +97,8 @@ class Product:
             return False
         if not 0 < num_rows <= MAX_ROWS or self.x_RI.dtype not in KERNEL_DTYPES:
             return False
+        if isinstance(weight, PackedBlocks):
+            return True
         if isinstance(weight, PackedWeight):
             return _is_power_of_2(weight.group_size)
         return weight.dtype == self.x_RI.dtype and in_size % _ALIGNED_INPUTS == 0
@@ -164,8 +174,7 @@ class Product:
             tickets = _tickets(device)
         arguments: dict[str, Any] = {
             "x_ptr": x_RI,
-            "weight_ptr": weight.words if isinstance(weight, PackedWeight) else weight,
-            "groups_ptr": weight.groups if isinstance(weight, PackedWeight) else None,
+            **_weight_arguments(weight, tiling.ins),
             "norm_ptr": None if self.norm is None else _in_words(self.norm.weight),
             "bias_ptr": self.linear.bias,
             "added_ptr": self.added,
@@ -189,6 +198,7 @@ class Product:
             "IS_ON_GPU": device.type == "cuda",
             "IS_WIDE": _is_wide(device),
             "IS_EARLY": tiling.is_early,
+            "STAGES": tiling.stages,
             "num_warps": tiling.warps,
             "num_stages": tiling.stages,
         }
@@ -218,8 +228,10 @@ def normed(x_RI: Tensor, norm: Norm) -> Tensor:
     return out
 
 
-def dequantized(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
-    """`PackedWeight.dequantized` in one launch, for a dtype of the kernels."""
+def dequantized(weight: PackedWeight | PackedBlocks, dtype: torch.dtype) -> Tensor:
+    """`weight.dequantized` in one launch, for a dtype of the kernels."""
+    if isinstance(weight, PackedBlocks):
+        return dequantized_blocks(weight, dtype)
     (out_size, in_size), device = weight.shape, weight.words.device
     out = torch.empty(out_size, in_size, dtype=dtype, device=device)
     grid = triton.cdiv(out_size, _DEQUANTIZED_OUTS), len(weight.words)
@@ -238,8 +250,46 @@ def dequantized(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
     return out
 
 
+def dequantized_blocks(
+    weight: PackedBlocks, dtype: torch.dtype, outputs: Tensor | None = None
+) -> Tensor:
+    """`PackedBlocks.dequantized` in one launch, of these outputs int64 [R] or of all."""
+    (out_size, in_size), device = weight.shape, weight.words.device
+    num_outs = out_size if outputs is None else len(outputs)
+    out = torch.empty(num_outs, in_size, dtype=dtype, device=device)
+    grid = triton.cdiv(num_outs, _DEQUANTIZED_OUTS), len(weight.words)
+    arguments = _weight_arguments(weight, 0)
+    with torch.cuda.device_of(out):
+        dequantize_blocks_kernel[grid](
+            arguments.pop("weight_ptr"),
+            arguments.pop("high_ptr"),
+            arguments.pop("groups_ptr"),
+            arguments.pop("constants_ptr"),
+            outputs,
+            out,
+            num_outs,
+            out_size,
+            in_size,
+            OUTS=_DEQUANTIZED_OUTS,
+            IS_ON_GPU=device.type == "cuda",
+            num_warps=4,
+            **arguments,
+        )
+    return out
+
+
+def embedded(embedding: Embedding, token_ids: Tensor) -> Tensor:
+    """`polybasic.chain.kernels.weights.embed`, of weights in blocks in one launch."""
+    if isinstance(embedding, DeviceEmbedding) and embedding.dtype in KERNEL_DTYPES:
+        return dequantized_blocks(embedding.weight, embedding.dtype, token_ids)
+    return embed(embedding, token_ids)
+
+
 class ManyRows(Operations):
-    """PyTorch's operations over any number of rows, with 4-bit weights unpacked in one launch."""
+    """PyTorch's operations over any number of rows, with packed weights unpacked in one launch."""
+
+    def embed(self, embedding: Embedding, token_ids: Tensor) -> Tensor:
+        return embedded(embedding, token_ids)
 
     def product(
         self,
@@ -248,10 +298,12 @@ class ManyRows(Operations):
         norm: Norm | None = None,
         added: Tensor | None = None,
     ) -> Tensor:
+        if isinstance(linear, JoinedLinear):
+            return self.joined_product(linear, x_RI, norm, added)
         assert isinstance(linear, DeviceLinear), "weights in the layout of another executor"
         weight, dtype = linear.weight, x_RI.dtype
         if (
-            isinstance(weight, PackedWeight)
+            not isinstance(weight, Tensor)
             and dtype in KERNEL_DTYPES
             and _is_power_of_2(weight.group_size)
         ):
@@ -260,6 +312,29 @@ class ManyRows(Operations):
 
 
 _MANY_ROWS = ManyRows()
+
+
+def _weight_arguments(weight: DeviceWeight, ins: int) -> dict[str, Any]:
+    """Those of `product_kernel` that say what a weight is, but for its sizes."""
+    found: dict[str, Any] = {
+        "weight_ptr": weight, "groups_ptr": None, "high_ptr": None, "constants_ptr": None,
+        "GROUP": ins, "BLOCK_BITS": 0, "ZERO": 0, "HAS_OFFSETS": False,
+    }  # fmt: skip
+    if isinstance(weight, PackedWeight):
+        return {**found, "weight_ptr": weight.words, "groups_ptr": weight.groups}
+    if isinstance(weight, PackedBlocks):
+        kind = weight.type
+        return {
+            "weight_ptr": weight.words,
+            "groups_ptr": weight.factors,
+            "high_ptr": weight.high,
+            "constants_ptr": weight.constants,
+            "GROUP": weight.group_size,
+            "BLOCK_BITS": kind.bits,
+            "ZERO": kind.zero_code,
+            "HAS_OFFSETS": kind.has_offsets,
+        }
+    return found
 
 
 def _in_words(weight: Tensor) -> Tensor:

@@ -1,10 +1,13 @@
 """Options for computing a product that are worth measuring."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
+from polybasic.chain.formats.block_types import DEVICE_STEP
 from polybasic.chain.kernels.cuda.product_launch import Product, Tiling
+from polybasic.chain.kernels.torch.packed_blocks import PackedBlocks
 from polybasic.chain.kernels.torch.packed_weight import PackedWeight
 
 Option = Tiling | None
@@ -20,7 +23,8 @@ class Task:
     """What the choice of a kernel depends on.
 
     Attributes:
-        weight: "bfloat16", "float16", or with the group size: "bfloat16 int4/128".
+        weight: "bfloat16", "float16", or of a packed one "bfloat16 int4/128" with the size of its
+            groups, or "bfloat16 Q4_K" with the type of its blocks.
         rows: that kernels are compiled for, at most 64.
     """
 
@@ -38,6 +42,8 @@ class Task:
         weight = str(product.x_RI.dtype).removeprefix("torch.")
         if isinstance(product.linear.weight, PackedWeight):
             weight += f" int4/{product.linear.weight.group_size}"
+        elif isinstance(product.linear.weight, PackedBlocks):
+            weight += f" {product.linear.weight.type.name}"
         return cls(
             weight,
             *product.linear.shape,
@@ -90,6 +96,20 @@ DENSE_SHAPES = {
         Shape(Tiling(128, 64, warps=8, stages=4), 2),
     ),
 }
+BLOCK_SHAPES = {
+    16: (
+        Shape(Tiling(128, DEVICE_STEP, warps=4, stages=4, registers=128), 4),
+        Shape(Tiling(64, DEVICE_STEP, warps=4, stages=4), 6),
+    ),
+    32: (
+        Shape(Tiling(128, DEVICE_STEP, warps=4, stages=4, registers=168), 3),
+        Shape(Tiling(64, DEVICE_STEP, warps=4, stages=4), 4),
+    ),
+    64: (
+        Shape(Tiling(128, DEVICE_STEP, warps=8, stages=4), 1),
+        Shape(Tiling(64, DEVICE_STEP, warps=4, stages=4), 2),
+    ),
+}
 """By rows. Registers, shared memory and spills were checked in the machine code for sm_90, and the
 stages cover its memory latency. Steps of a packed weight are its groups, whatever is given here.
 Its tiles have a row for each thread, so that scales are copied asynchronously, but the narrowest:
@@ -102,12 +122,15 @@ def options_of(task: Task, processors: int) -> list[Tiling]:
     Inputs are split so that there are about one or two programs on each multiprocessor, or as many
     as fit.
     """
-    packed = "int4" in task.weight
+    _, _, packed = task.weight.partition(" ")
+    shapes: Mapping[int, Sequence[Shape]] = BLOCK_SHAPES if packed else DENSE_SHAPES
+    if has_groups := packed.startswith("int4"):
+        shapes = PACKED_SHAPES
     options = []
-    for shape in (PACKED_SHAPES if packed else DENSE_SHAPES)[task.rows]:
+    for shape in shapes[task.rows]:
         tiling = shape.tiling
-        if packed:
-            tiling = replace(tiling, ins=int(task.weight.partition("/")[2]))
+        if has_groups:
+            tiling = replace(tiling, ins=int(packed.partition("/")[2]))
         num_tiles = -(-task.out_size // tiling.outs)
         most = max(1, min(_MAX_SPLITS, task.in_size // tiling.ins // _MIN_STEPS))
         filling = sorted(range(1, shape.resident + 1), key=lambda each: abs(each - _LIKELIEST))

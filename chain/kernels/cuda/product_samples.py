@@ -10,7 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from polybasic.chain.kernels.cuda.product_launch import Product
-from polybasic.chain.kernels.torch.operations import ACTIVATIONS, DeviceLinear, Norm
+from polybasic.chain.kernels.torch.operations import (
+    ACTIVATIONS,
+    DeviceLinear,
+    DeviceWeight,
+    Norm,
+)
+from polybasic.chain.kernels.torch.packed_blocks import PackedBlocks
 from polybasic.chain.kernels.torch.packed_weight import PackedWeight
 
 _MAX_CHECKED = 1024
@@ -77,12 +83,10 @@ def _expected(product: Product, columns: Tensor) -> Tensor:
 
 
 def _multiplied(linear: DeviceLinear, x_RI: Tensor, columns: Tensor) -> Tensor:
-    if isinstance(linear.weight, PackedWeight):
-        parts = (linear.weight.words, linear.weight.groups)
-        chosen = PackedWeight(*(part.index_select(1, columns) for part in parts))
-        weight = chosen.dequantized(torch.float32)
-    else:
+    if isinstance(linear.weight, Tensor):
         weight = linear.weight.index_select(0, columns).float()
+    else:
+        weight = linear.weight.of_outputs(columns).dequantized(torch.float32)
     bias = None if linear.bias is None else linear.bias.index_select(0, columns).float()
     return F.linear(x_RI, weight, bias)
 
@@ -91,15 +95,44 @@ def _normal(like: Tensor, generator: torch.Generator) -> Tensor:
     return torch.empty_like(like).normal_(generator=generator)
 
 
-def _random(weight: Tensor | PackedWeight, generator: torch.Generator) -> Tensor | PackedWeight:
+def _random(weight: DeviceWeight, generator: torch.Generator) -> DeviceWeight:
     """A weight whose products with normal rows are about normal."""
-    if not isinstance(weight, PackedWeight):
+    if isinstance(weight, Tensor):
         return _normal(weight, generator) / weight.shape[1] ** 0.5
-    words = torch.empty_like(weight.words).random_(-(1 << 31), 1 << 31, generator=generator)
+    if isinstance(weight, PackedBlocks):
+        return _random_blocks(weight, generator)
+    words = _random_bits(weight.words, generator)
     zeros = torch.empty_like(weight.groups).random_(0, 16, generator=generator)
     scale = torch.tensor(0.2 / weight.shape[1] ** 0.5).half().float()
     return PackedWeight(words, scale.view(torch.int32).to(zeros.device) | zeros)
 
 
-def _num_bytes(weight: Tensor | PackedWeight) -> int:
-    return weight.num_bytes if isinstance(weight, PackedWeight) else weight.nbytes
+def _random_blocks(weight: PackedBlocks, generator: torch.Generator) -> PackedBlocks:
+    kind = weight.type
+    scale = 12**0.5 / 2**kind.bits / weight.shape[1] ** 0.5
+    levels = [scale, -scale * 2 ** (kind.bits - 1)] if kind.has_offsets else [scale, scale]
+    factors, constants = weight.factors, weight.constants
+    if constants is None:
+        factors = _filled(factors, levels)
+    else:
+        factors = _random_bits(factors, generator)
+        if kind.has_offsets:
+            factors &= 0x3F3F3F3F
+        constants = _filled(constants, [abs(level) / 32 for level in levels])
+    high = None if weight.high is None else _random_bits(weight.high, generator)
+    return PackedBlocks(kind, _random_bits(weight.words, generator), high, factors, constants)
+
+
+def _filled(words: Tensor, halves: list[float]) -> Tensor:
+    """Each word of two numbers in float16."""
+    word = torch.tensor(halves).half().view(torch.int32)
+    return word.to(words.device).expand(words.shape).contiguous()
+
+
+def _random_bits(words: Tensor, generator: torch.Generator) -> Tensor:
+    most = torch.iinfo(words.dtype).max
+    return torch.empty_like(words).random_(-most - 1, most + 1, generator=generator)
+
+
+def _num_bytes(weight: DeviceWeight) -> int:
+    return weight.nbytes if isinstance(weight, Tensor) else weight.num_bytes

@@ -4,6 +4,7 @@
 """
 
 import logging
+from collections.abc import Sequence
 from functools import cache
 
 import torch
@@ -11,12 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from polybasic.chain.formats.awq import QuantizedWeight, cpu_int4_weight, dequantize
+from polybasic.chain.formats.blocks import BlockWeight
 from polybasic.chain.kernels.backend import WEIGHTS_AT_ONCE, Backend
 from polybasic.chain.kernels.product_times import multiplies_fast, name_of
 from polybasic.chain.kernels.torch.executor import TorchExecutor
-from polybasic.chain.kernels.torch.operations import DeviceLinear
+from polybasic.chain.kernels.torch.operations import DeviceEmbedding, DeviceLinear, JoinedLinear
+from polybasic.chain.kernels.torch.packed_blocks import PackedBlocks
 from polybasic.chain.kernels.torch.packed_weight import PackedWeight
-from polybasic.chain.kernels.weights import Linear, ModelWeights
+from polybasic.chain.kernels.weights import Embedding, Linear, ModelWeights
 
 CPU_INT4_MAX_ROWS = 4
 """Beyond this many rows PyTorch's int4 kernel for the CPU loses to prepacked bfloat16 weights
@@ -87,7 +90,8 @@ class DeviceBackend(Backend):
 
     Args:
         kind: of the executor.
-        packs_4_bits: whether the executor reads packed codes, and not a dequantized copy.
+        packs_4_bits: whether the executor reads packed codes, GGML's blocks among them, and not a
+            dequantized copy.
     """
 
     def __init__(
@@ -99,6 +103,7 @@ class DeviceBackend(Backend):
     ) -> None:
         super().__init__(device, dtype)
         self.name, self._kind, self.packs_4_bits = kind.name, kind, packs_4_bits
+        self.keeps_blocks = packs_4_bits
 
     def dense(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         return DeviceLinear(weight, bias)
@@ -107,6 +112,23 @@ class DeviceBackend(Backend):
         if not self.packs_4_bits:
             return DeviceLinear(_dequantized(weight, self.dtype, self.device), bias)
         return DeviceLinear(PackedWeight.pack(weight, self.device), bias)
+
+    def blocks(self, weights: Sequence[BlockWeight], bias: Tensor | None = None) -> Linear:
+        if not self.keeps_blocks or not all(map(PackedBlocks.takes, weights)):
+            return super().blocks(weights, bias)
+        biases = [None] * len(weights)
+        if bias is not None:
+            biases = list(bias.split([weight.shape[0] for weight in weights]))
+        parts = [
+            DeviceLinear(PackedBlocks.pack(weight, self.device), own)
+            for weight, own in zip(weights, biases, strict=True)
+        ]
+        return parts[0] if len(parts) == 1 else JoinedLinear(parts)
+
+    def embedding(self, weight: BlockWeight) -> Embedding:
+        if not self.keeps_blocks or not PackedBlocks.takes(weight):
+            return super().embedding(weight)
+        return DeviceEmbedding(PackedBlocks.pack(weight, self.device), self.dtype)
 
     def executor(self, weights: ModelWeights) -> TorchExecutor:
         return self._kind(weights, runs_on_device=True)

@@ -19,7 +19,7 @@ from polybasic.chain.kernels.torch.expansion import Level, expand, expansion
 from polybasic.chain.kernels.torch.operations import Heads, Norm, Operations, softcapped
 from polybasic.chain.kernels.torch.positions import position_drafts
 from polybasic.chain.kernels.torch.rows import DeviceRows, Span
-from polybasic.chain.kernels.weights import LayerWeights, Linear, ModelWeights, embed
+from polybasic.chain.kernels.weights import LayerWeights, Linear, ModelWeights
 
 BLOCK_ROWS = 512
 """Most rows of a pass that needs a mask, whose size is rows by columns."""
@@ -272,7 +272,7 @@ class TorchExecutor(Executor):
     ) -> tuple[Tensor, Tensor | None]:
         """The residual stream before the first layer, and its attention's input if different."""
         weights = self.weights
-        embedded = embed(weights.embedding, token_ids)
+        embedded = operations.embed(weights.embedding, token_ids)
         if features is None:
             scale = weights.embedding_scale
             return embedded if scale is None else embedded * scale, None

@@ -9,9 +9,10 @@ captured.
 #   P = provisional rows of the cache, those of the pass included
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -20,9 +21,10 @@ from torch import Tensor
 from polybasic.chain.kernels.noise import gumbel_noise
 from polybasic.chain.kernels.rotary import Rotation
 from polybasic.chain.kernels.torch import trees
+from polybasic.chain.kernels.torch.packed_blocks import PackedBlocks
 from polybasic.chain.kernels.torch.packed_weight import PackedWeight
 from polybasic.chain.kernels.torch.rows import DeviceRows, Span
-from polybasic.chain.kernels.weights import Linear
+from polybasic.chain.kernels.weights import Embedding, Linear, embed
 
 _CHUNK = 1024
 """Outputs whose probabilities are summed first; the sums of chunks are added after that."""
@@ -33,6 +35,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
 }
 """Activations of a gated MLP, by name."""
+DeviceWeight: TypeAlias = Tensor | PackedWeight | PackedBlocks
+"""[O, I], dense or packed."""
 
 
 @dataclass(frozen=True)
@@ -70,15 +74,14 @@ class DeviceLinear:
         bias: [O] or None.
     """
 
-    def __init__(self, weight: Tensor | PackedWeight, bias: Tensor | None = None) -> None:
+    def __init__(self, weight: DeviceWeight, bias: Tensor | None = None) -> None:
         self.weight, self.bias = weight, bias
 
     @property
     def shape(self) -> tuple[int, int]:
         """(O, I)."""
-        if isinstance(self.weight, PackedWeight):
-            return self.weight.shape
-        return self.weight.shape[0], self.weight.shape[1]
+        out_size, in_size = self.weight.shape
+        return out_size, in_size
 
     def __call__(self, x_RI: Tensor) -> Tensor:
         """The product by PyTorch's operations, over any number of rows."""
@@ -86,13 +89,38 @@ class DeviceLinear:
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         """The weight [O, I]; a packed one is dequantized."""
-        if isinstance(self.weight, PackedWeight):
-            return self.weight.dequantized(dtype)
-        return self.weight
+        return self.weight if isinstance(self.weight, Tensor) else self.weight.dequantized(dtype)
+
+
+class JoinedLinear:
+    """Products of the same inputs whose weights differ in kind: x [R, I] -> [R, O]."""
+
+    def __init__(self, parts: Sequence[DeviceLinear]) -> None:
+        self.parts = parts
+
+    def __call__(self, x_RI: Tensor) -> Tensor:
+        """One product after the other by PyTorch's operations, over any number of rows."""
+        return torch.cat([part(x_RI) for part in self.parts], 1)
+
+
+class DeviceEmbedding:
+    """The rows of a weight in blocks, in the layout of its product; see `StoredEmbedding`."""
+
+    def __init__(self, weight: PackedBlocks, dtype: torch.dtype) -> None:
+        self.weight, self.linear = weight, DeviceLinear(weight)
+        self.dtype, self.device = dtype, weight.words.device
+
+    def rows(self, token_ids: Tensor) -> Tensor:
+        """int64 [R] -> [R, D] in the dtype."""
+        return self.weight.of_outputs(token_ids).dequantized(self.dtype)
 
 
 class Operations:
     """The operations of a pass; tensors are in the compute dtype unless stated otherwise."""
+
+    def embed(self, embedding: Embedding, token_ids: Tensor) -> Tensor:
+        """int64 [R] -> [R, D], not scaled."""
+        return embed(embedding, token_ids)
 
     def norm(self, x_RI: Tensor, norm: Norm) -> Tensor:
         """The norm of each row, computed in the dtype of its weight."""
@@ -111,6 +139,13 @@ class Operations:
     ) -> Tensor:
         """`linear` of the rows, normed first where a norm is given, plus `added` [R, O]."""
         out = linear(x_RI if norm is None else self.norm(x_RI, norm))
+        return out if added is None else added + out
+
+    def joined_product(
+        self, linear: JoinedLinear, x_RI: Tensor, norm: Norm | None, added: Tensor | None
+    ) -> Tensor:
+        """`product`, part by part."""
+        out = torch.cat([self.product(part, x_RI, norm) for part in linear.parts], 1)
         return out if added is None else added + out
 
     def gated_product(

@@ -65,11 +65,7 @@ class PackedWeight:
         num_rows = max(1, _CODES_AT_ONCE // in_size)
         for first in range(0, out_size, num_rows):
             rows = slice(first, first + num_rows)
-            codes = weight.codes[rows].to(device).t().int()
-            codes_GbjqpO = codes.view(shape_GOw[0], -1, 4, 4, 2, codes.shape[1])
-            for pair, second in product(range(4), range(2)):
-                nibbles_GOqb = codes_GbjqpO[:, :, pair, :, second].permute(0, 3, 2, 1)
-                words[:, rows] |= nibbles_GOqb.flatten(2) << (4 * pair + 16 * second)
+            words[:, rows] = words_of(weight.codes[rows].to(device), group_size)
         scales, zeros = (part.to(device).t() for part in (weight.scales, weight.zeros))
         groups = scales.float().contiguous().view(torch.int32) | zeros.int()
         return cls(words, groups)
@@ -84,6 +80,10 @@ class PackedWeight:
         """int32 [G, O]."""
         return self.groups & _ZERO_MASK
 
+    def of_outputs(self, outputs: Tensor) -> "PackedWeight":
+        """Of these outputs, int64 [R], alone."""
+        return PackedWeight(*(part.index_select(1, outputs) for part in (self.words, self.groups)))
+
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """The weight [O, I] in `dtype`, made some rows at a time."""
         out_size, in_size = self.shape
@@ -95,12 +95,27 @@ class PackedWeight:
         return weight
 
     def _rows_in_float32(self, rows: slice) -> Tensor:
-        words_GOqb = self.words[:, rows].unflatten(2, (4, -1))
-        nibbles = [
-            (words_GOqb >> (4 * pair + 16 * second)) & 15
-            for pair, second in product(range(4), range(2))
-        ]
-        codes_GOqbjp = torch.stack(nibbles, -1).unflatten(-1, (4, 2))
-        codes_OGi = codes_GOqbjp.permute(1, 0, 3, 4, 2, 5).flatten(2)
+        codes_OGi = codes_of(self.words[:, rows])
         scales, zeros = self.scales[:, rows].t(), self.zeros[:, rows].t()
         return ((codes_OGi - zeros[..., None]) * scales[..., None]).flatten(1)
+
+
+def words_of(codes_OI: Tensor, group_size: int) -> Tensor:
+    """The words [G, O, n / 8] of `PackedWeight` for groups of n inputs, of codes in four bits."""
+    codes_IO = codes_OI.t().int()
+    codes_GbjqpO = codes_IO.view(len(codes_IO) // group_size, -1, 4, 4, 2, codes_IO.shape[1])
+    words = torch.zeros_like(codes_GbjqpO[:, :, 0, :, 0])
+    for pair, second in product(range(4), range(2)):
+        words |= codes_GbjqpO[:, :, pair, :, second] << (4 * pair + 16 * second)
+    return words.permute(0, 3, 2, 1).flatten(2)
+
+
+def codes_of(words_GOw: Tensor) -> Tensor:
+    """The codes int32 [O, G, n] that `words_of` packs."""
+    words_GOqb = words_GOw.unflatten(2, (4, -1))
+    nibbles = [
+        (words_GOqb >> (4 * pair + 16 * second)) & 15
+        for pair, second in product(range(4), range(2))
+    ]
+    codes_GOqbjp = torch.stack(nibbles, -1).unflatten(-1, (4, 2))
+    return codes_GOqbjp.permute(1, 0, 3, 4, 2, 5).flatten(2)

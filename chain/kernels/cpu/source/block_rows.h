@@ -31,28 +31,28 @@ inline const uint8_t* take_codes(FileBlock& block, int size, const uint8_t* from
     return from;
 }
 
-inline const uint8_t* take_simple_block(const Matrix& matrix, const uint8_t* from, FileBlock& block) {
+inline void take_simple_block(const Matrix& matrix, const uint8_t* from, FileBlock& block) {
     block.scale = take<uint16_t>(from);
     if (matrix.offsets != nullptr) block.offset = take<uint16_t>(from);
     if (matrix.format == kBlocks8) {
         std::memcpy(block.codes, from, kGroup);
-        return from + kGroup;
+        return;
     }
     if (matrix.format == kBlocks5) {
         const uint32_t fifth = take<uint32_t>(from);
         for (int i = 0; i < kGroup; ++i) block.codes[i] = uint8_t((fifth >> i & 1) << 4);
     }
-    return take_codes(block, kGroup, from, kGroup / 2, 4, 0);
+    take_codes(block, kGroup, from, kGroup / 2, 4, 0);
 }
 
-inline const uint8_t* take_nested_block(const Matrix& matrix, const uint8_t* from, FileBlock& block) {
+inline void take_nested_block(const Matrix& matrix, const uint8_t* from, FileBlock& block) {
     if (matrix.offsets == nullptr) {
         from = take_codes(block, kNested, from, 64, 4, 0);
         from = take_codes(block, kNested, from, 32, 2, 4);
         std::memcpy(block.factors, from, sizeof block.factors);
         from += sizeof block.factors;
         block.scale = take<uint16_t>(from);
-        return from;
+        return;
     }
     block.scale = take<uint16_t>(from);
     block.offset = take<uint16_t>(from) ^ 0x8000;   // it is subtracted
@@ -68,7 +68,7 @@ inline const uint8_t* take_nested_block(const Matrix& matrix, const uint8_t* fro
     }
     from += 12;
     if (matrix.format == kBlocks5) from = take_codes(block, kNested, from, 32, 1, 4);
-    return take_codes(block, kNested, from, 32, 4, 0);
+    take_codes(block, kNested, from, 32, 4, 0);
 }
 
 // A group's codes as the words of one output, which are kLanes words apart.

@@ -52,6 +52,7 @@ struct Matrix {
     int num_groups() const { return num_inputs / group_size; }
     // Inputs of a row that are prepared together.
     int step() const { return has_codes() ? group_size : kLanes; }
+    bool reads_halves() const { return format == kBlocks6 || (rest != nullptr && rest->reads_halves()); }
     // Without those of the rest.
     size_t weight_bytes() const {
         constexpr size_t kBits[] = {32, 16, 4, 4, 5, 6, 8};
@@ -116,7 +117,7 @@ struct Operand {
     uint32_t* quads;    // four signed bytes each: [I / 4][rows]
     float* scales;      // [I / group size][rows]
     float* sums;        // the same: sums of the bytes of a group
-    float* half_sums;   // [I / 16][rows]: of kBlocks, those of each half of a group
+    float* half_sums;   // [I / 16][rows]: of kBlocks6, those of each half of a group
 };
 
 struct Range {
@@ -186,6 +187,7 @@ template <class Read>
 void fill_operand(const Matrix& matrix, const Operand& operand, int num_rows, Range columns, Read read) {
     const Chunks chunks{num_rows};
     const int step = matrix.step();
+    const bool needs_halves = matrix.reads_halves();
     for (int chunk = 0; chunk < chunks.num_chunks(); ++chunk) {
         const int first = chunks.first(chunk), rows = chunks.size(chunk);
         const size_t offset = size_t(first) * matrix.num_inputs;
@@ -207,7 +209,7 @@ void fill_operand(const Matrix& matrix, const Operand& operand, int num_rows, Ra
                                        size_t(column / kLanes) * rows + row;
                     place_group(operand.quads + offset / 4 + size_t(column / 4) * rows + row,
                                 operand.scales + at, operand.sums + at,
-                                matrix.format == kInt4 ? nullptr : half_sums, step, rows,
+                                needs_halves ? half_sums : nullptr, step, rows,
                                 [&](int i) { return read(first + row, column + i); });
                 }
             }

@@ -9,6 +9,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.block_types import BLOCK_TYPES, GROUP, NESTED, typed_name
@@ -23,6 +24,7 @@ from polybasic.chain.formats.shapes import check_shapes, num_parameters, tensor_
 from polybasic.chain.kernels.cpu.executor import CpuExecutor
 from polybasic.chain.kernels.product_times import evaluation_dtype, name_of
 from polybasic.chain.kernels.rows import consecutive_rows
+from polybasic.chain.kernels.torch.operations import JoinedLinear
 from polybasic.chain.model.loading import load_decoder, serving_dtype
 from polybasic.chain.model.reference import load_reference_model
 from polybasic.deploy.bench.chain_systems import weight_type
@@ -103,7 +105,7 @@ def test_a_file_is_written_again_as_it_was(kind: str, family: str, tmp_path: Pat
     assert np.array_equal(dense.data, gguf.quants.dequantize(theirs[UP].data, Type[kind]))
 
 
-@pytest.mark.parametrize("kernels", ["native", "eager"])
+@pytest.mark.parametrize("kernels", ["native", "device", "eager"])
 @pytest.mark.parametrize("kind", BLOCK_TYPES)
 @torch.inference_mode()
 def test_logits_are_those_of_the_dequantized_model(
@@ -116,6 +118,7 @@ def test_logits_are_those_of_the_dequantized_model(
     assert model.dtype == torch.float32
     loaded = load_decoder(config, torch.float32, CPU, 64)
     assert isinstance(loaded, CpuExecutor) == (kernels == "native")
+    assert isinstance(loaded.weights.embedding, Tensor) == (kernels == "eager")
     ids = torch.randint(0, config.decoder.vocab_size, (40,))
     cache = KeyValueCache(config.decoder, config.decoder.num_layers, 64, torch.float32, CPU)
     states = loaded.forward(ids, [cache.layers], [consecutive_rows(0, 40)])
@@ -189,7 +192,7 @@ def test_without_kernels_for_blocks_a_file_runs_as_before(tmp_path: Path) -> Non
 
 
 @torch.inference_mode()
-def test_a_file_has_several_types(tmp_path: Path) -> None:
+def test_a_file_has_several_types(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As those do that llama.cpp calls Q4_K_M: within a product, too."""
     kinds = {"attn_v": "Q6_K", "ffn_down": "Q6_K", "ffn_gate": "Q8_0", "token_embd": "Q5_0"}
     file = written(tmp_path / "model", "qwen2", dtype=torch.float32, **WIDE)
@@ -198,14 +201,18 @@ def test_a_file_has_several_types(tmp_path: Path) -> None:
     headers = tensor_headers(folder)
     assert headers["model.layers.0.self_attn.v_proj.weight"].dtype == "Q6_K"
     config, ids = read_config(folder), torch.arange(40)
-    loaded, found = load_decoder(config, torch.float32, CPU, 64), []
-    with eager():
-        dequantized = load_decoder(config, torch.float32, CPU, 64)
-    for model in (loaded, dequantized):
+    models, found = {}, {}
+    for kernels in ("device", "eager", "native"):
+        monkeypatch.setenv("POLYBASIC_KERNELS", kernels)
+        models[kernels] = load_decoder(config, torch.float32, CPU, 64)
+    assert isinstance(models["device"].weights.layers[0].qkv, JoinedLinear)
+    for kernels, model in models.items():
         cache = KeyValueCache(config.decoder, config.decoder.num_layers, 64, torch.float32, CPU)
         states = model.forward(ids, [cache.layers], [consecutive_rows(0, 40)])
-        found.append(model.logits(states))
-    assert 1e-4 < float((found[0] - found[1]).norm() / found[1].norm()) < 0.05
+        found[kernels] = model.logits(states)
+    size = found["eager"].norm()
+    assert 1e-4 < float((found["native"] - found["eager"]).norm() / size) < 0.05
+    assert float((found["device"] - found["eager"]).norm() / size) < 1e-5
     chain = load_chain(file)
     assert chain.manifest.members[0].dtype == weight_type(chain) == "Q4_K"
     write_gguf(folder, tmp_path / "again.gguf")

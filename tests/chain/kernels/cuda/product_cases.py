@@ -8,9 +8,17 @@ import torch
 from torch import Tensor
 
 from polybasic.chain.formats.awq import dequantize, round_to_nearest
+from polybasic.chain.formats.block_types import BLOCK_TYPES, BlockType
+from polybasic.chain.formats.blocks import BlockWeight
 from polybasic.chain.kernels.cuda.product_launch import Product, Tiling
-from polybasic.chain.kernels.cuda.product_options import DENSE_SHAPES, PACKED_SHAPES
+from polybasic.chain.kernels.cuda.product_options import (
+    BLOCK_SHAPES,
+    DENSE_SHAPES,
+    PACKED_SHAPES,
+    Shape,
+)
 from polybasic.chain.kernels.torch.operations import ACTIVATIONS, DeviceLinear, Norm, Operations
+from polybasic.chain.kernels.torch.packed_blocks import PackedBlocks
 from polybasic.chain.kernels.torch.packed_weight import PackedWeight
 
 CPU = torch.device("cpu")
@@ -19,12 +27,13 @@ DTYPES = [torch.float16, torch.bfloat16]
 TOLERANCES = {torch.float16: 1e-3, torch.bfloat16: 1e-2}
 OPERATIONS = Operations()
 ABSENT = 0
-"""Group size of a dense weight."""
+"""Packing of a dense weight."""
+GROUP_SIZES = (32, 64, 128)
 
 
 def random_product(
     dtype: torch.dtype,
-    group_size: int,
+    packing: int | str,
     out_size: int,
     in_size: int,
     num_rows: int,
@@ -41,13 +50,31 @@ def random_product(
 
     weight = normal(out_size, in_size) / in_size**0.5
     dense = weight.float()
-    if group_size:
-        rounded = round_to_nearest(weight, group_size)
+    if isinstance(packing, str):
+        blocks = random_blocks(BLOCK_TYPES[packing], out_size, in_size, generator)
+        weight, dense = PackedBlocks.pack(blocks, CPU), blocks.dequantized()
+    elif packing:
+        rounded = round_to_nearest(weight, packing)
         weight, dense = PackedWeight.pack(rounded, CPU), dequantize(rounded)
     linear = DeviceLinear(weight, normal(out_size) if has_bias else None)
     norm = Norm(1 + 0.1 * normal(in_size), 1e-5) if has_norm else None
     added = normal(num_rows, out_size) if has_added else None
     return Product(linear, normal(num_rows, in_size), norm, added, activation), dense
+
+
+def random_blocks(
+    kind: BlockType, out_size: int, in_size: int, generator: torch.Generator
+) -> BlockWeight:
+    """Any bits, with scales of which products are about normal."""
+    shape = out_size, in_size // kind.size, kind.num_bytes
+    blocks = torch.randint(256, shape, dtype=torch.uint8, generator=generator)
+    constants = blocks[..., kind.constants]
+    scale = 2.0 ** (2 - kind.bits) / in_size**0.5 / (32 if kind.factor_bytes else 1)
+    numbers = scale * (1 + torch.rand(*shape[:2], constants.shape[2] // 2, generator=generator))
+    if not kind.factor_bytes:  # offsets that are added
+        numbers[..., 1:] *= -(2.0 ** (kind.bits - 1))
+    constants.copy_(numbers.half().view(torch.uint8))
+    return BlockWeight(kind, blocks.flatten(1))
 
 
 def in_float32(product: Product, weight: Tensor) -> Tensor:
@@ -75,26 +102,33 @@ class GpuCase:
 
     Attributes:
         is_early: kernels begin before the previous one has ended.
+        num_variants: of a product, the first ones.
     """
 
     dtype: torch.dtype
-    group_size: int
+    packing: int | str
     num_rows: int
     is_early: bool = False
+    num_variants: int = 4
 
     def products(self) -> Iterator[tuple[Product, Tensor, Tiling]]:
         """Products, their weights in float32, and tilings: of each shape, in parts and whole."""
-        variants = VARIANTS[:2] if self.is_early else VARIANTS
-        for number, variant in enumerate(variants):
-            made = random_product(self.dtype, self.group_size, 1000, 1024, self.num_rows, **variant)
+        for number, variant in enumerate(VARIANTS[: self.num_variants]):
+            made = random_product(self.dtype, self.packing, 1000, 1024, self.num_rows, **variant)
             product, weight = made
-            shapes = PACKED_SHAPES if self.group_size else DENSE_SHAPES
+            shapes = shapes_of(self.packing)
             for place, shape in enumerate(shapes[product.num_kernel_rows]):
                 splits = 4 if (number + place) % 2 == 0 else 1
                 tiling = replace(shape.tiling, splits=splits, is_early=self.is_early)
-                if self.group_size:
-                    tiling = replace(tiling, ins=self.group_size)
+                if self.packing in GROUP_SIZES:
+                    tiling = replace(tiling, ins=self.packing)
                 yield product, weight, tiling
+
+
+def shapes_of(packing: int | str) -> dict[int, tuple[Shape, ...]]:
+    if isinstance(packing, str):
+        return BLOCK_SHAPES
+    return PACKED_SHAPES if packing else DENSE_SHAPES
 
 
 VARIANTS: tuple[dict[str, Any], ...] = (
@@ -107,7 +141,10 @@ GPU_CASES = [
     *(GpuCase(torch.bfloat16, size, rows) for size in (ABSENT, 128) for rows in (1, 24, 64)),
     *(GpuCase(torch.float16, size, 24) for size in (ABSENT, 128)),
     GpuCase(torch.bfloat16, 64, 24),
-    *(GpuCase(torch.bfloat16, size, 24, is_early=True) for size in (ABSENT, 128)),
+    *(GpuCase(torch.bfloat16, size, 24, True, 2) for size in (ABSENT, 128, "Q4_K")),
+    *(GpuCase(torch.bfloat16, "Q4_K", rows) for rows in (1, 24, 64)),
+    *(GpuCase(torch.bfloat16, name, 24, num_variants=1) for name in BLOCK_TYPES),
+    GpuCase(torch.float16, "Q5_1", 24, num_variants=1),
 ]
 """Each shape, variant, dtype and group size, but not all of them with each other: a kernel takes
 seconds to compile, and more of the grid is interpreted."""

@@ -13,9 +13,10 @@ pytest.importorskip("triton")
 
 import triton.language as tl
 
-from polybasic.chain.kernels.cuda import product_kernels
+from polybasic.chain.formats.block_types import BLOCK_TYPES
+from polybasic.chain.kernels.cuda import product_kernels, unpacking
 from polybasic.chain.kernels.cuda.product_launch import Product, Tiling
-from polybasic.chain.kernels.cuda.product_options import DENSE_SHAPES, PACKED_SHAPES
+from polybasic.chain.kernels.cuda.product_options import BLOCK_SHAPES, DENSE_SHAPES, PACKED_SHAPES
 from tests.chain.kernels.cuda.compiling import (
     CAPABILITIES,
     MOST_SHARED_BYTES,
@@ -24,9 +25,10 @@ from tests.chain.kernels.cuda.compiling import (
     compiled,
 )
 from tests.chain.kernels.cuda.early_access import touched_before_wait
-from tests.chain.kernels.cuda.product_cases import ABSENT, DTYPES, random_product
+from tests.chain.kernels.cuda.product_cases import ABSENT, DTYPES, random_product, shapes_of
 
 TYPES = {
+    torch.int16: "*i16",
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
     torch.float32: "*fp32",
@@ -42,8 +44,8 @@ SHARED_BYTES = 227 * 1024
 class Assembly:
     """Runs the few instructions that codes are unpacked by."""
 
-    def __init__(self, source: str, word: int, offset: int) -> None:
-        self.registers = {"$4": word, "$5": offset}
+    def __init__(self, source: str, *inputs: int) -> None:
+        self.registers = {f"${place}": value for place, value in enumerate(inputs, 4)}
         for line in source.splitlines():
             if match := re.fullmatch(r"(\w+)\.([\w.]+) (.+);", line):
                 self._run(match[1], match[2], [name.strip() for name in match[3].split(",")])
@@ -81,10 +83,10 @@ def unpacked(word: int, dtype: torch.dtype) -> Tensor:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_codes_are_unpacked_exactly(dtype: torch.dtype) -> None:
     is_bf16 = dtype == torch.bfloat16
-    source = (product_kernels._UNPACK_BF16 if is_bf16 else product_kernels._UNPACK_FP16).value
-    magic = (product_kernels._BF16_MAGIC if is_bf16 else product_kernels._FP16_MAGIC).value
+    source = (unpacking._UNPACK_BF16 if is_bf16 else unpacking._UNPACK_FP16).value
+    magic = (unpacking._BF16_MAGIC if is_bf16 else unpacking._FP16_MAGIC).value
     for zero in range(16):
-        offset = ((zero | magic) * 0x00010001 ^ product_kernels._SIGNS.value) & 0xFFFFFFFF
+        offset = ((zero | magic) * 0x00010001 ^ unpacking._SIGNS.value) & 0xFFFFFFFF
         for code in range(16):
             codes = [(code + 3 * place) % 16 for place in range(8)]
             word = sum(each << (4 * place) for place, each in enumerate(codes))
@@ -92,6 +94,24 @@ def test_codes_are_unpacked_exactly(dtype: torch.dtype) -> None:
             for pair in range(4):
                 found = unpacked(run.registers[f"${pair}"], dtype).tolist()
                 assert found == [codes[pair] - zero, codes[4 + pair] - zero]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_high_bits_are_added_exactly(dtype: torch.dtype) -> None:
+    is_bf16 = dtype == torch.bfloat16
+    source = (unpacking._ADD_HIGH_BF16 if is_bf16 else unpacking._ADD_HIGH_FP16).value
+    magic = (unpacking._BF16_MAGIC if is_bf16 else unpacking._FP16_MAGIC).value
+    sixteen_times = 4 << (7 if is_bf16 else 10)
+    for zero in range(9):
+        offset = ((zero | magic + sixteen_times) * 0x00010001 ^ unpacking._SIGNS.value) & 0xFFFFFFFF
+        for low in (-8, 0, 15):
+            pair = torch.full((2,), low, dtype=dtype).view(torch.int32).item() & 0xFFFFFFFF
+            codes = [(low + 5 * place) % 16 for place in range(8)]
+            word = sum(each << (4 * place) for place, each in enumerate(codes))
+            run = Assembly(source, *(pair,) * 4, word, offset)
+            for place in range(4):
+                found = unpacked(run.registers[f"${place}"], dtype).tolist()
+                assert found == [low + 16 * (codes[other] - zero) for other in (place, 4 + place)]
 
 
 # What is not marked as proof compiles one kernel, so that each run of the tests has one.
@@ -125,15 +145,16 @@ def request(product: Product, tiling: Tiling, capability: int) -> Request:
 
 
 def requested(
-    group_size: int,
+    packing: int | str,
     num_rows: int,
     tiling: Tiling,
     capability: int = 90,
     dtype: torch.dtype = torch.bfloat16,
     **parts: Any,
 ) -> Request:
-    product, _ = random_product(dtype, group_size, 512, 256, num_rows, **parts)
-    return request(product, replace(tiling, ins=group_size or tiling.ins), capability)
+    product, _ = random_product(dtype, packing, 512, 256, num_rows, **parts)
+    ins = packing if isinstance(packing, int) and packing else tiling.ins
+    return request(product, replace(tiling, ins=ins), capability)
 
 
 def streams_codes(found: Compiled, tiling: Tiling) -> None:
@@ -163,6 +184,20 @@ def test_codes_stream_into_hoppers_tensor_cores(rows: int) -> None:
     # 16 inputs at a time, 64 rows of the weight for each four warps
     assert found.loop().count(f"HGMMA.64x{rows}x16") == 8 * tiling.outs // 16 // tiling.warps
     assert "ttg.convert_layout" not in found.ttgir.partition("scf.for")[2].partition("scf.yield")[0]
+
+
+@proof
+def test_blocks_stream_into_hoppers_tensor_cores() -> None:
+    """Of all types: nothing waits for memory, and no code goes through shared memory."""
+    tiling = BLOCK_SHAPES[16][0].tiling
+    threads = 32 * tiling.warps
+    for found in compiled([requested(name, 16, tiling) for name in BLOCK_TYPES]):
+        loop = found.loop()
+        assert found.stack_bytes == 0
+        assert loop.count("LDG.") == loop.count("ST") == loop.count("SHFL") == 0
+        assert loop.count("LDGSTS.E.BYPASS.128") >= tiling.outs * 32 // 16 // threads
+        body = found.ttgir.partition("scf.for")[2].partition("scf.yield")[0]
+        assert "ttg.convert_layout" not in body
 
 
 @proof
@@ -272,7 +307,7 @@ def test_the_norm_reads_a_row_at_once(capability: int) -> None:
 def test_weights_are_unpacked_without_spills() -> None:
     requests = [
         Request(
-            product_kernels.__name__,
+            unpacking.__name__,
             "dequantize_kernel",
             {"words_ptr": "*i32", "groups_ptr": "*i32", "out_ptr": kind,
              "out_size": "i32", "in_size": "i32"},
@@ -291,25 +326,25 @@ def test_weights_are_unpacked_without_spills() -> None:
         assert re.search(r"cvt\.rn\.b?f16(x2)?\.f32", found.ptx)
 
 
-GROUPS = [
-    (group_size, rows)
-    for group_size, shapes in ((128, PACKED_SHAPES), (32, PACKED_SHAPES), (ABSENT, DENSE_SHAPES))
-    for rows in shapes
+PACKINGS = [
+    (packing, rows)
+    for packing in (128, 32, ABSENT, "Q5_K", "Q6_K", "Q8_0")
+    for rows in shapes_of(packing)
 ]
 
 
 @proof
-@pytest.mark.parametrize(("group_size", "rows"), GROUPS)
-def test_every_shape_fits_a_multiprocessor(group_size: int, rows: int) -> None:
+@pytest.mark.parametrize(("packing", "rows"), PACKINGS)
+def test_every_shape_fits_a_multiprocessor(packing: int | str, rows: int) -> None:
     """Alone and with what takes most registers and shared memory, whole and in parts."""
-    shapes = (PACKED_SHAPES if group_size else DENSE_SHAPES)[rows]
+    shapes = shapes_of(packing)[rows]
     requests = []
     for shape in shapes:
         tiling, split = shape.tiling, replace(shape.tiling, splits=8)
         requests += [
-            requested(group_size, rows, tiling, has_added=True),
-            requested(group_size, rows, split, has_norm=True, activation="silu"),
-            requested(group_size, rows, tiling, 80, dtype=torch.float16, has_norm=True),
+            requested(packing, rows, tiling, has_added=True),
+            requested(packing, rows, split, has_norm=True, activation="silu"),
+            requested(packing, rows, tiling, 80, dtype=torch.float16, has_norm=True),
         ]
     found = iter(compiled(requests))
     for shape, plain, gated, on_ampere in zip(shapes, found, found, found, strict=True):

@@ -10,11 +10,20 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from polybasic.chain.formats.awq import QuantizedWeight, dequantize
+from polybasic.chain.formats.block_types import BLOCK_TYPES, DEVICE_STEP
 from polybasic.chain.kernels.cuda import KERNEL_DTYPES, product_launch, products
+from polybasic.chain.kernels.cuda.executor import TritonOperations
 from polybasic.chain.kernels.cuda.product_launch import ManyRows, Tiling, dequantized, normed
-from polybasic.chain.kernels.cuda.product_options import DENSE_SHAPES, PACKED_SHAPES
+from polybasic.chain.kernels.cuda.product_options import BLOCK_SHAPES, DENSE_SHAPES, PACKED_SHAPES
 from polybasic.chain.kernels.cuda.products import gated_product, product
-from polybasic.chain.kernels.torch.operations import ACTIVATIONS, DeviceLinear, Norm
+from polybasic.chain.kernels.torch.operations import (
+    ACTIVATIONS,
+    DeviceEmbedding,
+    DeviceLinear,
+    JoinedLinear,
+    Norm,
+)
+from polybasic.chain.kernels.torch.packed_blocks import PackedBlocks
 from polybasic.chain.kernels.torch.packed_weight import PackedWeight
 from tests.chain.kernels.cuda.product_cases import (
     ABSENT,
@@ -281,16 +290,75 @@ def test_inputs_of_every_family(in_size: int, group_size: int) -> None:
     assert relative(out, in_float32(found, weight)) < TOLERANCES[torch.bfloat16]
 
 
+def test_blocks_keep_every_number_in_as_many_bytes() -> None:
+    for name, kind in BLOCK_TYPES.items():
+        found, dense = random_product(torch.float16, name, 37, 768, 1)
+        packed = found.linear.weight
+        assert isinstance(packed, PackedBlocks)
+        assert packed.shape == (37, 768)
+        assert torch.equal(packed.dequantized(torch.float32), dense)
+        assert packed.num_bytes <= 37 * 768 // kind.size * kind.num_bytes * 1.03
+        assert kind.factor_bytes or packed.num_bytes == 37 * 768 // kind.size * kind.num_bytes
+        chosen = torch.tensor([36, 0, 36])
+        assert torch.equal(packed.of_outputs(chosen).dequantized(torch.float32), dense[chosen])
+
+
+BLOCK_PRODUCTS = [
+    (name, DTYPES[place % 2], (1, 3)[place // 2 % 2], (5, 24)[place // 4])
+    for place, name in enumerate(BLOCK_TYPES)
+]
+
+
+@pytest.mark.usefixtures("tensor_cores")
+@pytest.mark.parametrize(("name", "dtype", "splits", "num_rows"), BLOCK_PRODUCTS)
+def test_a_product_with_blocks_is_the_product(
+    name: str, dtype: torch.dtype, splits: int, num_rows: int
+) -> None:
+    found, weight = random_product(dtype, name, 72, 768, num_rows, has_norm=splits == 1)
+    out = found.computed(Tiling(64, DEVICE_STEP, splits))
+    assert relative(out, in_float32(found, weight)) < TOLERANCES[dtype]
+
+
+@pytest.mark.parametrize("name", BLOCK_TYPES)
+def test_blocks_are_dequantized_in_one_launch(name: str) -> None:
+    found, dense = random_product(torch.float16, name, 70, 256, 1)
+    weight = found.linear.weight
+    assert isinstance(weight, PackedBlocks)
+    assert torch.equal(dequantized(weight, torch.float16), dense.half())
+    embedding, chosen = DeviceEmbedding(weight, torch.float16), torch.tensor([69, 3, 3])
+    for operations in (TritonOperations(), ManyRows(), OPERATIONS):
+        assert torch.equal(operations.embed(embedding, chosen), dense.half()[chosen])
+
+
+@pytest.mark.parametrize("num_rows", [3, 65])
+def test_types_may_differ_within_a_product(num_rows: int) -> None:
+    parts, weights = [], []
+    for name in ("Q4_K", "Q6_K"):
+        found, weight = random_product(torch.float16, name, 64, 256, num_rows, has_norm=True)
+        parts.append(found.linear)
+        weights.append(weight)
+    joined, added = JoinedLinear(parts), torch.randn(num_rows, 128).half()
+    biases = [torch.zeros(64) if part.bias is None else part.bias for part in parts]
+    dense = DeviceLinear(torch.cat(weights).half(), torch.cat(biases))
+    operations = TritonOperations() if num_rows <= product_launch.MAX_ROWS else ManyRows()
+    given = found.x_RI, found.norm, added
+    expected = OPERATIONS.product(dense, *given).float()
+    assert relative(operations.product(joined, *given), expected) < TOLERANCES[torch.float16]
+    gated = found.x_RI, found.norm, "silu"
+    expected = OPERATIONS.gated_product(dense, *gated).float()
+    assert relative(operations.gated_product(joined, *gated), expected) < 2e-3
+
+
 def test_a_gpu_compiles_few_kernels_for_its_tests_and_every_shape() -> None:
     launched = [(product, tiling) for case in GPU_CASES for product, _, tiling in case.products()]
-    assert len({product.kernel_key(tiling) for product, tiling in launched}) <= 96
-    for shapes, is_packed in ((DENSE_SHAPES, False), (PACKED_SHAPES, True)):
+    assert len({product.kernel_key(tiling) for product, tiling in launched}) <= 140
+    kinds = (DENSE_SHAPES, Tensor), (PACKED_SHAPES, PackedWeight), (BLOCK_SHAPES, PackedBlocks)
+    for shapes, kind in kinds:
         wanted = {shape.tiling for of_rows in shapes.values() for shape in of_rows}
         for splits in (1, 4):
             found = {
                 replace(tiling, splits=1)
                 for product, tiling in launched
-                if isinstance(product.linear.weight, PackedWeight) == is_packed
-                and tiling.splits == splits
+                if isinstance(product.linear.weight, kind) and tiling.splits == splits
             }
             assert wanted <= found

@@ -9,15 +9,18 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from polybasic.chain.formats.block_types import BLOCK_TYPES
 from polybasic.chain.kernels.cuda.choice import Choices, compile_together
-from polybasic.chain.kernels.cuda.product_launch import Product, _tickets, can_begin_early
-from polybasic.chain.kernels.cuda.product_options import (
-    DENSE_SHAPES,
-    PACKED_SHAPES,
-    Task,
-    options_of,
+from polybasic.chain.kernels.cuda.product_launch import (
+    Product,
+    _tickets,
+    can_begin_early,
+    dequantized,
+    dequantized_blocks,
 )
-from polybasic.chain.kernels.torch.operations import DeviceLinear, Norm
+from polybasic.chain.kernels.cuda.product_options import PACKED_SHAPES, Task, options_of
+from polybasic.chain.kernels.torch.operations import DeviceLinear, DeviceWeight, Norm
+from polybasic.chain.kernels.torch.packed_blocks import PackedBlocks
 from polybasic.chain.kernels.torch.packed_weight import PackedWeight
 from tests.chain.kernels.cuda.product_cases import (
     ABSENT,
@@ -25,6 +28,7 @@ from tests.chain.kernels.cuda.product_cases import (
     GpuCase,
     in_float32,
     random_product,
+    shapes_of,
 )
 
 pytestmark = pytest.mark.gpu(needed=True)
@@ -35,8 +39,11 @@ TOLERANCES = {torch.float16: 1e-3, torch.bfloat16: 4e-3}
 
 def on_gpu(product: Product) -> Product:
     weight, bias = product.linear.weight, product.linear.bias
+    moved: DeviceWeight
     if isinstance(weight, PackedWeight):
         moved = PackedWeight(weight.words.to(GPU), weight.groups.to(GPU))
+    elif isinstance(weight, PackedBlocks):
+        moved = weight.mapped(lambda tensor: tensor.to(GPU))
     else:
         moved = weight.to(GPU)
     norm, added = product.norm, product.added
@@ -71,8 +78,20 @@ def test_a_sum_does_not_depend_on_who_comes_last() -> None:
     assert not _tickets(GPU).any()
 
 
-@pytest.mark.parametrize("group_size", [ABSENT, 128])
-def test_products_that_begin_early_wait_for_what_they_read(group_size: int) -> None:
+@pytest.mark.parametrize("name", BLOCK_TYPES)
+def test_blocks_are_dequantized_in_one_launch(name: str) -> None:
+    product, dense = random_product(torch.bfloat16, name, 1000, 1280, 1)
+    weight = on_gpu(product).linear.weight
+    assert isinstance(weight, PackedBlocks)
+    for dtype in TOLERANCES:
+        assert torch.equal(dequantized(weight, dtype).cpu(), dense.to(dtype))
+        chosen = torch.tensor([999, 3, 3, 0])
+        rows = dequantized_blocks(weight, dtype, chosen.to(GPU))
+        assert torch.equal(rows.cpu(), dense[chosen].to(dtype))
+
+
+@pytest.mark.parametrize("group_size", [ABSENT, 128, "Q4_K"])
+def test_products_that_begin_early_wait_for_what_they_read(group_size: int | str) -> None:
     """A chain in one graph, each product of the one before it, keeps every bit."""
     if not can_begin_early(GPU):
         pytest.skip("kernels of this GPU do not begin early")
@@ -80,8 +99,7 @@ def test_products_that_begin_early_wait_for_what_they_read(group_size: int) -> N
         on_gpu(random_product(torch.bfloat16, group_size, size, size, 24, has_norm=True)[0])
         for size in (2048,) * 6
     ]
-    shapes = PACKED_SHAPES if group_size else DENSE_SHAPES
-    tiling = replace(shapes[32][0].tiling, splits=4)
+    tiling = replace(shapes_of(group_size)[32][0].tiling, splits=4)
 
     def chain(is_early: bool) -> Tensor:
         x = products[0].x_RI
@@ -104,7 +122,7 @@ def test_products_that_begin_early_wait_for_what_they_read(group_size: int) -> N
 
 def test_the_choice_on_this_card(tmp_path: Path) -> None:
     choices = Choices(GPU, tmp_path / "choices.json")
-    for group_size, out_size in ((ABSENT, 4096), (128, 4096), (64, 6144)):
+    for group_size, out_size in ((ABSENT, 4096), (128, 4096), ("Q4_K", 4096), ("Q6_K", 6144)):
         product = on_gpu(
             random_product(torch.bfloat16, group_size, out_size, 2048, 20, has_norm=True)[0]
         )
