@@ -3,12 +3,13 @@
     python benchmarks/products.py [--device cpu] [--shapes 1024x256 4096x4096] [--rows 1 4]
         [--kernels NAME ...] [--turns 5] [--record FILE]
 
-`runtime` is what passes take here, dense and in 4 bits: on a CPU the native kernels where they can
-be had (`POLYBASIC_KERNELS`), on a GPU those of Triton that were measured to be the fastest. Beside
-it stand PyTorch's kernels, and gemlite's on a GPU where it is installed. Each multiplies with one
-weight after the other, more of them than the caches hold, as the layers of a model do: a weight
-comes from memory, and the bound is its bytes over the bandwidth measured in the same run. Kernels
-take turns, on a GPU in graphs. A kernel that is wrong, or fails, is named and not timed.
+`runtime` is what passes take here, dense, in 4 bits and in a GGUF file's blocks: on a CPU the
+native kernels where they can be had (`POLYBASIC_KERNELS`), on a GPU those of Triton that were
+measured to be the fastest. Beside it stand PyTorch's kernels, and gemlite's on a GPU where it is
+installed. Each multiplies with one weight after the other, more of them than the caches hold, as
+the layers of a model do: a weight comes from memory, and the bound is its bytes over the bandwidth
+measured in the same run. Kernels take turns, on a GPU in graphs. A kernel that is wrong, or fails,
+is named and not timed.
 """
 
 import importlib.util
@@ -35,6 +36,8 @@ from traffic import linear_bytes
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.awq import QuantizedWeight, cpu_int4_weight, dequantize
+from polybasic.chain.formats.block_types import BLOCK_TYPES, NESTED, BlockType
+from polybasic.chain.formats.blocks import BlockWeight
 from polybasic.chain.formats.quantization import GROUP_SIZE
 from polybasic.chain.kernels.backend import Backend
 from polybasic.chain.kernels.cuda.graphs import Graphs
@@ -97,6 +100,20 @@ def _gemlite(weight: QuantizedWeight) -> Linear:
     return found
 
 
+def _random_blocks(kind: BlockType, weight: QuantizedWeight) -> BlockWeight:
+    """Blocks of the same shape, the same ones each time."""
+    (out_size, in_size), generator = weight.codes.shape, torch.Generator().manual_seed(0)
+    shape = out_size, in_size // kind.size, kind.num_bytes
+    blocks = torch.randint(256, shape, dtype=torch.uint8, generator=generator)
+    blocks[..., kind.constants].view(torch.float16).fill_(0.001)
+    return BlockWeight(kind, blocks.flatten(1))
+
+
+def _blocks(kind: BlockType, weight: QuantizedWeight) -> Linear:
+    linear = _backend(weight).blocks([_random_blocks(kind, weight)])
+    return linear if weight.codes.device.type == "cpu" else _triton(linear)
+
+
 def _backend(weight: QuantizedWeight) -> Backend:
     return backend_for(weight.codes.device, torch.bfloat16)
 
@@ -116,20 +133,27 @@ class Kernel:
         prepare: a weight on the device -> the product with it.
         dtype: of the rows that it takes.
         is_int4: it reads 4-bit codes; else values of `dtype`.
+        blocks: that it reads, whatever the weight.
     """
 
     prepare: Callable[[QuantizedWeight], Linear]
     dtype: torch.dtype = torch.bfloat16
     is_int4: bool = False
+    blocks: BlockType | None = None
 
     def num_bytes(self, shape: tuple[int, int]) -> int:
-        """That a product reads of the weight."""
+        """That a product reads of the weight, of blocks as a file has them."""
+        if self.blocks is not None:
+            return shape[0] * shape[1] // self.blocks.size * self.blocks.num_bytes
         return linear_bytes(shape, "awq" if self.is_int4 else "decoder", self.dtype.itemsize)
 
     def error(self, weight: QuantizedWeight) -> float | str:
         """Relative error of a result; or how it fails."""
         x = torch.randn(3, weight.codes.shape[1], device=weight.codes.device).to(self.dtype)
-        expected = x.float() @ dequantize(weight).t()
+        dense = dequantize(weight)
+        if self.blocks is not None:
+            dense = _random_blocks(self.blocks, weight).dequantized().to(x.device)
+        expected = x.float() @ dense.t()
         try:
             result = self.prepare(weight)(x).float()
         except Exception as error:  # whatever a kernel that is only compared with comes up with
@@ -159,6 +183,9 @@ KERNELS: dict[str, dict[str, Kernel]] = {
     },
 }
 """By device; a new kernel is one more entry."""
+for kind in BLOCK_TYPES.values():
+    for kernels in KERNELS.values():
+        kernels[f"runtime {kind.name}"] = Kernel(partial(_blocks, kind), blocks=kind)
 if importlib.util.find_spec("gemlite") is not None:
     KERNELS["cuda"]["gemlite"] = Kernel(_gemlite, is_int4=True)
 
@@ -223,14 +250,14 @@ def sizes_of(shape: str) -> tuple[int, int]:
     """Out and in features.
 
     Raises:
-        UserError: it is no shape, or its inputs are no whole groups of 4-bit weights.
+        UserError: it is no shape, or its inputs are no whole blocks of a GGUF file.
     """
     try:
         out_size, in_size = map(int, shape.split("x"))
     except ValueError as error:
         raise UserError("no shape of a product", f"--shapes {shape}", "write 4096x256") from error
-    if in_size % GROUP_SIZE:
-        raise UserError("inputs of no whole groups", f"--shapes {shape}", f"use {GROUP_SIZE} n")
+    if in_size % NESTED:
+        raise UserError("inputs of no whole blocks", f"--shapes {shape}", f"use {NESTED} n")
     return out_size, in_size
 
 

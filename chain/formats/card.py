@@ -123,7 +123,7 @@ def gguf_notes(manifest: Manifest) -> list[str]:
         else:
             note = f"The weights of {member.name} are those of {files}, in {types}, "
             if member.dtype in BLOCK_TYPES:
-                note += "multiplied as they are stored, by rows in 8 bits"
+                note += "multiplied as they are stored, on a CPU by rows in 8 bits"
             else:
                 note += f"held in {member.dtype}"
         if member.role == "target":

@@ -112,8 +112,7 @@ BLOCK_SHAPES = {
 }
 """By rows. Registers, shared memory and spills were checked in the machine code for sm_90, and the
 stages cover its memory latency. Steps of a packed weight are its groups, whatever is given here.
-Its tiles have a row for each thread, so that scales are copied asynchronously, but the narrowest:
-over 32 rows a short product gains more from half the splits."""
+Over 32 rows a short product gains more from narrow tiles than it loses: half the splits."""
 
 
 def options_of(task: Task, processors: int) -> list[Tiling]:

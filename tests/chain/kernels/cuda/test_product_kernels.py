@@ -213,13 +213,6 @@ def test_a_norm_leaves_codes_streaming() -> None:
 
 
 @proof
-def test_scales_of_a_tile_with_idle_threads_are_not_copied_ahead() -> None:
-    """Why tiles of packed weights have a row for each thread."""
-    (found,) = compiled([requested(128, 16, Tiling(128, 128, warps=8))])
-    assert found.loop().count("LDG.") > 0
-
-
-@proof
 def test_codes_stream_into_amperes_tensor_cores() -> None:
     tiling = PACKED_SHAPES[16][0].tiling
     (found,) = compiled([requested(128, 16, tiling, 80)])

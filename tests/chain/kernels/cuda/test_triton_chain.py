@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+pytest.importorskip("datasets")  # which a machine with a GPU may lack
+
 from polybasic.chain.kernels import selection
 from polybasic.chain.kernels.torch.backends import DeviceBackend
 from polybasic.deploy import engine as engines
