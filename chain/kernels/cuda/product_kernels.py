@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from polybasic.chain.kernels.cuda.unpacking import (
+    CONSTANT_STEPS,
     block_codes,
     block_levels,
     block_of,
@@ -27,7 +28,6 @@ from polybasic.chain.kernels.cuda.unpacking import (
 _PREFETCH = tl.constexpr("prefetch.global.L2 [$1]; mov.b32 $0, 0;")
 _PREFETCHED_BYTES = tl.constexpr(64)
 _STEPS_AHEAD = tl.constexpr(4)
-_CONSTANT_STEPS = tl.constexpr(4)
 _WAIT = tl.constexpr("griddepcontrol.launch_dependents; griddepcontrol.wait; mov.b32 $0, 0;")
 """Of PTX's instruction griddepcontrol (PTX ISA, parallel synchronization and communication)."""
 _MAX_READ = tl.constexpr(128)
@@ -173,7 +173,7 @@ def product_kernel(
     for step in tl.range(first, last, num_stages=STAGES):
         if BLOCK_BITS > 0:
             first_row = step * out_size + first_out
-            constants_row = step // _CONSTANT_STEPS * out_size + first_out
+            constants_row = step // CONSTANT_STEPS * out_size + first_out
             packed, high, factors, constants = block_of(
                 weight_ptr, high_ptr, groups_ptr, constants_ptr, first_row + outs,
                 constants_row + outs, None, BLOCK_BITS, HAS_OFFSETS,

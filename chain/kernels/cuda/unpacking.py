@@ -10,6 +10,8 @@
 import triton
 import triton.language as tl
 
+from polybasic.chain.formats.block_types import DEVICE_STEP, NESTED
+
 # A word becomes four registers of two codes each: (word >> 4 j) & 0x000f000f | MAGIC is a pair of
 # 128 + code in bfloat16 and of 1024 + code in float16, from which 128 (1024) + zero is subtracted:
 # all of this is exact.
@@ -75,6 +77,9 @@ _ADD_HIGH_FP16 = tl.constexpr(
     .replace("MAGIC", "0x64006400")
     .replace("TYPE", "f16x2")
 )
+CONSTANT_STEPS = tl.constexpr(NESTED // DEVICE_STEP)
+"""Steps of `PackedBlocks` that share its constants."""
+_STEP = tl.constexpr(DEVICE_STEP)
 _BF16_MAGIC = tl.constexpr(0x4300)
 _FP16_MAGIC = tl.constexpr(0x6400)
 _SIGNS = tl.constexpr(-0x7FFF8000)  # 0x80008000
@@ -128,7 +133,6 @@ def dequantize_blocks_kernel(
     Args:
         outputs_ptr: int64 [N], which outputs; None for all.
     """
-    INS: tl.constexpr = 64
     step = tl.program_id(1)
     places = tl.program_id(0) * OUTS + tl.arange(0, OUTS)
     is_out = places < num_outs
@@ -138,14 +142,14 @@ def dequantize_blocks_kernel(
     rows = step.to(tl.int64) * out_size + outs
     packed, high, factors, constants = block_of(
         words_ptr, high_ptr, factors_ptr, constants_ptr, rows,
-        (step // 4).to(tl.int64) * out_size + outs, is_out, BLOCK_BITS, HAS_OFFSETS,
+        (step // CONSTANT_STEPS).to(tl.int64) * out_size + outs, is_out, BLOCK_BITS, HAS_OFFSETS,
     )  # fmt: skip
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     codes = block_codes(
         packed, high, dtype, OUTS, ZERO, BLOCK_BITS - 4, GROUP, False, IS_ON_GPU, True
     )
-    out_at = out_ptr + places.to(tl.int64)[:, None] * in_size + step * INS
-    for group in tl.static_range(INS // GROUP):
+    out_at = out_ptr + places.to(tl.int64)[:, None] * in_size + step * _STEP
+    for group in tl.static_range(_STEP // GROUP):
         scale, offset = block_levels(
             factors, constants, group, HAS_OFFSETS, constants_ptr is not None
         )
@@ -229,7 +233,7 @@ def block_codes(
 
     Args:
         words: int32 [OUTS, 8].
-        high: [OUTS, 4], of four bits [OUTS, 8]; None for no such bits.
+        high: [OUTS, 4], of four bits [OUTS, 8]; of no use where HIGH_BITS is 0.
         IS_RAISED: codes of at most five bits that count from 0 stay higher by `raised_by`, which
             saves their subtraction.
         IS_WIDE: as in `product_kernel`, decides the order of sixteen inputs.

@@ -127,13 +127,13 @@ class PackedBlocks:
         codes = codes_OSi.flatten(1).unflatten(1, (-1, kind.size))
         factors_OSf = self.factors.transpose(0, 1).contiguous()
         if self.constants is None:
-            levels = factors_OSf.flatten(1).view(torch.float16)
-            levels = levels.unflatten(1, (-1, 1 + kind.has_offsets))
+            levels = factors_OSf.flatten().view(torch.float16)
+            levels = levels.view(len(codes), -1, 1 + kind.has_offsets)
             return BlockParts(kind, codes, *levels.unbind(2))
         pairs_ON2 = self.constants.t().flatten().view(torch.float16).view(len(codes), -1, 2)
         scales, offsets = pairs_ON2.unbind(2)
-        integers = factors_OSf.flatten(1).view(torch.uint8 if kind.has_offsets else torch.int8)
-        groups = integers.unflatten(1, (-1, NESTED // DEVICE_STEP, 4))
+        integers = factors_OSf.flatten().view(torch.uint8 if kind.has_offsets else torch.int8)
+        groups = integers.view(len(codes), -1, NESTED // DEVICE_STEP, 4)
         if not kind.has_offsets:
             return BlockParts(kind, codes, scales, None, groups.flatten(2))
         of_scales, of_offsets = (half.flatten(2) for half in groups.chunk(2, 3))

@@ -299,6 +299,8 @@ def test_blocks_keep_every_number_in_as_many_bytes() -> None:
         assert torch.equal(packed.dequantized(torch.float32), dense)
         assert packed.num_bytes <= 37 * 768 // kind.size * kind.num_bytes * 1.03
         assert kind.factor_bytes or packed.num_bytes == 37 * 768 // kind.size * kind.num_bytes
+        least, small = random_product(torch.float16, name, 3, max(64, kind.size), 1)
+        assert torch.equal(least.linear.dense(torch.float32), small)
         chosen = torch.tensor([36, 0, 36])
         assert torch.equal(packed.of_outputs(chosen).dequantized(torch.float32), dense[chosen])
 
