@@ -282,18 +282,18 @@ def _check_layers_are_whole(checked: CheckedChain, num_parts: int) -> None:
 
 
 def layout_of(
-    device: torch.device, dtype: torch.dtype, *configs: DecoderConfig, in_blocks: bool = False
+    device: torch.device, dtype: torch.dtype, *configs: DecoderConfig, in_few_bits: bool = False
 ) -> Layout:
     """How the weights of a model, or of models that share weights, lie when they are loaded.
 
     Args:
         configs: of the models, as of `backend_for`.
-        in_blocks: whether the verifying one was stored in a GGUF file's blocks.
+        in_few_bits: whether the verifying one is stored in 4 to 8 bits.
     """
     backend = backend_for(device, dtype, *configs)
     if backend.packs_4_bits:
         kernels: Kernels = "native" if backend.name == "cpu" else "device"
-        return Layout(device.type, name_of(dtype), kernels, in_blocks=in_blocks)
+        return Layout(device.type, name_of(dtype), kernels, in_few_bits=in_few_bits)
     on_cpu = device.type == "cpu"
     widened = [name for name, one in DTYPES.items() if on_cpu and not multiplies_fast(one)]
     return Layout(device.type, name_of(dtype), "eager", tuple(widened))
@@ -313,11 +313,11 @@ def _layouts(checked: CheckedChain, device: torch.device, dtype: torch.dtype) ->
                 read = [configs[steered.name].decoder]
             else:
                 # a head without layers of its own has its verifier's backend
-                verifier = configs[member.drafts_for[0]].decoder
-                read = [verifier] if kind.layer is None else [verifier, *read]
-        verifier_name = next(iter(member.drafts_for), member.name)
-        in_blocks = checked.manifest.member(verifier_name).dtype in BLOCK_TYPES
-        found[member.name] = layout_of(device, dtype, *read, in_blocks=in_blocks)
+                above = configs[member.drafts_for[0]].decoder
+                read = [above] if kind.layer is None else [above, *read]
+        verifier = checked.manifest.member(next(iter(member.drafts_for), member.name))
+        in_few_bits = verifier.kind == "awq" or verifier.dtype in BLOCK_TYPES
+        found[member.name] = layout_of(device, dtype, *read, in_few_bits=in_few_bits)
     return found
 
 

@@ -56,14 +56,14 @@ class Layout:
         kernels: that multiply.
         widened: dtypes whose products PyTorch's operations compute in float32, with weights kept
             so.
-        in_blocks: of a model that was stored in a GGUF file's blocks, and of its heads.
+        in_few_bits: of a model that is stored in 4 to 8 bits, and of its heads.
     """
 
     device: str
     dtype: str
     kernels: Kernels
     widened: tuple[str, ...] = ()
-    in_blocks: bool = False
+    in_few_bits: bool = False
 
     @property
     def item_bytes(self) -> int:
@@ -74,7 +74,7 @@ class Layout:
     def rounds_heads(self) -> bool:
         """Whether draft heads are rounded to 4 bits."""
         is_native = self.kernels == "native"
-        return self.dtype in _ROUNDED_DTYPES[self.kernels] or (is_native and self.in_blocks)
+        return self.dtype in _ROUNDED_DTYPES[self.kernels] or (is_native and self.in_few_bits)
 
     def weight_bytes(self, group_size: int | None = None) -> dict[Form, float]:
         """Of one weight once it is loaded.

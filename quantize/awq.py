@@ -13,12 +13,12 @@ from polybasic.chain.formats.files import whole_folder
 from polybasic.chain.formats.lineage import origin_of_copy
 from polybasic.chain.formats.origin import ORIGIN_KEY
 from polybasic.chain.formats.quantization import quantization_config
+from polybasic.chain.formats.writing_checkpoints import write_checkpoint
 from polybasic.quantize.calibration import calibration_samples
 from polybasic.quantize.limits import check_quantizable
 from polybasic.quantize.models import load_target
 from polybasic.quantize.search import search_and_round
 from polybasic.quantize.settings import QuantizeSettings
-from polybasic.quantize.writing import write_checkpoint
 
 
 def quantize_target(

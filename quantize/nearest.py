@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from polybasic.chain.formats.awq import round_to_nearest
+from polybasic.chain.formats.awq import PARTS, round_to_nearest
 from polybasic.chain.formats.checkpoint import load_tensors
 from polybasic.chain.formats.config import read_config
 from polybasic.chain.formats.files import whole_folder
@@ -12,9 +12,9 @@ from polybasic.chain.formats.lineage import origin_of_copy
 from polybasic.chain.formats.names import linear_shapes
 from polybasic.chain.formats.origin import ORIGIN_KEY
 from polybasic.chain.formats.quantization import quantization_config
+from polybasic.chain.formats.writing_checkpoints import write_checkpoint
 from polybasic.chain.progress import tracked
 from polybasic.quantize.limits import group_size_of
-from polybasic.quantize.writing import write_checkpoint
 
 
 def round_checkpoint(source: Path, out: Path) -> None:
@@ -42,9 +42,7 @@ def round_checkpoint(source: Path, out: Path) -> None:
     tensors = load_tensors(source)
     for name in tracked(linears, f"rounding {source.name} to 4 bits"):
         packed = round_to_nearest(tensors.pop(f"{name}.weight"), group_size).pack(name)
-        tensors |= zip(
-            (f"{name}.{part}" for part in ("qweight", "qzeros", "scales")), packed, strict=True
-        )
+        tensors |= zip((f"{name}.{part}" for part in PARTS), packed, strict=True)
     # a mapping of the source's file must not be what is written
     tensors = {name: tensor.clone() for name, tensor in tensors.items()}
     content = {

@@ -5,7 +5,7 @@
 Source: AutoAWQ 0.2.9, awq/modules/linear/gemm.py and awq/utils/packing_utils.py.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +15,8 @@ from polybasic.chain.errors import UserError
 from polybasic.chain.formats.quantization import BITS, GROUP_SIZE, GROUP_SIZES
 from polybasic.chain.readable import alternatives
 
+PARTS = ("qweight", "qzeros", "scales")
+"""A linear's tensors."""
 CODES_PER_WORD = 8
 NIBBLE_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
 """Nibble i of word c, counted from the low end, holds output column 8 c + NIBBLE_COLUMNS[i]."""
@@ -88,7 +90,7 @@ class QuantizedWeight:
         """
         if self.codes.shape[0] % CODES_PER_WORD:
             raise _malformed(f"{name}.weight", self.codes, f"[a multiple of {CODES_PER_WORD}, in]")
-        qweight, qzeros = _pack_words(self.codes.t()), _pack_words(self.zeros.t())
+        qweight, qzeros = pack_words(self.codes.t()), pack_words(self.zeros.t())
         return qweight, qzeros, self.scales.t().contiguous()
 
 
@@ -135,6 +137,32 @@ def dequantize(weight: QuantizedWeight) -> Tensor:
     return (centred * weight.scales.float().unsqueeze(2)).flatten(1)
 
 
+def packed_weight(tensors: Mapping[str, Tensor], linear: str) -> QuantizedWeight:
+    """The 4-bit weight of a linear from a checkpoint's tensors.
+
+    Raises:
+        UserError: tensors that are not in AutoAWQ's GEMM format.
+    """
+    packed = (tensors[f"{linear}.{part}"] for part in PARTS)
+    return QuantizedWeight.unpack(*packed, name=linear)
+
+
+def dequantized_tensors(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """A checkpoint's tensors in `dtype`, with a dense weight in place of three packed ones.
+
+    Raises:
+        UserError: as `packed_weight`.
+    """
+    dense = {}
+    for name, tensor in tensors.items():
+        linear, _, part = name.rpartition(".")
+        if part == PARTS[0]:
+            dense[f"{linear}.weight"] = dequantize(packed_weight(tensors, linear)).to(dtype)
+        elif part not in PARTS:
+            dense[name] = tensor.to(dtype)
+    return dense
+
+
 def cpu_int4_weight(weight: QuantizedWeight) -> tuple[Tensor, Tensor]:
     """The operands of `torch.ops.aten._weight_int4pack_mm_for_cpu`.
 
@@ -170,7 +198,7 @@ def _unpack_words(words: Tensor) -> Tensor:
     return columns.flatten(1)
 
 
-def _pack_words(codes: Tensor) -> Tensor:
+def pack_words(codes: Tensor) -> Tensor:
     """uint8 [R, O] -> int32 [R, O / 8]."""
     nibbles = codes.unflatten(1, (-1, CODES_PER_WORD))[:, :, NIBBLE_COLUMNS].int()
     words = torch.zeros_like(nibbles[:, :, 0])

@@ -104,10 +104,17 @@ def grown_note(shape_name: str) -> str:
     )
 
 
-def gguf_notes(manifest: Manifest) -> list[str]:
-    """A sentence for each member whose weights are, or are a copy of, those of GGUF files."""
+def weight_notes(manifest: Manifest) -> list[str]:
+    """A sentence for a target in 4 bits, and for each member whose weights are, or are a copy of,
+    those of GGUF files."""
     notes = []
     for member in manifest.members:
+        if member.role == "target" and member.kind == "awq":
+            notes.append(
+                f"The weights of {member.name} are in 4 bits, in groups of {member.group_size} "
+                "inputs, multiplied as they are stored; lossless means with respect to these "
+                "weights."
+            )
         if member.gguf is None:
             continue
         files = ", ".join(f"{name} (sha256 {one})" for name, one in member.gguf.files.items())
@@ -268,7 +275,7 @@ def _lineage(manifest: Manifest) -> str:
         "- Versions: " + ", ".join(f"{k} {v}" for k, v in made.package_versions.items()),
         *(f"- Data: `{name}`, sha256 `{digest}`" for name, digest in made.data_digests.items()),
         "- Recipe: `provenance.recipe` in `chain.json`",
-        *(f"- {note}" for note in gguf_notes(manifest)),
+        *(f"- {note}" for note in weight_notes(manifest)),
     ]
     return "\n".join(lines)
 

@@ -32,5 +32,5 @@ def resolve_chain(reference: str, revision: str | None = None) -> Path:
     if not (folder / MANIFEST_NAME).is_file() and (folder / "chain" / MANIFEST_NAME).is_file():
         folder /= "chain"
     if not (folder / MANIFEST_NAME).is_file() and (folder / "config.json").is_file():
-        return bare_chain(folder, reference)
+        return bare_chain(resolve_model(f"{folder}"), reference)
     return folder_with(folder, MANIFEST_NAME, "not a chain")

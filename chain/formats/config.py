@@ -82,6 +82,11 @@ class ConfigFile:
         return bool(self.content.get("quantization_config"))
 
     @property
+    def kind(self) -> Kind:
+        """Of a member that is this whole model."""
+        return "awq" if self.in_4_bits else "decoder"
+
+    @property
     def group_size(self) -> int | None:
         """Inputs that share a scale where its layers are in 4 bits; None where they are not.
 

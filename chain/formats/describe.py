@@ -6,11 +6,11 @@ from typing import Any
 
 from polybasic.chain.console import Console
 from polybasic.chain.formats.card import (
-    gguf_notes,
     grown_note,
     member_source,
     shown_loads,
     shown_plan,
+    weight_notes,
 )
 from polybasic.chain.formats.manifest import SCHEMA, read_manifest
 from polybasic.chain.formats.plan import MeasuredPlan, Plan
@@ -47,7 +47,7 @@ def describe_chain(folder: Path) -> dict[str, Any]:
         "schema": SCHEMA,
         "grown": manifest.grown,
         "members": members,
-        "gguf": gguf_notes(manifest),
+        "weights": weight_notes(manifest),
         "num_bytes": sum(member.num_bytes for member in manifest.members),
         "plan": manifest.plan.model_dump(mode="json"),
         "plans": [
@@ -101,7 +101,7 @@ def print_chain(description: dict[str, Any], console: Console) -> None:
     print_table(_members_table(description), console)
     if description["grown"]:
         console.print(grown_note(description["grown"]))
-    for note in description["gguf"]:
+    for note in description["weights"]:
         console.print(note, soft_wrap=True, highlight=False)
     verifying = [member["name"] for member in description["members"] if member["role"] != "drafter"]
     for content in description["plans"]:

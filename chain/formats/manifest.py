@@ -28,7 +28,7 @@ Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 MODEL_KINDS = ("awq", "decoder")
 """Whole models, in 4 bits and as they are; all other kinds are draft heads."""
 _KINDS_OF_ROLE: dict[Role, tuple[str, ...]] = {
-    "target": ("decoder",),
+    "target": MODEL_KINDS,
     "intermediate": MODEL_KINDS,
 }
 """Drafters are of all kinds."""

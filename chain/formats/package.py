@@ -110,7 +110,8 @@ def package_chain(
     reference = _target_reference(out, target, target_reference, is_inside)
     files = {TARGET_NAME: checkpoint_files(target) if is_inside else model_files(target)}
     files |= {part.name: _files_of(part) for part in parts}
-    target_member = _member(Part(TARGET_NAME, "target", "decoder", target), reference, files)
+    part = Part(TARGET_NAME, "target", read_config(target).kind, target)
+    target_member = _member(part, reference, files)
     members = (target_member, *_members_of(parts, target_member, target, files))
     tokenizer_digests = _digests(tokenizer, _tokenizer_files(tokenizer))
     check_fit(members, sources, tokenizer)

@@ -144,7 +144,7 @@ class ModelWeights:
         all_reduce: of one of several parts of a model, whose config has the heads and the MLP of
             this part: sums what the parts' `out` or `down` have computed, [R, D]. None for a whole
             model. `lm_head` has the part's own tokens.
-        in_blocks: whether it was stored in a GGUF file's blocks.
+        in_few_bits: whether its products are with codes of 4 to 8 bits, as it was stored.
     """
 
     config: DecoderConfig
@@ -167,7 +167,7 @@ class ModelWeights:
     positions: PositionWeights | None = None
     draft_lm_head: Callable[[Tensor | None], Linear] | None = None
     all_reduce: Callable[[Tensor], Tensor] | None = None
-    in_blocks: bool = False
+    in_few_bits: bool = False
 
     @property
     def device(self) -> torch.device:

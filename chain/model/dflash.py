@@ -36,7 +36,7 @@ def load_dflash(file: ConfigFile, target: Executor, num_positions: int) -> DFlas
         )
     assert verifier.draft_lm_head is not None, "a verifier"
     backend = backend_for(verifier.device, verifier.dtype, verifier.config, config)
-    backend.rounds_float32 = verifier.in_blocks
+    backend.rounds_float32 = verifier.in_few_bits
     tensors = StoredTensors(file.folder, verifier.dtype, verifier.device)
     token_ids = stored_draft_token_ids(tensors)
     return DFlashExecutor(

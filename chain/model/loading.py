@@ -49,7 +49,7 @@ def serving_dtype(file: ConfigFile, device: torch.device) -> torch.dtype:
 
     Kernels are fast in all dtypes that they have. Where there are none, PyTorch's products decide:
     float32, which holds every number of the others, stands for what it multiplies slowly. It also
-    stands beside weights in blocks where these are multiplied as they are in it.
+    stands beside weights of 4 to 8 bits where these are multiplied in it as they are stored.
 
     Raises:
         UserError: the model's own dtype is none.
@@ -57,7 +57,8 @@ def serving_dtype(file: ConfigFile, device: torch.device) -> torch.dtype:
     if file.dtype not in DTYPES:
         raise UserError("unknown dtype", f"{file.path} dtype {file.dtype}", "export it again")
     stored = DTYPES[file.dtype]
-    if has_blocks(file.folder) and backend_for(device, torch.float32).keeps_blocks:
+    wide = backend_for(device, torch.float32)
+    if (has_blocks(file.folder) and wide.keeps_blocks) or (file.in_4_bits and wide.packs_4_bits):
         return torch.float32
     backend = backend_for(device, stored)
     return stored if not isinstance(backend, TorchBackend) else evaluation_dtype(stored, device)
@@ -91,7 +92,7 @@ def load_decoder(
     outputs = shard.tokens(config)
     backend = backend_for(device, dtype, config)
     tensors = StoredTensors(file.folder, dtype, device)
-    backend.rounds_float32 = tensors.has_blocks
+    backend.rounds_float32 = in_few_bits = tensors.has_blocks or file.in_4_bits
     rotary = RotaryTable(config, num_positions, dtype, device)
     # the largest tensors first: converting them takes the most memory, when little is in use
     embedding = tensors.embedding(backend, "model.embed_tokens.weight")
@@ -137,7 +138,7 @@ def load_decoder(
             _load_norm(config, tensors, "model.norm"),
             draft_lm_head=draft_lm_head,
             all_reduce=all_reduce,
-            in_blocks=tensors.has_blocks,
+            in_few_bits=in_few_bits,
         )
     )
 
@@ -158,7 +159,7 @@ def load_head(file: ConfigFile, target: Executor, num_positions: int) -> Executo
     check_target(config, verifier, f"{file.path}")
     # they share a matrix
     backend = backend_for(verifier.device, verifier.dtype, verifier.config, config)
-    backend.rounds_float32 = verifier.in_blocks
+    backend.rounds_float32 = verifier.in_few_bits
     tensors = StoredTensors(file.folder, verifier.dtype, verifier.device)
     assert verifier.draft_lm_head is not None, "a verifier"
     return backend.executor(

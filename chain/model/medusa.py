@@ -30,7 +30,7 @@ def load_medusa(file: ConfigFile, target: Executor, num_positions: int) -> Medus
     config, verifier = file.head, target.weights
     check_target(config, verifier, f"{file.path}")
     backend = backend_for(verifier.device, verifier.dtype, verifier.config)
-    backend.rounds_float32 = verifier.in_blocks
+    backend.rounds_float32 = verifier.in_few_bits
     tensors = StoredTensors(file.folder, verifier.dtype, verifier.device)
     return medusa_executor(
         config, tensors, backend, verifier.embedding, stored_draft_token_ids(tensors)

@@ -17,6 +17,7 @@ from transformers import (
 from transformers.utils import logging
 
 from polybasic.chain.errors import UserError
+from polybasic.chain.formats.awq import dequantized_tensors
 from polybasic.chain.formats.checkpoint import has_blocks, load_tensors
 from polybasic.chain.formats.config import read_config
 
@@ -28,37 +29,43 @@ def load_reference_model(
 
     Weights go straight to the device and dtype. On the CPU, weights stored in `dtype` stay mapped
     and are not copied; while others are converted, at most one file is mapped besides. Weights in
-    blocks are dequantized.
+    4 to 8 bits are dequantized.
 
     Args:
-        dtype: of the weights; "auto" keeps them as they are stored, in bfloat16 if in blocks.
+        dtype: of the weights; "auto" keeps them as they are stored, dequantized ones in the dtype
+            that the config names.
         device: default: the CPU.
 
     Raises:
         UserError: no config or weights, a damaged file, a pickle that holds more than tensors, a
             missing weight, or anything else that transformers refuses.
     """
-    config = read_config(folder).content
-    is_in_blocks = has_blocks(folder)
+    file = read_config(folder)
+    is_in_few_bits = has_blocks(folder) or file.group_size is not None
+    # PyTorch's fused attention has no soft-capping of scores
+    attention = "eager" if file.content.get("model_type") == "gemma2" else "sdpa"
     is_on_cpu = device is None or device.type == "cpu"
     load: Callable[..., Any] = AutoModelForCausalLM.from_pretrained
     try:
         with quiet_transformers():
             source: Path | None = folder
             given: dict[str, Any] = {}
-            if is_in_blocks:
+            if is_in_few_bits:
                 named = AutoConfig.from_pretrained(folder, local_files_only=True)
-                dense = load_tensors(folder, dtype if isinstance(dtype, torch.dtype) else None)
+                dtype = getattr(torch, file.dtype) if isinstance(dtype, str) else dtype
+                dense = load_tensors(folder, dtype)
+                if file.in_4_bits:
+                    del named.quantization_config
+                    dense = dequantized_tensors(dense, dtype)
                 source, given = None, {"config": named, "state_dict": dense}
                 kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(named)]
                 load = kind.from_pretrained
             model, report = load(
                 source,
                 **given,
-                dtype="auto" if is_on_cpu and not is_in_blocks else dtype,
+                dtype="auto" if is_on_cpu and not is_in_few_bits else dtype,
                 device_map=None if is_on_cpu else {"": device},
-                # PyTorch's fused attention has no soft-capping of scores
-                attn_implementation="eager" if config.get("model_type") == "gemma2" else "sdpa",
+                attn_implementation=attention,
                 local_files_only=True,
                 trust_remote_code=False,
                 output_loading_info=True,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.awq import CODES_PER_WORD, QuantizedWeight, group_size_of
+from polybasic.chain.formats.awq import CODES_PER_WORD, PARTS, QuantizedWeight, group_size_of
 from polybasic.chain.formats.block_types import BlockType, typed_name
 from polybasic.chain.formats.blocks import BlockWeight
 from polybasic.chain.formats.checkpoint import read_tensors, tensor_files
@@ -137,7 +137,7 @@ class StoredTensors:
         return weights if inputs is None else [weight[:, inputs] for weight in weights]
 
     def _quantized(self, name: str, taken: Taken = ALL) -> QuantizedWeight:
-        stored = self._read([f"{name}.{part}" for part in ("qweight", "qzeros", "scales")])
+        stored = self._read([f"{name}.{part}" for part in PARTS])
         group_size = group_size_of(stored[0], stored[2], name)
         # inputs of a row, and outputs of a column
         sizes = (1, CODES_PER_WORD), (group_size, CODES_PER_WORD), (group_size, 1)

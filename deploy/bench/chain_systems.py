@@ -46,8 +46,12 @@ class ChainSystem(System):
 
 
 def weight_type(chain: Chain) -> str:
-    """The dtype of the target's passes, or the type of its blocks where these are multiplied."""
-    target, stored = chain.engine.models.target, chain.manifest.members[0].dtype
+    """The dtype of the target's passes, or how it is stored where that is multiplied: the type of
+    its blocks, or "int4"."""
+    target, member = chain.engine.models.target, chain.manifest.members[0]
+    stored = member.dtype
+    if member.kind == "awq":
+        return stored
     keeps_blocks = not isinstance(target.weights.embedding, Tensor) and stored in BLOCK_TYPES
     return stored if keeps_blocks else name_of(target.dtype)
 

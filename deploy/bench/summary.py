@@ -9,7 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from polybasic.chain.formats.card import gguf_notes, shown_plan
+from polybasic.chain.formats.card import shown_plan, weight_notes
 from polybasic.chain.formats.manifest import Manifest
 from polybasic.chain.progress import tracked
 from polybasic.deploy.bench.bench import Bench
@@ -89,7 +89,7 @@ def report_of(bench: Bench) -> Report:
             and member.gguf == chain.manifest.members[0].gguf
             and member.name in chain.plan.members
         ],
-        notes=[*gguf_notes(chain.manifest), *_about_the_plan(bench), *bench.systems.notes],
+        notes=[*weight_notes(chain.manifest), *_about_the_plan(bench), *bench.systems.notes],
     )
 
 

@@ -35,12 +35,10 @@ def chain_beside(model: str, small: str) -> Path:
             "a chain has its members already", f"{model} --small {small}", "name the model alone"
         )
     target, folder = (resolve_model(one, as_stored=True) for one in (model, small))
-    kind = "awq"
-    if has_blocks(folder):
-        kind = "decoder"
-    elif not read_config(folder).in_4_bits:
+    if not has_blocks(folder) and not read_config(folder).in_4_bits:
         folder = _rounded(folder)
-    return bare_chain(target, model, [Part(_NAME, "intermediate", kind, folder)])
+    part = Part(_NAME, "intermediate", read_config(folder).kind, folder)
+    return bare_chain(target, model, [part])
 
 
 def _rounded(source: Path) -> Path:

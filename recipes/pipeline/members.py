@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from polybasic.chain.formats.bare import ALONE
 from polybasic.chain.formats.checkpoint import resolve_head
 from polybasic.chain.formats.config import read_config
-from polybasic.chain.formats.manifest import Kind
 from polybasic.chain.formats.package import TARGET_NAME, Part
 from polybasic.chain.formats.plan import Flush, Plan
 from polybasic.deploy.settings import PlanSettings
@@ -81,6 +80,4 @@ def _small_part(workspace: Workspace) -> Part:
     if small.quantize:
         return Part("small", small.role, "awq", workspace.folder("small"))
     folder = checkpoint_of(workspace, "small_target")
-    config = read_config(folder).content
-    kind: Kind = "awq" if config.get("quantization_config") else "decoder"
-    return Part("small", small.role, kind, folder)
+    return Part("small", small.role, read_config(folder).kind, folder)

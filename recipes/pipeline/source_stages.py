@@ -6,7 +6,9 @@ Heavy modules are imported where they run, so that a run with nothing to do answ
 from pathlib import Path
 from typing import Any
 
+from polybasic.chain.errors import UserError
 from polybasic.chain.formats.checkpoint import has_blocks, resolve_adapter, weight_files
+from polybasic.chain.formats.config import read_config
 from polybasic.chain.formats.files import sha256_of_file
 from polybasic.chain.formats.kept import folder_stamp
 from polybasic.chain.formats.models import resolve_model
@@ -52,6 +54,13 @@ def _run_target(workspace: Workspace, folder: Path) -> dict[str, Any]:
     checkpoint = resolve_model(recipe.target.model)
     summary: dict[str, Any] = {"model": recipe.target.model}
     weight_files(checkpoint)
+    config = read_config(checkpoint)
+    if recipe.quantize is not None and config.in_4_bits:
+        raise UserError(
+            "target.model is quantized already",
+            f"quantization_config in {config.path}, and quantize is not null",
+            "set quantize=null, or name the unquantized checkpoint",
+        )
     if recipe.target.weights == "as_stored" and not has_blocks(packed_target_of(workspace)):
         say(f"{recipe.target.model} holds other types than are multiplied as stored: converted")
     if recipe.target.adapter is not None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.awq import CODES_PER_WORD, QuantizedWeight
+from polybasic.chain.formats.awq import CODES_PER_WORD, PARTS, QuantizedWeight
 from polybasic.chain.formats.block_types import GROUP, BlockType, typed_name
 from polybasic.chain.formats.blocks import BlockWeight
 from polybasic.chain.formats.config import ConfigFile
@@ -23,7 +23,6 @@ Type: TypeAlias = gguf.GGMLQuantizationType
 TYPES = {torch.float32: Type.F32, torch.float16: Type.F16, torch.bfloat16: Type.BF16}
 """Of values that are kept as they are."""
 _OUTPUT = "lm_head.weight"
-_PACKED = ("qweight", "qzeros", "scales")
 _UNREAD = "rotary_emb.inv_freq"
 """That old checkpoints hold, and nothing reads."""
 
@@ -54,7 +53,7 @@ class GGUFTensor:
 
     def data(self) -> np.ndarray:
         """Its bytes, uint8 [O, bytes of a row]."""
-        if len(self._parts) == len(_PACKED):
+        if len(self._parts) == len(PARTS):
             packed = pack_q4_1(QuantizedWeight.unpack(*self._parts, name=self.name))
         else:
             (tensor,) = self._parts
@@ -194,9 +193,9 @@ def _grouped(
     """Tensors by name; the three of a linear in 4 bits under the name of its weight."""
     for name, tensor in tensors.items():
         stem, _, part = name.rpartition(".")
-        if part == _PACKED[0]:
-            yield f"{stem}.weight", tuple(tensors[f"{stem}.{one}"] for one in _PACKED)
-        elif part in _PACKED or name.endswith(_UNREAD):
+        if part == PARTS[0]:
+            yield f"{stem}.weight", tuple(tensors[f"{stem}.{one}"] for one in PARTS)
+        elif part in PARTS or name.endswith(_UNREAD):
             continue
         elif typed_name(name)[0] != _OUTPUT or not decoder.tie_word_embeddings:
             yield name, (tensor,)

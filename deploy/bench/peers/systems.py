@@ -22,6 +22,7 @@ from polybasic.deploy.rounds.sampling import Sampling
 GGUF_TYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 LLAMA_DRAFTED, LLAMA_LOOKUP, OPENVINO_DRAFTED, NGRAM = 8, 2, 4, 2
 """Tokens that each drafts at a time, and most that prompt lookup looks for."""
+_INT4 = "int4"
 _OTHER_WEIGHTS = "Its weights have 4 bits: its answers are those of another model than the target."
 
 
@@ -143,7 +144,7 @@ def write_gguf(
 ) -> dict[str, Path]:
     """The target as GGUF, a file of each kind ("BF16", "Q4_0") below `folder`.
 
-    The kind of a target in blocks is a file with these.
+    The kind of a target in blocks is a file with these, of one in 4 bits Q4_1, which has its codes.
 
     Args:
         has_texts: with the target's vocabulary; by default for token ids alone.
@@ -156,7 +157,7 @@ def write_gguf(
     files = {kind: folder.absolute() / f"{kind}.gguf" for kind in kinds}
     stop = () if has_texts else chain.stop_tokens
     for kind, path in files.items():
-        matrices = None if kind == weight_type(chain) else kind
+        matrices = None if weight_type(chain) in (kind, _INT4) else kind
         writing.write_gguf(chain.target_folder, path, matrices=matrices, stop=stop)
     return files
 
@@ -164,16 +165,19 @@ def write_gguf(
 def _llama_modes(chain: Chain, python: Path, folder: Path) -> list[Mode]:
     """llama.cpp by its C interface."""
     dtype = weight_type(chain)
-    is_in_blocks = dtype in BLOCK_TYPES
-    own = dtype if is_in_blocks else GGUF_TYPES[dtype]
-    files = write_gguf(chain, (own,) if is_in_blocks else (own, "Q4_0"), folder)
+    if is_in_4_bits := dtype == _INT4:
+        dtype = "Q4_1"
+    is_in_few_bits = dtype in BLOCK_TYPES
+    own = dtype if is_in_few_bits else GGUF_TYPES[dtype]
+    files = write_gguf(chain, (own,) if is_in_few_bits else (own, "Q4_0"), folder)
     library = f"llama.cpp by its C interface with the target as GGUF in {dtype}"
 
     def mode(
         name: str, kind: str, says: str, *more: object, drafter: tuple[Path, ...] = ()
     ) -> Mode:
         words = ("llama_engine", files[kind], "--dtype", dtype, *more, *drafter)
-        return Mode(name, says, words, (files[kind], *drafter), "" if kind == own else kind)
+        weights = "" if kind == own and not is_in_4_bits else kind
+        return Mode(name, says, words, (files[kind], *drafter), weights)
 
     modes = [
         mode("llama.cpp", own, library),
@@ -183,7 +187,7 @@ def _llama_modes(chain: Chain, python: Path, folder: Path) -> list[Mode]:
             *("--lookup", LLAMA_LOOKUP, "--ngram", NGRAM),
         ),
     ]  # fmt: skip
-    if is_in_blocks:  # which have 4 or 8 bits as they are
+    if is_in_few_bits:  # which have 4 or 8 bits as they are
         return modes
     return [
         *modes,
@@ -200,8 +204,8 @@ def _llama_modes(chain: Chain, python: Path, folder: Path) -> list[Mode]:
 def _openvino_modes(chain: Chain, python: Path, folder: Path) -> list[Mode]:
     """OpenVINO GenAI's pipeline over optimum-intel's export."""
     dtype = weight_type(chain)
-    if dtype in BLOCK_TYPES:
-        raise UserError("optimum-intel reads no blocks of a GGUF file", dtype, "leave it out")
+    if dtype in BLOCK_TYPES or dtype == _INT4:
+        raise UserError("optimum-intel reads no such weights", dtype, "leave it out")
     words = (python, "-m", "workers.write_openvino", chain.target_folder.absolute(), folder)
     run_worker(words, torch.get_num_threads())
     own, packed = folder / "exported", folder / "int4"

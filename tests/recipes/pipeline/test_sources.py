@@ -13,6 +13,7 @@ from polybasic.chain.formats.manifest import Provenance
 from polybasic.chain.formats.places import without_places
 from polybasic.deploy.prompts import read_questions
 from polybasic.deploy.settings import BenchSettings, PlanSettings
+from polybasic.quantize.nearest import round_checkpoint
 from polybasic.recipes.pipeline.downloads import fetch, is_url
 from polybasic.recipes.pipeline.prompts import (
     PLAN_PROMPTS_NAME,
@@ -252,6 +253,12 @@ def test_a_target_without_weights_is_told_at_once(base: Path, tmp_path: Path) ->
     (base / "model.safetensors").unlink()
     with pytest.raises(UserError, match="no weights"):
         run_target(base, tmp_path / "out")
+
+
+def test_a_target_in_4_bits_is_not_quantized_again(base: Path, tmp_path: Path) -> None:
+    round_checkpoint(base, tmp_path / "awq")
+    with pytest.raises(UserError, match=r"quantized already: .*config\.json.*set quantize=null"):
+        run_target(tmp_path / "awq", tmp_path / "out")
 
 
 def test_a_changed_adapter_is_merged_again(

@@ -419,7 +419,7 @@ def test_the_commands_take_a_file(tmp_path: Path) -> None:
     assert code == 0
     content = json.loads(out)
     assert [one["name"] for one in content["members"]] == ["target"]
-    assert "model.gguf" in content["gguf"][0]
+    assert "model.gguf" in content["weights"][0]
     assert call("verify", file)[0] == 0
     code, out, _ = call("cache", "ls", "--json")
     kinds = {one["what"]: one for one in json.loads(out)}

@@ -1,4 +1,4 @@
-"""Writes the checkpoint of a 4-bit copy: its weights, its config, and what else the model has."""
+"""Writes checkpoints made of others: weights, a config, and what else the source has."""
 
 from pathlib import Path
 from typing import Any
