@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _METHOD = "gptq"
+_PACKED = ("qweight", "qzeros")
 _ALLOWED: dict[str, tuple[Any, ...]] = {
     "bits": (BITS,),
     "group_size": GROUP_SIZES,
@@ -79,9 +80,6 @@ def _convert(source: Path, out: Path) -> None:
     content = {**config.content, "quantization_config": quantization_config(group_size)}
     with whole_folder(out) as partial:
         write_checkpoint(tensors, content, source, partial)
-
-
-_PACKED = ("qweight", "qzeros")
 
 
 def _checked(config: ConfigFile) -> dict[str, Any]:
