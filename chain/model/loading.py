@@ -57,7 +57,7 @@ def serving_dtype(file: ConfigFile, device: torch.device) -> torch.dtype:
     if file.dtype not in DTYPES:
         raise UserError("unknown dtype", f"{file.path} dtype {file.dtype}", "export it again")
     stored = DTYPES[file.dtype]
-    if has_blocks(file.folder) and backend_for(device, torch.float32).keeps_blocks:
+    if backend_for(device, torch.float32).keeps_blocks and has_blocks(file.folder):
         return torch.float32
     backend = backend_for(device, stored)
     return stored if not isinstance(backend, TorchBackend) else evaluation_dtype(stored, device)
