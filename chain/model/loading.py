@@ -58,7 +58,7 @@ def serving_dtype(file: ConfigFile, device: torch.device) -> torch.dtype:
         raise UserError("unknown dtype", f"{file.path} dtype {file.dtype}", "export it again")
     stored = DTYPES[file.dtype]
     wide = backend_for(device, torch.float32)
-    if (has_blocks(file.folder) and wide.keeps_blocks) or (file.in_4_bits and wide.packs_4_bits):
+    if (wide.keeps_blocks and has_blocks(file.folder)) or (wide.packs_4_bits and file.in_4_bits):
         return torch.float32
     backend = backend_for(device, stored)
     return stored if not isinstance(backend, TorchBackend) else evaluation_dtype(stored, device)

@@ -14,7 +14,7 @@ from polybasic.chain.kernels.cuda.product_launch import (
     MAX_ROWS,
     ROWS_OF_KERNELS,
     ManyRows,
-    embedded,
+    dequantized_blocks,
 )
 from polybasic.chain.kernels.drafts import Candidates
 from polybasic.chain.kernels.executor import DraftRequest, Layers, Runner
@@ -22,6 +22,7 @@ from polybasic.chain.kernels.rotary import Rotation
 from polybasic.chain.kernels.rows import Rows
 from polybasic.chain.kernels.torch.executor import TorchExecutor
 from polybasic.chain.kernels.torch.operations import (
+    DeviceEmbedding,
     DeviceLinear,
     Heads,
     JoinedLinear,
@@ -29,14 +30,11 @@ from polybasic.chain.kernels.torch.operations import (
     Operations,
 )
 from polybasic.chain.kernels.torch.rows import DeviceRows, Span
-from polybasic.chain.kernels.weights import Embedding, Linear, ModelWeights
+from polybasic.chain.kernels.weights import Linear, ModelWeights
 
 
 class TritonOperations(DraftOperations):
     """Adds norms, products and attention of few rows in Triton."""
-
-    def embed(self, embedding: Embedding, token_ids: Tensor) -> Tensor:
-        return embedded(embedding, token_ids)
 
     def norm(self, x_RI: Tensor, norm: Norm) -> Tensor:
         return products.norm(x_RI, norm)
@@ -71,11 +69,19 @@ class TritonOperations(DraftOperations):
         return attention.attention(qkv, cache, rows, span, heads, rotation)
 
 
+class TritonEmbedding(DeviceEmbedding):
+    """Takes rows in one launch."""
+
+    def rows(self, token_ids: Tensor) -> Tensor:
+        return dequantized_blocks(self.weight, self.dtype, token_ids)
+
+
 class CudaExecutor(TorchExecutor):
     """Runs passes on an NVIDIA GPU by Triton's kernels, those over many rows by PyTorch's."""
 
     name: ClassVar[str] = "cuda"
     operations: Operations = TritonOperations()
+    embedding: ClassVar[type[DeviceEmbedding]] = TritonEmbedding
     _many_rows: Operations = ManyRows()
 
     def __init__(self, weights: ModelWeights, runs_on_device: bool = False) -> None:

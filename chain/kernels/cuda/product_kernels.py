@@ -175,7 +175,7 @@ def product_kernel(
             first_row = step * out_size + first_out
             constants_row = step // CONSTANT_STEPS * out_size + first_out
             packed, high, factors, constants = block_of(
-                weight_ptr, high_ptr, groups_ptr, constants_ptr, first_row + outs,
+                weight_ptr, groups_ptr, high_ptr, constants_ptr, first_row + outs,
                 constants_row + outs, None, BLOCK_BITS, HAS_OFFSETS,
             )  # fmt: skip
             codes = block_codes(

@@ -12,6 +12,7 @@ import torch
 import triton
 from torch import Tensor
 
+from polybasic.chain.formats.block_types import DEVICE_STEP
 from polybasic.chain.kernels.cuda import KERNEL_DTYPES
 from polybasic.chain.kernels.cuda.product_kernels import norm_kernel, product_kernel
 from polybasic.chain.kernels.cuda.unpacking import (
@@ -19,7 +20,6 @@ from polybasic.chain.kernels.cuda.unpacking import (
     dequantize_kernel,
 )
 from polybasic.chain.kernels.torch.operations import (
-    DeviceEmbedding,
     DeviceLinear,
     DeviceWeight,
     JoinedLinear,
@@ -28,7 +28,7 @@ from polybasic.chain.kernels.torch.operations import (
 )
 from polybasic.chain.kernels.torch.packed_blocks import PackedBlocks
 from polybasic.chain.kernels.torch.packed_weight import PackedWeight
-from polybasic.chain.kernels.weights import Embedding, Linear, embed
+from polybasic.chain.kernels.weights import Linear
 
 MAX_ROWS = 64
 """Most rows of the kernels; with more, PyTorch's operations keep the tensor cores busy."""
@@ -258,38 +258,23 @@ def dequantized_blocks(
     num_outs = out_size if outputs is None else len(outputs)
     out = torch.empty(num_outs, in_size, dtype=dtype, device=device)
     grid = triton.cdiv(num_outs, _DEQUANTIZED_OUTS), len(weight.words)
-    arguments = _weight_arguments(weight, 0)
     with torch.cuda.device_of(out):
         dequantize_blocks_kernel[grid](
-            arguments.pop("weight_ptr"),
-            arguments.pop("high_ptr"),
-            arguments.pop("groups_ptr"),
-            arguments.pop("constants_ptr"),
-            outputs,
-            out,
-            num_outs,
-            out_size,
-            in_size,
+            **_weight_arguments(weight, DEVICE_STEP),
+            outputs_ptr=outputs,
+            out_ptr=out,
+            num_outs=num_outs,
+            out_size=out_size,
+            in_size=in_size,
             OUTS=_DEQUANTIZED_OUTS,
             IS_ON_GPU=device.type == "cuda",
             num_warps=4,
-            **arguments,
         )
     return out
 
 
-def embedded(embedding: Embedding, token_ids: Tensor) -> Tensor:
-    """`polybasic.chain.kernels.weights.embed`, of weights in blocks in one launch."""
-    if isinstance(embedding, DeviceEmbedding) and embedding.dtype in KERNEL_DTYPES:
-        return dequantized_blocks(embedding.weight, embedding.dtype, token_ids)
-    return embed(embedding, token_ids)
-
-
 class ManyRows(Operations):
     """PyTorch's operations over any number of rows, with packed weights unpacked in one launch."""
-
-    def embed(self, embedding: Embedding, token_ids: Tensor) -> Tensor:
-        return embedded(embedding, token_ids)
 
     def product(
         self,

@@ -112,9 +112,9 @@ def dequantize_kernel(
 
 @triton.jit
 def dequantize_blocks_kernel(
-    words_ptr,
+    weight_ptr,
+    groups_ptr,
     high_ptr,
-    factors_ptr,
     constants_ptr,
     outputs_ptr,
     out_ptr,
@@ -131,6 +131,7 @@ def dequantize_blocks_kernel(
     """Weights [N, I] of `PackedBlocks`, as its `dequantized` has them. Grid: (tiles, steps).
 
     Args:
+        weight_ptr, groups_ptr, high_ptr, constants_ptr: as of `product_kernel`.
         outputs_ptr: int64 [N], which outputs; None for all.
     """
     step = tl.program_id(1)
@@ -141,7 +142,7 @@ def dequantize_blocks_kernel(
         outs = tl.load(outputs_ptr + places, is_out, other=0).to(tl.int32)
     rows = step.to(tl.int64) * out_size + outs
     packed, high, factors, constants = block_of(
-        words_ptr, high_ptr, factors_ptr, constants_ptr, rows,
+        weight_ptr, groups_ptr, high_ptr, constants_ptr, rows,
         (step // CONSTANT_STEPS).to(tl.int64) * out_size + outs, is_out, BLOCK_BITS, HAS_OFFSETS,
     )  # fmt: skip
     dtype: tl.constexpr = out_ptr.dtype.element_ty
@@ -163,8 +164,8 @@ def dequantize_blocks_kernel(
 @triton.jit
 def block_of(
     words_ptr,
-    high_ptr,
     factors_ptr,
+    high_ptr,
     constants_ptr,
     rows,
     constants_rows,

@@ -16,7 +16,7 @@ from polybasic.chain.formats.blocks import BlockWeight
 from polybasic.chain.kernels.backend import WEIGHTS_AT_ONCE, Backend
 from polybasic.chain.kernels.product_times import multiplies_fast, name_of
 from polybasic.chain.kernels.torch.executor import TorchExecutor
-from polybasic.chain.kernels.torch.operations import DeviceEmbedding, DeviceLinear, JoinedLinear
+from polybasic.chain.kernels.torch.operations import DeviceLinear, JoinedLinear
 from polybasic.chain.kernels.torch.packed_blocks import PackedBlocks
 from polybasic.chain.kernels.torch.packed_weight import PackedWeight
 from polybasic.chain.kernels.weights import Embedding, Linear, ModelWeights
@@ -128,7 +128,7 @@ class DeviceBackend(Backend):
     def embedding(self, weight: BlockWeight) -> Embedding:
         if not self.keeps_blocks or not PackedBlocks.takes(weight):
             return super().embedding(weight)
-        return DeviceEmbedding(PackedBlocks.pack(weight, self.device), self.dtype)
+        return self._kind.embedding(PackedBlocks.pack(weight, self.device), self.dtype)
 
     def executor(self, weights: ModelWeights) -> TorchExecutor:
         return self._kind(weights, runs_on_device=True)

@@ -16,10 +16,16 @@ from polybasic.chain.kernels.drafts import Candidates
 from polybasic.chain.kernels.executor import DraftRequest, Executor, Layers
 from polybasic.chain.kernels.rows import Rows, seen_from, split_rows
 from polybasic.chain.kernels.torch.expansion import Level, expand, expansion
-from polybasic.chain.kernels.torch.operations import Heads, Norm, Operations, softcapped
+from polybasic.chain.kernels.torch.operations import (
+    DeviceEmbedding,
+    Heads,
+    Norm,
+    Operations,
+    softcapped,
+)
 from polybasic.chain.kernels.torch.positions import position_drafts
 from polybasic.chain.kernels.torch.rows import DeviceRows, Span
-from polybasic.chain.kernels.weights import LayerWeights, Linear, ModelWeights
+from polybasic.chain.kernels.weights import LayerWeights, Linear, ModelWeights, embed
 
 BLOCK_ROWS = 512
 """Most rows of a pass that needs a mask, whose size is rows by columns."""
@@ -57,11 +63,13 @@ class TorchExecutor(Executor):
 
     Attributes:
         operations: of rounds that stay on the device.
+        embedding: of a weight in blocks.
         heads: of each layer.
     """
 
     name: ClassVar[str] = "torch"
     operations = REFERENCE
+    embedding: ClassVar[type[DeviceEmbedding]] = DeviceEmbedding
 
     def __init__(self, weights: ModelWeights, runs_on_device: bool = False) -> None:
         super().__init__(weights)
@@ -272,7 +280,7 @@ class TorchExecutor(Executor):
     ) -> tuple[Tensor, Tensor | None]:
         """The residual stream before the first layer, and its attention's input if different."""
         weights = self.weights
-        embedded = operations.embed(weights.embedding, token_ids)
+        embedded = embed(weights.embedding, token_ids)
         if features is None:
             scale = weights.embedding_scale
             return embedded if scale is None else embedded * scale, None

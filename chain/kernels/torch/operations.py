@@ -24,7 +24,7 @@ from polybasic.chain.kernels.torch import trees
 from polybasic.chain.kernels.torch.packed_blocks import PackedBlocks
 from polybasic.chain.kernels.torch.packed_weight import PackedWeight
 from polybasic.chain.kernels.torch.rows import DeviceRows, Span
-from polybasic.chain.kernels.weights import Embedding, Linear, embed
+from polybasic.chain.kernels.weights import Linear
 
 _CHUNK = 1024
 """Outputs whose probabilities are summed first; the sums of chunks are added after that."""
@@ -117,10 +117,6 @@ class DeviceEmbedding:
 
 class Operations:
     """The operations of a pass; tensors are in the compute dtype unless stated otherwise."""
-
-    def embed(self, embedding: Embedding, token_ids: Tensor) -> Tensor:
-        """int64 [R] -> [R, D], not scaled."""
-        return embed(embedding, token_ids)
 
     def norm(self, x_RI: Tensor, norm: Norm) -> Tensor:
         """The norm of each row, computed in the dtype of its weight."""

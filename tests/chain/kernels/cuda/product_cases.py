@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from polybasic.chain.formats.awq import dequantize, round_to_nearest
-from polybasic.chain.formats.block_types import BLOCK_TYPES, BlockType
-from polybasic.chain.formats.blocks import BlockWeight
+from polybasic.chain.formats.block_types import BLOCK_TYPES
 from polybasic.chain.kernels.cuda.product_launch import Product, Tiling
 from polybasic.chain.kernels.cuda.product_options import (
     BLOCK_SHAPES,
@@ -20,6 +19,7 @@ from polybasic.chain.kernels.cuda.product_options import (
 from polybasic.chain.kernels.torch.operations import ACTIVATIONS, DeviceLinear, Norm, Operations
 from polybasic.chain.kernels.torch.packed_blocks import PackedBlocks
 from polybasic.chain.kernels.torch.packed_weight import PackedWeight
+from tests.chain.native_models import random_blocks
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float16, torch.bfloat16]
@@ -51,7 +51,7 @@ def random_product(
     weight = normal(out_size, in_size) / in_size**0.5
     dense = weight.float()
     if isinstance(packing, str):
-        blocks = random_blocks(BLOCK_TYPES[packing], out_size, in_size, generator)
+        blocks = random_blocks(generator, packing, out_size, in_size)
         weight, dense = PackedBlocks.pack(blocks, CPU), blocks.dequantized()
     elif packing:
         rounded = round_to_nearest(weight, packing)
@@ -60,21 +60,6 @@ def random_product(
     norm = Norm(1 + 0.1 * normal(in_size), 1e-5) if has_norm else None
     added = normal(num_rows, out_size) if has_added else None
     return Product(linear, normal(num_rows, in_size), norm, added, activation), dense
-
-
-def random_blocks(
-    kind: BlockType, out_size: int, in_size: int, generator: torch.Generator
-) -> BlockWeight:
-    """Any bits, with scales of which products are about normal."""
-    shape = out_size, in_size // kind.size, kind.num_bytes
-    blocks = torch.randint(256, shape, dtype=torch.uint8, generator=generator)
-    constants = blocks[..., kind.constants]
-    scale = 2.0 ** (2 - kind.bits) / in_size**0.5 / (32 if kind.factor_bytes else 1)
-    numbers = scale * (1 + torch.rand(*shape[:2], constants.shape[2] // 2, generator=generator))
-    if not kind.factor_bytes:  # offsets that are added
-        numbers[..., 1:] *= -(2.0 ** (kind.bits - 1))
-    constants.copy_(numbers.half().view(torch.uint8))
-    return BlockWeight(kind, blocks.flatten(1))
 
 
 def in_float32(product: Product, weight: Tensor) -> Tensor:

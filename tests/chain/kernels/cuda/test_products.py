@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 from polybasic.chain.formats.awq import QuantizedWeight, dequantize
 from polybasic.chain.formats.block_types import BLOCK_TYPES, DEVICE_STEP
 from polybasic.chain.kernels.cuda import KERNEL_DTYPES, product_launch, products
-from polybasic.chain.kernels.cuda.executor import TritonOperations
+from polybasic.chain.kernels.cuda.executor import TritonEmbedding, TritonOperations
 from polybasic.chain.kernels.cuda.product_launch import ManyRows, Tiling, dequantized, normed
 from polybasic.chain.kernels.cuda.product_options import BLOCK_SHAPES, DENSE_SHAPES, PACKED_SHAPES
 from polybasic.chain.kernels.cuda.products import gated_product, product
@@ -25,6 +25,7 @@ from polybasic.chain.kernels.torch.operations import (
 )
 from polybasic.chain.kernels.torch.packed_blocks import PackedBlocks
 from polybasic.chain.kernels.torch.packed_weight import PackedWeight
+from polybasic.chain.kernels.weights import embed
 from tests.chain.kernels.cuda.product_cases import (
     ABSENT,
     CPU,
@@ -327,9 +328,9 @@ def test_blocks_are_dequantized_in_one_launch(name: str) -> None:
     weight = found.linear.weight
     assert isinstance(weight, PackedBlocks)
     assert torch.equal(dequantized(weight, torch.float16), dense.half())
-    embedding, chosen = DeviceEmbedding(weight, torch.float16), torch.tensor([69, 3, 3])
-    for operations in (TritonOperations(), ManyRows(), OPERATIONS):
-        assert torch.equal(operations.embed(embedding, chosen), dense.half()[chosen])
+    chosen = torch.tensor([69, 3, 3])
+    for kind in (TritonEmbedding, DeviceEmbedding):
+        assert torch.equal(embed(kind(weight, torch.float16), chosen), dense.half()[chosen])
 
 
 @pytest.mark.parametrize("num_rows", [3, 65])
