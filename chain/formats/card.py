@@ -109,13 +109,13 @@ def weight_notes(manifest: Manifest) -> list[str]:
     those of GGUF files."""
     notes = []
     for member in manifest.members:
-        if member.role == "target" and member.kind == "awq":
-            notes.append(
-                f"The weights of {member.name} are in 4 bits, in groups of {member.group_size} "
-                "inputs, multiplied as they are stored; lossless means with respect to these "
-                "weights."
-            )
         if member.gguf is None:
+            if member.role == "target" and member.kind == "awq":
+                notes.append(
+                    f"The weights of {member.name} are in 4 bits, in groups of "
+                    f"{member.group_size} inputs, multiplied as they are stored; lossless means "
+                    "with respect to these weights."
+                )
             continue
         files = ", ".join(f"{name} (sha256 {one})" for name, one in member.gguf.files.items())
         types = ", ".join(member.gguf.types)

@@ -102,8 +102,8 @@ def test_a_gguf_file_is_fetched_alone(
 
 def test_a_revision_is_a_tag_a_branch_or_a_commit(hub: Hub) -> None:
     repository = hub.repositories["org/name"] = Repository()
-    old = repository.commit({"config.json": b"1", "model.safetensors": b"1"}, "v1")
-    new = repository.commit({"config.json": b"2", "model.safetensors": b"2"}, "v2")
+    old = repository.commit({"config.json": b'{"one": 1}', "model.safetensors": b"1"}, "v1")
+    new = repository.commit({"config.json": b'{"one": 2}', "model.safetensors": b"2"}, "v2")
     for reference, commit in (
         ("org/name", new),
         ("org/name@v1", old),
