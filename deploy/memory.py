@@ -12,6 +12,7 @@ from typing import Any, Literal
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.block_types import BLOCK_TYPES, DEVICE_STEP
 from polybasic.chain.formats.decoder_config import DecoderConfig, HeadConfig
+from polybasic.chain.formats.head_kinds.early_exit import ADAPTER_DOWN, ADAPTER_UP
 from polybasic.chain.formats.head_kinds.table import HEAD_KINDS
 from polybasic.chain.formats.lineage import find_steered
 from polybasic.chain.formats.manifest import Kind
@@ -304,6 +305,8 @@ def _weights(
             yield "blocks", round(in_blocks[name] * size)
         elif name == "lm_head.weight" and not is_head:
             yield "dense", lm_head
+        elif name.startswith((ADAPTER_DOWN, ADAPTER_UP)):
+            yield "dense", prod(shape)
         elif name.endswith(".qweight"):
             yield "int4", 8 * prod(shape)
         elif name == _EMBEDDING or len(shape) == 1 or (has_own and name == own):

@@ -10,6 +10,7 @@ from tokenizers import Tokenizer, models
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from polybasic.chain.errors import UserError
+from polybasic.chain.formats import writing_checkpoints
 from polybasic.chain.formats.config import read_config
 from polybasic.chain.formats.lineage import weights_digest
 from polybasic.chain.formats.quantization import quantization_config
@@ -17,7 +18,6 @@ from polybasic.chain.kernels.rows import consecutive_rows
 from polybasic.chain.model.loading import load_decoder
 from polybasic.deploy.rounds.cache import KeyValueCache
 from polybasic.quantize import awq as quantizing
-from polybasic.quantize import writing
 from polybasic.quantize.awq import quantize_target
 from polybasic.quantize.models import load_dequantized, load_target
 from polybasic.quantize.quality import measure_quality
@@ -154,7 +154,7 @@ def test_interrupted_writing_leaves_nothing(target, tmp_path, monkeypatch):
     def interrupt(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(writing, "copy_files", interrupt)
+    monkeypatch.setattr(writing_checkpoints, "copy_files", interrupt)
     with pytest.raises(KeyboardInterrupt):
         quantize_target(target, token_rows(40), SETTINGS, 0, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []

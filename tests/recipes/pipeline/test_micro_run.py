@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from polybasic.chain.formats import writing_checkpoints
 from polybasic.chain.formats.manifest import read_manifest
 from polybasic.chain.formats.verify import check_chain
 from polybasic.deploy import load_chain
-from polybasic.quantize import writing
 from polybasic.recipes.cli import main as cli
 from polybasic.train.run.loop import HeadRun
 from tests import forked
@@ -42,7 +42,7 @@ def package_until_killed(recipe: Path, out: Path, stage: str) -> None:
         HeadRun._loss = loss_or_die  # type: ignore[method-assign]
     else:
         # after its weights, before its tokenizer
-        writing.copy_files = forked.kill_this_process
+        writing_checkpoints.copy_files = forked.kill_this_process
     cli.main(["package", str(recipe), "--out", str(out)])
 
 
