@@ -16,6 +16,7 @@ from polybasic.chain.formats.chains import resolve_chain
 from polybasic.chain.formats.decoder_config import DecoderConfig
 from polybasic.chain.formats.extensions import resolve
 from polybasic.chain.formats.head_kinds.table import HEAD_KINDS, steers
+from polybasic.chain.formats.kept import known_sha256
 from polybasic.chain.formats.lineage import find_steered
 from polybasic.chain.formats.manifest import is_head, read_manifest
 from polybasic.chain.formats.plan import MeasuredPlan, Plan, PlansByTemperature
@@ -114,7 +115,8 @@ def load_chain(path: str | Path, *, digests: bool = True, **options: Any) -> Cha
 
     Args:
         path: a folder, or a hub id org/name[@revision].
-        digests: compare the sha256 of every file first.
+        digests: compare the sha256 of every file first, which of a large one is kept in the cache
+            until the file changes.
         options: device, dtype, context_tokens, plan and others: see `LoadOptions`.
 
     Raises:
@@ -124,7 +126,8 @@ def load_chain(path: str | Path, *, digests: bool = True, **options: Any) -> Cha
     given = arguments(LoadOptions, options)
     folder = resolve_chain(str(path))
     elsewhere = () if given.remote is None else (read_manifest(folder).members[0].name,)
-    return load_checked(check_chain(folder, digests, elsewhere, given.target), given)
+    checked = check_chain(folder, digests, elsewhere, given.target, known_sha256)
+    return load_checked(checked, given)
 
 
 def load_target(path: str | Path, *, digests: bool = True, **options: Any) -> Chain:
@@ -138,7 +141,7 @@ def load_target(path: str | Path, *, digests: bool = True, **options: Any) -> Ch
     """
     given, folder = arguments(LoadOptions, options), resolve_chain(str(path))
     others = [member.name for member in read_manifest(folder).members[1:]]
-    checked = check_chain(folder, digests, others, given.target)
+    checked = check_chain(folder, digests, others, given.target, known_sha256)
     # which members run is decided where the others are
     return load_checked(checked, given.model_copy(update={"plan": checked.manifest.plan}))
 

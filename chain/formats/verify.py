@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path, PurePosixPath
@@ -20,6 +20,7 @@ from polybasic.chain.formats.files import lies_anywhere, read_json, sha256_of_fi
 from polybasic.chain.formats.head_kinds.early_exit import check_exit_layer
 from polybasic.chain.formats.head_kinds.steering import check_steered
 from polybasic.chain.formats.head_kinds.table import HEAD_KINDS
+from polybasic.chain.formats.kept import known
 from polybasic.chain.formats.lineage import find_drafts_for, find_steered, verifier_of
 from polybasic.chain.formats.manifest import (
     MANIFEST_NAME,
@@ -35,6 +36,7 @@ from polybasic.chain.formats.shapes import check_shapes
 from polybasic.chain.formats.vocabulary import (
     TOKENIZER_NAME,
     check_same_vocabulary,
+    num_token_ids,
     read_vocabulary,
 )
 from polybasic.chain.readable import readable_bytes
@@ -94,14 +96,16 @@ def check_chain(
     digests: bool = True,
     elsewhere: Container[str] = (),
     target: str | Path | None = None,
+    sha256: Callable[[Path], str] = sha256_of_file,
 ) -> CheckedChain:
     """Check all that loading relies on; nothing of the chain is executed.
 
     Args:
         folder: the chain.
-        digests: also compare the sha256 of every file, which reads all of it once.
+        digests: also compare the sha256 of every file.
         elsewhere: members that are not loaded here, whose weights need not be there.
         target: the folder or hub id that the target is taken from; None for what the chain says.
+        sha256: gives a file's digest.
 
     Raises:
         UserError: the first fault found, with the file or tensor that it is in.
@@ -124,11 +128,12 @@ def check_chain(
         else:
             found = source_folder(folder, member.reference, has_weights)
         folders[member.name] = found
-    _check_files(folder, tokenizer, manifest.tokenizer.files, "tokenizer", digests)
+    digest_of = sha256 if digests else None
+    _check_files(folder, tokenizer, manifest.tokenizer.files, "tokenizer", digest_of)
     for member in manifest.members:
         chain = folder if member.name in inside else None
         is_absent = member.name in absent
-        _check_files(chain, folders[member.name], member.files, member.name, digests, is_absent)
+        _check_files(chain, folders[member.name], member.files, member.name, digest_of, is_absent)
         if not is_absent:
             check_listed(member, folders[member.name])
     configs = check_fit(manifest.members, folders, tokenizer, absent)
@@ -167,9 +172,9 @@ def check_fit(
     configs = {member.name: read_config(folders[member.name]) for member in members}
     for member in others:
         _check_vocab_size(target, member, configs)
-    vocabulary = _check_tokenizer(tokenizer, configs[target.name].content["vocab_size"])
+    _check_tokenizer(tokenizer, configs[target.name].content["vocab_size"])
     for member in others:
-        _check_same_tokenizer(member, folders[member.name], tokenizer, vocabulary)
+        _check_same_tokenizer(member, folders[member.name], tokenizer)
     _check_drafts_for(members, configs)
     for member in members:
         config = configs[member.name]
@@ -276,7 +281,7 @@ def _check_files(
     folder: Path,
     files: dict[str, str],
     name: str,
-    digests: bool,
+    sha256: Callable[[Path], str] | None,
     lacks_weights: bool = False,
 ) -> None:
     """Check one folder's files against their digests; `chain` is None for a folder outside."""
@@ -295,19 +300,24 @@ def _check_files(
             _refuse_link_outside(chain, path)
         if not path.is_file():
             raise UserError("missing file", f"{path}", again)
-        if digests:
-            check_digest(path, expected, again)
+        if sha256 is not None:
+            check_digest(path, expected, again, sha256)
     if chain is not None:
         _refuse_unlisted(folder, files)
 
 
-def check_digest(path: Path, expected: str, do: str = _PACKAGE_AGAIN) -> None:
+def check_digest(
+    path: Path,
+    expected: str,
+    do: str = _PACKAGE_AGAIN,
+    sha256: Callable[[Path], str] = sha256_of_file,
+) -> None:
     """Compare a file with the digest that the manifest has of it.
 
     Raises:
         UserError: it differs; `do` says what to do then.
     """
-    if (found := sha256_of_file(path)) != expected:
+    if (found := sha256(path)) != expected:
         raise UserError(
             "digest mismatch",
             f"{path} has sha256 {found[:8]}…, manifest says {expected[:8]}…",
@@ -350,33 +360,29 @@ def _check_vocab_size(target: Member, other: Member, configs: dict[str, ConfigFi
         )
 
 
-def _check_tokenizer(folder: Path, vocab_size: int) -> dict[str, int]:
-    """The chain's vocabulary: token -> id."""
+def _check_tokenizer(folder: Path, vocab_size: int) -> None:
     path = folder / TOKENIZER_NAME
     config_path = folder / "tokenizer_config.json"
     if config_path.is_file() and isinstance(config := read_json(config_path, "config"), dict):
         refuse_remote_code(config_path, config)
     if not path.is_file():
         raise UserError("no tokenizer", f"{path} is missing", _PACKAGE_AGAIN)
-    vocabulary = read_vocabulary(path)
-    num_ids = max(vocabulary.values(), default=-1) + 1
+    num_ids = known(path, "num_ids", num_token_ids)
     if num_ids > vocab_size:
         raise UserError(
             "tokenizer larger than the vocabulary",
             f"{num_ids} ids in {path}, vocab_size {vocab_size} in the target",
             "take the tokenizer that belongs to the target",
         )
-    return vocabulary
 
 
-def _check_same_tokenizer(
-    member: Member, folder: Path, tokenizer: Path, vocabulary: dict[str, int]
-) -> None:
+def _check_same_tokenizer(member: Member, folder: Path, tokenizer: Path) -> None:
     path, expected = folder / TOKENIZER_NAME, tokenizer / TOKENIZER_NAME
     # large vocabularies take seconds to parse; members of one target carry the same bytes
     if not path.is_file() or sha256_of_file(path) == sha256_of_file(expected):
         return
-    check_same_vocabulary(read_vocabulary(path), vocabulary, member.name, path, expected)
+    found, vocabulary = read_vocabulary(path), read_vocabulary(expected)
+    check_same_vocabulary(found, vocabulary, member.name, path, expected)
 
 
 def _check_drafts_for(members: Sequence[Member], configs: dict[str, ConfigFile]) -> None:

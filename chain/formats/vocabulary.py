@@ -43,6 +43,15 @@ def read_vocabulary(path: Path) -> dict[str, int]:
     return tokenizer.get_vocab(with_added_tokens=True)
 
 
+def num_token_ids(path: Path) -> int:
+    """Ids of a tokenizer.json, those between them counted that no token has.
+
+    Raises:
+        UserError: as `read_vocabulary`.
+    """
+    return max(read_vocabulary(path).values(), default=-1) + 1
+
+
 def is_tokenizer_failure(error: BaseException) -> bool:
     """Whether the library tokenizers failed: it raises bare Exception, and panics are none."""
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from polybasic.chain.caching import cache_folder
-from polybasic.chain.formats.kept import CHAINS, DIGITS, MODELS
+from polybasic.chain.formats.kept import CHAINS, DIGITS, KNOWN, MODELS
 
 _DIGEST = "[0-9a-f]" * DIGITS
 _KINDS = {
@@ -19,6 +19,7 @@ _KINDS = {
     "product_times": ("times of PyTorch's products", ("*.json", ".writing-*")),
     MODELS: ("models read from GGUF files", (f"*-{_DIGEST}", ".*.partial")),
     CHAINS: ("chains of models alone", (f"*-{_DIGEST}", ".*.partial")),
+    KNOWN: ("digests and sizes of large files", (f"*-{_DIGEST}.json", ".writing-*")),
     "zig": ("files of the compiler ziglang", ("b", "h", "o", "p", "tmp", "z")),
 }
 """Folder -> what lies in it, and patterns of its entries."""

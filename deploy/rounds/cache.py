@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 from copy import copy
+from math import prod
+from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 
 import torch
 from torch import Tensor
@@ -38,7 +40,7 @@ class KeyValueCache:
         device: torch.device,
     ) -> None:
         shape = (num_layers, 2 * config.num_kv_heads, capacity, config.head_dim)
-        self.block = torch.zeros(shape, dtype=dtype, device=device)
+        self.block = _zeros(shape, dtype=dtype, device=device)
         self.layers = FixedTensors(self.block)
         self.capacity, self.length = capacity, 0
 
@@ -99,3 +101,13 @@ class KeyValueCache:
     def _parts(self) -> Sequence[Tensor]:
         """As many layers at a time as can be indexed."""
         return self.block.split(max(1, _MAX_INDEXED // self.block[0].numel()))
+
+
+def _zeros(shape: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros; on a CPU the system gives memory for those that are written, when they are."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    if not (num_bytes := prod(shape) * dtype.itemsize):
+        return torch.empty(shape, dtype=dtype)
+    memory = mmap(-1, num_bytes, MAP_PRIVATE | MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)

@@ -24,6 +24,7 @@ from polybasic.deploy import Chain, load_chain, memory
 from polybasic.deploy import load as loading
 from polybasic.deploy.drafters.head import EagleDrafter
 from polybasic.deploy.memory import Kernels, Layout, Memory, state_memory
+from polybasic.deploy.rounds import cache
 from polybasic.deploy.rounds.sampling import Sampling
 from polybasic.quantize.nearest import round_checkpoint
 from tests.checkpoints import write_family
@@ -42,6 +43,8 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     """What multiplies while a test runs."""
     monkeypatch.setenv("POLYBASIC_KERNELS", "auto" if request.param == "native" else request.param)
     monkeypatch.setattr(memory, "_LIBRARY_BYTES", 0)
+    # all of a cache, as if it were full; the profiler sees what PyTorch allocates
+    monkeypatch.setattr(cache, "_zeros", torch.zeros)
     # some rows of a tiny weight at a time, as of one of real size
     monkeypatch.setattr(packed_weight, "_CODES_AT_ONCE", 1 << 12)
     load_kernels.cache_clear()
