@@ -106,8 +106,9 @@ def gap_at_divergence(
         return math.inf
     logits = answer_logits(verifier, prompt, expected[: place + 1], ONE_ROW)[-1]
     before = Prefixes([*prompt, *expected[:place]], [[]])
-    scores = sampler.distributions(logits[None], before).logits
-    assert scores is not None
+    found_rows = sampler.distributions(logits[None], before)
+    assert found_rows.logits is not None
+    scores = found_rows.logits()
     one, other = float(scores[0, expected[place]]), float(scores[0, found[place]])
     if math.isinf(one) or math.isinf(other):
         return math.inf

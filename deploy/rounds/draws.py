@@ -60,7 +60,8 @@ def distributions_together(
             parts = scores.split([len(part) for part in parts])
         tokens = iter(most_probable(scores))
         for place, rows in zip(places, parts, strict=True):
-            found[place] = partial(GreedyRows, list(islice(tokens, len(rows))), rows)
+            drawn = list(islice(tokens, len(rows)))
+            found[place] = partial(GreedyRows, drawn, partial(lambda given: given, rows))
     return found
 
 

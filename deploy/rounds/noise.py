@@ -9,6 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from polybasic.chain.kernels.cpu.library import kernels_for
 from polybasic.chain.kernels.executor import Executor, Perturbation
 from polybasic.chain.kernels.noise import noise_key
 from polybasic.deploy.rounds.warping import Sampling
@@ -57,6 +58,23 @@ class Noise:
             for place, position in zip(places, missing, strict=True):
                 self._kept[place] = position
         return self._rows[[one % NUM_KEPT for one in positions]]
+
+    def draw(
+        self, logits: Tensor, warping: Sequence[float], positions: Sequence[int]
+    ) -> list[int] | None:
+        """Tokens of rows [R, V] by native kernels; None where there are none.
+
+        Their softmax may round otherwise than PyTorch's: where top-p or min-p ends between two
+        tokens whose probabilities are equal to the last bits, another one of them may be kept.
+
+        Args:
+            logits: after bias and penalties.
+            warping: as `Warping.values_of` gives it.
+            positions: of the tokens to be drawn, one for each row.
+        """
+        if (kernels := kernels_for(logits.device, torch.float32)) is None:
+            return None
+        return kernels.draw(logits.float(), warping, self.key, positions)
 
     def draft(self, start: int, depth: int) -> Perturbation:
         """What a draft of `depth` levels adds to its logits, the first level drawing at `start`.

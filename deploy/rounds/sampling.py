@@ -6,7 +6,9 @@ combines them into a block's distributions, `verify` cuts a block, and `probabil
 sure the proposing model was.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,7 +18,13 @@ from torch import Tensor
 from polybasic.chain.formats.plan import Rule
 from polybasic.deploy.rounds import verification
 from polybasic.deploy.rounds.noise import Noise
-from polybasic.deploy.rounds.warping import Prefixes, Sampling, process_logits, truncate, warp
+from polybasic.deploy.rounds.warping import (
+    Prefixes,
+    Sampling,
+    Warping,
+    process_logits,
+    warp,
+)
 
 __all__ = [
     "CoupledSampler",
@@ -86,14 +94,14 @@ class GreedyRows:
     """The most probable token of each row.
 
     Attributes:
-        logits: [R, V] after the penalties, or with noise; None after `take`.
+        logits: gives them, [R, V] after the penalties, or warped and with noise; None after `take`.
 
     Raises:
         NotFiniteError: a row has none, which -1 stands for.
     """
 
     tokens: list[int]
-    logits: Tensor | None = None
+    logits: Callable[[], Tensor] | None = None
 
     def __post_init__(self) -> None:
         if -1 in self.tokens:
@@ -113,7 +121,7 @@ class GreedySampler:
 
     def distributions(self, logits: Tensor, prefixes: Prefixes) -> GreedyRows:
         logits = process_logits(logits, self.sampling, prefixes, self.num_prompt_tokens)
-        return GreedyRows(most_probable(logits), logits)
+        return GreedyRows(most_probable(logits), lambda: logits)
 
     def draw(self, rows: GreedyRows, row: int) -> int:
         return rows.tokens[row]
@@ -134,7 +142,7 @@ class GreedySampler:
         if not chosen:
             return []
         assert rows.logits is not None, "taken rows have no logits"
-        values = rows.logits[chosen].float().softmax(-1)
+        values = rows.logits()[chosen].float().softmax(-1)
         return list(values[list(range(len(tokens))), tokens].tolist())
 
 
@@ -157,9 +165,16 @@ class CoupledSampler(GreedySampler):
         self.noise = noise
 
     def distributions(self, logits: Tensor, prefixes: Prefixes) -> GreedyRows:
-        scores = truncate(logits, self.sampling, prefixes, self.num_prompt_tokens)
-        scores = self.noise.at(prefixes.positions).add_(scores)
-        return GreedyRows(most_probable(scores), scores)
+        logits = process_logits(logits, self.sampling, prefixes, self.num_prompt_tokens)
+        scores = partial(self._scores, logits, prefixes.positions)
+        values = Warping.values_of(self.sampling)
+        tokens = self.noise.draw(logits, values, prefixes.positions)
+        return GreedyRows(most_probable(scores()) if tokens is None else tokens, scores)
+
+    def _scores(self, logits: Tensor, positions: list[int]) -> Tensor:
+        values = torch.tensor(Warping.values_of(self.sampling), device=logits.device)
+        scores = Warping.of(self.sampling).truncated(logits, values)
+        return self.noise.at(positions).add_(scores)
 
 
 @dataclass

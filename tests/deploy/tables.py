@@ -355,6 +355,9 @@ class TableNoise:
         arrivals = [(waits[token] / p, token) for token, p in enumerate(row) if p > 0]
         return min(arrivals)[1]
 
+    def draw(self, *_: object) -> None:
+        """Native kernels do not know it."""
+
     def at(self, positions: Sequence[int]) -> torch.Tensor:
         """See `polybasic.deploy.rounds.noise.Noise`."""
         return -torch.tensor([self.waits(one) for one in positions], dtype=torch.float64).log()

@@ -12,7 +12,7 @@ from polybasic.chain.kernels.cpu.native import native_library
 from polybasic.chain.kernels.cpu.openmp import openmp_functions
 from polybasic.chain.kernels.environment import kernels_wanted
 
-_VERSION = 7
+_VERSION = 8
 ELEMENTS = {torch.float32: 0, torch.bfloat16: 1}
 """Element types of source/matrix.h and source/decoder.h."""
 
@@ -101,6 +101,34 @@ class Kernels:
         )
         return found
 
+    def draw(
+        self, logits: Tensor, warping: Sequence[float], key: Tensor, positions: Sequence[int]
+    ) -> list[int]:
+        """The token of each row with the largest sum of warped logit and noise; -1 where a logit
+        is NaN or infinity.
+
+        Args:
+            logits: float32 [R, V].
+            warping: temperature, top-k, top-p and min-p, 0 where a step is off; see
+                `polybasic.deploy.rounds.warping`.
+            key: as `polybasic.chain.kernels.noise.noise_key` gives it.
+            positions: R of them, of the tokens to draw.
+        """
+        logits, key = logits.contiguous(), key.contiguous()
+        num_rows, num_tokens = logits.shape
+        tokens = (ctypes.c_int64 * num_rows)()
+        self.library.polybasic_draw(
+            address(logits, torch.float32),
+            num_rows,
+            num_tokens,
+            (ctypes.c_float * 4)(*warping),
+            address(key, torch.int64),
+            (ctypes.c_int64 * num_rows)(*positions),
+            tokens,
+            torch.get_num_threads(),
+        )
+        return list(tokens)
+
 
 @lru_cache(maxsize=1)
 def load_kernels() -> Kernels | None:
@@ -133,6 +161,16 @@ def load_kernels() -> Kernels | None:
     library.polybasic_lay_out_blocks.argtypes = [pointer, pointer, ctypes.c_int64, integer]
     library.polybasic_decode_rows.argtypes = [pointer, pointer, integer, pointer]
     library.polybasic_noise.argtypes = [pointer, pointer, integer, integer, pointer, integer]
+    library.polybasic_draw.argtypes = [
+        pointer,
+        integer,
+        integer,
+        pointer,
+        pointer,
+        pointer,
+        pointer,
+        integer,
+    ]
     library.polybasic_move_rows.argtypes = [
         pointer, integer, integer, ctypes.c_int64, ctypes.c_int64, pointer, integer, integer
     ]  # fmt: skip

@@ -342,6 +342,7 @@ def test_missing_renormalisation_is_rejected(monkeypatch: pytest.MonkeyPatch) ->
 def test_one_noise_for_all_positions_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     at = Noise.at
     monkeypatch.setattr(Noise, "at", lambda self, positions: at(self, [0] * len(positions)))
+    monkeypatch.setattr(Noise, "draw", lambda *_: None)
     counts = count(RememberedChain(chain_of(4, "coupled")), 1000)
     assert p_values(counts, exact_law()) < SIGNIFICANCE
 

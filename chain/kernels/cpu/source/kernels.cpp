@@ -4,6 +4,7 @@
 #include "huge_pages.h"
 #include "noise.h"
 #include "passes.h"
+#include "sampling.h"
 
 namespace polybasic {
 
@@ -17,7 +18,7 @@ using namespace polybasic;
 extern "C" {
 
 // To be raised with every change of a structure or signature below.
-int polybasic_version() { return 7; }
+int polybasic_version() { return 8; }
 
 void polybasic_use_openmp(void* parallel, void* thread_number, void* num_threads) {
     open_mp().parallel =
@@ -77,6 +78,16 @@ void polybasic_noise(const int64_t* key, const int64_t* positions, int num_posit
     const NoiseKey words{uint32_t(key[0]), uint32_t(key[1]), uint32_t(key[2])};
     Team::run(num_threads, [&](Thread self) {
         fill_noise(words, positions, num_positions, num_tokens, out, self);
+    });
+}
+
+// `warping`: temperature, top-k, top-p and min-p; `key`: as above. `tokens`: [num_rows], see `Sampler`.
+void polybasic_draw(const float* logits, int num_rows, int num_tokens, const float* warping,
+                    const int64_t* key, const int64_t* positions, int64_t* tokens, int num_threads) {
+    const NoiseKey words{uint32_t(key[0]), uint32_t(key[1]), uint32_t(key[2])};
+    const Warping steps{warping[0], warping[1], warping[2], warping[3]};
+    Team::run(std::min(num_threads, num_rows), [&](Thread self) {
+        draw_rows(logits, num_rows, num_tokens, steps, words, positions, tokens, self);
     });
 }
 

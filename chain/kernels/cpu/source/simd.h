@@ -76,6 +76,7 @@ constexpr bool kHasPairProducts = false;
 typedef float FloatPart __attribute__((vector_size(kPartLanes * 4)));
 typedef int32_t IntPart __attribute__((vector_size(kPartLanes * 4)));
 typedef uint32_t WordPart __attribute__((vector_size(kPartLanes * 4)));
+typedef uint64_t LongPart __attribute__((vector_size(kPartLanes * 4)));
 typedef uint16_t HalfPart __attribute__((vector_size(kPartLanes * 2)));
 typedef int8_t BytePart __attribute__((vector_size(kPartLanes)));
 

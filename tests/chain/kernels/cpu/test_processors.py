@@ -23,7 +23,10 @@ from polybasic.chain.kernels.cpu.instruction_sets import (
 from polybasic.chain.kernels.noise import gumbel_noise, noise_key
 
 HARNESS = Path(__file__).with_name("passes_harness.cpp")
-OF_KERNELS = [str(Path(__file__).with_name(name)) for name in ("test_passes.py", "test_noise.py")]
+OF_KERNELS = [
+    str(Path(__file__).with_name(name))
+    for name in ("test_passes.py", "test_noise.py", "test_sampling.py")
+]
 EMULATOR, CROSS_COMPILER = "qemu-aarch64", "aarch64-linux-gnu-g++"
 # processors with these instructions and no newer ones that the kernels have code for
 EMULATED = {

@@ -1,0 +1,81 @@
+"""The native kernel that draws tokens, against PyTorch's warping and the reference's noise."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from polybasic.chain.kernels import noise
+from polybasic.chain.kernels.cpu.library import Kernels
+from polybasic.deploy.rounds.warping import Sampling, Warping
+from tests.chain.kernels.cpu.test_noise import kernels
+from tests.chain.native_models import threads
+
+__all__ = ["kernels"]
+
+POSITIONS = [0, 1, 2, 4095, 2**31, 2**32 - 1]
+SETTINGS: list[dict[str, Any]] = [
+    {},
+    {"top_k": 1},
+    {"top_k": 20},
+    {"top_k": 700},
+    {"top_k": 1 << 30},
+    {"top_p": 1e-9},
+    {"top_p": 0.3, "min_p": 0.1},
+    {"top_p": 0.95},
+    {"top_p": 0.9999},
+    {"min_p": 0.05},
+    {"min_p": 1.0},
+    {"top_k": 20, "top_p": 0.8},
+    {"top_k": 100, "top_p": 0.9, "min_p": 0.02},
+]
+
+
+def rows_of(num_tokens: int, scale: float) -> Tensor:
+    """Logits: as they come, with ties, with tokens that cannot be drawn, and all equal."""
+    logits = torch.randn(6, num_tokens, generator=torch.Generator().manual_seed(num_tokens)) * scale
+    logits[1], logits[2] = logits[1].round(), (4 * logits[2]).round() / 4
+    logits[3, 1::3] = -math.inf
+    logits[4] = 0
+    logits[5, 1:] = -math.inf
+    return logits
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+@pytest.mark.parametrize("scale", [0.1, 2.5, 9.0])
+@pytest.mark.parametrize("num_tokens", [1, 13, 1000, 4097])
+def test_tokens_are_those_of_the_reference(
+    kernels: Kernels, num_tokens: int, scale: float, settings: dict[str, Any]
+) -> None:
+    sampling = Sampling(0.7, **settings)
+    logits, values = rows_of(num_tokens, scale), Warping.values_of(sampling)
+    for seed in range(5):
+        key = noise.noise_key(seed, seed)
+        warped = Warping.of(sampling).truncated(logits, torch.tensor(values))
+        added = noise.gumbel_noise(key, torch.tensor(POSITIONS), num_tokens)
+        found = kernels.draw(logits, values, key, POSITIONS)
+        assert found == (warped + added).argmax(-1).tolist()
+
+
+def test_a_row_does_not_depend_on_others_or_threads(kernels: Kernels) -> None:
+    logits, key = rows_of(5000, 2.0), noise.noise_key(3)
+    values = Warping.values_of(Sampling(1.3, top_p=0.97))
+    together = kernels.draw(logits, values, key, POSITIONS)
+    for num in (1, 2, 3):
+        with threads(num):
+            assert kernels.draw(logits, values, key, POSITIONS) == together
+    for row, position in enumerate(POSITIONS):
+        assert kernels.draw(logits[row : row + 1], values, key, [position]) == [together[row]]
+
+
+@pytest.mark.parametrize("settings", [{}, {"top_k": 20}, {"top_p": 0.9}, {"min_p": 0.1}])
+@pytest.mark.parametrize("wrong", [math.nan, -math.nan, math.inf])
+def test_nothing_is_drawn_from_what_is_no_number(
+    kernels: Kernels, wrong: float, settings: dict[str, Any]
+) -> None:
+    logits, values = rows_of(1000, 1.0), Warping.values_of(Sampling(1.0, **settings))
+    logits[0, 999], logits[1, 0], logits[2] = wrong, wrong, -math.inf
+    found = kernels.draw(logits, values, noise.noise_key(1), POSITIONS)
+    assert [token >= 0 for token in found] == [False, False, False, True, True, True]
