@@ -15,8 +15,7 @@ At temperature 0 the argmax is taken after step 3; the later steps would not cha
 
 import math
 import secrets
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import Any, ClassVar
@@ -311,21 +310,17 @@ def _count(prefixes: Prefixes, begin: int, device: torch.device) -> tuple[Tensor
     Args:
         begin: leading tokens of the sequence that are not counted.
     """
-    shared = Counter(prefixes.sequence[begin:])
-    tokens = list(dict.fromkeys(_flat([shared, *prefixes.suffixes])))
-    columns = {token: column for column, token in enumerate(tokens)}
-    counts = torch.tensor([float(shared[token]) for token in tokens])
-    counts = counts.repeat(len(prefixes.suffixes), 1)
-    rows = [row for row, suffix in enumerate(prefixes.suffixes) for _ in suffix]
-    if rows:
-        cells = torch.tensor([columns[token] for token in _flat(prefixes.suffixes)])
-        ones = torch.ones(len(rows))
-        counts.index_put_((torch.tensor(rows), cells), ones, accumulate=True)
-    return torch.tensor(tokens, dtype=torch.long, device=device), counts.to(device)
-
-
-def _flat(groups: Iterable[Iterable[int]]) -> Iterable[int]:
-    return (token for group in groups for token in group)
+    sequence, suffixes = prefixes.sequence[begin:], prefixes.suffixes
+    own = [token for suffix in suffixes for token in suffix]
+    found = torch.tensor([*sequence, *own], dtype=torch.long)
+    tokens, columns = found.unique(return_inverse=True)
+    shared = columns[: len(sequence)].bincount(minlength=len(tokens)).float()
+    counts = shared.repeat(len(suffixes), 1)
+    if own:
+        rows = [row for row, suffix in enumerate(suffixes) for _ in suffix]
+        cells = torch.tensor(rows), columns[len(sequence) :]
+        counts.index_put_(cells, torch.ones(len(own)), accumulate=True)
+    return tokens.to(device), counts.to(device)
 
 
 def _is_whole(value: Any) -> bool:
