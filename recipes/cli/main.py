@@ -1,6 +1,5 @@
 """The command line: `polybasic`. Imports no model code until a command needs it."""
 
-import gc
 import io
 import os
 import sys
@@ -46,9 +45,6 @@ from polybasic.recipes.cli.logs import (
 _OF_ALL = ("run", "train", "quantize", "package")
 """Commands that all processes of a launcher run. Those with `--tensor-parallel` keep the others as
 followers; any other one is the first process's."""
-
-_OBJECTS_PER_COLLECTION = 50_000
-"""Python's own 700 are few for a vocabulary, or for all modules of PyTorch."""
 
 
 class _Stopped(Exception):
@@ -130,8 +126,6 @@ def polybasic(
 
 def main(arguments: list[str] | None = None) -> NoReturn:
     """Run the command line and exit: 0 done, 1 failed, 2 user error, 130 or 143 interrupted."""
-    # imports and tokenizers make many objects and no garbage, and are searched for it all the time
-    gc.set_threshold(_OBJECTS_PER_COLLECTION)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             # of a locale that lacks a character, rather than nothing at all
