@@ -70,6 +70,9 @@ class TableNoise:
     def __init__(self, seed: int) -> None:
         self.rows = gumbel_noise(noise_key(seed), torch.arange(80), 4)
 
+    def draw(self, *_: object) -> None:
+        """Native kernels do not know it."""
+
     def at(self, positions: list[int]) -> torch.Tensor:
         return self.rows[positions]
 
