@@ -24,6 +24,7 @@ from polybasic.deploy.rounds.warping import (
     Warping,
     process_logits,
     warp,
+    warped,
 )
 
 __all__ = [
@@ -166,15 +167,13 @@ class CoupledSampler(GreedySampler):
 
     def distributions(self, logits: Tensor, prefixes: Prefixes) -> GreedyRows:
         logits = process_logits(logits, self.sampling, prefixes, self.num_prompt_tokens)
-        scores = partial(self._scores, logits, prefixes.positions)
-        values = Warping.values_of(self.sampling)
-        tokens = self.noise.draw(logits, values, prefixes.positions)
+        positions = prefixes.positions
+        scores = partial(self._scores, logits, positions)
+        tokens = self.noise.draw(logits, Warping.values_of(self.sampling), positions)
         return GreedyRows(most_probable(scores()) if tokens is None else tokens, scores)
 
     def _scores(self, logits: Tensor, positions: list[int]) -> Tensor:
-        values = torch.tensor(Warping.values_of(self.sampling), device=logits.device)
-        scores = Warping.of(self.sampling).truncated(logits, values)
-        return self.noise.at(positions).add_(scores)
+        return self.noise.at(positions).add_(warped(logits, self.sampling))
 
 
 @dataclass

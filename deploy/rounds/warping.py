@@ -295,7 +295,11 @@ def truncate(
     logits: Tensor, sampling: Sampling, prefixes: Prefixes, num_prompt_tokens: int
 ) -> Tensor:
     """The logarithms of what `warp` returns, up to one constant a row."""
-    logits = process_logits(logits, sampling, prefixes, num_prompt_tokens)
+    return warped(process_logits(logits, sampling, prefixes, num_prompt_tokens), sampling)
+
+
+def warped(logits: Tensor, sampling: Sampling) -> Tensor:
+    """The same of logits after bias and penalties."""
     values = torch.tensor(Warping.values_of(sampling), device=logits.device)
     return Warping.of(sampling).truncated(logits, values)
 

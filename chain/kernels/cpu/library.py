@@ -162,15 +162,8 @@ def load_kernels() -> Kernels | None:
     library.polybasic_decode_rows.argtypes = [pointer, pointer, integer, pointer]
     library.polybasic_noise.argtypes = [pointer, pointer, integer, integer, pointer, integer]
     library.polybasic_draw.argtypes = [
-        pointer,
-        integer,
-        integer,
-        pointer,
-        pointer,
-        pointer,
-        pointer,
-        integer,
-    ]
+        pointer, integer, integer, pointer, pointer, pointer, pointer, integer
+    ]  # fmt: skip
     library.polybasic_move_rows.argtypes = [
         pointer, integer, integer, ctypes.c_int64, ctypes.c_int64, pointer, integer, integer
     ]  # fmt: skip
