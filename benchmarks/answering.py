@@ -28,7 +28,7 @@ class Answer:
         seconds: until the last token, prefill included.
         first_seconds: until the first tokens, which takes the prefill and one round.
         first_tokens: how many these are.
-        target_passes: of the target, without the prefill.
+        target_passes: of the target that gave tokens.
     """
 
     token_ids: list[int]

@@ -35,7 +35,6 @@ from polybasic.chain.formats.plan import Plan
 from polybasic.deploy import Chain
 from polybasic.deploy.engine import Engine, rounds_of
 from polybasic.deploy.request import Request
-from polybasic.deploy.rounds.passes import alone
 from polybasic.deploy.rounds.sampling import Sampling
 
 REST = "rest of Python"
@@ -69,11 +68,12 @@ class Answers:
         now = clock_of(engine.models.target.device)
         timers = Timers(now)
         stages, drafter = engine.stages(request)
-        alone(stages[0].prefill(request.token_ids))
+        rounds = rounds_of(stages[0], request)
+        next(rounds)
         rows = {stage.verifier.name: stage.verifier.num_rows for stage in stages}
         with timed(stages, drafter, timers):
             begun = now()
-            num_tokens = sum(len(tokens) for tokens, _ in rounds_of(stages[0], request))
+            num_tokens = sum(len(tokens) for tokens, _ in rounds)
             seconds = now() - begun
         self.tokens += num_tokens
         self.rounds += len(stages[-1].accepted_lengths)
@@ -91,9 +91,10 @@ class Answers:
         """Answer without timers."""
         now = clock_of(engine.models.target.device)
         (root, *_), _ = engine.stages(request)
-        alone(root.prefill(request.token_ids))
+        rounds = rounds_of(root, request)
+        next(rounds)
         begun = now()
-        for _ in rounds_of(root, request):
+        for _ in rounds:
             pass
         self.plain_seconds += now() - begun
 

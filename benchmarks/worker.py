@@ -40,7 +40,8 @@ def answer(
         "seconds": seconds,
         "first_seconds": first_seconds,
         "first_tokens": len(first),
-        "target_passes": int(next(iter(statistics.forward_passes.values()))),
+        "target_passes": int(next(iter(statistics.forward_passes.values())))
+        + getattr(statistics, "num_first", 0),
     }
 
 

@@ -21,7 +21,7 @@ from polybasic.deploy.rounds.logprobs import TokenLogprobs
 from polybasic.deploy.rounds.noise import Noise
 from polybasic.deploy.rounds.passes import Pass, Passes, VerifierPass
 from polybasic.deploy.rounds.sampling import NotFiniteError
-from polybasic.deploy.rounds.stages import Proposals, Stage
+from polybasic.deploy.rounds.stages import Block, Proposals, Stage
 from polybasic.deploy.rounds.stopping import StoppedBy, cut_at_end
 from polybasic.deploy.rounds.verifier import PassClock, Verifier
 from polybasic.deploy.slots import MIN_COPIED_TOKENS, Slot, Slots, num_common
@@ -79,7 +79,8 @@ class Running:
         self._stages: list[Stage] = []
         self._drafter: Drafter | None = None
         self._costs = _Costs()
-        self._num_tokens, self._prefill_seconds = 0, 0.0
+        self._num_tokens = self._num_first = 0
+        self._prefill_seconds = 0.0
         self._statistics: Statistics | None = None
 
     @property
@@ -166,25 +167,30 @@ class Running:
     def _answer(self) -> Passes[None]:
         request, engine = self.request, self._engine
         self._make_stages()
-        yield from self._prefill()
+        stopped_by = yield from self._prefill()
         self._prefill_seconds = time.perf_counter() - self._begin
-        num_left = request.max_new_tokens
-        stopped_by: StoppedBy | None = None if num_left else "length"
         while stopped_by is None:
             if request.follows_load and (plan := engine.plan_now(request)) != self.request.plan:
                 yield from self._change(plan)
-            block = yield from self._stages[0].propose(1, num_left)
-            tokens, stopped_by = cut_at_end(
-                block.tokens, num_left, request.stop_tokens, request.text
-            )
-            num = len(tokens)
-            num_left, self._num_tokens = num_left - num, self._num_tokens + num
-            text = "" if request.text is None else request.text.take()
-            members, logprobs = block.proposers[:num], block.logprobs[:num]
-            self.pieces.append(Piece(text, tokens, members, logprobs))
+            stopped_by = self._take((yield from self._stages[0].propose(1, self._num_left)))
         if request.text is not None and (rest := request.text.finish()):
             self.pieces.append(Piece(rest, [], [], []))
         self._statistics = self._cost(stopped_by)
+
+    @property
+    def _num_left(self) -> int:
+        return self.request.max_new_tokens - self._num_tokens
+
+    def _take(self, block: Block) -> StoppedBy | None:
+        """Add a block to the answer; what ends it there."""
+        request = self.request
+        tokens, stopped_by = cut_at_end(
+            block.tokens, self._num_left, request.stop_tokens, request.text
+        )
+        self._num_tokens += (num := len(tokens))
+        text = "" if request.text is None else request.text.take()
+        self.pieces.append(Piece(text, tokens, block.proposers[:num], block.logprobs[:num]))
+        return stopped_by
 
     def _cost(self, stopped_by: StoppedBy | None) -> Statistics:
         costs, request = self._costs_now(is_timed=stopped_by is not None), self.request
@@ -200,16 +206,28 @@ class Running:
             stopped_by=stopped_by,
             seed=None if request.sampling.is_greedy else request.sampling.seed,
             num_cached_tokens=self.num_cached_tokens,
+            num_first=self._num_first,
             proposals=costs.proposals,
         )
 
-    def _prefill(self) -> Passes[None]:
-        root = self._stages[0]
-        self.num_cached_tokens = min(root.num_held, len(self.request.token_ids) - 1)
-        yield from root.prefill(self.request.token_ids)
+    def _prefill(self) -> Passes[StoppedBy | None]:
+        """Read the prompt; the token after it is out before anything below the root reads it."""
+        root, prompt = self._stages[0], self.request.token_ids
+        self.num_cached_tokens = min(root.num_held, len(prompt) - 1)
+        stopped_by: StoppedBy | None = "length"
+        if self._num_left:
+            block = yield from root.start(prompt)
+            self._num_first, stopped_by = len(block.tokens), None
+            if block.tokens:
+                stopped_by = self._take(block)
+        else:
+            yield from root.prefill(prompt)
         self.prompt_logprobs = root.prompt_logprobs
+        if stopped_by is None:
+            yield from root.catch_up()
         for stage in self._stages:
             stage.verifier.clock.reset()
+        return stopped_by
 
     def _change(self, plan: Plan) -> Passes[None]:
         """Go on by another plan, between two rounds of the target."""

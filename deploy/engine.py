@@ -405,12 +405,17 @@ class Engine:
 
 
 def rounds_of(root: Stage, request: Request) -> Iterator[tuple[list[int], StoppedBy | None]]:
-    """The new tokens of each of a request's rounds after the prefill, run alone, and what ended the
-    answer with them; None before its last round."""
+    """The new tokens of each of a request's rounds, run alone, and what ended the answer with them;
+    None before its last round. The first ones, perhaps none, came with the prompt."""
     num_left, stopped_by = request.max_new_tokens, None
-    while stopped_by is None:
-        with torch.inference_mode():
-            tokens = alone(root.propose(1, num_left)).tokens
+    with torch.inference_mode():
+        tokens = alone(root.start(request.token_ids)).tokens
+        alone(root.catch_up())
+    while True:
         tokens, stopped_by = cut_at_end(tokens, num_left, request.stop_tokens, request.text)
         num_left -= len(tokens)
         yield tokens, stopped_by
+        if stopped_by is not None:
+            return
+        with torch.inference_mode():
+            tokens = alone(root.propose(1, num_left)).tokens

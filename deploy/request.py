@@ -51,7 +51,7 @@ class Statistics:
         num_prompt_tokens: of the prompt.
         num_tokens: new tokens, a stop token included.
         seconds: prefill included, and the waits for other sequences.
-        prefill_seconds: of these, until the first round began.
+        prefill_seconds: of these, until all that runs had read the prompt.
         forward_passes: of each member, by name, without the prefill.
         seconds_by_member: of their passes, without the prefill; a pass that several sequences share
             counts for each of them.
@@ -61,6 +61,7 @@ class Statistics:
         seed: of the draws, given or drawn; None if they were greedy.
         num_cached_tokens: of the prompt, which an earlier request had read.
         proposals: by member, what it proposed to the verifier above it.
+        num_first: new tokens that came with the prompt's last pass, 1 at most.
     """
 
     num_prompt_tokens: int
@@ -74,6 +75,12 @@ class Statistics:
     seed: int | None = None
     num_cached_tokens: int = 0
     proposals: dict[str, Proposals] = field(default_factory=dict)
+    num_first: int = 0
+
+    @property
+    def num_later(self) -> int:
+        """New tokens that the passes after the prompt's gave."""
+        return self.num_tokens - self.num_first
 
     @property
     def drafted(self) -> dict[str, int]:
@@ -96,8 +103,9 @@ class Statistics:
 
     @property
     def mean_accepted_length(self) -> float:
-        """New tokens for each forward pass of the target."""
-        return self.num_tokens / next(iter(self.forward_passes.values()))
+        """New tokens for each forward pass of the target after the prompt; 1 if none was made."""
+        num_passes = next(iter(self.forward_passes.values()))
+        return self.num_later / num_passes if num_passes else 1.0
 
 
 @dataclass(frozen=True)

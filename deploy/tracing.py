@@ -9,7 +9,7 @@ from polybasic.chain.errors import UserError
 from polybasic.chain.kernels.drafts import DraftTree
 from polybasic.deploy.engine import Engine, rounds_of
 from polybasic.deploy.request import Request
-from polybasic.deploy.rounds.passes import Passes, alone
+from polybasic.deploy.rounds.passes import Passes
 from polybasic.deploy.rounds.stages import Block, BlockStage, Kept, Round, Stage, TreeStage
 
 
@@ -90,8 +90,13 @@ def traced(engine: Engine, request: Request) -> Iterator[tuple[list[int], list[T
     # log-probabilities are computed on the host, where rounds can be looked at
     request = replace(request, sampling=request.sampling.seeded(), logprobs=0, follows_load=False)
     (root, *_), _ = engine.stages(request, make)
-    alone(root.prefill(request.token_ids))
+    began = time.perf_counter()
     for tokens, _ in rounds_of(root, request):
+        if not log:
+            position, seconds = len(request.token_ids), time.perf_counter() - began
+            log.append(
+                TracedRound(root.verifier.name, "", position, [], [], [], [], tokens, seconds)
+            )
         yield tokens, [*log]
         log.clear()
 

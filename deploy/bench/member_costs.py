@@ -90,9 +90,9 @@ def insertions(
             measured = {
                 "above_seconds": _seconds_a_pass(before.members[above]),
                 "new_seconds": _seconds_a_pass(after.members[name]),
-                "accepted": _finished_a_pass(bench, before, above),
-                "accepted_above_new": _finished_a_pass(bench, after, above),
-                "accepted_new": _finished_a_pass(bench, after, name),
+                "accepted": _finished_a_pass(bench, without, before.members[above]),
+                "accepted_above_new": _finished_a_pass(bench, within, after.members[above]),
+                "accepted_new": _finished_a_pass(bench, within, after.members[name]),
             }
             condition = judge_insertion(
                 **measured, below_seconds=None, drafts_per_round=0
@@ -115,6 +115,7 @@ def _seconds_a_pass(cost: MemberCost) -> float:
     return cost.seconds / cost.passes
 
 
-def _finished_a_pass(bench: Bench, report: SystemReport, name: str) -> float:
-    """Tokens of the finished text for each pass."""
-    return report.totals.tokens / bench.num_repeats / report.members[name].passes
+def _finished_a_pass(bench: Bench, system: ChainSystem, cost: MemberCost) -> float:
+    """Tokens of the finished text for each pass after the prompt."""
+    found = (statistics_of(one) for repeat in bench.of(system) for one in repeat)
+    return sum(one.num_later for one in found) / bench.num_repeats / cost.passes

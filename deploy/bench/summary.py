@@ -146,13 +146,14 @@ def _system(
     found = [statistics_of(one) for repeat in bench.of(system) for one in repeat]
     prefill = sum(one.prefill_seconds for one in found)
     decoding = sum(one.seconds for one in found) - prefill
+    num_later = sum(one.num_later for one in found)
     verifying = [member.name for member in bench.chain.manifest.verifying]
     return report.model_copy(
         update={
             "plan": system.plan.model_dump(mode="json"),
             "shown_plan": shown_plan(system.plan, verifying),
             "predicted_seconds_per_token": _predicted(bench, system),
-            "measured_seconds_per_token": decoding / sum(one.num_tokens for one in found),
+            "measured_seconds_per_token": decoding / num_later if num_later else None,
             "members": member_costs(bench, system),
             "prefill_seconds": prefill / bench.num_repeats,
         }

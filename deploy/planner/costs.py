@@ -25,7 +25,7 @@ from polybasic.deploy.planner.budget import Budget
 from polybasic.deploy.planner.measurements import DraftCosts, PassCosts, num_candidates
 from polybasic.deploy.request import Request
 from polybasic.deploy.rounds.flushing import AdaptiveFlushing
-from polybasic.deploy.rounds.passes import Passes, alone
+from polybasic.deploy.rounds.passes import Passes
 from polybasic.deploy.rounds.sampling import Sampling
 from polybasic.deploy.rounds.stages import BaseBlockStage, BaseTreeStage, Block, Round, Stage
 from polybasic.deploy.rounds.verifier import PassClock
@@ -190,7 +190,6 @@ def _time_rounds(engine: Engine, request: Request, costs: "RoundCosts") -> None:
         return stage
 
     (root, *_), _ = engine.stages(request, timed)
-    alone(root.prefill(request.token_ids))
     for _ in rounds_of(root, request):
         pass
 

@@ -2,8 +2,8 @@
 
 The output is the target's text y whatever the plan, so a plan is simulated along a given y, of
 which `polybasic.deploy.planner.measurements.Trace` lists what is known. The two stages here mirror
-those of `polybasic.deploy.rounds.stages`, with positions in y instead of tokens. The prefill is
-left out.
+those of `polybasic.deploy.rounds.stages`, with positions in y instead of tokens. The prefill, which
+gives y_0, is left out.
 
 Let p_k, q_k be the probabilities of y_k under a verifier and the model below it. Given y, a block
 keeps at least i tokens with probability prod_{k<=i} min(1, q_k/p_k) under the rule `token` and
@@ -65,14 +65,18 @@ class Simulator:
         num_draws: how often traces are simulated; once where nothing is random.
 
     Raises:
-        UserError: a measurement without traces.
+        UserError: a measurement without traces of two tokens or more.
     """
 
     def __init__(
         self, measurements: Measurements, seed: int = 0, num_draws: int = NUM_DRAWS
     ) -> None:
-        if not measurements.traces:
-            raise UserError("nothing to plan from", "no traces", "measure at least one answer")
+        if all(len(trace) < 2 for trace in measurements.traces):
+            raise UserError(
+                "nothing to plan from",
+                "no answer of two tokens or more",
+                "measure prompts with longer answers",
+            )
         self.measurements = measurements
         self.num_draws = num_draws if measurements.is_random else 1
         ends = np.cumsum([len(trace) for trace in measurements.traces]).tolist()
@@ -122,8 +126,8 @@ class Simulator:
                 assert isinstance(stage, _BlockStage)
                 stage.extents = self._extents(name, below, plan.rule, draw)
             for (start, end), limit in zip(self.spans, self.limits, strict=True):
-                stages[0].begin(start, end, limit)
-                stages[0].propose(start, limit, None, limit)
+                stages[0].begin(start + 1, end, limit)
+                stages[0].propose(start + 1, limit, None, limit)
         tree, root = stages[-1], stages[0]
         assert isinstance(tree, _TreeStage)
         return Played(
@@ -135,7 +139,7 @@ class Simulator:
                 for name, one in zip(names, stages, strict=False)
                 if isinstance(one, _BlockStage)
             },
-            num_tokens=len(self._ends) * self.num_draws,
+            num_tokens=(len(self._ends) - len(self.spans)) * self.num_draws,
             num_drafts=np.bincount(tree.rounds.depths[np.array(tree.visited, dtype=np.int64)]),
         )
 

@@ -122,6 +122,11 @@ class Stage(ABC):
         self.prompt_logprobs: list[TokenLogprobs] = []
 
     @property
+    def num_read(self) -> int:
+        """Leading tokens whose rows in the verifier's cache were written by this verifier."""
+        return self.verifier.cache.length
+
+    @property
     @abstractmethod
     def num_held(self) -> int:
         """Leading tokens that were read, and whose states were observed, by what shares a cache."""
@@ -138,6 +143,16 @@ class Stage(ABC):
     @abstractmethod
     def catch_up(self) -> Passes[None]:
         """Read, in parts, the tokens that the caches do not hold yet, except the last."""
+
+    def start(self, tokens: list[int]) -> Passes[Block]:
+        """Begin a sequence with its prompt, and draw the token after it where that is possible
+        before anything below has read the prompt.
+
+        Args:
+            tokens: the prompt, at least one token.
+        """
+        yield from self.prefill(tokens)
+        return Block([], None)
 
     @abstractmethod
     def settle(self) -> None:
@@ -204,20 +219,22 @@ class Stage(ABC):
             )
         return self.sampler.take(one.distributions, one.rows), wants_more
 
-    def _read_in_parts(self, first: int) -> Passes[None]:
-        """Read the tokens from `first` on, except the last, for all stages that share the cache."""
-        cache = self.verifier.cache
-        while first < len(self.tokens) - 1:
-            end = min(first + self.verifier.pace.rows, len(self.tokens) - 1)
-            part = self.tokens[first:end]
+    def _read_in_parts(self, leaves_a_pass: bool = False) -> Passes[None]:
+        """Read the tokens that the cache lacks, for all stages that share it.
+
+        Args:
+            leaves_a_pass: leave the tokens that one pass takes; else the last one alone.
+        """
+        cache, pace = self.verifier.cache, self.verifier.pace
+        while len(self.tokens) - (first := self.num_read) > (pace.rows if leaves_a_pass else 1):
+            part = self.tokens[first : min(first + pace.rows, len(self.tokens) - 1)]
             num_top = self.num_prompt_logprobs
             wanted = None if num_top is None else 0
             read = yield VerifierPass(self.verifier, part, wanted, is_prompt=True)
             cache.keep(range(len(part)))
             self.observe(read.states)
-            first += len(part)
             if num_top is not None:
-                following = self.tokens[first - len(part) + 1 : first + 1]
+                following = self.tokens[first + 1 : first + 1 + len(part)]
                 self.prompt_logprobs += logprobs_of(read.logits, following, num_top)
 
     def _count(self, proposer: str, num_tokens: int, num_accepted: int) -> None:
@@ -261,7 +278,7 @@ class BaseTreeStage(Stage):
         """Nothing to drop: a pass that was not kept leaves nothing."""
 
     def catch_up(self) -> Passes[None]:
-        yield from self._read_in_parts(self.verifier.cache.length)
+        yield from self._read_in_parts()
 
     def observe(self, states: Tensor) -> None:
         self.drafter.observe(states)
@@ -307,10 +324,26 @@ class BaseTreeStage(Stage):
         return [*[proposer] * (num_gained - 1), self.verifier.name]
 
 
-class TreeStage(BaseTreeStage):
-    """A tree stage whose trees and draws are on the host."""
+class HostStage(Stage):
+    """A stage whose draws are on the host, where the prompt's last pass gives a token, too."""
 
     sampler: Sampler
+
+    def start(self, tokens: list[int]) -> Passes[Block]:
+        self.begin(tokens, min(self.num_held, len(tokens) - 1))
+        yield from self._read_in_parts(leaves_a_pass=self.num_prompt_logprobs is None)
+        unread, nothing = self.tokens[self.num_read :], Block([], None)
+        asked = verify(self.verifier, self.sampler, tokens, unread, nothing, is_prompt=True)
+        kept = yield from asked
+        self.verifier.cache.keep(range(len(unread)))
+        gained = [kept.next_token]
+        self.resolve(len(tokens), *gained, kept.states)
+        logprobs = self._logprobs(kept.logits, [0], gained)
+        return Block(gained, kept.distributions, [self.verifier.name], logprobs)
+
+
+class TreeStage(HostStage, BaseTreeStage):
+    """A tree stage whose trees and draws are on the host."""
 
     def _draft(self, limit: int) -> Passes[DraftTree]:
         return (yield from draft(self.drafter, self.tokens, limit - 1))
@@ -351,7 +384,11 @@ class BaseBlockStage(Stage):
         self.below, self.flush = below, flush
         self._flushing = AdaptiveFlushing(flush.adaptive) if flush.adaptive else None
         self.shares_cache = verifier.cache is below.verifier.cache
-        self._num_read = 0  # leading tokens whose rows in the cache were written by this verifier
+        self._num_read = 0
+
+    @property
+    def num_read(self) -> int:
+        return self._num_read
 
     @property
     def num_held(self) -> int:
@@ -368,7 +405,7 @@ class BaseBlockStage(Stage):
         self.begin(self.tokens, min(self.num_held, self._num_read))
 
     def catch_up(self) -> Passes[None]:
-        yield from self._read_in_parts(self._num_read)
+        yield from self._read_in_parts()
         yield from self.below.catch_up()
 
     def observe(self, states: Tensor) -> None:
@@ -430,27 +467,32 @@ class Kept:
     logits: Any = None
 
 
-class BlockStage(BaseBlockStage):
+class BlockStage(HostStage, BaseBlockStage):
     """A block stage whose draws are on the host."""
-
-    sampler: Sampler
 
     def _verify(self, unread: list[int], block: Block) -> Passes[Kept]:
         return (yield from verify(self.verifier, self.sampler, self.tokens, unread, block))
 
 
 def verify(
-    verifier: Verifier, sampler: Sampler, tokens: list[int], unread: list[int], block: Block
+    verifier: Verifier,
+    sampler: Sampler,
+    tokens: list[int],
+    unread: list[int],
+    block: Block,
+    is_prompt: bool = False,
 ) -> Passes[Kept]:
     """A pass over a block, and what is kept of it; its rows are provisional.
 
     Args:
         tokens: the sequence before the block.
         unread: its last tokens, at least one, which the cache does not hold yet.
+        is_prompt: whether these are of a prompt.
     """
     prefixes = Prefixes(tokens, [block.tokens[:length] for length in range(len(block.tokens) + 1)])
     draws = Draws(sampler, prefixes)
-    read = yield VerifierPass(verifier, unread + block.tokens, len(unread) - 1, draws=draws)
+    rows = unread + block.tokens
+    read = yield VerifierPass(verifier, rows, len(unread) - 1, is_prompt, draws)
     distributions = read.distributions()
     num_kept, next_token = sampler.verify(block.tokens, block.distributions, distributions)
     return Kept(num_kept, next_token, read.states, distributions, read.logits)

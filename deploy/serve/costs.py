@@ -23,7 +23,7 @@ def costs(answers: Sequence[Statistics]) -> dict[str, Any]:
         passes.update(one.forward_passes)
         drafted.update(one.drafted)
         accepted.update(one.accepted)
-    plan = list(answers[0].forward_passes)
+    plan, num_later = list(answers[0].forward_passes), sum(one.num_later for one in answers)
     num_passes = passes[plan[0]]
     return {
         "timings": {
@@ -41,7 +41,7 @@ def costs(answers: Sequence[Statistics]) -> dict[str, Any]:
             "passes": dict(passes),
             "drafted": dict(drafted),
             "accepted": dict(accepted),
-            "accepted_length": predicted_n / num_passes if num_passes else 0.0,
+            "accepted_length": num_later / num_passes if num_passes else 0.0,
             "seed": answers[0].seed,
             "cached_tokens": cached,
             "plan": plan,

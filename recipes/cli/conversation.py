@@ -153,6 +153,7 @@ def _sum(costs: list["Statistics"]) -> "Statistics":
     return replace(
         costs[0],
         num_tokens=sum(one.num_tokens for one in costs),
+        num_first=sum(one.num_first for one in costs),
         seconds=sum(one.seconds for one in costs),
         forward_passes=dict(passes),
         seed=None,

@@ -142,7 +142,7 @@ def test_rounds_break_down_whole_answers(
     answer = chain.stream_ids(prompt, 12, Sampling(0.0), plan)
     ids = [token for new in answer for token in new]
     for turn in found.turns:
-        assert turn.tokens == len(ids), "timed answers are the answers"
+        assert turn.tokens == len(ids) - 1, "timed rounds are those of the answer"
         of_answer = answer.statistics.forward_passes
         assert turn.passes == {name: of_answer[name] for name in ("target", "intermediate")}
     parts = ("states", "logits", "choice of tokens")

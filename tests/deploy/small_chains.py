@@ -483,8 +483,7 @@ class RememberedChain:
         for verifier in reversed(self.verifiers[:-1]):
             stage = BlockStage(verifier, stage, sampler, chain.plan.flush[verifier.name])
         stage.begin(chain.prompt, 0)
-        alone(stage.prefill(chain.prompt))
-        tokens: list[int] = []
+        tokens = alone(stage.start(chain.prompt)).tokens
         while len(tokens) < chain.num_counted:
             tokens += alone(stage.propose(1, chain.num_tokens - len(tokens))).tokens
         return tuple(tokens[: chain.num_counted])

@@ -374,13 +374,14 @@ def rational(probabilities: torch.Tensor) -> Any:
 
 @dataclass(frozen=True)
 class Wiring:
-    """What a chain is built from; negative controls exchange a part."""
+    """What a chain is built from, and how it begins; negative controls exchange a part."""
 
     sampler: Callable[..., EnumeratingSampler] = EnumeratingSampler
     coupled: Callable[..., CoupledSampler] = CoupledSampler
     noise: Callable[..., TableNoise] = TableNoise
     target: Callable[..., TableVerifier] = TableVerifier
     tree_stage: Callable[..., TreeStage] = TreeStage
+    starts: bool = False
 
 
 def build(case: Case, sampler: Any, wiring: Wiring = Wiring()) -> tuple[Stage, TokenCache]:
@@ -401,9 +402,9 @@ def build(case: Case, sampler: Any, wiring: Wiring = Wiring()) -> tuple[Stage, T
 def generate(case: Case, sampler: Any, wiring: Wiring = Wiring()) -> list[int]:
     """One answer, as the engine asks for it; the target's cache must hold the target's rows."""
     root, cache = build(case, sampler, wiring)
-    alone(root.prefill(list(case.prompt)))
-    tokens: list[int] = []
-    while len(tokens) < case.num_tokens and not (tokens and tokens[-1] in case.stop_tokens):
+    first = alone((root.start if wiring.starts else root.prefill)(list(case.prompt)))
+    tokens: list[int] = first.tokens if first else []
+    while not has_ended(case, tokens):
         block = alone(root.propose(1, case.num_tokens - len(tokens)))
         assert block.tokens
         tokens += block.tokens

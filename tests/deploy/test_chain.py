@@ -213,7 +213,8 @@ def test_statistics_add_up(chain: Chain) -> None:
     generation = chain.generate("w5 w9 w2", max_new_tokens=40)
     statistics = generation.statistics
     assert statistics.num_tokens == len(generation.token_ids)
-    assert sum(statistics.accepted_lengths["target"]) == statistics.num_tokens
+    assert statistics.num_first == 1
+    assert sum(statistics.accepted_lengths["target"]) == statistics.num_tokens - 1
     assert statistics.forward_passes["target"] == len(statistics.accepted_lengths["target"])
     assert (
         statistics.forward_passes["intermediate"]

@@ -188,8 +188,8 @@ def accepted_of_copies(members: tuple[str, ...]) -> dict[str, list[int]]:
     engine, accepted = Engine(models), dict[str, list[int]]()
     for seed in range(4):
         sampling = Sampling(1.2, seed=seed)
-        running = engine.run(Request([3, 1, 4, 1], 30, sampling, (), plan))
-        assert sum(map(len, running)) == 30
+        running = engine.run(Request([3, 1, 4, 1], 31, sampling, (), plan))
+        assert sum(map(len, running)) == 31
         for name, gained in running.statistics.accepted_lengths.items():
             accepted.setdefault(name, []).extend(gained)
     return accepted

@@ -44,7 +44,8 @@ def chain(tiny_chain: Path) -> Chain:
 def test_a_long_answer_does_not_grow(chain: Chain, temperature: float) -> None:
     list(pieces_of(chain, 20, temperature))
     before = live_tensors()
-    found = [live_tensors() for _ in pieces_of(chain, 110, temperature)]
+    # without the first token, which the prompt's last pass draws
+    _, *found = [live_tensors() for _ in pieces_of(chain, 110, temperature)]
     assert len(found) > 5
     assert len({num for num, _ in found[:-1]}) == 1
     # a block's distributions, one row for each of its tokens

@@ -3,6 +3,7 @@
 import random
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -50,6 +51,23 @@ def make_trace(
         {("draft", name): {1: chain_ranks(one, depth)} for name, one in (accepted or {}).items()},
         None if ngram is None else {key: np.array(one) for key, one in ngram.items()},
     )
+
+
+def after_first(measurements: Measurements) -> Measurements:
+    """With a token before each trace, which the prompt gives."""
+
+    def extended(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: extended(one) for key, one in value.items()}
+        return np.concatenate([value[:1], value]) if isinstance(value, np.ndarray) else value
+
+    traces = [Trace(*map(extended, vars(trace).values())) for trace in measurements.traces]
+    return replace(measurements, traces=traces)
+
+
+def num_later(measurements: Measurements) -> int:
+    """Tokens of all answers but the first one of each."""
+    return sum(len(trace) - 1 for trace in measurements.traces)
 
 
 def make_measurements(*traces: Trace, **changes: Any) -> Measurements:

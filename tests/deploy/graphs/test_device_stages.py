@@ -12,6 +12,7 @@ from polybasic.deploy.graphs.device_stages import DeviceBlockStage, DeviceTreeSt
 from polybasic.deploy.graphs.drawing import DeviceNoise
 from polybasic.deploy.request import Request
 from polybasic.deploy.rounds.sampling import Sampling
+from polybasic.deploy.rounds.stages import HostStage, Stage
 from polybasic.deploy.slots import Models
 from tests.deploy.recorded_graphs import RecordedGraphs
 from tests.deploy.small_chains import VOCAB_SIZE, Weights, small_config
@@ -164,6 +165,8 @@ def test_noise_of_an_earlier_request_answers_otherwise(
 def test_drafts_follow_the_noise_as_the_hosts(
     host: Engine, device: Engine, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(HostStage, "start", Stage.start)  # a device's rounds draw the first token
+
     def accepted(one: Engine) -> list[int]:
         found = one.run(Request(PROMPT, NUM_TOKENS, RANDOM, (), PLANS[name]))
         assert sum(map(len, found)) == NUM_TOKENS
@@ -264,8 +267,9 @@ def test_statistics_count_rounds(device: Engine) -> None:
 @pytest.mark.parametrize("sampling", [GREEDY, RANDOM])
 @pytest.mark.parametrize("plan", ["block head", "masked head"])
 def test_blocks_on_the_device_are_the_hosts(
-    host: Engine, device: Engine, sampling: Sampling, plan: str
+    host: Engine, device: Engine, sampling: Sampling, plan: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(HostStage, "start", Stage.start)  # a device's rounds draw the first token
     found = []
     for one in (host, device):
         running = one.run(Request(PROMPT, NUM_TOKENS, sampling, (), PLANS[plan]))

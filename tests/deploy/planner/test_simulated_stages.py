@@ -193,10 +193,10 @@ class Case:
         stage: Stage = TreeStage(verifiers[innermost], drafter, sampler)  # type: ignore[arg-type]
         for name in reversed(self.names[:-1]):
             stage = BlockStage(verifiers[name], stage, sampler, self.plan.flush[name])  # type: ignore[arg-type]
-        alone(stage.prefill(PROMPT))
+        tokens = alone(stage.start(PROMPT)).tokens
+        alone(stage.catch_up())
         for verifier in verifiers.values():
             verifier.passes.clear()
-        tokens: list[int] = []
         while len(tokens) < self.num_tokens:
             tokens += alone(stage.propose(1, self.num_tokens - len(tokens))).tokens
         return tokens, {name: one.passes for name, one in verifiers.items()}, drafter.passes
@@ -249,7 +249,7 @@ class Case:
 
 def random_case(seed: int, is_adaptive: bool = False) -> Case:
     chance = random.Random(seed)
-    num_tokens, num_levels = chance.randint(1, 40), chance.randint(2, 3)
+    num_tokens, num_levels = chance.randint(2, 40), chance.randint(2, 3)
     places = range(num_tokens + 1)
     parts = [{place for place in places if chance.random() < 0.2} for _ in range(num_levels - 1)]
     # What a lower model says where an upper one has left the target's text is not measured:
@@ -294,7 +294,7 @@ def compare(case: Case) -> tuple[dict[str, Counter[int]], dict[str, Counter[int]
         for name, stage in zip(case.names, stages, strict=True)
     }
     served["draft"] = Counter({1: num_drafts})
-    played["draft"] = Counter({1: round(predicted.passes["draft"] * case.num_tokens)})
+    played["draft"] = Counter({1: round(predicted.passes["draft"] * (case.num_tokens - 1))})
     return served, played
 
 
@@ -389,7 +389,7 @@ def test_random_rounds_on_average(rule: Rule) -> None:
         for name, rows in passes.items():
             served[name] += sum(rows.values())
     predicted = simulate(case.plan, case.measure(answers, None), num_draws=8)
-    num_tokens = 60 * case.num_tokens
+    num_tokens = 60 * (case.num_tokens - 1)
     assert predicted.passes["a"] == pytest.approx(served["a"] / num_tokens, rel=0.04)
     # Refused tokens are played as if the answer went on.
     for name in ("b", "draft"):
@@ -406,7 +406,7 @@ def coupled_passes(case: Case, seed: int, measured_seed: int) -> tuple[Counter[s
     served = Counter({name: sum(rows.values()) for name, rows in by_rows.items()})
     served["draft"] = num_drafts
     predicted = simulate(case.plan, case.measure([answer], coupled_sampler(measured_seed)))
-    played = {name: round(case.num_tokens * num) for name, num in predicted.passes.items()}
+    played = {name: round((case.num_tokens - 1) * num) for name, num in predicted.passes.items()}
     return served, Counter(played)
 
 

@@ -9,10 +9,18 @@ import pytest
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.plan import Flush, Ngram, Plan, Rule, Tree
 from polybasic.chain.kernels.drafts import ABSENT
+from polybasic.deploy.planner import simulation
 from polybasic.deploy.planner.measurements import DraftCosts, Measurements, PassCosts, Trace
-from polybasic.deploy.planner.simulation import Simulator, simulate
+from polybasic.deploy.planner.prediction import Predicted
+from polybasic.deploy.planner.simulation import Simulator
 from polybasic.deploy.theory import kept_probabilities
-from tests.deploy.traces import LEAST, make_measurements, make_trace
+from tests.deploy.traces import LEAST, after_first, make_measurements, make_trace
+
+
+def simulate(plan: Plan, measured: Measurements, seed: int = 0) -> Predicted:
+    """Of rounds that begin where the traces do."""
+    return simulation.simulate(plan, after_first(measured), seed)
+
 
 # Costs and their JSON
 
@@ -236,5 +244,5 @@ def test_with_common_noise_nothing_is_left_to_chance() -> None:
     greedy, found = simulate(plan, make_measurements(trace)), simulate(plan, coupled(trace))
     assert found == greedy == simulate(plan, coupled(trace), seed=1)
     block = plan.model_copy(update={"rule": "block"})
-    uncertain = make_trace({"a": [0.9] * 6, "b": [0.9, 0.9, 0.9, 0.1, 0.9, 0.9]})
+    uncertain = make_trace({"a": [0.9] * 6, "b": [0.9, 0.4, 0.9, 0.1, 0.4, 0.9]})
     assert simulate(block, independent(uncertain)) != found

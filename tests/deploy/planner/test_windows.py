@@ -37,7 +37,13 @@ from polybasic.deploy.planner.traces import (
 from polybasic.deploy.planner.windows import try_windows
 from polybasic.deploy.rounds.sampling import Sampling
 from polybasic.deploy.settings import BenchSettings, PlanGrid, PlanSettings
-from tests.deploy.traces import count_passes, make_measurements, make_trace, random_prompts
+from tests.deploy.traces import (
+    count_passes,
+    make_measurements,
+    make_trace,
+    num_later,
+    random_prompts,
+)
 
 NUM_TOKENS = 20
 GRID = PlanGrid(
@@ -87,7 +93,7 @@ def test_simulated_passes_under_windows_are_those_of_real_answers(chain: Chain) 
     for plan, windowed, tolerance in (
         (two_models, ("copy",), 1e-9),
         # in a block the intermediate sees rows of its own, and blocks begin elsewhere
-        (ALL, ("intermediate", "copy"), 0.15),
+        (ALL, ("intermediate", "copy"), 0.2),
     ):
         windows = dict.fromkeys(windowed, WINDOW)
         traces = [trace_answer(calibration, one, windows, (2,))[0] for one in calibration.answered]
@@ -98,7 +104,8 @@ def test_simulated_passes_under_windows_are_those_of_real_answers(chain: Chain) 
             count_passes(chain, narrow, PROMPTS, NUM_TOKENS),
         )
         for name, num in real.items():
-            assert predicted[name] * measured.num_tokens == pytest.approx(num, rel=tolerance), name
+            found = predicted[name] * num_later(measured)
+            assert found == pytest.approx(num, rel=tolerance), name
         assert real != count_passes(chain, plan, PROMPTS, NUM_TOKENS), "the windows must matter"
         with pytest.raises(UserError, match="windows were not measured"):
             simulate(plan, measured)

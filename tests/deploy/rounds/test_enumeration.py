@@ -101,6 +101,13 @@ def test_output_law_is_the_targets(case: Case) -> None:
     assert output_law(case) == target_law(case)
 
 
+@pytest.mark.parametrize(
+    "case", [ONE_LEVEL[-1], TWO_LEVELS[-1], *THREE_LEVELS[:5], FOUR_LEVELS[-1], OTHERS[-1]], ids=str
+)
+def test_law_holds_where_the_prompts_last_pass_gives_a_token(case: Case) -> None:
+    assert output_law(case, Wiring(starts=True)) == target_law(case)
+
+
 @pytest.mark.parametrize("caches", [(0, 1, 0), (0, 1, 1, 0)])
 def test_cache_shared_past_a_model_between_is_detected(caches: tuple[int, ...]) -> None:
     # The model between does not see that its neighbours' rows are overwritten.

@@ -117,7 +117,7 @@ def test_states_that_lie_together_are_not_copied(
     while chain.step():
         pass
     places = {states.untyped_storage().data_ptr() for states in observed}
-    assert (len(observed), len(places)) == (4 + 4 * 5, 1 + 5)
+    assert (len(observed), len(places)) == (4 * 5, 5)
 
 
 @pytest.mark.parametrize("changes", [False, True])
@@ -136,8 +136,8 @@ def test_passes_are_counted_while_an_answer_is_made(
     for member in live.passes:
         numbers = [one.get(member, 0) for one in counted]
         assert numbers == sorted(numbers)
-    targets = [one["target"] for one in counted]
-    assert targets[0] == 1
+    targets = [one.get("target", 0) for one in counted]
+    assert targets[0] == 0  # the prompt's last pass gave the first token
     assert len(set(targets)) == len(targets) > 3
 
 
@@ -176,7 +176,7 @@ def test_an_answer_that_is_given_up_has_its_cost(chain: Chain, plan: Plan) -> No
     one.close()
     spent = one.spent
     assert (spent.num_tokens, spent.stopped_by, spent.seconds_by_member) == (tokens, None, {})
-    assert sum(spent.accepted_lengths["target"]) == tokens
+    assert sum(spent.accepted_lengths["target"]) == tokens - 1
     assert len(spent.accepted_lengths["target"]) == spent.forward_passes["target"] > 0
     for name, accepted in whole.accepted.items():
         assert 0 < spent.accepted[name] <= accepted

@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 
 from polybasic.chain.formats.plan import Plan
-from polybasic.deploy import Chain, load_chain
+from polybasic.deploy import Chain, engine, load_chain
 from polybasic.deploy.rounds import passes, verifier
 from polybasic.deploy.rounds.pace import PromptPace
+from polybasic.deploy.rounds.passes import run_together
 from polybasic.deploy.rounds.verifier import read_together
 from polybasic.deploy.slots import MIN_COPIED_TOKENS
 from tests.deploy.sequences.asking import PLANS, forget, pieces_of
@@ -84,12 +85,20 @@ def test_others_wait_for_few_rows_of_a_slow_models_prompt(
     reading = chain.begin(list(range(40)), **options)
     while not reading.take():
         chain.step()
-    assert num_rows == [5 + 1] * 7 + [4 + 1, 1 + 1]
+    assert num_rows == [5 + 1] * 8
     reading.close(), answering.close()
     forget(chain)
     num_rows.clear()
     chain.generate(list(range(59, -1, -1)), **options)
-    assert num_rows[:2] == [50, 9]  # alone a pass may take a second
+    assert num_rows[:2] == [50, 10]  # alone a pass may take a second
+
+
+def _remembering(ran: list[Any]) -> Any:
+    def remembered(waiting: Any) -> Any:
+        ran.extend(waiting)
+        return run_together(waiting)
+
+    return remembered
 
 
 def _counting(num_rows: list[int]) -> Any:
@@ -98,6 +107,27 @@ def _counting(num_rows: list[int]) -> Any:
         return read_together(verifiers, read)
 
     return counted
+
+
+@pytest.mark.parametrize("num_prompt", [1, 7, 20])
+@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: "-".join(plan.members))
+def test_the_first_token_waits_for_the_target_alone(
+    chain: Chain, plan: Plan, num_prompt: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PromptPace, "room", 8)
+    prompt = list(range(num_prompt))
+    ran: list[Any] = []
+    monkeypatch.setattr(engine, "run_together", _remembering(ran))
+    answering = chain.begin(prompt, max_new_tokens=9, ignore_eos=True, plan=plan)
+    while not (pieces := answering.take()):
+        chain.step()
+    assert [one.verifier.name for one in ran] == ["target"] * -(-num_prompt // 8)
+    assert [piece.members for piece in pieces] == [["target"]]
+    while chain.step():
+        pieces += answering.take()
+    tokens = [token for piece in pieces for token in piece.token_ids]
+    assert tokens == pieces_of(chain, prompt, 9, plan=PLANS[0]).token_ids
+    assert (answering.statistics.num_first, answering.statistics.num_later) == (1, 8)
 
 
 def test_without_reuse_all_is_read(folder: Path) -> None:

@@ -84,7 +84,7 @@ def test_costs_are_told(server: Served) -> None:
     answer = server.chat(**SAMPLED)
     told, timings = answer["polybasic"], answer["timings"]
     assert told["plan"] == ["target", "intermediate", "draft"]
-    assert told["accepted_length"] == pytest.approx(40 / told["passes"]["target"])
+    assert told["accepted_length"] == pytest.approx(39 / told["passes"]["target"])
     assert set(told["drafted"]) >= {"intermediate", "draft"}
     assert timings["draft_n"] == sum(told["drafted"].values()) > 0
     assert timings["draft_n_accepted"] == sum(told["accepted"].values())
@@ -206,7 +206,8 @@ def test_passes_are_counted_while_an_answer_comes(server: Served) -> None:
     for member in ("target", "intermediate", "draft"):
         counted = [told["passes"][member] for told in coming]
         assert counted == sorted(counted)
-        assert counted[0] > 0
+        assert counted[0] == 0  # the first token came with the prompt
+        assert counted[-1] > 0
     plain = server.chunks(**long)
     assert ["polybasic" in chunk for chunk in plain] == [False] * (len(plain) - 1) + [True]
 
