@@ -61,7 +61,7 @@ def distributions_together(
         tokens = iter(most_probable(scores))
         for place, rows in zip(places, parts, strict=True):
             drawn = list(islice(tokens, len(rows)))
-            found[place] = partial(GreedyRows, drawn, lambda rows=rows: rows)
+            found[place] = partial(GreedyRows, drawn, rows.detach)
     return found
 
 

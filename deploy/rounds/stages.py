@@ -336,8 +336,8 @@ class HostStage(Stage):
         asked = verify(self.verifier, self.sampler, tokens, unread, nothing, is_prompt=True)
         kept = yield from asked
         self.verifier.cache.keep(range(len(unread)))
+        self.resolve(len(tokens), kept.next_token, kept.states)
         gained = [kept.next_token]
-        self.resolve(len(tokens), *gained, kept.states)
         logprobs = self._logprobs(kept.logits, [0], gained)
         return Block(gained, kept.distributions, [self.verifier.name], logprobs)
 
