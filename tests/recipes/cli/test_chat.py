@@ -82,10 +82,10 @@ def test_stats_target_and_plan(say: Any, tiny_chain: Path) -> None:
     )
     assert lines[2] == "answering: target alone"
     assert lines[3] == "plan: target alone, no drafting"
-    assert re.fullmatch(r"last answer: 12 tokens in .* forward passes: target 12", lines[4])
+    assert re.fullmatch(r"last answer: 12 tokens in .* forward passes: target 11", lines[4])
     by_all, by_target = lines[5:7]
     assert by_all.startswith("1 answer by target, intermediate, draft: 12 tokens in ")
-    assert re.search("1.00 tokens per target pass; forward passes: target 12$", by_target)
+    assert re.search("1.00 tokens per target pass; forward passes: target 11$", by_target)
     assert lines[7] == "answering: target, intermediate, draft"
 
 

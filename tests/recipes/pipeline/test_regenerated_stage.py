@@ -155,8 +155,8 @@ def test_the_target_alone_answers_as_transformers_does(target: Path, sequences: 
             assert lone.text(tokens) == tokenizer.decode(tokens, skip_special_tokens=True)
             num_passes.append(running.statistics.forward_passes["target"])
             running.close()
-    # a draft was right somewhere where an answer is alone
-    assert (min(num_passes) < 40) == (sequences == 1)
+    # a draft was right somewhere where an answer is alone; the prompt's pass gave the first token
+    assert (min(num_passes) < 39) == (sequences == 1)
 
 
 @pytest.mark.parametrize("sequences", [1, 3])
