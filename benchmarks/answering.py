@@ -26,7 +26,7 @@ class Answer:
 
     Attributes:
         seconds: until the last token, prefill included.
-        first_seconds: until the first tokens, which takes the prefill and one round.
+        first_seconds: until the first tokens: the prefill, and a round where that gives none.
         first_tokens: how many these are.
         target_passes: of the target that gave tokens.
     """

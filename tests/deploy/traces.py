@@ -61,7 +61,13 @@ def after_first(measurements: Measurements) -> Measurements:
             return {key: extended(one) for key, one in value.items()}
         return np.concatenate([value[:1], value]) if isinstance(value, np.ndarray) else value
 
-    traces = [Trace(*map(extended, vars(trace).values())) for trace in measurements.traces]
+    traces = [
+        replace(
+            Trace(*map(extended, vars(trace).values())),
+            max_tokens=trace.max_tokens and trace.max_tokens + 1,
+        )
+        for trace in measurements.traces
+    ]
     return replace(measurements, traces=traces)
 
 

@@ -30,8 +30,9 @@ from polybasic.deploy.planner.simulation import simulate
 from polybasic.deploy.planner.tables import print_explanation
 from polybasic.deploy.planner.traces import answer_prompts
 from polybasic.deploy.rounds.sampling import Sampling
+from polybasic.deploy.rounds.stages import HostStage, Stage
 from polybasic.deploy.settings import BenchSettings, PlanGrid, PlanSettings
-from tests.deploy.traces import count_passes, num_later, random_prompts
+from tests.deploy.traces import after_first, count_passes, num_later, random_prompts
 
 NUM_TOKENS = 24
 GRID = PlanGrid(
@@ -85,7 +86,9 @@ def chain(chain_folder: Path) -> Chain:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_simulated_passes_are_those_of_real_answers(chain: Chain, temperature: float) -> None:
+def test_simulated_passes_are_those_of_real_answers(
+    chain: Chain, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Greedy, and drawn with noise that all members share."""
     measurements, sampling = measure(chain, temperature), Sampling(temperature, seed=0)
     assert measurements.num_tokens == len(PROMPTS) * NUM_TOKENS
@@ -118,14 +121,15 @@ def test_simulated_passes_are_those_of_real_answers(chain: Chain, temperature: f
             levels.add(real["copy"] / real["target"])
     assert len(counted) > 3, "the shapes must differ for their counts to mean something"
     assert min(levels) < 0.9 * max(levels), "drafts must end early"
+    # of blocks, which are approximated, rounds draw the first token, too
+    monkeypatch.setattr(HostStage, "start", Stage.start)
     for members in (("target", "intermediate"), ("target", "intermediate", "copy")):
         plan = Plan(members=members, tree=Tree(depth=2, top_k=2, rows=7), flush=FLUSH)
         real = count_passes(chain, plan, PROMPTS, NUM_TOKENS, sampling)
-        predicted = simulate(plan, measurements).passes
+        predicted = simulate(plan, after_first(measurements)).passes
         # In a block the intermediate sees rows of its own, and blocks begin elsewhere.
         for name, num in real.items():
-            found = predicted[name] * num_later(measurements)
-            assert found == pytest.approx(num, rel=0.2), name
+            assert predicted[name] * measurements.num_tokens == pytest.approx(num, rel=0.15), name
 
 
 @pytest.mark.parametrize("temperature", [0.0, 2.0])

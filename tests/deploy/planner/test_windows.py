@@ -36,8 +36,10 @@ from polybasic.deploy.planner.traces import (
 )
 from polybasic.deploy.planner.windows import try_windows
 from polybasic.deploy.rounds.sampling import Sampling
+from polybasic.deploy.rounds.stages import HostStage, Stage
 from polybasic.deploy.settings import BenchSettings, PlanGrid, PlanSettings
 from tests.deploy.traces import (
+    after_first,
     count_passes,
     make_measurements,
     make_trace,
@@ -86,18 +88,24 @@ def measured_on(calibration: Calibration) -> Measured:
         return measure(calibration, Budget(math.inf), lambda line: None)
 
 
-def test_simulated_passes_under_windows_are_those_of_real_answers(chain: Chain) -> None:
+def test_simulated_passes_under_windows_are_those_of_real_answers(
+    chain: Chain, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calibration = calibration_of(chain)
     (whole,) = measured_on(calibration).measurements
     two_models = Plan(members=("target", "copy"), tree=TREE)
     for plan, windowed, tolerance in (
         (two_models, ("copy",), 1e-9),
         # in a block the intermediate sees rows of its own, and blocks begin elsewhere
-        (ALL, ("intermediate", "copy"), 0.2),
+        (ALL, ("intermediate", "copy"), 0.15),
     ):
         windows = dict.fromkeys(windowed, WINDOW)
         traces = [trace_answer(calibration, one, windows, (2,))[0] for one in calibration.answered]
         measured = replace(whole, traces=traces, windows=windows)
+        if plan is ALL:
+            # of blocks, which are approximated, rounds draw the first token, too
+            monkeypatch.setattr(HostStage, "start", Stage.start)
+            measured = after_first(measured)
         narrow = plan.model_copy(update={"windows": windows})
         predicted, real = (
             simulate(narrow, measured).passes,
