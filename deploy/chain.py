@@ -23,6 +23,7 @@ from polybasic.deploy.request import Answer, Piece, Request, Statistics
 from polybasic.deploy.rounds.logprobs import MAX_LOGPROBS
 from polybasic.deploy.rounds.sampling import Sampling
 from polybasic.deploy.rounds.stopping import AnswerText
+from polybasic.deploy.timeline import Timeline, timeline
 from polybasic.deploy.tracing import Trace, TracedRound, traced
 
 Messages = Sequence[dict[str, str]]
@@ -209,6 +210,10 @@ class Chain:
         assert request.text is not None, "a request of a prompt"
         text = request.text.take() + request.text.finish()
         return Trace(text, token_ids, request.token_ids, rounds)
+
+    def timeline(self, prompt: Prompt, **options: Unpack[Options]) -> Timeline:
+        """Answer a prompt as `generate`, and time all that the answer waits for; see `trace`."""
+        return timeline(self.engine, self._asked(prompt, **options), self.memory)
 
     def stream(self, prompt: Prompt, **options: Unpack[Options]) -> Answer[Piece]:
         """As `generate`, a piece for each pass of the target, and `statistics` after the last.

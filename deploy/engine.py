@@ -26,7 +26,7 @@ from polybasic.deploy.graphs.drawing import DeviceSampler, draws_on_device
 from polybasic.deploy.remote.requests import check_remote, remote_stage
 from polybasic.deploy.request import Answer, Piece, Request, Statistics
 from polybasic.deploy.rounds.noise import Noise
-from polybasic.deploy.rounds.passes import VerifierPass, alone, run_together
+from polybasic.deploy.rounds.passes import Passes, VerifierPass, alone, run_together
 from polybasic.deploy.rounds.sampling import (
     CoupledSampler,
     GreedySampler,
@@ -404,13 +404,19 @@ class Engine:
             check_remote(request, self.models)
 
 
-def rounds_of(root: Stage, request: Request) -> Iterator[tuple[list[int], StoppedBy | None]]:
+def rounds_of(
+    root: Stage, request: Request, run: Callable[[Passes[Any]], Any] = alone
+) -> Iterator[tuple[list[int], StoppedBy | None]]:
     """The new tokens of each of a request's rounds, run alone, and what ended the answer with them;
-    None before its last round. The first ones, perhaps none, came with the prompt."""
+    None before its last round. The first ones, perhaps none, came with the prompt.
+
+    Args:
+        run: runs the passes of a round.
+    """
     num_left, stopped_by = request.max_new_tokens, None
     with torch.inference_mode():
-        tokens = alone(root.start(request.token_ids)).tokens
-        alone(root.catch_up())
+        tokens = run(root.start(request.token_ids)).tokens
+        run(root.catch_up())
     while True:
         tokens, stopped_by = cut_at_end(tokens, num_left, request.stop_tokens, request.text)
         num_left -= len(tokens)
@@ -418,4 +424,4 @@ def rounds_of(root: Stage, request: Request) -> Iterator[tuple[list[int], Stoppe
         if stopped_by is not None:
             return
         with torch.inference_mode():
-            tokens = alone(root.propose(1, num_left)).tokens
+            tokens = run(root.propose(1, num_left)).tokens

@@ -38,9 +38,15 @@ def trace(
     file: MessagesOption = None,
     out: Annotated[
         Path | None,
-        typer.Option(help="Write the rounds as JSON lines, with all proposals."),
+        typer.Option(help="Write all that is shown, and more, as JSON lines."),
     ] = None,
     svg: Annotated[Path | None, typer.Option(help="Write what the terminal shows as SVG.")] = None,
+    timeline: Annotated[
+        bool,
+        typer.Option(
+            "--timeline", help="Show where the time went: each pass, draft and draw, and its bound."
+        ),
+    ] = False,
     max_new_tokens: MaxNewTokensOption = 64,
     temperature: TemperatureOption = None,
     seed: SeedOption = None,
@@ -49,10 +55,11 @@ def trace(
     dtype: DtypeOption = None,
     target: TargetOption = None,
 ) -> None:
-    """Show what each round of an answer proposed, and what was kept of it."""
+    """Show what each round of an answer proposed, and what was kept; or where its time went."""
     from polybasic.chain.console import Console
     from polybasic.chain.formats.files import whole_file
     from polybasic.deploy import load_chain
+    from polybasic.recipes.cli.timeline import timeline_tables
 
     if (prompt is None) == (file is None):
         given = "trace" if prompt is None else "--prompt and --file"
@@ -66,17 +73,24 @@ def trace(
         "members": members.split(",") if members is not None else None,
     }
     loaded = load_chain(chain, dtype=dtype, target=target, graphs=False, say=note)
-    found = loaded.trace(question, **options)
     console = Console(record=svg is not None)
-    shown = _Shown(loaded)
-    console.print(shown.table(found.rounds))
-    console.print(shown.legend())
+    rows: list[dict[str, Any]]
+    if timeline:
+        timed = loaded.timeline(question, **options)
+        rows, what = list(timed.to_json()), "events"
+        for shown_part in timeline_tables(timed):
+            console.print(shown_part)
+    else:
+        found, shown = loaded.trace(question, **options), _Shown(loaded)
+        rows = [{**one.to_json(), "texts": shown.texts(one.tokens)} for one in found.rounds]
+        what = "rounds"
+        console.print(shown.table(found.rounds))
+        console.print(shown.legend())
     if out is not None:
-        rows = ({**one.to_json(), "texts": shown.texts(one.tokens)} for one in found.rounds)
         lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
         with whole_file(out) as partial:
             partial.write_text("".join(lines), "utf-8")
-        note(f"wrote {out}: {len(found.rounds)} rounds")
+        note(f"wrote {out}: {len(rows)} {what}")
     if svg is not None:
         with whole_file(svg) as partial:
             partial.write_text(console.export_svg(title="polybasic trace"), "utf-8")
