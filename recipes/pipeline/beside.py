@@ -1,10 +1,12 @@
 """A smaller model beside a model that has no chain: three models, none of them trained here."""
 
+from math import prod
 from pathlib import Path
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.bare import bare_chain
-from polybasic.chain.formats.checkpoint import has_blocks
+from polybasic.chain.formats.block_types import typed_name
+from polybasic.chain.formats.checkpoint import stored_tensors
 from polybasic.chain.formats.config import read_config
 from polybasic.chain.formats.files import lies_anywhere
 from polybasic.chain.formats.kept import MODELS, folder_stamp, kept_folder
@@ -13,14 +15,16 @@ from polybasic.chain.formats.models import resolve_model
 from polybasic.chain.formats.package import Part
 
 _NAME = "small"
+_MOST_BITS = 5.0
+"""Of a weight that is kept as it is stored: fewer make a pass shorter, and drafts hardly worse."""
 
 
 def chain_beside(model: str, small: str) -> Path:
     """The folder of the chain of two models: the smaller one in few bits, and n-grams below it.
 
-    It is made in the cache, unless it is there. Either model keeps the blocks of a GGUF file. A
-    smaller one that has none is rounded to the nearest of 16 codes, or taken as it is from a
-    checkpoint in AutoAWQ's format.
+    It is made in the cache, unless it is there. The model keeps the blocks of a GGUF file. The
+    smaller one does where these take five bits a weight or less, or is taken as it is from a
+    checkpoint in AutoAWQ's format; else all of its matrices are rounded to four bits.
 
     Args:
         model: a model's folder, hub id or GGUF file, as `resolve_model` takes it.
@@ -28,21 +32,34 @@ def chain_beside(model: str, small: str) -> Path:
 
     Raises:
         UserError: `model` is a chain already, another tokenizer, or as `resolve_model`,
-            `round_checkpoint` and `bare_chain`.
+            `round_to_blocks` and `bare_chain`.
     """
     if lies_anywhere(Path(model).expanduser() / MANIFEST_NAME):
         raise UserError(
             "a chain has its members already", f"{model} --small {small}", "name the model alone"
         )
     target, folder = (resolve_model(one, as_stored=True) for one in (model, small))
-    if not has_blocks(folder) and not read_config(folder).in_4_bits:
+    if not read_config(folder).in_4_bits and bits_of(folder) > _MOST_BITS:
         folder = _rounded(folder)
     part = Part(_NAME, "intermediate", read_config(folder).kind, folder)
     return bare_chain(target, model, [part])
 
 
-def _rounded(source: Path) -> Path:
-    from polybasic.quantize.nearest import round_checkpoint
+def bits_of(folder: Path) -> float:
+    """Bits of a weight of a checkpoint's matrices on average, scales of blocks included."""
+    from polybasic.chain.formats.blocks import BlockWeight
 
-    name, made_of = f"{source.resolve().name}-int4", folder_stamp(source)
-    return kept_folder(MODELS, name, made_of, lambda out: round_checkpoint(source, out))
+    num_bits = num_weights = 0
+    for name, tensor in stored_tensors(folder).items():
+        if tensor.ndim == 2:
+            _, blocks = typed_name(name)
+            num_bits += 8 * tensor.nbytes
+            num_weights += prod((tensor if blocks is None else BlockWeight(blocks, tensor)).shape)
+    return num_bits / num_weights
+
+
+def _rounded(source: Path) -> Path:
+    from polybasic.quantize.blocks import round_to_blocks
+
+    name, made_of = f"{source.resolve().name}-4-bits", folder_stamp(source)
+    return kept_folder(MODELS, name, made_of, lambda out: round_to_blocks(source, out))

@@ -143,13 +143,16 @@ def test_a_file_gives_the_text_of_the_model_alone(
         assert answer.token_ids == alone.generate(prompt, **asked).token_ids
 
 
-def test_a_smaller_file_below_keeps_its_blocks_too(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("stored_in", "runs_in"), [("Q4_1", "Q4_1"), ("Q8_0", "Q4_0")])
+def test_a_smaller_file_below_has_five_bits_a_weight_at_most(
+    stored_in: str, runs_in: str, tmp_path: Path
+) -> None:
     file = in_blocks(tmp_path / "model", "Q4_K", "qwen2")
-    small = in_blocks(tmp_path / "small", "Q8_0", "qwen2", num_hidden_layers=1)
+    small = in_blocks(tmp_path / "small", stored_in, "qwen2", num_hidden_layers=1)
     chain = load_chain(chain_beside(str(file), str(small)))
     assert [(one.kind, one.dtype) for one in chain.manifest.members] == [
         ("decoder", "Q4_K"),
-        ("decoder", "Q8_0"),
+        ("decoder", runs_in),
     ]
     assert chain.plan.members == ("target", "small")
     asked = {"max_new_tokens": 32, "temperature": 0.0}

@@ -453,7 +453,7 @@ def test_two_files_make_three_models(tmp_path: Path) -> None:
     chain = load_chain(chain_beside(str(file), str(small)))
     assert chain.plan.members == ("target", "small")
     assert chain.plan.ngram is not None
-    assert [one.kind for one in chain.manifest.members] == ["decoder", "awq"]
+    assert [one.dtype for one in chain.manifest.members] == ["bfloat16", "Q4_0"]
     other = written(tmp_path / "other", "gemma2")
     assert "another tokenizer than the target's" in refusal(*command, "--small", other)
     again = (*command[:1], chain.folder, *command[2:], "--small", small)
