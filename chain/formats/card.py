@@ -119,8 +119,9 @@ def weight_notes(manifest: Manifest) -> list[str]:
             continue
         files = ", ".join(f"{name} (sha256 {one})" for name, one in member.gguf.files.items())
         types = ", ".join(member.gguf.types)
-        if member.kind == "awq":
-            note = f"{member.name} is a 4-bit copy of the weights of {files}, in {types}"
+        if member.kind == "awq" or member.is_copy:
+            copy = "4-bit copy" if member.kind == "awq" else f"copy in {member.dtype}"
+            note = f"{member.name} is a {copy} of the weights of {files}, in {types}"
             if member.repeats_codes:
                 note += (
                     f"; its groups of {member.group_size} inputs are not larger than the file's, "

@@ -107,6 +107,9 @@ class Member(Settings):
     gguf: GGUFOrigin | None = Field(
         default=None, description="of weights that were read from GGUF, or are a copy of such"
     )
+    is_copy: bool = Field(
+        default=False, description="whether its weights were rounded to 4 bits from others"
+    )
     drafts_for: tuple[Name, ...] = Field(
         default=(), description="of a drafter: the verifying members that it can draft for"
     )

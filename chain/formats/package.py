@@ -23,7 +23,7 @@ from polybasic.chain.formats.checkpoint import (
 from polybasic.chain.formats.config import ConfigFile, read_config
 from polybasic.chain.formats.files import lies_anywhere, sha256_of_file, whole_folder
 from polybasic.chain.formats.gguf.finding import names_gguf
-from polybasic.chain.formats.lineage import find_drafts_for, verifier_of
+from polybasic.chain.formats.lineage import QUANTIZED_FROM_KEY, find_drafts_for, verifier_of
 from polybasic.chain.formats.manifest import (
     MANIFEST_NAME,
     GGUFOrigin,
@@ -37,7 +37,7 @@ from polybasic.chain.formats.manifest import (
     is_head,
     write_manifest,
 )
-from polybasic.chain.formats.origin import GGUF_KEY, ORIGIN_KEY
+from polybasic.chain.formats.origin import GGUF_KEY, ORIGIN_KEY, recorded
 from polybasic.chain.formats.places import command_without_places, without_places
 from polybasic.chain.formats.plan import Plan
 from polybasic.chain.formats.shapes import main_dtype, num_parameters, tensor_headers
@@ -185,6 +185,7 @@ def _member(
         files=_digests(part.folder, files[part.name]),
         group_size=config.group_size if part.kind == "awq" else None,
         gguf=None if is_head(part.kind) else _gguf_origin(config),
+        is_copy=recorded(config.content, QUANTIZED_FROM_KEY) is not None,
         drafts_for=drafts_for,
     )
     check_listed(member, part.folder)

@@ -143,8 +143,8 @@ SmallOption = Annotated[
     str | None,
     typer.Option(
         metavar="MODEL",
-        help="Of a model alone: a smaller one with its tokenizer, to run below it in the blocks of "
-        "its GGUF file, or else in 4 bits.",
+        help="Of a model alone: a smaller one with its tokenizer, to run below it, in 4 bits where "
+        "its weights take more than 5.",
     ),
 ]
 

@@ -59,9 +59,13 @@ struct ScalesAndOffsets {
 
     POLYBASIC_INLINE void prefetch(int block, size_t group, size_t distance) const {
         const size_t at = (block * num_groups + group) * kLanes + distance;
-        if (factors != nullptr) return __builtin_prefetch(factors + 2 * at);
-        __builtin_prefetch(scales + at);
-        if (offsets != nullptr) __builtin_prefetch(offsets + at);
+        if (factors != nullptr) {
+            __builtin_prefetch(factors + 2 * at);
+            if (group % kNestedGroups != 0) return;
+        }
+        const size_t first = factors == nullptr ? at : at / kNestedGroups;
+        __builtin_prefetch(scales + first);
+        if (offsets != nullptr) __builtin_prefetch(offsets + first);
     }
 
     POLYBASIC_INLINE ScaleAndOffset at(int block, size_t group, int lane) const {
@@ -104,7 +108,9 @@ struct ScalesOfHalves {
     }
 
     POLYBASIC_INLINE void prefetch(int block, size_t group, size_t distance) const {
-        __builtin_prefetch(factors + ((block * num_groups + group) * kLanes + distance) * 2);
+        const size_t at = (block * num_groups + group) * kLanes + distance;
+        __builtin_prefetch(factors + 2 * at);
+        if (group % kNestedGroups == 0) __builtin_prefetch(scales + at / kNestedGroups);
     }
 
     POLYBASIC_INLINE IntPart factor(int block, size_t group, int half, int lane) const {

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.block_types import BLOCK_TYPES, GROUP, NESTED, typed_name
+from polybasic.chain.formats.card import weight_notes
 from polybasic.chain.formats.checkpoint import has_blocks, load_tensors, read_tensors
 from polybasic.chain.formats.config import read_config
 from polybasic.chain.formats.gguf.export import export_gguf
@@ -154,6 +155,8 @@ def test_a_smaller_file_below_has_five_bits_a_weight_at_most(
         ("decoder", "Q4_K"),
         ("decoder", runs_in),
     ]
+    rounded = {"Q4_1": "The weights of small are those of", "Q8_0": "small is a copy in Q4_0 of"}
+    assert weight_notes(chain.manifest)[1].startswith(rounded[stored_in])
     assert chain.plan.members == ("target", "small")
     asked = {"max_new_tokens": 32, "temperature": 0.0}
     alone = chain.generate("the the the", members=["target"], **asked)
