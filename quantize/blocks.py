@@ -8,25 +8,43 @@ token that is drafted again, nothing else.
 #   N = blocks of one row, i = inputs of a block
 """
 
+from math import prod
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from polybasic.chain.errors import UserError
-from polybasic.chain.formats.block_types import BLOCK_TYPES
-from polybasic.chain.formats.checkpoint import load_tensors
+from polybasic.chain.formats.block_types import BLOCK_TYPES, typed_name
+from polybasic.chain.formats.blocks import BlockWeight
+from polybasic.chain.formats.checkpoint import load_tensors, stored_tensors
 from polybasic.chain.formats.config import read_config
 from polybasic.chain.formats.files import whole_folder
 from polybasic.chain.formats.lineage import origin_of_copy
 from polybasic.chain.formats.origin import ORIGIN_KEY
 from polybasic.chain.formats.writing_checkpoints import write_checkpoint
 from polybasic.chain.progress import tracked
+from polybasic.quantize.limits import check_rows
 
 KIND = BLOCK_TYPES["Q4_0"]
+MOST_BITS = 5.0
+"""Of a weight that is kept as it is stored: fewer make a pass shorter, and drafts hardly worse."""
 _LARGEST = (-8.5, -8.0, -7.5, -7.0, 7.0)
 """Codes, counted from that of zero, that a block's largest weight is tried at."""
 _WEIGHTS_AT_ONCE = 1 << 20
+
+
+def is_in_few_bits(folder: Path) -> bool:
+    """Whether a checkpoint's matrices take at most `MOST_BITS` bits a weight, scales included, or
+    it is in AutoAWQ's format."""
+    if read_config(folder).in_4_bits:
+        return True
+    num_bits = num_weights = 0
+    for name, tensor in stored_tensors(folder).items():
+        if tensor.ndim == 2:
+            _, blocks = typed_name(name)
+            num_bits += 8 * tensor.nbytes
+            num_weights += prod((tensor if blocks is None else BlockWeight(blocks, tensor)).shape)
+    return num_bits <= MOST_BITS * num_weights
 
 
 def round_to_blocks(source: Path, out: Path) -> None:
@@ -37,20 +55,12 @@ def round_to_blocks(source: Path, out: Path) -> None:
         out: folder to write; an older one of this name is replaced.
 
     Raises:
-        UserError: an architecture that is not run, rows that are no multiple of 32 long, or a full
-            disk.
+        UserError: an architecture that is not run, as `check_rows`, or a full disk.
     """
     config = read_config(source)
+    check_rows(config)
     tensors = load_tensors(source)
     matrices = [name for name, tensor in tensors.items() if tensor.ndim == 2]
-    for name in matrices:
-        if tensors[name].shape[1] % KIND.size:
-            raise UserError(
-                "matrix without whole blocks",
-                f"{name} {list(tensors[name].shape)} of {source}: rows are no multiple of "
-                f"{KIND.size} long",
-                "leave the model out, or name another one",
-            )
     with torch.inference_mode():
         # a mapping of the source's file must not be what is written
         written = {name: tensor.clone() for name, tensor in tensors.items() if name not in matrices}

@@ -1,6 +1,7 @@
 """Which models get a 4-bit copy, and in which groups of inputs. No torch in here."""
 
 from polybasic.chain.errors import UserError
+from polybasic.chain.formats.block_types import GROUP
 from polybasic.chain.formats.config import ConfigFile
 from polybasic.chain.formats.families.table import FAMILIES
 from polybasic.chain.formats.names import linear_shapes
@@ -64,6 +65,22 @@ def check_context(target: ConfigFile, what: str, key: str, num_tokens: int) -> N
             f"{key} {num_tokens}, {target.path} has max_position_embeddings {context_tokens}",
             f"lower {key}",
         )
+
+
+def check_rows(target: ConfigFile) -> None:
+    """Refuse a model whose matrices do not divide into blocks of Q4_0.
+
+    Raises:
+        UserError: the first that has rows which are no multiple of `GROUP` long.
+    """
+    for name, (out_size, in_size) in linear_shapes(target.decoder).items():
+        if in_size % GROUP:
+            raise UserError(
+                "matrix without whole blocks",
+                f"{name}.weight [{out_size}, {in_size}] of each layer of {target.folder}: rows "
+                f"are no multiple of {GROUP} long",
+                "leave the model out, or name another one",
+            )
 
 
 def group_size_of(target: ConfigFile, wanted: GroupSize = "auto") -> int:

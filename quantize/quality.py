@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.progress import tracked
-from polybasic.quantize.models import load_dequantized, load_target
+from polybasic.quantize.models import load_target
 
 _WINDOW_TOKENS = 1024  # bounds the memory of the logits
 
@@ -23,7 +23,7 @@ def measure_quality(
 
     Args:
         target: checkpoint folder.
-        intermediate: AutoAWQ checkpoint folder of the same vocabulary.
+        intermediate: folder of its copy in few bits, of the same vocabulary.
         heldout_token_ids: token-id rows that were used in neither training nor calibration.
         num_tokens: predicted tokens to measure at most; fewer if the rows hold fewer.
 
@@ -34,7 +34,7 @@ def measure_quality(
         UserError: a checkpoint that cannot be loaded, or no row with two tokens.
     """
     return compare_models(
-        load_target(target), load_dequantized(intermediate), heldout_token_ids, num_tokens
+        load_target(target), load_target(intermediate), heldout_token_ids, num_tokens
     )
 
 

@@ -25,7 +25,8 @@ from safetensors.torch import load_file, save_file
 
 from polybasic.chain.caching import CACHE_VARIABLE, cache_folder
 from polybasic.chain.formats.awq import round_to_nearest
-from polybasic.chain.formats.lineage import weights_digest
+from polybasic.chain.formats.config import read_config
+from polybasic.chain.formats.lineage import origin_of_copy, weights_digest
 from polybasic.chain.formats.manifest import Manifest, Provenance
 from polybasic.chain.formats.package import Part, package_chain
 from polybasic.chain.formats.plan import Flush, Plan, Tree
@@ -204,7 +205,7 @@ def write_intermediate(folder: Path, target: Path, group_size: int = GROUP_SIZE)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     config = json.loads((target / "config.json").read_text())
     config["quantization_config"] = quantization_config(group_size)
-    config["polybasic"] = {"quantized_from_sha256": weights_digest(target)}
+    config["polybasic"] = origin_of_copy(read_config(target))
     (folder / "config.json").write_text(json.dumps(config))
 
 

@@ -12,7 +12,7 @@ from polybasic.chain.formats.files import existing, free_bytes, lies_anywhere, p
 from polybasic.chain.formats.packages import PACKAGE
 from polybasic.chain.tables import Table, print_table
 from polybasic.deploy.prompts import read_questions
-from polybasic.quantize.limits import check_quantizable, group_size_of
+from polybasic.quantize.limits import check_quantizable, check_rows
 from polybasic.recipes.estimates.costs import StageEstimate, estimate_stage
 from polybasic.recipes.estimates.hardware_profiles import CPU, Hardware
 from polybasic.recipes.estimates.memory import Case, Shapes, check_divides
@@ -149,7 +149,7 @@ def _check_copies(recipe: Recipe, wanted: Set[str]) -> None:
         if stage in wanted:
             config = read_config(config_folder(model, key))
             if recipe.quantize is None:
-                group_size_of(config)
+                check_rows(config)
             else:
                 check_quantizable(config, recipe.quantize)
 

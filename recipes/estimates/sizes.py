@@ -1,7 +1,7 @@
 """Parameters and bytes of the models of a recipe, from shapes alone."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from polybasic.chain.errors import UserError
@@ -29,6 +29,8 @@ _WEIGHT_NAMES = SMALL_HEADS + tuple(
 )
 _SCALE_BYTES = 2.5
 """Of a 4-bit group's float16 scale and zero point."""
+_BLOCK_BYTES = 18 / 32
+"""Of a weight in Q4_0."""
 _TOP_BYTES = 64 * (4 + 2)
 """Of the most probable tokens that offline features keep of a token."""
 _COVERING_TOKENS = 12_288
@@ -42,6 +44,7 @@ class Shape:
     Attributes:
         num_layer_vectors: parameters of a layer's biases and norms beyond Llama's two norms.
         group_size: of its 4-bit copy.
+        in_blocks: whether that copy has all matrices in blocks of Q4_0, embeddings too.
     """
 
     vocab_size: int
@@ -55,6 +58,7 @@ class Shape:
     weight_bytes: int = 2
     num_layer_vectors: int = 0
     group_size: int = GROUP_SIZE
+    in_blocks: bool = False
 
     @property
     def num_embedding_parameters(self) -> int:
@@ -89,21 +93,26 @@ class Shape:
 
     @property
     def num_int4_bytes(self) -> int:
-        """Of the 4-bit checkpoint: layers packed, embeddings as they are."""
-        embeddings = self.num_parameters - self.num_layers * self.num_layer_parameters
-        return int(embeddings * 2 + self.num_layers * self.num_layer_parameters * self._int4_bytes)
+        """Of the 4-bit checkpoint: layers packed, embeddings as they are but in blocks."""
+        layers = self.num_layers * self.num_layer_parameters
+        embeddings = self.num_parameters - layers
+        return int(embeddings * self._copied_embedding_bytes + layers * self._int4_bytes)
+
+    @property
+    def _copied_embedding_bytes(self) -> float:
+        return self._int4_bytes if self.in_blocks else 2
 
     @property
     def _int4_bytes(self) -> float:
-        """Of a weight in 4 bits, with its share of the group's scale and zero point."""
-        return 0.5 + _SCALE_BYTES / self.group_size
+        """Of a weight in 4 bits, with its share of the group's scale and zero point, if any."""
+        return _BLOCK_BYTES if self.in_blocks else 0.5 + _SCALE_BYTES / self.group_size
 
     def divided_bytes(self, is_int4: bool = False) -> float:
         """Of what tensor parallelism divides: the layers' matrices, and an lm_head of its own."""
         matrices = self.num_layers * (self._num_llama_layer_parameters - 2 * self.hidden_size)
         lm_head = 0 if self.is_tied else self.num_embedding_parameters
         return matrices * (self._int4_bytes if is_int4 else self.weight_bytes) + lm_head * (
-            2 if is_int4 else self.weight_bytes
+            self._copied_embedding_bytes if is_int4 else self.weight_bytes
         )
 
     @property
@@ -195,7 +204,8 @@ def shape_of_small(recipe: Recipe) -> Shape | None:
     if recipe.small is None:
         return None
     folder = config_folder(recipe.small.model, "small.model")
-    return _shape_of_config(folder, recipe.group_size)
+    shape = _shape_of_config(folder, recipe.group_size)
+    return replace(shape, in_blocks=recipe.quantize is None)
 
 
 def has_weights(model: str) -> bool:

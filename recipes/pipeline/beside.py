@@ -1,12 +1,9 @@
 """A smaller model beside a model that has no chain: three models, none of them trained here."""
 
-from math import prod
 from pathlib import Path
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.bare import bare_chain
-from polybasic.chain.formats.block_types import typed_name
-from polybasic.chain.formats.checkpoint import stored_tensors
 from polybasic.chain.formats.config import read_config
 from polybasic.chain.formats.files import lies_anywhere
 from polybasic.chain.formats.kept import MODELS, folder_stamp, kept_folder
@@ -15,8 +12,6 @@ from polybasic.chain.formats.models import resolve_model
 from polybasic.chain.formats.package import Part
 
 _NAME = "small"
-_MOST_BITS = 5.0
-"""Of a weight that is kept as it is stored: fewer make a pass shorter, and drafts hardly worse."""
 
 
 def chain_beside(model: str, small: str) -> Path:
@@ -39,27 +34,15 @@ def chain_beside(model: str, small: str) -> Path:
             "a chain has its members already", f"{model} --small {small}", "name the model alone"
         )
     target, folder = (resolve_model(one, as_stored=True) for one in (model, small))
-    if not read_config(folder).in_4_bits and bits_of(folder) > _MOST_BITS:
-        folder = _rounded(folder)
+    folder = _in_few_bits(folder)
     part = Part(_NAME, "intermediate", read_config(folder).kind, folder)
     return bare_chain(target, model, [part])
 
 
-def bits_of(folder: Path) -> float:
-    """Bits of a weight of a checkpoint's matrices on average, scales of blocks included."""
-    from polybasic.chain.formats.blocks import BlockWeight
+def _in_few_bits(source: Path) -> Path:
+    from polybasic.quantize.blocks import is_in_few_bits, round_to_blocks
 
-    num_bits = num_weights = 0
-    for name, tensor in stored_tensors(folder).items():
-        if tensor.ndim == 2:
-            _, blocks = typed_name(name)
-            num_bits += 8 * tensor.nbytes
-            num_weights += prod((tensor if blocks is None else BlockWeight(blocks, tensor)).shape)
-    return num_bits / num_weights
-
-
-def _rounded(source: Path) -> Path:
-    from polybasic.quantize.blocks import round_to_blocks
-
+    if is_in_few_bits(source):
+        return source
     name, made_of = f"{source.resolve().name}-4-bits", folder_stamp(source)
     return kept_folder(MODELS, name, made_of, lambda out: round_to_blocks(source, out))

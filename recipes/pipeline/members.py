@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from polybasic.chain.formats.bare import ALONE
 from polybasic.chain.formats.checkpoint import resolve_head
 from polybasic.chain.formats.config import read_config
+from polybasic.chain.formats.manifest import Kind
 from polybasic.chain.formats.package import TARGET_NAME, Part
 from polybasic.chain.formats.plan import Flush, Plan
 from polybasic.deploy.settings import PlanSettings
@@ -78,6 +79,7 @@ def _small_part(workspace: Workspace) -> Part:
     small = workspace.recipe.small
     assert small is not None
     if small.quantize:
-        return Part("small", small.role, "awq", workspace.folder("small"))
+        kind: Kind = "awq" if workspace.recipe.quantize else "decoder"
+        return Part("small", small.role, kind, workspace.folder("small"))
     folder = checkpoint_of(workspace, "small_target")
     return Part("small", small.role, read_config(folder).kind, folder)

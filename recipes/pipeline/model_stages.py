@@ -7,10 +7,11 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from polybasic.chain.formats.checkpoint import resolve_head
+from polybasic.chain.formats.checkpoint import checkpoint_files, copy_files, resolve_head
 from polybasic.chain.formats.config import read_config
 from polybasic.chain.formats.files import write_json
 from polybasic.chain.formats.lineage import declare_trained_for
+from polybasic.chain.formats.models import resolve_model
 from polybasic.chain.formats.quantization import BITS
 from polybasic.chain.processes.coordinator import broadcast_from_first
 from polybasic.quantize.limits import group_size_of
@@ -39,7 +40,7 @@ _IMPORTED_NAME = "imported"
 _FEATURES_NAME = "features"
 _STEERED = "small_target"
 """The stage that gives the model which a steering biases."""
-_NEAREST = {"rounding": "nearest"}
+_IN_BLOCKS = {"blocks": "Q4_0"}
 _HEAD_PROGRESS = ("checkpoints/*", "training.json")
 
 
@@ -152,13 +153,16 @@ def _train(workspace: Workspace, source: str, out: Path, **given: Any) -> dict[s
 
 def quantized_stage(recipe: Recipe, name: str, source: str) -> Stage:
     """Make the 4-bit copy of the model that stage `source` gave: by AWQ, or without a section
-    `quantize` by rounding to the nearest."""
+    `quantize` in blocks, as `polybasic.recipes.pipeline.beside` has them."""
 
     def inputs(workspace: Workspace) -> dict[str, Any]:
         settings = workspace.recipe.quantize
+        if settings is None:
+            made = _IN_BLOCKS | {"for_a_head": recipe.small_has_head}
+            return {"quantize": made, **learned_from(workspace, source)}
         model = read_config(checkpoint_of(workspace, source))
         made = {"bits": BITS, "group_size": group_size_of(model, recipe.group_size)}
-        chosen = _NEAREST if settings is None else settings.model_dump(mode="json")
+        chosen = settings.model_dump(mode="json")
         return {"quantize": {**chosen, **made}, **learned_from(workspace, source)}
 
     def run(workspace: Workspace, folder: Path) -> dict[str, Any]:
@@ -167,9 +171,7 @@ def quantized_stage(recipe: Recipe, name: str, source: str) -> Stage:
         model, training, heldout = checkpoint_of(workspace, source), *encoded_rows(workspace)
         settings = workspace.recipe.quantize or QuantizeSettings()
         if workspace.recipe.quantize is None:
-            from polybasic.quantize.nearest import round_checkpoint
-
-            round_checkpoint(model, folder)
+            _write_in_few_bits(workspace, model, folder)
         else:
             from polybasic.quantize.awq import quantize_target
 
@@ -198,3 +200,19 @@ def quantized_stage(recipe: Recipe, name: str, source: str) -> Stage:
         return quality
 
     return Stage(name, conversation_stages(recipe, source), inputs, run, _identify_model)
+
+
+def _write_in_few_bits(workspace: Workspace, model: Path, folder: Path) -> None:
+    """The blocks of a GGUF file where these are few bits a weight, else all matrices in Q4_0.
+
+    A head is for the weights that it learned from, and for a copy that was made of them.
+    """
+    from polybasic.quantize.blocks import is_in_few_bits, round_to_blocks
+
+    recipe = workspace.recipe
+    assert recipe.small is not None, "a target is copied by settings"
+    source = model if recipe.small_has_head else resolve_model(recipe.small.model, as_stored=True)
+    if is_in_few_bits(source):
+        copy_files(source, folder, checkpoint_files(source), links_weights=True)
+    else:
+        round_to_blocks(source, folder)

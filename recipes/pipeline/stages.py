@@ -144,7 +144,7 @@ def _run_chain(workspace: Workspace, folder: Path) -> dict[str, Any]:
             package_versions=package_versions(),
             data_digests=workspace.identity("data"),
         ),
-        quality=_summaries(workspace, (part for part in parts if part.kind == "awq")),
+        quality=_summaries(workspace, (part for part in parts if not is_head(part.kind))),
         training=_summaries(workspace, (part for part in parts if is_head(part.kind))),
     )
     return {

@@ -121,7 +121,7 @@ class Recipe(Settings):
     quantize: QuantizeSettings | None = Field(
         QuantizeSettings(),
         description="the 4-bit intermediate, made from the target; null: none, and a smaller model "
-        "is rounded to the nearest",
+        "is in blocks of 4 or 5 bits",
     )
     package: PackageSettings = Field(PackageSettings(), description="the chain folder")
     plan: PlanSettings = Field(PlanSettings(), description="tree and flush length of the chain")

@@ -26,9 +26,8 @@ from polybasic.deploy.drafters.head import EagleDrafter
 from polybasic.deploy.memory import Kernels, Layout, Memory, state_memory
 from polybasic.deploy.rounds import cache
 from polybasic.deploy.rounds.sampling import Sampling
-from polybasic.quantize.nearest import round_checkpoint
 from tests.checkpoints import write_family
-from tests.conftest import PLAN
+from tests.conftest import PLAN, write_intermediate
 from tests.head_kinds import trim, write_eagle3, write_early_exit, write_medusa
 
 pytestmark = pytest.mark.processor
@@ -89,10 +88,10 @@ def test_stated_weights_in_4_bits_are_those_that_are_loaded(
     tmp_path: Path, intermediate_size: int, kernels: Kernels
 ) -> None:
     write_family(tmp_path / "model", "qwen3", intermediate_size=intermediate_size)
-    round_checkpoint(tmp_path / "model", tmp_path / "int4")
+    group_size = 128 if intermediate_size == 256 else 32
+    write_intermediate(tmp_path / "int4", tmp_path / "model", group_size)
     member = SimpleNamespace(name="small", role="intermediate", kind="awq")
     config = read_config(tmp_path / "int4")
-    assert config.group_size == (128 if intermediate_size == 256 else 32)
     checked: Any = SimpleNamespace(loaded=[member], configs={"small": config})
     _, stays, _ = allocated_by(lambda: load_decoder(config, torch.bfloat16, CPU, 1))
     stated = state_memory(

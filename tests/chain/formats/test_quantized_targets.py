@@ -14,7 +14,7 @@ from torch import Tensor
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.awq import dequantize, packed_weight
 from polybasic.chain.formats.card import weight_notes
-from polybasic.chain.formats.checkpoint import load_tensors
+from polybasic.chain.formats.checkpoint import copy_files, load_tensors, tokenizer_files
 from polybasic.chain.formats.config import read_config
 from polybasic.chain.formats.gptq import as_awq
 from polybasic.chain.formats.models import resolve_model
@@ -27,9 +27,9 @@ from polybasic.deploy.bench.chain_systems import weight_type
 from polybasic.deploy.bench.peers import systems
 from polybasic.deploy.load import load_chain
 from polybasic.deploy.rounds.cache import KeyValueCache
-from polybasic.quantize.nearest import round_checkpoint
 from tests.chain.native_models import CPU
 from tests.checkpoints import write_family
+from tests.conftest import write_intermediate
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -42,7 +42,8 @@ def awq(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint as AutoAWQ writes them, in float16."""
     folder = tmp_path_factory.mktemp("quantized")
     write_family(folder / "model", "qwen2", dtype=torch.float16)
-    round_checkpoint(folder / "model", folder / "awq")
+    write_intermediate(folder / "awq", folder / "model")
+    copy_files(folder / "model", folder / "awq", tokenizer_files(folder / "model"))
     return folder / "awq"
 
 

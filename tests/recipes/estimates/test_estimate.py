@@ -11,10 +11,9 @@ import torch
 
 from polybasic.chain.console import Console
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.checkpoint import load_tensors
-from polybasic.chain.formats.config import read_config
+from polybasic.chain.formats.checkpoint import load_tensors, stored_tensors
 from polybasic.chain.kernels.product_times import multiplies_fast
-from polybasic.quantize.nearest import round_checkpoint
+from polybasic.quantize.blocks import round_to_blocks
 from polybasic.recipes.cli.run import on_devices
 from polybasic.recipes.estimates import dry_run as estimates
 from polybasic.recipes.estimates.costs import StageEstimate
@@ -31,6 +30,7 @@ from polybasic.train.features.target import load_target
 from polybasic.train.head.start import new_head
 from polybasic.train.settings import HeadSettings
 from tests.checkpoints import FAMILIES, write_family
+from tests.conftest import write_intermediate
 from tests.recipes.published_configs import write_config
 
 STAGES = stages_of(load_recipe("base"))
@@ -393,10 +393,16 @@ def test_the_bytes_of_a_copy_are_those_of_its_groups(tmp_path: Path) -> None:
     def num_bytes(*overrides: str) -> int:
         return shape_of_target(load_recipe("base", [model, *overrides])).num_int4_bytes
 
-    round_checkpoint(tmp_path / "model", tmp_path / "int4")
-    assert read_config(tmp_path / "int4").group_size == 64
+    write_intermediate(tmp_path / "int4", tmp_path / "model", 64)
     tensors = load_tensors(tmp_path / "int4")
     assert num_bytes() == pytest.approx(sum(one.nbytes for one in tensors.values()), rel=0.01)
+    small = shape_of_small(
+        load_recipe("llama31-8b-four", [f"small.model={tmp_path / 'model'}", "quantize=null"])
+    )
+    round_to_blocks(tmp_path / "model", tmp_path / "blocks")
+    stored = stored_tensors(tmp_path / "blocks").values()
+    assert small is not None
+    assert small.num_int4_bytes == pytest.approx(sum(one.nbytes for one in stored), rel=0.01)
     assert num_bytes() == num_bytes("quantize.group_size=64") < num_bytes("quantize.group_size=32")
 
 

@@ -13,7 +13,6 @@ from polybasic.chain.formats.manifest import Provenance
 from polybasic.chain.formats.places import without_places
 from polybasic.deploy.prompts import read_questions
 from polybasic.deploy.settings import BenchSettings, PlanSettings
-from polybasic.quantize.nearest import round_checkpoint
 from polybasic.recipes.pipeline.downloads import fetch, is_url
 from polybasic.recipes.pipeline.prompts import (
     PLAN_PROMPTS_NAME,
@@ -34,6 +33,7 @@ from polybasic.recipes.schema.loading import load_recipe
 from polybasic.recipes.schema.recipe import Recipe
 from polybasic.train.data.conversations import load_conversations, split_conversations
 from tests.checkpoints import CHATML, write_family
+from tests.conftest import write_intermediate
 from tests.recipes.serving import served
 
 QUESTIONS = [{"question_id": index, "category": "qa", "turns": [f"{index}?"]} for index in (1, 2)]
@@ -256,7 +256,7 @@ def test_a_target_without_weights_is_told_at_once(base: Path, tmp_path: Path) ->
 
 
 def test_a_target_in_4_bits_is_not_quantized_again(base: Path, tmp_path: Path) -> None:
-    round_checkpoint(base, tmp_path / "awq")
+    write_intermediate(tmp_path / "awq", base)
     with pytest.raises(UserError, match=r"quantized already: .*config\.json.*set quantize=null"):
         run_target(tmp_path / "awq", tmp_path / "out")
 

@@ -14,7 +14,12 @@ from torch import Tensor
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.block_types import BLOCK_TYPES, GROUP, NESTED, typed_name
 from polybasic.chain.formats.card import weight_notes
-from polybasic.chain.formats.checkpoint import has_blocks, load_tensors, read_tensors
+from polybasic.chain.formats.checkpoint import (
+    has_blocks,
+    load_tensors,
+    read_tensors,
+    stored_tensors,
+)
 from polybasic.chain.formats.config import read_config
 from polybasic.chain.formats.gguf.export import export_gguf
 from polybasic.chain.formats.gguf.importing import imported
@@ -33,7 +38,10 @@ from polybasic.deploy.bench.peers import systems
 from polybasic.deploy.load import layout_of, load_chain
 from polybasic.deploy.memory import state_memory
 from polybasic.deploy.rounds.cache import KeyValueCache
+from polybasic.recipes.pipeline import model_stages
 from polybasic.recipes.pipeline.beside import chain_beside
+from polybasic.recipes.pipeline.running import Workspace
+from polybasic.recipes.schema.loading import load_recipe
 from tests.chain.formats.gguf.test_import import replaced, written
 from tests.chain.native_models import CPU, eager, random_rows
 
@@ -163,6 +171,12 @@ def test_a_smaller_file_below_has_five_bits_a_weight_at_most(
     drafted = chain.generate("the the the", **asked)
     assert drafted.statistics.forward_passes["small"] > 0
     assert drafted.token_ids == alone.token_ids
+    settings = [f"small.model={small}", "train.kind=none", "quantize=null"]
+    workspace = Workspace(load_recipe("llama31-8b-four", settings), tmp_path / "out")
+    model_stages._write_in_few_bits(workspace, imported(small), tmp_path / "made")
+    made, own = (stored_tensors(one) for one in (tmp_path / "made", chain.folder / "small"))
+    assert made.keys() == own.keys()
+    assert all(torch.equal(made[name], own[name]) for name in own if ".Q4_" in name)
 
 
 @pytest.mark.processor

@@ -30,11 +30,10 @@ from polybasic.chain.formats.plan import Plan, Tree
 from polybasic.chain.formats.tokenizer import load_tokenizer
 from polybasic.chain.formats.verify import check_chain
 from polybasic.deploy import load_chain
-from polybasic.quantize.nearest import round_checkpoint
 from polybasic.recipes.pipeline.beside import chain_beside
 from tests.chain.formats.gguf.test_export import CHANGES, TEXTS, byte_level
 from tests.checkpoints import DISTINCT, write_family
-from tests.conftest import package_around
+from tests.conftest import package_around, write_intermediate
 from tests.recipes.command_line import call, refusal
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -467,7 +466,7 @@ def test_a_copy_in_groups_of_its_file_is_said_to_repeat_it(
     file = written(tmp_path / "model", dtype=torch.float32, matrices="Q4_1")
     shape = {"num_hidden_layers": 2, "intermediate_size": intermediate_size}
     small = written(tmp_path / "small", dtype=torch.float32, matrices="Q4_1", **shape)
-    round_checkpoint(imported(small), rounded := tmp_path / "rounded")
+    write_intermediate(rounded := tmp_path / "rounded", imported(small), group_size)
     below = [Part("small", "intermediate", "awq", rounded)]
     folder = bare_chain(imported(file), str(file), below)
     member = read_manifest(folder).member("small")
