@@ -21,10 +21,11 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from polybasic.chain.caching import CACHE_VARIABLE, cache_folder
 from polybasic.chain.formats.awq import round_to_nearest
+from polybasic.chain.formats.checkpoint import load_tensors
 from polybasic.chain.formats.config import read_config
 from polybasic.chain.formats.lineage import origin_of_copy, weights_digest
 from polybasic.chain.formats.manifest import Manifest, Provenance
@@ -194,7 +195,7 @@ def write_target(folder: Path, seed: int = 0, **changes: Any) -> None:
 def write_intermediate(folder: Path, target: Path, group_size: int = GROUP_SIZE) -> None:
     """A model in 4 bits by rounding to the nearest, in AutoAWQ's GEMM layout."""
     tensors: dict[str, torch.Tensor] = {}
-    for name, tensor in load_file(target / "model.safetensors").items():
+    for name, tensor in load_tensors(target).items():
         if not name.endswith("_proj.weight"):
             tensors[name] = tensor.half()
             continue

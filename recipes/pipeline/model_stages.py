@@ -158,8 +158,8 @@ def quantized_stage(recipe: Recipe, name: str, source: str) -> Stage:
     def inputs(workspace: Workspace) -> dict[str, Any]:
         settings = workspace.recipe.quantize
         if settings is None:
-            made = _IN_BLOCKS | {"for_a_head": recipe.small_has_head}
-            return {"quantize": made, **learned_from(workspace, source)}
+            copied = {**_IN_BLOCKS, "for_a_head": recipe.small_has_head}
+            return {"quantize": copied, **learned_from(workspace, source)}
         model = read_config(checkpoint_of(workspace, source))
         made = {"bits": BITS, "group_size": group_size_of(model, recipe.group_size)}
         chosen = settings.model_dump(mode="json")
