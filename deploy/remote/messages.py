@@ -30,6 +30,8 @@ MAX_GREETING_BYTES = 4096
 """Of a message before both sides are known to have the key."""
 TAG_BYTES = 16
 _LENGTH_BYTES = 4
+_DROPPED_BYTES = 65536
+"""That are read at once of what nobody wants."""
 Arrays = Mapping[str, NDArray[Any]]
 Hex = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 """32 bytes."""
@@ -243,6 +245,22 @@ class Channel:
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
         return bool(poll.poll(0))
+
+    def end_sending(self, seconds: float) -> None:
+        """Send no more, and wait for so many seconds until the other side has ended, too.
+
+        What it sends meanwhile is dropped unread: a connection that is closed before would be
+        reset, and the last message lost with it.
+        """
+        deadline = time.monotonic() + seconds
+        try:
+            self._socket.shutdown(socket.SHUT_WR)
+            while (left := deadline - time.monotonic()) > 0:
+                self._socket.settimeout(left)
+                if not self._socket.recv(_DROPPED_BYTES):
+                    return
+        except OSError:
+            return  # it has ended
 
     def close(self) -> None:
         """End the connection."""

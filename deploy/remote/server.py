@@ -41,6 +41,8 @@ IDLE_SECONDS = 600.0
 """After which a connection without messages is ended."""
 WORKING_SECONDS = 3.0
 """Between the signs of life while an answer takes its time."""
+ENDING_SECONDS = 5.0
+"""In which a near side that was refused has to end the connection."""
 _SPARE_BYTES = 65536
 """Of a message beside the token ids of a whole context."""
 _MAX_WAITING = 16
@@ -158,6 +160,7 @@ class TargetServer:
         except UserError as error:
             with contextlib.suppress(BrokenLinkError):
                 channel.send(Failure.of(error, isinstance(error, BusyError)), GREETING_SECONDS)
+                channel.end_sending(ENDING_SECONDS)
             raise
 
     def _reply(self, channel: Channel, sequence: HeldSequence, message: Message) -> Reply | None:

@@ -243,6 +243,7 @@ def test_an_answer_that_is_given_up_leaves_its_place(
 ) -> None:
     with serving(loaded_target(folder, sequences=1), near_folder) as far:
         near, other = far.near(), far.near()
+        other.engine.models.remote.reconnect_seconds = 0.0  # a refusal is read at the first try
         stream = near.stream([5, 9], max_new_tokens=40)
         next(stream)
         with pytest.raises(UserError, match="too many answers"):
