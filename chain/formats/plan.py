@@ -173,6 +173,11 @@ class MeasuredPlan(PredictedPlan):
         return self.hardware, self.link, self.dtype, self.temperature
 
     @property
+    def is_rough(self) -> bool:
+        """Whether so little could be measured that it may well be another one."""
+        return bool((self.explanation.get("budget") or {}).get("is_rough", False))
+
+    @property
     def place(self) -> str:
         """The same, for people."""
         over = "" if self.link is None else f" over a link of {self.link}"

@@ -2,18 +2,19 @@
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from polybasic.chain.formats.describe import measured_on
 from polybasic.chain.formats.files import read_json
-from polybasic.deploy.settings import BenchSettings
+from polybasic.chain.readable import counted
+from polybasic.deploy.settings import BenchSettings, SystemName
 
 
 def report_place(chain: Path, settings: BenchSettings, prompts: str, hardware: str) -> Path:
     """The folder of a report: `report` in the chain, or one in it that names what differs.
 
     A report of the same machine, dtype, temperature, rule, prompts and number of tokens is
-    replaced.
+    replaced, unless it has more prompts or repeats, or other systems.
 
     Args:
         settings: with the dtype that is served.
@@ -30,7 +31,9 @@ def report_place(chain: Path, settings: BenchSettings, prompts: str, hardware: s
     asked = settings.model_dump(mode="json") | {"prompts": prompts}
     there = _conditions(kept.get("settings", {}), measured_on(kept))
     differing = [one for one in _conditions(asked, hardware) if one not in there]
-    return usual / "-".join(differing) if differing else usual
+    alike = usual / "-".join(differing) / "report.json"
+    less = _less(settings, read_json(alike, "report")) if alike.is_file() else []
+    return usual / "-".join([*differing, *map(_as_part, less)])
 
 
 def _conditions(settings: dict[str, Any], hardware: str) -> list[str]:
@@ -43,4 +46,21 @@ def _conditions(settings: dict[str, Any], hardware: str) -> list[str]:
         f"prompts {settings.get('prompts')}",
         f"{settings.get('max_new_tokens')} tokens",
     )
-    return [re.sub(r"[^a-z0-9.]+", "-", one.lower()).strip("-.") for one in named]
+    return [_as_part(one) for one in named]
+
+
+def _less(settings: BenchSettings, kept: dict[str, Any]) -> list[str]:
+    """What is measured of less than in a report."""
+    before, less = kept.get("settings", {}), []
+    if (num := settings.num_prompts_per_task) < before.get("num_prompts_per_task", 0):
+        less.append(f"{counted(num, 'prompt')} a task")
+    if (num := settings.repeats) < before.get("repeats", 0):
+        less.append(counted(num, "repeat"))
+    own = {*get_args(SystemName)} & {*kept.get("systems", {})}
+    if not own | {*before.get("peers", ())} <= {*settings.expected_systems, *settings.peers}:
+        less.append(f"systems {' '.join((*settings.systems, *settings.peers))}")
+    return less
+
+
+def _as_part(condition: str) -> str:
+    return re.sub(r"[^a-z0-9.]+", "-", condition.lower()).strip("-.")

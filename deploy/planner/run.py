@@ -39,11 +39,13 @@ class Planning:
 
     Attributes:
         measurements: for each rule, or for several that draw alike, without windows.
+        is_recorded: whether the chain has it now.
     """
 
     measured: MeasuredPlan
     choice: Choice
     measurements: tuple[Measurements, ...]
+    is_recorded: bool = False
 
 
 def plan_chain(
@@ -55,6 +57,8 @@ def plan_chain(
     records: bool = True,
 ) -> Planning:
     """Choose the fastest plan on this machine and write it into the chain's manifest.
+
+    A rough one, for which time was too short, replaces no better one of the same conditions.
 
     Args:
         folder: a chain.
@@ -80,9 +84,20 @@ def plan_chain(
             say(f"memory: {chain.memory.shown}")
         planning = plan_loaded(chain, settings, say)
     measured = planning.measured.model_copy(update={"prompts": prompts_named})
+    if records and measured.is_rough and _has_better(folder, measured):
+        say(
+            f"plan: rough, and the chain has a better one for {measured.place}, which stays; "
+            "raise max_seconds to replace it"
+        )
+        records = False
     if records:
         record_plan(folder, measured)
-    return replace(planning, measured=measured)
+    return replace(planning, measured=measured, is_recorded=records)
+
+
+def _has_better(folder: Path, measured: MeasuredPlan) -> bool:
+    alike = (one for one in read_manifest(folder).plans if one.conditions == measured.conditions)
+    return any(not one.is_rough for one in alike)
 
 
 def plan_loaded(

@@ -23,24 +23,38 @@ if TYPE_CHECKING:
 _STANDARD_INPUT = "-"
 
 
+def check_source(command: str, **named: str | Path | None) -> None:
+    """Whether one source of prompts is named; none is what standard input is piped for.
+
+    Args:
+        command: for messages.
+        named: what is given for each option.
+
+    Raises:
+        UserError: several, or none on a terminal.
+    """
+    given = [f"--{name}" for name, value in named.items() if value is not None]
+    if len(given) > 1 or not (given or _is_piped()):
+        where = " and ".join(given) or command
+        options = ", ".join(f"--{name}" for name in named)
+        raise UserError("no single prompt", where, f"give one of {options}, or pipe a text in")
+
+
 def check_sources(
     text: str | None, messages: Path | None, prompts: Path | None, out: Path | None
 ) -> None:
-    """Whether one source of prompts is named, and a place for answers where they are many.
+    """As `check_source`, and whether there is a place for answers where they are many.
 
     Raises:
-        UserError: none or several; --prompts without --out, or the other way round.
+        UserError: --prompts without --out, or the other way round.
     """
-    named = {"--prompt": text, "--file": messages, "--prompts": prompts}
-    given = [name for name, value in named.items() if value is not None]
-    if len(given) != 1:
-        where = " and ".join(given) or "generate"
-        raise UserError("no single prompt", where, f"give one of {', '.join(named)}")
+    check_source("generate", prompt=text, file=messages, prompts=prompts)
+    given = "--prompts" if out is None else "--out"
     if (prompts is None) != (out is None):
         missing = "--out" if out is None else "--prompts"
         raise UserError(
             "no place for answers" if out is None else "a place for one answer",
-            given[0],
+            given,
             f"give {missing} FILE as well",
         )
 
@@ -49,7 +63,7 @@ def one_prompt(text: str | None, messages: Path | None) -> str | list[dict[str, 
     """The prompt that is to be answered: one of these.
 
     Args:
-        text: as it is, or "-" for what standard input holds.
+        text: as it is; "-" stands for what standard input holds, as None does beside no file.
         messages: a file of them, as JSON.
 
     Raises:
@@ -65,8 +79,12 @@ def one_prompt(text: str | None, messages: Path | None) -> str | list[dict[str, 
         return text
     read = sys.stdin.read()
     if not read.strip():
-        raise UserError("empty prompt", "standard input", "pipe a text into --prompt -")
+        raise UserError("empty prompt", "standard input", "pipe a text in, or give --prompt TEXT")
     return read.removesuffix("\n")
+
+
+def _is_piped() -> bool:
+    return sys.stdin is not None and not sys.stdin.isatty()
 
 
 class AnswerFile:

@@ -147,7 +147,7 @@ def plan(
         from polybasic.deploy.planner.tables import print_explanation
 
         print_explanation(planning.measured.explanation, Console())
-    if not records:
+    if not planning.is_recorded:
         note(f"{'no plan written' if out is None else f'wrote {out}'}; the chain is as it was")
         return
     named = chain if small is None else f"{chain} --small {small}"

@@ -28,7 +28,7 @@ FrequencyPenaltyOption = Annotated[
 ]
 PromptOption = Annotated[
     str | None,
-    typer.Option("-p", "--prompt", help="What the user says; - reads it from standard input."),
+    typer.Option("-p", "--prompt", help="What the user says.  [default: piped into standard input, which - names, too]"),
 ]
 MessagesOption = Annotated[
     Path | None,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from polybasic.chain.errors import UserError
-from polybasic.recipes.cli.asked import one_prompt
+from polybasic.recipes.cli.asked import check_source, one_prompt
 from polybasic.recipes.cli.chain import ChainArgument, note
 from polybasic.recipes.cli.options import (
     DtypeOption,
@@ -61,9 +61,7 @@ def trace(
     from polybasic.deploy import load_chain
     from polybasic.recipes.cli.timeline import timeline_tables
 
-    if (prompt is None) == (file is None):
-        given = "trace" if prompt is None else "--prompt and --file"
-        raise UserError("no single prompt", given, "give one of --prompt, --file")
+    check_source("trace", prompt=prompt, file=file)
     question = one_prompt(prompt, file)
     options: dict[str, Any] = {
         "max_new_tokens": max_new_tokens,

@@ -1,13 +1,14 @@
 """What a dry run reads of a recipe's inputs that lie on this machine, and of the machine."""
 
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.models import resolve_model
+from polybasic.chain.progress import waiting
 from polybasic.chain.readable import counted
 from polybasic.deploy.prompts import read_questions
 from polybasic.recipes.estimates.sizes import has_weights
@@ -17,7 +18,9 @@ from polybasic.recipes.pipeline.sources import chat_template_of
 from polybasic.recipes.schema.recipe import Recipe
 
 NUM_FIRST = 20
-"""Rows of conversations that are read."""
+"""Conversations that the chat template is tried on."""
+READ_SECONDS = 20.0
+"""After which the rows that were read stand for all."""
 
 
 def known_lines(recipe: Recipe, stages: Sequence[Stage]) -> Iterator[str]:
@@ -30,8 +33,8 @@ def known_lines(recipe: Recipe, stages: Sequence[Stage]) -> Iterator[str]:
         stages: that would be run.
 
     Raises:
-        UserError: the chat template is of no use, or refuses all of the first conversations; these
-            or the prompts are malformed, or there is no usable one among them.
+        UserError: the chat template is of no use, or refuses all of the first conversations;
+            conversations or prompts are malformed, or there is no usable one among them.
     """
     names = {stage.name for stage in stages}
     first: list[Any] = []
@@ -68,18 +71,28 @@ def _conversations(named: str) -> tuple[str, list[Any]]:
     source = parse_source(named)
     if isinstance(source, HubData) and not is_cached(source):
         return f"data.conversations: {named}, to be downloaded", []
-    rows = list(islice(read_rows(named), NUM_FIRST))
-    usable = [row for row in rows if not isinstance(row, SkippedRow)]
-    reasons = Counter(row.reason for row in rows if isinstance(row, SkippedRow))
-    why = "".join(f", {num} skipped: {reason}" for reason, num in reasons.items())
-    if not usable:
+    first: list[Any] = []
+    reasons: Counter[str] = Counter()
+    num_usable, which, ends = 0, "", time.monotonic() + READ_SECONDS
+    with waiting("reading conversations"):
+        for row in read_rows(named):
+            if isinstance(row, SkippedRow):
+                reasons[row.reason] += 1
+            else:
+                num_usable += 1
+                first += [row["messages"]] if len(first) < NUM_FIRST else []
+            if time.monotonic() > ends:
+                which = "the first "
+                break
+    rows = f"{which}{counted(num_usable + reasons.total(), 'row')}"
+    why = "".join(f", {num:,} skipped: {reason}" for reason, num in reasons.items())
+    if not num_usable:
         raise UserError(
-            f"no usable conversation in the first {counted(len(rows), 'row')}",
+            f"no usable conversation in {rows}",
             f"data.conversations = {named}{why}",
             "give rows with at least one user turn that an assistant answers",
         )
-    line = f"data.conversations: {named}, {len(usable)} of the first {counted(len(rows), 'row')}"
-    return f"{line} usable{why}", [row["messages"] for row in usable]
+    return f"data.conversations: {named}, {num_usable:,} of {rows} usable{why}", first
 
 
 def _chat_template(recipe: Recipe, first: list[Any]) -> str:

@@ -71,7 +71,9 @@ def test_a_busy_chain_is_not_traced(chain: Chain) -> None:
     live.close()
 
 
-def test_the_command_shows_and_writes_rounds(folder: Path, tmp_path: Path) -> None:
+def test_the_command_shows_and_writes_rounds(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out, svg = tmp_path / "rounds.jsonl", tmp_path / "rounds.svg"
     asked = ["trace", folder, "-p", "w5 w9", "--dtype", "float32", "--members", "target,copy"]
     code, shown, err = call(*asked, "--max-new-tokens", "6", "--out", out, "--svg", svg)
@@ -83,4 +85,5 @@ def test_the_command_shows_and_writes_rounds(folder: Path, tmp_path: Path) -> No
     assert sum(len(row["gained"]) for row in rows) == 6
     assert svg.read_text("utf-8").startswith("<svg")
     assert f"wrote {out}: {len(rows)} rounds" in err
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
     assert "no single prompt: trace; give one of --prompt, --file" in refusal("trace", folder)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from polybasic.chain.formats.card import record_plan
 from polybasic.chain.formats.manifest import read_manifest
 from polybasic.chain.formats.plan import Plan
 from polybasic.deploy import load_chain
@@ -300,3 +301,13 @@ def test_a_plan_of_little_time_is_written(tiny_chain: Path, settings: PlanSettin
     planned = plan_chain(tiny_chain, hasty, lambda line: None).measured
     assert planned.explanation["budget"]["is_rough"]
     assert read_manifest(tiny_chain).plans == (planned,)
+    better = planned.model_copy(update={"explanation": {"budget": {"is_rough": False}}})
+    record_plan(tiny_chain, better)
+    said: list[str] = []
+    again = plan_chain(tiny_chain, hasty, said.append)
+    assert again.measured.is_rough
+    assert not again.is_recorded
+    assert read_manifest(tiny_chain).plans == (better,)
+    assert said[-1].startswith("plan: rough, and the chain has a better one")
+    record_plan(tiny_chain, planned)
+    assert plan_chain(tiny_chain, hasty, said.append).is_recorded, "of two rough ones the new one"

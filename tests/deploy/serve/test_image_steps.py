@@ -71,6 +71,7 @@ class Shell:
             **kept,
             "PATH": f"{base}:{os.environ['PATH']}",
             "HOME": os.environ["HOME"],
+            "PIP_NO_COMPILE": "1",  # of whole packages, of which the test imports a part
             # the compiler's environment, which a checkout has once it has made a wheel
             "WHEELS_VENV": str(ROOT / ".venv-wheels"),
         }

@@ -175,9 +175,13 @@ def test_an_interrupt_leaves_a_partial_report(
     assert err.splitlines()[-1].startswith(f"wrote {beside / 'report.html'}; next: ")
     assert read_report(planned / "report" / "report.json") == kept
     assert read_manifest(planned).results == results
+    code, _, err = call(*command, "--num-prompts-per-task", "1", "--systems", "target")
+    assert code == 0, err
+    assert f"wrote {planned / 'report' / '1-prompt-a-task-systems-target' / 'report.html'}" in err
+    assert read_report(planned / "report" / "report.json") == kept, "of more prompts and systems"
     shown = " ".join(call("inspect", planned)[1].split())
     assert "float32, temperature 0, 6 prompts (prompts.jsonl), 6 new tokens" in shown
-    assert "further reports: report/temperature-1-3-tokens" in shown
+    assert "further reports: report/1-prompt-a-task-systems-target, report/temperature-1-3-tokens" in shown
 
 
 def test_wrong_input(planned: Path, prompts: Path, tmp_path: Path) -> None:

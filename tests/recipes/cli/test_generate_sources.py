@@ -29,14 +29,15 @@ def answers_in(path):
     return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
 
 
-def test_a_dash_reads_standard_input(tiny_chain: Path, monkeypatch) -> None:
+@pytest.mark.parametrize("dash", [("-p", "-"), ()])
+def test_standard_input_is_read(dash: tuple[str, ...], tiny_chain: Path, monkeypatch) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("w5 w9 w2\n"))
-    assert call("generate", tiny_chain, "-p", "-", *SHORT)[:2] == (
+    assert call("generate", tiny_chain, *dash, *SHORT)[:2] == (
         0,
         answer_to("w5 w9 w2", tiny_chain) + "\n",
     )
     monkeypatch.setattr("sys.stdin", io.StringIO("\n"))
-    assert "empty prompt: standard input" in refusal("generate", tiny_chain, "-p", "-")
+    assert "empty prompt: standard input" in refusal("generate", tiny_chain, *dash)
 
 
 def test_messages_come_from_a_file(tiny_chain: Path, tmp_path: Path) -> None:
@@ -97,7 +98,7 @@ def test_a_file_of_prompts_is_answered_and_gone_on_with(
 @pytest.mark.parametrize(
     ("given", "refused"),
     [
-        ([], "no single prompt: generate; give one of --prompt, --file, --prompts"),
+        ([], "no single prompt: generate; give one of --prompt, --file, --prompts, or pipe"),
         (["-p", "w5", "-f", "x.json"], "no single prompt: --prompt and --file"),
         (["--prompts", "x.jsonl"], "give --out FILE as well"),
         (["-p", "w5", "--out", "x.jsonl"], "give --prompts FILE as well"),
@@ -107,4 +108,5 @@ def test_a_file_of_prompts_is_answered_and_gone_on_with(
 )
 def test_sources_that_cannot_be_are_refused(given, refused, tiny_chain, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
     assert refused in refusal("generate", tiny_chain, *given)
