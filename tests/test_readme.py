@@ -27,6 +27,7 @@ PAGES = {
 }
 README = PAGES["README.md"]
 FOLDERS = ("chain", "train", "quantize", "deploy", "recipes", "tests", "benchmarks", "docs")
+FOLDERS += ("examples",)
 LINK = re.compile(r"\]\(([^)#:]+)\)")
 PATH = re.compile(rf"`((?:{'|'.join(FOLDERS)})/[\w./-]*)`")
 WRITTEN_BY_RUNS = ("chain/report/",)
