@@ -2,6 +2,7 @@
 
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import fields, replace
+from functools import cached_property
 from typing import Annotated, Any, Self, TypedDict, Unpack, cast, get_args
 
 from pydantic import ConfigDict, Field
@@ -17,6 +18,7 @@ from polybasic.chain.formats.plan import MeasuredPlan, Plan, PlansByTemperature,
 from polybasic.chain.formats.verify import CheckedChain
 from polybasic.chain.settings import Settings, Whole, arguments, unknown_argument
 from polybasic.deploy.engine import Engine
+from polybasic.deploy.grammar import Grammar, Vocabulary
 from polybasic.deploy.live import Generation, LiveAnswer
 from polybasic.deploy.memory import Memory
 from polybasic.deploy.request import Answer, Piece, Request, Statistics
@@ -60,6 +62,7 @@ class _Asked(Settings):
     prompt_logprobs: _NumLogprobs | None = Field(None, description=f"0 to {MAX_LOGPROBS}")
     stop_token_ids: Sequence[Whole] = Field((), description="token ids")
     ignore_eos: bool = Field(False, description="true or false")
+    grammar: Grammar | None = Field(None, description="a Grammar")
 
 
 class Options(TypedDict, total=False):
@@ -75,6 +78,8 @@ class Options(TypedDict, total=False):
             log-probabilities: the target's, before bias, penalties and temperature.
         prompt_logprobs: the same of the prompt's tokens.
         choice: which of several answers for one seed.
+        grammar: that the answer matches as a whole, unless it is cut at `max_new_tokens`: JSON of
+            a schema, say. The distribution is the target's under the grammar's masks.
         stop: strings that end the answer, which then ends before them.
         members: which members run, from the target down; by default the plan's.
         plan: run by this one and not by the chain's.
@@ -96,6 +101,7 @@ class Options(TypedDict, total=False):
     logprobs: int | None
     prompt_logprobs: int | None
     choice: int
+    grammar: Grammar | None
     temperature: float | None
     top_k: int | None
     top_p: float | None
@@ -258,6 +264,14 @@ class Chain:
         request = self._request(token_ids, max_new_tokens, sampling, plan, text, self.stop_tokens)
         return self.engine.run(request)
 
+    def check_grammar(self, grammar: Grammar) -> None:
+        """Check that answers can be held to a grammar; what that takes once is made.
+
+        Raises:
+            UserError: it is too large, or the tokenizer has no stop token.
+        """
+        self._vocabulary.constraint(grammar)
+
     def sampling(self, **settings: Any) -> Sampling:
         """The checkpoint's default sampling with other settings, but for those that are None.
 
@@ -354,6 +368,10 @@ class Chain:
                 "change the roles or their order",
             ) from error
 
+    @cached_property
+    def _vocabulary(self) -> Vocabulary:
+        return Vocabulary(self.tokenizer, self.stop_tokens, self.engine.models.vocab_size)
+
     def _asked(
         self,
         prompt: Prompt,
@@ -368,11 +386,12 @@ class Chain:
         prompt_logprobs: int | None = None,
         stop_token_ids: Sequence[int] = (),
         ignore_eos: bool = False,
+        grammar: Grammar | None = None,
         **settings: Any,
     ) -> Request:
         given: dict[str, Any] = {"stop": stop, "members": members, "plan": plan, "rule": rule}
         given |= {"logprobs": logprobs, "prompt_logprobs": prompt_logprobs}
-        given |= {"stop_token_ids": stop_token_ids, "ignore_eos": ignore_eos}
+        given |= {"stop_token_ids": stop_token_ids, "ignore_eos": ignore_eos, "grammar": grammar}
         arguments(_Asked, given)
         if unknown := settings.keys() - _SAMPLED:
             raise unknown_argument(min(unknown), Options.__annotations__)
@@ -398,11 +417,18 @@ class Chain:
         text = AnswerText(self.tokenizer.backend_tokenizer, stop)
         token_ids = self.encode(prompt)
         request = self._request(token_ids, max_new_tokens, sampling, plan, text, stop_tokens)
+        constraint = None
+        if grammar is not None:
+            if ignore_eos or sampling.min_tokens:
+                given_too = "ignore_eos" if ignore_eos else f"min_tokens={sampling.min_tokens}"
+                raise UserError("grammar whose end is not taken", given_too, "leave it out")
+            constraint = self._vocabulary.constraint(grammar)
         follows_load = is_default and self.engine.plan_of_load is not None
         if not sampling.is_greedy and plan.rule != "coupled":
             follows_load = False
         request = replace(
             request,
+            constraint=constraint,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
             reuses=True,

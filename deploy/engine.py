@@ -261,7 +261,9 @@ class Engine:
             sampler = self._device_sampler(self._parts, request, noise)
         else:
             device, num_prompt_tokens = self.models.device, len(request.token_ids)
-            sampler = make_sampler(request.sampling, device, num_prompt_tokens, plan.rule, noise)
+            sampler = make_sampler(
+                request.sampling, device, num_prompt_tokens, plan.rule, noise, request.constraint
+            )
         stages = [make(of_tree, verifiers[names[-1]], drafter, sampler, stop, *parts)]
         for name in reversed(names[:-1]):
             given = verifiers[name], stages[0], sampler, plan.flush[name], stop
@@ -351,7 +353,8 @@ class Engine:
 
     def _stays_on_device(self, request: Request) -> bool:
         asks_logprobs = request.logprobs is not None or request.prompt_logprobs is not None
-        return draws_on_device(request.sampling) and not asks_logprobs
+        is_free = request.constraint is None and not asks_logprobs
+        return is_free and draws_on_device(request.sampling)
 
     def _device_sampler(
         self, parts: RoundParts, request: Request, noise: Noise | None

@@ -6,6 +6,7 @@ from typing import Generic, TypeVar
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.plan import Plan
+from polybasic.deploy.rounds.constraint import Constraint
 from polybasic.deploy.rounds.logprobs import TokenLogprobs
 from polybasic.deploy.rounds.sampling import Sampling
 from polybasic.deploy.rounds.stages import Proposals
@@ -21,6 +22,7 @@ class Request:
     Attributes:
         token_ids: the prompt, at least one token.
         plan: which members run and how; they can run it.
+        constraint: that the answer has to hold to.
         text: of the answer, where it is asked for or stop strings may end it; used up by one run.
         logprobs: most probable tokens that are named beside each token, with log-probabilities;
             None gives none.
@@ -36,6 +38,7 @@ class Request:
     stop_tokens: Collection[int]
     plan: Plan
     text: AnswerText | None = None
+    constraint: Constraint | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     reuses: bool = False

@@ -48,14 +48,18 @@ def check_remote(request: Request, models: Models) -> None:
     """Check what a request asks of a target that runs elsewhere.
 
     Raises:
-        UserError: draws for which more than token ids would have to travel, log-probabilities of
-            the prompt, or a plan whose draft head reads the target's states.
+        UserError: draws for which more than token ids would have to travel, a grammar,
+            log-probabilities of the prompt, or a plan whose draft head reads the target's states.
     """
     if not request.sampling.is_greedy and request.plan.rule != "coupled":
         raise UserError(
             "rule that a remote target does not know",
             request.plan.rule,
             "leave it out: only token ids travel, which the rule coupled needs",
+        )
+    if request.constraint is not None:
+        raise UserError(
+            "no grammars", "a remote target", "ask for one where the target's weights are"
         )
     if request.prompt_logprobs is not None:
         raise UserError(

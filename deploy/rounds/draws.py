@@ -36,7 +36,7 @@ def distributions_together(
 ) -> list[Callable[[], Any] | None]:
     """As `Draws.distributions` of each one's logits; where nobody draws, None.
 
-    Where a device is waited for, greedy samplers without penalties find their tokens at once, and
+    Where a device is waited for, greedy samplers without penalties and grammars find their tokens at once, and
     so do coupled ones of equal warpings.
     """
     found = [one and one.distributions(rows) for one, rows in zip(draws, logits, strict=True)]
@@ -45,7 +45,7 @@ def distributions_together(
     for place, (one, rows) in enumerate(zip(draws, logits, strict=True)):
         if one and is_waited_for(rows.device) and isinstance(one.sampler, GreedySampler):
             sampling = one.sampler.sampling
-            if sampling.has_penalties:
+            if one.sampler.reads_prefixes:
                 continue
             if sampling.is_greedy:
                 groups[None, 0].append(place)

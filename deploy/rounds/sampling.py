@@ -17,6 +17,7 @@ from torch import Tensor
 
 from polybasic.chain.formats.plan import Rule
 from polybasic.deploy.rounds import verification
+from polybasic.deploy.rounds.constraint import Constraint
 from polybasic.deploy.rounds.noise import Noise
 from polybasic.deploy.rounds.warping import (
     Prefixes,
@@ -115,14 +116,28 @@ class GreedySampler:
     Args:
         sampling: only bias and penalties matter, since truncation keeps the argmax.
         num_prompt_tokens: leading tokens of every prefix that are not output.
+        constraint: of the answer.
     """
 
-    def __init__(self, sampling: Sampling, num_prompt_tokens: int) -> None:
+    def __init__(
+        self, sampling: Sampling, num_prompt_tokens: int, constraint: Constraint | None = None
+    ) -> None:
         self.sampling, self.num_prompt_tokens = sampling, num_prompt_tokens
+        self.constraint = constraint
 
     def distributions(self, logits: Tensor, prefixes: Prefixes) -> GreedyRows:
-        logits = process_logits(logits, self.sampling, prefixes, self.num_prompt_tokens)
+        logits = self._processed(logits, prefixes)
         return GreedyRows(most_probable(logits), lambda: logits)
+
+    @property
+    def reads_prefixes(self) -> bool:
+        """Whether draws depend on the tokens before them in another way than by the logits."""
+        return self.sampling.has_penalties or self.constraint is not None
+
+    def _processed(self, logits: Tensor, prefixes: Prefixes) -> Tensor:
+        if self.constraint is not None:
+            logits = self.constraint.restrict(logits, prefixes, self.num_prompt_tokens)
+        return process_logits(logits, self.sampling, prefixes, self.num_prompt_tokens)
 
     def draw(self, rows: GreedyRows, row: int) -> int:
         return rows.tokens[row]
@@ -159,14 +174,21 @@ class CoupledSampler(GreedySampler):
         sampling: with a temperature above 0.
         num_prompt_tokens: leading tokens of every prefix that are not output.
         noise: of the request.
+        constraint: of the answer.
     """
 
-    def __init__(self, sampling: Sampling, num_prompt_tokens: int, noise: Noise) -> None:
-        super().__init__(sampling, num_prompt_tokens)
+    def __init__(
+        self,
+        sampling: Sampling,
+        num_prompt_tokens: int,
+        noise: Noise,
+        constraint: Constraint | None = None,
+    ) -> None:
+        super().__init__(sampling, num_prompt_tokens, constraint)
         self.noise = noise
 
     def distributions(self, logits: Tensor, prefixes: Prefixes) -> GreedyRows:
-        logits = process_logits(logits, self.sampling, prefixes, self.num_prompt_tokens)
+        logits = self._processed(logits, prefixes)
         positions = prefixes.positions
         scores = partial(self._scores, logits, positions)
         tokens = self.noise.draw(logits, Warping.values_of(self.sampling), positions)
@@ -190,6 +212,7 @@ class RandomSampler:
     Args:
         num_prompt_tokens: leading tokens of every prefix that are not output.
         rule: "block" or "token", by which blocks are cut.
+        constraint: of the answer.
     """
 
     def __init__(
@@ -198,11 +221,15 @@ class RandomSampler:
         device: torch.device,
         num_prompt_tokens: int,
         rule: Rule = "block",
+        constraint: Constraint | None = None,
     ) -> None:
         self.sampling, self.num_prompt_tokens, self.rule = sampling, num_prompt_tokens, rule
+        self.constraint = constraint
         self.generator = seeded_generator(sampling, device)
 
     def distributions(self, logits: Tensor, prefixes: Prefixes) -> Probabilities:
+        if self.constraint is not None:
+            logits = self.constraint.restrict(logits, prefixes, self.num_prompt_tokens)
         return Probabilities(warp(logits, self.sampling, prefixes, self.num_prompt_tokens))
 
     def draw(self, rows: Probabilities, row: int) -> int:
@@ -285,6 +312,7 @@ def make_sampler(
     num_prompt_tokens: int,
     rule: Rule = "block",
     noise: Noise | None = None,
+    constraint: Constraint | None = None,
 ) -> Sampler:
     """The sampler for these settings.
 
@@ -292,10 +320,11 @@ def make_sampler(
         num_prompt_tokens: leading tokens of every prefix that are not output.
         rule: how tokens are drawn and blocks cut, at temperatures above 0.
         noise: of the request, for the rule "coupled".
+        constraint: of the answer.
     """
     if sampling.is_greedy:
-        return GreedySampler(sampling, num_prompt_tokens)
+        return GreedySampler(sampling, num_prompt_tokens, constraint)
     if rule == "coupled":
         assert noise is not None, "draws are coupled by noise"
-        return CoupledSampler(sampling, num_prompt_tokens, noise)
-    return RandomSampler(sampling, device, num_prompt_tokens, rule)
+        return CoupledSampler(sampling, num_prompt_tokens, noise, constraint)
+    return RandomSampler(sampling, device, num_prompt_tokens, rule, constraint)

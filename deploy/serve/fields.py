@@ -16,6 +16,8 @@ class Fields(BaseModel):
 
     UNSUPPORTED: ClassVar[frozenset[str]] = frozenset()
     """Fields that others know; only null, or what asks for nothing, is taken."""
+    ALIASES: ClassVar[frozenset[str]] = frozenset()
+    """Names by which clients know fields that cannot bear them here."""
     NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {}
     """Of fields beside these, the values that change nothing."""
 
@@ -27,7 +29,7 @@ class Fields(BaseModel):
         kept: dict[str, Any] = {}
         is_unknown = False
         for name, value in given.items():
-            if name in cls.model_fields:
+            if name in cls.model_fields or name in cls.ALIASES:
                 if value is not None:
                     kept[name] = _encodable(name, value)
             elif name in cls.NEUTRAL:

@@ -8,6 +8,12 @@ from polybasic.chain.readable import readable_value
 from polybasic.deploy.rounds.logprobs import MAX_LOGPROBS
 from polybasic.deploy.serve.errors import ApiError, bad_request
 from polybasic.deploy.serve.fields import Fields, Refused
+from polybasic.deploy.serve.structured import (
+    JsonSchemaFormat,
+    ResponseFormat,
+    Structured,
+    StructuredOutputs,
+)
 
 _MOST = 10**9
 MAX_ANSWERS = 128
@@ -95,7 +101,7 @@ class Extras(Fields):
     )
 
 
-class _Asked(Fields):
+class _Asked(Structured):
     """What chat and text completions have in common."""
 
     model: str | None = Field(None, description="as /v1/models names it")
@@ -126,15 +132,13 @@ class _Asked(Fields):
     user: str | None = Field(None, description="taken, and not used")
 
     UNSUPPORTED = frozenset(
-        """structured_outputs guided_json guided_regex guided_choice guided_grammar
-        guided_decoding_backend guided_whitespace_pattern structural_tag
+        """guided_decoding_backend guided_whitespace_pattern structural_tag
         logits_processors truncate_prompt_tokens truncation_side allowed_token_ids
         bad_words logprob_token_ids kv_transfer_params ec_transfer_params vllm_xargs
         cache_salt repetition_detection thinking_token_budget lora adapter_id
         prompt_embeds stream_interval watermarking""".split()  # noqa: SIM905
     )
     NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "response_format": ({"type": "text"},),
         "use_beam_search": (False,),
         "length_penalty": (1.0, 1),
         "include_stop_str_in_output": (False,),
@@ -145,6 +149,10 @@ class _Asked(Fields):
 
     @model_validator(mode="after")
     def _fits_together(self) -> "_Asked":
+        if self.restriction is not None and (self.ignore_eos or self.min_tokens):
+            other = "ignore_eos" if self.ignore_eos else "min_tokens"
+            message = f"{other} leaves no end to an answer that {self.restriction[0]} restricts"
+            raise Refused(other, message, "invalid_value")
         if "stream_options" in self.model_fields_set and not self.stream:
             raise Refused("stream_options", "stream_options needs stream to be true")
         if self.stream and self.prompt_logprobs is not None:
@@ -392,11 +400,16 @@ _MODELS = (
     DetokenizeRequest,
     MarkdownRequest,
     Message,
+    ResponseFormat,
+    JsonSchemaFormat,
+    StructuredOutputs,
+    Extras,
+    StreamOptions,
 )
 _FIELDS = {
     name
     for model in _MODELS
-    for name in (*model.model_fields, *Extras.model_fields, *StreamOptions.model_fields)
+    for name in (*model.model_fields, *model.ALIASES)
 }
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.chat_templates import token_ids_of
 from polybasic.deploy.chain import Chain, checked_plan
+from polybasic.deploy.grammar import Grammar
 from polybasic.deploy.rounds.stopping import AnswerText
 from polybasic.deploy.serve.choices import Prompt
 from polybasic.deploy.serve.errors import ApiError, bad_request
@@ -71,8 +72,10 @@ class Service:
         """
         self.check_model(asked.model)
         num_characters = self._bounded(asked)
-        prompts = await self.reading.read(client, num_characters, lambda: self._prompts(asked))
-        options = self._options(asked)
+        prompts, grammar = await self.reading.read(
+            client, num_characters, lambda: (self._prompts(asked), self._grammar(asked))
+        )
+        options = self._options(asked) | {"grammar": grammar}
         jobs = []
         for prompt in prompts:
             self._check_prompt(prompt)
@@ -240,6 +243,18 @@ class Service:
             return token_ids_of(self.chain.tokenizer, text, add_special_tokens)
         except UserError as error:
             raise bad_request(readable(error, self.chain), "prompt") from error
+
+    def _grammar(self, asked: ChatRequest | CompletionRequest) -> Grammar | None:
+        """That the answers have to match, as far as it can be used."""
+        if asked.restriction is None:
+            return None
+        param, make = asked.restriction
+        try:
+            grammar = make()
+            self.chain.check_grammar(grammar)
+        except UserError as error:
+            raise bad_request(readable(error, self.chain), param, "invalid_value") from error
+        return grammar
 
     def _options(self, asked: ChatRequest | CompletionRequest) -> dict[str, Any]:
         """Of `Chain.begin`, for all answers of a request."""

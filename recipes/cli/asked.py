@@ -18,6 +18,7 @@ from polybasic.chain.progress import tracked
 
 if TYPE_CHECKING:
     from polybasic.deploy import Chain
+    from polybasic.deploy.grammar import Grammar
     from polybasic.deploy.prompts import Question
 
 _STANDARD_INPUT = "-"
@@ -85,6 +86,36 @@ def one_prompt(text: str | None, messages: Path | None) -> str | list[dict[str, 
 
 def _is_piped() -> bool:
     return sys.stdin is not None and not sys.stdin.isatty()
+
+
+def grammar_asked(
+    json_schema: Path | None, regex: str | None, choice: list[str], grammar: Path | None
+) -> "Grammar | None":
+    """What the answer has to match, as the command line says it.
+
+    Args:
+        json_schema: a file with a schema.
+        choice: texts.
+        grammar: a file in Lark's syntax.
+
+    Raises:
+        UserError: several of them, no such file, or what is no grammar.
+    """
+    from polybasic.deploy.grammar import Grammar
+
+    named = {"--json-schema": json_schema, "--regex": regex, "--choice": choice or None}
+    named["--grammar"] = grammar
+    given = [name for name, value in named.items() if value is not None]
+    if len(given) > 1:
+        raise UserError("several grammars", " and ".join(given), "give one of them")
+    if json_schema is not None:
+        return Grammar.json_schema(read_json(json_schema, "JSON schema"))
+    if grammar is not None:
+        with disk_errors(grammar):
+            return Grammar.lark(grammar.read_text("utf-8"))
+    if regex is not None:
+        return Grammar.regex(regex)
+    return Grammar.choice(choice) if choice else None
 
 
 class AnswerFile:

@@ -12,10 +12,13 @@ import typer
 from polybasic.chain.errors import UserError
 from polybasic.chain.readable import counted
 from polybasic.chain.terminal import as_it_is, say
-from polybasic.recipes.cli.asked import AnswerFile, check_sources, one_prompt
+from polybasic.recipes.cli.asked import AnswerFile, check_sources, grammar_asked, one_prompt
 from polybasic.recipes.cli.options import (
+    ChoiceOption,
     ContextOption,
     FrequencyPenaltyOption,
+    GrammarOption,
+    JsonSchemaOption,
     KeyFileOption,
     MembersOption,
     MessagesOption,
@@ -23,6 +26,7 @@ from polybasic.recipes.cli.options import (
     NoGraphsOption,
     PresencePenaltyOption,
     PromptOption,
+    RegexOption,
     RemoteOption,
     RepetitionPenaltyOption,
     RuleOption,
@@ -93,6 +97,10 @@ def generate(
     seed: SeedOption = None,
     rule: RuleOption = None,
     stop: StopOption = None,
+    json_schema: JsonSchemaOption = None,
+    regex: RegexOption = None,
+    choice: ChoiceOption = None,
+    grammar: GrammarOption = None,
     members: MembersOption = None,
     dtype: Annotated[
         str | None,
@@ -156,14 +164,17 @@ def generate(
         "members": members.split(",") if members is not None else None,
         "rule": rule,
     }
+    matched = grammar_asked(json_schema, regex, choice or [], grammar)
     answers, question = None, None
     if prompts is not None and out is not None:
         shown = {"--json": as_json, "--no-stream": no_stream, "--verify": verify}
         if named := [name for name, is_given in shown.items() if is_given]:
             raise UserError("of a single answer", named[0], "leave it out beside --prompts")
-        answers = AnswerFile(prompts, out, {"chain": chain, **options})
+        named = None if matched is None else matched.text
+        answers = AnswerFile(prompts, out, {"chain": chain, **options, "grammar": named})
     else:
         question = one_prompt(prompt, file)
+    options["grammar"] = matched
     loaded = load_chain(
         chain,
         dtype=planned.dtype if dtype is None else dtype,

@@ -34,6 +34,21 @@ MessagesOption = Annotated[
     Path | None,
     typer.Option("-f", "--file", help="Messages with role and content, as JSON."),
 ]
+JsonSchemaOption = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="The answer is JSON of this schema."),
+]
+RegexOption = Annotated[
+    str | None, typer.Option(help="The answer matches this regular expression as a whole.")
+]
+ChoiceOption = Annotated[
+    list[str] | None,
+    typer.Option(metavar="TEXT", help="The answer is this text or another one; repeated."),
+]
+GrammarOption = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="The answer is of this grammar, in Lark's syntax."),
+]
 SeedOption = Annotated[
     int | None,
     typer.Option(help="Of the sampling: the same seed gives the same text.  [default: drawn]"),

@@ -450,10 +450,13 @@ class RememberingCoupledSampler(CoupledSampler):
 
     def distributions(self, logits: Any, prefixes: Prefixes) -> GreedyRows:
         settings, num_prompt_tokens = self.chain.sampling, self.num_prompt_tokens
-        warped = self.memory.drawn_from(
-            logits, prefixes, lambda rows: truncate(rows, settings, prefixes, num_prompt_tokens)
-        )
-        return super().distributions(warped, prefixes)
+
+        def warp(rows: Tensor) -> Tensor:
+            if self.constraint is not None:
+                rows = self.constraint.restrict(rows, prefixes, num_prompt_tokens)
+            return truncate(rows, settings, prefixes, num_prompt_tokens)
+
+        return super().distributions(self.memory.drawn_from(logits, prefixes, warp), prefixes)
 
 
 class RememberedChain:

@@ -1,0 +1,115 @@
+"""Grammars that answers have to match: JSON of a schema, regular expressions, choices, Lark.
+
+llguidance computes which tokens may follow; see `polybasic.deploy.rounds.constraint`.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from polybasic.chain.errors import UserError
+from polybasic.deploy.rounds.constraint import Constraint, refusal
+
+_WHITESPACE = r"( |\n[ \t]{0,32})?"
+"""Between parts of JSON. Of unbounded whitespace small models may write nothing else."""
+_ANY_OBJECT = {"type": "object"}
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """What an answer has to match as a whole.
+
+    Attributes:
+        text: as llguidance reads it; made by the methods below.
+
+    Raises:
+        UserError: a grammar that is none, or that asks for what llguidance has no answer to.
+    """
+
+    text: str
+
+    def __post_init__(self) -> None:
+        from llguidance import LLMatcher
+
+        is_error, messages = LLMatcher.validate_grammar_with_warnings(self.text)
+        if is_error:
+            raise refusal(messages[0])
+
+    @classmethod
+    def json_schema(cls, schema: Any) -> "Grammar":
+        """JSON of a schema: an object of JSON, true, or the text of either."""
+        from llguidance import LLMatcher
+
+        try:
+            content = json.loads(schema) if isinstance(schema, str) else schema
+            text = json.dumps(content)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise refusal(f"the schema is no JSON: {error}") from error
+        if content is True:
+            content = {}
+        if not isinstance(content, dict):
+            raise refusal(f"a schema is an object of JSON, not {text[:40]}")
+        options = {"whitespace_pattern": _WHITESPACE}
+        return cls(LLMatcher.grammar_from_json_schema(json.dumps(content), overrides=options))
+
+    @classmethod
+    def json_object(cls) -> "Grammar":
+        """Any object of JSON."""
+        return cls.json_schema(_ANY_OBJECT)
+
+    @classmethod
+    def regex(cls, pattern: str) -> "Grammar":
+        """A regular expression, in the syntax of Rust's regex without look-around."""
+        from llguidance import LLMatcher
+
+        return cls(LLMatcher.grammar_from_regex(pattern))
+
+    @classmethod
+    def choice(cls, texts: Sequence[str]) -> "Grammar":
+        """One of these texts."""
+        if not texts or not all(texts):
+            raise refusal("a choice is among texts that are not empty, at least one")
+        return cls.lark("start: " + " | ".join(json.dumps(text) for text in texts))
+
+    @classmethod
+    def lark(cls, text: str) -> "Grammar":
+        """A context-free grammar in Lark's syntax, as llguidance reads it; it begins at `start`."""
+        from llguidance import LLMatcher
+
+        return cls(LLMatcher.grammar_from_lark(text))
+
+
+class Vocabulary:
+    """A tokenizer's tokens as grammars read them. Made once: it takes a second.
+
+    Args:
+        tokenizer: of transformers, with a fast backend.
+        stop_tokens: ids that end an answer.
+        vocab_size: of the models, which may be padded.
+    """
+
+    def __init__(self, tokenizer: Any, stop_tokens: frozenset[int], vocab_size: int) -> None:
+        from llguidance.hf import from_tokenizer
+
+        self._stop_tokens, self._vocab_size = stop_tokens, vocab_size
+        if not stop_tokens:
+            raise UserError(
+                "no stop token",
+                "the chain's tokenizer",
+                "package a target that has one: an answer of a grammar has an end",
+            )
+        self._tokens = from_tokenizer(tokenizer, n_vocab=vocab_size, eos_token=sorted(stop_tokens))
+
+    def constraint(self, grammar: Grammar) -> Constraint:
+        """For one answer.
+
+        Raises:
+            UserError: the grammar is too large.
+        """
+        from llguidance import LLMatcher
+
+        matcher = LLMatcher(self._tokens, grammar.text, log_level=0)
+        if matcher.is_error():
+            raise refusal(matcher.get_error())
+        return Constraint(matcher, self._stop_tokens, self._vocab_size)

@@ -1,0 +1,77 @@
+"""What may follow in an answer that has to match a grammar: a mask over each row of logits.
+
+All members draw under the same masks, so that a constrained answer is verified as any other: its
+distribution is that of the target's logits under the mask, and seeds and greedy equality hold.
+
+#   R = rows (tokens of one pass), V = vocabulary
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from polybasic.chain.errors import UserError
+from polybasic.deploy.rounds.warping import Prefixes
+
+_BITS = 32
+
+
+class Constraint:
+    """A grammar's state in one sequence, which follows whatever tokens it is asked about.
+
+    Args:
+        matcher: llguidance's, at the beginning of an answer.
+        stop_tokens: ids that end an answer, where the grammar allows an end.
+        vocab_size: V.
+    """
+
+    def __init__(self, matcher: Any, stop_tokens: frozenset[int], vocab_size: int) -> None:
+        self._matcher, self._stop_tokens, self._vocab_size = matcher, stop_tokens, vocab_size
+        self._taken: list[int] = []
+
+    def restrict(self, logits: Tensor, prefixes: Prefixes, num_prompt_tokens: int) -> Tensor:
+        """Logits [R, V] in float32, minus infinity where a token cannot follow.
+
+        Rows after a token that the grammar refuses, or after the end, stay as they are: nothing
+        is drawn from them.
+
+        Args:
+            prefixes: one suffix for each row.
+            num_prompt_tokens: leading tokens of the sequence that are not output.
+
+        Raises:
+            UserError: the grammar is too large for its states to be followed, or no token of the
+                tokenizer spells what it asks for.
+        """
+        output = prefixes.sequence[num_prompt_tokens:]
+        words = -(-self._vocab_size // _BITS)
+        masks = np.full((len(prefixes.suffixes), words), -1, np.int32)
+        for mask, suffix in zip(masks, prefixes.suffixes, strict=True):
+            if self._follow([*output, *suffix]):
+                self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+                if self._matcher.is_error():
+                    raise refusal(self._matcher.get_error())
+            elif not suffix and output and output[-1] not in self._stop_tokens:
+                raise refusal("no token of the chain's tokenizer spells what it asks for")
+        bits = np.unpackbits(masks.view(np.uint8), axis=1, bitorder="little")
+        is_refused = torch.from_numpy(bits[:, : self._vocab_size] == 0)
+        return logits.float().masked_fill(is_refused.to(logits.device), float("-inf"))
+
+    def _follow(self, tokens: list[int]) -> bool:
+        """Whether an answer can begin so, and go on."""
+        num_common = min(len(self._taken), len(tokens))
+        while self._taken[:num_common] != tokens[:num_common]:
+            num_common -= 1
+        if num_common < len(self._taken):
+            self._matcher.rollback(len(self._taken) - num_common)
+        num_new = self._matcher.try_consume_tokens(tokens[num_common:])
+        self._taken = tokens[: num_common + num_new]
+        return len(self._taken) == len(tokens) and not self._stop_tokens.intersection(tokens[-1:])
+
+
+def refusal(reason: str) -> UserError:
+    """The error of a grammar that cannot be used, with the first line of the reason."""
+    first = next(iter(reason.strip().splitlines()), "no reason given")
+    return UserError("grammar cannot be used", first[:300], "write it in another way")
