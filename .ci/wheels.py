@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 CONTENT = ("chain", "train", "quantize", "deploy", "recipes", "__main__.py", "pyproject.toml")
-CONTENT += ("setup.py",)
+CONTENT += ("__init__.py", "py.typed", "setup.py")
 DOCUMENTS = ("README.md", "LICENSE")
 
 

@@ -124,8 +124,10 @@ def test_a_wheel_for_macs_needs_nothing_but_macos(
     [wheel] = tmp_path.iterdir()
     assert wheel.name.endswith(f"-py3-none-macosx_11_0_{name.removeprefix('macos-')}.whl")
     with zipfile.ZipFile(wheel) as packed:
-        [inside] = [one for one in packed.namelist() if one.endswith(".so")]
+        names = set(packed.namelist())
+        [inside] = [one for one in names if one.endswith(".so")]
         library = packed.read(inside)
+    assert package_names(names) == tree_names(ROOT) | {inside}
     assert inside == f"polybasic/chain/kernels/cpu/prebuilt/{prebuilt_name(isa)}"
     assert library[:8] == bytes.fromhex("cffaedfe") + processor.to_bytes(4, "little")
     commands = load_commands(library)
