@@ -16,7 +16,7 @@
 # make peers    llama.cpp and OpenVINO GenAI for polybasic bench --peers, in an environment of their
 #               own, with their tests
 # make wheels   wheels with compiled CPU kernels, into dist/, in an environment of its own;
-#               ARCHITECTURES="x86_64 aarch64" says for which processors, both if left out
+#               PLATFORMS="linux-x86_64 macos-arm64" says for which, all if left out
 # make lock     requirements.lock (versions of constraints.txt, with the digests of their files), its
 #               part that images install, and sbom.json (what a chain runs on), anew
 # make clean    removes what the others made: .venv, .venv-*, caches, runs/, dist/
@@ -173,7 +173,7 @@ $(PEERS_INSTALLED): deploy/bench/peers/requirements.txt
 	@touch $@
 
 wheels: $(WHEELS_INSTALLED)
-	$(WHEELS_BIN)/python .ci/wheels.py dist $(ARCHITECTURES)
+	$(WHEELS_BIN)/python .ci/wheels.py dist $(PLATFORMS)
 
 $(WHEELS_INSTALLED): .ci/wheels.py
 	@$(CHECK_PYTHON)

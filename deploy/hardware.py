@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from polybasic.chain.errors import UserError
+from polybasic.chain.processor import num_cores, processor_name
 
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
@@ -43,10 +44,8 @@ def describe_hardware(device: torch.device) -> dict[str, Any]:
     """Device name, processor, usable cores, torch's threads and memory in bytes."""
     description = {
         "device": device.type,
-        "processor": _processor(),
-        "cores": len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else os.cpu_count(),
+        "processor": processor_name(),
+        "cores": num_cores(),
         "threads": torch.get_num_threads(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "system": f"{platform.system()} {platform.machine()}",
@@ -65,7 +64,7 @@ def hardware_name(device: torch.device, num_parts: int = 1) -> str:
         num_parts: processes that models are divided among, which share the threads.
     """
     is_cuda = device.type == "cuda"
-    name = torch.cuda.get_device_name(device) if is_cuda else _processor()
+    name = torch.cuda.get_device_name(device) if is_cuda else processor_name()
     if num_parts > 1:
         return f"{name}, tensor parallel {num_parts}"
     return name if is_cuda else f"{name}, {torch.get_num_threads()} threads"
@@ -145,12 +144,3 @@ def _left_to_groups(root: Path) -> list[int]:
             if folder == top:
                 break
     return left
-
-
-def _processor() -> str:
-    described = Path("/proc/cpuinfo")
-    if described.exists():
-        for line in described.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()

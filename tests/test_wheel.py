@@ -1,5 +1,7 @@
 """The wheel holds what the tree holds: a folder without __init__.py would be missing."""
 
+import os
+import runpy
 import shutil
 import subprocess
 import sys
@@ -7,12 +9,17 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.tags import mac_platforms
+
+from polybasic.chain.kernels.cpu.build import prebuilt_name
+from polybasic.chain.kernels.cpu.instruction_sets import INSTRUCTION_SETS
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("chain", "train", "quantize", "deploy", "recipes")
 OWN = ("__init__.py", "__main__.py", "py.typed")
 SUFFIXES = {".py", ".yaml", ".h", ".cpp", ".html", ".js", ".css", ".svg", ".txt", ".gz", ".json"}
 SUFFIXES |= {".safetensors"}
+OF_KERNELS = ROOT / ".ci" / "wheels.py"
 BUILD = "import setuptools.build_meta as build; print(build.build_wheel('dist'))"
 
 
@@ -70,6 +77,64 @@ def test_a_folder_that_is_no_package_is_noticed(tmp_path: Path) -> None:
     assert tree_names(folder) - package_names(wheel_names(folder)) == {
         "polybasic/chain/forgotten/module.py"
     }
+
+
+@pytest.mark.parametrize("name", ["macos-arm64", "macos-x86_64"])
+def test_pip_on_a_mac_takes_its_wheel(name: str) -> None:
+    platform = runpy.run_path(str(OF_KERNELS))["PLATFORMS"][name]
+    assert platform.architecture in INSTRUCTION_SETS
+    assert platform.tag in mac_platforms((14, 0), name.removeprefix("macos-"))
+
+
+def test_an_unknown_platform_is_one_line(tmp_path: Path) -> None:
+    command = [sys.executable, OF_KERNELS, tmp_path, "macos-arm64", "aarch64"]
+    ran = subprocess.run(command, capture_output=True, text=True)
+    assert ran.returncode == 1
+    assert ran.stderr == (
+        "error: unknown platform: aarch64; "
+        "use linux-x86_64, linux-aarch64, macos-arm64, macos-x86_64\n"
+    )
+
+
+def load_commands(library: bytes) -> list[tuple[int, bytes]]:
+    """Number and content of each load command of a Mach-O file of 64 bits."""
+    found, place = [], 32
+    for _ in range(int.from_bytes(library[16:20], "little")):
+        number, size = (int.from_bytes(library[at : at + 4], "little") for at in (place, place + 4))
+        found.append((number, library[place + 8 : place + size]))
+        place += size
+    return found
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize(
+    ("name", "isa", "processor"),
+    [("macos-arm64", "neon-bf16", 0x0100000C), ("macos-x86_64", "avx2", 0x01000007)],
+)
+def test_a_wheel_for_macs_needs_nothing_but_macos(
+    tmp_path: Path, name: str, isa: str, processor: int
+) -> None:
+    make = ["make", ".venv-wheels/.installed", f"PYTHON={sys.executable}"]
+    subprocess.run(make, cwd=ROOT, check=True)
+    subprocess.run(
+        [ROOT / ".venv-wheels" / "bin" / "python", OF_KERNELS, tmp_path, name],
+        env=os.environ | {"POLYBASIC_ISA": isa},
+        check=True,
+    )
+    [wheel] = tmp_path.iterdir()
+    assert wheel.name.endswith(f"-py3-none-macosx_11_0_{name.removeprefix('macos-')}.whl")
+    with zipfile.ZipFile(wheel) as packed:
+        names = set(packed.namelist())
+        [inside] = [one for one in names if one.endswith(".so")]
+        library = packed.read(inside)
+    assert package_names(names) == tree_names(ROOT) | {inside}
+    assert inside == f"polybasic/chain/kernels/cpu/prebuilt/{prebuilt_name(isa)}"
+    assert library[:8] == bytes.fromhex("cffaedfe") + processor.to_bytes(4, "little")
+    commands = load_commands(library)
+    dylibs = [content[16:].rstrip(b"\0") for number, content in commands if number == 0x0C]
+    assert dylibs == [b"/usr/lib/libSystem.B.dylib"]
+    if name == "macos-arm64":  # which loads nothing without a signature
+        assert 0x1D in dict(commands)
 
 
 @pytest.mark.proof

@@ -26,6 +26,7 @@ from polybasic.chain.processes.interruption import (
     record_signals,
 )
 from polybasic.chain.processes.place import Place, place_in
+from polybasic.chain.processor import num_cores
 
 _START_METHOD = "forkserver"
 _LOCALHOST = "127.0.0.1"
@@ -227,7 +228,7 @@ def _work(
         signal.signal(number, end_at_once)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     if "OMP_NUM_THREADS" not in environment:
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // place.local_world_size))
+        torch.set_num_threads(max(1, num_cores() // place.local_world_size))
     code, kind, value = 0, "result", None
     try:
         with logging_as(logs), silent_unless_first(place):

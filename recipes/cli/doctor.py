@@ -15,7 +15,7 @@ import typer
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.kernels.cpu.native import describe_kernels
-from polybasic.chain.kernels.processor import processor_flags
+from polybasic.chain.processor import num_cores, processor_flags, processor_name
 
 _PACKAGES = (
     "polybasic",
@@ -74,7 +74,7 @@ def _findings() -> dict[str, Any]:
         "gpu kernels": _kernels(describe_gpu_kernels),
         "executors": _kernels(_executors),
         "products": _products(),
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": num_cores(),
         "threads": torch.get_num_threads(),
         "device": ", ".join(gpus) or "cpu (no CUDA device found)",
         "memory": f"{os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / 1e9:.1f} GB",
@@ -154,14 +154,7 @@ def _shown_products(products: dict[str, Any]) -> str:
 
 
 def _cpu() -> str:
-    """Model name and the instruction sets that matter here, from /proc/cpuinfo."""
-    path = Path("/proc/cpuinfo")
-    if not path.is_file():
-        return platform.processor() or "unknown"
-    fields: dict[str, str] = {}
-    for line in path.read_text("utf-8").splitlines():
-        name, _, value = line.partition(":")
-        fields.setdefault(name.strip(), value.strip())
-    flags = processor_flags()
+    """Model name and the instruction sets that matter here, where the system tells them."""
+    name, flags = processor_name(), processor_flags()
     found = [flag for flag in _CPU_FLAGS if flag in flags]
-    return f"{fields.get('model name', platform.machine())} ({', '.join(found) or 'no AVX2'})"
+    return f"{name} ({', '.join(found) or 'no AVX2'})" if flags else name

@@ -41,6 +41,7 @@ from polybasic.chain.formats.gguf.tensors import (
 from polybasic.chain.formats.gguf.tokenizer import write_tokenizer
 from polybasic.chain.formats.kept import MODELS, file_stamp, kept_folder
 from polybasic.chain.formats.origin import GGUF_KEY, ORIGIN_KEY
+from polybasic.chain.processor import num_cores
 from polybasic.chain.progress import tracked
 from polybasic.chain.readable import readable_bytes
 
@@ -274,4 +275,4 @@ def _in_order(
 
 
 def _num_workers() -> int:
-    return min(8, len(os.sched_getaffinity(0)))
+    return min(8, num_cores())

@@ -24,7 +24,7 @@ from polybasic.chain.formats.files import sha256_of_file, sha256_of_object
 from polybasic.chain.kernels.cpu.compilers import Compiler
 from polybasic.chain.kernels.cpu.instruction_sets import NATIVE, InstructionSet
 from polybasic.chain.kernels.cpu.unavailable import NativeUnavailable
-from polybasic.chain.kernels.processor import flags_line
+from polybasic.chain.processor import flags_line, num_cores
 from polybasic.chain.progress import ProgressReport, waiting
 
 SOURCE_FOLDER = Path(__file__).parent / "source"
@@ -111,7 +111,7 @@ def compile_library(compiler: Compiler, isa: InstructionSet, path: Path, cache: 
         for unit, made in zip(units, objects, strict=True)
     ]
     with (
-        ThreadPoolExecutor(_num_cores()) as pool,
+        ThreadPoolExecutor(num_cores()) as pool,
         ProgressReport("compiled parts", len(units)) as progress,
     ):
         progress.say(
@@ -198,12 +198,6 @@ def _is_whole(library: Path) -> bool:
         _log.warning("CPU kernels are compiled again: %s is not loaded (%s)", library, reason)
         library.unlink()
     return is_whole
-
-
-def _num_cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _first_error(output: str, returncode: int) -> str:

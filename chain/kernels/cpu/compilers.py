@@ -7,6 +7,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -111,15 +112,25 @@ def zig(target: str = "") -> Compiler | None:
     """
     if importlib.util.find_spec("ziglang") is None:
         return None
-    command = (sys.executable, "-m", "ziglang", "c++")
-    return tried((*command, "-target", target) if target else command, _ZIG)
+    command: tuple[str, ...] = (sys.executable, "-m", "ziglang", "c++")
+    command = (*command, "-target", target) if target else command
+    try:
+        with tempfile.TemporaryDirectory() as folder:  # for macOS, it leaves an empty a.o
+            return tried(command, _ZIG, folder)
+    except OSError:
+        return None
 
 
-def tried(command: tuple[str, ...], name: str) -> Compiler | None:
-    """The compiler of a command, if it prints its version."""
+def tried(command: tuple[str, ...], name: str, folder: str | None = None) -> Compiler | None:
+    """The compiler of a command, if it prints its version.
+
+    Args:
+        folder: to run it in; by default the current one.
+    """
     try:
         ran = subprocess.run(
             [*command, "--version"],
+            cwd=folder,
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

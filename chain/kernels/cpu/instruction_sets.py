@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.kernels.environment import ISA_VARIABLE, isa_wanted
-from polybasic.chain.kernels.processor import processor_flags
+from polybasic.chain.processor import processor_flags
 
 NATIVE = "native"
 """All that the processor has, as the compiler finds it out."""

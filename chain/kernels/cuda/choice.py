@@ -7,7 +7,6 @@ kept in the user's cache folder for later processes.
 """
 
 import logging
-import os
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -34,6 +33,7 @@ from polybasic.chain.kernels.cuda.product_options import (
 )
 from polybasic.chain.kernels.cuda.product_samples import relative_error, samples_of
 from polybasic.chain.kernels.cuda.product_timing import interleaved_seconds
+from polybasic.chain.processor import num_cores
 
 Timer = Callable[[Sequence[Callable[[], object]]], list[float]]
 """Seconds of one call of each function."""
@@ -220,7 +220,7 @@ def compile_together(wanted: Sequence[tuple[Product, Tiling]]) -> None:
 
     # the first one alone, which creates what all share
     compile_one(kernels[0])
-    with ThreadPoolExecutor(min(_COMPILERS, os.cpu_count() or 1)) as pool:
+    with ThreadPoolExecutor(min(_COMPILERS, num_cores())) as pool:
         list(pool.map(compile_one, kernels[1:]))
 
 

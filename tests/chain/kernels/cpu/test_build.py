@@ -11,7 +11,7 @@ from polybasic.chain.caching import cache_folder
 from polybasic.chain.kernels.cpu import build, native
 from polybasic.chain.kernels.cpu.compilers import Compiler, find_compiler
 from polybasic.chain.kernels.cpu.instruction_sets import InstructionSet
-from polybasic.chain.kernels.processor import processor_flags
+from polybasic.chain.processor import processor_flags
 from tests.chain.kernels.cpu.conftest import AVX2_FLAGS
 from tests.chain.kernels.cpu.fake_compilers import (
     COPIES,
@@ -112,7 +112,7 @@ def test_units_are_compiled_at_once_and_linked(tmp_path: Path, monkeypatch, caps
     # each unit waits until the other one is compiled, too
     meets = 'while [ "$(wc -l < "$0.calls")" -lt 2 ]; do sleep 0.05; done'
     path = fake_compiler(tmp_path / "bin" / "c++", f"{meets}\n{COPIES}")
-    monkeypatch.setattr(build, "_num_cores", lambda: 2)
+    monkeypatch.setattr(build, "num_cores", lambda: 2)
     compiler = find_compiler()
     assert compiler is not None
     build.built_library(compiler, NATIVE_SET)
