@@ -270,7 +270,7 @@ class Chain:
         Raises:
             UserError: it is too large, or the tokenizer has no stop token.
         """
-        self._vocabulary.constraint(grammar)
+        self._vocabulary.constraint(grammar).check()
 
     def sampling(self, **settings: Any) -> Sampling:
         """The checkpoint's default sampling with other settings, but for those that are None.

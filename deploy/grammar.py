@@ -43,15 +43,16 @@ class Grammar:
 
         try:
             content = json.loads(schema) if isinstance(schema, str) else schema
-            text = json.dumps(content)
+            text = json.dumps({} if content is True else content)
+            if not text.startswith("{"):
+                raise refusal(f"a schema is an object of JSON, not {text[:40]}")
+            return cls(
+                LLMatcher.grammar_from_json_schema(
+                    text, overrides={"whitespace_pattern": _WHITESPACE}
+                )
+            )
         except (TypeError, ValueError, RecursionError) as error:
-            raise refusal(f"the schema is no JSON: {error}") from error
-        if content is True:
-            content = {}
-        if not isinstance(content, dict):
-            raise refusal(f"a schema is an object of JSON, not {text[:40]}")
-        options = {"whitespace_pattern": _WHITESPACE}
-        return cls(LLMatcher.grammar_from_json_schema(json.dumps(content), overrides=options))
+            raise refusal(f"the schema is no JSON that can be read: {error}") from error
 
     @classmethod
     def json_object(cls) -> "Grammar":

@@ -177,8 +177,9 @@ def write_target(folder: Path, seed: int = 0, **changes: Any) -> None:
         "num_attention_heads": NUM_HEADS,
         "num_key_value_heads": NUM_KV_HEADS,
         "max_position_embeddings": 128,
+        "vocab_size": VOCAB_SIZE,
     }
-    config = LlamaConfig(vocab_size=VOCAB_SIZE, initializer_range=0.2, **(shape | changes))
+    config = LlamaConfig(initializer_range=0.2, **(shape | changes))
     LlamaForCausalLM(config).bfloat16().save_pretrained(folder)
     words = {f"w{index}": index for index in range(VOCAB_SIZE - 2)}
     words |= {"<unk>": VOCAB_SIZE - 2, "<eos>": VOCAB_SIZE - 1}

@@ -91,7 +91,9 @@ def explain(
 
 def shown_budget(budget: dict[str, Any]) -> str:
     """How long the measurements took and what was left out, in one line."""
-    parts = [f"measured for {budget['seconds']:.0f} seconds (max_seconds {budget['max_seconds']:g})"]
+    parts = [
+        f"measured for {budget['seconds']:.0f} seconds (max_seconds {budget['max_seconds']:g})"
+    ]
     if budget["timed_again"]:
         timings = counted(sum(budget["timed_again"].values()), "more timing")
         parts.append(f"{timings} of {counted(len(budget['timed_again']), 'close plan')}")

@@ -16,6 +16,7 @@ from polybasic.chain.errors import UserError
 from polybasic.deploy.rounds.warping import Prefixes
 
 _BITS = 32
+_NOT_SPELLED = "no token of the chain's tokenizer spells what it asks for"
 
 
 class Constraint:
@@ -54,10 +55,23 @@ class Constraint:
                 if self._matcher.is_error():
                     raise refusal(self._matcher.get_error())
             elif not suffix and output and output[-1] not in self._stop_tokens:
-                raise refusal("no token of the chain's tokenizer spells what it asks for")
-        bits = np.unpackbits(masks.view(np.uint8), axis=1, bitorder="little")
-        is_refused = torch.from_numpy(bits[:, : self._vocab_size] == 0)
-        return logits.float().masked_fill(is_refused.to(logits.device), float("-inf"))
+                raise refusal(_NOT_SPELLED)
+        refused = np.unpackbits(
+            ~masks.view(np.uint8), axis=1, count=self._vocab_size, bitorder="little"
+        )
+        is_refused = torch.from_numpy(refused.view(np.bool_)).to(logits.device)
+        return logits.float().masked_fill(is_refused, float("-inf"))
+
+    def check(self) -> None:
+        """Check that an answer can begin.
+
+        Raises:
+            UserError: as `restrict`.
+        """
+        [row] = self.restrict(torch.zeros(1, self._vocab_size), Prefixes([], [[]]), 0)
+        first = row.isfinite().nonzero()[:1].flatten().tolist()
+        if not first or not (first[0] in self._stop_tokens or self._follow(first)):
+            raise refusal(_NOT_SPELLED)
 
     def _follow(self, tokens: list[int]) -> bool:
         """Whether an answer can begin so, and go on."""

@@ -36,8 +36,8 @@ def distributions_together(
 ) -> list[Callable[[], Any] | None]:
     """As `Draws.distributions` of each one's logits; where nobody draws, None.
 
-    Where a device is waited for, greedy samplers without penalties and grammars find their tokens at once, and
-    so do coupled ones of equal warpings.
+    Where a device is waited for, greedy samplers find their tokens at once, and so do coupled ones
+    of equal warpings, as far as they have neither penalties nor grammars.
     """
     found = [one and one.distributions(rows) for one, rows in zip(draws, logits, strict=True)]
     groups = defaultdict[tuple[Warping | None, int], list[int]](list)

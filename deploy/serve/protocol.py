@@ -406,11 +406,7 @@ _MODELS = (
     Extras,
     StreamOptions,
 )
-_FIELDS = {
-    name
-    for model in _MODELS
-    for name in (*model.model_fields, *model.ALIASES)
-}
+_FIELDS = {name for model in _MODELS for name in (*model.model_fields, *model.ALIASES)}
 
 
 def refusal_of(fault: Any) -> ApiError:

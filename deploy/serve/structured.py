@@ -81,10 +81,10 @@ class Structured(Fields):
 
     @model_validator(mode="after")
     def _restricts_once(self) -> "Structured":
-        first, *others = self._restrictions or [None]
-        if first and others:
-            message = f"{first[0]} and {others[0][0]} both restrict the answer: give one of them"
-            raise Refused(others[0][0], message, "invalid_value")
+        params = [param for param, _ in self._restrictions]
+        if len(params) > 1:
+            message = f"{params[0]} and {params[1]} both restrict the answer: give one of them"
+            raise Refused(params[1], message, "invalid_value")
         return self
 
     @property

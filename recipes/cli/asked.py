@@ -13,6 +13,7 @@ from polybasic.chain.formats.files import (
     parse_json,
     partial_path,
     read_json,
+    read_text,
 )
 from polybasic.chain.progress import tracked
 
@@ -111,8 +112,7 @@ def grammar_asked(
     if json_schema is not None:
         return Grammar.json_schema(read_json(json_schema, "JSON schema"))
     if grammar is not None:
-        with disk_errors(grammar):
-            return Grammar.lark(grammar.read_text("utf-8"))
+        return Grammar.lark(read_text(grammar, "grammar"))
     if regex is not None:
         return Grammar.regex(regex)
     return Grammar.choice(choice) if choice else None

@@ -170,8 +170,8 @@ def generate(
         shown = {"--json": as_json, "--no-stream": no_stream, "--verify": verify}
         if named := [name for name, is_given in shown.items() if is_given]:
             raise UserError("of a single answer", named[0], "leave it out beside --prompts")
-        named = None if matched is None else matched.text
-        answers = AnswerFile(prompts, out, {"chain": chain, **options, "grammar": named})
+        held_to = {} if matched is None else {"grammar": matched.text}
+        answers = AnswerFile(prompts, out, {"chain": chain, **options, **held_to})
     else:
         question = one_prompt(prompt, file)
     options["grammar"] = matched

@@ -28,7 +28,11 @@ FrequencyPenaltyOption = Annotated[
 ]
 PromptOption = Annotated[
     str | None,
-    typer.Option("-p", "--prompt", help="What the user says.  [default: piped into standard input, which - names, too]"),
+    typer.Option(
+        "-p",
+        "--prompt",
+        help="What the user says.  [default: piped into standard input, which - names, too]",
+    ),
 ]
 MessagesOption = Annotated[
     Path | None,

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from polybasic.chain.errors import UserError
 from polybasic.recipes.cli.asked import check_source, one_prompt
 from polybasic.recipes.cli.chain import ChainArgument, note
 from polybasic.recipes.cli.options import (

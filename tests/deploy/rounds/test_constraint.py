@@ -140,9 +140,10 @@ def test_law_of_answers_under_masks_is_the_targets(
         ),
     )
     try:
-        assert p_values(count(num_members, rule, num_answers), law) < SIGNIFICANCE
-    except UserError as error:  # what it has drawn cannot be gone on with
-        assert "no token" in str(error)
+        found = count(num_members, rule, num_answers)
+    except UserError:  # the models below cannot go on with what it has drawn
+        return
+    assert p_values(found, law) < SIGNIFICANCE
 
 
 def test_rows_are_masked_by_what_stands_before_them() -> None:

@@ -181,7 +181,10 @@ def test_an_interrupt_leaves_a_partial_report(
     assert read_report(planned / "report" / "report.json") == kept, "of more prompts and systems"
     shown = " ".join(call("inspect", planned)[1].split())
     assert "float32, temperature 0, 6 prompts (prompts.jsonl), 6 new tokens" in shown
-    assert "further reports: report/1-prompt-a-task-systems-target, report/temperature-1-3-tokens" in shown
+    assert (
+        "further reports: report/1-prompt-a-task-systems-target, report/temperature-1-3-tokens"
+        in shown
+    )
 
 
 def test_wrong_input(planned: Path, prompts: Path, tmp_path: Path) -> None:

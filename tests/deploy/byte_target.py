@@ -1,0 +1,14 @@
+"""A small target whose tokens are bytes, so that it can spell anything."""
+
+from pathlib import Path
+
+from tests.checkpoints import byte_level_tokenizer
+from tests.conftest import write_target
+
+
+def write_byte_target(folder: Path) -> None:
+    """Random weights, with vectors for some more tokens than the tokenizer has."""
+    tokenizer = byte_level_tokenizer()
+    shape = {"vocab_size": len(tokenizer) + 5, "max_position_embeddings": 512}
+    write_target(folder, **shape, eos_token_id=tokenizer.eos_token_id)
+    tokenizer.save_pretrained(folder)
