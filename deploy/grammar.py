@@ -6,6 +6,7 @@ llguidance computes which tokens may follow; see `polybasic.deploy.rounds.constr
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from polybasic.chain.errors import UserError
@@ -14,6 +15,10 @@ from polybasic.deploy.rounds.constraint import Constraint, refusal
 _WHITESPACE = r"( |\n[ \t]{0,32})?"
 """Between parts of JSON. Of unbounded whitespace small models may write nothing else."""
 _ANY_OBJECT = {"type": "object"}
+_MOST_CHARACTERS = 1 << 16
+"""Which are compiled in less than a second."""
+_NUM_KEPT = 16
+"""Grammars that stay compiled."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +37,9 @@ class Grammar:
     def __post_init__(self) -> None:
         from llguidance import LLMatcher
 
+        if len(self.text) > _MOST_CHARACTERS:
+            size = f"{len(self.text):,} characters"
+            raise refusal(f"{size}, of at most {_MOST_CHARACTERS:,}, as llguidance reads it")
         is_error, messages = LLMatcher.validate_grammar_with_warnings(self.text)
         if is_error:
             raise refusal(messages[0])
@@ -82,7 +90,9 @@ class Grammar:
 
 
 class Vocabulary:
-    """A tokenizer's tokens as grammars read them. Made once: it takes a second.
+    """A tokenizer's tokens as grammars read them, and the latest grammars compiled for them.
+
+    Made once: it takes a second.
 
     Args:
         tokenizer: of transformers, with a fast backend.
@@ -101,6 +111,7 @@ class Vocabulary:
                 "package a target that has one: an answer of a grammar has an end",
             )
         self._tokens = from_tokenizer(tokenizer, n_vocab=vocab_size, eos_token=sorted(stop_tokens))
+        self._matcher = lru_cache(_NUM_KEPT)(self._compiled)
 
     def constraint(self, grammar: Grammar) -> Constraint:
         """For one answer.
@@ -108,9 +119,13 @@ class Vocabulary:
         Raises:
             UserError: the grammar is too large.
         """
+        matcher = self._matcher(grammar).deep_copy()
+        return Constraint(matcher, self._stop_tokens, self._vocab_size)
+
+    def _compiled(self, grammar: Grammar) -> Any:
         from llguidance import LLMatcher
 
         matcher = LLMatcher(self._tokens, grammar.text, log_level=0)
         if matcher.is_error():
             raise refusal(matcher.get_error())
-        return Constraint(matcher, self._stop_tokens, self._vocab_size)
+        return matcher
