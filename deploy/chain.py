@@ -264,14 +264,6 @@ class Chain:
         request = self._request(token_ids, max_new_tokens, sampling, plan, text, self.stop_tokens)
         return self.engine.run(request)
 
-    def check_grammar(self, grammar: Grammar) -> None:
-        """Check that answers can be held to a grammar; what that takes once is made.
-
-        Raises:
-            UserError: it is too large, or the tokenizer has no stop token.
-        """
-        self._vocabulary.constraint(grammar).check()
-
     def sampling(self, **settings: Any) -> Sampling:
         """The checkpoint's default sampling with other settings, but for those that are None.
 
@@ -369,7 +361,8 @@ class Chain:
             ) from error
 
     @cached_property
-    def _vocabulary(self) -> Vocabulary:
+    def vocabulary(self) -> Vocabulary:
+        """The tokenizer as grammars read it, made when it is first asked for."""
         return Vocabulary(self.tokenizer, self.stop_tokens, self.engine.models.vocab_size)
 
     def _asked(
@@ -422,7 +415,7 @@ class Chain:
             if ignore_eos or sampling.min_tokens:
                 given_too = "ignore_eos" if ignore_eos else f"min_tokens={sampling.min_tokens}"
                 raise UserError("grammar whose end is not taken", given_too, "leave it out")
-            constraint = self._vocabulary.constraint(grammar)
+            constraint = self.vocabulary.constraint(grammar)
         follows_load = is_default and self.engine.plan_of_load is not None
         if not sampling.is_greedy and plan.rule != "coupled":
             follows_load = False

@@ -89,6 +89,12 @@ class Grammar:
         return cls(LLMatcher.grammar_from_lark(text))
 
 
+def json_rule(schema: dict[str, Any]) -> str:
+    """What stands for JSON of a schema in a grammar in Lark's syntax."""
+    options = {"x-guidance": {"whitespace_pattern": _WHITESPACE}}
+    return f"%json {json.dumps(schema | options)}"
+
+
 class Vocabulary:
     """A tokenizer's tokens as grammars read them, and the latest grammars compiled for them.
 
@@ -110,8 +116,22 @@ class Vocabulary:
                 "the chain's tokenizer",
                 "package a target that has one: an answer of a grammar has an end",
             )
-        self._tokens = from_tokenizer(tokenizer, n_vocab=vocab_size, eos_token=sorted(stop_tokens))
+        eos_token = sorted(stop_tokens)
+        try:
+            self._tokens = from_tokenizer(tokenizer, n_vocab=vocab_size, eos_token=eos_token)
+        except ValueError as error:
+            raise UserError(
+                "tokenizer that grammars cannot read",
+                f"the chain's ({str(error)[:200]})",
+                "ask without a grammar, or package a target of another tokenizer",
+            ) from error
         self._matcher = lru_cache(_NUM_KEPT)(self._compiled)
+
+    def rule(self, text: str) -> str:
+        """What stands for a text in a grammar in Lark's syntax: an added token has a number."""
+        first, *others = self._tokens.tokenize_str(text)
+        is_added = not others and self._tokens.is_special_token(first)
+        return f"<[{first}]>" if is_added else json.dumps(text)
 
     def constraint(self, grammar: Grammar) -> Constraint:
         """For one answer.

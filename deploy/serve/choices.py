@@ -9,6 +9,7 @@ from polybasic.deploy.rounds.logprobs import TokenLogprobs
 from polybasic.deploy.serve.reasoning import Reasoning
 from polybasic.deploy.serve.texts import SharedText
 from polybasic.deploy.serve.tickets import News
+from polybasic.deploy.serve.tools import CallReader
 
 Json = dict[str, Any]
 
@@ -30,11 +31,18 @@ class Prompt:
 class Choice:
     """One answer, as it grows."""
 
-    def __init__(self, index: int, prompt: Prompt, shares: SharedText | None) -> None:
+    def __init__(
+        self,
+        index: int,
+        prompt: Prompt,
+        shares: SharedText | None,
+        reader: CallReader | None = None,
+    ) -> None:
         self.index, self.prompt, self.shares = index, prompt, shares
         self.text, self.is_opened = "", False
         self.reasoning, self.content = "", ""
         self._parted = None if prompt.thinking is None else Reasoning(prompt.thinking)
+        self._reader, self.calls = reader, list[Json]()
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
         self.prompt_logprobs: list[TokenLogprobs] = []
@@ -58,12 +66,17 @@ class Choice:
                 part.shown += _shown(self.shares.finish())
         self.prompt_logprobs = news.prompt_logprobs
         part.content = part.text
+        is_last = news.statistics is not None
         if self._parted is not None:
-            is_last = news.statistics is not None
             part.reasoning, part.content = self._parted.add(part.text, is_last)
+        if self._reader is not None:
+            part.content, calls = self._reader.add(part.content, is_last)
+            most = max(1 - len(self.calls), 0) if self._reader.is_single else len(calls)
+            part.calls = [call.to_json() for call in calls[:most]]
         self.text += part.text
         self.reasoning += part.reasoning
         self.content += part.content
+        self.calls += part.calls
         self.token_ids += part.token_ids
         self.logprobs += part.logprobs
         self.shown += part.shown
@@ -77,6 +90,7 @@ class Part:
         text: of the answer, thoughts and their marks included.
         reasoning: that was thought, of this text and of what was held back before.
         content: that was said, likewise.
+        calls: of tools that have ended.
     """
 
     def __init__(self, is_first: bool) -> None:
@@ -85,6 +99,7 @@ class Part:
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
         self.shown: list[Json] = []
+        self.calls: list[Json] = []
 
 
 def _shown(told: Sequence[Any]) -> list[Json]:

@@ -14,6 +14,15 @@ from polybasic.deploy.serve.structured import (
     Structured,
     StructuredOutputs,
 )
+from polybasic.deploy.serve.tools import (
+    MAX_TOOLS,
+    CalledFunction,
+    Function,
+    NamedFunction,
+    NamedTool,
+    Tool,
+    ToolCall,
+)
 
 _MOST = 10**9
 MAX_ANSWERS = 128
@@ -208,26 +217,41 @@ def _text_parts(content: Any) -> Any:
 class Message(Fields):
     """Of a conversation."""
 
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[
         str | Annotated[list[TextPart], Field(fail_fast=True)], BeforeValidator(_text_parts)
-    ]
+    ] = Field("", validate_default=False)
     name: str | None = None
+    tool_calls: list[ToolCall] = Field([], description="of an earlier turn of the assistant")
+    tool_call_id: str | None = Field(None, description="of the call that a tool answers")
     reasoning_content: str | None = Field(
         None, description="what the assistant thought, for templates that read it"
     )
 
     UNSUPPORTED = frozenset(
-        "tool_calls tool_call_id function_call refusal audio annotations reasoning".split()  # noqa: SIM905
+        "function_call refusal audio annotations reasoning".split()  # noqa: SIM905
     )
 
+    @model_validator(mode="after")
+    def _says_something(self) -> "Message":
+        if self.tool_calls and self.role != "assistant":
+            raise Refused("tool_calls", "tool_calls are the assistant's", "invalid_value")
+        if "content" not in self.model_fields_set and not self.tool_calls:
+            raise Refused("content", "content is missing", "invalid_value")
+        return self
+
     @property
-    def for_template(self) -> dict[str, str]:
+    def for_template(self) -> dict[str, Any]:
         """As chat templates read it; parts are lines."""
         content = self.content
         if not isinstance(content, str):
             content = "\n".join(part.text for part in content)
-        given = {"name": self.name, "reasoning_content": self.reasoning_content}
+        given: dict[str, Any] = {
+            "name": self.name,
+            "reasoning_content": self.reasoning_content,
+            "tool_call_id": self.tool_call_id,
+            "tool_calls": [call.for_template for call in self.tool_calls] or None,
+        }
         others = {name: value for name, value in given.items() if value is not None}
         return {"role": self.role, "content": content, **others}
 
@@ -262,10 +286,17 @@ class _Rendered(Fields):
         return self
 
     @property
+    def tools_told(self) -> list[Tool]:
+        """The tools that the model is told of."""
+        return []
+
+    @property
     def template_options(self) -> dict[str, Any]:
-        """What the template reads."""
+        """What the template reads beside the messages."""
         thinking = self.enable_thinking
-        named = {} if thinking is None else {"enable_thinking": thinking}
+        named: dict[str, Any] = {} if thinking is None else {"enable_thinking": thinking}
+        if self.tools_told:
+            named["tools"] = [tool.for_template for tool in self.tools_told]
         return self.chat_template_kwargs | named
 
 
@@ -283,17 +314,21 @@ class ChatRequest(_Rendered, _Asked):
     include_reasoning: bool = Field(
         True, description="answers of models that think have reasoning_content"
     )
-    parallel_tool_calls: bool | None = Field(None, description="taken: there are no tools")
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] = Field(
+        [], description="that the model may call, as its chat template tells it"
+    )
+    tool_choice: Literal["none", "auto", "required"] | NamedTool = Field(
+        "auto", description="required and a named tool hold the answer to calls"
+    )
+    parallel_tool_calls: bool = Field(True, description="false: one call at most")
 
     UNSUPPORTED = _Asked.UNSUPPORTED | frozenset(
-        """tools functions function_call audio prediction web_search_options
+        """functions function_call audio prediction web_search_options
         reasoning_effort reasoning verbosity documents chat_template
         mm_processor_kwargs media_io_kwargs""".split()  # noqa: SIM905
     )
     NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {
         **_Asked.NEUTRAL,
-        "tools": ([],),
-        "tool_choice": ("none", "auto"),
         "modalities": (["text"],),
         "store": (False,),
         "service_tier": ("auto", "default"),
@@ -303,12 +338,30 @@ class ChatRequest(_Rendered, _Asked):
 
     @model_validator(mode="after")
     def _asks_one_thing(self) -> "ChatRequest":
+        if self.must_call is not None and self.restriction is not None:
+            message = f"tool_choice and {self.restriction[0]} both restrict the answer"
+            raise Refused("tool_choice", message, "invalid_value")
+        if self.must_call == []:
+            message = "tool_choice names no tool of the request"
+            raise Refused("tool_choice", message, "invalid_value")
         if self.top_logprobs is not None and not self.logprobs:
             raise Refused("top_logprobs", "top_logprobs needs logprobs to be true")
         both = self.max_tokens, self.max_completion_tokens
         if None not in both and both[0] != both[1]:
             raise Refused("max_tokens", "max_tokens and max_completion_tokens differ; give one")
         return self
+
+    @property
+    def tools_told(self) -> list[Tool]:
+        return [] if self.tool_choice == "none" else self.tools
+
+    @property
+    def must_call(self) -> list[Tool] | None:
+        """The tools of which the answer is a call; None where it need not be one."""
+        if isinstance(self.tool_choice, NamedTool):
+            name = self.tool_choice.function.name
+            return [tool for tool in self.tools if tool.function.name == name]
+        return self.tools if self.tool_choice == "required" else None
 
     @property
     def most_tokens(self) -> int | None:
@@ -403,6 +456,7 @@ _MODELS = (
     ResponseFormat,
     JsonSchemaFormat,
     StructuredOutputs,
+    *(Tool, Function, ToolCall, CalledFunction, NamedTool, NamedFunction),
     Extras,
     StreamOptions,
 )

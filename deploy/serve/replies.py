@@ -13,6 +13,7 @@ from polybasic.deploy.serve.costs import costs
 from polybasic.deploy.serve.protocol import ChatRequest, CompletionRequest
 from polybasic.deploy.serve.texts import SharedText, TokenTexts
 from polybasic.deploy.serve.tickets import News
+from polybasic.deploy.serve.tools import CallReader
 
 _LEAST_LOGPROB = -9999.0
 """JSON has no infinity."""
@@ -27,6 +28,7 @@ class Reply(ABC):
         model: its name.
         texts: of single tokens.
         own_stops: the checkpoint's stop tokens.
+        calls: how tools are called; None where they cannot be.
     """
 
     kind: str
@@ -40,11 +42,12 @@ class Reply(ABC):
         model: str,
         texts: TokenTexts,
         own_stops: frozenset[int],
+        calls: type[CallReader] | None = None,
     ) -> None:
         self._asked, self._texts, self._own_stops = asked, texts, own_stops
-        self._prompts = prompts
+        self._prompts, self._calls = prompts, calls
         self.choices = [
-            Choice(index, prompts[index // asked.n], self._shares())
+            Choice(index, prompts[index // asked.n], self._shares(), self._reader())
             for index in range(asked.n * len(prompts))
         ]
         self._head = {"created": int(time.time()), "model": model}
@@ -72,7 +75,8 @@ class Reply(ABC):
         part = choice.read(news)
         if part.is_first:
             yield from self._opening(choice)
-        if part.text or part.reasoning or part.content or part.token_ids or part.shown:
+        said = part.text or part.reasoning or part.content or part.calls
+        if said or part.token_ids or part.shown:
             told = {"tokens": part.shown, "passes": news.passes}
             extras = {"polybasic": told} if choice.shares is not None else {}
             yield self._chunk([self._delta(choice, part)], extras)
@@ -105,6 +109,10 @@ class Reply(ABC):
         return {}
 
     # Of both
+
+    def _reader(self) -> CallReader | None:
+        """Of an answer's calls, where it may have some."""
+        return None
 
     def _shares(self) -> SharedText | None:
         return SharedText(self._texts.tokenizer) if self._asked.polybasic.members else None
@@ -140,7 +148,8 @@ class Reply(ABC):
         elif stopped_by == "stop_string":
             behind = self._texts.tokenizer.decode(choice.token_ids)[len(choice.text) :]
             reason = next((stop for stop in self._asked.stops if behind.startswith(stop)), None)
-        ended = "length" if stopped_by == "length" else "stop"
+        ended = "tool_calls" if choice.calls else "stop"
+        ended = "length" if stopped_by == "length" else ended
         return {"finish_reason": ended, "stop_reason": reason}
 
     def _ids(self, token_ids: list[int]) -> Json:
@@ -185,6 +194,11 @@ class ChatReply(Reply):
 
     def _delta(self, choice: Choice, part: Part) -> Json:
         delta = self._reasoning(part.reasoning)
+        if part.calls:
+            first = len(choice.calls) - len(part.calls)
+            delta["tool_calls"] = [
+                {"index": place, **call} for place, call in enumerate(part.calls, first)
+            ]
         if part.content or not delta:
             delta["content"] = part.content
         said = {"delta": delta, **self._logprobs(part.logprobs)}
@@ -194,8 +208,10 @@ class ChatReply(Reply):
         return _streamed(choice.index, {"delta": {}}) | self._ending(choice)
 
     def _choice(self, choice: Choice) -> Json:
-        message = {"role": "assistant", "content": choice.content, "refusal": None}
+        message: Json = {"role": "assistant", "content": choice.content, "refusal": None}
         message |= self._reasoning(choice.reasoning)
+        if choice.calls:
+            message |= {"content": choice.content or None, "tool_calls": choice.calls}
         logprobs = self._logprobs(choice.logprobs) or {"logprobs": None}
         shown = {"polybasic": {"tokens": choice.shown}} if choice.shares is not None else {}
         return {
@@ -206,6 +222,12 @@ class ChatReply(Reply):
             **self._ids(choice.token_ids),
             **shown,
         }
+
+    def _reader(self) -> CallReader | None:
+        names = [tool.function.name for tool in self._asked.tools_told]
+        if self._calls is None or not names:
+            return None
+        return self._calls(names, not self._asked.parallel_tool_calls)
 
     def _reasoning(self, thought: str) -> Json:
         return {"reasoning_content": thought} if thought and self._asked.include_reasoning else {}

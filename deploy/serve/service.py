@@ -4,6 +4,7 @@ import json
 import re
 import secrets
 import time
+from functools import partial
 from typing import Any
 
 from polybasic.chain.errors import UserError
@@ -28,6 +29,7 @@ from polybasic.deploy.serve.scheduler import Limits, Scheduler, readable
 from polybasic.deploy.serve.settings import ServeSettings
 from polybasic.deploy.serve.texts import TokenTexts
 from polybasic.deploy.serve.tickets import Ticket
+from polybasic.deploy.serve.tools import Tool, style_of
 
 _SEED_BITS = 53
 """Of a seed that is drawn: numbers that every reader of JSON keeps."""
@@ -60,6 +62,7 @@ class Service:
         self.texts = TokenTexts(self.tokenizer)
         self.context_tokens: int = chain.engine.context_tokens
         self.reading = Reading(self.tokenizer, self.context_tokens)
+        self._calls = style_of(f"{chain.tokenizer.chat_template}")
         self._began = int(time.time())
 
     async def ask(
@@ -71,6 +74,8 @@ class Service:
             ApiError: it asks for what there is not, does not fit, or cannot be taken now.
         """
         self.check_model(asked.model)
+        if isinstance(asked, ChatRequest) and self._calls is None:
+            _refuse_tools(asked)
         num_characters = self._bounded(asked)
         prompts, grammar = await self.reading.read(
             client, num_characters, lambda: (self._prompts(asked), self._grammar(asked))
@@ -86,7 +91,7 @@ class Service:
         ticket = Ticket(request_id, client, jobs)
         made = ChatReply if isinstance(asked, ChatRequest) else CompletionReply
         name = self.settings.model_names[0]
-        reply = made(asked, prompts, name, self.texts, self.chain.stop_tokens)
+        reply = made(asked, prompts, name, self.texts, self.chain.stop_tokens, self._calls)
         self.scheduler.submit(ticket)
         return ticket, reply
 
@@ -112,7 +117,8 @@ class Service:
     def _characters_of(self, messages: list[Message], asked: ChatRequest | TokenizeRequest) -> int:
         num_characters = len(json.dumps(asked.template_options)) if asked.template_options else 0
         for message in messages:
-            num_characters += sum(map(len, message.for_template.values()))
+            for value in message.for_template.values():
+                num_characters += len(value if isinstance(value, str) else json.dumps(value))
         # whoever speaks is at least a token
         self.reading.check(num_characters, "messages", num_tokens=len(messages))
         return num_characters + _MESSAGE_CHARACTERS * len(messages)
@@ -204,7 +210,9 @@ class Service:
     def _prompts(self, asked: ChatRequest | CompletionRequest) -> list[Prompt]:
         if isinstance(asked, ChatRequest):
             token_ids = self._of_messages(asked.messages, asked)
-            return [Prompt(token_ids, thinking=self._thinking(asked, token_ids))]
+            is_free = asked.restriction is None and asked.must_call is None
+            thinking = self._thinking(asked, token_ids) if is_free else None
+            return [Prompt(token_ids, thinking=thinking)]
         prompts = []
         for given in asked.prompts:
             if isinstance(given, str):
@@ -246,15 +254,23 @@ class Service:
 
     def _grammar(self, asked: ChatRequest | CompletionRequest) -> Grammar | None:
         """That the answers have to match, as far as it can be used."""
-        if asked.restriction is None:
+        restriction = asked.restriction
+        if isinstance(asked, ChatRequest) and asked.must_call is not None:
+            restriction = "tools", partial(self._grammar_of_calls, asked, asked.must_call)
+        if restriction is None:
             return None
-        param, make = asked.restriction
+        param, make = restriction
         try:
             grammar = make()
-            self.chain.check_grammar(grammar)
+            self.chain.vocabulary.constraint(grammar).check()
         except UserError as error:
             raise bad_request(readable(error, self.chain), param, "invalid_value") from error
         return grammar
+
+    def _grammar_of_calls(self, asked: ChatRequest, tools: list[Tool]) -> Grammar:
+        assert self._calls is not None, "tools are refused without"
+        is_single, rule = not asked.parallel_tool_calls, self.chain.vocabulary.rule
+        return self._calls.grammar(tools, is_single, rule)
 
     def _options(self, asked: ChatRequest | CompletionRequest) -> dict[str, Any]:
         """Of `Chain.begin`, for all answers of a request."""
@@ -325,3 +341,17 @@ class Service:
         if asked.min_tokens > num:
             raise bad_request(f"min_tokens is more than {num}, the most tokens", "min_tokens")
         return num
+
+
+def _refuse_tools(asked: ChatRequest) -> None:
+    """Of a chain whose chat template has no tools.
+
+    Raises:
+        ApiError: the request has some.
+    """
+    of_calls = [n for n, one in enumerate(asked.messages) if one.role == "tool" or one.tool_calls]
+    found = "tools" if asked.tools_told else f"messages.{of_calls[0]}" if of_calls else None
+    if found is not None:
+        message = f"{found} is not supported: the chain's chat template tells models of no tools, "
+        message += "or of calls in a way that cannot be read here"
+        raise bad_request(message, found, "unsupported_parameter")

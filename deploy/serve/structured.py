@@ -12,6 +12,8 @@ from polybasic.deploy.serve.fields import Fields, Refused
 _ANY_OBJECT: dict[str, Any] = {"type": "object"}
 _SCHEMA = "a schema: an object of JSON, true, or the text of either"
 _LARK = "a grammar in Lark's syntax"
+Restriction = tuple[str, Callable[[], Grammar]]
+"""The field that restricts an answer, and what makes its grammar."""
 
 
 class JsonSchemaFormat(Fields):
@@ -88,12 +90,12 @@ class Structured(Fields):
         return self
 
     @property
-    def restriction(self) -> tuple[str, Callable[[], Grammar]] | None:
+    def restriction(self) -> Restriction | None:
         """The field that restricts the answers, and what makes its grammar."""
         return next(iter(self._restrictions), None)
 
     @property
-    def _restrictions(self) -> list[tuple[str, Callable[[], Grammar]]]:
+    def _restrictions(self) -> list[Restriction]:
         own = self.structured_outputs
         schema = None if self.response_format is None else self.response_format.asked
         values = {

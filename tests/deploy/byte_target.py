@@ -9,6 +9,6 @@ from tests.conftest import write_target
 def write_byte_target(folder: Path) -> None:
     """Random weights, with vectors for some more tokens than the tokenizer has."""
     tokenizer = byte_level_tokenizer()
-    shape = {"vocab_size": len(tokenizer) + 5, "max_position_embeddings": 512}
+    shape = {"vocab_size": len(tokenizer) + 5, "max_position_embeddings": 1024}
     write_target(folder, **shape, eos_token_id=tokenizer.eos_token_id)
     tokenizer.save_pretrained(folder)

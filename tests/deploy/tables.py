@@ -309,7 +309,7 @@ class EnumeratingSampler(RandomSampler):
 
     def __init__(self, outcomes: Outcomes, case: Case) -> None:
         self.outcomes, self.num_prompt_tokens, self.rule = outcomes, len(case.prompt), case.rule
-        self.is_warping = case.sampling is not None
+        self.is_warping, self.constraint = case.sampling is not None, None
         if case.sampling is not None:
             self.sampling = case.sampling
 

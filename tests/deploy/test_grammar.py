@@ -74,7 +74,7 @@ def test_answers_are_those_of_transformers_under_the_same_masks(chain: Chain, fo
     from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList
 
     grammar, prompt = Grammar.json_schema(PERSON), chain.encode("a cat?")
-    tokens = chain._vocabulary._tokens
+    tokens = chain.vocabulary._tokens
 
     class Masked(LogitsProcessor):
         def __call__(self, input_ids: Any, scores: Any) -> Any:
