@@ -2,9 +2,12 @@
 
 import json
 import re
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, model_validator
+
+from polybasic.chain.errors import UserError
+from polybasic.chain.formats.files import check_content
 
 _NOT_TEXT = re.compile("[\0\ud800-\udfff]")
 
@@ -41,6 +44,18 @@ class Fields(BaseModel):
             elif not is_unknown:  # one is enough to refuse them all
                 kept[name], is_unknown = value, True
         return kept
+
+
+def _shallow(value: dict[str, Any]) -> dict[str, Any]:
+    try:
+        check_content(value, "value", "a field")
+    except UserError as error:
+        raise ValueError(f"{error.what}: {error.where}") from error
+    return value
+
+
+JsonObject = Annotated[dict[str, Any], AfterValidator(_shallow)]
+"""One that is not nested beyond what can be written again."""
 
 
 class Refused(ValueError):

@@ -7,7 +7,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from polybasic.chain.readable import readable_value
 from polybasic.deploy.rounds.logprobs import MAX_LOGPROBS
 from polybasic.deploy.serve.errors import ApiError, bad_request
-from polybasic.deploy.serve.fields import Fields, Refused
+from polybasic.deploy.serve.fields import Fields, JsonObject, Refused
 from polybasic.deploy.serve.structured import (
     JsonSchemaFormat,
     ResponseFormat,
@@ -259,7 +259,7 @@ class Message(Fields):
 class _Rendered(Fields):
     """How messages become a text."""
 
-    chat_template_kwargs: dict[str, Any] = Field(
+    chat_template_kwargs: JsonObject = Field(
         {}, description="what the chat template reads beside the messages"
     )
     enable_thinking: bool | None = Field(None, description="the same as in chat_template_kwargs")

@@ -10,14 +10,15 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 from uuid import uuid4
 
-from pydantic import Field, StringConstraints, model_validator
+from pydantic import Field, StringConstraints, TypeAdapter, model_validator
 
 from polybasic.deploy.grammar import Grammar, json_rule
-from polybasic.deploy.serve.fields import Fields, Refused
+from polybasic.deploy.serve.fields import Fields, JsonObject, Refused
 
 MAX_TOOLS = 128
 _Name = Annotated[str, StringConstraints(pattern=r"^[\w.-]{1,64}$")]
 _ANY_OBJECT: dict[str, Any] = {"type": "object"}
+_ARGUMENTS = TypeAdapter(JsonObject)
 
 
 class Function(Fields):
@@ -25,7 +26,7 @@ class Function(Fields):
 
     name: _Name
     description: str | None = None
-    parameters: dict[str, Any] | None = Field(None, description="a JSON schema of an object")
+    parameters: JsonObject | None = Field(None, description="a JSON schema of an object")
     strict: bool | None = Field(None, description="taken: calls that are required hold to it")
 
 
@@ -60,6 +61,15 @@ class CalledFunction(Fields):
     name: str
     arguments: str = Field(description="an object of JSON, as text")
 
+    @model_validator(mode="after")
+    def _has_an_object(self) -> "CalledFunction":
+        try:
+            _ARGUMENTS.validate_json(self.arguments)
+        except ValueError as error:
+            message = "arguments are no object of JSON, or a deep one"
+            raise Refused("arguments", message, "invalid_value") from error
+        return self
+
 
 class ToolCall(Fields):
     """An earlier call of the assistant."""
@@ -74,16 +84,6 @@ class ToolCall(Fields):
         """As chat templates read it: with the arguments as an object."""
         function = {"name": self.function.name, "arguments": json.loads(self.function.arguments)}
         return {"id": self.id, "type": "function", "function": function}
-
-    @model_validator(mode="after")
-    def _has_an_object(self) -> "ToolCall":
-        try:
-            is_object = isinstance(json.loads(self.function.arguments), dict)
-        except (ValueError, RecursionError):
-            is_object = False
-        if not is_object:
-            raise Refused("arguments", "arguments are no object of JSON", "invalid_value")
-        return self
 
 
 class Call(NamedTuple):
@@ -147,7 +147,7 @@ class CallReader:
             rule: gives what stands for a text in a grammar.
         """
         more = "" if is_single else ' ("; " call)*'
-        return Grammar.lark(f"start: call{more}\ncall: {json_rule(cls._schema(tools))}")
+        return Grammar.lark(f"start: call{more}\n{cls._rules(tools)}")
 
     def _parted(self, is_last: bool) -> tuple[str, list[Call]]:
         """As `add`, of what is held."""
@@ -164,22 +164,15 @@ class CallReader:
         return Call(content["name"], json.dumps(given, ensure_ascii=False))
 
     @classmethod
-    def _schema(cls, tools: Iterable[Tool]) -> dict[str, Any]:
-        """Of a call of one of these."""
-        return {
-            "anyOf": [
-                {
-                    "type": "object",
-                    "properties": {
-                        "name": {"const": tool.function.name},
-                        cls.KEY: tool.function.parameters or _ANY_OBJECT,
-                    },
-                    "required": ["name", cls.KEY],
-                    "additionalProperties": False,
-                }
-                for tool in tools
-            ]
-        }
+    def _rules(cls, tools: Sequence[Tool]) -> str:
+        """Of a call; each tool's arguments are a schema of their own, to whose parts it refers."""
+        lines = [f"call: {' | '.join(f'call{place}' for place in range(len(tools)))}"]
+        for place, tool in enumerate(tools):
+            begin = json.dumps(f'{{"name": "{tool.function.name}", "{cls.KEY}": ')
+            schema = _ANY_OBJECT | (tool.function.parameters or {})
+            lines.append(f'call{place}: {begin} arguments{place} "}}"')
+            lines.append(f"arguments{place}: {json_rule(schema)}")
+        return "\n".join(lines)
 
 
 class MarkedCalls(CallReader):
@@ -213,7 +206,7 @@ class MarkedCalls(CallReader):
     def grammar(cls, tools: Sequence[Tool], is_single: bool, rule: Callable[[str], str]) -> Grammar:
         one = rf'{rule(cls.OPENING)} "\n" call "\n" {rule(cls.CLOSING)}'
         more = "" if is_single else rf' ("\n" {one})*'
-        return Grammar.lark(f"start: {one}{more}\ncall: {json_rule(cls._schema(tools))}")
+        return Grammar.lark(f"start: {one}{more}\n{cls._rules(tools)}")
 
 
 def style_of(template: str) -> type[CallReader] | None:

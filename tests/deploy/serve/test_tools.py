@@ -87,6 +87,39 @@ def test_answers_are_calls_where_they_must_be(server: Served, name: str | None) 
     assert "".join(one["choices"][0]["delta"].get("content") or "" for one in chunks) == ""
 
 
+def test_parameters_refer_to_their_own_parts(server: Served) -> None:
+    city = {"enum": ["Rome", "Oslo"]}
+    parameters = {
+        "type": "object",
+        "properties": {"city": {"$ref": "#/$defs/City"}},
+        "required": ["city"],
+        "additionalProperties": False,
+        "$defs": {"City": city},
+    }
+    tools = [{"type": "function", "function": {"name": "go", "parameters": parameters}}]
+    fields = asked(tools=tools, tool_choice="required", parallel_tool_calls=False)
+    [found] = server.post(CHAT, fields).json()["choices"]
+    [call] = found["message"]["tool_calls"]
+    jsonschema.validate(json.loads(call["function"]["arguments"]), parameters)
+
+
+@pytest.mark.parametrize("depth", [300, 700, 900])
+def test_deep_objects_are_refused(server: Served, depth: int) -> None:
+    deep: Any = {}
+    for _ in range(depth):
+        deep = {"a": deep}
+    function = {"name": "f", "parameters": deep}
+    call = {"type": "function", "function": {"name": "f", "arguments": json.dumps(deep)}}
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [call]}]
+    for fields, param in (
+        ({"tools": [{"type": "function", "function": function}]}, "tools.0.function.parameters"),
+        ({"messages": messages}, "messages.1.tool_calls.0.function.arguments"),
+        ({"chat_template_kwargs": {"x": deep}}, "chat_template_kwargs"),
+        ({"guided_json": deep}, "guided_json"),
+    ):
+        assert refusal(server, CHAT, asked(**fields))["param"] == param
+
+
 def test_several_calls_are_numbered(server: Served) -> None:
     numbers = []
     for seed in range(20):
