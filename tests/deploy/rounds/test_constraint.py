@@ -1,6 +1,7 @@
-"""Answers under masks: their law, by counting, is that of the target's logits under the masks."""
+"""Answers under masks: their law, exactly and by counting, is the target's under these masks."""
 
 from collections import Counter
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -8,9 +9,9 @@ import pytest
 import torch
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.plan import Rule
+from polybasic.chain.formats.plan import Flush, Rule
 from polybasic.deploy.rounds.constraint import Constraint
-from polybasic.deploy.rounds.sampling import Prefixes
+from polybasic.deploy.rounds.sampling import Prefixes, Probabilities
 from polybasic.deploy.rounds.stages import HostStage, Stage
 from tests.deploy.rounds.test_law import (
     CHAINS,
@@ -23,23 +24,34 @@ from tests.deploy.rounds.test_law import (
     p_values,
 )
 from tests.deploy.small_chains import VOCAB_SIZE, RememberedChain, RememberedVerifier
+from tests.deploy.tables import (
+    Case,
+    EnumeratingSampler,
+    Outcomes,
+    TableVerifier,
+    Wiring,
+    output_law,
+    target_row,
+)
 
 
 class Ascending:
-    """Stands in for llguidance's matcher: no token is followed by its like, nor 5 by a smaller one.
+    """Stands in for llguidance's matcher: no token is followed by its like, nor the last one of
+    the vocabulary by others than 0 and 2.
 
     Attributes:
         num_masks: that were computed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, vocab_size: int = VOCAB_SIZE) -> None:
+        self.vocab_size = vocab_size
         self.tokens: list[int] = []
         self.num_masks = 0
 
     def allowed(self) -> list[int]:
         last = self.tokens[-1] if self.tokens else None
-        free = [token for token in range(VOCAB_SIZE) if token != last]
-        return [0, 2] if last == 5 else free
+        free = [token for token in range(self.vocab_size) if token != last]
+        return [token for token in free if token in (0, 2)] if last == self.vocab_size - 1 else free
 
     def try_consume_tokens(self, tokens: list[int]) -> int:
         for num, token in enumerate(tokens):
@@ -144,6 +156,75 @@ def test_law_of_answers_under_masks_is_the_targets(
     except UserError:  # the models below cannot go on with what it has drawn
         return
     assert p_values(found, law) < SIGNIFICANCE
+
+
+class Bare(np.ndarray[Any, Any]):
+    """Rows that are not masked."""
+
+
+class BareTarget(TableVerifier):
+    """A target that draws without masks."""
+
+    def logits(self, states: torch.Tensor) -> Any:
+        return super().logits(states).view(Bare)
+
+
+class Masked(EnumeratingSampler):
+    """Draws from exact rows under masks."""
+
+    def __init__(self, outcomes: Outcomes, case: Case) -> None:
+        super().__init__(outcomes, case)
+        self.masks = Constraint(Ascending(case.vocab_size), frozenset(), case.vocab_size)
+
+    def distributions(self, logits: Any, prefixes: Prefixes) -> Probabilities:
+        if isinstance(logits, Bare):
+            return Probabilities(np.asarray(logits))
+        masked = self.masks.restrict(torch.zeros(logits.shape), prefixes, self.num_prompt_tokens)
+        allowed = [row.isfinite().nonzero().flatten().tolist() for row in masked]
+        pairs = zip(logits, allowed, strict=True)
+        return Probabilities(np.array([restricted(*pair) for pair in pairs], dtype=object))
+
+
+def restricted(row: Any, allowed: list[int]) -> list[Fraction]:
+    """A row of probabilities under a mask; uniform where the row has none of these tokens."""
+    total = sum(row[token] for token in allowed)
+    return [
+        (row[token] / total if total else Fraction(1, len(allowed)))
+        if token in allowed
+        else Fraction(0)
+        for token in range(len(row))
+    ]
+
+
+def masked_law(case: Case) -> dict[tuple[int, ...], Fraction]:
+    """Of the target alone, prefix by prefix."""
+    law, prefixes = {}, [((), Fraction(1))]
+    while prefixes:
+        tokens, probability = prefixes.pop()
+        if len(tokens) == case.num_tokens:
+            law[tokens] = probability
+            continue
+        matcher = Ascending(case.vocab_size)
+        assert matcher.try_consume_tokens(list(tokens)) == len(tokens)
+        row = restricted(target_row(case, (*case.prompt, *tokens)), matcher.allowed())
+        prefixes += [((*tokens, token), probability * p) for token, p in enumerate(row) if p > 0]
+    return law
+
+
+@pytest.mark.parametrize("rule", ["block", "token"])
+@pytest.mark.parametrize(("lengths", "caches"), [((2,), None), ((2,), (0, 1)), ((2, 1), None)])
+def test_law_under_masks_is_the_targets_exactly(
+    rule: Rule, lengths: tuple[int, ...], caches: tuple[int, ...] | None
+) -> None:
+    flushes = tuple(Flush(length=length) for length in lengths)
+    caches = caches or (0,) * (len(lengths) + 1)
+    case = Case(flushes, 4, rule, seed=5, likeness=2, vocab_size=3, caches=caches)
+    assert output_law(case, Wiring(sampler=Masked)) == masked_law(case)
+    try:
+        bare = output_law(case, Wiring(sampler=Masked, target=BareTarget))
+    except UserError:  # the models below cannot go on with what it has drawn
+        return
+    assert bare != masked_law(case)
 
 
 def test_rows_are_masked_by_what_stands_before_them() -> None:
