@@ -77,6 +77,9 @@ class Rounding:
         others: changes by system that computes logits by other means.
         close_share: share of positions whose two best tokens `tolerance` cannot tell apart: so
             often would an output that diverged for another reason pass for a near tie.
+        least: change that must be expected of patterns that were not read, such as those of an
+            answer's last rounds, where all that were read are sound: a spacing of the dtype at the
+            largest logit, and none of batch-invariant passes.
     """
 
     dtype: str
@@ -85,16 +88,19 @@ class Rounding:
     ways: dict[str, Change]
     others: dict[str, Change]
     close_share: float
+    least: float = 0.0
 
     @property
     def tolerance(self) -> float:
         """Logits that differ by less cannot be told apart by the chain's passes."""
-        return _tolerance(self.ways)
+        return _tolerance(self.ways, self.least)
 
     def tolerance_of(self, system: str) -> float:
         """As `tolerance`, for one system: includes its own change, if it computes logits itself."""
-        own = {name: change for name, change in self.others.items() if name == system}
-        return _tolerance(self.ways | own)
+        own = self.others.get(system)
+        if own is None or not own.is_sound or not self.ways[str(ONE_ROW)].is_sound:
+            return self.tolerance
+        return max(self.tolerance, own.from_one_row or 0.0)
 
     @property
     def tolerance_elsewhere(self) -> float:
@@ -111,10 +117,11 @@ class Rounding:
         return {**asdict(self), "tolerance": self.tolerance}
 
 
-def _tolerance(ways: Mapping[str, Change]) -> float:
+def _tolerance(ways: Mapping[str, Change], least: float) -> float:
     if not ways[str(ONE_ROW)].is_sound:
         return 0.0
-    return max(change.from_one_row or 0.0 for change in ways.values() if change.is_sound)
+    sound = [change.from_one_row or 0.0 for change in ways.values() if change.is_sound]
+    return max(sound) if len(sound) < len(ways) else max(least, *sound)
 
 
 @torch.inference_mode()
@@ -165,7 +172,7 @@ def measure_rounding(
                 for name, logits in others.items()
             },
         )
-    return found.rounding(verifier.decoder.dtype)
+    return found.rounding(verifier.decoder.dtype, verifier.decoder.is_batch_invariant)
 
 
 class _LeadingLogits:
@@ -194,7 +201,7 @@ class _LeadingLogits:
             for name, logits in given.items():
                 kept.setdefault(name, []).append(logits)
 
-    def rounding(self, dtype: torch.dtype) -> Rounding:
+    def rounding(self, dtype: torch.dtype, is_batch_invariant: bool) -> Rounding:
         """The changes over all answers."""
         reference = torch.cat(self.reference)
         one_row = torch.cat(self.ways[str(ONE_ROW)])
@@ -212,8 +219,9 @@ class _LeadingLogits:
             return found
 
         ways, others = changes(self.ways), changes(self.others)
+        least = 0.0 if is_batch_invariant else spacing
         best = one_row.topk(2).values
-        is_close = best[:, 0] - best[:, 1] < _tolerance(ways)
+        is_close = best[:, 0] - best[:, 1] < _tolerance(ways, least)
         return Rounding(
             dtype=name_of(dtype),
             num_positions=len(reference),
@@ -221,6 +229,7 @@ class _LeadingLogits:
             ways=ways,
             others=others,
             close_share=float(is_close.float().mean()),
+            least=least,
         )
 
 

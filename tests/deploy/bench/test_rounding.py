@@ -342,3 +342,20 @@ def test_equal_logits_are_no_tie_where_nothing_rounds() -> None:
     comparer = Comparer(verifier, tolerance=0.0)
     comparer.count(GREEDY, prompt, answer, [answer[0], (answer[1] + 1) % 100])
     assert (comparer.agreement().identical, comparer.agreement().near_ties) == (0, 0)
+
+
+def test_patterns_that_were_not_read_may_round_by_a_spacing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Unless passes are batch-invariant, or one that was read is unsound."""
+    verifier = on_device(torch.bfloat16)
+    found = measured(verifier)
+    assert found.least > 0
+    unmoved = {name: replace(change, from_one_row=0.0) for name, change in found.ways.items()}
+    assert replace(found, ways=unmoved).tolerance == found.least
+    assert replace(found, ways=unmoved, least=0.0).tolerance == 0
+    last = list(unmoved)[-1]
+    faulty = unmoved | {last: replace(unmoved[last], is_sound=False)}
+    assert replace(found, ways=faulty).tolerance == 0
+    monkeypatch.setattr(verifier.decoder, "is_batch_invariant", True)
+    assert measured(verifier).least == 0

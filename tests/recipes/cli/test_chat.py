@@ -313,5 +313,6 @@ def test_tokens_are_tinted_by_who_proposed_them(tiny_chain: Path, tmp_path: Path
     shown = tinted.findall(terminal.wait("tokens per target pass)"))
     assert [look for look, _ in shown] == [looks[member] for member in generation.members]
     assert "".join(text for _, text in shown) == generation.text
+    terminal.wait("> ")
     terminal.type("\x04")
     assert terminal.exit_code() == 0
