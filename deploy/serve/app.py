@@ -17,6 +17,7 @@ from starlette.types import Scope
 from polybasic.deploy.chain import Chain
 from polybasic.deploy.serve.errors import ApiError, bad_request
 from polybasic.deploy.serve.guard import Guard, Json, error_response, unless_gone
+from polybasic.deploy.serve.infill import InfillRequest, infilled
 from polybasic.deploy.serve.metrics import CONTENT_TYPE
 from polybasic.deploy.serve.protocol import (
     ChatRequest,
@@ -145,23 +146,43 @@ def _add_answers(app: FastAPI, service: Service) -> None:
     async def complete(asked: CompletionRequest, request: Request) -> Response:
         return await _answer(service, asked, request)
 
+    @app.post("/infill")
+    async def infill(asked: InfillRequest, request: Request) -> Json:
+        service.check_model(asked.model)
+        asking = service.infill(asked, request.state.client)
+        reply = await _whole(service, await unless_gone(request.receive, asking), request)
+        return Json(infilled(reply))
+
 
 async def _answer(
     service: Service, asked: ChatRequest | CompletionRequest, request: Request
 ) -> Response:
     """Whole, or as a stream whose first part is there: until then errors have a status."""
+    if not asked.stream:
+        return Json((await _whole(service, asked, request)).whole())
     asking = service.ask(asked, request.state.request_id, request.state.client)
     ticket, reply = await unless_gone(request.receive, asking)
     try:
-        if asked.stream:
-            first = await unless_gone(request.receive, ticket.news())
-            return EventStream(service, asked, ticket, reply, first, request.state.answer)
+        first = await unless_gone(request.receive, ticket.news())
+    except BaseException:
+        service.scheduler.cancel(ticket)
+        raise
+    return EventStream(service, asked, ticket, reply, first, request.state.answer)
+
+
+async def _whole(
+    service: Service, asked: ChatRequest | CompletionRequest, request: Request
+) -> Reply:
+    """The reply once all answers have ended."""
+    asking = service.ask(asked, request.state.request_id, request.state.client)
+    ticket, reply = await unless_gone(request.receive, asking)
+    try:
         await unless_gone(request.receive, _all(ticket, reply))
     except BaseException:
         service.scheduler.cancel(ticket)
         raise
     request.state.answer.update(summary(reply))
-    return Json(reply.whole())
+    return reply
 
 
 async def _all(ticket: Ticket, reply: Reply) -> None:

@@ -21,6 +21,8 @@ class Fields(BaseModel):
     """Fields that others know; only null, or what asks for nothing, is taken."""
     ALIASES: ClassVar[frozenset[str]] = frozenset()
     """Names by which clients know fields that cannot bear them here."""
+    IGNORED: ClassVar[frozenset[str]] = frozenset()
+    """Fields that others know and that change nothing here."""
     NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {}
     """Of fields beside these, the values that change nothing."""
 
@@ -38,6 +40,8 @@ class Fields(BaseModel):
             elif name in cls.NEUTRAL:
                 if value is not None and not any(_equal(value, one) for one in cls.NEUTRAL[name]):
                     raise Refused(name, f"{name} is not supported, except as {_shown(cls, name)}")
+            elif name in cls.IGNORED:
+                continue
             elif name in cls.UNSUPPORTED:
                 if value is not None:
                     raise Refused(name, f"{name} is not supported by this server")

@@ -1,5 +1,6 @@
 """Requests as OpenAI defines and vLLM extends them: what is taken, and what is refused by name."""
 
+from functools import cache
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -9,16 +10,10 @@ from polybasic.deploy.rounds.logprobs import MAX_LOGPROBS
 from polybasic.deploy.serve.errors import ApiError, bad_request
 from polybasic.deploy.serve.fields import Fields, JsonObject, Refused
 from polybasic.deploy.serve.structured import (
-    JsonSchemaFormat,
-    ResponseFormat,
     Structured,
-    StructuredOutputs,
 )
 from polybasic.deploy.serve.tools import (
     MAX_TOOLS,
-    CalledFunction,
-    Function,
-    NamedFunction,
     NamedTool,
     Tool,
     ToolCall,
@@ -382,13 +377,12 @@ class CompletionRequest(_Asked):
         Field(description="a text, token ids, or a list of either", union_mode="left_to_right"),
         BeforeValidator(_alike),
     ]
+    suffix: str = Field("", description="what stands behind the answer, which fills the middle")
     max_tokens: int = Field(16, ge=0, le=_MOST, description="of an answer at most")
     logprobs: Logprobs | None = None
     echo: bool = Field(False, description="the prompt stands before the answer")
     best_of: int | None = Field(None, description="taken if it equals n")
     add_special_tokens: bool = Field(True, description="those that begin a text")
-
-    NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {**_Asked.NEUTRAL, "suffix": ("",)}
 
     @model_validator(mode="after")
     def _asks_for_an_answer(self) -> "CompletionRequest":
@@ -396,6 +390,9 @@ class CompletionRequest(_Asked):
             raise Refused("best_of", "best_of is supported only where it equals n")
         if isinstance(self.prompt, list) and not self.prompt:
             raise Refused("prompt", "prompt is empty")
+        if self.suffix and (self.echo or not all(isinstance(one, str) for one in self.prompts)):
+            other = "echo" if self.echo else "token ids as prompt"
+            raise Refused("suffix", f"suffix and {other} do not go together", "invalid_value")
         if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
             raise Refused("max_tokens", "max_tokens of 0 needs echo or prompt_logprobs")
         return self
@@ -446,21 +443,13 @@ class MarkdownRequest(Fields):
     text: str
 
 
-_MODELS = (
-    ChatRequest,
-    CompletionRequest,
-    TokenizeRequest,
-    DetokenizeRequest,
-    MarkdownRequest,
-    Message,
-    ResponseFormat,
-    JsonSchemaFormat,
-    StructuredOutputs,
-    *(Tool, Function, ToolCall, CalledFunction, NamedTool, NamedFunction),
-    Extras,
-    StreamOptions,
-)
-_FIELDS = {name for model in _MODELS for name in (*model.model_fields, *model.ALIASES)}
+@cache
+def _names() -> frozenset[str]:
+    """Of all fields that clients know, by which unions' alternatives are told from them."""
+    models: list[type[Fields]] = [Fields]
+    for model in models:
+        models += model.__subclasses__()
+    return frozenset(name for one in models for name in (*one.model_fields, *one.ALIASES))
 
 
 def refusal_of(fault: Any) -> ApiError:
@@ -471,7 +460,7 @@ def refusal_of(fault: Any) -> ApiError:
     """
     cause = fault.get("ctx", {}).get("error")
     # of a union, pydantic names the alternative too
-    place = [str(part) for part in fault["loc"] if isinstance(part, int) or part in _FIELDS]
+    place = [str(part) for part in fault["loc"] if isinstance(part, int) or part in _names()]
     if isinstance(cause, Refused):
         place = place if place[-1:] == [cause.name] else [*place, cause.name]
         return bad_request(str(cause), ".".join(place), cause.code)

@@ -14,6 +14,7 @@ from polybasic.deploy.grammar import Grammar
 from polybasic.deploy.rounds.stopping import AnswerText
 from polybasic.deploy.serve.choices import Prompt
 from polybasic.deploy.serve.errors import ApiError, bad_request
+from polybasic.deploy.serve.infill import Infilling, InfillRequest
 from polybasic.deploy.serve.markdown import MAX_CHARACTERS, Node, elements
 from polybasic.deploy.serve.metrics import Metrics
 from polybasic.deploy.serve.protocol import (
@@ -63,6 +64,7 @@ class Service:
         self.context_tokens: int = chain.engine.context_tokens
         self.reading = Reading(self.tokenizer, self.context_tokens)
         self._calls = style_of(f"{chain.tokenizer.chat_template}")
+        self._infilling = Infilling.of(self.tokenizer)
         self._began = int(time.time())
 
     async def ask(
@@ -215,7 +217,10 @@ class Service:
             return [Prompt(token_ids, thinking=thinking)]
         prompts = []
         for given in asked.prompts:
-            if isinstance(given, str):
+            if isinstance(given, str) and asked.suffix:
+                before, behind = (self._of_text(one, False) for one in (given, asked.suffix))
+                prompts.append(Prompt(self._fills("suffix").prompt(before, behind)))
+            elif isinstance(given, str):
                 prompts.append(Prompt(self._of_text(given, asked.add_special_tokens), given))
             else:
                 prompts.append(Prompt(given, self._text(given) if asked.echo else ""))
@@ -230,6 +235,42 @@ class Service:
             return OPENING in begun.rpartition(CLOSING)[2]
         end = self.tokenizer.decode(token_ids[-_END_TOKENS:], skip_special_tokens=False)
         return end.rstrip().endswith(OPENING)
+
+    def _fills(self, param: str) -> Infilling:
+        """How middles are asked for.
+
+        Raises:
+            ApiError: the tokenizer has no marks for it.
+        """
+        if self._infilling is None:
+            message = f"{param} is not supported: the chain's tokenizer has no marks by which "
+            message += "models fill in a middle"
+            raise bad_request(message, param, "unsupported_parameter")
+        return self._infilling
+
+    async def infill(self, asked: InfillRequest, client: str) -> CompletionRequest:
+        """The completion that /infill asks for.
+
+        Raises:
+            ApiError: the tokenizer has no marks, or the texts do not fit the context.
+        """
+        fills, files = self._fills("input_prefix"), asked.input_extra
+        texts = [asked.input_prefix + asked.prompt, asked.input_suffix]
+        texts += [f"{one.filename}\n{one.text}\n" for one in files]
+        num_characters = sum(map(len, texts))
+        self.reading.check(num_characters, "input_prefix")
+
+        def read() -> list[int]:
+            before, behind, *others = (self._of_text(one, False) for one in texts)
+            mark = [] if fills.file_mark is None else [fills.file_mark]
+            return [
+                *(token for one in others for token in (*mark, *one)),
+                *fills.prompt(before, behind),
+            ]
+
+        prompt = await self.reading.read(client, num_characters, read)
+        self.reading.check(0, "input_prefix", num_tokens=len(prompt) + 1)
+        return asked.completion(prompt, fills.stops, max(self.context_tokens - len(prompt), 1))
 
     def _of_messages(
         self, messages: list[Message], asked: ChatRequest | TokenizeRequest
@@ -276,6 +317,8 @@ class Service:
         """Of `Chain.begin`, for all answers of a request."""
         run = tuple(asked.polybasic.run) if asked.polybasic.run is not None else None
         stop_token_ids = asked.stop_token_ids or []
+        if isinstance(asked, CompletionRequest) and asked.suffix:
+            stop_token_ids = [*stop_token_ids, *self._fills("suffix").stops]
         self._check_tokens(stop_token_ids, "stop_token_ids")
         try:
             sampling = self.chain.sampling(**asked.sampling)
