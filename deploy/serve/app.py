@@ -1,13 +1,15 @@
 """The application: paths, and what each does."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
@@ -28,6 +30,7 @@ from polybasic.deploy.serve.protocol import (
     refusal_of,
 )
 from polybasic.deploy.serve.replies import Reply
+from polybasic.deploy.serve.responses import ResponsesReply, ResponsesRequest
 from polybasic.deploy.serve.service import Service
 from polybasic.deploy.serve.settings import ServeSettings
 from polybasic.deploy.serve.streams import EventStream, summary
@@ -146,6 +149,14 @@ def _add_answers(app: FastAPI, service: Service) -> None:
     async def complete(asked: CompletionRequest, request: Request) -> Response:
         return await _answer(service, asked, request)
 
+    @app.post("/v1/responses")
+    async def respond(asked: ResponsesRequest, request: Request) -> Response:
+        try:
+            chat = ChatRequest.model_validate(asked.chat)
+        except ValidationError as error:
+            raise refusal_of(error.errors()[0]) from error
+        return await _answer(service, chat, request, partial(ResponsesReply, of=asked))
+
     @app.post("/infill")
     async def infill(asked: InfillRequest, request: Request) -> Json:
         service.check_model(asked.model)
@@ -155,12 +166,15 @@ def _add_answers(app: FastAPI, service: Service) -> None:
 
 
 async def _answer(
-    service: Service, asked: ChatRequest | CompletionRequest, request: Request
+    service: Service,
+    asked: ChatRequest | CompletionRequest,
+    request: Request,
+    made: Callable[..., Reply] | None = None,
 ) -> Response:
     """Whole, or as a stream whose first part is there: until then errors have a status."""
     if not asked.stream:
-        return Json((await _whole(service, asked, request)).whole())
-    asking = service.ask(asked, request.state.request_id, request.state.client)
+        return Json((await _whole(service, asked, request, made)).whole())
+    asking = service.ask(asked, request.state.request_id, request.state.client, made)
     ticket, reply = await unless_gone(request.receive, asking)
     try:
         first = await unless_gone(request.receive, ticket.news())
@@ -171,10 +185,13 @@ async def _answer(
 
 
 async def _whole(
-    service: Service, asked: ChatRequest | CompletionRequest, request: Request
+    service: Service,
+    asked: ChatRequest | CompletionRequest,
+    request: Request,
+    made: Callable[..., Reply] | None = None,
 ) -> Reply:
     """The reply once all answers have ended."""
-    asking = service.ask(asked, request.state.request_id, request.state.client)
+    asking = service.ask(asked, request.state.request_id, request.state.client, made)
     ticket, reply = await unless_gone(request.receive, asking)
     try:
         await unless_gone(request.receive, _all(ticket, reply))

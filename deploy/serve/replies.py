@@ -10,6 +10,7 @@ from uuid import uuid4
 from polybasic.deploy.rounds.logprobs import TokenLogprobs
 from polybasic.deploy.serve.choices import Choice, Json, Part, Prompt
 from polybasic.deploy.serve.costs import costs
+from polybasic.deploy.serve.errors import ApiError
 from polybasic.deploy.serve.protocol import ChatRequest, CompletionRequest
 from polybasic.deploy.serve.texts import SharedText, TokenTexts
 from polybasic.deploy.serve.tickets import News
@@ -34,6 +35,8 @@ class Reply(ABC):
     kind: str
     """Of a whole reply."""
     chunk_kind: str
+    ending = b"data: [DONE]\n\n"
+    """Of a stream."""
 
     def __init__(
         self,
@@ -86,6 +89,10 @@ class Reply(ABC):
     def usage_chunk(self) -> Json:
         """The last one of a stream, where it was asked for."""
         return self._chunk([]) | {"usage": self.usage()}
+
+    def failure(self, error: ApiError) -> Json:
+        """What a stream says of an error."""
+        return error.body
 
     # Of either kind
 

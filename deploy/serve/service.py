@@ -4,6 +4,7 @@ import json
 import re
 import secrets
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -68,9 +69,16 @@ class Service:
         self._began = int(time.time())
 
     async def ask(
-        self, asked: ChatRequest | CompletionRequest, request_id: str, client: str
+        self,
+        asked: ChatRequest | CompletionRequest,
+        request_id: str,
+        client: str,
+        made: Callable[..., Reply] | None = None,
     ) -> tuple[Ticket, Reply]:
         """Check a request and give it to the scheduler.
+
+        Args:
+            made: makes the reply; default: the usual one of its kind.
 
         Raises:
             ApiError: it asks for what there is not, does not fit, or cannot be taken now.
@@ -91,7 +99,7 @@ class Service:
                 each = options | {"max_new_tokens": num, "choice": choice}
                 jobs.append((prompt.token_ids, each))
         ticket = Ticket(request_id, client, jobs)
-        made = ChatReply if isinstance(asked, ChatRequest) else CompletionReply
+        made = made or (ChatReply if isinstance(asked, ChatRequest) else CompletionReply)
         name = self.settings.model_names[0]
         reply = made(asked, prompts, name, self.texts, self.chain.stop_tokens, self._calls)
         self.scheduler.submit(ticket)

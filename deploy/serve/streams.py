@@ -54,7 +54,7 @@ class EventStream(Response):
     async def _send_all(self, send: Send) -> None:
         start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
         await send(start)
-        ended = b"data: [DONE]\n\n"
+        ended = self._reply.ending
         try:
             news = self._first
             while news:
@@ -65,13 +65,14 @@ class EventStream(Response):
             if self._asked.stream_options.include_usage:
                 ended = _event(self._reply.usage_chunk()) + ended
         except ApiError as error:
-            ended = _event(error.body)
+            ended = _event(self._reply.failure(error))
         await _send_body(send, ended)
         await _send_body(send, b"", more=False)
 
 
 def _event(content: dict[str, Any]) -> bytes:
-    return b"data: " + _ENCODE(content).encode() + b"\n\n"
+    name = f"event: {content['type']}\n" if "type" in content else ""
+    return f"{name}data: {_ENCODE(content)}\n\n".encode()
 
 
 async def _send_body(send: Send, body: bytes, more: bool = True) -> None:
