@@ -164,7 +164,8 @@ class ResponsesRequest(Fields):
     )
     """Nothing is stored, and models think as their templates say."""
     UNSUPPORTED = frozenset(
-        "previous_response_id conversation prompt max_tool_calls top_logprobs context_management".split()  # noqa: SIM905
+        """previous_response_id conversation prompt max_tool_calls top_logprobs
+        context_management""".split()  # noqa: SIM905
     )
     NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {
         "background": (False,),
@@ -367,14 +368,8 @@ _NAMES = {"message": "output_text", "reasoning": "reasoning_text"}
 
 def _message(text: str) -> Json:
     content = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
-    name = f"msg_{uuid4().hex}"
-    return {
-        "type": "message",
-        "id": name,
-        "role": "assistant",
-        "status": "completed",
-        "content": [content],
-    }
+    said = {"role": "assistant", "status": "completed", "content": [content]}
+    return {"type": "message", "id": f"msg_{uuid4().hex}", **said}
 
 
 def _thought(text: str) -> Json:
