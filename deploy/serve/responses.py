@@ -324,9 +324,9 @@ class ResponsesReply(ChatReply):
         logprobs = {"logprobs": []} if "output_text" in name else {}
         return self._event(name, **place, **told, **logprobs)
 
-    def _event(self, name: str, **told: Any) -> Json:
+    def _event(self, kind: str, /, **told: Any) -> Json:
         self._num_events += 1
-        return {"type": name, "sequence_number": self._num_events - 1, **told}
+        return {"type": kind, "sequence_number": self._num_events - 1, **told}
 
     def _response(self, choice: Choice, items: list[Json]) -> Json:
         status, why = "in_progress", None
