@@ -295,13 +295,12 @@ class ResponsesReply(ChatReply):
 
     def _add_text(self, kind: str, text: str) -> Iterator[Json]:
         """Further text of a message or of a thought, which is begun where another item is open."""
-        place: Json = {"output_index": len(self._items)}
         if self._open is None or self._open["type"] != kind:
             yield from self._closed()
-            place = {"output_index": len(self._items)}
             self._open = _message("") if kind == "message" else _thought("")
             begun = self._open | {"status": "in_progress", "content": []}
-            yield self._event("response.output_item.added", item=begun, **place)
+            place = len(self._items)
+            yield self._event("response.output_item.added", item=begun, output_index=place)
             yield self._of_part("response.content_part.added", part=self._open["content"][0])
         self._open["content"][0]["text"] += text
         if text:
@@ -321,7 +320,7 @@ class ResponsesReply(ChatReply):
     def _of_part(self, name: str, **told: Any) -> Json:
         assert self._open is not None, "an open item"
         place = {"item_id": self._open["id"], "output_index": len(self._items), "content_index": 0}
-        logprobs = {"logprobs": []} if "output_text" in name else {}
+        logprobs: Json = {"logprobs": []} if "output_text" in name else {}
         return self._event(name, **place, **told, **logprobs)
 
     def _event(self, kind: str, /, **told: Any) -> Json:
