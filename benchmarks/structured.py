@@ -2,22 +2,26 @@
 
     python benchmarks/structured.py CHAIN [--turns N] [--max-new-tokens N] [--record FILE]
 
-The same questions are answered freely and under a schema, in turns. "masks" is the share of the
-time after the first token that computing and using them takes.
+The same questions are answered freely, under a schema, and under it without the drafts that it
+foretells, in turns. "grammar" is the share of the time after the first token that masks, their use
+and such drafts take. Then passes of the target over rows of an answer are run and masked.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from statistics import median
 from typing import Any
 from unittest.mock import patch
 
+import torch
 from command import begin, load, options, run
 
+from polybasic.deploy import Chain
 from polybasic.deploy.grammar import Grammar
 from polybasic.deploy.request import Statistics
 from polybasic.deploy.rounds.constraint import Constraint
+from polybasic.deploy.rounds.sampling import Prefixes
 
 TEXT = {"type": "string"}
 PROPERTIES = {
@@ -27,6 +31,9 @@ PROPERTIES = {
     "hobbies": {"type": "array", "items": TEXT, "minItems": 3, "maxItems": 5},
     "summary": TEXT,
 }
+ROWS = (1, 4, 16)
+CONTEXT = 256
+"""Tokens before the rows of a pass."""
 SCHEMA = {
     "type": "object",
     "properties": PROPERTIES,
@@ -42,16 +49,23 @@ QUESTIONS = [
 
 @contextmanager
 def timed_masks() -> Iterator[list[tuple[float, int]]]:
-    """Seconds and rows of each use of masks in the block."""
-    restrict, found = Constraint.restrict, list[tuple[float, int]]()
+    """Seconds and masked rows of each use of a constraint in the block."""
+    found = list[tuple[float, int]]()
 
-    def timed(self: Constraint, logits: Any, prefixes: Any, num_prompt_tokens: int) -> Any:
-        began = time.perf_counter()
-        rows = restrict(self, logits, prefixes, num_prompt_tokens)
-        found.append((time.perf_counter() - began, len(rows)))
-        return rows
+    def timed(name: str) -> Callable[..., Any]:
+        method = getattr(Constraint, name)
 
-    with patch.object(Constraint, "restrict", timed):
+        def run(*arguments: Any) -> Any:
+            began = time.perf_counter()
+            result = method(*arguments)
+            num_rows = len(result) if name == "restrict" else 0
+            found.append((time.perf_counter() - began, num_rows))
+            return result
+
+        return run
+
+    names = ("foretold", "pruned", "restrict")
+    with patch.multiple(Constraint, **{name: timed(name) for name in names}):
         yield found
 
 
@@ -72,6 +86,34 @@ def row_of(name: str, answers: list[Statistics], masks: list[tuple[float, int]])
     ]
 
 
+def no_drafts(self: Constraint, tokens: list[int], max_tokens: int) -> list[int]:
+    """In place of `Constraint.foretold`."""
+    return []
+
+
+@torch.inference_mode()
+def rows_of_masks(chain: Chain, grammar: Grammar, answer: list[int]) -> Iterator[list[str]]:
+    """Of the table, by the rows of a pass over parts of an answer."""
+    verifier = next(iter(chain.engine.verifiers.values()))
+    for num_rows in ROWS:
+        constraint = chain.vocabulary.constraint(grammar, overwrites=True)
+        passes, masks = list[float](), list[float]()
+        for place in [*range(1, len(answer) - num_rows)] * 2:
+            rows = answer[place - 1 : place - 1 + num_rows]
+            began = time.perf_counter()
+            verifier.cache.truncate(0)
+            verifier.cache.keep(range(CONTEXT))
+            logits = verifier.logits(verifier.read(rows))
+            passed = time.perf_counter()
+            suffixes = [rows[1 : 1 + length] for length in range(num_rows)]
+            constraint.restrict(logits, Prefixes(answer[:place], suffixes))
+            passes.append(passed - began)
+            masks.append(time.perf_counter() - passed)
+        both = median(passes), median(masks)
+        shown = [f"{1e3 * seconds:.2f}" for seconds in both]
+        yield [str(num_rows), *shown, f"{both[1] / sum(both):.1%}"]
+
+
 def main() -> None:
     parser = options(
         __doc__, "chain", "--dtype", "--turns", "--max-new-tokens", turns=3, max_new_tokens=160
@@ -79,13 +121,15 @@ def main() -> None:
     arguments = parser.parse_args()
     report = begin(__file__, __doc__, arguments)
     chain = load(arguments)
-    grammars = {"free": None, "JSON schema": Grammar.json_schema(SCHEMA)}
+    schema = Grammar.json_schema(SCHEMA)
+    grammars = {"free": None, "JSON schema": schema, "without its drafts": schema}
     answers: dict[str, list[Statistics]] = {name: [] for name in grammars}
     masks: dict[str, list[tuple[float, int]]] = {name: [] for name in grammars}
     for turn in range(arguments.turns + 1):
         for question in QUESTIONS:
             for name, grammar in grammars.items():
-                with timed_masks() as spent:
+                foretold = no_drafts if name == "without its drafts" else Constraint.foretold
+                with patch.object(Constraint, "foretold", foretold), timed_masks() as spent:
                     answer = chain.generate(
                         question,
                         grammar=grammar,
@@ -95,9 +139,11 @@ def main() -> None:
                 if turn:  # the first one compiles and reads what later ones have
                     answers[name].append(answer.statistics)
                     masks[name] += spent
-    columns = ["answers", "tokens/s, median", "tokens/pass", "ended", "us a row", "masks"]
+    columns = ["answers", "tokens/s, median", "tokens/pass", "ended", "us a row", "grammar"]
     title = f"Five questions, {chain.engine.models.vocab_size:,} tokens of vocabulary"
     report.table(title, columns, [row_of(name, answers[name], masks[name]) for name in grammars])
+    columns = ["rows", "pass, ms", "masks, ms", "share"]
+    report.table("Masks by rows", columns, list(rows_of_masks(chain, schema, answer.token_ids)))
     report.write(arguments.record)
 
 

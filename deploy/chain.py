@@ -415,7 +415,9 @@ class Chain:
             if ignore_eos or sampling.min_tokens:
                 given_too = "ignore_eos" if ignore_eos else f"min_tokens={sampling.min_tokens}"
                 raise UserError("grammar whose end is not taken", given_too, "leave it out")
-            constraint = self.vocabulary.constraint(grammar)
+            constraint = self.vocabulary.constraint(
+                grammar, len(token_ids), overwrites=logprobs is None
+            )
         follows_load = is_default and self.engine.plan_of_load is not None
         if not sampling.is_greedy and plan.rule != "coupled":
             follows_load = False

@@ -12,9 +12,10 @@ from typing import Any
 from polybasic.chain.errors import UserError
 from polybasic.deploy.rounds.constraint import Constraint, refusal
 
-_WHITESPACE = r"( |\n[ \t]{0,32})?"
-"""Between parts of JSON. Of unbounded whitespace small models may write nothing else."""
-_ANY_OBJECT = {"type": "object"}
+_JSON: Any = {"whitespace_pattern": r"( |\n[ \t]{0,32})?"}
+"""Options of llguidance. Of unbounded whitespace small models may write nothing else."""
+ANY_OBJECT: dict[str, Any] = {"type": "object"}
+"""The schema of whatever is an object."""
 _MOST_CHARACTERS = 1 << 16
 """Which are compiled in less than a second."""
 _NUM_KEPT = 16
@@ -54,18 +55,14 @@ class Grammar:
             text = json.dumps({} if content is True else content)
             if not text.startswith("{"):
                 raise refusal(f"a schema is an object of JSON, not {text[:40]}")
-            return cls(
-                LLMatcher.grammar_from_json_schema(
-                    text, overrides={"whitespace_pattern": _WHITESPACE}
-                )
-            )
+            return cls(LLMatcher.grammar_from_json_schema(text, overrides=_JSON))
         except (TypeError, ValueError, RecursionError) as error:
             raise refusal(f"the schema is no JSON that can be read: {error}") from error
 
     @classmethod
     def json_object(cls) -> "Grammar":
         """Any object of JSON."""
-        return cls.json_schema(_ANY_OBJECT)
+        return cls.json_schema(ANY_OBJECT)
 
     @classmethod
     def regex(cls, pattern: str) -> "Grammar":
@@ -91,8 +88,7 @@ class Grammar:
 
 def json_rule(schema: dict[str, Any]) -> str:
     """What stands for JSON of a schema in a grammar in Lark's syntax."""
-    options = {"x-guidance": {"whitespace_pattern": _WHITESPACE}}
-    return f"%json {json.dumps(schema | options)}"
+    return f"%json {json.dumps(schema | {'x-guidance': _JSON})}"
 
 
 class Vocabulary:
@@ -133,14 +129,18 @@ class Vocabulary:
         is_added = not others and self._tokens.is_special_token(first)
         return f"<[{first}]>" if is_added else json.dumps(text)
 
-    def constraint(self, grammar: Grammar) -> Constraint:
-        """For one answer.
+    def constraint(
+        self, grammar: Grammar, num_prompt_tokens: int = 0, overwrites: bool = False
+    ) -> Constraint:
+        """For one answer; see `Constraint` for the arguments.
 
         Raises:
             UserError: the grammar is too large.
         """
         matcher = self._matcher(grammar).deep_copy()
-        return Constraint(matcher, self._stop_tokens, self._vocab_size)
+        return Constraint(
+            matcher, self._stop_tokens, self._vocab_size, num_prompt_tokens, overwrites
+        )
 
     def _compiled(self, grammar: Grammar) -> Any:
         from llguidance import LLMatcher

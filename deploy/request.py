@@ -120,7 +120,7 @@ class Piece:
 
     Attributes:
         members: for each token, the member that proposed it first: the target where it drew a
-            token that was not proposed, "ngram" for a copy.
+            token that was not proposed, "ngram" for a copy, "grammar" for what a grammar foretold.
         logprobs: for each token, if they were asked for.
     """
 

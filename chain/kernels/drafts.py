@@ -45,6 +45,21 @@ class DraftTree:
         """A tree without candidates."""
         return cls([token], [-1])
 
+    @classmethod
+    def of_path(cls, tokens: list[int], proposer: str) -> "DraftTree":
+        """A tree without branches; the first token is the root."""
+        return cls(tokens, list(range(-1, len(tokens) - 1)), proposer)
+
+    def where(self, is_kept: list[bool]) -> "DraftTree":
+        """The rows that are kept, of which the root is one, and whose ancestors are kept."""
+        row_of, tokens, parents = {-1: -1}, list[int](), list[int]()
+        for row, (token, parent) in enumerate(zip(self.tokens, self.parents, strict=True)):
+            if is_kept[row] and parent in row_of:
+                row_of[row] = len(tokens)
+                tokens.append(token)
+                parents.append(row_of[parent])
+        return DraftTree(tokens, parents, self.proposer)
+
     def __len__(self) -> int:
         return len(self.tokens)
 

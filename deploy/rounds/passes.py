@@ -16,6 +16,7 @@ from polybasic.chain.kernels.drafts import DraftTree
 from polybasic.deploy.drafters.expansion import ExpandingDrafter, draft_together
 from polybasic.deploy.drafters.interface import Drafter
 from polybasic.deploy.drafters.ngram import NgramDrafter
+from polybasic.deploy.rounds.constraint import GRAMMAR, Constraint
 from polybasic.deploy.rounds.draws import Draws, distributions_together
 from polybasic.deploy.rounds.verifier import Verifier, logits_together, read_together
 
@@ -147,15 +148,30 @@ class OwnPass:
         self.launch()
 
 
-def draft(drafter: Drafter, tokens: list[int], max_depth: int) -> Passes[DraftTree]:
-    """What a drafter drafts; only where a model drafts, a pass is waited for."""
+def draft(
+    drafter: Drafter, tokens: list[int], max_depth: int, constraint: Constraint | None = None
+) -> Passes[DraftTree]:
+    """What a drafter drafts; only where a model drafts, a pass is waited for.
+
+    Args:
+        constraint: nothing is drafted that it refuses. What it foretells is drafted instead of what
+            a model would draft, or of a copy that does not begin so.
+    """
+    foretold = constraint.foretold(tokens, max_depth) if constraint is not None else []
     if isinstance(drafter, NgramDrafter):
-        if (copied := drafter.copied(tokens, max_depth)) is not None:
+        copied = drafter.copied(tokens, max_depth)
+        if copied is not None and constraint is not None:
+            copied = constraint.pruned(copied, tokens)
+        if copied is not None and len(copied) > 1 and foretold in copied.paths():
             return copied
         drafter = drafter.fallback
+    if foretold:
+        return DraftTree.of_path([tokens[-1], *foretold], GRAMMAR)
     if isinstance(drafter, ExpandingDrafter):
-        return (yield DraftPass(drafter, tokens, max_depth))
-    return drafter.draft(tokens, max_depth)
+        tree = yield DraftPass(drafter, tokens, max_depth)
+    else:
+        tree = drafter.draft(tokens, max_depth)
+    return tree if constraint is None else constraint.pruned(tree, tokens)
 
 
 def run_together(passes: Sequence[Any]) -> list[Any]:

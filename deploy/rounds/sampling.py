@@ -24,7 +24,6 @@ from polybasic.deploy.rounds.warping import (
     Sampling,
     Warping,
     process_logits,
-    warp,
     warped,
 )
 
@@ -70,7 +69,13 @@ class Joiner(Protocol):
 
 
 class Sampler(Joiner, Protocol):
-    """Draws tokens and cuts blocks, exactly from the distributions that it computes."""
+    """Draws tokens and cuts blocks, exactly from the distributions that it computes.
+
+    Attributes:
+        constraint: of the answer.
+    """
+
+    constraint: Constraint | None
 
     def distributions(self, logits: Tensor, prefixes: Prefixes) -> Any:
         """The distributions to draw tokens from, one for each row of `logits` [R, V].
@@ -110,11 +115,10 @@ class GreedyRows:
             raise NotFiniteError
 
 
-class GreedySampler:
-    """Temperature 0: a distribution is its most probable token.
+class _Processing:
+    """What all samplers do with logits first.
 
     Args:
-        sampling: only bias and penalties matter, since truncation keeps the argmax.
         num_prompt_tokens: leading tokens of every prefix that are not output.
         constraint: of the answer.
     """
@@ -125,6 +129,18 @@ class GreedySampler:
         self.sampling, self.num_prompt_tokens = sampling, num_prompt_tokens
         self.constraint = constraint
 
+    def _processed(self, logits: Tensor, prefixes: Prefixes) -> Tensor:
+        if self.constraint is not None:
+            logits = self.constraint.restrict(logits, prefixes)
+        return process_logits(logits, self.sampling, prefixes, self.num_prompt_tokens)
+
+
+class GreedySampler(_Processing):
+    """Temperature 0: a distribution is its most probable token; see the base for its arguments.
+
+    Only bias and penalties matter of the sampling, since truncation keeps the argmax.
+    """
+
     def distributions(self, logits: Tensor, prefixes: Prefixes) -> GreedyRows:
         logits = self._processed(logits, prefixes)
         return GreedyRows(most_probable(logits), lambda: logits)
@@ -133,11 +149,6 @@ class GreedySampler:
     def reads_prefixes(self) -> bool:
         """Whether draws depend on the tokens before them in another way than by the logits."""
         return self.sampling.has_penalties or self.constraint is not None
-
-    def _processed(self, logits: Tensor, prefixes: Prefixes) -> Tensor:
-        if self.constraint is not None:
-            logits = self.constraint.restrict(logits, prefixes, self.num_prompt_tokens)
-        return process_logits(logits, self.sampling, prefixes, self.num_prompt_tokens)
 
     def draw(self, rows: GreedyRows, row: int) -> int:
         return rows.tokens[row]
@@ -206,7 +217,7 @@ class Probabilities:
     drawn: list[int] | None = field(default=None)
 
 
-class RandomSampler:
+class RandomSampler(_Processing):
     """Draws from the softmax of the warped logits, in float32, on the logits' device.
 
     Args:
@@ -223,14 +234,13 @@ class RandomSampler:
         rule: Rule = "block",
         constraint: Constraint | None = None,
     ) -> None:
-        self.sampling, self.num_prompt_tokens, self.rule = sampling, num_prompt_tokens, rule
-        self.constraint = constraint
+        super().__init__(sampling, num_prompt_tokens, constraint)
+        self.rule = rule
         self.generator = seeded_generator(sampling, device)
 
     def distributions(self, logits: Tensor, prefixes: Prefixes) -> Probabilities:
-        if self.constraint is not None:
-            logits = self.constraint.restrict(logits, prefixes, self.num_prompt_tokens)
-        return Probabilities(warp(logits, self.sampling, prefixes, self.num_prompt_tokens))
+        processed = self._processed(logits, prefixes)
+        return Probabilities(warped(processed, self.sampling).softmax(-1))
 
     def draw(self, rows: Probabilities, row: int) -> int:
         if rows.drawn is None:

@@ -346,7 +346,7 @@ class TreeStage(HostStage, BaseTreeStage):
     """A tree stage whose trees and draws are on the host."""
 
     def _draft(self, limit: int) -> Passes[DraftTree]:
-        return (yield from draft(self.drafter, self.tokens, limit - 1))
+        return (yield from draft(self.drafter, self.tokens, limit - 1, self.sampler.constraint))
 
     def _verify(self, tree: DraftTree, limit: int) -> Passes[Round]:
         draws = Draws(self.sampler, Prefixes(self.tokens, tree.paths()))

@@ -117,9 +117,9 @@ class Service:
         self.scheduler.check_number(len(asked.prompts) * asked.n)
         num_characters = 0
         for prompt in asked.prompts:
-            num_characters += len(prompt)
+            num_characters += len(prompt) + len(asked.suffix)
             if isinstance(prompt, str):
-                self.reading.check(len(prompt), "prompt")
+                self.reading.check(len(prompt) + len(asked.suffix), "prompt")
             else:
                 self._most_tokens(asked, len(prompt))
         return num_characters

@@ -6,10 +6,9 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from polybasic.deploy.grammar import Grammar
+from polybasic.deploy.grammar import ANY_OBJECT, Grammar
 from polybasic.deploy.serve.fields import Fields, Refused
 
-_ANY_OBJECT: dict[str, Any] = {"type": "object"}
 _SCHEMA = "a schema: an object of JSON, true, or the text of either"
 _LARK = "a grammar in Lark's syntax"
 Restriction = tuple[str, Callable[[], Grammar]]
@@ -21,7 +20,7 @@ class JsonSchemaFormat(Fields):
 
     name: str | None = Field(None, description="taken, and not used")
     description: str | None = Field(None, description="taken, and not used")
-    schema_: Any = Field(_ANY_OBJECT, alias="schema", description=_SCHEMA)
+    schema_: Any = Field(ANY_OBJECT, alias="schema", description=_SCHEMA)
     strict: bool | None = Field(None, description="taken: answers hold to every schema")
 
     ALIASES = frozenset({"schema"})
@@ -45,7 +44,7 @@ class ResponseFormat(Fields):
         """The schema; None for any text."""
         if self.json_schema is not None:
             return self.json_schema.schema_
-        return _ANY_OBJECT if self.type == "json_object" else None
+        return ANY_OBJECT if self.type == "json_object" else None
 
 
 class StructuredOutputs(Fields):
@@ -100,7 +99,7 @@ class Structured(Fields):
         schema = None if self.response_format is None else self.response_format.asked
         values = {
             ("response_format", "json"): schema,
-            ("structured_outputs.json_object", "json"): _ANY_OBJECT if own.json_object else None,
+            ("structured_outputs.json_object", "json"): ANY_OBJECT if own.json_object else None,
             ("structured_outputs.json", "json"): own.json_,
         }
         for kind in self.MAKERS:

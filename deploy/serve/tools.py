@@ -12,12 +12,11 @@ from uuid import uuid4
 
 from pydantic import Field, StringConstraints, TypeAdapter, model_validator
 
-from polybasic.deploy.grammar import Grammar, json_rule
+from polybasic.deploy.grammar import ANY_OBJECT, Grammar, json_rule
 from polybasic.deploy.serve.fields import Fields, JsonObject, Refused
 
 MAX_TOOLS = 128
 _Name = Annotated[str, StringConstraints(pattern=r"^[\w.-]{1,64}$")]
-_ANY_OBJECT: dict[str, Any] = {"type": "object"}
 _ARGUMENTS = TypeAdapter(JsonObject)
 
 
@@ -169,7 +168,7 @@ class CallReader:
         lines = [f"call: {' | '.join(f'call{place}' for place in range(len(tools)))}"]
         for place, tool in enumerate(tools):
             begin = json.dumps(f'{{"name": "{tool.function.name}", "{cls.KEY}": ')
-            schema = _ANY_OBJECT | (tool.function.parameters or {})
+            schema = ANY_OBJECT | (tool.function.parameters or {})
             lines.append(f'call{place}: {begin} arguments{place} "}}"')
             lines.append(f"arguments{place}: {json_rule(schema)}")
         return "\n".join(lines)

@@ -453,7 +453,7 @@ class RememberingCoupledSampler(CoupledSampler):
 
         def warp(rows: Tensor) -> Tensor:
             if self.constraint is not None:
-                rows = self.constraint.restrict(rows, prefixes, num_prompt_tokens)
+                rows = self.constraint.restrict(rows, prefixes)
             return truncate(rows, settings, prefixes, num_prompt_tokens)
 
         return super().distributions(self.memory.drawn_from(logits, prefixes, warp), prefixes)

@@ -14,6 +14,7 @@ from llguidance import LLMatcher
 from polybasic import Grammar, load_chain
 from polybasic.chain.errors import UserError
 from polybasic.deploy.chain import Chain
+from polybasic.deploy.rounds.constraint import Constraint
 from tests.deploy.byte_target import write_byte_target
 from tests.recipes.command_line import call, refusal
 
@@ -131,9 +132,10 @@ def schema_of(draw: random.Random, depth: int = 3) -> Any:
     }
 
 
-def test_answers_are_of_random_schemas(chain: Chain) -> None:
+@pytest.mark.parametrize("num", [40, pytest.param(1000, marks=pytest.mark.proof)])
+def test_answers_are_of_random_schemas(chain: Chain, num: int) -> None:
     draw = random.Random(1)
-    for seed in range(40):
+    for seed in range(num):
         schema = schema_of(draw)
         found = chain.generate(
             "a cat?",
@@ -175,6 +177,24 @@ def test_answers_at_the_same_time_have_grammars_of_their_own(chain: Chain) -> No
 def test_what_is_no_grammar_is_refused(made: Any, reason: str) -> None:
     with pytest.raises(UserError, match="grammar cannot be used: .*" + reason):
         made()
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+def test_foretold_tokens_save_passes_and_change_none(
+    chain: Chain, seed: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {"temperature": 0.0} if seed is None else {"seed": seed}
+    options |= {"grammar": Grammar.lark('start: /[a-c]{3}/ " is known from here on"')}
+    found = chain.generate("a cat?", members=["target"], logprobs=1, **options)
+    [proposed] = found.statistics.proposals.values()
+    assert proposed.accepted == [2] * 6 + [1] * 9  # 15 at once, and 6 after the one that was drawn
+    passes = found.statistics.forward_passes["target"]
+    assert passes == found.statistics.num_later - 21
+    assert all(one.logprob < -1 for one in found.logprobs), "of the model, without masks"
+    monkeypatch.setattr(Constraint, "foretold", lambda *_: [])
+    slowly = chain.generate("a cat?", members=["target"], **options)
+    assert slowly.token_ids == found.token_ids
+    assert slowly.statistics.forward_passes["target"] == passes + 21
 
 
 def test_an_end_that_is_not_taken_is_refused(chain: Chain) -> None:

@@ -12,7 +12,7 @@ from polybasic.chain.kernels.cpu.native import native_library
 from polybasic.chain.kernels.cpu.openmp import openmp_functions
 from polybasic.chain.kernels.environment import kernels_wanted
 
-_VERSION = 8
+_VERSION = 9
 ELEMENTS = {torch.float32: 0, torch.bfloat16: 1}
 """Element types of source/matrix.h and source/decoder.h."""
 
@@ -129,6 +129,19 @@ class Kernels:
         )
         return list(tokens)
 
+    def mask(self, logits: Tensor, masks: Tensor) -> None:
+        """Minus infinity, in place, where a token's bit is 0.
+
+        Args:
+            logits: float32 [R, V].
+            masks: int32 [R, ceil(V / 32)], bits of a row from the lowest of its first word on.
+        """
+        num_rows, num_tokens = logits.shape
+        assert masks.shape == (num_rows, -(-num_tokens // 32)), f"masks of shape {masks.shape}"
+        self.library.polybasic_mask(
+            address(logits, torch.float32), address(masks, torch.int32), num_rows, num_tokens
+        )
+
 
 @lru_cache(maxsize=1)
 def load_kernels() -> Kernels | None:
@@ -164,6 +177,7 @@ def load_kernels() -> Kernels | None:
     library.polybasic_draw.argtypes = [
         pointer, integer, integer, pointer, pointer, pointer, pointer, integer
     ]  # fmt: skip
+    library.polybasic_mask.argtypes = [pointer, pointer, integer, integer]
     library.polybasic_move_rows.argtypes = [
         pointer, integer, integer, ctypes.c_int64, ctypes.c_int64, pointer, integer, integer
     ]  # fmt: skip

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from polybasic.chain.formats.plan import Window
-from polybasic.chain.kernels.drafts import Candidates
+from polybasic.chain.kernels.drafts import Candidates, DraftTree
 from polybasic.chain.kernels.executor import DraftRequest, Executor, Perturbation
 from tests.chain.native_models import (
     CONFIG,
@@ -78,6 +78,13 @@ def test_drafts_have_the_bits_of_each_alone(kind: str, dtype: torch.dtype) -> No
         for place, one in zip(mixed, found, strict=True):
             assert is_same(one, expected[place][0])
             assert torch.equal(written(requests[place]), expected[place][1])
+
+
+def test_a_tree_without_some_rows_is_without_those_below_them() -> None:
+    tree = DraftTree([9, 1, 2, 3, 4, 5], [-1, 0, 0, 1, 2, 3], "head")
+    kept = tree.where([True, False, True, True, True, True])
+    assert (kept.tokens, kept.parents, kept.proposer) == ([9, 2, 4], [-1, 0, 1], "head")
+    assert kept == DraftTree.of_path([9, 2, 4], "")
 
 
 @pytest.mark.parametrize("kind", SCALES)

@@ -1,6 +1,5 @@
 """Answers under masks: their law, exactly and by counting, is the target's under these masks."""
 
-from collections import Counter
 from fractions import Fraction
 from typing import Any
 
@@ -9,18 +8,22 @@ import pytest
 import torch
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.plan import Flush, Rule
-from polybasic.deploy.rounds.constraint import Constraint
+from polybasic.chain.formats.plan import Flush, Ngram, Rule, Tree
+from polybasic.chain.kernels.drafts import DraftTree
+from polybasic.deploy.drafters.interface import NoDrafter
+from polybasic.deploy.drafters.ngram import NgramDrafter
+from polybasic.deploy.rounds.constraint import GRAMMAR, Constraint
+from polybasic.deploy.rounds.passes import alone, draft
 from polybasic.deploy.rounds.sampling import Prefixes, Probabilities
-from polybasic.deploy.rounds.stages import HostStage, Stage
 from tests.deploy.rounds.test_law import (
     CHAINS,
     COUPLED_ANSWERS,
     FEWER_ANSWERS,
     PROMPT,
-    SAMPLING,
     SIGNIFICANCE,
     chain_of,
+    count,
+    exact_law,
     p_values,
 )
 from tests.deploy.small_chains import VOCAB_SIZE, RememberedChain, RememberedVerifier
@@ -34,10 +37,12 @@ from tests.deploy.tables import (
     target_row,
 )
 
+pytestmark = pytest.mark.usefixtures("answers_begin_with_a_round")
+
 
 class Ascending:
     """Stands in for llguidance's matcher: no token is followed by its like, nor the last one of
-    the vocabulary by others than 0 and 2.
+    the vocabulary by others than 0 and 2, where it foretells 0 and 1.
 
     Attributes:
         num_masks: that were computed.
@@ -72,61 +77,15 @@ class Ascending:
         bits = sum(1 << token for token in self.allowed())
         ctypes.memmove(pointer, bits.to_bytes(num_bytes, "little"), num_bytes)
 
+    def compute_ff_tokens(self) -> list[int]:
+        return [0, 1] if self.tokens[-1:] == [self.vocab_size - 1] else []
+
     def is_error(self) -> bool:
         return False
 
 
 def constraint() -> Constraint:
-    return Constraint(Ascending(), frozenset(), VOCAB_SIZE)
-
-
-@pytest.fixture(autouse=True)
-def _answers_begin_with_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of few tokens that are counted, none is drawn by a pass over the prompt alone."""
-    monkeypatch.setattr(HostStage, "start", Stage.start)
-
-
-@torch.inference_mode()
-def exact_law() -> Any:
-    """Probabilities [V * V * V] of the first three tokens under the masks."""
-    from polybasic.chain.kernels.rows import consecutive_rows
-    from polybasic.deploy.rounds.cache import KeyValueCache
-    from polybasic.deploy.rounds.warping import warp
-    from tests.deploy.small_chains import CPU
-
-    decoder = chain_of(3).engine.models.target
-    law = np.ones(1)
-    for length in range(3):
-        rows = []
-        for tokens in np.ndindex((VOCAB_SIZE,) * length):
-            sequence = [*PROMPT, *tokens]
-            num_layers, num_tokens = decoder.config.num_layers, len(sequence)
-            cache = KeyValueCache(decoder.config, num_layers, num_tokens, torch.float32, CPU)
-            given = [consecutive_rows(0, num_tokens)]
-            states = decoder.forward(torch.tensor(sequence), [cache.layers], given)
-            prefixes, matcher = Prefixes(sequence, [[]]), Ascending()
-            logits = decoder.logits(states[-1:])
-            if matcher.try_consume_tokens(list(tokens)) == length:
-                refused = [one for one in range(VOCAB_SIZE) if one not in matcher.allowed()]
-                logits[:, refused] = float("-inf")
-            rows.append(warp(logits, SAMPLING, prefixes, len(PROMPT))[0].tolist())
-        law = (law[:, None] * np.array(rows, dtype=np.float64)).reshape(-1)
-    return law / law.sum()
-
-
-@torch.inference_mode()
-def count(num_members: int, rule: Rule, num_answers: int) -> Any:
-    """Answers [V * V * V] by their first three tokens."""
-    remembered = RememberedChain(chain_of(num_members, rule))
-    answers: Counter[tuple[int, ...]] = Counter()
-    for seed in range(num_answers):
-        sampler: Any = remembered.sampler(seed)
-        sampler.constraint = constraint()
-        answers[remembered.answer(sampler)] += 1
-    counts = np.zeros((VOCAB_SIZE,) * 3, dtype=np.int64)
-    for tokens, number in answers.items():
-        counts[tokens] = number
-    return counts.reshape(-1)
+    return Constraint(Ascending(), frozenset(), VOCAB_SIZE, len(PROMPT))
 
 
 @pytest.mark.parametrize(("num_members", "rule"), CHAINS)
@@ -134,8 +93,8 @@ def test_law_of_answers_under_masks_is_the_targets(
     num_members: int, rule: Rule, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     num_answers = COUPLED_ANSWERS if rule == "coupled" else FEWER_ANSWERS
-    law = exact_law()
-    assert p_values(count(num_members, rule, num_answers), law) >= SIGNIFICANCE
+    law, remembered = exact_law(restricted_rows), RememberedChain(chain_of(num_members, rule))
+    assert p_values(count(remembered, num_answers, constraint), law) >= SIGNIFICANCE
     # a target that draws without them
     restrict, reading = Constraint.restrict, [""]
     read = RememberedVerifier._read
@@ -152,10 +111,19 @@ def test_law_of_answers_under_masks_is_the_targets(
         ),
     )
     try:
-        found = count(num_members, rule, num_answers)
+        found = count(RememberedChain(chain_of(num_members, rule)), num_answers, constraint)
     except UserError:  # the models below cannot go on with what it has drawn
         return
     assert p_values(found, law) < SIGNIFICANCE
+
+
+def restricted_rows(logits: torch.Tensor, prefixes: Prefixes) -> torch.Tensor:
+    """Masked by a constraint that has seen no other sequence; as it is where none can follow."""
+    tokens, matcher = prefixes.sequence[len(PROMPT) :], Ascending()
+    if matcher.try_consume_tokens(tokens) < len(tokens):
+        return logits
+    refused = [token for token in range(VOCAB_SIZE) if token not in matcher.allowed()]
+    return logits.index_fill(-1, torch.tensor(refused, dtype=torch.long), float("-inf"))
 
 
 class Bare(np.ndarray[Any, Any]):
@@ -174,12 +142,14 @@ class Masked(EnumeratingSampler):
 
     def __init__(self, outcomes: Outcomes, case: Case) -> None:
         super().__init__(outcomes, case)
-        self.masks = Constraint(Ascending(case.vocab_size), frozenset(), case.vocab_size)
+        self.masks = Constraint(
+            Ascending(case.vocab_size), frozenset(), case.vocab_size, len(case.prompt)
+        )
 
     def distributions(self, logits: Any, prefixes: Prefixes) -> Probabilities:
         if isinstance(logits, Bare):
             return Probabilities(np.asarray(logits))
-        masked = self.masks.restrict(torch.zeros(logits.shape), prefixes, self.num_prompt_tokens)
+        masked = self.masks.restrict(torch.zeros(logits.shape), prefixes)
         allowed = [row.isfinite().nonzero().flatten().tolist() for row in masked]
         pairs = zip(logits, allowed, strict=True)
         return Probabilities(np.array([restricted(*pair) for pair in pairs], dtype=object))
@@ -229,16 +199,43 @@ def test_law_under_masks_is_the_targets_exactly(
 
 def test_rows_are_masked_by_what_stands_before_them() -> None:
     matcher = Ascending()
-    masked = Constraint(matcher, frozenset({4}), VOCAB_SIZE)
+    masked = Constraint(matcher, frozenset({4}), VOCAB_SIZE, len(PROMPT))
     suffixes = [[], [1], [1, 1], [1, 5], [2], [4]]
-    found = masked.restrict(torch.zeros(6, VOCAB_SIZE), Prefixes([*PROMPT, 0], suffixes), 4)
+    found = masked.restrict(torch.zeros(6, VOCAB_SIZE), Prefixes([*PROMPT, 0], suffixes))
     allowed = [row.isfinite().nonzero().flatten().tolist() for row in found]
     every = list(range(VOCAB_SIZE))
     assert allowed == [[1, 2, 3, 4, 5], [0, 2, 3, 4, 5], every, [0, 2], [0, 1, 3, 4, 5], every]
     assert matcher.num_masks == 4, "none after a refused token, and none after the end"
     # another sequence: from where it parts
-    found = masked.restrict(torch.zeros(1, VOCAB_SIZE), Prefixes([*PROMPT, 3, 5], [[]]), 4)
+    found = masked.restrict(torch.zeros(1, VOCAB_SIZE), Prefixes([*PROMPT, 3, 5], [[]]))
     assert found[0].isfinite().nonzero().flatten().tolist() == [0, 2]
     assert matcher.tokens == [3, 5]
     with pytest.raises(UserError, match="no token of the chain's tokenizer spells"):
-        masked.restrict(torch.zeros(1, VOCAB_SIZE), Prefixes([*PROMPT, 3, 3], [[]]), 4)
+        masked.restrict(torch.zeros(1, VOCAB_SIZE), Prefixes([*PROMPT, 3, 3], [[]]))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "output", "drafted", "proposer"),
+    [
+        ([0, 1, 2, 2], [0, 1], [1, 2], "ngram"),  # a copy, up to a token that is refused
+        ([0, 1, 1, 2], [0, 1], [1, 0, 2], "model"),  # of a copy nothing is left
+        ([], [0, 1], [1, 0, 2], "model"),  # no copy, and a model drafts 1, too
+        ([2, 5, 0, 1, 3], [2, 5], [5, 0, 1, 3], "ngram"),  # a copy begins as is foretold
+        ([2, 5, 2, 0, 1], [2, 5], [5, 0, 1], GRAMMAR),  # it does not
+        ([2, 5, 0, 3, 1], [4, 5], [5, 0, 1], GRAMMAR),  # no copy
+    ],
+)
+def test_drafts_are_of_the_grammar(
+    prompt: list[int], output: list[int], drafted: list[int], proposer: str
+) -> None:
+    class Model(NoDrafter):
+        def draft(self, tokens: list[int], max_depth: int) -> DraftTree:
+            return DraftTree([tokens[-1], 1, 0, 2], [-1, 0, 0, 2], "model")
+
+    prompt = [4, 0, *prompt]
+    given = Constraint(Ascending(), frozenset(), VOCAB_SIZE, len(prompt))
+    settings, shape = Ngram(min_match=2, num_tokens=3), Tree(depth=1, top_k=1, rows=16)
+    drafter = NgramDrafter(settings, shape, Model())
+    tree = alone(draft(drafter, [*prompt, *output], 3, given))
+    assert tree == DraftTree.of_path(drafted, "")
+    assert tree.proposer == proposer

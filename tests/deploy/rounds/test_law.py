@@ -22,6 +22,7 @@ What is wrong in the proposals or in the token after a block is seen by `test_en
 import dataclasses
 import functools
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -36,9 +37,9 @@ from polybasic.chain.kernels.noise import gumbel_noise, noise_key
 from polybasic.chain.kernels.rows import consecutive_rows
 from polybasic.deploy.rounds import verification
 from polybasic.deploy.rounds.cache import KeyValueCache
+from polybasic.deploy.rounds.constraint import Constraint
 from polybasic.deploy.rounds.noise import Noise
 from polybasic.deploy.rounds.sampling import Prefixes, Sampling
-from polybasic.deploy.rounds.stages import HostStage, Stage
 from polybasic.deploy.rounds.warping import warp
 from tests.deploy.small_chains import (
     CPU,
@@ -50,6 +51,8 @@ from tests.deploy.small_chains import (
     small_chain,
     small_config,
 )
+
+pytestmark = pytest.mark.usefixtures("answers_begin_with_a_round")
 
 NUM_ANSWERS = 200_000
 FEWER_ANSWERS = 4_000
@@ -101,32 +104,50 @@ def chain_of(num_members: int, rule: Rule = "block") -> SmallChain:
     return small_chain(decoders, head, plan, SAMPLING, PROMPT, num_tokens)
 
 
+Restrict = Callable[[Tensor, Prefixes], Tensor]
+"""Masks rows of logits, as `Constraint.restrict` does."""
+
+
 @functools.cache
-def exact_law() -> Any:
+def exact_law(restrict: Restrict | None = None) -> Any:
     """Probabilities [V * V * V] of the first three tokens."""
     decoder = chain_of(3).engine.models.target
     law = np.ones(1)
     for length in range(3):
-        rows = [next_row(decoder, [*PROMPT, *tokens]) for tokens in np.ndindex((6,) * length)]
+        every = np.ndindex((6,) * length)
+        rows = [next_row(decoder, [*PROMPT, *tokens], restrict) for tokens in every]
         law = (law[:, None] * np.array(rows, dtype=np.float64)).reshape(-1)
     return law / law.sum()
 
 
 @torch.inference_mode()
-def next_row(decoder: Executor, tokens: list[int]) -> list[float]:
+def next_row(decoder: Executor, tokens: list[int], restrict: Restrict | None = None) -> list[float]:
     """The warped distribution after `tokens`, read in one pass into an empty cache."""
     config = decoder.config
     cache = KeyValueCache(config, config.num_layers, len(tokens), torch.float32, CPU)
     rows = [consecutive_rows(0, len(tokens))]
     states = decoder.forward(torch.tensor(tokens), [cache.layers], rows)
-    logits = decoder.logits(states[-1:])
-    return warp(logits, SAMPLING, Prefixes(tokens, [[]]), len(PROMPT))[0].tolist()
+    logits, prefixes = decoder.logits(states[-1:]), Prefixes(tokens, [[]])
+    logits = logits if restrict is None else restrict(logits, prefixes)
+    return warp(logits, SAMPLING, prefixes, len(PROMPT))[0].tolist()
 
 
 @torch.inference_mode()
-def count(remembered: RememberedChain, num_answers: int) -> Any:
-    """Answers [V * V * V] to the seeds from 0 on, by their first three tokens."""
-    answers = Counter(remembered.answer(remembered.sampler(seed)) for seed in range(num_answers))
+def count(
+    remembered: RememberedChain,
+    num_answers: int,
+    constraint: Callable[[], Constraint] | None = None,
+) -> Any:
+    """Answers [V * V * V] to the seeds from 0 on, by their first three tokens.
+
+    Args:
+        constraint: makes that of each answer.
+    """
+    answers: Counter[tuple[int, ...]] = Counter()
+    for seed in range(num_answers):
+        sampler: Any = remembered.sampler(seed)
+        sampler.constraint = None if constraint is None else constraint()
+        answers[remembered.answer(sampler)] += 1
     counts = np.zeros((VOCAB_SIZE,) * 3, dtype=np.int64)
     for tokens, number in answers.items():
         counts[tokens] = number
@@ -158,12 +179,6 @@ def p_values(counts: Any, law: Any) -> Any:
 def distance(counts: Any, law: Any) -> Any:
     """Total variation between counted shares [..., cells] and a law."""
     return np.abs(counts / counts.sum(-1, keepdims=True) - law).sum(-1) / 2
-
-
-@pytest.fixture(autouse=True)
-def _answers_begin_with_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of few tokens that are counted, none is drawn by a pass over the prompt alone."""
-    monkeypatch.setattr(HostStage, "start", Stage.start)
 
 
 # The test itself

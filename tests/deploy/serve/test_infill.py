@@ -79,6 +79,11 @@ def test_what_cannot_be_filled_is_refused(
     assert refusal(server, path, asked)["param"] == param
 
 
+def test_a_long_suffix_is_refused_before_it_is_read(server: Served) -> None:
+    asked = {"prompt": "a", "suffix": "b" * 20_000}
+    assert "20,001 characters" in refusal(server, COMPLETIONS, asked)["message"]
+
+
 def test_a_tokenizer_without_marks_refuses(byte_chain: Path) -> None:
     chain = load_chain(byte_chain, dtype="float32")
     assert Infilling.of(chain.tokenizer.backend_tokenizer) is None

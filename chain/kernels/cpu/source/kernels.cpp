@@ -18,7 +18,7 @@ using namespace polybasic;
 extern "C" {
 
 // To be raised with every change of a structure or signature below.
-int polybasic_version() { return 8; }
+int polybasic_version() { return 9; }
 
 void polybasic_use_openmp(void* parallel, void* thread_number, void* num_threads) {
     open_mp().parallel =
@@ -89,6 +89,20 @@ void polybasic_draw(const float* logits, int num_rows, int num_tokens, const flo
     Team::run(std::min(num_threads, num_rows), [&](Thread self) {
         draw_rows(logits, num_rows, num_tokens, steps, words, positions, tokens, self);
     });
+}
+
+// Minus infinity for tokens whose bit is 0, in `logits` [num_rows][num_tokens]. Bits of a row fill
+// 32-bit words, the lowest first: `masks` [num_rows][(num_tokens + 31) / 32].
+void polybasic_mask(float* logits, const uint32_t* masks, int num_rows, int num_tokens) {
+    constexpr int kBits = 32;
+    for (int row = 0; row < num_rows; ++row, logits += num_tokens)
+        for (int first = 0; first < num_tokens; first += kBits) {
+            const uint32_t word = *masks++;
+            if (word == ~0u) continue;
+            const int num = std::min(kBits, num_tokens - first);
+            for (int bit = 0; bit < num; ++bit)
+                if (!(word >> bit & 1)) logits[first + bit] = -INFINITY;
+        }
 }
 
 // In each of `num_tensors` tensors [heads][capacity][row_bytes]: copy the rows `sources`, ascending,

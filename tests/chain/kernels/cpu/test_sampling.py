@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -41,6 +42,18 @@ def rows_of(num_tokens: int, scale: float) -> Tensor:
     logits[4] = 0
     logits[5, 1:] = -math.inf
     return logits
+
+
+@pytest.mark.parametrize("num_tokens", [1, 31, 32, 33, 1000])
+def test_masked_tokens_have_no_logit(kernels: Kernels, num_tokens: int) -> None:
+    is_allowed = torch.rand(4, -(-num_tokens // 32) * 32, generator=torch.manual_seed(1)) < 0.5
+    is_allowed[2], is_allowed[3] = True, False
+    bits = np.packbits(is_allowed.numpy(), axis=1, bitorder="little")
+    logits = torch.randn(5, num_tokens)
+    masked = logits.clone()
+    kernels.mask(masked[:4], torch.from_numpy(bits.view(np.int32)))
+    expected = logits[:4].masked_fill(~is_allowed[:, :num_tokens], -math.inf)
+    assert torch.equal(masked, torch.cat([expected, logits[4:]]))
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
