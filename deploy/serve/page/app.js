@@ -1,15 +1,23 @@
 // The conversation: what is asked, what comes, and what the browser keeps of it.
 
 import { Failure, readMarkdown, servedModel, streamed } from "./api.js";
+import { messagesOf, said, toolsOf } from "./calls.js";
+import { indented, responseFormat } from "./json.js";
 import { Pace } from "./pace.js";
-import { saveConversation, savedConversation, savedSettings, saveSettings } from "./store.js";
+import {
+  nextQuestion,
+  saveConversation,
+  savedConversation,
+  savedSettings,
+  saveSettings,
+} from "./store.js";
 import { openSettings } from "./settings.js";
 import { $, showLegend, showPasses, shownRate, TurnView } from "./view.js";
 
 let model = { id: "", members: [], plan: [] };
 let turns = savedConversation();
 let views = [];
-const markdown = new WeakMap(); // of turns: the elements that their texts mean
+const meant = new WeakMap(); // of turns: the elements that their texts mean
 let numForgotten = 0; // turns at the beginning that are no longer sent
 let refusedKey = null; // by the server, the last time
 let running = null; // an AbortController while an answer comes
@@ -26,7 +34,7 @@ async function connect() {
   notify("");
   $("model").textContent = model.id;
   $("alone").disabled = model.members.length < 2;
-  showTurns();
+  if (!running) showTurns(); // or an answer would go on out of sight
 }
 
 function showTurns() {
@@ -37,7 +45,7 @@ function showTurns() {
   if (model.id) formatAll();
 }
 
-// Answers as their Markdown means them, the last ones first.
+// Answers as they are meant, the last ones first.
 async function formatAll() {
   const shown = turns.map((turn, index) => [turn, views[index]]);
   for (const [turn, view] of shown.reverse()) {
@@ -47,14 +55,18 @@ async function formatAll() {
 
 async function format(turn, view) {
   try {
-    if (!markdown.has(turn)) {
-      markdown.set(turn, await readMarkdown(turn.text, savedSettings().key));
-    }
+    if (!meant.has(turn)) meant.set(turn, await elementsOf(turn));
   } catch (error) {
-    console.warn(`an answer is shown as it is: ${error.message}`); // too long, or no server
+    console.warn(`an answer is shown as it is: ${error.message}`); // too long, cut, or no server
     return;
   }
-  keepingEnd(() => view.format(markdown.get(turn), Boolean(savedSettings().asTokens)));
+  keepingEnd(() => view.format(meant.get(turn), Boolean(savedSettings().asTokens)));
+}
+
+async function elementsOf({ text, isJson }) {
+  if (!text) return [];
+  if (!isJson) return readMarkdown(text, savedSettings().key);
+  return [{ tag: "pre", children: [{ tag: "code", children: [indented(text)] }] }];
 }
 
 // All answers from tokens to what is formatted, or back.
@@ -74,6 +86,7 @@ function showEnd() {
     const others = last?.isAlone ? "all members" : "target alone";
     const isLast = turns[index] === last && model.members.length > 1;
     view.offerRepeat(isLast && `Repeat with ${others}`);
+    view.openCalls(turns[index] === last);
   });
 }
 
@@ -108,16 +121,18 @@ function say(words) {
   $("status").textContent = words;
 }
 
-async function send() {
-  const text = $("question").value.trim();
-  if (!text || running) return;
+// A question, or else nothing but the results of the last answer's calls.
+async function send(question) {
+  if (running) return;
   notify("");
   if (!model.id) await connect();
   if (!model.id || running) return;
-  turns.push({ role: "user", text });
-  views.push(new TurnView(turns.at(-1), model.members));
-  $("question").value = "";
-  fitQuestion();
+  if (question) {
+    turns.push({ role: "user", text: question });
+    views.push(new TurnView(turns.at(-1), model.members));
+    $("question").value = "";
+    fitQuestion();
+  }
   answering = answer($("alone").checked);
 }
 
@@ -137,6 +152,8 @@ function requested(isAlone, seed) {
     temperature: number("temperature"),
     top_p: number("top_p"),
     max_tokens: number("max_tokens"),
+    response_format: responseFormat(given),
+    tools: toolsOf(given.tools),
     // one that is known, so that the answer can be repeated
     seed: seed ?? number("seed") ?? crypto.getRandomValues(new Uint32Array(1))[0],
     polybasic: { members: true, ...(isAlone && { run: model.members.slice(0, 1) }) },
@@ -147,8 +164,8 @@ function requested(isAlone, seed) {
 async function* fitting(asked, signal) {
   const { system, key } = savedSettings();
   const first = system ? [{ role: "system", content: system }] : [];
-  for (let forgotten = numForgotten; ; forgotten += 2) {
-    const sent = turns.slice(forgotten, -1).map(({ role, text }) => ({ role, content: text }));
+  for (let forgotten = numForgotten; ; forgotten = nextQuestion(turns, forgotten)) {
+    const sent = turns.slice(forgotten, -1).flatMap(messagesOf);
     const request = { ...asked, messages: [...first, ...sent] };
     try {
       for await (const event of streamed(request, key, signal)) {
@@ -161,7 +178,8 @@ async function* fitting(asked, signal) {
       }
       return;
     } catch (error) {
-      if (error.kind !== "long" || sent.length < 3) throw error;
+      const isLast = nextQuestion(turns, forgotten) === turns.length;
+      if (error.kind !== "long" || isLast) throw error;
     }
   }
 }
@@ -170,7 +188,8 @@ async function* fitting(asked, signal) {
 async function answer(isAlone, other) {
   const asked = requested(isAlone, other?.seed);
   const { seed } = asked;
-  const turn = { role: "assistant", text: "", tokens: [], isAlone, seed, end: "stopped" };
+  const isJson = Boolean(asked.response_format);
+  const turn = { role: "assistant", text: "", tokens: [], isAlone, isJson, seed, end: "stopped" };
   const view = new TurnView(turn, model.members);
   const pace = new Pace();
   const painter = new Painter(view, turn, () => showFigures(turn, pace.now()));
@@ -202,6 +221,7 @@ function take(event, turn) {
   const tokens = (event.polybasic?.tokens ?? []).map(({ text, member }) => [text, member]);
   turn.text += choice?.delta?.content ?? "";
   turn.tokens.push(...tokens);
+  if (choice?.delta?.tool_calls) turn.calls = [...(turn.calls ?? []), ...choice.delta.tool_calls];
   turn.end = choice?.finish_reason ?? turn.end;
   turn.passes = event.polybasic?.passes ?? turn.passes;
   if (event.timings) {
@@ -213,15 +233,18 @@ function take(event, turn) {
 
 // Keep an answer, or else give back what it was to take the place of, or the question.
 function settle(turn, view, other) {
-  const isComplete = ({ end }) => end === "stop" || end === "length";
-  if (turn.text || isComplete(turn)) {
+  const isComplete = ({ end }) => ["stop", "length", "tool_calls"].includes(end);
+  if (said(turn) || isComplete(turn)) {
     if (other && isComplete(other) && isComplete(turn)) {
-      turn.other = { isAlone: other.isAlone, rate: other.rate, text: other.text };
+      turn.other = { isAlone: other.isAlone, rate: other.rate, text: said(other) };
     }
-    keepingEnd(() => view.showCost(turn));
+    keepingEnd(() => {
+      view.showCalls(turn);
+      view.showCost(turn);
+    });
     showEnd();
     format(turn, view);
-    say(`${turn.end === "stopped" ? "Stopped. " : ""}${turn.text}`);
+    say(`${turn.end === "stopped" ? "Stopped. " : ""}${said(turn)}`);
   } else {
     turns.pop();
     if (other) turns.push(other);
@@ -316,13 +339,14 @@ async function copy(text) {
 
 $("composer").addEventListener("submit", (event) => {
   event.preventDefault();
-  send();
+  const question = $("question").value.trim();
+  if (question) send(question);
 });
 $("question").addEventListener("input", fitQuestion);
 $("question").addEventListener("keydown", (event) => {
   if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
   event.preventDefault();
-  send();
+  $("composer").requestSubmit();
 });
 $("stop").addEventListener("click", () => running?.abort());
 document.addEventListener("keydown", (event) => {
@@ -330,9 +354,14 @@ document.addEventListener("keydown", (event) => {
 });
 $("conversation").addEventListener("click", ({ target }) => {
   const index = views.findIndex((view) => view.element.contains(target));
-  if (target.matches(".copy")) copy(turns[index].text);
+  if (target.matches(".copy")) copy(said(turns[index]));
   if (target.matches(".form")) switchForm();
   if (target.matches(".repeat")) repeat();
+});
+$("conversation").addEventListener("submit", (event) => {
+  event.preventDefault();
+  $("send").focus(); // before the form's own button goes away
+  send();
 });
 $("conversation").addEventListener("pointerover", ({ target }) => {
   if (target.dataset.member) target.title = target.dataset.member;
@@ -346,7 +375,7 @@ $("settings").addEventListener("close", () => {
   if (!running && savedSettings().key !== refusedKey) connect();
 });
 addEventListener("pagehide", () => {
-  const kept = turns.filter((turn) => turn.text || turn.end !== "stopped");
+  const kept = turns.filter((turn) => said(turn) || turn.end !== "stopped");
   const text = $("question").value;
   if (text && kept.at(-1)?.role !== "user") kept.push({ role: "user", text });
   saveConversation(kept);

@@ -1,9 +1,16 @@
 // The page's elements. Text of people, models and servers is set as text, never as markup.
 
+import { said } from "./calls.js";
+import { indented, isReadable } from "./json.js";
 import { built } from "./markdown.js";
 
 export const $ = (id) => document.getElementById(id);
 
+// Who proposes tokens and is no member.
+const OTHERS = new Map([
+  ["ngram", "copied from the text"],
+  ["grammar", "foretold by the grammar"],
+]);
 const ENDS = { length: "cut at the limit of tokens", stopped: "stopped", lost: "incomplete" };
 
 // A turn of the conversation as an element.
@@ -16,6 +23,7 @@ export class TurnView {
     this.rest = this.find(".text").appendChild(new Text());
     this.length = 0;
     this.append(turn.tokens ?? [], turn.text, members);
+    this.showCalls(turn);
     this.showCost(turn);
     $("conversation").append(this.element);
   }
@@ -37,10 +45,10 @@ export class TurnView {
     this.rest.data = text.slice(this.length);
   }
 
-  // Offer the answer formatted, unless its Markdown is nothing but paragraphs.
+  // Offer the answer formatted, unless its Markdown is nothing but paragraphs, beside no calls.
   format(nodes, asTokens) {
     const formatted = built(nodes);
-    if (!formatted.querySelector(":not(p, br)")) return;
+    if (!formatted.querySelector(":not(p, br)") && this.find(".calls").hidden) return;
     this.find(".formatted").replaceChildren(formatted);
     this.find(".form").hidden = false;
     this.show(asTokens);
@@ -51,6 +59,18 @@ export class TurnView {
     this.find(".formatted").hidden = asTokens;
     this.find(".text").hidden = !asTokens;
     this.find(".form").textContent = asTokens ? "Show formatted" : "Show tokens";
+  }
+
+  // Each call with a field, which writes the result into it.
+  showCalls({ calls = [] }) {
+    this.find(".calls").hidden = !calls.length;
+    this.find(".calls button").before(...calls.map(shownCall));
+  }
+
+  // Whether results can be written yet.
+  openCalls(isOpen) {
+    this.find(".calls button").hidden = !isOpen;
+    for (const field of this.element.querySelectorAll("textarea")) field.readOnly = !isOpen;
   }
 
   // What a button says that repeats the answer; false: there is none.
@@ -65,7 +85,8 @@ export class TurnView {
     this.find("footer").hidden = isBusy;
   }
 
-  showCost({ role, text, end, rate, length, isAlone, other }) {
+  showCost(turn) {
+    const { role, end, rate, length, isAlone, other } = turn;
     if (role === "user") return;
     const parts = [];
     if (rate) parts.push(`${shownRate(rate)} tokens a second`);
@@ -74,11 +95,26 @@ export class TurnView {
     if (ENDS[end]) parts.push(ENDS[end]);
     if (other && rate) {
       const which = other.isAlone ? "the target alone" : "all members";
-      const same = text === other.text ? "with the same text" : "with another text";
+      const same = said(turn) === other.text ? "with the same text" : "with another text";
       parts.push(`${(rate / other.rate).toFixed(2)} times as fast as ${which}, ${same}`);
     }
     this.find(".cost").textContent = parts.join(" · ");
   }
+}
+
+function shownCall(call) {
+  const element = $("call").content.firstElementChild.cloneNode(true);
+  const { name, arguments: given } = call.function;
+  for (const place of element.querySelectorAll(".name")) place.textContent = name;
+  const [code, field] = ["pre code", "textarea"].map((one) => element.querySelector(one));
+  code.textContent = isReadable(given, indented) ? indented(given) : given;
+  code.id = `arguments-of-${call.id}`;
+  field.setAttribute("aria-describedby", code.id);
+  field.value = call.result ?? "";
+  field.addEventListener("input", () => {
+    call.result = field.value;
+  });
+  return element;
 }
 
 export function shownRate(rate) {
@@ -88,10 +124,10 @@ export function shownRate(rate) {
 // Who proposes tokens, and how many of an answer's; counts are by member.
 export function showLegend({ members, plan }, counts) {
   $("legend").replaceChildren(
-    ...withCounts([...members, "ngram"], plan, counts).map((member) => {
+    ...withCounts([...members, ...OTHERS.keys()], plan, counts).map((member) => {
       const [row, sample, count] = made("li", "span", "span");
       sample.className = `token ${lookOf(member, members)}`;
-      sample.textContent = member === "ngram" ? "copied from the text" : member;
+      sample.textContent = OTHERS.get(member) ?? member;
       count.textContent = counts[member] ?? "";
       count.className = "count";
       row.append(sample, member === members[0] ? " drew it itself" : "", count);
@@ -126,7 +162,7 @@ function made(...tags) {
 
 // The class that tints and underlines a member's tokens; more than four members repeat the looks.
 function lookOf(member, members) {
-  if (member === "ngram") return "ngram";
+  if (OTHERS.has(member)) return member;
   const place = members.indexOf(member);
   return place === 0 ? "target" : `proposer${place < 0 ? 1 : ((place - 1) % 3) + 1}`;
 }

@@ -252,6 +252,34 @@ def test_settings_are_sent_and_kept(browser: Browser) -> None:
         assert server.asked[1]["top_p"] == 0.99, "a value out of range is not taken"
 
 
+def test_an_answer_is_shown_that_begins_while_the_page_connects(browser: Browser) -> None:
+    go_on = Event()
+
+    def waiting(answering: Answering) -> None:
+        answering.begin()
+        assert go_on.wait(10)
+        answering.tokens(*TOKENS)
+        answering.end()
+
+    with scripted(waiting) as server:
+        page = opened(browser, server)
+        page.evaluate(
+            "(({ fetch }) => { window.fetch = async (path, options) => {"
+            "  if (path === 'v1/models') await new Promise((done) => (window.goOn = done));"
+            "  return fetch(path, options); } })(window)"
+        )
+        page.click("#open-settings")
+        page.press("Escape")
+        page.wait("window.goOn")
+        ask(page, "What stands there?")
+        page.wait("document.querySelector('.busy')")
+        page.evaluate("window.goOn()")
+        page.wait("performance.getEntriesByName(`${location.href}v1/models`).length === 2")
+        go_on.set()
+        page.wait(IDLE)
+        assert page.text(".assistant .text") == TEXT
+
+
 def test_a_conversation_outlives_a_reload_and_is_bounded(browser: Browser) -> None:
     long = 300_000 * "x"
 
@@ -311,7 +339,16 @@ def test_the_oldest_turns_are_not_sent_where_the_context_is_full(browser: Browse
         assert page.evaluate("document.querySelector('#question').value") == "Question 5"
 
 
-@pytest.mark.parametrize("damaged", ["{", "[1]", '[{"role": "user"}]', '{"role": "user"}'])
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        "{",
+        "[1]",
+        '[{"role": "user"}]',
+        '{"role": "user"}',
+        '[{"role": "assistant", "text": "", "calls": [{"id": "a", "function": {"name": "b"}}]}]',
+    ],
+)
 def test_a_damaged_conversation_is_left_alone(browser: Browser, damaged: str) -> None:
     def unforeseen(answering: Answering) -> None:
         answering.begin()
