@@ -100,8 +100,8 @@ void polybasic_mask(float* logits, const uint32_t* masks, int num_rows, int num_
             const uint32_t word = *masks++;
             if (word == ~0u) continue;
             const int num = std::min(kBits, num_tokens - first);
-            for (int bit = 0; bit < num; ++bit)
-                if (!(word >> bit & 1)) logits[first + bit] = -INFINITY;
+            for (int bit = 0; bit < num; ++bit)  // without a branch, for vectors
+                logits[first + bit] = word >> bit & 1 ? logits[first + bit] : -INFINITY;
         }
 }
 
