@@ -158,7 +158,7 @@ $(CLIENTS_INSTALLED): constraints.txt pyproject.toml tests/clients/requirements.
 	$(CLIENTS_INSTALL) setuptools torch==2.13.0
 	$(CLIENTS_INSTALL) --no-build-isolation --editable '.[serve]' datasets pytest \
 	    --requirement tests/clients/requirements.txt
-	$(CLIENTS_INSTALL) --no-deps guidellm==0.8.1
+	$(CLIENTS_INSTALL) --no-deps guidellm==0.8.1 sanic==25.12.1
 	@touch $@
 
 peers: install $(PEERS_INSTALLED)

@@ -93,9 +93,9 @@ def no_drafts(self: Constraint, tokens: list[int], max_tokens: int) -> list[int]
 
 @torch.inference_mode()
 def rows_of_masks(chain: Chain, grammar: Grammar, answer: list[int]) -> Iterator[list[str]]:
-    """Of the table, by the rows of a pass over parts of an answer."""
+    """Of the table, by the rows of a pass over parts of an answer, as far as it has as many."""
     verifier = next(iter(chain.engine.verifiers.values()))
-    for num_rows in ROWS:
+    for num_rows in (one for one in ROWS if one + 1 < len(answer)):
         constraint = chain.vocabulary.constraint(grammar, overwrites=True)
         passes, masks = list[float](), list[float]()
         for place in [*range(1, len(answer) - num_rows)] * 2:

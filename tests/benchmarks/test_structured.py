@@ -18,7 +18,14 @@ def test_answers_under_a_schema_are_timed_beside_free_ones(
     words = f"structured.py {tmp_path / 'target'} --dtype float32 --turns 1 --max-new-tokens 8"
     monkeypatch.setattr("sys.argv", [*words.split(), "--record", str(record)])
     structured.main()
-    free, held = record.read_text("utf-8").splitlines()[-2:]
-    assert free.split("|")[5:7] == [cell for cell in free.split("|")[5:7] if not cell.strip()]
-    assert float(held.split("|")[5]) > 0
-    assert 0 < float(held.split("|")[6].strip().removesuffix("%")) < 100
+    rows = [line.split("|") for line in record.read_text("utf-8").splitlines()]
+    rows = {row[1].strip(): [cell.strip() for cell in row[2:-1]] for row in rows if len(row) > 2}
+    assert rows["free"][3:] == ["", ""]
+    for answers in ("JSON schema", "without its drafts"):
+        assert float(rows[answers][3]) > 0
+        assert 0 < float(rows[answers][4].removesuffix("%")) < 100
+    assert "16" not in rows, "the answers have eight tokens"
+    for num_rows in ("1", "4"):
+        *seconds, share = rows[num_rows]
+        assert min(map(float, seconds)) >= 0
+        assert 0 < float(share.removesuffix("%")) < 100

@@ -1,6 +1,8 @@
 """LangChain and litellm against a live server: what they show is what the library answers."""
 
 import asyncio
+from collections.abc import Iterable
+from typing import Any, Literal
 
 import pytest
 
@@ -51,6 +53,46 @@ def test_langchain_shows_a_refusal(server: Served) -> None:
 
     with pytest.raises(openai.BadRequestError, match="tools is not supported"):
         model.bind_tools([weather]).invoke("w1")
+
+
+def test_langchain_calls_tools(server_of_tools: Served) -> None:
+    from langchain_core.messages import HumanMessage, ToolMessage
+    from langchain_openai import ChatOpenAI
+
+    model = ChatOpenAI(
+        model="tiny",
+        base_url=f"{server_of_tools.url}/v1",
+        api_key="none",
+        max_retries=0,
+        temperature=1,
+        seed=2,
+        max_tokens=300,
+    )
+
+    def weather(city: Literal["Rome", "Oslo"], days: Literal[1, 2]) -> str:
+        """Of a city."""
+        return f"sun in {city} for {days}"
+
+    messages: list[Any] = [HumanMessage("Rome?")]
+    calling = model.bind_tools([weather], tool_choice="any", parallel_tool_calls=False)
+    called = calling.invoke(messages)
+    [call] = called.tool_calls
+    said = weather(**call["args"])
+    whole = sum_of(calling.stream(messages))
+    assert [(one["name"], one["args"]) for one in whole.tool_calls] == [("weather", call["args"])]
+    messages += [called, ToolMessage(said, tool_call_id=call["id"])]
+    assert isinstance(model.bind_tools([weather]).invoke(messages).content, str)
+    person = {"title": "person", "type": "object", "properties": {"age": {"enum": [7, 77]}}}
+    person |= {"required": ["age"], "additionalProperties": False}
+    for way in ("json_schema", "function_calling"):
+        found = model.with_structured_output(person, method=way).invoke("Rome?")
+        assert found in ({"age": 7}, {"age": 77})
+
+
+def sum_of(pieces: Iterable[Any]) -> Any:
+    """A streamed message, whole."""
+    first, *others = pieces
+    return sum(others, first)
 
 
 def test_litellm(server: Served, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
