@@ -74,7 +74,7 @@ def test_langchain_calls_tools(server_of_tools: Served) -> None:
         return f"sun in {city} for {days}"
 
     messages: list[Any] = [HumanMessage("Rome?")]
-    calling = model.bind_tools([weather], tool_choice="any", parallel_tool_calls=False)
+    calling = model.bind_tools([weather], tool_choice="any", strict=True, parallel_tool_calls=False)
     called = calling.invoke(messages)
     [call] = called.tool_calls
     said = weather(**call["args"])
