@@ -286,11 +286,12 @@ class RandomSampler(_Processing):
         uniform = torch.rand(len(rows), 1, generator=self.generator, device=rows.device)
         # Scaled by the last sum instead of 1; a token of probability 0 is never reached.
         drawn = torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True)
-        last = (rows > 0).int().cumsum(-1).argmax(-1, keepdim=True)
-        found = torch.where(cumulative[:, -1:] > 0, torch.minimum(drawn, last), -1)
-        tokens: list[int] = found.squeeze(1).tolist()
-        if -1 in tokens:
-            raise NotFiniteError
+        tokens: list[int] = drawn.squeeze(1).tolist()
+        if rows.shape[1] in tokens:  # rounded up to the last sum, or that is no number
+            if not bool((cumulative[:, -1] > 0).all()):
+                raise NotFiniteError
+            last = (rows > 0).int().cumsum(-1).argmax(-1, keepdim=True)
+            tokens = torch.minimum(drawn, last).squeeze(1).tolist()
         return tokens
 
 

@@ -71,4 +71,4 @@ class TintedAnswer(ShownAnswer):
 def _looks(chain: "Chain") -> dict[str, str]:
     target, *others = [member.name for member in chain.manifest.members]
     proposers = zip(others, cycle(_PROPOSER_LOOKS), strict=False)
-    return {target: "bold underline", **dict(proposers), "ngram": "yellow", "grammar": "green"}
+    return {target: "bold underline", **dict(proposers), "ngram": "yellow"}
