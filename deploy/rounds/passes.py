@@ -162,7 +162,9 @@ def draft(
         copied = drafter.copied(tokens, max_depth)
         if copied is not None and constraint is not None:
             copied = constraint.pruned(copied, tokens)
-        if copied is not None and len(copied) > 1 and foretold in copied.paths():
+            if len(copied) == 1 or foretold not in copied.paths():
+                copied = None
+        if copied is not None:
             return copied
         drafter = drafter.fallback
     if foretold:

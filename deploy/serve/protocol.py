@@ -19,7 +19,8 @@ from polybasic.deploy.serve.tools import (
     ToolCall,
 )
 
-_MOST = 10**9
+MOST = 10**9
+"""Of any number that is asked for."""
 MAX_ANSWERS = 128
 """Of one prompt."""
 
@@ -84,7 +85,7 @@ def _all_numbers(biases: Any) -> Any:
     """Refuse the first value that is no number: pydantic would describe each."""
     for token, bias in biases.items() if isinstance(biases, dict) else ():
         is_number = isinstance(bias, int | float) and not isinstance(bias, bool)
-        if not is_number or not -_MOST < bias < _MOST:
+        if not is_number or not -MOST < bias < MOST:
             raise ValueError(f"the bias of token {str(token)[:100]!r} is no number")
     return biases
 
@@ -116,7 +117,7 @@ class _Asked(Structured):
     seed: int | None = Field(None, ge=0, lt=1 << 64, description="the same seed, the same text")
     temperature: float | None = Field(None, description="0 is greedy")
     top_p: float | None = None
-    top_k: int | None = Field(None, ge=-1, le=_MOST, description="0 or -1 for all tokens")
+    top_k: int | None = Field(None, ge=-1, le=MOST, description="0 or -1 for all tokens")
     min_p: float | None = None
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
@@ -299,9 +300,9 @@ class ChatRequest(_Rendered, _Asked):
     """Of /v1/chat/completions."""
 
     messages: Annotated[list[Message], Field(fail_fast=True), BeforeValidator(_first_of)]
-    max_tokens: int | None = Field(None, ge=1, le=_MOST)
+    max_tokens: int | None = Field(None, ge=1, le=MOST)
     max_completion_tokens: int | None = Field(
-        None, ge=1, le=_MOST, description="of an answer at most; default: what the context leaves"
+        None, ge=1, le=MOST, description="of an answer at most; default: what the context leaves"
     )
     logprobs: bool = False
     top_logprobs: Logprobs | None = None
@@ -378,7 +379,7 @@ class CompletionRequest(_Asked):
         BeforeValidator(_alike),
     ]
     suffix: str = Field("", description="what stands behind the answer, which fills the middle")
-    max_tokens: int = Field(16, ge=0, le=_MOST, description="of an answer at most")
+    max_tokens: int = Field(16, ge=0, le=MOST, description="of an answer at most")
     logprobs: Logprobs | None = None
     echo: bool = Field(False, description="the prompt stands before the answer")
     best_of: int | None = Field(None, description="taken if it equals n")

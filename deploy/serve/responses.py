@@ -13,12 +13,10 @@ from pydantic import BeforeValidator, Field
 from polybasic.deploy.serve.choices import Choice, Json, Part
 from polybasic.deploy.serve.errors import ApiError
 from polybasic.deploy.serve.fields import Fields, JsonObject
-from polybasic.deploy.serve.protocol import MAX_MESSAGES
+from polybasic.deploy.serve.protocol import MAX_MESSAGES, MOST
 from polybasic.deploy.serve.replies import ChatReply
 from polybasic.deploy.serve.tickets import News
 from polybasic.deploy.serve.tools import MAX_TOOLS
-
-_MOST = 10**9
 
 
 class InputText(Fields):
@@ -148,7 +146,7 @@ class ResponsesRequest(Fields):
     input: str | Annotated[list[Item], Field(max_length=MAX_MESSAGES, fail_fast=True)]
     model: str | None = None
     instructions: str | None = Field(None, description="a system message before all others")
-    max_output_tokens: int | None = Field(None, ge=1, le=_MOST)
+    max_output_tokens: int | None = Field(None, ge=1, le=MOST)
     temperature: float | None = None
     top_p: float | None = None
     stream: bool = False

@@ -8,9 +8,7 @@ import pytest
 
 from polybasic.deploy import Chain, load_chain
 from tests.conftest import ChainParts
-from tests.deploy.byte_target import write_byte_target
-from tests.deploy.serve.serving import Served, serving, write_byte_tokenizer
-from tests.deploy.serve.test_tools import TEMPLATE
+from tests.deploy.serve.serving import Served, serving, serving_tools, write_byte_tokenizer
 
 
 @pytest.fixture(scope="session")
@@ -34,8 +32,5 @@ def server(chain: Chain) -> Iterator[Served]:
 @pytest.fixture(scope="session")
 def server_of_tools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """Over a target whose chat template has tools."""
-    folder = tmp_path_factory.mktemp("tools")
-    write_byte_target(folder)
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    with serving(load_chain(folder, dtype="float32")) as served:
+    with serving_tools(tmp_path_factory.mktemp("tools")) as served:
         yield served

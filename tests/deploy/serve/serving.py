@@ -14,6 +14,7 @@ from fastapi import FastAPI
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from polybasic.deploy import load_chain
 from polybasic.deploy.chain import Chain
 from polybasic.deploy.listening import bound
 from polybasic.deploy.serve.app import create_app
@@ -22,9 +23,18 @@ from polybasic.deploy.serve.service import Service
 from polybasic.deploy.serve.settings import ServeSettings
 from polybasic.deploy.serve.texts import TokenTexts
 from tests.conftest import VOCAB_SIZE
+from tests.deploy.byte_target import write_byte_target
 
 _HIGH_BYTES = sorted({*"ä€😀".encode()})
 QUESTION = [{"role": "user", "content": "what is it"}]
+TEMPLATE = """{% if tools %}<tools>{% for tool in tools %}{{ tool | tojson }}{% endfor %}</tools>
+{% endif %}{% for message in messages %}<|im_start|>{{ message.role }}
+{{ message.content }}{% for call in message.tool_calls %}<tool_call>
+{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
+</tool_call>{% endfor %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+"""Of chats, with tools as Hermes has them."""
 
 
 def write_byte_tokenizer(folder: Path) -> None:
@@ -115,6 +125,15 @@ def serving(chain: Chain, **settings: Any) -> Iterator[Served]:
         server.should_exit = True
         thread.join(timeout=20)
         assert not thread.is_alive()
+
+
+@contextmanager
+def serving_tools(folder: Path) -> Iterator[Served]:
+    """The same over a target of bytes, made in a folder, whose chat template has tools."""
+    write_byte_target(folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    with serving(load_chain(folder, dtype="float32", sequences=4)) as served:
+        yield served
 
 
 def text_of(chunks: list[dict[str, Any]], index: int = 0) -> str:

@@ -8,11 +8,9 @@ import jsonschema
 import openai
 import pytest
 
-from polybasic.deploy import load_chain
-from tests.deploy.byte_target import write_byte_target
-from tests.deploy.serve.serving import Served, serving
+from tests.deploy.serve.serving import Served, serving_tools
 from tests.deploy.serve.test_refusals import refusal
-from tests.deploy.serve.test_tools import PARAMETERS, TEMPLATE
+from tests.deploy.serve.test_tools import PARAMETERS
 
 TOOL = {"type": "function", "name": "weather", "parameters": PARAMETERS, "strict": True}
 ASKED = {"model": "tiny", "temperature": 0.0, "max_output_tokens": 60}
@@ -20,10 +18,7 @@ ASKED = {"model": "tiny", "temperature": 0.0, "max_output_tokens": 60}
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    folder = tmp_path_factory.mktemp("bytes")
-    write_byte_target(folder)
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    with serving(load_chain(folder, dtype="float32", sequences=4)) as served:
+    with serving_tools(tmp_path_factory.mktemp("tools")) as served:
         yield served
 
 

@@ -12,8 +12,7 @@ import pytest
 
 from polybasic.deploy import load_chain
 from polybasic.deploy.serve.tools import Call, CallReader, MarkedCalls, style_of
-from tests.deploy.byte_target import write_byte_target
-from tests.deploy.serve.serving import Served, serving
+from tests.deploy.serve.serving import TEMPLATE, Served, serving, serving_tools
 from tests.deploy.serve.test_refusals import CHAT, refusal
 
 PARAMETERS = {
@@ -32,13 +31,6 @@ TOOLS = [
         },
     },
 ]
-TEMPLATE = """{% if tools %}<tools>{% for tool in tools %}{{ tool | tojson }}{% endfor %}</tools>
-{% endif %}{% for message in messages %}<|im_start|>{{ message.role }}
-{{ message.content }}{% for call in message.tool_calls %}<tool_call>
-{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
-</tool_call>{% endfor %}<|im_end|>
-{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
 LLAMA = '{% if tools %}{"name": function name, "parameters": its arguments}{% endif %}'
 SUNNY = '{"name": "weather", "arguments": {"city": "Rome", "days": 2}}'
 RAINY = '{"name": "now", "arguments": {}}'
@@ -47,10 +39,7 @@ CALLS = [Call("weather", '{"city": "Rome", "days": 2}'), Call("now", "{}")]
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    folder = tmp_path_factory.mktemp("bytes")
-    write_byte_target(folder)
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    with serving(load_chain(folder, dtype="float32", sequences=4)) as served:
+    with serving_tools(tmp_path_factory.mktemp("tools")) as served:
         yield served
 
 

@@ -6,15 +6,12 @@ from typing import Any
 
 import pytest
 
-from polybasic.deploy import load_chain
 from tests.browser import Browser, Page
-from tests.deploy.byte_target import write_byte_target
 from tests.deploy.serve.page.asking import IDLE, TEXT, ask_and_wait, opened, say, say_it
 from tests.deploy.serve.page.scripted import Answering, Script, scripted
 from tests.deploy.serve.page.test_access import CONTRASTS, DARK, LIGHT
 from tests.deploy.serve.page.test_formatting import IS_SHOWN, SHOWN, shown
-from tests.deploy.serve.serving import serving
-from tests.deploy.serve.test_tools import TEMPLATE
+from tests.deploy.serve.serving import serving_tools
 
 pytestmark = pytest.mark.proof
 
@@ -338,12 +335,10 @@ def test_calls_can_be_read_on_a_phone(browser: Browser, features: dict[str, str]
 
 
 def test_the_server_takes_what_the_page_sends(browser: Browser, tmp_path: Path) -> None:
-    write_byte_target(tmp_path)
-    (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
     schema = json.dumps({"type": "array", "items": {"const": 7}, "minItems": 1, "maxItems": 1})
     given = {"format": "json_schema", "schema": schema, "tools": json.dumps([WEATHER])}
     turns = [{"role": "user", "text": "Oslo?"}, {"role": "assistant", "text": "", "calls": CALLS}]
-    with serving(load_chain(tmp_path, dtype="float32")) as server:
+    with serving_tools(tmp_path) as server:
         page = Page(browser, server.url)
         for name, value in (("settings", given), ("conversation", turns)):
             kept = f"localStorage['polybasic.{name}'] = {json.dumps(json.dumps(value))}"
