@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from polybasic.chain.errors import UserError
     from polybasic.deploy.chain import Chain, Sampling
+    from polybasic.deploy.drafters.history import History
     from polybasic.deploy.grammar import Grammar
     from polybasic.deploy.live import Generation
     from polybasic.deploy.load import load_chain
@@ -25,11 +26,21 @@ _MODULES = {
     "Chain": "deploy.chain",
     "Generation": "deploy.live",
     "Grammar": "deploy.grammar",
+    "History": "deploy.drafters.history",
     "Sampling": "deploy.chain",
     "UserError": "chain.errors",
     "load_chain": "deploy.load",
 }
-__all__ = ["Chain", "Generation", "Grammar", "Sampling", "UserError", "__version__", "load_chain"]
+__all__ = [
+    "Chain",
+    "Generation",
+    "Grammar",
+    "History",
+    "Sampling",
+    "UserError",
+    "__version__",
+    "load_chain",
+]
 
 
 def __getattr__(name: str) -> Any:

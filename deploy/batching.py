@@ -162,6 +162,8 @@ class Running:
             root = self._stages[0]
             root.settle()
             self.slot.tokens = root.tokens
+            if (history := self.request.history) is not None:
+                history.add(root.tokens[self.num_cached_tokens :])
         self.slot.is_free = True
 
     def _answer(self) -> Passes[None]:

@@ -3,9 +3,7 @@
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import cached_property
-from typing import Annotated, Any, Self, TypedDict, Unpack, cast, get_args
-
-from pydantic import ConfigDict, Field
+from typing import Any, Self, Unpack, cast
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.chat_templates import (
@@ -16,13 +14,14 @@ from polybasic.chain.formats.chat_templates import (
 from polybasic.chain.formats.manifest import Manifest, check_plan
 from polybasic.chain.formats.plan import MeasuredPlan, Plan, PlansByTemperature, PredictedPlan, Rule
 from polybasic.chain.formats.verify import CheckedChain
-from polybasic.chain.settings import Settings, Whole, arguments, unknown_argument
+from polybasic.chain.settings import arguments, unknown_argument
+from polybasic.deploy.drafters.history import History
 from polybasic.deploy.engine import Engine
 from polybasic.deploy.grammar import Grammar, Vocabulary
 from polybasic.deploy.live import Generation, LiveAnswer
 from polybasic.deploy.memory import Memory
+from polybasic.deploy.options import Asked, Options
 from polybasic.deploy.request import Answer, Piece, Request, Statistics
-from polybasic.deploy.rounds.logprobs import MAX_LOGPROBS
 from polybasic.deploy.rounds.sampling import Sampling
 from polybasic.deploy.rounds.stopping import AnswerText
 from polybasic.deploy.timeline import Timeline, timeline
@@ -32,89 +31,6 @@ Messages = Sequence[dict[str, str]]
 Prompt = str | Messages | list[int]
 _SAMPLED = {field.name for field in fields(Sampling)}
 _MAX_NEW_TOKENS = 256
-_NumLogprobs = Annotated[Whole, Field(le=MAX_LOGPROBS)]
-
-
-class _Message(Settings):
-    """One of a prompt; templates may read more than these."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
-
-    role: str
-    content: str
-
-
-class _Asked(Settings):
-    """What a request is asked for beside its sampling."""
-
-    model_config = ConfigDict(strict=True)
-
-    prompt: str | Annotated[Sequence[_Message], Field(min_length=1)] = Field(
-        "",
-        description="one prompt: a text, or messages whose role and content are texts, at least "
-        "one; several prompts are asked one by one",
-    )
-    stop: str | Sequence[str] = Field((), description="a text, or a list of texts")
-    members: Sequence[str] | None = Field(None, description="names of members")
-    plan: Plan | None = Field(None, description="a Plan")
-    rule: Rule | None = Field(None, description=" or ".join(get_args(Rule)))
-    logprobs: _NumLogprobs | None = Field(None, description=f"0 to {MAX_LOGPROBS}")
-    prompt_logprobs: _NumLogprobs | None = Field(None, description=f"0 to {MAX_LOGPROBS}")
-    stop_token_ids: Sequence[Whole] = Field((), description="token ids")
-    ignore_eos: bool = Field(False, description="true or false")
-    grammar: Grammar | None = Field(None, description="a Grammar")
-
-
-class Options(TypedDict, total=False):
-    """What may be set for `Chain.generate` and `Chain.stream`; None is the checkpoint's default.
-
-    Attributes:
-        max_new_tokens: of the answer at most; 256 by default. 0 with `prompt_logprobs` alone.
-        max_tokens: the same, by the name that OpenAI's API has for it.
-        min_tokens: of the answer, before which no token ends it.
-        stop_token_ids: further ids that end the answer.
-        ignore_eos: the checkpoint's own ids do not end the answer.
-        logprobs: so many most probable tokens, 0 to 20, are named beside each token, all with their
-            log-probabilities: the target's, before bias, penalties and temperature.
-        prompt_logprobs: the same of the prompt's tokens.
-        choice: which of several answers for one seed.
-        grammar: that the answer matches as a whole, unless it is cut at `max_new_tokens`: JSON of
-            a schema, say. The distribution is the target's under the grammar's masks.
-        stop: strings that end the answer, which then ends before them.
-        members: which members run, from the target down; by default the plan's.
-        plan: run by this one and not by the chain's.
-        seed: of the draws. With the rule "coupled" it means a text, the target's own sample for
-            this seed, whichever members run; an answer's `statistics` say which one was drawn.
-        rule: "coupled", "block" or "token", see `polybasic.chain.formats.plan.Plan`; by default
-            that of `plan` where one is given, else "coupled" where a seed is given, else that of
-            the chain's plan.
-
-    The others are the settings of `polybasic.deploy.rounds.sampling.Sampling`, to be switched off
-    by their neutral values: top_k=0, top_p=1, min_p=0, repetition_penalty=1.
-    """
-
-    max_new_tokens: int
-    max_tokens: int
-    min_tokens: int
-    stop_token_ids: Sequence[int]
-    ignore_eos: bool
-    logprobs: int | None
-    prompt_logprobs: int | None
-    choice: int
-    grammar: Grammar | None
-    temperature: float | None
-    top_k: int | None
-    top_p: float | None
-    min_p: float | None
-    repetition_penalty: float | None
-    presence_penalty: float | None
-    frequency_penalty: float | None
-    logit_bias: Mapping[int, float] | None
-    seed: int | None
-    stop: str | Sequence[str]
-    members: Sequence[str] | None
-    plan: Plan | None
-    rule: Rule | None
 
 
 class Chain:
@@ -257,7 +173,7 @@ class Chain:
             sampling: as it is, without the checkpoint's defaults.
             plan: default: the chain's for this temperature.
         """
-        arguments(_Asked, {"stop": stop, "plan": plan})
+        arguments(Asked, {"stop": stop, "plan": plan})
         # Text costs time, and is made only to be searched.
         text = AnswerText(self.tokenizer.backend_tokenizer, stop) if stop else None
         plan = plan or self.plan_at(sampling.temperature)
@@ -331,7 +247,7 @@ class Chain:
         """
         if isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
             return cast(list[int], prompt)
-        arguments(_Asked, {"prompt": prompt})
+        arguments(Asked, {"prompt": prompt})
         if isinstance(prompt, str):
             if self.tokenizer.chat_template is None:
                 return token_ids_of(self.tokenizer, prompt)
@@ -380,12 +296,14 @@ class Chain:
         stop_token_ids: Sequence[int] = (),
         ignore_eos: bool = False,
         grammar: Grammar | None = None,
+        history: History | None = None,
         **settings: Any,
     ) -> Request:
         given: dict[str, Any] = {"stop": stop, "members": members, "plan": plan, "rule": rule}
         given |= {"logprobs": logprobs, "prompt_logprobs": prompt_logprobs}
         given |= {"stop_token_ids": stop_token_ids, "ignore_eos": ignore_eos, "grammar": grammar}
-        arguments(_Asked, given)
+        given |= {"history": history}
+        arguments(Asked, given)
         if unknown := settings.keys() - _SAMPLED:
             raise unknown_argument(min(unknown), Options.__annotations__)
         if max_new_tokens is not None and max_tokens is not None:
@@ -397,6 +315,12 @@ class Chain:
         num_asked = max_tokens if max_new_tokens is None else max_new_tokens
         max_new_tokens = _MAX_NEW_TOKENS if num_asked is None else num_asked
         is_seeded = settings.get("seed") is not None or self.engine.models.remote is not None
+        if history is not None and is_seeded and rule not in (None, "coupled"):
+            raise UserError(
+                "history and a seed do not go together by this rule",
+                f"rule={rule!r}, by which drafts decide which numbers a token is drawn by",
+                'leave one of them out, or use rule="coupled"',
+            )
         if rule is None and plan is None and is_seeded:
             rule = "coupled"
         is_default = plan is None and members is None
@@ -424,6 +348,7 @@ class Chain:
         request = replace(
             request,
             constraint=constraint,
+            history=history,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
             reuses=True,

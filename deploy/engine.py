@@ -225,7 +225,7 @@ class Engine:
             slot = self._first
             slot.clear()
         noise = noise or self.noise(request)
-        drafter = slot.drafters.of(request.plan, noise, request.kept_drafter)
+        drafter = slot.drafters.of(request.plan, noise, request.kept_drafter, request.history)
         stages = self._stages_here(request, make, slot, noise, drafter)
         if slot.session is not None:
             stages.insert(0, remote_stage(slot.session, request, stages, drafter))

@@ -16,7 +16,8 @@ class Generation:
         token_ids: the new tokens, with the stop token or the tokens of the stop string.
         statistics: what it cost.
         members: for each token, the member that proposed it first: the target where it drew a
-            token that was not proposed, "ngram" for a copy, "grammar" for what a grammar foretold.
+            token that was not proposed, "ngram" for a copy, "grammar" for what a grammar foretold,
+            "history" for a copy from earlier sequences.
         logprobs: for each token, if they were asked for.
         prompt_logprobs: for each of the prompt's tokens but the first, if they were asked for.
     """

@@ -6,6 +6,7 @@ from typing import Generic, TypeVar
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.plan import Plan
+from polybasic.deploy.drafters.history import History
 from polybasic.deploy.rounds.constraint import Constraint
 from polybasic.deploy.rounds.logprobs import TokenLogprobs
 from polybasic.deploy.rounds.sampling import Sampling
@@ -30,6 +31,7 @@ class Request:
         reuses: whether what was read for earlier requests need not be read again.
         follows_load: whether the engine's plan of the load replaces `plan` between rounds.
         kept_drafter: a drafter that observes while the plan has none.
+        history: that is copied from, and learns the sequence at its end.
     """
 
     token_ids: list[int]
@@ -44,6 +46,7 @@ class Request:
     reuses: bool = False
     follows_load: bool = False
     kept_drafter: str | None = None
+    history: History | None = None
 
 
 @dataclass(frozen=True)
@@ -120,7 +123,8 @@ class Piece:
 
     Attributes:
         members: for each token, the member that proposed it first: the target where it drew a
-            token that was not proposed, "ngram" for a copy, "grammar" for what a grammar foretold.
+            token that was not proposed, "ngram" for a copy, "grammar" for what a grammar foretold,
+            "history" for a copy from earlier sequences.
         logprobs: for each token, if they were asked for.
     """
 

@@ -13,6 +13,7 @@ from polybasic.chain.kernels.torch.executor import TorchExecutor
 from polybasic.chain.readable import readable_bytes
 from polybasic.deploy.drafters.expansion import ExpandingDrafter, MakeDrafter, MakeSharingDrafter
 from polybasic.deploy.drafters.head import EagleDrafter
+from polybasic.deploy.drafters.history import History
 from polybasic.deploy.drafters.interface import Drafter, IdleDrafter, NoDrafter
 from polybasic.deploy.drafters.model import ModelDrafter
 from polybasic.deploy.drafters.ngram import NgramDrafter
@@ -321,11 +322,18 @@ class Drafters:
         """Those whose caches are allocated."""
         return list(self._made.values())
 
-    def of(self, plan: Plan, noise: Noise | None = None, kept: str | None = None) -> Drafter:
+    def of(
+        self,
+        plan: Plan,
+        noise: Noise | None = None,
+        kept: str | None = None,
+        history: History | None = None,
+    ) -> Drafter:
         """The drafter of a request that runs by this plan, and draws with this noise.
 
         Args:
             kept: a drafter that observes where the plan has none.
+            history: that is copied from, too, where the plan copies.
         """
         drafter: Drafter | None = None
         if plan.members[-1] in self.models.drafters:
@@ -334,7 +342,7 @@ class Drafters:
         elif kept is not None:
             drafter = IdleDrafter(self._make(kept, Tree(depth=1, top_k=1, rows=2)))
         if plan.ngram is not None:
-            return NgramDrafter(plan.ngram, plan.tree, fallback=drafter)
+            return NgramDrafter(plan.ngram, plan.tree, drafter, history)
         return drafter or NoDrafter()
 
     def named(

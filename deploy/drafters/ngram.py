@@ -11,6 +11,7 @@ from torch import Tensor
 
 from polybasic.chain.formats.plan import Ngram, Tree
 from polybasic.chain.kernels.drafts import DraftTree
+from polybasic.deploy.drafters.history import History
 from polybasic.deploy.drafters.interface import Drafter, NoDrafter
 from polybasic.deploy.rounds.verifier import PassClock
 
@@ -34,11 +35,18 @@ class NgramDrafter:
         settings: shortest match, longest copy and size of the table.
         tree: shape of the drafts; it bounds the rows of a copy, `settings` bound its depth.
         fallback: drafts if nothing matches; by default nothing is proposed then.
+        history: what was said before, from which is copied where the sequence has no match.
     """
 
-    def __init__(self, settings: Ngram, tree: Tree, fallback: Drafter | None = None) -> None:
+    def __init__(
+        self,
+        settings: Ngram,
+        tree: Tree,
+        fallback: Drafter | None = None,
+        history: History | None = None,
+    ) -> None:
         self.settings, self.fallback = settings, fallback or NoDrafter()
-        self.tree = tree
+        self.tree, self.history = tree, history
         shortest = settings.min_match
         self._match_lengths = range(shortest, shortest + NUM_MATCH_LENGTHS)
         self._tokens: list[int] = []
@@ -70,7 +78,10 @@ class NgramDrafter:
         """Copies after the sequence `tokens`; None if nothing matches."""
         for place in range(len(self._tokens), len(tokens)):
             self._learn(tokens[place])
-        return self._copy(min(self.settings.num_tokens, max_depth))
+        depth = min(self.settings.num_tokens, max_depth)
+        if (found := self._copy(depth)) is not None or self.history is None:
+            return found
+        return self.history.drafted(tokens, depth, self.tree.rows)
 
     def _copy(self, depth: int) -> DraftTree | None:
         """Candidates from the latest places where the longest match occurred; None if no match."""

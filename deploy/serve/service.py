@@ -5,12 +5,13 @@ import re
 import secrets
 import time
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.chat_templates import token_ids_of
 from polybasic.deploy.chain import Chain, checked_plan
+from polybasic.deploy.drafters.history import History
 from polybasic.deploy.grammar import Grammar
 from polybasic.deploy.rounds.stopping import AnswerText
 from polybasic.deploy.serve.choices import Prompt
@@ -45,6 +46,12 @@ _END_TOKENS = 16
 _MARKDOWN_CHARACTERS = 16
 """Of a text that waits for its turn as one of Markdown does: that takes longer to read."""
 
+_HISTORY_TOKENS = 1 << 17
+"""Of a client's earlier sequences."""
+
+_NUM_HISTORIES = 64
+"""Of the clients that asked last."""
+
 
 class Service:
     """A chain that answers requests.
@@ -66,6 +73,7 @@ class Service:
         self.reading = Reading(self.tokenizer, self.context_tokens)
         self._calls = style_of(f"{chain.tokenizer.chat_template}")
         self._infilling = Infilling.of(self.tokenizer)
+        self._history_of = lru_cache(_NUM_HISTORIES)(lambda client: History(_HISTORY_TOKENS))
         self._began = int(time.time())
 
     async def ask(
@@ -90,7 +98,8 @@ class Service:
         prompts, grammar = await self.reading.read(
             client, num_characters, lambda: (self._prompts(asked), self._grammar(asked))
         )
-        options = self._options(asked) | {"grammar": grammar}
+        history = self._history_of(client) if self.settings.history else None
+        options = self._options(asked) | {"grammar": grammar, "history": history}
         jobs = []
         for prompt in prompts:
             self._check_prompt(prompt)

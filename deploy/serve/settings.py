@@ -29,6 +29,9 @@ class ServeSettings(Settings):
     special_tokens: bool = Field(
         False, description="contents of messages may spell the tokenizer's control tokens"
     )
+    history: bool = Field(
+        True, description="what was said to a key before is copied from: drafts alone, so no text"
+    )
     allowed_origins: tuple[str, ...] = Field((), description="of pages elsewhere that may ask")
     page: bool = Field(True, description="serve the chat page at /")
     log_format: Literal["json", "text"] = Field("text", description="of the log's lines")

@@ -107,6 +107,9 @@ def serve(
         ),
     ] = False,
     log_format: Annotated[str, typer.Option(help="Of the log on stderr: text or json.")] = "text",
+    no_history: Annotated[
+        bool, typer.Option("--no-history", help="Copy no drafts from what was said before.")
+    ] = False,
     no_page: Annotated[bool, typer.Option("--no-page", help="No chat page at /.")] = False,
     no_graphs: NoGraphsOption = False,
     target: TargetOption = None,
@@ -132,6 +135,7 @@ def serve(
         "allowed_hosts": [name.lower() for name in allowed_hosts or []],
         "allowed_origins": allowed_origins or [],
         "special_tokens": allow_special_tokens,
+        "history": not no_history,
         "page": not no_page,
         "log_format": log_format,
     }

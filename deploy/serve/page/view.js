@@ -10,6 +10,7 @@ export const $ = (id) => document.getElementById(id);
 const OTHERS = new Map([
   ["ngram", "copied from the text"],
   ["grammar", "foretold by the grammar"],
+  ["history", "copied from earlier answers"],
 ]);
 const ENDS = { length: "cut at the limit of tokens", stopped: "stopped", lost: "incomplete" };
 
