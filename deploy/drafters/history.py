@@ -18,6 +18,10 @@ _MAX_MATCH = 16
 """Of longer matches no more is compared."""
 _MAX_PLACES = 16
 """Most recent ones that are compared."""
+_HALF = 4
+"""Tokens of a match that goes on as it did in half of the cases."""
+_LEAST_PROBABILITY = 0.2
+"""Of a token that is drafted: less is not worth a row of a pass."""
 _CAPACITY = 1 << 18
 _END = -1
 """Between two sequences."""
@@ -62,24 +66,35 @@ class History:
         self._num += 1
 
     def drafted(self, tokens: list[int], depth: int, rows: int) -> DraftTree | None:
-        """The most frequent continuations of the longest match of a sequence's end; None if nothing
-        matches.
+        """Continuations of the longest match of a sequence's end that are probable enough.
+
+        A token's probability is estimated as the share of places that continue so, times
+        `_confidence` for each token of the path.
 
         Args:
-            depth: of the tree at most; it is no deeper than the match is long.
+            depth: of the tree at most.
             rows: of the tree at most.
+
+        Returns:
+            None if there are none.
         """
         longest, places = self._matches(tokens)
         counts: dict[tuple[int, ...], int] = {}  # of the tokens down to each row
         for place in places:
             path: tuple[int, ...] = ()
-            for token in self._continuation(place, min(depth, longest)):
+            for token in self._continuation(place, depth):
                 path = (*path, token)
                 counts[path] = counts.get(path, 0) + 1
-        if not counts:
+        confidence = _confidence(longest)
+        scores = {
+            path: score
+            for path, count in counts.items()
+            if (score := count / len(places) * confidence ** len(path)) >= _LEAST_PROBABILITY
+        }
+        if not scores:
             return None
-        # a stable order: of equal ones the shorter, then the one of the latest place
-        best = sorted(counts, key=lambda path: (-counts[path], len(path)))[: rows - 1]
+        # no parent scores less than its child; of equal ones that of the latest place comes first
+        best = sorted(scores, key=lambda path: -scores[path])[: rows - 1]
         row_of: dict[tuple[int, ...], int] = {(): 0}
         parents = [-1]
         for path in best:
@@ -118,6 +133,11 @@ class History:
                 break
             found.append(token)
         return found
+
+
+def _confidence(length: int) -> float:
+    """How probable it is that a match of so many tokens goes on as it did."""
+    return length**2 / (length**2 + _HALF**2)
 
 
 def _hash(tokens: Sequence[int], end: int) -> int:
