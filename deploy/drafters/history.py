@@ -1,8 +1,8 @@
 """Drafts copied from earlier sequences: what followed the same tokens there may follow again.
 
 Retrieval as in REST (He et al., "REST: Retrieval-Based Speculative Decoding", 2024), and trees of
-counted continuations as deep as a match is long, as in SuffixDecoding (Oliaro et al., 2024). The
-places of a match are found by hash chains, as LZ77's compressors find theirs.
+counted continuations, the deeper the longer the match, as in SuffixDecoding (Oliaro et al., 2024).
+Places of a match are found by hash chains, as LZ77's compressors find theirs.
 """
 
 from array import array

@@ -11,20 +11,26 @@ from polybasic.deploy.drafters import history as module
 from polybasic.deploy.drafters.history import MIN_MATCH
 
 
-def test_what_followed_most_often_comes_first() -> None:
+def test_probable_continuations_are_drafted_the_most_probable_first() -> None:
     history = History(64)
     for last in (7, 8, 7):
         history.add([1, 2, 3, 4, last, 6])
+    # three tokens match, a confidence of 9/25: 7 has 2/3 of it, 8 a third, which is too little
     tree = history.drafted([9, 2, 3, 4], 8, 16)
-    # as deep as the match is long, and each sequence ends
-    assert tree == DraftTree([4, 7, 6, 8, 6], [-1, 0, 1, 0, 3], "")
+    assert tree == DraftTree([4, 7], [-1, 0], "")
     assert tree is not None
     assert tree.proposer == "history"
-    assert history.drafted([9, 2, 3, 4], 8, 3) == DraftTree([4, 7, 6], [-1, 0, 1], "")
-    assert history.drafted([9, 2, 3, 4], 1, 16) == DraftTree([4, 7, 8], [-1, 0, 0], "")
-    # the longest match alone
-    history.add([5, 1, 2, 3, 4, 9])
-    assert history.drafted([5, 1, 2, 3, 4], 8, 16) == DraftTree([4, 9], [-1, 0], "")
+    # four tokens match, 1/2: 7 has 1/3; 8 and what follows 7 have 1/6
+    assert history.drafted([1, 2, 3, 4], 8, 16) == DraftTree([4, 7], [-1, 0], "")
+    # the longest match alone, of five tokens, 25/41: 9 has that, 3 after it 0.37, 2 then 0.23
+    history.add([5, 1, 2, 3, 4, 9, 3, 2, 1])
+    assert history.drafted([5, 1, 2, 3, 4], 8, 16) == DraftTree([4, 9, 3, 2], [-1, 0, 1, 2], "")
+    assert history.drafted([5, 1, 2, 3, 4], 8, 3) == DraftTree([4, 9, 3], [-1, 0, 1], "")
+    assert history.drafted([5, 1, 2, 3, 4], 1, 16) == DraftTree([4, 9], [-1, 0], "")
+    # of a longer match, 64/80, both continuations, which are equally probable, the latest first
+    for last in (7, 8):
+        history.add([*range(10, 18), last])
+    assert history.drafted([*range(10, 18)], 8, 16) == DraftTree([17, 8, 7], [-1, 0, 0], "")
     # too short a match, or none, or nothing after it
     for tokens in ([3, 4], [9, 3, 4], [4, 8, 6], []):
         assert history.drafted(tokens, 8, 16) is None
@@ -54,16 +60,20 @@ def test_continuations_are_those_of_a_search(
     every = Counter[tuple[int, ...]]()
     for place in begins:
         if matches(kept, place, tokens) == most:
-            every.update(continuations(kept[place:], min(4, most)))
+            every.update(continuations(kept[place:], 4))
     paths = [] if found is None else [tuple(path) for path in found.paths()[1:]]
     if len(held) > capacity:
         everywhere = {path for place in begins for path in continuations(kept[place:], 4)}
         assert set(paths) <= everywhere
     elif num_alike(kept, tokens, capacity) <= module._MAX_PLACES:
-        assert set(paths) == set(every)
-        assert [every[path] for path in paths] == sorted(
-            (every[one] for one in paths), reverse=True
-        )
+        num_places = sum(matches(kept, place, tokens) == most for place in begins)
+        confidence = most**2 / (most**2 + 16)
+        scores = {
+            path: count / num_places * confidence ** len(path) for path, count in every.items()
+        }
+        assert set(paths) == {path for path, score in scores.items() if score >= 0.2}
+        drafted = [scores[path] for path in paths]
+        assert drafted == sorted(drafted, reverse=True)
 
 
 def num_alike(held: list[int], tokens: list[int], capacity: int) -> int:
