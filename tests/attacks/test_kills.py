@@ -2,14 +2,17 @@
 
 import gc
 import json
-import random
+import os
 import resource
-import time
+import shutil
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from polybasic.chain.formats import files
 from polybasic.deploy import load_chain
 from polybasic.recipes.cli.main import main
 from tests import forked
@@ -18,9 +21,9 @@ from tests.attacks import outcomes
 OPTIONS = ("--num-prompts-per-task", "1", "--max-new-tokens", "4", "--dtype", "float32")
 COMMANDS = {
     "plan": ("plan", *OPTIONS),
-    "bench": ("bench", *OPTIONS, "--repeats", "1", "--systems", "target,polybasic"),
+    "bench": ("bench", *OPTIONS, "--repeats", "1", "--systems", "target,polybasic", "--no-plan"),
 }
-_NUM_KILLS = 20
+CHANGES = ("os.rename", "os.remove", "os.mkdir", "os.rmdir")
 _GROWTH = 1.02
 
 
@@ -32,10 +35,47 @@ def prompts(tmp_path: Path) -> Path:
     return path
 
 
-def run(name: str, chain: str, prompts: str) -> None:
+class Moments:
+    """Keeps what a kill would leave of a folder at each moment at which its files change."""
+
+    def __init__(self, folder: Path, kept: Path) -> None:
+        self.folder, self.kept, self.is_copying = folder, kept, False
+
+    def __call__(self, event: str, arguments: tuple[Any, ...]) -> None:
+        """See `sys.addaudithook`: it is called before the event."""
+        if self.is_copying or event not in ("open", *CHANGES) or isinstance(arguments[0], int):
+            return
+        path = Path(os.fsdecode(arguments[0])).absolute()
+        is_change = event != "open" or bool(arguments[2] & (os.O_WRONLY | os.O_RDWR))
+        if not is_change or not path.is_relative_to(self.folder):
+            return
+        self.is_copying = True
+        copy = self.kept / f"{len(list(self.kept.iterdir())):03}"
+        shutil.copytree(self.folder, copy)
+        if event == "open" and arguments[2] & os.O_TRUNC:  # which has happened, and no more
+            (copy / path.relative_to(self.folder)).write_bytes(b"")
+        self.is_copying = False
+
+
+def run(name: str, chain: str, prompts: str, kept: str = "", in_place: bool = False) -> None:
     torch.set_num_threads(1)
+    if in_place:
+        files.partial_path = lambda path: path  # type: ignore[assignment]
+    if kept:
+        sys.addaudithook(Moments(Path(chain), Path(kept)))
     command, *options = COMMANDS[name]
     main([command, chain, *options, "--prompts", prompts])
+
+
+def moments(
+    name: str, chain: Path, prompts: Path, folder: Path, in_place: bool = False
+) -> list[Path]:
+    """Copies of the chain as a kill could have left it, in their order."""
+    log, kept = folder / "log", folder / "kept"
+    kept.mkdir()
+    arguments = name, str(chain), str(prompts), str(kept), in_place
+    assert forked.run(run, *arguments, log=log) == 0, log.read_text()
+    return sorted(kept.iterdir())
 
 
 @pytest.mark.proof
@@ -43,27 +83,25 @@ def run(name: str, chain: str, prompts: str) -> None:
 def test_a_kill_leaves_a_whole_chain(
     tiny_chain: Path, prompts: Path, tmp_path: Path, name: str
 ) -> None:
-    asked = run, name, str(tiny_chain), str(prompts)
-    log, draw = tmp_path / "log", random.Random(20)
-    assert forked.run(*asked, log=log) == 0, log.read_text()  # it imports, and plans for bench
-    begin = time.monotonic()
-    assert forked.run(*asked, log=log) == 0, log.read_text()
-    seconds, num_killed = time.monotonic() - begin, 0
-    while num_killed < _NUM_KILLS:
-        process = forked.start(*asked, log=log)
-        # files are written at the end
-        part = draw.uniform(0.8, 0.95) if num_killed % 2 else draw.uniform(0.2, 0.8)
-        process.join(part * seconds)
-        process.kill()
-        process.join()
-        num_killed += process.exitcode == -9
-        seconds *= 1 if process.exitcode == -9 else 0.8  # the machine has become less busy
-        assert outcomes.of_command("verify", tiny_chain) is None
-        report = tiny_chain / "report" / "report.json"
+    left = moments(name, tiny_chain, prompts, tmp_path)
+    assert len(left) > 3
+    for chain in left:
+        assert outcomes.of_command("verify", chain) is None
+        report = chain / "report" / "report.json"
         assert not report.exists() or "systems" in json.loads(report.read_text())
-    assert forked.run(*asked, log=log) == 0, log.read_text()
-    left = [path.name for path in tiny_chain.rglob(".*.partial")]
-    assert left == []
+    # what was half written goes with the next run
+    begun = next(chain for chain in left if list(chain.rglob(".*.partial")))
+    log = tmp_path / "again"
+    assert forked.run(run, name, str(begun), str(prompts), log=log) == 0, log.read_text()
+    assert list(begun.rglob(".*.partial")) == []
+
+
+@pytest.mark.proof
+def test_a_kill_while_a_file_is_written_in_place_is_noticed(
+    tiny_chain: Path, prompts: Path, tmp_path: Path
+) -> None:
+    left = moments("plan", tiny_chain, prompts, tmp_path, in_place=True)
+    assert any(outcomes.of_command("verify", chain) is not None for chain in left)
 
 
 @pytest.mark.proof

@@ -11,7 +11,7 @@ import functools
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fractions import Fraction
 from types import SimpleNamespace
 from typing import Any
@@ -34,6 +34,7 @@ from polybasic.deploy.rounds.sampling import (
 from polybasic.deploy.rounds.stages import BlockStage, Stage, TreeStage
 from polybasic.deploy.rounds.warping import warp
 from tests.deploy.drafters.expanding import expanded
+from tests.deploy.outcomes import Enumerated, Outcomes
 
 SMALL_TREE = Tree(depth=2, top_k=2, rows=5)
 GRID = 24
@@ -274,37 +275,7 @@ def probable_tree(
     return candidates.keep_best(tokens[-1], tree.rows, least_score=tree.least_score)
 
 
-@dataclass
-class Outcomes:
-    """Replays a run once for every sequence of outcomes of its random events."""
-
-    script: list[tuple[int, int]] = field(default_factory=list)
-    position: int = 0
-    probability: Fraction = Fraction(1)
-
-    def choose(self, probabilities: Sequence[Fraction]) -> int:
-        assert sum(probabilities) == 1
-        possible = [index for index, p in enumerate(probabilities) if p > 0]
-        if self.position == len(self.script):
-            self.script.append((0, len(possible)))
-        index = possible[self.script[self.position][0]]
-        self.position += 1
-        self.probability *= probabilities[index]
-        return index
-
-    def runs(self) -> Iterator[None]:
-        while True:
-            self.position, self.probability = 0, Fraction(1)
-            yield
-            while self.script and self.script[-1][0] + 1 == self.script[-1][1]:
-                self.script.pop()
-            if not self.script:
-                return
-            index, count = self.script.pop()
-            self.script.append((index + 1, count))
-
-
-class EnumeratingSampler(RandomSampler):
+class EnumeratingSampler(Enumerated, RandomSampler):
     """The sampler that serves, with its two random events enumerated."""
 
     def __init__(self, outcomes: Outcomes, case: Case) -> None:
@@ -319,17 +290,8 @@ class EnumeratingSampler(RandomSampler):
             return Probabilities(logits)
         return Probabilities(rational(super().distributions(logits, prefixes).values))
 
-    def draw(self, rows: Probabilities, row: int) -> int:
-        return self._categorical(rows.values[row : row + 1])[0]
-
     def join(self, parts: list[Probabilities]) -> Probabilities:
         return Probabilities(np.concatenate([rows.values for rows in parts]))
-
-    def _happens(self, probabilities: list[Any]) -> list[bool]:
-        return [self.outcomes.choose([1 - Fraction(p), Fraction(p)]) == 1 for p in probabilities]
-
-    def _categorical(self, rows: Any) -> list[int]:
-        return [self.outcomes.choose(list(row)) for row in rows]
 
 
 class TableNoise:

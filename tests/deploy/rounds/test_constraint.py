@@ -15,6 +15,7 @@ from polybasic.deploy.drafters.ngram import NgramDrafter
 from polybasic.deploy.rounds.constraint import GRAMMAR, Constraint
 from polybasic.deploy.rounds.passes import alone, draft
 from polybasic.deploy.rounds.sampling import Prefixes, Probabilities
+from tests.deploy.outcomes import Outcomes
 from tests.deploy.rounds.test_law import (
     CHAINS,
     COUPLED_ANSWERS,
@@ -30,7 +31,6 @@ from tests.deploy.small_chains import VOCAB_SIZE, RememberedChain, RememberedVer
 from tests.deploy.tables import (
     Case,
     EnumeratingSampler,
-    Outcomes,
     TableVerifier,
     Wiring,
     output_law,

@@ -20,10 +20,10 @@ from polybasic.deploy.rounds.passes import Passes, alone
 from polybasic.deploy.rounds.sampling import Prefixes, Probabilities, Sampling, make_sampler
 from polybasic.deploy.rounds.stages import Block, TreeStage
 from polybasic.deploy.rounds.warping import process_logits
+from tests.deploy.outcomes import Outcomes
 from tests.deploy.tables import (
     Case,
     EnumeratingSampler,
-    Outcomes,
     TableVerifier,
     Wiring,
     build,
