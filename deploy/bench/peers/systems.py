@@ -10,6 +10,8 @@ import torch
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.block_types import BLOCK_TYPES
+from polybasic.chain.formats.config import read_config
+from polybasic.chain.formats.manifest import MODEL_KINDS
 from polybasic.deploy.bench.chain_systems import weight_type
 from polybasic.deploy.bench.peers.catalogue import PEERS
 from polybasic.deploy.bench.peers.process import PeerSystem, run_worker
@@ -20,7 +22,7 @@ from polybasic.deploy.memory import MARGIN
 from polybasic.deploy.rounds.sampling import Sampling
 
 GGUF_TYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
-LLAMA_DRAFTED, LLAMA_LOOKUP, OPENVINO_DRAFTED, NGRAM = 8, 2, 4, 2
+LLAMA_DRAFTED, LLAMA_DRAFTED_BY_SMALL, LLAMA_LOOKUP, OPENVINO_DRAFTED, NGRAM = 8, 3, 2, 4, 2
 """Tokens that each drafts at a time, and most that prompt lookup looks for."""
 _INT4 = "int4"
 _OTHER_WEIGHTS = "Its weights have 4 bits: its answers are those of another model than the target."
@@ -164,12 +166,18 @@ def write_gguf(
 
 def _llama_modes(chain: Chain, python: Path, folder: Path) -> list[Mode]:
     """llama.cpp by its C interface."""
+    from polybasic.chain.formats.gguf import writing
+
     dtype = weight_type(chain)
     if is_in_4_bits := dtype == _INT4:
         dtype = "Q4_1"
     is_in_few_bits = dtype in BLOCK_TYPES
     own = dtype if is_in_few_bits else GGUF_TYPES[dtype]
     files = write_gguf(chain, (own,) if is_in_few_bits else (own, "Q4_0"), folder)
+    small = _smaller_model(chain)
+    if small is not None:
+        files[small] = folder.absolute() / "smaller.gguf"
+        writing.write_gguf(chain.member_folders[small], files[small], stop=chain.stop_tokens)
     library = f"llama.cpp by its C interface with the target as GGUF in {dtype}"
 
     def mode(
@@ -187,18 +195,27 @@ def _llama_modes(chain: Chain, python: Path, folder: Path) -> list[Mode]:
             *("--lookup", LLAMA_LOOKUP, "--ngram", NGRAM),
         ),
     ]  # fmt: skip
-    if is_in_few_bits:  # which have 4 or 8 bits as they are
-        return modes
-    return [
-        *modes,
-        mode(
-            "llama.cpp draft", own, f"{library}; the target in Q4_0 drafts {LLAMA_DRAFTED} tokens",
-            "--num-drafted", LLAMA_DRAFTED, "--draft", drafter=(files["Q4_0"],),
-        ),
-        mode(
-            "llama.cpp Q4_0", "Q4_0", "llama.cpp by its C interface with the target as GGUF in Q4_0"
-        ),
-    ]  # fmt: skip
+    if small is not None or not is_in_few_bits:  # a target in 4 or 8 bits drafts for no other
+        drafter, says = (small, small) if small is not None else ("Q4_0", "the target in Q4_0")
+        num_drafted = LLAMA_DRAFTED if small is None else LLAMA_DRAFTED_BY_SMALL
+        modes.append(
+            mode(
+                "llama.cpp draft", own, f"{library}; {says} drafts {num_drafted} tokens",
+                "--num-drafted", num_drafted, "--draft", drafter=(files[drafter],),
+            )
+        )  # fmt: skip
+    if not is_in_few_bits:
+        says = "llama.cpp by its C interface with the target as GGUF in Q4_0"
+        modes.append(mode("llama.cpp Q4_0", "Q4_0", says))
+    return modes
+
+
+def _smaller_model(chain: Chain) -> str | None:
+    """The last member that is a whole model of another shape than the target."""
+    whole = [one.name for one in chain.manifest.members if one.kind in MODEL_KINDS]
+    shapes = {name: read_config(chain.member_folders[name]).decoder for name in whole}
+    others = [name for name in whole if shapes[name] != shapes[whole[0]]]
+    return others[-1] if others else None
 
 
 def _openvino_modes(chain: Chain, python: Path, folder: Path) -> list[Mode]:

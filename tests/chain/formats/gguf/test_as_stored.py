@@ -1,5 +1,7 @@
 """GGUF files whose blocks are kept: the same bytes, the same text, and what cannot be kept."""
 
+import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,6 +37,7 @@ from polybasic.chain.model.loading import load_decoder, serving_dtype
 from polybasic.chain.model.reference import load_reference_model
 from polybasic.deploy.bench.chain_systems import weight_type
 from polybasic.deploy.bench.peers import systems
+from polybasic.deploy.chain import Chain
 from polybasic.deploy.load import layout_of, load_chain
 from polybasic.deploy.memory import state_memory
 from polybasic.deploy.rounds.cache import KeyValueCache
@@ -171,12 +174,25 @@ def test_a_smaller_file_below_has_five_bits_a_weight_at_most(
     drafted = chain.generate("the the the", **asked)
     assert drafted.statistics.forward_passes["small"] > 0
     assert drafted.token_ids == alone.token_ids
+    assert drafts_for_llama_cpp(chain, tmp_path) == runs_in
     settings = [f"small.model={small}", "train.kind=none", "quantize=null"]
     workspace = Workspace(load_recipe("llama31-8b-four", settings), tmp_path / "out")
     model_stages._write_in_few_bits(workspace, imported(small), tmp_path / "made")
     made, own = (stored_tensors(one) for one in (tmp_path / "made", chain.folder / "small"))
     assert made.keys() == own.keys()
     assert all(torch.equal(made[name], own[name]) for name in own if ".Q4_" in name)
+
+
+def drafts_for_llama_cpp(chain: Chain, folder: Path) -> str:
+    """The type of most matrices of the file that drafts for the target's there."""
+    [*others, drafting] = systems._llama_modes(chain, Path(sys.executable), folder)
+    assert [mode.name for mode in others] == ["llama.cpp", "llama.cpp lookup"]
+    model, drafter = drafting.files
+    assert [model] == list(others[0].files)
+    assert drafting.words[-4:] == ("--num-drafted", 3, "--draft", drafter)
+    types = Counter(tensor.tensor_type.name for tensor in gguf.GGUFReader(drafter).tensors)
+    del types["F32"]
+    return types.most_common(1)[0][0]
 
 
 @pytest.mark.processor
