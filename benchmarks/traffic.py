@@ -8,13 +8,14 @@ whole model is small enough, and its passes then take less than their bound.
 #   R = rows (tokens of one pass)
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from polybasic.chain.formats.decoder_config import DecoderConfig
 from polybasic.chain.formats.manifest import Kind
 from polybasic.chain.formats.names import Shape, layer_norms, linear_shapes, required_biases
 from polybasic.chain.formats.quantization import DRAFT_GROUP_SIZE, GROUP_SIZE, largest_group_size
+from polybasic.chain.kernels.cpu.matrices import NativeLinear
 from polybasic.chain.kernels.rows import seen_from
 from polybasic.chain.kernels.selection import backend_for
 from polybasic.deploy import Chain
@@ -54,7 +55,11 @@ def member_pass(chain: Chain, name: str, context: int, rows: int) -> Moved:
     """A pass of a verifying member over R tokens behind `context` cached ones, logits included."""
     decoder = chain.engine.verifiers[name].decoder
     kind = chain.manifest.member(name).kind
-    return decoder_pass(decoder.config, kind, decoder.dtype.itemsize, context, rows)
+    moved = decoder_pass(decoder.config, kind, decoder.dtype.itemsize, context, rows)
+    projection = decoder.weights.lm_head
+    if not isinstance(projection, NativeLinear):
+        return moved
+    return replace(moved, lm_head=sum(tensor.nbytes for tensor in projection.tensors))
 
 
 def decoder_pass(

@@ -410,7 +410,8 @@ def _load_models(
     num_positions = context_tokens + SPARE_ROWS
 
     def decoder(name: str) -> Executor:
-        return load_decoder(checked.configs[name], dtype, device, num_positions)
+        file, is_checked = checked.configs[name], name != manifest.members[0].name
+        return load_decoder(file, dtype, device, num_positions, is_checked=is_checked)
 
     loaded = {member.name for member in checked.loaded}
     verifying = [member.name for member in manifest.verifying if member.name in loaded]

@@ -10,7 +10,7 @@ from math import prod
 from typing import Any, Literal
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.block_types import BLOCK_TYPES, DEVICE_STEP
+from polybasic.chain.formats.block_types import BLOCK_TYPES, DEVICE_STEP, GROUP
 from polybasic.chain.formats.decoder_config import DecoderConfig, HeadConfig
 from polybasic.chain.formats.head_kinds.early_exit import ADAPTER_DOWN, ADAPTER_UP
 from polybasic.chain.formats.head_kinds.table import HEAD_KINDS
@@ -29,16 +29,24 @@ MARGIN = 1.2
 
 Kernels = Literal["eager", "native", "device"]
 """What multiplies: PyTorch's operations, the CPU's kernels, or the GPU's."""
-Form = Literal["kept", "dense", "int4", "rounded", "blocks"]
+Form = Literal["kept", "dense", "int4", "rounded", "checked", "blocks"]
 """How a weight lies: as a tensor of its own, as a dense product's, as a 4-bit product's, as a draft
-head's product, which is rounded to 4 bits where kernels read those, or in a GGUF file's blocks,
-whose bytes are counted in place of weights."""
+head's product, which is rounded to 4 bits where kernels read those, as the output projection of a
+model whose tokens another one checks, which is rounded to 8, or in a GGUF file's blocks, whose
+bytes are counted in place of weights."""
 
 _ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 _ROUNDED_DTYPES = {"eager": (), "native": ("bfloat16",), "device": ("bfloat16", "float16")}
 _SCALE_BYTES = {"eager": 4, "native": 5, "device": 4}
 """Of a 4-bit group's scale and zero, as kernels read them."""
-_MAKING_BYTES: dict[Form, float] = {"kept": 4, "dense": 4, "int4": 10, "rounded": 6, "blocks": 8}
+_MAKING_BYTES: dict[Form, float] = {
+    "kept": 4,
+    "dense": 4,
+    "int4": 10,
+    "rounded": 6,
+    "checked": 6,
+    "blocks": 8,
+}
 """Of a weight while it is converted, beside what stays of it."""
 _EMBEDDING = "model.embed_tokens.weight"
 _LIBRARY_BYTES = 250_000_000
@@ -74,8 +82,12 @@ class Layout:
     @property
     def rounds_heads(self) -> bool:
         """Whether draft heads are rounded to 4 bits."""
-        is_native = self.kernels == "native"
-        return self.dtype in _ROUNDED_DTYPES[self.kernels] or (is_native and self.in_few_bits)
+        return self.dtype in _ROUNDED_DTYPES[self.kernels] or self.rounds_checked
+
+    @property
+    def rounds_checked(self) -> bool:
+        """Whether output projections below the target are rounded to 8 bits."""
+        return self.kernels == "native" and (self.dtype == "bfloat16" or self.in_few_bits)
 
     def weight_bytes(self, group_size: int | None = None) -> dict[Form, float]:
         """Of one weight once it is loaded.
@@ -96,6 +108,7 @@ class Layout:
             "dense": dense,
             "int4": int4,
             "rounded": rounded,
+            "checked": 1 + 2 / GROUP if self.rounds_checked else dense,
             "blocks": 1,
         }
 
@@ -256,7 +269,8 @@ def _state(
         config, stored = file.of(member.kind), tensor_headers(file.folder)
         if member.role != "drafter":
             config = shard.local(config, file.group_size)
-        weights = list(_weights(member.kind, config, file.group_size, stored, layout, shard))
+        given = member.kind, config, file.group_size, stored, layout, shard
+        weights = list(_weights(*given, is_checked=member.role != "target"))
         weight_bytes = layout.weight_bytes(file.group_size)
         making = max(making, *(num * _MAKING_BYTES[form] for form, num in weights))
         row_bytes = max(row_bytes, _prompt_values(config, layout) * layout.item_bytes)
@@ -274,8 +288,8 @@ def _state(
         }
     passing = max(making, context_tokens * row_bytes)
     workspace = _LIBRARY_BYTES + (shard.count > 1) * _GROUP_BYTES + round(passing)
-    given = layouts[checked.loaded[0].name], context_tokens, found, workspace, sequences
-    return Memory(*given, follower, shard.count)
+    whole = layouts[checked.loaded[0].name], context_tokens, found, workspace, sequences
+    return Memory(*whole, follower, shard.count)
 
 
 def _weights(
@@ -285,9 +299,11 @@ def _weights(
     stored: Mapping[str, TensorHeader],
     layout: Layout,
     shard: Shard,
+    is_checked: bool,
 ) -> Iterator[tuple[Form, int]]:
     """Form and number of the weights of each tensor that is loaded; `stored` are all headers."""
     is_head = isinstance(config, HeadConfig)
+    projection: Form = "checked" if is_checked and config.hidden_size % GROUP == 0 else "dense"
     outputs = shard.tokens(config) if not is_head else slice(0, config.vocab_size)
     own = "embed_tokens.weight"
     has_own = is_head and HEAD_KINDS[kind].reads_own_embedding
@@ -304,7 +320,7 @@ def _weights(
             size = lm_head if name == "lm_head.weight" else prod(shape)
             yield "blocks", round(in_blocks[name] * size)
         elif name == "lm_head.weight" and not is_head:
-            yield "dense", lm_head
+            yield projection, lm_head
         elif name.startswith((ADAPTER_DOWN, ADAPTER_UP)):
             yield "dense", prod(shape)
         elif name.endswith(".qweight"):
@@ -316,7 +332,7 @@ def _weights(
             yield "rounded" if is_head else "dense", prod(shape)
     is_copied = layout.device == "cpu" and layout.kernels != "device"
     if not is_head and config.tie_word_embeddings and is_copied and _EMBEDDING not in in_blocks:
-        yield "dense", lm_head
+        yield projection, lm_head
     reads_copy = layout.rounds_heads or shard.count > 1 or stored.keys() & {*DRAFT_TABLES}
     if isinstance(config, HeadConfig) and reads_copy and not HEAD_KINDS[kind].has_lm_head:
         # rows of its verifier's

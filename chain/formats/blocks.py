@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from polybasic.chain.formats.block_types import NESTED, BlockType
+from polybasic.chain.formats.block_types import BLOCK_TYPES, NESTED, BlockType
 
 _WEIGHTS_AT_ONCE = 1 << 22
 """That are in float32 at a time."""
@@ -45,6 +45,21 @@ class BlockWeight:
         """What the blocks hold, unpacked."""
         blocks_ONb = self.rows.unflatten(1, (-1, self.type.num_bytes))
         return (_nested_parts if self.type.size == NESTED else _parts)(self.type, blocks_ONb)
+
+
+def in_8_bits(weight: Tensor) -> BlockWeight:
+    """A matrix [O, I] in blocks of Q8_0, each scaled by its largest weight."""
+    kind = BLOCK_TYPES["Q8_0"]
+    step = max(1, _WEIGHTS_AT_ONCE // weight.shape[1])
+    return BlockWeight(kind, torch.cat([_in_8_bits(rows, kind) for rows in weight.split(step)]))
+
+
+def _in_8_bits(weight_OI: Tensor, kind: BlockType) -> Tensor:
+    weight_ONi = weight_OI.float().unflatten(1, (-1, kind.size))
+    scales_ON1 = (weight_ONi.abs().amax(2, keepdim=True) / (2 ** (kind.bits - 1) - 1)).half()
+    inverse_ON1 = torch.where(scales_ON1 == 0, 0.0, 1 / scales_ON1.float())
+    codes_ONi = (weight_ONi * inverse_ON1).round().clamp(-128, 127).to(torch.int8)
+    return torch.cat([scales_ON1.view(torch.uint8), codes_ONi.view(torch.uint8)], dim=2).flatten(1)
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,14 @@
 """A backend: the layout of weights on a device, and the executor that reads it."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from polybasic.chain.formats.awq import QuantizedWeight, round_to_nearest
-from polybasic.chain.formats.blocks import BlockWeight
+from polybasic.chain.formats.block_types import GROUP
+from polybasic.chain.formats.blocks import BlockWeight, in_8_bits
 from polybasic.chain.formats.decoder_config import DecoderConfig
 from polybasic.chain.formats.quantization import DRAFT_GROUP_SIZE
 from polybasic.chain.kernels.executor import Executor
@@ -15,6 +16,9 @@ from polybasic.chain.kernels.weights import Embedding, Linear, ModelWeights
 
 WEIGHTS_AT_ONCE = 1 << 22
 """That are rounded to 4 bits or dequantized: in float32 all would be larger than what is made."""
+
+LayOut = Callable[[Tensor, Tensor | None], Linear]
+"""A backend's way with a weight [O, I] and a bias [O]."""
 
 
 class Backend(ABC):
@@ -25,7 +29,8 @@ class Backend(ABC):
         packs_4_bits: whether 4-bit weights stay packed.
         keeps_blocks: whether weights in GGML's blocks stay in these.
         keeps_dense: whether `dense` keeps the tensor that it is given.
-        rounds_float32: whether `draft` rounds weights in float32, too: those for a verifier whose
+        rounds_checked: whether `checked` rounds weights to 8 bits.
+        rounds_float32: whether both round weights in float32, too: those for a verifier whose
             products round its rows.
     """
 
@@ -33,6 +38,7 @@ class Backend(ABC):
     packs_4_bits = True
     keeps_blocks = False
     keeps_dense = True
+    rounds_checked = False
     rounds_float32 = False
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
@@ -68,9 +74,21 @@ class Backend(ABC):
 
     def rounds_drafts(self, in_size: int) -> bool:
         """Whether `draft` rounds a weight over so many inputs to 4 bits."""
-        is_half = self.dtype in (torch.bfloat16, torch.float16)
-        is_rounded = self.packs_4_bits and (is_half or self.rounds_float32)
-        return is_rounded and in_size % DRAFT_GROUP_SIZE == 0
+        return self.packs_4_bits and self._rounds and in_size % DRAFT_GROUP_SIZE == 0
+
+    @property
+    def _rounds(self) -> bool:
+        return self.dtype in (torch.bfloat16, torch.float16) or self.rounds_float32
+
+    def checked(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        """As `dense`, for the output projection of a model whose tokens another one checks.
+
+        In 8 bits it is a half of the bytes that a pass over 4-bit layers reads, and agrees with
+        the target as often; in 4 bits it agrees less.
+        """
+        if not (self.rounds_checked and self._rounds) or weight.shape[1] % GROUP:
+            return self.dense(weight, bias)
+        return self.blocks([in_8_bits(weight)], bias)
 
     def draft(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """As `dense`, for a product that only drafts: kernels read weights rounded to 4 bits.

@@ -50,7 +50,7 @@ def load_dflash(file: ConfigFile, target: Executor, num_positions: int) -> DFlas
             RotaryTable(config, num_positions, tensors.dtype, tensors.device),
             verifier.draft_lm_head(token_ids),
             final_norm=tensors.dense("norm.weight"),
-            fc=tensors.linear(backend, "fc", drafts=True),
+            fc=tensors.linear(backend, "fc", lay_out=backend.draft),
             feature_norm=tensors.dense("hidden_norm.weight"),
             feature_layers=config.feature_layers,
             draft_token_ids=token_ids,

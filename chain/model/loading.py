@@ -72,6 +72,7 @@ def load_decoder(
     shard: Shard = WHOLE,
     all_reduce: Callable[[Tensor], Tensor] | None = None,
     first_layers: int | None = None,
+    is_checked: bool = False,
 ) -> Executor:
     """Load a target (dense) or an intermediate (AWQ) from a checkpoint.
 
@@ -81,6 +82,7 @@ def load_decoder(
         shard: the part of the model that is read, which `check_divisible` has passed.
         all_reduce: as in `ModelWeights`, comes with a part of a model.
         first_layers: load so many alone; None for all.
+        is_checked: whether another model checks its tokens, as `Backend.checked`.
 
     Raises:
         UserError: an unsupported architecture or quantization, or a missing weight.
@@ -98,12 +100,14 @@ def load_decoder(
     embedding = tensors.embedding(backend, "model.embed_tokens.weight")
     is_tied = config.tie_word_embeddings
     projection = "model.embed_tokens" if is_tied else "lm_head"
+    lay_out = backend.checked if is_checked else backend.dense
     if is_tied and isinstance(embedding, Tensor):
-        lm_head = backend.dense(embedding[outputs])
+        lm_head = lay_out(embedding[outputs], None)
     elif is_tied and not isinstance(embedding, Tensor) and shard.count == 1:
         lm_head = embedding.linear
     else:
-        lm_head = tensors.linear(backend, projection, taken=[Taken((outputs,))])
+        part = [Taken((outputs,))]
+        lm_head = tensors.linear(backend, projection, lay_out=lay_out, taken=part)
     layers = []
     for index in range(config.num_layers):
         prefix, kind = f"model.layers.{index}", config.kind_of(index)
@@ -206,7 +210,7 @@ def head_weights(
     norms = _load_norms(config, tensors, prefixes[0], kind.name)
     has_norm = "norm.weight" in kind.tensors(config)
     if kind.has_lm_head:
-        lm_head = tensors.linear(backend, "lm_head", drafts=True)
+        lm_head = tensors.linear(backend, "lm_head", lay_out=backend.draft)
     else:
         lm_head = draft_lm_head(token_ids)
     weights = ModelWeights(
@@ -217,7 +221,7 @@ def head_weights(
         lm_head,
         None if kind.has_lm_head else logit_softcap,
         final_norm=_load_norm(config, tensors, "norm") if has_norm else None,
-        fc=tensors.linear(backend, "fc", drafts=True),
+        fc=tensors.linear(backend, "fc", lay_out=backend.draft),
         embedding_norm=norms.get("embedding_norm"),
         feature_norm=norms.get("feature_norm"),
         feature_norms=tuple(map(tensors.dense, feature_norm_names(config.feature_norms))),
@@ -300,7 +304,7 @@ def load_layer(
         part: tensors.linear(
             backend,
             *(f"{prefix}.{name}" for name in names),
-            drafts=is_head(kind),
+            lay_out=backend.draft if is_head(kind) else None,
             taken=[taken.get(name, ALL) for name in names],
         )
         for part, names in layer_linears(config, kind).items()

@@ -61,9 +61,9 @@ def medusa_executor(
         names, joined = [f"blocks.{place}.layers.{n}" for n in range(config.num_blocks)], None
         if is_hydra:
             given = names.pop(0), f"blocks.{place}.residual"
-            joined = tensors.linear(backend, *given, drafts=True)
-        blocks = tuple(tensors.linear(backend, name, drafts=True) for name in names)
-        lm_head = tensors.linear(backend, f"lm_heads.{place}", drafts=True)
+            joined = tensors.linear(backend, *given, lay_out=backend.draft)
+        blocks = tuple(tensors.linear(backend, name, lay_out=backend.draft) for name in names)
+        lm_head = tensors.linear(backend, f"lm_heads.{place}", lay_out=backend.draft)
         heads.append(TokenHead(blocks, lm_head, joined))
     weights = MedusaWeights(
         config,

@@ -13,7 +13,7 @@ from polybasic.chain.formats.block_types import BlockType, typed_name
 from polybasic.chain.formats.blocks import BlockWeight
 from polybasic.chain.formats.checkpoint import read_tensors, tensor_files
 from polybasic.chain.formats.shard import ALL, Taken
-from polybasic.chain.kernels.backend import Backend
+from polybasic.chain.kernels.backend import Backend, LayOut
 from polybasic.chain.kernels.weights import Embedding, Linear
 
 
@@ -84,7 +84,7 @@ class StoredTensors:
         self,
         backend: Backend,
         *names: str,
-        drafts: bool = False,
+        lay_out: LayOut | None = None,
         taken: Sequence[Taken] | None = None,
     ) -> Linear:
         """One matrix of several linears of the same input, their outputs concatenated.
@@ -94,7 +94,7 @@ class StoredTensors:
 
         Args:
             backend: lays it out.
-            drafts: whether the matrix only drafts; see `Backend.draft`.
+            lay_out: how, where it is in few bits not yet; default: `backend.dense`.
             taken: which part of each is read; default: all.
 
         Raises:
@@ -115,7 +115,7 @@ class StoredTensors:
         # a backend that lays weights out anew reads them where they are mapped; files whose
         # tensors are joined are not mapped any more by then
         joined = self._concatenated(self._weights(names, taken), backend.keeps_dense)
-        return backend.draft(joined, bias) if drafts else backend.dense(joined, bias)
+        return (lay_out or backend.dense)(joined, bias)
 
     def _keep_blocks(self, names: Sequence[str], inputs: slice | None) -> bool:
         """Whether all of them are in blocks, of which whole ones are taken."""
@@ -195,7 +195,7 @@ class GivenTensors(StoredTensors):
         self,
         backend: Backend,
         *names: str,
-        drafts: bool = False,
+        lay_out: LayOut | None = None,
         taken: Sequence[Taken] | None = None,
     ) -> Linear:
         return super().linear(backend, *names, taken=taken)

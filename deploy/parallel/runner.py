@@ -157,7 +157,7 @@ def load_parts(
             continue
         file = checked.configs[member.name]
         given = file, dtype, group.device, num_positions, group.shard, group.all_reduce
-        part = load_decoder(*given)
+        part = load_decoder(*given, is_checked=member.role != "target")
         assert isinstance(part, TorchExecutor), f"{member.name} runs on {part.name}"
         found[member.name] = part
     return found

@@ -93,11 +93,17 @@ def test_stated_weights_in_4_bits_are_those_that_are_loaded(
     member = SimpleNamespace(name="small", role="intermediate", kind="awq")
     config = read_config(tmp_path / "int4")
     checked: Any = SimpleNamespace(loaded=[member], configs={"small": config})
-    _, stays, _ = allocated_by(lambda: load_decoder(config, torch.bfloat16, CPU, 1))
-    stated = state_memory(
-        checked, loading.layout_of(CPU, torch.bfloat16, config.decoder), CONTEXT_TOKENS
+    decoder, stays, _ = allocated_by(
+        lambda: load_decoder(config, torch.bfloat16, CPU, 1, is_checked=True)
     )
+    layout = loading.layout_of(CPU, torch.bfloat16, config.decoder)
+    assert layout.rounds_checked == (kernels == "native")
+    stated = state_memory(checked, layout, CONTEXT_TOKENS)
     assert stays == pytest.approx(stated.members["small"]["weights"], rel=0.03)
+    if kernels == "native":
+        # a half of the bytes in bfloat16
+        projection = sum(one.nbytes for one in decoder.weights.lm_head.tensors)
+        assert projection == config.decoder.vocab_size * config.decoder.hidden_size * 34 / 32
 
 
 def test_stated_weights_of_heads_by_place_are_those_that_are_loaded(

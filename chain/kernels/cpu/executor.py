@@ -179,6 +179,7 @@ class CpuBackend(Backend):
     name = "cpu"
     keeps_dense = False
     keeps_blocks = True
+    rounds_checked = True
 
     def __init__(self, kernels: Kernels, dtype: torch.dtype) -> None:
         super().__init__(torch.device("cpu"), dtype)
