@@ -52,7 +52,7 @@ class Bench:
     @property
     def target(self) -> System:
         """What speedups are counted over."""
-        return next(one for one in self.systems.running if one.name == "target")
+        return next(system for system in self.systems.running if system.name == "target")
 
     @property
     def num_repeats(self) -> float:

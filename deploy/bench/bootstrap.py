@@ -106,13 +106,13 @@ def strata(tasks: Sequence[Hashable]) -> tuple[list[int], tuple[int, ...]]:
     for place, task in enumerate(tasks):
         members.setdefault(task, []).append(place)
     by_size = sorted(members.values(), key=len)
-    single = [one for one in by_size if len(one) == 1]
+    single = [stratum for stratum in by_size if len(stratum) == 1]
     several = by_size[len(single) :]
     if len(single) == 1:
         single.append(several.pop(0))
     if single:
-        several.insert(0, [place for one in single for place in one])
-    return [place for one in several for place in one], tuple(map(len, several))
+        several.insert(0, [place for stratum in single for place in stratum])
+    return [place for stratum in several for place in stratum], tuple(map(len, several))
 
 
 @functools.lru_cache(maxsize=64)

@@ -83,16 +83,21 @@ def chain_system(name: str, chain: Chain, rule: RuleSetting = "auto") -> ChainSy
         described = "the target with drafts copied from prompt and answer"
         return ChainSystem(name, described, chain, ruled(plan, rule))
     if name == "polybasic_full":
-        members = [*verifying, *(one.name for one in _drafters_of(verifying[-1], chain)[:1])]
+        members = [
+            *verifying,
+            *(drafter.name for drafter in _drafters_of(verifying[-1], chain)[:1]),
+        ]
         described = f"all {len(members)} models: {', '.join(members)}"
         return ChainSystem(name, described, chain, ruled(chain.plan_of(members), rule))
-    others = {
+    kinds = {
         "draft_model": "independent draft model",
         "early_exit": "early exit",
         "steering": "steered draft model",
     }
-    what = others.get(name, f"{name} head")
-    drafters = [one for one in _drafters_of(target, chain) if one.kind in _DRAFTERS[name]]
+    what = kinds.get(name, f"{name} head")
+    drafters = [
+        drafter for drafter in _drafters_of(target, chain) if drafter.kind in _DRAFTERS[name]
+    ]
     if not drafters:
         raise UserError(
             "system without members",
@@ -124,5 +129,5 @@ def all_systems(chain: Chain) -> list[str]:
 
 def _drafters_of(verifying: str, chain: Chain) -> list[Member]:
     """Heads first, in the manifest's order."""
-    drafters = [one for one in chain.manifest.drafters if verifying in one.drafts_for]
+    drafters = [drafter for drafter in chain.manifest.drafters if verifying in drafter.drafts_for]
     return sorted(drafters, key=lambda member: member.kind in MODEL_KINDS)

@@ -159,7 +159,7 @@ class _Side:
 
         None where the system does not tell one of them.
         """
-        columns = [_values(self.report.systems[name].answers, one) for one in quantities]
+        columns = [_values(self.report.systems[name].answers, quantity) for quantity in quantities]
         if any(column is None for column in columns):
             return None
         return np.array(
@@ -192,7 +192,7 @@ def _matched(before: "_Side", after: "_Side") -> tuple[list[int], list[int]] | N
     ]
     if not pairs or len(pairs) < LEAST_SHARE * min(len(before.places), len(after.places)):
         return None
-    return [one for one, _ in pairs], [other for _, other in pairs]
+    return [place for place, _ in pairs], [place for _, place in pairs]
 
 
 def _system(name: str, before: _Side, after: _Side, is_paired: bool) -> SystemChange:
@@ -203,7 +203,7 @@ def _system(name: str, before: _Side, after: _Side, is_paired: bool) -> SystemCh
 
     def change(quantities: tuple[Quantity, ...], over: bool, noise: float = 0.0) -> Change | None:
         names = [name, "target"] if over else [name]
-        parts = [[side.totals(one, quantities) for one in names] for side in sides]
+        parts = [[side.totals(system_name, quantities) for system_name in names] for side in sides]
         return _change(parts, sides, is_paired, noise)
 
     is_target = name == "target" or any("target" not in side.report.systems for side in sides)
@@ -224,7 +224,7 @@ def _change(
     """Of a rate [side][system] or a ratio of rates; None where it is not told."""
     joined: list[Array] = []
     for systems in parts:
-        told = [one for one in systems if one is not None and (one.sum(0) > 0).all()]
+        told = [totals for totals in systems if totals is not None and (totals.sum(0) > 0).all()]
         if len(told) < len(systems):
             return None
         joined.append(np.concatenate(told, axis=1))
@@ -233,20 +233,20 @@ def _change(
     if is_paired:
         inverse = [-power for power in powers]
         both = np.concatenate([joined[1], joined[0]], axis=1)
-        found = _estimate(both, [*powers, *inverse], sides[0])
+        difference = _estimate(both, [*powers, *inverse], sides[0])
     else:
-        found = alone[1] - alone[0]
-    low, high = (None, None) if found.error is None else found.bounds
-    half = found.half_width
+        difference = alone[1] - alone[0]
+    low, high = (None, None) if difference.error is None else difference.bounds
+    half = difference.half_width
     # equal rates may differ by units in the last place
     least = max(np.log1p(noise), _ROUNDING)
     return Change(
         before=alone[0].value,
         after=alone[1].value,
-        ratio=found.value,
+        ratio=difference.value,
         low=low,
         high=high,
-        is_seen=half is not None and abs(found.log) > max(half, least),
+        is_seen=half is not None and abs(difference.log) > max(half, least),
     )
 
 
@@ -265,7 +265,7 @@ def _exactness(system: SystemReport) -> Exactness:
 
 def _memory(before: dict[str, Any], after: dict[str, Any]) -> tuple[int, int] | None:
     for source in ("measured", "stated"):
-        one, other = before.get(source), after.get(source)
-        if one is not None and other is not None:
-            return one["staying_bytes"], other["staying_bytes"]
+        earlier, later = before.get(source), after.get(source)
+        if earlier is not None and later is not None:
+            return earlier["staying_bytes"], later["staying_bytes"]
     return None

@@ -32,26 +32,26 @@ class Difference(BaseModel):
 
 def differences(before: Report, after: Report) -> list[Difference]:
     """All of them, by part. Systems that one of the reports lacks are not among them."""
-    found = []
+    differing = []
     parts = [_facts(report) for report in (before, after)]
     for part in parts[0]:
-        one, other = (side[part] for side in parts)
+        earlier, later = (side[part] for side in parts)
         if part == "system":
             common = before.systems.keys() & after.systems.keys()
-            one, other = (
+            earlier, later = (
                 {name: value for name, value in side.items() if name.split(":")[0] in common}
-                for side in (one, other)
+                for side in (earlier, later)
             )
-        for name in dict.fromkeys([*one, *other]):
-            if one.get(name) != other.get(name):
-                values = {"before": one.get(name), "after": other.get(name)}
-                found.append(Difference(part=part, name=name, **values))
-    return found
+        for name in dict.fromkeys([*earlier, *later]):
+            if earlier.get(name) != later.get(name):
+                values = {"before": earlier.get(name), "after": later.get(name)}
+                differing.append(Difference(part=part, name=name, **values))
+    return differing
 
 
 def notes(before: Report, after: Report, found: list[Difference]) -> list[str]:
     """What a reader must know before the numbers, a sentence each."""
-    differing = {(one.part, one.name) for one in found}
+    differing = {(difference.part, difference.name) for difference in found}
     said = []
     if any(("machine", name) in differing for name in _OTHER_MACHINE):
         said.append(

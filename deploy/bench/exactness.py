@@ -83,7 +83,7 @@ def agreement_on(
 def parting(expected: list[int], found: list[int]) -> int:
     """The place of the first token that differs; the shorter one's length where all are equal."""
     pairs = zip(expected, found, strict=False)
-    places = (place for place, (one, other) in enumerate(pairs) if one != other)
+    places = (place for place, (wanted, given) in enumerate(pairs) if wanted != given)
     return next(places, min(len(expected), len(found)))
 
 
@@ -109,8 +109,8 @@ def gap_at_divergence(
     found_rows = sampler.distributions(logits[None], before)
     assert found_rows.logits is not None
     scores = found_rows.logits()
-    one, other = float(scores[0, expected[place]]), float(scores[0, found[place]])
-    if math.isinf(one) or math.isinf(other):
+    expected_score, found_score = float(scores[0, expected[place]]), float(scores[0, found[place]])
+    if math.isinf(expected_score) or math.isinf(found_score):
         return math.inf
     # noise is added to logits that are divided by the temperature
-    return abs(one - other) * (sampler.sampling.temperature or 1.0)
+    return abs(expected_score - found_score) * (sampler.sampling.temperature or 1.0)

@@ -60,14 +60,14 @@ class Choice:
             for way, seconds in sorted(self.seconds.items(), key=lambda item: item[1])
             if way != self.way
         )
-        found = (
+        text = (
             f"transformers runs in {self.way}, which was measured here: an answer of "
             f"{self.new_tokens} tokens to a prompt of {self.prompt_tokens} takes "
             f"{_shown(self.seconds[self.way])}{f' ({others})' if others else ''}."
         )
         if self.left_out:
-            found += f" There was not enough memory to try {' and '.join(self.left_out)}."
-        return found
+            text += f" There was not enough memory to try {' and '.join(self.left_out)}."
+        return text
 
 
 def _shown(seconds: float) -> str:
@@ -103,9 +103,9 @@ def candidate_attentions(model: PreTrainedModel) -> list[str]:
     # it computes in two bytes alone, and transformers would fetch it where it is not installed
     if model.device.type == "cuda" and model.dtype.itemsize == 2 and is_flash_attn_2_available():
         names.append("flash_attention_2")
-    found = [name for name in dict.fromkeys(names) if set_attention(model, name)]
+    usable = [name for name in dict.fromkeys(names) if set_attention(model, name)]
     set_attention(model, own)
-    return found
+    return usable
 
 
 def set_attention(model: PreTrainedModel, name: str) -> bool:
@@ -141,9 +141,9 @@ def fastest_way(
         if turn >= _MIN_TURNS and time.perf_counter() - began > _ENOUGH_SECONDS:
             break
         for way in ways:
-            found = answer(way, prompt, 1 + num_decoded)
-            firsts[way] = min(firsts[way], found.first_seconds)
-            decoding[way] = min(decoding[way], found.seconds - found.first_seconds)
+            timed = answer(way, prompt, 1 + num_decoded)
+            firsts[way] = min(firsts[way], timed.first_seconds)
+            decoding[way] = min(decoding[way], timed.seconds - timed.first_seconds)
     per_answer = (new_tokens - 1) / max(num_decoded, 1)
     seconds = {way: firsts[way] + per_answer * decoding[way] for way in ways}
     own = min((way for way in ways if way.dtype == ways[0].dtype), key=seconds.__getitem__)

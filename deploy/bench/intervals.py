@@ -81,12 +81,13 @@ def ratio(
     """
     chosen = list(range(len(prompts)) if places is None else places)
     answered = [
-        [place for place in chosen if place < min(len(one), len(other))]
-        for one, other in zip(numerator.num_tokens, denominator.num_tokens, strict=False)
+        [place for place in chosen if place < min(len(above), len(below))]
+        for above, below in zip(numerator.num_tokens, denominator.num_tokens, strict=False)
     ]
     questions = Questions.of(prompts, chosen)
     totals = np.concatenate(
-        [questions.totals(one, answered, decode) for one in (numerator, denominator)], axis=-1
+        [questions.totals(answers, answered, decode) for answers in (numerator, denominator)],
+        axis=-1,
     )
     if decode and not (totals.sum((0, 1)) > 0).all():
         return None
@@ -179,13 +180,13 @@ class Questions:
         Args:
             answered: [repeat], places of the answers that count.
         """
-        found = np.zeros((len(answered), len(self.tasks), 2))
+        sums = np.zeros((len(answered), len(self.tasks), 2))
         whole = answers.num_tokens, answers.seconds
         tokens, seconds = answers.after_first() if decode else whole
         for repeat, places in enumerate(answered):
             for place in places:
-                found[repeat, self.rows[place]] += tokens[repeat][place], seconds[repeat][place]
-        return found
+                sums[repeat, self.rows[place]] += tokens[repeat][place], seconds[repeat][place]
+        return sums
 
 
 def noise_share(totals: Array, whole: Sequence[int], found: Estimate) -> float | None:

@@ -80,6 +80,8 @@ def _taken(content: dict[str, Any]) -> Taken:
     answer = dict(content["answer"])
     statistics = answer.pop("statistics")
     if statistics is not None:
-        proposals = {name: Proposals(**one) for name, one in statistics.pop("proposals").items()}
+        proposals = {
+            name: Proposals(**counts) for name, counts in statistics.pop("proposals").items()
+        }
         statistics = Statistics(**statistics, proposals=proposals)
     return Taken(TimedAnswer(**answer, statistics=statistics), content["joules"])

@@ -19,49 +19,50 @@ from polybasic.deploy.theory import judge_insertion
 
 def member_costs(bench: Bench, system: ChainSystem) -> dict[str, MemberCost]:
     """Of one repeat on average, by name: the plan's members in its order, then n-grams."""
-    found = [statistics_of(one) for repeat in bench.of(system) for one in repeat]
+    statistics = [statistics_of(taken) for repeat in bench.of(system) for taken in repeat]
     names = dict.fromkeys(
-        (*system.plan.members, *(name for one in found for name in one.proposals))
+        (*system.plan.members, *(name for answer in statistics for name in answer.proposals))
     )
-    return {name: _member_cost(name, bench, system, found) for name in names}
+    return {name: _member_cost(name, bench, system, statistics) for name in names}
 
 
 def _member_cost(
-    name: str, bench: Bench, system: ChainSystem, found: Sequence[Statistics]
+    name: str, bench: Bench, system: ChainSystem, statistics: Sequence[Statistics]
 ) -> MemberCost:
     verifying = [member.name for member in bench.chain.manifest.verifying]
-    passes = sum(one.forward_passes.get(name, 0) for one in found)
+    passes = sum(answer.forward_passes.get(name, 0) for answer in statistics)
     proposals = Proposals()
-    for one in found:
-        proposals.add(one.proposals.get(name, Proposals()))
-    num_drafts, gained = proposals.num_drafts, _tokens_gained(name, found)
+    for answer in statistics:
+        proposals.add(answer.proposals.get(name, Proposals()))
+    num_drafts, gained = proposals.num_drafts, _tokens_gained(name, statistics)
     return MemberCost(
         passes=passes / bench.num_repeats,
-        seconds=sum(one.seconds_by_member.get(name, 0.0) for one in found) / bench.num_repeats,
+        seconds=sum(answer.seconds_by_member.get(name, 0.0) for answer in statistics)
+        / bench.num_repeats,
         accepted_length=lengths_of(bench, system, name, range(len(bench.prompts)))
         if name in verifying
         else None,
-        rows_per_token=(passes + _proposed_to(name, system, verifying, found)) / gained
+        rows_per_token=(passes + _proposed_to(name, system, verifying, statistics)) / gained
         if gained
         else None,
         acceptance=[num / num_drafts for num in proposals.accepted] if num_drafts else [],
     )
 
 
-def _tokens_gained(name: str, found: Sequence[Statistics]) -> int:
-    return sum(sum(one.accepted_lengths.get(name, [])) for one in found)
+def _tokens_gained(name: str, statistics: Sequence[Statistics]) -> int:
+    return sum(sum(answer.accepted_lengths.get(name, [])) for answer in statistics)
 
 
 def _proposed_to(
-    name: str, system: ChainSystem, verifying: Sequence[str], found: Sequence[Statistics]
+    name: str, system: ChainSystem, verifying: Sequence[str], statistics: Sequence[Statistics]
 ) -> int:
     """Tokens that a verifying member was asked about, each a row of its passes."""
-    asked = [one for one in system.plan.members if one in verifying]
+    asked = [member for member in system.plan.members if member in verifying]
     below = asked[asked.index(name) + 1 :][:1]
     return sum(
         proposals.num_tokens
-        for one in found
-        for proposer, proposals in one.proposals.items()
+        for answer in statistics
+        for proposer, proposals in answer.proposals.items()
         if (proposer in below if below else proposer not in verifying)
     )
 
@@ -71,8 +72,8 @@ def insertions(
 ) -> list[InsertionReport]:
     """Every verifying member that one measured system has and another one lacks."""
     verifying = [member.name for member in bench.chain.manifest.verifying]
-    by_members = {one.plan.members: one for one in reversed(bench.systems.own)}
-    found = []
+    by_members = {system.plan.members: system for system in reversed(bench.systems.own)}
+    inserted = []
     for members, within in by_members.items():
         for place, name in enumerate(members[1:], 1):
             without = by_members.get((*members[:place], *members[place + 1 :]))
@@ -97,7 +98,7 @@ def insertions(
             condition = judge_insertion(
                 **measured, below_seconds=None, drafts_per_round=0
             ).fewer_passes_above
-            found.append(
+            inserted.append(
                 InsertionReport(
                     member=name,
                     without=without.name,
@@ -108,7 +109,7 @@ def insertions(
                     speedup=speedup,
                 )
             )
-    return found
+    return inserted
 
 
 def _seconds_a_pass(cost: MemberCost) -> float:
@@ -117,5 +118,5 @@ def _seconds_a_pass(cost: MemberCost) -> float:
 
 def _finished_a_pass(bench: Bench, system: ChainSystem, cost: MemberCost) -> float:
     """Tokens of the finished text for each pass after the prompt."""
-    found = (statistics_of(one) for repeat in bench.of(system) for one in repeat)
-    return sum(one.num_later for one in found) / bench.num_repeats / cost.passes
+    statistics = (statistics_of(taken) for repeat in bench.of(system) for taken in repeat)
+    return sum(answer.num_later for answer in statistics) / bench.num_repeats / cost.passes

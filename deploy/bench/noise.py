@@ -89,12 +89,12 @@ class Quiet:
             process = int(file.parent.name)
             children.setdefault(int(fields[1]), []).append(process)
             ticks[process] = sum(map(int, fields[11:15]))
-        found, waiting = 0, [os.getpid()]
+        total, waiting = 0, [os.getpid()]
         while waiting:
             process = waiting.pop()
-            found += ticks.get(process, 0)
+            total += ticks.get(process, 0)
             waiting += children.get(process, [])
-        return found
+        return total
 
 
 def noise_of(target: Answers, use: CoreUse | None = None) -> NoiseReport:
@@ -160,16 +160,16 @@ def _of_cores(use: CoreUse | None) -> list[str]:
     if use is None or use.elapsed <= 0:
         return []
     others, stolen = use.others / use.elapsed, use.stolen / use.elapsed
-    found = []
+    warnings = []
     if others > LARGEST_OTHERS:
-        found.append(
+        warnings.append(
             f"Other processes took {100 * others:.0f} % of the cores' time, and speedups are other "
             "ones than on quiet cores: end them, or keep this run and them on different cores "
             "(taskset)."
         )
     if stolen > LARGEST_STOLEN:
-        found.append(
+        warnings.append(
             f"The host of this virtual machine withheld {100 * stolen:.0f} % of the cores' time "
             "(steal): take a machine of your own, or another hour."
         )
-    return found
+    return warnings

@@ -30,7 +30,7 @@ def report_place(chain: Path, settings: BenchSettings, prompts: str, hardware: s
     kept = read_json(usual / "report.json", "report")
     asked = settings.model_dump(mode="json") | {"prompts": prompts}
     there = _conditions(kept.get("settings", {}), measured_on(kept))
-    differing = [one for one in _conditions(asked, hardware) if one not in there]
+    differing = [condition for condition in _conditions(asked, hardware) if condition not in there]
     alike = usual / "-".join(differing) / "report.json"
     less = _less(settings, read_json(alike, "report")) if alike.is_file() else []
     return usual / "-".join([*differing, *map(_as_part, less)])
@@ -46,7 +46,7 @@ def _conditions(settings: dict[str, Any], hardware: str) -> list[str]:
         f"prompts {settings.get('prompts')}",
         f"{settings.get('max_new_tokens')} tokens",
     )
-    return [_as_part(one) for one in named]
+    return [_as_part(condition) for condition in named]
 
 
 def _less(settings: BenchSettings, kept: dict[str, Any]) -> list[str]:

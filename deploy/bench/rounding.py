@@ -143,7 +143,7 @@ def measure_rounding(
         UserError: the operations for prompts compute a logit that is not finite.
     """
     eager = Verifier(verifier.name, verifier.decoder, verifier.cache, window=verifier.window)
-    found = _LeadingLogits()
+    collected = _LeadingLogits()
     for prompt, answer in tracked(_sample_answers(answers), "rounding"):
         whole = ReadPattern(len(answer))
         reference = answer_logits(eager, prompt, answer, whole)
@@ -160,7 +160,7 @@ def measure_rounding(
         def of_leading(logits: Tensor, leading: Tensor = leading) -> Tensor:
             return logits.to(leading.device).gather(1, leading)
 
-        found.add(
+        collected.add(
             of_leading(reference),
             [of_leading(logits) for logits in usual],
             {
@@ -172,7 +172,7 @@ def measure_rounding(
                 for name, logits in others.items()
             },
         )
-    return found.rounding(verifier.decoder.dtype, verifier.decoder.is_batch_invariant)
+    return collected.rounding(verifier.decoder.dtype, verifier.decoder.is_batch_invariant)
 
 
 class _LeadingLogits:
@@ -210,13 +210,13 @@ class _LeadingLogits:
         usual = max(spacing, *(_largest_change(logits, reference) or 0.0 for logits in by_pattern))
 
         def changes(ways: dict[str, list[Tensor]]) -> dict[str, Change]:
-            found = {}
+            by_way = {}
             for name, parts in ways.items():
                 logits = torch.cat(parts)
                 deviation = _largest_change(logits, reference)
                 is_sound = deviation is not None and deviation <= MAX_SOUND_RATIO * usual
-                found[name] = Change(_largest_change(logits, one_row), deviation, is_sound)
-            return found
+                by_way[name] = Change(_largest_change(logits, one_row), deviation, is_sound)
+            return by_way
 
         ways, others = changes(self.ways), changes(self.others)
         least = 0.0 if is_batch_invariant else spacing
@@ -233,9 +233,9 @@ class _LeadingLogits:
         )
 
 
-def _largest_change(one: Tensor, other: Tensor) -> float | None:
+def _largest_change(logits: Tensor, reference: Tensor) -> float | None:
     """Most by which the difference of two candidates differs between two sets of logits [T, C]."""
-    shifts = one - other
+    shifts = logits - reference
     change = float((shifts.amax(1) - shifts.amin(1)).max())
     return change if math.isfinite(change) else None
 

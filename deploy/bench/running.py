@@ -96,7 +96,7 @@ def bench_chain(
         stack.callback(chain.close)
         systems = with_others(own, chain, settings, prompts, say, stack)
         began = time.monotonic()
-        _warm_up([one for one in systems.running if one not in own], prompts, settings)
+        _warm_up([system for system in systems.running if system not in own], prompts, settings)
         warm_up_seconds += time.monotonic() - began
         into = out or folder / REPORT_FOLDER
         journal = _journal(into, chain, systems, settings, prompts)
@@ -174,8 +174,11 @@ def _journal(
         "chain": chain_digest(chain.manifest),
         "settings": settings.model_dump(mode="json", exclude={"prompts", "peers_python"}),
         "prompts": [prompt.described().sha256 for prompt in prompts],
-        "systems": {one.name: [one.version, one.dtype, one.description] for one in systems.running},
-        "plans": {one.name: one.plan.model_dump(mode="json") for one in systems.own},
+        "systems": {
+            system.name: [system.version, system.dtype, system.description]
+            for system in systems.running
+        },
+        "plans": {system.name: system.plan.model_dump(mode="json") for system in systems.own},
         "hardware": describe_hardware(chain.engine.models.target.device),
     }
     digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()

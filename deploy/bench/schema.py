@@ -21,10 +21,10 @@ class _Part(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-def _less(one: PerPrompt, other: PerPrompt) -> PerPrompt:
+def _less(whole: PerPrompt, part: PerPrompt) -> PerPrompt:
     return [
         [value - taken for value, taken in zip(*rows, strict=True)]
-        for rows in zip(one, other, strict=True)
+        for rows in zip(whole, part, strict=True)
     ]
 
 
@@ -386,7 +386,7 @@ class Report(_Part):
                     for member, lengths in (answers.accepted_lengths or {}).items()
                 },
             }
-            for name, answers in ((name, one.answers) for name, one in self.systems.items())
+            for name, answers in ((name, system.answers) for name, system in self.systems.items())
             for repeat, texts in enumerate(answers.texts)
             for place, prompt in enumerate(self.prompts[: len(texts)])
         ]

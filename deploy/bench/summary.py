@@ -45,10 +45,10 @@ def report_of(bench: Bench) -> Report:
     """
     chain, settings = bench.chain, bench.settings
     rounding = _rounding(bench)
-    answers = {one.name: answers_of(bench, one) for one in bench.systems.running}
+    answers = {system.name: answers_of(bench, system) for system in bench.systems.running}
     systems = {
-        one.name: _system(bench, one, answers, rounding)
-        for one in tracked(bench.systems.running, "systems compared")
+        system.name: _system(bench, system, answers, rounding)
+        for system in tracked(bench.systems.running, "systems compared")
     }
     planned = settings.repeats * len(bench.prompts)
     made = chain.manifest.provenance
@@ -81,7 +81,7 @@ def report_of(bench: Bench) -> Report:
         rounding=rounding.to_json(),
         memory=bench.memory,
         adaptations=adaptations(chain.manifest),
-        draft_vocabulary=draft_vocabularies(chain, [one.token_ids for one in bench.prompts]),
+        draft_vocabulary=draft_vocabularies(chain, [prompt.token_ids for prompt in bench.prompts]),
         repeating=[
             member.name
             for member in chain.manifest.members
@@ -98,7 +98,7 @@ def results_of(report: Report) -> dict[str, Any]:
     return {
         "schema": SCHEMA,
         "made": report.made,
-        "hardware": {key: one for key, one in report.hardware.items() if key != "energy"},
+        "hardware": {key: value for key, value in report.hardware.items() if key != "energy"},
         "settings": report.settings,
         "systems": {
             name: {
@@ -143,10 +143,10 @@ def _system(
     )
     if not isinstance(system, ChainSystem):
         return report
-    found = [statistics_of(one) for repeat in bench.of(system) for one in repeat]
-    prefill = sum(one.prefill_seconds for one in found)
-    decoding = sum(one.seconds for one in found) - prefill
-    num_later = sum(one.num_later for one in found)
+    statistics = [statistics_of(taken) for repeat in bench.of(system) for taken in repeat]
+    prefill = sum(answer.prefill_seconds for answer in statistics)
+    decoding = sum(answer.seconds for answer in statistics) - prefill
+    num_later = sum(answer.num_later for answer in statistics)
     verifying = [member.name for member in bench.chain.manifest.verifying]
     return report.model_copy(
         update={
@@ -163,18 +163,18 @@ def _system(
 def _rounding(bench: Bench) -> Rounding:
     """How close two tokens must be for the systems' read patterns to swap them."""
     answers = [
-        (prompt.token_ids, one.answer.token_ids)
-        for prompt, one in zip(bench.prompts, bench.of(bench.target)[0], strict=False)
+        (prompt.token_ids, taken.answer.token_ids)
+        for prompt, taken in zip(bench.prompts, bench.of(bench.target)[0], strict=False)
     ]
     verifying = list(bench.chain.engine.verifiers)
     # samples of transformers are drawn with numbers of its own
     is_greedy = bench.settings.temperature == 0
-    loops = [one for one in bench.systems.running if isinstance(one, GenerateLoop)]
-    others = {one.name: one.logits for one in loops if is_greedy}
+    loops = [loop for loop in bench.systems.running if isinstance(loop, GenerateLoop)]
+    others = {loop.name: loop.logits for loop in loops if is_greedy}
     return measure_rounding(
         bench.chain.engine.verifiers[verifying[0]],
         answers,
-        read_patterns_of((one.plan for one in bench.systems.own), verifying, NUM_POSITIONS),
+        read_patterns_of((system.plan for system in bench.systems.own), verifying, NUM_POSITIONS),
         others,
     )
 
@@ -193,10 +193,10 @@ def _agreement(bench: Bench, system: System, rounding: Rounding) -> Agreement | 
     )
     answers = zip(bench.of(bench.target), bench.of(system), strict=True)
     for repeat, (expected, found) in enumerate(answers):
-        for place, (one, other) in enumerate(zip(expected, found, strict=True)):
+        for place, (wanted, given) in enumerate(zip(expected, found, strict=True)):
             prompt = bench.prompts[place].token_ids
             sampler = engine.repeatable_sampler(prompt, bench.sampling(repeat, place))
-            comparer.count(sampler, prompt, one.answer.token_ids, other.answer.token_ids)
+            comparer.count(sampler, prompt, wanted.answer.token_ids, given.answer.token_ids)
     return comparer.agreement()
 
 
@@ -206,9 +206,9 @@ def _law(bench: Bench, system: System) -> LawCheck | None:
         return None
     verifier = next(iter(bench.chain.engine.verifiers.values()))
     answers = (
-        (bench.prompts[place].token_ids, one.answer.token_ids)
+        (bench.prompts[place].token_ids, taken.answer.token_ids)
         for repeat in bench.of(system)
-        for place, one in enumerate(repeat)
+        for place, taken in enumerate(repeat)
     )
     return check_law(verifier, Sampling(bench.settings.temperature), answers)
 

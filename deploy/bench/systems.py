@@ -86,7 +86,7 @@ def with_others(
     if is_extra and drafting_model(chain) is None:
         names.remove("hf_assisted")
         notes.append(f"hf_assisted does not run: the chain has no {LACKING}.")
-    found, left_out = transformers_systems(
+    loops, left_out = transformers_systems(
         [name for name in names if not _is_own(name)],
         chain,
         [prompt.token_ids for prompt in prompts],
@@ -96,9 +96,9 @@ def with_others(
     notes += [f"{name} does not run: {why}." for name, why in left_out.items()]
     python, is_greedy = Path(settings.peers_python), settings.temperature == 0
     peers = stack.enter_context(peer_systems(engines(settings), chain, python, say, is_greedy))
-    for system in found:
+    for system in loops:
         stack.callback(system.close)
-    by_name: dict[str, System] = {system.name: system for system in (*own, *found)}
+    by_name: dict[str, System] = {system.name: system for system in (*own, *loops)}
     running = [by_name[name] for name in names if name in by_name]
     return Systems([*running, *peers.systems], [*notes, *peers.missing])
 

@@ -12,34 +12,34 @@ from polybasic.deploy.request import Statistics
 
 def answers_of(bench: Bench, system: System) -> Answers:
     """The figures of each answer."""
-    taken = bench.of(system)
+    repeats = bench.of(system)
 
     def each(number: Callable[[Taken], float]) -> list[list[float]]:
-        return [[number(one) for one in repeat] for repeat in taken]
+        return [[number(taken) for taken in repeat] for repeat in repeats]
 
-    everything = [one for repeat in taken for one in repeat]
-    is_own = all(one.answer.statistics is not None for one in everything)
+    everything = [taken for repeat in repeats for taken in repeat]
+    is_own = all(taken.answer.statistics is not None for taken in everything)
     decode = bench.chain.tokenizer.decode
     lengths: dict[str, list[list[list[int]]]] = {}
-    for repeat in taken if is_own else ():
+    for repeat in repeats if is_own else ():
         for name in statistics_of(repeat[0]).accepted_lengths if repeat else ():
-            of_repeat = [statistics_of(one).accepted_lengths[name] for one in repeat]
+            of_repeat = [statistics_of(taken).accepted_lengths[name] for taken in repeat]
             lengths.setdefault(name, []).append(of_repeat)
     return Answers(
-        num_tokens=each(lambda one: len(one.answer.token_ids)),
-        seconds=each(lambda one: one.answer.seconds),
-        num_first=each(lambda one: one.answer.num_first),
-        first_seconds=each(lambda one: one.answer.first_seconds),
-        joules=each(lambda one: one.joules or 0.0)
-        if all(one.joules is not None for one in everything)
+        num_tokens=each(lambda taken: len(taken.answer.token_ids)),
+        seconds=each(lambda taken: taken.answer.seconds),
+        num_first=each(lambda taken: taken.answer.num_first),
+        first_seconds=each(lambda taken: taken.answer.first_seconds),
+        joules=each(lambda taken: taken.joules or 0.0)
+        if all(taken.joules is not None for taken in everything)
         else None,
-        passes=each(lambda one: len(next(iter(statistics_of(one).accepted_lengths.values()))))
+        passes=each(lambda taken: len(next(iter(statistics_of(taken).accepted_lengths.values()))))
         if is_own
         else None,
-        token_ids=[[one.answer.token_ids for one in repeat] for repeat in taken],
+        token_ids=[[taken.answer.token_ids for taken in repeat] for repeat in repeats],
         texts=[
-            [decode(one.answer.token_ids, skip_special_tokens=True) for one in repeat]
-            for repeat in taken
+            [decode(taken.answer.token_ids, skip_special_tokens=True) for taken in repeat]
+            for repeat in repeats
         ],
         accepted_lengths=lengths if is_own else None,
     )
@@ -47,11 +47,11 @@ def answers_of(bench: Bench, system: System) -> Answers:
 
 def places_by(bench: Bench, key: str) -> dict[str, list[int]]:
     """Places of prompts that were answered, by task or group, in the prompts' order."""
-    found: dict[str, list[int]] = {}
+    groups: dict[str, list[int]] = {}
     for place, prompt in enumerate(bench.described):
         if (0, place) in bench.turns:
-            found.setdefault(getattr(prompt, key), []).append(place)
-    return found
+            groups.setdefault(getattr(prompt, key), []).append(place)
+    return groups
 
 
 def totals_of(
@@ -62,33 +62,37 @@ def totals_of(
     Args:
         answers: of all systems.
     """
-    found = [one for of_place in bench.at(system, places) for one in of_place]
-    timed = [one.answer for one in found]
-    tokens, seconds = sum(len(one.token_ids) for one in timed), sum(one.seconds for one in timed)
+    answered = [taken for of_place in bench.at(system, places) for taken in of_place]
+    timed = [taken.answer for taken in answered]
+    tokens, seconds = (
+        sum(len(answer.token_ids) for answer in timed),
+        sum(answer.seconds for answer in timed),
+    )
     later = [
-        (len(one.token_ids) - one.num_first, one.seconds - one.first_seconds)
-        for one in timed
-        if len(one.token_ids) > one.num_first
+        (len(answer.token_ids) - answer.num_first, answer.seconds - answer.first_seconds)
+        for answer in timed
+        if len(answer.token_ids) > answer.num_first
     ]
-    joules = [one.joules for one in found if one.joules is not None]
+    joules = [taken.joules for taken in answered if taken.joules is not None]
     own, target, library = answers[system.name], answers["target"], answers.get("hf_generate")
     prompts, statistics = bench.described, timed[0].statistics
     verifying = None if statistics is None else next(iter(statistics.accepted_lengths))
     return Totals(
-        num_answers=len(found),
+        num_answers=len(answered),
         tokens=tokens,
         seconds=seconds,
         tokens_per_second=tokens / seconds,
-        decode_tokens_per_second=sum(num for num, _ in later) / sum(taken for _, taken in later)
+        decode_tokens_per_second=sum(num for num, _ in later)
+        / sum(duration for _, duration in later)
         if later
         else None,
-        first_token_seconds=quantiles([one.first_seconds for one in timed]),
-        seconds_per_token=quantiles([taken / num for num, taken in later]) if later else None,
+        first_token_seconds=quantiles([answer.first_seconds for answer in timed]),
+        seconds_per_token=quantiles([duration / num for num, duration in later]) if later else None,
         speedup=ratio(own, target, prompts, places),
         decode_speedup=ratio(own, target, prompts, places, decode=True),
         over_hf=None if library is None else ratio(own, library, prompts, places),
         accepted_length=None if verifying is None else lengths_of(bench, system, verifying, places),
-        joules_per_token=sum(joules) / tokens if len(joules) == len(found) else None,
+        joules_per_token=sum(joules) / tokens if len(joules) == len(answered) else None,
     )
 
 
@@ -97,7 +101,7 @@ def lengths_of(
 ) -> Lengths | None:
     """Tokens gained by the passes of a member; None where it made none."""
     gained = [
-        [statistics_of(one).accepted_lengths.get(verifying, []) for one in repeat]
+        [statistics_of(taken).accepted_lengths.get(verifying, []) for taken in repeat]
         for repeat in bench.of(system)
     ]
     return lengths(gained, bench.described, places)
@@ -105,6 +109,6 @@ def lengths_of(
 
 def statistics_of(taken: Taken) -> Statistics:
     """Of an answer of this runtime."""
-    found = taken.answer.statistics
-    assert found is not None, "an answer of another runtime"
-    return found
+    statistics = taken.answer.statistics
+    assert statistics is not None, "an answer of another runtime"
+    return statistics

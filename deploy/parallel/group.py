@@ -94,7 +94,7 @@ class Group:
                 raise RuntimeError(f"rank {missing[0]} does not come")
             check()
             time.sleep(_POLL_SECONDS)
-            missing = [one for one in missing if not self._store.check([f"here {one}"])]
+            missing = [peer for peer in missing if not self._store.check([f"here {peer}"])]
 
     def _gloo(self, is_local: bool) -> Any:
         gloo: Any = distributed.ProcessGroupGloo  # whose options have no stubs
@@ -161,8 +161,8 @@ class Group:
             parts = json.dumps([failure.what, failure.where, failure.do])
             self._store.set(f"failure {self.shard.rank}", parts)
         failed = self._gathered(self._host, torch.tensor([failure is not None]).int(), _LOADING)
-        for rank, one in enumerate(failed):
-            if one.item():
+        for rank, flag in enumerate(failed):
+            if flag.item():
                 what, where, do = json.loads(self._store.get(f"failure {rank}"))
                 raise UserError(what, f"{where} (rank {rank} of {self.shard.count})", do)
 
@@ -170,7 +170,7 @@ class Group:
         """Close the connections; whoever waits for this process fails."""
         if self.is_open:
             self.is_open = False
-            for group in {id(one): one for one in (self._sums, self._host)}.values():
+            for group in {id(channel): channel for channel in (self._sums, self._host)}.values():
                 group.abort()
             self._sums = self._host = None  # which closes gloo's
 
@@ -195,7 +195,7 @@ class Group:
         end, missing = time.monotonic() + _GRACE_SECONDS, list(range(1, count))
         while missing and time.monotonic() < end:
             time.sleep(_POLL_SECONDS)
-            missing = [one for one in missing if not self._store.check([f"noticed {one}"])]
+            missing = [peer for peer in missing if not self._store.check([f"noticed {peer}"])]
         named = f"rank {' and '.join(map(str, missing))}" if missing else "a process"
         return LostProcessError(f"{named} of {count} has ended or does not answer ({reason})")
 
@@ -211,14 +211,14 @@ class Group:
         group.broadcast([tensor], options).wait()
 
     def _gathered(self, group: Any, values: Tensor, timeout: datetime.timedelta) -> list[Tensor]:
-        found: list[list[Tensor]] = []
+        gathered: list[list[Tensor]] = []
         if self.shard.rank == 0:
-            found = [[torch.empty_like(values) for _ in range(self.shard.count)]]
+            gathered = [[torch.empty_like(values) for _ in range(self.shard.count)]]
         options = distributed.GatherOptions()
         options.rootRank, options.timeout = 0, timeout
         with self._watched():
-            group.gather(found, [values], options).wait()
-        return found[0] if found else []
+            group.gather(gathered, [values], options).wait()
+        return gathered[0] if gathered else []
 
 
 def _reason(error: Exception) -> str:

@@ -140,7 +140,9 @@ class Runner:
         gathered = self.group.gather(F.pad(logits, (0, max(sizes) - logits.shape[1])))
         if not gathered:
             return None
-        return torch.cat([one[:, :size] for one, size in zip(gathered, sizes, strict=True)], -1)
+        return torch.cat(
+            [columns[:, :size] for columns, size in zip(gathered, sizes, strict=True)], -1
+        )
 
 
 def load_parts(
@@ -151,7 +153,7 @@ def load_parts(
     Raises:
         UserError: as `load_decoder`.
     """
-    found: dict[str, TorchExecutor] = {}
+    parts: dict[str, TorchExecutor] = {}
     for member in checked.loaded:
         if member.role == "drafter":
             continue
@@ -159,8 +161,8 @@ def load_parts(
         given = file, dtype, group.device, num_positions, group.shard, group.all_reduce
         part = load_decoder(*given, is_checked=member.role != "target")
         assert isinstance(part, TorchExecutor), f"{member.name} runs on {part.name}"
-        found[member.name] = part
-    return found
+        parts[member.name] = part
+    return parts
 
 
 def sent_rows(rows: Rows) -> SentRows:

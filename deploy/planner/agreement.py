@@ -23,8 +23,14 @@ def acceptance_by_bin(measurements: Measurements, above: str, below: str) -> tup
     overall = min(float(kept[stands].mean()), 1.0) if stands.any() else 0.0
     num_kept = np.full(NUM_PROBABILITY_BINS, overall)
     num_drawn = np.ones(NUM_PROBABILITY_BINS)
-    np.add.at(num_kept, [probability_bin(one) for one in confidence.tolist()], kept[stands])
-    np.add.at(num_drawn, [probability_bin(one) for one in own_confidence.tolist()], 1.0)
+    np.add.at(
+        num_kept,
+        [probability_bin(probability) for probability in confidence.tolist()],
+        kept[stands],
+    )
+    np.add.at(
+        num_drawn, [probability_bin(probability) for probability in own_confidence.tolist()], 1.0
+    )
     return tuple(np.minimum(num_kept / num_drawn, 1.0).tolist())
 
 
@@ -49,7 +55,7 @@ def candidates_by_depth(
     ranks = [trace.ranks[drafter, verifying][top_k] for trace in measurements.traces]
     for depth in range(1, ranks[0].shape[1] + 1):
         # Positions with at least `depth` tokens of the answer left.
-        whole = [one[: max(len(one) - depth + 1, 0), depth - 1, :depth] for one in ranks]
+        whole = [table[: max(len(table) - depth + 1, 0), depth - 1, :depth] for table in ranks]
         found = np.concatenate(whole) < ABSENT
         if len(found):
             shares.append(float(found.all(1).mean()))

@@ -109,7 +109,7 @@ def compare_costs(
     Returns:
         For each of `windows`, the same plans without and with them.
     """
-    found = [(RoundCosts(), RoundCosts()) for _ in windows]
+    pairs = [(RoundCosts(), RoundCosts()) for _ in windows]
 
     def timed(prompt: list[int], plan: Plan) -> RoundCosts:
         costs = RoundCosts()
@@ -118,11 +118,11 @@ def compare_costs(
 
     for prompt, plan in tracked(list(product(prompts, plans)), "windows timed"):
         without = timed(prompt, plan)
-        for one, (costs_without, costs_with) in zip(windows, found, strict=True):
-            if set(one) <= set(plan.members):
+        for by_member, (costs_without, costs_with) in zip(windows, pairs, strict=True):
+            if set(by_member) <= set(plan.members):
                 costs_without.add(without)
-                costs_with.add(timed(prompt, plan.model_copy(update={"windows": dict(one)})))
-    return found
+                costs_with.add(timed(prompt, plan.model_copy(update={"windows": dict(by_member)})))
+    return pairs
 
 
 def _plans_to_time(engine: Engine, grid: PlanGrid) -> list[Plan]:
@@ -224,13 +224,13 @@ class RoundCosts:
 
     def passes(self) -> dict[str, PassCosts]:
         """Mean seconds of a tree round by its rows."""
-        found: dict[str, dict[int, float]] = defaultdict(dict)
+        by_member: dict[str, dict[int, float]] = defaultdict(dict)
         for (name, rows), seconds in sorted(self.trees.items()):
             if len(seconds) >= MIN_SAMPLES:
-                found[name][rows] = _mean(seconds)
+                by_member[name][rows] = _mean(seconds)
         return {
             name: PassCosts(tuple(by_rows), tuple(by_rows.values()))
-            for name, by_rows in found.items()
+            for name, by_rows in by_member.items()
         }
 
     def block_overheads(self) -> dict[str, float]:
@@ -240,7 +240,7 @@ class RoundCosts:
         beyond: dict[str, list[float]] = defaultdict(list)
         for (name, rows), seconds in self.blocks.items():
             if name in passes:
-                beyond[name] += [one - passes[name].at(rows) for one in seconds]
+                beyond[name] += [sample - passes[name].at(rows) for sample in seconds]
         return {name: max(_mean(beyond[name]), 0.0) if name in beyond else 0.0 for name in passes}
 
     def draft_means(self, name: str) -> dict[tuple[int, int], float]:
@@ -269,11 +269,13 @@ class RoundCosts:
 
     def rounds(self, name: str) -> dict[int, float]:
         """Mean seconds of a member's rounds of either kind, by their rows."""
-        found: dict[int, list[float]] = defaultdict(list)
+        by_rows: dict[int, list[float]] = defaultdict(list)
         for (member, rows), seconds in (*self.trees.items(), *self.blocks.items()):
             if member == name:
-                found[rows] += seconds
-        return {rows: _mean(one) for rows, one in found.items() if len(one) >= MIN_SAMPLES}
+                by_rows[rows] += seconds
+        return {
+            rows: _mean(seconds) for rows, seconds in by_rows.items() if len(seconds) >= MIN_SAMPLES
+        }
 
     def ngram_seconds(self) -> float:
         return _mean(self.copies) if self.copies else 0.0
@@ -352,14 +354,14 @@ class _TimedTree(_TimedStage, BaseTreeStage):
         watch, rows, num_captured = self.watch, self.verifier.num_rows, self.watch.num_captured
         self._draft_clock, self._num_levels = PassClock(watch.device), 0
         begin = watch.now()
-        one = yield from super()._round(limit)
+        outcome = yield from super()._round(limit)
         seconds = watch.now() - begin
         if watch.num_captured == num_captured:
             drafting = self._draft_clock.seconds
             rows = self.verifier.num_rows - rows
             watch.costs.trees[self.verifier.name, rows].append(seconds - drafting)
             self._take_draft(drafting)
-        return one
+        return outcome
 
     def _draft(self, limit: int) -> Passes[Any]:
         clock = self.drafter.clock
@@ -386,12 +388,12 @@ class _TimedBlock(_TimedStage, BaseBlockStage):
     def _round(self, limit: int) -> Passes[Round]:
         watch, rows, num_captured = self.watch, self.verifier.num_rows, self.watch.num_captured
         begin, below = watch.now(), self.below.seconds
-        one = yield from super()._round(limit)
+        outcome = yield from super()._round(limit)
         seconds = watch.now() - begin - (self.below.seconds - below)
         if watch.num_captured == num_captured:
             rows = self.verifier.num_rows - rows
             watch.costs.blocks[self.verifier.name, rows].append(seconds)
-        return one
+        return outcome
 
 
 @cache

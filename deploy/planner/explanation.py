@@ -52,8 +52,10 @@ def explain(
         "num_plans": choice.num_simulated,
         "budget": budget,
         "pass_seconds": {
-            name: {str(rows): seconds for rows, seconds in zip(one.rows, one.seconds, strict=True)}
-            for name, one in _passes(best, measurements).items()
+            name: {
+                str(rows): seconds for rows, seconds in zip(costs.rows, costs.seconds, strict=True)
+            }
+            for name, costs in _passes(best, measurements).items()
         },
         "draft_seconds": {
             name: {
@@ -72,13 +74,13 @@ def explain(
         ],
         "by_members": [
             {
-                "members": str(one.members),
-                "shape": describe_shape(one.plan, measurements),
-                "seconds_per_token": one.seconds_per_token,
-                "speedup_over_target": alone.seconds_per_token / one.seconds_per_token,
-                "tokens_per_target_pass": one.predicted.tokens_per_pass[measurements.target],
+                "members": str(candidate.members),
+                "shape": describe_shape(candidate.plan, measurements),
+                "seconds_per_token": candidate.seconds_per_token,
+                "speedup_over_target": alone.seconds_per_token / candidate.seconds_per_token,
+                "tokens_per_target_pass": candidate.predicted.tokens_per_pass[measurements.target],
             }
-            for one in choice.by_members
+            for candidate in choice.by_members
         ],
         "rules": rules_compared(choice),
         "windows": windows_tried(choice),
@@ -157,7 +159,7 @@ def describe_shape(plan: Plan, measurements: Measurements) -> str:
             parts.append(f"{bound} {flush.length} for {name}")
     if plan.ngram is not None:
         parts.append(f"n-grams from {plan.ngram.min_match} tokens on")
-    parts += [f"window of {one.tokens:,} for {name}" for name, one in plan.windows.items()]
+    parts += [f"window of {window.tokens:,} for {name}" for name, window in plan.windows.items()]
     return "; ".join(parts) or "alone, no drafting"
 
 
@@ -261,14 +263,14 @@ def _passes(best: Candidate, measurements: Measurements) -> dict[str, PassCosts]
 
 def _moments(best: Candidate) -> list[dict[str, Any]]:
     """Theorem 3.3, corrected, for blocks of the mean simulated length."""
-    found = []
+    moments = []
     for above, below in pairwise(best.plan.members):
         if above not in best.plan.flush:
             continue
         acceptance = acceptance_between(best.measurements, above, below)
         max_tokens = 1 + round(best.predicted.block_tokens[above])
         mean, variance = accepted_length_moments(acceptance, max_tokens)
-        found.append(
+        moments.append(
             {
                 "above": above,
                 "below": below,
@@ -279,7 +281,7 @@ def _moments(best: Candidate) -> list[dict[str, Any]]:
                 "simulated_mean": best.predicted.tokens_per_pass[above],
             }
         )
-    return found
+    return moments
 
 
 def _insertion(name: str, choice: Choice, measurements: Measurements) -> dict[str, Any] | None:
@@ -290,13 +292,18 @@ def _insertion(name: str, choice: Choice, measurements: Measurements) -> dict[st
     without = choice.best_without(name)
     wanted = {*_verifying(without, measurements), name}
     inserted = next(
-        (one for one in choice.by_members if set(_verifying(one, measurements)) == wanted), None
+        (
+            candidate
+            for candidate in choice.by_members
+            if set(_verifying(candidate, measurements)) == wanted
+        ),
+        None,
     )
     if inserted is None:
         return None
     names = _verifying(without, measurements)
     order = measurements.verifying
-    above = [one for one in names if order.index(one) < order.index(name)][-1]
+    above = [member for member in names if order.index(member) < order.index(name)][-1]
     place = without.names.index(above) + 1
     below = without.names[place] if place < len(without.names) else None
     before, after = without.predicted, inserted.predicted

@@ -46,12 +46,12 @@ def time_finalists(
         return measured, choice, {}
     say(f"plan: {len(finalists)} plans are within {CLOSE:.0%} of the best")
     timed: Counter[str] = Counter()
-    prompts = cycle([one.prompt for one in calibration.answered])
+    prompts = cycle([example.prompt for example in calibration.answered])
     for _ in range(MAX_ROUNDS):
         if len(finalists) == 1 and shape_of(finalists[0].plan) in timed:
             break
-        plans = [one.plan for one in finalists] * num_turns
-        if COST_TOKENS * sum(one.seconds_per_token for one in finalists) > budget.left(share):
+        plans = [rival.plan for rival in finalists] * num_turns
+        if COST_TOKENS * sum(rival.seconds_per_token for rival in finalists) > budget.left(share):
             budget.leave_out(f"further timings of {counted(len(finalists), 'close plan')}")
             break
         for plan in budget.within(plans, share, "timings of close plans"):
@@ -65,7 +65,7 @@ def time_finalists(
             )
             timed[shape_of(plan)] += 1
         measured = measured.with_costs()
-        among = [(one.plan.rule, one.members) for one in finalists]
+        among = [(rival.plan.rule, rival.members) for rival in finalists]
         left = choose_plan(measured.measurements, calibration.grid, among=among)
         finalists = close_to_best(left)[: -(-len(finalists) // 2)]
         num_turns *= 2
@@ -78,10 +78,14 @@ def close_to_best(choice: Choice) -> list[Candidate]:
     Of rules that draw alike, whose rounds cost the same, there is one.
     """
     plans = [*choice.by_members, *choice.other_rules]
-    plans = [one for one in plans if one.plan.rule == one.measurements.rules[0]]
-    fastest = min(one.seconds_per_token for one in plans)
-    close = [one for one in plans if one.seconds_per_token <= (1 + CLOSE) * fastest]
-    return sorted(close, key=lambda one: one.seconds_per_token)
+    plans = [
+        candidate for candidate in plans if candidate.plan.rule == candidate.measurements.rules[0]
+    ]
+    fastest = min(candidate.seconds_per_token for candidate in plans)
+    close = [
+        candidate for candidate in plans if candidate.seconds_per_token <= (1 + CLOSE) * fastest
+    ]
+    return sorted(close, key=lambda candidate: candidate.seconds_per_token)
 
 
 def shape_of(plan: Plan) -> str:

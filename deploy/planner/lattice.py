@@ -81,8 +81,8 @@ class Lattice:
         axes = range(len(point))
         for axis in axes:
             steps += [{axis: step} for step in (-2, -1, 1, 2)]
-        for one, other in combinations(axes, 2):
-            steps += [{one: a, other: b} for a in (-1, 1) for b in (-1, 1)]
+        for first, second in combinations(axes, 2):
+            steps += [{first: a, second: b} for a in (-1, 1) for b in (-1, 1)]
         for step in steps:
             moved = tuple(place + step.get(axis, 0) for axis, place in enumerate(point))
             if all(0 <= place < size for place, size in zip(moved, self.sizes, strict=True)):

@@ -46,25 +46,25 @@ class LoadTimer:
 
     def __call__(self, plan: Plan, sequences: int, costs: RoundCosts) -> None:
         """Answer so many prompts at a time, without an end, until there were enough rounds."""
-        prompts = islice(cycle(one.prompt for one in self._calibration.answered), sequences)
+        prompts = islice(cycle(example.prompt for example in self._calibration.answered), sequences)
         running = [self._begin(prompt, plan) for prompt in prompts]
         try:
-            while not all(one.pieces for one in running):
+            while not all(sequence.pieces for sequence in running):
                 self._step(running)
             shares = _Shares(plan, list(self._engine.verifiers))
             while not shares.are_enough(sequences) and _all_active(running):
-                waiting = [one.waiting for one in running]
+                waiting = [sequence.waiting for sequence in running]
                 seconds = self._step(running)
                 ran = [
                     was
-                    for one, was in zip(running, waiting, strict=True)
-                    if was is not None and one.waiting is not was
+                    for sequence, was in zip(running, waiting, strict=True)
+                    if was is not None and sequence.waiting is not was
                 ]
                 shares.add(ran, seconds)
             shares.put_into(costs)
         finally:
-            for one in running:
-                one.close()
+            for sequence in running:
+                sequence.close()
 
     def _begin(self, prompt: list[int], plan: Plan) -> Running:
         room = self._engine.context_tokens - len(prompt)
@@ -79,9 +79,9 @@ class LoadTimer:
         begin = self._now()
         self._engine.step()
         seconds = self._now() - begin
-        for one in running:
-            if one.error is not None:
-                raise one.error
+        for sequence in running:
+            if sequence.error is not None:
+                raise sequence.error
         return seconds
 
     def _now(self) -> float:
@@ -92,7 +92,7 @@ class LoadTimer:
 
 
 def _all_active(running: list[Running]) -> bool:
-    return not any(one.is_over for one in running)
+    return not any(sequence.is_over for sequence in running)
 
 
 class _Shares:
@@ -113,7 +113,7 @@ class _Shares:
     def are_enough(self, sequences: int) -> bool:
         """Whether there were enough rounds of so many sequences."""
         num_rounds, num_blocks = (
-            sum(map(len, one.values())) for one in (self._trees, self._blocks)
+            sum(map(len, shares.values())) for shares in (self._trees, self._blocks)
         )
         has_blocks = self._plan.members[0] != self._innermost
         return num_rounds >= NUM_ROUNDS * sequences and (
@@ -122,12 +122,12 @@ class _Shares:
 
     def add(self, ran: list[Any], seconds: float) -> None:
         """Add a step in which these passes ran together."""
-        for one in ran:
+        for member_pass in ran:
             share = seconds / len(ran)
-            if isinstance(one, DraftPass):
+            if isinstance(member_pass, DraftPass):
                 self._drafts.append(share)
-            elif isinstance(one, VerifierPass):
-                name, rows = one.verifier.name, len(one.rows)
+            elif isinstance(member_pass, VerifierPass):
+                name, rows = member_pass.verifier.name, len(member_pass.rows)
                 if name == self._innermost:
                     self._trees[rows].append(share)
                 else:

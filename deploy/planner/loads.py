@@ -84,7 +84,7 @@ def choose_by_load(
         return []
     of_one = _choice_of_one(measured, choice)
     search = _LoadSearch(of_one, measured.calibration.grid, timer, budget)
-    found: list[LoadChoice] = []
+    by_load: list[LoadChoice] = []
     for sequences in sorted(set(loads) - {1}):
         if sequences > timer.most_sequences:
             budget.leave_out(f"plans for {sequences} sequences, for which there is no room")
@@ -93,22 +93,22 @@ def choose_by_load(
             budget.leave_out(f"plans for {sequences} sequences")
             continue
         say(f"plan: rounds of {sequences} sequences at a time")
-        found.append(search.run(sequences))
-    return [LoadChoice(1, of_one, of_one.best), *found] if found and 1 in loads else found
+        by_load.append(search.run(sequences))
+    return [LoadChoice(1, of_one, of_one.best), *by_load] if by_load and 1 in loads else by_load
 
 
 def loads_compared(by_load: Collection[LoadChoice]) -> list[dict[str, Any]]:
     """The plan of each load, beside the target alone and the plan of one, as plain JSON."""
     return [
         {
-            "sequences": one.sequences,
-            "members": str(one.best.members),
-            "shape": describe_shape(one.best.plan, one.best.measurements),
-            "seconds_per_token": one.best.seconds_per_token,
-            "seconds_of_target_alone": one.choice.alone.seconds_per_token,
-            "seconds_of_plan_of_one": one.plan_of_one.seconds_per_token,
+            "sequences": load.sequences,
+            "members": str(load.best.members),
+            "shape": describe_shape(load.best.plan, load.best.measurements),
+            "seconds_per_token": load.best.seconds_per_token,
+            "seconds_of_target_alone": load.choice.alone.seconds_per_token,
+            "seconds_of_plan_of_one": load.plan_of_one.seconds_per_token,
         }
-        for one in by_load
+        for load in by_load
     ]
 
 
@@ -116,7 +116,7 @@ def _choice_of_one(measured: Measured, choice: Choice) -> Choice:
     """The same choice, or one among plans under which a seed means a text."""
     if not choice.best.measurements.is_random:
         return choice
-    repeatable = [one for one in measured.measurements if not one.is_random]
+    repeatable = [measurement for measurement in measured.measurements if not measurement.is_random]
     return choose_plan(repeatable, measured.calibration.grid)
 
 
@@ -149,13 +149,13 @@ class _LoadSearch:
             for plan in plans:
                 self._timer(plan, sequences, costs)
             timed += plans
-            found = self._choose(sequences, costs, tried)
-            plans = [_of_one_size(one.plan) for one in close_to_best(found.choice)]
+            load = self._choose(sequences, costs, tried)
+            plans = [_of_one_size(candidate.plan) for candidate in close_to_best(load.choice)]
             if len(plans) == 1 and shape_of(plans[0]) in map(shape_of, timed):
                 break
-        self._last = found.choice
+        self._last = load.choice
         self._seconds_of_a_sequence = (self._budget.seconds - began) / sequences
-        return found
+        return load
 
     def _worth_trying(self) -> list[Candidate]:
         """The best plans of the last load, and that of one sequence."""
@@ -163,9 +163,10 @@ class _LoadSearch:
         slowest = WORTH_TIMING * best.seconds_per_token
         return [
             *(
-                one
-                for one in self._last.by_members
-                if one.seconds_per_token <= slowest or one.members.is_part_of(best.members)
+                candidate
+                for candidate in self._last.by_members
+                if candidate.seconds_per_token <= slowest
+                or candidate.members.is_part_of(best.members)
             ),
             self.plan_of_one,
         ]
@@ -176,17 +177,17 @@ class _LoadSearch:
         measurements = at_load(self.base, costs)
         choice = choose_plan(
             [measurements],
-            _narrower(self._grid, max(one.plan.tree.rows for one in tried)),
-            among={(self.plan_of_one.plan.rule, one.members) for one in tried},
+            _narrower(self._grid, max(candidate.plan.tree.rows for candidate in tried)),
+            among={(self.plan_of_one.plan.rule, candidate.members) for candidate in tried},
             simulator=self._simulator,
         )
         predicted = self._simulator.at(measurements).run(self.plan_of_one.plan)
         plan_of_one = replace(self.plan_of_one, predicted=predicted, measurements=measurements)
         by_members = fastest_first(
-            min(one, plan_of_one, key=lambda one: one.seconds_per_token)
-            if one.members == plan_of_one.members
-            else one
-            for one in choice.by_members
+            min(candidate, plan_of_one, key=lambda contender: contender.seconds_per_token)
+            if candidate.members == plan_of_one.members
+            else candidate
+            for candidate in choice.by_members
         )
         choice = replace(choice, by_members=by_members)
         return LoadChoice(sequences, choice, plan_of_one)
@@ -214,7 +215,10 @@ def _scaled(base: DraftCosts, timed: DraftCosts) -> DraftCosts:
     first_of_one, further_of_one = base.by_top_k[top_k]
     ratio = first / first_of_one
     further_ratio = further / further_of_one if further_of_one > 0 else ratio
-    scaled = {k: (one * ratio, each * further_ratio) for k, (one, each) in base.by_top_k.items()}
+    scaled = {
+        k: (first_level * ratio, each * further_ratio)
+        for k, (first_level, each) in base.by_top_k.items()
+    }
     return DraftCosts(scaled | timed.by_top_k)
 
 
@@ -225,8 +229,8 @@ def _shapes_to_time(tried: Collection[Candidate], base: Measurements) -> list[Pl
     draft and each further one are known.
     """
     fastest: dict[tuple[str, ...], Plan] = {}
-    for one in tried:
-        fastest.setdefault(one.names, _without_copies(one.plan, base))
+    for candidate in tried:
+        fastest.setdefault(candidate.names, _without_copies(candidate.plan, base))
     shapes: list[Plan] = []
     for names, plan in fastest.items():
         trees = [Tree(depth=1, top_k=1, rows=2)]
@@ -254,6 +258,8 @@ def _narrower(grid: PlanGrid, rows: int) -> PlanGrid:
     return grid.model_copy(
         update={
             "depths": tuple(sorted({1, *grid.depths})),
-            "rows": tuple(sorted({2, 3, *(one for one in grid.rows if one <= rows)})),
+            "rows": tuple(
+                sorted({2, 3, *(num_rows for num_rows in grid.rows if num_rows <= rows)})
+            ),
         }
     )

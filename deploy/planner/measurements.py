@@ -32,7 +32,7 @@ class PassCosts:
 
     def __post_init__(self) -> None:
         assert len(self.rows) == len(self.seconds) > 0
-        assert all(one < other for one, other in zip(self.rows, self.rows[1:], strict=False))
+        assert all(fewer < more for fewer, more in zip(self.rows, self.rows[1:], strict=False))
 
     def at(self, rows: float) -> float:
         """Seconds of a pass over `rows`.
@@ -76,7 +76,7 @@ class DraftCosts:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "DraftCosts":
-        return cls({int(top_k): (one[0], one[1]) for top_k, one in content.items()})
+        return cls({int(top_k): (seconds[0], seconds[1]) for top_k, seconds in content.items()})
 
 
 @dataclass(frozen=True, eq=False)
@@ -241,7 +241,7 @@ class Measurements:
             "block_overhead_seconds": dict(self.block_overhead_seconds),
             "ngram_seconds": self.ngram_seconds,
             "traces": [trace.to_json() for trace in self.traces],
-            "windows": {name: one.model_dump() for name, one in self.windows.items()},
+            "windows": {name: window.model_dump() for name, window in self.windows.items()},
             "rules": list(self.rules),
             "link": None if self.link is None else str(self.link),
             "message_seconds": self.message_seconds,
@@ -258,13 +258,13 @@ class Measurements:
             temperature=content["temperature"],
             verifying=tuple(content["verifying"]),
             drafters={name: tuple(members) for name, members in content["drafters"].items()},
-            passes={name: PassCosts.from_json(one) for name, one in content["passes"].items()},
-            drafts={name: DraftCosts.from_json(one) for name, one in content["drafts"].items()},
+            passes={name: PassCosts.from_json(costs) for name, costs in content["passes"].items()},
+            drafts={name: DraftCosts.from_json(costs) for name, costs in content["drafts"].items()},
             shares_cache=dict(content["shares_cache"]),
             block_overhead_seconds=dict(content["block_overhead_seconds"]),
             ngram_seconds=content["ngram_seconds"],
-            traces=[Trace.from_json(one) for one in content["traces"]],
-            windows={name: Window(**one) for name, one in content["windows"].items()},
+            traces=[Trace.from_json(trace) for trace in content["traces"]],
+            windows={name: Window(**window) for name, window in content["windows"].items()},
             rules=tuple(content["rules"]),
             link=None if content["link"] is None else Link.of(content["link"]),
             message_seconds=content["message_seconds"],
@@ -286,7 +286,7 @@ def _listed(ranks: Mapping[tuple[str, str], dict[int, Counts]]) -> list[dict[str
 
 
 def _unlisted(content: list[dict[str, Any]]) -> dict[tuple[str, str], dict[int, Counts]]:
-    return {(one["drafter"], one["verifying"]): _counts(one["by_top_k"]) for one in content}
+    return {(entry["drafter"], entry["verifying"]): _counts(entry["by_top_k"]) for entry in content}
 
 
 def _lists(arrays: Mapping[Any, NDArray[Any]]) -> dict[str, list[Any]]:
@@ -294,8 +294,8 @@ def _lists(arrays: Mapping[Any, NDArray[Any]]) -> dict[str, list[Any]]:
 
 
 def _values(content: Mapping[str, list[Any]]) -> dict[str, Values]:
-    return {key: np.array(one, dtype=np.float64) for key, one in content.items()}
+    return {key: np.array(numbers, dtype=np.float64) for key, numbers in content.items()}
 
 
 def _counts(content: Mapping[str, list[Any]]) -> dict[int, Counts]:
-    return {int(key): np.array(one, dtype=np.int64) for key, one in content.items()}
+    return {int(key): np.array(numbers, dtype=np.int64) for key, numbers in content.items()}

@@ -79,7 +79,7 @@ def predict(plan: Plan, played: Played, measurements: Measurements) -> Predicted
         gained[name] = played.gained[name] / max(num_passes, 1)
         rows_per_pass[name] = float(rows @ counts) / max(num_passes, 1)
         costs = measurements.passes[name]
-        by_rows = np.array([costs.at(one) for one in rows.tolist()])
+        by_rows = np.array([costs.at(num_rows) for num_rows in rows.tolist()])
         seconds[name] = float(by_rows @ counts) / num_tokens
         if name in played.proposed:
             overhead += measurements.block_overhead_seconds[name] * num_passes / num_tokens
@@ -97,7 +97,7 @@ def predict(plan: Plan, played: Played, measurements: Measurements) -> Predicted
     in_turns = sum(seconds.values()) + overhead
     if measurements.link is not None:
         rows, counts = played.rows[measurements.target]
-        ways = np.array([_way_seconds(one, measurements) for one in rows.tolist()])
+        ways = np.array([_way_seconds(num_rows, measurements) for num_rows in rows.tolist()])
         link_seconds = float(ways @ counts) / num_tokens
         in_turns += link_seconds
         if measurements.is_optimistic and played.blocks:
@@ -131,9 +131,9 @@ def _seconds_ahead(in_turns: float, played: Played, measurements: Measurements) 
     """
     costs = measurements.passes[measurements.target]
     overhead = measurements.block_overhead_seconds[measurements.target]
-    works = [costs.at(one.rows) + overhead for one in played.blocks]
-    ways = [_way_seconds(one.rows, measurements) for one in played.blocks]
-    num_rows = sum(one.rows for one in played.blocks)
+    works = [costs.at(block.rows) + overhead for block in played.blocks]
+    ways = [_way_seconds(block.rows, measurements) for block in played.blocks]
+    num_rows = sum(block.rows for block in played.blocks)
     below = in_turns - sum(works) - sum(ways)
     *_, (_, num_rounds) = played.rows.values()
     return seconds_ahead(

@@ -25,12 +25,12 @@ def rules_compared(choice: Choice) -> list[dict[str, Any]]:
     best = [choice.best, *choice.other_rules] if choice.other_rules else []
     return [
         {
-            "rule": one.plan.rule,
-            "members": str(one.members),
-            "seconds_per_token": one.seconds_per_token,
-            "tokens_per_target_pass": one.predicted.tokens_per_pass[one.names[0]],
+            "rule": candidate.plan.rule,
+            "members": str(candidate.members),
+            "seconds_per_token": candidate.seconds_per_token,
+            "tokens_per_target_pass": candidate.predicted.tokens_per_pass[candidate.names[0]],
         }
-        for one in sorted(best, key=lambda one: one.seconds_per_token)
+        for candidate in sorted(best, key=lambda candidate: candidate.seconds_per_token)
     ]
 
 
@@ -43,9 +43,9 @@ def rule_verdict(choice: Choice) -> str | None:
     if not choice.other_rules:
         return f"rule {choice.rule}{means}: no other was to be compared"
     first, *more = choice.other_rules
-    others = [f"with {first.plan.rule} the best plan needs {first.milliseconds}"]
-    others += [f"with {one.plan.rule} {one.milliseconds}" for one in more]
-    verdict = f"rule {choice.rule}{means}: {', '.join(others)}"
+    compared = [f"with {first.plan.rule} the best plan needs {first.milliseconds}"]
+    compared += [f"with {candidate.plan.rule} {candidate.milliseconds}" for candidate in more]
+    verdict = f"rule {choice.rule}{means}: {', '.join(compared)}"
     if first.seconds_per_token < best.seconds_per_token:
         return f"{verdict}, which saves less than {MIN_GAIN:.0%} of the time"
     return verdict

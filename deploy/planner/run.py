@@ -96,8 +96,8 @@ def plan_chain(
 
 
 def _has_better(folder: Path, measured: MeasuredPlan) -> bool:
-    alike = (one for one in read_manifest(folder).plans if one.conditions == measured.conditions)
-    return any(not one.is_rough for one in alike)
+    alike = (plan for plan in read_manifest(folder).plans if plan.conditions == measured.conditions)
+    return any(not plan.is_rough for plan in alike)
 
 
 def plan_loaded(
@@ -152,7 +152,7 @@ def plan_loaded(
     spent = {**budget.report(), "timed_again": timed_again}
     say(f"plan: {shown_budget(spent)}")
     best = choice.best
-    others = [one for one in choice.by_members if one is not best]
+    others = [candidate for candidate in choice.by_members if candidate is not best]
     planned = MeasuredPlan(
         plan=best.plan,
         seconds_per_token=best.seconds_per_token,
@@ -161,9 +161,10 @@ def plan_loaded(
         temperature=measurements.temperature,
         link=settings.link,
         others=tuple(
-            PredictedPlan(plan=one.plan, seconds_per_token=one.seconds_per_token) for one in others
+            PredictedPlan(plan=candidate.plan, seconds_per_token=candidate.seconds_per_token)
+            for candidate in others
         ),
-        by_load=tuple(one.planned() for one in by_load),
+        by_load=tuple(load.planned() for load in by_load),
         explanation=explain(choice, measurements, spent, loads_compared(by_load)),
     )
     return Planning(planned, choice, measured.measurements)

@@ -111,12 +111,14 @@ class Choice:
         """
         fastest = self.by_members[0]
         as_good = [
-            one
-            for one in self.by_members
-            if one.members.is_part_of(fastest.members)
-            and (1 - MIN_GAIN) * one.seconds_per_token <= fastest.seconds_per_token
+            candidate
+            for candidate in self.by_members
+            if candidate.members.is_part_of(fastest.members)
+            and (1 - MIN_GAIN) * candidate.seconds_per_token <= fastest.seconds_per_token
         ]
-        return min(as_good, key=lambda one: len(one.names) + one.members.has_ngram)
+        return min(
+            as_good, key=lambda candidate: len(candidate.names) + candidate.members.has_ngram
+        )
 
     @property
     def rule(self) -> Rule:
@@ -127,26 +129,35 @@ class Choice:
     def runner_up(self) -> Candidate | None:
         """The fastest plan of other members; None if there are none."""
         best = self.best
-        return next((one for one in self.by_members if one is not best), None)
+        return next((candidate for candidate in self.by_members if candidate is not best), None)
 
     @property
     def alone(self) -> Candidate:
         """The plan of the target alone."""
         return next(
-            one for one in self.by_members if one.members == MemberSet(one.names[:1], False)
+            candidate
+            for candidate in self.by_members
+            if candidate.members == MemberSet(candidate.names[:1], False)
         )
 
     def best_with(self, name: str) -> Candidate | None:
         """The best plan in which this member runs; None if it cannot run."""
-        return next((one for one in self.by_members if name in one.names), None)
+        return next((candidate for candidate in self.by_members if name in candidate.names), None)
 
     def best_without(self, name: str) -> Candidate:
         """The best plan in which this member, not the target, does not run."""
-        return next(one for one in self.by_members if name not in one.names)
+        return next(candidate for candidate in self.by_members if name not in candidate.names)
 
     def best_by_ngram(self, has_ngram: bool) -> Candidate | None:
         """The best plan with n-gram drafts, or without; None if there is none."""
-        return next((one for one in self.by_members if one.members.has_ngram == has_ngram), None)
+        return next(
+            (
+                candidate
+                for candidate in self.by_members
+                if candidate.members.has_ngram == has_ngram
+            ),
+            None,
+        )
 
 
 def choose_plan(
@@ -171,20 +182,22 @@ def choose_plan(
         UserError: a measurement without traces.
     """
     by_rule: dict[Rule, Choice] = {}
-    for one in measurements:
-        simulating = simulator.at(one) if simulator else Simulator(one, seed, num_draws)
-        best_rule, *others = one.rules
-        found: list[Candidate] = []
+    for measurement in measurements:
+        simulating = (
+            simulator.at(measurement) if simulator else Simulator(measurement, seed, num_draws)
+        )
+        best_rule, *others = measurement.rules
+        candidates: list[Candidate] = []
         num_simulated = 0
-        for members in member_sets(one, grid):
+        for members in member_sets(measurement, grid):
             if among is None or (best_rule, members) in among:
                 best, num = _best_plan(members, simulating, grid)
                 num_simulated += num
-                found.append(best)
-        if found:
-            by_rule[best_rule] = Choice(fastest_first(found), num_simulated)
-        for rule in others if found else ():
-            again = [_with_rule(candidate, rule, simulating) for candidate in found]
+                candidates.append(best)
+        if candidates:
+            by_rule[best_rule] = Choice(fastest_first(candidates), num_simulated)
+        for rule in others if candidates else ():
+            again = [_with_rule(candidate, rule, simulating) for candidate in candidates]
             by_rule[rule] = Choice(fastest_first(again), len(again))
     fastest = min(choice.best.seconds_per_token for choice in by_rule.values())
     chosen = next(
@@ -195,14 +208,16 @@ def choose_plan(
     return replace(
         chosen,
         num_simulated=sum(choice.num_simulated for choice in by_rule.values()),
-        other_rules=fastest_first(one.best for one in by_rule.values() if one is not chosen),
+        other_rules=fastest_first(
+            choice.best for choice in by_rule.values() if choice is not chosen
+        ),
         windows=grid.windows,
     )
 
 
 def fastest_first(candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:
     """The same, sorted by their times."""
-    return tuple(sorted(candidates, key=lambda one: one.seconds_per_token))
+    return tuple(sorted(candidates, key=lambda candidate: candidate.seconds_per_token))
 
 
 def _with_rule(candidate: Candidate, rule: Rule, simulator: Simulator) -> Candidate:
@@ -226,7 +241,9 @@ def choose_windows(
 
     The other arguments are those of `choose_plan`.
     """
-    tried: dict[MemberSet, list[Candidate]] = {one.members: [] for one in choice.by_members}
+    tried: dict[MemberSet, list[Candidate]] = {
+        candidate.members: [] for candidate in choice.by_members
+    }
     num_simulated = choice.num_simulated
     for measurements in windowed:
         simulator = Simulator(measurements, seed, num_draws)
@@ -235,15 +252,18 @@ def choose_windows(
                 best, num = _best_plan(members, simulator, grid)
                 tried[members].append(best)
                 num_simulated += num
-    found: list[Candidate] = []
+    candidates: list[Candidate] = []
     trials: list[WindowTrial] = []
     for without in choice.by_members:
         best = _fewest_windows_that_pay(without, tried[without.members])
-        found.append(best)
-        trials += [WindowTrial(one, without, one is best) for one in tried[without.members]]
+        candidates.append(best)
+        trials += [
+            WindowTrial(candidate, without, candidate is best)
+            for candidate in tried[without.members]
+        ]
     return replace(
         choice,
-        by_members=fastest_first(found),
+        by_members=fastest_first(candidates),
         num_simulated=num_simulated,
         window_trials=tuple(trials),
     )
@@ -252,9 +272,9 @@ def choose_windows(
 def _fewest_windows_that_pay(without: Candidate, tried: Sequence[Candidate]) -> Candidate:
     """The fastest plan, ignoring windows that save less than `MIN_GAIN` over fewer windows."""
     best = without
-    for num in sorted({len(one.plan.windows) for one in tried}):
-        same_number = [one for one in tried if len(one.plan.windows) == num]
-        fastest = min(same_number, key=lambda one: one.seconds_per_token)
+    for num in sorted({len(candidate.plan.windows) for candidate in tried}):
+        same_number = [candidate for candidate in tried if len(candidate.plan.windows) == num]
+        fastest = min(same_number, key=lambda candidate: candidate.seconds_per_token)
         if fastest.seconds_per_token <= (1 - MIN_GAIN) * best.seconds_per_token:
             best = fastest
     return best
@@ -269,7 +289,7 @@ def member_sets(measurements: Measurements, grid: PlanGrid) -> list[MemberSet]:
     has_ngrams = [False]
     if ngram_matches(measurements, grid):
         has_ngrams.append(True)
-    found: list[MemberSet] = []
+    sets: list[MemberSet] = []
     for num in range(len(intermediates) + 1):
         for chosen in combinations(intermediates, num):
             verifying = (target, *chosen)
@@ -281,12 +301,12 @@ def member_sets(measurements: Measurements, grid: PlanGrid) -> list[MemberSet]:
                 and not is_far
                 and tree_axes(measurements, grid, name, verifying[-1])
             ]
-            found += [
+            sets += [
                 MemberSet((*verifying, *drafter), has_ngram)
                 for drafter in [(), *drafters]
                 for has_ngram in has_ngrams
             ]
-    return found
+    return sets
 
 
 def candidate_plans(measurements: Measurements, grid: PlanGrid) -> Iterator[Plan]:
@@ -374,7 +394,7 @@ def _with_adaptive_flush(
             predicted = simulator.run(plan)
             adaptive.append(Candidate(fixed.members, plan, predicted, simulator.measurements))
         num_simulated += len(adaptive)
-        fastest = min(adaptive, key=lambda one: one.seconds_per_token)
+        fastest = min(adaptive, key=lambda candidate: candidate.seconds_per_token)
         if fastest.seconds_per_token <= (1 - MIN_GAIN) * best.seconds_per_token:
             best = fastest
     return best, num_simulated

@@ -102,9 +102,9 @@ class Simulator:
         Args:
             measurements: the same, but for the seconds.
         """
-        other = copy(self)
-        other.measurements = measurements
-        return other
+        simulator = copy(self)
+        simulator.measurements = measurements
+        return simulator
 
     def run(self, plan: Plan) -> Predicted:
         """Simulate a plan.
@@ -132,12 +132,12 @@ class Simulator:
         assert isinstance(tree, _TreeStage)
         return Played(
             blocks=tuple(root.blocks) if isinstance(root, _BlockStage) else (),
-            rows={name: one.rows_read() for name, one in zip(names, stages, strict=True)},
-            gained={name: one.num_gained() for name, one in zip(names, stages, strict=True)},
+            rows={name: stage.rows_read() for name, stage in zip(names, stages, strict=True)},
+            gained={name: stage.num_gained() for name, stage in zip(names, stages, strict=True)},
             proposed={
-                name: one.num_proposed
-                for name, one in zip(names, stages, strict=False)
-                if isinstance(one, _BlockStage)
+                name: stage.num_proposed
+                for name, stage in zip(names, stages, strict=False)
+                if isinstance(stage, _BlockStage)
             },
             num_tokens=(len(self._ends) - len(self.spans)) * self.num_draws,
             num_drafts=np.bincount(tree.rounds.depths[np.array(tree.visited, dtype=np.int64)]),
@@ -148,7 +148,7 @@ class Simulator:
         if self.measurements.temperature > 0 and plan.rule not in rules:
             raise UserError("rule was not measured", plan.rule, f"measured: {', '.join(rules)}")
         wanted, measured = (
-            {name: str(one) for name, one in windows.items() if name in plan.members}
+            {name: str(window) for name, window in windows.items() if name in plan.members}
             for windows in (plan.windows, self.measurements.windows)
         )
         if wanted != measured:
@@ -212,13 +212,15 @@ class Simulator:
             accepted = np.where(is_copied, copied, accepted)
             own_accepted = np.where(is_copied, copied, own_accepted)
         longest = np.minimum(headroom + 1, self._ends - positions)
-        gains, own_gains = (np.minimum(one + 1, longest) for one in (accepted, own_accepted))
+        gains, own_gains = (np.minimum(counts + 1, longest) for counts in (accepted, own_accepted))
         return _TreeRounds(gains.tolist(), own_gains.tolist(), rows, depths)
 
     def _ranks(self, what: str, drafter: str, name: str, tree: Tree) -> Counts:
         deepest = self.measurements.measured_depths(drafter, name)
         if tree.depth > deepest.get(tree.top_k, 0):
-            measured = ", ".join(f"top_k {one} to depth {depth}" for one, depth in deepest.items())
+            measured = ", ".join(
+                f"top_k {top_k} to depth {depth}" for top_k, depth in deepest.items()
+            )
             raise UserError(
                 "draft tree was not measured",
                 f"top_k {tree.top_k}, depth {tree.depth} of {drafter} for {name}",

@@ -56,7 +56,7 @@ def _pass_table(explanation: dict[str, Any]) -> Table:
     by_member = explanation["pass_seconds"]
     rows = sorted({int(rows) for seconds in by_member.values() for rows in seconds})
     cells = [
-        [name, *(_milliseconds(seconds.get(str(one)), 2) for one in rows)]
+        [name, *(_milliseconds(seconds.get(str(num_rows)), 2) for num_rows in rows)]
         for name, seconds in by_member.items()
     ]
     title = "Milliseconds a pass, by its rows"
@@ -65,8 +65,8 @@ def _pass_table(explanation: dict[str, Any]) -> Table:
 
 def _kept_table(explanation: dict[str, Any]) -> Table:
     rows = [
-        [one["below"], one["above"], f"{one['kept']:.3f}"]
-        for one in explanation["acceptance"]["verifying"]
+        [pair["below"], pair["above"], f"{pair['kept']:.3f}"]
+        for pair in explanation["acceptance"]["verifying"]
     ]
     header = ["proposed by", "kept by", "share"]
     return Table("Tokens kept between neighbours", header, rows, num_text_columns=2)
@@ -74,11 +74,11 @@ def _kept_table(explanation: dict[str, Any]) -> Table:
 
 def _candidates_table(explanation: dict[str, Any]) -> Table:
     drafters = explanation["acceptance"]["drafters"]
-    deepest = max((len(one["by_depth"]) for one in drafters), default=0)
+    deepest = max((len(drafter["by_depth"]) for drafter in drafters), default=0)
     rows = []
-    for one in drafters:
-        shares = [f"{100 * share:.0f}" for share in one["by_depth"]]
-        name = f"{one['drafter']} for {one['verifying']}, top {one['top_k']}"
+    for drafter in drafters:
+        shares = [f"{100 * share:.0f}" for share in drafter["by_depth"]]
+        name = f"{drafter['drafter']} for {drafter['verifying']}, top {drafter['top_k']}"
         rows.append([name, *shares, *(["-"] * (deepest - len(shares)))])
     title = "Per cent of positions whose next tokens were all candidates, by their number"
     header = ["drafter", *map(str, range(1, deepest + 1))]
@@ -110,15 +110,15 @@ def _lemma_table(explanation: dict[str, Any]) -> Table:
 def _moments_table(explanation: dict[str, Any]) -> Table:
     rows = [
         [
-            one["below"],
-            one["above"],
-            f"{one['acceptance']:.3f}",
-            str(one["max_tokens"]),
-            f"{one['mean']:.2f}",
-            f"{one['variance']:.2f}",
-            f"{one['simulated_mean']:.2f}",
+            pair["below"],
+            pair["above"],
+            f"{pair['acceptance']:.3f}",
+            str(pair["max_tokens"]),
+            f"{pair['mean']:.2f}",
+            f"{pair['variance']:.2f}",
+            f"{pair['simulated_mean']:.2f}",
         ]
-        for one in explanation["accepted_length"]
+        for pair in explanation["accepted_length"]
     ]
     header = ["proposed by", "kept by", "share kept", "at most", "mean", "variance", "simulated"]
     title = "Tokens a pass by Theorem 3.3, corrected"
@@ -128,14 +128,14 @@ def _moments_table(explanation: dict[str, Any]) -> Table:
 def _insertion_table(explanation: dict[str, Any]) -> Table:
     rows = [
         [
-            f"{one['inserted']} into {one['into']}",
-            _milliseconds(one["seconds_per_token_without"]),
-            _milliseconds(one["seconds_per_token_with"]),
-            "yes" if one["pays"] else "no",
-            _inequality(one["fewer_passes_above"]),
-            _inequality(one["fewer_drafts"]),
+            f"{insertion['inserted']} into {insertion['into']}",
+            _milliseconds(insertion["seconds_per_token_without"]),
+            _milliseconds(insertion["seconds_per_token_with"]),
+            "yes" if insertion["pays"] else "no",
+            _inequality(insertion["fewer_passes_above"]),
+            _inequality(insertion["fewer_drafts"]),
         ]
-        for one in explanation["insertions"]
+        for insertion in explanation["insertions"]
     ]
     return Table(
         "Theorem 3.2: does an intermediate pay?",
@@ -149,12 +149,12 @@ def _insertion_table(explanation: dict[str, Any]) -> Table:
 def _rule_table(explanation: dict[str, Any]) -> Table:
     rows = [
         [
-            one["rule"],
-            one["members"],
-            _milliseconds(one["seconds_per_token"]),
-            f"{one['tokens_per_target_pass']:.2f}",
+            plan["rule"],
+            plan["members"],
+            _milliseconds(plan["seconds_per_token"]),
+            f"{plan['tokens_per_target_pass']:.2f}",
         ]
-        for one in explanation["rules"]
+        for plan in explanation["rules"]
     ]
     title = "Best plan of each rule that sampled tokens are drawn by"
     header = ["rule", "members", "ms a token", "tokens/pass"]
@@ -163,17 +163,17 @@ def _rule_table(explanation: dict[str, Any]) -> Table:
 
 def _window_table(explanation: dict[str, Any]) -> Table:
     rows = []
-    for one in explanation["windows"]:
+    for trial in explanation["windows"]:
         windows = (
             f"{name}: {window['sinks']} + {window['tokens']:,}"
-            for name, window in one["windows"].items()
+            for name, window in trial["windows"].items()
         )
         rows.append(
             [
-                one["members"],
-                _milliseconds(one["seconds_per_token_without"]),
-                _milliseconds(one["seconds_per_token_with"]),
-                "yes" if one["is_taken"] else "no",
+                trial["members"],
+                _milliseconds(trial["seconds_per_token_without"]),
+                _milliseconds(trial["seconds_per_token_with"]),
+                "yes" if trial["is_taken"] else "no",
                 ", ".join(windows),
             ]
         )
@@ -184,10 +184,10 @@ def _window_table(explanation: dict[str, Any]) -> Table:
 
 def _load_table(explanation: dict[str, Any]) -> Table:
     rows = []
-    for one in explanation["loads"]:
+    for load in explanation["loads"]:
         seconds = ("seconds_per_token", "seconds_of_target_alone", "seconds_of_plan_of_one")
-        rates = (f"{1 / one[key]:,.{0 if one[key] < 0.01 else 1}f}" for key in seconds)
-        rows.append([str(one["sequences"]), *rates, f"{one['members']}; {one['shape']}"])
+        rates = (f"{1 / load[key]:,.{0 if load[key] < 0.01 else 1}f}" for key in seconds)
+        rows.append([str(load["sequences"]), *rates, f"{load['members']}; {load['shape']}"])
     return Table(
         "Best plan by number of sequences",
         ["sequences", "tokens/s", "target alone", "plan of 1", "plan"],
@@ -200,13 +200,13 @@ def _load_table(explanation: dict[str, Any]) -> Table:
 def _members_table(explanation: dict[str, Any]) -> Table:
     rows = [
         [
-            one["members"],
-            _milliseconds(one["seconds_per_token"]),
-            f"{one['speedup_over_target']:.2f}x",
-            f"{one['tokens_per_target_pass']:.2f}",
-            one["shape"],
+            plan["members"],
+            _milliseconds(plan["seconds_per_token"]),
+            f"{plan['speedup_over_target']:.2f}x",
+            f"{plan['tokens_per_target_pass']:.2f}",
+            plan["shape"],
         ]
-        for one in explanation["by_members"]
+        for plan in explanation["by_members"]
     ]
     header = ["members", "ms a token", "speedup", "tokens/pass", "shape"]
     return Table("Best plan of each set of members", header, rows, wraps=True)

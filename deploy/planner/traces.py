@@ -97,7 +97,7 @@ class Calibration:
 
     @property
     def num_tasks(self) -> int:
-        return len({one.task for one in self.answered})
+        return len({example.task for example in self.answered})
 
     @property
     def usable_windows(self) -> list[int]:
@@ -129,17 +129,22 @@ class Measured:
 
     def over(self, link: Link, message_seconds: float, is_optimistic: bool) -> "Measured":
         """The same with a target behind a link; see `Measurements`."""
-        found = [
-            replace(one, link=link, message_seconds=message_seconds, is_optimistic=is_optimistic)
-            for one in self.measurements
+        linked = [
+            replace(
+                measurement, link=link, message_seconds=message_seconds, is_optimistic=is_optimistic
+            )
+            for measurement in self.measurements
         ]
-        return replace(self, measurements=tuple(found))
+        return replace(self, measurements=tuple(linked))
 
     def with_costs(self) -> "Measured":
         """With the costs as they are now."""
         pairs = zip(self.measurements, self.costs, strict=True)
         return replace(
-            self, measurements=tuple(replace(one, **_costs_of(costs)) for one, costs in pairs)
+            self,
+            measurements=tuple(
+                replace(measurement, **_costs_of(costs)) for measurement, costs in pairs
+            ),
         )
 
 
@@ -192,15 +197,15 @@ def measure(calibration: Calibration, budget: Budget, say: Callable[[str], None]
     answered = _affordable(calibration, budget, traces_share)
     began = budget.seconds
     traces = [
-        trace_answer(calibration, one, {}, grid.top_ks)
-        for one in budget.within(answered, traces_share, "answers", calibration.num_tasks)
+        trace_answer(calibration, example, {}, grid.top_ks)
+        for example in budget.within(answered, traces_share, "answers", calibration.num_tasks)
     ]
     trace_seconds = (budget.seconds - began) / len(calibration.rules)
     answered = answered[: len(traces)]
     say("plan: costs of rounds")
     costs = measure_costs(
         engine,
-        [one.prompt for one in answered],
+        [example.prompt for example in answered],
         calibration.stop_tokens,
         calibration.sampling,
         grid,
@@ -243,14 +248,14 @@ def _affordable(calibration: Calibration, budget: Budget, share: float) -> list[
         began = budget.seconds
         trace_answer(calibration, answered[0].cut(MIN_TOKENS), {}, calibration.grid.top_ks)
         seconds_per_token = (budget.seconds - began) / len(answered[0].cut(MIN_TOKENS).answer)
-    longest = max((len(one.answer) for one in answered), default=0)
+    longest = max((len(example.answer) for example in answered), default=0)
     num_tasks = calibration.num_tasks
     if not answered or seconds_per_token * longest * num_tasks <= budget.left(share):
         return answered
     most = max(int(budget.left(share) / (seconds_per_token * num_tasks)), MIN_TOKENS)
     if most < longest:
         budget.leave_out(f"all but the first {most} tokens of each answer", is_rough=True)
-    return [one.cut(most) for one in answered]
+    return [example.cut(most) for example in answered]
 
 
 def _answer(
@@ -269,7 +274,7 @@ def _answer(
 
 def _cache_owner(engine: Engine, name: str) -> str:
     cache = engine.verifiers[name].cache
-    return next(other for other, verifier in engine.verifiers.items() if verifier.cache is cache)
+    return next(owner for owner, verifier in engine.verifiers.items() if verifier.cache is cache)
 
 
 def trace_answer(
@@ -291,7 +296,7 @@ def trace_answer(
 
 def _trace(
     calibration: Calibration,
-    one: CalibrationPrompt,
+    example: CalibrationPrompt,
     windows: Windows,
     top_ks: Sequence[int],
     states: Mapping[str, Tensor],
@@ -300,7 +305,7 @@ def _trace(
 ) -> Trace:
     """How every model rates one answer by a rule, given what does not depend on rules."""
     engine, sampling, grid = calibration.engine, calibration.sampling, calibration.grid
-    prompt, answer = one.prompt, one.answer
+    prompt, answer = example.prompt, example.answer
     probability, confidence, own_confidence, drawn = {}, {}, {}, {}
     prefixes = Prefixes(prompt, [answer[:length] for length in range(len(answer))])
     places = list(range(len(answer)))
@@ -328,19 +333,21 @@ def _trace(
         texts = [[answer[place:] for place in places]]
         if drafters and name != target:
             depth = max(grid.depths)
-            own = _continuations(engine, name, one, drawn[name], sampling, depth, windows, rule)
+            own = _continuations(engine, name, example, drawn[name], sampling, depth, windows, rule)
             texts.append(own)
         for drafter, top_k in product(drafters, top_ks):
             tree = Tree(depth=max(grid.depths), top_k=top_k, rows=2)
             drafting = engine.drafters.named(drafter, tree, windows.get(drafter), noise)
-            found, counts = _ranks(drafting, states[name], one, texts, grid.least_probabilities)
+            by_text, counts = _ranks(
+                drafting, states[name], example, texts, grid.least_probabilities
+            )
             if grid.least_probabilities:
                 likely.setdefault((drafter, name), {})[top_k] = counts
-            ranks.setdefault((drafter, name), {})[top_k] = found[0]
+            ranks.setdefault((drafter, name), {})[top_k] = by_text[0]
             if name != target:
-                own_ranks.setdefault((drafter, name), {})[top_k] = found[1]
+                own_ranks.setdefault((drafter, name), {})[top_k] = by_text[1]
     return Trace(
-        task=one.task,
+        task=example.task,
         probability=probability,
         confidence=confidence,
         own_confidence=own_confidence,
@@ -348,22 +355,24 @@ def _trace(
         own_ranks=own_ranks,
         ngram=copied,
         likely=likely,
-        max_tokens=one.max_tokens,
+        max_tokens=example.max_tokens,
         num_prompt_tokens=len(prompt),
     )
 
 
 @torch.inference_mode()
-def _states(engine: Engine, one: CalibrationPrompt, windows: Windows) -> dict[str, Tensor]:
+def _states(engine: Engine, example: CalibrationPrompt, windows: Windows) -> dict[str, Tensor]:
     """States [T, W] of each verifying model over prompt and answer, without the last token.
 
     As when a chain runs, a model that shares its cache reads a block after rows of the model above,
     which then reads the block again.
     """
-    tokens = [*one.prompt, *one.answer[:-1]]
-    num_prompt = len(one.prompt) - 1
+    tokens = [*example.prompt, *example.answer[:-1]]
+    num_prompt = len(example.prompt) - 1
     states: dict[str, list[Tensor]] = {name: [] for name in engine.verifiers}
-    verifiers = {name: one.seeing(windows.get(name)) for name, one in engine.verifiers.items()}
+    verifiers = {
+        name: verifier.seeing(windows.get(name)) for name, verifier in engine.verifiers.items()
+    }
     for verifier in verifiers.values():
         verifier.cache.truncate(0)
     bounds = [*range(num_prompt, len(tokens), BLOCK_TOKENS), len(tokens)]
@@ -385,7 +394,7 @@ def _states(engine: Engine, one: CalibrationPrompt, windows: Windows) -> dict[st
 def _ranks(
     drafter: ExpandingDrafter,
     states: Tensor,
-    one: CalibrationPrompt,
+    example: CalibrationPrompt,
     texts: Sequence[Sequence[list[int]]],
     least_probabilities: Sequence[float],
 ) -> tuple[list[np.ndarray], np.ndarray]:
@@ -397,29 +406,29 @@ def _ranks(
         states: of its verifier, over prompt and answer.
         texts: for each result, and each position, the tokens from there on.
     """
-    prompt, answer, depth = one.prompt, one.answer, drafter.max_depth
+    prompt, answer, depth = example.prompt, example.answer, drafter.max_depth
     drafter.rewind(0)
     drafter.observe(states[: len(prompt) - 1])
-    found = [np.full((len(answer), depth, depth), ABSENT, dtype=np.int64) for _ in texts]
+    by_text = [np.full((len(answer), depth, depth), ABSENT, dtype=np.int64) for _ in texts]
     likely = np.zeros((len(answer), depth, len(least_probabilities)), dtype=np.int64)
-    least_scores = [math.log(one) for one in least_probabilities]
+    least_scores = [math.log(probability) for probability in least_probabilities]
     for place in range(len(answer)):
         if place:
             drafter.observe(states[len(prompt) + place - 2 : len(prompt) + place - 1])
         if len(prompt) + place < drafter.min_tokens:
             continue
         candidates = drafter.candidates([*prompt, *answer[:place]], depth)
-        for ranks, text in zip(found, texts, strict=True):
+        for ranks, text in zip(by_text, texts, strict=True):
             ranks[place] = candidates.ranks(text[place][:depth])
         likely[place] = candidates.counts(least_scores)
-    return found, likely
+    return by_text, likely
 
 
 @torch.inference_mode()
 def _continuations(
     engine: Engine,
     name: str,
-    one: CalibrationPrompt,
+    example: CalibrationPrompt,
     drawn: list[int],
     sampling: Sampling,
     depth: int,
@@ -433,7 +442,7 @@ def _continuations(
     Args:
         drawn: the model's own draw at each position.
     """
-    prompt, answer = one.prompt, one.answer
+    prompt, answer = example.prompt, example.answer
     drafter = engine.models.drafters_of(name)[0]
     members = (name, drafter)
     seen = {member: windows[member] for member in members if member in windows}

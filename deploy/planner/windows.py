@@ -54,42 +54,42 @@ def try_windows(
     grid = calibration.grid
     say(f"plan: windows of {_listed(single)} tokens, and the same plans without")
     windowed = _measure(calibration, measurements, tried, single, say)
-    found = choose_windows(choice, windowed, grid)
-    if together := _affordable(_joint_windows(found.window_trials), measured, budget):
+    chosen = choose_windows(choice, windowed, grid)
+    if together := _affordable(_joint_windows(chosen.window_trials), measured, budget):
         windowed += _measure(calibration, measurements, tried, together, say)
-        found = choose_windows(choice, windowed, grid)
-    return found
+        chosen = choose_windows(choice, windowed, grid)
+    return chosen
 
 
 def windows_tried(choice: Choice) -> list[dict[str, Any]]:
     """The windows that were tried and what each saves, as plain JSON."""
     return [
         {
-            "members": str(one.best.members),
-            "windows": {name: window.model_dump() for name, window in one.windows.items()},
-            "seconds_per_token_without": one.without.seconds_per_token,
-            "seconds_per_token_with": one.best.seconds_per_token,
-            "is_taken": one.is_taken,
+            "members": str(trial.best.members),
+            "windows": {name: window.model_dump() for name, window in trial.windows.items()},
+            "seconds_per_token_without": trial.without.seconds_per_token,
+            "seconds_per_token_with": trial.best.seconds_per_token,
+            "is_taken": trial.is_taken,
         }
-        for one in choice.window_trials
+        for trial in choice.window_trials
     ]
 
 
 def window_verdict(choice: Choice, measurements: Measurements) -> str | None:
     """Why members see part of the context or all of it; None if there was nothing to decide."""
-    if not choice.windows or all(len(one.names) == 1 for one in choice.by_members):
+    if not choice.windows or all(len(candidate.names) == 1 for candidate in choice.by_members):
         return None
     if measurements.longest_text_tokens <= min(choice.windows):
         longest = f"{measurements.longest_text_tokens:,} tokens"
         return f"no windows: planning prompts with answers have at most {longest}"
-    trials = [one for one in choice.window_trials if one.best.members == choice.best.members]
+    trials = [trial for trial in choice.window_trials if trial.best.members == choice.best.members]
     if not trials:
         return None
     without = trials[0].without.milliseconds
-    taken = next((one for one in trials if one.is_taken), None)
+    taken = next((trial for trial in trials if trial.is_taken), None)
     if taken is not None:
         return f"{_shown_windows(taken.windows)}: if all saw everything, it would need {without}"
-    best = min(trials, key=lambda one: one.best.seconds_per_token)
+    best = min(trials, key=lambda trial: trial.best.seconds_per_token)
     if best.best.seconds_per_token <= best.without.seconds_per_token:
         return f"no windows: the best would save less than {MIN_GAIN:.0%} of the time"
     seconds = best.best.milliseconds
@@ -107,21 +107,21 @@ def _affordable(windows: Sequence[Windows], measured: Measured, budget: Budget) 
 
 
 def _listed(windows: Sequence[Windows]) -> str:
-    lengths = sorted({one.tokens for by_member in windows for one in by_member.values()})
+    lengths = sorted({window.tokens for by_member in windows for window in by_member.values()})
     return " and ".join(map(str, lengths))
 
 
 def _sets_to_try(choice: Choice) -> list[Candidate]:
     """The best plan of each of the best sets of members, those with more than the target."""
     by_names: dict[tuple[str, ...], Candidate] = {}
-    for one in choice.by_members:
-        if len(one.names) > 1:
-            by_names.setdefault(one.names, one)
+    for candidate in choice.by_members:
+        if len(candidate.names) > 1:
+            by_names.setdefault(candidate.names, candidate)
     return list(by_names.values())[:NUM_MEMBER_SETS]
 
 
 def _single_windows(calibration: Calibration, tried: Sequence[Candidate]) -> list[Windows]:
-    names = dict.fromkeys(name for one in tried for name in one.names[1:])
+    names = dict.fromkeys(name for candidate in tried for name in candidate.names[1:])
     return [
         {name: Window(tokens=tokens)} for tokens in calibration.usable_windows for name in names
     ]
@@ -129,16 +129,16 @@ def _single_windows(calibration: Calibration, tried: Sequence[Candidate]) -> lis
 
 def _joint_windows(trials: Sequence[WindowTrial]) -> list[Windows]:
     """For each set of members, the best window of each member that saves time, if several do."""
-    found: list[Windows] = []
-    for members in dict.fromkeys(one.best.members for one in trials):
-        of_set = [one for one in trials if one.best.members == members]
+    joint: list[Windows] = []
+    for members in dict.fromkeys(trial.best.members for trial in trials):
+        of_set = [trial for trial in trials if trial.best.members == members]
         together: dict[str, Window] = {}
-        for one in sorted(of_set, key=lambda one: one.best.seconds_per_token):
-            if one.best.seconds_per_token < one.without.seconds_per_token:
-                together = {**one.windows, **together}
-        if len(together) > 1 and together not in found:
-            found.append(together)
-    return found
+        for trial in sorted(of_set, key=lambda trial: trial.best.seconds_per_token):
+            if trial.best.seconds_per_token < trial.without.seconds_per_token:
+                together = {**trial.windows, **together}
+        if len(together) > 1 and together not in joint:
+            joint.append(together)
+    return joint
 
 
 def _measure(
@@ -149,25 +149,35 @@ def _measure(
     say: Callable[[str], None],
 ) -> list[Measurements]:
     """Measurements with each of the windows, except those that could not be timed."""
-    top_ks = sorted({one.plan.tree.top_k for one in tried if _drafter(one.plan, measurements)})
+    top_ks = sorted(
+        {candidate.plan.tree.top_k for candidate in tried if _drafter(candidate.plan, measurements)}
+    )
     timed = compare_costs(
         calibration.engine,
         _prompts_of_all_lengths(calibration),
-        [plan for one in tried for plan in _shapes(one.plan, calibration, measurements)],
+        [
+            plan
+            for candidate in tried
+            for plan in _shapes(candidate.plan, calibration, measurements)
+        ],
         windows,
         calibration.stop_tokens,
         calibration.sampling,
     )
-    found: list[Measurements] = []
-    for one, (without, with_windows) in zip(windows, timed, strict=True):
-        costs = _costs(measurements, one, without, with_windows, top_ks)
+    measured: list[Measurements] = []
+    for by_name, (without, with_windows) in zip(windows, timed, strict=True):
+        costs = _costs(measurements, by_name, without, with_windows, top_ks)
         if costs is None:
-            say(f"plan: too few rounds to time a window for {' and '.join(one)}; it is left out")
+            say(
+                f"plan: too few rounds to time a window for {' and '.join(by_name)}; it is left out"
+            )
             continue
-        traces = _traces(calibration, measurements, one, top_ks)
+        traces = _traces(calibration, measurements, by_name, top_ks)
         rules = calibration.rules[0]
-        found.append(replace(measurements, traces=traces, windows=dict(one), rules=rules, **costs))
-    return found
+        measured.append(
+            replace(measurements, traces=traces, windows=dict(by_name), rules=rules, **costs)
+        )
+    return measured
 
 
 def _drafter(plan: Plan, measurements: Measurements) -> str | None:
@@ -189,7 +199,7 @@ def _shapes(plan: Plan, calibration: Calibration, measurements: Measurements) ->
 
 def _prompts_of_all_lengths(calibration: Calibration) -> list[list[int]]:
     """One prompt for each turn, spread evenly by length."""
-    by_length = sorted((one.prompt for one in calibration.answered), key=len)
+    by_length = sorted((example.prompt for example in calibration.answered), key=len)
     places = (np.arange(NUM_TURNS) + 0.5) / NUM_TURNS * len(by_length)
     return [by_length[int(place)] for place in places]
 
@@ -204,7 +214,7 @@ def _costs(
     """Costs of passes and drafts under windows; None if too few rounds were timed."""
     passes = dict(measurements.passes)
     drafts = {
-        name: DraftCosts({k: one for k, one in costs.by_top_k.items() if k in top_ks})
+        name: DraftCosts({k: seconds for k, seconds in costs.by_top_k.items() if k in top_ks})
         for name, costs in measurements.drafts.items()
     }
     for name in windows:
@@ -213,7 +223,9 @@ def _costs(
             rows = sorted(before.keys() & after.keys())
             if not rows:
                 return None
-            passes[name] = _scaled(passes[name], rows, [after[one] / before[one] for one in rows])
+            passes[name] = _scaled(
+                passes[name], rows, [after[num_rows] / before[num_rows] for num_rows in rows]
+            )
         else:
             ratio = _draft_ratio(without, with_windows, name)
             if ratio is None:
@@ -230,7 +242,9 @@ def _costs(
 def _scaled(costs: PassCosts, rows: list[int], ratios: list[float]) -> PassCosts:
     """Costs times a ratio that was measured at some rows."""
     factors = np.interp(costs.rows, rows, ratios)
-    seconds = (float(one * factor) for one, factor in zip(costs.seconds, factors, strict=True))
+    seconds = (
+        float(duration * factor) for duration, factor in zip(costs.seconds, factors, strict=True)
+    )
     return PassCosts(costs.rows, tuple(seconds))
 
 
@@ -240,7 +254,7 @@ def _draft_ratio(without: RoundCosts, with_windows: RoundCosts, name: str) -> fl
     shapes = before.keys() & after.keys()
     if not shapes:
         return None
-    return sum(after[one] for one in shapes) / sum(before[one] for one in shapes)
+    return sum(after[shape] for shape in shapes) / sum(before[shape] for shape in shapes)
 
 
 def _traces(
@@ -249,13 +263,13 @@ def _traces(
     """Of all answers; traces of texts that no window shortens are reused."""
     shortest = min(window.tokens for window in windows.values())
     return [
-        trace_answer(calibration, one, windows, top_ks)[0] if len(one) > shortest else trace
-        for one, trace in zip(calibration.answered, measurements.traces, strict=True)
+        trace_answer(calibration, example, windows, top_ks)[0] if len(example) > shortest else trace
+        for example, trace in zip(calibration.answered, measurements.traces, strict=True)
     ]
 
 
 def _shown_windows(windows: Mapping[str, Window]) -> str:
     return " and ".join(
-        f"{name} sees the first {one.sinks} and the latest {one.tokens:,} tokens"
-        for name, one in windows.items()
+        f"{name} sees the first {window.sinks} and the latest {window.tokens:,} tokens"
+        for name, window in windows.items()
     )

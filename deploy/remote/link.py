@@ -37,10 +37,10 @@ class Link:
         Raises:
             ValueError: it names none.
         """
-        found = _LINK.fullmatch(text)
-        if found is None:
+        match = _LINK.fullmatch(text)
+        if match is None:
             raise ValueError("write a round trip, and bits a second: 20ms or 0.1s,100Mbit")
-        number, unit, rate, prefix = found.groups()
+        number, unit, rate, prefix = match.groups()
         bits = float(rate) * _PREFIXES[prefix] if rate else float("inf")
         if not bits:
             raise ValueError("a link of no bits a second has no answers")

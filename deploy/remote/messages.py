@@ -148,8 +148,8 @@ class Message(NamedTuple):
         ids = self.arrays.get("ids")
         if ids is None or ids.dtype != np.int32 or ids.ndim != 1 or not len(ids) or ids.min() < 0:
             raise malformed("no token ids")
-        found: list[int] = ids.tolist()
-        return found
+        tokens: list[int] = ids.tolist()
+        return tokens
 
 
 class BrokenLinkError(Exception):
@@ -267,16 +267,16 @@ class Channel:
         self._socket.close()
 
     def _read(self, num_bytes: int, deadline: float) -> bytes:
-        found = bytearray()
+        received = bytearray()
         try:
-            while len(found) < num_bytes:
+            while len(received) < num_bytes:
                 self._socket.settimeout(max(deadline - time.monotonic(), 1e-3))
-                if not (part := self._socket.recv(num_bytes - len(found))):
+                if not (part := self._socket.recv(num_bytes - len(received))):
                     raise BrokenLinkError("the other side has ended it")
-                found += part
+                received += part
         except OSError as error:
             raise BrokenLinkError(_reason(error)) from error
-        return bytes(found)
+        return bytes(received)
 
 
 class _Tags:

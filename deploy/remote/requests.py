@@ -95,14 +95,18 @@ def plan_over_link(
         usual: plans for all members on one machine, the best first.
         temperature: among plans for equal links, that of the nearest is taken.
     """
-    made = [one for one in manifest.plans if one.link is not None and one.hardware == hardware]
+    made = [
+        measured
+        for measured in manifest.plans
+        if measured.link is not None and measured.hardware == hardware
+    ]
     made.sort(
-        key=lambda one: (
-            _distance(Link.of(str(one.link)), remote.link),
-            abs(one.temperature - temperature),
+        key=lambda measured: (
+            _distance(Link.of(str(measured.link)), remote.link),
+            abs(measured.temperature - temperature),
         )
     )
-    can_run = [one.plan for one in made if _runs_here(one.plan, models)]
+    can_run = [measured.plan for measured in made if _runs_here(measured.plan, models)]
     if not can_run:
         known = (*usual, manifest.plan, _everyone(manifest, models))
         can_run = [plan for plan in known if _runs_here(plan, models)]
@@ -110,18 +114,22 @@ def plan_over_link(
     return can_run[0].model_copy(update={"rule": "coupled"})
 
 
-def _distance(one: Link, other: Link) -> float:
+def _distance(planned: Link, actual: Link) -> float:
     """Between round trips: that of 5 and 10 ms is that of 40 and 80 ms."""
     shortest = 1e-4
-    one_seconds, other_seconds = one.round_trip_seconds, other.round_trip_seconds
-    return abs(math.log((one_seconds + shortest) / (other_seconds + shortest)))
+    planned_seconds, actual_seconds = planned.round_trip_seconds, actual.round_trip_seconds
+    return abs(math.log((planned_seconds + shortest) / (actual_seconds + shortest)))
 
 
 def _everyone(manifest: Manifest, models: Models) -> Plan:
     """All verifying members, with a drafter that reads nothing of a remote target."""
     target, *intermediates = (member.name for member in manifest.verifying)
     last = [target, *intermediates][-1]
-    drafters = [one for one in models.drafters_of(last) if intermediates or _is_whole(one, models)]
+    drafters = [
+        drafter
+        for drafter in models.drafters_of(last)
+        if intermediates or _is_whole(drafter, models)
+    ]
     usual = Flush(length=manifest.plan.tree.depth)
     flush = dict.fromkeys([target, *intermediates][:-1], usual) | manifest.plan.flush
     members = (target, *intermediates, *drafters[:1])

@@ -62,8 +62,8 @@ class Runner:
         with torch.inference_mode():
             while self._take():
                 self._step()
-        for one in self._waiting:
-            one.future.cancel()
+        for work in self._waiting:
+            work.future.cancel()
 
     def _take(self) -> bool:
         """Begin what is new, and wait for it where nothing else is to do; False at the end."""
@@ -77,20 +77,20 @@ class Runner:
 
     def _step(self) -> None:
         """Run one pass, for all that wait for one of its kind."""
-        waiting = [one for one in self._waiting if not one.future.cancelled()]
-        chosen = [one for one in waiting if _kind(one) == _kind(waiting[0])]
-        self._waiting = [one for one in waiting if one not in chosen]
+        waiting = [work for work in self._waiting if not work.future.cancelled()]
+        chosen = [work for work in waiting if _kind(work) == _kind(waiting[0])]
+        self._waiting = [work for work in waiting if work not in chosen]
         if not chosen:
             return
         try:
-            results = run_together([one.waiting for one in chosen])
+            results = run_together([work.waiting for work in chosen])
         except Exception as error:
-            for one in chosen:
-                one.fail(error)
+            for work in chosen:
+                work.fail(error)
             return
-        for one, result in zip(chosen, results, strict=True):
-            if one.go_on(result):
-                self._waiting.append(one)
+        for work, result in zip(chosen, results, strict=True):
+            if work.go_on(result):
+                self._waiting.append(work)
 
 
 def _kind(work: _Work) -> Any:

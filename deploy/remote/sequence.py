@@ -108,12 +108,12 @@ class HeldSequence:
         assert self._begin is not None, "a sequence that was begun"
         if (num := self._begin.logprobs) is None:
             return {}
-        found = logprobs_of(kept.logits[: len(gained)], gained, num)
-        shape = (len(found), num)
-        ids = [[token for token, _ in one.top] for one in found]
-        values = [[logprob for _, logprob in one.top] for one in found]
+        rows = logprobs_of(kept.logits[: len(gained)], gained, num)
+        shape = (len(rows), num)
+        ids = [[token for token, _ in row.top] for row in rows]
+        values = [[logprob for _, logprob in row.top] for row in rows]
         return {
-            "logprobs": np.array([one.logprob for one in found], np.float32),
+            "logprobs": np.array([row.logprob for row in rows], np.float32),
             "top_ids": np.array(ids, np.int32).reshape(shape),
             "top_logprobs": np.array(values, np.float32).reshape(shape),
         }

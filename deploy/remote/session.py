@@ -112,7 +112,7 @@ class Session:
             ids: the last token before the block, and the block.
         """
         sent = Sent(next(self.target.numbers), ids)
-        position = len(self.tokens) - 1 + sum(len(one.ids) for one in self.sent)
+        position = len(self.tokens) - 1 + sum(len(block.ids) for block in self.sent)
         self.sent.append(sent)
         try:
             if self._channel is not None:
@@ -255,6 +255,8 @@ def _logprobs_in(arrays: Any, tokens: Sequence[int], begin: Begin | None) -> lis
     ):
         raise malformed("an answer without its log-probabilities")
     return [
-        TokenLogprobs(token, float(one), list(zip(best.tolist(), probable.tolist(), strict=True)))
-        for token, one, best, probable in zip(tokens, own, ids, values, strict=True)
+        TokenLogprobs(
+            token, float(logprob), list(zip(best.tolist(), probable.tolist(), strict=True))
+        )
+        for token, logprob, best, probable in zip(tokens, own, ids, values, strict=True)
     ]

@@ -51,7 +51,7 @@ class RemotePass:
     @staticmethod
     def run_together(passes: "Sequence[RemotePass]") -> list[Verdict]:
         """The verdicts for several sequences."""
-        return [one.run() for one in passes]
+        return [remote_pass.run() for remote_pass in passes]
 
 
 class DraftedBlocks:
@@ -220,7 +220,7 @@ class RemoteStage(Stage):
     @property
     def _num_waiting(self) -> int:
         """Tokens of the next message: the last one before its block, and what is proposed of it."""
-        return 1 + len(self._proposers) - sum(len(one.ids) for one in self.session.sent)
+        return 1 + len(self._proposers) - sum(len(block.ids) for block in self.session.sent)
 
     @property
     def _is_whole(self) -> bool:

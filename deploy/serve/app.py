@@ -204,8 +204,8 @@ async def _whole(
 
 async def _all(ticket: Ticket, reply: Reply) -> None:
     while news := await ticket.news():
-        for one in news:
-            reply.choices[one.index].read(one)
+        for update in news:
+            reply.choices[update.index].read(update)
 
 
 def _add_texts(app: FastAPI, service: Service) -> None:

@@ -103,4 +103,4 @@ class Part:
 
 
 def _shown(told: Sequence[Any]) -> list[Json]:
-    return [{"text": one.text, "id": one.token, "member": one.member} for one in told]
+    return [{"text": share.text, "id": share.token, "member": share.member} for share in told]

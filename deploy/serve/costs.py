@@ -13,17 +13,17 @@ def costs(answers: Sequence[Statistics]) -> dict[str, Any]:
     Args:
         answers: at least one; of several, numbers are sums.
     """
-    cached = sum(one.num_cached_tokens for one in answers)
-    prompt_n = sum(one.num_prompt_tokens for one in answers) - cached
-    predicted_n = sum(one.num_tokens for one in answers)
-    prompt = sum(one.prefill_seconds for one in answers)
-    predicted = sum(one.seconds for one in answers) - prompt
+    cached = sum(answer.num_cached_tokens for answer in answers)
+    prompt_n = sum(answer.num_prompt_tokens for answer in answers) - cached
+    predicted_n = sum(answer.num_tokens for answer in answers)
+    prompt = sum(answer.prefill_seconds for answer in answers)
+    predicted = sum(answer.seconds for answer in answers) - prompt
     passes, drafted, accepted = Counter[str](), Counter[str](), Counter[str]()
-    for one in answers:
-        passes.update(one.forward_passes)
-        drafted.update(one.drafted)
-        accepted.update(one.accepted)
-    plan, num_later = list(answers[0].forward_passes), sum(one.num_later for one in answers)
+    for answer in answers:
+        passes.update(answer.forward_passes)
+        drafted.update(answer.drafted)
+        accepted.update(answer.accepted)
+    plan, num_later = list(answers[0].forward_passes), sum(answer.num_later for answer in answers)
     num_passes = passes[plan[0]]
     return {
         "timings": {

@@ -31,8 +31,8 @@ class ApiError(Exception):
     @property
     def body(self) -> dict[str, Any]:
         """As OpenAI shapes it."""
-        others = "invalid_request_error" if self.status < 500 else "server_error"
-        kind = _TYPES.get(self.status, others)
+        usual = "invalid_request_error" if self.status < 500 else "server_error"
+        kind = _TYPES.get(self.status, usual)
         error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
         return {"error": error}
 

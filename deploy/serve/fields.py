@@ -38,7 +38,9 @@ class Fields(BaseModel):
                 if value is not None:
                     kept[name] = _encodable(name, value)
             elif name in cls.NEUTRAL:
-                if value is not None and not any(_equal(value, one) for one in cls.NEUTRAL[name]):
+                if value is not None and not any(
+                    _equal(value, neutral) for neutral in cls.NEUTRAL[name]
+                ):
                     raise Refused(name, f"{name} is not supported, except as {_shown(cls, name)}")
             elif name in cls.IGNORED:
                 continue
@@ -73,8 +75,8 @@ class Refused(ValueError):
 def _encodable(name: str, value: Any) -> Any:
     """Refuse half a surrogate pair, which JSON can spell and UTF-8 cannot, and NUL."""
     for text in value if isinstance(value, list) else [value]:
-        if isinstance(text, str) and (found := _NOT_TEXT.search(text)):
-            what = "a NUL character" if found[0] == "\0" else "half a surrogate pair"
+        if isinstance(text, str) and (match := _NOT_TEXT.search(text)):
+            what = "a NUL character" if match[0] == "\0" else "half a surrogate pair"
             message = f"{name} holds {what}, which is no text: leave it out"
             raise Refused(name, message, "invalid_value")
     return value

@@ -58,8 +58,8 @@ class Infilling:
 
 
 def _ids(tokenizer: Tokenizer, names: Iterable[str]) -> list[int]:
-    found = (tokenizer.token_to_id(name) for name in names)
-    return [one for one in found if one is not None]
+    ids = (tokenizer.token_to_id(name) for name in names)
+    return [token for token in ids if token is not None]
 
 
 class OtherFile(Fields):

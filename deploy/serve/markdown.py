@@ -65,8 +65,8 @@ def elements(text: str) -> list[Node]:
     tokens = list(_flat(_MARKDOWN.parse(text)))
     if any(token.level >= _MAX_DEPTH - 1 for token in tokens):
         return [text]  # the parser leaves out what is within
-    found: list[Node] = []
-    within = [found]  # the children of each element that is open
+    nodes: list[Node] = []
+    within = [nodes]  # the children of each element that is open
     for token in tokens:
         if token.nesting < 0:
             within.pop()
@@ -78,7 +78,7 @@ def elements(text: str) -> list[Node]:
             element = _element(token)
             within[-1].append(element)
             within.append(element["children"])
-    return found
+    return nodes
 
 
 def _flat(tokens: list[Token]) -> Iterator[Token]:

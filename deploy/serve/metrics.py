@@ -20,7 +20,7 @@ _REQUEST = (
     *(0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0),
     *(20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
-_TOKENS = tuple(float(one * 10**power) for power in range(6) for one in (1, 2, 5))
+_TOKENS = tuple(float(factor * 10**power) for power in range(6) for factor in (1, 2, 5))
 
 
 class Metrics:

@@ -64,13 +64,13 @@ def _alike(prompt: Any) -> Any:
         return prompt
     if len(prompt) > MAX_PROMPTS:
         raise ValueError(f"{len(prompt):,} prompts are more than {MAX_PROMPTS:,}, the most taken")
-    for place, one in enumerate(prompt):
-        if type(one) is not type(prompt[0]) or not isinstance(one, str | list):
+    for place, element in enumerate(prompt):
+        if type(element) is not type(prompt[0]) or not isinstance(element, str | list):
             raise ValueError(
                 f"prompt {place} is of another kind: give texts, or lists of token ids"
             )
-        if isinstance(one, list):
-            _check_ids(one, f" of prompt {place}")
+        if isinstance(element, list):
+            _check_ids(element, f" of prompt {place}")
     return prompt
 
 
@@ -155,9 +155,9 @@ class _Asked(Structured):
     @model_validator(mode="after")
     def _fits_together(self) -> "_Asked":
         if self.restriction is not None and (self.ignore_eos or self.min_tokens):
-            other = "ignore_eos" if self.ignore_eos else "min_tokens"
-            message = f"{other} leaves no end to an answer that {self.restriction[0]} restricts"
-            raise Refused(other, message, "invalid_value")
+            field = "ignore_eos" if self.ignore_eos else "min_tokens"
+            message = f"{field} leaves no end to an answer that {self.restriction[0]} restricts"
+            raise Refused(field, message, "invalid_value")
         if "stream_options" in self.model_fields_set and not self.stream:
             raise Refused("stream_options", "stream_options needs stream to be true")
         if self.stream and self.prompt_logprobs is not None:
@@ -248,8 +248,8 @@ class Message(Fields):
             "tool_call_id": self.tool_call_id,
             "tool_calls": [call.for_template for call in self.tool_calls] or None,
         }
-        others = {name: value for name, value in given.items() if value is not None}
-        return {"role": self.role, "content": content, **others}
+        present = {name: value for name, value in given.items() if value is not None}
+        return {"role": self.role, "content": content, **present}
 
 
 class _Rendered(Fields):
@@ -391,9 +391,9 @@ class CompletionRequest(_Asked):
             raise Refused("best_of", "best_of is supported only where it equals n")
         if isinstance(self.prompt, list) and not self.prompt:
             raise Refused("prompt", "prompt is empty")
-        if self.suffix and (self.echo or not all(isinstance(one, str) for one in self.prompts)):
-            other = "echo" if self.echo else "token ids as prompt"
-            raise Refused("suffix", f"suffix and {other} do not go together", "invalid_value")
+        if self.suffix and (self.echo or not all(isinstance(given, str) for given in self.prompts)):
+            field = "echo" if self.echo else "token ids as prompt"
+            raise Refused("suffix", f"suffix and {field} do not go together", "invalid_value")
         if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
             raise Refused("max_tokens", "max_tokens of 0 needs echo or prompt_logprobs")
         return self
@@ -450,7 +450,7 @@ def _names() -> frozenset[str]:
     models: list[type[Fields]] = [Fields]
     for model in models:
         models += model.__subclasses__()
-    return frozenset(name for one in models for name in (*one.model_fields, *one.ALIASES))
+    return frozenset(name for model in models for name in (*model.model_fields, *model.ALIASES))
 
 
 def refusal_of(fault: Any) -> ApiError:

@@ -200,8 +200,8 @@ class Ingress:
     async def _metrics(self, request: Request) -> Response:
         """Of all replicas, each with its name as label."""
         try:
-            found = self._replicas.broadcast("metrics", _scope(request))
-            answers = await found.results_async(timeout_s=_METRICS_SECONDS)
+            pending = self._replicas.broadcast("metrics", _scope(request))
+            answers = await pending.results_async(timeout_s=_METRICS_SECONDS)
         except (RayActorError, DeploymentUnavailableError, TimeoutError) as error:
             raise _lost() from error
         for _, status, body in answers:

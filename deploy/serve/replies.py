@@ -169,11 +169,11 @@ class Reply(ABC):
 
     def _of_prompt(self, choice: Choice) -> list[Json | None]:
         """Log-probabilities of a prompt, as vLLM shapes them."""
-        found: list[Json | None] = [None]
+        entries: list[Json | None] = [None]
         for row in choice.prompt_logprobs:
             ranks = {token: rank for rank, (token, _) in enumerate(row.top, 1)}
             of_tokens = dict(row.top) | {row.token: row.logprob}
-            found.append(
+            entries.append(
                 {
                     str(token): {
                         "logprob": _finite(logprob),
@@ -183,7 +183,7 @@ class Reply(ABC):
                     for token, logprob in of_tokens.items()
                 }
             )
-        return found
+        return entries
 
 
 class ChatReply(Reply):
@@ -241,12 +241,12 @@ class ChatReply(Reply):
 
     def _beside_whole(self) -> Json:
         first = self.choices[0]
-        found: Json = {}
+        fields: Json = {}
         if self._asked.return_token_ids:
-            found["prompt_token_ids"] = first.prompt.token_ids
+            fields["prompt_token_ids"] = first.prompt.token_ids
         if self._asked.prompt_logprobs is not None:
-            found["prompt_logprobs"] = self._of_prompt(first)
-        return found
+            fields["prompt_logprobs"] = self._of_prompt(first)
+        return fields
 
     def _logprobs(self, rows: list[TokenLogprobs]) -> Json:
         if not self._asked.logprobs:

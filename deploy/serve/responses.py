@@ -350,13 +350,13 @@ class ResponsesReply(ChatReply):
         }
 
     def _usage(self, choice: Choice) -> Json:
-        found = self.usage()
+        counts = self.usage()
         return {
-            "input_tokens": found["prompt_tokens"],
-            "input_tokens_details": found["prompt_tokens_details"],
-            "output_tokens": found["completion_tokens"],
+            "input_tokens": counts["prompt_tokens"],
+            "input_tokens_details": counts["prompt_tokens_details"],
+            "output_tokens": counts["completion_tokens"],
             "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": found["total_tokens"],
+            "total_tokens": counts["total_tokens"],
         }
 
 

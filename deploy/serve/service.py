@@ -235,7 +235,7 @@ class Service:
         prompts = []
         for given in asked.prompts:
             if isinstance(given, str) and asked.suffix:
-                before, behind = (self._of_text(one, False) for one in (given, asked.suffix))
+                before, behind = (self._of_text(text, False) for text in (given, asked.suffix))
                 prompts.append(Prompt(self._fills("suffix").prompt(before, behind)))
             elif isinstance(given, str):
                 prompts.append(Prompt(self._of_text(given, asked.add_special_tokens), given))
@@ -273,15 +273,15 @@ class Service:
         """
         fills, files = self._fills("input_prefix"), asked.input_extra
         texts = [asked.input_prefix + asked.prompt, asked.input_suffix]
-        texts += [f"{one.filename}\n{one.text}\n" for one in files]
+        texts += [f"{file.filename}\n{file.text}\n" for file in files]
         num_characters = sum(map(len, texts))
         self.reading.check(num_characters, "input_prefix")
 
         def read() -> list[int]:
-            before, behind, *others = (self._of_text(one, False) for one in texts)
+            before, behind, *extras = (self._of_text(text, False) for text in texts)
             mark = [] if fills.file_mark is None else [fills.file_mark]
             return [
-                *(token for one in others for token in (*mark, *one)),
+                *(token for tokens in extras for token in (*mark, *tokens)),
                 *fills.prompt(before, behind),
             ]
 
@@ -294,7 +294,7 @@ class Service:
     ) -> list[int]:
         try:
             given: Any = [message.for_template for message in messages]
-            found: list[int] = self.chain.encode(
+            token_ids: list[int] = self.chain.encode(
                 given,
                 self.settings.special_tokens,
                 asked.continue_final_message,
@@ -302,7 +302,7 @@ class Service:
             )
         except UserError as error:
             raise bad_request(readable(error, self.chain), "messages") from error
-        return found
+        return token_ids
 
     def _of_text(self, text: str, add_special_tokens: bool) -> list[int]:
         try:
@@ -409,9 +409,11 @@ def _refuse_tools(asked: ChatRequest) -> None:
     Raises:
         ApiError: the request has some.
     """
-    of_calls = [n for n, one in enumerate(asked.messages) if one.role == "tool" or one.tool_calls]
-    found = "tools" if asked.tools_told else f"messages.{of_calls[0]}" if of_calls else None
-    if found is not None:
-        message = f"{found} is not supported: the chain's chat template tells models of no tools, "
+    of_calls = [
+        n for n, turn in enumerate(asked.messages) if turn.role == "tool" or turn.tool_calls
+    ]
+    place = "tools" if asked.tools_told else f"messages.{of_calls[0]}" if of_calls else None
+    if place is not None:
+        message = f"{place} is not supported: the chain's chat template tells models of no tools, "
         message += "or of calls in a way that cannot be read here"
-        raise bad_request(message, found, "unsupported_parameter")
+        raise bad_request(message, place, "unsupported_parameter")

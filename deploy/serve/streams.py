@@ -58,7 +58,7 @@ class EventStream(Response):
         try:
             news = self._first
             while news:
-                events = [_event(chunk) for one in news for chunk in self._reply.chunks(one)]
+                events = [_event(chunk) for update in news for chunk in self._reply.chunks(update)]
                 if events:
                     await _send_body(send, b"".join(events))
                 news = await self._ticket.news()

@@ -92,7 +92,7 @@ class Ticket:
         if self._error is not None:
             raise self._error
         news, self._news = self._news, []
-        self._num_left -= sum(one.statistics is not None for one in news)
+        self._num_left -= sum(update.statistics is not None for update in news)
         return news
 
     def deliver(self, news: "News | ApiError") -> None:

@@ -203,9 +203,9 @@ class MarkedCalls(CallReader):
 
     @classmethod
     def grammar(cls, tools: Sequence[Tool], is_single: bool, rule: Callable[[str], str]) -> Grammar:
-        one = rf'{rule(cls.OPENING)} "\n" call "\n" {rule(cls.CLOSING)}'
-        more = "" if is_single else rf' ("\n" {one})*'
-        return Grammar.lark(f"start: {one}{more}\n{cls._rules(tools)}")
+        marked_call = rf'{rule(cls.OPENING)} "\n" call "\n" {rule(cls.CLOSING)}'
+        more = "" if is_single else rf' ("\n" {marked_call})*'
+        return Grammar.lark(f"start: {marked_call}{more}\n{cls._rules(tools)}")
 
 
 def style_of(template: str) -> type[CallReader] | None:
@@ -224,12 +224,12 @@ def _num_begun(text: str, mark: str) -> int:
 
 def _values(text: str) -> list[Any]:
     """JSON values that stand one after the other, divided by semicolons; None for what is none."""
-    found: list[Any] = []
+    values: list[Any] = []
     while text:
         try:
             value, end = json.JSONDecoder().raw_decode(text)
         except (ValueError, RecursionError):
-            return [*found, None]
-        found.append(value)
+            return [*values, None]
+        values.append(value)
         text = text[end:].lstrip("; \n")
-    return found
+    return values

@@ -112,8 +112,8 @@ class PeerSystem(System):
             self._process.stdin.flush()
         except BrokenPipeError:
             raise self._failure() from None
-        found = self._reply(_Reply, ANSWER_SECONDS)
-        answer = TimedAnswer(found.token_ids, found.seconds, found.num_first, found.first_seconds)
+        reply = self._reply(_Reply, ANSWER_SECONDS)
+        answer = TimedAnswer(reply.token_ids, reply.seconds, reply.num_first, reply.first_seconds)
         return answer.until_stop(self._stop, max_new_tokens)
 
     def close(self) -> None:

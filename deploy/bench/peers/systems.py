@@ -49,8 +49,8 @@ class Mode:
     @property
     def num_bytes(self) -> int:
         """Of its files."""
-        inside = [one for path in self.files for one in (path, *path.rglob("*"))]
-        return sum(one.stat().st_size for one in inside if one.is_file())
+        inside = [entry for path in self.files for entry in (path, *path.rglob("*"))]
+        return sum(entry.stat().st_size for entry in inside if entry.is_file())
 
 
 @dataclass(frozen=True)
@@ -86,11 +86,11 @@ def peer_systems(
         is_greedy: whether nothing is sampled; otherwise modes that sample from another
             distribution are left out.
     """
-    found, python = PeerSystems(), python.absolute()
+    peers, python = PeerSystems(), python.absolute()
 
     def leave_out(what: str, why: str) -> None:
-        found.missing.append(f"{what} does not run: {why}.")
-        say(found.missing[-1])
+        peers.missing.append(f"{what} does not run: {why}.")
+        say(peers.missing[-1])
 
     device = chain.engine.models.target.device
     with ExitStack() as stack:
@@ -117,10 +117,10 @@ def peer_systems(
                     )
                     continue
                 try:
-                    found.systems.append(_loaded(mode, runtime, chain, python, stack))
+                    peers.systems.append(_loaded(mode, runtime, chain, python, stack))
                 except UserError as error:
                     leave_out(mode.name, str(error))
-        yield found
+        yield peers
 
 
 def _loaded(mode: Mode, runtime: str, chain: Chain, python: Path, stack: ExitStack) -> PeerSystem:
@@ -212,10 +212,10 @@ def _llama_modes(chain: Chain, python: Path, folder: Path) -> list[Mode]:
 
 def _smaller_model(chain: Chain) -> str | None:
     """The last member that is a whole model of another shape than the target."""
-    whole = [one.name for one in chain.manifest.members if one.kind in MODEL_KINDS]
+    whole = [member.name for member in chain.manifest.members if member.kind in MODEL_KINDS]
     shapes = {name: read_config(chain.member_folders[name]).decoder for name in whole}
-    others = [name for name in whole if shapes[name] != shapes[whole[0]]]
-    return others[-1] if others else None
+    smaller = [name for name in whole if shapes[name] != shapes[whole[0]]]
+    return smaller[-1] if smaller else None
 
 
 def _openvino_modes(chain: Chain, python: Path, folder: Path) -> list[Mode]:

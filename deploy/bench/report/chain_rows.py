@@ -161,14 +161,16 @@ def draft_vocabulary_table(entries: list[dict[str, Any]]) -> Table | None:
 def origin_table(report: Report) -> Table:
     """What it takes to do the same again."""
     settings = report.settings
-    others = {name: value for name, value in settings.items() if name not in _SHOWN_SETTINGS}
+    other_settings = {
+        name: value for name, value in settings.items() if name not in _SHOWN_SETTINGS
+    }
     versions = [f"{name} {number}" for name, number in report.versions.items()]
-    peers = dict.fromkeys(one.version for one in report.systems.values() if one.version)
+    peers = dict.fromkeys(system.version for system in report.systems.values() if system.version)
     rows = [
         ["command", report.command],
         ["machine", hardware_line(report.hardware)],
         ["settings", settings_line(settings)],
-        ["other settings", ", ".join(f"{name} {value}" for name, value in others.items())],
+        ["other settings", ", ".join(f"{name} {value}" for name, value in other_settings.items())],
         ["prompts", f"{settings['prompts']}, sha256 {settings['prompts_sha256'][:16]}"],
         ["chain", f"{report.chain}, digest {report.chain_digest[:16]}"],
         ["versions", ", ".join([*versions, *peers])],

@@ -25,16 +25,18 @@ class _Figure(NamedTuple):
 
 
 _FIGURES = (
-    _Figure("Speedup over target", "x", lambda one: one.speedup, "higher", "lower"),
+    _Figure("Speedup over target", "x", lambda system: system.speedup, "higher", "lower"),
     _Figure(
         "Tokens/s",
         "",
-        lambda one: one.tokens_per_second,
+        lambda system: system.tokens_per_second,
         "faster",
         "slower",
         ("Tokens/s also tell how fast the machine was each time; speedups hardly do.",),
     ),
-    _Figure("Tokens/pass of the target", "", lambda one: one.accepted_length, "more", "fewer"),
+    _Figure(
+        "Tokens/pass of the target", "", lambda system: system.accepted_length, "more", "fewer"
+    ),
 )
 
 
@@ -58,8 +60,11 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
 
 def _differences(comparison: Comparison) -> Table:
     rows = [
-        [f"{one.part} {one.name}", f"{one.before or NOT_KNOWN}, now {one.after or NOT_KNOWN}"]
-        for one in comparison.differences
+        [
+            f"{difference.part} {difference.name}",
+            f"{difference.before or NOT_KNOWN}, now {difference.after or NOT_KNOWN}",
+        ]
+        for difference in comparison.differences
     ]
     return Table("What differs", ["", "before, now after"], rows, wraps=True)
 
@@ -78,9 +83,9 @@ def _compared(comparison: Comparison) -> str:
 
 
 def _changes(comparison: Comparison, figure: _Figure) -> Table:
-    found = {name: figure.of(one) for name, one in comparison.systems.items()}
+    changes = {name: figure.of(system) for name, system in comparison.systems.items()}
     rows = []
-    for name, change in found.items():
+    for name, change in changes.items():
         if change is None:
             continue
         low, high = change.low, change.high
@@ -104,11 +109,11 @@ def _shown(value: float) -> str:
 def _lines(comparison: Comparison) -> list[str]:
     """Exactness, systems of one report only, and memory."""
     lines = []
-    for name, one in comparison.systems.items():
-        before, after = (_agreement(side.agreement) for side in (one.before, one.after))
+    for name, system in comparison.systems.items():
+        before, after = (_agreement(side.agreement) for side in (system.before, system.after))
         if before != after:
             lines.append(f"{name}: answers identical to the target's were {before}, are {after}.")
-        for when, side in (("before", one.before), ("after", one.after)):
+        for when, side in (("before", system.before), ("after", system.after)):
             if side.law is not None and side.law.p_value < UNLIKELY:
                 lines.append(
                     f"{name}: sampled tokens did NOT have the target's distribution {when} "

@@ -54,8 +54,8 @@ class Plot:
         self.figure = Figure(figsize=(WIDTH / 72, height / 72), layout="constrained")
         FigureCanvasSVG(self.figure)
         self.figure.patch.set_alpha(0)
-        found = self.figure.subplots(num_axes, 1, squeeze=False, sharex=True)
-        self.axes: list[Axes] = list(found[:, 0])
+        grid = self.figure.subplots(num_axes, 1, squeeze=False, sharex=True)
+        self.axes: list[Axes] = list(grid[:, 0])
         for axes in self.axes:
             axes.patch.set_alpha(0)
 

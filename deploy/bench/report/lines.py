@@ -38,10 +38,10 @@ def headline_lines(report: Report) -> list[str]:
     def speed(name: str) -> float:
         return systems[name].totals.tokens_per_second
 
-    ours = {name: one for name, one in systems.items() if one.runtime == "polybasic"}
+    ours = {name: system for name, system in systems.items() if system.runtime == "polybasic"}
     name = "polybasic" if "polybasic" in ours else max(ours, key=speed)
     if name == "polybasic" and report.repeating:
-        copies = " and ".join(f"`{one}`" for one in report.repeating)
+        copies = " and ".join(f"`{member}`" for member in report.repeating)
         lines = [
             f"No headline: {copies} can repeat the 4-bit codes of the target's own file. The "
             "tables say what was gained."
@@ -59,7 +59,7 @@ def headline_lines(report: Report) -> list[str]:
             lines = [f"{line}, prefill included."]
         else:
             lines = [f"{line}, prefill included: not conclusive. What would help: {ratio.remedy}."]
-    others = [other for other, one in systems.items() if one.runtime != "polybasic"]
+    others = [other for other, system in systems.items() if system.runtime != "polybasic"]
     if others:
         best = max(others, key=speed)
         lines.append(
@@ -110,15 +110,19 @@ def noise_line(report: Report) -> str:
 def exactness_line(report: Report) -> str:
     """Whether the outputs are the target's."""
     agreements = {
-        name: one.agreement
-        for name, one in report.systems.items()
-        if one.agreement is not None and name != "target"
+        name: system.agreement
+        for name, system in report.systems.items()
+        if system.agreement is not None and name != "target"
     }
-    ours = [one for name, one in agreements.items() if report.systems[name].runtime == "polybasic"]
+    ours = [
+        agreement
+        for name, agreement in agreements.items()
+        if report.systems[name].runtime == "polybasic"
+    ]
     parts = []
     if ours:
         answers, identical, ties, different = (
-            sum(getattr(one, name) for one in ours)
+            sum(getattr(agreement, name) for agreement in ours)
             for name in ("answers", "identical", "near_ties", "different")
         )
         excused = f", {ties} part at near ties" if ties else ""
@@ -127,14 +131,16 @@ def exactness_line(report: Report) -> str:
             f"{identical} of {answers} answers of this runtime's systems are identical to the "
             f"target's{excused}{faults}."
         )
-    others = [
-        f"{name} {one.different}"
-        for name, one in agreements.items()
-        if report.systems[name].runtime != "polybasic" and one.different
+    differing = [
+        f"{name} {agreement.different}"
+        for name, agreement in agreements.items()
+        if report.systems[name].runtime != "polybasic" and agreement.different
     ]
-    if others:
-        parts.append(f"Answers of other runtimes that differ beyond rounding: {', '.join(others)}.")
-    laws = {name: one.law for name, one in report.systems.items() if one.law is not None}
+    if differing:
+        parts.append(
+            f"Answers of other runtimes that differ beyond rounding: {', '.join(differing)}."
+        )
+    laws = {name: system.law for name, system in report.systems.items() if system.law is not None}
     if laws:
         wrong = [name for name, law in laws.items() if law.p_value < UNLIKELY]
         least = min(law.p_value for law in laws.values())
@@ -170,8 +176,10 @@ def decided_lines(report: Report) -> list[str]:
 def rounding_line(report: Report) -> str:
     """The target's measured rounding, and the near ties that it excuses."""
     rounding = report.rounding
-    agreements = [one.agreement for one in report.systems.values() if one.agreement is not None]
-    ties = sum(one.near_ties for one in agreements)
+    agreements = [
+        system.agreement for system in report.systems.values() if system.agreement is not None
+    ]
+    ties = sum(agreement.near_ties for agreement in agreements)
     line = (
         f"{rounding['dtype']} passes over different numbers of rows change the difference of two "
         f"logits by up to {rounding['tolerance']:.3g}, at {rounding['num_positions']} positions of "
@@ -179,7 +187,7 @@ def rounding_line(report: Report) -> str:
         f"tokens that close; {ties} near ties"
     )
     if ties:
-        line += f", the widest {max(one.widest_near_tie for one in agreements):.3g}"
+        line += f", the widest {max(agreement.widest_near_tie for agreement in agreements):.3g}"
     unsound = [name for name, change in rounding["ways"].items() if not change["is_sound"]]
     if unsound:
         line += f"; more than rounding, and it excuses no output: passes in {', '.join(unsound)}"
@@ -194,10 +202,10 @@ def differs(report: Report, name: str | None) -> bool:
         name: of a system; None for all of this runtime.
     """
     return any(
-        (one.agreement is not None and one.agreement.different > 0)
-        or (one.law is not None and one.law.p_value < UNLIKELY)
-        for other, one in report.systems.items()
-        if (one.runtime == "polybasic" if name is None else other == name)
+        (system.agreement is not None and system.agreement.different > 0)
+        or (system.law is not None and system.law.p_value < UNLIKELY)
+        for key, system in report.systems.items()
+        if (system.runtime == "polybasic" if name is None else key == name)
     )
 
 
@@ -216,13 +224,13 @@ def memory_line(memory: dict[str, Any]) -> str:
 def stated_memory_line(stated: dict[str, Any]) -> str:
     """What a chain will take."""
     num_others = stated.get("num_parts", 1) - 1
-    others = f"; each of {num_others} other processes at most " if num_others else ""
-    others += readable_bytes(stated["follower_bytes"]) if num_others else ""
+    followers = f"; each of {num_others} other processes at most " if num_others else ""
+    followers += readable_bytes(stated["follower_bytes"]) if num_others else ""
     return (
         f"{readable_bytes(stated['staying_bytes'])} of weights and caches for "
         f"{stated['context_tokens']:,} tokens of context ({stated['device']}, {stated['dtype']}, "
         f"{stated['kernels']} kernels), at most {readable_bytes(stated['peak_bytes'])}; 1,000 "
-        f"tokens take {readable_bytes(stated['bytes_per_1000_tokens'])}{others}"
+        f"tokens take {readable_bytes(stated['bytes_per_1000_tokens'])}{followers}"
     )
 
 

@@ -46,8 +46,8 @@ def spent(system: SystemReport, num_prompts: int) -> Spent | None:
 
 def spent_by_system(report: Report) -> dict[str, Spent]:
     """Of the systems of which it is known."""
-    found = {name: spent(system, len(report.prompts)) for name, system in report.systems.items()}
-    return {name: one for name, one in found.items() if one is not None}
+    costs = {name: spent(system, len(report.prompts)) for name, system in report.systems.items()}
+    return {name: cost for name, cost in costs.items() if cost is not None}
 
 
 def spent_table(report: Report) -> Table | None:
@@ -59,10 +59,10 @@ def spent_table(report: Report) -> Table | None:
     rows = [
         [
             name,
-            *(shown_milliseconds(one.seconds.get(part)) for part in parts),
-            shown_milliseconds(one.total),
+            *(shown_milliseconds(cost.seconds.get(part)) for part in parts),
+            shown_milliseconds(cost.total),
         ]
-        for name, one in by_system.items()
+        for name, cost in by_system.items()
     ]
     notes = (
         "Milliseconds for each new token. Rest: everything beside prefill and passes, such as "
@@ -73,8 +73,8 @@ def spent_table(report: Report) -> Table | None:
 
 def part_names(by_system: dict[str, Spent]) -> list[str]:
     """Prefill first, members in the plans' order, the rest last."""
-    longest_first = sorted(by_system.values(), key=lambda one: -len(one.seconds))
-    names = dict.fromkeys(name for one in longest_first for name in one.seconds)
+    longest_first = sorted(by_system.values(), key=lambda cost: -len(cost.seconds))
+    names = dict.fromkeys(name for cost in longest_first for name in cost.seconds)
     return [*(name for name in names if name != REST), REST]
 
 
@@ -106,11 +106,11 @@ def member_table(report: Report) -> Table | None:
 
 def length_table(report: Report) -> Table | None:
     """Accepted length of each verifying member of the systems that draft."""
-    found = verifier_lengths(report)
-    if not found:
+    measured = verifier_lengths(report)
+    if not measured:
         return None
-    longest = max(_longest(lengths) for _, _, lengths in found)
-    bins = [one for one in _LENGTH_BINS if one[0] <= longest]
+    longest = max(_longest(lengths) for _, _, lengths in measured)
+    bins = [bounds for bounds in _LENGTH_BINS if bounds[0] <= longest]
     if longest > _LENGTH_BINS[-1][1]:
         bins.append((_LENGTH_BINS[-1][1] + 1, longest))
     rows = [
@@ -121,7 +121,7 @@ def length_table(report: Report) -> Table | None:
             f"{lengths.variance:.2f}",
             *(_share_of_passes(lengths, low, high) for low, high in bins),
         ]
-        for system, member, lengths in found
+        for system, member, lengths in measured
     ]
     shown = [f"{low}" if low == high else f"{low}–{high}" for low, high in bins]
     notes = (
@@ -159,10 +159,10 @@ def acceptances(report: Report, of_blocks: bool) -> dict[str, list[float]]:
 
 def acceptance_table(report: Report, of_blocks: bool) -> Table | None:
     """Those of `acceptances`."""
-    found = acceptances(report, of_blocks)
-    if not found:
+    by_name = acceptances(report, of_blocks)
+    if not by_name:
         return None
-    places = range(max(map(len, found.values())))
+    places = range(max(map(len, by_name.values())))
     rows = [
         [
             name,
@@ -171,7 +171,7 @@ def acceptance_table(report: Report, of_blocks: bool) -> Table | None:
                 for place in places
             ),
         ]
-        for name, shares in found.items()
+        for name, shares in by_name.items()
     ]
     title = "Acceptance by place in the block" if of_blocks else "Acceptance by depth of the tree"
     what = "blocks whose token at this place" if of_blocks else "trees of which a token this deep"

@@ -110,7 +110,7 @@ def _named(names: Iterable[tuple[str, str]]) -> str:
 
 def _together(remedies: Sequence[str]) -> str:
     """Remedies that differ in what is needed of a thing, as one: "about 8 to 93 prompts"."""
-    needed = [int(found[1]) for one in remedies if (found := _NEEDED.search(one))]
+    needed = [int(match[1]) for remedy in remedies if (match := _NEEDED.search(remedy))]
     if not needed or min(needed) == max(needed):
         return remedies[0]
     return _NEEDED.sub(f"about {min(needed)} to {max(needed)}", remedies[0])

@@ -43,11 +43,13 @@ def draw(figure: Figure, report: Report) -> Markup:
 
 
 def _rates(report: Report) -> Plot:
-    names, found = list(report.systems), _styles(report)
-    rates = [one.totals.tokens_per_second for one in report.systems.values()]
+    names, by_system = list(report.systems), _styles(report)
+    rates = [system.totals.tokens_per_second for system in report.systems.values()]
     plot = Plot(40 + _ROW * len(names))
     [axes] = plot.axes
-    axes.barh(range(len(names)), rates, height=0.68, color=[found[name].colour for name in names])
+    axes.barh(
+        range(len(names)), rates, height=0.68, color=[by_system[name].colour for name in names]
+    )
     for row, rate in enumerate(rates):
         axes.annotate(
             shown_rate(rate), (rate, row), (4, 0), textcoords="offset points", va="center"
@@ -60,23 +62,23 @@ def _rates(report: Report) -> Plot:
 
 
 def _task_speedups(report: Report) -> Plot:
-    return _speedups(report, tasks_of(report), lambda one: one.tasks)
+    return _speedups(report, tasks_of(report), lambda system: system.tasks)
 
 
 def _group_speedups(report: Report) -> Plot:
-    return _speedups(report, groups_of(report), lambda one: one.groups)
+    return _speedups(report, groups_of(report), lambda system: system.groups)
 
 
 def _speedups(
     report: Report, kinds: list[str], parts_of: Callable[[SystemReport], Mapping[str, Totals]]
 ) -> Plot:
-    systems, found = compared(report), _styles(report)
+    systems, by_system = compared(report), _styles(report)
     plot = Plot(45 + len(kinds) * (7 * len(systems) + 10) + _legend_height(list(systems)))
     [axes] = plot.axes
     step = 0.78 / len(systems)
     shown: list[Ratio] = []
     for place, (name, system) in enumerate(systems.items()):
-        style = found[name]
+        style = by_system[name]
         for row, kind in enumerate(kinds):
             totals = parts_of(system).get(kind)
             if totals is None:
@@ -107,19 +109,19 @@ def _speedups(
 
 
 def _accepted_lengths(report: Report) -> Plot:
-    systems, found = speculating(report), _styles(report)
+    systems, by_system = speculating(report), _styles(report)
     lengths = {
-        name: one.totals.accepted_length
-        for name, one in systems.items()
-        if one.totals.accepted_length is not None
+        name: system.totals.accepted_length
+        for name, system in systems.items()
+        if system.totals.accepted_length is not None
     }
     plot = Plot(30 + 62 * len(lengths), len(lengths))
-    for axes, (name, one) in zip(plot.axes, lengths.items(), strict=True):
-        shares = [count / sum(one.counts) for count in one.counts]
-        axes.bar(range(len(shares)), shares, width=0.8, color=found[name].colour)
-        axes.axvline(one.mean, color=colour(INK), linewidth=1.2)
+    for axes, (name, accepted) in zip(plot.axes, lengths.items(), strict=True):
+        shares = [count / sum(accepted.counts) for count in accepted.counts]
+        axes.bar(range(len(shares)), shares, width=0.8, color=by_system[name].colour)
+        axes.axvline(accepted.mean, color=colour(INK), linewidth=1.2)
         axes.set_title(
-            f"{_short(name, 14)}: mean {one.mean:.2f}, variance {one.variance:.1f}",
+            f"{_short(name, 14)}: mean {accepted.mean:.2f}, variance {accepted.variance:.1f}",
             loc="left",
             fontsize=8.8,
             color=colour(INK),
@@ -142,7 +144,7 @@ def _time_parts(report: Report) -> Plot:
     left = [0.0] * len(names)
     members = [part for part in parts if part not in (PREFILL, REST)]
     for part in parts:
-        widths = [1e3 * one.seconds.get(part, 0.0) for one in by_system.values()]
+        widths = [1e3 * cost.seconds.get(part, 0.0) for cost in by_system.values()]
         hatch = {PREFILL: "////", REST: "...."}.get(part)
         if part in members:
             filled = colour(f"part{members.index(part) % NUM_PARTS}")
@@ -167,17 +169,17 @@ def _time_parts(report: Report) -> Plot:
 
 
 def _predictions(report: Report) -> Plot:
-    found = _styles(report)
+    by_system = _styles(report)
     pairs = {
-        name: (one.predicted_seconds_per_token, one.measured_seconds_per_token)
-        for name, one in report.systems.items()
-        if one.predicted_seconds_per_token is not None
-        and one.measured_seconds_per_token is not None
+        name: (system.predicted_seconds_per_token, system.measured_seconds_per_token)
+        for name, system in report.systems.items()
+        if system.predicted_seconds_per_token is not None
+        and system.measured_seconds_per_token is not None
     }
     plot = Plot(40 + _ROW * len(pairs))
     [axes] = plot.axes
     for row, (name, (predicted, measured)) in enumerate(pairs.items()):
-        style = found[name]
+        style = by_system[name]
         axes.plot([1e3 * predicted, 1e3 * measured], [row, row], color=style.colour, linewidth=1.6)
         _dot(axes, 1e3 * measured, row, style, style.colour)
         _dot(axes, 1e3 * predicted, row, style, colour(PAPER))
@@ -196,12 +198,12 @@ def _block_acceptance(report: Report) -> Plot:
 
 
 def _acceptance(report: Report, of_blocks: bool, place: str) -> Plot:
-    found = _styles(report)
+    by_system = _styles(report)
     lines = acceptances(report, of_blocks)
     plot = Plot(150 + _legend_height(list(lines)))
     [axes] = plot.axes
     for label, shares in lines.items():
-        style = found[label.split(": ")[0]]
+        style = by_system[label.split(": ")[0]]
         axes.plot(
             range(1, len(shares) + 1),
             shares,

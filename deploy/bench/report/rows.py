@@ -26,12 +26,14 @@ ALL = "all"
 
 def tasks_of(report: Report) -> list[str]:
     """Task groups that have figures, in their order."""
-    return list(dict.fromkeys(task for one in report.systems.values() for task in one.tasks))
+    return list(dict.fromkeys(task for system in report.systems.values() for task in system.tasks))
 
 
 def groups_of(report: Report) -> list[str]:
     """Groups of prompts that have figures, in their order; empty where prompts have none."""
-    return list(dict.fromkeys(group for one in report.systems.values() for group in one.groups))
+    return list(
+        dict.fromkeys(group for system in report.systems.values() for group in system.groups)
+    )
 
 
 def speculating(report: Report) -> dict[str, SystemReport]:
@@ -67,14 +69,14 @@ def compared(report: Report) -> dict[str, SystemReport]:
 
 def headline_table(report: Report) -> Table | None:
     """Speedup and accepted length by task, as Table 2 of the paper; None if no such system ran."""
-    systems = {name: one for name, one in report.systems.items() if name in HEADLINE_SYSTEMS}
+    systems = {name: system for name, system in report.systems.items() if name in HEADLINE_SYSTEMS}
     if not systems:
         return None
     return _speedups(
         systems,
         "Speedup and accepted length, by task",
         tasks_of(report),
-        lambda one: one.tasks,
+        lambda system: system.tasks,
         "Each cell: speedup over `target`, prefill included, and in brackets the accepted length, "
         "in tokens gained by a pass of the target.",
         has_intervals=False,
@@ -86,12 +88,12 @@ def speed_table(report: Report) -> Table:
     systems = report.systems
     has_library = any(system.totals.over_hf is not None for system in systems.values())
     speedups = {
-        (name, ""): ITSELF if name == "target" else one.totals.speedup
-        for name, one in systems.items()
+        (name, ""): ITSELF if name == "target" else system.totals.speedup
+        for name, system in systems.items()
     }
     over_library = {
-        (f"{name} vs hf", ""): ITSELF if name == "hf_generate" else one.totals.over_hf
-        for name, one in systems.items()
+        (f"{name} vs hf", ""): ITSELF if name == "hf_generate" else system.totals.over_hf
+        for name, system in systems.items()
     }
     rows = [
         [
@@ -118,10 +120,10 @@ def latency_table(report: Report) -> Table:
     """All systems: the rate after the first tokens, waiting times, and energy where it is known."""
     systems = report.systems
     speedups = {
-        (name, ""): ITSELF if name == "target" else one.totals.decode_speedup
-        for name, one in systems.items()
+        (name, ""): ITSELF if name == "target" else system.totals.decode_speedup
+        for name, system in systems.items()
     }
-    has_energy = any(one.totals.joules_per_token is not None for one in systems.values())
+    has_energy = any(system.totals.joules_per_token is not None for system in systems.values())
     rows = []
     for name, system in systems.items():
         totals = system.totals
@@ -153,11 +155,11 @@ def description_table(report: Report) -> Table:
     rows = [
         [
             name,
-            one.runtime,
-            one.dtype,
-            " ".join([f"{one.description.rstrip('.')}.", *one.notes]),
+            system.runtime,
+            system.dtype,
+            " ".join([f"{system.description.rstrip('.')}.", *system.notes]),
         ]
-        for name, one in report.systems.items()
+        for name, system in report.systems.items()
     ]
     header = ["system", "runtime", "dtype", "what it is"]
     return Table("The systems", header, rows, num_text_columns=3, wraps=True)
@@ -165,7 +167,7 @@ def description_table(report: Report) -> Table:
 
 def task_table(report: Report) -> Table | None:
     """Speedup with its interval, by task and system; None of the target alone."""
-    return _all_speedups(report, "Speedup by task", tasks_of(report), lambda one: one.tasks)
+    return _all_speedups(report, "Speedup by task", tasks_of(report), lambda system: system.tasks)
 
 
 def group_table(report: Report) -> Table | None:
@@ -174,7 +176,7 @@ def group_table(report: Report) -> Table | None:
     if not groups:
         return None
     title = "Speedup by group of prompts"
-    return _all_speedups(report, title, groups, lambda one: one.groups)
+    return _all_speedups(report, title, groups, lambda system: system.groups)
 
 
 def insertion_table(report: Report) -> Table | None:
@@ -183,18 +185,18 @@ def insertion_table(report: Report) -> Table | None:
         return None
     rows = [
         [
-            f"{one.member} into {one.without}",
-            shown_milliseconds(one.above_seconds),
-            shown_milliseconds(one.new_seconds),
-            f"{one.accepted:.2f}",
-            f"{one.accepted_above_new:.2f}",
-            f"{one.accepted_new:.2f}",
-            f"{one.left:.3f}",
-            f"{one.right:.3f}",
-            "a gain" if one.is_expected_to_pay else "no gain",
-            shown_ratio(one.speedup),
+            f"{insertion.member} into {insertion.without}",
+            shown_milliseconds(insertion.above_seconds),
+            shown_milliseconds(insertion.new_seconds),
+            f"{insertion.accepted:.2f}",
+            f"{insertion.accepted_above_new:.2f}",
+            f"{insertion.accepted_new:.2f}",
+            f"{insertion.left:.3f}",
+            f"{insertion.right:.3f}",
+            "a gain" if insertion.is_expected_to_pay else "no gain",
+            shown_ratio(insertion.speedup),
         ]
-        for one in report.insertions
+        for insertion in report.insertions
     ]
     header = ["inserted", "T_i, ms", "T_new, ms", "L_i", "L_i_new", "L_new", "left", "right"]
     header += ["expected", "measured"]
@@ -205,7 +207,10 @@ def insertion_table(report: Report) -> Table | None:
         "than right, L_new (1 / L_i - 1 / L_i_new). Measured: decode speed with it over the speed "
         "without.",
         *not_conclusive(
-            {(f"{one.member} into {one.without}", ""): one.speedup for one in report.insertions}
+            {
+                (f"{insertion.member} into {insertion.without}", ""): insertion.speedup
+                for insertion in report.insertions
+            }
         ),
     )
     return Table("An inserted member", header, rows, notes, may_turn=True)
@@ -227,7 +232,7 @@ PartsOf = Callable[[SystemReport], Mapping[str, Totals]]
 
 def _all_speedups(report: Report, title: str, kinds: list[str], parts_of: PartsOf) -> Table | None:
     """Of all systems but the target."""
-    systems = {name: one for name, one in report.systems.items() if name != "target"}
+    systems = {name: system for name, system in report.systems.items() if name != "target"}
     note = (
         "Each cell: speedup over `target`, prefill included, in brackets the accepted length, and "
         "below it the 95 % interval of the speedup."

@@ -50,7 +50,7 @@ _BY_KIND = (
 
 def sections_of(report: Report) -> list[Section]:
     """What a report says, the most important first; without what it has no figures of."""
-    found = [
+    sections = [
         _section("Headline", *headline_lines(report), headline_table(report), is_summary=True),
         _section(
             "All systems",
@@ -90,7 +90,7 @@ def sections_of(report: Report) -> list[Section]:
             is_summary=True,
         ),
     ]
-    return [section for section in found if section.parts]
+    return [section for section in sections if section.parts]
 
 
 def _by_kind(title: str, figure: str, table: Table | None, is_summary: bool = False) -> Section:
@@ -111,7 +111,7 @@ def _lengths(report: Report) -> Section:
 def _time(report: Report) -> Section:
     spent, predicted = spent_table(report), prediction_table(report)
     has_prediction = any(
-        one.predicted_seconds_per_token is not None for one in report.systems.values()
+        system.predicted_seconds_per_token is not None for system in report.systems.values()
     )
     parts = Figure(
         "time_parts",

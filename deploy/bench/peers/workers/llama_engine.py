@@ -101,8 +101,8 @@ class Llama:
         if most <= 0:
             return []
         if self.lookup is not None:
-            found: list[int] = self.lookup(np.array(tokens)).tolist()
-            return found[:most]
+            copied: list[int] = self.lookup(np.array(tokens)).tolist()
+            return copied[:most]
         drafter, drafted = self.drafter, list[int]()
         if drafter is None:
             return []

@@ -150,10 +150,10 @@ def library_path() -> Path:
     """
     if folder := os.environ.get(FOLDER_VARIABLE):
         return Path(folder) / "libllama.so"
-    found = importlib.util.find_spec("xllamacpp")  # the package itself is not imported
+    spec = importlib.util.find_spec("xllamacpp")  # the package itself is not imported
     files = [
         file
-        for place in (found and found.submodule_search_locations) or ()
+        for place in (spec and spec.submodule_search_locations) or ()
         for file in sorted(Path(place).glob("xllamacpp*.so"))
     ]
     if not files:
@@ -198,15 +198,15 @@ def check_defaults(name: str, params: ctypes.Structure) -> None:
     Raises:
         LlamaError: they are not.
     """
-    for field in (one for one, *_ in params._fields_ if one != "space"):
-        found = getattr(params, field) or 0
-        if found != (due := _DEFAULTS[name].get(field, 0)):
+    for field in (key for key, *_ in params._fields_ if key != "space"):
+        given = getattr(params, field) or 0
+        if given != (due := _DEFAULTS[name].get(field, 0)):
             raise LlamaError(
-                f"another version of llama.cpp: {name} gives {field} {found}, b11549 gives {due}"
+                f"another version of llama.cpp: {name} gives {field} {given}, b11549 gives {due}"
             )
 
 
 def instruction_sets(library: Any) -> str:
     """What the library was built for and the processor has, such as "AVX2, FMA"."""
     flags = library.llama_print_system_info().decode().removeprefix("CPU : ")
-    return ", ".join(one.split(" = ")[0].strip() for one in flags.split("|") if "= 1" in one)
+    return ", ".join(flag.split(" = ")[0].strip() for flag in flags.split("|") if "= 1" in flag)

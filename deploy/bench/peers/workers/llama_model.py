@@ -60,7 +60,7 @@ class LlamaModel:
         self._batch = batch = api.llama_batch_init(context_tokens, 0, 1)
         arrays = (batch.token, batch.pos, batch.logits, batch.n_seq_id)
         self._tokens, self._places, self._wanted, counts = (
-            np.ctypeslib.as_array(one, (context_tokens,)) for one in arrays
+            np.ctypeslib.as_array(array, (context_tokens,)) for array in arrays
         )
         counts[:] = 1
         for place in range(context_tokens):
@@ -127,10 +127,10 @@ class LlamaModel:
 
     def row(self, row: int) -> np.ndarray:
         """float32 [vocab_size], logits after a row of the last pass; the next one overwrites it."""
-        found = self._api.llama_get_logits_ith(self._context, self._first + row)
-        if not found:
+        logits = self._api.llama_get_logits_ith(self._context, self._first + row)
+        if not logits:
             raise failure(f"give logits of row {row}")
-        return np.ctypeslib.as_array(found, (self.vocab_size,))
+        return np.ctypeslib.as_array(logits, (self.vocab_size,))
 
     def best(self, row: int) -> int:
         """The most probable token after a row."""

@@ -34,12 +34,12 @@ def bench(words: list[str]) -> None:
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--output", choices=("json",), default="json")
     asked = parser.parse_args(words)
-    sizes = [int(one) for one in asked.n_prompt.split(",")]
+    sizes = [int(number) for number in asked.n_prompt.split(",")]
     model = LlamaModel(asked.model, asked.threads, asked.n_depth + max(sizes))
     tokens = [(7 * place + 3) % model.vocab_size for place in range(asked.n_depth + max(sizes))]
     if asked.n_depth:
         model.read(tokens[: asked.n_depth], rows=1)
-    found = []
+    results = []
     for size in sizes:
         samples = []
         for _ in range(asked.repetitions + 1):
@@ -48,9 +48,9 @@ def bench(words: list[str]) -> None:
             model.read(tokens[asked.n_depth : asked.n_depth + size], rows=1)
             model.wait()
             samples.append(time.perf_counter_ns() - begin)
-        found.append({"n_prompt": size, "n_depth": asked.n_depth, "samples_ns": samples[1:]})
+        results.append({"n_prompt": size, "n_depth": asked.n_depth, "samples_ns": samples[1:]})
     model.close()
-    print(json.dumps(found))
+    print(json.dumps(results))
 
 
 def serve(words: list[str]) -> None:

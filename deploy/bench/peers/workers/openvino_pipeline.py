@@ -87,11 +87,11 @@ class Pipeline:
         ids = np.array([question.prompt], dtype=np.int64)
         inputs = self._genai.TokenizedInputs(self._tensor(ids), self._tensor(np.ones_like(ids)))
         begin = time.perf_counter()
-        found = self._pipeline.generate(inputs, config)
+        result = self._pipeline.generate(inputs, config)
         seconds = time.perf_counter() - begin
-        token_ids = list(found.tokens[0])
-        first_seconds = found.perf_metrics.get_ttft().mean / 1e3
-        num_first = found.perf_metrics.raw_metrics.m_batch_sizes[0]
+        token_ids = list(result.tokens[0])
+        first_seconds = result.perf_metrics.get_ttft().mean / 1e3
+        num_first = result.perf_metrics.raw_metrics.m_batch_sizes[0]
         return Reply(
             token_ids, seconds, min(num_first, len(token_ids)), min(first_seconds, seconds)
         )
