@@ -164,14 +164,14 @@ def report_attention(report: Report, times: Sequence[AttentionTime]) -> None:
     """A row for each context, number of rows and kernel."""
     cells = [
         [
-            one.kernel,
-            str(one.context),
-            str(one.rows),
-            *one.seconds.times(1e6).cells(1),
-            f"{1e6 * one.bound_seconds:.1f}",
-            f"{one.seconds.median / one.bound_seconds:.2f}",
+            timing.kernel,
+            str(timing.context),
+            str(timing.rows),
+            *timing.seconds.times(1e6).cells(1),
+            f"{1e6 * timing.bound_seconds:.1f}",
+            f"{timing.seconds.median / timing.bound_seconds:.2f}",
         ]
-        for one in times
+        for timing in times
     ]
     columns = ["kernel", "context", "rows", "min", "median", "max", "bound", "times bound"]
     report.table("Microseconds of a layer's attention", columns, cells)

@@ -63,8 +63,8 @@ def record_of(records: Path, hardware: Mapping[str, Any]) -> tuple[Path, dict[st
     return next((path for path in paths if not path.exists()), paths[-1]), None
 
 
-def _is_same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    return all(one.get(key) == other.get(key) for key in HARDWARE_KEYS)
+def _is_same(record: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    return all(record.get(key) == other.get(key) for key in HARDWARE_KEYS)
 
 
 def measure(
@@ -85,7 +85,7 @@ def measure(
     measured.append(measure_bandwidth(device))
     prompts = read_prompts(chain, None, settings["num_prompts_per_task"], tokens)
     rounds = measure_rounds(chain, plans, prompts, tokens, turns)
-    report_rounds(report, rounds, chain, max(measured, key=lambda one: one.bound))
+    report_rounds(report, rounds, chain, max(measured, key=lambda bandwidth: bandwidth.bound))
     measured.append(measure_bandwidth(device))
     answering = {HERE: dict.fromkeys(plans, Here(chain))}
     times = measure_end_to_end(answering, plans, prompts, tokens, turns)
@@ -95,7 +95,7 @@ def measure(
     return {
         "settings": dict(settings),
         "chain": identity(chain),
-        "read_bytes_per_second": median(one.read.median for one in measured),
+        "read_bytes_per_second": median(bandwidth.read.median for bandwidth in measured),
         "plans": {name: plan.model_dump(mode="json") for name, plan in plans.items()},
         "figures": {name: figure.to_json() for name, figure in figures.items()},
     }
@@ -110,9 +110,9 @@ def figures_of(
         found[f"pass {cost.member}, {cost.what}"] = Figure.of(cost.seconds.times(1e3))
     for cost in drafts:
         found[f"draft {cost.member}, {cost.what}"] = Figure.of(cost.seconds.times(1e3))
-    for system, one in rounds.items():
-        for operation in one.operations():
-            found[f"round {system}, {operation}"] = Figure.of(one.per_round(operation))
+    for system, breakdown in rounds.items():
+        for operation in breakdown.operations():
+            found[f"round {system}, {operation}"] = Figure.of(breakdown.per_round(operation))
     for system, answers in times[HERE].items():
         found[f"token {system}"] = Figure.of(answers.per_token)
         if system != "target":
@@ -170,8 +170,8 @@ def compare_with(
     """
     has_same_weights = record["chain"]["weights_sha256"] == content["chain"]["weights_sha256"]
     then, now = (
-        {name: Figure.from_json(figure) for name, figure in one["figures"].items()}
-        for one in (record, content)
+        {name: Figure.from_json(figure) for name, figure in side["figures"].items()}
+        for side in (record, content)
     )
     speed = content["read_bytes_per_second"] / record["read_bytes_per_second"]
     changes = compare(then, now, speed, has_same_weights)
@@ -191,7 +191,7 @@ def compare_with(
 
 def write_record(path: Path, content: Mapping[str, Any], report: Report) -> None:
     """Write the figures, one a line, and what was printed beside them, both whole."""
-    figures = (f"{json.dumps(name)}: {one}" for name, one in content["figures"].items())
+    figures = (f"{json.dumps(name)}: {figure}" for name, figure in content["figures"].items())
     lines = [
         f"{json.dumps(key)}: {json.dumps(value)}"
         for key, value in content.items()

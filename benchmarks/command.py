@@ -109,7 +109,7 @@ def command_line(script: str, arguments: argparse.Namespace) -> str:
         if isinstance(value, Path):
             places[str(value)] = name.upper()
         elif isinstance(value, list | tuple):
-            places |= {str(one): one.name for one in value if isinstance(one, Path)}
+            places |= {str(path): path.name for path in value if isinstance(path, Path)}
 
     def shown(word: str) -> str:
         option, equals, value = word.rpartition("=")

@@ -40,7 +40,7 @@ class Figure:
 
     def times(self, factor: float) -> "Figure":
         """Scaled."""
-        return Figure(factor * self.median, tuple(factor * one for one in self.turns))
+        return Figure(factor * self.median, tuple(factor * turn for turn in self.turns))
 
 
 def is_time(name: str) -> bool:
@@ -119,12 +119,12 @@ def _verdict(name: str, then: Figure, now: Figure) -> Verdict:
 def report_changes(report: Report, changes: Sequence[Change]) -> None:
     """All figures but times next to nothing; the changed ones say so."""
     rows = []
-    for one in changes:
-        if is_time(one.name) and max(one.then.median, one.now.median) < LEAST_MILLISECONDS:
+    for change in changes:
+        if is_time(change.name) and max(change.then.median, change.now.median) < LEAST_MILLISECONDS:
             continue
-        related = "" if one.related is None else f"{one.related:.2f}"
-        figures = [*_shown(one.name, one.then), *_shown(one.name, one.now)]
-        rows.append([one.name, *figures, f"{one.ratio:.2f}", related, one.verdict])
+        related = "" if change.related is None else f"{change.related:.2f}"
+        figures = [*_shown(change.name, change.then), *_shown(change.name, change.now)]
+        rows.append([change.name, *figures, f"{change.ratio:.2f}", related, change.verdict])
     columns = ["figure", "record", "its turns", "now", "its turns", "now/record", "by bandwidth"]
     report.table("Against the record", [*columns, "verdict"], rows)
 

@@ -61,17 +61,17 @@ def report_context(
 ) -> None:
     """A row for each system."""
     alone, rows = systems["target"], []
-    for name, one in systems.items():
-        first = min(answer.first_seconds for turn in one.turns for answer in turn)
+    for name, system in systems.items():
+        first = min(answer.first_seconds for turn in system.turns for answer in turn)
         rows.append(
             [
                 name,
                 f"{first:.2f}",
-                *one.after_first.cells(),
-                f"{speedup(alone.after_first, one.after_first).median:.2f}x",
+                *system.after_first.cells(),
+                f"{speedup(alone.after_first, system.after_first).median:.2f}x",
                 f"{caches[name] / 1e6:.1f}",
-                f"{one.tokens_per_target_pass:.2f}",
-                "yes" if one.num_identical(alone) else "no",
+                f"{system.tokens_per_target_pass:.2f}",
+                "yes" if system.num_identical(alone) else "no",
             ]
         )
     columns = ["system", "first round, s", "min", "median", "max", "speedup", "caches, MB"]

@@ -45,14 +45,17 @@ class SystemTimes:
     @property
     def per_token(self) -> Spread:
         """Milliseconds a token, prefill included."""
-        return self._spread(lambda one: (one.seconds, len(one.token_ids)))
+        return self._spread(lambda answer: (answer.seconds, len(answer.token_ids)))
 
     @property
     def after_first(self) -> Spread:
         """Milliseconds a token after the first round, and after the prefill with it; infinite
         where one round gave all tokens."""
         return self._spread(
-            lambda one: (one.seconds - one.first_seconds, len(one.token_ids) - one.first_tokens)
+            lambda answer: (
+                answer.seconds - answer.first_seconds,
+                len(answer.token_ids) - answer.first_tokens,
+            )
         )
 
     @property
@@ -60,7 +63,8 @@ class SystemTimes:
         tokens, passes = (
             sum(values)
             for values in zip(
-                *((len(one.token_ids), one.target_passes) for one in self.turns[0]), strict=True
+                *((len(answer.token_ids), answer.target_passes) for answer in self.turns[0]),
+                strict=True,
             )
         )
         return tokens / passes if passes else 1.0
@@ -68,7 +72,7 @@ class SystemTimes:
     def num_identical(self, other: "SystemTimes") -> int:
         """Prompts whose answers are equal, token for token, among those that both answered."""
         pairs = zip(self.turns[0], other.turns[0], strict=False)
-        return sum(one.token_ids == another.token_ids for one, another in pairs)
+        return sum(answer.token_ids == another.token_ids for answer, another in pairs)
 
     def _spread(self, read: Callable[[Answer], tuple[float, int]]) -> Spread:
         values = []
@@ -158,28 +162,28 @@ def report_end_to_end(report: Report, times: Times, shown: Mapping[str, str]) ->
     report.table("Milliseconds a token", ["system", *columns], rows)
     if not has_two:
         return
-    for name, one in times[HERE].items():
+    for name, system in times[HERE].items():
         other = times[AGAINST][name]
-        gained = speedup(other.per_token, one.per_token)
+        gained = speedup(other.per_token, system.per_token)
         report.say(
             f"{name}: here {gained.median:.3f}x as fast ({gained.min:.3f} to {gained.max:.3f} by "
-            f"turns), {one.num_identical(other)} of {len(one.turns[0])} answers identical"
+            f"turns), {system.num_identical(other)} of {len(system.turns[0])} answers identical"
         )
 
 
 def _cells(systems: Mapping[str, SystemTimes], name: str) -> list[str]:
-    one, alone = systems[name], systems.get("target")
+    system, alone = systems[name], systems.get("target")
     compared = [""] * 4
     if alone is not None:
-        gained = speedup(alone.per_token, one.per_token)
+        gained = speedup(alone.per_token, system.per_token)
         compared = [
             f"{gained.median:.2f}x",
             f"{gained.min:.2f} to {gained.max:.2f}",
-            f"{speedup(alone.after_first, one.after_first).median:.2f}x",
-            f"{one.num_identical(alone)}/{len(one.turns[0])}",
+            f"{speedup(alone.after_first, system.after_first).median:.2f}x",
+            f"{system.num_identical(alone)}/{len(system.turns[0])}",
         ]
-    times = [*one.per_token.cells(), f"{one.after_first.median:.3f}"]
-    return [*times, *compared, f"{one.tokens_per_target_pass:.2f}"]
+    times = [*system.per_token.cells(), f"{system.after_first.median:.3f}"]
+    return [*times, *compared, f"{system.tokens_per_target_pass:.2f}"]
 
 
 def shown_plans(plans: Mapping[str, Plan], chain: Chain) -> dict[str, str]:
@@ -223,10 +227,10 @@ def main() -> None:
                 )
                 for name, code in codes.items()
             }
-            for name, one in workers.items():
-                one.wait_until_loaded()
+            for name, worker in workers.items():
+                worker.wait_until_loaded()
                 report.say(f"{name}: commit {commit_of(codes[name])}")
-            answering = {name: dict.fromkeys(plans, one) for name, one in workers.items()}
+            answering = {name: dict.fromkeys(plans, worker) for name, worker in workers.items()}
         times = measure_end_to_end(
             answering,
             plans,

@@ -126,9 +126,9 @@ class Launches(TorchDispatchMode):
     def launched(self, kernel: Any, arguments: dict[str, Any]) -> None:
         """Record a launch of one of Triton's kernels."""
         given = {
-            name: one
-            for name, one in arguments.items()
-            if isinstance(one, Tensor) and name not in _IN_CACHE
+            name: argument
+            for name, argument in arguments.items()
+            if isinstance(argument, Tensor) and name not in _IN_CACHE
         }
         if "cache" in given:
             num_columns = self.context + arguments["first"] + arguments["num_rows"]
@@ -195,18 +195,18 @@ class Estimate:
     def num_early(self) -> int:
         """Launches that begin while the one before ends."""
         pairs = pairwise(self.launches)
-        return sum(before.can_be_early and one.can_be_early for before, one in pairs)
+        return sum(before.can_be_early and launch.can_be_early for before, launch in pairs)
 
     @property
     def num_bytes(self) -> int:
-        return sum(one.num_bytes for one in self.launches)
+        return sum(launch.num_bytes for launch in self.launches)
 
     @property
     def seconds(self) -> float:
         """What each launch takes, and what it waits for."""
         num = len(self.launches)
         waited = self.num_early * EARLY_SECONDS + (num - self.num_early) * SERIAL_SECONDS
-        device = sum(one.own_seconds for one in self.launches) + waited
+        device = sum(launch.own_seconds for launch in self.launches) + waited
         return device if self.is_captured else max(device, num * HOST_SECONDS)
 
     def cells(self) -> list[str]:
@@ -370,9 +370,10 @@ def estimates_of(
 
 def rows_by_kernel(estimate: Estimate) -> list[list[str]]:
     """What it launches, by kernel."""
-    counts = Counter(one.name for one in estimate.launches)
+    counts = Counter(launch.name for launch in estimate.launches)
     sizes = {
-        name: sum(one.num_bytes for one in estimate.launches if one.name == name) for name in counts
+        name: sum(launch.num_bytes for launch in estimate.launches if launch.name == name)
+        for name in counts
     }
     return [
         [estimate.name, name, str(num), f"{sizes[name] / 1e6:.1f}"]
@@ -397,10 +398,10 @@ def main() -> None:
     arguments = parser.parse_args()
     report = Report()
     given = (arguments.rows, arguments.context, arguments.prompt, arguments.depth, arguments.top_k)
-    found = [one for shape in arguments.shapes for one in estimates_of(shape, *given)]
-    report.table("Milliseconds, estimated", COLUMNS, [one.cells() for one in found])
+    found = [estimate for shape in arguments.shapes for estimate in estimates_of(shape, *given)]
+    report.table("Milliseconds, estimated", COLUMNS, [estimate.cells() for estimate in found])
     if arguments.launches:
-        rows = [row for one in found for row in rows_by_kernel(one)]
+        rows = [row for estimate in found for row in rows_by_kernel(estimate)]
         report.table("Launches", ["pass", "kernel", "launches", "MB"], rows)
     report.write(arguments.record)
 

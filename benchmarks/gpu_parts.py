@@ -75,7 +75,7 @@ class Found:
 
     def all_of(self, cases: Iterable[Case[T]]) -> list[T]:
         """What the cases find that can be measured."""
-        return [one for what, measure in cases for one in self.attempt(what, measure) or ()]
+        return [result for what, measure in cases for result in self.attempt(what, measure) or ()]
 
 
 @dataclass(frozen=True)
@@ -199,7 +199,7 @@ def _passes(shape: str, session: Session, found: Found) -> None:
     report_passes(found.report, passes)
     report_drafts(found.report, drafts)
     context = settings.passes.contexts[0]
-    by_rows = {(one.member, one.what): one for one in passes if one.context == context}
+    by_rows = {(cost.member, cost.what): cost for cost in passes if cost.context == context}
     target, copy = list(chain.engine.verifiers)[:2]
     dense, int4 = by_rows.get((target, "1 rows")), by_rows.get((copy, "24 rows"))
     if dense is not None:
@@ -242,7 +242,7 @@ def _plans(shape: str, session: Session, found: Found) -> None:
             lengths = settings.flush_lengths
             plan = fastest([plan, *(with_flush(plan, length) for length in lengths)])
         found.plans[name] = plan.model_dump(mode="json")
-    rows = [[shown, f"{one:.3f}"] for shown, one in taken.items()]
+    rows = [[shown, f"{duration:.3f}"] for shown, duration in taken.items()]
     found.report.table("Milliseconds a token", ["plan", "measured"], rows)
 
 
@@ -293,7 +293,7 @@ def _sequences(shape: str, session: Session, found: Found) -> None:
     )
     rates = found.all_of(cases)
     report_sequences(found.report, rates, chain)
-    by_case = {(one.system, one.sequences): one.tokens_a_second for one in rates}
+    by_case = {(rate.system, rate.sequences): rate.tokens_a_second for rate in rates}
     for num in settings.sequences:
         if (THREE, num) in by_case and (TARGET, num) in by_case:
             figure = f"{shape}, {num} sequences: three models over target"
@@ -334,7 +334,7 @@ def _times(
     if times is not None:
         return times
     alone = {name: found.attempt(name, partial(measured, [name])) for name in answering}
-    kept = {name: one[HERE][name] for name, one in alone.items() if one}
+    kept = {name: result[HERE][name] for name, result in alone.items() if result}
     return {HERE: kept} if kept else {}
 
 
@@ -363,9 +363,9 @@ def _timeline(session: Session, found: Found) -> None:
     plans = {THREE: session.plans(FIRST)[THREE]}
     path = session.record.with_suffix(".trace.json.gz")
     tokens = min(settings.max_new_tokens, TRACED_TOKENS)
-    one = measure_timeline(found.report, chain, plans, prompt, tokens, path)[THREE]
-    if one.host_gaps is not None:
-        found.figures[f"{FIRST}: host gaps of a round"] = one.host_gaps
+    timeline = measure_timeline(found.report, chain, plans, prompt, tokens, path)[THREE]
+    if timeline.host_gaps is not None:
+        found.figures[f"{FIRST}: host gaps of a round"] = timeline.host_gaps
 
 
 def _products(session: Session, found: Found) -> None:

@@ -218,7 +218,7 @@ def report_heads(report: Report, results: Sequence[Mapping[str, Any]], judge: st
         found, training = result["verified_by"][judge], result["training"]
         lengths = [*(found["by_task"][task] for task in tasks), found["accepted_length"]]
         of_training = [f"{training['tokens']:,}", f"{training['seconds']:.0f}"]
-        cells = [*of_training, *(f"{one:.2f}" for one in lengths), str(found["num_rounds"])]
+        cells = [*of_training, *(f"{length:.2f}" for length in lengths), str(found["num_rounds"])]
         cells.append(f"{1000 * found['draft_seconds']:.2f}")
         rows.append([result["line"], *cells])
     report.table(f"Tokens a round, simulated, verified by the {judge}", columns, rows)

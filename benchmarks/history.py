@@ -22,12 +22,12 @@ SEED = 1
 
 def row_of(name: str, answers: list[Statistics], without: list[Statistics]) -> list[str]:
     """Of the table; the ratio is the median of those of each answer."""
-    rates = [one.num_later / (one.seconds - one.prefill_seconds) for one in answers]
-    base = [one.num_later / (one.seconds - one.prefill_seconds) for one in without]
-    ratios = [one / other for one, other in zip(rates, base, strict=True)]
-    num_passes = sum(next(iter(one.forward_passes.values())) for one in answers)
-    copied = sum(one.accepted.get("history", 0) for one in answers)
-    num_tokens = sum(one.num_later for one in answers)
+    rates = [answer.num_later / (answer.seconds - answer.prefill_seconds) for answer in answers]
+    base = [answer.num_later / (answer.seconds - answer.prefill_seconds) for answer in without]
+    ratios = [rate / other for rate, other in zip(rates, base, strict=True)]
+    num_passes = sum(next(iter(answer.forward_passes.values())) for answer in answers)
+    copied = sum(answer.accepted.get("history", 0) for answer in answers)
+    num_tokens = sum(answer.num_later for answer in answers)
     return [
         name,
         f"{median(rates):.1f}",

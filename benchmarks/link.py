@@ -65,7 +65,7 @@ class System:
     @property
     def per_second(self) -> Spread:
         """Measured tokens a second."""
-        return Spread.of_turns([1 / one for one in self.turns])
+        return Spread.of_turns([1 / seconds for seconds in self.turns])
 
 
 @contextmanager
@@ -147,19 +147,19 @@ def measure(
         seconds, tokens = dict.fromkeys(systems, 0.0), dict.fromkeys(systems, 0)
         for number, (prompt, answer) in enumerate(zip(prompts, expected, strict=True)):
             for name in rotated(list(systems), turn + number):
-                one = systems[name]
-                remote.optimistic = one.is_optimistic
-                stream = near.stream_ids(prompt, arguments.max_new_tokens, sampling, one.plan)
+                system = systems[name]
+                remote.optimistic = system.is_optimistic
+                stream = near.stream_ids(prompt, arguments.max_new_tokens, sampling, system.plan)
                 found = [token for batch in stream for token in batch]
                 took = stream.statistics
                 seconds[name] += took.seconds - took.prefill_seconds
                 tokens[name] += len(found)
-                one.passes += next(iter(took.forward_passes.values()))
-                one.num_tokens += len(found)
-                one.num_answers += 1
-                one.num_identical += found == answer
-        for name, one in systems.items():
-            one.turns.append(seconds[name] / tokens[name])
+                system.passes += next(iter(took.forward_passes.values()))
+                system.num_tokens += len(found)
+                system.num_answers += 1
+                system.num_identical += found == answer
+        for name, system in systems.items():
+            system.turns.append(seconds[name] / tokens[name])
 
 
 def sampling_of(arguments: argparse.Namespace) -> Sampling:
@@ -175,8 +175,8 @@ def report_link(
     columns = ["predicted", "measured", "by turns", "off by", "speedup"]
     columns += ["tokens/pass, predicted", "measured", "as on one machine"]
     rows = []
-    for name, one in systems.items():
-        measured, (predicted, gained) = one.per_second, one.predicted
+    for name, system in systems.items():
+        measured, (predicted, gained) = system.per_second, system.predicted
         cells = [
             f"{1 / predicted:.1f}",
             f"{measured.median:.1f}",
@@ -184,13 +184,13 @@ def report_link(
             f"{100 * (1 / predicted / measured.median - 1):+.0f} %",
             f"{measured.median / alone:.2f}x",
             f"{gained:.2f}",
-            f"{one.num_tokens / one.passes:.2f}",
-            f"{one.num_identical}/{one.num_answers}",
+            f"{system.num_tokens / system.passes:.2f}",
+            f"{system.num_identical}/{system.num_answers}",
         ]
         rows.append([name, *cells])
     title = f"Round trip of {milliseconds:g} ms ({link} measured through the proxy), tokens/s"
     report.table(title, ["system", *columns], rows)
-    shown = {name: shown_plan(one.plan, chain) for name, one in systems.items()}
+    shown = {name: shown_plan(system.plan, chain) for name, system in systems.items()}
     report.say("\n".join(f"- {name}: {plan}" for name, plan in shown.items()))
 
 
@@ -217,9 +217,9 @@ def main() -> None:
     packed = whole.manifest.plan.model_copy(update={"rule": "coupled"})
     sampling = sampling_of(arguments)
     expected = [
-        [token for batch in whole.stream_ids(one, arguments.max_new_tokens, sampling, packed)
+        [token for batch in whole.stream_ids(prompt, arguments.max_new_tokens, sampling, packed)
          for token in batch]
-        for one in prompts
+        for prompt in prompts
     ]  # fmt: skip
     cores = "cores shared" if far_cpu is None else "one core a side"
     report.say(f"{len(prompts)} prompts, {arguments.turns} turns, {cores}.")

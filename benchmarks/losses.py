@@ -92,8 +92,8 @@ class Case:
         passes = self.passes()
         (expected, *others), (loss, *gradients) = (passes[form]() for form in FORMS)
         furthest = max(
-            ((one - other).abs().max() / other.abs().max()).item()
-            for one, other in zip(gradients, others, strict=True)
+            ((gradient - other).abs().max() / other.abs().max()).item()
+            for gradient, other in zip(gradients, others, strict=True)
         )
         return abs((loss / expected).item() - 1), furthest
 

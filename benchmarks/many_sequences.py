@@ -62,9 +62,9 @@ def _seconds(chain: Chain, requests: list[Request]) -> float:
     running = [chain.engine.begin(request, runs_ahead=True) for request in requests]
     while chain.engine.step():
         pass
-    for one in running:
+    for sequence in running:
         # an error is raised here
-        assert one.statistics.num_tokens == requests[0].max_new_tokens
+        assert sequence.statistics.num_tokens == requests[0].max_new_tokens
     return time.perf_counter() - begun
 
 
@@ -72,14 +72,14 @@ def report_sequences(report: Report, rates: Sequence[Rate], chain: Chain) -> Non
     """As a table, and how many graphs there are."""
     rows = [
         [
-            str(one.sequences),
-            one.system,
-            f"{one.tokens_a_second:.0f}",
-            f"{1e3 * one.seconds.median / one.num_tokens:.3f}",
-            f"{1e3 * one.seconds.min / one.num_tokens:.3f}",
-            f"{1e3 * one.seconds.max / one.num_tokens:.3f}",
+            str(rate.sequences),
+            rate.system,
+            f"{rate.tokens_a_second:.0f}",
+            f"{1e3 * rate.seconds.median / rate.num_tokens:.3f}",
+            f"{1e3 * rate.seconds.min / rate.num_tokens:.3f}",
+            f"{1e3 * rate.seconds.max / rate.num_tokens:.3f}",
         ]
-        for one in rates
+        for rate in rates
     ]
     columns = ["sequences", "system", "tokens/s", "ms a token of each", "min", "max"]
     report.table("Several sequences at a time", columns, rows)

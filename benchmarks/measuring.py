@@ -197,8 +197,8 @@ def measure_bandwidth(device: torch.device, num_bytes: int | None = None) -> Ban
 
 
 def _rate(num_bytes: int, seconds: Spread) -> Spread:
-    turns = tuple(num_bytes / one for one in seconds.turns)
-    rates = (num_bytes / one for one in (seconds.max, seconds.median, seconds.min))
+    turns = tuple(num_bytes / turn for turn in seconds.turns)
+    rates = (num_bytes / duration for duration in (seconds.max, seconds.median, seconds.min))
     return Spread(*rates, turns)
 
 

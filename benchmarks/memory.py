@@ -79,7 +79,7 @@ def main() -> int:
         cases.append(in_a_process(__file__, words, **environment))
     report_memory(report, cases)
     report.write(arguments.record)
-    return int(any(one["measured"]["peak_bytes"] > one["stated"]["peak_bytes"] for one in cases))
+    return int(any(case["measured"]["peak_bytes"] > case["stated"]["peak_bytes"] for case in cases))
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ def llama_seconds(
         *("--repetitions", repeats, "--threads", threads, "--output", "json"),
     )
     found = json.loads(run_worker(command, threads))
-    return {one["n_prompt"]: statistics.median(one["samples_ns"]) / 1e9 for one in found}
+    return {result["n_prompt"]: statistics.median(result["samples_ns"]) / 1e9 for result in found}
 
 
 def main() -> None:

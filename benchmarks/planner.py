@@ -66,9 +66,9 @@ def seconds_per_token(
                 of_answer = answer.statistics
                 seconds[place] += of_answer.seconds - of_answer.prefill_seconds
                 tokens[place] += of_answer.num_later
-        for place, one in enumerate(found):
-            one.append(seconds[place] / tokens[place])
-    return [statistics.median(one) for one in found]
+        for place, times in enumerate(found):
+            times.append(seconds[place] / tokens[place])
+    return [statistics.median(times) for times in found]
 
 
 @dataclass(frozen=True)
@@ -92,19 +92,22 @@ def compare(
     what the planner had measured for plans of the chosen rule."""
     planning = plan_loaded(chain, settings, print_to_stderr)
     choice = planning.choice
-    candidates = [choice.best, *(one for one in choice.by_members if one is not choice.best)]
+    candidates = [
+        choice.best,
+        *(candidate for candidate in choice.by_members if candidate is not choice.best),
+    ]
     candidates += choice.other_rules
     of_one_size = choose_plan(
         planning.measurements, settings.grid.model_copy(update={"least_probabilities": ()})
     )
-    candidates += [one for one in of_one_size.by_members if one not in candidates]
-    plans = [one.plan for one in candidates]
+    candidates += [candidate for candidate in of_one_size.by_members if candidate not in candidates]
+    plans = [candidate.plan for candidate in candidates]
     measured = seconds_per_token(chain, plans, prompts, settings, turns)
     found = [
-        Compared(one.plan, one.seconds_per_token, seconds)
-        for one, seconds in zip(candidates, measured, strict=True)
+        Compared(candidate.plan, candidate.seconds_per_token, seconds)
+        for candidate, seconds in zip(candidates, measured, strict=True)
     ]
-    return found, next(one for one in planning.measurements if choice.rule in one.rules)
+    return found, next(group for group in planning.measurements if choice.rule in group.rules)
 
 
 def runs_alone(plan: Plan) -> bool:
@@ -140,9 +143,9 @@ def sweep(
         ]
 
     once = compared(plans, 1)
-    fastest = sorted(once, key=lambda one: one.measured)[:NUM_FINALISTS]
-    final = compared([choice, *(one.plan for one in fastest if one.plan != choice)], turns)
-    return once, final[0], min(final, key=lambda one: one.measured)
+    fastest = sorted(once, key=lambda result: result.measured)[:NUM_FINALISTS]
+    final = compared([choice, *(result.plan for result in fastest if result.plan != choice)], turns)
+    return once, final[0], min(final, key=lambda result: result.measured)
 
 
 def print_to_stderr(line: str) -> None:
@@ -151,16 +154,16 @@ def print_to_stderr(line: str) -> None:
 
 def report_compared(report: Report, compared: Sequence[Compared], chain: Chain) -> None:
     """A row for each plan."""
-    alone = next(one for one in compared if runs_alone(one.plan))
+    alone = next(result for result in compared if runs_alone(result.plan))
     columns = ["plan", "predicted", "measured", "off by", "predicted speedup", "measured speedup"]
     rows = [
         [
-            *_cells(one, chain),
-            f"{100 * one.error:+.1f} %",
-            f"{alone.predicted / one.predicted:.2f}x",
-            f"{alone.measured / one.measured:.2f}x",
+            *_cells(result, chain),
+            f"{100 * result.error:+.1f} %",
+            f"{alone.predicted / result.predicted:.2f}x",
+            f"{alone.measured / result.measured:.2f}x",
         ]
-        for one in compared
+        for result in compared
     ]
     report.table("Milliseconds a token after the prefill", columns, rows)
 
@@ -169,19 +172,23 @@ def report_sweep(
     report: Report, plans: Sequence[Compared], choice: Compared, best: Compared, chain: Chain
 ) -> None:
     """What the choice lacks, how far predictions are off, and all plans."""
-    errors = [abs(one.error) for one in plans]
+    errors = [abs(result.error) for result in plans]
     report.say(
         f"Sweep of {len(plans)} plans: the choice ({shown(choice.plan, chain)}) is "
         f"{100 * (choice.measured / best.measured - 1):.1f} % behind the best "
         f"({shown(best.plan, chain)}); predictions are off by "
         f"{100 * statistics.median(errors):.1f} % in the median, at most {100 * max(errors):.1f} %."
     )
-    rows = [_cells(one, chain) for one in plans]
+    rows = [_cells(result, chain) for result in plans]
     report.table("All plans, milliseconds a token", ["plan", "predicted", "measured"], rows)
 
 
-def _cells(one: Compared, chain: Chain) -> list[str]:
-    return [shown(one.plan, chain), f"{1e3 * one.predicted:.3f}", f"{1e3 * one.measured:.3f}"]
+def _cells(result: Compared, chain: Chain) -> list[str]:
+    return [
+        shown(result.plan, chain),
+        f"{1e3 * result.predicted:.3f}",
+        f"{1e3 * result.measured:.3f}",
+    ]
 
 
 def main() -> None:

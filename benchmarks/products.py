@@ -168,18 +168,20 @@ class Kernel:
 
 KERNELS: dict[str, dict[str, Kernel]] = {
     "cpu": {
-        "float32": Kernel(lambda one: partial(F.linear, weight=dequantize(one)), torch.float32),
-        "bfloat16": Kernel(lambda one: partial(F.linear, weight=_bfloat16(one))),
+        "float32": Kernel(
+            lambda weight: partial(F.linear, weight=dequantize(weight)), torch.float32
+        ),
+        "bfloat16": Kernel(lambda weight: partial(F.linear, weight=_bfloat16(weight))),
         "bfloat16 packed": Kernel(_packed),
         "int4": Kernel(_int4, is_int4=True),
-        "runtime": Kernel(lambda one: _backend(one).dense(_bfloat16(one))),
-        "runtime int4": Kernel(lambda one: _backend(one).int4(one), is_int4=True),
+        "runtime": Kernel(lambda weight: _backend(weight).dense(_bfloat16(weight))),
+        "runtime int4": Kernel(lambda weight: _backend(weight).int4(weight), is_int4=True),
     },
     "cuda": {
-        "cuBLAS": Kernel(lambda one: partial(F.linear, weight=_bfloat16(one))),
-        "runtime": Kernel(lambda one: _triton(_backend(one).dense(_bfloat16(one)))),
+        "cuBLAS": Kernel(lambda weight: partial(F.linear, weight=_bfloat16(weight))),
+        "runtime": Kernel(lambda weight: _triton(_backend(weight).dense(_bfloat16(weight)))),
         "PyTorch int4": Kernel(_int4_on_gpu, is_int4=True),
-        "runtime int4": Kernel(lambda one: _triton(_backend(one).int4(one)), is_int4=True),
+        "runtime int4": Kernel(lambda weight: _triton(_backend(weight).int4(weight)), is_int4=True),
     },
 }
 """By device; a new kernel is one more entry."""
@@ -284,14 +286,14 @@ def _over_all(products: Sequence[Linear], x: Tensor) -> Callable[[], None]:
 def report_products(report: Report, times: Sequence[ProductTime]) -> None:
     """A row for each shape, number of rows and kernel."""
     rows = []
-    for one in times:
+    for timing in times:
         cells = ["-"] * 4
-        if one.seconds is not None:
-            ratio = one.seconds.median / one.bound_seconds
-            cells = [*one.seconds.times(1e6).cells(1), f"{ratio:.2f}"]
-        error = one.error if isinstance(one.error, str) else f"{one.error:.1e}"
-        bound = f"{1e6 * one.bound_seconds:.1f}"
-        rows.append([one.shape, str(one.rows), one.kernel, *cells, bound, error])
+        if timing.seconds is not None:
+            ratio = timing.seconds.median / timing.bound_seconds
+            cells = [*timing.seconds.times(1e6).cells(1), f"{ratio:.2f}"]
+        error = timing.error if isinstance(timing.error, str) else f"{timing.error:.1e}"
+        bound = f"{1e6 * timing.bound_seconds:.1f}"
+        rows.append([timing.shape, str(timing.rows), timing.kernel, *cells, bound, error])
     columns = ["shape", "rows", "kernel", "min", "median", "max", "times bound", "bound", "error"]
     report.table("Microseconds of a product", columns, rows)
 

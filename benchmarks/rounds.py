@@ -192,8 +192,8 @@ def measure_rounds(
     for plan in plans.values():
         answer(Answers(), plan, prompts[0], 0)
     for turn in progress("rounds", turns):
-        for one in found.values():
-            one.turns.append(Answers())
+        for breakdown in found.values():
+            breakdown.turns.append(Answers())
         for number, prompt in enumerate(prompts):
             for name in rotated(list(plans), turn + number):
                 answer(found[name].turns[-1], plans[name], prompt, turn + number)
@@ -204,11 +204,11 @@ def report_rounds(
     report: Report, systems: Mapping[str, Breakdown], chain: Chain, bandwidth: Bandwidth
 ) -> None:
     """Two tables for each system: its operations, and its passes and drafts at their bound."""
-    for name, one in systems.items():
-        total, spread = one.total, one.per_token
+    for name, breakdown in systems.items():
+        total, spread = breakdown.total, breakdown.per_token
         timed_token, to_token = 1e3 * total.seconds / total.tokens, 1e3 / total.tokens
         report.say(
-            f"{name}: {shown_plan(one.plan, chain)}. {spread.median:.3f} ms a token "
+            f"{name}: {shown_plan(breakdown.plan, chain)}. {spread.median:.3f} ms a token "
             f"({spread.min:.3f} to {spread.max:.3f}), {total.tokens / total.rounds:.2f} tokens a "
             f"round; with timers {100 * (total.seconds / total.plain_seconds - 1):+.1f} %."
         )
@@ -216,11 +216,11 @@ def report_rounds(
             [
                 operation,
                 f"{100 * total.operations[operation] / total.seconds:.1f} %",
-                *one.per_round(operation).cells(),
+                *breakdown.per_round(operation).cells(),
                 f"{to_token * total.operations[operation]:.3f}",
                 f"{timed_token - to_token * total.operations[operation]:.3f}",
             ]
-            for operation in one.operations()
+            for operation in breakdown.operations()
         ]
         columns = ["operation", "share", "ms a round: min", "median", "max", "ms a token"]
         report.table(f"Operations of {name}", [*columns, "if it cost nothing"], rows)
@@ -233,7 +233,7 @@ def report_rounds(
                 f"{1e3 * passes.bound_seconds:.3f}",
                 f"{timed_token - to_token * passes.beyond_bound:.3f}",
             ]
-            for member, passes in one.passes(chain, bandwidth).items()
+            for member, passes in breakdown.passes(chain, bandwidth).items()
         ]
         columns = ["member", "a round", "rows", "ms each", "bound", "ms a token at the bound"]
         report.table(f"Passes and drafts of {name}", columns, rows)

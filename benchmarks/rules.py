@@ -81,16 +81,16 @@ def _report(report: Report, times: Mapping[str, SystemTimes], temperature: float
     alone = times["target"]
     columns = ["tokens a target pass", "ms a token", "speedup", "by turns", "as the target"]
     rows = []
-    for name, one in times.items():
-        gained = speedup(alone.per_token, one.per_token)
+    for name, system in times.items():
+        gained = speedup(alone.per_token, system.per_token)
         rows.append(
             [
                 name,
-                f"{one.tokens_per_target_pass:.2f}",
-                f"{one.per_token.median:.3f}",
+                f"{system.tokens_per_target_pass:.2f}",
+                f"{system.per_token.median:.3f}",
                 f"{gained.median:.2f}x",
                 f"{gained.min:.2f} to {gained.max:.2f}",
-                f"{one.num_identical(alone)}/{len(alone.turns[0])}",
+                f"{system.num_identical(alone)}/{len(alone.turns[0])}",
             ]
         )
     report.table(f"Temperature {temperature:g}", ["system", *columns], rows)

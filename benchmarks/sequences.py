@@ -29,10 +29,10 @@ def seconds_a_token(target: LoneTarget, temperature: float) -> float:
         for number in range(target.sequences)
     ]
     began = time.perf_counter()
-    while not all(one.is_over for one in running):
+    while not all(answer.is_over for answer in running):
         target.step()
-    for one in running:
-        one.close()
+    for answer in running:
+        answer.close()
     return (time.perf_counter() - began) / NEW_TOKENS
 
 

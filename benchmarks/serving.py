@@ -73,8 +73,8 @@ def report_overhead(
 
     def served() -> float:
         found = system.load(iter(prompts), num_tokens, 1)
-        texts["server"] = [one.text for one in found.received]
-        return sum(one.ended - one.sent for one in found.received)
+        texts["server"] = [answer.text for answer in found.received]
+        return sum(answer.ended - answer.sent for answer in found.received)
 
     ways: dict[str, Callable[[], float]] = {"library": library, "server": served}
     rates: dict[str, list[float]] = {name: [] for name in ways}
@@ -87,8 +87,8 @@ def report_overhead(
     pairs = zip(rates["library"], rates["server"], strict=True)
     lost = Spread.of_turns([1 - server / library for library, server in pairs])
     rows = [
-        [name, f"{statistics.median(one):.0f}", f"{min(one):.0f}-{max(one):.0f}"]
-        for name, one in rates.items()
+        [name, f"{statistics.median(speeds):.0f}", f"{min(speeds):.0f}-{max(speeds):.0f}"]
+        for name, speeds in rates.items()
     ]
     report.table("One client", ["way", "tokens/s", "turns"], rows)
     equal = sum(map(str.__eq__, texts["library"], texts["server"]))
@@ -122,11 +122,11 @@ class Figures:
     @classmethod
     def of(cls, loads: Sequence[Load]) -> "Figures":
         """Of one load a turn."""
-        firsts = [one.first_seconds for one in loads]
+        firsts = [turn.first_seconds for turn in loads]
         return cls(
-            statistics.median(one.tokens_per_second for one in loads),
-            1e3 * statistics.median(percentile(one, 0.5) for one in firsts),
-            1e3 * statistics.median(percentile(one, 0.95) for one in firsts),
+            statistics.median(turn.tokens_per_second for turn in loads),
+            1e3 * statistics.median(percentile(seconds, 0.5) for seconds in firsts),
+            1e3 * statistics.median(percentile(seconds, 0.95) for seconds in firsts),
         )
 
 
@@ -150,8 +150,10 @@ def measured_loads(
         for place, number in enumerate(clients):
             for system in rotated(systems, turn + place):
                 time.sleep(PAUSE_SECONDS)
-                one = system.load(asked[system.name], num_tokens, number, seconds, WARM_UP_SECONDS)
-                found[system.name][number].append(one)
+                result = system.load(
+                    asked[system.name], num_tokens, number, seconds, WARM_UP_SECONDS
+                )
+                found[system.name][number].append(result)
     return found
 
 
@@ -162,8 +164,8 @@ def report_load(report: Report, loads: Loads, expected: dict[tuple[int, ...], st
         expected: prompt -> the library's text.
     """
     figures = {
-        name: {number: Figures.of(turns) for number, turns in one.items()}
-        for name, one in loads.items()
+        name: {number: Figures.of(turns) for number, turns in by_number.items()}
+        for name, by_number in loads.items()
     }
     ours, *others = figures
     numbers = list(figures[ours])
@@ -175,7 +177,7 @@ def report_load(report: Report, loads: Loads, expected: dict[tuple[int, ...], st
     }
     for field, title in titles.items():
         shown = {
-            name: [f"{getattr(one, field):.0f}" for one in by_number.values()]
+            name: [f"{getattr(figure, field):.0f}" for figure in by_number.values()]
             for name, by_number in figures.items()
         }
         report.table(title, columns, [[name, *cells] for name, cells in shown.items()])
@@ -193,8 +195,10 @@ def report_load(report: Report, loads: Loads, expected: dict[tuple[int, ...], st
     report.table(f"{ours} over the best of others", columns, rows)
     rows = []
     for name, by_number in loads.items():
-        received = [one for turns in by_number.values() for load in turns for one in load.received]
-        equal = sum(one.text == expected[tuple(one.body["prompt"])] for one in received)
+        received = [
+            answer for turns in by_number.values() for load in turns for answer in load.received
+        ]
+        equal = sum(answer.text == expected[tuple(answer.body["prompt"])] for answer in received)
         rows.append([name, f"{len(received)}", f"{equal}"])
     report.table("Answers", ["system", "all", "with the library's text"], rows)
 
@@ -237,7 +241,9 @@ def report_queue(
         )
         expected[body["seed"]] = (answer.text, len(answer.token_ids))
     wrong = [
-        one for one in found.received if (one.text, one.num_tokens) != expected[one.body["seed"]]
+        reply
+        for reply in found.received
+        if (reply.text, reply.num_tokens) != expected[reply.body["seed"]]
     ]
     firsts = found.first_seconds
     report.say(
@@ -256,13 +262,13 @@ def report_queue(
 def report_memory(report: Report, prompts: Prompts, arguments: argparse.Namespace) -> None:
     """Resident bytes of a fresh server after some requests, and after ten times as many."""
     asked = itertools.cycle(prompts)
-    with our_server(arguments) as one:
-        system = System("memory", one, {})
-        bytes_after = {0: one.resident_bytes()}
+    with our_server(arguments) as server:
+        system = System("memory", server, {})
+        bytes_after = {0: server.resident_bytes()}
         few = arguments.memory_requests
         for number, total in ((few, few), (9 * few, 10 * few)):
             system.load(itertools.islice(asked, number), MEMORY_TOKENS, arguments.slots)
-            bytes_after[total] = one.resident_bytes()
+            bytes_after[total] = server.resident_bytes()
     rows = [
         [f"{number}", f"{size / 1e6:.1f}", f"{size / bytes_after[few] - 1:+.2%}"]
         for number, size in bytes_after.items()
@@ -273,7 +279,10 @@ def report_memory(report: Report, prompts: Prompts, arguments: argparse.Namespac
 def plans_by_load(chain: Chain) -> list[list[str]]:
     """The plan of one stream, and those that were measured for more sequences."""
     by_load = chain.measured_plan.by_load if chain.measured_plan is not None else ()
-    plans = [("of one stream", chain.plan), *((f"{one.sequences}", one.plan) for one in by_load)]
+    plans = [
+        ("of one stream", chain.plan),
+        *((f"{entry.sequences}", entry.plan) for entry in by_load),
+    ]
     return [[sequences, shown_plan(plan, chain)] for sequences, plan in plans]
 
 
@@ -304,8 +313,8 @@ def main() -> None:
     report.table("Plans", ["sequences", "plan"], plans_by_load(chain))
     with ExitStack() as stack:
         if {"overhead", "load", "queue"} & set(arguments.only):
-            one = stack.enter_context(our_server(arguments))
-            systems = our_systems(chain, one)
+            server = stack.enter_context(our_server(arguments))
+            systems = our_systems(chain, server)
         if "overhead" in arguments.only:
             few = prompts[:: max(1, len(prompts) // OVERHEAD_PROMPTS)]
             report_overhead(report, chain, systems[0], few, num_tokens, 2 * arguments.turns)
@@ -324,7 +333,7 @@ def main() -> None:
             )
             report_load(report, loads, expected)
         if "queue" in arguments.only:
-            report_queue(report, chain, one, prompts, arguments)
+            report_queue(report, chain, server, prompts, arguments)
         if "memory" in arguments.only:
             report_memory(report, prompts, arguments)
     report.write(arguments.record)

@@ -99,12 +99,12 @@ def server(
             words, stdout=said, stderr=said, env={**os.environ, **environment}
         )
         try:
-            one = Server(name, f"http://127.0.0.1:{port}", process)
-            if not _is_ready(one.url + ready, process):
+            service = Server(name, f"http://127.0.0.1:{port}", process)
+            if not _is_ready(service.url + ready, process):
                 said.seek(0)
                 print(said.read().decode(errors="replace")[-4000:])
                 raise UserError("server does not start", name, "see its message above")
-            yield one
+            yield service
         finally:
             process.send_signal(signal.SIGTERM)
             try:
@@ -115,9 +115,9 @@ def server(
 
 
 def _free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port: int = one.getsockname()[1]
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
         return port
 
 
@@ -151,15 +151,16 @@ class Load:
     def tokens_per_second(self) -> float:
         """Within the measured time."""
         tokens = sum(
-            one.tokens_until(self.end) - one.tokens_until(self.begin) for one in self.received
+            answer.tokens_until(self.end) - answer.tokens_until(self.begin)
+            for answer in self.received
         )
         return tokens / (self.end - self.begin)
 
     @property
     def first_seconds(self) -> list[float]:
         """From request to first text, of those that were asked in the measured time, sorted."""
-        asked = (one for one in self.received if self.begin <= one.sent < self.end)
-        return sorted(one.first - one.sent for one in asked)
+        asked = (answer for answer in self.received if self.begin <= answer.sent < self.end)
+        return sorted(answer.first - answer.sent for answer in asked)
 
 
 def load_of(
@@ -222,10 +223,10 @@ def _asked(url: str, body: Body) -> list[tuple[float, bytes]]:
     content = json.dumps(body).encode()
     head = f"POST /{path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n"
     head += f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
-    with socket.create_connection((name, int(port)), SILENT_SECONDS) as one:
-        one.sendall(head.encode() + content)
+    with socket.create_connection((name, int(port)), SILENT_SECONDS) as connection:
+        connection.sendall(head.encode() + content)
         parts = []
-        while data := one.recv(1 << 16):
+        while data := connection.recv(1 << 16):
             parts.append((time.perf_counter(), data))
     return parts
 

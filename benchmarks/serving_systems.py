@@ -69,7 +69,7 @@ class System:
         bodies = ({**shared, "prompt": prompt} for prompt in prompts)
         least = 0 if seconds is None else LEAST_ANSWERS
         found = load_of(self.server.url + COMPLETIONS, bodies, clients, seconds, warm_up, least)
-        lengths = (one.num_tokens for one in found.received)
+        lengths = (answer.num_tokens for answer in found.received)
         wrong = [why for _, why in found.refused]
         wrong += [f"{length} tokens" for length in lengths if length != num_tokens]
         if wrong:
@@ -88,8 +88,8 @@ def our_server(arguments: argparse.Namespace) -> Iterator[Server]:
         *("--max-num-seqs", arguments.slots, "--max-model-len", arguments.context_tokens),
     ]
     threads = {"OMP_NUM_THREADS": str(torch.get_num_threads())}
-    with server(OURS, command, "/ready", threads) as one:
-        yield one
+    with server(OURS, command, "/ready", threads) as service:
+        yield service
 
 
 def our_systems(chain: Chain, one: Server) -> list[System]:
@@ -127,8 +127,8 @@ def llama_systems(chain: Chain, arguments: argparse.Namespace) -> Iterator[list[
                 *("--ctx-size", arguments.slots * arguments.context_tokens),
                 *words.format(**files).split(),
             ]
-            one = server(LLAMA + name, command, "/health", {})
-            found.append(System(LLAMA + name, stack.enter_context(one), {}))
+            service = server(LLAMA + name, command, "/health", {})
+            found.append(System(LLAMA + name, stack.enter_context(service), {}))
         yield found
 
 

@@ -92,14 +92,22 @@ def busy(count: int) -> Iterator[None]:
 
 def report_shared(report: Report, found: Sequence[Shared]) -> None:
     """A row for each number of processes; of each member and number of rows, none comes first."""
-    quiet = {(one.member, one.num_rows): one.median for one in found if one.num_busy == 0}
+    quiet = {
+        (timing.member, timing.num_rows): timing.median for timing in found if timing.num_busy == 0
+    }
     rows = []
-    for one in found:
-        spread = min(one.seconds), one.median, max(one.seconds)
+    for timing in found:
+        spread = min(timing.seconds), timing.median, max(timing.seconds)
         cells = [f"{1e3 * seconds:.3f}" for seconds in spread]
-        times_quiet = one.median / quiet[one.member, one.num_rows]
+        times_quiet = timing.median / quiet[timing.member, timing.num_rows]
         rows.append(
-            [one.member, str(one.num_rows), str(one.num_busy), *cells, f"{times_quiet:.2f}"]
+            [
+                timing.member,
+                str(timing.num_rows),
+                str(timing.num_busy),
+                *cells,
+                f"{times_quiet:.2f}",
+            ]
         )
     columns = ["member", "rows", "busy processes", "min", "median", "max", "times quiet"]
     report.table(f"Milliseconds a pass, {PASSES_IN_A_ROW} in a row", columns, rows)
@@ -120,7 +128,7 @@ def main() -> None:
         turns=arguments.turns,
         only=tuple(arguments.only),
     )
-    found = [one for case in measure(chain, settings, arguments.busy) for one in case]
+    found = [timing for case in measure(chain, settings, arguments.busy) for timing in case]
     report_shared(report, found)
     report.write(arguments.record)
 

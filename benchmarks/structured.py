@@ -71,16 +71,16 @@ def timed_masks() -> Iterator[list[tuple[float, int]]]:
 
 def row_of(name: str, answers: list[Statistics], masks: list[tuple[float, int]]) -> list[str]:
     """Of the table, of all answers of one kind."""
-    seconds = [one.seconds - one.prefill_seconds for one in answers]
-    num_tokens = sum(one.num_later for one in answers)
-    rates = [one.num_later / taken for one, taken in zip(answers, seconds, strict=True)]
+    seconds = [answer.seconds - answer.prefill_seconds for answer in answers]
+    num_tokens = sum(answer.num_later for answer in answers)
+    rates = [answer.num_later / taken for answer, taken in zip(answers, seconds, strict=True)]
     spent, num_rows = sum(taken for taken, _ in masks), sum(rows for _, rows in masks)
-    num_passes = sum(next(iter(one.forward_passes.values())) for one in answers)
+    num_passes = sum(next(iter(answer.forward_passes.values())) for answer in answers)
     return [
         name,
         f"{median(rates):.1f}",
         f"{num_tokens / num_passes:.2f}",
-        f"{sum(one.stopped_by == 'stop' for one in answers)} of {len(answers)}",
+        f"{sum(answer.stopped_by == 'stop' for answer in answers)} of {len(answers)}",
         f"{1e6 * spent / num_rows:.0f}" if masks else "",
         f"{spent / sum(seconds):.1%}" if masks else "",
     ]
@@ -95,7 +95,7 @@ def no_drafts(self: Constraint, tokens: list[int], max_tokens: int) -> list[int]
 def rows_of_masks(chain: Chain, grammar: Grammar, answer: list[int]) -> Iterator[list[str]]:
     """Of the table, by the rows of a pass over parts of an answer, as far as it has as many."""
     verifier = next(iter(chain.engine.verifiers.values()))
-    for num_rows in (one for one in ROWS if one + 1 < len(answer)):
+    for num_rows in (count for count in ROWS if count + 1 < len(answer)):
         constraint = chain.vocabulary.constraint(grammar, overwrites=True)
         passes, masks = list[float](), list[float]()
         for place in [*range(1, len(answer) - num_rows)] * 2:

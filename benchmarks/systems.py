@@ -68,9 +68,9 @@ def chosen_plans(
                 "system without members", f"{name} for {chain.folder}", f"use {', '.join(plans)}"
             )
     chosen = {name: plans[name] for name in names} if names or members else plans
-    for one in members:
-        chosen = chosen | {one: chain.plan_of(one.split(","))}
-        checked_plan(chosen[one], chain.manifest)
+    for group in members:
+        chosen = chosen | {group: chain.plan_of(group.split(","))}
+        checked_plan(chosen[group], chain.manifest)
     return chosen
 
 
@@ -117,7 +117,11 @@ def read_prompts(
         return chain.encode(question.turns[0])
 
     chosen, _ = choose_fitting(
-        questions, lambda one: len(encoded(one)), chain.engine.context_tokens, settings, "bench"
+        questions,
+        lambda question: len(encoded(question)),
+        chain.engine.context_tokens,
+        settings,
+        "bench",
     )
     return [encoded(question) for question in chosen]
 

@@ -112,9 +112,9 @@ def timeline(events: Sequence[Event]) -> Timeline:
         ValueError: no round is marked.
     """
     marks = sorted(
-        (float(one["ts"]), float(one["ts"]) + float(one["dur"]))
-        for one in events
-        if one.get("name") == ROUND and one.get("cat") == "user_annotation"
+        (float(event["ts"]), float(event["ts"]) + float(event["dur"]))
+        for event in events
+        if event.get("name") == ROUND and event.get("cat") == "user_annotation"
     )
     # profiling begins in the first one, and what follows the last tokens is no round
     marks = marks[1:-1] or marks
@@ -123,8 +123,10 @@ def timeline(events: Sequence[Event]) -> Timeline:
     begin, end = marks[0][0], marks[-1][1]
     rounds, microseconds = len(marks), end - begin
     launches = sum(
-        one.get("cat") in _LAUNCHES and "Launch" in one["name"] and begin <= float(one["ts"]) < end
-        for one in events
+        event.get("cat") in _LAUNCHES
+        and "Launch" in event["name"]
+        and begin <= float(event["ts"]) < end
+        for event in events
     )
     counted = (rounds, microseconds / 1e3 / rounds, launches / rounds)
     gaps = list(_gaps(events, begin, end))
@@ -140,13 +142,13 @@ def timeline(events: Sequence[Event]) -> Timeline:
 def _gaps(events: Sequence[Event], begin: float, end: float) -> Iterator[Gap]:
     """Between the pieces of the device's work from `begin` to `end`; none where there is none."""
     launched = {
-        one["args"]["correlation"]: float(one["ts"])
-        for one in events
-        if one.get("cat") in _LAUNCHES and "correlation" in one.get("args", {})
+        event["args"]["correlation"]: float(event["ts"])
+        for event in events
+        if event.get("cat") in _LAUNCHES and "correlation" in event.get("args", {})
     }
-    work = [one for one in events if one.get("cat") in _WORK and "dur" in one]
+    work = [event for event in events if event.get("cat") in _WORK and "dur" in event]
     last, before = begin, "begin"
-    for piece in sorted(work, key=lambda one: float(one["ts"])):
+    for piece in sorted(work, key=lambda event: float(event["ts"])):
         first = float(piece["ts"])
         if first >= end or first + float(piece["dur"]) <= begin:
             continue
@@ -167,15 +169,21 @@ def measure_timeline(
     found, rows = {}, []
     for name, plan in plans.items():
         kernels = trace_rounds(chain, prompt, plan, num_tokens, path)
-        one = found[name] = timeline(read_trace(path))
+        summary = found[name] = timeline(read_trace(path))
         plain = milliseconds_a_round(chain, prompt, plan, num_tokens)
-        numbers = [one.milliseconds, plain, one.launches, one.busy_milliseconds, one.host_gaps]
-        numbers += [one.host_gaps_of(plain), one.device_gaps]
+        numbers = [
+            summary.milliseconds,
+            plain,
+            summary.launches,
+            summary.busy_milliseconds,
+            summary.host_gaps,
+        ]
+        numbers += [summary.host_gaps_of(plain), summary.device_gaps]
         rows.append([name, *("-" if each is None else f"{each:.3f}" for each in numbers)])
         report.say(f"Kernels of {name}:\n\n```\n{kernels}```")
         gaps = [
             [f"{gap.before[:50]} to {gap.after[:50]}", f"{gap.microseconds:.1f}"]
-            for gap in one.longest_gaps
+            for gap in summary.longest_gaps
         ]
         report.table(f"Longest gaps of {name}", ["between", "microseconds"], gaps)
     columns = ["ms a round", "without profiler", "launches", "busy ms", "host gaps"]

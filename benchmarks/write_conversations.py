@@ -82,7 +82,7 @@ class _Going(NamedTuple):
     def without(self, leaves: Tensor) -> "_Going":
         """The sequences that do not leave."""
         stay = ~leaves
-        cache = [one[:, stay] for one in self.cache]
+        cache = [layer[:, stay] for layer in self.cache]
         return _Going(self.rows[stay], self.pads[stay], cache, self.states[stay], self.column)
 
 
@@ -103,15 +103,17 @@ class Batch:
         width, device = max(map(len, prompts)), self._device
         end = -(-(width + num) // COLUMNS) * COLUMNS
         rows = torch.zeros(len(prompts), end, dtype=torch.long, device=device)
-        rows[:, :width] = torch.tensor([[0] * (width - len(one)) + one for one in prompts])
-        pads = torch.tensor([width - len(one) for one in prompts], device=device)
+        rows[:, :width] = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
+        pads = torch.tensor([width - len(prompt) for prompt in prompts], device=device)
         shape = 2, len(prompts), self._kv_heads, end, self._size
         layers = self._model.layers
         cache = [torch.zeros(shape, dtype=self._model.dtype, device=device) for _ in layers]
         columns = torch.arange(width, device=device)
         states = torch.cat(
             [
-                self._pass(rows[part, :width], pads[part], [one[:, part] for one in cache], columns)
+                self._pass(
+                    rows[part, :width], pads[part], [layer[:, part] for layer in cache], columns
+                )
                 for part in _parts(len(prompts), READ_AT_ONCE)
             ]
         )
@@ -186,8 +188,8 @@ class Batch:
         for layer, own in zip(model.layers, cache, strict=True):
             attention, normed = layer.self_attn, layer.input_layernorm(x)
             q, k, v = (
-                one(normed).view(num, length, -1, self._size).transpose(1, 2)
-                for one in (attention.q_proj, attention.k_proj, attention.v_proj)
+                projection(normed).view(num, length, -1, self._size).transpose(1, 2)
+                for projection in (attention.q_proj, attention.k_proj, attention.v_proj)
             )
             q, k = apply_rotary_pos_emb(q, k, cos, sin)
             own[0].index_copy_(2, columns, k)
@@ -237,16 +239,18 @@ class Writer:
         held = self._answered(self._asked([[] for _ in range(num)]))
         again = int(SECOND_QUESTIONS * len(held))
         longer = self._answered(self._asked(held[:again]))
-        begun = {one[0]["content"] for one in longer}
-        return longer + [one for one in held if one[0]["content"] not in begun]
+        begun = {conversation[0]["content"] for conversation in longer}
+        return longer + [
+            conversation for conversation in held if conversation[0]["content"] not in begun
+        ]
 
     def _asked(self, held: list[Messages]) -> list[Messages]:
         """Conversations with a further question, where it is of use."""
-        beginnings = [self._beginning() if not one else "" for one in held]
+        beginnings = [self._beginning() if not conversation else "" for conversation in held]
         opened = [
-            user_turn(self._tokenizer, one).token_ids
+            user_turn(self._tokenizer, conversation).token_ids
             + self._tokenizer(beginning, add_special_tokens=False)["input_ids"]
-            for one, beginning in zip(held, beginnings, strict=True)
+            for conversation, beginning in zip(held, beginnings, strict=True)
         ]
         asked = []
         for place, written, has_ended in self._continued(opened, MOST_TOKENS, sampled=True):
@@ -258,7 +262,7 @@ class Writer:
         return asked
 
     def _answered(self, asked: list[Messages]) -> list[Messages]:
-        prompts = [encode_prompt(self._tokenizer, one) for one in asked]
+        prompts = [encode_prompt(self._tokenizer, conversation) for conversation in asked]
         return [
             [*asked[place], {"role": "assistant", "content": written}]
             for place, written, _ in self._continued(prompts, MAX_ANSWER_TOKENS, sampled=False)
@@ -269,17 +273,20 @@ class Writer:
         self, prompts: list[list[int]], num_tokens: int, sampled: bool
     ) -> Iterator[tuple[int, str, bool]]:
         """The place of each prompt that is not too long, what follows it, and whether it ended."""
-        places = [i for i, one in enumerate(prompts) if len(one) <= MAX_PROMPT_TOKENS]
+        places = [i for i, prompt in enumerate(prompts) if len(prompt) <= MAX_PROMPT_TOKENS]
         places.sort(key=lambda place: len(prompts[place]))
         for part in _parts(len(places), self._at_once):
             began, own = time.perf_counter(), places[part]
             found = self._batch.continued([prompts[place] for place in own], num_tokens, sampled)
-            seconds, num = time.perf_counter() - began, sum(len(one.token_ids) for one in found)
+            seconds, num = (
+                time.perf_counter() - began,
+                sum(len(sequence.token_ids) for sequence in found),
+            )
             print(f"{len(own)} texts, {num} tokens, {num / seconds:.0f} tokens/s", file=sys.stderr)
-            texts = self._tokenizer.batch_decode([one.token_ids for one in found])
-            for place, text, one in zip(own, texts, found, strict=True):
+            texts = self._tokenizer.batch_decode([sequence.token_ids for sequence in found])
+            for place, text, sequence in zip(own, texts, found, strict=True):
                 # half a character stands at the end of an answer that was cut
-                yield place, text.rstrip("\ufffd"), one.has_ended
+                yield place, text.rstrip("\ufffd"), sequence.has_ended
 
     def _beginning(self) -> str:
         """Nothing, or the first words of a question that is given."""
@@ -327,7 +334,10 @@ def main() -> None:
         for row in shipped:
             lines.write(json.dumps(row, ensure_ascii=False) + "\n")
         for place, messages in enumerate(written):
-            turns = [{"from": SENDERS[one["role"]], "value": one["content"]} for one in messages]
+            turns = [
+                {"from": SENDERS[message["role"]], "value": message["content"]}
+                for message in messages
+            ]
             row = {"id": f"{SELF_PROMPTED}-{place}", "task": SELF_PROMPTED, "conversations": turns}
             lines.write(json.dumps(row, ensure_ascii=False) + "\n")
     print(f"wrote {arguments.out}: {len(shipped)} and {len(written)} conversations")

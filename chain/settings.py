@@ -85,7 +85,7 @@ def arguments(model: type[Model], given: Mapping[str, Any]) -> Model:
         return model.model_validate(dict(given))
     except ValidationError as error:
         # of a union's alternatives, the one that came furthest says most
-        fault = max(error.errors(include_url=False), key=lambda one: len(one["loc"]))
+        fault = max(error.errors(include_url=False), key=lambda detail: len(detail["loc"]))
         name = str(fault["loc"][0])
         if name not in model.model_fields:
             raise unknown_argument(name, model.model_fields) from error

@@ -58,7 +58,7 @@ def print_table(table: Table, console: Console) -> None:
     No cell is cut, and none is broken but between words.
     """
     first, *further = _fitting(table, console)
-    for part in (first, *(replace(one, title="") for one in further)):
+    for part in (first, *(replace(piece, title="") for piece in further)):
         console.print(_shown(part), highlight=False)
     for note in table.notes:
         console.print(note, style="dim", highlight=False)
@@ -67,8 +67,8 @@ def print_table(table: Table, console: Console) -> None:
 def _fitting(table: Table, console: Console) -> list[Table]:
     """The table as it is, turned, or in parts with some of its columns."""
 
-    def fits(one: Table) -> bool:
-        return _width(one) <= console.width
+    def fits(candidate: Table) -> bool:
+        return _width(candidate) <= console.width
 
     if fits(table):
         return [table]

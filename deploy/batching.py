@@ -141,7 +141,7 @@ class Running:
             self.is_over = True
         except NotFiniteError:
             near = [stage.verifier for stage in reversed(self._stages)]
-            verifiers = [one for one in near if isinstance(one, Verifier)]
+            verifiers = [verifier for verifier in near if isinstance(verifier, Verifier)]
             self.fail(not_finite(verifiers, self._stages[-1].tokens))
         except BaseException as error:
             self.fail(error)
@@ -280,8 +280,8 @@ class _Costs:
             self.seconds[name] = self.seconds.get(name, 0.0) + clock.seconds
         for stage in stages:
             self.accepted_lengths.setdefault(stage.verifier.name, []).extend(stage.accepted_lengths)
-            for name, one in stage.proposals.items():
-                self.proposals.setdefault(name, Proposals()).add(one)
+            for name, counts in stage.proposals.items():
+                self.proposals.setdefault(name, Proposals()).add(counts)
 
 
 def choose(running: Sequence[Running]) -> list[Running]:
@@ -290,49 +290,57 @@ def choose(running: Sequence[Running]) -> list[Running]:
     Those that have not started are started here, in their order, as far as prompts of the rows of
     one pass are waited for: the next ones may share what these read.
     """
-    for one in running:
-        if not one.has_started and _may_start(one, running):
-            one.start()
-    waiting = [one for one in running if one.waiting is not None and not one.is_over]
+    for sequence in running:
+        if not sequence.has_started and _may_start(sequence, running):
+            sequence.start()
+    waiting = [
+        sequence for sequence in running if sequence.waiting is not None and not sequence.is_over
+    ]
     if not waiting:
         return []
-    lowest = max(waiting, key=lambda one: _depth(one))
+    lowest = max(waiting, key=lambda sequence: _depth(sequence))
     assert lowest.waiting is not None
     kind = lowest.waiting.kind
-    return [one for one in waiting if one.waiting is not None and one.waiting.kind == kind]
+    return [
+        sequence
+        for sequence in waiting
+        if sequence.waiting is not None and sequence.waiting.kind == kind
+    ]
 
 
-def _depth(one: Running) -> int:
+def _depth(sequence: Running) -> int:
     """How far below the target the model lies whose pass is waited for."""
-    if isinstance(one.waiting, RemotePass):
-        return len(one.slot.verifiers) + 1 if one.waiting.is_ready else -1
-    if isinstance(one.waiting, VerifierPass):
-        return list(one.slot.verifiers).index(one.waiting.verifier.name)
-    return len(one.slot.verifiers)
+    if isinstance(sequence.waiting, RemotePass):
+        return len(sequence.slot.verifiers) + 1 if sequence.waiting.is_ready else -1
+    if isinstance(sequence.waiting, VerifierPass):
+        return list(sequence.slot.verifiers).index(sequence.waiting.verifier.name)
+    return len(sequence.slot.verifiers)
 
 
 def rows_of_prompts(waiting: Iterable[Pass | None]) -> list[int]:
     """Of each pass that reads a prompt."""
-    read = (one for one in waiting if isinstance(one, VerifierPass) and one.is_prompt)
-    return [len(one.rows) for one in read]
+    read = (
+        reading for reading in waiting if isinstance(reading, VerifierPass) and reading.is_prompt
+    )
+    return [len(reading.rows) for reading in read]
 
 
-def _may_start(one: Running, running: Sequence[Running]) -> bool:
+def _may_start(sequence: Running, running: Sequence[Running]) -> bool:
     """Whether the prompts that are read leave room in a pass, or are much longer, and read nothing
     that it shares."""
     reading = [each for each in running if rows_of_prompts([each.waiting])]
-    token_ids = one.request.token_ids
+    token_ids = sequence.request.token_ids
     for other in reading:
         shared = num_common(other.request.token_ids, token_ids)
         if shared >= other.slot.num_known(token_ids) + MIN_COPIED_TOKENS:
             return False
-    first = next(iter(one.slot.verifiers.values()), None)
+    first = next(iter(sequence.slot.verifiers.values()), None)
     if first is None or sum(rows_of_prompts(each.waiting for each in reading)) < first.pace.room:
         return True
-    return all(_MUCH_LONGER * _num_unread(one) <= _num_unread(other) for other in reading)
+    return all(_MUCH_LONGER * _num_unread(sequence) <= _num_unread(other) for other in reading)
 
 
-def _num_unread(one: Running) -> int:
+def _num_unread(sequence: Running) -> int:
     """Tokens of a prompt that are not in the sequence's caches."""
-    token_ids = one.request.token_ids
-    return len(token_ids) - one.slot.num_known(token_ids)
+    token_ids = sequence.request.token_ids
+    return len(token_ids) - sequence.slot.num_known(token_ids)

@@ -69,7 +69,7 @@ class Chain:
         self.tokenizer, self.engine = tokenizer, engine
         self.stop_tokens, self.default_sampling = stop_tokens, default_sampling
         self.memory = memory
-        if any(one.by_load for one in measured_plans.plans):
+        if any(measured.by_load for measured in measured_plans.plans):
             engine.plan_of_load = measured_plans.of_load
 
     def __enter__(self) -> Self:
@@ -107,7 +107,7 @@ class Chain:
             [token for piece in pieces for token in piece.token_ids],
             running.statistics,
             [member for piece in pieces for member in piece.members],
-            [one for piece in pieces for one in piece.logprobs],
+            [logprob for piece in pieces for logprob in piece.logprobs],
             running.prompt_logprobs,
         )
 

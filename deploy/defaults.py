@@ -76,7 +76,7 @@ def read_stop_tokens(config: ConfigFile, eos_token_id: int | None) -> frozenset[
         ids = config.content.get("eos_token_id")
     if ids is not None:
         ids = ids if isinstance(ids, list) else [ids]
-        if any(type(one) is not int or one < 0 for one in ids):
+        if any(type(token_id) is not int or token_id < 0 for token_id in ids):
             raise UserError(
                 "malformed generation config",
                 f"eos_token_id = {ids!r} in {config.folder}",

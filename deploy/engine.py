@@ -145,9 +145,9 @@ class Engine:
         with self._stepping:
             self._reap()
             slot = self.slots.take(request.token_ids)
-            one = Running(request, slot, self, runs_ahead)
-            self._running.append(one)
-        return one
+            sequence = Running(request, slot, self, runs_ahead)
+            self._running.append(sequence)
+        return sequence
 
     def pieces_of(self, running: Running) -> Generator[Piece, None, Statistics]:
         """The pieces of a request that was begun, made as they are asked for."""
@@ -164,22 +164,22 @@ class Engine:
         """Run one pass, for all sequences that wait for it; False if none waits for any."""
         with self._stepping, torch.inference_mode():
             self._reap()
-            num_reading = len(rows_of_prompts(one.waiting for one in self._running))
+            num_reading = len(rows_of_prompts(sequence.waiting for sequence in self._running))
             for pace in self.slots.paces.values():
                 pace.num_running, pace.num_reading = self.num_running, num_reading
-            chosen = choose([one for one in self._running if one.wants_to_run])
+            chosen = choose([sequence for sequence in self._running if sequence.wants_to_run])
             if not chosen:
                 return False
             try:
-                results = self._run_together([one.waiting for one in chosen])
+                results = self._run_together([sequence.waiting for sequence in chosen])
             except BaseException as error:
-                for one in chosen:
-                    one.fail(error)
+                for sequence in chosen:
+                    sequence.fail(error)
                 if not isinstance(error, Exception):
                     raise
                 return True
-            for one, result in zip(chosen, results, strict=True):
-                one.resume(result)
+            for sequence, result in zip(chosen, results, strict=True):
+                sequence.resume(result)
             return True
 
     def _run_together(self, waiting: Sequence[Any]) -> list[Any]:
@@ -194,7 +194,7 @@ class Engine:
     @property
     def num_running(self) -> int:
         """Sequences that have not ended."""
-        return sum(not one.is_over for one in self._running)
+        return sum(not sequence.is_over for sequence in self._running)
 
     def plan_now(self, request: Request) -> Plan:
         """The plan of the present load for a request that follows it."""
@@ -300,7 +300,9 @@ class Engine:
         here = self.models.here
         if not self.graphs.is_active or here is None:
             return
-        functions = [one for executor in self._executors for one in executor.known_passes()]
+        functions = [
+            function for executor in self._executors for function in executor.known_passes()
+        ]
         if self._parts is None:
             here.prepare(functions)
             return
@@ -330,9 +332,9 @@ class Engine:
         return running.statistics
 
     def _reap(self) -> None:
-        for one in [one for one in self._running if one.is_over]:
-            one.leave()
-            self._running.remove(one)
+        for sequence in [sequence for sequence in self._running if sequence.is_over]:
+            sequence.leave()
+            self._running.remove(sequence)
 
     def reap(self) -> None:
         """Free the sequences of answers that were closed, unless a pass is under way: then it is

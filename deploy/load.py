@@ -192,7 +192,7 @@ def load_checked(checked: CheckedChain, options: LoadOptions) -> Chain:
         hardware_name(device, num_parts),
         name_of(dtype),
         f"{stated.layout.kernels} kernels",
-        shown_plan(running, [one.name for one in checked.manifest.verifying]),
+        shown_plan(running, [member.name for member in checked.manifest.verifying]),
     )
     given = checked, tokenizer, engine, chosen, stop_tokens, default_sampling, stated
     return Chain(*given, measured)
@@ -255,10 +255,10 @@ def _stated(checked: CheckedChain, options: LoadOptions) -> Memory:
     layouts = _layouts(checked, device, dtype)
     num_tokens = _context_tokens(checked, options)
     verifying = [
-        (one.name, file.decoder, file.group_size)
-        for one in checked.loaded
-        if one.role != "drafter"
-        for file in [checked.configs[one.name]]
+        (member.name, file.decoder, file.group_size)
+        for member in checked.loaded
+        if member.role != "drafter"
+        for file in [checked.configs[member.name]]
     ]
     _check_layers_are_whole(checked, options.tensor_parallel)
     check_divisible(verifying, options.tensor_parallel)
@@ -298,7 +298,9 @@ def layout_of(
         kernels: Kernels = "native" if backend.name == "cpu" else "device"
         return Layout(device.type, name_of(dtype), kernels, in_few_bits=in_few_bits)
     on_cpu = device.type == "cpu"
-    widened = [name for name, one in DTYPES.items() if on_cpu and not multiplies_fast(one)]
+    widened = [
+        name for name, torch_dtype in DTYPES.items() if on_cpu and not multiplies_fast(torch_dtype)
+    ]
     return Layout(device.type, name_of(dtype), "eager", tuple(widened))
 
 
@@ -332,7 +334,7 @@ def _measured_plans(
         return PlansByTemperature()
     manifest = checked.manifest
     why = manifest.lacks(hardware, dtype)
-    if why is not None and any(one.link is None for one in manifest.plans):
+    if why is not None and any(measured.link is None for measured in manifest.plans):
         _log.warning(
             "%s; it runs as it was packed; measure here: polybasic plan %s%s",
             why,
@@ -424,9 +426,9 @@ def _load_models(
     makers: dict[str, MakeDrafter] = {}
     sharing_makers: dict[str, MakeSharingDrafter] = {}
     # models before what steers them
-    for member in sorted(manifest.drafters, key=lambda one: steers(one.kind)):
+    for member in sorted(manifest.drafters, key=lambda drafter: steers(drafter.kind)):
         name = member.name
-        drafted = [one for one in member.drafts_for if one in decoders]
+        drafted = [verifier for verifier in member.drafts_for if verifier in decoders]
         if name not in loaded or (is_head(member.kind) and not drafted):
             continue
         if not is_head(member.kind):
@@ -440,7 +442,11 @@ def _load_models(
         else:
             drafters[name] = load(config, decoders[drafted[0]], num_positions)
         (sharing_makers if kind.shares_cache else makers)[name] = resolve(kind.drafter, where)
-    drafts_for = {one.name: one.drafts_for for one in manifest.drafters if one.name in drafters}
+    drafts_for = {
+        drafter.name: drafter.drafts_for
+        for drafter in manifest.drafters
+        if drafter.name in drafters
+    }
     given = decoders, drafters, drafts_for, context_tokens, makers
     return Models(*given, leader=leader, sharing_makers=sharing_makers)
 

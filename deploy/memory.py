@@ -240,7 +240,7 @@ def state_memory(
         num_parts: processes that the verifying members are divided among, as `check_divisible`
             allows; the first has all the rest.
     """
-    layouts = {one.name: layout for one in checked.loaded} | dict(others or {})
+    layouts = {member.name: layout for member in checked.loaded} | dict(others or {})
 
     def stated(shard: Shard, follower: Memory | None = None) -> Memory:
         return _state(checked, layouts, context_tokens, share_caches, sequences, shard, follower)

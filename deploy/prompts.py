@@ -142,10 +142,10 @@ def choose_questions(questions: list[Question], num_per_task: int) -> list[Quest
     They come in the tasks' order, those of a task by group.
     """
     chosen: list[Question] = []
-    groups = list(dict.fromkeys(one.group for one in questions))
-    for task in sorted({one.task for one in questions}, key=_task_order):
-        of_task = [one for one in questions if one.task == task]
-        of_task.sort(key=lambda one: groups.index(one.group))
+    groups = list(dict.fromkeys(question.group for question in questions))
+    for task in sorted({question.task for question in questions}, key=_task_order):
+        of_task = [question for question in questions if question.task == task]
+        of_task.sort(key=lambda question: groups.index(question.group))
         num = min(num_per_task, len(of_task))
         chosen += [of_task[index * len(of_task) // num] for index in range(num)]
     return chosen
@@ -183,9 +183,13 @@ def choose_fitting(
 
 def _write(path: Path, questions: Iterable[Question]) -> None:
     with whole_file(path) as partial, partial.open("w", encoding="utf-8") as written:
-        for one in questions:
-            row = {"question_id": one.question_id, "category": one.task, "turns": one.turns}
-            written.write(json.dumps(row | {"group": one.group}, ensure_ascii=False) + "\n")
+        for question in questions:
+            row = {
+                "question_id": question.question_id,
+                "category": question.task,
+                "turns": question.turns,
+            }
+            written.write(json.dumps(row | {"group": question.group}, ensure_ascii=False) + "\n")
 
 
 def _question(line: str, path: Path, number: int) -> Question:

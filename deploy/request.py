@@ -91,17 +91,17 @@ class Statistics:
     @property
     def drafted(self) -> dict[str, int]:
         """Tokens that each member proposed."""
-        return {name: one.num_tokens for name, one in self.proposals.items()}
+        return {name: counts.num_tokens for name, counts in self.proposals.items()}
 
     @property
     def accepted(self) -> dict[str, int]:
         """Tokens of each member that the verifier above it accepted."""
-        return {name: sum(one.accepted) for name, one in self.proposals.items()}
+        return {name: sum(counts.accepted) for name, counts in self.proposals.items()}
 
     @property
     def accepted_by_position(self) -> dict[str, list[int]]:
         """The same by their place in a draft."""
-        return {name: one.accepted for name, one in self.proposals.items()}
+        return {name: counts.accepted for name, counts in self.proposals.items()}
 
     @property
     def tokens_per_second(self) -> float:

@@ -202,5 +202,5 @@ class BenchSettings(Settings):
             every: what all stands for.
         """
         meant = {"auto": usual, "all": every}
-        found = (name for one in self.systems for name in meant.get(one, (one,)))
+        found = (name for system in self.systems for name in meant.get(system, (system,)))
         return tuple(dict.fromkeys(found))

@@ -254,7 +254,7 @@ class Slots:
                 )
             free = [self.make()]
         # of equal ones the least recently used, an empty one first
-        chosen = min(free, key=lambda one: (-one.num_known(tokens), len(one.tokens) > 0))
+        chosen = min(free, key=lambda slot: (-slot.num_known(tokens), len(slot.tokens) > 0))
         chosen.is_free = False
         self.made.remove(chosen)
         self.made.append(chosen)
@@ -269,7 +269,7 @@ class Slots:
         if self.reuses and may_reuse:
             known = tokens[:-1]
             num_held = slot.num_known(known)
-            nums = [one.num_known(known) for one in self.made]
+            nums = [other.num_known(known) for other in self.made]
             if max(nums) >= num_held + MIN_COPIED_TOKENS:
                 num_held = max(nums)
                 slot.copy_from(self.made[nums.index(num_held)], num_held)
@@ -390,7 +390,7 @@ def _feature_layers(models: Models, caches: dict[str, KeyValueCache]) -> dict[st
         layers = head.weights.feature_layers
         verified = [caches[name] for name in models.drafts_for[drafter] if name in caches]
         for name, cache in caches.items():
-            if not layers or not any(cache is one for one in verified):
+            if not layers or not any(cache is other for other in verified):
                 continue
             if found.setdefault(name, layers) != layers:
                 raise UserError(

@@ -118,36 +118,36 @@ class Timeline:
 
     def shares(self, events: Iterable[Event] | None = None) -> list[Share]:
         """By kind and member, the longest first; of the whole answer by default."""
-        chosen = [one for each in self.rounds for one in each] if events is None else events
+        chosen = [event for each in self.rounds for event in each] if events is None else events
         groups: dict[tuple[What, str], list[Event]] = {}
-        for one in chosen:
-            groups.setdefault((one.what, one.member), []).append(one)
+        for event in chosen:
+            groups.setdefault((event.what, event.member), []).append(event)
         found = [self._share(*key, group) for key, group in groups.items()]
         return sorted(found, key=lambda share: -share.seconds)
 
     @property
     def median_round(self) -> int:
         """The place of the round that took the median time, of those after the prompt."""
-        seconds = [sum(one.seconds for one in each) for each in self.rounds]
+        seconds = [sum(event.seconds for event in each) for each in self.rounds]
         places = sorted(range(1, len(seconds)), key=seconds.__getitem__)
         return places[len(places) // 2] if places else 0
 
     def to_json(self) -> Iterator[dict[str, Any]]:
         """An object for each event: with its round, 0 for the prompt, and its bound."""
         for number, events in enumerate(self.rounds):
-            for one in events:
-                bound = self.rates.bound(one)
-                yield {"round": number, **asdict(one), "bound_seconds": bound}
+            for event in events:
+                bound = self.rates.bound(event)
+                yield {"round": number, **asdict(event), "bound_seconds": bound}
 
     def _share(self, what: What, member: str, events: list[Event]) -> Share:
-        bounds = [self.rates.bound(one) for one in events]
-        known = [one for one in bounds if one is not None]
+        bounds = [self.rates.bound(event) for event in events]
+        known = [bound for bound in bounds if bound is not None]
         return Share(
             what,
             member,
             len(events),
-            sum(one.rows for one in events) / len(events),
-            sum(one.seconds for one in events),
+            sum(event.rows for event in events) / len(events),
+            sum(event.seconds for event in events),
             sum(known) if known else None,
         )
 

@@ -112,7 +112,7 @@ class _TracedTreeStage(TreeStage):
 
     def _verify(self, tree: DraftTree, limit: int) -> Passes[Round]:
         position = len(self.tokens)
-        one = yield from super()._verify(tree, limit)
+        gain = yield from super()._verify(tree, limit)
         parents, tokens = tree.parents[1:], tree.tokens[1:]
         self.log.append(
             TracedRound(
@@ -121,13 +121,13 @@ class _TracedTreeStage(TreeStage):
                 position,
                 tokens,
                 [parent - 1 for parent in parents],
-                self.sampler.probabilities(one.distributions, parents, tokens),
-                _kept([row - 1 for row in one.rows[1:]], tokens, one.tokens),
-                one.tokens,
+                self.sampler.probabilities(gain.distributions, parents, tokens),
+                _kept([row - 1 for row in gain.rows[1:]], tokens, gain.tokens),
+                gain.tokens,
                 time.perf_counter() - self._began,
             )
         )
-        return one
+        return gain
 
 
 class _TracedBlockStage(BlockStage):
@@ -137,7 +137,7 @@ class _TracedBlockStage(BlockStage):
 
     def _round(self, limit: int) -> Passes[Round]:
         began, position = time.perf_counter(), len(self.tokens)
-        one = yield from super()._round(limit)
+        gain = yield from super()._round(limit)
         block = self._block
         places = list(range(len(block.tokens)))
         self.log.append(
@@ -147,13 +147,13 @@ class _TracedBlockStage(BlockStage):
                 position,
                 block.tokens,
                 [place - 1 for place in places],
-                self.sampler.probabilities(one.distributions, places, block.tokens),
-                _kept(places[: self._num_kept], block.tokens, one.tokens),
-                one.tokens,
+                self.sampler.probabilities(gain.distributions, places, block.tokens),
+                _kept(places[: self._num_kept], block.tokens, gain.tokens),
+                gain.tokens,
                 time.perf_counter() - began,
             )
         )
-        return one
+        return gain
 
     def _verify(self, unread: list[int], block: Block) -> Passes[Kept]:
         kept = yield from super()._verify(unread, block)

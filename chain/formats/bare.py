@@ -68,7 +68,7 @@ def bare_chain(checkpoint: Path, reference: str, below: Sequence[Part] = ()) -> 
 
 def is_bare(manifest: Manifest) -> bool:
     """Whether nothing in a chain was trained."""
-    return all(manifest.provenance.recipe.get(key, "") == one for key, one in _RECIPE.items())
+    return all(manifest.provenance.recipe.get(key, "") == value for key, value in _RECIPE.items())
 
 
 def _plan(below: Sequence[str]) -> Plan:

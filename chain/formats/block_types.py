@@ -58,8 +58,8 @@ class BlockType:
 
 
 BLOCK_TYPES = {
-    one.name: one
-    for one in (
+    block_type.name: block_type
+    for block_type in (
         BlockType("Q4_0", 4, zero=8),
         BlockType("Q4_1", 4, has_offsets=True),
         BlockType("Q5_0", 5, zero=16),

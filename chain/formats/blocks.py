@@ -106,9 +106,9 @@ def _parts(kind: BlockType, blocks_ONb: Tensor) -> BlockParts:
     else:
         *bits, nibbles = codes.split([4, 16] if kind.bits == 5 else [16], dim=2)
         codes = _codes_of(nibbles, 16, 4)
-        for one in bits:
+        for octets in bits:
             # bit i is that of input i
-            codes |= torch.stack([one >> i & 1 for i in range(8)], dim=3).flatten(2) << 4
+            codes |= torch.stack([octets >> i & 1 for i in range(8)], dim=3).flatten(2) << 4
     return BlockParts(kind, codes, scales, offsets)
 
 

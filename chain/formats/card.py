@@ -117,7 +117,7 @@ def weight_notes(manifest: Manifest) -> list[str]:
                     "with respect to these weights."
                 )
             continue
-        files = ", ".join(f"{name} (sha256 {one})" for name, one in member.gguf.files.items())
+        files = ", ".join(f"{name} (sha256 {digest})" for name, digest in member.gguf.files.items())
         types = ", ".join(member.gguf.types)
         if member.kind == "awq" or member.is_copy:
             copy = "4-bit copy" if member.kind == "awq" else f"copy in {member.dtype}"
@@ -198,11 +198,11 @@ def shown_loads(measured: MeasuredPlan, verifying: Collection[str]) -> str:
     """
     parts: list[str] = []
     first = 1
-    for plan, group in groupby(measured.by_load, lambda one: one.plan):
+    for plan, group in groupby(measured.by_load, lambda load: load.plan):
         drafts = plan.members[-1] not in verifying
         tree = f" ({shown_tree(plan.tree)})" if drafts else ""
         parts.append(f"{first} or more: {shown_members(plan, verifying)}{tree}")
-        first = max(one.sequences for one in group) + 1
+        first = max(load.sequences for load in group) + 1
     return "; ".join(parts)
 
 

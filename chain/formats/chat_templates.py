@@ -130,7 +130,9 @@ def prompt_token_ids(
     # characters of a private use area, that no message has
     free = (chr(code) for code in range(0xF0000, 0xFFFFE))
     used = set().union(*texts) if found else set()
-    stand_ins = dict(zip((one for one in free if one not in used), found, strict=False))
+    stand_ins = dict(
+        zip((character for character in free if character not in used), found, strict=False)
+    )
     for stand_in, token in stand_ins.items():
         messages = _replaced(list(messages), token, stand_in)
         options = _replaced(options, token, stand_in)
@@ -152,8 +154,8 @@ def _texts_of(value: Any) -> Iterator[str]:
     elif isinstance(value, dict):
         yield from _texts_of([*value, *value.values()])
     elif isinstance(value, list):
-        for one in value:
-            yield from _texts_of(one)
+        for item in value:
+            yield from _texts_of(item)
 
 
 def _replaced(value: Any, old: str, new: str) -> Any:
@@ -161,9 +163,9 @@ def _replaced(value: Any, old: str, new: str) -> Any:
     if isinstance(value, str):
         return value.replace(old, new)
     if isinstance(value, dict):
-        return {name: _replaced(one, old, new) for name, one in value.items()}
+        return {name: _replaced(item, old, new) for name, item in value.items()}
     if isinstance(value, list):
-        return [_replaced(one, old, new) for one in value]
+        return [_replaced(item, old, new) for item in value]
     return value
 
 

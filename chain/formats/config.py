@@ -210,7 +210,9 @@ def _head_layer_kinds(
         return ()
     window = config.get("sliding_window")
     _check_number(where, "sliding_window", window, 1, _MAX_SIZE)
-    return tuple(LayerKind(decoder.rope, window if one == _SLIDING else None) for one in types)
+    return tuple(
+        LayerKind(decoder.rope, window if layer_type == _SLIDING else None) for layer_type in types
+    )
 
 
 def check_feature_layers(head: HeadConfig, num_layers: int, where: str) -> None:

@@ -260,12 +260,16 @@ def check_content(content: Any, what: str, where: str) -> None:
     """
     level = [content]
     for _ in range(MAX_NESTING):
-        keys = [key for one in level if isinstance(one, dict) for key in one]
-        values = [one.values() if isinstance(one, dict) else one for one in level if _is_nest(one)]
+        keys = [key for value in level if isinstance(value, dict) for key in value]
+        values = [
+            value.values() if isinstance(value, dict) else value
+            for value in level
+            if _is_nest(value)
+        ]
         level = [*keys, *itertools.chain.from_iterable(values)]
-        if any(isinstance(one, str) and _HALF_PAIR.search(one) for one in level):
+        if any(isinstance(value, str) and _HALF_PAIR.search(value) for value in level):
             raise _not_json(what, where, "half of a surrogate pair")
-        if not (level := [one for one in level if _is_nest(one)]):
+        if not (level := [value for value in level if _is_nest(value)]):
             return
     raise _not_json(what, where, _TOO_DEEP)
 

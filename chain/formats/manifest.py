@@ -211,8 +211,8 @@ class Manifest(Settings):
 
     def plans_for(self, hardware: str, dtype: str) -> PlansByTemperature:
         """What was measured on this kind of machine in this dtype, for all members on it."""
-        here = (one for one in self.plans if one.conditions[:3] == (hardware, None, dtype))
-        return PlansByTemperature(tuple(sorted(here, key=lambda one: one.temperature)))
+        here = (plan for plan in self.plans if plan.conditions[:3] == (hardware, None, dtype))
+        return PlansByTemperature(tuple(sorted(here, key=lambda plan: plan.temperature)))
 
     def lacks(self, hardware: str, dtype: str, temperature: float | None = None) -> str | None:
         """Why no plan was measured for this machine, for people; None where one was.
@@ -220,18 +220,18 @@ class Manifest(Settings):
         Args:
             temperature: None for any.
         """
-        plans = [one for one in self.plans if one.link is None]
+        plans = [plan for plan in self.plans if plan.link is None]
         if not plans:
             return "no plan of the chain was measured yet"
         asked = {"on": hardware, "in": dtype}
         if temperature is not None:
             asked["at temperature"] = f"{temperature:g}"
         for place, (name, wanted) in enumerate(asked.items()):
-            found = [(one.hardware, one.dtype, f"{one.temperature:g}")[place] for one in plans]
+            found = [(plan.hardware, plan.dtype, f"{plan.temperature:g}")[place] for plan in plans]
             if wanted not in found:
                 others = " and ".join(dict.fromkeys(found))
                 return f"the chain's plans were measured {name} {others}, not {name} {wanted}"
-            plans = [one for one, value in zip(plans, found, strict=True) if value == wanted]
+            plans = [plan for plan, value in zip(plans, found, strict=True) if value == wanted]
         return None
 
     def member(self, name: str) -> Member:

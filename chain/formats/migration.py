@@ -90,19 +90,19 @@ def _from_1_to_2(content: Content, folder: Path) -> None:
     Before, the one head drafted for the target and for its 4-bit copies, which did not say of whom
     they were copies.
     """
-    verifying = [one for one in content["members"] if one["role"] != "drafter"]
+    verifying = [member for member in content["members"] if member["role"] != "drafter"]
     target, *below = verifying
-    copies = [one for one in below if one["kind"] == "awq"]
+    copies = [member for member in below if member["kind"] == "awq"]
     weights = {
         name: digest for name, digest in target["files"].items() if name.endswith(WEIGHT_SUFFIXES)
     }
     for copy in copies:
         _record_lineage(copy, sha256_of_object(weights), folder)
     for drafter in content["members"][len(verifying) :]:
-        drafter["drafts_for"] = [one["name"] for one in (target, *copies)]
+        drafter["drafts_for"] = [member["name"] for member in (target, *copies)]
     plan = content["plan"]
     flush = {"length": plan.pop("flush_length"), "rule": plan.pop("rule", "block")}
-    plan["flush"] = {one["name"]: dict(flush) for one in verifying[:-1]}
+    plan["flush"] = {member["name"]: dict(flush) for member in verifying[:-1]}
     _name_record(content, "quality", below)
     _name_record(content, "training", content["members"][-1:])
 

@@ -162,7 +162,7 @@ class MeasuredPlan(PredictedPlan):
 
     @model_validator(mode="after")
     def _loads_increase(self) -> "MeasuredPlan":
-        loads = [one.sequences for one in self.by_load]
+        loads = [load.sequences for load in self.by_load]
         if loads != sorted(set(loads)):
             raise ValueError(f"by_load must have increasing numbers of sequences, not {loads}")
         return self
@@ -186,8 +186,8 @@ class MeasuredPlan(PredictedPlan):
     @property
     def all_plans(self) -> tuple[Plan, ...]:
         """The chosen one, those of other members, and those by load."""
-        others = (one.plan for one in self.others)
-        return (self.plan, *others, *(one.plan for one in self.by_load))
+        others = (other.plan for other in self.others)
+        return (self.plan, *others, *(load.plan for load in self.by_load))
 
     def of_load(self, active: int) -> Plan:
         """The plan to run while so many sequences are active.
@@ -199,9 +199,9 @@ class MeasuredPlan(PredictedPlan):
         Args:
             active: 0 counts as 1.
         """
-        for one in self.by_load:
-            if active <= one.sequences:
-                return one.plan
+        for load in self.by_load:
+            if active <= load.sequences:
+                return load.plan
         return self.by_load[-1].plan if self.by_load else self.plan
 
 
@@ -216,7 +216,7 @@ class PlansByTemperature:
 
         Passes cost the same at any temperature, and acceptance changes with it little by little.
         """
-        return min(self.plans, key=lambda one: abs(one.temperature - temperature), default=None)
+        return min(self.plans, key=lambda plan: abs(plan.temperature - temperature), default=None)
 
     def of_load(self, active: int, temperature: float) -> Plan:
         """As `MeasuredPlan.of_load`; there must be a plan."""

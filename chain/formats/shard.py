@@ -142,9 +142,9 @@ def check_divisible(models: Sequence[tuple[str, DecoderConfig, int | None]], cou
     for name, config, group_size in models:
         if (reason := divides(config, count, group_size)) is not None:
             possible = alternatives(
-                one
-                for one in range(1, _MOST + 1)
-                if not any(divides(config, one, group) for _, config, group in models)
+                number
+                for number in range(1, _MOST + 1)
+                if not any(divides(config, number, group) for _, config, group in models)
             )
             raise UserError(
                 "a model cannot be divided by so many processes",

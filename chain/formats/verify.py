@@ -78,7 +78,9 @@ class CheckedChain:
     @property
     def loaded(self) -> tuple[Member, ...]:
         """The members whose weights are loaded here."""
-        return tuple(one for one in self.manifest.members if one.name not in self.elsewhere)
+        return tuple(
+            member for member in self.manifest.members if member.name not in self.elsewhere
+        )
 
     @property
     def target(self) -> Path:
@@ -113,8 +115,8 @@ def check_chain(
     manifest = read_manifest(folder)
     _refuse_link_outside(folder, folder / MANIFEST_NAME)
     tokenizer = folder_inside(folder, manifest.tokenizer.path, "tokenizer.path")
-    absent = frozenset(one.name for one in manifest.members if one.name in elsewhere)
-    paths = {one.name: one.reference.path for one in manifest.members}
+    absent = frozenset(member.name for member in manifest.members if member.name in elsewhere)
+    paths = {member.name: member.reference.path for member in manifest.members}
     inside = {name: path for name, path in paths.items() if path is not None}
     if target is not None:
         inside.pop(manifest.members[0].name, None)
@@ -413,7 +415,7 @@ def _check_kind(member: Member, config: ConfigFile) -> None:
 
 def _check_trees(manifest: Manifest, configs: dict[str, ConfigFile]) -> None:
     """That drafters have as many tokens to draft as their trees take of each row."""
-    measured = [plan for one in manifest.plans for plan in one.all_plans]
+    measured = [plan for entry in manifest.plans for plan in entry.all_plans]
     for plan in (manifest.plan, *measured):
         drafter = manifest.member(plan.members[-1])
         config = configs[drafter.name].of(drafter.kind)

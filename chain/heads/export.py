@@ -130,7 +130,7 @@ def export_head(
     with whole_folder(folder) as partial:
         if shape.kind == DFLASH.name:
             # a chain has it as its own code writes it
-            content = {key: one for key, one in config.content.items() if key != ORIGIN_KEY}
+            content = {key: value for key, value in config.content.items() if key != ORIGIN_KEY}
         else:
             content = _config(to, shape, written, num_layers)
         write_json(partial / "config.json", content | {ORIGIN_KEY: origin})

@@ -61,7 +61,7 @@ def cached() -> list[Cached]:
         states = [path.lstat() for path in inside if path.is_file()]
         if entries:
             num_bytes = sum(state.st_size for state in states)
-            used = max((max(one.st_atime, one.st_mtime) for one in states), default=0.0)
+            used = max((max(state.st_atime, state.st_mtime) for state in states), default=0.0)
             found.append(Cached(what, folder, entries, len(states), num_bytes, used))
     return found
 
@@ -72,11 +72,11 @@ def clear(found: Sequence[Cached]) -> None:
     Raises:
         OSError: it cannot be removed.
     """
-    for one in found:
-        for entry in one.entries:
+    for kind in found:
+        for entry in kind.entries:
             if entry.is_dir() and not entry.is_symlink():
                 shutil.rmtree(entry)
             else:
                 entry.unlink(missing_ok=True)
         with suppress(OSError):  # something else lies in it
-            one.folder.rmdir()
+            kind.folder.rmdir()

@@ -76,12 +76,12 @@ def philox(counter: Sequence[Tensor], key: tuple[Tensor, Tensor]) -> Sequence[Te
     (c0, c1, c2, c3), (first, second) = counter, key
     for _ in range(_ROUNDS):
         # the low 64 bits of a product are the same with and without a sign
-        one, other = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
+        product, other = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
         c0, c1, c2, c3 = (
             (other >> 32 & _MASK) ^ c1 ^ first,
             other & _MASK,
-            (one >> 32 & _MASK) ^ c3 ^ second,
-            one & _MASK,
+            (product >> 32 & _MASK) ^ c3 ^ second,
+            product & _MASK,
         )
         first, second = first + _WEYL[0] & _MASK, second + _WEYL[1] & _MASK
     return c0, c1, c2, c3

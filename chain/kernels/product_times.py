@@ -198,7 +198,7 @@ def _given(file: Path) -> dict[str, ProductTimes]:
     content = read_json(file, "product times")
     try:
         found = {name: ProductTimes(**content[name]) for name in DTYPES}
-        is_sound = all(one.forward > 0 and one.backward > 0 for one in found.values())
+        is_sound = all(times.forward > 0 and times.backward > 0 for times in found.values())
     except (TypeError, KeyError):
         is_sound = False
     if not is_sound:

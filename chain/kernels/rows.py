@@ -72,15 +72,15 @@ def split_rows(rows: Sequence[Rows], max_rows: int) -> Iterator[list[tuple[int, 
     """
     parts: list[tuple[int, slice, Rows]] = []
     room, token = max_rows, 0
-    for place, one in enumerate(rows):
+    for place, read in enumerate(rows):
         done = 0
-        while done < one.num_rows:
-            left = one.num_rows - done
-            if parts and (room == 0 or (one.paths is not None and left > room)):
+        while done < read.num_rows:
+            left = read.num_rows - done
+            if parts and (room == 0 or (read.paths is not None and left > room)):
                 yield parts
                 parts, room = [], max_rows
-            taken = min(left, room) if one.paths is None else left
-            part = one if taken == one.num_rows else one.part(done, done + taken)
+            taken = min(left, room) if read.paths is None else left
+            part = read if taken == read.num_rows else read.part(done, done + taken)
             parts.append((place, slice(token, token + taken), part))
             done, token, room = done + taken, token + taken, room - taken
     if parts:

@@ -107,7 +107,7 @@ class StoredTensors:
             bias = torch.cat(_outputs(self._read([f"{name}.bias" for name in names]), taken))
             bias = bias.to(self.device, self.dtype)
         if f"{names[0]}.qweight" in self:
-            parts = [self._quantized(name, one) for name, one in zip(names, taken, strict=True)]
+            parts = [self._quantized(name, piece) for name, piece in zip(names, taken, strict=True)]
             return backend.int4(QuantizedWeight.stack(parts), bias)
         weights = [f"{name}.weight" for name in names]
         if self._keep_blocks(weights, taken[0].inputs):
@@ -127,8 +127,10 @@ class StoredTensors:
         """Weights in the order of their names; those of one type in a row become one."""
         stored = zip(names, self._read(names), taken, strict=True)
         return [
-            BlockWeight(kind, _joined([_rows_of_blocks(rows, kind, one) for _, rows, one in group]))
-            for kind, group in groupby(stored, lambda one: self._blocks[one[0]])
+            BlockWeight(
+                kind, _joined([_rows_of_blocks(rows, kind, piece) for _, rows, piece in group])
+            )
+            for kind, group in groupby(stored, lambda entry: self._blocks[entry[0]])
         ]
 
     def _weights(self, names: Sequence[str], taken: Sequence[Taken]) -> list[Tensor]:
@@ -208,8 +210,8 @@ def _outputs(stored: Sequence[Tensor], taken: Sequence[Taken]) -> list[Tensor]:
     """The parts of weights [O, I] or biases [O] that are taken of the outputs of each."""
     return [
         tensor if part is None else tensor[part]
-        for tensor, one in zip(stored, taken, strict=True)
-        for part in one.outputs or (None,)
+        for tensor, piece in zip(stored, taken, strict=True)
+        for part in piece.outputs or (None,)
     ]
 
 
@@ -242,5 +244,5 @@ def _block(stored: Tensor, taken: Taken, row_inputs: int, column_outputs: int) -
     if taken.inputs is not None:
         stored = stored[over(taken.inputs, row_inputs)]
     if taken.outputs is not None:
-        stored = torch.cat([stored[:, over(one, column_outputs)] for one in taken.outputs], 1)
+        stored = torch.cat([stored[:, over(part, column_outputs)] for part in taken.outputs], 1)
     return stored

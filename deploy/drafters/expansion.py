@@ -142,25 +142,25 @@ def draft_together(
 ) -> list[DraftTree]:
     """As `draft` of each of several drafters of one kind, after the sequence of each."""
     asked = list(zip(drafters, tokens, max_depths, strict=True))
-    depths = [one.depth_of(text, most) for one, text, most in asked]
+    depths = [drafter.depth_of(text, most) for drafter, text, most in asked]
     trees = [DraftTree.of_root(text[-1]) for text in tokens]
     places = [place for place, depth in enumerate(depths) if depth > 0]
     if not places:
         return trees
     drafting = [drafters[place] for place in places]
-    with all_running([one.clock for one in drafting], num_passes=0):
+    with all_running([drafter.clock for drafter in drafting], num_passes=0):
         found = _candidates(
             drafting,
             [tokens[place] for place in places],
             [depths[place] for place in places],
-            [one.tree.least_score for one in drafting],
+            [drafter.tree.least_score for drafter in drafting],
         )
-        for one, place, candidates in zip(drafting, places, found, strict=True):
-            one.clock.num_passes += 1 if one.model.max_levels else candidates.num_levels
-            one.clock.num_levels += candidates.num_levels
-            tree = one.tree
+        for drafter, place, candidates in zip(drafting, places, found, strict=True):
+            drafter.clock.num_passes += 1 if drafter.model.max_levels else candidates.num_levels
+            drafter.clock.num_levels += candidates.num_levels
+            tree = drafter.tree
             trees[place] = candidates.keep_best(
-                tokens[place][-1], tree.rows, one.name, tree.least_score
+                tokens[place][-1], tree.rows, drafter.name, tree.least_score
             )
     return trees
 
@@ -172,22 +172,29 @@ def _candidates(
     least_scores: Sequence[float],
 ) -> list[Candidates]:
     """All candidates of each of several drafters of one kind."""
-    for one, text in zip(drafters, tokens, strict=True):
-        one.begin(text)
-    ends = [len(text) - one.lag for one, text in zip(drafters, tokens, strict=True)]
+    for drafter, text in zip(drafters, tokens, strict=True):
+        drafter.begin(text)
+    ends = [len(text) - drafter.lag for drafter, text in zip(drafters, tokens, strict=True)]
     ahead = [drafters[0].model.weights.rows_ahead(depth) for depth in depths]
     states = _read(drafters, tokens, ends, ahead)
     requests = []
-    for one, text, depth, state, least_score in zip(
+    for drafter, text, depth, state, least_score in zip(
         drafters, tokens, depths, states, least_scores, strict=True
     ):
-        start, top_k = one.cache.length, one.tree.top_k
+        start, top_k = drafter.cache.length, drafter.tree.top_k
         end = start + (depth - 1) * top_k
-        assert end <= one.cache.capacity, f"depth {depth} after {start} rows"
-        perturbation = None if one.noise is None else one.noise.draft(len(text), depth)
+        assert end <= drafter.cache.capacity, f"depth {depth} after {start} rows"
+        perturbation = None if drafter.noise is None else drafter.noise.draft(len(text), depth)
         requests.append(
             DraftRequest(
-                state, one.cache.layers, start, depth, top_k, one.window, perturbation, least_score
+                state,
+                drafter.cache.layers,
+                start,
+                depth,
+                top_k,
+                drafter.window,
+                perturbation,
+                least_score,
             )
         )
     return drafters[0].model.drafts(requests)
@@ -205,20 +212,20 @@ def _read(
         Of each drafter the states [1 + ahead, D] from the last row before its end on.
     """
     model, ids, rows, features = drafters[0].model, [], [], []
-    for one, text, end, num_ahead in zip(drafters, tokens, ends, ahead, strict=True):
-        start = one.cache.length
-        ids += text[start + one.lag : end + one.lag]
-        ids += model.weights.tokens_ahead(text[end + one.lag - 1], num_ahead)
-        rows.append(consecutive_rows(start, end - start + num_ahead, one.window))
-        features.append(one.features(start, end, num_ahead))
+    for drafter, text, end, num_ahead in zip(drafters, tokens, ends, ahead, strict=True):
+        start = drafter.cache.length
+        ids += text[start + drafter.lag : end + drafter.lag]
+        ids += model.weights.tokens_ahead(text[end + drafter.lag - 1], num_ahead)
+        rows.append(consecutive_rows(start, end - start + num_ahead, drafter.window))
+        features.append(drafter.features(start, end, num_ahead))
     states = model.forward(
         torch.tensor(ids, device=model.device),
-        [one.cache.layers for one in drafters],
+        [drafter.cache.layers for drafter in drafters],
         rows,
-        _joined([one for one in features if one is not None]),
+        _joined([part for part in features if part is not None]),
     )
-    for one, read, num_ahead in zip(drafters, rows, ahead, strict=True):
-        one.cache.keep(range(read.num_rows - num_ahead))
+    for drafter, read, num_ahead in zip(drafters, rows, ahead, strict=True):
+        drafter.cache.keep(range(read.num_rows - num_ahead))
     parts = states.split([read.num_rows for read in rows])
     return [part[-1 - num_ahead :] for part, num_ahead in zip(parts, ahead, strict=True)]
 

@@ -127,8 +127,8 @@ class History:
     def _continuation(self, place: int, depth: int) -> list[int]:
         """At most `depth` tokens from a place on, of its sequence."""
         found: list[int] = []
-        for one in range(place, min(place + depth, self._num)):
-            token = self._tokens[one & self._last]
+        for position in range(place, min(place + depth, self._num)):
+            token = self._tokens[position & self._last]
             if token == _END:
                 break
             found.append(token)

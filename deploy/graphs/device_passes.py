@@ -97,10 +97,10 @@ class DevicePasses:
         self, token_ids: Sequence[int], window: Window | None, feature_layers: tuple[int, ...]
     ) -> Tensor:
         """States [R, W] of consecutive tokens that follow the committed rows."""
-        one = self.of(bucket_of(len(token_ids)), feature_layers)
-        one.set(self.cache.length, token_ids)
-        self.graphs.run(*self._read_step(one, window))
-        return one.states[: len(token_ids)].clone()
+        reading = self.of(bucket_of(len(token_ids)), feature_layers)
+        reading.set(self.cache.length, token_ids)
+        self.graphs.run(*self._read_step(reading, window))
+        return reading.states[: len(token_ids)].clone()
 
     def steps_to_capture(
         self, max_rows: int, window: Window | None, feature_layers: tuple[int, ...]
@@ -108,8 +108,8 @@ class DevicePasses:
         """The passes over up to `max_rows` rows, to be captured in advance."""
         largest = bucket_of(min(max_rows, MAX_CAPTURED_ROWS))
         for rows in ROW_BUCKETS[: 1 + ROW_BUCKETS.index(largest)]:
-            one = self.of(rows, feature_layers)
-            yield f"{self.name} over {rows} rows", *self._read_step(one, window)
+            reading = self.of(rows, feature_layers)
+            yield f"{self.name} over {rows} rows", *self._read_step(reading, window)
 
     def of(self, rows: int, feature_layers: tuple[int, ...] = ()) -> CausalPass:
         """The pass over exactly `rows` rows."""
@@ -119,7 +119,7 @@ class DevicePasses:
         return self._passes[key]
 
     def _read_step(
-        self, one: CausalPass, window: Window | None
+        self, reading: CausalPass, window: Window | None
     ) -> tuple[Hashable, Callable[[], None]]:
-        key = "read", self.name, one.num_rows, one.feature_layers, str(window)
-        return key, lambda: one.forward(window)
+        key = "read", self.name, reading.num_rows, reading.feature_layers, str(window)
+        return key, lambda: reading.forward(window)

@@ -39,13 +39,13 @@ def distributions_together(
     Where a device is waited for, greedy samplers find their tokens at once, and so do coupled ones
     of equal warpings, as far as they have neither penalties nor grammars.
     """
-    found = [one and one.distributions(rows) for one, rows in zip(draws, logits, strict=True)]
+    found = [draw and draw.distributions(rows) for draw, rows in zip(draws, logits, strict=True)]
     groups = defaultdict[tuple[Warping | None, int], list[int]](list)
     num_warped = 0
-    for place, (one, rows) in enumerate(zip(draws, logits, strict=True)):
-        if one and is_waited_for(rows.device) and isinstance(one.sampler, GreedySampler):
-            sampling = one.sampler.sampling
-            if one.sampler.reads_prefixes:
+    for place, (draw, rows) in enumerate(zip(draws, logits, strict=True)):
+        if draw and is_waited_for(rows.device) and isinstance(draw.sampler, GreedySampler):
+            sampling = draw.sampler.sampling
+            if draw.sampler.reads_prefixes:
                 continue
             if sampling.is_greedy:
                 groups[None, 0].append(place)
@@ -67,10 +67,10 @@ def distributions_together(
 
 def _with_noise(warping: Warping, draws: list[Any], logits: Tensor) -> Tensor:
     """The scores [R, V] of coupled samplers, see `CoupledSampler.distributions`."""
-    rows = [one.sampler for one in draws for _ in one.prefixes.suffixes]
+    rows = [draw.sampler for draw in draws for _ in draw.prefixes.suffixes]
     values = [Warping.values_of(sampler.sampling) for sampler in rows]
     scores = warping.truncated(logits, torch.tensor(values, device=logits.device))
-    positions = [position for one in draws for position in one.prefixes.positions]
+    positions = [position for draw in draws for position in draw.prefixes.positions]
     return noise_together([sampler.noise for sampler in rows], positions).add_(scores)
 
 

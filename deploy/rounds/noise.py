@@ -51,13 +51,15 @@ class Noise:
         """Noise float32 [len(positions), V] of the tokens to be drawn at these positions."""
         if max(positions) - min(positions) >= NUM_KEPT:
             return self._computed(positions)
-        missing = sorted({one for one in positions if self._kept[one % NUM_KEPT] != one})
+        missing = sorted(
+            {position for position in positions if self._kept[position % NUM_KEPT] != position}
+        )
         if missing:
-            places = [one % NUM_KEPT for one in missing]
+            places = [position % NUM_KEPT for position in missing]
             self._rows[places] = self._computed(missing)
             for place, position in zip(places, missing, strict=True):
                 self._kept[place] = position
-        return self._rows[[one % NUM_KEPT for one in positions]]
+        return self._rows[[position % NUM_KEPT for position in positions]]
 
     def draw(
         self, logits: Tensor, warping: Sequence[float], positions: Sequence[int]
@@ -92,5 +94,5 @@ class Noise:
 
 def noise_together(each: Sequence[Noise], positions: Sequence[int]) -> Tensor:
     """Noise float32 [P, V] of several requests, of each at its own position."""
-    first, keys = each[0], torch.stack([one.key for one in each])
+    first, keys = each[0], torch.stack([source.key for source in each])
     return first._model.noise(keys, torch.tensor(positions, device=keys.device))

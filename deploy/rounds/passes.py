@@ -97,11 +97,11 @@ class VerifierPass:
     @staticmethod
     def run_together(passes: "Sequence[VerifierPass]") -> list[Read]:
         """The results of passes of one kind."""
-        verifiers = [one.verifier for one in passes]
-        states = read_together(verifiers, [one.rows for one in passes])
-        firsts = [one.logits_from for one in passes]
+        verifiers = [reading.verifier for reading in passes]
+        states = read_together(verifiers, [reading.rows for reading in passes])
+        firsts = [reading.logits_from for reading in passes]
         logits = logits_together(verifiers, states, firsts)
-        found = distributions_together([one.draws for one in passes], logits)
+        found = distributions_together([reading.draws for reading in passes], logits)
         return [Read(*read) for read in zip(states, logits, found, strict=True)]
 
 
@@ -124,9 +124,9 @@ class DraftPass:
     def run_together(passes: "Sequence[DraftPass]") -> list[DraftTree]:
         """The results of passes of one kind."""
         return draft_together(
-            [one.drafter for one in passes],
-            [one.tokens for one in passes],
-            [one.max_depth for one in passes],
+            [drafting.drafter for drafting in passes],
+            [drafting.tokens for drafting in passes],
+            [drafting.max_depth for drafting in passes],
         )
 
 

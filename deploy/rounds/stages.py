@@ -207,17 +207,17 @@ class Stage(ABC):
 
         The rest of the round, above all the logits of its rows, is freed here.
         """
-        one = yield from self._round(limit)
-        block.tokens.extend(one.tokens)
-        block.proposers.extend(one.proposers)
-        block.logprobs.extend(one.logprobs)
-        _, stopped_by = cut_at_end(one.tokens, limit, self.stop_tokens)
+        gain = yield from self._round(limit)
+        block.tokens.extend(gain.tokens)
+        block.proposers.extend(gain.proposers)
+        block.logprobs.extend(gain.logprobs)
+        _, stopped_by = cut_at_end(gain.tokens, limit, self.stop_tokens)
         wants_more = stopped_by != "stop"
         if wants_more and flushing is not None:
             wants_more = flushing.wants_more(
-                self.sampler.probabilities(one.distributions, one.rows, one.tokens)
+                self.sampler.probabilities(gain.distributions, gain.rows, gain.tokens)
             )
-        return self.sampler.take(one.distributions, one.rows), wants_more
+        return self.sampler.take(gain.distributions, gain.rows), wants_more
 
     def _read_in_parts(self, leaves_a_pass: bool = False) -> Passes[None]:
         """Read the tokens that the cache lacks, for all stages that share it.

@@ -164,19 +164,19 @@ def read_together(
         read: for each, consecutive tokens or a tree; their rows are provisional.
     """
     first = verifiers[0]
-    rows = [one.rows_of(tokens) for one, tokens in zip(verifiers, read, strict=True)]
+    rows = [verifier.rows_of(tokens) for verifier, tokens in zip(verifiers, read, strict=True)]
     ids: list[int] = []
-    for one, tokens in zip(verifiers, read, strict=True):
+    for verifier, tokens in zip(verifiers, read, strict=True):
         ids += tokens.tokens if isinstance(tokens, DraftTree) else tokens
-        one.num_rows += len(tokens)
-    with all_running([one.clock for one in verifiers]):
+        verifier.num_rows += len(tokens)
+    with all_running([verifier.clock for verifier in verifiers]):
         states = first.decoder.forward(
             torch.tensor(ids, device=first.decoder.device),
-            [one.cache.layers for one in verifiers],
+            [verifier.cache.layers for verifier in verifiers],
             rows,
             feature_layers=first.feature_layers,
         )
-    return list(states.split([one.num_rows for one in rows]))
+    return list(states.split([part.num_rows for part in rows]))
 
 
 def logits_together(
@@ -191,7 +191,11 @@ def logits_together(
     if not asked:
         return [None] * len(states)
     with all_running(
-        [one.clock for one, first in zip(verifiers, firsts, strict=True) if first is not None],
+        [
+            verifier.clock
+            for verifier, first in zip(verifiers, firsts, strict=True)
+            if first is not None
+        ],
         num_passes=0,
     ):
         logits = verifiers[0].decoder.logits(torch.cat(asked))

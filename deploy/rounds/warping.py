@@ -209,7 +209,7 @@ def process_logits(
         logits = logits.float().index_add(-1, tokens, penalties, alpha=-1)
     if sampling.min_tokens and sampling.held_back:
         num_output = len(prefixes.sequence) - num_prompt_tokens
-        is_early = [num_output + len(one) < sampling.min_tokens for one in prefixes.suffixes]
+        is_early = [num_output + len(suffix) < sampling.min_tokens for suffix in prefixes.suffixes]
         if any(is_early):
             early = torch.tensor(is_early, device=logits.device)[:, None]
             held = torch.zeros(logits.shape[-1], dtype=torch.bool, device=logits.device)

@@ -202,8 +202,8 @@ def _line(
         messages.append({"role": "assistant", "content": answers[-1].text})
     content = {
         **identity,
-        "answers": [one.text for one in answers],
-        "token_ids": [one.token_ids for one in answers],
-        "statistics": [asdict(one.statistics) for one in answers],
+        "answers": [answer.text for answer in answers],
+        "token_ids": [answer.token_ids for answer in answers],
+        "statistics": [asdict(answer.statistics) for answer in answers],
     }
     return json.dumps(content, ensure_ascii=False) + "\n"

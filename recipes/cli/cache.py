@@ -35,21 +35,27 @@ def list_cached(
     if as_json:
         content = [
             {
-                "what": one.what,
-                "folder": str(one.folder),
-                "num_files": one.num_files,
-                "num_bytes": one.num_bytes,
-                "used": one.used,
+                "what": kind.what,
+                "folder": str(kind.folder),
+                "num_files": kind.num_files,
+                "num_bytes": kind.num_bytes,
+                "used": kind.used,
             }
-            for one in found
+            for kind in found
         ]
         typer.echo(json.dumps(content))
         return
     typer.echo(f"cache folder: {folder}")
     rows = [
-        [one.what, f"{one.num_files:,}", readable_bytes(one.num_bytes), _day(one.used), f"{where}/"]
-        for one in found
-        for where in [one.folder.name]
+        [
+            kind.what,
+            f"{kind.num_files:,}",
+            readable_bytes(kind.num_bytes),
+            _day(kind.used),
+            f"{where}/",
+        ]
+        for kind in found
+        for where in [kind.folder.name]
     ]
     if rows:
         header = ["what", "files", "size", "last used", "where"]
@@ -74,9 +80,9 @@ def clear(
     if not found:
         say(f"nothing to remove in {folder}")
         return
-    num_files = counted(sum(one.num_files for one in found), "file")
-    size = readable_bytes(sum(one.num_bytes for one in found))
-    names = ", ".join(f"{one.folder.name}/" for one in found)
+    num_files = counted(sum(kind.num_files for kind in found), "file")
+    size = readable_bytes(sum(kind.num_bytes for kind in found))
+    names = ", ".join(f"{kind.folder.name}/" for kind in found)
     check_wanted(f"Remove {num_files} ({size}) of {names} in {folder}?", yes)
     with disk_errors(folder):
         clear_found(found)

@@ -336,13 +336,13 @@ def _shown_defaults(defaults: dict[str, Any]) -> str:
 def _logit_bias(given: list[str]) -> dict[int, float]:
     """["42=-5"] -> {42: -5.0}."""
     biases: dict[int, float] = {}
-    for one in given:
-        token, _, bias = one.partition("=")
+    for pair in given:
+        token, _, bias = pair.partition("=")
         try:
             biases[int(token)] = float(bias)
         except ValueError as error:
             raise UserError(
-                "malformed logit bias", f"--logit-bias {one}", "write ID=VALUE, as in 42=-5"
+                "malformed logit bias", f"--logit-bias {pair}", "write ID=VALUE, as in 42=-5"
             ) from error
     if len(biases) < len(given):
         raise UserError(

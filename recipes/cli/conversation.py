@@ -139,8 +139,8 @@ def _stats(conversation: Conversation, _: str) -> None:
         note("no answer is complete yet")
         return
     note(f"last answer: {statistics_line(costs[-1])}")
-    for members in dict.fromkeys(tuple(one.forward_passes) for one in costs):
-        of_these = [one for one in costs if tuple(one.forward_passes) == members]
+    for members in dict.fromkeys(tuple(cost.forward_passes) for cost in costs):
+        of_these = [cost for cost in costs if tuple(cost.forward_passes) == members]
         number = counted(len(of_these), "answer")
         note(f"{number} by {', '.join(members)}: {statistics_line(_sum(of_these))}")
 
@@ -148,13 +148,13 @@ def _stats(conversation: Conversation, _: str) -> None:
 def _sum(costs: list["Statistics"]) -> "Statistics":
     """What several answers cost together, as far as it is shown."""
     passes: Counter[str] = Counter()
-    for one in costs:
-        passes.update(one.forward_passes)
+    for cost in costs:
+        passes.update(cost.forward_passes)
     return replace(
         costs[0],
-        num_tokens=sum(one.num_tokens for one in costs),
-        num_first=sum(one.num_first for one in costs),
-        seconds=sum(one.seconds for one in costs),
+        num_tokens=sum(cost.num_tokens for cost in costs),
+        num_first=sum(cost.num_first for cost in costs),
+        seconds=sum(cost.seconds for cost in costs),
         forward_passes=dict(passes),
         seed=None,
     )
@@ -191,7 +191,7 @@ def _set(conversation: Conversation, argument: str) -> None:
     name, _, given = argument.partition(" ")
     name, options = name.replace("-", "_"), conversation.options
     if not name:
-        note(", ".join(f"{one} {options.get(one, 'default')}" for one in _NUMBERS))
+        note(", ".join(f"{setting} {options.get(setting, 'default')}" for setting in _NUMBERS))
         return
     if name not in _NUMBERS:
         raise UserError("unknown setting", f"/set {argument}", f"use one of {', '.join(_NUMBERS)}")
@@ -202,7 +202,7 @@ def _set(conversation: Conversation, argument: str) -> None:
     except ValueError as error:
         raise UserError("not a number", f"/set {argument}", f"write /set {name} NUMBER") from error
     conversation.chain.sampling(
-        **{one: changed.get(one) for one in _NUMBERS if one != "max_new_tokens"}
+        **{setting: changed.get(setting) for setting in _NUMBERS if setting != "max_new_tokens"}
     )
     if changed["max_new_tokens"] < 1:
         raise UserError("value out of range", f"/set {argument}", "use 1 or more")
@@ -221,8 +221,8 @@ def _save(conversation: Conversation, name: str) -> None:
     senders = {"system": "system", "user": "human", "assistant": "gpt"}
     messages = [_message("system", conversation.system)] if conversation.system else []
     turns = [
-        {"from": senders[one["role"]], "value": one["content"]}
-        for one in [*messages, *conversation.turns]
+        {"from": senders[message["role"]], "value": message["content"]}
+        for message in [*messages, *conversation.turns]
     ]
     write_json(Path(name), [{"conversations": turns}])
     note(f"wrote {name}")

@@ -128,10 +128,10 @@ def _products() -> dict[str, Any]:
         "quantize": "float32",
     }
     return {
-        "milliseconds": {name: asdict(one) for name, one in times.items()},
+        "milliseconds": {name: asdict(timing) for name, timing in times.items()},
         "gflops": {
-            name: {"forward": one.forward_gflops, "backward": one.backward_gflops}
-            for name, one in times.items()
+            name: {"forward": timing.forward_gflops, "backward": timing.backward_gflops}
+            for name, timing in times.items()
         },
         "fast": [name for name in times if multiplies_fast(getattr(torch, name))],
         "auto": chosen,

@@ -138,7 +138,7 @@ def plan(
     if out is not None:
         write_json(out, planning.measured.model_dump(mode="json"))
     if measurements is not None:
-        content = [one.to_json() for one in planning.measurements]
+        content = [group.to_json() for group in planning.measurements]
         write_json(measurements, content, indent=None)
         note(f"wrote {measurements}")
     if as_json:

@@ -32,18 +32,18 @@ def list_runs(
 
     found = runs_in(folder)
     if as_json:
-        typer.echo(json.dumps([asdict(one) | {"folder": str(one.folder)} for one in found]))
+        typer.echo(json.dumps([asdict(run) | {"folder": str(run.folder)} for run in found]))
         return
     if not found:
         say(f"no runs in {folder}; next: polybasic recipes ls")
         return
     rows = []
-    for one in found:
-        changed = time.strftime("%Y-%m-%d", time.localtime(one.changed))
-        stages = f"whole: {', '.join(one.whole) or 'none'}"
-        stages += f"\nleft: {', '.join(one.left)}" if one.left else ""
-        recipe = one.recipe or "of another version"
-        rows.append([one.folder.name, recipe, readable_bytes(one.num_bytes), changed, stages])
+    for run in found:
+        changed = time.strftime("%Y-%m-%d", time.localtime(run.changed))
+        stages = f"whole: {', '.join(run.whole) or 'none'}"
+        stages += f"\nleft: {', '.join(run.left)}" if run.left else ""
+        recipe = run.recipe or "of another version"
+        rows.append([run.folder.name, recipe, readable_bytes(run.num_bytes), changed, stages])
     header = ["run", "recipe", "size", "changed", "stages"]
     print_table(Table("", header, rows, num_text_columns=2, wraps=True), Console())
 
@@ -59,11 +59,11 @@ def remove_runs(
     """Remove runs with their chains and reports; a folder that is no run is refused."""
     from polybasic.recipes.pipeline.kept_runs import kept_run, remove_run
 
-    named = [Path(one) if Path(one).exists() else _FOLDER / one for one in runs]
+    named = [Path(name) if Path(name).exists() else _FOLDER / name for name in runs]
     found = [kept_run(folder) for folder in named]
-    size = readable_bytes(sum(one.num_bytes for one in found))
-    names = ", ".join(str(one.folder) for one in found)
+    size = readable_bytes(sum(run.num_bytes for run in found))
+    names = ", ".join(str(run.folder) for run in found)
     check_wanted(f"Remove {counted(len(found), 'run')} ({size}): {names}?", yes)
-    for one in found:
-        remove_run(one.folder)
-        say(f"removed {one.folder}")
+    for run in found:
+        remove_run(run.folder)
+        say(f"removed {run.folder}")

@@ -223,7 +223,7 @@ def _plans(chain: "Chain") -> str:
     measured = chain.measured_plan
     if measured is None or not measured.by_load:
         return " <- ".join(chain.plan.members)
-    plans = [f"{one.sequences}: {' <- '.join(one.plan.members)}" for one in measured.by_load]
+    plans = [f"{load.sequences}: {' <- '.join(load.plan.members)}" for load in measured.by_load]
     return f"by answers at a time, {'; '.join(plans)}"
 
 

@@ -47,13 +47,13 @@ class TintedAnswer(ShownAnswer):
     def write(self, piece: "Piece") -> None:
         """Print the tokens whose text is known with a piece."""
         self._has_begun = True
-        for one in self._shared.add(piece.text, piece.token_ids, piece.members):
-            self._print(one.text, one.member)
+        for token in self._shared.add(piece.text, piece.token_ids, piece.members):
+            self._print(token.text, token.member)
 
     def finish(self) -> None:
         """Print what is left."""
-        for one in self._shared.finish():
-            self._print(one.text, one.member)
+        for token in self._shared.finish():
+            self._print(token.text, token.member)
         super().finish()
 
     def explain(self) -> None:

@@ -14,10 +14,10 @@ _NAMES = {"draw": "draws", "between": "between: Python, cuts of blocks, caches, 
 def timeline_tables(timeline: "Timeline") -> "Iterator[Table | str]":
     """The round of median time, then the whole answer."""
     number, rates = timeline.median_round, timeline.rates
-    seconds = sum(one.seconds for events in timeline.rounds for one in events)
+    seconds = sum(event.seconds for events in timeline.rounds for event in events)
     num_tokens = len(timeline.token_ids)
     rate = ", ".join(
-        f"{name} {one / 1e9:.0f}" for name, one in rates.multiply_adds_per_second.items()
+        f"{name} {speed / 1e9:.0f}" for name, speed in rates.multiply_adds_per_second.items()
     )
     yield (
         f"{num_tokens} tokens in {seconds:.2f} s, {1e3 * seconds / num_tokens:.1f} ms a token. "
@@ -32,22 +32,22 @@ def timeline_tables(timeline: "Timeline") -> "Iterator[Table | str]":
 
 def _round(timeline: "Timeline", events: "list[Event]") -> "Table":
     table = _table("what", "rows", "ms", "bound", "over it")
-    for one in events:
-        bound = timeline.rates.bound(one)
-        table.add_row(_name(one), *_cells(one.rows, one.seconds, bound))
+    for event in events:
+        bound = timeline.rates.bound(event)
+        table.add_row(_name(event), *_cells(event.rows, event.seconds, bound))
     return table
 
 
 def _sums(shares: "list[Share]", seconds: float, num_tokens: int) -> "Table":
     table = _table("what", "times", "rows", "ms each", "bound", "over it", "share", "ms a token")
-    for one in shares:
-        bound = None if one.bound_seconds is None else one.bound_seconds / one.num
+    for share in shares:
+        bound = None if share.bound_seconds is None else share.bound_seconds / share.num
         table.add_row(
-            _name(one),
-            str(one.num),
-            *_cells(one.rows, one.seconds / one.num, bound),
-            f"{one.seconds / seconds:.1%}",
-            f"{1e3 * one.seconds / num_tokens:.2f}",
+            _name(share),
+            str(share.num),
+            *_cells(share.rows, share.seconds / share.num, bound),
+            f"{share.seconds / seconds:.1%}",
+            f"{1e3 * share.seconds / num_tokens:.2f}",
         )
     return table
 
@@ -62,8 +62,8 @@ def _table(first: str, *headers: str) -> "Table":
     return table
 
 
-def _name(one: "Event | Share") -> str:
-    return _NAMES.get(one.what) or f"{one.what} of {one.member}"
+def _name(entry: "Event | Share") -> str:
+    return _NAMES.get(entry.what) or f"{entry.what} of {entry.member}"
 
 
 def _cells(rows: float, seconds: float, bound: float | None) -> list[str]:

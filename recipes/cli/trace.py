@@ -79,7 +79,9 @@ def trace(
             console.print(shown_part)
     else:
         found, shown = loaded.trace(question, **options), _Shown(loaded)
-        rows = [{**one.to_json(), "texts": shown.texts(one.tokens)} for one in found.rounds]
+        rows = [
+            {**traced.to_json(), "texts": shown.texts(traced.tokens)} for traced in found.rounds
+        ]
         what = "rounds"
         console.print(shown.table(found.rounds))
         console.print(shown.legend())
@@ -113,20 +115,20 @@ class _Shown:
             table.add_column(header, justify="right", no_wrap=True)
         table.add_column("by → for", no_wrap=True)
         table.add_column("text", overflow="fold")
-        for number, one in enumerate(rounds, 1):
-            who = f"{one.proposer} → {one.verifier}" if one.proposer else one.verifier
-            kept = f"{len(one.kept)} of {len(one.tokens)}" if one.proposer else "–"
-            table.add_row(str(number), kept, f"{1e3 * one.seconds:.1f}", who, self._text(one))
+        for number, traced in enumerate(rounds, 1):
+            who = f"{traced.proposer} → {traced.verifier}" if traced.proposer else traced.verifier
+            kept = f"{len(traced.kept)} of {len(traced.tokens)}" if traced.proposer else "–"
+            table.add_row(str(number), kept, f"{1e3 * traced.seconds:.1f}", who, self._text(traced))
         return table
 
-    def _text(self, one: "TracedRound") -> "Text":
+    def _text(self, traced: "TracedRound") -> "Text":
         from rich.text import Text
 
         shown = Text()
-        for place, text in enumerate(self.texts(one.gained)):
-            shown.append(text.replace("\n", "⏎"), _KEPT if place < len(one.kept) else _DRAWN)
-        if (missed := _best_refused(one)) is not None:
-            text, share = self.texts([one.tokens[missed]])[0], one.probabilities[missed]
+        for place, text in enumerate(self.texts(traced.gained)):
+            shown.append(text.replace("\n", "⏎"), _KEPT if place < len(traced.kept) else _DRAWN)
+        if (missed := _best_refused(traced)) is not None:
+            text, share = self.texts([traced.tokens[missed]])[0], traced.probabilities[missed]
             shown.append(f"  {text.strip() or repr(text)} {share:.0%}", _REFUSED)
         return shown
 
@@ -143,10 +145,10 @@ class _Shown:
         )
 
 
-def _best_refused(one: "TracedRound") -> int | None:
+def _best_refused(traced: "TracedRound") -> int | None:
     """The place of the likeliest proposal where the verifier drew a token of its own."""
-    if len(one.kept) == len(one.gained):
+    if len(traced.kept) == len(traced.gained):
         return None
-    last = one.kept[-1] if one.kept else -1
-    places = [place for place, parent in enumerate(one.parents) if parent == last]
-    return max(places, key=lambda place: one.probabilities[place], default=None)
+    last = traced.kept[-1] if traced.kept else -1
+    places = [place for place, parent in enumerate(traced.parents) if parent == last]
+    return max(places, key=lambda place: traced.probabilities[place], default=None)

@@ -67,13 +67,13 @@ def warmup(
                 seconds = _answer_seconds(loaded, members)
                 steps.append({"step": f"{time_} answer of {name}", "seconds": seconds})
     found = cached()
-    seconds, num_files = time.monotonic() - begun, sum(one.num_files for one in found)
+    seconds, num_files = time.monotonic() - begun, sum(kind.num_files for kind in found)
     if as_json:
         typer.echo(json.dumps({"steps": steps, "seconds": seconds, "num_cached_files": num_files}))
     else:
         for step in steps:
             typer.echo(f"{step['seconds']:8.2f} s  {step['step']}")
-    kept = readable_bytes(sum(one.num_bytes for one in found))
+    kept = readable_bytes(sum(kind.num_bytes for kind in found))
     note(
         f"warm after {seconds:.1f} s; {counted(num_files, 'file')} ({kept}) in the cache folder; "
         f"next: polybasic serve {chain}"

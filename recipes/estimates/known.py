@@ -112,7 +112,7 @@ def _chat_template(recipe: Recipe, first: list[Any]) -> str:
     encoded, refusal = encode_accepted(tokenizer, first, recipe.data.max_tokens)
     if refusal is not None and not encoded:
         raise refusal
-    longest = max(len(one.input_ids) for one in encoded)
+    longest = max(len(conversation.input_ids) for conversation in encoded)
     return (
         f"chat template: {whose}, takes {len(encoded)} of the first "
         f"{counted(len(first), 'conversation')}, the longest as {counted(longest, 'token')} "
@@ -127,5 +127,5 @@ def _prompts(source: PromptSource) -> str:
         what = "to be downloaded" if source.is_url else "first turns of held-out conversations"
         return f"{source.named}, {what}"
     questions = read_questions(Path(source.file))
-    tasks = ", ".join(dict.fromkeys(one.task for one in questions))
+    tasks = ", ".join(dict.fromkeys(question.task for question in questions))
     return f"{source.file}, {counted(len(questions), 'prompt')} ({tasks})"

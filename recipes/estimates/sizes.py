@@ -244,7 +244,7 @@ def _shape_of_config(folder: Path, group_size: GroupSize) -> Shape:
         is_tied=decoder.tie_word_embeddings,
         weight_bytes=4 if dtype == "float32" else 2,
         num_layer_vectors=_num_layer_vectors(decoder),
-        group_size=_group_size(group_size, (one[1] for one in linear_shapes(decoder).values())),
+        group_size=_group_size(group_size, (shape[1] for shape in linear_shapes(decoder).values())),
     )
 
 

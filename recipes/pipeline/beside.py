@@ -33,7 +33,7 @@ def chain_beside(model: str, small: str) -> Path:
         raise UserError(
             "a chain has its members already", f"{model} --small {small}", "name the model alone"
         )
-    target, folder = (resolve_model(one, as_stored=True) for one in (model, small))
+    target, folder = (resolve_model(source, as_stored=True) for source in (model, small))
     folder = _in_few_bits(folder)
     part = Part(_NAME, "intermediate", read_config(folder).kind, folder)
     return bare_chain(target, model, [part])

@@ -41,7 +41,7 @@ def runs_in(folder: Path) -> list[KeptRun]:
     """
     if not folder.is_dir():
         raise UserError("no runs", f"{folder} (no such folder)", "name the folder of your runs")
-    return [kept_run(one) for one in sorted(folder.iterdir()) if _is_run(one)]
+    return [kept_run(path) for path in sorted(folder.iterdir()) if _is_run(path)]
 
 
 def kept_run(folder: Path) -> KeptRun:
@@ -58,7 +58,7 @@ def kept_run(folder: Path) -> KeptRun:
     try:
         recipe = load_recipe(str(folder / RECIPE_NAME))
         name: str | None = recipe.name
-        left = tuple(one.name for one in stages_of(recipe) if one.name not in whole)
+        left = tuple(stage.name for stage in stages_of(recipe) if stage.name not in whole)
     except UserError:
         name, left = None, ()
     sizes = {}
@@ -100,4 +100,4 @@ def _is_run(folder: Path) -> bool:
 
 def _records(folder: Path) -> Iterator[Path]:
     """Those of whole stages."""
-    return (one for one in sorted(folder.glob(f"*/{RECORD_NAME}")) if one.parent.name[0] != ".")
+    return (path for path in sorted(folder.glob(f"*/{RECORD_NAME}")) if path.parent.name[0] != ".")

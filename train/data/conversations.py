@@ -208,7 +208,7 @@ def _normalise(raw: Any, where: str, number: int) -> dict[str, Any] | str:
         UserError: the row is of another format.
     """
     found = [raw.get(key) for key in _TURNS] if isinstance(raw, dict) else []
-    turns = next((one for one in found if isinstance(one, list)), None)
+    turns = next((value for value in found if isinstance(value, list)), None)
     if turns is None:
         raise UserError(
             f"row without a list {' or '.join(map(repr, _TURNS))}",

@@ -46,8 +46,8 @@ class FeatureLayout:
     ) -> "FeatureLayout":
         """Find it by a pass over one token, in which all processes take part."""
         token_ids = torch.zeros(1, 1, dtype=torch.long, device=verifier.device)
-        one = verifier.features(token_ids, None, feature_layers, num_top)
-        return cls(one, feature_layers, num_top)
+        features = verifier.features(token_ids, None, feature_layers, num_top)
+        return cls(features, feature_layers, num_top)
 
     @property
     def token_bytes(self) -> int:

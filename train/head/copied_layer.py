@@ -126,7 +126,7 @@ def _rows(verifier: Target, head: Eagle2Head, share: Share) -> tuple[Tensor, ...
     counted = share.is_assistant[:, 2:]
     embedded = head.embed_tokens(share.token_ids[:, 1:-1][counted])
     read = torch.cat((embedded.float(), states[:, :-2][counted].float()), dim=-1)
-    entering, between, leaving = (one[:, 1:-1][counted].float() for one in inputs)
+    entering, between, leaving = (tensor[:, 1:-1][counted].float() for tensor in inputs)
     return read, entering, between, _size(leaving)
 
 

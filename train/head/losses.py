@@ -148,18 +148,22 @@ def positions_sum(
         teacher, draft_token_ids, settings, scales: as `unrolled_loss`.
     """
     losses = []
-    for one, weight, count in zip(predicted, weights, token_counts.float(), strict=True):
-        means = (1 / torch.where(count > 0, count, 1.0)).expand(1, len(one.hiddens))
+    for position, weight, count in zip(predicted, weights, token_counts.float(), strict=True):
+        means = (1 / torch.where(count > 0, count, 1.0)).expand(1, len(position.hiddens))
         loss = TOKEN_LOSSES[settings.token_loss]
         shares = means * weight
-        lesson = Lesson(teacher, draft_token_ids, one.taught, means, shares, loss, scales)
-        losses.append(_compare(one.hiddens[None], one.read[None], one.student, lesson, settings))
+        lesson = Lesson(teacher, draft_token_ids, position.taught, means, shares, loss, scales)
+        losses.append(
+            _compare(
+                position.hiddens[None], position.read[None], position.student, lesson, settings
+            )
+        )
     return UnrolledLoss(
-        total=torch.stack([one.total for one in losses]).sum(),
-        feature=torch.stack([one.feature for one in losses]).sum(),
-        token=torch.stack([one.token for one in losses]).sum(),
-        agreement=torch.cat([one.agreement for one in losses]),
-        acceptance=torch.cat([one.acceptance for one in losses]),
+        total=torch.stack([term.total for term in losses]).sum(),
+        feature=torch.stack([term.feature for term in losses]).sum(),
+        token=torch.stack([term.token for term in losses]).sum(),
+        agreement=torch.cat([term.agreement for term in losses]),
+        acceptance=torch.cat([term.acceptance for term in losses]),
     )
 
 
@@ -438,7 +442,7 @@ class _ChunkedTokenLoss(torch.autograd.Function):
                 slope = 1 - (student.capped(read).float() / softcap).square()
                 of_capped = of_logits * slope.unflatten(0, (num_steps, -1))
             of_logits, of_capped = (
-                one.to(hiddens.dtype).flatten(0, 1) for one in (of_logits, of_capped)
+                gradient.to(hiddens.dtype).flatten(0, 1) for gradient in (of_logits, of_capped)
             )
             scale = shares.flatten()[:, None]  # of rows of H columns, which cost less than of D
             scaled = (read * scale).to(read.dtype)
@@ -452,7 +456,8 @@ class _ChunkedTokenLoss(torch.autograd.Function):
             if of_bigrams is not None:
                 of_bigrams += of_logits.T @ scaled[:, H:]
         of_weights = [
-            None if one is None else one.to(weight.dtype) for one in (of_weight, of_bigrams)
+            None if gradient is None else gradient.to(weight.dtype)
+            for gradient in (of_weight, of_bigrams)
         ]
         ctx.save_for_backward(of_hiddens, *of_weights)
         ctx.mark_non_differentiable(agreement, acceptance)

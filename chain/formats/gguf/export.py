@@ -64,15 +64,15 @@ def export_gguf(
     files: dict[str, Path] = {}
     warnings: dict[str, None] = {}
     with whole_folder(folder) as partial:
-        for one in members:
-            file = f"{one.name}-{_type_name(one)}{_SUFFIX}"
+        for model in members:
+            file = f"{model.name}-{_type_name(model)}{_SUFFIX}"
             said = write_gguf(
-                checked.members[one.name],
+                checked.members[model.name],
                 partial / file,
                 tokenizer=checked.tokenizer,
-                name=f"{name} {one.name}",
+                name=f"{name} {model.name}",
             )
-            files[one.name] = folder / file
+            files[model.name] = folder / file
             warnings |= dict.fromkeys(said)
     return ExportedFiles(folder, files, tuple(warnings))
 
@@ -87,7 +87,7 @@ def _type_name(member: Member) -> str:
 def _members(manifest: Manifest, name: str | None) -> list[Member]:
     if name is None:
         return list(manifest.verifying)
-    models = {one.name: one for one in manifest.members if one.kind in MODEL_KINDS}
+    models = {member.name: member for member in manifest.members if member.kind in MODEL_KINDS}
     if name not in models:
         names = ", ".join(models)
         raise UserError("no such model", f"{name}; the chain's: {names}", "name one with --member")

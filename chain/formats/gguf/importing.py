@@ -266,8 +266,8 @@ def _in_order(
 ) -> Iterator[Done]:
     """Results in the order of what is given, little of which is under way at a time."""
     running: deque[Future[Done]] = deque()
-    for one in given:
-        running.append(pool.submit(call, one))
+    for rows in given:
+        running.append(pool.submit(call, rows))
         if len(running) > 2 * _num_workers():
             yield running.popleft().result()
     while running:

@@ -66,4 +66,4 @@ SPLITS = {
 
 def name_of(expressions: tuple[str, ...]) -> str | None:
     """llama.cpp's name of a split by these expressions; None if it has none."""
-    return next((name for name, one in SPLITS.items() if one.expressions == expressions), None)
+    return next((name for name, split in SPLITS.items() if split.expressions == expressions), None)

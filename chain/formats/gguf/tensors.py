@@ -65,7 +65,7 @@ class GGUFTensor:
             if is_packed:
                 packed = tensor
             elif self.type in TYPES.values():
-                dtype = next(dtype for dtype, one in TYPES.items() if one is self.type)
+                dtype = next(dtype for dtype, kind in TYPES.items() if kind is self.type)
                 packed = tensor.to(dtype).contiguous().view(torch.uint8)
             else:
                 values = gguf.quants.quantize(tensor.float().numpy(), self.type)
@@ -194,7 +194,7 @@ def _grouped(
     for name, tensor in tensors.items():
         stem, _, part = name.rpartition(".")
         if part == PARTS[0]:
-            yield f"{stem}.weight", tuple(tensors[f"{stem}.{one}"] for one in PARTS)
+            yield f"{stem}.weight", tuple(tensors[f"{stem}.{suffix}"] for suffix in PARTS)
         elif part in PARTS or name.endswith(_UNREAD):
             continue
         elif typed_name(name)[0] != _OUTPUT or not decoder.tie_word_embeddings:

@@ -107,9 +107,9 @@ def write_tokenizer(header: Header, vocab_size: int, folder: Path) -> list[int]:
     content["post_processor"] = _post_processor(header, tokens, ids, adds_begin)
     write_json(folder / TOKENIZER_NAME, content, indent=None)
     special = {
-        f"{name}_token": tokens[one]
-        for name, one in ids.items()
-        if one is not None and types[one] not in _UNUSED
+        f"{name}_token": tokens[token_id]
+        for name, token_id in ids.items()
+        if token_id is not None and types[token_id] not in _UNUSED
     }
     write_json(
         folder / "tokenizer_config.json",
@@ -121,8 +121,8 @@ def write_tokenizer(header: Header, vocab_size: int, folder: Path) -> list[int]:
     )
     read_vocabulary(folder / TOKENIZER_NAME)
     named = (_special(header, f"{key}_token_id") for key in ("eos", "eot", "eom"))
-    controls = {tokens[one]: one for one, kind in enumerate(types) if kind in _ADDED}
-    ends = {one for one in named if one is not None}
+    controls = {tokens[token_id]: token_id for token_id, kind in enumerate(types) if kind in _ADDED}
+    ends = {token_id for token_id in named if token_id is not None}
     ends |= {controls[text] for text in _ENDS if text in controls}
     return sorted(ends | _template_ends(header, folder))
 
@@ -190,8 +190,10 @@ def _sentence_pieces(
             if first is not None and second is not None:
                 rank = (-scores[number], number, first, second)
                 merged.append((rank, [token[:cut], token[cut:]]))
-    merged.sort(key=lambda one: one[0])
-    unknown = [token for token, one in vocabulary.items() if types[one] == gguf.TokenType.UNKNOWN]
+    merged.sort(key=lambda entry: entry[0])
+    unknown = [
+        token for token, token_id in vocabulary.items() if types[token_id] == gguf.TokenType.UNKNOWN
+    ]
     has_prefix = header.flag(f"{_KEY}add_space_prefix", True)
     spaces = [{"type": "Replace", "pattern": {"String": " "}, "content": _MARK}]
     if has_prefix:
@@ -292,8 +294,8 @@ def _post_processor(
 
     def sequence(name: str, kind: int) -> list[dict[str, Any]]:
         around = {
-            one: [{"SpecialToken": {"id": piece["id"], "type_id": kind}}]
-            for one, piece in pieces.items()
+            role: [{"SpecialToken": {"id": piece["id"], "type_id": kind}}]
+            for role, piece in pieces.items()
         }
         text = {"Sequence": {"id": name, "type_id": kind}}
         return [*around.get("bos", []), text, *around.get("eos", [])]
@@ -331,4 +333,4 @@ def _first_special(tokenizer: "PreTrainedTokenizerBase", text: str) -> set[int]:
     """The special token that a text begins with, if it does."""
     ids = token_ids_of(tokenizer, text.lstrip(), add_special_tokens=False)[:1]
     added = tokenizer.backend_tokenizer.get_added_tokens_decoder()
-    return {one for one in ids if one in added and added[one].special}
+    return {token_id for token_id in ids if token_id in added and added[token_id].special}

@@ -96,9 +96,9 @@ def read_vocabulary(folder: Path, vocab_size: int) -> Vocabulary:
     if model.get("type") != "BPE":
         raise _unknown(path, f"its model is {model.get('type')}")
     tokenizer = load_tokenizer(folder)
-    added = {one["id"]: one for one in content["added_tokens"]}
+    added = {entry["id"]: entry for entry in content["added_tokens"]}
     texts = {number: token for token, number in model["vocab"].items()}
-    texts |= {number: one["content"] for number, one in added.items()}
+    texts |= {number: entry["content"] for number, entry in added.items()}
     if max(texts) >= vocab_size:
         raise UserError(
             "more tokens than the model has",
@@ -123,7 +123,7 @@ def read_vocabulary(folder: Path, vocab_size: int) -> Vocabulary:
             kind = gguf.TokenType.BYTE
         tokens.append(token)
         types.append(int(kind))
-    merges = [one if isinstance(one, str) else " ".join(one) for one in model["merges"]]
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
     shared: dict[str, Any] = {
         "ids": _special_ids(tokenizer),
         "chat_template": _chat_template(tokenizer),
@@ -144,7 +144,7 @@ def _split(pre_tokenizer: Any, path: Path) -> str:
     steps = (pre_tokenizer or {}).get("pretokenizers") or [pre_tokenizer]
     steps = [step for step in steps if step]
     found = [_expression(step) for step in steps]
-    expressions = tuple(one for one in found if one)
+    expressions = tuple(expression for expression in found if expression)
     if not steps or steps[-1]["type"] != "ByteLevel" or None in found:
         kinds = ", ".join(step["type"] for step in steps)
         raise _unknown(path, f"it splits texts by {kinds or 'nothing'}")
@@ -169,7 +169,7 @@ def _scores(texts: dict[int, str], merges: Sequence[str], vocab_size: int) -> li
     ranks: dict[str, int] = {}
     for rank, merge in enumerate(merges):
         ranks.setdefault(merge.replace(" ", "", 1), rank)
-    return [-float(ranks.get(texts.get(one, ""), _LAST)) for one in range(vocab_size)]
+    return [-float(ranks.get(texts.get(token_id, ""), _LAST)) for token_id in range(vocab_size)]
 
 
 def _special_ids(tokenizer: "PreTrainedTokenizerBase") -> dict[str, int]:

@@ -104,7 +104,7 @@ def _fields(content: Content, where: str) -> dict[str, Any]:
     if (
         not isinstance(layers, list)
         or not layers
-        or not all(is_whole(one, known) for one in layers)
+        or not all(is_whole(layer, known) for layer in layers)
     ):
         raise _malformed(where, f"{SECTION}.{LAYER_IDS}", layers, "a list of layers")
     size = read.whole(BLOCK_SIZE, 2, MAX_BLOCK_SIZE)

@@ -119,8 +119,8 @@ def compile_library(compiler: Compiler, isa: InstructionSet, path: Path, cache: 
         )
         running = [pool.submit(_run, compiler, command, cache) for command in commands]
         try:
-            for one in running:
-                one.result()
+            for future in running:
+                future.result()
                 progress.step()
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)

@@ -336,7 +336,7 @@ class CpuExecutor(Executor):
         if features is not None:
             features = features.contiguous()
         layers = np.array(feature_layers, np.int32)
-        structs = (_SequenceStruct * len(sequences))(*(one.struct for one in sequences))
+        structs = (_SequenceStruct * len(sequences))(*(sequence.struct for sequence in sequences))
         struct = _PassStruct(
             address(token_ids, torch.int64),
             ctypes.addressof(structs),

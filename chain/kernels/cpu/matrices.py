@@ -67,7 +67,9 @@ class NativeLinear:
         self.shape: tuple[int, int] = (own if rest is None else own + rest.shape[0], in_size)
         self._tensors = [*tensors, *[None] * (4 - len(tensors))]
         self._bias = None if bias is None else _padded(bias.float(), 0).contiguous()
-        addresses = [None if one is None else address(one, one.dtype) for one in self._tensors]
+        addresses = [
+            None if tensor is None else address(tensor, tensor.dtype) for tensor in self._tensors
+        ]
         self.struct: MatrixStruct = MatrixStruct(
             weight_format,
             *self.shape,

@@ -114,10 +114,14 @@ def decide(contests: Sequence[Contest]) -> None:
     """Run contests side by side: the kernels of a stage of all of them are compiled together."""
     for stage in range(Contest.NUM_STAGES):
         compile_together(
-            [(one.product, option) for one in contests for option in one.entrants(stage)]
+            [
+                (contest.product, option)
+                for contest in contests
+                for option in contest.entrants(stage)
+            ]
         )
-        for one in contests:
-            one.compare(stage)
+        for contest in contests:
+            contest.compare(stage)
 
 
 class Choices:
@@ -180,11 +184,11 @@ class Choices:
         # streams and events, by which options are timed, are those of the current device
         with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
             decide(contests)
-        for one in contests:
-            option, microseconds = one.result()
-            _log.debug("%s: %s of %s", one.task, described(option), microseconds)
+        for contest in contests:
+            option, microseconds = contest.result()
+            _log.debug("%s: %s of %s", contest.task, described(option), microseconds)
             tiling = None if option is None else asdict(option)
-            self._chosen[str(one.task)] = {"tiling": tiling, "microseconds": microseconds}
+            self._chosen[str(contest.task)] = {"tiling": tiling, "microseconds": microseconds}
         if self.file is not None:
             self._chosen = _read(self.file) | self._chosen
             write_cached(self.file, self._chosen, "kernels are chosen again by each process")
@@ -210,8 +214,8 @@ def compile_together(wanted: Sequence[tuple[Product, Tiling]]) -> None:
     by_key = {product.kernel_key(option): (product, option) for product, option in wanted}
     kernels = list(by_key.values())
 
-    def compile_one(one: tuple[Product, Tiling]) -> None:
-        product, option = one
+    def compile_one(pair: tuple[Product, Tiling]) -> None:
+        product, option = pair
         try:
             with torch.inference_mode(), torch.cuda.device(product.x_RI.device):
                 product.compile(option)

@@ -96,7 +96,7 @@ class CudaExecutor(TorchExecutor):
         features: Tensor | None = None,
         feature_layers: tuple[int, ...] = (),
     ) -> Tensor:
-        known = [one for one in rows if isinstance(one, Rows)]
+        known = [read for read in rows if isinstance(read, Rows)]
         if self._joined is not None and known:
             states = self._joined.forward(token_ids, caches, known, features, feature_layers)
             if states is not None:
@@ -104,8 +104,11 @@ class CudaExecutor(TorchExecutor):
         return super().forward(token_ids, caches, rows, features, feature_layers)
 
     def drafts(self, requests: Sequence[DraftRequest]) -> list[Candidates]:
-        joined, are_known = self._joined, all(isinstance(one.start, int) for one in requests)
-        most = max(one.top_k for one in requests)
+        joined, are_known = (
+            self._joined,
+            all(isinstance(request.start, int) for request in requests),
+        )
+        most = max(request.top_k for request in requests)
         if joined is None or not are_known or most > MAX_ROWS or self.weights.positions is not None:
             return super().drafts(requests)
         return joined.drafts(requests)

@@ -60,10 +60,10 @@ class Size:
         cls, rows: Sequence[Rows], feature_layers: tuple[int, ...], has_features: bool
     ) -> "Size | None":
         """The smallest that takes the rows; None if none does."""
-        num_rows, window = sum(one.num_rows for one in rows), rows[0].window
-        largest = max(one.num_rows for one in rows)
+        num_rows, window = sum(read.num_rows for read in rows), rows[0].window
+        largest = max(read.num_rows for read in rows)
         is_taken = 0 < num_rows <= ROWS[-1] and largest <= ROWS_EACH[-1]
-        if not is_taken or any(one.window != window for one in rows):
+        if not is_taken or any(read.window != window for read in rows):
             return None
         return cls(
             _next(ROWS, num_rows),
@@ -122,13 +122,13 @@ class JoinedPass:
         given = np.zeros(len(self.numbers) - size.rows, np.int64)
         positions, of_sequence = given[: size.rows], given[size.rows :].reshape(_OF_SEQUENCE, -1)
         visible = np.zeros(tuple(self.visible.shape), np.bool_)
-        starts = list(accumulate((one.num_rows for one in rows), initial=0))
-        for place, (cache, one, first) in enumerate(zip(caches, rows, starts, strict=False)):
-            own = slice(first, first + one.num_rows)
-            positions[own], seen = _seen(one)
-            of_sequence[:, place] = one.start, first, one.num_rows, cache[0].data_ptr()
+        starts = list(accumulate((read.num_rows for read in rows), initial=0))
+        for place, (cache, read, first) in enumerate(zip(caches, rows, starts, strict=False)):
+            own = slice(first, first + read.num_rows)
+            positions[own], seen = _seen(read)
+            of_sequence[:, place] = read.start, first, read.num_rows, cache[0].data_ptr()
             for kind, (tokens, sinks) in enumerate(self.windows):
-                visible[kind, own, : one.num_rows] = seen & _latest(positions[own], tokens, sinks)
+                visible[kind, own, : read.num_rows] = seen & _latest(positions[own], tokens, sinks)
         self.numbers[size.rows :].copy_(torch.from_numpy(given), non_blocking=True)
         self.visible.copy_(torch.from_numpy(visible), non_blocking=True)
         self.numbers[: len(token_ids)].copy_(token_ids)
@@ -211,17 +211,17 @@ class JoinedDraft:
         num = self.size.sequences
         given = [*requests, *[requests[0]] * (num - len(requests))]
         numbers = torch.zeros(2, len(self.numbers) // 2, dtype=torch.int64)
-        numbers[0, :num] = torch.tensor([one.start for one in given])
-        numbers[1, :num] = torch.tensor([one.cache[0].data_ptr() for one in given])
+        numbers[0, :num] = torch.tensor([request.start for request in given])
+        numbers[1, :num] = torch.tensor([request.cache[0].data_ptr() for request in given])
         self.numbers.copy_(numbers.flatten(), non_blocking=True)
-        states = [one.state[:, : self.states.shape[1]] for one in given]
+        states = [request.state[:, : self.states.shape[1]] for request in given]
         torch.cat(states, out=self.states)
         if self.noise is None:
             return
-        for place, one in enumerate(given):
-            assert one.perturbation is not None
-            self.scales[place].fill_(one.perturbation.scale)
-            self.noise[place].copy_(one.perturbation.added[: self.size.depth])
+        for place, request in enumerate(given):
+            assert request.perturbation is not None
+            self.scales[place].fill_(request.perturbation.scale)
+            self.noise[place].copy_(request.perturbation.added[: self.size.depth])
 
     def run(self) -> None:
         """The drafts, from tensors that stay into others."""
@@ -253,18 +253,18 @@ class JoinedDraft:
     def found(self, num: int) -> list[Candidates]:
         """What the last run drafted for the first sequences."""
         parts = self.tokens[:num].clone(), self.scores[:num].clone(), self.beams[:num].clone()
-        return [Candidates(self.size.top_k, *one) for one in zip(*parts, strict=True)]
+        return [Candidates(self.size.top_k, *tensors) for tensors in zip(*parts, strict=True)]
 
     def _level(
         self, starts: Tensor, addresses: Tensor, levels: Sequence[Level]
     ) -> list[tuple[Tensor, Tensor]]:
         """States and logits of a level of each sequence, in one pass."""
         executor, size = self.executor, self.size
-        states = torch.cat([one.states for one in levels])
-        positions = torch.cat([one.rows.positions for one in levels])
+        states = torch.cat([level.states for level in levels])
+        positions = torch.cat([level.rows.positions for level in levels])
         seen = []
         for kind in executor.config.kinds:
-            spans = [one.rows.span_of(kind) for one in levels]
+            spans = [level.rows.span_of(kind) for level in levels]
             visible = torch.cat([span.visible for span in spans])
             seen.append(
                 Seen(
@@ -275,7 +275,7 @@ class JoinedDraft:
         attend = _attend(executor, self.plan, seen, addresses)
         found = executor.run_layers(
             executor.operations,
-            torch.cat([one.tokens for one in levels]),
+            torch.cat([level.tokens for level in levels]),
             attend,
             states if executor.weights.is_head else None,
             (),
@@ -319,19 +319,19 @@ class JoinedPasses:
                 if plan.num_units <= MAX_TICKETS
                 else None
             )
-        one = self._passes[key]
-        if one is None:
+        joined = self._passes[key]
+        if joined is None:
             return None
-        one.set(token_ids, caches, rows, features)
-        self._runner.run(("joined", id(self._executor), *key), one.run, str(size))
-        return one.states[: len(token_ids)].clone()
+        joined.set(token_ids, caches, rows, features)
+        self._runner.run(("joined", id(self._executor), *key), joined.run, str(size))
+        return joined.states[: len(token_ids)].clone()
 
     def drafts(self, requests: Sequence[DraftRequest]) -> list[Candidates]:
         """As `Executor.drafts`; levels beyond the least score are drafted, too."""
         found: dict[int, Candidates] = {}
         groups: dict[tuple[DraftSize, tuple[int, int]], list[int]] = {}
-        for place, one in enumerate(requests):
-            groups.setdefault((DraftSize.of(one), _layout(one.cache)), []).append(place)
+        for place, request in enumerate(requests):
+            groups.setdefault((DraftSize.of(request), _layout(request.cache)), []).append(place)
         for (size, layout), places in groups.items():
             for first in range(0, len(places), size.most_sequences):
                 own = places[first : first + size.most_sequences]
@@ -349,10 +349,10 @@ class JoinedPasses:
             cache = requests[0].cache
             plan = self._plan(cache, size.top_k, num)
             self._drafts[key] = JoinedDraft(self._executor, size, plan, cache)
-        one = self._drafts[key]
-        one.set(requests)
-        self._runner.run(("drafts", id(self._executor), *key), one.run, str(size))
-        return one.found(len(requests))
+        draft = self._drafts[key]
+        draft.set(requests)
+        self._runner.run(("drafts", id(self._executor), *key), draft.run, str(size))
+        return draft.found(len(requests))
 
     def _plan(self, cache: Layers, rows_each: int, num_sequences: int) -> Plan:
         """Of the attention of each layer: all have as many heads, and as many rows in caches."""

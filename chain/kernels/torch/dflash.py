@@ -135,14 +135,14 @@ class DFlashExecutor(TorchExecutor):
         """Write the keys and values of features [R, D]; the states of the tokens after them."""
         weights = self.weights
         assert features is not None, "of a verifier"
-        parts = features.split([one.num_rows for one in rows])
-        for cache, one, part in zip(caches, rows, parts, strict=True):
-            spans = [one.span_of(kind) for kind in self.config.kinds]
+        parts = features.split([read.num_rows for read in rows])
+        for cache, read, part in zip(caches, rows, parts, strict=True):
+            spans = [read.span_of(kind) for kind in self.config.kinds]
             for index, layer in enumerate(weights.layers):
                 operations.write_rows(
                     operations.product(layer.qkv, part),
                     cache[index],
-                    one,
+                    read,
                     spans[layer.kind],
                     self.heads[index],
                     weights.rotary.tables[layer.kind],

@@ -99,8 +99,8 @@ class TorchExecutor(Executor):
         features: Tensor | None = None,
         feature_layers: tuple[int, ...] = (),
     ) -> Tensor:
-        on_device = [one for one in rows if isinstance(one, DeviceRows)]
-        known = [one for one in rows if isinstance(one, Rows)]
+        on_device = [read for read in rows if isinstance(read, DeviceRows)]
+        known = [read for read in rows if isinstance(read, Rows)]
         if on_device:
             assert not known, "rows of a pass are known to the host, or none is"
             given = token_ids, caches, on_device, features, feature_layers
@@ -178,15 +178,15 @@ class TorchExecutor(Executor):
 
     def _most_rows(self, rows: Sequence[Rows]) -> int:
         """Of one pass: all, unless some would need too large a mask."""
-        one, kinds = rows[0], self.config.kinds
+        first, kinds = rows[0], self.config.kinds
         is_whole_prompt = (
             len(rows) == 1
-            and one.start == 0
-            and one.paths is None
+            and first.start == 0
+            and first.paths is None
             and self.config.attention_softcap is None
-            and all(seen_from(one.end - 1, kind, one.window)[1] == 0 for kind in kinds)
+            and all(seen_from(first.end - 1, kind, first.window)[1] == 0 for kind in kinds)
         )
-        return max(one.num_rows, 1) if is_whole_prompt else BLOCK_ROWS
+        return max(first.num_rows, 1) if is_whole_prompt else BLOCK_ROWS
 
     def _pass_over(
         self,
@@ -199,10 +199,10 @@ class TorchExecutor(Executor):
     ) -> Tensor:
         """A pass whose sequences attend one after the other."""
         sequences, first = [], 0
-        for cache, one in zip(caches, rows, strict=True):
-            spans = [one.span_of(kind) for kind in self.config.kinds]
-            place = slice(first, first + one.num_rows)
-            sequences.append(SequenceRows(place, cache, one, spans))
+        for cache, read in zip(caches, rows, strict=True):
+            spans = [read.span_of(kind) for kind in self.config.kinds]
+            place = slice(first, first + read.num_rows)
+            sequences.append(SequenceRows(place, cache, read, spans))
             first = place.stop
         attend = self._attend(operations, sequences)
         return self.run_layers(operations, token_ids, attend, features, feature_layers)
@@ -214,14 +214,14 @@ class TorchExecutor(Executor):
             kind = weights.layers[index].kind
             attended = [
                 operations.attention(
-                    qkv[one.place],
-                    one.cache[index],
-                    one.rows,
-                    one.spans[kind],
+                    qkv[sequence.place],
+                    sequence.cache[index],
+                    sequence.rows,
+                    sequence.spans[kind],
                     self.heads[index],
                     weights.rotary.tables[kind],
                 )
-                for one in sequences
+                for sequence in sequences
             ]
             return attended[0] if len(attended) == 1 else torch.cat(attended)
 

@@ -187,7 +187,10 @@ class HydraExecutor(MedusaExecutor):
     """
 
     def drafts(self, requests: Sequence[DraftRequest]) -> list[Candidates]:
-        drafts, states = [_Draft(one) for one in requests], [one.state for one in requests]
+        drafts, states = (
+            [_Draft(request) for request in requests],
+            [request.state for request in requests],
+        )
         for level, head in enumerate(self.weights.heads):
             growing = [place for place, draft in enumerate(drafts) if draft.grows]
             if not growing:

@@ -54,10 +54,10 @@ class PackedBlocks:
         packed = [cls._packed(BlockWeight(weight.type, part.to(device)).parts()) for part in rows]
         return cls(
             weight.type,
-            torch.cat([one.words for one in packed], 1),
-            _joined([one.high for one in packed]),
-            torch.cat([one.factors for one in packed], 1),
-            _joined([one.constants for one in packed]),
+            torch.cat([blocks.words for blocks in packed], 1),
+            _joined([blocks.high for blocks in packed]),
+            torch.cat([blocks.factors for blocks in packed], 1),
+            _joined([blocks.constants for blocks in packed]),
         )
 
     @classmethod
@@ -89,7 +89,7 @@ class PackedBlocks:
     def num_bytes(self) -> int:
         """Of all tensors."""
         tensors = (self.words, self.high, self.factors, self.constants)
-        return sum(one.nbytes for one in tensors if one is not None)
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
     @property
     def group_size(self) -> int:
