@@ -23,8 +23,8 @@ def load_toy_head(file: ConfigFile, target: Executor, num_positions: int) -> Exe
         verifier.embedding,
         (load_layer(config, tensors, backend, "block", kind="toy"),),
         RotaryTable(config, num_positions, dtype, device),
-        tensors.linear(backend, "lm_head", drafts=True),
-        fc=tensors.linear(backend, "join", drafts=True),
+        tensors.linear(backend, "lm_head", lay_out=backend.draft),
+        fc=tensors.linear(backend, "join", lay_out=backend.draft),
         feature_layers=config.feature_layers,
     )
     return backend.executor(weights)

@@ -40,7 +40,7 @@ GRID = PlanGrid(
     top_ks=(2,),
     rows=(4, 7),
     flush_lengths=(2, 4),
-    least_probabilities=(0.02, 0.2),
+    least_probabilities=(0.02, 0.3),
     ngram_matches=(1,),
     ngram_tokens=4,
 )
